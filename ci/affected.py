@@ -1,0 +1,75 @@
+"""Which nox sessions a change calls for, as the JSON list that a workflow's matrix takes.
+
+    python ci/affected.py --against origin/main           asks git which files changed
+    python ci/affected.py --against ""                    everything
+    python ci/affected.py --files packages/norm/a.py …    takes the files from the command line
+    python ci/affected.py --sessions gpu --against …      other sessions than tests and typing
+
+``tests(new)`` tries what ``nox -s new`` lays out. Prose, pictures and result tables change
+nothing that runs: lint alone looks at them, and it always runs. Tests of a package wake that
+package, its source wakes the models too; packages have no edges among themselves. A file that no
+rule knows wakes everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import PurePosixPath
+
+import workspace
+
+READ_ONLY = {".md", ".png", ".csv"}
+
+
+def parts_for(path: str, packages: list[str]) -> set[str]:
+    """The packages, "integration" and "new", that a changed file concerns."""
+    everything = {*packages, "integration", "new"}
+    file = PurePosixPath(path)
+    match file.parts:
+        case _ if file.suffix in READ_ONLY or file.name in ("LICENSE", "CODEOWNERS"):
+            return set()
+        case ("docs", *_) | ("mkdocs.yml",):
+            return set()
+        case ("packages", name, "tests", _, *_) if name in packages:
+            return {name}
+        case ("packages", name, _, *_) if name in packages:
+            return {name, "integration"} | ({"new"} if name == workspace.MODEL else set())
+        case ("integration", _, *_):
+            return {"integration"}
+    return everything
+
+
+def sessions(paths: list[str], packages: list[str], names: list[str]) -> list[str]:
+    """``names`` × the concerned parts, in the order of the workspace; only tests know of "new"."""
+    concerned = set().union(*(parts_for(path, packages) for path in paths))
+    order = [part for part in (*packages, "integration", "new") if part in concerned]
+    return [f"{n}({part})" for n in names for part in order if part != "new" or n == "tests"]
+
+
+def changed_files(base: str) -> list[str]:
+    """What HEAD changed since it left ``base``; of a moved file both names."""
+    command = ["git", "diff", "--name-only", "--no-renames", f"{base}...HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--against", metavar="REVISION")
+    which.add_argument("--files", nargs="*")
+    parser.add_argument("--sessions", nargs="+", default=["tests", "typing"])
+    arguments = parser.parse_args()
+    if arguments.against is None:
+        paths = arguments.files
+    else:
+        paths = changed_files(arguments.against) if arguments.against else ["noxfile.py"]
+    names = [package.name for package in workspace.packages()]
+    print(json.dumps(sessions(paths, names, arguments.sessions)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

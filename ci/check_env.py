@@ -1,0 +1,99 @@
+"""Says no unless the running environment holds exactly the wheels of ours that it should.
+
+    python ci/check_env.py packages/norm          that package and the testkit
+    python ci/check_env.py packages/norm --alone  that package alone; its public modules import
+    python ci/check_env.py integration            every package, the models and the testkit
+
+Each must have been installed from a local wheel file and be imported from where it was installed,
+so that neither an index nor the source tree can stand in for what was built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import pkgutil
+import sys
+from pathlib import Path
+
+import workspace
+
+
+def installed() -> dict[str, importlib.metadata.Distribution]:
+    """The distributions of this repository that the running Python sees."""
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        name = workspace.requirement_name(distribution.metadata["Name"])
+        if workspace.is_ours(name):
+            found.setdefault(name, distribution)
+    return found
+
+
+def origin_problem(distribution: importlib.metadata.Distribution) -> str:
+    """Why this distribution does not count as a local wheel; empty when it does."""
+    text = distribution.read_text("direct_url.json")
+    if text is None:
+        return "came from an index, wanted a local wheel file"
+    url = json.loads(text)["url"]
+    if not (url.startswith("file://") and url.endswith(".whl")):
+        return f"came from {url}, wanted a local wheel file"
+    return ""
+
+
+def location_problem(import_name: str, distribution: importlib.metadata.Distribution) -> str:
+    """Where the import would come from instead of the installed files; empty when it is those."""
+    wanted = Path(str(distribution.locate_file(import_name.replace(".", "/")))).resolve()
+    spec = importlib.util.find_spec(import_name)
+    places = [Path(p).resolve() for p in (spec and spec.submodule_search_locations) or ()]
+    return "" if places == [wanted] else f"is imported from {places}, wanted {wanted}"
+
+
+def problems(expected: dict[str, str]) -> list[str]:
+    """``expected`` maps each wanted distribution to its import name."""
+    found = installed()
+    told = [f"{name} is installed and should not be" for name in sorted(found.keys() - expected)]
+    told += [f"{name} is not installed" for name in sorted(expected.keys() - found)]
+    for name in sorted(found.keys() & expected):
+        for problem in (origin_problem(found[name]), location_problem(expected[name], found[name])):
+            if problem:
+                told.append(f"{name} {problem}")
+    return told
+
+
+def import_public_modules(import_name: str) -> list[str]:
+    """Imports every module of a package whose name has no leading underscore."""
+    package = importlib.import_module(import_name)
+    names = [import_name]
+    for module in pkgutil.walk_packages(package.__path__, f"{import_name}."):
+        if not any(part.startswith("_") for part in module.name.split(".")):
+            importlib.import_module(module.name)
+            names.append(module.name)
+    return names
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("name")
+    parser.add_argument(
+        "--alone", action="store_true", help="no testkit; import every public module"
+    )
+    arguments = parser.parse_args()
+    project = workspace.find(arguments.name)
+    wanted = workspace.needed_for(project)
+    if not arguments.alone:
+        wanted.append(workspace.kit())
+    told = problems({each.distribution: each.import_name for each in wanted})
+    for problem in told:
+        print(f"check_env: {problem}", file=sys.stderr)
+    if not told:
+        print("check_env:", ", ".join(f"{each.distribution} {each.version}" for each in wanted))
+    if not told and arguments.alone:
+        print("check_env: imports", ", ".join(import_public_modules(project.import_name)))
+    return bool(told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

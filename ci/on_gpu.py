@@ -1,0 +1,88 @@
+"""A package's GPU tests and benchmarks in the Python that runs this, with the torch that it has.
+
+    python ci/on_gpu.py norm --tests --bench --out DIR
+
+Nothing is installed and no index is asked, because a machine with a GPU often carries its own
+torch and reaches none: the package and the testkit run from source. ``--installed`` uses what is
+installed instead, as the nox sessions ``gpu`` and ``bench`` do. What follows ``--`` goes to
+pytest, or to the benchmarks where those alone are asked for. A GPU run that executes no GPU test
+is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import closing_line
+import workspace
+from quick import pytest_command
+
+
+def run_tests(project: workspace.Project, environment: dict[str, str], more: list[str]) -> bool:
+    """True when GPU tests ran and none failed."""
+    # From elsewhere, so that only the import path decides what is tested.
+    with tempfile.TemporaryDirectory() as elsewhere:
+        junit = Path(elsewhere, "gpu.xml")
+        command = pytest_command(
+            project, "gpu", f"--junitxml={junit}", "--durations=5", "-rs", *more
+        )
+        code = subprocess.run(command, env=environment, cwd=elsewhere).returncode
+        ran = closing_line.read(junit) if junit.is_file() else Counter()
+    if not ran["passed"] + ran["failed"]:
+        print(f"on_gpu: no GPU test of {project.name} was executed", file=sys.stderr)
+        return False
+    return code == 0
+
+
+def run_bench(
+    project: workspace.Project, out: Path, environment: dict[str, str], more: list[str]
+) -> bool:
+    """True when the benchmarks ran to their end."""
+    command = [
+        sys.executable,
+        "-m",
+        "fusewright_testkit.bench",
+        project.name,
+        "--out",
+        str(out),
+        *more,
+    ]
+    return subprocess.run(command, env=environment).returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("name")
+    parser.add_argument("--tests", action="store_true")
+    parser.add_argument("--bench", action="store_true")
+    parser.add_argument(
+        "--out", type=Path, help="of the benchmarks; default: the package's results"
+    )
+    parser.add_argument("--installed", action="store_true")
+    ours, more = sys.argv[1:], []
+    if "--" in ours:
+        ours, more = ours[: ours.index("--")], ours[ours.index("--") + 1 :]
+    arguments = parser.parse_args(ours)
+    if not (arguments.tests or arguments.bench):
+        parser.error("wanted --tests, --bench or both")
+    project = workspace.find(arguments.name)
+    with workspace.source_environment(project) as environment:
+        if arguments.installed:
+            environment = dict(os.environ)
+        good = True
+        if arguments.tests:
+            good = run_tests(project, environment, more)
+        if arguments.bench:
+            out = (arguments.out or project.folder / "results").resolve()
+            good &= run_bench(project, out, environment, [] if arguments.tests else more)
+    return not good
+
+
+if __name__ == "__main__":
+    sys.exit(main())

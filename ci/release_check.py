@@ -1,0 +1,132 @@
+"""Whether a package may be released as it is: tag, changelog, API against the last release.
+
+    python ci/release_check.py norm                    before tagging
+    python ci/release_check.py norm --tag norm-v0.3.0  by the release workflow, on the tag
+    python ci/release_check.py --package-of norm-v0.3.0    prints norm
+
+What breaks a caller wants a new major version (a new minor one below 1.0), what adds wants a new
+minor one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+
+import public_api
+import workspace
+
+Version = tuple[int, int, int]
+HEADING = re.compile(r"^## \[?(?P<version>\d+\.\d+\.\d+)\]?(?P<rest>.*)$", re.M)
+DATE = re.compile(r"\b\d{4}-\d{2}-\d{2}\b")
+
+
+def parse_version(text: str) -> Version:
+    match = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", text)
+    if match is None:
+        raise ValueError(f"wanted a version X.Y.Z, got {text!r}")
+    return tuple(map(int, match.groups()))
+
+
+def git(*arguments: str) -> str:
+    command = ["git", "-C", str(workspace.ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def last_release(name: str, below: Version, tags: list[str]) -> str | None:
+    """The tag of the highest version below the given one."""
+    found = {}
+    for tag in tags:
+        if (match := re.fullmatch(rf"{re.escape(name)}-v(\d+\.\d+\.\d+)", tag)) is not None:
+            found[parse_version(match[1])] = tag
+    older = [version for version in found if version < below]
+    return found[max(older)] if older else None
+
+
+def changelog_problems(text: str, version: str) -> list[str]:
+    """The newest entry must be this version's, dated, and say something."""
+    headings = list(HEADING.finditer(text))
+    if not headings or headings[0]["version"] != version:
+        newest = headings[0]["version"] if headings else "none"
+        return [f"wanted {version} as CHANGELOG.md's newest entry, got {newest}"]
+    end = headings[1].start() if len(headings) > 1 else len(text)
+    told = []
+    if not DATE.search(headings[0]["rest"]):
+        told.append(f"wanted a date in CHANGELOG.md's heading of {version}, got none")
+    if not re.search(r"^\s*[-*] ", text[headings[0].end() : end], re.M):
+        told.append(f"wanted at least one line about {version} in CHANGELOG.md, got none")
+    return told
+
+
+def version_problems(
+    old: Version, new: Version, breaking: list[str], adding: list[str]
+) -> list[str]:
+    """Whether the step from ``old`` to ``new`` is large enough for what changed."""
+    if breaking:
+        wanted = (old[0] + 1, 0, 0) if old[0] else (0, old[1] + 1, 0)
+    elif adding:
+        wanted = (old[0], old[1] + 1, 0)
+    else:
+        wanted = (old[0], old[1], old[2] + 1)
+    if new >= wanted:
+        return []
+    show = ".".join
+    got, least = show(map(str, new)), show(map(str, wanted))
+    return [f"wanted at least version {least} for these changes, got {got}"]
+
+
+def tagged_reader(tag: str, project: workspace.Project) -> public_api.Reader:
+    folder = project.import_folder.relative_to(workspace.ROOT).as_posix()
+    names = set(git("ls-tree", "-r", "--name-only", tag, "--", folder).splitlines())
+
+    def read(name: str) -> str | None:
+        path = f"{folder}/{name}"
+        return git("show", f"{tag}:{path}") if path in names else None
+
+    return read
+
+
+def check(project: workspace.Project, tag: str | None) -> list[str]:
+    """Prints the API's changes; returns what speaks against the release."""
+    told = changelog_problems((project.folder / "CHANGELOG.md").read_text(), project.version)
+    if tag is not None and tag != project.tag:
+        told.append(f"wanted the tag {project.tag}, got {tag}")
+    tags = git("tag", "--list", f"{project.name}-v*").splitlines()
+    if tag is None and project.tag in tags:
+        told.append(f"{project.tag} is released already: raise the version")
+    version = parse_version(project.version)
+    last = last_release(project.name, version, tags)
+    if last is None:
+        print(f"{project.tag}: the first release")
+        return told
+    old = public_api.surface(tagged_reader(last, project))
+    breaking, adding = public_api.difference(
+        old, public_api.surface(public_api.folder_reader(project.import_folder))
+    )
+    print(f"{project.tag} against {last}: {len(breaking)} breaking, {len(adding)} adding")
+    print("".join(f"  {line}\n" for line in breaking + adding), end="")
+    before = parse_version(last.removeprefix(f"{project.name}-v"))
+    return told + version_problems(before, version, breaking, adding)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("name", nargs="?")
+    which.add_argument("--package-of", metavar="TAG")
+    parser.add_argument("--tag")
+    arguments = parser.parse_args()
+    if arguments.package_of:
+        name, separator, _ = arguments.package_of.rpartition("-v")
+        print(workspace.find(name if separator else arguments.package_of).name)
+        return 0
+    told = check(workspace.find(arguments.name), arguments.tag)
+    for problem in told:
+        print(f"release_check: {problem}", file=sys.stderr)
+    return bool(told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

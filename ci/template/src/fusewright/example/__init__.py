@@ -1,0 +1,15 @@
+"""Scaling of a tensor by a number."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from ._backends import available_backends
+from .scale import scale
+
+try:
+    __version__ = version("fusewright-example")
+except PackageNotFoundError:
+    __version__ = "0+source"
+
+__all__ = ["__version__", "available_backends", "scale"]

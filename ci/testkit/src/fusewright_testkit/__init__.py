@@ -1,0 +1,9 @@
+"""What the tests and benchmarks of the fusewright packages share. Private: no package depends on it
+at run time.
+"""
+
+from __future__ import annotations
+
+from .yardstick import Yardstick, assert_within
+
+__all__ = ["Yardstick", "assert_within"]

@@ -1,0 +1,218 @@
+"""Time a package's ops and their peers in one run and write the result file: ``python -m
+fusewright_testkit.bench norm``.
+
+A package's ``bench`` module declares
+
+* ``cases()``: objects with ``op``, ``sizes`` (name to number, in the order of the op's arguments),
+``dtype``,
+  ``inputs(device)`` (what the op takes; floating tensors get gradients), ``reference`` (the op in
+  plain torch), ``bytes_moved`` and ``flops`` (by pass);
+* ``providers()``: from a provider's name to its functions by op. The package's own provider is
+called ``fusewright``.
+
+Every provider is checked against the yardstick before it is timed. Ours must pass; a peer that does
+not is timed and named.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import pathlib
+import platform
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .timing import Time, copies_needed, event_time, graph_time, wall_time
+from .yardstick import Yardstick, as_leaf, as_tuple
+
+COLUMNS = [
+    "op",
+    "case",
+    "pass",
+    "provider",
+    "dtype",
+    "timing",
+    "ms",
+    "ms_p20",
+    "ms_p80",
+    "tflops",
+    "gbps",
+    "mem_mib",
+]
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+OURS = "fusewright"
+
+
+def environment_name() -> str:
+    """The name of a result file: card, torch and triton, such as ``h200-torch2.11-triton3.6``."""
+    import triton
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    card = re.sub(r"[^a-z0-9]+", "-", card.lower().replace("nvidia", "")).strip("-")
+    torch_version, triton_version = (
+        ".".join(module.__version__.split(".")[:2]) for module in (torch, triton)
+    )
+    return f"{card}-torch{torch_version}-triton{triton_version}"
+
+
+class Timer:
+    """One provider's function on one case: its calls on cold copies of the inputs, on one
+    stream.
+    """
+
+    def __init__(self, case, op: Callable):
+        self.case, self.op = case, op
+        self.stream = torch.cuda.Stream()
+        bytes_of_one_call = case.bytes_moved["fwd+bwd"]
+        self.inputs = []
+        for _ in range(copies_needed(bytes_of_one_call)):
+            self.inputs.append([as_leaf(x, None) for x in case.inputs("cuda")])
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def forward(self, inputs: list) -> Callable[[], object]:
+        def call():
+            with torch.no_grad():
+                return self.op(*inputs)
+
+        return call
+
+    def backward(self, inputs: list) -> Callable[[], object]:
+        with torch.cuda.stream(self.stream):
+            outputs = as_tuple(self.op(*inputs))
+            grads = [torch.randn_like(y) for y in outputs]
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+
+    def both(self, inputs: list) -> Callable[[], object]:
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        grads = [torch.randn_like(y) for y in as_tuple(self.op(*inputs))]
+        return lambda: torch.autograd.grad(as_tuple(self.op(*inputs)), leaves, grads)
+
+    def times(self) -> Iterator[tuple[str, str, Time]]:
+        """Pass, clock and time, one after the other."""
+        for name, make in (("fwd", self.forward), ("bwd", self.backward)):
+            calls = [make(inputs) for inputs in self.inputs]
+            yield name, "graph", graph_time(calls, stream=self.stream)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            yield name, "event", event_time(calls[0])
+            del calls
+        yield "fwd+bwd", "wall", wall_time(self.both(self.inputs[0]))
+
+    def peak_mib(self) -> float:
+        """Memory that one forward and backward takes beyond its inputs."""
+        call = self.both(self.inputs[0])
+        call()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def rows_of_case(case, provider: str, op: Callable) -> Iterator[dict]:
+    """Result rows of one provider on one case."""
+    # A compiled backward pass may otherwise not be run twice on one graph.
+    torch._functorch.config.donated_buffer = False
+    timer = Timer(case, op)
+    memory = timer.peak_mib()
+    for name, clock, time in timer.times():
+        seconds = time.ms / 1e3
+        flops = case.flops.get(name)
+        yield {
+            "op": case.op,
+            "case": " ".join(f"{key}={value}" for key, value in case.sizes.items()),
+            "pass": name,
+            "provider": provider,
+            "dtype": DTYPES[case.dtype],
+            "timing": clock,
+            "ms": f"{time.ms:.5f}",
+            "ms_p20": f"{time.ms_p20:.5f}",
+            "ms_p80": f"{time.ms_p80:.5f}",
+            "tflops": f"{flops / seconds / 1e12:.1f}" if flops else "",
+            "gbps": f"{case.bytes_moved[name] / seconds / 1e9:.1f}",
+            "mem_mib": f"{memory:.1f}",
+        }
+
+
+def check(case, provider: str, op: Callable, console: Console) -> None:
+    """Hold a provider against the yardstick. Raises for ours, names a peer that errs more."""
+    yardstick = Yardstick(case.reference, case.inputs("cuda"))
+    try:
+        yardstick.check(op)
+    except AssertionError as error:
+        if provider.startswith(OURS):
+            raise
+        console.print(f"  {provider} errs more than the yardstick allows: {error}")
+
+
+def main(
+    package: str = typer.Argument(help="folder name of the package, such as norm"),
+    out: pathlib.Path = typer.Option(None, help="folder of the result file; its own results/"),
+    op: str = typer.Option("", help="only ops whose name contains this"),
+    provider: str = typer.Option("", help="only these providers, by comma"),
+) -> None:
+    """Time PACKAGE and its peers on this machine's GPU."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("benchmarks need a CUDA device, and torch sees none")
+    console = Console(width=160)
+    bench = importlib.import_module(f"fusewright.{package.replace('-', '_')}.bench")
+    providers = bench.providers()
+    if provider:
+        providers = {name: ops for name, ops in providers.items() if name in provider.split(",")}
+    console.print(f"{environment_name()}: {', '.join(providers)}")
+    found = []
+    for case in bench.cases():
+        if op not in case.op:
+            continue
+        for name, ops in providers.items():
+            if case.op not in ops:
+                continue
+            try:
+                check(case, name, ops[case.op], console)
+                found += rows_of_case(case, name, ops[case.op])
+            except Exception as error:
+                if name.startswith(OURS):
+                    raise
+                first_line = str(error).splitlines()[0] if str(error) else ""
+                console.print(
+                    f"  {name} did not run {case.op}: {type(error).__name__} {first_line}"
+                )
+            torch.cuda.empty_cache()
+        console.print(f"{case.op} {case.sizes}")
+    if not found:
+        raise typer.BadParameter("nothing was timed")
+    folder = out or pathlib.Path("packages") / package / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / f"{environment_name()}.csv", found)
+    show(found, console)
+
+
+def write(path: pathlib.Path, rows: list[dict]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def show(rows: list[dict], console: Console) -> None:
+    """A short table: kernel time of the passes, wall time of both."""
+    names = list(dict.fromkeys(row["provider"] for row in rows))
+    table = Table("op", "case", "pass", "timing", *names)
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        key = tuple(row[column] for column in ("op", "case", "pass", "timing"))
+        lines.setdefault(key, {})[row["provider"]] = f"{float(row['ms']) * 1e3:.1f}"
+    for key, times in lines.items():
+        table.add_row(*key, *(times.get(name, "") for name in names))
+    console.print(table, "microseconds")
+
+
+if __name__ == "__main__":
+    typer.run(main)

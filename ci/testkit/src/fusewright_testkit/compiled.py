@@ -1,0 +1,143 @@
+"""Compile kernels for cards that are not there, and read what the machine code takes.
+
+A package's launchers are called on CPU tensors while every Triton launch is recorded instead of
+run; each recorded launch is then compiled for the asked capability. What is compiled is thus what a
+launcher really asks for. Triton must be
+imported without its interpreter, so tests run this in a process of their own: ``python -m
+fusewright_testkit.compiled``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import typer
+
+# Shared memory that one program may take, in KiB, by compute capability.
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
+
+
+class Resources(NamedTuple):
+    """What one compiled kernel takes: registers of a thread, spilled bytes of a thread, shared
+    memory in bytes.
+    """
+
+    kernel: str
+    options: str
+    capability: int
+    registers: int
+    spilled: int
+    shared: int
+
+
+class Launch(NamedTuple):
+    """One recorded launch: the jitted function and its arguments."""
+
+    function: object
+    args: tuple
+    kwargs: dict
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Record Triton launches instead of running them."""
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Launch] = []
+
+    def record(self, *args, grid, warmup, **kwargs):
+        launches.append(Launch(self, args, kwargs))
+
+    with mock.patch.object(JITFunction, "run", record):
+        yield launches
+
+
+def compile_launch(launch: Launch, capability: int) -> Resources:
+    """Compile one recorded launch for a compute capability, such as 90, and read its machine
+    code.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    function = launch.function
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    bound, specialization, _ = bind(*launch.args, **launch.kwargs)
+    options, signature, constants, attributes = function._pack_args(
+        backend, launch.kwargs, bound, specialization, None
+    )
+    source = ASTSource(function, signature, constants, attributes)
+    kernel = triton.compile(source, target=target, options=options.__dict__)
+    registers, spilled = machine_code_usage(kernel.asm["cubin"])
+    flags = {k: v for k, v in launch.kwargs.items() if isinstance(v, (bool, int))}
+    described = " ".join(f"{k}={v}" for k, v in flags.items() if v is not False)
+    return Resources(
+        function.fn.__name__, described, capability, registers, spilled, kernel.metadata.shared
+    )
+
+
+def machine_code_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and spilled (local and stack) bytes of a thread, as the cuobjdump in triton's wheel
+    prints them.
+    """
+    import triton
+
+    cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run(
+            [cuobjdump, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {usage!r}")
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def main(
+    launches: str = typer.Argument(help="module:function whose calls launch the kernels"),
+    capability: list[int] = typer.Option([90], help="compute capability, such as 90; repeatable"),
+    check: bool = typer.Option(False, help="fail on a spill or on too much shared memory"),
+) -> None:
+    """Compile what FUNCTION launches and print what each kernel takes."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise typer.BadParameter("unset TRITON_INTERPRET: the interpreter compiles nothing")
+    module, name = launches.split(":")
+    launch_all: Callable[[], None] = getattr(importlib.import_module(module), name)
+    with recorded_launches() as recorded:
+        launch_all()
+    failed = False
+    for target in capability:
+        for launch in recorded:
+            found = compile_launch(launch, target)
+            over = found.spilled > 0 or found.shared > SHARED_KIB[target] * 1024
+            failed |= over
+            print(
+                f"sm_{target} {found.kernel} registers={found.registers} spilled={found.spilled} "
+                f"shared={found.shared} {found.options}{' FAILED' if over else ''}"
+            )
+    if not recorded:
+        raise typer.BadParameter(f"{launches} launched no kernel")
+    if check and failed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,78 @@
+"""The pytest plugin of the fusewright packages: interpreter, seed, poison and tiers.
+
+Without a GPU the Triton kernels run in the interpreter, which must be chosen before triton is first
+imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "slow: takes minutes; left out unless asked for with -m")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.getoption("-m")
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("slow") and "slow" not in chosen:
+            item.add_marker(pytest.mark.skip(reason="slow; ask for it with -m slow"))
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Test ids spell sizes and dtypes: ``rows3-cols100-bfloat16``, ``3x5x700``."""
+    if isinstance(val, torch.dtype):
+        return str(val).removeprefix("torch.")
+    if isinstance(val, int) and not isinstance(val, bool):
+        return f"{argname}{val}"
+    if isinstance(val, tuple) and val and all(isinstance(length, int) for length in val):
+        return "x".join(map(str, val))
+    return None
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same numbers whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the kernels of this run live: the card, or the CPU under the interpreter."""
+    return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill fresh memory with NaN, so that an output that nothing wrote cannot pass for a result."""
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+def poisoned(allocate):
+    def allocate_and_poison(*args, **kwargs):
+        fresh = allocate(*args, **kwargs)
+        # Traced and meta tensors hold no numbers, and a fill would become a part of the traced
+        # graph.
+        real = type(fresh) is torch.Tensor and fresh.device.type != "meta"
+        if real and fresh.is_floating_point() and not torch.compiler.is_compiling():
+            fresh.detach().fill_(float("nan"))
+        return fresh
+
+    return allocate_and_poison

@@ -1,0 +1,251 @@
+"""A package's result files as the tables of its README and as pictures beside them.
+
+    python -m fusewright_testkit.report packages/norm [--check]
+
+Every CSV file in ``results/`` that has a benchmark's columns is read. The text goes between two
+marks of the README; ``--check`` only says whether it is behind the files. Nothing here imports
+torch or anything of ours, so the file also runs as a script where there is no torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+
+HEADER = "op,case,pass,provider,dtype,timing,ms,ms_p20,ms_p80,tflops,gbps,mem_mib"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+CLOCKS = {
+    "graph": "Kernel time, from the replay of a CUDA graph over inputs that exceed the L2 cache",
+    "event": "Time between device events around one call, the L2 cache flushed before it",
+    "wall": "Eager wall time of one call on the host's clock, in a run of many",
+}
+UNITS = {
+    "TB/s": "TB/s counts each input read once and each output written once",
+    "TFLOPS": "TFLOPS counts the operations of the formula",
+}
+# Okabe and Ito's colours, which colour-blind readers tell apart too; the first provider is ours.
+COLOURS = ("#D55E00", "#999999", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#E69F00", "#000000")
+
+
+class Key(NamedTuple):
+    """What the numbers in one line of a table have in common."""
+
+    op: str
+    dtype: str
+    passed: str
+    case: str
+    unit: str
+
+
+class Cell(NamedTuple):
+    """One provider's median in microseconds, and its rate in the unit of the key."""
+
+    microseconds: float
+    rate: float
+
+
+Lines = dict[Key, dict[str, Cell]]
+
+
+class Results(NamedTuple):
+    """One result file: clock, key and provider in the order of the file."""
+
+    path: Path
+    clocks: dict[str, Lines]
+
+    @property
+    def providers(self) -> list[str]:
+        cells = (cells for lines in self.clocks.values() for cells in lines.values())
+        return list(dict.fromkeys(itertools.chain.from_iterable(cells)))
+
+    @property
+    def environment(self) -> str:
+        """``h200-torch2.11-triton3.6`` in words."""
+        match = re.fullmatch(r"(.+)-torch([\d.]+)-triton([\d.]+)", self.path.stem)
+        if match is None:
+            return self.path.stem
+        return f"{match[1].replace('-', ' ').upper()}, torch {match[2]}, triton {match[3]}"
+
+    def kernels(self) -> Lines:
+        """From the graph, else from events; the host's clock where there is neither."""
+        times = {**self.clocks.get("event", {}), **self.clocks.get("graph", {})}
+        return times or self.clocks.get("wall", {})
+
+
+def read(path: Path) -> Results | None:
+    """The results in a CSV file; None where its columns are others."""
+    clocks: dict[str, Lines] = {}
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != HEADER.split(","):
+            return None
+        for row in reader:
+            flops = row["tflops"]
+            unit, rate = ("TFLOPS", float(flops)) if flops else ("TB/s", float(row["gbps"]) / 1e3)
+            key = Key(row["op"], row["dtype"], row["pass"], row["case"], unit)
+            cells = clocks.setdefault(row["timing"], {}).setdefault(key, {})
+            cells[row["provider"]] = Cell(float(row["ms"]) * 1e3, rate)
+    return Results(path, clocks)
+
+
+def result_files(package: Path) -> list[Results]:
+    return [found for path in sorted(package.glob("results/*.csv")) if (found := read(path))]
+
+
+def short(x: float) -> str:
+    """``x`` to three significant digits, but at most two after the point."""
+    return f"{x:.{min(2, max(0, 2 - math.floor(math.log10(x))))}f}"
+
+
+def table(lines: Lines, rates: bool) -> str:
+    """A markdown table, a column for each provider, the fastest of each line in bold."""
+    names = list(dict.fromkeys(itertools.chain.from_iterable(lines.values())))
+    rows = [["op", "case", "pass", *names], ["---"] * 3 + ["---:"] * len(names)]
+    for key, cells in lines.items():
+        row = [f"`{key.op}` {key.dtype}", key.case, key.passed]
+        fastest = min(cell.microseconds for cell in cells.values())
+        for name in names:
+            cell = cells.get(name)
+            text = short(cell.microseconds) if cell else ""
+            text += f" · {short(cell.rate)}" if cell and rates else ""
+            row.append(f"**{text}**" if cell and cell.microseconds == fastest else text)
+        rows.append(row)
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def section(results: Results) -> str:
+    """The text of one result file: environment, picture, kernel times, wall times."""
+    file = f"results/{results.path.name}"
+    parts = [
+        f"**{results.environment}**: medians of [{results.path.name}]({file}), fastest in bold. "
+        "Before it is timed, every provider is checked against the fp64 reference.",
+        f"![{results.environment}: kernel times](results/{results.path.stem}.png)",
+    ]
+    kernels = results.kernels()
+    for clock, unit in itertools.product(("graph", "event"), UNITS):
+        timed = results.clocks.get(clock, {})
+        chosen = (key for key in timed if key.unit == unit and kernels[key] is timed[key])
+        lines = {key: timed[key] for key in chosen}
+        if lines:
+            parts.append(f"{CLOCKS[clock]}, in microseconds · {unit}. {UNITS[unit]}.")
+            parts.append(table(lines, rates=True))
+    if "wall" in results.clocks:
+        parts.append(f"{CLOCKS['wall']}, in microseconds.")
+        parts.append(table(results.clocks["wall"], rates=False))
+    return "\n\n".join(parts)
+
+
+def made(package: Path) -> str:
+    """What belongs between the marks of a package's README."""
+    return "\n\n".join(map(section, result_files(package))) or "Nothing has been measured yet."
+
+
+def with_made(text: str, new: str) -> str:
+    """``text`` with what is between the marks replaced."""
+    marked = f"{BEGIN}\n{new}\n{END}"
+    text, times = re.subn(f"{BEGIN}.*{END}", lambda _: marked, text, flags=re.DOTALL)
+    if times != 1:
+        raise ValueError(f"wanted the marks {BEGIN} and {END} once in the README, got {times}")
+    return text
+
+
+def case_labels(cases: list[str]) -> tuple[list[str], str, str]:
+    """Short labels of an op's cases, what the labels count, and what is the same in all cases."""
+    pairs = [dict(word.split("=") for word in case.split()) for case in cases]
+    if any(pair.keys() != pairs[0].keys() for pair in pairs):
+        return [case.replace(" ", "\n") for case in cases], "", ""
+    moving = [name for name in pairs[0] if len({p[name] for p in pairs}) > 1] or list(pairs[0])
+    same = " ".join(f"{name}={value}" for name, value in pairs[0].items() if name not in moving)
+    return ["×".join(pair[name] for name in moving) for pair in pairs], " × ".join(moving), same
+
+
+def draw(results: Results, copy: tuple[float, str] | None = None) -> Any:
+    """A row of panels for each op, a column for each pass; ``copy`` is a rate and its source."""
+    from matplotlib.figure import Figure
+
+    lines = results.kernels()
+    handles: dict[str, Any] = {}
+    ops = list(dict.fromkeys(key[:2] for key in lines))
+    passes = list(dict.fromkeys(key.passed for key in lines))
+    figure = Figure(figsize=(5.2 * len(passes), 2.8 * len(ops) + 0.9), layout="constrained")
+    panels = figure.subplots(len(ops), len(passes), sharey="row", squeeze=False)
+    for row, column in itertools.product(range(len(ops)), range(len(passes))):
+        panel, group = panels[row, column], (*ops[row], passes[column])
+        groups = {key: cells for key, cells in lines.items() if key[:3] == group}
+        if not groups:
+            panel.set_axis_off()
+            continue
+        unit = next(iter(groups)).unit
+        bars(panel, list(groups.values()), results.providers, handles)
+        if copy and unit == "TB/s":
+            line = panel.axhline(copy[0], color="black", linestyle="--", linewidth=1)
+            handles[f"copy at {copy[0]:g} TB/s, {copy[1]}"] = line
+        labels, counted, same = case_labels([key.case for key in groups])
+        panel.set(title=" ".join((*group, same)), xlabel=counted, ylabel=unit)
+        panel.set_xticks(range(len(labels)), labels)
+        panel.tick_params(labelsize=9, labelleft=True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", linewidth=0.5, alpha=0.5)
+        panel.set_axisbelow(True)
+    figure.suptitle(f"{results.environment}: rate of the kernels (higher is better)")
+    # The line of the copy comes last.
+    names = sorted(handles, key=[*results.providers, *handles].index)
+    drawn = [handles[name] for name in names]
+    figure.legend(drawn, names, loc="outside lower center", ncols=min(6, len(names)), frameon=False)
+    return figure
+
+
+def bars(panel: Any, cases: list[dict[str, Cell]], providers: list[str], handles: dict) -> None:
+    """Draw a group of bars for each case, closed up where a provider is missing."""
+    colours = dict(zip(providers, itertools.cycle(COLOURS), strict=False))
+    width = 0.84 / max(map(len, cases))
+    for place, cells in enumerate(cases):
+        names = [name for name in providers if name in cells]
+        for number, name in enumerate(names):
+            x = place + (number - (len(names) - 1) / 2) * width
+            handles[name] = panel.bar(x, cells[name].rate, 0.92 * width, color=colours[name])
+
+
+def problems(package: Path) -> list[str]:
+    """What of a package's README and pictures is behind its result files."""
+    readme, results = package / "README.md", result_files(package)
+    text = readme.read_text()
+    if not results and BEGIN not in text:
+        return []
+    told = [] if text == with_made(text, made(package)) else [f"{readme} is behind its results"]
+    pictures = [each.path.with_suffix(".png") for each in results]
+    return told + [f"{path} is missing" for path in pictures if not path.is_file()]
+
+
+def main(
+    packages: list[Path] = typer.Argument(help="folders of packages, such as packages/norm"),
+    check: bool = typer.Option(False, help="write nothing; fail where something is behind"),
+    copy_tbps: float = typer.Option(None, help="rate of a device copy, drawn as a line"),
+    copy_source: str = typer.Option(None, help="how that rate was measured"),
+) -> None:
+    """Write the result tables and pictures of PACKAGES, or check them."""
+    if (copy_tbps is None) != (copy_source is None):
+        raise typer.BadParameter("--copy-tbps and --copy-source go together")
+    if check:
+        told = [problem for package in packages for problem in problems(package)]
+        for problem in told:
+            typer.echo(f"{problem}: python -m fusewright_testkit.report PACKAGE", err=True)
+        raise typer.Exit(bool(told))
+    for package in packages:
+        readme = package / "README.md"
+        readme.write_text(with_made(readme.read_text(), made(package)))
+        for results in result_files(package):
+            figure = draw(results, (copy_tbps, copy_source) if copy_tbps else None)
+            picture = results.path.with_suffix(".png")
+            # Without the library's version, the same results give the same bytes.
+            figure.savefig(picture, dpi=150, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,50 @@
+"""A change wakes what it can break, and an unknown file wakes everything."""
+
+from __future__ import annotations
+
+import affected
+import pytest
+
+PACKAGES = ["memory-mlp", "norm"]
+EVERYTHING = {"memory-mlp", "norm", "integration", "new"}
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("packages/norm/src/fusewright/norm/rms_norm.py", {"norm", "integration", "new"}),
+        ("packages/memory-mlp/src/fusewright/memory_mlp/a.py", {"memory-mlp", "integration"}),
+        ("packages/memory-mlp/pyproject.toml", {"memory-mlp", "integration"}),
+        ("packages/norm/tests/test_rms_norm.py", {"norm"}),
+        ("packages/norm/README.md", set()),
+        ("packages/norm/results/h200-torch2.11-triton3.6.csv", set()),
+        ("packages/normal/src/a.py", EVERYTHING),
+        ("packages/norm", EVERYTHING),
+        ("integration/src/fusewright_models/cli.py", {"integration"}),
+        ("integration/tests/test_cli.py", {"integration"}),
+        ("ci/workspace.py", EVERYTHING),
+        ("ci/testkit/src/fusewright_testkit/plugin.py", EVERYTHING),
+        ("ci/constraints/tested.txt", EVERYTHING),
+        ("noxfile.py", EVERYTHING),
+        ("pyproject.toml", EVERYTHING),
+        (".ci/run", EVERYTHING),
+        (".github/workflows/checks.yml", EVERYTHING),
+        ("docs/hooks.py", set()),
+        ("README.md", set()),
+        ("something-new", EVERYTHING),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_file_wakes_what_it_can_break(path, parts):
+    assert affected.parts_for(path, PACKAGES) == parts
+
+
+def test_sessions_come_in_the_order_of_the_workspace():
+    paths = ["packages/norm/src/a.py", "packages/norm/README.md"]
+    told = affected.sessions(paths, PACKAGES, ["tests", "typing"])
+    assert told[:3] == ["tests(norm)", "tests(integration)", "tests(new)"]
+    assert told[3:] == ["typing(norm)", "typing(integration)"]
+
+
+def test_no_change_wakes_nothing():
+    assert affected.sessions([], PACKAGES, ["tests"]) == []

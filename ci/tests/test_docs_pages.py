@@ -1,0 +1,41 @@
+"""The documentation takes the parts' own pages and sets their links right."""
+
+from __future__ import annotations
+
+import docs_pages
+import pytest
+import workspace
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("[why](../../docs/decisions/0001-a.md)", "[why](../../decisions/0001-a.md)"),
+        ("[how](../../CONTRIBUTING.md)", "[how](../../CONTRIBUTING.md)"),
+        ("![times](results/h200.png)", "![times](results/h200.png)"),
+    ],
+)
+def test_links_of_a_readme_fit_its_page(text, wanted):
+    assert docs_pages.served(text, depth=2) == wanted
+
+
+def test_part_brings_its_pages_and_result_files(repository, monkeypatch):
+    monkeypatch.setattr(workspace, "ROOT", repository)
+    norm = workspace.find("norm", repository)
+    (norm.folder / "README.md").write_text("# norm\n")
+    (norm.folder / "results").mkdir()
+    (norm.folder / "results/h200.csv").write_text("op\n")
+    assert docs_pages.part_pages(norm) == {
+        "packages/norm/index.md": "# norm\n",
+        "packages/norm/reference.md": "# fusewright.norm\n\n::: fusewright.norm\n",
+        "packages/norm/LICENSE": norm.folder / "LICENSE",
+        "packages/norm/results/h200.csv": norm.folder / "results/h200.csv",
+    }
+
+
+def test_decisions_are_listed_by_their_headings_in_order(tmp_path):
+    (tmp_path / "0002-b.md").write_text("# Second\n\ntext\n")
+    (tmp_path / "0001-a.md").write_text("# First\n")
+    (tmp_path / "0001-a.csv").write_text("# not a page\n")
+    page = "# Decisions\n\n- [First](0001-a.md)\n- [Second](0002-b.md)\n"
+    assert docs_pages.decisions_page(tmp_path) == page

@@ -1,0 +1,65 @@
+"""The README's table comes from the packages; the small rules for text are told one by one."""
+
+from __future__ import annotations
+
+import check_text
+import pytest
+import readme
+import workspace
+
+
+def test_table_names_what_computes(repository):
+    (project,) = [p for p in workspace.packages(repository) if p.name == "norm"]
+    (project.import_folder / "__init__.py").write_text(
+        "__all__ = ['RMSNorm', 'available_backends', 'rms_norm']\n"
+        "def available_backends(): ...\ndef rms_norm(x): ...\nclass RMSNorm: ...\n"
+    )
+    row = readme.table([project]).splitlines()[-1]
+    link = "[fusewright-norm](packages/norm/README.md)"
+    assert row == f"| {link} | about fusewright-norm | `rms_norm` | 0.1.0 |"
+
+
+def test_picture_is_the_first_that_a_package_has(repository):
+    projects = workspace.packages(repository)
+    assert readme.picture(projects) == ""
+    results = projects[1].folder / "results"
+    results.mkdir()
+    for name in ("h200.png", "a100.png", "h200.csv"):
+        (results / name).write_text("")
+    link = "![fusewright-norm: a100](packages/norm/results/a100.png)"
+    assert readme.picture(projects) == f"\n\n{link}"
+
+
+def test_only_the_part_between_the_marks_is_replaced():
+    text = f"above\n{readme.BEGIN}\nold\n{readme.END}\nbelow\n"
+    assert readme.with_made(text, "new") == text.replace("old", "new")
+    with pytest.raises(ValueError, match="wanted the marks"):
+        readme.with_made("no marks", "new")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"good\n", None),
+        (b"", None),
+        (b"\0 \n\n", None),
+        (b"a\r\nb\r\n", "a.md: carriage returns"),
+        (b"a", "exactly one newline"),
+        (b"a\n\n", "exactly one newline"),
+        (b"a\nb \n", "a.md:2: blanks"),
+        (b"a" * (check_text.LARGEST + 1), "wanted at most 1024"),
+    ],
+    ids=[
+        "good",
+        "empty",
+        "binary",
+        "carriage-return",
+        "no-newline",
+        "two-newlines",
+        "blank",
+        "large",
+    ],
+)
+def test_text_keeps_the_small_rules(content, problem):
+    told = check_text.problems("a.md", content)
+    assert told == [] if problem is None else problem in told[0]

@@ -1,0 +1,103 @@
+"""A release needs its changelog entry, its tag, and a version step that fits what changed."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import release_check
+import workspace
+
+LOG = "# Log\n\n## 0.2.0 - 2026-11-21\n\n- Rows of zeros.\n\n## 0.1.0 - 2026-10-01\n\n- First.\n"
+TAGS = ["norm-v0.1.0", "norm-v0.10.0", "norm-v0.9.3", "norm-vx", "normal-v0.11.0"]
+
+
+def test_last_release_is_by_version_and_not_by_spelling():
+    assert release_check.last_release("norm", (0, 11, 0), TAGS) == "norm-v0.10.0"
+    assert release_check.last_release("norm", (0, 10, 0), TAGS) == "norm-v0.9.3"
+    assert release_check.last_release("norm", (0, 1, 0), TAGS) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (LOG, None),
+        (LOG.replace("## 0.2.0 - 2026-11-21", "## [0.2.0] — 2026-11-21"), None),
+        (LOG.replace(" - 2026-11-21", " - unreleased"), "wanted a date"),
+        (LOG.replace("- Rows of zeros.\n", ""), "wanted at least one line about 0.2.0"),
+        (LOG.replace("0.2.0", "0.3.0"), "wanted 0.2.0 as CHANGELOG.md's newest entry, got 0.3.0"),
+        ("# Changelog\n", "got none"),
+    ],
+)
+def test_changelog_speaks_of_the_version(text, problem):
+    told = release_check.changelog_problems(text, "0.2.0")
+    assert told == [] if problem is None else problem in told[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "breaking", "adding", "good"),
+    [
+        ("0.1.0", "0.1.1", False, False, True),
+        ("0.1.0", "0.1.1", False, True, False),
+        ("0.1.0", "0.2.0", True, True, True),
+        ("0.1.3", "0.1.4", True, False, False),
+        ("1.2.0", "1.3.0", True, False, False),
+        ("1.2.0", "2.0.0", True, False, True),
+        ("1.2.0", "1.3.0", False, True, True),
+    ],
+)
+def test_version_step_fits_the_change(old, new, breaking, adding, good):
+    versions = map(release_check.parse_version, (old, new))
+    told = release_check.version_problems(*versions, ["x"] * breaking, ["y"] * adding)
+    assert (told == []) is good
+
+
+@pytest.fixture
+def released(repository, monkeypatch):
+    """norm 0.1.0 is tagged; returns a call that changes it and checks it again."""
+    monkeypatch.setattr(workspace, "ROOT", repository)
+    folder = repository / "packages/norm"
+    module = folder / "src/fusewright/norm/__init__.py"
+    module.write_text("def rms_norm(x): ...\n")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (
+        ["init"],
+        ["add", "."],
+        [*identity, "commit", "-m", "a"],
+        ["tag", "norm-v0.1.0"],
+    ):
+        release_check.git(*command)
+
+    def change(version: str, code: str, tag: str | None = None) -> list[str]:
+        project = (folder / "pyproject.toml").read_text().replace("0.1.0", version)
+        (folder / "pyproject.toml").write_text(project)
+        (folder / "CHANGELOG.md").write_text(f"## {version} - 2026-11-21\n\n- Changed.\n")
+        module.write_text(code)
+        return release_check.check(workspace.load(folder), tag)
+
+    return change
+
+
+def test_a_removed_function_wants_a_new_minor_version(released, capsys):
+    assert "wanted at least version 0.2.0" in released("0.1.1", "def layer_norm(x): ...\n")[0]
+    told = capsys.readouterr().out
+    assert "norm-v0.1.1 against norm-v0.1.0: 1 breaking, 1 adding" in told
+    assert "removed rms_norm: def (x)" in told
+    assert "added layer_norm: def (x)" in told
+
+
+def test_a_good_release_passes_with_its_own_tag_alone(released):
+    assert released("0.2.0", "def layer_norm(x): ...\n", "norm-v0.2.0") == []
+    assert released("0.2.0", "", "norm-v0.2.1") == ["wanted the tag norm-v0.2.0, got norm-v0.2.1"]
+
+
+def test_a_released_version_is_not_released_again(released):
+    assert released("0.1.0", "def rms_norm(x): ...\n") == [
+        "norm-v0.1.0 is released already: raise the version"
+    ]
+
+
+def test_git_failures_are_not_swallowed(repository, monkeypatch):
+    monkeypatch.setattr(workspace, "ROOT", repository)
+    with pytest.raises(subprocess.CalledProcessError):
+        release_check.git("show", "norm-v0.1.0")

@@ -1,0 +1,146 @@
+"""A README's result tables say what the result files say, and are told when they no longer do."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import workspace
+from typer.testing import CliRunner
+
+# By its file: the testkit as a package would import torch.
+sys.path.append(str(workspace.kit().import_folder))
+
+import report
+
+ROWS = """\
+rms_norm,rows=8 cols=4,fwd,fusewright,bf16,graph,0.00312,0.003,0.004,,1344.9,6.0
+rms_norm,rows=8 cols=4,fwd,fusewright,bf16,event,0.00900,0.008,0.010,,466.2,6.0
+rms_norm,rows=8 cols=4,fwd+bwd,fusewright,bf16,wall,0.13603,0.130,0.140,,77.1,6.0
+rms_norm,rows=8 cols=4,fwd,torch,bf16,graph,0.00289,0.002,0.003,,1453.6,4.0
+rms_norm,rows=8 cols=4,fwd+bwd,torch,bf16,wall,0.06710,0.066,0.068,,156.3,4.0
+attend,B=4 M=100 N=10,fwd,fusewright,fp8,event,152.5,150,153,550.2,10.1,9.0
+attend,B=4 M=200 N=10,fwd,fusewright,fp8,event,262.8,260,265,319.0,10.1,9.0
+"""
+NAME = "h200-torch2.11-triton3.6"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package with empty marks in its README, a benchmark's results and a file of others."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / f"results/{NAME}.csv").write_text(f"{report.HEADER}\n{ROWS}")
+    (tmp_path / "results/tuning.csv").write_text("kind,rows\nforward,8\n")
+    (tmp_path / "README.md").write_text(f"above\n{report.BEGIN}\n{report.END}\nbelow\n")
+    return tmp_path
+
+
+def run(*arguments: object):
+    app = report.typer.Typer()
+    app.command()(report.main)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def lines_of(text: str, word: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(f"| `{word}`")]
+
+
+def test_line_has_time_and_rate_of_each_provider_and_the_fastest_in_bold(package):
+    graph, wall = lines_of(report.made(package), "rms_norm")
+    assert graph == "| `rms_norm` bf16 | rows=8 cols=4 | fwd | 3.12 · 1.34 | **2.89 · 1.45** |"
+    assert wall == "| `rms_norm` bf16 | rows=8 cols=4 | fwd+bwd | 136 | **67.1** |"
+
+
+def test_events_are_told_only_where_there_is_no_graph(package):
+    text = report.made(package)
+    before, event, after = text.partition(report.CLOCKS["event"])
+    assert "466" not in text
+    assert event
+    assert not lines_of(before, "attend")
+    assert lines_of(after, "attend") == [
+        "| `attend` fp8 | B=4 M=100 N=10 | fwd | **152500 · 550** |",
+        "| `attend` fp8 | B=4 M=200 N=10 | fwd | **262800 · 319** |",
+    ]
+
+
+def test_environment_is_read_from_the_file_name(package):
+    assert report.made(package).startswith(f"**H200, torch 2.11, triton 3.6**: medians of [{NAME}")
+    assert report.Results(Path("results/laptop.csv"), {}).environment == "laptop"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.991, "0.99"), (3.427, "3.43"), (12.49, "12.5"), (136.03, "136"), (262800.0, "262800")],
+)
+def test_numbers_have_three_digits_and_two_places_at_most(number, text):
+    assert report.short(number) == text
+
+
+def test_case_labels_name_what_changes():
+    cases = ["B=4 M=100 N=10", "B=4 M=200 N=20"]
+    assert report.case_labels(cases) == (["100×10", "200×20"], "M × N", "B=4")
+    assert report.case_labels(cases[:1]) == (["4×100×10"], "B × M × N", "")
+    assert report.case_labels(["B=4 M=100", "B=4"]) == (["B=4\nM=100", "B=4"], "", "")
+
+
+def test_written_readme_and_picture_are_no_longer_behind(package):
+    before = run(package, "--check")
+    assert before.exit_code == 1
+    assert "README.md is behind its results" in before.output
+    assert f"{NAME}.png is missing" in before.output
+    assert run(package).exit_code == 0
+    text = (package / "README.md").read_text()
+    assert text == f"above\n{report.BEGIN}\n{report.made(package)}\n{report.END}\nbelow\n"
+    assert (package / f"results/{NAME}.png").read_bytes().startswith(b"\x89PNG")
+    assert run(package, "--check").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["README.md", f"results/{NAME}.csv"])
+def test_changed_number_is_noticed_on_either_side(package, name):
+    assert run(package).exit_code == 0
+    file = package / name
+    file.write_text(file.read_text().replace("2.89", "2.80").replace("0.00289", "0.00280"))
+    assert run(package, "--check").exit_code == 1
+
+
+def test_picture_has_a_panel_for_each_op_and_pass_with_a_bar_for_each_number(package):
+    (results,) = report.result_files(package)
+    figure = report.draw(results, copy=(4.25, "2 GiB read and written"))
+    norm, attend = figure.axes
+    assert [bar.get_height() for bar in norm.patches] == pytest.approx([1.3449, 1.4536])
+    assert [bar.get_height() for bar in attend.patches] == [550.2, 319.0]
+    assert (norm.get_ylabel(), attend.get_ylabel()) == ("TB/s", "TFLOPS")
+    assert [list(line.get_ydata()) for line in norm.lines] == [[4.25, 4.25]]
+    assert not attend.lines
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["fusewright", "torch", "copy at 4.25 TB/s, 2 GiB read and written"]
+
+
+def test_rate_of_a_copy_needs_its_source(package):
+    assert run(package, "--copy-tbps", "4.25").exit_code == 2
+
+
+def test_package_without_results_needs_no_marks_and_results_need_them(package):
+    readme = package / "README.md"
+    readme.write_text("no marks\n")
+    with pytest.raises(ValueError, match="wanted the marks"):
+        report.problems(package)
+    (package / f"results/{NAME}.csv").unlink()
+    assert report.problems(package) == []
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    assert run(package).exit_code == 0
+    assert "Nothing has been measured yet." in readme.read_text()
+
+
+@pytest.mark.parametrize("package", workspace.packages(), ids=lambda package: package.name)
+def test_committed_tables_are_those_of_the_result_files(package):
+    assert report.problems(package.folder) == []
+
+
+def test_benchmarks_write_the_columns_that_are_read():
+    body = ast.parse((workspace.kit().import_folder / "bench.py").read_text()).body
+    (columns,) = (n for n in body if isinstance(n, ast.Assign) and n.targets[0].id == "COLUMNS")
+    assert ast.literal_eval(columns.value) == report.HEADER.split(",")

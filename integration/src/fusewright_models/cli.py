@@ -1,0 +1,285 @@
+"""The program ``fusewright-train``: one subcommand per model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from fusewright.norm import layer_norm
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from .data import DataName, Sampler, Size, Task, evaluate, make_sampler
+from .data.pictures import draw_predictions
+from .mixture import Scale
+from .presets import TRANSFORMER_NP, PresetName
+from .training import Precision, RunFolder, Trainer, TrainingConfig, adamw
+from .transformer_np import Backend, Norm, TransformerNP, TransformerNPConfig
+
+# Every run on the same kind of data is scored on the same tasks, whatever its own seed.
+EVALUATION_SEED = 1_000_003
+PREDICTIONS = "predictions.png"
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+
+@app.callback()
+def main() -> None:
+    """Train a fusewright model. Every subcommand runs without any flag, on data of its own."""
+
+
+@dataclass(frozen=True)
+class TransformerNPRun:
+    """One run with nothing left open: what config.json holds and what --resume takes up again."""
+
+    preset: PresetName
+    steps: int
+    batch_size: int
+    lr: float
+    eval_every: int
+    device: str
+    precision: Precision
+    data: DataName = "digits"
+    context_size: str | None = None
+    target_size: str | None = None
+    norm: Norm = "pre"
+    scale: Scale = "log_sigma"
+    indicator: bool = False
+    weight_decay: float = 0.01
+    seed: int = 0
+    compile: bool = False
+    backend: Backend = "auto"
+    log_every: int = 10
+
+    @classmethod
+    def from_flags(cls, flags: dict[str, Any]) -> TransformerNPRun:
+        """The given flags over the preset's values."""
+        name = flags.get("preset", "demo")
+        preset = TRANSFORMER_NP[name]
+        device = flags.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+        defaults = {
+            "preset": name,
+            "steps": preset.steps,
+            "batch_size": preset.batch_size,
+            "lr": preset.lr,
+            "eval_every": preset.evaluate_every,
+            "device": device,
+            "precision": "bf16" if device.startswith("cuda") else "fp32",
+        }
+        return cls(**(defaults | flags))
+
+    def sampler(self, *, held_out: bool) -> Sampler:
+        sizes = {
+            name: None if text is None else Size.parse(text)
+            for name, text in (
+                ("context_size", self.context_size),
+                ("target_size", self.target_size),
+            )
+        }
+        seed = EVALUATION_SEED if held_out else self.seed
+        return make_sampler(self.data, held_out=held_out, device=self.device, seed=seed, **sizes)
+
+    def model(self, x_width: int) -> TransformerNP:
+        torch.manual_seed(self.seed)
+        config = TransformerNPConfig(
+            **TRANSFORMER_NP[self.preset].architecture,
+            x_width=x_width,
+            norm=self.norm,
+            scale=self.scale,
+            indicator=self.indicator,
+        )
+        return TransformerNP(config, backend=self.backend).to(self.device)
+
+    def training(self) -> TrainingConfig:
+        return TrainingConfig(
+            steps=self.steps,
+            batch_size=self.batch_size,
+            warmup_steps=self.steps // 20,
+            precision=self.precision,
+            compile=self.compile,
+            log_every=self.log_every,
+            evaluate_every=self.eval_every,
+        )
+
+
+def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
+    """The loss of a neural process: minus the mean over B, N and outputs of log p(y)."""
+    return -model.log_likelihood(
+        task.x_context, task.y_context, task.x_target, task.y_target
+    ).mean()
+
+
+@app.command("transformer-np")
+def transformer_np(
+    data: Annotated[DataName | None, typer.Option(help="Default: digits.")] = None,
+    preset: Annotated[
+        PresetName | None, typer.Option(help="Sizes of model and training. Default: demo.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Tasks per step.")] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Peak rate: warm-up over a twentieth, then a cosine.")
+    ] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(min=0.0, help="Of matrices. Default: 0.01.")
+    ] = None,
+    precision: Annotated[
+        Precision | None,
+        typer.Option(help="bf16 is autocast over fp32 parameters. Default: bf16 on cuda."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and data. Default: 0.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Default: --no-compile.")
+    ] = None,
+    backend: Annotated[
+        Backend | None, typer.Option(help="Who computes the norms. Default: auto.")
+    ] = None,
+    norm: Annotated[Norm | None, typer.Option(help="Before or after. Default: pre.")] = None,
+    scale: Annotated[
+        Scale | None, typer.Option(help="Standard deviations as. Default: log_sigma.")
+    ] = None,
+    indicator: Annotated[
+        bool | None, typer.Option("--indicator", help="Tell context rows by one more input.")
+    ] = None,
+    context_size: Annotated[
+        str | None, typer.Option(help="Context points, such as 64 or 3-46, one draw per batch.")
+    ] = None,
+    target_size: Annotated[str | None, typer.Option(help="Target points, likewise.")] = None,
+    log_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between log points. Default: 10.")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between evaluations with a checkpoint.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Results folder. Default: runs/, model, data and time.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue the run of this folder; takes no other flag.")
+    ] = None,
+) -> None:
+    """Train a TransformerNP: predict targets from a context set, with their uncertainty.
+
+    Without flags: completion of handwritten digits, some two minutes on two CPU cores. Prints the
+    held-out log-likelihood per target before and after, beside the reference that belongs to the
+    data, and leaves a folder with config.json, metrics.jsonl, loss.png, predictions.png and
+    checkpoint.pt.
+    """
+    flags = {name: value for name, value in locals().items() if value is not None}
+    console = Console()
+    with _usage_errors():
+        run, folder = _resumed(flags) if resume else _new(flags)
+        _check_device(run)
+        sampler, held_out = run.sampler(held_out=False), run.sampler(held_out=True)
+        model = run.model(sampler.x_width)
+        training = run.training()
+        optimizer = adamw(model, lr=run.lr, weight_decay=run.weight_decay)
+    preset_sizes = TRANSFORMER_NP[run.preset]
+
+    def evaluation() -> dict[str, float]:
+        result = evaluate(
+            model,
+            held_out,
+            batches=preset_sizes.evaluation_batches,
+            batch_size=preset_sizes.evaluation_batch_size,
+        )
+        return {
+            "held_out_log_likelihood": result.log_likelihood,
+            "held_out_standard_error": result.standard_error,
+            "reference_log_likelihood": result.reference,
+        }
+
+    trainer = Trainer(
+        model,
+        sampler,
+        negative_log_likelihood,
+        optimizer,
+        training,
+        folder,
+        evaluate=evaluation,
+        console=console,
+    )
+    console.print(
+        f"TransformerNP, {model.parameter_count():,} parameters, {run.data}, {run.device}, "
+        f"{run.precision}, into {folder.path}",
+        highlight=False,
+    )
+    if resume:
+        with _usage_errors():
+            trainer.resume()
+    else:
+        folder.write_config({"model": "transformer-np", "torch": torch.__version__, **asdict(run)})
+    try:
+        trainer.run()
+    except KeyboardInterrupt:
+        console.print(
+            f"stopped; continue with: fusewright-train transformer-np --resume {folder.path}"
+        )
+        raise typer.Exit(130) from None
+    model.eval()
+    draw_predictions(model, held_out).savefig(folder.path / PREDICTIONS, dpi=120)
+    _report(console, folder, held_out.reference)
+
+
+def _new(flags: dict[str, Any]) -> tuple[TransformerNPRun, RunFolder]:
+    out = flags.pop("out", None)
+    run = TransformerNPRun.from_flags(flags)
+    name = f"transformer-np-{run.data}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = RunFolder(out or Path("runs", name))
+    if folder.holds_a_run:
+        raise ValueError(f"{folder.path} holds a run: continue it with --resume, or choose another")
+    return run, folder
+
+
+def _resumed(flags: dict[str, Any]) -> tuple[TransformerNPRun, RunFolder]:
+    folder = RunFolder(flags.pop("resume"))
+    if flags:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
+        raise ValueError(f"--resume takes every choice from its folder; got {names} as well")
+    config = folder.read_config()
+    if config.pop("model") != "transformer-np":
+        raise ValueError(f"wanted a run of transformer-np; {folder.path} holds another model's")
+    del config["torch"]
+    return TransformerNPRun(**config), folder
+
+
+def _check_device(run: TransformerNPRun) -> None:
+    """Fail now rather than in the first step, with the reason that torch or the norm gives."""
+    if run.device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N; got {run.device!r}")
+    try:
+        row = torch.ones(1, 8, device=run.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {run.device}: {error}") from error
+    layer_norm(row, backend=run.backend)
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """A choice that cannot be served is the caller's to mend: one sentence, no traceback."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _report(console: Console, folder: RunFolder, reference: str) -> None:
+    lines = [line for line in folder.read_metrics() if "held_out_log_likelihood" in line]
+    table = Table(title="held-out log-likelihood per target, nats")
+    table.add_column("")
+    table.add_column("mean", justify="right")
+    table.add_column("standard error", justify="right")
+    for name, line in (("before training", lines[0]), ("after training", lines[-1])):
+        score, error = line["held_out_log_likelihood"], line["held_out_standard_error"]
+        table.add_row(name, f"{score:.4f}", f"{error:.4f}")
+    table.add_row(reference, f"{lines[-1]['reference_log_likelihood']:.4f}", "")
+    console.print(table)
+    console.print(f"results in {folder.path}", highlight=False, soft_wrap=True)

@@ -1,0 +1,69 @@
+"""Regression tasks made on the device that trains, and the score of a model on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+
+from .digits import Digits
+from .evaluation import Evaluation, evaluate
+from .gaussian_process import GaussianProcess
+from .linear_regression import LinearRegression
+from .task import Sampler, Size, Task
+
+DataName = Literal["digits", "gp-rbf", "gp-matern", "gp-periodic", "blr"]
+DATA_NAMES = get_args(DataName)
+
+
+def make_sampler(
+    name: DataName,
+    *,
+    held_out: bool = False,
+    context_size: Size | None = None,
+    target_size: Size | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Sampler:
+    """The sampler of that name.
+
+    Args:
+        name: "digits", "gp-rbf", "gp-matern", "gp-periodic" or "blr".
+        held_out: images that no training task shows; other data differs by its seed alone.
+        context_size: M; None takes the default of the data.
+        target_size: N; None takes the default of the data.
+        device: where the tasks are made.
+        seed: of the sampler's generators.
+
+    Raises:
+        ValueError: no data has that name, or the sizes do not fit it.
+    """
+    makers: dict[str, Callable[..., Sampler]] = {
+        "digits": partial(Digits, held_out=held_out),
+        "gp-rbf": partial(GaussianProcess, "rbf"),
+        "gp-matern": partial(GaussianProcess, "matern"),
+        "gp-periodic": partial(GaussianProcess, "periodic"),
+        "blr": LinearRegression,
+    }
+    if name not in makers:
+        raise ValueError(f"data must be one of {DATA_NAMES}; got {name!r}")
+    return makers[name](
+        context_size=context_size, target_size=target_size, device=device, seed=seed
+    )
+
+
+__all__ = [
+    "DATA_NAMES",
+    "DataName",
+    "Digits",
+    "Evaluation",
+    "GaussianProcess",
+    "LinearRegression",
+    "Sampler",
+    "Size",
+    "Task",
+    "evaluate",
+    "make_sampler",
+]

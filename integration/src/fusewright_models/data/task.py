@@ -1,0 +1,151 @@
+"""What every source of regression tasks has in common."""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Task:
+    """A batch of B regression tasks with M context and N target points each.
+
+    Attributes:
+        x_context: ``[B, M, d_x]``, fp32.
+        y_context: ``[B, M, d_y]``.
+        x_target: ``[B, N, d_x]``.
+        y_target: ``[B, N, d_y]``.
+        truth: what the sampler knows and the model does not (kernel parameters, noise, pixel
+            numbers), each with leading axis B; the reference log-likelihood reads it.
+    """
+
+    x_context: Tensor
+    y_context: Tensor
+    x_target: Tensor
+    y_target: Tensor
+    truth: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """B (M + N), the rows that the model reads."""
+        return self.x_context.shape[0] * (self.x_context.shape[1] + self.x_target.shape[1])
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number of points, drawn uniformly from ``low`` to ``high``, both included."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.low <= self.high:
+            raise ValueError(f"a size wants 1 <= low <= high; got {self.low} and {self.high}")
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        """Read "64" or "3-46"."""
+        low, dash, high = text.partition("-")
+        try:
+            return cls(int(low), int(high) if dash else int(low))
+        except ValueError as error:
+            message = f"a size is a count such as 64 or a range such as 3-46; got {text!r}"
+            raise ValueError(message) from error
+
+    def draw(self, generator: random.Random) -> int:
+        return generator.randint(self.low, self.high)
+
+
+class Sampler(ABC):
+    """Endless batches of tasks, made on the device that trains, the same ones for the same seed.
+
+    Two generators: tensors come from one of the device, so that nothing is copied to it; sizes come
+    from one of the host, since a size that lived on the device would have to be waited for.
+
+    Args:
+        context_size: M; None takes ``default_context``.
+        target_size: N; None takes what ``default_targets`` says.
+        device: where the tasks are made.
+        seed: of both generators.
+
+    Attributes:
+        x_width: d_x.
+        y_width: d_y.
+        default_context: M where nothing else is asked for.
+        reference: what ``reference_log_likelihood`` is the likelihood of, in words.
+    """
+
+    x_width: int
+    y_width: int = 1
+    default_context: Size
+    reference: str
+
+    def __init__(
+        self,
+        *,
+        context_size: Size | None = None,
+        target_size: Size | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.context_size = context_size or self.default_context
+        self.target_size = target_size
+        self.device = torch.device(device)
+        self.seed = seed
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again from the seed."""
+        self.generator = torch.Generator(self.device).manual_seed(self.seed)
+        self.host_generator = random.Random(self.seed)
+
+    def sample(self, batch: int) -> Task:
+        """The next ``batch`` tasks, all of the same M and N, drawn anew at every call.
+
+        They are the same under autocast as without it.
+        """
+        context = self.context_size.draw(self.host_generator)
+        targets = self.target_size or self.default_targets(context)
+        with torch.autocast(self.device.type, enabled=False):
+            return self.sample_sized(batch, context, targets.draw(self.host_generator))
+
+    @abstractmethod
+    def default_targets(self, context: int) -> Size:
+        """N beside a context of that size, where no other was asked for."""
+
+    @abstractmethod
+    def sample_sized(self, batch: int, context: int, targets: int) -> Task:
+        """The next ``batch`` tasks with M = ``context`` and N = ``targets``."""
+
+    @abstractmethod
+    def reference_log_likelihood(self, task: Task) -> Tensor:
+        """log p of every target, ``[B, N, d_y]``, under the reference of this data."""
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        """U[low, high) on the device, fp32."""
+        draws = torch.rand(shape, generator=self.generator, device=self.device)
+        return low + (high - low) * draws
+
+    def normal(self, *shape: int) -> Tensor:
+        """N(0, 1) on the device, fp32."""
+        return torch.randn(shape, generator=self.generator, device=self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of both generators."""
+        return {"device": self.generator.get_state(), "host": self.host_generator.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken."""
+        self.generator.set_state(state["device"])
+        self.host_generator.setstate(state["host"])
+
+
+def normal_log_likelihood(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """log N(y; mean, variance), elementwise."""
+    return -0.5 * ((y - mean).square() / variance + (2.0 * math.pi * variance).log())

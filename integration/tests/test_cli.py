@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from fusewright_models.cli import app
+from fusewright_models.data import DATA_NAMES, Digits
+from typer.testing import CliRunner
+
+FILES = {"config.json", "metrics.jsonl", "loss.png", "predictions.png", "checkpoint.pt"}
+TINY = ["--preset", "tiny", "--steps", "5", "--log-every", "2", "--eval-every", "3"]
+
+
+def run(*arguments):
+    # Wide enough that no message is broken into lines.
+    environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
+    command = ["transformer-np", *map(str, arguments)]
+    return CliRunner().invoke(app, command, env=environment)
+
+
+@pytest.mark.parametrize("data", DATA_NAMES)
+def test_five_steps_leave_every_file_and_report_the_scores(tmp_path, data):
+    out = tmp_path / "run"
+    result = run(*TINY, "--data", data, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in out.iterdir()} == FILES
+    assert (out / "predictions.png").read_bytes().startswith(b"\x89PNG")
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model"], config["data"], config["steps"]) == ("transformer-np", data, 5)
+
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [2, 3, 4, 5]
+    scores = [line for line in lines if "held_out_log_likelihood" in line]
+    assert [line["step"] for line in scores] == [0, 3, 5]
+    assert len({line["reference_log_likelihood"] for line in scores}) == 1
+    for line in (scores[0], scores[-1]):
+        assert f"{line['held_out_log_likelihood']:.4f}" in result.output
+    assert f"{scores[0]['reference_log_likelihood']:.4f}" in result.output
+
+
+def test_same_seed_same_run_and_interrupted_run_resumes_to_it(tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(*TINY, "--out", whole).exit_code == 0
+    sample = Digits.sample
+    calls = []
+
+    def interrupted(self, batch):
+        calls.append(batch)
+        # Eight batches are the evaluations of steps 0 and 3, three are training steps before it.
+        if len(calls) == 13:
+            raise KeyboardInterrupt
+        return sample(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Digits, "sample", interrupted)
+        stopped = run(*TINY, "--out", parts)
+    assert stopped.exit_code == 130
+    assert f"--resume {parts}" in stopped.output
+    assert torch.load(parts / "checkpoint.pt")["step"] == 3
+
+    resumed = run("--resume", parts)
+    assert resumed.exit_code == 0, resumed.output
+    one, other = (torch.load(path / "checkpoint.pt")["model"] for path in (whole, parts))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (whole / "predictions.png").read_bytes() == (parts / "predictions.png").read_bytes()
+
+
+def test_options_reach_the_run(tmp_path):
+    choices = {
+        "--norm": "post",
+        "--scale": "softplus",
+        "--backend": "reference",
+        "--precision": "bf16",
+        "--context-size": "4-6",
+        "--target-size": "8",
+        "--batch-size": "2",
+        "--lr": "0.002",
+        "--weight-decay": "0.1",
+        "--seed": "7",
+        "--device": "cpu",
+    }
+    flags = [text for pair in choices.items() for text in pair]
+    result = run(*TINY, *flags, "--indicator", "--no-compile", "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    for flag, value in choices.items():
+        assert str(config[flag.removeprefix("--").replace("-", "_")]) == value
+    assert (config["indicator"], config["compile"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "mnist"], "'mnist' is not one of"),
+        (["--preset", "huge"], "'huge' is not one of"),
+        (["--precision", "fp16"], "'fp16' is not one of"),
+        (["--steps", "0"], "Invalid value for '--steps'"),
+        (["--context-size", "9-3"], "a range such as 3-46; got '9-3'"),
+        (["--context-size", "40", "--target-size", "40"], "got sizes that add up to 80"),
+        (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
+        (["--backend", "cuda"], "'cuda' is not one of"),
+        (["--lr", "fast"], "Invalid value for '--lr'"),
+        (["--lr", "-1"], "Invalid learning rate: -1.0"),
+        (["--resume", "nowhere"], "wanted the folder of a run with config.json; got nowhere"),
+        (["--resume", "nowhere", "--lr", "1"], "takes every choice from its folder; got --lr"),
+    ],
+    ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else "",
+)
+def test_bad_flags_get_one_clear_sentence(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    result = run(*flags)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_run_is_not_overwritten(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    result = run(*TINY, "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "holds a run: continue it with --resume" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_missing_gpu_is_said_before_anything_is_written(tmp_path):
+    result = run(*TINY, "--device", "cuda", "--out", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "--device cuda" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_lists_the_subcommand():
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert "transformer-np" in result.output
+
+
+@pytest.mark.gpu
+def test_training_on_the_gpu_in_bf16_leaves_every_file(tmp_path):
+    result = run(*TINY, "--device", "cuda", "--precision", "bf16", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == FILES

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusewright_models import TransformerNP, TransformerNPConfig, mixture_log_likelihood
+from torch import Tensor
+
+
+def plain_forward(model: TransformerNP, x_context: Tensor, y_context: Tensor, x_target: Tensor):
+    """The model as the paper writes it: every row to the end, keys masked, targets cut out last."""
+    context, config = x_context.shape[1], model.config
+    y = F.pad(y_context, (0, 0, 0, x_target.shape[1]))
+    h = torch.cat([torch.cat([x_context, x_target], dim=1), y], dim=-1)
+    h = F.silu(h @ model.embedder.hidden.weight.T) @ model.embedder.output.weight.T
+    shown = torch.arange(h.shape[1], device=h.device) < context
+
+    def norm(module, h):
+        centred = h - h.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * module.weight
+
+    def attention(module, h):
+        q = h @ module.query.weight.T
+        k, v = (h @ module.key_value.weight.T).chunk(2, dim=-1)
+        q, k, v = (t.unflatten(-1, (config.heads, -1)).transpose(1, 2) for t in (q, k, v))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        p = scores.masked_fill(~shown, -torch.inf).softmax(-1)
+        return (p @ v).transpose(1, 2).flatten(-2) @ module.output.weight.T
+
+    def feed_forward(module, h):
+        return F.silu(h @ module.hidden.weight.T) @ module.output.weight.T
+
+    for block in model.blocks:
+        if config.norm == "pre":
+            h = h + attention(block.attention, norm(block.attention_norm, h))
+            h = h + feed_forward(block.feed_forward, norm(block.feed_forward_norm, h))
+        else:
+            h = norm(block.attention_norm, h + attention(block.attention, h))
+            h = norm(block.feed_forward_norm, h + feed_forward(block.feed_forward, h))
+    t = h if model.final_norm is None else norm(model.final_norm, h)
+    a = model.head.hidden.weight.unflatten(0, (config.components, -1))
+    params = [F.silu(t @ a[k].T) @ model.head.output[k] for k in range(config.components)]
+    return torch.stack(params, dim=-2)[:, context:].unsqueeze(2)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize(
+    ("context", "targets"), [(5, 7), (1, 3), (4, 1)], ids=["M5-N7", "M1-N3", "M4-N1"]
+)
+def test_pruned_model_equals_plain_model(
+    small, rows, assert_same_but_for_rounding, norm, context, targets
+):
+    model = small(norm=norm, dtype=torch.float64)
+    *inputs, y_target = rows(2, context, targets, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in inputs]
+    wanted = [*leaves, *model.parameters()]
+
+    results = []
+    for forward in (model, lambda *rows: plain_forward(model, *rows)):
+        params = forward(*leaves)
+        loss = -mixture_log_likelihood(params, y_target).mean()
+        results.append((params, torch.autograd.grad(loss, wanted)))
+
+    (params, gradients), (plain_params, plain_gradients) = results
+    assert_same_but_for_rounding([params], [plain_params])
+    assert_same_but_for_rounding(gradients, plain_gradients)
+
+
+def test_parameter_count_is_that_of_the_specified_model():
+    with torch.device("meta"):
+        model = TransformerNP(TransformerNPConfig(x_width=10))
+    assert model.parameter_count() == 36_666_358
+    assert sum(parameter.numel() for parameter in model.parameters()) == 36_858_176
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_padding_is_bitwise_zero_after_100_decayed_steps(small, rows, norm):
+    model = small(norm=norm)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    x_context, y_context, x_target, y_target = rows(2, 5, 6)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model.log_likelihood(x_context, y_context, x_target, y_target).mean().neg().backward()
+        optimizer.step()
+    assert len(model.padding()) == 2 * model.config.layers + 2
+    for unused in model.padding():
+        assert unused.numel() > 0
+        assert unused.detach().contiguous().view(torch.int32).count_nonzero() == 0
+    assert all((p != q).any() for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_prediction_does_not_depend_on_context_order(small, rows, assert_same_but_for_rounding):
+    model = small(dtype=torch.float64)
+    x_context, y_context, x_target, _ = rows(2, 9, 4, dtype=torch.float64)
+    order = torch.randperm(9)
+    shuffled = model(x_context[:, order], y_context[:, order], x_target)
+    assert_same_but_for_rounding([shuffled], [model(x_context, y_context, x_target)])
+
+
+def test_target_order_is_equivariant(small, rows, assert_same_but_for_rounding):
+    model = small(dtype=torch.float64)
+    x_context, y_context, x_target, _ = rows(2, 5, 9, dtype=torch.float64)
+    order = torch.randperm(9)
+    shuffled = model(x_context, y_context, x_target[:, order])
+    assert_same_but_for_rounding([shuffled], [model(x_context, y_context, x_target)[:, order]])
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_changed_target_changes_no_other_target(small, rows, norm):
+    model = small(norm=norm)
+    x_context, y_context, x_target, _ = rows(2, 5, 6)
+    changed = x_target.clone()
+    changed[:, 2] += 1.0
+    before, after = model(x_context, y_context, x_target), model(x_context, y_context, changed)
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(before[:, others], after[:, others])
+    assert (before[:, 2] != after[:, 2]).any()
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_context_states_do_not_depend_on_targets(small, rows, norm):
+    model = small(norm=norm)
+    x_context, y_context, x_target, _ = rows(2, 5, 6)
+    states: list[Tensor] = []
+    for block in model.blocks[:-1]:
+        block.register_forward_hook(lambda _module, _inputs, h: states.append(h[:, :5]))
+    model(x_context, y_context, x_target)
+    model(x_context, y_context, torch.randn_like(x_target))
+    first, second = states[: len(states) // 2], states[len(states) // 2 :]
+    assert len(first) == model.config.layers - 1
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_rows_of_a_batch_are_independent(small, rows):
+    model = small()
+    x_context, y_context, x_target, _ = rows(3, 5, 6)
+    before = model(x_context, y_context, x_target)
+    y_context[1] += 1.0
+    after = model(x_context, y_context, x_target)
+    assert torch.equal(before[[0, 2]], after[[0, 2]])
+    assert (before[1] != after[1]).any()
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("scale", ["log_sigma", "softplus"])
+def test_every_parameter_gets_a_gradient_within_three_steps(small, rows, norm, scale):
+    model = small(norm=norm, scale=scale)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    seen = {name: False for name, _ in model.named_parameters()}
+    for _ in range(3):
+        model.log_likelihood(*rows(2, 5, 6)).mean().neg().backward()
+        for name, parameter in model.named_parameters():
+            seen[name] |= parameter.grad is not None and bool((parameter.grad != 0).any())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [name for name, reached in seen.items() if not reached] == []
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_autocast_keeps_stream_in_bf16_and_mixture_in_fp32(small, rows, norm):
+    model = small(norm=norm)
+    x_context, y_context, x_target, y_target = rows(2, 5, 6)
+    streams: list[Tensor] = []
+    for module in [model.embedder, *model.blocks]:
+        module.register_forward_hook(lambda _module, _inputs, h: streams.append(h))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        params = model(x_context, y_context, x_target)
+        loss = -mixture_log_likelihood(params, y_target).mean()
+    loss.backward()
+    assert {h.dtype for h in streams} == {torch.bfloat16}
+    assert params.dtype == loss.dtype == torch.float32
+    assert (params != params.bfloat16().float()).any()
+    assert all(
+        p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters()
+    )
+
+
+def test_autocast_tells_inputs_apart_that_bf16_cannot(small, rows):
+    model = small()
+    x_context, y_context, x_target, _ = rows(1, 5, 6)
+    near = x_target.bfloat16().float()
+    nearby = near * (1.0 + 2.0**-12)
+    assert torch.equal(near.bfloat16(), nearby.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = [model.embedder(x_context, y_context, x) for x in (near, nearby)]
+    assert (hidden[0] != hidden[1]).any()
+
+
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_compiled_model_equals_eager_model(small, rows, assert_same_but_for_rounding, compiler):
+    model = small(dtype=torch.float64)
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    # The second size is compiled with symbolic sizes.
+    for context, targets in ((5, 6), (7, 4)):
+        inputs = rows(2, context, targets, dtype=torch.float64)[:3]
+        results = []
+        for forward in (compiled, model):
+            params = forward(*inputs)
+            gradients = torch.autograd.grad(params.square().sum(), model.parameters())
+            results.append((params, gradients))
+        (params, gradients), (eager_params, eager_gradients) = results
+        assert_same_but_for_rounding([params], [eager_params])
+        assert_same_but_for_rounding(gradients, eager_gradients)
+
+
+def test_initial_weights_are_scaled_as_specified(small):
+    for norm, gain in (("pre", (2 * 3) ** -0.5), ("post", 1.0)):
+        model = small(norm=norm)
+        block = model.blocks[0]
+        d, used = model.config.width, model.config.feed_forward_width
+        for weight, bound in (
+            (block.attention.query.weight, d**-0.5),
+            (block.attention.output.weight, gain * d**-0.5),
+            (block.feed_forward.hidden.weight, d**-0.5),
+            (block.feed_forward.output.weight, gain * used**-0.5),
+            (model.head.output, 0.1 * used**-0.5),
+        ):
+            assert 0.9 * bound < weight.abs().max() <= bound
+
+
+def test_indicator_tells_a_zero_context_row_from_a_target_row(small, rows):
+    x_context, y_context, _, _ = rows(1, 5, 1)
+    y_context = torch.zeros_like(y_context)
+    same = small().embedder(x_context, y_context, x_context)
+    told = small(indicator=True).embedder(x_context, y_context, x_context)
+    assert torch.equal(same[:, :5], same[:, 5:])
+    assert (told[:, :5] != told[:, 5:]).any()
+
+
+def test_two_outputs_have_a_mixture_each(small, rows):
+    model = small(y_width=2)
+    x_context, y_context, x_target, y_target = rows(3, 5, 6, y_width=2)
+    assert model(x_context, y_context, x_target).shape == (3, 6, 2, 4, 3)
+    assert model.log_likelihood(x_context, y_context, x_target, y_target).shape == (3, 6, 2)
+    assert all(p.shape == (3, 6, 2) for p in model.predict(x_context, y_context, x_target))
+
+
+def test_same_generator_seed_same_sample(small, rows):
+    model = small()
+    inputs = rows(2, 5, 6)[:3]
+    samples = [
+        model.predict(*inputs, generator=torch.Generator().manual_seed(seed)).sample
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(samples[0], samples[1])
+    assert not torch.equal(samples[0], samples[2])
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((2, 0, 3), (2, 0, 1), (2, 4, 3)),
+        ((2, 5, 3), (2, 5, 1), (2, 0, 3)),
+        ((2, 5, 3), (2, 4, 1), (2, 4, 3)),
+        ((2, 5, 3), (2, 5, 2), (2, 4, 3)),
+        ((2, 5, 4), (2, 5, 1), (2, 4, 4)),
+        ((2, 5, 3), (2, 5, 1), (2, 4, 2)),
+        ((2, 5, 3), (2, 5, 1), (3, 4, 3)),
+        ((5, 3), (5, 1), (4, 3)),
+    ],
+    ids=["M0", "N0", "M-differs", "dy-differs", "dx-differs", "dx-target", "B-differs", "rank-2"],
+)
+def test_wrong_shapes_are_refused_with_what_was_wanted_and_what_came(small, shapes):
+    inputs = [torch.zeros(shape) for shape in shapes]
+    with pytest.raises(ValueError, match=r"wanted x_context \[B, M, 3\].*M >= 1.*got \[") as error:
+        small()(*inputs)
+    assert str(list(shapes[0])) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("width", 15), ("layers", 0), ("components", 0), ("norm", "mid"), ("scale", "sigma")],
+)
+def test_wrong_configs_are_refused(small, field, value):
+    with pytest.raises(ValueError, match=f"{field} must be .*got"):
+        small(**{field: value})
+
+
+def test_unknown_backend_is_refused(small):
+    with pytest.raises(ValueError, match=r"backend must be one of .*got 'cuda'"):
+        small(backend="cuda")
+
+
+def test_integer_inputs_are_refused(small, rows):
+    x_context, y_context, x_target, _ = rows(2, 5, 4)
+    with pytest.raises(TypeError, match=r"wanted floating-point inputs; got .*torch\.int64"):
+        small()(x_context, y_context.long(), x_target)

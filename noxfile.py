@@ -1,0 +1,188 @@
+#!/usr/bin/env -S python -m nox -f
+"""The only task runner of this repository; ``nox -l`` lists what it can do.
+
+Packages are discovered, sessions are parametrized over them: ``nox -s tests`` runs everything,
+``nox -s "tests(norm)"`` one package. What follows ``--`` is handed on to the session's tool.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "ci"))
+
+import new_package  # noqa: E402
+import workspace  # noqa: E402
+
+nox.needs_version = ">=2025.2.9"
+# pip, because it follows the user's configuration: a machine may have torch in a local folder.
+nox.options.default_venv_backend = "virtualenv"
+nox.options.error_on_missing_interpreters = True
+
+CONSTRAINED = ("-c", "ci/constraints/tested.txt")
+RESULTS = ROOT / ".nox/results"
+PYTEST = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-m", workspace.QUICK_TIER)
+
+PACKAGES = workspace.packages()
+PARTS = [nox.param(p, id=p.name) for p in PACKAGES + workspace.integration()]
+each_package = nox.parametrize("package", PARTS[: len(PACKAGES)])
+each_part = nox.parametrize("part", PARTS)
+
+
+def label(session: nox.Session) -> str:
+    """``tests(norm)`` as a file name: ``tests-norm``."""
+    return session.name.replace("(", "-").rstrip(")")
+
+
+def empty(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def group(name: str) -> list[str]:
+    """A dependency group of the root pyproject.toml."""
+    return nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), name)
+
+
+def build_wheels(
+    session: nox.Session, projects: list[workspace.Project], *options: str
+) -> list[str]:
+    """Builds wheels into an empty folder below dist/ and holds each against the wheel contract."""
+    dist = empty(ROOT / "dist" / label(session))
+    folders = [str(project.folder) for project in projects]
+    session.run(
+        "python", "-m", "pip", "wheel", "-q", "--no-deps", *options, "-w", str(dist), *folders
+    )
+    public = [folder for folder in folders if folder != str(workspace.kit().folder)]
+    session.run("python", "ci/check_wheel.py", str(dist), *public)
+    return [str(path) for path in sorted(dist.glob("*.whl"))]
+
+
+def install_isolated(session: nox.Session, part: workspace.Project) -> None:
+    """The built wheels of a part and of the testkit, over the shared layer of everybody else's."""
+    session.run("python", "ci/third_party.py", ".nox/third-party")
+    projects = [*workspace.needed_for(part), workspace.kit()]
+    session.install("--no-deps", *build_wheels(session, projects, "--no-build-isolation"))
+    session.run("python", "-m", "pip", "check")
+    session.run("python", "ci/check_env.py", str(part.folder))
+
+
+def run_tests(session: nox.Session, part: workspace.Project) -> None:
+    """A part's tests, from an empty folder, so that only the installed wheel can be imported."""
+    junit = RESULTS / f"{label(session)}.xml"
+    with session.chdir(session.create_tmp()):
+        command = ("python", "-m", "pytest", str(part.tests), *PYTEST, "--durations=5")
+        session.run(*command, f"--junitxml={junit}", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("part", [*PARTS, nox.param(None, id="new")])
+def tests(session: nox.Session, part: workspace.Project | None) -> None:
+    """Build a part's wheel, hold it to its contract, install it alone of ours, run its tests."""
+    # What `nox -s new` lays out has to pass like any other package.
+    part = part or new_package.lay_out("example", empty(ROOT / ".nox/new"))
+    install_isolated(session, part)
+    run_tests(session, part)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, spelling, the README's tables, and the tests of the scripts in ci/."""
+    session.install(*group("lint"), *CONSTRAINED)
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("codespell")
+    session.run("python", "ci/check_text.py")
+    session.run("python", "ci/readme.py", "--check")
+    session.run(
+        "python", "-m", "pytest", "ci/tests", f"--junitxml={RESULTS / 'lint.xml'}", *session.posargs
+    )
+
+
+@nox.session
+@each_part
+def typing(session: nox.Session, part: workspace.Project) -> None:
+    """mypy on a part's source; for a package also that its public surface is fully typed."""
+    install_isolated(session, part)
+    session.install(*group("typing"), *CONSTRAINED)
+    source = str(part.source)
+    session.run("mypy", source, *session.posargs, env={"MYPYPATH": source})
+    if part.is_package:
+        session.run("basedpyright", "--verifytypes", part.import_name, "--ignoreexternal")
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """Train a small TransformerNP on scikit-learn's digits and draw what it predicts."""
+    (models,) = workspace.integration()
+    install_isolated(session, models)
+    session.run("fusewright-train", "transformer-np", *session.posargs)
+
+
+@nox.session(default=False)
+@each_package
+def bench(session: nox.Session, package: workspace.Project) -> None:
+    """A package's benchmarks against the peers that are installed; writes its result files."""
+    install_isolated(session, package)
+    session.run(
+        "python", "ci/on_gpu.py", package.name, "--bench", "--installed", "--", *session.posargs
+    )
+
+
+@nox.session(default=False)
+@each_part
+def gpu(session: nox.Session, part: workspace.Project) -> None:
+    """A part's tests marked gpu; an error where none could be executed."""
+    install_isolated(session, part)
+    session.run(
+        "python", "ci/on_gpu.py", part.name, "--tests", "--installed", "--", *session.posargs
+    )
+
+
+@nox.session(default=False)
+@each_part
+def wheels(session: nox.Session, part: workspace.Project) -> None:
+    """A part's wheels alone in a fully fresh environment: imports first, then its tests."""
+    files = build_wheels(session, workspace.needed_for(part))
+    session.install(*files, *CONSTRAINED)
+    session.run("python", "ci/check_env.py", str(part.folder), "--alone")
+    session.install("./ci/testkit", *part.groups["test"], *CONSTRAINED)
+    run_tests(session, part)
+
+
+@nox.session(default=False)
+@each_part
+def minimums(session: nox.Session, part: workspace.Project) -> None:
+    """A part's tests on the lowest versions that its metadata promises."""
+    floors = Path(session.create_tmp()) / "floors.txt"
+    text = session.run("python", "ci/minimums.py", part.name, silent=True)
+    floors.write_text(text)
+    projects = [*workspace.needed_for(part), workspace.kit()]
+    session.install("-r", str(floors), "-c", str(floors), *build_wheels(session, projects))
+    session.run("python", "ci/check_env.py", str(part.folder))
+    run_tests(session, part)
+
+
+@nox.session(default=False)
+@each_package
+def release_check(session: nox.Session, package: workspace.Project) -> None:
+    """Tag, changelog and public API of a package against its last release."""
+    session.run("python", "ci/release_check.py", package.name, *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none")
+def new(session: nox.Session) -> None:
+    """Lay out a new package: nox -s new -- NAME."""
+    session.run(sys.executable, "ci/new_package.py", *session.posargs)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation, strictly."""
+    session.install(*group("docs"), *CONSTRAINED)
+    session.run("mkdocs", "build", "--strict", "--site-dir", ".nox/site", *session.posargs)

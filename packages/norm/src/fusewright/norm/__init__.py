@@ -1,0 +1,26 @@
+"""RMSNorm and LayerNorm in Triton, with a fused residual addition and a deterministic backward
+pass.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from ._backends import available_backends
+from .layer_norm import LayerNorm, layer_norm
+from .rms_norm import RMSNorm, add_rms_norm, rms_norm
+
+try:
+    __version__ = version("fusewright-norm")
+except PackageNotFoundError:
+    __version__ = "0+source"
+
+__all__ = [
+    "LayerNorm",
+    "RMSNorm",
+    "__version__",
+    "add_rms_norm",
+    "available_backends",
+    "layer_norm",
+    "rms_norm",
+]

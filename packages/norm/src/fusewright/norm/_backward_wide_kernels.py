@@ -1,0 +1,127 @@
+"""Triton kernels of the backward pass for rows that do not fit in registers.
+
+dx takes two walks over the row, the second served by the L2 cache; dweight and dbias are summed by
+tiles of columns, in shares that _add_parts_kernel adds in a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._backward_tiles import column_sums, store_parts
+from ._forward_kernels import affine_weight, row_offset
+
+
+@triton.jit
+def _norm_backward_wide_kernel(
+    dy_ptr,
+    dsum_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    weight_offset,
+    dy_inner_rows,
+    dy_outer_stride,
+    dy_inner_stride,
+    dsum_inner_rows,
+    dsum_outer_stride,
+    dsum_inner_stride,
+    x_inner_rows,
+    x_outer_stride,
+    x_inner_stride,
+    rows,
+    cols: tl.constexpr,
+    CENTER: tl.constexpr,
+    HAS_DSUM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One program computes dx of one row that does not fit in registers, in two walks of BLOCK_COLS
+    columns.
+    """
+    row = tl.program_id(0)
+    x_row = x_ptr + row_offset(row, x_inner_rows, x_outer_stride, x_inner_stride)
+    dy_row = dy_ptr + row_offset(row, dy_inner_rows, dy_outer_stride, dy_inner_stride)
+    lane = tl.arange(0, BLOCK_COLS)
+    rstd = tl.load(rstd_ptr + row)
+    mean = 0.0
+    if CENTER:
+        mean = tl.load(mean_ptr + row)
+
+    along = tl.zeros([BLOCK_COLS], tl.float32)
+    across = tl.zeros([BLOCK_COLS], tl.float32)
+    for start in range(0, cols, BLOCK_COLS):
+        col = start + lane
+        weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)
+        x = tl.load(x_row + col, mask=col < cols, other=0.0).to(tl.float32)
+        dx_hat = tl.load(dy_row + col, mask=col < cols, other=0.0).to(tl.float32) * weight
+        along += (x - mean) * rstd * dx_hat
+        across += dx_hat
+    along = tl.sum(along) / cols
+    across = tl.sum(across) / cols
+
+    for start in range(0, cols, BLOCK_COLS):
+        col = start + lane
+        weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)
+        x = tl.load(x_row + col, mask=col < cols, other=0.0).to(tl.float32)
+        dx_hat = tl.load(dy_row + col, mask=col < cols, other=0.0).to(tl.float32) * weight
+        dx = dx_hat - (x - mean) * rstd * along
+        if CENTER:
+            dx -= across
+        dx *= rstd
+        if HAS_DSUM:
+            dsum_offset = row_offset(row, dsum_inner_rows, dsum_outer_stride, dsum_inner_stride)
+            dx += tl.load(dsum_ptr + dsum_offset + col, mask=col < cols, other=0.0).to(tl.float32)
+        out = dx_ptr + row.to(tl.int64) * cols + col
+        tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=col < cols)
+
+
+@triton.jit
+def _weight_parts_kernel(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    parts_ptr,
+    dy_inner_rows,
+    dy_outer_stride,
+    dy_inner_stride,
+    x_inner_rows,
+    x_outer_stride,
+    x_inner_stride,
+    rows,
+    cols: tl.constexpr,
+    CENTER: tl.constexpr,
+    WEIGHT_GRAD: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One program adds up dweight and dbias of BLOCK_COLS columns over its share of the rows."""
+    col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    dweight, dbias = column_sums(
+        dy_ptr,
+        x_ptr,
+        mean_ptr,
+        rstd_ptr,
+        dy_inner_rows,
+        dy_outer_stride,
+        dy_inner_stride,
+        x_inner_rows,
+        x_outer_stride,
+        x_inner_stride,
+        tl.program_id(0),
+        tl.num_programs(0),
+        col,
+        rows,
+        cols,
+        CENTER,
+        WEIGHT_GRAD,
+        BIAS_GRAD,
+        BLOCK_ROWS,
+        BLOCK_COLS,
+    )
+    store_parts(parts_ptr, dweight, dbias, col, cols, WEIGHT_GRAD, BIAS_GRAD)

@@ -1,0 +1,74 @@
+"""What the public functions ask of their arguments, before any memory is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_rows(x: torch.Tensor) -> None:
+    """x must be a floating tensor with at least one axis."""
+    check_floating("x", x)
+    if x.ndim == 0:
+        raise ValueError("x must have at least one axis to normalise, got a scalar")
+
+
+def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
+    """A weight or bias must hold one floating number for each column of x, on x's device."""
+    check_floating(name, vector)
+    if vector.ndim != 1 or vector.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{name} must have shape ({x.shape[-1]},), one number for each column of x, "
+            f"got {tuple(vector.shape)}"
+        )
+    if vector.device != x.device:
+        raise ValueError(f"{name} must be on x's device {x.device}, got {vector.device}")
+
+
+def check_same(name: str, other: torch.Tensor, x: torch.Tensor) -> None:
+    """A second operand must have x's shape, dtype and device."""
+    check_floating(name, other)
+    if other.shape != x.shape:
+        raise ValueError(f"{name} must have x's shape {tuple(x.shape)}, got {tuple(other.shape)}")
+    if other.dtype != x.dtype:
+        raise ValueError(f"{name} must have x's dtype {x.dtype}, got {other.dtype}")
+    check_device(name, other, x)
+
+
+def check_floating(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in FLOATING:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {tensor.dtype}")
+
+
+def check_device(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    if tensor.device != x.device:
+        raise ValueError(f"{name} must be on x's device {x.device}, got {tensor.device}")
+
+
+def checked_eps(eps: float | None, x: torch.Tensor) -> float:
+    """eps as a float; None means the machine epsilon of the precision of the statistics."""
+    if eps is None:
+        return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps must be a finite number that is not negative, got {eps}")
+    return float(eps)
+
+
+def flat_rows(
+    x: torch.Tensor, normalized_shape: Sequence[int], *vectors: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """x with the axes of ``normalized_shape`` made one, and the module's vectors likewise."""
+    axes = len(normalized_shape)
+    if tuple(x.shape[x.ndim - axes :]) != tuple(normalized_shape) or x.ndim < axes:
+        raise ValueError(
+            f"the last axes of x must be {tuple(normalized_shape)}, got x of shape {tuple(x.shape)}"
+        )
+    if axes == 1:
+        return x, *vectors
+    return x.flatten(x.ndim - axes), *(None if v is None else v.flatten() for v in vectors)

@@ -1,0 +1,174 @@
+"""Triton kernels of the forward pass, shared by rms_norm, add_rms_norm and layer_norm.
+
+The three are one formula: layer_norm centres the row first (``CENTER``), add_rms_norm adds a
+residual first. Rows up to the width of the launch table stay in registers; wider ones are walked in
+blocks, with the second and third walk served by the L2 cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_offset(row, inner_rows, outer_stride, inner_stride):
+    """Element offset of each row. Rows are counted through two leading axes; 64-bit, for tensors
+    past 2**31 elements.
+    """
+    outer = (row // inner_rows).to(tl.int64) * outer_stride
+    return outer + (row % inner_rows).to(tl.int64) * inner_stride
+
+
+@triton.jit
+def affine_weight(weight_ptr, col, within, weight_offset, HAS_WEIGHT: tl.constexpr):
+    """The factor of each column, offset in fp32; 1 where there is no weight."""
+    weight = tl.full(col.shape, 1.0, tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + col, mask=within, other=0.0).to(tl.float32) + weight_offset
+    return weight
+
+
+@triton.jit
+def _norm_forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    sum_ptr,
+    mean_ptr,
+    rstd_ptr,
+    eps,
+    weight_offset,
+    x_inner_rows,
+    x_outer_stride,
+    x_inner_stride,
+    residual_inner_rows,
+    residual_outer_stride,
+    residual_inner_stride,
+    rows,
+    cols: tl.constexpr,
+    CENTER: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One program normalises BLOCK_ROWS whole rows."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    col = tl.arange(0, BLOCK_COLS)
+    row_inside = (row < rows) | EVEN_ROWS
+    inside = row_inside[:, None] & (col < cols)[None, :]
+    out = row.to(tl.int64)[:, None] * cols + col[None, :]
+
+    x_offset = row_offset(row, x_inner_rows, x_outer_stride, x_inner_stride)
+    x = tl.load(x_ptr + x_offset[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_offset = row_offset(
+            row, residual_inner_rows, residual_outer_stride, residual_inner_stride
+        )
+        residual = tl.load(
+            residual_ptr + residual_offset[:, None] + col[None, :], mask=inside, other=0.0
+        )
+        # What is normalised is the sum as the caller receives it, rounded to its dtype.
+        total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + out, total, mask=inside)
+        x = total.to(tl.float32)
+    weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)
+
+    if CENTER:
+        mean = tl.sum(x, 1) / cols
+        if STATISTICS:
+            tl.store(mean_ptr + row, mean, mask=row_inside)
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / cols + eps)
+    y = x * rstd[:, None] * weight[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+
+    if STATISTICS:
+        tl.store(rstd_ptr + row, rstd, mask=row_inside)
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_forward_wide_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    sum_ptr,
+    mean_ptr,
+    rstd_ptr,
+    eps,
+    weight_offset,
+    x_inner_rows,
+    x_outer_stride,
+    x_inner_stride,
+    residual_inner_rows,
+    residual_outer_stride,
+    residual_inner_stride,
+    rows,
+    cols: tl.constexpr,
+    CENTER: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One program normalises one row that does not fit in registers, in walks of BLOCK_COLS
+    columns.
+    """
+    row = tl.program_id(0)
+    x_row = x_ptr + row_offset(row, x_inner_rows, x_outer_stride, x_inner_stride)
+    out = row.to(tl.int64) * cols
+    lane = tl.arange(0, BLOCK_COLS)
+
+    total = tl.zeros([BLOCK_COLS], tl.float32)
+    squares = tl.zeros([BLOCK_COLS], tl.float32)
+    for start in range(0, cols, BLOCK_COLS):
+        col = start + lane
+        x = tl.load(x_row + col, mask=col < cols, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            residual_row = residual_ptr + row_offset(
+                row, residual_inner_rows, residual_outer_stride, residual_inner_stride
+            )
+            x += tl.load(residual_row + col, mask=col < cols, other=0.0).to(tl.float32)
+            added = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + out + col, added, mask=col < cols)
+            x = added.to(tl.float32)
+        total += x
+        squares += x * x
+    if HAS_RESIDUAL:
+        # Each thread reads back the columns that it wrote: the walks share one layout.
+        x_row = sum_ptr + out
+
+    mean = 0.0
+    if CENTER:
+        mean = tl.sum(total) / cols
+        if STATISTICS:
+            tl.store(mean_ptr + row, mean)
+        squares = tl.zeros([BLOCK_COLS], tl.float32)
+        for start in range(0, cols, BLOCK_COLS):
+            col = start + lane
+            x = tl.load(x_row + col, mask=col < cols, other=0.0).to(tl.float32)
+            centered = tl.where(col < cols, x - mean, 0.0)
+            squares += centered * centered
+    rstd = tl.rsqrt(tl.sum(squares) / cols + eps)
+    if STATISTICS:
+        tl.store(rstd_ptr + row, rstd)
+
+    for start in range(0, cols, BLOCK_COLS):
+        col = start + lane
+        x = tl.load(x_row + col, mask=col < cols, other=0.0).to(tl.float32)
+        weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)
+        y = (x - mean) * rstd * weight
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
+        tl.store(y_ptr + out + col, y.to(y_ptr.dtype.element_ty), mask=col < cols)

@@ -1,0 +1,216 @@
+r"""Layer normalisation over the last axis.
+
+    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+
+with the biased variance, over the last axis, N columns; every other axis counts rows. The backward
+pass, with x_hat = (x - mean(x)) / sqrt(var(x) + eps) and g = dy * weight:
+
+    dx      = (g - mean(g) - x_hat * mean(g * x_hat)) / sqrt(var(x) + eps)
+    dweight = sum over rows of dy * x_hat
+    dbias   = sum over rows of dy
+
+Saved for it: x, weight, and mean(x) and 1 / sqrt(var(x) + eps) in fp32, one number a row each. The
+variance is that of the centred row, not a difference of moments; statistics, products and the sums
+over rows are fp32; outputs are rounded once.
+
+Ba, Kiros and Hinton, Layer Normalization, arXiv 1607.06450.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from . import reference
+from ._backends import Backend, launchers, uses_triton
+from ._checks import check_rows, check_vector, checked_eps, flat_rows
+from ._registration import Derivative, Op, empty_grad, second_order
+
+Tensor = torch.Tensor
+
+
+def _forward_triton(x, weight, bias, eps, dtype, statistics=True):
+    y, _, mean, rstd = launchers().launch_norm_forward(
+        x, None, weight, bias, eps, 0.0, center=True, statistics=statistics, dtype=dtype
+    )
+    return y, mean, rstd
+
+
+def _forward_reference(x, weight, bias, eps, dtype):
+    y = reference.layer_norm(x, weight, bias, eps=eps, dtype=dtype)
+    mean = reference.wide(x).mean(-1, keepdim=True)
+    return y, mean.squeeze(-1), reference.rstd_of(reference.wide(x) - mean, eps).squeeze(-1)
+
+
+def _forward_fake(x, weight, bias, eps, dtype):
+    mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), mean, torch.empty_like(mean)
+
+
+def _backward_triton(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
+    dx, dweight, dbias = launchers().launch_norm_backward(
+        *(dy, None, x, weight, bias, mean, rstd, 0.0),
+        weight_grad=weight_grad,
+        bias_grad=bias_grad,
+    )
+    return dx, *(empty_grad(x) if grad is None else grad for grad in (dweight, dbias))
+
+
+def _backward_reference(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
+    def forward(x, *vectors):
+        remaining = iter(vectors)
+        weight_and_bias = (None if v is None else next(remaining) for v in (weight, bias))
+        return reference.layer_norm(x, *weight_and_bias, eps=eps, dtype=dy.dtype)
+
+    vectors = [v for v in (weight, bias) if v is not None]
+    _, pullback = torch.func.vjp(forward, x, *vectors)
+    dx, *found = pullback(dy)
+    dvectors = iter(found)
+    dweight, dbias = (None if v is None else next(dvectors) for v in (weight, bias))
+    return dx, dweight if weight_grad else empty_grad(x), dbias if bias_grad else empty_grad(x)
+
+
+def _backward_fake(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
+    dweight = weight.new_empty(weight.shape) if weight_grad else empty_grad(x)
+    dbias = bias.new_empty(bias.shape) if bias_grad else empty_grad(x)
+    return x.new_empty(x.shape), dweight, dbias
+
+
+_forward = Op(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType dtype)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    triton=_forward_triton,
+    reference=_forward_reference,
+    fake=_forward_fake,
+    untracked=functools.partial(_forward_triton, statistics=False),
+)
+_backward = Op(
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean,"
+    " Tensor rstd, float eps, bool weight_grad, bool bias_grad)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    triton=_backward_triton,
+    reference=_backward_reference,
+    fake=_backward_fake,
+)
+
+
+@_forward.derivative
+class _LayerNorm(Derivative):
+    @staticmethod
+    def forward(ctx, run, x, weight, bias, eps, dtype):
+        y, mean, rstd = run(x, weight, bias, eps, dtype)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.eps = eps
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+        return y, mean, rstd
+
+    @staticmethod
+    def backward(ctx, dy, *_):
+        if dy is None:
+            return None, None, None, None, None, None
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        weight_grad = weight is not None and ctx.needs_input_grad[2]
+        bias_grad = bias is not None and ctx.needs_input_grad[3]
+        dx, dweight, dbias = _backward(
+            dy, x, weight, bias, mean, rstd, ctx.eps, weight_grad, bias_grad
+        )
+        return None, dx, dweight if weight_grad else None, dbias if bias_grad else None, None, None
+
+
+@_backward.derivative
+class _LayerNormBackward(Derivative):
+    @staticmethod
+    def forward(ctx, run, dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
+        ctx.save_for_backward(dy, x, weight, bias)
+        ctx.options = eps, weight_grad, bias_grad
+        return run(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        def backward(dy, x, weight, bias):
+            return _backward_reference(dy, x, weight, bias, None, None, *ctx.options)
+
+        grads = second_order(backward, ctx.saved_tensors, cotangents)
+        return None, *grads, None, None, None, None, None
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Centre each row of ``x``, divide it by its standard deviation, scale and shift its columns.
+
+    Args:
+        x: ``[..., N]``, rows along the last axis, in fp32, bf16 or fp16 (the reference takes fp64
+            too). Any strides; the kernels copy only a tensor whose last axis is not contiguous, or
+            whose leading axes need three strides.
+        weight, bias: ``[N]`` each, of any of these dtypes: fp32 beside a bf16 x is fine. None
+            scales by 1 and adds 0.
+        eps: added to the variance.
+        backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
+            "triton" raises where the kernels cannot serve.
+
+    Returns:
+        ``[..., N]``, contiguous, in x's dtype; in fp32 under CUDA autocast, as torch's own
+        layer_norm. A row that holds NaN or infinity is NaN; so is one whose squares pass fp32's
+        range where they meet infinity, else 0 plus bias.
+
+    Differentiable in x, weight and bias, twice; the second derivative runs in plain torch.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: x has no axis, weight's or bias's shape is not ``[N]``, the devices differ, or
+            eps is negative.
+        RuntimeError: backend is "triton" and the kernels cannot serve this call.
+    """
+    check_rows(x)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check_vector(name, vector, x)
+    eps = checked_eps(eps, x)
+    dtype = x.dtype
+    if x.is_cuda and torch.is_autocast_enabled("cuda") and dtype != torch.float64:
+        dtype = torch.float32
+    if not uses_triton(x, backend):
+        return reference.layer_norm(x, weight, bias, eps=eps, dtype=dtype)
+    return _forward(x, weight, bias, eps, dtype)[0]
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on the kernels: same arguments, same state dict.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as in torch. Several axes
+            are normalised as one.
+        backend: "auto", "triton" or "reference".
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, bias=bias, device=device, dtype=dtype
+        )
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: ``[..., *normalized_shape]``; returns the same shape."""
+        rows, weight, bias = flat_rows(x, self.normalized_shape, self.weight, self.bias)
+        return layer_norm(rows, weight, bias, eps=self.eps, backend=self.backend).view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, backend={self.backend!r}"

@@ -1,0 +1,188 @@
+"""Sizes, layouts and dtypes: every op, its outputs and all its gradients against the yardstick."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    [(1, 1), (3, 1), (1, 2), (3, 63), (33, 65), (150, 64), (9, 100), (5, 257), (2, 1000)],
+)
+def test_rows_and_gradients_are_as_near_to_fp64_as_torch(op, rows, cols, dtype, device):
+    op.check(op.draw((rows, cols), dtype, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("cols", [2047, 4096, 9001, 16384])
+def test_long_rows_are_as_near_to_fp64_as_torch(op, cols, dtype, device, few_programs):
+    op.check(op.draw((2, cols), dtype, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("cols", [16385, 65536])
+def test_rows_too_wide_for_registers_are_as_near_to_fp64_as_torch(
+    op, cols, dtype, device, few_programs
+):
+    op.check(op.draw((2, cols), dtype, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (29, 64), (13, 150), (3, 193)])
+def test_kernels_of_wide_rows_serve_any_number_of_blocks(
+    op, rows, cols, dtype, device, wide_kernels
+):
+    op.check(op.draw((rows, cols), dtype, device))
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 1, 3, 33), (2, 3, 1, 2, 5)])
+def test_every_leading_axis_counts_rows(op, shape, device):
+    tensors = op.draw(shape, torch.float32, device)
+    op.check(tensors)
+    flat = [t.reshape(-1, shape[-1]) for t in tensors[: op.rows]]
+    y = op.first(op.kernels(*tensors))
+    assert torch.equal(y.flatten(), op.first(op.kernels(*flat, *tensors[op.rows :])).flatten())
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0), (2, 0, 4), (0,)])
+def test_nothing_in_nothing_out_and_vectors_get_zeros(op, shape, backend, device):
+    tensors = [t.requires_grad_() for t in op.draw(shape, torch.float32, device)]
+    y = op.first(op.public(*tensors, backend=backend))
+    assert y.shape == shape
+    grads = torch.autograd.grad(y, tensors, torch.ones_like(y))
+    assert [g.shape for g in grads] == [t.shape for t in tensors]
+    assert all(bool((g == 0).all()) for g in grads)
+
+
+def of_a_wider_axis(shape, dtype, device):
+    return torch.randn(*shape[:-1], shape[-1] + 8, device=device).to(dtype)[..., : shape[-1]]
+
+
+def every_other_row(shape, dtype, device):
+    return torch.randn(2 * shape[0], *shape[1:], device=device).to(dtype)[::2]
+
+
+def every_other_token(shape, dtype, device):
+    return torch.randn(shape[0], 2 * shape[1], *shape[2:], device=device).to(dtype)[:, 1::2]
+
+
+def query_of_fused_projection(shape, dtype, device):
+    return torch.randn(*shape[:2], 3, *shape[2:], device=device).to(dtype)[:, :, 0]
+
+
+def heads_before_tokens(shape, dtype, device):
+    return query_of_fused_projection((4, 5, 3, shape[-1]), dtype, device).transpose(1, 2)
+
+
+def gap_in_the_last_axis(shape, dtype, device):
+    return torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(dtype)[..., ::2]
+
+
+def columns_before_rows(shape, dtype, device):
+    return torch.randn(*shape[::-1], device=device).to(dtype).permute(*reversed(range(len(shape))))
+
+
+def repeated_rows(shape, dtype, device):
+    return torch.randn(shape[-1], device=device).to(dtype).expand(shape)
+
+
+def at_an_odd_offset(shape, dtype, device):
+    return torch.randn(1 + math.prod(shape), device=device).to(dtype)[1:].view(shape)
+
+
+LAYOUTS = [
+    of_a_wider_axis,
+    every_other_row,
+    every_other_token,
+    query_of_fused_projection,
+    heads_before_tokens,
+    gap_in_the_last_axis,
+    columns_before_rows,
+    repeated_rows,
+    at_an_odd_offset,
+]
+SHAPE = (4, 5, 3, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_any_strides_are_read_as_they_are(op, layout, dtype, device):
+    rows = [layout(SHAPE, dtype, device) for _ in range(op.rows)]
+    shape = rows[0].shape
+    vectors = op.draw(shape, dtype, device)[op.rows :]
+    op.check([*rows, *vectors], [layout(SHAPE, dtype, device) for _ in range(op.rows)])
+
+
+@pytest.mark.parametrize("layout", [of_a_wider_axis, query_of_fused_projection, at_an_odd_offset])
+def test_kernels_of_wide_rows_read_any_strides(op, layout, device, wide_kernels):
+    rows = [layout((2, 3, 2, 150), BF16, device) for _ in range(op.rows)]
+    vectors = op.draw(rows[0].shape, BF16, device)[op.rows :]
+    op.check([*rows, *vectors], [layout((2, 3, 2, 150), BF16, device) for _ in range(op.rows)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_strided_rows_are_the_same_bits_as_contiguous_ones(op, layout, device):
+    rows = [layout(SHAPE, BF16, device) for _ in range(op.rows)]
+    vectors = op.draw(rows[0].shape, BF16, device)[op.rows :]
+    y = op.first(op.kernels(*rows, *vectors))
+    assert torch.equal(y, op.first(op.kernels(*(r.contiguous() for r in rows), *vectors)))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_outputs_are_contiguous_in_the_dtype_of_x(op, layout, backend, device):
+    rows = [layout(SHAPE, BF16, device) for _ in range(op.rows)]
+    outputs = op.public(*rows, backend=backend)
+    for y in outputs if isinstance(outputs, tuple) else (outputs,):
+        assert y.is_contiguous()
+        assert (y.shape, y.dtype) == (rows[0].shape, BF16)
+
+
+def test_rows_in_one_memory_may_be_gradient_and_input(op, device):
+    """dy is x itself: both are read only, with the same strides."""
+    tensors = op.draw((6, 50), torch.float32, device)
+    op.check(tensors, tensors[: op.rows])
+
+
+def test_gradient_of_a_sum_is_read_with_strides_of_zero(op, device):
+    tensors = op.draw((6, 50), torch.float32, device)
+    op.check(tensors, [torch.ones((), device=device).expand(6, 50)] * op.rows)
+
+
+def test_vectors_may_be_strided(op, device):
+    rows = op.draw((6, 50), BF16, device)[: op.rows]
+    op.check([*rows, *(torch.randn(50, 3, device=device)[:, i] for i in range(op.vectors))])
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("vector_dtype", DTYPES)
+def test_vectors_keep_their_own_dtype(op, dtype, vector_dtype, device):
+    op.check(op.draw((11, 100), dtype, device, vector_dtype))
+
+
+def test_vectors_may_be_missing(op, device):
+    tensors = op.draw((11, 100), BF16, device)
+    op.check(tensors[: op.rows])
+
+
+@pytest.mark.parametrize("kept", ["rows", "vectors"])
+def test_one_input_alone_may_require_a_gradient(op, kept, device):
+    tensors = op.draw((11, 100), BF16, device)
+    everything = [t.clone().requires_grad_() for t in tensors]
+    y = op.first(op.kernels(*everything))
+    dy = torch.randn_like(y)
+    expected = torch.autograd.grad(y, everything, dy)
+    chosen = range(op.rows) if kept == "rows" else range(op.rows, len(tensors))
+    for index in chosen:
+        leaf = tensors[index].clone().requires_grad_()
+        others = [*tensors[:index], leaf, *tensors[index + 1 :]]
+        (found,) = torch.autograd.grad(op.first(op.kernels(*others)), leaf, dy)
+        assert torch.equal(found, expected[index])

@@ -22,10 +22,11 @@ from unittest import mock
 
 import torch
 import typer
-from fusewright.norm import _configs, reference
+from fusewright.norm import _backward, _configs, reference
 from fusewright.norm._backward import backward_plan, launch_norm_backward
-from fusewright.norm._configs import BackwardConfig, ForwardConfig
+from fusewright.norm._configs import BackwardConfig, BackwardSmallConfig, ForwardConfig
 from fusewright.norm._forward import forward_plan, launch_norm_forward
+from fusewright_testkit.bench import environment_name
 from fusewright_testkit.compiled import compile_launch, recorded_launches
 from fusewright_testkit.timing import copies_needed, graph_time
 
@@ -38,6 +39,7 @@ SIZES = (
     (8192, 8192),
     (4096, 16384),
 )
+SMALL_SIZES = ((256, 1024), (512, 512), (1024, 1024), (2048, 512))
 EPS = 1e-6
 PASSES = {
     "forward": 2,
@@ -46,6 +48,7 @@ PASSES = {
     "add_backward": 4,
     "layer_forward": 2,
     "layer_backward": 3,
+    "small_backward": 3,
 }
 
 
@@ -70,7 +73,28 @@ def backward_candidates(cols: int) -> Iterator[BackwardConfig]:
             yield BackwardConfig(cols, block_rows, num_warps, num_stages, programs, again)
 
 
-def precompile(jobs: list[tuple[str, int, NamedTuple]]) -> None:
+def small_candidates(cols: int) -> Iterator[BackwardSmallConfig]:
+    """Tiles for the one launch that serves small tensors; the limits are those in force."""
+    for tile, part_rows, part_cols, num_warps in itertools.product(
+        (2048, 4096, 8192), (128, 256, 512), (8, 16, 32), (4, 8)
+    ):
+        per_thread = part_rows * part_cols / (32 * num_warps)
+        if tile >= cols and 8 <= per_thread <= 32 and 16 <= tile / (32 * num_warps) <= 64:
+            yield _configs.BACKWARD_SMALL._replace(
+                tile_elements=tile,
+                part_rows=part_rows,
+                part_cols=part_cols,
+                num_warps=num_warps,
+            )
+
+
+def candidates_of(kind: str, cols: int) -> list[NamedTuple]:
+    if kind == "small_backward":
+        return list(small_candidates(cols))
+    return list((forward_candidates if kind.endswith("forward") else backward_candidates)(cols))
+
+
+def precompile(jobs: list[tuple[str, int, int, NamedTuple]]) -> None:
     """Fill triton's cache on all cores; nothing is launched."""
     with concurrent.futures.ProcessPoolExecutor(
         mp_context=multiprocessing.get_context("spawn")
@@ -78,11 +102,11 @@ def precompile(jobs: list[tuple[str, int, NamedTuple]]) -> None:
         list(pool.map(compile_one, jobs, chunksize=4))
 
 
-def compile_one(job: tuple[str, int, NamedTuple]) -> None:
+def compile_one(job: tuple[str, int, int, NamedTuple]) -> None:
     """Compile what one candidate launches, as for the bf16 inputs that are timed."""
-    kind, cols, config = job
+    kind, rows, cols, config = job
     with configured(kind, config), recorded_launches() as recorded:
-        for call in launches(kind, 4096, cols, device="cpu", copies=1):
+        for call in launches(kind, rows, cols, device="cpu", copies=1):
             call()
     for launch in recorded:
         compile_launch(launch, 90)
@@ -95,10 +119,13 @@ def configured(kind: str, config: NamedTuple) -> Iterator[None]:
     """
     forward = kind.endswith("forward")
     plan = forward_plan if forward else backward_plan
-    no_small = _configs.BACKWARD_SMALL._replace(max_elements=0)
+    small = kind == "small_backward"
+    in_force = config if small else _configs.BACKWARD_SMALL._replace(max_elements=0)
+    table = "FORWARD" if forward else "BACKWARD"
+    tables = {} if small else {table: (config,)}
     with (
-        mock.patch.object(_configs, "FORWARD" if forward else "BACKWARD", (config,)),
-        mock.patch.object(_configs, "BACKWARD_SMALL", no_small),
+        mock.patch.multiple(_configs, **tables, BACKWARD_SMALL=in_force),
+        mock.patch.object(_backward, "BACKWARD_SMALL", in_force),
     ):
         plan.cache_clear()
         yield
@@ -151,29 +178,28 @@ def agrees(kind: str, cols: int) -> bool:
 
 def main(
     out: pathlib.Path = typer.Option(pathlib.Path("."), help="folder of the CSV"),
-    kinds: str = typer.Option("forward,add_forward,backward", help="passes to tune"),
+    kinds: str = typer.Option(",".join(PASSES), help="passes to tune"),
     best: int = typer.Option(4, help="candidates to print for each size"),
 ) -> None:
     """Time the candidates and print the best of each size."""
-    chosen = list(itertools.product(kinds.split(","), SIZES))
-    candidates = {
-        (kind, cols): list(
-            (forward_candidates if kind.endswith("forward") else backward_candidates)(cols)
-        )
-        for kind, (_, cols) in chosen
-    }
+    chosen = [
+        (kind, rows, cols)
+        for kind in kinds.split(",")
+        for rows, cols in (SMALL_SIZES if kind == "small_backward" else SIZES)
+    ]
+    candidates = {key: candidates_of(key[0], key[2]) for key in chosen}
     precompile([(*key, config) for key, configs in candidates.items() for config in configs])
     table = []
-    for kind, (rows, cols) in chosen:
+    for kind, rows, cols in chosen:
         found = []
         calls = launches(kind, rows, cols)
-        for config in candidates[kind, cols]:
+        for config in candidates[kind, rows, cols]:
             with configured(kind, config):
                 try:
                     if not agrees(kind, cols):
                         print("WRONG", kind, rows, cols, config)
                         continue
-                    found.append((graph_time(calls, replays=7).ms, config))
+                    found.append((graph_time(calls, replays=7, warm_seconds=0.01).ms, config))
                 except Exception as error:
                     print("failed", kind, config, repr(error)[:80])
         found.sort(key=lambda pair: pair[0])
@@ -195,7 +221,7 @@ def main(
                     flush=True,
                 )
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "tuning.csv").open("w", newline="") as file:
+    with (out / f"tuning-{environment_name()}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, table[0].keys())
         writer.writeheader()
         writer.writerows(table)

@@ -109,26 +109,36 @@ def fresh_plans() -> Iterator[None]:
 
 @pytest.fixture
 def few_programs(device: str, fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, let one program add the shares of many columns: it takes milliseconds a
-    program, however little that does.
+    """In the interpreter, let one program add up many columns: it takes milliseconds a program,
+    however little that does.
     """
     if device == "cpu":
         from fusewright.norm import _backward
 
-        coarse = _backward.ADD_PARTS._replace(block_parts=4, block_cols=4096)
-        monkeypatch.setattr(_backward, "ADD_PARTS", coarse)
+        add_parts = _backward.ADD_PARTS._replace(block_parts=4, block_cols=4096)
+        small = _backward.BACKWARD_SMALL._replace(part_cols=512)
+        monkeypatch.setattr(_backward, "ADD_PARTS", add_parts)
+        monkeypatch.setattr(_backward, "BACKWARD_SMALL", small)
 
 
-@pytest.fixture
-def wide_kernels(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send rows of every width to the kernels of wide rows, with several blocks and shares."""
+@pytest.fixture(params=["small", "rows", "wide"])
+def scheme(
+    request: pytest.FixtureRequest, fresh_plans: None, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Send tensors of every size to the kernels of one scheme: those of small tensors, of rows that
+    fit in registers, and of wide rows with several blocks and shares.
+    """
     from fusewright.norm import _backward, _configs, _forward
 
-    monkeypatch.setattr(_configs, "FORWARD", ())
-    monkeypatch.setattr(_configs, "BACKWARD", ())
-    forward = _forward.FORWARD_WIDE._replace(block_cols=64, num_warps=2)
-    backward = _backward.BACKWARD_WIDE._replace(
-        block_cols=64, num_warps=2, parts=3, block_rows=4, part_cols=32
-    )
-    monkeypatch.setattr(_forward, "FORWARD_WIDE", forward)
-    monkeypatch.setattr(_backward, "BACKWARD_WIDE", backward)
+    if request.param != "small":
+        monkeypatch.setattr(_backward, "fits_small", lambda rows, cols: False)
+    if request.param == "wide":
+        monkeypatch.setattr(_configs, "FORWARD", ())
+        monkeypatch.setattr(_configs, "BACKWARD", ())
+        forward = _forward.FORWARD_WIDE._replace(block_cols=64, num_warps=2)
+        backward = _backward.BACKWARD_WIDE._replace(
+            block_cols=64, num_warps=2, parts=3, block_rows=4, part_cols=32
+        )
+        monkeypatch.setattr(_forward, "FORWARD_WIDE", forward)
+        monkeypatch.setattr(_backward, "BACKWARD_WIDE", backward)
+    return request.param

@@ -176,6 +176,7 @@ def main(
                 continue
             try:
                 check(case, name, ops[case.op], console)
+                torch.cuda.empty_cache()
                 found += rows_of_case(case, name, ops[case.op])
             except Exception as error:
                 if name.startswith(OURS):

@@ -21,7 +21,7 @@ import typer
 HEADER = "op,case,pass,provider,dtype,timing,ms,ms_p20,ms_p80,tflops,gbps,mem_mib"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 CLOCKS = {
-    "graph": "Kernel time, from the replay of a CUDA graph over inputs that exceed the L2 cache",
+    "graph": "Kernel time, from a CUDA graph over copies of the inputs that exceed the L2 cache",
     "event": "Time between device events around one call, the L2 cache flushed before it",
     "wall": "Eager wall time of one call on the host's clock, in a run of many",
 }
@@ -131,8 +131,7 @@ def section(results: Results) -> str:
     for clock, unit in itertools.product(("graph", "event"), UNITS):
         timed = results.clocks.get(clock, {})
         chosen = (key for key in timed if key.unit == unit and kernels[key] is timed[key])
-        lines = {key: timed[key] for key in chosen}
-        if lines:
+        if lines := {key: timed[key] for key in chosen}:
             parts.append(f"{CLOCKS[clock]}, in microseconds · {unit}. {UNITS[unit]}.")
             parts.append(table(lines, rates=True))
     if "wall" in results.clocks:

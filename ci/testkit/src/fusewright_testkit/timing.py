@@ -46,13 +46,13 @@ def graph_time(
     calls: Sequence[Callable[[], object]],
     replays: int = 25,
     stream: torch.cuda.Stream | None = None,
+    warm_seconds: float = 0.1,
 ) -> Time:
     """Time of one call on the card, from replays of a CUDA graph that holds all ``calls`` one after
     the other.
 
     The results of the calls stay alive until the capture ends, so that each writes to memory of its
-    own. A backward pass
-    runs on the stream of its forward pass: ``stream`` is that one.
+    own. A backward pass runs on the stream of its forward pass: ``stream`` is that one.
     """
     stream = stream or torch.cuda.Stream()
     calls = [*calls] * -(-CALLS_IN_GRAPH // len(calls))
@@ -64,7 +64,11 @@ def graph_time(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         kept = [call() for call in calls]
-    graph.replay()
+    # A card that has just done other work takes a while to come back to its clocks.
+    warm = time.perf_counter() + warm_seconds
+    while time.perf_counter() < warm:
+        graph.replay()
+        torch.cuda.synchronize()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
     for start, end in events:
         start.record()

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch._dynamo
+import torch._functorch.config
 import torch.nn.functional as F
 
 from . import add_rms_norm, layer_norm, reference, rms_norm
@@ -23,6 +26,9 @@ TRAFFIC = {
     "layer_norm": {"fwd": 2, "bwd": 3, "fwd+bwd": 5},
 }
 
+Tensor = torch.Tensor
+Norm = Callable[..., Tensor | tuple[Tensor, Tensor]]
+
 
 class Case(NamedTuple):
     """One op at one size."""
@@ -30,18 +36,18 @@ class Case(NamedTuple):
     op: str
     sizes: dict[str, int]
     dtype: torch.dtype
-    reference: Callable
-    inputs: Callable[[str], list[torch.Tensor]]
+    reference: Norm
+    inputs: Callable[[str], list[Tensor]]
     bytes_moved: dict[str, int]
     flops: dict[str, int]
 
 
 def cases() -> list[Case]:
     """Every op at every shape, in bf16."""
-    return [case(op, *shape) for op in TRAFFIC for shape in SHAPES]
+    return [case_of(op, *shape) for op in TRAFFIC for shape in SHAPES]
 
 
-def case(op: str, rows: int, cols: int) -> Case:
+def case_of(op: str, rows: int, cols: int) -> Case:
     dtype = torch.bfloat16
     size = rows * cols * dtype.itemsize
     return Case(
@@ -55,26 +61,23 @@ def case(op: str, rows: int, cols: int) -> Case:
     )
 
 
-def inputs(op: str, rows: int, cols: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+def inputs(op: str, rows: int, cols: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """x, then residual for add_rms_norm, then weight, then bias for layer_norm."""
     draw = functools.partial(torch.randn, dtype=dtype, device=device)
     wide = [draw(rows, cols) for _ in range(2 if op == "add_rms_norm" else 1)]
     return wide + [draw(cols) for _ in range(2 if op == "layer_norm" else 1)]
 
 
-def providers() -> dict[str, dict[str, Callable]]:
-    """Ours, torch, torch.compile, and the libraries that are installed here."""
-    found = {
+def providers() -> dict[str, dict[str, Norm]]:
+    """Ours, torch, torch.compile, and the libraries that are installed here, by op."""
+    found: dict[str, dict[str, Norm]] = {
         "fusewright": {
             "rms_norm": functools.partial(rms_norm, eps=EPS),
             "add_rms_norm": functools.partial(add_rms_norm, eps=EPS),
             "layer_norm": functools.partial(layer_norm, eps=EPS),
         },
         "torch": torch_ops(),
-        "compile": {
-            name: torch.compile(op, fullgraph=True, dynamic=False)
-            for name, op in torch_ops().items()
-        },
+        "compile": compiled_ops(),
     }
     for load in (liger, quack):
         try:
@@ -85,17 +88,17 @@ def providers() -> dict[str, dict[str, Callable]]:
     return found
 
 
-def torch_ops() -> dict[str, Callable]:
+def torch_ops() -> dict[str, Norm]:
     """The ops as a user of plain torch writes them."""
 
-    def torch_rms_norm(x, weight):
+    def torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
-    def torch_add_rms_norm(x, residual, weight):
+    def torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
         return torch_rms_norm(total, weight), total
 
-    def torch_layer_norm(x, weight, bias):
+    def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
 
     return {
@@ -105,7 +108,17 @@ def torch_ops() -> dict[str, Callable]:
     }
 
 
-def liger() -> tuple[str, dict[str, Callable]]:
+def compiled_ops() -> dict[str, Norm]:
+    """The same through torch.compile, each shape compiled for itself."""
+    # Every shape is compiled with and without gradients, more often than torch allows by default.
+    limit = 4 * len(SHAPES)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    return {
+        name: torch.compile(op, fullgraph=True, dynamic=False) for name, op in torch_ops().items()
+    }
+
+
+def liger() -> tuple[str, dict[str, Norm]]:
     """Liger-Kernel's functions. Its in-place backward, which overwrites dy, is switched off: a
     timed call is repeated.
     """
@@ -122,7 +135,7 @@ def liger() -> tuple[str, dict[str, Callable]]:
     }
 
 
-def quack() -> tuple[str, dict[str, Callable]]:
+def quack() -> tuple[str, dict[str, Norm]]:
     """QuACK's functions; its layer norm has no backward."""
     from quack.rmsnorm import rmsnorm
 
@@ -130,3 +143,56 @@ def quack() -> tuple[str, dict[str, Callable]]:
         "rms_norm": lambda x, w: rmsnorm(x, w, eps=EPS),
         "add_rms_norm": lambda x, r, w: rmsnorm(x, w, residual=r, eps=EPS, prenorm=True),
     }
+
+
+def main() -> int:
+    """Print what each op and its peers take on this machine's GPU."""
+    if not torch.cuda.is_available():
+        print("fusewright.norm.bench: needs a CUDA device, and torch sees none", file=sys.stderr)
+        return 1
+    # A compiled backward pass may otherwise not run twice over one forward pass.
+    torch._functorch.config.donated_buffer = False
+    rivals = providers()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16. Microseconds of one")
+    print("call with a cold L2 cache, in small cases the host's time to launch it included.")
+    print(f"{'':13}{'rows × cols':>15}     ", *(f"{name:>12}" for name in rivals))
+    for case in cases():
+        size = " × ".join(map(str, case.sizes.values()))
+        times = [microseconds(name, ops.get(case.op), case) for name, ops in rivals.items()]
+        for direction, column in zip(("fwd", "bwd"), zip(*times, strict=True), strict=True):
+            told = (f"{time:12.1f}" if time else f"{'-':>12}" for time in column)
+            print(f"{case.op:13}{size:>15} {direction:4}", *told, flush=True)
+    return 0
+
+
+def microseconds(
+    provider: str, op: Norm | None, case: Case
+) -> tuple[float, float] | tuple[None, None]:
+    """Medians of one forward and one backward pass; None where a peer has no such op or cannot run
+    it here.
+    """
+    from triton.testing import do_bench
+
+    if op is None:
+        return None, None
+    leaves = [x.requires_grad_() for x in case.inputs("cuda")]
+    try:
+        result = op(*leaves)
+        outputs = result if isinstance(result, tuple) else (result,)
+        grads = [torch.randn_like(y) for y in outputs]
+        with torch.no_grad():
+            forward = do_bench(lambda: op(*leaves), return_mode="median")
+        backward = do_bench(
+            lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True),
+            return_mode="median",
+        )
+    except Exception as error:
+        if provider == "fusewright":
+            raise
+        print(f"{provider} did not run {case.op}: {type(error).__name__}", file=sys.stderr)
+        return None, None
+    return 1e3 * forward, 1e3 * backward
+
+
+if __name__ == "__main__":
+    sys.exit(main())

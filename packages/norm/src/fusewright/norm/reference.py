@@ -2,7 +2,7 @@
 implementation.
 
 Statistics and products are computed in fp32 (in fp64 for fp64 inputs) and rounded once, to the
-input's dtype. Gradients are autograd's.
+input's dtype; outputs are contiguous. Gradients are autograd's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), over the last axis."""
     x_hat = wide(x) * rstd_of(wide(x), eps)
-    return affine(x_hat, weight, None, weight_offset).to(x.dtype)
+    return affine(x_hat, weight, None, weight_offset).to(x.dtype).contiguous()
 
 
 def add_rms_norm(
@@ -31,7 +31,7 @@ def add_rms_norm(
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s = x + residual, rounded to x's dtype; y = rms_norm(s). Returns (y, s)."""
-    total = (wide(x) + wide(residual)).to(x.dtype)
+    total = (wide(x) + wide(residual)).to(x.dtype).contiguous()
     return rms_norm(total, weight, eps=eps, weight_offset=weight_offset), total
 
 
@@ -50,7 +50,7 @@ def layer_norm(
     """
     centered = wide(x) - wide(x).mean(-1, keepdim=True)
     x_hat = centered * rstd_of(centered, eps)
-    return affine(x_hat, weight, bias, 0.0).to(dtype or x.dtype)
+    return affine(x_hat, weight, bias, 0.0).to(dtype or x.dtype).contiguous()
 
 
 def rstd_of(x: torch.Tensor, eps: float) -> torch.Tensor:

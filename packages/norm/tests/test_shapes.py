@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from fusewright_testkit.yardstick import as_tuple
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 1), (1, 2), (3, 63), (33, 65), (9, 257)])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 1), (1, 2), (3, 63), (33, 40)])
 def test_rows_and_gradients_are_as_near_to_fp64_as_torch(op, rows, cols, dtype, device):
     op.check(op.draw((rows, cols), dtype, device))
 
@@ -31,6 +32,7 @@ def test_programs_walk_over_more_rows_than_they_hold(op, scheme, device):
 @pytest.mark.parametrize(
     ("rows", "cols", "dtype"),
     [
+        (9, 257, F32),
         (2, 2047, F32),
         (2, 4096, BF16),
         (2, 9001, F32),
@@ -80,7 +82,7 @@ def query_of_fused_projection(shape, dtype, device):
 
 
 def heads_before_tokens(shape, dtype, device):
-    return query_of_fused_projection((4, 5, 3, shape[-1]), dtype, device).transpose(1, 2)
+    return query_of_fused_projection((2, 3, 2, shape[-1]), dtype, device).transpose(1, 2)
 
 
 def gap_in_the_last_axis(shape, dtype, device):
@@ -110,7 +112,7 @@ LAYOUTS = [
     repeated_rows,
     at_an_odd_offset,
 ]
-SHAPE = (4, 5, 3, 40)
+SHAPE = (2, 3, 2, 24)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
@@ -128,21 +130,18 @@ def test_kernels_of_every_scheme_read_any_strides(op, scheme, layout, device):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_strided_rows_are_the_same_bits_as_contiguous_ones(op, layout, device):
+def test_strides_change_no_bit_and_outputs_are_contiguous(op, layout, device):
     rows = [layout(SHAPE, BF16, device) for _ in range(op.rows)]
     vectors = op.draw(rows[0].shape, BF16, device)[op.rows :]
-    y = op.first(op.kernels(*rows, *vectors))
-    assert torch.equal(y, op.first(op.kernels(*(r.contiguous() for r in rows), *vectors)))
-
-
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_outputs_are_contiguous_in_the_dtype_of_x(op, layout, backend, device):
-    rows = [layout(SHAPE, BF16, device) for _ in range(op.rows)]
-    outputs = op.public(*rows, backend=backend)
-    for y in outputs if isinstance(outputs, tuple) else (outputs,):
+    strided = as_tuple(op.kernels(*rows, *vectors))
+    contiguous = as_tuple(op.kernels(*(r.contiguous() for r in rows), *vectors))
+    for y, expected, by_reference in zip(
+        strided, contiguous, as_tuple(op.reference(*rows, *vectors)), strict=True
+    ):
+        assert torch.equal(y, expected)
         assert y.is_contiguous()
-        assert (y.shape, y.dtype) == (rows[0].shape, BF16)
+        assert by_reference.is_contiguous()
+        assert y.dtype == by_reference.dtype == BF16
 
 
 def test_rows_in_one_memory_may_be_gradient_and_input(op, device):
@@ -164,17 +163,17 @@ def test_vectors_may_be_strided(op, device):
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("vector_dtype", [F32, BF16, F16])
 def test_vectors_keep_their_own_dtype(op, dtype, vector_dtype, device):
-    op.check(op.draw((11, 100), dtype, device, vector_dtype))
+    op.check(op.draw((4, 33), dtype, device, vector_dtype))
 
 
 def test_vectors_may_be_missing(op, device):
-    tensors = op.draw((11, 100), BF16, device)
+    tensors = op.draw((4, 33), BF16, device)
     op.check(tensors[: op.rows])
 
 
 @pytest.mark.parametrize("kept", ["rows", "vectors"])
 def test_one_input_alone_may_require_a_gradient(op, kept, device):
-    tensors = op.draw((11, 100), BF16, device)
+    tensors = op.draw((4, 33), BF16, device)
     everything = [t.clone().requires_grad_() for t in tensors]
     y = op.first(op.kernels(*everything))
     dy = torch.randn_like(y)

@@ -1,0 +1,48 @@
+"""Calls that launch the kernels, for the compile tests: tensors are never read."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from fusewright.norm import _backward, _configs
+from fusewright.norm._backends import Card
+from fusewright.norm._backward import launch_norm_backward
+from fusewright.norm._forward import launch_norm_forward
+
+# The stages of a backward pass are cut to the shared memory of the card that is compiled for.
+CARD = Card(multiprocessors=2, shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10)
+_backward.card_of = lambda device: CARD
+
+ROWS = 4096
+
+
+def launch(op: str, cols: int, dtype: torch.dtype, rows: int = ROWS) -> None:
+    """Forward and backward of one op with every gradient."""
+    x, weight = torch.empty(rows, cols, dtype=dtype), torch.empty(cols, dtype=dtype)
+    statistics = torch.empty(rows)
+    center = op == "layer_norm"
+    other = x if op == "add_rms_norm" else None
+    bias = weight if center else None
+    launch_norm_forward(x, other, weight, bias, 1e-6, 0.0, center=center)
+    mean = statistics if center else None
+    launch_norm_backward(
+        *(x, other, x, weight, bias, mean, statistics, 0.0), weight_grad=True, bias_grad=center
+    )
+
+
+def one_of_each() -> None:
+    """Every kernel once: a row in registers, a small tensor, a wide row."""
+    launch("add_rms_norm", 4096, torch.bfloat16)
+    launch("layer_norm", 1000, torch.bfloat16, rows=64)
+    launch("layer_norm", 40000, torch.bfloat16)
+
+
+def every_line() -> None:
+    """Every op and dtype at every width of the tables, and beyond."""
+    widths = {config.max_cols for config in (*_configs.FORWARD, *_configs.BACKWARD)}
+    for cols in (*sorted(widths), 40000):
+        for op in ("rms_norm", "add_rms_norm", "layer_norm"):
+            for dtype in (torch.bfloat16, torch.float32):
+                launch(op, cols, dtype)
+                launch(op, cols, dtype, rows=64)

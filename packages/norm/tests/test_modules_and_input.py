@@ -1,0 +1,178 @@
+"""The modules beside torch's own, documented values, and what bad input is answered with."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from fusewright import norm
+from fusewright.norm import LayerNorm, RMSNorm, _backends
+from fusewright_testkit import Yardstick
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+PAIRS = [(RMSNorm, torch.nn.RMSNorm), (LayerNorm, torch.nn.LayerNorm)]
+ARGUMENTS = [
+    dict(normalized_shape=40),
+    dict(normalized_shape=[4, 10]),
+    dict(normalized_shape=(40,), eps=1e-3),
+    dict(normalized_shape=40, elementwise_affine=False),
+    dict(normalized_shape=40, dtype=BF16),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__name__)
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_modules_compute_what_torch_computes(pair, arguments, backend, device):
+    ours, theirs = pair
+    module = ours(**arguments, device=device, backend=backend)
+    twin = theirs(**arguments, device=device)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    twin.load_state_dict(module.state_dict())
+    module.load_state_dict(twin.state_dict())
+    assert isinstance(module, theirs)
+    dtype = arguments.get("dtype", F32)
+    x = torch.randn(6, *module.normalized_shape, device=device).to(dtype)
+    names = [name for name, _ in module.named_parameters()]
+
+    def call(chosen):
+        def forward(x, *parameters):
+            named = dict(zip(names, parameters, strict=True))
+            wide = copy.deepcopy(chosen).to(x.dtype)
+            return torch.func.functional_call(wide, named, (x,))
+
+        return forward
+
+    Yardstick(call(twin), [x, *module.parameters()]).check(call(module))
+
+
+def test_layer_norm_module_without_bias_has_none(device):
+    assert LayerNorm(8, bias=False, device=device).bias is None
+
+
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
+def test_fresh_rms_norm_module_scales_by_one(weight_offset, device):
+    module = RMSNorm(64, weight_offset=weight_offset, backend="triton", device=device)
+    x = torch.randn(5, 64, device=device)
+    assert torch.equal(module(x), norm.rms_norm(x, backend="triton"))
+    assert bool((module.weight == 1.0 - weight_offset).all())
+
+
+def test_weight_offset_is_added_in_fp32(device):
+    x = torch.randn(4, 64, device=device)
+    weight = torch.full((64,), 1e-3, dtype=BF16, device=device)
+    y = norm.rms_norm(x, weight, weight_offset=1.0, backend="triton")
+    # In bf16 1 + 0.001 is 1.
+    assert not torch.equal(y, norm.rms_norm(x, torch.ones_like(weight), backend="triton"))
+    wide = norm.rms_norm(x, weight.float() + 1.0, backend="triton")
+    assert torch.equal(y, wide)
+
+
+@pytest.mark.parametrize(
+    "module", [RMSNorm(8, weight_offset=1.0), LayerNorm(8, backend="reference")]
+)
+def test_modules_are_copied_and_pickled_whole(module):
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert repr(other) == repr(module)
+        x = torch.randn(3, 8)
+        assert torch.equal(other(x), module(x))
+
+
+@pytest.mark.parametrize("value", [1e30, 1e-30, 3e38, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_extreme_values_give_what_the_reference_gives(op, value, dtype, device):
+    tensors = op.draw((4, 40), dtype, device)
+    tensors[0][1] *= value
+    tensors[0][2, 3] = value
+    with torch.no_grad():
+        found, truth = op.first(op.kernels(*tensors)), op.first(op.reference(*tensors))
+    assert torch.equal(found.isnan(), truth.isnan())
+    assert torch.equal(found.isinf(), truth.isinf())
+
+
+def test_layer_norm_of_a_far_mean_is_as_near_to_fp64_as_torch(device):
+    x = torch.randn(5, 200, device=device) + 1e4
+    Yardstick(lambda x: norm.reference.layer_norm(x, eps=1e-5), [x]).check(
+        lambda x: norm.layer_norm(x, backend="triton")
+    )
+
+
+def test_normalised_sum_is_the_norm_of_the_rounded_sum(device):
+    # The interpreter does not round to bf16 as the card does.
+    dtype = BF16 if device == "cuda" else torch.float16
+    x, residual = (torch.randn(5, 40, device=device, dtype=dtype) for _ in range(2))
+    y, total = norm.add_rms_norm(x, residual, eps=1e-6, backend="triton")
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, norm.rms_norm(total, eps=1e-6, backend="triton"))
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["y", "sum"])
+def test_one_output_of_the_fused_addition_may_go_unused(used, device):
+    tensors = [torch.randn(5, 40, device=device) for _ in range(2)]
+
+    def call(function):
+        return lambda x, r: function(x, r, eps=1e-6)[used]
+
+    Yardstick(call(norm.reference.add_rms_norm), tensors).check(
+        call(lambda *t, **k: norm.add_rms_norm(*t, **k, backend="triton"))
+    )
+
+
+X = torch.zeros(3, 8)
+BAD = [
+    (lambda: norm.rms_norm(torch.zeros(())), ValueError, "at least one axis"),
+    (lambda: norm.rms_norm(torch.zeros(3, 8, dtype=torch.int32)), TypeError, "int32"),
+    (lambda: norm.layer_norm(torch.zeros(3, 8, dtype=torch.complex64)), TypeError, "complex64"),
+    (lambda: norm.rms_norm([1.0, 2.0]), TypeError, "tensor, got list"),
+    (lambda: norm.rms_norm(X, torch.zeros(7)), ValueError, r"shape \(8,\).*got \(7,\)"),
+    (lambda: norm.rms_norm(X, torch.zeros(1, 8)), ValueError, r"got \(1, 8\)"),
+    (lambda: norm.layer_norm(X, torch.zeros(8), torch.zeros(9)), ValueError, "bias must have"),
+    (lambda: norm.layer_norm(X, torch.zeros(8, dtype=torch.int64)), TypeError, "weight must be"),
+    (lambda: norm.rms_norm(X, torch.zeros(8, device="meta")), ValueError, "device cpu, got meta"),
+    (lambda: norm.add_rms_norm(X, torch.zeros(3, 9)), ValueError, r"shape \(3, 8\).*\(3, 9\)"),
+    (lambda: norm.add_rms_norm(X, X.half()), ValueError, "dtype torch.float32.*float16"),
+    (lambda: norm.rms_norm(X, eps=-1.0), ValueError, "eps must be"),
+    (lambda: norm.layer_norm(X, eps=float("nan")), ValueError, "eps must be"),
+    (lambda: norm.rms_norm(X, backend="cuda"), ValueError, "got 'cuda'"),
+    (lambda: norm.rms_norm(X.double(), backend="triton"), RuntimeError, "float64"),
+    (lambda: RMSNorm(7)(X), ValueError, r"must be \(7,\), got x of shape \(3, 8\)"),
+    (lambda: LayerNorm((2, 3, 8))(X), ValueError, r"must be \(2, 3, 8\)"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD, ids=[m for *_, m in BAD])
+def test_bad_input_is_told_what_was_wanted_and_what_came(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_kernels_on_the_cpu_without_the_interpreter_say_so(monkeypatch):
+    _backends.known_obstacle.cache_clear()
+    monkeypatch.setattr(_backends, "interpreted", lambda: False)
+    try:
+        with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+            norm.rms_norm(X, backend="triton")
+    finally:
+        _backends.known_obstacle.cache_clear()
+
+
+def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
+    _backends.WARNED.clear()
+    monkeypatch.setattr(_backends, "known_obstacle", lambda device, dtype: "no such card")
+    meta = torch.zeros(3, 8, device="meta")
+    with pytest.warns(RuntimeWarning, match="no such card"):
+        norm.rms_norm(meta)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        norm.rms_norm(meta)
+    _backends.WARNED.clear()
+
+
+@pytest.mark.gpu
+def test_tensors_on_two_devices_are_refused():
+    with pytest.raises(ValueError, match="device cuda:0, got cpu"):
+        norm.rms_norm(X.cuda(), torch.zeros(8))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from fusewright import norm
-from fusewright.norm import _configs
+from fusewright.norm import _backends, _configs
+from fusewright_testkit import Yardstick
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -64,6 +67,68 @@ def test_tensor_past_31_bits_of_elements():
         norm.rms_norm(few, eps=1e-6, backend="triton"), few, few.detach()
     )
     assert torch.equal(dx[chosen], truth)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [((1 << 16) + 3, (1 << 15) + 8), ((1 << 19) + 3, 4096)])
+def test_gradients_reach_rows_past_31_bits_of_elements(rows, cols):
+    """A few rows amid a great tensor, the last one among them, whose other rows get no gradient."""
+    rest = torch.ones(rows, cols, device="cuda", dtype=BF16)
+    chosen = torch.tensor([0, 1, rows // 2, rows - 1], device="cuda")
+    x = torch.randn(4, cols, device="cuda", dtype=BF16)
+    weight = torch.randn(cols, device="cuda")
+
+    def amid_the_rest(x, weight):
+        y = norm.rms_norm(rest.index_copy(0, chosen, x), weight, eps=1e-6, backend="triton")
+        return y.index_select(0, chosen)
+
+    Yardstick(lambda *t: norm.reference.rms_norm(*t, eps=1e-6), [x, weight]).check(amid_the_rest)
+
+
+def test_full_size_is_as_near_to_fp64_as_torch(op):
+    op.check(op.draw((16384, 4096), BF16, "cuda"))
+
+
+@pytest.mark.parametrize("first", ["aligned", "unaligned"])
+def test_alignment_of_one_call_does_not_bind_the_next(op, first, fresh_plans):
+    """A plan is made once for a shape; the address is that of each call."""
+    shape = (9, 1000)
+    tensors = op.draw(shape, BF16, "cuda")
+    spare = torch.empty(1 + tensors[0].numel(), device="cuda", dtype=BF16)
+    unaligned = spare[1:].view(shape).copy_(tensors[0])
+    order = [tensors[0], unaligned] if first == "aligned" else [unaligned, tensors[0]]
+    results = [
+        gradients(op, [t.detach().requires_grad_() for t in (x, *tensors[1:])])
+        for x in (*order, *order)
+    ]
+    for values in results[1:]:
+        assert all(torch.equal(v, e) for v, e in zip(values, results[0], strict=True))
+
+
+def test_replayed_graph_reads_the_values_of_the_replay(op):
+    tensors = [t.requires_grad_() for t in op.draw((64, 256), BF16, "cuda")]
+    gradients(op, tensors)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(op, tensors)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = gradients(op, tensors)
+    assert all(torch.equal(c, e) for c, e in zip(captured, expected, strict=True))
+
+
+def test_auto_takes_the_reference_for_fp64_and_says_so(op, monkeypatch):
+    monkeypatch.setattr(_backends, "WARNED", set())
+    tensors = op.draw((3, 8), torch.float64, "cuda")
+    with pytest.warns(RuntimeWarning, match="not torch.float64"):
+        y = op.first(op.public(*tensors))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        op.public(*tensors)
+    assert torch.equal(y, op.first(op.reference(*tensors)))
 
 
 def test_calls_on_two_streams_do_not_disturb_one_another(op):

@@ -26,7 +26,7 @@ from ._configs import (
     fits_small,
     power_of_2,
 )
-from ._launch import Launch, contiguous, empty_rows, kinds, readable, row_strides
+from ._launch import Launch, contiguous, empty_rows, kinds, readable, walk
 
 
 class BackwardPlan(NamedTuple):
@@ -73,10 +73,13 @@ def launch_norm_backward(
     """
     shape, device = x.shape, x.device
     dx = empty_rows(x)
-    dweight = empty_rows(weight) if weight_grad else None
-    dbias = empty_rows(bias) if bias_grad else None
+    dweight = None if weight is None or not weight_grad else empty_rows(weight)
+    dbias = None if bias is None or not bias_grad else empty_rows(bias)
     if dx.numel() == 0:
-        return dx, *(None if grad is None else grad.zero_() for grad in (dweight, dbias))
+        for grad in (dweight, dbias):
+            if grad is not None:
+                grad.zero_()
+        return dx, dweight, dbias
 
     dy, x = readable(dy), readable(x)
     dsum = None if dsum is None else readable(dsum)
@@ -114,10 +117,10 @@ def backward_plan(
     dy, dsum, x, weight, _ = inputs
     *_, cols = shape
     rows = math.prod(shape) // cols
-    dy_rows, x_rows = row_strides(shape, dy[1]), row_strides(shape, x[1])
+    dy_rows, x_rows = walk(shape, dy), walk(shape, x)
     integers = (
         *dy_rows,
-        *((1, 0, 0) if dsum is None else row_strides(shape, dsum[1])),
+        *walk(shape, dsum),
         *x_rows,
         rows,
     )
@@ -148,7 +151,7 @@ def backward_plan(
         )
         return BackwardPlan("small", launch)
     config = backward_config(cols, itemsize, 2 if dsum is None else 3, center, card.shared_bytes)
-    scheme = "wide" if config is None else "rows"
+    scheme: Literal["rows", "wide"] = "wide" if config is None else "rows"
     weight_parts = None
     if config is None:
         parts = min(triton.cdiv(rows, BACKWARD_WIDE.block_rows), BACKWARD_WIDE.parts)

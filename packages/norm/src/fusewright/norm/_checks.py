@@ -62,7 +62,7 @@ def checked_eps(eps: float | None, x: torch.Tensor) -> float:
 
 def flat_rows(
     x: torch.Tensor, normalized_shape: Sequence[int], *vectors: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[torch.Tensor, *tuple[torch.Tensor | None, ...]]:
     """x with the axes of ``normalized_shape`` made one, and the module's vectors likewise."""
     axes = len(normalized_shape)
     if tuple(x.shape[x.ndim - axes :]) != tuple(normalized_shape) or x.ndim < axes:

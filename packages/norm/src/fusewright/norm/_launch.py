@@ -130,6 +130,15 @@ def row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, 
     return 1, axes[0][1] if axes else 0, 0
 
 
+def walk(shape: tuple[int, ...], kind: tuple | None) -> tuple[int, int, int]:
+    """The row strides of a readable tensor of this kind; for one that is missing, any."""
+    if kind is None:
+        return 1, 0, 0
+    strides = row_strides(shape, kind[1])
+    assert strides is not None, "wanted what readable() returned"
+    return strides
+
+
 def kinds(*tensors: torch.Tensor | None) -> tuple:
     """What of the tensors a plan depends on: dtype and strides."""
     return tuple([None if x is None else (x.dtype, x.stride()) for x in tensors])

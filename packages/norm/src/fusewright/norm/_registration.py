@@ -41,6 +41,9 @@ class Op:
             None for an output that only the derivative needs. ``triton`` where left out.
     """
 
+    # The derivative; torch's stubs do not know that it has apply.
+    function: Any
+
     def __init__(
         self,
         signature: str,
@@ -158,7 +161,7 @@ def second_order(
         remaining = iter(tensors)
         return backward(*(None if x is None else next(remaining) for x in inputs))
 
-    outputs, pullback = torch.func.vjp(of_present, *present)
+    outputs, pullback = torch.func.vjp(of_present, *present)[:2]
     filled = tuple(
         torch.zeros_like(y) if g is None else g for y, g in zip(outputs, cotangents, strict=True)
     )

@@ -18,8 +18,6 @@ Ba, Kiros and Hinton, Layer Normalization, arXiv 1607.06450.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from . import reference
@@ -30,9 +28,9 @@ from ._registration import Derivative, Op, empty_grad, second_order
 Tensor = torch.Tensor
 
 
-def _forward_triton(x, weight, bias, eps, dtype, statistics=True):
+def _forward_triton(x, weight, bias, eps, dtype):
     y, _, mean, rstd = launchers().launch_norm_forward(
-        x, None, weight, bias, eps, 0.0, center=True, statistics=statistics, dtype=dtype
+        x, None, weight, bias, eps, 0.0, center=True, dtype=dtype
     )
     return y, mean, rstd
 
@@ -64,7 +62,7 @@ def _backward_reference(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_
         return reference.layer_norm(x, *weight_and_bias, eps=eps, dtype=dy.dtype)
 
     vectors = [v for v in (weight, bias) if v is not None]
-    _, pullback = torch.func.vjp(forward, x, *vectors)
+    pullback = torch.func.vjp(forward, x, *vectors)[1]
     dx, *found = pullback(dy)
     dvectors = iter(found)
     dweight, dbias = (None if v is None else next(dvectors) for v in (weight, bias))
@@ -83,7 +81,6 @@ _forward = Op(
     triton=_forward_triton,
     reference=_forward_reference,
     fake=_forward_fake,
-    untracked=functools.partial(_forward_triton, statistics=False),
 )
 _backward = Op(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean,"
@@ -158,8 +155,8 @@ def layer_norm(
 
     Returns:
         ``[..., N]``, contiguous, in x's dtype; in fp32 under CUDA autocast, as torch's own
-        layer_norm. A row that holds NaN or infinity is NaN; so is one whose squares pass fp32's
-        range where they meet infinity, else 0 plus bias.
+        layer_norm. A row that holds NaN or infinity, or whose sum passes fp32's range, is NaN; a
+        row whose squares alone pass it is 0 plus bias.
 
     Differentiable in x, weight and bias, twice; the second derivative runs in plain torch.
 
@@ -191,6 +188,8 @@ class LayerNorm(torch.nn.LayerNorm):
         backend: "auto", "triton" or "reference".
     """
 
+    backend: Backend
+
     def __init__(
         self,
         normalized_shape: int | list[int] | torch.Size,
@@ -209,8 +208,8 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: ``[..., *normalized_shape]``; returns the same shape."""
-        rows, weight, bias = flat_rows(x, self.normalized_shape, self.weight, self.bias)
-        return layer_norm(rows, weight, bias, eps=self.eps, backend=self.backend).view(x.shape)
+        rows, *vectors = flat_rows(x, self.normalized_shape, self.weight, self.bias)
+        return layer_norm(rows, *vectors, eps=self.eps, backend=self.backend).view(x.shape)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend!r}"

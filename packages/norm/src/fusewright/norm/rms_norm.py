@@ -78,10 +78,10 @@ def _backward_reference(dy, dsum, x, weight, rstd, eps, weight_offset, weight_gr
         return reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
 
     if weight is None:
-        _, pullback = torch.func.vjp(lambda x: forward(x, None), x)
+        pullback = torch.func.vjp(lambda x: forward(x, None), x)[1]
         (dx,) = pullback(dy)
     else:
-        _, pullback = torch.func.vjp(forward, x, weight)
+        pullback = torch.func.vjp(forward, x, weight)[1]
         dx, dweight = pullback(dy)
     return dx if dsum is None else dx + dsum, dweight if weight_grad else empty_grad(x)
 
@@ -233,9 +233,8 @@ def add_rms_norm(
         weight, eps, weight_offset, backend: as in :func:`rms_norm`.
 
     Returns:
-        ``(y, sum)``: ``sum = x + residual``, rounded to x's dtype, is the next residual; y is
-            exactly the rms_norm of that
-        rounded sum. Both contiguous.
+        ``(y, sum)``, both contiguous: ``sum = x + residual``, rounded to x's dtype, is the next
+        residual; y is exactly the rms_norm of that rounded sum.
 
     Differentiable in x, residual and weight, twice.
 
@@ -264,6 +263,9 @@ class RMSNorm(torch.nn.RMSNorm):
         backend: "auto", "triton" or "reference".
     """
 
+    weight_offset: float
+    backend: Backend
+
     def __init__(
         self,
         normalized_shape: int | list[int] | torch.Size,
@@ -286,9 +288,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: ``[..., *normalized_shape]``; returns the same shape."""
-        rows, weight = flat_rows(x, self.normalized_shape, self.weight)
+        rows, *vectors = flat_rows(x, self.normalized_shape, self.weight)
         y = rms_norm(
-            rows, weight, eps=self.eps, weight_offset=self.weight_offset, backend=self.backend
+            rows, *vectors, eps=self.eps, weight_offset=self.weight_offset, backend=self.backend
         )
         return y.view(x.shape)
 

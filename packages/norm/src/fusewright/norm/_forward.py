@@ -12,7 +12,7 @@ import triton
 
 from ._configs import FORWARD_WIDE, forward_config, power_of_2
 from ._forward_kernels import _norm_forward_kernel, _norm_forward_wide_kernel
-from ._launch import Launch, contiguous, empty_rows, kinds, readable, row_strides
+from ._launch import Launch, contiguous, empty_rows, kinds, readable, walk
 
 
 def launch_norm_forward(
@@ -38,10 +38,13 @@ def launch_norm_forward(
     y = empty_rows(x, dtype)
     total = None if residual is None else empty_rows(x)
     rstd = x.new_empty(shape[:-1], dtype=torch.float32) if statistics else None
-    mean = torch.empty_like(rstd) if statistics and center else None
+    mean = torch.empty_like(rstd) if rstd is not None and center else None
     if y.numel() == 0:
         # Rows without columns have nothing to average.
-        return y, total, *(v if v is None else v.fill_(math.nan) for v in (mean, rstd))
+        for statistic in (mean, rstd):
+            if statistic is not None:
+                statistic.fill_(math.nan)
+        return y, total, mean, rstd
 
     x = readable(x)
     residual = None if residual is None else readable(residual)
@@ -69,8 +72,8 @@ def forward_plan(
     *_, cols = shape
     rows = math.prod(shape) // cols
     integers = (
-        *row_strides(shape, x[1]),
-        *((1, 0, 0) if residual is None else row_strides(shape, residual[1])),
+        *walk(shape, x),
+        *walk(shape, residual),
         rows,
     )
     constants = dict(

@@ -25,8 +25,7 @@ def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
             f"{name} must have shape ({x.shape[-1]},), one number for each column of x, "
             f"got {tuple(vector.shape)}"
         )
-    if vector.device != x.device:
-        raise ValueError(f"{name} must be on x's device {x.device}, got {vector.device}")
+    check_device(name, vector, x)
 
 
 def check_same(name: str, other: torch.Tensor, x: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ import workspace
 TEMPLATE = workspace.ROOT / "ci/template"
 # What nox calls the parts that are no packages.
 TAKEN = ("integration", "new", "testkit")
-SHARED = ("_backends.py", "_registration.py")
+SHARED = ("_backends.py", "_launch.py", "_registration.py")
 
 
 def renamed(text: str, old: str, new: str) -> str:
@@ -60,7 +60,7 @@ def main() -> int:
     readme.write()
     print(f"{project.folder.relative_to(workspace.ROOT)} is laid out; now replace `scale`:")
     print(f"  the operation, its kernels, reference and tests in {project.import_name}")
-    print("  README.md, CHANGELOG.md, the description in pyproject.toml, .github/CODEOWNERS")
+    print("  README.md, CHANGELOG.md, the description in pyproject.toml")
     print(f'  nox -s "tests({project.name})"')
     return 0
 

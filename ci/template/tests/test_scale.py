@@ -45,7 +45,7 @@ def test_reference_has_the_gradients_of_its_formula():
     assert torch.autograd.gradgradcheck(lambda x: reference.scale(x, 0.3), x)
 
 
-def test_second_derivative_of_a_linear_map_is_zero(device):
+def test_second_derivative_of_the_squared_product_is_twice_the_squared_factor(device):
     x = torch.randn(5, device=device, requires_grad=True)
     (dx,) = torch.autograd.grad(triton_scale(x).square().sum(), x, create_graph=True)
     (ddx,) = torch.autograd.grad(dx.sum(), x)

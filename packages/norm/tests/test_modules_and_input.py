@@ -11,6 +11,7 @@ import torch
 from fusewright import norm
 from fusewright.norm import LayerNorm, RMSNorm, _backends
 from fusewright_testkit import Yardstick
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -100,10 +101,22 @@ BAD = [
     (lambda: norm.add_rms_norm(X, X.half()), ValueError, "dtype torch.float32.*float16"),
     (lambda: norm.rms_norm(X, eps=-1.0), ValueError, "eps must be"),
     (lambda: norm.layer_norm(X, eps=float("nan")), ValueError, "eps must be"),
+    (lambda: norm.rms_norm(X, eps="a"), TypeError, "eps must be a number, got str"),
+    (lambda: norm.rms_norm(X, eps=True), TypeError, "eps must be a number, got bool"),
+    (lambda: norm.layer_norm(X, eps=None), TypeError, "eps must be a number, got NoneType"),
+    (lambda: norm.layer_norm(X, eps=torch.zeros(())), TypeError, "got Tensor"),
+    (lambda: norm.rms_norm(X, weight_offset=1j), TypeError, "weight_offset.*complex"),
+    (lambda: norm.add_rms_norm(X, X, weight_offset=X), TypeError, "weight_offset.*Tensor"),
+    (lambda: norm.rms_norm(X, weight_offset=float("inf")), ValueError, "finite number, got inf"),
+    (lambda: norm.rms_norm(X.to_sparse()), TypeError, "strided tensor, got layout"),
     (lambda: norm.rms_norm(X, backend="cuda"), ValueError, "got 'cuda'"),
     (lambda: norm.rms_norm(X.double(), backend="triton"), RuntimeError, "float64"),
     (lambda: RMSNorm(7)(X), ValueError, r"must be \(7,\), got x of shape \(3, 8\)"),
     (lambda: LayerNorm((2, 3, 8))(X), ValueError, r"must be \(2, 3, 8\)"),
+    (lambda: RMSNorm(8)([1.0]), TypeError, "x must be a tensor, got list"),
+    (lambda: RMSNorm(()), ValueError, "at least one axis"),
+    (lambda: LayerNorm(8, backend="cuda"), ValueError, "got 'cuda'"),
+    (lambda: RMSNorm(8, weight_offset="1"), TypeError, "weight_offset must be a number, got str"),
 ]
 
 
@@ -142,13 +155,29 @@ def test_kernels_on_the_cpu_without_the_interpreter_say_so(monkeypatch):
 def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
     _backends.WARNED.clear()
     monkeypatch.setattr(_backends, "known_obstacle", lambda device, dtype: "no such card")
-    meta = torch.zeros(3, 8, device="meta")
-    with pytest.warns(RuntimeWarning, match="no such card"):
-        norm.rms_norm(meta)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        norm.rms_norm(meta)
+    with FakeTensorMode():
+        on_card = torch.empty(3, 8, device="cuda")
+        with pytest.warns(RuntimeWarning, match="no such card"):
+            norm.rms_norm(on_card)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            norm.rms_norm(on_card)
     _backends.WARNED.clear()
+
+
+@pytest.mark.filterwarnings("error")
+def test_meta_tensors_get_a_shape_and_a_dtype(op):
+    y = op.first(op.public(*op.draw((3, 8), BF16, "meta")))
+    assert (y.shape, y.dtype, y.device.type) == ((3, 8), BF16, "meta")
+
+
+def test_more_rows_than_the_kernels_count_are_refused():
+    pytest.importorskip("triton", reason="plans are made for Triton's kernels")
+    from fusewright.norm import _rows
+
+    assert _rows.count_rows((_rows.MAX_ROWS, 1)) == _rows.MAX_ROWS
+    with pytest.raises(ValueError, match="rows, got 2147483648"):
+        _rows.count_rows((2**31, 1))
 
 
 @pytest.mark.gpu

@@ -32,7 +32,10 @@ def test_programs_walk_over_more_rows_than_they_hold(op, scheme, device):
 @pytest.mark.parametrize(
     ("rows", "cols", "dtype"),
     [
+        (3, 127, BF16),
+        (3, 129, F32),
         (9, 257, F32),
+        (4, 1365, BF16),
         (2, 2047, F32),
         (2, 4096, BF16),
         (2, 9001, F32),
@@ -43,6 +46,11 @@ def test_programs_walk_over_more_rows_than_they_hold(op, scheme, device):
 )
 def test_long_rows_are_as_near_to_fp64_as_torch(op, rows, cols, dtype, device, few_programs):
     op.check(op.draw((rows, cols), dtype, device))
+
+
+@pytest.mark.parametrize("cols", [1, 2, 3])
+def test_many_narrow_rows_are_as_near_to_fp64_as_torch(op, cols, device):
+    op.check(op.draw((1000, cols), F32, device))
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 1, 3, 33), (2, 3, 1, 2, 5)])

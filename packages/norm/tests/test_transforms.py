@@ -13,7 +13,7 @@ import torch
 from fusewright_testkit import Yardstick
 from fusewright_testkit.yardstick import as_tuple
 from torch.autograd import forward_ad
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad, jacrev, jvp, vjp, vmap
 
 SHAPE = (3, 20)
 SAMPLES = 2
@@ -51,9 +51,43 @@ def func_grad(call):
     return lambda *tensors: grad(loss(call), every(tensors))(*tensors)
 
 
+def first_of(call):
+    """The normalised rows alone."""
+    return lambda *tensors: as_tuple(call(*tensors))[0]
+
+
+def ended_vjp(call):
+    """The pullback, called when no transform is active any more."""
+
+    def pulled(*tensors):
+        y, pullback = vjp(first_of(call), *tensors)
+        return pullback(
+            torch.linspace(-1.0, 2.0, y.numel(), device=y.device).view_as(y).to(y.dtype)
+        )
+
+    return pulled
+
+
+def batched_cotangents(call):
+    """Autograd's own batch of gradients, which maps over the backward pass alone."""
+
+    def pulled(*tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        y = first_of(call)(*leaves)
+        batch = torch.stack([y.detach().cos(), torch.ones_like(y)])
+        return torch.autograd.grad(y, leaves, batch, is_grads_batched=True)
+
+    return pulled
+
+
 def mapped(call):
     """Over a new axis of the first operand alone."""
     return lambda x, *others: vmap(call, (0, *(None for _ in others)))(samples(x), *others)
+
+
+def mapped_together(call):
+    """Over a new last axis of every operand."""
+    return lambda *tensors: vmap(call, in_dims=-1)(*(samples(t).movedim(0, -1) for t in tensors))
 
 
 def mapped_func_grad(call):
@@ -87,8 +121,11 @@ def samples(x):
 
 
 EAGER = [
+    ended_vjp,
+    batched_cotangents,
     func_grad,
     mapped,
+    mapped_together,
     mapped_func_grad,
     func_grad_of_map,
     func_grad_of_primal_of_vjp,
@@ -111,6 +148,21 @@ def tuple_of(transform: Call) -> Call:
 @pytest.mark.parametrize("transform", EAGER, ids=lambda transform: transform.__name__)
 def test_transform_is_right(op, transform, device):
     hold(op, device, tuple_of(transform))
+
+
+def test_jacobian_is_right(op, device):
+    def jacobian(call):
+        return lambda *tensors: jacrev(lambda *t: op.first(call(*t)), every(tensors))(*tensors)
+
+    tensors = op.draw((2, 5), torch.float32, device)
+    yardstick = Yardstick(detached(jacobian(op.reference)), tensors, [None] * len(tensors))
+    yardstick.check(detached(jacobian(op.kernels)))
+
+
+def test_mapping_over_no_samples_gives_none(op, device):
+    x, *others = op.draw(SHAPE, torch.float32, device)
+    in_dims = (0, *(None for _ in others))
+    assert op.first(vmap(op.kernels, in_dims)(x[None][:0], *others)).shape == (0, *SHAPE)
 
 
 @pytest.mark.parametrize("transform", [func_grad, mapped_func_grad])

@@ -19,7 +19,7 @@ class Case(NamedTuple):
     op: str
     sizes: dict[str, int]
     dtype: torch.dtype
-    reference: Callable
+    reference: Callable[..., torch.Tensor]
     inputs: Callable[[str], list[torch.Tensor]]
     bytes_moved: dict[str, int]
     flops: dict[str, int]
@@ -47,7 +47,7 @@ def inputs(elements: int, device: str) -> list[torch.Tensor]:
     return [torch.randn(elements, dtype=torch.bfloat16, device=device)]
 
 
-def providers() -> dict[str, dict[str, Callable]]:
+def providers() -> dict[str, dict[str, Callable[..., torch.Tensor]]]:
     """Ours and torch."""
     return {
         "fusewright": {"scale": functools.partial(scale, factor=FACTOR)},

@@ -13,16 +13,14 @@ import math
 import torch
 
 from . import reference
-from ._backends import Backend, uses_triton
+from ._backends import Backend, launchers, uses_triton
 from ._registration import Derivative, Op
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _scale_triton(x, factor):
-    from ._scale_kernels import launch_scale
-
-    return launch_scale(x, factor)
+    return launchers().launch_scale(x, factor)
 
 
 def _scale_fake(x, factor):

@@ -42,10 +42,9 @@ def uses_triton(x: torch.Tensor, backend: Backend) -> bool:
         RuntimeError: backend is "triton" and the kernels cannot serve this tensor here; the message
             says why.
     """
-    if backend == "reference" or (backend == "auto" and x.is_cpu):
+    if backend == "reference" or (backend == "auto" and (x.is_cpu or x.is_meta)):
         return False
-    if backend not in BACKENDS:
-        raise ValueError(f'backend must be "auto", "triton" or "reference", got {backend!r}')
+    check_backend(backend)
     compiling = torch.compiler.is_compiling()
     obstacle = (triton_obstacle if compiling else known_obstacle)(x.device, x.dtype)
     if obstacle is None:
@@ -54,6 +53,11 @@ def uses_triton(x: torch.Tensor, backend: Backend) -> bool:
         raise RuntimeError(f'backend="triton" cannot serve this call: {obstacle}')
     warn_once(obstacle)
     return False
+
+
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f'backend must be "auto", "triton" or "reference", got {backend!r}')
 
 
 def constant_when_compiled(function: Function) -> Function:
@@ -79,6 +83,8 @@ def known_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in KERNEL_DTYPES:
         return f"the kernels take float32, bfloat16 and float16, not {dtype}"
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return "this machine has no CUDA device"
         capability = torch.cuda.get_device_capability(device)
         if capability < LOWEST_CAPABILITY:
             return f"{device} has compute capability {capability}, the kernels need (8, 0) or more"
@@ -88,8 +94,11 @@ def known_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return f"tensors are on {device}, the kernels need CUDA, or the CPU with TRITON_INTERPRET=1"
 
 
+@functools.cache
 def interpreted() -> bool:
-    """Whether triton runs its kernels in the interpreter, on CPU tensors."""
+    """Whether triton runs its kernels in the interpreter, on CPU tensors: as the environment said
+    when the package was imported.
+    """
     return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
 
 

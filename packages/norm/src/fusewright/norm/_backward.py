@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,22 +27,31 @@ from ._configs import (
     fits_small,
     power_of_2,
 )
-from ._launch import Launch, contiguous, empty_rows, kinds, readable, walk
+from ._launch import Kind, Launch, Memory, kinds
+from ._rows import copied, count_rows, to_copy, walk
 
 
 class BackwardPlan(NamedTuple):
-    """The launches of one backward pass.
+    """One backward pass: its launches, which operands it copies first, and its memory.
 
     Small rows and columns share one launch. Else ``rows`` computes dx and, where a row fits in
     registers, the shares of dweight and dbias too; for wide rows ``weight_parts`` does that.
-    ``add_parts`` adds the shares, of this shape.
+    ``add_parts`` adds the shares. Without elements there is no launch.
     """
 
+    launches: Launches | None
+    copies: tuple[bool, ...]
+    dx: Memory
+    dweight: Memory | None
+    dbias: Memory | None
+
+
+class Launches(NamedTuple):
     scheme: Literal["small", "rows", "wide"]
     rows: Launch
     weight_parts: Launch | None = None
     add_parts: Launch | None = None
-    shares: tuple[int, int, int] = (0, 0, 0)
+    shares: Memory | None = None
 
 
 def launch_norm_backward(
@@ -53,7 +63,6 @@ def launch_norm_backward(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     weight_offset: float,
-    *,
     weight_grad: bool,
     bias_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -71,52 +80,77 @@ def launch_norm_backward(
     Returns:
         ``(dx, dweight, dbias)``, dx contiguous in x's shape and dtype.
     """
-    shape, device = x.shape, x.device
-    dx = empty_rows(x)
-    dweight = None if weight is None or not weight_grad else empty_rows(weight)
-    dbias = None if bias is None or not bias_grad else empty_rows(bias)
-    if dx.numel() == 0:
+    operands = dy, dsum, x, weight
+    plan = backward_plan(
+        x.shape,
+        kinds(dy, dsum, x, weight, bias),
+        mean is not None,
+        weight_grad,
+        bias_grad,
+        x.device,
+    )
+    dx = plan.dx.allocate()
+    dweight = None if plan.dweight is None else plan.dweight.allocate()
+    dbias = None if plan.dbias is None else plan.dbias.allocate()
+    launches = plan.launches
+    if launches is None:
         for grad in (dweight, dbias):
             if grad is not None:
                 grad.zero_()
         return dx, dweight, dbias
-
-    dy, x = readable(dy), readable(x)
-    dsum = None if dsum is None else readable(dsum)
-    weight = contiguous(weight)
-    plan = backward_plan(
-        shape, kinds(dy, dsum, x, weight, bias), mean is not None, weight_grad, bias_grad, device
-    )
-    tensors = (dy, dsum, x, weight, mean, rstd, dx)
-    if plan.scheme == "small":
-        plan.rows(device, (*tensors, dweight, dbias), (weight_offset,))
+    if plan.copies:
+        operands = copied(operands, plan.copies)
+    tensors = (*operands, mean, rstd, dx)
+    if launches.scheme == "small":
+        launches.rows((*tensors, dweight, dbias), (weight_offset,))
         return dx, dweight, dbias
-    shares = None
-    if plan.add_parts is not None:
-        shares = x.new_empty(plan.shares, dtype=torch.float32)
-    plan.rows(device, tensors if plan.scheme == "wide" else (*tensors, shares), (weight_offset,))
-    if plan.weight_parts is not None:
-        plan.weight_parts(device, (dy, x, mean, rstd, shares))
-    if plan.add_parts is not None:
-        plan.add_parts(device, (shares, dweight, dbias))
+    shares = None if launches.shares is None else launches.shares.allocate()
+    launches.rows(tensors if launches.scheme == "wide" else (*tensors, shares), (weight_offset,))
+    if launches.weight_parts is not None:
+        launches.weight_parts((operands[0], operands[2], mean, rstd, shares))
+    if launches.add_parts is not None:
+        launches.add_parts((shares, dweight, dbias))
     return dx, dweight, dbias
 
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(
     shape: tuple[int, ...],
-    inputs: tuple,
+    operands: tuple[Kind | None, ...],
     center: bool,
     weight_grad: bool,
     bias_grad: bool,
     device: torch.device,
 ) -> BackwardPlan:
-    """The launches that serve inputs of these kinds: dy, dsum, x, weight and bias, each (dtype,
-    strides) or None.
-    """
-    dy, dsum, x, weight, _ = inputs
+    """The plan for operands of these kinds: dy, dsum, x, weight and bias."""
+    *read, bias = operands
+    _, _, x, weight = read
+    assert x is not None
+    dweight, dbias = (
+        Memory.of(shape[-1:], vector[0], device) if wanted and vector is not None else None
+        for vector, wanted in ((weight, weight_grad), (bias, bias_grad))
+    )
+    launches = None
+    if math.prod(shape):
+        launches = plan_launches(shape, read, center, weight_grad, bias_grad, device)
+    return BackwardPlan(
+        launches, to_copy(shape, *read), Memory.of(shape, x[0], device), dweight, dbias
+    )
+
+
+def plan_launches(
+    shape: tuple[int, ...],
+    operands: Sequence[Kind | None],
+    center: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+    device: torch.device,
+) -> Launches:
+    dy, dsum, x, weight = operands
+    assert dy is not None
+    assert x is not None
     *_, cols = shape
-    rows = math.prod(shape) // cols
+    rows = count_rows(shape)
     dy_rows, x_rows = walk(shape, dy), walk(shape, x)
     integers = (
         *dy_rows,
@@ -139,6 +173,7 @@ def backward_plan(
         launch = Launch(
             _norm_backward_small_kernel,
             (column_programs + triton.cdiv(rows, block_rows),),
+            device,
             integers,
             options | dict(num_warps=BACKWARD_SMALL.num_warps),
             **constants,
@@ -149,7 +184,7 @@ def backward_plan(
             PART_ROWS=max(1, min(BACKWARD_SMALL.part_rows, power_of_2(rows) // 4)),
             PART_COLS=BACKWARD_SMALL.part_cols,
         )
-        return BackwardPlan("small", launch)
+        return Launches("small", launch)
     config = backward_config(cols, itemsize, 2 if dsum is None else 3, center, card.shared_bytes)
     scheme: Literal["rows", "wide"] = "wide" if config is None else "rows"
     weight_parts = None
@@ -158,6 +193,7 @@ def backward_plan(
         launch_rows = Launch(
             _norm_backward_wide_kernel,
             (rows,),
+            device,
             integers,
             options | dict(num_warps=BACKWARD_WIDE.num_warps),
             **constants,
@@ -166,6 +202,7 @@ def backward_plan(
         weight_parts = Launch(
             _weight_parts_kernel,
             (parts, triton.cdiv(cols, BACKWARD_WIDE.part_cols)),
+            device,
             (*dy_rows, *x_rows, rows),
             dict(num_warps=4),
             cols=cols,
@@ -180,6 +217,7 @@ def backward_plan(
         launch_rows = Launch(
             _norm_backward_kernel,
             (parts,),
+            device,
             integers,
             options | dict(num_warps=config.num_warps),
             **constants,
@@ -191,10 +229,11 @@ def backward_plan(
             READ_AGAIN=config.read_again,
         )
     if not (weight_grad or bias_grad):
-        return BackwardPlan(scheme, launch_rows)
+        return Launches(scheme, launch_rows)
     add_parts = Launch(
         _add_parts_kernel,
         (triton.cdiv(cols, ADD_PARTS.block_cols),),
+        device,
         (parts,),
         dict(num_warps=ADD_PARTS.num_warps),
         cols=cols,
@@ -202,4 +241,5 @@ def backward_plan(
         BLOCK_PARTS=ADD_PARTS.block_parts,
         BLOCK_COLS=ADD_PARTS.block_cols,
     )
-    return BackwardPlan(scheme, launch_rows, weight_parts, add_parts, (2, parts, cols))
+    shares = Memory.of((2, parts, cols), torch.float32, device)
+    return Launches(scheme, launch_rows, weight_parts, add_parts, shares)

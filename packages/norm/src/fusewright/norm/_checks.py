@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
+
+from ._backends import check_backend
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,6 +46,8 @@ def check_floating(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in FLOATING:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {tensor.dtype}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
 
 
 def check_device(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
@@ -54,15 +59,31 @@ def checked_eps(eps: float | None, x: torch.Tensor) -> float:
     """eps as a float; None means the machine epsilon of the precision of the statistics."""
     if eps is None:
         return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    if not 0.0 <= eps < math.inf:
-        raise ValueError(f"eps must be a finite number that is not negative, got {eps}")
-    return float(eps)
+    return checked_number("eps", eps, lowest=0.0)
+
+
+def checked_number(name: str, value: float, lowest: float = -math.inf) -> float:
+    """``value`` as a float; it must be a finite real number, and not below ``lowest``."""
+    if isinstance(value, bool) or not isinstance(value, (float, numbers.Real)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not lowest <= value < math.inf or value == -math.inf:
+        bound = "" if lowest == -math.inf else f" of at least {lowest:g}"
+        raise ValueError(f"{name} must be a finite number{bound}, got {value}")
+    return float(value)
+
+
+def check_module(normalized_shape: int | Sequence[int], backend: str) -> None:
+    """A module's own arguments, before torch's constructor sees them."""
+    if not isinstance(normalized_shape, int) and len(normalized_shape) == 0:
+        raise ValueError("normalized_shape must name at least one axis, got ()")
+    check_backend(backend)
 
 
 def flat_rows(
     x: torch.Tensor, normalized_shape: Sequence[int], *vectors: torch.Tensor | None
 ) -> tuple[torch.Tensor, *tuple[torch.Tensor | None, ...]]:
     """x with the axes of ``normalized_shape`` made one, and the module's vectors likewise."""
+    check_rows(x)
     axes = len(normalized_shape)
     if tuple(x.shape[x.ndim - axes :]) != tuple(normalized_shape) or x.ndim < axes:
         raise ValueError(

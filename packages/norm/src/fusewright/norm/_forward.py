@@ -6,13 +6,28 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 
 from ._configs import FORWARD_WIDE, forward_config, power_of_2
 from ._forward_kernels import _norm_forward_kernel, _norm_forward_wide_kernel
-from ._launch import Launch, contiguous, empty_rows, kinds, readable, walk
+from ._launch import Kind, Launch, Memory, kinds
+from ._rows import copied, count_rows, to_copy, walk
+
+
+class ForwardPlan(NamedTuple):
+    """One forward pass: what it launches (nothing where there are no elements), which operands it
+    copies first, and the memory of its outputs.
+    """
+
+    launch: Launch | None
+    copies: tuple[bool, ...]
+    y: Memory
+    total: Memory | None
+    mean: Memory | None
+    rstd: Memory | None
 
 
 def launch_norm_forward(
@@ -22,7 +37,6 @@ def launch_norm_forward(
     bias: torch.Tensor | None,
     eps: float,
     weight_offset: float,
-    *,
     center: bool,
     statistics: bool = True,
     dtype: torch.dtype | None = None,
@@ -34,43 +48,57 @@ def launch_norm_forward(
         given), mean and rstd fp32 in the shape of the leading axes. sum is None without a residual,
         mean unless ``center``, and both mean and rstd without ``statistics``.
     """
-    shape, device = x.shape, x.device
-    y = empty_rows(x, dtype)
-    total = None if residual is None else empty_rows(x)
-    rstd = x.new_empty(shape[:-1], dtype=torch.float32) if statistics else None
-    mean = torch.empty_like(rstd) if rstd is not None and center else None
-    if y.numel() == 0:
+    operands = x, residual, weight, bias
+    plan = forward_plan(x.shape, kinds(*operands), dtype or x.dtype, center, statistics, x.device)
+    y = plan.y.allocate()
+    total = None if plan.total is None else plan.total.allocate()
+    mean = None if plan.mean is None else plan.mean.allocate()
+    rstd = None if plan.rstd is None else plan.rstd.allocate()
+    if plan.launch is not None:
+        if plan.copies:
+            operands = copied(operands, plan.copies)
+        plan.launch((*operands, y, total, mean, rstd), (eps, weight_offset))
+    else:
         # Rows without columns have nothing to average.
         for statistic in (mean, rstd):
             if statistic is not None:
                 statistic.fill_(math.nan)
-        return y, total, mean, rstd
-
-    x = readable(x)
-    residual = None if residual is None else readable(residual)
-    weight, bias = contiguous(weight), contiguous(bias)
-    launch = forward_plan(
-        shape, kinds(x, residual, weight, bias), y.dtype, center, statistics, device
-    )
-    launch(device, (x, residual, weight, bias, y, total, mean, rstd), (eps, weight_offset))
     return y, total, mean, rstd
 
 
 @functools.lru_cache(maxsize=4096)
 def forward_plan(
     shape: tuple[int, ...],
-    inputs: tuple,
+    operands: tuple[Kind | None, ...],
     dtype: torch.dtype,
     center: bool,
     statistics: bool,
     device: torch.device,
+) -> ForwardPlan:
+    """The plan for operands of these kinds: x, residual, weight and bias."""
+    x, residual, _, _ = operands
+    assert x is not None
+    statistic = Memory.of(shape[:-1], torch.float32, device) if statistics else None
+    return ForwardPlan(
+        plan_launch(shape, operands, center, statistics, device) if math.prod(shape) else None,
+        to_copy(shape, *operands),
+        y=Memory.of(shape, dtype, device),
+        total=None if residual is None else Memory.of(shape, x[0], device),
+        mean=statistic if center else None,
+        rstd=statistic,
+    )
+
+
+def plan_launch(
+    shape: tuple[int, ...],
+    operands: tuple[Kind | None, ...],
+    center: bool,
+    statistics: bool,
+    device: torch.device,
 ) -> Launch:
-    """The launch that serves inputs of these kinds: x, residual, weight and bias, each (dtype,
-    strides) or None.
-    """
-    x, residual, weight, bias = inputs
+    x, residual, weight, bias = operands
     *_, cols = shape
-    rows = math.prod(shape) // cols
+    rows = count_rows(shape)
     integers = (
         *walk(shape, x),
         *walk(shape, residual),
@@ -89,6 +117,7 @@ def forward_plan(
         return Launch(
             _norm_forward_wide_kernel,
             (rows,),
+            device,
             integers,
             dict(num_warps=FORWARD_WIDE.num_warps),
             **constants,
@@ -97,6 +126,7 @@ def forward_plan(
     return Launch(
         _norm_forward_kernel,
         (triton.cdiv(rows, config.block_rows),),
+        device,
         integers,
         dict(num_warps=config.num_warps),
         **constants,

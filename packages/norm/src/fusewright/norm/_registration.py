@@ -13,11 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import (
+    _any_requires_grad,
+    _are_functorch_transforms_active,
+    _has_storage,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-
-# An autograd.Function for one torch.func level, the one that its Autograd kernel runs at.
-from torch.autograd.function import _SingleLevelFunction as Derivative
+from torch.autograd.function import _SingleLevelFunction
 
 from ._backends import interpreted
 
@@ -25,7 +31,17 @@ __all__ = ["Derivative", "Op", "empty_grad", "second_order"]
 
 NAMESPACE = "fusewright_norm"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.dtype, float, bool, type(None)})
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+OPTIONS = (torch.dtype, float, int, bool, type(None))
+
+
+class Derivative(_SingleLevelFunction):
+    """An autograd.Function for one torch.func level, the one that its Autograd kernel runs at."""
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+        # Compiled autograd tells Functions apart by this; torch gives it to full Functions only.
+        return (ctx._autograd_function_id,)
 
 
 class Op:
@@ -75,7 +91,7 @@ class Op:
         if torch.compiler.is_compiling() or not plain(args):
             return self.overload(*args)
         on_cuda = args[0].is_cuda
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and _any_requires_grad(*args):
             return self.function.apply(self.on_cuda if on_cuda else self.on_cpu, *args)
         return self.untracked[on_cuda](*args)
 
@@ -85,14 +101,14 @@ class Op:
         """
         if not records_gradients(args):
             return self.below_autograd(*args)
-        if not torch._C._are_functorch_transforms_active():
+        if not _are_functorch_transforms_active():
             return self.function.apply(self.below_autograd, *args)
         with enable_single_level_autograd_function():
             return self.function.apply(self.below_autograd, *args)
 
     def below_autograd(self, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            if not torch._C._are_functorch_transforms_active():
+            if not _are_functorch_transforms_active():
                 return self.overload(*args)
             # A Function's forward runs without recording, but the levels further out have yet to
             # record theirs.
@@ -101,15 +117,22 @@ class Op:
 
 
 def plain(args: Sequence[Any]) -> bool:
-    """Whether nothing watches this call: no transform, mode, tracer, forward-mode level or tensor
-    subclass.
+    """Whether nothing watches this call and raw memory holds its operands: no transform, mode,
+    tracer or forward-mode level, no tensor subclass, no wrapper that outlived its transform, no
+    pending negation.
     """
+    for arg in args:
+        kind = type(arg)
+        if kind in TENSORS:
+            if arg.is_neg() or not _has_storage(arg):
+                return False
+        elif kind not in OPTIONS:
+            return False
     return (
-        PLAIN.issuperset(map(type, args))
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._is_tracing()
+        not _are_functorch_transforms_active()
+        and not _len_torch_dispatch_stack()
+        and not _len_torch_function_stack()
+        and not _is_tracing()
         and forward_ad._current_level < 0
     )
 
@@ -120,25 +143,31 @@ def records_gradients(args: Sequence[Any]) -> bool:
     """
     if forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+    return torch.is_grad_enabled() and _any_requires_grad(*args)
 
 
 def one_sample_at_a_time(overload: Callable) -> Callable:
     """A vmap rule that is right for every op: call it for each sample and stack the results."""
 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-        samples = [
-            overload(
-                *(
-                    arg if dim is None else arg.select(dim, index)
-                    for arg, dim in zip(args, in_dims, strict=True)
-                )
+        def sample(index: int) -> tuple:
+            return tuple(
+                arg if dim is None else arg.select(dim, index)
+                for arg, dim in zip(args, in_dims, strict=True)
             )
-            for index in range(info.batch_size)
-        ]
+
+        if not info.batch_size:
+            # Only the shapes are wanted: of one sample, which is made up.
+            args = tuple(
+                arg if dim is None else arg.new_zeros((*arg.shape[:dim], 1, *arg.shape[dim + 1 :]))
+                for arg, dim in zip(args, in_dims, strict=True)
+            )
+        samples = [overload(*sample(index)) for index in range(max(info.batch_size, 1))]
         if isinstance(samples[0], torch.Tensor):
-            return torch.stack(samples), 0
-        outputs = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
+            return torch.stack(samples)[: info.batch_size], 0
+        outputs = tuple(
+            torch.stack(parts)[: info.batch_size] for parts in zip(*samples, strict=True)
+        )
         return outputs, (0,) * len(outputs)
 
     return rule

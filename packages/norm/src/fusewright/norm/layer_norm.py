@@ -22,7 +22,7 @@ import torch
 
 from . import reference
 from ._backends import Backend, launchers, uses_triton
-from ._checks import check_rows, check_vector, checked_eps, flat_rows
+from ._checks import check_module, check_rows, check_vector, checked_number, flat_rows
 from ._registration import Derivative, Op, empty_grad, second_order
 
 Tensor = torch.Tensor
@@ -37,8 +37,9 @@ def _forward_triton(x, weight, bias, eps, dtype):
 
 def _forward_reference(x, weight, bias, eps, dtype):
     y = reference.layer_norm(x, weight, bias, eps=eps, dtype=dtype)
-    mean = reference.wide(x).mean(-1, keepdim=True)
-    return y, mean.squeeze(-1), reference.rstd_of(reference.wide(x) - mean, eps).squeeze(-1)
+    mean = reference.mean_of(reference.wide(x))
+    rstd = reference.rstd_of(reference.wide(x) - mean, eps)
+    return y, mean.squeeze(-1).float(), rstd.squeeze(-1).float()
 
 
 def _forward_fake(x, weight, bias, eps, dtype):
@@ -48,24 +49,13 @@ def _forward_fake(x, weight, bias, eps, dtype):
 
 def _backward_triton(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
     dx, dweight, dbias = launchers().launch_norm_backward(
-        *(dy, None, x, weight, bias, mean, rstd, 0.0),
-        weight_grad=weight_grad,
-        bias_grad=bias_grad,
+        dy, None, x, weight, bias, mean, rstd, 0.0, weight_grad, bias_grad
     )
     return dx, *(empty_grad(x) if grad is None else grad for grad in (dweight, dbias))
 
 
 def _backward_reference(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
-    def forward(x, *vectors):
-        remaining = iter(vectors)
-        weight_and_bias = (None if v is None else next(remaining) for v in (weight, bias))
-        return reference.layer_norm(x, *weight_and_bias, eps=eps, dtype=dy.dtype)
-
-    vectors = [v for v in (weight, bias) if v is not None]
-    pullback = torch.func.vjp(forward, x, *vectors)[1]
-    dx, *found = pullback(dy)
-    dvectors = iter(found)
-    dweight, dbias = (None if v is None else next(dvectors) for v in (weight, bias))
+    dx, dweight, dbias = reference.layer_norm_backward(dy, x, weight, bias, eps=eps)
     return dx, dweight if weight_grad else empty_grad(x), dbias if bias_grad else empty_grad(x)
 
 
@@ -148,7 +138,8 @@ def layer_norm(
             too). Any strides; the kernels copy only a tensor whose last axis is not contiguous, or
             whose leading axes need three strides.
         weight, bias: ``[N]`` each, of any of these dtypes: fp32 beside a bf16 x is fine. None
-            scales by 1 and adds 0.
+            scales by 1 and adds 0. The statistics' precision is x's: fp64 vectors are read as fp32
+            beside a lower x.
         eps: added to the variance.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
@@ -161,16 +152,16 @@ def layer_norm(
     Differentiable in x, weight and bias, twice; the second derivative runs in plain torch.
 
     Raises:
-        TypeError: a tensor is not floating point.
+        TypeError: a tensor is not floating point or not strided, or eps is no number.
         ValueError: x has no axis, weight's or bias's shape is not ``[N]``, the devices differ, or
-            eps is negative.
+            eps is negative or not finite.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     check_rows(x)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
             check_vector(name, vector, x)
-    eps = checked_eps(eps, x)
+    eps = checked_number("eps", eps, lowest=0.0)
     dtype = x.dtype
     if x.is_cuda and torch.is_autocast_enabled("cuda") and dtype != torch.float64:
         dtype = torch.float32
@@ -201,6 +192,7 @@ class LayerNorm(torch.nn.LayerNorm):
         *,
         backend: Backend = "auto",
     ) -> None:
+        check_module(normalized_shape, backend)
         super().__init__(
             normalized_shape, eps, elementwise_affine, bias=bias, device=device, dtype=dtype
         )

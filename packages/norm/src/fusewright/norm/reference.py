@@ -2,7 +2,8 @@
 implementation.
 
 Statistics and products are computed in fp32 (in fp64 for fp64 inputs) and rounded once, to the
-input's dtype; outputs are contiguous. Gradients are autograd's.
+input's dtype; outputs are contiguous. Gradients are autograd's. The backward passes stand here for
+the derivatives of the ops, first and second.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ def rms_norm(
     weight_offset: float = 0.0,
 ) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), over the last axis."""
-    x_hat = wide(x) * rstd_of(wide(x), eps)
+    # Widened once, so that the gradient is rounded once too.
+    x_wide = wide(x)
+    x_hat = x_wide * rstd_of(x_wide, eps)
     return affine(x_hat, weight, None, weight_offset).to(x.dtype).contiguous()
 
 
@@ -48,14 +51,71 @@ def layer_norm(
 
     y is in ``dtype``, x's own where left out.
     """
-    centered = wide(x) - wide(x).mean(-1, keepdim=True)
+    x_wide = wide(x)
+    centered = x_wide - mean_of(x_wide)
     x_hat = centered * rstd_of(centered, eps)
     return affine(x_hat, weight, bias, 0.0).to(dtype or x.dtype).contiguous()
 
 
+def rms_norm_backward(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(dx, dweight) of rms_norm; ``dsum``, a gradient that reaches x by another way, is added to
+    dx.
+    """
+    x_wide = wide(x)
+    rstd = rstd_of(x_wide, eps)
+    x_hat = x_wide * rstd
+    dx_hat = affine(wide(dy), weight, None, weight_offset)
+    dx = (dx_hat - x_hat * mean_of(dx_hat * x_hat)) * rstd
+    if dsum is not None:
+        dx = dx + wide(dsum)
+    return dx.to(x.dtype).contiguous(), summed_over_rows(wide(dy) * x_hat, weight)
+
+
+def layer_norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dweight, dbias) of layer_norm."""
+    x_wide = wide(x)
+    centered = x_wide - mean_of(x_wide)
+    rstd = rstd_of(centered, eps)
+    x_hat = centered * rstd
+    dx_hat = affine(wide(dy), weight, None, 0.0)
+    dx = (dx_hat - mean_of(dx_hat) - x_hat * mean_of(dx_hat * x_hat)) * rstd
+    return (
+        dx.to(x.dtype).contiguous(),
+        summed_over_rows(wide(dy) * x_hat, weight),
+        summed_over_rows(wide(dy), bias),
+    )
+
+
+def mean_of(x: torch.Tensor) -> torch.Tensor:
+    """The mean of each row, the last axis kept with length 1."""
+    return x.mean(-1, keepdim=True)
+
+
+def summed_over_rows(x: torch.Tensor, vector: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient of ``vector``, in its dtype; None where there is none."""
+    if vector is None:
+        return None
+    return x.sum(tuple(range(x.ndim - 1))).to(vector.dtype) if x.ndim > 1 else x.to(vector.dtype)
+
+
 def rstd_of(x: torch.Tensor, eps: float) -> torch.Tensor:
     """1 / sqrt(mean(x^2) + eps), the last axis kept with length 1."""
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(mean_of(x.square()) + eps)
 
 
 def affine(

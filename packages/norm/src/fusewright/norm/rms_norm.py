@@ -24,7 +24,15 @@ import torch
 
 from . import reference
 from ._backends import Backend, launchers, uses_triton
-from ._checks import check_rows, check_same, check_vector, checked_eps, flat_rows
+from ._checks import (
+    check_module,
+    check_rows,
+    check_same,
+    check_vector,
+    checked_eps,
+    checked_number,
+    flat_rows,
+)
 from ._registration import Derivative, Op, empty_grad, second_order
 
 Tensor = torch.Tensor
@@ -32,14 +40,14 @@ Tensor = torch.Tensor
 
 def _forward_triton(x, weight, eps, weight_offset, statistics=True):
     y, _, _, rstd = launchers().launch_norm_forward(
-        x, None, weight, None, eps, weight_offset, center=False, statistics=statistics
+        x, None, weight, None, eps, weight_offset, False, statistics
     )
     return y, rstd
 
 
 def _forward_reference(x, weight, eps, weight_offset):
     y = reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
-    return y, reference.rstd_of(reference.wide(x), eps).squeeze(-1)
+    return y, reference.rstd_of(reference.wide(x), eps).squeeze(-1).float()
 
 
 def _forward_fake(x, weight, eps, weight_offset):
@@ -66,24 +74,16 @@ def _add_forward_fake(x, residual, weight, eps, weight_offset):
 
 def _backward_triton(dy, dsum, x, weight, rstd, eps, weight_offset, weight_grad):
     dx, dweight, _ = launchers().launch_norm_backward(
-        *(dy, dsum, x, weight, None, None, rstd, weight_offset),
-        weight_grad=weight_grad,
-        bias_grad=False,
+        dy, dsum, x, weight, None, None, rstd, weight_offset, weight_grad, False
     )
     return dx, empty_grad(x) if dweight is None else dweight
 
 
 def _backward_reference(dy, dsum, x, weight, rstd, eps, weight_offset, weight_grad):
-    def forward(x, weight):
-        return reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
-
-    if weight is None:
-        pullback = torch.func.vjp(lambda x: forward(x, None), x)[1]
-        (dx,) = pullback(dy)
-    else:
-        pullback = torch.func.vjp(forward, x, weight)[1]
-        dx, dweight = pullback(dy)
-    return dx if dsum is None else dx + dsum, dweight if weight_grad else empty_grad(x)
+    dx, dweight = reference.rms_norm_backward(
+        dy, dsum, x, weight, eps=eps, weight_offset=weight_offset
+    )
+    return dx, dweight if weight_grad else empty_grad(x)
 
 
 def _backward_fake(dy, dsum, x, weight, rstd, eps, weight_offset, weight_grad):
@@ -190,7 +190,9 @@ def rms_norm(
             too). Any strides; the kernels copy only a tensor whose last axis is not contiguous, or
             whose leading axes need three strides.
         weight: ``[N]``, of any of these dtypes: fp32 beside a bf16 x is fine. None scales by 1.
-        eps: added to the mean square; None takes the machine epsilon of fp32, as torch does.
+            The statistics' precision is x's: an fp64 weight is read as fp32 beside a lower x.
+        eps: added to the mean square; None takes the machine epsilon of the statistics' dtype
+            (fp32, or fp64 for an fp64 x), as torch does.
         weight_offset: added to the weight in fp32 (1.0 for weights stored around zero).
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
@@ -203,18 +205,19 @@ def rms_norm(
     Differentiable in x and weight, twice; the second derivative runs in plain torch.
 
     Raises:
-        TypeError: a tensor is not floating point.
+        TypeError: a tensor is not floating point or not strided, or eps or weight_offset is no
+            number.
         ValueError: x has no axis, weight's shape is not ``[N]``, the devices differ, or eps is
-            negative.
+            negative, or a number is not finite.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     check_rows(x)
     if weight is not None:
         check_vector("weight", weight, x)
-    eps = checked_eps(eps, x)
+    eps, weight_offset = checked_eps(eps, x), checked_number("weight_offset", weight_offset)
     if not uses_triton(x, backend):
         return reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
-    return _forward(x, weight, eps, float(weight_offset))[0]
+    return _forward(x, weight, eps, weight_offset)[0]
 
 
 def add_rms_norm(
@@ -246,15 +249,18 @@ def add_rms_norm(
     check_same("residual", residual, x)
     if weight is not None:
         check_vector("weight", weight, x)
-    eps = checked_eps(eps, x)
+    eps, weight_offset = checked_eps(eps, x), checked_number("weight_offset", weight_offset)
     if not uses_triton(x, backend):
         return reference.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)
-    y, total, _ = _add_forward(x, residual, weight, eps, float(weight_offset))
+    y, total, _ = _add_forward(x, residual, weight, eps, weight_offset)
     return y, total
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """``torch.nn.RMSNorm`` on the kernels: same arguments, same state dict.
+
+    With a ``weight_offset`` the stored weight lacks the offset: a state dict then fits only modules
+    of the same offset.
 
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as in torch. Several axes are
@@ -277,6 +283,8 @@ class RMSNorm(torch.nn.RMSNorm):
         weight_offset: float = 0.0,
         backend: Backend = "auto",
     ) -> None:
+        check_module(normalized_shape, backend)
+        weight_offset = checked_number("weight_offset", weight_offset)
         # torch's constructor resets the parameters, which needs the offset.
         self.__dict__.update(weight_offset=weight_offset, backend=backend)
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)

@@ -1,0 +1,72 @@
+"""How the kernels walk over the rows of a tensor, whatever its leading axes and their strides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ._launch import Kind
+
+# The largest block of rows that a launch table may name is left free below 2**31.
+MAX_ROWS = 2**31 - 2**13
+
+
+def count_rows(shape: Sequence[int]) -> int:
+    """The rows of a tensor that has columns.
+
+    Raises:
+        ValueError: more rows than the kernels, which count them in 32 bits, can tell apart.
+    """
+    rows = math.prod(shape[:-1])
+    if rows > MAX_ROWS:
+        raise ValueError(f"the kernels serve up to {MAX_ROWS} rows, got {rows}")
+    return rows
+
+
+def walk(shape: tuple[int, ...], kind: Kind | None) -> tuple[int, int, int]:
+    """The row strides of an operand, or of the contiguous copy that is read in its place; for one
+    that is missing, any.
+    """
+    strides = None if kind is None else row_strides(shape, kind[1])
+    return strides or (1, shape[-1], 0)
+
+
+def to_copy(shape: tuple[int, ...], *operands: Kind | None) -> tuple[bool, ...]:
+    """Which operands of these kinds, of this shape or vectors of its columns, the kernels can only
+    read from a contiguous copy; empty where there is none.
+    """
+    copies = tuple(
+        kind is not None and row_strides(shape[-len(kind[1]) :], kind[1]) is None
+        for kind in operands
+    )
+    return copies if any(copies) else ()
+
+
+def copied(operands: tuple, copies: tuple[bool, ...]) -> tuple:
+    return tuple(x.contiguous() if copy else x for x, copy in zip(operands, copies, strict=True))
+
+
+def row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """How the rows along the last axis of a tensor are reached.
+
+    Returns:
+        ``(inner_rows, outer_stride, inner_stride)``: row i starts at element
+        ``i // inner_rows * outer_stride + i % inner_rows * inner_stride``; inner_rows is 1 where
+        one stride reaches every row. None where the last axis is not contiguous or the leading axes
+        need three strides.
+    """
+    if strides[-1] != 1 and shape[-1] != 1:
+        return None
+    axes: list[tuple[int, int]] = []
+    for length, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if length == 1:
+            continue
+        if axes and axes[-1][1] == length * stride:
+            axes[-1] = (axes[-1][0] * length, stride)
+        else:
+            axes.append((length, stride))
+    if len(axes) > 2:
+        return None
+    if len(axes) == 2:
+        return axes[1][0], axes[0][1], axes[1][1]
+    return 1, axes[0][1] if axes else 0, 0

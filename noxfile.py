@@ -30,8 +30,11 @@ PYTEST = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-m", work
 
 PACKAGES = workspace.packages()
 PARTS = [nox.param(p, id=p.name) for p in PACKAGES + workspace.integration()]
-each_package = nox.parametrize("package", PARTS[: len(PACKAGES)])
+# nox notes the argument's name in the parameters themselves, so that all sessions call it alike.
+each_package = nox.parametrize("part", PARTS[: len(PACKAGES)])
 each_part = nox.parametrize("part", PARTS)
+# What `nox -s new` lays out has to pass like any other package.
+each_part_and_new = nox.parametrize("part", [*PARTS, nox.param(None, id="new")])
 
 
 def label(session: nox.Session) -> str:
@@ -42,6 +45,11 @@ def label(session: nox.Session) -> str:
 def empty(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     return folder
+
+
+def laid_out(session: nox.Session) -> workspace.Project:
+    """A new package, in a folder of the session's own."""
+    return new_package.lay_out("example", empty(ROOT / ".nox" / f"laid-out-{label(session)}"))
 
 
 def group(name: str) -> list[str]:
@@ -81,11 +89,10 @@ def run_tests(session: nox.Session, part: workspace.Project) -> None:
 
 
 @nox.session
-@nox.parametrize("part", [*PARTS, nox.param(None, id="new")])
+@each_part_and_new
 def tests(session: nox.Session, part: workspace.Project | None) -> None:
     """Build a part's wheel, hold it to its contract, install it alone of ours, run its tests."""
-    # What `nox -s new` lays out has to pass like any other package.
-    part = part or new_package.lay_out("example", empty(ROOT / ".nox/new"))
+    part = part or laid_out(session)
     install_isolated(session, part)
     run_tests(session, part)
 
@@ -105,9 +112,10 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
-@each_part
-def typing(session: nox.Session, part: workspace.Project) -> None:
+@each_part_and_new
+def typing(session: nox.Session, part: workspace.Project | None) -> None:
     """mypy on a part's source; for a package also that its public surface is fully typed."""
+    part = part or laid_out(session)
     install_isolated(session, part)
     session.install(*group("typing"), *CONSTRAINED)
     source = str(part.source)
@@ -126,11 +134,11 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(default=False)
 @each_package
-def bench(session: nox.Session, package: workspace.Project) -> None:
+def bench(session: nox.Session, part: workspace.Project) -> None:
     """A package's benchmarks against the peers that are installed; writes its result files."""
-    install_isolated(session, package)
+    install_isolated(session, part)
     session.run(
-        "python", "ci/on_gpu.py", package.name, "--bench", "--installed", "--", *session.posargs
+        "python", "ci/on_gpu.py", part.name, "--bench", "--installed", "--", *session.posargs
     )
 
 
@@ -170,9 +178,9 @@ def minimums(session: nox.Session, part: workspace.Project) -> None:
 
 @nox.session(default=False)
 @each_package
-def release_check(session: nox.Session, package: workspace.Project) -> None:
+def release_check(session: nox.Session, part: workspace.Project) -> None:
     """Tag, changelog and public API of a package against its last release."""
-    session.run("python", "ci/release_check.py", package.name, *session.posargs)
+    session.run("python", "ci/release_check.py", part.name, *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none")

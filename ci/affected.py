@@ -5,10 +5,10 @@
     python ci/affected.py --files packages/norm/a.py …    takes the files from the command line
     python ci/affected.py --sessions gpu --against …      other sessions than tests and typing
 
-``tests(new)`` tries what ``nox -s new`` lays out. Prose, pictures and result tables change
-nothing that runs: lint alone looks at them, and it always runs. Tests of a package wake that
-package, its source wakes the models too; packages have no edges among themselves. A file that no
-rule knows wakes everything.
+``tests(new)`` and ``typing(new)`` try what ``nox -s new`` lays out. Prose, pictures and result
+tables change nothing that runs: lint and docs look at them, and they always run. Tests of a package
+wake that package, its source wakes the models too; packages have no edges among themselves. A file
+that no rule knows wakes everything.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import PurePosixPath
 
 import workspace
 
+# The sessions that know of "new".
+TRY_NEW = ("tests", "typing")
 READ_ONLY = {".md", ".png", ".csv"}
 
 
@@ -29,7 +31,7 @@ def parts_for(path: str, packages: list[str]) -> set[str]:
     everything = {*packages, "integration", "new"}
     file = PurePosixPath(path)
     match file.parts:
-        case _ if file.suffix in READ_ONLY or file.name in ("LICENSE", "CODEOWNERS"):
+        case _ if file.suffix in READ_ONLY or file.name == "LICENSE":
             return set()
         case ("docs", *_) | ("mkdocs.yml",):
             return set()
@@ -43,10 +45,10 @@ def parts_for(path: str, packages: list[str]) -> set[str]:
 
 
 def sessions(paths: list[str], packages: list[str], names: list[str]) -> list[str]:
-    """``names`` × the concerned parts, in the order of the workspace; only tests know of "new"."""
+    """``names`` × the concerned parts, in the order of the workspace."""
     concerned = set().union(*(parts_for(path, packages) for path in paths))
     order = [part for part in (*packages, "integration", "new") if part in concerned]
-    return [f"{n}({part})" for n in names for part in order if part != "new" or n == "tests"]
+    return [f"{n}({part})" for n in names for part in order if part != "new" or n in TRY_NEW]
 
 
 def changed_files(base: str) -> list[str]:

@@ -17,17 +17,36 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import public_api
 import workspace
 
-# Links from a README to files that only the repository has, and from it up into docs/.
+# Links from a README up to the root, and from there into docs/.
 UP_TO_DOCS = re.compile(r"\]\((?:\.\./)+docs/")
-UP_TO_ROOT = re.compile(r"\]\((?:\.\./)+(CONTRIBUTING\.md|LICENSE)")
+UP_TO_ROOT = re.compile(r"\]\((?:\.\./)+(CONTRIBUTING\.md|LICENSE|README\.md)")
+# The front page of the documentation stands for the README of the root.
+SERVED_AS = {"README.md": "index.md"}
 
 
 def served(text: str, depth: int) -> str:
     """A README's text with its links set right for a page ``depth`` folders below the root."""
     root = "../" * depth
-    return UP_TO_ROOT.sub(rf"]({root}\1", UP_TO_DOCS.sub(f"]({root}", text))
+    text = UP_TO_DOCS.sub(f"]({root}", text)
+    return UP_TO_ROOT.sub(lambda m: f"]({root}{SERVED_AS.get(m[1], m[1])}", text)
+
+
+def reference_page(part: workspace.Project) -> str:
+    """The public names of a part, each by the place that defines it.
+
+    By the name that a caller imports, a function would be taken for the module of the same name.
+    """
+    read = public_api.folder_reader(part.import_folder)
+    lines = [f"# {part.import_name}"]
+    names = public_api.exported(public_api.parse(read, "__init__.py"))
+    for name in (name for name in names if name != "__version__"):
+        file, inside = public_api.definition(read, "__init__.py", name)
+        module = file.removesuffix("__init__.py").removesuffix(".py").strip("/").split("/")
+        lines += ["", "::: " + ".".join(filter(None, [part.import_name, *module, inside]))]
+    return "\n".join(lines) + "\n"
 
 
 def part_pages(part: workspace.Project) -> dict[str, str | Path]:
@@ -38,7 +57,7 @@ def part_pages(part: workspace.Project) -> dict[str, str | Path]:
     for name, target in {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md"}.items():
         if (part.folder / name).is_file():
             pages[f"{base}/{target}"] = served((part.folder / name).read_text(), depth)
-    pages[f"{base}/reference.md"] = f"# {part.import_name}\n\n::: {part.import_name}\n"
+    pages[f"{base}/reference.md"] = reference_page(part)
     for path in [part.folder / "LICENSE", *sorted(part.folder.glob("results/*.*"))]:
         pages[f"{base}/{path.relative_to(part.folder).as_posix()}"] = path
     return pages

@@ -92,20 +92,38 @@ def describe(read: Reader, file: str, name: str, shown: str) -> Surface:
 
 
 def follow(read: Reader, file: str, node: ast.ImportFrom, name: str, shown: str) -> Surface:
-    """The target of ``from .module import name``, where ``name`` may itself be a module."""
-    parents = PurePosixPath(file).parents
-    base = parents[node.level - 1]
+    """What ``from .module import name`` brings, under the name ``shown``."""
+    target, inside = imported(read, file, node, name)
+    if inside:
+        return describe(read, target, inside, shown)
+    found: Surface = {shown: Signature("module")}
+    for inner in exported(parse(read, target)):
+        found |= describe(read, target, inner, f"{shown}.{inner}")
+    return found
+
+
+def imported(read: Reader, file: str, node: ast.ImportFrom, name: str) -> tuple[str, str]:
+    """File and name that ``from .module import name`` means; no name where that is a module."""
+    base = PurePosixPath(file).parents[node.level - 1]
     module = base.joinpath(*(node.module or "").split("."))
     as_module = module_file(read, module / name)
     if as_module is not None:
-        found: Surface = {shown: Signature("module")}
-        for inner in exported(parse(read, as_module)):
-            found |= describe(read, as_module, inner, f"{shown}.{inner}")
-        return found
+        return as_module, ""
     target = module_file(read, module)
     if target is None:
         raise FileNotFoundError(f"wanted the module {module} that {file} imports, got no such file")
-    return describe(read, target, name, shown)
+    return target, name
+
+
+def definition(read: Reader, file: str, name: str) -> tuple[str, str]:
+    """The file that defines ``name`` of ``file``, and the name there; no name for a module."""
+    for node in parse(read, file).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    target, inside = imported(read, file, node, alias.name)
+                    return definition(read, target, inside) if inside else (target, "")
+    return file, name
 
 
 def module_file(read: Reader, module: PurePosixPath) -> str | None:

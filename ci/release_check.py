@@ -45,6 +45,15 @@ def last_release(name: str, below: Version, tags: list[str]) -> str | None:
     return found[max(older)] if older else None
 
 
+def package_of(tag: str, packages: list[workspace.Project]) -> str:
+    """The package that a tag releases; the models are private and are not released."""
+    names = [package.name for package in packages]
+    name, _, version = tag.rpartition("-v")
+    if name not in names or not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        raise SystemExit(f"wanted NAME-vX.Y.Z with one of {', '.join(names)}, got {tag!r}")
+    return name
+
+
 def changelog_problems(text: str, version: str) -> list[str]:
     """The newest entry must be this version's, dated, and say something."""
     headings = list(HEADING.finditer(text))
@@ -94,10 +103,11 @@ def check(project: workspace.Project, tag: str | None) -> list[str]:
     if tag is not None and tag != project.tag:
         told.append(f"wanted the tag {project.tag}, got {tag}")
     tags = git("tag", "--list", f"{project.name}-v*").splitlines()
-    if tag is None and project.tag in tags:
-        told.append(f"{project.tag} is released already: raise the version")
     version = parse_version(project.version)
     last = last_release(project.name, version, tags)
+    if tag is None and project.tag in tags:
+        told.append(f"{project.tag} is released already: raise the version")
+        last = project.tag
     if last is None:
         print(f"{project.tag}: the first release")
         return told
@@ -119,8 +129,7 @@ def main() -> int:
     parser.add_argument("--tag")
     arguments = parser.parse_args()
     if arguments.package_of:
-        name, separator, _ = arguments.package_of.rpartition("-v")
-        print(workspace.find(name if separator else arguments.package_of).name)
+        print(package_of(arguments.package_of, workspace.packages()))
         return 0
     told = check(workspace.find(arguments.name), arguments.tag)
     for problem in told:

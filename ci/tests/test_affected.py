@@ -43,7 +43,8 @@ def test_sessions_come_in_the_order_of_the_workspace():
     paths = ["packages/norm/src/a.py", "packages/norm/README.md"]
     told = affected.sessions(paths, PACKAGES, ["tests", "typing"])
     assert told[:3] == ["tests(norm)", "tests(integration)", "tests(new)"]
-    assert told[3:] == ["typing(norm)", "typing(integration)"]
+    assert told[3:] == ["typing(norm)", "typing(integration)", "typing(new)"]
+    assert affected.sessions(paths, PACKAGES, ["gpu"]) == ["gpu(norm)", "gpu(integration)"]
 
 
 def test_no_change_wakes_nothing():

@@ -12,6 +12,7 @@ import workspace
     [
         ("[why](../../docs/decisions/0001-a.md)", "[why](../../decisions/0001-a.md)"),
         ("[how](../../CONTRIBUTING.md)", "[how](../../CONTRIBUTING.md)"),
+        ("[what](../../README.md)", "[what](../../index.md)"),
         ("![times](results/h200.png)", "![times](results/h200.png)"),
     ],
 )
@@ -27,10 +28,31 @@ def test_part_brings_its_pages_and_result_files(repository, monkeypatch):
     (norm.folder / "results/h200.csv").write_text("op\n")
     assert docs_pages.part_pages(norm) == {
         "packages/norm/index.md": "# norm\n",
-        "packages/norm/reference.md": "# fusewright.norm\n\n::: fusewright.norm\n",
+        "packages/norm/reference.md": "# fusewright.norm\n",
         "packages/norm/LICENSE": norm.folder / "LICENSE",
         "packages/norm/results/h200.csv": norm.folder / "results/h200.csv",
     }
+
+
+def test_public_names_are_documented_from_where_they_are_defined(repository):
+    norm = workspace.find("norm", repository)
+    for name, code in {
+        "__init__.py": "from . import reference\nfrom .scale import scale, Scale as Module\n"
+        "def available(): ...\n"
+        "__all__ = ['Module', '__version__', 'available', 'reference', 'scale']\n",
+        "scale/__init__.py": "from ._module import Scale\ndef scale(x): ...\n",
+        "scale/_module.py": "class Scale: ...\n",
+        "reference.py": "def scale(x): ...\n",
+    }.items():
+        path = norm.import_folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(code)
+    assert docs_pages.reference_page(norm).splitlines()[2::2] == [
+        "::: fusewright.norm.scale._module.Scale",
+        "::: fusewright.norm.available",
+        "::: fusewright.norm.reference",
+        "::: fusewright.norm.scale.scale",
+    ]
 
 
 def test_decisions_are_listed_by_their_headings_in_order(tmp_path):

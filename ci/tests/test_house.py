@@ -29,6 +29,15 @@ def test_sessions_are_these_and_say_in_one_line_what_they_do():
     assert [name for name, text in nox_sessions().items() if not text or "\n" in text] == []
 
 
+def test_sessions_over_shared_parameters_call_them_alike():
+    text = (ROOT / "noxfile.py").read_text()
+    names = set(re.findall(r"nox\.parametrize\(\"(\w+)\"", text))
+    for node in ast.parse(text).body:
+        if any(ast.unparse(d).startswith("each_") for d in getattr(node, "decorator_list", ())):
+            names.add(node.args.args[1].arg)
+    assert names == {"part"}
+
+
 def test_ci_runs_the_readmes_test_command_to_the_letter():
     commands = [f"{SET_UP} -s demo", f"{SET_UP} -s tests"]
     readme = (ROOT / "README.md").read_text().splitlines()
@@ -38,7 +47,11 @@ def test_ci_runs_the_readmes_test_command_to_the_letter():
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflow_steps_are_single_lines_that_call_nox_or_a_script(path):
-    known = r"(\S*python3? -m (pip install nox|nox -s .+|venv .+)|echo \"\w+=\$\(python ci/.+)"
+    # Not echo "name=$(…)", which succeeds where the script fails.
+    known = (
+        r"\S*python3? -m (pip install nox|nox -s .+|venv .+)|"
+        r'(\w+)=\$\(python ci/.+\) && echo "\2=\$\2" >> "\$GITHUB_OUTPUT"'
+    )
     steps = re.findall(r"^\s*(?:- )?run: (.*)$", path.read_text(), re.M)
     assert steps
     assert [step for step in steps if not re.fullmatch(known, step)] == []

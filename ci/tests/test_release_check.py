@@ -18,6 +18,15 @@ def test_last_release_is_by_version_and_not_by_spelling():
     assert release_check.last_release("norm", (0, 1, 0), TAGS) is None
 
 
+def test_tag_names_the_package_that_it_releases(repository):
+    packages = workspace.packages(repository)
+    assert release_check.package_of("norm-v0.3.0", packages) == "norm"
+    assert release_check.package_of("memory-mlp-v10.0.1", packages) == "memory-mlp"
+    for tag in ("integration-v0.1.0", "testkit-v0.1.0", "norm-v0.3", "norm", "v1.0.0"):
+        with pytest.raises(SystemExit, match=rf"one of memory-mlp, norm, got '{tag}'"):
+            release_check.package_of(tag, packages)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -92,9 +101,11 @@ def test_a_good_release_passes_with_its_own_tag_alone(released):
 
 
 def test_a_released_version_is_not_released_again(released):
-    assert released("0.1.0", "def rms_norm(x): ...\n") == [
-        "norm-v0.1.0 is released already: raise the version"
-    ]
+    again, step = released("0.1.0", "def rms_norm(x): ...\n")
+    assert again == "norm-v0.1.0 is released already: raise the version"
+    assert step == "wanted at least version 0.1.1 for these changes, got 0.1.0"
+    _, step = released("0.1.0", "")
+    assert step == "wanted at least version 0.2.0 for these changes, got 0.1.0"
 
 
 def test_git_failures_are_not_swallowed(repository, monkeypatch):

@@ -66,6 +66,91 @@ def test_same_seed_same_run_and_interrupted_run_resumes_to_it(tmp_path, monkeypa
     assert (whole / "predictions.png").read_bytes() == (parts / "predictions.png").read_bytes()
 
 
+def test_run_stopped_before_its_first_checkpoint_resumes_from_its_start(tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(*TINY, "--out", whole).exit_code == 0
+    sample = Digits.sample
+    calls = []
+
+    def interrupted(self, batch):
+        calls.append(batch)
+        # Four batches are the evaluation of step 0; the third training step is never taken.
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return sample(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Digits, "sample", interrupted)
+        stopped = run(*TINY, "--out", parts)
+    assert stopped.exit_code == 130
+    assert not (parts / "checkpoint.pt").exists()
+
+    resumed = run("--resume", parts)
+    assert resumed.exit_code == 0, resumed.output
+    one, other = (torch.load(path / "checkpoint.pt")["model"] for path in (whole, parts))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    steps = [
+        [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (whole, parts)
+    ]
+    assert steps[0] == steps[1]
+
+
+def test_run_whose_loss_is_not_finite_ends_in_one_sentence(tmp_path):
+    result = run(*TINY, "--lr", "inf", "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "stopped: loss nan" in result.output
+    assert "over steps 1 to 2: not finite; lower the learning rate" in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model", "titan-mac", "holds another model's"),
+        ("colour", "red", "begun by another version: colour differ"),
+        ("norm", "mid", "norm must be one of"),
+        ("data", "blr", "size mismatch for embedder.hidden.weight"),
+    ],
+)
+def test_resuming_with_another_config_is_refused_and_keeps_the_run(tmp_path, name, value, message):
+    out = tmp_path / "run"
+    assert run(*TINY, "--steps", "1", "--out", out).exit_code == 0
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {name: value}))
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    result = run("--resume", out)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("below", [".", "run"])
+def test_results_folder_that_cannot_be_made_is_refused(tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    result = run(*TINY, "--out", tmp_path / "file" / below)
+    assert result.exit_code == 2
+    assert str(tmp_path / "file") in result.output
+    assert "Traceback" not in result.output
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_results_join_other_files_of_an_existing_folder(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert run(*TINY, "--steps", "1", "--out", tmp_path).exit_code == 0
+    assert {path.name for path in tmp_path.iterdir()} == FILES | {"notes.txt"}
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("scale", ["log_sigma", "softplus"])
+def test_one_task_of_one_context_point_and_one_target_trains(tmp_path, norm, scale):
+    sizes = ["--batch-size", "1", "--context-size", "1", "--target-size", "1"]
+    result = run(*TINY, *sizes, "--norm", norm, "--scale", scale, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+
+
 def test_options_reach_the_run(tmp_path):
     choices = {
         "--norm": "post",
@@ -102,6 +187,11 @@ def test_options_reach_the_run(tmp_path):
         (["--backend", "cuda"], "'cuda' is not one of"),
         (["--lr", "fast"], "Invalid value for '--lr'"),
         (["--lr", "-1"], "Invalid learning rate: -1.0"),
+        (["--lr", "nan"], "Invalid learning rate: nan"),
+        (["--seed", "-1"], "Invalid value for '--seed'"),
+        (["--seed", str(2**63)], "Invalid value for '--seed'"),
+        (["--context-size", "64"], "an image has 64 pixels"),
+        (["--device", "mps"], "--device must be cpu, cuda or cuda:N; got 'mps'"),
         (["--resume", "nowhere"], "wanted the folder of a run with config.json; got nowhere"),
         (["--resume", "nowhere", "--lr", "1"], "takes every choice from its folder; got --lr"),
     ],

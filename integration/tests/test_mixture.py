@@ -83,10 +83,11 @@ def test_low_precision_parameters_are_computed_in_fp32():
 @pytest.mark.parametrize(
     ("params", "y", "message"),
     [
-        ((5, 4, 2), (5,), r"\[\.\.\., K, 3\]"),
+        ((5, 4, 2), (5,), r"\[\.\.\., K, 3\] with K >= 1; got \[5, 4, 2\]"),
+        ((5, 0, 3), (5,), r"\[\.\.\., K, 3\] with K >= 1; got \[5, 0, 3\]"),
         ((5, 4, 3), (6,), "with y \\[6\\].*got \\[5, 4, 3\\]"),
     ],
-    ids=["two-parameters", "rows-differ"],
+    ids=["two-parameters", "no-component", "rows-differ"],
 )
 def test_wrong_shapes_are_refused(params, y, message):
     with pytest.raises(ValueError, match=message):

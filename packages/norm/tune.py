@@ -121,8 +121,8 @@ def configured(kind: str, config: NamedTuple) -> Iterator[None]:
     plan = forward_plan if forward else backward_plan
     small = kind == "small_backward"
     in_force = config if small else _configs.BACKWARD_SMALL._replace(max_elements=0)
-    table = "FORWARD" if forward else "BACKWARD"
-    tables = {} if small else {table: (config,)}
+    names = ("FORWARD", "FORWARD_ADD", "FORWARD_LAYER") if forward else ("BACKWARD",)
+    tables = {} if small else dict.fromkeys(names, (config,))
     with (
         mock.patch.multiple(_configs, **tables, BACKWARD_SMALL=in_force),
         mock.patch.object(_backward, "BACKWARD_SMALL", in_force),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +23,9 @@ from .presets import TRANSFORMER_NP, PresetName
 from .training import Precision, RunFolder, Trainer, TrainingConfig, adamw
 from .transformer_np import Backend, Norm, TransformerNP, TransformerNPConfig
 
-# Every run on the same kind of data is scored on the same tasks, whatever its own seed.
-EVALUATION_SEED = 1_000_003
+LARGEST_SEED = 2**63 - 1
+# Every run on the same kind of data is scored on the same tasks; no run can train on them.
+EVALUATION_SEED = LARGEST_SEED + 1
 PREDICTIONS = "predictions.png"
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
@@ -135,7 +136,10 @@ def transformer_np(
         typer.Option(help="bf16 is autocast over fp32 parameters. Default: bf16 on cuda."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights and data. Default: 0.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=LARGEST_SEED, help="Of weights and data. Default: 0."),
+    ] = None,
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Default: --no-compile.")
     ] = None,
@@ -212,11 +216,15 @@ def transformer_np(
         f"{run.precision}, into {folder.path}",
         highlight=False,
     )
-    if resume:
-        with _usage_errors():
+    with _usage_errors():
+        if not resume:
+            config = {"model": "transformer-np", "torch": torch.__version__, **asdict(run)}
+            folder.write_config(config)
+        elif folder.holds_a_checkpoint:
             trainer.resume()
-    else:
-        folder.write_config({"model": "transformer-np", "torch": torch.__version__, **asdict(run)})
+        else:
+            # Stopped before its first checkpoint: the run begins again.
+            folder.forget_metrics()
     try:
         trainer.run()
     except KeyboardInterrupt:
@@ -224,6 +232,9 @@ def transformer_np(
             f"stopped; continue with: fusewright-train transformer-np --resume {folder.path}"
         )
         raise typer.Exit(130) from None
+    except FloatingPointError as error:
+        console.print(f"stopped: {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
     model.eval()
     draw_predictions(model, held_out).savefig(folder.path / PREDICTIONS, dpi=120)
     _report(console, folder, held_out.reference)
@@ -245,9 +256,13 @@ def _resumed(flags: dict[str, Any]) -> tuple[TransformerNPRun, RunFolder]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
         raise ValueError(f"--resume takes every choice from its folder; got {names} as well")
     config = folder.read_config()
-    if config.pop("model") != "transformer-np":
+    if config.pop("model", None) != "transformer-np":
         raise ValueError(f"wanted a run of transformer-np; {folder.path} holds another model's")
-    del config["torch"]
+    config.pop("torch", None)
+    wanted = {field.name for field in fields(TransformerNPRun)}
+    if config.keys() != wanted:
+        names = ", ".join(sorted(config.keys() ^ wanted))
+        raise ValueError(f"the run in {folder.path} was begun by another version: {names} differ")
     return TransformerNPRun(**config), folder
 
 
@@ -267,7 +282,7 @@ def _usage_errors() -> Iterator[None]:
     """A choice that cannot be served is the caller's to mend: one sentence, no traceback."""
     try:
         yield
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
 
 

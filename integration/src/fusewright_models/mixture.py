@@ -37,10 +37,10 @@ def mixture_components(params: Tensor, *, scale: Scale) -> tuple[Tensor, Tensor,
         ``(log pi, mu, log sigma)``, each ``[..., K]``, in fp32 or in fp64 as ``params``.
 
     Raises:
-        ValueError: the last axis is not 3, or ``scale`` is neither of the two.
+        ValueError: the last axis is not 3, K = 0, or ``scale`` is neither of the two.
     """
-    if params.ndim < 2 or params.shape[-1] != 3:
-        raise ValueError(f"params must be [..., K, 3]; got {list(params.shape)}")
+    if params.ndim < 2 or params.shape[-1] != 3 or params.shape[-2] == 0:
+        raise ValueError(f"params must be [..., K, 3] with K >= 1; got {list(params.shape)}")
     if scale not in SCALES:
         raise ValueError(f"scale must be one of {SCALES}; got {scale!r}")
     logits, mean, raw = params.to(torch.promote_types(params.dtype, torch.float32)).unbind(-1)

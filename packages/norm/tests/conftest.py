@@ -133,7 +133,8 @@ def scheme(
     if request.param != "small":
         monkeypatch.setattr(_backward, "fits_small", lambda rows, cols: False)
     if request.param == "wide":
-        monkeypatch.setattr(_configs, "FORWARD", ())
+        for table in ("FORWARD", "FORWARD_ADD", "FORWARD_LAYER"):
+            monkeypatch.setattr(_configs, table, ())
         monkeypatch.setattr(_configs, "BACKWARD", ())
         forward = _forward.FORWARD_WIDE._replace(block_cols=64, num_warps=2)
         backward = _backward.BACKWARD_WIDE._replace(

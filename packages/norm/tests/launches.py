@@ -40,7 +40,15 @@ def one_of_each() -> None:
 
 def every_line() -> None:
     """Every op and dtype at every width of the tables, and beyond."""
-    widths = {config.max_cols for config in (*_configs.FORWARD, *_configs.BACKWARD)}
+    widths = {
+        config.max_cols
+        for config in (
+            *_configs.FORWARD,
+            *_configs.FORWARD_ADD,
+            *_configs.FORWARD_LAYER,
+            *_configs.BACKWARD,
+        )
+    }
     for cols in (*sorted(widths), 40000):
         for op in ("rms_norm", "add_rms_norm", "layer_norm"):
             for dtype in (torch.bfloat16, torch.float32):

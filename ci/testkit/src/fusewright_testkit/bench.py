@@ -1,14 +1,14 @@
-"""Time a package's ops and their peers in one run and write the result file: ``python -m
-fusewright_testkit.bench norm``.
+"""Time a package's ops and their peers in one run and write the result file.
+
+    python -m fusewright_testkit.bench norm
 
 A package's ``bench`` module declares
 
 * ``cases()``: objects with ``op``, ``sizes`` (name to number, in the order of the op's arguments),
-``dtype``,
-  ``inputs(device)`` (what the op takes; floating tensors get gradients), ``reference`` (the op in
-  plain torch), ``bytes_moved`` and ``flops`` (by pass);
+  ``dtype``, ``inputs(device)`` (what the op takes; floating tensors get gradients), ``reference``
+  (the op in plain torch), ``bytes_moved`` and ``flops`` (by pass);
 * ``providers()``: from a provider's name to its functions by op. The package's own provider is
-called ``fusewright``.
+  called ``fusewright``.
 
 Every provider is checked against the yardstick before it is timed. Ours must pass; a peer that does
 not is timed and named.
@@ -28,23 +28,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .report import COLUMNS
 from .timing import Time, copies_needed, event_time, graph_time, wall_time
 from .yardstick import Yardstick, as_leaf, as_tuple
 
-COLUMNS = [
-    "op",
-    "case",
-    "pass",
-    "provider",
-    "dtype",
-    "timing",
-    "ms",
-    "ms_p20",
-    "ms_p80",
-    "tflops",
-    "gbps",
-    "mem_mib",
-]
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 OURS = "fusewright"
 
@@ -62,9 +49,7 @@ def environment_name() -> str:
 
 
 class Timer:
-    """One provider's function on one case: its calls on cold copies of the inputs, on one
-    stream.
-    """
+    """One provider's function on one case: calls on cold copies of the inputs, on one stream."""
 
     def __init__(self, case, op: Callable):
         self.case, self.op = case, op

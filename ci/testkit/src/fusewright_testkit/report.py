@@ -2,7 +2,7 @@
 
     python -m fusewright_testkit.report packages/norm [--check]
 
-Every CSV file in ``results/`` that has a benchmark's columns is read. The text goes between two
+Every CSV file in ``results/`` that has a benchmark's ``COLUMNS`` is read. The text goes between two
 marks of the README; ``--check`` only says whether it is behind the files. Nothing here imports
 torch or anything of ours, so the file also runs as a script where there is no torch.
 """
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import typer
 
-HEADER = "op,case,pass,provider,dtype,timing,ms,ms_p20,ms_p80,tflops,gbps,mem_mib"
+COLUMNS = ["op", "case", "pass", "provider", "dtype", "timing"]
+COLUMNS += ["ms", "ms_p20", "ms_p80", "tflops", "gbps", "mem_mib"]
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 CLOCKS = {
     "graph": "Kernel time, from a CUDA graph over copies of the inputs that exceed the L2 cache",
@@ -83,7 +84,7 @@ def read(path: Path) -> Results | None:
     clocks: dict[str, Lines] = {}
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        if reader.fieldnames != HEADER.split(","):
+        if reader.fieldnames != COLUMNS:
             return None
         for row in reader:
             flops = row["tflops"]

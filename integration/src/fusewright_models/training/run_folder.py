@@ -59,9 +59,9 @@ class RunFolder:
         file = self.path / METRICS
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop the lines of steps that a resumed run will take again."""
-        kept = [line for line in self.read_metrics() if line["step"] <= step]
+    def forget_metrics(self, after: int = -1) -> None:
+        """Drop the lines of steps past ``after``, which a resumed run will take again."""
+        kept = [line for line in self.read_metrics() if line["step"] <= after]
         (self.path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:

@@ -189,7 +189,7 @@ class Trainer:
         if self.device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         self.step = state["step"]
-        self.folder.forget_metrics_after(self.step)
+        self.folder.forget_metrics(after=self.step)
 
     def _train_on(self, batch: Any) -> None:
         config = self.config

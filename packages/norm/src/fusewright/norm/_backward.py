@@ -27,7 +27,7 @@ from ._configs import (
     fits_small,
     power_of_2,
 )
-from ._launch import Kind, Launch, Memory, kinds
+from ._launch import Allocate, Kind, Launch, is_current, kinds, memory
 from ._rows import copied, count_rows, to_copy, walk
 
 
@@ -41,9 +41,9 @@ class BackwardPlan(NamedTuple):
 
     launches: Launches | None
     copies: tuple[bool, ...]
-    dx: Memory
-    dweight: Memory | None
-    dbias: Memory | None
+    dx: Allocate
+    dweight: Allocate | None
+    dbias: Allocate | None
 
 
 class Launches(NamedTuple):
@@ -51,7 +51,7 @@ class Launches(NamedTuple):
     rows: Launch
     weight_parts: Launch | None = None
     add_parts: Launch | None = None
-    shares: Memory | None = None
+    shares: Allocate | None = None
 
 
 def launch_norm_backward(
@@ -80,6 +80,12 @@ def launch_norm_backward(
     Returns:
         ``(dx, dweight, dbias)``, dx contiguous in x's shape and dtype.
     """
+    if not is_current(x.device):
+        with torch.cuda.device(x.device):
+            return launch_norm_backward(
+                *(dy, dsum, x, weight, bias, mean, rstd),
+                *(weight_offset, weight_grad, bias_grad),
+            )
     operands = dy, dsum, x, weight
     plan = backward_plan(
         x.shape,
@@ -89,9 +95,9 @@ def launch_norm_backward(
         bias_grad,
         x.device,
     )
-    dx = plan.dx.allocate()
-    dweight = None if plan.dweight is None else plan.dweight.allocate()
-    dbias = None if plan.dbias is None else plan.dbias.allocate()
+    dx = plan.dx()
+    dweight = None if plan.dweight is None else plan.dweight()
+    dbias = None if plan.dbias is None else plan.dbias()
     launches = plan.launches
     if launches is None:
         for grad in (dweight, dbias):
@@ -104,7 +110,7 @@ def launch_norm_backward(
     if launches.scheme == "small":
         launches.rows((*tensors, dweight, dbias), (weight_offset,))
         return dx, dweight, dbias
-    shares = None if launches.shares is None else launches.shares.allocate()
+    shares = None if launches.shares is None else launches.shares()
     launches.rows(tensors if launches.scheme == "wide" else (*tensors, shares), (weight_offset,))
     if launches.weight_parts is not None:
         launches.weight_parts((operands[0], operands[2], mean, rstd, shares))
@@ -127,14 +133,14 @@ def backward_plan(
     _, _, x, weight = read
     assert x is not None
     dweight, dbias = (
-        Memory.of(shape[-1:], vector[0], device) if wanted and vector is not None else None
+        memory(shape[-1:], vector[0], device) if wanted and vector is not None else None
         for vector, wanted in ((weight, weight_grad), (bias, bias_grad))
     )
     launches = None
     if math.prod(shape):
         launches = plan_launches(shape, read, center, weight_grad, bias_grad, device)
     return BackwardPlan(
-        launches, to_copy(shape, *read), Memory.of(shape, x[0], device), dweight, dbias
+        launches, to_copy(shape, *read), memory(shape, x[0], device), dweight, dbias
     )
 
 
@@ -241,5 +247,5 @@ def plan_launches(
         BLOCK_PARTS=ADD_PARTS.block_parts,
         BLOCK_COLS=ADD_PARTS.block_cols,
     )
-    shares = Memory.of((2, parts, cols), torch.float32, device)
+    shares = memory((2, parts, cols), torch.float32, device)
     return Launches(scheme, launch_rows, weight_parts, add_parts, shares)

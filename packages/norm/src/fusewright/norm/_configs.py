@@ -77,13 +77,21 @@ class AddPartsConfig(NamedTuple):
     num_warps: int
 
 
-FORWARD = (
+FORWARD_NARROW = (
     ForwardConfig(max_cols=64, block_rows=32, num_warps=4),
     ForwardConfig(max_cols=256, block_rows=8, num_warps=4),
     ForwardConfig(max_cols=512, block_rows=2, num_warps=1),
     ForwardConfig(max_cols=2048, block_rows=1, num_warps=4),
-    ForwardConfig(max_cols=16384, block_rows=1, num_warps=8),
 )
+FORWARD = (
+    *FORWARD_NARROW,
+    ForwardConfig(max_cols=8192, block_rows=1, num_warps=8),
+    ForwardConfig(max_cols=16384, block_rows=1, num_warps=16),
+)
+FORWARD_ADD = (*FORWARD_NARROW, ForwardConfig(max_cols=16384, block_rows=1, num_warps=16))
+FORWARD_LAYER = (*FORWARD_NARROW, ForwardConfig(max_cols=16384, block_rows=1, num_warps=8))
+# Up to so many elements the rows that were read make room in the cache for those that are written.
+EVICT_ELEMENTS = 1 << 22
 FORWARD_WIDE = ForwardWideConfig(block_cols=8192, num_warps=16)
 
 BACKWARD = (
@@ -121,9 +129,10 @@ REDUCTION_BYTES = 2048
 ADD_PARTS = AddPartsConfig(block_parts=128, block_cols=8, num_warps=8)
 
 
-def forward_config(cols: int) -> ForwardConfig | None:
+def forward_config(cols: int, residual: bool, center: bool) -> ForwardConfig | None:
     """The launch of a row of ``cols`` columns; None where it does not fit in registers."""
-    return next((config for config in FORWARD if cols <= config.max_cols), None)
+    table = FORWARD_ADD if residual else FORWARD_LAYER if center else FORWARD
+    return next((config for config in table if cols <= config.max_cols), None)
 
 
 def backward_config(

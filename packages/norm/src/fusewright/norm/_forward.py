@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ._configs import FORWARD_WIDE, forward_config, power_of_2
+from ._configs import EVICT_ELEMENTS, FORWARD_WIDE, forward_config, power_of_2
 from ._forward_kernels import _norm_forward_kernel, _norm_forward_wide_kernel
-from ._launch import Kind, Launch, Memory, kinds
+from ._launch import Allocate, Kind, Launch, is_current, kinds, memory
 from ._rows import copied, count_rows, to_copy, walk
 
 
@@ -24,10 +24,10 @@ class ForwardPlan(NamedTuple):
 
     launch: Launch | None
     copies: tuple[bool, ...]
-    y: Memory
-    total: Memory | None
-    mean: Memory | None
-    rstd: Memory | None
+    y: Allocate
+    total: Allocate | None
+    mean: Allocate | None
+    rstd: Allocate | None
 
 
 def launch_norm_forward(
@@ -48,12 +48,17 @@ def launch_norm_forward(
         given), mean and rstd fp32 in the shape of the leading axes. sum is None without a residual,
         mean unless ``center``, and both mean and rstd without ``statistics``.
     """
+    if not is_current(x.device):
+        with torch.cuda.device(x.device):
+            return launch_norm_forward(
+                x, residual, weight, bias, eps, weight_offset, center, statistics, dtype
+            )
     operands = x, residual, weight, bias
     plan = forward_plan(x.shape, kinds(*operands), dtype or x.dtype, center, statistics, x.device)
-    y = plan.y.allocate()
-    total = None if plan.total is None else plan.total.allocate()
-    mean = None if plan.mean is None else plan.mean.allocate()
-    rstd = None if plan.rstd is None else plan.rstd.allocate()
+    y = plan.y()
+    total = None if plan.total is None else plan.total()
+    mean = None if plan.mean is None else plan.mean()
+    rstd = None if plan.rstd is None else plan.rstd()
     if plan.launch is not None:
         if plan.copies:
             operands = copied(operands, plan.copies)
@@ -78,12 +83,12 @@ def forward_plan(
     """The plan for operands of these kinds: x, residual, weight and bias."""
     x, residual, _, _ = operands
     assert x is not None
-    statistic = Memory.of(shape[:-1], torch.float32, device) if statistics else None
+    statistic = memory(shape[:-1], torch.float32, device) if statistics else None
     return ForwardPlan(
         plan_launch(shape, operands, center, statistics, device) if math.prod(shape) else None,
         to_copy(shape, *operands),
-        y=Memory.of(shape, dtype, device),
-        total=None if residual is None else Memory.of(shape, x[0], device),
+        y=memory(shape, dtype, device),
+        total=None if residual is None else memory(shape, x[0], device),
         mean=statistic if center else None,
         rstd=statistic,
     )
@@ -112,7 +117,7 @@ def plan_launch(
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
     )
-    config = forward_config(cols)
+    config = forward_config(cols, residual is not None, center)
     if config is None:
         return Launch(
             _norm_forward_wide_kernel,
@@ -131,6 +136,7 @@ def plan_launch(
         dict(num_warps=config.num_warps),
         **constants,
         EVEN_ROWS=rows % config.block_rows == 0,
+        INPUT_EVICTION="evict_first" if not center and rows * cols <= EVICT_ELEMENTS else "",
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLS=power_of_2(cols),
     )

@@ -55,6 +55,7 @@ def _norm_forward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_ROWS: tl.constexpr,
+    INPUT_EVICTION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -66,13 +67,21 @@ def _norm_forward_kernel(
     out = row.to(tl.int64)[:, None] * cols + col[None, :]
 
     x_offset = row_offset(row, x_inner_rows, x_outer_stride, x_inner_stride)
-    x = tl.load(x_ptr + x_offset[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(
+        x_ptr + x_offset[:, None] + col[None, :],
+        mask=inside,
+        other=0.0,
+        eviction_policy=INPUT_EVICTION,
+    ).to(tl.float32)
     if HAS_RESIDUAL:
         residual_offset = row_offset(
             row, residual_inner_rows, residual_outer_stride, residual_inner_stride
         )
         residual = tl.load(
-            residual_ptr + residual_offset[:, None] + col[None, :], mask=inside, other=0.0
+            residual_ptr + residual_offset[:, None] + col[None, :],
+            mask=inside,
+            other=0.0,
+            eviction_policy=INPUT_EVICTION,
         )
         # What is normalised is the sum as the caller receives it, rounded to its dtype.
         total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)

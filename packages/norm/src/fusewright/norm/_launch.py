@@ -7,17 +7,17 @@ made, so a repeated call goes straight to the compiled kernel.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
 
 HOOKS = triton.knobs.runtime
-# What torch's own compiler allocates with on the current device: a third of empty_strided's time.
-EMPTY: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 Kind = tuple[torch.dtype, tuple[int, ...]]
+Allocate = Callable[[], torch.Tensor]
 
 
 class Launch:
@@ -25,8 +25,8 @@ class Launch:
     constants.
 
     A launch serves tensors of the dtypes, and integers of the values, that it was made for, on one
-    device. Tensors that do not start at a multiple of 16 bytes, launches that somebody hooks into
-    and the interpreter take Triton's own dispatch.
+    device, which is the current one. Tensors that do not start at a multiple of 16 bytes, launches
+    that somebody hooks into and the interpreter take Triton's own dispatch.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Launch:
         self.kernel, self.integers, self.constants = kernel, integers, constants
         self.options = options
         self.grid = (*grid, 1, 1)[:3]
-        self.device, self.device_index = device, device.index
+        self.device_index = device.index
         self.tail = (*integers, *constants.values())
         # Triton's compiled kernel, from the first launch on.
         self.compiled: Any = None
@@ -51,10 +51,6 @@ class Launch:
     ) -> None:
         if self.device_index is None:
             self.dispatch(tensors, floats)
-            return
-        if self.device_index != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device):
-                self(tensors, floats)
             return
         addresses: list[int | None] = []
         bits = 0
@@ -93,23 +89,20 @@ class Launch:
         )
 
 
-class Memory(NamedTuple):
-    """Contiguous memory that a plan wants for an output or for an intermediate result."""
+def memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Allocate:
+    """What a plan calls for an output or an intermediate result: contiguous, on the current
+    device.
+    """
+    guards: Any = torch._C._dynamo.guards
+    # What torch's own compiler allocates with, in a third of the time of torch.empty.
+    empty = guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
+    return functools.partial(empty, tuple(shape), contiguous_strides(shape), dtype)
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    strides: tuple[int, ...]
 
-    @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Memory:
-        return cls(tuple(shape), dtype, device, contiguous_strides(shape))
-
-    def allocate(self) -> torch.Tensor:
-        shape, dtype, device, strides = self
-        if device.index is not None and device.index == torch._C._cuda_getDevice():
-            return EMPTY(shape, strides, dtype)
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+def is_current(device: torch.device) -> bool:
+    """Whether plans for this device may run now: they allocate and launch on the current one."""
+    # Of the devices that plans are made for, only a card has an index.
+    return device.index is None or device.index == torch._C._cuda_getDevice()
 
 
 def kinds(*tensors: torch.Tensor | None) -> tuple[Kind | None, ...]:

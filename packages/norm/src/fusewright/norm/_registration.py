@@ -32,7 +32,6 @@ __all__ = ["Derivative", "Op", "empty_grad", "second_order"]
 NAMESPACE = "fusewright_norm"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 TENSORS = (torch.Tensor, torch.nn.Parameter)
-OPTIONS = (torch.dtype, float, int, bool, type(None))
 
 
 class Derivative(_SingleLevelFunction):
@@ -71,6 +70,8 @@ class Op:
     ):
         name = signature.partition("(")[0]
         LIBRARY.define(signature)
+        # The operands stand first in every signature.
+        self.operands = signature.partition(") ->")[0].count("Tensor")
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         self.on_cuda, self.on_cpu = triton, triton if interpreted() else reference
         self.untracked = {True: untracked or triton, False: self.on_cpu}
@@ -88,12 +89,24 @@ class Op:
         return function
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or not plain(args):
+        if torch.compiler.is_compiling() or not plain(args[: self.operands]):
             return self.overload(*args)
         on_cuda = args[0].is_cuda
         if torch.is_grad_enabled() and _any_requires_grad(*args):
             return self.function.apply(self.on_cuda if on_cuda else self.on_cpu, *args)
         return self.untracked[on_cuda](*args)
+
+    def statistics(self, ctx: Any, run: Callable, *found: torch.Tensor) -> tuple:
+        """What the derivative's forward returns of its saved statistics, which nobody may
+        differentiate.
+
+        Only the registered op must show them; autograd would wrap them for nothing in a direct
+        call.
+        """
+        if run is self.on_cuda or run is self.on_cpu:
+            return (None,) * len(found)
+        ctx.mark_non_differentiable(*found)
+        return found
 
     def autograd(self, *args: Any) -> Any:
         """The op's Autograd kernel; under a torch.func transform it runs once at each level that
@@ -116,17 +129,13 @@ class Op:
                 return self.overload(*args)
 
 
-def plain(args: Sequence[Any]) -> bool:
-    """Whether nothing watches this call and raw memory holds its operands: no transform, mode,
-    tracer or forward-mode level, no tensor subclass, no wrapper that outlived its transform, no
-    pending negation.
+def plain(operands: Sequence[Any]) -> bool:
+    """Whether nothing watches a call and raw memory holds its operands: no transform, mode, tracer
+    or forward-mode level, no tensor subclass, no wrapper that outlived its transform, no pending
+    negation.
     """
-    for arg in args:
-        kind = type(arg)
-        if kind in TENSORS:
-            if arg.is_neg() or not _has_storage(arg):
-                return False
-        elif kind not in OPTIONS:
+    for x in operands:
+        if x is not None and (type(x) not in TENSORS or x.is_neg() or not _has_storage(x)):
             return False
     return (
         not _are_functorch_transforms_active()

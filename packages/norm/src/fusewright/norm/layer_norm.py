@@ -89,9 +89,8 @@ class _LayerNorm(Derivative):
         y, mean, rstd = run(x, weight, bias, eps, dtype)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.eps = eps
-        ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
-        return y, mean, rstd
+        return y, *_forward.statistics(ctx, run, mean, rstd)
 
     @staticmethod
     def backward(ctx, dy, *_):

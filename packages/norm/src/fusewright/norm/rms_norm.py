@@ -121,9 +121,8 @@ class _RMSNorm(Derivative):
         y, rstd = run(x, weight, eps, weight_offset)
         ctx.save_for_backward(x, weight, rstd)
         ctx.options = eps, weight_offset
-        ctx.mark_non_differentiable(rstd)
         ctx.set_materialize_grads(False)
-        return y, rstd
+        return y, *_forward.statistics(ctx, run, rstd)
 
     @staticmethod
     def backward(ctx, dy, _):
@@ -142,9 +141,8 @@ class _AddRMSNorm(Derivative):
         y, total, rstd = run(x, residual, weight, eps, weight_offset)
         ctx.save_for_backward(total, weight, rstd)
         ctx.options = eps, weight_offset
-        ctx.mark_non_differentiable(rstd)
         ctx.set_materialize_grads(False)
-        return y, total, rstd
+        return y, total, *_add_forward.statistics(ctx, run, rstd)
 
     @staticmethod
     def backward(ctx, dy, dsum, _):
@@ -236,14 +234,16 @@ def add_rms_norm(
         weight, eps, weight_offset, backend: as in :func:`rms_norm`.
 
     Returns:
-        ``(y, sum)``, both contiguous: ``sum = x + residual``, rounded to x's dtype, is the next
-        residual; y is exactly the rms_norm of that rounded sum.
+        The pair ``(y, sum)``, both contiguous; ``sum = x + residual``, rounded to x's dtype, is the
+        next residual, and y is exactly the rms_norm of that rounded sum.
 
     Differentiable in x, residual and weight, twice.
 
     Raises:
-        As :func:`rms_norm`; ValueError also where residual differs from x in shape, dtype or
-        device.
+        TypeError: as :func:`rms_norm`.
+        ValueError: as :func:`rms_norm`, and where residual differs from x in shape, dtype or
+            device.
+        RuntimeError: as :func:`rms_norm`.
     """
     check_rows(x)
     check_same("residual", residual, x)

@@ -44,15 +44,11 @@ def run_bench(
     project: workspace.Project, out: Path, environment: dict[str, str], more: list[str]
 ) -> bool:
     """True when the benchmarks ran to their end."""
-    command = [
-        sys.executable,
-        "-m",
-        "fusewright_testkit.bench",
-        project.name,
-        "--out",
-        str(out),
-        *more,
-    ]
+    # The models bring a harness of their own, which needs no testkit.
+    module = ("fusewright_testkit.bench", project.name)
+    if not project.is_package:
+        module = (f"{project.import_name}.bench",)
+    command = [sys.executable, "-m", *module, "--out", str(out), *more]
     return subprocess.run(command, env=environment).returncode == 0
 
 

@@ -166,12 +166,14 @@ def test_options_reach_the_run(tmp_path):
         "--device": "cpu",
     }
     flags = [text for pair in choices.items() for text in pair]
-    result = run(*TINY, *flags, "--indicator", "--no-compile", "--out", tmp_path / "run")
+    result = run(
+        *TINY, *flags, "--indicator", "--ragged", "--no-compile", "--out", tmp_path / "run"
+    )
     assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "run/config.json").read_text())
     for flag, value in choices.items():
         assert str(config[flag.removeprefix("--").replace("-", "_")]) == value
-    assert (config["indicator"], config["compile"]) == (True, False)
+    assert (config["indicator"], config["ragged"], config["compile"]) == (True, True, False)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.distributions import MultivariateNormal
 class Silent:
     """Gives every target a log-likelihood of zero."""
 
-    def log_likelihood(self, x_context, y_context, x_target, y_target):
+    def log_likelihood(self, x_context, y_context, x_target, y_target, context_lengths):
         return torch.zeros_like(y_target)
 
 
@@ -188,7 +188,7 @@ def test_evaluation_averages_targets_then_tasks_and_repeats():
     sampler = LinearRegression(context_size=Size(5, 9), target_size=Size(2, 6))
 
     class Oracle:
-        def log_likelihood(self, x_context, y_context, x_target, y_target):
+        def log_likelihood(self, x_context, y_context, x_target, y_target, context_lengths):
             return y_target
 
     first = evaluate(Oracle(), sampler, batches=3, batch_size=4)

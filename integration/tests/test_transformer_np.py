@@ -2,53 +2,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from fusewright_models import TransformerNP, TransformerNPConfig, mixture_log_likelihood
+from fusewright_models import TransformerNP, TransformerNPConfig
+from fusewright_models.bench import plain
 from torch import Tensor
 
 
-def plain_forward(model: TransformerNP, x_context: Tensor, y_context: Tensor, x_target: Tensor):
-    """The model as the paper writes it: every row to the end, keys masked, targets cut out last."""
-    context, config = x_context.shape[1], model.config
-    y = F.pad(y_context, (0, 0, 0, x_target.shape[1]))
-    h = torch.cat([torch.cat([x_context, x_target], dim=1), y], dim=-1)
-    h = F.silu(h @ model.embedder.hidden.weight.T) @ model.embedder.output.weight.T
-    shown = torch.arange(h.shape[1], device=h.device) < context
-
-    def norm(module, h):
-        centred = h - h.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * module.weight
-
-    def attention(module, h):
-        q = h @ module.query.weight.T
-        k, v = (h @ module.key_value.weight.T).chunk(2, dim=-1)
-        q, k, v = (t.unflatten(-1, (config.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        scores = q @ k.mT / q.shape[-1] ** 0.5
-        p = scores.masked_fill(~shown, -torch.inf).softmax(-1)
-        return (p @ v).transpose(1, 2).flatten(-2) @ module.output.weight.T
-
-    def feed_forward(module, h):
-        return F.silu(h @ module.hidden.weight.T) @ module.output.weight.T
-
-    for block in model.blocks:
-        if config.norm == "pre":
-            h = h + attention(block.attention, norm(block.attention_norm, h))
-            h = h + feed_forward(block.feed_forward, norm(block.feed_forward_norm, h))
-        else:
-            h = norm(block.attention_norm, h + attention(block.attention, h))
-            h = norm(block.feed_forward_norm, h + feed_forward(block.feed_forward, h))
-    t = h if model.final_norm is None else norm(model.final_norm, h)
-    a = model.head.hidden.weight.unflatten(0, (config.components, -1))
-    params = [F.silu(t @ a[k].T) @ model.head.output[k] for k in range(config.components)]
-    return torch.stack(params, dim=-2)[:, context:].unsqueeze(2)
-
-
 @pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("pruned", [True, False], ids=["pruned", "unpruned"])
 @pytest.mark.parametrize(
     ("context", "targets"), [(5, 7), (1, 3), (4, 1)], ids=["M5-N7", "M1-N3", "M4-N1"]
 )
-def test_pruned_model_equals_plain_model(
-    small, rows, assert_same_but_for_rounding, norm, context, targets
+def test_model_equals_plain_model(
+    small, rows, assert_same_but_for_rounding, norm, context, targets, pruned
 ):
     model = small(norm=norm, dtype=torch.float64)
     *inputs, y_target = rows(2, context, targets, dtype=torch.float64)
@@ -56,14 +21,28 @@ def test_pruned_model_equals_plain_model(
     wanted = [*leaves, *model.parameters()]
 
     results = []
-    for forward in (model, lambda *rows: plain_forward(model, *rows)):
-        params = forward(*leaves)
-        loss = -mixture_log_likelihood(params, y_target).mean()
-        results.append((params, torch.autograd.grad(loss, wanted)))
+    params = model(*leaves)
+    loss = model.loss(*leaves, y_target)
+    results.append((params, torch.autograd.grad(loss, wanted)))
+    params = plain.forward(model, *leaves, pruned=pruned)
+    loss = -plain.log_likelihood(params, y_target, "log_sigma").mean()
+    results.append((params, torch.autograd.grad(loss, wanted)))
 
     (params, gradients), (plain_params, plain_gradients) = results
     assert_same_but_for_rounding([params], [plain_params])
     assert_same_but_for_rounding(gradients, plain_gradients)
+
+
+@pytest.mark.parametrize("scale", ["log_sigma", "softplus"])
+def test_model_of_two_outputs_and_an_indicator_equals_plain_model(
+    small, rows, assert_same_but_for_rounding, scale
+):
+    model = small(scale=scale, y_width=2, indicator=True, dtype=torch.float64)
+    *inputs, y_target = rows(2, 5, 7, dtype=torch.float64, y_width=2)
+    params = plain.forward(model, *inputs, pruned=False)
+    assert_same_but_for_rounding([model(*inputs)], [params])
+    log_p = plain.log_likelihood(params, y_target, scale)
+    assert_same_but_for_rounding([model.log_likelihood(*inputs, y_target)], [log_p])
 
 
 def test_parameter_count_is_that_of_the_specified_model():
@@ -81,7 +60,7 @@ def test_padding_is_bitwise_zero_after_100_decayed_steps(small, rows, norm):
     x_context, y_context, x_target, y_target = rows(2, 5, 6)
     for _ in range(100):
         optimizer.zero_grad()
-        model.log_likelihood(x_context, y_context, x_target, y_target).mean().neg().backward()
+        model.loss(x_context, y_context, x_target, y_target).backward()
         optimizer.step()
     assert len(model.padding()) == 2 * model.config.layers + 2
     for unused in model.padding():
@@ -149,7 +128,7 @@ def test_every_parameter_gets_a_gradient_within_three_steps(small, rows, norm, s
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     seen = {name: False for name, _ in model.named_parameters()}
     for _ in range(3):
-        model.log_likelihood(*rows(2, 5, 6)).mean().neg().backward()
+        model.loss(*rows(2, 5, 6)).backward()
         for name, parameter in model.named_parameters():
             seen[name] |= parameter.grad is not None and bool((parameter.grad != 0).any())
         optimizer.step()
@@ -166,7 +145,7 @@ def test_autocast_keeps_stream_in_bf16_and_mixture_in_fp32(small, rows, norm):
         module.register_forward_hook(lambda _module, _inputs, h: streams.append(h))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         params = model(x_context, y_context, x_target)
-        loss = -mixture_log_likelihood(params, y_target).mean()
+        loss = model.loss(x_context, y_context, x_target, y_target)
     loss.backward()
     assert {h.dtype for h in streams} == {torch.bfloat16}
     assert params.dtype == loss.dtype == torch.float32
@@ -272,7 +251,15 @@ def test_wrong_shapes_are_refused_with_what_was_wanted_and_what_came(small, shap
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("width", 15), ("layers", 0), ("components", 0), ("norm", "mid"), ("scale", "sigma")],
+    [
+        ("width", 15),
+        ("width", 24),
+        ("width", 272),
+        ("layers", 0),
+        ("components", 0),
+        ("norm", "mid"),
+        ("scale", "sigma"),
+    ],
 )
 def test_wrong_configs_are_refused(small, field, value):
     with pytest.raises(ValueError, match=f"{field} must be .*got"):

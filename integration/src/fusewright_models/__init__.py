@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from .mixture import mixture_log_likelihood, mixture_mean, mixture_sample, mixture_variance
-from .transformer_np import Prediction, TransformerNP, TransformerNPConfig
+from .transformer_np import Prediction, TransformerNP
+from .transformer_np_layers import TransformerNPConfig
 
 try:
     __version__ = version("fusewright-models")
@@ -16,8 +16,4 @@ __all__ = [
     "Prediction",
     "TransformerNP",
     "TransformerNPConfig",
-    "mixture_log_likelihood",
-    "mixture_mean",
-    "mixture_sample",
-    "mixture_variance",
 ]

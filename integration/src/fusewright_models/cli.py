@@ -18,10 +18,10 @@ from torch import Tensor
 
 from .data import DataName, Sampler, Size, Task, evaluate, make_sampler
 from .data.pictures import draw_predictions
-from .mixture import Scale
 from .presets import TRANSFORMER_NP, PresetName
 from .training import Precision, RunFolder, Trainer, TrainingConfig, adamw
-from .transformer_np import Backend, Norm, TransformerNP, TransformerNPConfig
+from .transformer_np import TransformerNP
+from .transformer_np_layers import Backend, Norm, Scale, TransformerNPConfig
 
 LARGEST_SEED = 2**63 - 1
 # Every run on the same kind of data is scored on the same tasks; no run can train on them.
@@ -50,6 +50,7 @@ class TransformerNPRun:
     data: DataName = "digits"
     context_size: str | None = None
     target_size: str | None = None
+    ragged: bool = False
     norm: Norm = "pre"
     scale: Scale = "log_sigma"
     indicator: bool = False
@@ -85,7 +86,15 @@ class TransformerNPRun:
             )
         }
         seed = EVALUATION_SEED if held_out else self.seed
-        return make_sampler(self.data, held_out=held_out, device=self.device, seed=seed, **sizes)
+        return make_sampler(
+            self.data,
+            held_out=held_out,
+            # Scores are of whole batches of one size, whatever the training shows.
+            ragged=self.ragged and not held_out,
+            device=self.device,
+            seed=seed,
+            **sizes,
+        )
 
     def model(self, x_width: int) -> TransformerNP:
         torch.manual_seed(self.seed)
@@ -112,9 +121,9 @@ class TransformerNPRun:
 
 def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
     """The loss of a neural process: minus the mean over B, N and outputs of log p(y)."""
-    return -model.log_likelihood(
-        task.x_context, task.y_context, task.x_target, task.y_target
-    ).mean()
+    return model.loss(
+        task.x_context, task.y_context, task.x_target, task.y_target, task.context_lengths
+    )
 
 
 @app.command("transformer-np")
@@ -144,7 +153,7 @@ def transformer_np(
         bool | None, typer.Option("--compile/--no-compile", help="Default: --no-compile.")
     ] = None,
     backend: Annotated[
-        Backend | None, typer.Option(help="Who computes the norms. Default: auto.")
+        Backend | None, typer.Option(help="Triton kernels or plain torch. Default: auto.")
     ] = None,
     norm: Annotated[Norm | None, typer.Option(help="Before or after. Default: pre.")] = None,
     scale: Annotated[
@@ -157,6 +166,9 @@ def transformer_np(
         str | None, typer.Option(help="Context points, such as 64 or 3-46, one draw per batch.")
     ] = None,
     target_size: Annotated[str | None, typer.Option(help="Target points, likewise.")] = None,
+    ragged: Annotated[
+        bool | None, typer.Option("--ragged", help="One draw of context points per task, padded.")
+    ] = None,
     log_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between log points. Default: 10.")
     ] = None,

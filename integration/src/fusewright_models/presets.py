@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 PresetName = Literal["tiny", "demo", "base"]
 PRESET_NAMES = get_args(PresetName)
@@ -23,7 +23,7 @@ class TransformerNPPreset:
         evaluation_batch_size: tasks of such a batch.
     """
 
-    architecture: dict[str, int]
+    architecture: dict[str, Any]
     steps: int
     batch_size: int
     lr: float
@@ -54,7 +54,7 @@ TRANSFORMER_NP: dict[PresetName, TransformerNPPreset] = {
         architecture={
             "width": 48,
             "layers": 4,
-            "heads": 4,
+            "heads": 6,
             "feed_forward_width": 128,
             "components": 10,
         },

@@ -18,85 +18,34 @@ as keys and values and no further.
 F is stored rounded up to a multiple of 32, since rows of 1365 bf16 numbers are not 16-byte aligned.
 The stored columns that are not used start at zero, get gradients of exactly zero, and stay zero.
 
+Tasks of different context sizes share a batch: ``context_lengths [B]`` lies on the device and says
+how many of the M context rows each task has. Rows past a length are never keys, and are zeros where
+they come in, so that nothing of what they held reaches a prediction or a gradient.
+
 Neural processes with attention: https://arxiv.org/abs/2207.04179.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from fusewright.mixture_head import GaussianMixtureHead
 from fusewright.norm import LayerNorm
 from torch import Tensor, nn
 
-from .mixture import (
-    SCALES,
-    MixtureHead,
-    Scale,
-    mixture_log_likelihood,
-    mixture_mean,
-    mixture_sample,
-    mixture_variance,
+from .transformer_np_layers import (
+    BACKENDS,
+    Attention,
+    Backend,
+    Block,
+    Embedder,
+    FeedForward,
+    TransformerNPConfig,
+    layer_norm,
+    shown,
 )
-
-Backend = Literal["auto", "triton", "reference"]
-Norm = Literal["pre", "post"]
-BACKENDS = get_args(Backend)
-NORMS = get_args(Norm)
-
-STORED_MULTIPLE = 32
-
-
-@dataclass(frozen=True)
-class TransformerNPConfig:
-    """The shape of a TransformerNP; the defaults are the 12-layer model of 36.7 million parameters.
-
-    Attributes:
-        x_width: coordinates of an input (d_x).
-        y_width: outputs (d_y), each with a mixture of its own, independent given the prediction.
-        width: d, divisible by ``heads``.
-        layers: number of blocks, at least 1.
-        heads: H.
-        feed_forward_width: F of the blocks and of the mixture head.
-        components: K, mixture components per output.
-        norm: "pre" or "post".
-        scale: standard deviations as "log_sigma" or "softplus".
-        indicator: one more input, 1 in context rows and 0 in target rows. Without it a context row
-            with y = 0 and a target row at the same x start equal.
-    """
-
-    x_width: int = 10
-    y_width: int = 1
-    width: int = 512
-    layers: int = 12
-    heads: int = 8
-    feed_forward_width: int = 1365
-    components: int = 10
-    norm: Norm = "pre"
-    scale: Scale = "log_sigma"
-    indicator: bool = False
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1 and field.name != "indicator":
-                raise ValueError(f"{field.name} must be at least 1; got {value}")
-        if self.width % self.heads:
-            raise ValueError(
-                f"width must be divisible by heads; got width {self.width}, heads {self.heads}"
-            )
-        if self.norm not in NORMS:
-            raise ValueError(f"norm must be one of {NORMS}; got {self.norm!r}")
-        if self.scale not in SCALES:
-            raise ValueError(f"scale must be one of {SCALES}; got {self.scale!r}")
-
-    @property
-    def stored_width(self) -> int:
-        """F rounded up to a multiple of 32."""
-        return math.ceil(self.feed_forward_width / STORED_MULTIPLE) * STORED_MULTIPLE
 
 
 class Prediction(NamedTuple):
@@ -113,106 +62,9 @@ class Prediction(NamedTuple):
     sample: Tensor
 
 
-def rectangular_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v per head, q ``[B, Nq, H, D]``, k and v ``[B, M, H, D]``."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
 def _uniform_(weight: Tensor, fan_in: int, gain: float = 1.0) -> None:
     """U(-1/sqrt(fan_in), 1/sqrt(fan_in)) times ``gain``; torch's own for a linear layer at 1."""
     nn.init.uniform_(weight, -gain / math.sqrt(fan_in), gain / math.sqrt(fan_in))
-
-
-def layer_norm(norm: LayerNorm, h: Tensor) -> Tensor:
-    """Norm in the dtype of ``h``, statistics in fp32.
-
-    Autocast would hand back fp32, as torch's layer norm does: twice the bytes, and the residual
-    stream of the post-norm form would leave the compute dtype.
-    """
-    with torch.autocast(h.device.type, enabled=False):
-        return norm(h)
-
-
-class Embedder(nn.Module):
-    """Two-layer SiLU embedding of context rows [x ; y] and target rows [x ; 0]."""
-
-    def __init__(self, config: TransformerNPConfig) -> None:
-        super().__init__()
-        self.indicator = config.indicator
-        self.y_width = config.y_width
-        inputs = config.x_width + config.y_width + config.indicator
-        self.hidden = nn.Linear(inputs, config.width, bias=False)
-        self.output = nn.Linear(config.width, config.width, bias=False)
-
-    def forward(self, x_context: Tensor, y_context: Tensor, x_target: Tensor) -> Tensor:
-        context = torch.cat([x_context, y_context], dim=-1)
-        if self.indicator:
-            context = F.pad(context, (0, 1), value=1.0)
-        target = F.pad(x_target, (0, self.y_width + self.indicator))
-        rows = torch.cat([context, target], dim=1).to(self.hidden.weight.dtype)
-        # Inputs keep fp32 under autocast: bf16 cannot tell numbers closer than 2^-8 apart.
-        with torch.autocast(rows.device.type, enabled=False):
-            hidden = F.silu(self.hidden(rows))
-        return self.output(hidden)
-
-
-class Attention(nn.Module):
-    """Attention of any rows over the context rows."""
-
-    def __init__(self, config: TransformerNPConfig) -> None:
-        super().__init__()
-        self.heads = config.heads
-        d = config.width
-        self.query = nn.Linear(d, d, bias=False)
-        self.key_value = nn.Linear(d, 2 * d, bias=False)
-        self.output = nn.Linear(d, d, bias=False)
-
-    def forward(self, rows: Tensor, context: Tensor) -> Tensor:
-        q = self.query(rows).unflatten(-1, (self.heads, -1))
-        k, v = self.key_value(context).unflatten(-1, (2, self.heads, -1)).unbind(-3)
-        return self.output(rectangular_attention(q, k, v).flatten(-2))
-
-
-class FeedForward(nn.Module):
-    """SiLU(b W1) W2 with F stored padded."""
-
-    def __init__(self, config: TransformerNPConfig) -> None:
-        super().__init__()
-        self.used = config.feed_forward_width
-        d, stored = config.width, config.stored_width
-        self.hidden = nn.Linear(d, stored, bias=False)
-        self.output = nn.Linear(stored, d, bias=False)
-
-    def forward(self, b: Tensor) -> Tensor:
-        return self.output(F.silu(self.hidden(b)))
-
-    def padding(self) -> list[Tensor]:
-        """Views of the stored weights that are not part of the model."""
-        return [self.hidden.weight[self.used :], self.output.weight[:, self.used :]]
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each with its norm before ("pre") or after ("post") the sum."""
-
-    def __init__(self, config: TransformerNPConfig, *, backend: Backend) -> None:
-        super().__init__()
-        self.pre_norm = config.norm == "pre"
-        self.attention_norm = LayerNorm(config.width, bias=False, backend=backend)
-        self.attention = Attention(config)
-        self.feed_forward_norm = LayerNorm(config.width, bias=False, backend=backend)
-        self.feed_forward = FeedForward(config)
-
-    def forward(self, h: Tensor, context_rows: int, *, targets_only: bool = False) -> Tensor:
-        """``h [B, T, d]``, context rows first, to the same, or to ``[B, N, d]`` of the targets."""
-        first = context_rows if targets_only else 0
-        if self.pre_norm:
-            a = layer_norm(self.attention_norm, h)
-            h = h[:, first:] + self.attention(a[:, first:], a[:, :context_rows])
-            return h + self.feed_forward(layer_norm(self.feed_forward_norm, h))
-        mixed = self.attention(h[:, first:], h[:, :context_rows])
-        h = layer_norm(self.attention_norm, h[:, first:] + mixed)
-        return layer_norm(self.feed_forward_norm, h + self.feed_forward(h))
 
 
 class TransformerNP(nn.Module):
@@ -220,14 +72,15 @@ class TransformerNP(nn.Module):
 
     Args:
         config: the shape of the model.
-        backend: who computes the norms: "auto" (Triton for CUDA tensors, plain torch for CPU ones),
-            "triton" or "reference".
+        backend: who computes norms, attention and mixtures: "auto" (Triton for CUDA tensors, plain
+            torch for CPU ones), "triton" or "reference".
 
     Parameters are fp32 on the default device; train them as they are, under autocast for bf16.
 
     Example:
         >>> model = TransformerNP(TransformerNPConfig(x_width=1))
         >>> params = model(x_context, y_context, x_target)        # [B, N, 1, 10, 3]
+        >>> model.loss(x_context, y_context, x_target, y_target).backward()
         >>> mean, variance, sample = model.predict(x_context, y_context, x_target)
     """
 
@@ -241,12 +94,14 @@ class TransformerNP(nn.Module):
         self.final_norm = None
         if config.norm == "pre":
             self.final_norm = LayerNorm(config.width, bias=False, backend=backend)
-        self.head = MixtureHead(
+        self.head = GaussianMixtureHead(
             config.width,
             config.feed_forward_width,
             config.components,
             outputs=config.y_width,
             stored_width=config.stored_width,
+            scale=config.scale,
+            backend=backend,
         )
         self.reset_parameters()
 
@@ -255,8 +110,8 @@ class TransformerNP(nn.Module):
         """Draw new weights.
 
         Uniform by fan-in; in the pre-norm form the two products that write to the residual stream
-        are scaled by 1 / sqrt(2 L), so that its variance does not grow with depth; the last product
-        of the head by 0.1, so that the first mixtures are near the standard normal.
+        are scaled by 1 / sqrt(2 L), so that its variance does not grow with depth; the head draws
+        its own.
         """
         config = self.config
         residual_gain = 1.0 / math.sqrt(2 * config.layers) if config.norm == "pre" else 1.0
@@ -270,13 +125,13 @@ class TransformerNP(nn.Module):
                 _uniform_(module.output.weight, config.width, residual_gain)
             elif isinstance(module, FeedForward):
                 _uniform_(module.output.weight, config.feed_forward_width, residual_gain)
-        _uniform_(self.head.output, config.feed_forward_width, 0.1)
+        self.head.reset_parameters()
         for unused in self.padding():
             unused.zero_()
 
     def padding(self) -> list[Tensor]:
         """Views of every stored weight that is not part of the model: zero, and zero for ever."""
-        padded = [m for m in self.modules() if isinstance(m, FeedForward | MixtureHead)]
+        padded = [m for m in self.modules() if isinstance(m, FeedForward | GaussianMixtureHead)]
         return [unused for module in padded for unused in module.padding()]
 
     def parameter_count(self) -> int:
@@ -284,37 +139,68 @@ class TransformerNP(nn.Module):
         stored = sum(parameter.numel() for parameter in self.parameters())
         return stored - sum(unused.numel() for unused in self.padding())
 
-    def forward(self, x_context: Tensor, y_context: Tensor, x_target: Tensor) -> Tensor:
+    def forward(
+        self,
+        x_context: Tensor,
+        y_context: Tensor,
+        x_target: Tensor,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
         """Mixture parameters of every target.
 
         Args:
             x_context: ``[B, M, d_x]``, floating point, M >= 1.
             y_context: ``[B, M, d_y]``.
             x_target: ``[B, N, d_x]``, N >= 1.
+            context_lengths: ``[B]``, int32 or int64, on the model's device: task b has only its
+                first ``context_lengths[b]`` context rows; what the others hold, NaN too, counts for
+                nothing. Numbers below 0 count as 0, beyond M as M; a task without any context is
+                predicted from x_target alone. Nothing is read on the host: one compiled or captured
+                step serves every length. None means M.
 
         Returns:
             ``[B, N, d_y, K, 3]`` raw parameters (w, mu, s) in fp32, under autocast too, or in fp64
             from a model in fp64. The order of the context does not matter beyond rounding.
 
         Raises:
-            TypeError: an input is not floating point.
-            ValueError: a shape is not as above, M = 0 (the softmax has no keys) or N = 0.
+            TypeError: an input is not floating point, or context_lengths not int32 or int64.
+            ValueError: a shape is not as above, M = 0 or N = 0.
         """
         self._check(x_context, y_context, x_target)
+        if context_lengths is not None:
+            self._check_lengths(context_lengths, x_context)
         context_rows = x_context.shape[1]
+        x_context, y_context = (shown(rows, context_lengths) for rows in (x_context, y_context))
         h = self.embedder(x_context, y_context, x_target)
         *blocks, last = self.blocks
         for block in blocks:
-            h = block(h, context_rows)
-        t = last(h, context_rows, targets_only=True)
+            h = block(h, context_rows, context_lengths)
+        t = last(h, context_rows, context_lengths, targets_only=True)
         return self.head(t if self.final_norm is None else layer_norm(self.final_norm, t))
 
+    def loss(
+        self,
+        x_context: Tensor,
+        y_context: Tensor,
+        x_target: Tensor,
+        y_target: Tensor,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Minus the mean over B, N and outputs of log p(y_target); errors as in ``forward``."""
+        params = self(x_context, y_context, x_target, context_lengths)
+        return self.head.loss(params, y_target)
+
     def log_likelihood(
-        self, x_context: Tensor, y_context: Tensor, x_target: Tensor, y_target: Tensor
+        self,
+        x_context: Tensor,
+        y_context: Tensor,
+        x_target: Tensor,
+        y_target: Tensor,
+        context_lengths: Tensor | None = None,
     ) -> Tensor:
         """log p(y_target | x_target, context) in nats, ``[B, N, d_y]``, each target on its own."""
-        params = self(x_context, y_context, x_target)
-        return mixture_log_likelihood(params, y_target, scale=self.config.scale)
+        params = self(x_context, y_context, x_target, context_lengths)
+        return self.head.log_likelihood(params, y_target)
 
     @torch.no_grad()
     def predict(
@@ -322,16 +208,16 @@ class TransformerNP(nn.Module):
         x_context: Tensor,
         y_context: Tensor,
         x_target: Tensor,
+        context_lengths: Tensor | None = None,
         *,
         generator: torch.Generator | None = None,
     ) -> Prediction:
         """Mean, variance and one draw of every target; shapes and errors as in ``forward``."""
-        params = self(x_context, y_context, x_target)
-        scale = self.config.scale
+        params = self(x_context, y_context, x_target, context_lengths)
         return Prediction(
-            mixture_mean(params, scale=scale),
-            mixture_variance(params, scale=scale),
-            mixture_sample(params, scale=scale, generator=generator),
+            self.head.mean(params),
+            self.head.variance(params),
+            self.head.sample(params, generator=generator),
         )
 
     def _check(self, *inputs: Tensor) -> None:
@@ -348,3 +234,13 @@ class TransformerNP(nn.Module):
             f"wanted x_context [B, M, {d_x}], y_context [B, M, {d_y}], x_target [B, N, {d_x}] "
             f"with M >= 1 and N >= 1; got {came[0]}, {came[1]}, {came[2]}"
         )
+
+    def _check_lengths(self, context_lengths: Tensor, x_context: Tensor) -> None:
+        if context_lengths.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"wanted int32 or int64 context_lengths; got {context_lengths.dtype}")
+        batch = x_context.shape[0]
+        if context_lengths.shape != (batch,) or context_lengths.device != x_context.device:
+            raise ValueError(
+                f"wanted context_lengths [{batch}] on {x_context.device}, a number for each task; "
+                f"got {list(context_lengths.shape)} on {context_lengths.device}"
+            )

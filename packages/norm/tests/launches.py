@@ -11,7 +11,11 @@ from fusewright.norm._backward import launch_norm_backward
 from fusewright.norm._forward import launch_norm_forward
 
 # The stages of a backward pass are cut to the shared memory of the card that is compiled for.
-CARD = Card(multiprocessors=2, shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10)
+CARD = Card(
+    multiprocessors=2,
+    shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
+    capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
+)
 _backward.card_of = lambda device: CARD
 
 ROWS = 4096

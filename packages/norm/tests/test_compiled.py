@@ -17,6 +17,7 @@ def compile_for(capability: int, launches: str) -> str:
     """What the testkit prints, from a process whose triton is not the interpreter."""
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE), *sys.path]))
     environment.pop("TRITON_INTERPRET", None)
+    environment["FUSEWRIGHT_CAPABILITY"] = str(capability)
     environment["FUSEWRIGHT_SHARED_KIB"] = str(SHARED_KIB[capability])
     done = subprocess.run(
         [

@@ -6,7 +6,8 @@ A package's ``bench`` module declares
 
 * ``cases()``: objects with ``op``, ``sizes`` (name to number, in the order of the op's arguments),
   ``dtype``, ``inputs(device)`` (what the op takes; floating tensors get gradients), ``reference``
-  (the op in plain torch), ``bytes_moved`` and ``flops`` (by pass);
+  (the op in plain torch), ``bytes_moved`` and ``flops`` (by pass); where the reference cannot take
+  the inputs, for their size, ``sample(device)``, others at which the op is checked;
 * ``providers()``: from a provider's name to its functions by op. The package's own provider is
   called ``fusewright``.
 
@@ -87,6 +88,10 @@ class Timer:
             torch.cuda.current_stream().wait_stream(self.stream)
             yield name, "event", event_time(calls[0])
             del calls
+        with torch.cuda.stream(self.stream):
+            calls = [self.both(inputs) for inputs in self.inputs]
+        yield "fwd+bwd", "graph", graph_time(calls, stream=self.stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         yield "fwd+bwd", "wall", wall_time(self.both(self.inputs[0]))
 
     def peak_mib(self) -> float:
@@ -128,7 +133,8 @@ def rows_of_case(case, provider: str, op: Callable) -> Iterator[dict]:
 
 def check(case, provider: str, op: Callable, console: Console) -> None:
     """Hold a provider against the yardstick. Raises for ours, names a peer that errs more."""
-    yardstick = Yardstick(case.reference, case.inputs("cuda"))
+    draw = getattr(case, "sample", case.inputs)
+    yardstick = Yardstick(case.reference, draw("cuda"))
     try:
         yardstick.check(op)
     except AssertionError as error:

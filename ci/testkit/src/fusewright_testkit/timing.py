@@ -19,8 +19,12 @@ COLD_BYTES = 512 << 20
 MIN_COPIES = 4
 MAX_COPIES = 64
 
-# So many calls in one graph hide what starting the graph itself takes.
+# So many calls in one graph hide what starting the graph itself takes; long ones need no hiding.
 CALLS_IN_GRAPH = 16
+LONG_SECONDS = 1e-3
+
+# What one round of wall-clock calls may take.
+ROUND_SECONDS = 0.1
 
 
 class Time(NamedTuple):
@@ -55,11 +59,11 @@ def graph_time(
     own. A backward pass runs on the stream of its forward pass: ``stream`` is that one.
     """
     stream = stream or torch.cuda.Stream()
-    calls = [*calls] * -(-CALLS_IN_GRAPH // len(calls))
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:
-            call()
+        calls[0]()
+        if seconds_of(lambda: [call() for call in calls]) < LONG_SECONDS * len(calls):
+            calls = [*calls] * -(-CALLS_IN_GRAPH // len(calls))
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -90,16 +94,22 @@ def event_time(call: Callable[[], object]) -> Time:
 
 
 def wall_time(call: Callable[[], object], calls: int = 200, rounds: int = 11) -> Time:
-    """Host time of one eager call in a long run of them, the card's own work included."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    for _ in range(20):
+    """Host time of one eager call in a long run of them, the card's own work included; of fewer
+    than ``calls`` where these would take long.
+    """
+    for _ in range(3):
         call()
-    samples = []
-    for _ in range(rounds):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        synchronize()
-        samples.append((time.perf_counter() - start) * 1e3 / calls)
-    return summary(samples)
+    calls = max(1, min(calls, int(ROUND_SECONDS / seconds_of(call))))
+    seconds_of(lambda: [call() for _ in range(min(calls, 20))])
+    rounds_of = [seconds_of(lambda: [call() for _ in range(calls)]) for _ in range(rounds)]
+    return summary([seconds * 1e3 / calls for seconds in rounds_of])
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """What the host waits for some work, the card's included."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - start

@@ -24,6 +24,7 @@ def make_sampler(
     held_out: bool = False,
     context_size: Size | None = None,
     target_size: Size | None = None,
+    ragged: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Sampler:
@@ -34,6 +35,7 @@ def make_sampler(
         held_out: images that no training task shows; other data differs by its seed alone.
         context_size: M; None takes the default of the data.
         target_size: N; None takes the default of the data.
+        ragged: every task of a batch has a context size of its own, in padded tensors.
         device: where the tasks are made.
         seed: of the sampler's generators.
 
@@ -50,7 +52,11 @@ def make_sampler(
     if name not in makers:
         raise ValueError(f"data must be one of {DATA_NAMES}; got {name!r}")
     return makers[name](
-        context_size=context_size, target_size=target_size, device=device, seed=seed
+        context_size=context_size,
+        target_size=target_size,
+        ragged=ragged,
+        device=device,
+        seed=seed,
     )
 
 

@@ -31,6 +31,7 @@ class Digits(Sampler):
         held_out: take the held-out images instead of the training ones.
         context_size: M; by default uniform from 4 to 48, one for the whole batch.
         target_size: N; by default all the other pixels.
+        ragged: a context size for each task instead.
         device: where the images lie and the tasks are made.
         seed: of both generators.
     """
@@ -45,11 +46,16 @@ class Digits(Sampler):
         held_out: bool = False,
         context_size: Size | None = None,
         target_size: Size | None = None,
+        ragged: bool = False,
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
         super().__init__(
-            context_size=context_size, target_size=target_size, device=device, seed=seed
+            context_size=context_size,
+            target_size=target_size,
+            ragged=ragged,
+            device=device,
+            seed=seed,
         )
         most = self.context_size.high + (target_size.high if target_size else 1)
         if most > PIXELS:

@@ -15,7 +15,12 @@ class Scorer(Protocol):
     """What is asked of a model: ``TransformerNP.log_likelihood``."""
 
     def log_likelihood(
-        self, x_context: Tensor, y_context: Tensor, x_target: Tensor, y_target: Tensor
+        self,
+        x_context: Tensor,
+        y_context: Tensor,
+        x_target: Tensor,
+        y_target: Tensor,
+        context_lengths: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -43,7 +48,9 @@ def evaluate(model: Scorer, sampler: Sampler, *, batches: int, batch_size: int) 
     scores = []
     for _ in range(batches):
         task = sampler.sample(batch_size)
-        ours = model.log_likelihood(task.x_context, task.y_context, task.x_target, task.y_target)
+        ours = model.log_likelihood(
+            task.x_context, task.y_context, task.x_target, task.y_target, task.context_lengths
+        )
         theirs = sampler.reference_log_likelihood(task)
         scores.append(torch.stack([ours.double().mean((1, 2)), theirs.double().mean((1, 2))]))
     by_task = torch.cat(scores, dim=1)

@@ -60,6 +60,7 @@ class GaussianProcess(Sampler):
         kernel: "rbf", "matern" or "periodic".
         context_size: M; by default uniform from 3 to 46.
         target_size: N; by default uniform from 3 to 49 - M.
+        ragged: a context size for each task, within one batch.
         device: where the tasks are made.
         seed: of both generators.
     """
@@ -74,11 +75,16 @@ class GaussianProcess(Sampler):
         *,
         context_size: Size | None = None,
         target_size: Size | None = None,
+        ragged: bool = False,
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
         super().__init__(
-            context_size=context_size, target_size=target_size, device=device, seed=seed
+            context_size=context_size,
+            target_size=target_size,
+            ragged=ragged,
+            device=device,
+            seed=seed,
         )
         if kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {KERNELS}; got {kernel!r}")
@@ -105,7 +111,8 @@ class GaussianProcess(Sampler):
             "period": self.uniform(0.1, 0.5, batch, 1, 1),
         }
         # The noise keeps the smallest eigenvalue at 4e-4, and fp64 keeps it there for many points.
-        factor = self._factor(x.double(), truth)
+        matrix = covariance(self.kernel, x.double(), x.double(), **_doubled(truth))
+        factor = _factor(matrix)
         y = (factor @ self.normal(batch, points, 1).double()).float()
         return Task(x[:, :context], y[:, :context], x[:, context:], y[:, context:], truth)
 
@@ -114,11 +121,13 @@ class GaussianProcess(Sampler):
 
         Each ``[B, N, 1]``, fp64; the variance is that of an observation, noise included.
         """
-        x, x_target = task.x_context.double(), x_target.double()
-        factor = self._factor(x, task.truth)
-        cross = covariance(self.kernel, x, x_target, **_doubled(task.truth))
+        x, x_target, truth = task.x_context.double(), x_target.double(), _doubled(task.truth)
+        # Points that a task does not have are independent of all others, and say nothing.
+        matrix = task.shown(task.shown(covariance(self.kernel, x, x, **truth)).mT)
+        cross = task.shown(covariance(self.kernel, x, x_target, **truth))
+        factor, y = _factor(matrix), task.shown(task.y_context.double())
         explained = torch.linalg.solve_triangular(factor, cross, upper=False)
-        whitened = torch.linalg.solve_triangular(factor, task.y_context.double(), upper=False)
+        whitened = torch.linalg.solve_triangular(factor, y, upper=False)
         mean = explained.mT @ whitened
         prior = task.truth["scale"].double().square() + NOISE**2
         return mean, prior - explained.square().sum(1).unsqueeze(-1)
@@ -126,11 +135,12 @@ class GaussianProcess(Sampler):
     def reference_log_likelihood(self, task: Task) -> Tensor:
         return normal_log_likelihood(task.y_target, *self.predict(task, task.x_target))
 
-    def _factor(self, x: Tensor, truth: dict[str, Tensor]) -> Tensor:
-        matrix = covariance(self.kernel, x, x, **_doubled(truth))
-        noise = NOISE**2 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-        # cholesky() waits for the device to learn whether it succeeded; here it cannot fail.
-        return torch.linalg.cholesky_ex(matrix + noise, check_errors=False).L
+
+def _factor(matrix: Tensor) -> Tensor:
+    """The Cholesky factor of a covariance and the noise."""
+    noise = NOISE**2 * torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+    # cholesky() waits for the device to learn whether it succeeded; here it cannot fail.
+    return torch.linalg.cholesky_ex(matrix + noise, check_errors=False).L
 
 
 def _doubled(truth: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -43,12 +43,13 @@ class LinearRegression(Sampler):
     def predict(self, task: Task, x_target: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of y at ``x_target [B, N, 10]``, each ``[B, N, 1]``, fp64."""
         rows, targets = _with_one(task.x_context.double()), _with_one(x_target.double())
+        rows, y = task.shown(rows), task.shown(task.y_context.double())
         variance = task.truth["sigma"].double().square()
         eye = torch.eye(FEATURES + 1, dtype=rows.dtype, device=rows.device)
         precision = eye + rows.mT @ rows / variance
         # cholesky() waits for the device to learn whether it succeeded; here it cannot fail.
         factor = torch.linalg.cholesky_ex(precision, check_errors=False).L
-        moment = rows.mT @ task.y_context.double() / variance
+        moment = rows.mT @ y / variance
         mean = targets @ torch.cholesky_solve(moment, factor)
         spread = torch.linalg.solve_triangular(factor, targets.mT, upper=False)
         return mean, variance + spread.square().sum(1).unsqueeze(-1)

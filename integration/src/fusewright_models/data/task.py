@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..transformer_np_layers import shown
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Task:
         y_target: ``[B, N, d_y]``.
         truth: what the sampler knows and the model does not (kernel parameters, noise, pixel
             numbers), each with leading axis B; the reference log-likelihood reads it.
+        context_lengths: ``[B]``, int64: task b has only its first ``context_lengths[b]`` context
+            points; None means M.
     """
 
     x_context: Tensor
@@ -30,11 +34,16 @@ class Task:
     x_target: Tensor
     y_target: Tensor
     truth: dict[str, Tensor] = field(default_factory=dict)
+    context_lengths: Tensor | None = None
 
     @property
     def tokens(self) -> int:
-        """B (M + N), the rows that the model reads."""
+        """B (M + N), the rows that the model reads, those past a task's length included."""
         return self.x_context.shape[0] * (self.x_context.shape[1] + self.x_target.shape[1])
+
+    def shown(self, rows: Tensor) -> Tensor:
+        """``rows [B, M, ...]``, one for each context point, with zeros where a task has none."""
+        return shown(rows, self.context_lengths)
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,14 @@ class Sampler(ABC):
     """Endless batches of tasks, made on the device that trains, the same ones for the same seed.
 
     Two generators: tensors come from one of the device, so that nothing is copied to it; sizes come
-    from one of the host, since a size that lived on the device would have to be waited for.
+    from one of the host, since a shape that depended on the device would have to be waited for.
 
     Args:
         context_size: M; None takes ``default_context``.
         target_size: N; None takes what ``default_targets`` says.
+        ragged: every task draws a context size of its own, on the device, and the batch is padded
+            to the largest, so that all batches have one shape where N is one number; otherwise the
+            tasks of a batch have one M, drawn anew for each batch.
         device: where the tasks are made.
         seed: of both generators.
 
@@ -91,11 +103,13 @@ class Sampler(ABC):
         *,
         context_size: Size | None = None,
         target_size: Size | None = None,
+        ragged: bool = False,
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
         self.context_size = context_size or self.default_context
         self.target_size = target_size
+        self.ragged = ragged
         self.device = torch.device(device)
         self.seed = seed
         self.reset()
@@ -106,14 +120,21 @@ class Sampler(ABC):
         self.host_generator = random.Random(self.seed)
 
     def sample(self, batch: int) -> Task:
-        """The next ``batch`` tasks, all of the same M and N, drawn anew at every call.
+        """The next ``batch`` tasks in tensors of the same M and N.
 
         They are the same under autocast as without it.
         """
-        context = self.context_size.draw(self.host_generator)
+        low, high = self.context_size.low, self.context_size.high
+        context = high if self.ragged else self.context_size.draw(self.host_generator)
         targets = self.target_size or self.default_targets(context)
         with torch.autocast(self.device.type, enabled=False):
-            return self.sample_sized(batch, context, targets.draw(self.host_generator))
+            task = self.sample_sized(batch, context, targets.draw(self.host_generator))
+        if not self.ragged:
+            return task
+        lengths = torch.randint(
+            low, high + 1, (batch,), generator=self.generator, device=self.device
+        )
+        return replace(task, context_lengths=lengths)
 
     @abstractmethod
     def default_targets(self, context: int) -> Size:

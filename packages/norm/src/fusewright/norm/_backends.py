@@ -132,6 +132,8 @@ class Card(NamedTuple):
 
     multiprocessors: int
     shared_bytes: int
+    # 90 for compute capability 9.0.
+    capability: int
 
 
 @functools.cache
@@ -140,6 +142,7 @@ def card_of(device: torch.device) -> Card:
     programs run.
     """
     if device.type != "cuda":
-        return Card(multiprocessors=2, shared_bytes=99 << 10)
+        return Card(multiprocessors=2, shared_bytes=99 << 10, capability=90)
     found = torch.cuda.get_device_properties(device)
-    return Card(found.multi_processor_count, found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    shared_bytes = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Card(found.multi_processor_count, shared_bytes, 10 * found.major + found.minor)

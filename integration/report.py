@@ -1,0 +1,164 @@
+"""The models' result files as the tables of their README and as pictures beside them.
+
+    python integration/report.py [--check]
+
+wants the sources of ``ci/testkit`` on the import path. Every CSV file in ``results/`` that has a
+benchmark's columns is read; ``--check`` only says whether README or pictures are behind them.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+from fusewright_testkit.report import BEGIN, COLOURS, COLUMNS, Results, with_made
+
+FOLDER = Path(__file__).resolve().parent
+STAGES = ("data", "fwd", "bwd", "optimizer")
+HEADER = ("case", "provider", "tokens/s", "step", *STAGES, "TFLOPS", "GiB")
+TOLD = (
+    "Medians, the most tokens/s in bold. A step is data, forward pass, backward pass and "
+    "optimizer; its time is the host's, in ms, the device waited for before and after, and "
+    "tokens/s are B (M + N) over it. Stages, in ms, are between events on the device. TFLOPS "
+    "counts the operations that the pruned model needs, for every provider; GiB is the peak of a "
+    "step."
+)
+
+
+class Step(NamedTuple):
+    """One provider at one case: milliseconds by pass, rate of the step, memory."""
+
+    ms: dict[str, float]
+    tokens_per_second: float
+    tflops: float
+    gib: float | None
+
+
+Cases = dict[str, dict[str, Step]]
+
+
+def read(path: Path) -> Cases | None:
+    """Steps by case and provider, in the order of the file; None where its columns are others."""
+    rows: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != COLUMNS:
+            return None
+        for row in reader:
+            rows.setdefault((row["case"], row["provider"]), {})[row["pass"]] = row
+    cases: Cases = {}
+    for (case, provider), passes in rows.items():
+        sizes = {name: int(value) for name, value in (word.split("=") for word in case.split())}
+        ms = {name: float(row["ms"]) for name, row in passes.items()}
+        step = passes["step"]
+        cases.setdefault(case, {})[provider] = Step(
+            ms,
+            1e3 * sizes["B"] * (sizes["M"] + sizes["N"]) / ms["step"],
+            float(step["tflops"]),
+            float(step["mem_mib"]) / 1024 if step["mem_mib"] else None,
+        )
+    return cases
+
+
+def result_files(folder: Path) -> dict[Path, Cases]:
+    found = {path: read(path) for path in sorted(folder.glob("results/*.csv"))}
+    return {path: cases for path, cases in found.items() if cases is not None}
+
+
+def table(cases: Cases) -> str:
+    """A markdown table, a line for each provider at each case."""
+    lines = [HEADER, ("---", "---", *["---:"] * (len(HEADER) - 2))]
+    for case, steps in cases.items():
+        most = max(step.tokens_per_second for step in steps.values())
+        for provider, step in steps.items():
+            rate = f"{step.tokens_per_second:,.0f}"
+            lines.append(
+                (
+                    case,
+                    provider,
+                    f"**{rate}**" if step.tokens_per_second == most else rate,
+                    *(f"{step.ms[name]:,.1f}" for name in ("step", *STAGES)),
+                    f"{step.tflops:.0f}",
+                    "" if step.gib is None else f"{step.gib:.1f}",
+                )
+            )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def made(folder: Path) -> str:
+    """What belongs between the marks of the README."""
+    parts = []
+    for path, cases in result_files(folder).items():
+        environment = Results(path, {}).environment
+        parts.append(f"**{environment}**, bf16: [{path.name}](results/{path.name}). {TOLD}")
+        parts.append(f"![{environment}: tokens per second](results/{path.stem}.png)")
+        parts.append(table(cases))
+    return "\n\n".join(parts) or "Nothing has been measured yet."
+
+
+def draw(path: Path, cases: Cases) -> Any:
+    """A panel for each case, a bar for each provider."""
+    from matplotlib.figure import Figure
+
+    providers = dict.fromkeys(itertools.chain.from_iterable(cases.values()))
+    # Ours has the colour that it has in the packages' pictures.
+    order = sorted(providers, key=lambda name: not name.startswith("fusewright"))
+    colours = dict(zip(order, itertools.cycle(COLOURS), strict=False))
+    figure = Figure(figsize=(3.6 * len(cases) + 0.6, 3.8), layout="constrained")
+    panels = figure.subplots(1, len(cases), squeeze=False)[0]
+    handles: dict[str, Any] = {}
+    for panel, (case, steps) in zip(panels, cases.items(), strict=True):
+        for place, (provider, step) in enumerate(steps.items()):
+            bar = panel.bar(place, step.tokens_per_second, color=colours[provider])
+            handles.setdefault(provider, bar)
+        panel.set(title=case, xticks=[])
+        panel.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", linewidth=0.5, alpha=0.5)
+        panel.set_axisbelow(True)
+    panels[0].set_ylabel("tokens/s")
+    figure.suptitle(f"{Results(path, {}).environment}: TransformerNP, one training step in bf16")
+    names = [name for name in providers if name in handles]
+    figure.legend(
+        [handles[name] for name in names],
+        names,
+        loc="outside lower center",
+        ncols=min(6, len(names)),
+        frameon=False,
+    )
+    return figure
+
+
+def problems(folder: Path) -> list[str]:
+    """What of README and pictures is behind the result files."""
+    readme = folder / "README.md"
+    text, files = readme.read_text(), result_files(folder)
+    if not files and BEGIN not in text:
+        return []
+    told = [] if text == with_made(text, made(folder)) else [f"{readme} is behind its results"]
+    pictures = [path.with_suffix(".png") for path in files]
+    return told + [f"{path} is missing" for path in pictures if not path.is_file()]
+
+
+def main(
+    folder: Path = typer.Argument(FOLDER, help="the folder of README.md and results/"),
+    check: bool = typer.Option(False, help="write nothing; fail where something is behind"),
+) -> None:
+    """Write the models' result table and pictures, or check them."""
+    if check:
+        told = problems(folder)
+        for problem in told:
+            typer.echo(f"{problem}: python integration/report.py", err=True)
+        raise typer.Exit(bool(told))
+    readme = folder / "README.md"
+    readme.write_text(with_made(readme.read_text(), made(folder)))
+    for path, cases in result_files(folder).items():
+        # Without the library's version, the same results give the same bytes.
+        draw(path, cases).savefig(path.with_suffix(".png"), dpi=150, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    typer.run(main)

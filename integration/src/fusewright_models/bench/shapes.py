@@ -1,0 +1,56 @@
+"""The sizes of a step, and the operations that it needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..transformer_np_layers import TransformerNPConfig
+
+
+class Shape(NamedTuple):
+    """M context rows, N target rows, B tasks."""
+
+    context: int
+    targets: int
+    batch: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Read "64,500,64"."""
+        try:
+            shape = cls(*map(int, text.split(",")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a shape is M,N,B such as 64,500,64; got {text!r}") from error
+        if min(shape) < 1:
+            raise ValueError(f"M, N and B must be at least 1; got {text!r}")
+        return shape
+
+    @property
+    def case(self) -> str:
+        return f"M={self.context} N={self.targets} B={self.batch}"
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * (self.context + self.targets)
+
+
+# A classical neural process, and two sizes of tabular foundation models.
+SHAPES = (Shape(64, 500, 64), Shape(10_000, 1_000, 4), Shape(200_000, 5_000, 1))
+
+
+def operations(config: TransformerNPConfig, shape: Shape) -> dict[str, float]:
+    """Floating-point operations of the pruned model by pass, recomputation not counted.
+
+    Two for each multiplication of a matrix product. A backward pass has twice a product's and 2.5
+    times the attention's, which has five products after two.
+    """
+    d, used = config.width, config.feed_forward_width
+    context, targets, batch = shape
+    # The last block computes target rows alone.
+    rows = (config.layers - 1) * (context + targets) + targets
+    attention = batch * 4 * rows * context * d
+    products = rows * (2 * d * d + 2 * d * used) + config.layers * context * 2 * d * d
+    heads = targets * config.y_width * config.components * used * (d + 3)
+    dense = batch * 2 * (products + heads)
+    forward, backward = attention + dense, 2.5 * attention + 2 * dense
+    return {"fwd": forward, "bwd": backward, "step": forward + backward}

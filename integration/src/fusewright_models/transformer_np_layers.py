@@ -1,0 +1,188 @@
+"""The shape of a TransformerNP, and its layers; the formulas stand with the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from fusewright.attention import rectangular_attention
+from fusewright.norm import LayerNorm
+from torch import Tensor, nn
+
+Backend = Literal["auto", "triton", "reference"]
+Norm = Literal["pre", "post"]
+Scale = Literal["log_sigma", "softplus"]
+BACKENDS = get_args(Backend)
+NORMS = get_args(Norm)
+SCALES = get_args(Scale)
+
+STORED_MULTIPLE = 32
+# What the attention takes: widths of a head.
+HEAD_MULTIPLE = 8
+HEAD_MAXIMUM = 128
+
+
+@dataclass(frozen=True)
+class TransformerNPConfig:
+    """The shape of a TransformerNP; the defaults are the 12-layer model of 36.7 million parameters.
+
+    Attributes:
+        x_width: coordinates of an input (d_x).
+        y_width: outputs (d_y), each with a mixture of its own, independent given the prediction.
+        width: d, divisible by ``heads``, each head a multiple of 8 up to 128 wide.
+        layers: number of blocks, at least 1.
+        heads: H.
+        feed_forward_width: F of the blocks and of the mixture head.
+        components: K, mixture components per output.
+        norm: "pre" or "post".
+        scale: standard deviations as "log_sigma" or "softplus".
+        indicator: one more input, 1 in context rows and 0 in target rows. Without it a context row
+            with y = 0 and a target row at the same x start equal.
+    """
+
+    x_width: int = 10
+    y_width: int = 1
+    width: int = 512
+    layers: int = 12
+    heads: int = 8
+    feed_forward_width: int = 1365
+    components: int = 10
+    norm: Norm = "pre"
+    scale: Scale = "log_sigma"
+    indicator: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1 and field.name != "indicator":
+                raise ValueError(f"{field.name} must be at least 1; got {value}")
+        if self.width % self.heads:
+            raise ValueError(
+                f"width must be divisible by heads; got width {self.width}, heads {self.heads}"
+            )
+        head_width = self.width // self.heads
+        if head_width % HEAD_MULTIPLE or head_width > HEAD_MAXIMUM:
+            raise ValueError(
+                f"width must be heads times a multiple of {HEAD_MULTIPLE} up to {HEAD_MAXIMUM}; "
+                f"got width {self.width}, heads {self.heads}"
+            )
+        if self.norm not in NORMS:
+            raise ValueError(f"norm must be one of {NORMS}; got {self.norm!r}")
+        if self.scale not in SCALES:
+            raise ValueError(f"scale must be one of {SCALES}; got {self.scale!r}")
+
+    @property
+    def stored_width(self) -> int:
+        """F rounded up to a multiple of 32."""
+        return math.ceil(self.feed_forward_width / STORED_MULTIPLE) * STORED_MULTIPLE
+
+
+def layer_norm(norm: LayerNorm, h: Tensor) -> Tensor:
+    """Norm in the dtype of ``h``, statistics in fp32.
+
+    Autocast would hand back fp32, as torch's layer norm does: twice the bytes, and the residual
+    stream of the post-norm form would leave the compute dtype.
+    """
+    with torch.autocast(h.device.type, enabled=False):
+        return norm(h)
+
+
+def shown(rows: Tensor, context_lengths: Tensor | None) -> Tensor:
+    """``rows [B, M, ...]`` with zeros past each task's length: zero times NaN would be NaN."""
+    if context_lengths is None:
+        return rows
+    number = torch.arange(rows.shape[1], device=rows.device)
+    return torch.where((number < context_lengths.unsqueeze(-1)).unsqueeze(-1), rows, 0.0)
+
+
+class Embedder(nn.Module):
+    """Two-layer SiLU embedding of context rows [x ; y] and target rows [x ; 0]."""
+
+    def __init__(self, config: TransformerNPConfig) -> None:
+        super().__init__()
+        self.indicator = config.indicator
+        self.y_width = config.y_width
+        inputs = config.x_width + config.y_width + config.indicator
+        self.hidden = nn.Linear(inputs, config.width, bias=False)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x_context: Tensor, y_context: Tensor, x_target: Tensor) -> Tensor:
+        context = torch.cat([x_context, y_context], dim=-1)
+        if self.indicator:
+            context = F.pad(context, (0, 1), value=1.0)
+        target = F.pad(x_target, (0, self.y_width + self.indicator))
+        rows = torch.cat([context, target], dim=1).to(self.hidden.weight.dtype)
+        # Inputs keep fp32 under autocast: bf16 cannot tell numbers closer than 2^-8 apart.
+        with torch.autocast(rows.device.type, enabled=False):
+            hidden = F.silu(self.hidden(rows))
+        return self.output(hidden)
+
+
+class Attention(nn.Module):
+    """Attention of any rows over the context rows."""
+
+    def __init__(self, config: TransformerNPConfig, *, backend: Backend) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.backend: Backend = backend
+        d = config.width
+        self.query = nn.Linear(d, d, bias=False)
+        self.key_value = nn.Linear(d, 2 * d, bias=False)
+        self.output = nn.Linear(d, d, bias=False)
+
+    def forward(self, rows: Tensor, context: Tensor, lengths: Tensor | None) -> Tensor:
+        q = self.query(rows).unflatten(-1, (self.heads, -1))
+        k, v = self.key_value(context).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        o = rectangular_attention(q, k, v, key_lengths=lengths, backend=self.backend)
+        return self.output(o.flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SiLU(b W1) W2 with F stored padded."""
+
+    def __init__(self, config: TransformerNPConfig) -> None:
+        super().__init__()
+        self.used = config.feed_forward_width
+        d, stored = config.width, config.stored_width
+        self.hidden = nn.Linear(d, stored, bias=False)
+        self.output = nn.Linear(stored, d, bias=False)
+
+    def forward(self, b: Tensor) -> Tensor:
+        return self.output(F.silu(self.hidden(b)))
+
+    def padding(self) -> list[Tensor]:
+        """Views of the stored weights that are not part of the model."""
+        return [self.hidden.weight[self.used :], self.output.weight[:, self.used :]]
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each with its norm before ("pre") or after ("post") the sum."""
+
+    def __init__(self, config: TransformerNPConfig, *, backend: Backend) -> None:
+        super().__init__()
+        self.pre_norm = config.norm == "pre"
+        self.attention_norm = LayerNorm(config.width, bias=False, backend=backend)
+        self.attention = Attention(config, backend=backend)
+        self.feed_forward_norm = LayerNorm(config.width, bias=False, backend=backend)
+        self.feed_forward = FeedForward(config)
+
+    def forward(
+        self,
+        h: Tensor,
+        context_rows: int,
+        context_lengths: Tensor | None = None,
+        *,
+        targets_only: bool = False,
+    ) -> Tensor:
+        """``h [B, T, d]``, context rows first, to the same, or to ``[B, N, d]`` of the targets."""
+        first = context_rows if targets_only else 0
+        if self.pre_norm:
+            a = layer_norm(self.attention_norm, h)
+            h = h[:, first:] + self.attention(a[:, first:], a[:, :context_rows], context_lengths)
+            return h + self.feed_forward(layer_norm(self.feed_forward_norm, h))
+        mixed = self.attention(h[:, first:], h[:, :context_rows], context_lengths)
+        h = layer_norm(self.attention_norm, h[:, first:] + mixed)
+        return layer_norm(self.feed_forward_norm, h + self.feed_forward(h))

@@ -1,0 +1,86 @@
+"""The README's table says what the result files say, and is told when it no longer does."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import typer
+from fusewright_testkit.report import BEGIN, COLUMNS, END
+from typer.testing import CliRunner
+
+FOLDER = Path(__file__).resolve().parents[1]
+NAME = "h200-torch2.11-triton3.6"
+ROWS = """\
+TransformerNP,M=64 N=500 B=64,data,sdpa,bf16,event,0.1,0.1,0.1,,,1024.0
+TransformerNP,M=64 N=500 B=64,fwd,sdpa,bf16,event,12.0,12.0,12.1,180.0,,1024.0
+TransformerNP,M=64 N=500 B=64,bwd,sdpa,bf16,event,26.0,25.9,26.1,170.0,,1024.0
+TransformerNP,M=64 N=500 B=64,optimizer,sdpa,bf16,event,0.3,0.3,0.3,,,1024.0
+TransformerNP,M=64 N=500 B=64,step,sdpa,bf16,wall,40.0,39.9,40.1,166.4,,1024.0
+TransformerNP,M=64 N=500 B=64,data,fusewright,bf16,event,0.1,0.1,0.1,,,512.0
+TransformerNP,M=64 N=500 B=64,fwd,fusewright,bf16,event,6.0,6.0,6.1,360.0,,512.0
+TransformerNP,M=64 N=500 B=64,bwd,fusewright,bf16,event,13.0,12.9,13.1,340.0,,512.0
+TransformerNP,M=64 N=500 B=64,optimizer,fusewright,bf16,event,0.3,0.3,0.3,,,512.0
+TransformerNP,M=64 N=500 B=64,step,fusewright,bf16,wall,20.0,19.9,20.1,332.8,,512.0
+"""
+
+
+@pytest.fixture(scope="module")
+def report():
+    """The script beside the sources, which is no part of the distribution."""
+    spec = importlib.util.spec_from_file_location("integration_report", FOLDER / "report.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Empty marks in a README, the harness's results and a file of others."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / f"results/{NAME}.csv").write_text(f"{','.join(COLUMNS)}\n{ROWS}")
+    (tmp_path / "results/tuning.csv").write_text("kind,rows\nforward,8\n")
+    (tmp_path / "README.md").write_text(f"above\n{BEGIN}\n{END}\nbelow\n")
+    return tmp_path
+
+
+def run(report, *arguments):
+    app = typer.Typer()
+    app.command()(report.main)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_line_has_rate_stages_and_memory_and_the_most_tokens_in_bold(report, folder):
+    text = report.made(folder)
+    assert text.startswith(f"**H200, torch 2.11, triton 3.6**, bf16: [{NAME}.csv](results/{NAME}")
+    lines = [line for line in text.splitlines() if line.startswith("| M=64")]
+    case = "| M=64 N=500 B=64 |"
+    assert lines == [
+        f"{case} sdpa | 902,400 | 40.0 | 0.1 | 12.0 | 26.0 | 0.3 | 166 | 1.0 |",
+        f"{case} fusewright | **1,804,800** | 20.0 | 0.1 | 6.0 | 13.0 | 0.3 | 333 | 0.5 |",
+    ]
+
+
+def test_picture_has_a_panel_for_each_case_and_a_bar_for_each_provider(report, folder):
+    ((path, cases),) = report.result_files(folder).items()
+    (panel,) = report.draw(path, cases).axes
+    assert [bar.get_height() for bar in panel.patches] == [902_400.0, 1_804_800.0]
+    assert panel.get_title() == "M=64 N=500 B=64"
+
+
+def test_written_readme_and_picture_are_no_longer_behind(report, folder):
+    before = run(report, folder, "--check")
+    assert before.exit_code == 1
+    assert "README.md is behind its results" in before.output
+    assert f"{NAME}.png is missing" in before.output
+    assert run(report, folder).exit_code == 0
+    assert (folder / f"results/{NAME}.png").read_bytes().startswith(b"\x89PNG")
+    assert run(report, folder, "--check").exit_code == 0
+    readme = folder / "README.md"
+    readme.write_text(readme.read_text().replace("902,400", "902,401"))
+    assert run(report, folder, "--check").exit_code == 1
+
+
+def test_committed_table_is_that_of_the_result_files(report):
+    assert report.problems(FOLDER) == []

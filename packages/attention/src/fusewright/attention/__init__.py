@@ -1,0 +1,24 @@
+"""Attention of many queries to a shared set of keys, in Triton: streaming and single-tile kernels
+with a deterministic backward pass.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from ._backends import available_backends
+from .rectangular_attention import rectangular_attention, rectangular_attention_with_lse
+from .sdpa import sdpa_backend
+
+try:
+    __version__ = version("fusewright-attention")
+except PackageNotFoundError:
+    __version__ = "0+source"
+
+__all__ = [
+    "__version__",
+    "available_backends",
+    "rectangular_attention",
+    "rectangular_attention_with_lse",
+    "sdpa_backend",
+]

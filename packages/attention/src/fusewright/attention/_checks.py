@@ -1,0 +1,75 @@
+"""What the public functions ask of their arguments, before any memory is touched."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (torch.int32, torch.int64)
+WIDTH_MULTIPLE = 8
+MAX_WIDTH = 128
+
+
+def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q must be [B, Nq, H, D] and k and v [B, M, H, D], of one floating dtype on one device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_floating(name, x)
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be [batch, tokens, heads, width], got {tuple(x.shape)}")
+    batches, _, heads, width = q.shape
+    if width % WIDTH_MULTIPLE or not 0 < width <= MAX_WIDTH:
+        raise ValueError(
+            f"the width of a head must be a multiple of {WIDTH_MULTIPLE} up to {MAX_WIDTH}, "
+            f"got {width}"
+        )
+    wanted = (batches, k.shape[1], heads, width)
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != wanted:
+            raise ValueError(
+                f"k and v must be [{batches}, M, {heads}, {width}] beside q {tuple(q.shape)}, "
+                f"with one M; got k {tuple(k.shape)}, v {tuple(v.shape)}"
+            )
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        check_device(name, x, q)
+
+
+def check_lengths(key_lengths: torch.Tensor, q: torch.Tensor) -> None:
+    """key_lengths must hold one whole number for each task, on q's device."""
+    if not isinstance(key_lengths, torch.Tensor):
+        raise TypeError(f"key_lengths must be a tensor, got {type(key_lengths).__name__}")
+    if key_lengths.dtype not in LENGTHS:
+        raise TypeError(f"key_lengths must be int32 or int64, got {key_lengths.dtype}")
+    if key_lengths.shape != q.shape[:1]:
+        raise ValueError(
+            f"key_lengths must have shape ({q.shape[0]},), one number for each task, "
+            f"got {tuple(key_lengths.shape)}"
+        )
+    check_device("key_lengths", key_lengths, q)
+
+
+def check_floating(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in FLOATING:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {tensor.dtype}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
+
+
+def check_device(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+
+
+def checked_scale(scale: float) -> float:
+    """The factor of the scores as a float."""
+    if isinstance(scale, bool) or not isinstance(scale, (float, numbers.Real)):
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
+    # What fp32 rounds to zero would not tell keys that are there from others.
+    if not torch.finfo(torch.float32).tiny <= scale < math.inf:
+        raise ValueError(f"scale must be a finite positive number, got {scale}")
+    return float(scale)

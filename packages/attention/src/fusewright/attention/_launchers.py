@@ -1,0 +1,8 @@
+"""What the ops call once triton is needed."""
+
+from __future__ import annotations
+
+from ._backward import launch_backward
+from ._forward import launch_forward
+
+__all__ = ["launch_backward", "launch_forward"]

@@ -1,0 +1,168 @@
+"""Triton kernels for few keys: all of a head's keys and values are one tile, which stays on chip
+while the queries stream past.
+
+The softmax of a row is then complete at once: no running maximum, and the backward pass computes
+it anew, delta = rowsum(p * dp) included, without anything that the forward pass stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._tiles import LOG_2, length_of, load_rows, masked_softmax, product, store_rows
+
+
+@triton.jit
+def _single_tile_forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    key_lengths_ptr,
+    o_ptr,
+    lse_ptr,
+    softmax_ptr,
+    rest_ptr,
+    scale,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    chunk_rows,
+    D: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program computes chunk_rows rows of one head. The backward pass needs nothing beside:
+    softmax and rest are None.
+    """
+    chunks = tl.cdiv(queries, chunk_rows)
+    batch = tl.program_id(0) // chunks // heads
+    head = tl.program_id(0) // chunks % heads
+    start = tl.program_id(0) % chunks * chunk_rows
+    q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
+    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
+    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
+    length = length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS)
+    k = load_rows(k_source, 0, length, BLOCK_K, True, D, BLOCK_D, False)
+    v = load_rows(v_source, 0, length, BLOCK_K, True, D, BLOCK_D, False)
+    end = tl.minimum(start + chunk_rows, queries)
+    for first in tl.range(start, end, BLOCK_Q, num_stages=NUM_STAGES):
+        q = load_rows(q_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
+        p, m, l = masked_softmax(q, k, scale, 0, length, BLOCK_K, UPCAST, PRECISION)
+        if WITH_LSE:
+            row = first + tl.arange(0, BLOCK_Q)
+            at = lse_ptr + (batch * heads + head).to(tl.int64) * queries + row
+            tl.store(at, (m + tl.log2(l)) * LOG_2, mask=row < queries)
+        o = product(p.to(v.dtype), v, UPCAST, PRECISION)
+        # Only a task without keys has a sum of zero.
+        o = o / tl.where(l == 0.0, 1.0, l)[:, None]
+        store_rows(o_ptr, o, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+
+
+@triton.jit
+def _single_tile_backward_kernel(
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dlse_ptr,
+    key_lengths_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    scale,
+    do_batch_stride,
+    do_row_stride,
+    do_head_stride,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    batches,
+    chunk_rows,
+    D: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program computes dq of chunk_rows rows of one head, and what they say of dk and dv: all
+    of it, or the share of a chunk.
+    """
+    chunks = tl.cdiv(queries, chunk_rows)
+    chunk = tl.program_id(0) % chunks
+    batch = tl.program_id(0) // chunks // heads
+    head = tl.program_id(0) // chunks % heads
+    do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, head, queries
+    q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
+    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
+    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
+    length = length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS)
+    k = load_rows(k_source, 0, length, BLOCK_K, True, D, BLOCK_D, False)
+    v = load_rows(v_source, 0, length, BLOCK_K, True, D, BLOCK_D, False)
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    start = chunk * chunk_rows
+    end = tl.minimum(start + chunk_rows, queries)
+    for first in tl.range(start, end, BLOCK_Q, num_stages=NUM_STAGES):
+        q = load_rows(q_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
+        do = load_rows(do_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
+        p, _, l = masked_softmax(q, k, scale, 0, length, BLOCK_K, UPCAST, PRECISION)
+        p = p * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
+        dp = product(do, tl.trans(v), UPCAST, PRECISION)
+        delta = tl.sum(p * dp, 1)
+        if HAS_DLSE:
+            row = first + tl.arange(0, BLOCK_Q)
+            at = dlse_ptr + (batch * heads + head).to(tl.int64) * queries + row
+            delta -= tl.load(at, mask=row < queries, other=0.0).to(tl.float32)
+        ds = (p * (dp - delta[:, None])).to(q.dtype)
+        dv += product(tl.trans(p.to(do.dtype)), do, UPCAST, PRECISION)
+        dk += product(tl.trans(ds), q, UPCAST, PRECISION)
+        dq = product(ds, k, UPCAST, PRECISION) * scale
+        store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+    task = chunk * batches + batch
+    store_rows(dk_ptr, dk * scale, task, head, 0, keys, heads, D, BLOCK_K, BLOCK_D)
+    store_rows(dv_ptr, dv, task, head, 0, keys, heads, D, BLOCK_K, BLOCK_D)
+
+
+@triton.jit
+def _add_chunks_kernel(
+    dk_shares_ptr, dv_shares_ptr, dk_ptr, dv_ptr, size, chunks, BLOCK: tl.constexpr
+):
+    """One program adds the chunks' shares of BLOCK elements of dk and dv in their order."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dk = tl.zeros([BLOCK], tl.float32)
+    dv = tl.zeros([BLOCK], tl.float32)
+    for chunk in range(chunks):
+        share = tl.cast(chunk, tl.int64) * size + at
+        dk += tl.load(dk_shares_ptr + share, mask=at < size, other=0.0)
+        dv += tl.load(dv_shares_ptr + share, mask=at < size, other=0.0)
+    tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=at < size)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=at < size)

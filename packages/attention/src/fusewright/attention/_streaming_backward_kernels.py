@@ -1,0 +1,256 @@
+"""Triton kernels of the backward pass over many keys: one for dq, one for dk and dv.
+
+Both compute the probabilities anew, from the scores and from the maximum m of each row and the
+share 1 / l of its sum, as the forward pass had them: with the log-sum-exp, its rounding would make
+a great score's probability wrong. delta takes o as it was before its rounding, from o and its rest:
+where one key has nearly all the weight, do v^T - delta is a small difference. Each kernel sums what
+it owns in registers, in the order of the other axis, so nothing is added atomically.
+
+    p = exp(s - m) / l,  ds = p * (do v^T - delta),  delta = rowsum(do * o) - dlse
+    dq = scale ds k,  dk = scale ds^T q,  dv = p^T do
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._tiles import LOG2_E, length_of, load_rows, product, store_rows, turned_product
+
+
+@triton.jit
+def score_slopes(q, k, v, do, m, delta, factor, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """ds of a tile of scores, [queries, keys], before the row's sum divides it."""
+    p = tl.exp2(product(q, tl.trans(k), UPCAST, PRECISION) * factor - m[:, None])
+    return p * (product(do, tl.trans(v), UPCAST, PRECISION) - delta[:, None])
+
+
+@triton.jit
+def _streaming_dq_kernel(
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dlse_ptr,
+    key_lengths_ptr,
+    o_ptr,
+    rest_ptr,
+    softmax_ptr,
+    delta_ptr,
+    dq_ptr,
+    scale,
+    do_batch_stride,
+    do_row_stride,
+    do_head_stride,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    rows,
+    D: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program computes delta and dq of BLOCK_Q rows of one head; keys stream past."""
+    tiles = tl.cdiv(queries, BLOCK_Q)
+    batch = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+    first = tl.program_id(0) % tiles * BLOCK_Q
+    do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, head, queries
+    o_source = o_ptr, queries * heads * D, heads * D, D, batch, head, queries
+    q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
+    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
+    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
+    length = length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS)
+    factor = scale * LOG2_E
+    do = load_rows(do_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+    o = load_rows(o_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False).to(tl.float32)
+    if HAS_REST:
+        rest_source = rest_ptr, queries * heads * D, heads * D, D, batch, head, queries
+        o += load_rows(rest_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
+    row = first + tl.arange(0, BLOCK_Q)
+    at = (batch * heads + head).to(tl.int64) * queries + row
+    delta = tl.sum(do.to(tl.float32) * o, 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + at, mask=row < queries, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + at, delta, mask=row < queries)
+    m = tl.load(softmax_ptr + at, mask=row < queries, other=0.0)
+    share = tl.load(softmax_ptr + rows + at, mask=row < queries, other=0.0)
+    q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+
+    # The last keys come first: they alone need a mask, and the loop none.
+    last = tl.maximum(tl.cdiv(length, BLOCK_K) - 1, 0) * BLOCK_K
+    k = load_rows(k_source, last, length, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
+    v = load_rows(v_source, last, length, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
+    ds = score_slopes(q, k, v, do, m, delta, factor, UPCAST, PRECISION)
+    ds = tl.where((last + tl.arange(0, BLOCK_K) < length)[None, :], ds, 0.0)
+    dq = product(ds.to(k.dtype), k, UPCAST, PRECISION)
+    for start in tl.range(0, last, BLOCK_K, num_stages=NUM_STAGES):
+        k = load_rows(k_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
+        v = load_rows(v_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
+        ds = score_slopes(q, k, v, do, m, delta, factor, UPCAST, PRECISION)
+        dq += product(ds.to(k.dtype), k, UPCAST, PRECISION)
+    dq = dq * (scale * share)[:, None]
+    store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+
+
+@triton.jit
+def add_queries(
+    dk,
+    dv,
+    k,
+    v,
+    q_source,
+    do_source,
+    m_ptr,
+    share_ptr,
+    delta_ptr,
+    first,
+    queries,
+    factor,
+    BLOCK_Q: tl.constexpr,
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what a tile of queries says of dk and dv. Scores are held turned, [keys, queries]: so
+    they are the left operands of both products, and stay in registers.
+    """
+    q = load_rows(q_source, first, queries, BLOCK_Q, MASKED, D, BLOCK_D, DESCRIPTORS)
+    do = load_rows(do_source, first, queries, BLOCK_Q, MASKED, D, BLOCK_D, DESCRIPTORS)
+    row = first + tl.arange(0, BLOCK_Q)
+    if MASKED:
+        # The probabilities of rows that are not there are exp(-inf).
+        m = tl.load(m_ptr + row, mask=row < queries, other=float("inf"))
+        share = tl.load(share_ptr + row, mask=row < queries, other=0.0)
+        delta = tl.load(delta_ptr + row, mask=row < queries, other=0.0)
+    else:
+        m = tl.load(m_ptr + row)
+        share = tl.load(share_ptr + row)
+        delta = tl.load(delta_ptr + row)
+    p = tl.exp2(turned_product(k, q, UPCAST, PRECISION) * factor - m[None, :])
+    p = p * share[None, :]
+    dv += product(p.to(do.dtype), do, UPCAST, PRECISION)
+    ds = p * (turned_product(v, do, UPCAST, PRECISION) - delta[None, :])
+    dk += product(ds.to(q.dtype), q, UPCAST, PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _streaming_dkdv_kernel(
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    key_lengths_ptr,
+    softmax_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    scale,
+    do_batch_stride,
+    do_row_stride,
+    do_head_stride,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    rows,
+    D: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program computes dk and dv of BLOCK_K keys of one head; queries stream past."""
+    tiles = tl.cdiv(keys, BLOCK_K)
+    batch = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+    first = tl.program_id(0) % tiles * BLOCK_K
+    do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, head, queries
+    q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
+    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
+    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
+    length = length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS)
+    factor = scale * LOG2_E
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    if first < length:
+        k = load_rows(k_source, first, keys, BLOCK_K, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+        v = load_rows(v_source, first, keys, BLOCK_K, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+        # The last queries come first: they alone need a mask, and the loop none.
+        last = (tl.cdiv(queries, BLOCK_Q) - 1) * BLOCK_Q
+        of_head = (batch * heads + head).to(tl.int64) * queries
+        m_ptr, share_ptr = softmax_ptr + of_head, softmax_ptr + rows + of_head
+        delta_ptr += of_head
+        dk, dv = add_queries(
+            *(
+                dk,
+                dv,
+                k,
+                v,
+                q_source,
+                do_source,
+                m_ptr,
+                share_ptr,
+                delta_ptr,
+                last,
+                queries,
+                factor,
+            ),
+            *(BLOCK_Q, True, D, BLOCK_D, DESCRIPTORS, UPCAST, PRECISION),
+        )
+        for start in tl.range(0, last, BLOCK_Q, num_stages=NUM_STAGES):
+            dk, dv = add_queries(
+                *(
+                    dk,
+                    dv,
+                    k,
+                    v,
+                    q_source,
+                    do_source,
+                    m_ptr,
+                    share_ptr,
+                    delta_ptr,
+                    start,
+                    queries,
+                    factor,
+                ),
+                *(BLOCK_Q, False, D, BLOCK_D, DESCRIPTORS, UPCAST, PRECISION),
+            )
+    # What keys past the length would get has no meaning: their scores were never masked.
+    counted = (first + tl.arange(0, BLOCK_K) < length)[:, None]
+    dk, dv = tl.where(counted, dk * scale, 0.0), tl.where(counted, dv, 0.0)
+    store_rows(dk_ptr, dk, batch, head, first, keys, heads, D, BLOCK_K, BLOCK_D)
+    store_rows(dv_ptr, dv, batch, head, first, keys, heads, D, BLOCK_K, BLOCK_D)

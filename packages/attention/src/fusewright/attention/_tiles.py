@@ -1,0 +1,134 @@
+"""What the attention kernels have in common: tiles of rows, their products, the length of a task.
+
+A tile is some rows of one head, [BLOCK_ROWS, BLOCK_D], from a pointer or, with ``DESCRIPTOR``, from
+a tensor descriptor over all tasks' rows and all heads' columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_rows(
+    source,
+    first,
+    limit,
+    BLOCK_ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+):
+    """Rows ``first``, ``first + 1``, ... of a head.
+
+    With ``MASKED`` those from ``limit`` on are zero; without, they are whatever lies there.
+    ``source`` tells where a head is: the pointer or descriptor; the strides of tasks, rows and
+    heads; which task and head, and how many rows each has.
+    """
+    x_ptr, batch_stride, row_stride, head_stride, batch, head, rows = source
+    row = first + tl.arange(0, BLOCK_ROWS)
+    if DESCRIPTOR:
+        x = x_ptr.load([batch * rows + first, head * head_stride])
+        if MASKED:
+            x = tl.where((row < limit)[:, None], x, 0.0)
+    else:
+        col = tl.arange(0, BLOCK_D)
+        start = tl.cast(first, tl.int64) * row_stride
+        corner = x_ptr + (batch.to(tl.int64) * batch_stride + head * head_stride + start)
+        at = corner + (tl.arange(0, BLOCK_ROWS)[:, None] * row_stride + col[None, :])
+        if MASKED:
+            x = tl.load(at, mask=(row < limit)[:, None] & (col < D)[None, :], other=0.0)
+        elif D < BLOCK_D:
+            x = tl.load(at, mask=(col < D)[None, :], other=0.0)
+        else:
+            x = tl.load(at)
+    return x
+
+
+@triton.jit
+def store_rows(
+    out_ptr,
+    x,
+    batch,
+    head,
+    first,
+    rows,
+    heads,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write a tile to a contiguous [B, rows, heads, D]."""
+    row = first + tl.arange(0, BLOCK_ROWS)
+    col = tl.arange(0, BLOCK_D)
+    corner = out_ptr + ((batch.to(tl.int64) * rows + first) * heads + head) * D
+    at = corner + (tl.arange(0, BLOCK_ROWS)[:, None] * (heads * D) + col[None, :])
+    inside = (row < rows)[:, None] & (col < D)[None, :]
+    tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def to_tf32(x):
+    """fp32 rounded to the 10 bits of TF32, ties away from zero; the card itself cuts them off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x1000) & ~0x1FFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """a b in fp32. The interpreter multiplies only fp32 rightly: there the operands are widened."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    if PRECISION == "tf32":
+        a, b = to_tf32(a), to_tf32(b)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def turned_product(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """a b^T as the transpose of b a^T: the same bits. On a card both add in one order; the
+    interpreter's library does not.
+    """
+    if UPCAST:
+        ab = tl.trans(product(b, tl.trans(a), UPCAST, PRECISION))
+    else:
+        ab = product(a, tl.trans(b), UPCAST, PRECISION)
+    return ab
+
+
+@triton.jit
+def length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS: tl.constexpr):
+    """How many keys a task has: all, or as many as it says of those that there are."""
+    length = keys
+    if HAS_LENGTHS:
+        length = tl.load(key_lengths_ptr + batch)
+        length = tl.minimum(tl.maximum(length, 0), keys).to(tl.int32)
+    return length
+
+
+@triton.jit
+def masked_softmax(
+    q,
+    k,
+    scale,
+    first,
+    length,
+    BLOCK_KEYS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """exp(s - m) of the keys before ``length``, s = scale q k^T, with the row's maximum m in base 2
+    and the row's sum; without any key the maximum is 0 and the sum too.
+    """
+    inside = first + tl.arange(0, BLOCK_KEYS) < length
+    s = product(q, tl.trans(k), UPCAST, PRECISION) * (scale * LOG2_E)
+    s = tl.where(inside[None, :], s, float("-inf"))
+    m = tl.max(s, 1)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    p = tl.exp2(s - m[:, None])
+    return p, m, tl.sum(p, 1)

@@ -1,0 +1,232 @@
+r"""Attention of Nq queries to M keys, without a mask: softmax(scale q k^T) v for each head.
+
+    s_ij = scale q_i . k_j      lse_i = log sum_j exp(s_ij)
+    p_ij = exp(s_ij - lse_i)    o_i = sum_j p_ij v_j
+
+B tasks, H heads of width D; ``key_lengths`` says how many of its M keys a task has. The backward
+pass computes p anew, with delta_i = sum_d do_id o_id - dlse_i = sum_j p_ij dp_ij - dlse_i:
+
+    dp = do v^T    ds = p * (dp - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
+
+Saved for it: q, k, v; and, where the keys of a head are more than one tile, o, what its rounding
+took, and two fp32 numbers for each row, the greatest score and one over the sum below it. Up to 128
+keys are one tile, whose softmax is computed anew whole. Products accumulate in fp32 and the softmax
+is fp32; its probabilities, and ds, are rounded to the inputs' dtype for the next product. Outputs
+are rounded once. Sums have a fixed order: same inputs, same bits.
+
+Dao, FlashAttention-2, arXiv 2307.08691.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from . import reference
+from ._backends import Backend, card_of, launchers, uses_triton
+from ._checks import check_attention, check_lengths, checked_scale
+from ._configs import is_single_tile
+from ._registration import Derivative, Op, second_order
+
+Tensor = torch.Tensor
+
+
+def _forward_triton(q, k, v, key_lengths, scale, with_lse, keep=True):
+    found = launchers().launch_forward(q, k, v, key_lengths, scale, with_lse, keep)
+    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in found)
+
+
+def _forward_reference(q, k, v, key_lengths, scale, with_lse):
+    o, lse = reference.rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)
+    _, empty, *unread = _forward_fake(q, k, v, key_lengths, scale, False)
+    # The reference's backward pass needs nothing of the forward's.
+    return o, lse.float() if with_lse else empty, *(x.zero_() for x in unread)
+
+
+def _forward_fake(q, k, v, key_lengths, scale, with_lse):
+    batches, queries, heads, _ = q.shape
+    rows = (batches, heads, queries)
+    keep, narrow = not _few(k), q.dtype.itemsize < 4
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(rows if with_lse else (0,), dtype=torch.float32),
+        q.new_empty((2, *rows) if keep else (0,), dtype=torch.float32),
+        q.new_empty(q.shape) if keep and narrow else q.new_empty(0, dtype=torch.float32),
+    )
+
+
+def _few(k):
+    """Whether the keys of a head are one tile."""
+    return is_single_tile(k.shape[1], k.shape[-1], k.dtype.itemsize, card_of(k.device))
+
+
+def _backward_triton(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale):
+    return launchers().launch_backward(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale)
+
+
+def _backward_reference(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale):
+    return reference.rectangular_attention_backward(do, dlse, q, k, v, key_lengths, scale=scale)
+
+
+def _backward_fake(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+_forward = Op(
+    "rectangular_attention(Tensor q, Tensor k, Tensor v, Tensor? key_lengths, float scale,"
+    " bool with_lse) -> (Tensor o, Tensor lse, Tensor softmax, Tensor rest)",
+    triton=_forward_triton,
+    reference=_forward_reference,
+    fake=_forward_fake,
+    untracked=functools.partial(_forward_triton, keep=False),
+)
+_backward = Op(
+    "rectangular_attention_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v,"
+    " Tensor? key_lengths, Tensor? o, Tensor? rest, Tensor? softmax, float scale)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    triton=_backward_triton,
+    reference=_backward_reference,
+    fake=_backward_fake,
+)
+
+
+@_forward.derivative
+class _RectangularAttention(Derivative):
+    @staticmethod
+    def forward(ctx, run, q, k, v, key_lengths, scale, with_lse):
+        o, lse, softmax, rest = run(q, k, v, key_lengths, scale, with_lse)
+        saved = (None, None, None) if _few(k) else (o, rest, softmax)
+        ctx.save_for_backward(q, k, v, key_lengths, *saved)
+        ctx.scale = scale
+        ctx.set_materialize_grads(False)
+        if with_lse:
+            return o, lse, *_forward.statistics(ctx, run, softmax, rest)
+        return o, *_forward.statistics(ctx, run, lse, softmax, rest)
+
+    @staticmethod
+    def backward(ctx, do, dlse, *_):
+        q, k, v, key_lengths, o, rest, softmax = ctx.saved_tensors
+        if do is None and dlse is None:
+            return None, None, None, None, None, None, None
+        if do is None:
+            do = torch.zeros_like(q)
+        grads = _backward(do, dlse, q, k, v, key_lengths, o, rest, softmax, ctx.scale)
+        return None, *grads, None, None, None
+
+
+@_backward.derivative
+class _RectangularAttentionBackward(Derivative):
+    @staticmethod
+    def forward(ctx, run, do, dlse, q, k, v, key_lengths, o, rest, softmax, scale):
+        ctx.save_for_backward(do, dlse, q, k, v, key_lengths)
+        ctx.scale = scale
+        return run(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        *inputs, key_lengths = ctx.saved_tensors
+
+        def backward(do, dlse, q, k, v):
+            return _backward_reference(do, dlse, q, k, v, key_lengths, None, None, None, ctx.scale)
+
+        # o, rest and softmax stand for what the inputs say, and have no gradients of their own.
+        grads = second_order(backward, inputs, cotangents)
+        return None, *grads, None, None, None, None, None
+
+
+def rectangular_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """softmax(scale q k^T) v for each task and head: every query sees every key.
+
+    Args:
+        q: ``[B, Nq, H, D]``, D a multiple of 8 up to 128; fp32, bf16 or fp16 (the reference takes
+            fp64 too). Any strides; only a tensor whose last axis is not contiguous is copied. Under
+            autocast q, k and v are cast to its dtype, as torch's own attention does.
+        k, v: ``[B, M, H, D]``, in q's dtype.
+        scale: factor of the scores, positive; None takes 1 / sqrt(D).
+        key_lengths: ``[B]``, int32 or int64, on q's device: task b has only its first
+            ``key_lengths[b]`` keys. Numbers below 0 count as 0, beyond M as M; they are read on the
+            device alone, so that one compiled or captured step serves every length. Keys past the
+            length may hold anything, NaN too; their gradients are zero.
+        backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
+            "triton" raises where the kernels cannot serve.
+
+    Returns:
+        ``[B, Nq, H, D]``, contiguous, in q's dtype. Zero where a task has no keys. A NaN in a key
+        or value makes its head NaN, one in a query its row.
+
+    fp32 products are exact unless ``torch.backends.cuda.matmul.allow_tf32`` is set. Differentiable
+    in q, k and v, twice; the second derivative runs in plain torch and holds all scores.
+
+    Raises:
+        TypeError: a tensor is not floating point or not strided, key_lengths not int32 or int64, or
+            scale is no number.
+        ValueError: the shapes, dtypes or devices are not as above, or scale is not positive.
+        RuntimeError: backend is "triton" and the kernels cannot serve this call.
+    """
+    return _attention(q, k, v, scale, key_lengths, backend, with_lse=False)[0]
+
+
+def rectangular_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """:func:`rectangular_attention` and the log-sum-exp of its scores, with which attention to
+    several sets of keys is merged.
+
+    Args:
+        q, k, v, scale, key_lengths, backend: as in :func:`rectangular_attention`.
+
+    Returns:
+        The pair ``(o, lse)``; lse ``[B, H, Nq]`` in fp32 (fp64 for fp64 inputs), natural logarithm,
+        -inf where a task has no keys. Both are differentiable in q, k and v.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`rectangular_attention`.
+    """
+    return _attention(q, k, v, scale, key_lengths, backend, with_lse=True)
+
+
+def _attention(q, k, v, scale, key_lengths, backend, with_lse):
+    check_attention(q, k, v)
+    if key_lengths is not None:
+        check_lengths(key_lengths, q)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else checked_scale(scale)
+    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    if not uses_triton(q, backend):
+        return _reference(q, k, v, key_lengths, scale)
+    return _forward(q, k, v, key_lengths, scale, with_lse)[:2]
+
+
+def _autocast(x):
+    """x as autocast hands it to a matrix product."""
+    if x.dtype == torch.float64 or not _autocasts(x):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _autocasts(x):
+    # Autocast knows no meta tensors.
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def _reference(q, k, v, key_lengths, scale):
+    """The reference, in its own precision under autocast too."""
+    if not _autocasts(q):
+        return reference.rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)
+    with torch.autocast(q.device.type, enabled=False):
+        return reference.rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)

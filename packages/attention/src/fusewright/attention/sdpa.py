@@ -1,0 +1,29 @@
+"""Which implementation torch's own attention would take."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from ._checks import check_attention
+
+
+def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBackend:
+    """The backend that ``torch.nn.functional.scaled_dot_product_attention`` takes for this
+    attention without a mask, under the ``torch.nn.attention.sdpa_kernel`` context that holds now.
+
+    Args:
+        q: ``[B, Nq, H, D]``, as in :func:`rectangular_attention`; the heads stand before the tokens
+            only where torch sees them.
+        k, v: ``[B, M, H, D]``.
+
+    Returns:
+        A member of ``torch.nn.attention.SDPBackend``, such as ``FLASH_ATTENTION``; ``ERROR`` where
+        the context leaves none that can serve. Nothing is computed.
+
+    Raises:
+        TypeError, ValueError: as :func:`rectangular_attention`.
+    """
+    check_attention(q, k, v)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return SDPBackend(torch._fused_sdp_choice(q, k, v))

@@ -1,0 +1,114 @@
+"""The ops of the package as data, so that a property of both is tested on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fusewright import attention
+from fusewright.attention import reference
+from fusewright_testkit import Yardstick
+
+# Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
+torch.set_num_threads(1)
+
+SCALE = 0.3
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionOp:
+    """One public function of q [B, Nq, H, D] and k and v [B, M, H, D]."""
+
+    name: str
+
+    def kernels(self, q, k, v, key_lengths=None, **options: Any) -> Any:
+        """The Triton kernels."""
+        return self.public(q, k, v, key_lengths, **{"backend": "triton"} | options)
+
+    def public(self, q, k, v, key_lengths=None, **options: Any) -> Any:
+        options = {"scale": SCALE} | options
+        return getattr(attention, self.name)(q, k, v, key_lengths=key_lengths, **options)
+
+    def reference(self, *tensors: torch.Tensor | None, **options: Any) -> Any:
+        return getattr(reference, self.name)(*tensors, **{"scale": SCALE} | options)
+
+    def check(self, tensors: Tensors, lengths: list[int] | None = None, **options: Any) -> None:
+        """Hold the kernels' outputs and gradients against the yardstick."""
+        key_lengths = None if lengths is None else torch.tensor(lengths, device=tensors[0].device)
+        inputs = [*tensors, key_lengths]
+        yardstick = Yardstick(partial(self.reference, **options), inputs)
+        yardstick.check(partial(self.kernels, **options))
+
+    def draw(
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> Tensors:
+        """q, k and v of a (B, Nq, M, H, D) from normal distributions."""
+        batches, queries, keys, heads, width = shape
+        rows = (queries, keys, keys)
+        return [torch.randn(batches, n, heads, width, device=device).to(dtype) for n in rows]
+
+    def first(self, outputs: Any) -> torch.Tensor:
+        """o among what the op returns."""
+        return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+
+OPS = {
+    op.name: op
+    for op in map(AttentionOp, ("rectangular_attention", "rectangular_attention_with_lse"))
+}
+
+
+@pytest.fixture(params=OPS)
+def op(request: pytest.FixtureRequest) -> AttentionOp:
+    """Each op of the package; a module that is about one says so by its parametrization."""
+    return OPS[request.param]
+
+
+@pytest.fixture
+def lse_op() -> AttentionOp:
+    """The op that returns the log-sum-exp too."""
+    return OPS["rectangular_attention_with_lse"]
+
+
+@pytest.fixture
+def fresh_plans() -> Iterator[None]:
+    """No launch planned before the test, and none of its own kept: for tests that change tables."""
+    from fusewright.attention._backward import backward_plan
+    from fusewright.attention._forward import forward_plan
+
+    for plan in (forward_plan, backward_plan):
+        plan.cache_clear()
+    yield
+    for plan in (forward_plan, backward_plan):
+        plan.cache_clear()
+
+
+@pytest.fixture(params=["tables", "single-tile", "pointers", "descriptors"])
+def scheme(
+    request: pytest.FixtureRequest, fresh_plans: None, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """How keys are read: as the tables say; as one tile, the queries cut into chunks; in many
+    small tiles, by pointers or by descriptors.
+    """
+    from fusewright.attention import _backward, _configs, _forward
+
+    if request.param == "single-tile":
+        line = _configs.SingleTileConfig(128, 128, 4, queries=16, num_warps=4, num_stages=1)
+        monkeypatch.setattr(_forward, "SINGLE_TILE_FORWARD", (line,))
+        monkeypatch.setattr(_backward, "SINGLE_TILE_BACKWARD", (line,))
+        monkeypatch.setattr(_configs, "SINGLE_TILE_FITS", 1)
+    elif request.param != "tables":
+        monkeypatch.setattr(_configs, "SINGLE_TILE_KEYS", 0)
+        small = dict(queries=16, keys=16, num_warps=4, num_stages=2)
+        line = _configs.TileConfig(128, 4, **small)
+        described = line._replace(hopper=True, descriptors=True)
+        lines = (described, line) if request.param == "descriptors" else (line,)
+        monkeypatch.setattr(_forward, "FORWARD", lines)
+        for table in ("DQ", "DKDV"):
+            monkeypatch.setattr(_backward, table, lines)
+    return request.param

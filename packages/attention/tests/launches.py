@@ -1,0 +1,48 @@
+"""Calls that launch the kernels, for the compile tests: tensors are never read."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from fusewright.attention import _backward, _configs, _forward
+from fusewright.attention._backends import Card
+from fusewright.attention._backward import launch_backward
+from fusewright.attention._forward import launch_forward
+
+# The card that is compiled for.
+CARD = Card(
+    multiprocessors=132,
+    shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
+    capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
+)
+for module in (_forward, _backward):
+    module.card_of = lambda device: CARD
+
+
+def launch(
+    keys: int, width: int, dtype: torch.dtype, batches: int = 2, lengths: bool = True
+) -> None:
+    """Forward and backward of one size."""
+    q = torch.empty(batches, 1000, 8, width, dtype=dtype)
+    k = torch.empty(batches, keys, 8, width, dtype=dtype)
+    lse, softmax = torch.empty(batches, 8, 1000), torch.empty(2, batches, 8, 1000)
+    key_lengths = torch.empty(batches, dtype=torch.int32) if lengths else None
+    launch_forward(q, k, k, key_lengths, 0.125, True)
+    launch_backward(q, lse, q, k, k, key_lengths, q, q, softmax, 0.125)
+
+
+def one_of_each() -> None:
+    """Every kernel once."""
+    launch(1000, 64, torch.bfloat16)
+    launch(64, 64, torch.bfloat16)
+
+
+def every_line() -> None:
+    """Every width and dtype of the tables, powers of 2 and others, with few keys and with many."""
+    keys = {line.max_keys for line in _configs.SINGLE_TILE_BACKWARD}
+    for width in (8, 16, 32, 40, 64, 80, 128):
+        for dtype in (torch.bfloat16, torch.float32):
+            for number in (1000, 16, *keys):
+                launch(number, width, dtype)
+                launch(number, width, dtype, batches=256, lengths=False)

@@ -1,0 +1,203 @@
+"""What only a card can show: graphs, synchronisation, streams, great sizes, the tuned tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.attention import rectangular_attention, reference, sdpa_backend
+from fusewright_testkit import Yardstick
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+SHAPES = ((4, 300, 64, 8, 64), (2, 300, 700, 4, 64))
+
+
+def gradients(op, tensors, key_lengths=None):
+    o = op.first(op.kernels(*tensors, key_lengths))
+    return [o, *torch.autograd.grad(o, tensors, torch.ones_like(o))]
+
+
+def equal(found, expected):
+    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_replayed_graph_gives_eager_bits_of_the_values_and_lengths_of_the_replay(op, shape):
+    tensors = [x.requires_grad_() for x in op.draw(shape, BF16, "cuda")]
+    key_lengths = torch.full((shape[0],), 40, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(op, tensors, key_lengths)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = gradients(op, tensors, key_lengths)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.normal_()
+    key_lengths.copy_(torch.arange(shape[0]) * 13)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert equal(captured, gradients(op, tensors, key_lengths))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_call_waits_for_the_card(op, shape):
+    tensors = [x.requires_grad_() for x in op.draw(shape, BF16, "cuda")]
+    key_lengths = torch.full((shape[0],), 40, device="cuda")
+    gradients(op, tensors, key_lengths)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(op, tensors, key_lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Each is compiled for itself: the lines of the tables, and widths that are padded.
+LINES = [
+    *((BF16, width, keys) for width in (16, 40, 64, 128) for keys in (47, 64, 127, 500)),
+    *((torch.float32, width, keys) for width in (40, 64, 128) for keys in (47, 127, 500)),
+    *((torch.float16, 64, keys) for keys in (64, 500)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "width", "keys"), LINES)
+def test_every_line_of_the_tables_is_as_near_to_fp64_as_torch(lse_op, dtype, width, keys):
+    lse_op.check(lse_op.draw((2, 257, keys, 2, width), dtype, "cuda"), [keys, keys // 2])
+
+
+@pytest.mark.parametrize("keys", [64, 500])
+def test_tf32_only_where_torch_takes_it(op, keys):
+    tensors = op.draw((2, 257, keys, 2, 64), torch.float32, "cuda")
+    exact = op.first(op.kernels(*tensors))
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        op.check(tensors)
+        assert not torch.equal(op.first(op.kernels(*tensors)), exact)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert torch.equal(op.first(op.kernels(*tensors)), exact)
+
+
+def test_rows_of_a_great_task_are_as_near_to_fp64_as_torch(op):
+    """256 queries of (10k, 1k), whose values and gradients are computed amid all others."""
+    q, k, v = op.draw((1, 11000, 10000, 2, 64), BF16, "cuda")
+    chosen = torch.randperm(11000, device="cuda")[:256]
+
+    def amid_the_rest(q_chosen, k, v):
+        o = op.first(op.kernels(q.index_copy(1, chosen, q_chosen), k, v))
+        return o.index_select(1, chosen)
+
+    yardstick = Yardstick(lambda *t: op.first(op.reference(*t)), [q.index_select(1, chosen), k, v])
+    yardstick.check(amid_the_rest)
+
+
+def test_tensor_past_31_bits_of_elements(op):
+    """More elements of q than a 32-bit number counts; as many tasks as leave the queries whole."""
+    few, great = 40, (1 << 31) // (500 * 8 * 64) + 2
+    drawn = op.draw((few, 500, 64, 8, 64), BF16, "cuda")
+    results = []
+    for tasks in (few, great):
+        repeats = torch.arange(tasks, device="cuda").clamp(max=few - 2)
+        repeats[-1] = few - 1
+        leaves = [x.index_select(0, repeats).requires_grad_() for x in drawn]
+        o = op.first(op.kernels(*leaves))
+        grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
+        results.append([x[[0, few - 2, -1]].clone() for x in (o, *grads)])
+        del leaves, o, grads
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("tasks", [1, 3, 2000])
+def test_chunks_of_queries_add_up(op, tasks):
+    """Few tasks are cut into chunks, many are not."""
+    shape = (tasks, 700, 50, 1, 32) if tasks < 100 else (tasks, 70, 50, 1, 32)
+    op.check(op.draw(shape, BF16, "cuda"))
+
+
+def test_same_bits_twice_and_on_two_streams(op):
+    for shape in SHAPES:
+        tensors = [x.requires_grad_() for x in op.draw(shape, BF16, "cuda")]
+        expected = gradients(op, tensors)
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        found = []
+        torch.cuda.synchronize()
+        for _ in range(5):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found.append(gradients(op, tensors))
+        torch.cuda.synchronize()
+        assert all(equal(values, expected) for values in found)
+
+
+def test_pointers_and_descriptors_agree(op, monkeypatch, fresh_plans):
+    """The same tiles, read by one and the other."""
+    from fusewright.attention import _backward, _configs, _forward
+
+    tensors = [x.requires_grad_() for x in op.draw((2, 300, 700, 4, 64), BF16, "cuda")]
+    found = []
+    for described in (False, True):
+        line = _configs.TileConfig(64, 2, queries=64, keys=64, num_warps=4, num_stages=2)
+        line = line._replace(hopper=described, descriptors=described)
+        for module, table in ((_forward, "FORWARD"), (_backward, "DQ"), (_backward, "DKDV")):
+            monkeypatch.setattr(module, table, (line,))
+        _forward.forward_plan.cache_clear()
+        _backward.backward_plan.cache_clear()
+        found.append(gradients(op, tensors))
+    assert equal(*found)
+
+
+def test_inductor_compiles_forward_and_backward(op):
+    torch._dynamo.reset()
+    for shape in SHAPES:
+        tensors = [x.requires_grad_() for x in op.draw(shape, BF16, "cuda")]
+        compiled = torch.compile(op.kernels, fullgraph=True)
+        o = op.first(compiled(*tensors))
+        found = [o, *torch.autograd.grad(o, tensors, torch.ones_like(o))]
+        assert equal(found, gradients(op, tensors))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_kernels_run_on_the_device_of_the_tensor(op):
+    tensors = [x.requires_grad_() for x in op.draw((2, 30, 200, 2, 64), BF16, "cuda:1")]
+    assert equal(gradients(op, tensors), gradients(op, tensors))
+
+
+def test_sdpa_backend_is_the_one_that_torch_takes():
+    q = torch.randn(2, 64, 4, 64, device="cuda", dtype=BF16)
+    for wanted in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(wanted):
+            assert sdpa_backend(q, q, q) == wanted
+
+
+def test_absolute_error_on_unit_normal_inputs():
+    q, k, v = (torch.randn(2, n, 4, 64, device="cuda", dtype=BF16) for n in (500, 1000, 1000))
+    truth = reference.rectangular_attention(q.double(), k.double(), v.double(), scale=0.125)
+    assert (rectangular_attention(q, k, v) - truth).abs().max() < 1e-2
+
+
+def test_scores_of_1e4_err_no_more_than_those_of_torch(lse_op):
+    """One key takes all; torch's flash attention is held to the same truth."""
+    q, k, v = lse_op.draw((2, 300, 500, 4, 64), BF16, "cuda")
+    q, k = 40 * q, 40 * k
+    do = torch.randn_like(q)
+
+    def flash(q, k, v):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    def errors(call, dtype=BF16):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        o = call(*leaves)
+        return [o, *torch.autograd.grad(o, leaves, do.to(dtype))]
+
+    truth = errors(lambda *t: reference.rectangular_attention(*t, scale=0.125), torch.float64)
+    ours, torchs = errors(rectangular_attention), errors(flash)
+    for found, theirs, exact in zip(ours, torchs, truth, strict=True):
+        allowed = 2 * (theirs - exact).abs().max() + 2 * torch.finfo(BF16).eps * exact.abs().max()
+        assert (found - exact).abs().max() <= allowed

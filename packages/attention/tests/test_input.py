@@ -1,0 +1,95 @@
+"""Bad input gets an error that says what was wanted and what came."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fusewright.attention import rectangular_attention, sdpa_backend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SHAPE = (2, 5, 6, 2, 8)
+
+
+def operands(batches, queries, keys, heads, width):
+    return [torch.randn(batches, rows, heads, width) for rows in (queries, keys, keys)]
+
+
+q, k, v = operands(*SHAPE)
+
+BAD = {
+    "list": ((q.tolist(), k, v), {}, TypeError, "q must be a tensor, got list"),
+    "integers": ((q.int(), k, v), {}, TypeError, "float64, got torch.int32"),
+    "sparse": ((q, k.to_sparse(), v), {}, TypeError, "k must be a strided tensor"),
+    "three axes": ((q[0], k, v), {}, ValueError, r"q must be \[batch, tokens, heads, width\]"),
+    "width 12": ((q.repeat(1, 1, 1, 2)[..., :12], k, v), {}, ValueError, "multiple of 8 .*got 12"),
+    "width 136": (operands(1, 2, 3, 1, 136), {}, ValueError, "up to 128, got 136"),
+    "width 0": (operands(1, 2, 3, 1, 0), {}, ValueError, "multiple of 8 up to 128, got 0"),
+    "heads": ((q, k[:, :, :1], v[:, :, :1]), {}, ValueError, r"k and v must be \[2, M, 2, 8\]"),
+    "tasks": ((q, k[:1], v[:1]), {}, ValueError, r"k and v must be \[2, M, 2, 8\]"),
+    "keys": ((q, k, v[:, :5]), {}, ValueError, r"one M; got k \(2, 6, 2, 8\), v \(2, 5, 2, 8\)"),
+    "widths": ((q, k, v.repeat(1, 1, 1, 2)), {}, ValueError, r"v \(2, 6, 2, 16\)"),
+    "dtypes": ((q, k, v.half()), {}, ValueError, "v must have q's dtype torch.float32, got"),
+    "devices": ((q, k.to("meta"), v), {}, ValueError, "k must be on q's device cpu, got meta"),
+    "text as scale": ((q, k, v), dict(scale="1"), TypeError, "scale must be a number, got str"),
+    "true as scale": ((q, k, v), dict(scale=True), TypeError, "scale must be a number, got bool"),
+    "negative scale": ((q, k, v), dict(scale=-1.0), ValueError, "positive number, got -1.0"),
+    "zero scale": ((q, k, v), dict(scale=0), ValueError, "positive number, got 0"),
+    "infinite scale": ((q, k, v), dict(scale=math.inf), ValueError, "positive number, got inf"),
+    "nan scale": ((q, k, v), dict(scale=math.nan), ValueError, "positive number, got nan"),
+    "lengths as list": ((q, k, v), dict(key_lengths=[1, 2]), TypeError, "must be a tensor"),
+    "float lengths": (
+        *((q, k, v), dict(key_lengths=torch.ones(2))),
+        *(TypeError, "int32 or int64, got torch.float32"),
+    ),
+    "three lengths": (
+        *((q, k, v), dict(key_lengths=torch.ones(3, dtype=torch.int32))),
+        *(ValueError, r"shape \(2,\), one number for each task, got \(3,\)"),
+    ),
+    "lengths elsewhere": (
+        *((q, k, v), dict(key_lengths=torch.ones(2, dtype=torch.int32, device="meta"))),
+        *(ValueError, "key_lengths must be on q's device cpu, got meta"),
+    ),
+    "backend": ((q, k, v), dict(backend="cuda"), ValueError, '"auto", "triton" or "reference"'),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(op, name):
+    tensors, options, error, message = BAD[name]
+    options = dict(options)
+    with pytest.raises(error, match=message):
+        op.public(*tensors, options.pop("key_lengths", None), **options)
+
+
+def test_triton_says_why_it_cannot_serve(op):
+    with pytest.raises(RuntimeError, match=r"not torch\.float64"):
+        op.public(*op.draw(SHAPE, torch.float64), backend="triton")
+
+
+def test_great_row_strides_are_copied(op, device):
+    """Offsets inside a tile are 32-bit numbers."""
+    rows = torch.randn(40 * 2**23 + 2**10, device=device, dtype=torch.bfloat16)
+    wide = rows.as_strided((1, 40, 1, 16), (40 * (2**23 + 8), 2**23 + 8, 16, 1))
+    found = op.first(op.kernels(wide, wide, wide))
+    copy = wide.contiguous()
+    assert torch.equal(found, op.first(op.kernels(copy, copy, copy)))
+
+
+def test_sdpa_backend_follows_the_context(op, device):
+    tensors = op.draw((1, 4, 6, 2, 16), torch.bfloat16, device)
+    for wanted in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(wanted):
+            assert sdpa_backend(*tensors) == wanted
+    assert sdpa_backend(*tensors) != SDPBackend.ERROR
+
+
+def test_sdpa_backend_checks_its_input():
+    with pytest.raises(ValueError, match="multiple of 8"):
+        sdpa_backend(*operands(1, 2, 3, 1, 12))
+
+
+def test_default_scale_is_that_of_torch():
+    expected = rectangular_attention(q, k, v, scale=8**-0.5)
+    assert torch.equal(rectangular_attention(q, k, v), expected)

@@ -1,0 +1,256 @@
+"""Values and gradients against fp64, with the error that plain torch makes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fusewright.attention import reference
+from fusewright_testkit import Yardstick
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+# B, Nq, M, H, D
+SHAPES = (
+    (1, 1, 1, 1, 8),
+    (2, 5, 3, 1, 8),
+    (2, 33, 16, 2, 16),
+    (1, 17, 47, 2, 24),
+    (2, 40, 64, 1, 32),
+    (1, 20, 65, 1, 40),
+    (1, 34, 50, 3, 64),
+    (1, 18, 40, 1, 128),
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients(op, scheme, shape, device):
+    if scheme in ("pointers", "descriptors") and shape[2] < 16:
+        pytest.skip("so few keys are one tile on every card")
+    op.check(op.draw(shape, F32, device))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_low_precision(op, scheme, dtype, device):
+    op.check(op.draw((1, 40, 70, 2, 32), dtype, device))
+
+
+@pytest.mark.parametrize("keys", [127, 128, 129, 300])
+def test_many_keys_with_the_tables_of_the_package(op, keys, device):
+    op.check(op.draw((1, 70, keys, 1, 64), BF16, device))
+
+
+@pytest.mark.parametrize("lengths", [[0, 1, 40], [16, 17, 39], [-3, 1000, 32]], ids=str)
+def test_key_lengths(op, scheme, lengths, device):
+    op.check(op.draw((3, 20, 40, 1, 16), F32, device), [min(max(n, 0), 40) for n in lengths])
+    tensors = op.draw((3, 20, 40, 1, 16), F32, device)
+    given, clamped = (
+        torch.tensor(n, device=device) for n in (lengths, [min(max(n, 0), 40) for n in lengths])
+    )
+    assert torch.equal(
+        op.first(op.kernels(*tensors, given)), op.first(op.kernels(*tensors, clamped))
+    )
+    assert torch.equal(
+        op.first(op.kernels(*tensors, given.int())), op.first(op.kernels(*tensors, given))
+    )
+
+
+def test_keys_past_the_length_may_hold_anything(lse_op, scheme, device):
+    lengths = torch.tensor([5, 0, 23], device=device)
+    clean = [x.requires_grad_() for x in lse_op.draw((3, 20, 40, 1, 16), F32, device)]
+    past = torch.arange(40, device=device)[None, :, None, None] >= lengths[:, None, None, None]
+    spoiled = [
+        clean[0],
+        *(x.detach().masked_fill(past, math.nan).requires_grad_() for x in clean[1:]),
+    ]
+    both = []
+    for tensors in (clean, spoiled):
+        o = lse_op.first(lse_op.kernels(*tensors, lengths))
+        both.append((o, *torch.autograd.grad(o.square().sum(), tensors)))
+    for value, expected in zip(*reversed(both), strict=True):
+        assert torch.equal(value, expected)
+    assert both[1][2].masked_select(past).eq(0).all()
+    assert both[1][0][1].eq(0).all()
+
+
+def test_log_sum_exp_without_keys_is_minus_infinity(lse_op, scheme, device):
+    lengths = torch.tensor([0, 2], device=device)
+    _, lse = lse_op.kernels(*lse_op.draw((2, 3, 4, 1, 16), F32, device), lengths)
+    assert lse[0].eq(-math.inf).all()
+    assert lse[1].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 3, 1, 16), (2, 3, 0, 1, 16), (0, 3, 4, 1, 16)], ids=str)
+def test_no_queries_no_keys_no_tasks(op, shape, device):
+    tensors = op.draw(shape, F32, device)
+    op.check(tensors)
+    o = op.first(op.kernels(*tensors))
+    assert o.shape == tensors[0].shape
+    assert o.eq(0).all()
+
+
+@pytest.mark.parametrize("scale", [None, 1e-4, 3.0])
+def test_scale(lse_op, scheme, scale, device):
+    tensors = lse_op.draw((1, 20, 40, 1, 16), F32, device)
+    yardstick_scale = 0.25 if scale is None else scale
+    lse_op.check(tensors, scale=yardstick_scale)
+    found = lse_op.first(lse_op.kernels(*tensors, scale=scale))
+    assert torch.equal(found, lse_op.first(lse_op.kernels(*tensors, scale=yardstick_scale)))
+
+
+def strided(op, kind: str, device: str) -> list[torch.Tensor]:
+    """q, k and v of (2, 20, 40, 2, 16) as somebody may bring them."""
+    q, k, v = op.draw((2, 20, 40, 2, 16), F32, device)
+    if kind == "packed keys and values":
+        k, v = torch.stack([k, v], 2).unbind(2)
+    elif kind == "heads before tokens":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    elif kind == "width first":
+        q, k, v = (x.movedim(-1, 0).contiguous().movedim(0, -1) for x in (q, k, v))
+    elif kind == "shared keys":
+        k, v = (x[:1].expand(2, -1, -1, -1) for x in (k, v))
+    elif kind == "unaligned":
+        q, k, v = (torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in (q, k, v))
+    elif kind == "reversed context":
+        k, v = (torch.cat([x, x], 1)[:, 40:] for x in (k, v))
+    return [q, k, v]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "packed keys and values",
+        "heads before tokens",
+        "width first",
+        "shared keys",
+        "unaligned",
+        "reversed context",
+    ],
+)
+def test_strides(lse_op, scheme, kind, device):
+    tensors = strided(lse_op, kind, device)
+    lse_op.check(tensors)
+    found = lse_op.first(lse_op.kernels(*tensors))
+    assert found.is_contiguous()
+
+
+def test_strided_upstream_gradients(lse_op, scheme, device):
+    tensors = [x.requires_grad_() for x in lse_op.draw((2, 20, 40, 2, 16), F32, device)]
+    o = lse_op.first(lse_op.kernels(*tensors))
+    upstream = torch.randn(20, 2, 2, 16, device=device).transpose(0, 1)
+    expected = torch.autograd.grad(o, tensors, upstream.contiguous(), retain_graph=True)
+    found = torch.autograd.grad(o, tensors, upstream, retain_graph=True)
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+    # A sum's gradient is one number, repeated with strides of zero.
+    ones = torch.autograd.grad(o, tensors, torch.ones_like(o), retain_graph=True)
+    found = torch.autograd.grad(o.sum(), tensors)
+    assert all(torch.equal(f, e) for f, e in zip(found, ones, strict=True))
+
+
+@pytest.mark.parametrize("only", ["o", "lse"])
+def test_gradient_of_one_output_alone(lse_op, scheme, only, device):
+    def one(call):
+        return lambda *t: call(*t)[("o", "lse").index(only)]
+
+    tensors = lse_op.draw((2, 20, 40, 1, 16), F32, device)
+    Yardstick(one(lse_op.reference), tensors).check(one(lse_op.kernels))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_great_scores(lse_op, scheme, dtype, device):
+    """Scores of thousands: one key takes all."""
+    q, k, v = lse_op.draw((1, 20, 40, 1, 16), dtype, device)
+    lse_op.check([30 * q, 30 * k, v], scale=0.25)
+
+
+def test_equal_scores_average_the_values(lse_op, scheme, device):
+    q, k, v = lse_op.draw((1, 20, 40, 1, 16), F32, device)
+    o = lse_op.first(lse_op.kernels(q, torch.zeros_like(k), v))
+    mean = v.double().mean(1, keepdim=True).expand(-1, 20, -1, -1)
+    torch.testing.assert_close(o.double(), mean, rtol=0, atol=4e-7)
+
+
+def test_repeated_keys(lse_op, scheme, device):
+    """Every key four times over: several probabilities are the row's greatest."""
+    q, k, v = lse_op.draw((1, 20, 10, 1, 16), BF16, device)
+    lse_op.check([q, k.repeat(1, 4, 1, 1), v.repeat(1, 4, 1, 1)])
+
+
+def test_nan_in_a_query_stays_in_its_row(lse_op, scheme, device):
+    q, k, v = lse_op.draw((2, 20, 40, 2, 16), F32, device)
+    clean = lse_op.first(lse_op.kernels(q, k, v))
+    q[1, 3, 0, 5] = math.nan
+    o = lse_op.first(lse_op.kernels(q, k, v))
+    assert o[1, 3, 0].isnan().all()
+    o[1, 3, 0] = clean[1, 3, 0]
+    assert torch.equal(o, clean)
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
+def test_nan_in_a_key_or_value_stays_in_its_head(lse_op, scheme, which, device):
+    tensors = lse_op.draw((2, 20, 40, 2, 16), F32, device)
+    clean = lse_op.first(lse_op.kernels(*tensors))
+    tensors[which][1, 39, 0] = math.nan
+    o = lse_op.first(lse_op.kernels(*tensors))
+    assert o[1, :, 0].isnan().all()
+    assert torch.equal(o[0], clean[0])
+    assert torch.equal(o[1, :, 1], clean[1, :, 1])
+
+
+def test_order_of_the_keys_does_not_matter(lse_op, scheme, device):
+    q, k, v = lse_op.draw((1, 20, 40, 2, 16), F32, device)
+    order = torch.randperm(40, device=device)
+
+    def shuffled(call):
+        return lambda q, k, v, lengths: call(q, k[:, order], v[:, order])
+
+    Yardstick(lse_op.reference, [q, k, v, None]).check(shuffled(lse_op.kernels))
+
+
+def test_removing_a_query_changes_no_bit_of_the_others(lse_op, scheme, device):
+    q, k, v = lse_op.draw((2, 21, 40, 2, 16), F32, device)
+    all_rows = lse_op.first(lse_op.kernels(q, k, v))
+    assert torch.equal(lse_op.first(lse_op.kernels(q[:, :-1], k, v)), all_rows[:, :-1])
+
+
+def test_parts_merge_to_the_whole(lse_op, scheme, device):
+    """What the log-sum-exp is for."""
+    tensors = lse_op.draw((1, 20, 50, 2, 16), F32, device)
+
+    def merged(q, k, v):
+        parts = [lse_op.kernels(q, k[:, s], v[:, s]) for s in (slice(0, 18), slice(18, 50))]
+        outputs = torch.stack([o for o, _ in parts])
+        lse = torch.stack([lse for _, lse in parts])
+        weights = torch.softmax(lse, 0).transpose(2, 3).unsqueeze(-1)
+        return (weights * outputs).sum(0), lse.logsumexp(0)
+
+    Yardstick(lse_op.reference, tensors).check(merged)
+
+
+def test_reference_gradients_are_the_derivatives(lse_op):
+    tensors = [x.double().requires_grad_() for x in lse_op.draw((2, 3, 4, 2, 8))]
+    lengths = torch.tensor([4, 2])
+
+    def call(*args):
+        return reference.rectangular_attention_with_lse(*args, lengths, scale=0.3)
+
+    assert torch.autograd.gradcheck(call, tensors)
+    assert torch.autograd.gradgradcheck(call, tensors)
+
+
+def test_reference_backward_is_that_of_autograd(lse_op):
+    tensors = [x.double().requires_grad_() for x in lse_op.draw((3, 3, 4, 2, 8))]
+    lengths = torch.tensor([4, 2, 0])
+    o, lse = reference.rectangular_attention_with_lse(*tensors, lengths, scale=0.3)
+    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    expected = torch.autograd.grad((o, lse), tensors, (do, dlse))
+    found = reference.rectangular_attention_backward(do, dlse, *tensors, lengths, scale=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+def test_agrees_with_torch(op, device):
+    q, k, v = op.draw((2, 20, 40, 2, 32), F32, device)
+    o = op.first(op.kernels(q, k, v, scale=None))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    torch.testing.assert_close(o, expected)

@@ -1,0 +1,261 @@
+"""Time every candidate launch of the attention kernels on this card; the fastest lines go to
+``_configs.py``.
+
+    PYTHONPATH=packages/attention/src:ci/testkit/src python packages/attention/tune.py --out
+    packages/attention/results
+
+Needs a GPU. Every candidate is checked against the reference before it is timed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import csv
+import functools
+import itertools
+import multiprocessing
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import typer
+from fusewright.attention import _backward, _forward, reference
+from fusewright.attention._backward import backward_plan, launch_backward
+from fusewright.attention._configs import SingleTileConfig, TileConfig
+from fusewright.attention._forward import forward_plan, launch_forward
+from fusewright_testkit.bench import environment_name
+from fusewright_testkit.compiled import compile_launch, recorded_launches
+from fusewright_testkit.timing import copies_needed, graph_time
+
+
+class Size(NamedTuple):
+    """B tasks, Nq queries, M keys, H heads of width D."""
+
+    batches: int
+    queries: int
+    keys: int
+    heads: int
+    width: int
+
+
+# The table that each kind tunes, and how many products of Nq x M x D its launches compute.
+TABLES = {
+    "forward": (_forward, "FORWARD", 2),
+    "dq": (_backward, "DQ", 3),
+    "dkdv": (_backward, "DKDV", 4),
+    "single_forward": (_forward, "SINGLE_TILE_FORWARD", 2),
+    "single_backward": (_backward, "SINGLE_TILE_BACKWARD", 5),
+}
+STREAMING_SIZES = (
+    Size(4, 11000, 10000, 8, 64),
+    Size(4, 5500, 5000, 8, 128),
+    Size(4, 5500, 5000, 8, 32),
+)
+SINGLE_SIZES = (
+    Size(256, 564, 64, 8, 64),
+    Size(256, 564, 128, 8, 64),
+    Size(256, 564, 128, 8, 128),
+    Size(256, 564, 64, 8, 32),
+)
+Candidate = TileConfig | SingleTileConfig
+
+
+def candidates_of(kind: str, size: Size) -> list[Candidate]:
+    """Lines of a launch table for one size."""
+    limits = dict(max_width=size.width, max_bytes=2)
+    found: list[Candidate] = []
+    if kind.startswith("single"):
+        for queries, warps, stages in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
+            line = SingleTileConfig(
+                size.keys, **limits, queries=queries, num_warps=warps, num_stages=stages
+            )
+            found.append(line)
+        return found
+    for queries, keys, warps, stages in itertools.product(
+        (32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)
+    ):
+        streamed, kept = (queries, keys) if kind == "dkdv" else (keys, queries)
+        area = queries * keys
+        if kept >= 64 and streamed <= kept and 2048 <= area // (warps // 4) <= 8192 * 2:
+            line = TileConfig(
+                **limits,
+                queries=queries,
+                keys=keys,
+                num_warps=warps,
+                num_stages=stages,
+                descriptors=False,
+            )
+            found += [line, line._replace(hopper=True, descriptors=True)]
+    return found
+
+
+def precompile(jobs: list[tuple[str, Size, Candidate]]) -> None:
+    """Fill triton's cache on all cores; nothing is launched."""
+    with concurrent.futures.ProcessPoolExecutor(
+        mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        list(pool.map(compile_one, jobs, chunksize=4))
+
+
+def compile_one(job: tuple[str, Size, Candidate]) -> None:
+    """Compile what one candidate launches, as for the bf16 inputs that are timed."""
+    kind, size, candidate = job
+    with configured(kind, candidate), recorded_launches() as recorded:
+        for call in launches(kind, size._replace(batches=1), device="cpu", copies=1):
+            call()
+    for launch in recorded:
+        # What does not compile fails again, and is named, when it is timed.
+        with contextlib.suppress(Exception):
+            compile_launch(launch, 90)
+
+
+@contextlib.contextmanager
+def configured(kind: str, candidate: Candidate) -> Iterator[None]:
+    """The launcher of ``kind`` with one candidate in place of its table, and no plan made
+    before.
+    """
+    module, table, _ = TABLES[kind]
+    with (
+        mock.patch.object(module, table, (candidate,)),
+    ):
+        forward_plan.cache_clear()
+        backward_plan.cache_clear()
+        yield
+    forward_plan.cache_clear()
+    backward_plan.cache_clear()
+
+
+def launches(
+    kind: str, size: Size, device: str = "cuda", copies: int | None = None
+) -> list[Callable[[], object]]:
+    """Calls of one launch on cold copies of its inputs."""
+    rows = size.queries + (size.keys if kind.endswith("forward") else 2 * size.keys)
+    moved = 4 * rows * size.batches * size.heads * size.width
+    return [
+        functools.partial(launch_once, kind, *inputs(size, device), size.width**-0.5)
+        for _ in range(copies or copies_needed(moved))
+    ]
+
+
+def launch_once(kind: str, do, q, k, v, o, softmax, scale: float) -> object:
+    """The forward pass, all of the backward pass, or one half of it."""
+    if kind.endswith("forward"):
+        return launch_forward(q, k, v, None, scale, False)
+    if kind == "single_backward":
+        return launch_backward(do, None, q, k, v, None, None, None, None, scale)
+    with one_half(kind):
+        return launch_backward(do, None, q, k, v, None, o, o, softmax, scale)
+
+
+@contextlib.contextmanager
+def one_half(kind: str) -> Iterator[None]:
+    """Leaves out the other launch of the streaming backward pass."""
+    skipped = "dkdv" if kind == "dq" else "dq"
+
+    class Nothing:
+        def __call__(self, *args):
+            return None
+
+        dispatch = __call__
+
+    def plan(*args):
+        found = backward_plan(*args)
+        return found._replace(launches=found.launches._replace(**{skipped: Nothing()}))
+
+    with mock.patch.object(_backward, "backward_plan", plan):
+        yield
+
+
+def inputs(size: Size, device: str) -> tuple[torch.Tensor, ...]:
+    """do, q, k, v, o and softmax."""
+    make = torch.randn if device == "cuda" else torch.empty
+    draw = functools.partial(make, device=device, dtype=torch.bfloat16)
+    wide = (size.batches, size.queries, size.heads, size.width)
+    narrow = (size.batches, size.keys, size.heads, size.width)
+    softmax = torch.full((2, size.batches, size.heads, size.queries), 9.0, device=device)
+    return draw(wide), draw(wide), draw(narrow), draw(narrow), draw(wide), softmax
+
+
+def agrees(size: Size) -> bool:
+    """Whether the launchers, as configured now, compute the reference at a small size."""
+    # Of numbers that divide by 16 just where those that are timed do, for which all is compiled.
+    small = size._replace(
+        batches=2, queries=96 + size.queries % 16, keys=min(size.keys, 192 + size.keys % 16)
+    )
+    do, q, k, v, _, _ = inputs(small, "cuda")
+    scale = size.width**-0.5
+    o, _, softmax, rest = launch_forward(q, k, v, None, scale, True)
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    truth = reference.rectangular_attention(*leaves, scale=scale)
+    grads = torch.autograd.grad(truth, leaves, do.float())
+    found = (o, *launch_backward(do, None, q, k, v, None, o, rest, softmax, scale))
+    pairs = zip(found, (truth, *grads), strict=True)
+    return all(((a - b).norm() / b.norm()).item() < 6e-3 for a, b in pairs)
+
+
+def main(
+    out: pathlib.Path = typer.Option(pathlib.Path("."), help="folder of the CSV"),
+    kinds: str = typer.Option(",".join(TABLES), help="launches to tune"),
+    widths: str = typer.Option("64,128,32", help="widths of heads to tune"),
+    best: int = typer.Option(5, help="candidates to print for each size"),
+) -> None:
+    """Time the candidates and print the best of each size."""
+    chosen = [
+        (kind, size)
+        for kind in kinds.split(",")
+        for size in (SINGLE_SIZES if kind.startswith("single") else STREAMING_SIZES)
+        if str(size.width) in widths.split(",")
+    ]
+    candidates = {key: candidates_of(*key) for key in chosen}
+    precompile([(*key, one) for key, several in candidates.items() for one in several])
+    table = []
+    for kind, size in chosen:
+        found = []
+        calls = launches(kind, size)
+        for candidate in candidates[kind, size]:
+            with configured(kind, candidate):
+                try:
+                    if not agrees(size):
+                        print("WRONG", kind, size, candidate)
+                        continue
+                    ms = graph_time(calls, replays=5, warm_seconds=0.01).ms
+                    found.append((ms, candidate))
+                except Exception as error:
+                    print("failed", kind, candidate, repr(error)[:80])
+        found.sort(key=lambda pair: pair[0])
+        for rank, (ms, line) in enumerate(found):
+            work = 2 * TABLES[kind][2] * size.batches * size.heads * size.width
+            tflops = work * size.queries * size.keys / ms / 1e9
+            described = " ".join(f"{k}={v}" for k, v in size._asdict().items())
+            table.append(
+                dict(
+                    kind=kind,
+                    case=described,
+                    ms=f"{ms:.5f}",
+                    tflops=f"{tflops:.1f}",
+                    config=line,
+                )
+            )
+            if rank < best:
+                print(
+                    f"{kind} {described}: {ms:.4f} ms {tflops:.0f} TFLOPS {line}",
+                    flush=True,
+                )
+        del calls
+        torch.cuda.empty_cache()
+        write(out, table)
+
+
+def write(out: pathlib.Path, table: list[dict]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f"tuning-{environment_name()}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, table[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

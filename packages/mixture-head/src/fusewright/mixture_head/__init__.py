@@ -1,0 +1,38 @@
+"""Gaussian mixture heads in Triton: the log-likelihood with its gradients in one kernel, grouped
+heads over a shared input, and what one asks of a mixture afterwards.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from ._backends import available_backends
+from .distribution import (
+    mixture_cdf,
+    mixture_mean,
+    mixture_quantiles,
+    mixture_sample,
+    mixture_variance,
+)
+from .gaussian_mixture_head import GaussianMixtureHead
+from .grouped_heads import grouped_heads
+from .mixture_nll import mixture_log_likelihood, mixture_nll
+
+try:
+    __version__ = version("fusewright-mixture-head")
+except PackageNotFoundError:
+    __version__ = "0+source"
+
+__all__ = [
+    "GaussianMixtureHead",
+    "__version__",
+    "available_backends",
+    "grouped_heads",
+    "mixture_cdf",
+    "mixture_log_likelihood",
+    "mixture_mean",
+    "mixture_nll",
+    "mixture_quantiles",
+    "mixture_sample",
+    "mixture_variance",
+]

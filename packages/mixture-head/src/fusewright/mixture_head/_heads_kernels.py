@@ -1,0 +1,117 @@
+"""Triton kernels of the narrow second layer of grouped heads: SiLU and three columns for each head.
+
+The hidden layer is by far the largest tensor of the heads. The forward pass reads it once, the
+backward pass reads it once more and writes its gradient; its activation is never stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def hidden_offsets(row, head, col, HEADS: tl.constexpr, STORED: tl.constexpr):
+    """Where the hidden units of a head lie in u, [rows, HEADS, STORED]."""
+    return row.to(tl.int64)[:, None] * (HEADS * STORED) + (head * STORED + col)[None, :]
+
+
+@triton.jit
+def _silu_heads_kernel(
+    u_ptr,
+    weight_ptr,
+    out_ptr,
+    rows,
+    HEADS: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program computes the three outputs of one head for BLOCK_ROWS rows."""
+    head = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    second = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    third = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for start in tl.range(0, STORED, BLOCK_COLS, num_stages=NUM_STAGES):
+        col = start + tl.arange(0, BLOCK_COLS)
+        inside = (row < rows)[:, None] & (col < STORED)[None, :]
+        u = tl.load(u_ptr + hidden_offsets(row, head, col, HEADS, STORED), mask=inside, other=0.0)
+        u = u.to(tl.float32)
+        hidden = u * tl.sigmoid(u)
+        weight = weight_ptr + (head * STORED + col) * 3
+        within = col < STORED
+        first += hidden * tl.load(weight, mask=within, other=0.0).to(tl.float32)[None, :]
+        second += hidden * tl.load(weight + 1, mask=within, other=0.0).to(tl.float32)[None, :]
+        third += hidden * tl.load(weight + 2, mask=within, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + (row.to(tl.int64) * HEADS + head) * 3
+    tl.store(out, tl.sum(first, 1), mask=row < rows)
+    tl.store(out + 1, tl.sum(second, 1), mask=row < rows)
+    tl.store(out + 2, tl.sum(third, 1), mask=row < rows)
+
+
+@triton.jit
+def _silu_heads_backward_kernel(
+    dout_ptr,
+    u_ptr,
+    weight_ptr,
+    du_ptr,
+    parts_ptr,
+    rows,
+    part_rows,
+    HEADS: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program walks over part_rows rows at BLOCK_COLS hidden units of one head: du of these,
+    and this share of dweight.
+    """
+    part, head = tl.program_id(0), tl.program_id(1)
+    col = tl.program_id(2) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    within = col < STORED
+    weight = weight_ptr + (head * STORED + col) * 3
+    first_weight = tl.load(weight, mask=within, other=0.0).to(tl.float32)[None, :]
+    second_weight = tl.load(weight + 1, mask=within, other=0.0).to(tl.float32)[None, :]
+    third_weight = tl.load(weight + 2, mask=within, other=0.0).to(tl.float32)[None, :]
+    first = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    second = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    third = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    start = part * part_rows
+    end = tl.minimum(start + part_rows, rows)
+    for block in tl.range(start, end, BLOCK_ROWS, num_stages=NUM_STAGES):
+        row = block + tl.arange(0, BLOCK_ROWS)
+        inside = (row < end)[:, None] & within[None, :]
+        at = hidden_offsets(row, head, col, HEADS, STORED)
+        u = tl.load(u_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dout = dout_ptr + (row.to(tl.int64) * HEADS + head) * 3
+        first_dout = tl.load(dout, mask=row < end, other=0.0).to(tl.float32)[:, None]
+        second_dout = tl.load(dout + 1, mask=row < end, other=0.0).to(tl.float32)[:, None]
+        third_dout = tl.load(dout + 2, mask=row < end, other=0.0).to(tl.float32)[:, None]
+        gate = tl.sigmoid(u)
+        hidden = u * gate
+        dhidden = first_dout * first_weight
+        dhidden += second_dout * second_weight
+        dhidden += third_dout * third_weight
+        du = dhidden * gate * (1.0 + u * (1.0 - gate))
+        tl.store(du_ptr + at, du.to(du_ptr.dtype.element_ty), mask=inside)
+        first += hidden * first_dout
+        second += hidden * second_dout
+        third += hidden * third_dout
+    share = parts_ptr + ((part * HEADS + head).to(tl.int64) * STORED + col) * 3
+    tl.store(share, tl.sum(first, 0), mask=within)
+    tl.store(share + 1, tl.sum(second, 0), mask=within)
+    tl.store(share + 2, tl.sum(third, 0), mask=within)
+
+
+@triton.jit
+def _add_parts_kernel(parts_ptr, dweight_ptr, size, parts, BLOCK: tl.constexpr):
+    """One program adds the shares of BLOCK weights, in the order of the rows."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(parts):
+        share = parts_ptr + tl.cast(part, tl.int64) * size
+        total += tl.load(share + at, mask=at < size, other=0.0)
+    tl.store(dweight_ptr + at, total.to(dweight_ptr.dtype.element_ty), mask=at < size)

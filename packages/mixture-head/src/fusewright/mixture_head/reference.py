@@ -1,0 +1,191 @@
+"""Every op of the package in plain torch: the specification, the yardstick of the tests and the CPU
+implementation.
+
+Everything is computed in fp32 (in fp64 for fp64 parameters), under autocast too. Gradients are
+autograd's. The backward passes stand here for the derivatives of the ops, first and second.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
+# A target so many standard deviations away counts as just so far: squares and gradients stay
+# finite.
+FAR = 2.0**50
+
+
+def mixture_components(
+    params: Tensor, *, softplus: bool, low: float, high: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log pi, mu, sigma, log sigma), each ``[..., K]``, of params ``[..., K, 3]`` = (w, mu, s).
+
+    log pi = log_softmax(w); log sigma = clamp(s, low, high), or sigma = softplus(s) + eps.
+    """
+    logits, mean, raw = wide(params).unbind(-1)
+    if softplus:
+        sigma = F.softplus(raw) + eps
+        log_sigma = sigma.log()
+    else:
+        log_sigma = raw.clamp(low, high)
+        sigma = log_sigma.exp()
+    return logits.log_softmax(-1), mean, sigma, log_sigma
+
+
+def mixture_log_likelihood(
+    params: Tensor,
+    y: Tensor,
+    mask: Tensor | None = None,
+    *,
+    softplus: bool,
+    low: float,
+    high: float,
+    eps: float,
+) -> Tensor:
+    """log p(y) of every mixture, ``[...]``; 0 where mask is False."""
+    params, y = without_masked(params, y, mask)
+    log_weight, mean, sigma, log_sigma = mixture_components(
+        params, softplus=softplus, low=low, high=high, eps=eps
+    )
+    z, far = standardised(y, mean, sigma)
+    component = log_weight - 0.5 * torch.where(far, FAR, z).square() - log_sigma - HALF_LOG_2_PI
+    log_p = component.logsumexp(-1)
+    return log_p if mask is None else torch.where(mask, log_p, 0.0)
+
+
+def mixture_nll(
+    params: Tensor, y: Tensor, mask: Tensor | None = None, **scale: float | bool
+) -> Tensor:
+    """-mean(log p(y)) over the targets where mask is True; 0 where there is none."""
+    log_p = mixture_log_likelihood(params, y, mask, **scale)  # type: ignore[arg-type]
+    return log_p.sum() * mean_factor(log_p, mask)
+
+
+def mean_factor(log_p: Tensor, mask: Tensor | None) -> Tensor:
+    """-1 / the number of targets that count, or -1 where none does."""
+    if mask is None:
+        return log_p.new_full((), -1.0 / max(log_p.numel(), 1))
+    return -1.0 / mask.sum().clamp(min=1).to(log_p.dtype)
+
+
+def mixture_slopes(
+    params: Tensor,
+    y: Tensor,
+    mask: Tensor | None,
+    *,
+    softplus: bool,
+    low: float,
+    high: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """d log p / d params ``[..., K, 3]`` and d log p / d y ``[...]``.
+
+    With the responsibilities r = softmax(log pi + log N(y; mu, sigma)) and z = (y - mu) / sigma:
+
+        d/dw = r - pi,  d/dmu = r z / sigma,  d/dlog sigma = r (z^2 - 1),  d/dy = -sum r z / sigma
+    """
+    params, y = without_masked(params, y, mask)
+    log_weight, mean, sigma, log_sigma = mixture_components(
+        params, softplus=softplus, low=low, high=high, eps=eps
+    )
+    raw = wide(params[..., 2])
+    z, far = standardised(y, mean, sigma)
+    component = log_weight - 0.5 * torch.where(far, FAR, z).square() - log_sigma
+    r = component.softmax(-1)
+    slope_mean = r * z / sigma
+    slope_log_sigma = r * (z.square() - 1.0)
+    if softplus:
+        slope_raw = slope_log_sigma * raw.sigmoid() / sigma
+    else:
+        slope_raw = torch.where((raw >= low) & (raw <= high), slope_log_sigma, 0.0)
+    slope = torch.stack([r - log_weight.exp(), slope_mean, slope_raw], -1)
+    slope_y = -slope_mean.sum(-1)
+    if mask is None:
+        return slope, slope_y
+    return torch.where(mask[..., None, None], slope, 0.0), torch.where(mask, slope_y, 0.0)
+
+
+def mixture_backward(
+    upstream: Tensor,
+    factor: Tensor | None,
+    params: Tensor,
+    y: Tensor,
+    mask: Tensor | None,
+    **scale: float | bool,
+) -> tuple[Tensor, Tensor]:
+    """(dparams, dy) for the gradient ``upstream`` of every log p, or of the mean whose factor this
+    is.
+    """
+    slope, slope_y = mixture_slopes(params, y, mask, **scale)  # type: ignore[arg-type]
+    g = upstream if factor is None else upstream * factor
+    return (g[..., None, None] * slope).to(params.dtype), (g * slope_y).to(y.dtype)
+
+
+def slope_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which slopes of parameters of ``dtype`` wait for the backward pass: they pass
+    fp16's range where the gradient of a mean does not.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def without_masked(params: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Zeros in place of what must not count: NaN times a gradient of zero would be NaN."""
+    if mask is None:
+        return params, y
+    return torch.where(mask[..., None, None], params, 0.0), torch.where(mask, y, 0.0)
+
+
+def standardised(y: Tensor, mean: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """z = (y - mu) / sigma of every component, and where that is past FAR; there z is 0, because
+    nothing depends on the distance any more.
+    """
+    distance = y.to(mean.dtype)[..., None] - mean
+    distance = torch.where(distance.isinf(), torch.finfo(mean.dtype).max, distance)
+    far = distance.abs() > FAR * sigma
+    # Before the division, whose gradient would overflow where its quotient does.
+    return torch.where(far, 0.0, distance) / sigma, far
+
+
+def grouped_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:
+    """SiLU(x A^T) C: x ``[..., d]``, weights ``[G * S, d]`` and ``[G, S, 3]`` to ``[..., G, 3]``.
+
+    The dense product has the dtype of x, or that of autocast; the second layer is fp32.
+    """
+    u = F.linear(x, hidden_weight).unflatten(-1, output_weight.shape[:2])
+    return silu_heads(u, output_weight)
+
+
+def silu_heads(u: Tensor, weight: Tensor) -> Tensor:
+    """SiLU(u) C: u ``[..., G, S]`` and weight ``[G, S, 3]`` to ``[..., G, 3]``, head by head."""
+    with without_autocast(u):
+        return torch.einsum("...gs,gsp->...gp", F.silu(wide(u)), wide(weight).to(wide(u).dtype))
+
+
+def silu_heads_backward(dout: Tensor, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(du, dweight) of silu_heads."""
+    with without_autocast(u):
+        u_wide = wide(u)
+        dout = dout.to(u_wide.dtype)
+        gate = u_wide.sigmoid()
+        dhidden = torch.einsum("...gp,gsp->...gs", dout, weight.to(u_wide.dtype))
+        du = dhidden * gate * (1.0 + u_wide * (1.0 - gate))
+        dweight = torch.einsum("...gs,...gp->gsp", u_wide * gate, dout)
+    return du.to(u.dtype), dweight.to(weight.dtype)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Products in the dtypes of their operands, on the device of x."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the precision of the computation: fp64 stays, everything else becomes fp32."""
+    return x if x.dtype == torch.float64 else x.float()

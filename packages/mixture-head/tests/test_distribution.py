@@ -1,0 +1,214 @@
+"""Moments, distribution function, quantiles and draws, and the module that has them all."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from fusewright.mixture_head import (
+    GaussianMixtureHead,
+    mixture_cdf,
+    mixture_log_likelihood,
+    mixture_mean,
+    mixture_quantiles,
+    mixture_sample,
+    mixture_variance,
+)
+from torch.distributions import Categorical, MixtureSameFamily, Normal
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+LEVELS = (0.001, 0.1, 0.5, 0.9, 0.999)
+
+
+def distribution(params: torch.Tensor, scale: str) -> MixtureSameFamily:
+    logits, mean, raw = params.unbind(-1)
+    sigma = raw.exp() if scale == "log_sigma" else torch.nn.functional.softplus(raw) + 1e-3
+    return MixtureSameFamily(Categorical(logits=logits), Normal(mean, sigma))
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, places: int = 64) -> bool:
+    bound = places * torch.finfo(found.dtype).eps * expected.abs().max()
+    return bool((found - expected).abs().max() <= bound)
+
+
+def test_moments_and_distribution_function_are_those_of_torch_distributions(scale, draw_mixtures):
+    params, y = draw_mixtures((5, 7, 4), F64, y_dtype=F64)
+    expected = distribution(params, scale)
+    assert close(mixture_mean(params, scale=scale), expected.mean)
+    assert close(mixture_variance(params, scale=scale), expected.variance)
+    assert close(mixture_cdf(params, y, scale=scale), expected.cdf(y))
+
+
+def test_distribution_function_broadcasts_over_points(draw_mixtures):
+    params, _ = draw_mixtures((5, 4), F64)
+    grid = torch.linspace(-30.0, 30.0, 9, dtype=F64)[:, None]
+    found = mixture_cdf(params, grid)
+    assert found.shape == (9, 5)
+    assert (found.diff(dim=0) >= 0).all()
+    assert torch.equal(found[3], mixture_cdf(params, grid[3].expand(5)))
+
+
+def test_density_is_the_slope_of_the_distribution_function(scale, draw_mixtures):
+    params, y = draw_mixtures((5, 4), F64, y_dtype=F64)
+    leaf = y.requires_grad_()
+    (slope,) = torch.autograd.grad(mixture_cdf(params, leaf, scale=scale).sum(), leaf)
+    assert close(slope, mixture_log_likelihood(params, y.detach(), scale=scale).exp())
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_quantiles_invert_the_distribution_function(scale, dtype, draw_mixtures):
+    params, _ = draw_mixtures((5, 7, 4), dtype)
+    found = mixture_quantiles(params, LEVELS, scale=scale)
+    assert found.shape == (5, 7, len(LEVELS))
+    assert found.dtype == dtype
+    assert (found.diff(dim=-1) > 0).all()
+    level = mixture_cdf(params[:, :, None], found, scale=scale)
+    # A quantile is exact to its last places, each of which is worth the density in probability.
+    density = mixture_log_likelihood(
+        params[:, :, None].expand(5, 7, len(LEVELS), 4, 3), found, scale=scale
+    ).exp()
+    eps = torch.finfo(dtype).eps
+    bound = 4 * eps * (1.0 + density * (1.0 + found.abs()))
+    assert ((level - torch.tensor(LEVELS, dtype=dtype)).abs() <= bound).all()
+
+
+def test_quantiles_of_one_component_are_those_of_the_normal_distribution(scale, draw_mixtures):
+    params, _ = draw_mixtures((6, 1), F64)
+    levels = torch.tensor(LEVELS, dtype=F64)
+    mean, sigma = mixture_mean(params, scale=scale), mixture_variance(params, scale=scale).sqrt()
+    expected = mean[:, None] + sigma[:, None] * torch.special.ndtri(levels)
+    assert close(mixture_quantiles(params, levels, scale=scale), expected)
+
+
+def test_quantiles_at_and_beyond_the_ends(draw_mixtures):
+    params, _ = draw_mixtures((2, 3), F32)
+    found = mixture_quantiles(params.requires_grad_(), [0.0, 1.0, 1.5, 0.5])
+    assert found[:, 0].tolist() == [-torch.inf] * 2
+    assert found[:, 1].tolist() == [torch.inf] * 2
+    assert found[:, 2].isnan().all()
+    (dparams,) = torch.autograd.grad(found[:, [0, 1, 3]].nan_to_num(posinf=0).sum(), params)
+    assert dparams.isfinite().all()
+
+
+def test_component_without_weight_does_not_move_quantiles(draw_mixtures):
+    params, _ = draw_mixtures((4, 3), F64)
+    params[:, 1, 0], params[:, 1, 1] = -torch.inf, 1e300
+    found = mixture_quantiles(params, LEVELS)
+    assert close(found, mixture_quantiles(params[:, [0, 2]], LEVELS))
+
+
+@pytest.mark.parametrize("function", ["mean", "variance", "cdf", "quantiles"])
+def test_gradients_are_the_derivatives(function, scale, draw_mixtures):
+    params, y = draw_mixtures((3, 4), F64, y_dtype=F64)
+    call, others = {
+        "mean": (mixture_mean, ()),
+        "variance": (mixture_variance, ()),
+        "cdf": (mixture_cdf, (y,)),
+        "quantiles": (mixture_quantiles, (torch.tensor([0.1, 0.6], dtype=F64),)),
+    }[function]
+    leaves = [x.requires_grad_() for x in (params, *others)]
+    assert torch.autograd.gradcheck(lambda *t: call(*t, scale=scale), leaves)
+
+
+def test_samples_follow_the_distribution(scale, draw_mixtures):
+    params, _ = draw_mixtures((3,), F64)
+    draws = 50_000
+    sample = mixture_sample(params.expand(draws, 3, 3), scale=scale)
+    level = mixture_cdf(params, sample, scale=scale).sort().values
+    steps = torch.arange(1, draws + 1, dtype=F64) / draws
+    # Kolmogorov's distance stays below this with probability 1 - 1e-6.
+    assert (level - steps).abs().max() <= 2.7 / draws**0.5
+
+
+def test_samples_follow_their_generator(draw_mixtures):
+    params, _ = draw_mixtures((50, 3), F32)
+    one, other = (
+        mixture_sample(params, generator=torch.Generator().manual_seed(7)) for _ in range(2)
+    )
+    assert torch.equal(one, other)
+    assert not torch.equal(one, mixture_sample(params))
+
+
+def test_no_gradient_flows_through_samples(draw_mixtures):
+    params, _ = draw_mixtures((5, 3), F32)
+    assert not mixture_sample(params.requires_grad_()).requires_grad
+
+
+def test_low_precision_parameters_are_asked_in_fp32(device, draw_mixtures):
+    params, y = draw_mixtures((5, 3), BF16, device)
+    with torch.autocast(device, BF16):
+        for found in (
+            mixture_mean(params),
+            mixture_variance(params),
+            mixture_cdf(params, y),
+            mixture_quantiles(params, [0.5]),
+            mixture_sample(params),
+        ):
+            assert found.dtype == F32
+
+
+def head_of(**options) -> GaussianMixtureHead:
+    return GaussianMixtureHead(6, 10, 4, outputs=2, **options)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_head_makes_parameters_and_answers(scale, backend, device):
+    head = head_of(scale=scale, backend=backend, device=device)
+    t, y = torch.randn(3, 5, 6, device=device), torch.randn(3, 5, 2, device=device)
+    mask = torch.rand(3, 5, 1, device=device) < 0.5
+    params = head(t)
+    assert (params.shape, params.dtype) == ((3, 5, 2, 4, 3), F32)
+    log_p = head.log_likelihood(params, y)
+    assert log_p.shape == y.shape
+    assert close(head.loss(params, y), -log_p.mean())
+    expected = -(log_p * mask).sum() / mask.expand(3, 5, 2).sum()
+    assert close(head.loss(params, y, mask), expected)
+    for answer in (head.sample(params), head.mean(params), head.variance(params)):
+        assert answer.shape == y.shape
+    assert head.quantiles(params, LEVELS).shape == (*y.shape, len(LEVELS))
+    middle = head.cdf(params, head.quantiles(params, [0.5]).squeeze(-1))
+    assert close(middle, torch.full_like(middle, 0.5))
+
+
+@pytest.mark.parametrize(("backend", "steps"), [("triton", 6), ("reference", 100)])
+def test_every_parameter_gets_a_gradient_and_padding_stays_zero(scale, backend, steps, device):
+    head = head_of(scale=scale, backend=backend, device=device)
+    assert head.output.shape == (8, 32, 3)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    t, y = torch.randn(30, 6, device=device), torch.randn(30, 2, device=device)
+    losses = []
+    for _ in range(steps):
+        loss = head.loss(head(t), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert head.hidden.weight.grad.view(8, 32, 6)[:, :10].any(-1).all()
+    assert head.output.grad[:, :10].any(-1).all()
+    assert not any(unused.any() for unused in head.padding())
+
+
+def test_fresh_head_is_near_the_standard_normal_distribution():
+    head = GaussianMixtureHead(64, 100, 5)
+    params = head(torch.randn(500, 64))
+    mean, variance = head.mean(params), head.variance(params)
+    assert mean.abs().max() < 0.2
+    assert (variance - 1).abs().max() < 0.2
+
+
+def test_head_is_copied_pickled_and_made_on_meta():
+    head = head_of()
+    t = torch.randn(3, 6)
+    for other in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        assert repr(other) == repr(head)
+        assert torch.equal(other(t), head(t))
+    empty = head_of(device="meta").to_empty(device="cpu")
+    empty.load_state_dict(head.state_dict())
+    assert torch.equal(empty(t), head(t))
+    assert {name: tuple(p.shape) for name, p in head.named_parameters()} == {
+        "output": (8, 32, 3),
+        "hidden.weight": (256, 6),
+    }

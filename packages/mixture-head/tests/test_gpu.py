@@ -1,0 +1,182 @@
+"""What only a card can show: graphs, synchronisation, streams, great sizes, the launch tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.mixture_head import GaussianMixtureHead, _configs, mixture_log_likelihood
+
+pytestmark = pytest.mark.gpu
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def gradients(op, tensors):
+    y = op.kernels(*tensors)
+    return [y, *torch.autograd.grad(y, tensors, torch.ones_like(y))]
+
+
+def leaves_of(op, rows, dtype=BF16, device="cuda"):
+    return [t.requires_grad_() for t in op.draw((rows, 10), dtype, device)]
+
+
+def same_bits(found, truth):
+    return all(torch.equal(f, t) for f, t in zip(found, truth, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 300, 20000])
+def test_replayed_graph_gives_eager_bits(op, rows):
+    leaves = leaves_of(op, rows)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = gradients(op, leaves)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = gradients(op, leaves)
+    for value in captured:
+        value.detach().fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(captured, expected)
+
+
+def test_replayed_graph_reads_the_values_of_the_replay(op):
+    leaves = leaves_of(op, 300)
+    gradients(op, leaves)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(op, leaves)
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(captured, gradients(op, leaves))
+
+
+@pytest.fixture
+def no_wait():
+    """Fail where the host waits for the card; what a first call does has been done before."""
+
+    def check(call):
+        call()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return check
+
+
+def test_no_call_waits_for_the_card(op, no_wait):
+    leaves = leaves_of(op, 300)
+    no_wait(lambda: gradients(op, leaves))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_no_question_to_a_head_waits_for_the_card(backend, scale, no_wait):
+    head = GaussianMixtureHead(8, 40, 10, outputs=2, scale=scale, backend=backend, device="cuda")
+    t, y = torch.randn(64, 8, device="cuda"), torch.randn(64, 2, device="cuda")
+    mask = y > 0
+
+    def everything():
+        params = head(t)
+        answers = (
+            head.quantiles(params, (0.1, 0.9)),
+            head.log_likelihood(params, y),
+            head.cdf(params, y),
+            head.mean(params),
+            head.variance(params),
+            head.sample(params),
+        )
+        (head.loss(params, y, mask) + sum(answer.sum() for answer in answers)).backward()
+
+    no_wait(everything)
+
+
+@pytest.mark.parametrize(
+    "components", [int(config.max_components) for config in _configs.MIXTURE[:-1]] + [17, 1500]
+)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_every_line_of_the_table_is_as_near_to_fp64_as_torch(
+    mixture, scale, components, dtype, draw_mixtures
+):
+    mixture.check(draw_mixtures((1000, components), dtype, "cuda"), scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_heads_of_the_model_are_as_near_to_fp64_as_torch(heads, dtype, draw_heads):
+    heads.check(draw_heads((3000, 512), dtype, "cuda", stored=1376, heads=10))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_loss_of_the_model_is_as_near_to_fp64_as_torch(nll, scale, dtype, draw_mixtures):
+    nll.check(draw_mixtures((128000, 10), dtype, "cuda"), scale=scale)
+
+
+def test_same_inputs_same_bits_at_full_size(op):
+    leaves = leaves_of(op, 128000)
+    assert same_bits(gradients(op, leaves), gradients(op, leaves))
+
+
+def test_hidden_units_past_31_bits_of_elements():
+    rows = 2**31 // (10 * 1376) + 300
+    u = torch.randn(rows, 10, 1376, device="cuda", dtype=BF16)
+    weight = torch.randn(10, 1376, 3, device="cuda")
+    chosen = torch.tensor([0, 1, rows // 2, rows - 1], device="cuda")
+
+    def value_and_gradient(u):
+        leaf = u.detach().requires_grad_()
+        out = torch.ops.fusewright_mixture_head.silu_heads(leaf, weight)
+        return out.detach(), *torch.autograd.grad(out, leaf, torch.ones_like(out))
+
+    few = value_and_gradient(u[chosen])
+    for found, expected in zip(value_and_gradient(u), few, strict=True):
+        assert torch.equal(found[chosen], expected)
+
+
+def test_parameters_past_31_bits_of_elements():
+    rows = 2**31 // 30 + 300
+    params = torch.randn(rows, 10, 3, device="cuda", dtype=BF16)
+    y = torch.randn(rows, device="cuda")
+    chosen = torch.tensor([0, 1, rows // 2, rows - 1], device="cuda")
+
+    def value_and_gradients(params, y):
+        leaves = [t.detach().requires_grad_() for t in (params, y)]
+        log_p = mixture_log_likelihood(*leaves, backend="triton")
+        return log_p.detach(), *torch.autograd.grad(log_p, leaves, torch.ones_like(log_p))
+
+    few = value_and_gradients(params[chosen], y[chosen])
+    for found, expected in zip(value_and_gradients(params, y), few, strict=True):
+        assert torch.equal(found[chosen], expected)
+
+
+def test_calls_on_two_streams_do_not_disturb_one_another(op):
+    leaves = leaves_of(op, 20000)
+    expected = gradients(op, leaves)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(gradients(op, leaves))
+    torch.cuda.synchronize()
+    assert all(same_bits(values, expected) for values in found)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_kernels_run_on_the_device_of_the_tensor(op):
+    leaves = leaves_of(op, 300, device="cuda:1")
+    assert same_bits(gradients(op, leaves), gradients(op, leaves))
+
+
+def test_inductor_compiles_forward_and_backward(mixture):
+    torch._dynamo.reset()
+    leaves = leaves_of(mixture, 3000, F32)
+    y = torch.compile(mixture.kernels, fullgraph=True)(*leaves)
+    found = [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+    assert same_bits(found, gradients(mixture, leaves))

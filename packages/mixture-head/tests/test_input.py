@@ -1,0 +1,132 @@
+"""What bad input is answered with, before anything is touched, and which backend serves."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from fusewright.mixture_head import (
+    GaussianMixtureHead,
+    _backends,
+    grouped_heads,
+    mixture_cdf,
+    mixture_mean,
+    mixture_nll,
+    mixture_quantiles,
+)
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+F32, F64 = torch.float32, torch.float64
+P, Y = torch.zeros(3, 4, 3), torch.zeros(3)
+X, HIDDEN, OUTPUT = torch.zeros(3, 8), torch.zeros(10, 8), torch.zeros(2, 5, 3)
+META = torch.zeros(3, device="meta")
+
+
+def levels_of(levels):
+    return mixture_quantiles(P, levels)
+
+
+BAD = [
+    (lambda: mixture_nll([1.0], Y), TypeError, "params must be a tensor, got list"),
+    (lambda: mixture_nll(P.int(), Y), TypeError, "params must be.*int32"),
+    (lambda: mixture_nll(P.to_sparse(), Y), TypeError, "strided tensor, got layout"),
+    (lambda: mixture_nll(P[..., :2], Y), ValueError, r"\[\.\.\., K, 3\].*got shape \(3, 4, 2\)"),
+    (lambda: mixture_nll(P[:, :0], Y), ValueError, r"at least one.*got shape \(3, 0, 3\)"),
+    (lambda: mixture_mean(torch.zeros(3)), ValueError, r"params must be.*got shape \(3,\)"),
+    (lambda: mixture_nll(P, Y.long()), TypeError, "y must be.*int64"),
+    (lambda: mixture_nll(P, 1.0), TypeError, "y must be a tensor, got float"),
+    (lambda: mixture_nll(P, Y[:2]), ValueError, r"y must have shape \(3,\).*got \(2,\)"),
+    (lambda: mixture_nll(P, META), ValueError, "y must be on params's device cpu, got meta"),
+    (lambda: mixture_nll(P, Y, Y), TypeError, "mask must be a boolean.*float32"),
+    (lambda: mixture_nll(P, Y, [True]), TypeError, "mask must be a boolean.*list"),
+    (lambda: mixture_nll(P, Y, Y[:2] > 0), ValueError, r"y's shape \(3,\), got \(2,\)"),
+    (lambda: mixture_nll(P, Y, P[..., 0] > 0), ValueError, r"y's shape \(3,\), got \(3, 4\)"),
+    (lambda: mixture_nll(P, Y, META > 0), ValueError, "mask must be on y's device cpu, got meta"),
+    (lambda: mixture_nll(P, Y, scale="sigma"), ValueError, "\"softplus\", got 'sigma'"),
+    (lambda: mixture_nll(P, Y, log_sigma_range=1.0), ValueError, "two numbers, got 1.0"),
+    (lambda: mixture_nll(P, Y, log_sigma_range=(2, 1)), ValueError, r"fall, got \(2.0, 1.0\)"),
+    (lambda: mixture_nll(P, Y, log_sigma_range=(-30, 1)), ValueError, "from -20 to 20, got -30"),
+    (lambda: mixture_nll(P, Y, log_sigma_range="ab"), TypeError, "must be a number, got str"),
+    (lambda: mixture_nll(P, Y, eps=0.0), ValueError, "eps must be from 1e-06.*got 0.0"),
+    (lambda: mixture_nll(P, Y, eps=float("nan")), ValueError, "eps must be.*got nan"),
+    (lambda: mixture_nll(P, Y, eps=True), TypeError, "eps must be a number, got bool"),
+    (lambda: mixture_nll(P, Y, backend="cuda"), ValueError, "got 'cuda'"),
+    (lambda: mixture_nll(P.double(), Y, backend="triton"), RuntimeError, "float64"),
+    (lambda: mixture_cdf(P, Y.long()), TypeError, "y must be.*int64"),
+    (lambda: mixture_cdf(P, META), ValueError, "device cpu, got meta"),
+    (lambda: levels_of(0.5), TypeError, "levels must be a tensor or numbers, got float"),
+    (lambda: levels_of(["a"]), TypeError, "levels must be a number, got str"),
+    (lambda: levels_of(P), ValueError, r"one axis, got shape \(3, 4, 3\)"),
+    (lambda: levels_of(META), ValueError, "levels must be on.*cpu, got meta"),
+    (lambda: levels_of(Y.long()), TypeError, "levels must be.*int64"),
+    (lambda: grouped_heads(X[0, 0], HIDDEN, OUTPUT), ValueError, "one axis, got a scalar"),
+    (lambda: grouped_heads(X, HIDDEN[:9], OUTPUT), ValueError, r"\(10, 8\).*got \(9, 8\)"),
+    (lambda: grouped_heads(X, HIDDEN, OUTPUT[0]), ValueError, r"\[heads, S, 3\], got shape"),
+    (lambda: grouped_heads(X, HIDDEN.int(), OUTPUT), TypeError, "hidden_weight must be.*int32"),
+    (lambda: grouped_heads(X, HIDDEN, OUTPUT.to("meta")), ValueError, "x's device cpu, got meta"),
+    (lambda: grouped_heads(X, HIDDEN.half(), OUTPUT), ValueError, "x's dtype.*got torch.float16"),
+    (lambda: GaussianMixtureHead(4, 0, 3), ValueError, "hidden_width must be at least 1, got 0"),
+    (lambda: GaussianMixtureHead(4, 6, 3.0), TypeError, "components must be an integer, got float"),
+    (lambda: GaussianMixtureHead(4, 6, True), TypeError, "components must be.*got bool"),
+    (lambda: GaussianMixtureHead(4, 6, 3, stored_width=5), ValueError, "hidden_width, 6, got 5"),
+    (lambda: GaussianMixtureHead(4, 6, 3, scale="sigma"), ValueError, "got 'sigma'"),
+    (lambda: GaussianMixtureHead(4, 6, 3, backend="cuda"), ValueError, "got 'cuda'"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD, ids=[m for *_, m in BAD])
+def test_bad_input_is_told_what_was_wanted_and_what_came(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+class NothingRuns(TorchDispatchMode):
+    """Fail at the first operation on a tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} ran before the input was refused")
+
+
+def test_refused_input_touches_no_memory(op, device):
+    *tensors, last = op.draw((6, 5), F32, device)
+    with NothingRuns(), pytest.raises(TypeError, match="got NoneType"):
+        op.kernels(*tensors, None)
+    with NothingRuns(), pytest.raises(ValueError, match="got 'cuda'"):
+        op.public(*tensors, last, backend="cuda")
+
+
+def test_kernels_on_the_cpu_without_the_interpreter_say_so(op, monkeypatch):
+    _backends.known_obstacle.cache_clear()
+    monkeypatch.setattr(_backends, "interpreted", lambda: False)
+    try:
+        with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+            op.kernels(*op.draw())
+    finally:
+        _backends.known_obstacle.cache_clear()
+
+
+def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
+    monkeypatch.setattr(_backends, "WARNED", set())
+    monkeypatch.setattr(_backends, "known_obstacle", lambda device, dtype: "no such card")
+    with FakeTensorMode():
+        tensors = [torch.empty(t.shape, device="cuda") for t in (X, HIDDEN, OUTPUT)]
+        with pytest.warns(RuntimeWarning, match="no such card"):
+            grouped_heads(*tensors)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            grouped_heads(*tensors)
+
+
+@pytest.mark.filterwarnings("error")
+def test_meta_tensors_get_a_shape_and_a_dtype(op):
+    tensors = op.draw((6, 5), torch.bfloat16, "cpu")
+    y = op.public(*(t.to("meta") for t in tensors))
+    assert (y.shape, y.dtype, y.device.type) == (op.public(*tensors).shape, F32, "meta")
+
+
+@pytest.mark.gpu
+def test_tensors_on_two_devices_are_refused():
+    with pytest.raises(ValueError, match="device cuda:0, got cpu"):
+        mixture_nll(P.cuda(), Y)

@@ -78,12 +78,12 @@ def test_mixture_backward_op_passes_opcheck(mean, y_grad, device, draw_mixtures)
 
 
 def test_head_ops_pass_opcheck(device):
-    u, weight, dout = (
+    u, weight, dparams = (
         torch.randn(shape, device=device, requires_grad=True)
         for shape in ((6, 2, 5), (2, 5, 3), (6, 2, 3))
     )
     torch.library.opcheck(OPS.silu_heads.default, (u, weight))
-    torch.library.opcheck(OPS.silu_heads_backward.default, (dout, u, weight))
+    torch.library.opcheck(OPS.silu_heads_backward.default, (dparams, u, weight))
 
 
 def test_no_other_op_is_registered():

@@ -53,7 +53,7 @@ def _silu_heads_kernel(
 
 @triton.jit
 def _silu_heads_backward_kernel(
-    dout_ptr,
+    dparams_ptr,
     u_ptr,
     weight_ptr,
     du_ptr,
@@ -86,20 +86,20 @@ def _silu_heads_backward_kernel(
         inside = (row < end)[:, None] & within[None, :]
         at = hidden_offsets(row, head, col, HEADS, STORED)
         u = tl.load(u_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        dout = dout_ptr + (row.to(tl.int64) * HEADS + head) * 3
-        first_dout = tl.load(dout, mask=row < end, other=0.0).to(tl.float32)[:, None]
-        second_dout = tl.load(dout + 1, mask=row < end, other=0.0).to(tl.float32)[:, None]
-        third_dout = tl.load(dout + 2, mask=row < end, other=0.0).to(tl.float32)[:, None]
+        dparams = dparams_ptr + (row.to(tl.int64) * HEADS + head) * 3
+        first_dparam = tl.load(dparams, mask=row < end, other=0.0).to(tl.float32)[:, None]
+        second_dparam = tl.load(dparams + 1, mask=row < end, other=0.0).to(tl.float32)[:, None]
+        third_dparam = tl.load(dparams + 2, mask=row < end, other=0.0).to(tl.float32)[:, None]
         gate = tl.sigmoid(u)
         hidden = u * gate
-        dhidden = first_dout * first_weight
-        dhidden += second_dout * second_weight
-        dhidden += third_dout * third_weight
+        dhidden = first_dparam * first_weight
+        dhidden += second_dparam * second_weight
+        dhidden += third_dparam * third_weight
         du = dhidden * gate * (1.0 + u * (1.0 - gate))
         tl.store(du_ptr + at, du.to(du_ptr.dtype.element_ty), mask=inside)
-        first += hidden * first_dout
-        second += hidden * second_dout
-        third += hidden * third_dout
+        first += hidden * first_dparam
+        second += hidden * second_dparam
+        third += hidden * third_dparam
     share = parts_ptr + ((part * HEADS + head).to(tl.int64) * STORED + col) * 3
     tl.store(share, tl.sum(first, 0), mask=within)
     tl.store(share + 1, tl.sum(second, 0), mask=within)

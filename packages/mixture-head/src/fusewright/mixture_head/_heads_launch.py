@@ -71,18 +71,18 @@ def heads_plan(
 
 
 def launch_silu_heads_backward(
-    dout: torch.Tensor, u: torch.Tensor, weight: torch.Tensor
+    dparams: torch.Tensor, u: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(du, dweight)`` for the gradient ``dout [..., G, 3]``, in the dtypes of u and weight."""
+    """``(du, dweight)`` for the gradient ``dparams [..., G, 3]``, in the dtypes of u and weight."""
     if not is_current(u.device):
         with torch.cuda.device(u.device):
-            return launch_silu_heads_backward(dout, u, weight)
-    plan = heads_backward_plan(u.shape, dout.dtype, u.dtype, weight.dtype, u.device)
+            return launch_silu_heads_backward(dparams, u, weight)
+    plan = heads_backward_plan(u.shape, dparams.dtype, u.dtype, weight.dtype, u.device)
     du, dweight = plan.du(), plan.dweight()
     if plan.launch is None or plan.add_parts is None:
         return du, dweight.zero_()
     parts = plan.parts()
-    plan.launch((dout.contiguous(), u.contiguous(), weight.contiguous(), du, parts))
+    plan.launch((dparams.contiguous(), u.contiguous(), weight.contiguous(), du, parts))
     plan.add_parts((parts, dweight))
     return du, dweight
 

@@ -41,16 +41,16 @@ def _forward_fake(u, weight):
     return u.new_empty((*u.shape[:-1], 3), dtype=dtype)
 
 
-def _backward_triton(dout, u, weight):
-    return launchers().launch_silu_heads_backward(dout, u, weight)
+def _backward_triton(dparams, u, weight):
+    return launchers().launch_silu_heads_backward(dparams, u, weight)
 
 
-def _backward_reference(dout, u, weight):
-    du, dweight = reference.silu_heads_backward(dout, u, weight)
+def _backward_reference(dparams, u, weight):
+    du, dweight = reference.silu_heads_backward(dparams, u, weight)
     return du.contiguous(), dweight.contiguous()
 
 
-def _backward_fake(dout, u, weight):
+def _backward_fake(dparams, u, weight):
     return u.new_empty(u.shape), weight.new_empty(weight.shape)
 
 
@@ -61,7 +61,7 @@ _forward = Op(
     fake=_forward_fake,
 )
 _backward = Op(
-    "silu_heads_backward(Tensor dout, Tensor u, Tensor weight) -> (Tensor du, Tensor dweight)",
+    "silu_heads_backward(Tensor dparams, Tensor u, Tensor weight) -> (Tensor du, Tensor dweight)",
     triton=_backward_triton,
     reference=_backward_reference,
     fake=_backward_fake,
@@ -76,16 +76,16 @@ class _SiLUHeads(Derivative):
         return run(u, weight)
 
     @staticmethod
-    def backward(ctx, dout):
-        return None, *_backward(dout, *ctx.saved_tensors)
+    def backward(ctx, dparams):
+        return None, *_backward(dparams, *ctx.saved_tensors)
 
 
 @_backward.derivative
 class _SiLUHeadsBackward(Derivative):
     @staticmethod
-    def forward(ctx, run, dout, u, weight):
-        ctx.save_for_backward(dout, u, weight)
-        return run(dout, u, weight)
+    def forward(ctx, run, dparams, u, weight):
+        ctx.save_for_backward(dparams, u, weight)
+        return run(dparams, u, weight)
 
     @staticmethod
     def backward(ctx, *cotangents):

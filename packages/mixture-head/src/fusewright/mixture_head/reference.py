@@ -167,15 +167,15 @@ def silu_heads(u: Tensor, weight: Tensor) -> Tensor:
         return torch.einsum("...gs,gsp->...gp", F.silu(wide(u)), wide(weight).to(wide(u).dtype))
 
 
-def silu_heads_backward(dout: Tensor, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def silu_heads_backward(dparams: Tensor, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(du, dweight) of silu_heads."""
     with without_autocast(u):
         u_wide = wide(u)
-        dout = dout.to(u_wide.dtype)
+        dparams = dparams.to(u_wide.dtype)
         gate = u_wide.sigmoid()
-        dhidden = torch.einsum("...gp,gsp->...gs", dout, weight.to(u_wide.dtype))
+        dhidden = torch.einsum("...gp,gsp->...gs", dparams, weight.to(u_wide.dtype))
         du = dhidden * gate * (1.0 + u_wide * (1.0 - gate))
-        dweight = torch.einsum("...gs,...gp->gsp", u_wide * gate, dout)
+        dweight = torch.einsum("...gs,...gp->gsp", u_wide * gate, dparams)
     return du.to(u.dtype), dweight.to(weight.dtype)
 
 

@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +87,34 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
     return Resources(
         function.fn.__name__, described, capability, registers, spilled, kernel.metadata.shared
     )
+
+
+def compiled_in_a_process(folder: pathlib.Path, launches: str, capability: int) -> str:
+    """Compile what a function of ``folder``'s module ``launches`` launches for a compute capability
+    in a process whose triton is not the interpreter, and return what ``main`` prints.
+
+    The module finds the card in the environment: FUSEWRIGHT_CAPABILITY, such as 90, and
+    FUSEWRIGHT_SHARED_KIB.
+
+    Raises:
+        AssertionError: a kernel spills or takes more shared memory than the card has.
+    """
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(folder), *sys.path]))
+    environment.pop("TRITON_INTERPRET", None)
+    environment["FUSEWRIGHT_CAPABILITY"] = str(capability)
+    environment["FUSEWRIGHT_SHARED_KIB"] = str(SHARED_KIB[capability])
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "fusewright_testkit.compiled", f"launches:{launches}"),
+            *("--capability", str(capability), "--check"),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def machine_code_usage(cubin: bytes) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
-from fusewright.attention import _backward, _configs, _forward
+from fusewright.attention import _configs, _problem
 from fusewright.attention._backends import Card
 from fusewright.attention._backward import launch_backward
 from fusewright.attention._forward import launch_forward
@@ -16,8 +16,7 @@ CARD = Card(
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-for module in (_forward, _backward):
-    module.card_of = lambda device: CARD
+_problem.card_of = lambda device: CARD
 
 
 def launch(

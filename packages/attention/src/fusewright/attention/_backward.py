@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ._backends import card_of, interpreted
 from ._configs import (
     ADD_CHUNKS,
     BACKWARD_PROGRAMS_PER_SM,
@@ -17,24 +16,12 @@ from ._configs import (
     DQ,
     SINGLE_TILE_BACKWARD,
     chunk_rows,
-    is_single_tile,
-    power_of_2,
     single_tile_config,
     tile_config,
 )
-from ._launch import Allocate, Kind, Launch, is_current, kinds, memory
-from ._operands import (
-    Shape,
-    TileLaunch,
-    aligned,
-    copied,
-    describable,
-    grid_of,
-    head_strides,
-    precision_of,
-    present,
-    to_copy,
-)
+from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
+from ._operands import Shape, to_copy
+from ._problem import Problem, TileLaunch, aligned, grid_of, precision_of, problem_of
 from ._single_tile_kernels import _add_chunks_kernel, _single_tile_backward_kernel
 from ._streaming_backward_kernels import _streaming_dkdv_kernel, _streaming_dq_kernel
 
@@ -144,117 +131,65 @@ def backward_plan(
     """The plan for operands of these kinds: do, q, k, v and key_lengths; ``in_line`` if descriptors
     may start where they do.
     """
-    *read, lengths = operands
-    batches, queries, heads, width = shape
-    key_shape = (batches, keys, heads, width)
-    dtype = present(read[1])[0]
-    grads = [memory(x, dtype, device) for x in (shape, key_shape, key_shape)]
+    problem = problem_of(shape, keys, operands, in_line, precision, device)
+    *read, _ = operands
+    key_shape = (problem.batches, keys, problem.heads, problem.width)
+    grads = [memory(x, problem.dtype, device) for x in (shape, key_shape, key_shape)]
     plan = BackwardPlan(None, to_copy(read), *grads)
     if not math.prod(shape) or not keys:
         return plan
-    shapes = (shape, shape, key_shape, key_shape)
-    given = [(x, present(kind)) for x, kind in zip(shapes, read, strict=True)]
-    strides = [stride for one in given for stride in head_strides(*one)]
-    integers = (*strides, queries, keys, heads)
-    constants = dict(D=width, HAS_LENGTHS=lengths is not None)
-    arithmetic = dict(UPCAST=interpreted(), PRECISION=precision)
-    if is_single_tile(keys, width, dtype.itemsize, card_of(device)):
-        constants["HAS_DLSE"] = has_dlse
-        launches = plan_single_tile(key_shape, integers, constants, arithmetic, dtype, device)
-        return plan._replace(launches=launches)
-    spanned = in_line and all(describable(*one) for one in given)
-    return plan._replace(
-        launches=plan_streaming(
-            key_shape, integers, constants, has_dlse, arithmetic, dtype, device, spanned
-        )
-    )
+    plan_launches = plan_single_tile if problem.single_tile else plan_streaming
+    return plan._replace(launches=plan_launches(problem, has_dlse))
 
 
-def plan_single_tile(
-    key_shape: Shape,
-    integers: tuple[int, ...],
-    constants: dict,
-    arithmetic: dict,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> SingleTile | SingleTileChunks:
-    batches, keys, heads, width = key_shape
-    *_, queries, _, _ = integers
-    card = card_of(device)
-    config = single_tile_config(SINGLE_TILE_BACKWARD, keys, width, dtype.itemsize, card)
-    programs = BACKWARD_PROGRAMS_PER_SM * card.multiprocessors
-    chunk = chunk_rows(batches * heads, queries, config.queries, programs)
-    chunks = triton.cdiv(queries, chunk)
-    launch = Launch(
+def plan_single_tile(problem: Problem, has_dlse: bool) -> SingleTile | SingleTileChunks:
+    config = single_tile_config(SINGLE_TILE_BACKWARD, problem)
+    programs = BACKWARD_PROGRAMS_PER_SM * problem.card.multiprocessors
+    chunk = chunk_rows(problem.all_heads, problem.queries, config.queries, programs)
+    chunks = triton.cdiv(problem.queries, chunk)
+    launch = TileLaunch(
         _single_tile_backward_kernel,
-        grid_of(batches * heads * chunks),
-        device,
-        (*integers, batches, chunk),
-        dict(num_warps=config.num_warps),
-        **constants,
-        **arithmetic,
-        BLOCK_Q=config.queries,
-        BLOCK_K=power_of_2(keys),
-        BLOCK_D=power_of_2(width),
-        NUM_STAGES=config.num_stages,
+        problem,
+        config,
+        problem.all_heads * chunks,
+        (problem.batches, chunk),
+        HAS_DLSE=has_dlse,
     )
     if chunks == 1:
-        return SingleTile(TileLaunch(launch))
-    size = math.prod(key_shape)
+        return SingleTile(launch)
+    share = (problem.batches, problem.keys, problem.heads, problem.width)
+    size = math.prod(share)
     add_chunks = Launch(
         _add_chunks_kernel,
         grid_of(triton.cdiv(size, ADD_CHUNKS.block)),
-        device,
+        problem.device,
         (size, chunks),
         dict(num_warps=ADD_CHUNKS.num_warps),
         BLOCK=ADD_CHUNKS.block,
     )
-    shares = memory((chunks, *key_shape), torch.float32, device)
-    return SingleTileChunks(TileLaunch(launch), add_chunks, shares)
+    shares = memory((chunks, *share), torch.float32, problem.device)
+    return SingleTileChunks(launch, add_chunks, shares)
 
 
-def plan_streaming(
-    key_shape: Shape,
-    integers: tuple[int, ...],
-    constants: dict,
-    has_dlse: bool,
-    arithmetic: dict,
-    dtype: torch.dtype,
-    device: torch.device,
-    spanned: bool,
-) -> Streaming:
-    batches, keys, heads, width = key_shape
-    *_, queries, _, _ = integers
-    tasks = batches * heads
-
-    def tile_launch(kernel, table, grid_rows, **more):
-        config = tile_config(table, width, dtype.itemsize, card_of(device), spanned)
-        launch = Launch(
-            kernel,
-            grid_of(tasks * grid_rows(config)),
-            device,
-            (*integers, tasks * queries),
-            dict(num_warps=config.num_warps),
-            **constants,
-            **more,
-            DESCRIPTORS=config.descriptors,
-            **arithmetic,
-            BLOCK_Q=config.queries,
-            BLOCK_K=config.keys,
-            BLOCK_D=power_of_2(width),
-            NUM_STAGES=config.num_stages,
-        )
-        blocks = (config.queries, config.queries, config.keys, config.keys)
-        return TileLaunch(launch, blocks if config.descriptors else ())
-
+def plan_streaming(problem: Problem, has_dlse: bool) -> Streaming:
+    rows = problem.all_heads * problem.queries
+    of_queries, of_keys = tile_config(DQ, problem), tile_config(DKDV, problem)
     return Streaming(
-        tile_launch(
+        TileLaunch(
             _streaming_dq_kernel,
-            DQ,
-            lambda config: triton.cdiv(queries, config.queries),
+            problem,
+            of_queries,
+            problem.all_heads * triton.cdiv(problem.queries, of_queries.queries),
+            (rows,),
             HAS_DLSE=has_dlse,
-            HAS_REST=dtype.itemsize < 4,
+            HAS_REST=problem.dtype.itemsize < 4,
         ),
-        tile_launch(_streaming_dkdv_kernel, DKDV, lambda config: triton.cdiv(keys, config.keys)),
-        memory((batches, heads, queries), torch.float32, device),
+        TileLaunch(
+            _streaming_dkdv_kernel,
+            problem,
+            of_keys,
+            problem.all_heads * triton.cdiv(problem.keys, of_keys.keys),
+            (rows,),
+        ),
+        memory((problem.batches, problem.heads, problem.queries), torch.float32, problem.device),
     )

@@ -9,9 +9,12 @@ the others.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ._backends import Card
+
+if TYPE_CHECKING:
+    from ._problem import Problem
 
 # A product of tiles takes no fewer.
 SMALLEST_TILE = 16
@@ -112,31 +115,27 @@ class AddChunksConfig(NamedTuple):
 ADD_CHUNKS = AddChunksConfig(block=256, num_warps=4)
 
 
-def tile_config(
-    table: tuple[TileConfig, ...], width: int, itemsize: int, card: Card, described: bool
-) -> TileConfig:
-    """The line for heads of this width; ``described``: tensor descriptors span the operands."""
+def tile_config(table: tuple[TileConfig, ...], problem: Problem) -> TileConfig:
+    """The line for heads of this width, in memory as these."""
     return next(
         line
         for line in table
-        if width <= line.max_width
-        and itemsize <= line.max_bytes
-        and (on_hopper(width, card) or not line.hopper)
-        and (described or not line.descriptors)
+        if problem.width <= line.max_width
+        and problem.dtype.itemsize <= line.max_bytes
+        and (on_hopper(problem) or not line.hopper)
+        and (problem.described or not line.descriptors)
     )
 
 
-def single_tile_config(
-    table: tuple[SingleTileConfig, ...], keys: int, width: int, itemsize: int, card: Card
-) -> SingleTileConfig:
+def single_tile_config(table: tuple[SingleTileConfig, ...], problem: Problem) -> SingleTileConfig:
     """The line for so many keys of heads of this width."""
     return next(
         line
         for line in table
-        if keys <= line.max_keys
-        and width <= line.max_width
-        and itemsize <= line.max_bytes
-        and (on_hopper(width, card) or not line.hopper)
+        if problem.keys <= line.max_keys
+        and problem.width <= line.max_width
+        and problem.dtype.itemsize <= line.max_bytes
+        and (on_hopper(problem) or not line.hopper)
     )
 
 
@@ -148,9 +147,9 @@ def chunk_rows(tasks: int, queries: int, block: int, programs: int) -> int:
     return max(1, -(-queries // (chunks * block))) * block
 
 
-def on_hopper(width: int, card: Card) -> bool:
-    """Whether the lines for Hopper serve heads of this width on this card."""
-    return card.capability == 90 and width == power_of_2(width)
+def on_hopper(problem: Problem) -> bool:
+    """Whether the lines for Hopper serve."""
+    return problem.card.capability == 90 and problem.width == power_of_2(problem.width)
 
 
 def is_single_tile(keys: int, width: int, itemsize: int, card: Card) -> bool:

@@ -9,30 +9,17 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ._backends import card_of, interpreted
 from ._configs import (
     FORWARD,
     FORWARD_PROGRAMS_PER_SM,
     SINGLE_TILE_FORWARD,
     chunk_rows,
-    is_single_tile,
-    power_of_2,
     single_tile_config,
     tile_config,
 )
-from ._launch import Allocate, Kind, Launch, is_current, kinds, memory
-from ._operands import (
-    Shape,
-    TileLaunch,
-    aligned,
-    copied,
-    describable,
-    grid_of,
-    head_strides,
-    precision_of,
-    present,
-    to_copy,
-)
+from ._launch import Allocate, Kind, copied, is_current, kinds, made, memory
+from ._operands import Shape, to_copy
+from ._problem import Problem, TileLaunch, aligned, precision_of, problem_of
 from ._single_tile_kernels import _single_tile_forward_kernel
 from ._streaming_forward_kernels import _streaming_forward_kernel
 
@@ -85,9 +72,7 @@ def launch_forward(
         q.device,
     )
     o = plan.o()
-    lse = None if plan.lse is None else plan.lse()
-    softmax = None if plan.softmax is None else plan.softmax()
-    rest = None if plan.rest is None else plan.rest()
+    lse, softmax, rest = made(plan.lse), made(plan.softmax), made(plan.rest)
     if plan.launch is not None:
         if plan.copies:
             operands = copied(operands, plan.copies)
@@ -109,95 +94,49 @@ def forward_plan(
     """The plan for operands of these kinds: q, k, v and key_lengths; ``in_line`` if descriptors may
     start where they do.
     """
-    *read, lengths = operands
-    batches, queries, heads, width = shape
-    dtype = present(read[0])[0]
-    few = is_single_tile(keys, width, dtype.itemsize, card_of(device))
-    keep = keep and not few
+    problem = problem_of(shape, keys, operands, in_line, precision, device)
+    *read, _ = operands
+    rows = (problem.batches, problem.heads, problem.queries)
+    keep = keep and not problem.single_tile
+    narrow = problem.dtype.itemsize < 4
     plan = ForwardPlan(
         None,
         to_copy(read),
-        o=memory(shape, dtype, device),
-        lse=memory((batches, heads, queries), torch.float32, device) if with_lse else None,
-        softmax=memory((2, batches, heads, queries), torch.float32, device) if keep else None,
-        rest=memory(shape, dtype, device) if keep and dtype.itemsize < 4 else None,
+        o=memory(shape, problem.dtype, device),
+        lse=memory(rows, torch.float32, device) if with_lse else None,
+        softmax=memory((2, *rows), torch.float32, device) if keep else None,
+        rest=memory(shape, problem.dtype, device) if keep and narrow else None,
     )
     if not math.prod(shape):
         return plan
-    key_shape = (batches, keys, heads, width)
-    given = [
-        (x, present(kind)) for x, kind in zip((shape, key_shape, key_shape), read, strict=True)
-    ]
-    strides = [stride for one in given for stride in head_strides(*one)]
-    integers = (*strides, queries, keys, heads)
-    constants = dict(D=width, HAS_LENGTHS=lengths is not None, WITH_LSE=with_lse)
-    arithmetic = dict(UPCAST=interpreted(), PRECISION=precision)
-    if few:
-        launch = plan_single_tile(key_shape, integers, constants, arithmetic, dtype, device)
-    else:
-        spanned = in_line and all(describable(*one) for one in given)
-        constants |= dict(HAS_SOFTMAX=keep, HAS_REST=plan.rest is not None)
-        launch = plan_streaming(key_shape, integers, constants, arithmetic, dtype, device, spanned)
-    return plan._replace(launch=launch)
+    if problem.single_tile:
+        return plan._replace(launch=plan_single_tile(problem, with_lse))
+    return plan._replace(launch=plan_streaming(problem, with_lse, keep))
 
 
-def plan_single_tile(
-    key_shape: Shape,
-    integers: tuple[int, ...],
-    constants: dict,
-    arithmetic: dict,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> TileLaunch:
-    batches, keys, heads, width = key_shape
-    *_, queries, _, _ = integers
-    card = card_of(device)
-    config = single_tile_config(SINGLE_TILE_FORWARD, keys, width, dtype.itemsize, card)
-    programs = FORWARD_PROGRAMS_PER_SM * card.multiprocessors
-    chunk = chunk_rows(batches * heads, queries, config.queries, programs)
+def plan_single_tile(problem: Problem, with_lse: bool) -> TileLaunch:
+    config = single_tile_config(SINGLE_TILE_FORWARD, problem)
+    programs = FORWARD_PROGRAMS_PER_SM * problem.card.multiprocessors
+    chunk = chunk_rows(problem.all_heads, problem.queries, config.queries, programs)
     return TileLaunch(
-        Launch(
-            _single_tile_forward_kernel,
-            grid_of(batches * heads * triton.cdiv(queries, chunk)),
-            device,
-            (*integers, chunk),
-            dict(num_warps=config.num_warps),
-            **constants,
-            **arithmetic,
-            BLOCK_Q=config.queries,
-            BLOCK_K=power_of_2(keys),
-            BLOCK_D=power_of_2(width),
-            NUM_STAGES=config.num_stages,
-        )
+        _single_tile_forward_kernel,
+        problem,
+        config,
+        problem.all_heads * triton.cdiv(problem.queries, chunk),
+        (chunk,),
+        WITH_LSE=with_lse,
     )
 
 
-def plan_streaming(
-    key_shape: Shape,
-    integers: tuple[int, ...],
-    constants: dict,
-    arithmetic: dict,
-    dtype: torch.dtype,
-    device: torch.device,
-    spanned: bool,
-) -> TileLaunch:
-    batches, _, heads, width = key_shape
-    *_, queries, _, _ = integers
-    tasks = batches * heads
-    config = tile_config(FORWARD, width, dtype.itemsize, card_of(device), spanned)
-    launch = Launch(
+def plan_streaming(problem: Problem, with_lse: bool, keep: bool) -> TileLaunch:
+    config = tile_config(FORWARD, problem)
+    return TileLaunch(
         _streaming_forward_kernel,
-        grid_of(tasks * triton.cdiv(queries, config.queries)),
-        device,
-        (*integers, tasks * queries),
-        dict(num_warps=config.num_warps),
-        **constants,
-        DESCRIPTORS=config.descriptors,
-        **arithmetic,
-        BLOCK_Q=config.queries,
-        BLOCK_K=config.keys,
-        BLOCK_D=power_of_2(width),
-        NUM_STAGES=config.num_stages,
+        problem,
+        config,
+        problem.all_heads * triton.cdiv(problem.queries, config.queries),
+        (problem.all_heads * problem.queries,),
+        WITH_LSE=with_lse,
+        HAS_SOFTMAX=keep,
+        HAS_REST=keep and problem.dtype.itemsize < 4,
     )
-    blocks = (config.queries, config.keys, config.keys)
-    return TileLaunch(launch, blocks if config.descriptors else ())

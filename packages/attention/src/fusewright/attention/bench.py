@@ -105,7 +105,7 @@ def flex() -> Attention:
     """torch's FlexAttention without a mask, compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return compiled(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)

@@ -19,7 +19,6 @@ Dao, FlashAttention-2, arXiv 2307.08691.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -33,9 +32,13 @@ from ._registration import Derivative, Op, second_order
 Tensor = torch.Tensor
 
 
-def _forward_triton(q, k, v, key_lengths, scale, with_lse, keep=True):
-    found = launchers().launch_forward(q, k, v, key_lengths, scale, with_lse, keep)
+def _forward_triton(q, k, v, key_lengths, scale, with_lse):
+    found = launchers().launch_forward(q, k, v, key_lengths, scale, with_lse)
     return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in found)
+
+
+def _forward_untracked(q, k, v, key_lengths, scale, with_lse):
+    return launchers().launch_forward(q, k, v, key_lengths, scale, with_lse, keep=False)
 
 
 def _forward_reference(q, k, v, key_lengths, scale, with_lse):
@@ -80,7 +83,7 @@ _forward = Op(
     triton=_forward_triton,
     reference=_forward_reference,
     fake=_forward_fake,
-    untracked=functools.partial(_forward_triton, keep=False),
+    untracked=_forward_untracked,
 )
 _backward = Op(
     "rectangular_attention_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v,"

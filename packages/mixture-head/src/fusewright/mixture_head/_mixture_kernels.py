@@ -81,6 +81,24 @@ def loaded(param_ptrs, k, counts):
 
 
 @triton.jit
+def loaded_all(param_ptrs, counts, K: tl.constexpr):
+    """The 3K parameters of every row, in fp32. Each load of a warp touches as many lines of the
+    cache as it has rows, so an even number of parameters comes two at a time.
+    """
+    found: tl.tuple = ()
+    if K % 2 == 0:
+        pair = tl.arange(0, 2)[None, :]
+        for i in tl.static_range(3 * K // 2):
+            read = tl.load(param_ptrs[:, None] + (2 * i + pair), mask=counts[:, None], other=0.0)
+            even, odd = tl.split(read.to(tl.float32))
+            found += (even, odd)
+    else:
+        for i in tl.static_range(3 * K):
+            found += (tl.load(param_ptrs + i, mask=counts, other=0.0).to(tl.float32),)
+    return found
+
+
+@triton.jit
 def normal(y, mean, raw, low, high, eps, SOFTPLUS: tl.constexpr):
     """log N(y; mu, sigma) + log(2 pi) / 2 and its slopes by mu and s."""
     log_sigma, inverse, raw_slope = scale_of(raw, low, high, eps, SOFTPLUS)
@@ -146,13 +164,12 @@ def _mixture_kernel(
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     evidence = tl.zeros([BLOCK_ROWS], tl.float32)
     if HELD:
-        read: tl.tuple = ()
+        read = loaded_all(param_ptrs, counts, K)
         for k in tl.static_range(K):
-            read += (loaded(param_ptrs, k, counts),)
-            top = tl.maximum(top, read[k][0])
+            top = tl.maximum(top, read[3 * k])
         held: tl.tuple = ()
         for k in tl.static_range(K):
-            w, mean, raw = read[k]
+            w, mean, raw = read[3 * k], read[3 * k + 1], read[3 * k + 2]
             log_n, by_mean, by_raw = normal(y, mean, raw, low, high, eps, SOFTPLUS)
             weight = tl.exp(w - top)
             joint = w - top + log_n

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from ._configs import BACKWARD, FINISH, mixture_config, power_of_2
-from ._launch import Allocate, Kind, Launch, is_current, kinds, memory
+from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, made, memory
 from ._mixture_kernels import _mean_kernel, _mixture_backward_kernel, _mixture_kernel
 from ._rows import row_stride
 from .reference import slope_dtype
@@ -39,11 +39,6 @@ class BackwardPlan(NamedTuple):
     copies: bool
     dparams: Allocate
     dy: Allocate | None
-
-
-def made(allocate: Allocate | None) -> torch.Tensor | None:
-    """The memory of a plan; None where it plans none."""
-    return None if allocate is None else allocate()
 
 
 def launch_mixture(
@@ -79,10 +74,7 @@ def launch_mixture(
             factor.fill_(-1.0)
         return value, params_slope, y_slope, factor
     if plan.copies:
-        operands = tuple(
-            x.contiguous() if copy and x is not None else x
-            for x, copy in zip(operands, plan.copies, strict=True)
-        )
+        operands = copied(operands, plan.copies)
     sums = made(plan.sums)
     counts = made(plan.counts)
     log_p = None if mean else value
@@ -125,7 +117,7 @@ def mixture_plan(
             (programs,),
             device,
             (y_stride, mask_stride, rows),
-            dict(num_warps=config.num_warps),
+            dict(num_warps=config.num_warps, maxnreg=config.max_registers),
             K=components,
             PARAMS_STRIDE=params_stride,
             SOFTPLUS=softplus,

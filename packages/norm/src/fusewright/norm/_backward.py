@@ -27,8 +27,8 @@ from ._configs import (
     fits_small,
     power_of_2,
 )
-from ._launch import Allocate, Kind, Launch, is_current, kinds, memory
-from ._rows import copied, count_rows, to_copy, walk
+from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
+from ._rows import count_rows, to_copy, walk
 
 
 class BackwardPlan(NamedTuple):

@@ -13,8 +13,8 @@ import triton
 
 from ._configs import EVICT_ELEMENTS, FORWARD_WIDE, forward_config, power_of_2
 from ._forward_kernels import _norm_forward_kernel, _norm_forward_wide_kernel
-from ._launch import Allocate, Kind, Launch, is_current, kinds, memory
-from ._rows import copied, count_rows, to_copy, walk
+from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
+from ._rows import count_rows, to_copy, walk
 
 
 class ForwardPlan(NamedTuple):

@@ -99,6 +99,19 @@ def memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Al
     return functools.partial(empty, tuple(shape), contiguous_strides(shape), dtype)
 
 
+def made(allocate: Allocate | None) -> torch.Tensor | None:
+    """The memory of a plan; None where it plans none."""
+    return None if allocate is None else allocate()
+
+
+def copied(operands: Sequence, copies: Sequence[bool]) -> tuple:
+    """The operands, contiguous copies of those that a plan copies among them."""
+    return tuple(
+        x.contiguous() if copy and x is not None else x
+        for x, copy in zip(operands, copies, strict=True)
+    )
+
+
 def is_current(device: torch.device) -> bool:
     """Whether plans for this device may run now: they allocate and launch on the current one."""
     # Of the devices that plans are made for, only a card has an index.

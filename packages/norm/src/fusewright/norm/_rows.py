@@ -42,10 +42,6 @@ def to_copy(shape: tuple[int, ...], *operands: Kind | None) -> tuple[bool, ...]:
     return copies if any(copies) else ()
 
 
-def copied(operands: tuple, copies: tuple[bool, ...]) -> tuple:
-    return tuple(x.contiguous() if copy else x for x, copy in zip(operands, copies, strict=True))
-
-
 def row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
     """How the rows along the last axis of a tensor are reached.
 

@@ -88,6 +88,16 @@ def table(cases: Cases) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def gaps(cases: Cases) -> str:
+    """What was measured at other cases of the file only; a provider that fails has no row."""
+    # "sdpa (cudnn)" at one case may be "sdpa (flash)" at another.
+    found = {case: {name.partition(" (")[0] for name in steps} for case, steps in cases.items()}
+    every = sorted(set().union(*found.values()))
+    missing = {case: [name for name in every if name not in found[case]] for case in cases}
+    told = [f"{', '.join(names)} at {case}" for case, names in missing.items() if names]
+    return f"Not measured: {'; '.join(told)}." if told else ""
+
+
 def made(folder: Path) -> str:
     """What belongs between the marks of the README."""
     parts = []
@@ -96,6 +106,8 @@ def made(folder: Path) -> str:
         parts.append(f"**{environment}**, bf16: [{path.name}](results/{path.name}). {TOLD}")
         parts.append(f"![{environment}: tokens per second](results/{path.stem}.png)")
         parts.append(table(cases))
+        if missing := gaps(cases):
+            parts.append(missing)
     return "\n\n".join(parts) or "Nothing has been measured yet."
 
 

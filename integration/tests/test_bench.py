@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner
 
 EAGER = "sdpa-unpruned,sdpa,fusewright"
+# What torch takes on the CPU stands in the row.
+EAGER_ROWS = ["sdpa-unpruned (flash)", "sdpa (flash)", "fusewright"]
 TINY = ["--preset", "tiny", "--seconds", "0", "--shape", "8,6,2"]
 CASE = "M=8 N=6 B=2"
 
@@ -56,7 +58,7 @@ def test_every_provider_gets_its_stages_and_its_step(tmp_path):
     result = run("--provider", EAGER, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     rows = rows_of(tmp_path)
-    assert [row["provider"] for row in rows[::5]] == EAGER.split(",")
+    assert [row["provider"] for row in rows[::5]] == EAGER_ROWS
     for step in (rows[start : start + 5] for start in range(0, len(rows), 5)):
         assert [row["pass"] for row in step] == [*STAGES, "step"]
         assert {row["case"] for row in step} == {CASE}
@@ -68,7 +70,7 @@ def test_every_provider_gets_its_stages_and_its_step(tmp_path):
             assert bool(row["tflops"]) == (row["pass"] in ("fwd", "bwd", "step"))
             assert row["gbps"] == row["mem_mib"] == ""
     for name in EAGER.split(","):
-        taken = "fusewright" if name == "fusewright" else "flash_attention"
+        taken = "fusewright" if name == "fusewright" else "flash"
         assert taken in line_of(result.output, name).split("│")[2]
 
 
@@ -76,7 +78,8 @@ def test_every_provider_gets_its_stages_and_its_step(tmp_path):
 def test_compiled_providers_run(tmp_path):
     result = run("--provider", "sdpa-compile,fusewright-compile", "--out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert len(rows_of(tmp_path)) == 10
+    names = ["sdpa-compile (eagerly flash)", "fusewright-compile"]
+    assert [row["provider"] for row in rows_of(tmp_path)[::5]] == names
 
 
 def test_rows_measured_again_replace_their_like(tmp_path):
@@ -89,7 +92,14 @@ def test_rows_measured_again_replace_their_like(tmp_path):
         [row[name] for name in key] for row in after
     ]
     changed = {one["provider"] for one, other in zip(before, after, strict=True) if one != other}
-    assert changed == {"sdpa"}
+    assert changed == {"sdpa (flash)"}
+
+
+def test_rows_measured_again_replace_those_of_another_attention(tmp_path, monkeypatch):
+    assert run("--provider", "sdpa,fusewright", "--out", tmp_path).exit_code == 0
+    monkeypatch.setattr(providers, "sdpa_backend", lambda *operands: SDPBackend.MATH)
+    assert run("--provider", "sdpa", "--out", tmp_path).exit_code == 0
+    assert [row["provider"] for row in rows_of(tmp_path)[::5]] == ["sdpa (math)", "fusewright"]
 
 
 def test_nothing_is_kept_without_a_folder(tmp_path, monkeypatch):
@@ -116,7 +126,12 @@ def test_ours_that_fails_is_a_line_and_an_exit_code(tmp_path, monkeypatch):
     line = line_of(result.output, "fusewright")
     assert "RuntimeError: first line" in line
     assert "second" not in line
-    assert {row["provider"] for row in rows_of(tmp_path)} == {"sdpa"}
+    assert {row["provider"] for row in rows_of(tmp_path)} == {"sdpa (flash)"}
+
+
+def test_loss_of_one_target_is_within_its_allowance():
+    result = run("--provider", "fusewright", "--shape", "1,1,1")
+    assert result.exit_code == 0, result.output
 
 
 def test_wrong_loss_of_ours_is_not_timed(tmp_path, monkeypatch):
@@ -124,7 +139,7 @@ def test_wrong_loss_of_ours_is_not_timed(tmp_path, monkeypatch):
     result = run("--provider", "fusewright,sdpa", "--out", tmp_path)
     assert result.exit_code == 1
     assert "is not within" in line_of(result.output, "fusewright")
-    assert {row["provider"] for row in rows_of(tmp_path)} == {"sdpa"}
+    assert {row["provider"] for row in rows_of(tmp_path)} == {"sdpa (flash)"}
     assert run("--provider", "fusewright", "--no-check").exit_code == 0
 
 
@@ -153,6 +168,20 @@ def test_another_attention_than_the_one_asked_for_is_told(monkeypatch):
     assert "math" in line_of(left_open.output, "sdpa")
 
 
+def test_rows_say_what_torch_takes_and_that_of_compiled_ones_it_is_known_eagerly():
+    taken = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    named = {
+        kind: Provider(kind).row_name(Provider(kind).attention(taken)) for kind in PROVIDER_NAMES
+    }
+    assert named == {
+        "sdpa-unpruned": "sdpa-unpruned (cudnn+flash)",
+        "sdpa": "sdpa (cudnn+flash)",
+        "sdpa-compile": "sdpa-compile (eagerly cudnn+flash)",
+        "fusewright": "fusewright",
+        "fusewright-compile": "fusewright-compile",
+    }
+
+
 def test_torch_takes_the_attention_that_was_asked_for(small):
     model, shape = small(), Shape(8, 6, 2)
     for sdpa, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("math", SDPBackend.MATH)):
@@ -169,9 +198,11 @@ def test_providers_on_torchs_attention_run_once_for_each_choice_of_it():
 
 
 @pytest.mark.parametrize("provider", EAGER.split(","))
-def test_allowance_of_bf16_is_what_a_wrong_loss_exceeds(provider):
+@pytest.mark.parametrize(
+    "shape", [Shape(32, 16, 4), Shape(1, 6, 1), Shape(1, 1, 1)], ids=lambda shape: shape.case
+)
+def test_allowance_of_bf16_is_what_a_wrong_loss_exceeds(provider, shape):
     """A model that sees another context errs by more than rounding does."""
-    shape = Shape(32, 16, 4)
     config = TransformerNPConfig(width=32, layers=2, heads=2, feed_forward_width=85)
     measure = harness.Harness(config, torch.device("cpu"), 0.0, True, None, None)
     expected = measure.expected(shape)
@@ -184,6 +215,23 @@ def test_allowance_of_bf16_is_what_a_wrong_loss_exceeds(provider):
     assert expected.complaint(loss) is None
     assert "is not within" in expected.complaint(other)
     assert Expected(1.0, 0.1).complaint(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "batches"),
+    [((1, 1, 1), 64), ((8, 6, 2), 6), ((8, 32, 2), 1)],
+    ids=["M1-N1-B1", "M8-N6-B2", "M8-N32-B2"],
+)
+def test_allowance_is_the_largest_of_batches_of_64_targets(monkeypatch, shape, batches):
+    config = TransformerNPConfig(width=16, layers=1, heads=1, feed_forward_width=21)
+    measure = harness.Harness(config, torch.device("cpu"), 0.0, True, None, None)
+    # Loss and error of each batch, the greatest error in the middle.
+    known = [(float(n), 1.0 - abs(n - batches // 2) / batches) for n in range(batches)]
+    remaining = iter(known)
+    monkeypatch.setattr(harness.Harness, "_loss_and_error", lambda *arguments: next(remaining))
+    expected = measure.expected(Shape(*shape))
+    assert list(remaining) == []
+    assert expected == Expected(0.0, harness.FACTOR * 1.0)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +279,9 @@ def test_result_files_are_the_testkits():
         (["--provider", "sdpa,jax"], "provider must be of sdpa-unpruned, .*; got 'sdpa,jax'"),
         (["--sdpa", "fa4"], "sdpa must be of auto, .*; got 'fa4'"),
         (["--preset", "huge"], "'huge' is not one of"),
-        (["--device", "quantum"], "quantum"),
+        (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
+        (["--device", "meta"], "--device must be cpu, cuda or cuda:N; got 'meta'"),
+        (["--device", "mps"], "--device must be cpu, cuda or cuda:N; got 'mps'"),
     ],
     ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else "",
 )
@@ -250,10 +300,18 @@ def test_missing_gpu_is_said():
 
 
 @pytest.mark.gpu
+def test_gpu_that_is_not_there_is_said_in_one_sentence():
+    result = run(device="cuda:99")
+    assert result.exit_code == 2
+    assert "--device cuda:99: " in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.gpu
 def test_every_provider_is_measured_on_the_gpu(tmp_path):
     result = run("--out", tmp_path, "--preset", "demo", "--shape", "160,6,2", device="cuda")
     assert result.exit_code == 0, result.output
     rows = rows_of(tmp_path)
-    assert {row["provider"] for row in rows} == {*PROVIDER_NAMES}
+    assert {row["provider"].partition(" (")[0] for row in rows} == {*PROVIDER_NAMES}
     assert {row["timing"] for row in rows} == {"event", "wall"}
     assert all(float(row["mem_mib"]) > 0.0 for row in rows)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,26 +107,100 @@ def test_run_whose_loss_is_not_finite_ends_in_one_sentence(tmp_path):
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("model", "titan-mac", "holds another model's"),
-        ("colour", "red", "begun by another version: colour differ"),
-        ("norm", "mid", "norm must be one of"),
-        ("data", "blr", "size mismatch for embedder.hidden.weight"),
-    ],
-)
-def test_resuming_with_another_config_is_refused_and_keeps_the_run(tmp_path, name, value, message):
-    out = tmp_path / "run"
-    assert run(*TINY, "--steps", "1", "--out", out).exit_code == 0
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {name: value}))
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    result = run("--resume", out)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The folder of a run of one step, to be copied."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert run(*TINY, "--steps", "1", "--out", folder).exit_code == 0
+    return folder
+
+
+def config_with(**changes) -> Callable[[Path], None]:
+    """An edit of a run's config.json."""
+
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return edit
+
+
+def file_of(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def cut_checkpoint(folder: Path) -> None:
+    (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
+
+
+def checkpoint_of(state: object) -> Callable[[Path], None]:
+    return lambda folder: torch.save(state, folder / "checkpoint.pt")
+
+
+def cut_metrics(folder: Path) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+
+
+CONFIG, CHECKPOINT = "{folder}/config.json", "{folder}/checkpoint.pt"
+SPOILED = {
+    "model": (config_with(model="titan-mac"), "{folder} holds another model's"),
+    "colour": (config_with(colour="red"), "begun by another version: colour differ"),
+    "norm": (config_with(norm="mid"), f"{CONFIG}: norm must be one of ('pre', 'post'); got 'mid'"),
+    "preset": (config_with(preset="huge"), f"{CONFIG}: preset must be one of ('tiny', 'demo', "),
+    "data": (config_with(data=["blr"]), f"{CONFIG}: data must be one of ('digits', 'gp-rbf', "),
+    "text": (config_with(steps="many"), f"{CONFIG}: steps must be int; got 'many'"),
+    "float": (config_with(batch_size=2.0), f"{CONFIG}: batch_size must be int; got 2.0"),
+    "bool": (config_with(steps=True), f"{CONFIG}: steps must be int; got True"),
+    "null": (config_with(lr=None), f"{CONFIG}: lr must be float; got None"),
+    "number": (config_with(context_size=4), f"{CONFIG}: context_size must be str or None; got 4"),
+    "zero": (config_with(steps=0), f"{CONFIG}: steps must be at least 1; got 0"),
+    "size": (config_with(context_size="9-3"), f"{CONFIG}: a size is a count such as 64"),
+    "seed": (config_with(seed=2**70), f"{CONFIG}: seed must be 0 to {2**63 - 1}; got {2**70}"),
+    "device": (config_with(device="meta"), f"{CONFIG}: --device must be cpu, cuda or cuda:N"),
+    "list": (file_of("config.json", b"[]"), f"wanted a JSON object in {CONFIG}; got a list"),
+    "brace": (file_of("config.json", b"{"), f"wanted a JSON object in {CONFIG}; got no JSON"),
+    "bytes": (
+        file_of("config.json", b"\xff\xfe"),
+        f"wanted a JSON object in {CONFIG}; got no JSON",
+    ),
+    "cut": (cut_checkpoint, f"wanted a checkpoint of a run in {CHECKPOINT}; got a damaged file"),
+    "empty": (
+        file_of("checkpoint.pt", b""),
+        f"wanted a checkpoint of a run in {CHECKPOINT}; got a damaged file",
+    ),
+    "no-pickle": (
+        file_of("checkpoint.pt", b"not a checkpoint"),
+        f"wanted a checkpoint of a run in {CHECKPOINT}; got a damaged file",
+    ),
+    "tensor": (
+        checkpoint_of(torch.zeros(1)),
+        f"wanted a checkpoint of a run in {CHECKPOINT}; got a saved Tensor",
+    ),
+    "weights": (
+        checkpoint_of({"model": {}}),
+        f"source, step, torch_rng in {CHECKPOINT}; got model",
+    ),
+    "other-data": (
+        config_with(data="blr"),
+        f"wanted this model's checkpoint in {CHECKPOINT}; got: Error(s) in loading state_dict",
+    ),
+    "metrics": (cut_metrics, "wanted a JSON object in line 4 of {folder}/metrics.jsonl; got no"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILED.values(), ids=SPOILED)
+def test_run_that_cannot_be_resumed_is_refused_and_kept(tmp_path, finished, spoil, message):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    spoil(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    result = run("--resume", folder)
     assert result.exit_code == 2
-    assert message in result.output
+    assert message.format(folder=folder) in result.output
     assert "Traceback" not in result.output
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert "weights_only" not in result.output
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize("below", [".", "run"])

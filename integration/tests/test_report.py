@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 FOLDER = Path(__file__).resolve().parents[1]
 NAME = "h200-torch2.11-triton3.6"
 ROWS = """\
-TransformerNP,M=64 N=500 B=64,data,sdpa,bf16,event,0.1,0.1,0.1,,,1024.0
-TransformerNP,M=64 N=500 B=64,fwd,sdpa,bf16,event,12.0,12.0,12.1,180.0,,1024.0
-TransformerNP,M=64 N=500 B=64,bwd,sdpa,bf16,event,26.0,25.9,26.1,170.0,,1024.0
-TransformerNP,M=64 N=500 B=64,optimizer,sdpa,bf16,event,0.3,0.3,0.3,,,1024.0
-TransformerNP,M=64 N=500 B=64,step,sdpa,bf16,wall,40.0,39.9,40.1,166.4,,1024.0
+TransformerNP,M=64 N=500 B=64,data,sdpa (cudnn),bf16,event,0.1,0.1,0.1,,,1024.0
+TransformerNP,M=64 N=500 B=64,fwd,sdpa (cudnn),bf16,event,12.0,12.0,12.1,180.0,,1024.0
+TransformerNP,M=64 N=500 B=64,bwd,sdpa (cudnn),bf16,event,26.0,25.9,26.1,170.0,,1024.0
+TransformerNP,M=64 N=500 B=64,optimizer,sdpa (cudnn),bf16,event,0.3,0.3,0.3,,,1024.0
+TransformerNP,M=64 N=500 B=64,step,sdpa (cudnn),bf16,wall,40.0,39.9,40.1,166.4,,1024.0
 TransformerNP,M=64 N=500 B=64,data,fusewright,bf16,event,0.1,0.1,0.1,,,512.0
 TransformerNP,M=64 N=500 B=64,fwd,fusewright,bf16,event,6.0,6.0,6.1,360.0,,512.0
 TransformerNP,M=64 N=500 B=64,bwd,fusewright,bf16,event,13.0,12.9,13.1,340.0,,512.0
@@ -57,9 +57,17 @@ def test_line_has_rate_stages_and_memory_and_the_most_tokens_in_bold(report, fol
     lines = [line for line in text.splitlines() if line.startswith("| M=64")]
     case = "| M=64 N=500 B=64 |"
     assert lines == [
-        f"{case} sdpa | 902,400 | 40.0 | 0.1 | 12.0 | 26.0 | 0.3 | 166 | 1.0 |",
+        f"{case} sdpa (cudnn) | 902,400 | 40.0 | 0.1 | 12.0 | 26.0 | 0.3 | 166 | 1.0 |",
         f"{case} fusewright | **1,804,800** | 20.0 | 0.1 | 6.0 | 13.0 | 0.3 | 333 | 0.5 |",
     ]
+
+
+def test_what_one_case_lacks_is_named_whatever_attention_the_others_ran(report, folder):
+    assert "Not measured" not in report.made(folder)
+    lines = [line.replace("M=64", "M=9") for line in ROWS.splitlines(True)]
+    with (folder / f"results/{NAME}.csv").open("a") as file:
+        file.writelines(line.replace("(cudnn)", "(flash)") for line in lines[:5])
+    assert report.made(folder).endswith("\n\nNot measured: fusewright at M=9 N=500 B=64.")
 
 
 def test_picture_has_a_panel_for_each_case_and_a_bar_for_each_provider(report, folder):

@@ -52,6 +52,13 @@ def test_parameter_count_is_that_of_the_specified_model():
     assert sum(parameter.numel() for parameter in model.parameters()) == 36_858_176
 
 
+def assert_zero_padding(model: TransformerNP) -> None:
+    assert len(model.padding()) == 2 * model.config.layers + 2
+    for unused in model.padding():
+        assert unused.numel() > 0
+        assert unused.detach().contiguous().view(torch.int32).count_nonzero() == 0
+
+
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_padding_is_bitwise_zero_after_100_decayed_steps(small, rows, norm):
     model = small(norm=norm)
@@ -62,11 +69,25 @@ def test_padding_is_bitwise_zero_after_100_decayed_steps(small, rows, norm):
         optimizer.zero_grad()
         model.loss(x_context, y_context, x_target, y_target).backward()
         optimizer.step()
-    assert len(model.padding()) == 2 * model.config.layers + 2
-    for unused in model.padding():
-        assert unused.numel() > 0
-        assert unused.detach().contiguous().view(torch.int32).count_nonzero() == 0
+    assert_zero_padding(model)
     assert all((p != q).any() for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_state_of_another_width_stored_alike_leaves_zero_padding(small):
+    model, other = small(feed_forward_width=21), small(feed_forward_width=32)
+    model.load_state_dict(other.state_dict())
+    assert_zero_padding(model)
+    hidden, loaded = (m.blocks[0].feed_forward.hidden.weight for m in (model, other))
+    assert torch.equal(hidden[:21], loaded[:21])
+    assert (loaded[21:] != 0).all()
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_model_on_meta_says_what_comes_out(small, rows, norm):
+    model = small(norm=norm).to("meta")
+    inputs = [x.to("meta") for x in rows(2, 5, 4)]
+    assert model(*inputs[:3]).shape == (2, 4, 1, 4, 3)
+    assert model.loss(*inputs).shape == ()
 
 
 def test_prediction_does_not_depend_on_context_order(small, rows, assert_same_but_for_rounding):
@@ -249,6 +270,44 @@ def test_wrong_shapes_are_refused_with_what_was_wanted_and_what_came(small, shap
     assert str(list(shapes[0])) in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["x_context", "y_context", "x_target", "y_target"])
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda x: x.tolist(), TypeError, "wanted {} as a tensor; got list"),
+        (lambda x: x.numpy(), TypeError, "wanted {} as a tensor; got ndarray"),
+        (lambda x: None, TypeError, "wanted {} as a tensor; got NoneType"),
+        (lambda x: x.to_sparse(), TypeError, "wanted {} as a strided tensor; got torch.sparse_coo"),
+        (lambda x: x.long(), TypeError, "wanted {} in one of float64, .*; got torch.int64"),
+        (
+            lambda x: x.to("meta"),
+            ValueError,
+            "wanted {} on the model's device, cpu; got it on meta",
+        ),
+        (lambda x: x[..., 0], ValueError, "wanted x_context .* with M >= 1 and N >= 1; got "),
+        (lambda x: x[:1], ValueError, "wanted x_context .* with M >= 1 and N >= 1; got "),
+    ],
+    ids=["list", "array", "none", "sparse", "integers", "meta", "rank-2", "B1"],
+)
+def test_input_that_does_not_fit_is_refused_before_anything_is_computed(
+    small, rows, name, spoil, error, message
+):
+    model = small()
+    computed = []
+    model.embedder.register_forward_pre_hook(lambda *_: computed.append(True))
+    names = ("x_context", "y_context", "x_target", "y_target")
+    inputs = dict(zip(names, rows(2, 5, 4), strict=True))
+    inputs[name] = spoil(inputs[name])
+    for ask in (model.loss, model.log_likelihood):
+        with pytest.raises(error, match=message.format(name)):
+            ask(**inputs)
+    del inputs["y_target"]
+    for ask in (model, model.predict) if name in inputs else ():
+        with pytest.raises(error, match=message.format(name)):
+            ask(**inputs)
+    assert computed == []
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -266,12 +325,24 @@ def test_wrong_configs_are_refused(small, field, value):
         small(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("indicator", 2, "True or False"),
+        ("indicator", "yes", "True or False"),
+        ("layers", 2.0, "an int"),
+        ("layers", True, "an int"),
+        ("width", 16.0, "an int"),
+        ("width", "16", "an int"),
+        ("components", None, "an int"),
+    ],
+    ids=str,
+)
+def test_configs_of_wrong_types_are_refused(small, field, value, wanted):
+    with pytest.raises(TypeError, match=f"{field} must be {wanted}; got {value!r}"):
+        small(**{field: value})
+
+
 def test_unknown_backend_is_refused(small):
     with pytest.raises(ValueError, match=r"backend must be one of .*got 'cuda'"):
         small(backend="cuda")
-
-
-def test_integer_inputs_are_refused(small, rows):
-    x_context, y_context, x_target, _ = rows(2, 5, 4)
-    with pytest.raises(TypeError, match=r"wanted floating-point inputs; got .*torch\.int64"):
-        small()(x_context, y_context.long(), x_target)

@@ -4,7 +4,8 @@
     PYTHONPATH=packages/attention/src:ci/testkit/src python packages/attention/tune.py --out
     packages/attention/results
 
-Needs a GPU. Every candidate is checked against the reference before it is timed.
+Needs a GPU. Candidates that spill registers are left out; every other one is checked against the
+reference before it is timed.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ SINGLE_SIZES = (
     Size(256, 564, 64, 8, 32),
 )
 Candidate = TileConfig | SingleTileConfig
+Job = tuple[str, Size, Candidate]
 
 
 def candidates_of(kind: str, size: Size) -> list[Candidate]:
@@ -92,24 +94,27 @@ def candidates_of(kind: str, size: Size) -> list[Candidate]:
     return found
 
 
-def precompile(jobs: list[tuple[str, Size, Candidate]]) -> None:
-    """Fill triton's cache on all cores; nothing is launched."""
+def without_spills(jobs: list[Job]) -> list[Job]:
+    """The jobs whose kernels keep all in registers; fills triton's cache on all cores, and launches
+    nothing.
+    """
     with concurrent.futures.ProcessPoolExecutor(
         mp_context=multiprocessing.get_context("spawn")
     ) as pool:
-        list(pool.map(compile_one, jobs, chunksize=4))
+        return list(itertools.compress(jobs, pool.map(compiles_without_spill, jobs, chunksize=4)))
 
 
-def compile_one(job: tuple[str, Size, Candidate]) -> None:
+def compiles_without_spill(job: Job) -> bool:
     """Compile what one candidate launches, as for the bf16 inputs that are timed."""
     kind, size, candidate = job
     with configured(kind, candidate), recorded_launches() as recorded:
         for call in launches(kind, size._replace(batches=1), device="cpu", copies=1):
             call()
-    for launch in recorded:
-        # What does not compile fails again, and is named, when it is timed.
-        with contextlib.suppress(Exception):
-            compile_launch(launch, 90)
+    try:
+        return not any(compile_launch(launch, 90).spilled for launch in recorded)
+    except Exception:
+        # More shared memory or registers than there are.
+        return False
 
 
 @contextlib.contextmanager
@@ -118,9 +123,7 @@ def configured(kind: str, candidate: Candidate) -> Iterator[None]:
     before.
     """
     module, table, _ = TABLES[kind]
-    with (
-        mock.patch.object(module, table, (candidate,)),
-    ):
+    with mock.patch.object(module, table, (candidate,)):
         forward_plan.cache_clear()
         backward_plan.cache_clear()
         yield
@@ -209,13 +212,14 @@ def main(
         for size in (SINGLE_SIZES if kind.startswith("single") else STREAMING_SIZES)
         if str(size.width) in widths.split(",")
     ]
-    candidates = {key: candidates_of(*key) for key in chosen}
-    precompile([(*key, one) for key, several in candidates.items() for one in several])
+    jobs = without_spills([(*key, one) for key in chosen for one in candidates_of(*key)])
     table = []
     for kind, size in chosen:
         found = []
         calls = launches(kind, size)
-        for candidate in candidates[kind, size]:
+        for *of, candidate in jobs:
+            if of != [kind, size]:
+                continue
             with configured(kind, candidate):
                 try:
                     if not agrees(size):

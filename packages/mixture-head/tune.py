@@ -139,7 +139,7 @@ def launches(
             calls.append(functools.partial(_mixture_launch.launch_mixture, *args))
         elif kind == "backward":
             slopes = make(COMPONENTS, 3, rows), make(rows)
-            args = make(()), make(()), *slopes, torch.float32, torch.float32, True
+            args = make(()), make(()), None, *slopes, torch.float32, torch.float32, True
             calls.append(functools.partial(_mixture_launch.launch_mixture_backward, *args))
         else:
             u = make(rows, COMPONENTS, STORED, dtype=torch.bfloat16)
@@ -221,7 +221,7 @@ def main(
         torch.cuda.empty_cache()
     out.mkdir(parents=True, exist_ok=True)
     with (out / f"tuning-{environment_name()}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, table[0].keys())
+        writer = csv.DictWriter(file, table[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)
 

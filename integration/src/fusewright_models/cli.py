@@ -5,27 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from fusewright.attention import Backend
+from fusewright.mixture_head import Scale
 from fusewright.norm import layer_norm
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from .data import DataName, Sampler, Size, Task, evaluate, make_sampler
+from .data import DataName, Task, evaluate
 from .data.pictures import draw_predictions
+from .devices import checked_device
 from .presets import TRANSFORMER_NP, PresetName
-from .training import Precision, RunFolder, Trainer, TrainingConfig, adamw
+from .training import Precision, RunFolder, Trainer, adamw
 from .transformer_np import TransformerNP
-from .transformer_np_layers import Backend, Norm, Scale, TransformerNPConfig
+from .transformer_np_layers import Norm
+from .transformer_np_run import LARGEST_SEED, TransformerNPRun
 
-LARGEST_SEED = 2**63 - 1
-# Every run on the same kind of data is scored on the same tasks; no run can train on them.
-EVALUATION_SEED = LARGEST_SEED + 1
 PREDICTIONS = "predictions.png"
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
@@ -34,89 +35,6 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
 @app.callback()
 def main() -> None:
     """Train a fusewright model. Every subcommand runs without any flag, on data of its own."""
-
-
-@dataclass(frozen=True)
-class TransformerNPRun:
-    """One run with nothing left open: what config.json holds and what --resume takes up again."""
-
-    preset: PresetName
-    steps: int
-    batch_size: int
-    lr: float
-    eval_every: int
-    device: str
-    precision: Precision
-    data: DataName = "digits"
-    context_size: str | None = None
-    target_size: str | None = None
-    ragged: bool = False
-    norm: Norm = "pre"
-    scale: Scale = "log_sigma"
-    indicator: bool = False
-    weight_decay: float = 0.01
-    seed: int = 0
-    compile: bool = False
-    backend: Backend = "auto"
-    log_every: int = 10
-
-    @classmethod
-    def from_flags(cls, flags: dict[str, Any]) -> TransformerNPRun:
-        """The given flags over the preset's values."""
-        name = flags.get("preset", "demo")
-        preset = TRANSFORMER_NP[name]
-        device = flags.get("device", "cuda" if torch.cuda.is_available() else "cpu")
-        defaults = {
-            "preset": name,
-            "steps": preset.steps,
-            "batch_size": preset.batch_size,
-            "lr": preset.lr,
-            "eval_every": preset.evaluate_every,
-            "device": device,
-            "precision": "bf16" if device.startswith("cuda") else "fp32",
-        }
-        return cls(**(defaults | flags))
-
-    def sampler(self, *, held_out: bool) -> Sampler:
-        sizes = {
-            name: None if text is None else Size.parse(text)
-            for name, text in (
-                ("context_size", self.context_size),
-                ("target_size", self.target_size),
-            )
-        }
-        seed = EVALUATION_SEED if held_out else self.seed
-        return make_sampler(
-            self.data,
-            held_out=held_out,
-            # Scores are of whole batches of one size, whatever the training shows.
-            ragged=self.ragged and not held_out,
-            device=self.device,
-            seed=seed,
-            **sizes,
-        )
-
-    def model(self, x_width: int) -> TransformerNP:
-        torch.manual_seed(self.seed)
-        config = TransformerNPConfig(
-            **TRANSFORMER_NP[self.preset].architecture,
-            x_width=x_width,
-            norm=self.norm,
-            scale=self.scale,
-            indicator=self.indicator,
-        )
-        return TransformerNP(config, backend=self.backend).to(self.device)
-
-    def training(self) -> TrainingConfig:
-        return TrainingConfig(
-            steps=self.steps,
-            batch_size=self.batch_size,
-            warmup_steps=self.steps // 20,
-            precision=self.precision,
-            compile=self.compile,
-            log_every=self.log_every,
-            evaluate_every=self.eval_every,
-        )
 
 
 def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
@@ -193,6 +111,7 @@ def transformer_np(
     console = Console()
     with _usage_errors():
         run, folder = _resumed(flags) if resume else _new(flags)
+    with _usage_errors(folder.config_file if resume else None):
         _check_device(run)
         sampler, held_out = run.sampler(held_out=False), run.sampler(held_out=True)
         model = run.model(sampler.x_width)
@@ -275,27 +194,26 @@ def _resumed(flags: dict[str, Any]) -> tuple[TransformerNPRun, RunFolder]:
     if config.keys() != wanted:
         names = ", ".join(sorted(config.keys() ^ wanted))
         raise ValueError(f"the run in {folder.path} was begun by another version: {names} differ")
-    return TransformerNPRun(**config), folder
+    try:
+        return TransformerNPRun(**config), folder
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder.config_file}: {error}") from error
 
 
 def _check_device(run: TransformerNPRun) -> None:
     """Fail now rather than in the first step, with the reason that torch or the norm gives."""
-    if run.device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu, cuda or cuda:N; got {run.device!r}")
-    try:
-        row = torch.ones(1, 8, device=run.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {run.device}: {error}") from error
-    layer_norm(row, backend=run.backend)
+    layer_norm(torch.ones(1, 8, device=checked_device(run.device)), backend=run.backend)
 
 
 @contextmanager
-def _usage_errors() -> Iterator[None]:
-    """A choice that cannot be served is the caller's to mend: one sentence, no traceback."""
+def _usage_errors(file: Path | None = None) -> Iterator[None]:
+    """A choice that cannot be served is the caller's to mend: one sentence, no traceback, with the
+    file where the choice stood if it was no flag.
+    """
     try:
         yield
     except (ValueError, OSError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(f"{file}: {error}" if file else str(error)) from error
 
 
 def _report(console: Console, folder: RunFolder, reference: str) -> None:

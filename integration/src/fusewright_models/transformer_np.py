@@ -16,7 +16,8 @@ only; and only target rows reach the prediction, so the last block computes its 
 as keys and values and no further.
 
 F is stored rounded up to a multiple of 32, since rows of 1365 bf16 numbers are not 16-byte aligned.
-The stored columns that are not used start at zero, get gradients of exactly zero, and stay zero.
+The stored columns that are not used start at zero, get gradients of exactly zero, and stay zero;
+loading a state dict sets them to zero again, since it may be that of another F.
 
 Tasks of different context sizes share a batch: ``context_lengths [B]`` lies on the device and says
 how many of the M context rows each task has. Rows past a length are never keys, and are zeros where
@@ -28,17 +29,16 @@ Neural processes with attention: https://arxiv.org/abs/2207.04179.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
+from fusewright.attention import Backend
 from fusewright.mixture_head import GaussianMixtureHead
 from fusewright.norm import LayerNorm
 from torch import Tensor, nn
 
 from .transformer_np_layers import (
-    BACKENDS,
     Attention,
-    Backend,
     Block,
     Embedder,
     FeedForward,
@@ -46,6 +46,16 @@ from .transformer_np_layers import (
     layer_norm,
     shown,
 )
+
+BACKENDS = get_args(Backend)
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (torch.int32, torch.int64)
+AXES = {
+    "x_context": ("B", "M", "d_x"),
+    "y_context": ("B", "M", "d_y"),
+    "x_target": ("B", "N", "d_x"),
+    "y_target": ("B", "N", "d_y"),
+}
 
 
 class Prediction(NamedTuple):
@@ -125,9 +135,8 @@ class TransformerNP(nn.Module):
                 _uniform_(module.output.weight, config.width, residual_gain)
             elif isinstance(module, FeedForward):
                 _uniform_(module.output.weight, config.feed_forward_width, residual_gain)
+                module.clear_padding()
         self.head.reset_parameters()
-        for unused in self.padding():
-            unused.zero_()
 
     def padding(self) -> list[Tensor]:
         """Views of every stored weight that is not part of the model: zero, and zero for ever."""
@@ -149,11 +158,12 @@ class TransformerNP(nn.Module):
         """Mixture parameters of every target.
 
         Args:
-            x_context: ``[B, M, d_x]``, floating point, M >= 1.
+            x_context: ``[B, M, d_x]``, floating point (fp32, bf16, fp16 or fp64), on the model's
+                device, as all inputs; M >= 1.
             y_context: ``[B, M, d_y]``.
             x_target: ``[B, N, d_x]``, N >= 1.
-            context_lengths: ``[B]``, int32 or int64, on the model's device: task b has only its
-                first ``context_lengths[b]`` context rows; what the others hold, NaN too, counts for
+            context_lengths: ``[B]``, int32 or int64: task b has only its first
+                ``context_lengths[b]`` context rows; what the others hold, NaN too, counts for
                 nothing. Numbers below 0 count as 0, beyond M as M; a task without any context is
                 predicted from x_target alone. Nothing is read on the host: one compiled or captured
                 step serves every length. None means M.
@@ -163,12 +173,12 @@ class TransformerNP(nn.Module):
             from a model in fp64. The order of the context does not matter beyond rounding.
 
         Raises:
-            TypeError: an input is not floating point, or context_lengths not int32 or int64.
-            ValueError: a shape is not as above, M = 0 or N = 0.
+            TypeError: an input is no tensor or not floating point, or context_lengths not int32 or
+                int64.
+            ValueError: a shape or device is not as above, M = 0 or N = 0.
         """
-        self._check(x_context, y_context, x_target)
-        if context_lengths is not None:
-            self._check_lengths(context_lengths, x_context)
+        inputs = {"x_context": x_context, "y_context": y_context, "x_target": x_target}
+        self._check(inputs, context_lengths)
         context_rows = x_context.shape[1]
         x_context, y_context = (shown(rows, context_lengths) for rows in (x_context, y_context))
         h = self.embedder(x_context, y_context, x_target)
@@ -186,8 +196,11 @@ class TransformerNP(nn.Module):
         y_target: Tensor,
         context_lengths: Tensor | None = None,
     ) -> Tensor:
-        """Minus the mean over B, N and outputs of log p(y_target); errors as in ``forward``."""
-        params = self(x_context, y_context, x_target, context_lengths)
+        """Minus the mean over B, N and outputs of log p(y_target), ``y_target [B, N, d_y]``.
+
+        Everything else, and errors, as in ``forward``.
+        """
+        params = self._params(x_context, y_context, x_target, y_target, context_lengths)
         return self.head.loss(params, y_target)
 
     def log_likelihood(
@@ -198,8 +211,11 @@ class TransformerNP(nn.Module):
         y_target: Tensor,
         context_lengths: Tensor | None = None,
     ) -> Tensor:
-        """log p(y_target | x_target, context) in nats, ``[B, N, d_y]``, each target on its own."""
-        params = self(x_context, y_context, x_target, context_lengths)
+        """log p(y_target | x_target, context) in nats, ``[B, N, d_y]``, each target on its own.
+
+        Arguments and errors as in ``loss``.
+        """
+        params = self._params(x_context, y_context, x_target, y_target, context_lengths)
         return self.head.log_likelihood(params, y_target)
 
     @torch.no_grad()
@@ -220,27 +236,70 @@ class TransformerNP(nn.Module):
             self.head.sample(params, generator=generator),
         )
 
-    def _check(self, *inputs: Tensor) -> None:
-        d_x, d_y = self.config.x_width, self.config.y_width
-        if not all(rows.is_floating_point() for rows in inputs):
-            raise TypeError(f"wanted floating-point inputs; got {[rows.dtype for rows in inputs]}")
-        came = [list(rows.shape) for rows in inputs]
-        if all(len(shape) == 3 for shape in came):
-            batch, context, targets = *came[0][:2], came[2][1]
-            wanted = [[batch, context, d_x], [batch, context, d_y], [batch, targets, d_x]]
-            if came == wanted and context > 0 and targets > 0:
-                return
-        raise ValueError(
-            f"wanted x_context [B, M, {d_x}], y_context [B, M, {d_y}], x_target [B, N, {d_x}] "
-            f"with M >= 1 and N >= 1; got {came[0]}, {came[1]}, {came[2]}"
-        )
+    def _params(
+        self,
+        x_context: Tensor,
+        y_context: Tensor,
+        x_target: Tensor,
+        y_target: Tensor,
+        context_lengths: Tensor | None,
+    ) -> Tensor:
+        """``forward``, with y_target refused before it where it does not fit."""
+        inputs = {
+            "x_context": x_context,
+            "y_context": y_context,
+            "x_target": x_target,
+            "y_target": y_target,
+        }
+        self._check(inputs, context_lengths)
+        return self(x_context, y_context, x_target, context_lengths)
 
-    def _check_lengths(self, context_lengths: Tensor, x_context: Tensor) -> None:
-        if context_lengths.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"wanted int32 or int64 context_lengths; got {context_lengths.dtype}")
-        batch = x_context.shape[0]
-        if context_lengths.shape != (batch,) or context_lengths.device != x_context.device:
+    def _check(self, inputs: dict[str, Tensor], context_lengths: Tensor | None) -> None:
+        """Refuse what does not fit, before anything is computed."""
+        device = self.embedder.hidden.weight.device
+        for name, rows in inputs.items():
+            _check_tensor(name, rows, FLOATING, device)
+        widths = {"d_x": self.config.x_width, "d_y": self.config.y_width}
+        came = {name: list(rows.shape) for name, rows in inputs.items()}
+        if not _fit(came, widths):
+            axes = {
+                name: ", ".join(str(widths.get(axis, axis)) for axis in AXES[name]) for name in came
+            }
+            wanted = ", ".join(f"{name} [{axes[name]}]" for name in came)
+            got = ", ".join(map(str, came.values()))
+            raise ValueError(f"wanted {wanted} with M >= 1 and N >= 1; got {got}")
+        if context_lengths is None:
+            return
+        _check_tensor("context_lengths", context_lengths, LENGTHS, device)
+        batch = came["x_context"][0]
+        if list(context_lengths.shape) != [batch]:
             raise ValueError(
-                f"wanted context_lengths [{batch}] on {x_context.device}, a number for each task; "
-                f"got {list(context_lengths.shape)} on {context_lengths.device}"
+                f"wanted context_lengths [{batch}], a number for each task; "
+                f"got {list(context_lengths.shape)}"
             )
+
+
+def _check_tensor(
+    name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"wanted {name} as a tensor; got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"wanted {name} as a strided tensor; got {value.layout}")
+    if value.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"wanted {name} in one of {names}; got {value.dtype}")
+    if value.device != device:
+        raise ValueError(f"wanted {name} on the model's device, {device}; got it on {value.device}")
+
+
+def _fit(came: dict[str, list[int]], widths: dict[str, int]) -> bool:
+    """Whether every axis has one size wherever it stands, M and N at least 1."""
+    sizes = dict(widths)
+    for name, shape in came.items():
+        if len(shape) != len(AXES[name]):
+            return False
+        for axis, size in zip(AXES[name], shape, strict=True):
+            if sizes.setdefault(axis, size) != size:
+                return False
+    return sizes["M"] > 0 and sizes["N"] > 0

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from fusewright.attention import rectangular_attention
+from fusewright.attention import Backend, rectangular_attention
+from fusewright.mixture_head import Scale
 from fusewright.norm import LayerNorm
 from torch import Tensor, nn
 
-Backend = Literal["auto", "triton", "reference"]
 Norm = Literal["pre", "post"]
-Scale = Literal["log_sigma", "softplus"]
-BACKENDS = get_args(Backend)
 NORMS = get_args(Norm)
 SCALES = get_args(Scale)
 
 STORED_MULTIPLE = 32
-# What the attention takes: widths of a head.
-HEAD_MULTIPLE = 8
-HEAD_MAXIMUM = 128
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,8 @@ class TransformerNPConfig:
     Attributes:
         x_width: coordinates of an input (d_x).
         y_width: outputs (d_y), each with a mixture of its own, independent given the prediction.
-        width: d, divisible by ``heads``, each head a multiple of 8 up to 128 wide.
+        width: d, divisible by ``heads``, each head as wide as the attention takes: a multiple of 8
+            up to 128.
         layers: number of blocks, at least 1.
         heads: H.
         feed_forward_width: F of the blocks and of the mixture head.
@@ -41,6 +38,11 @@ class TransformerNPConfig:
         scale: standard deviations as "log_sigma" or "softplus".
         indicator: one more input, 1 in context rows and 0 in target rows. Without it a context row
             with y = 0 and a target row at the same x start equal.
+
+    Raises:
+        TypeError: a size is no int, or indicator no bool.
+        ValueError: a size is below 1, the attention does not take heads of that width, or norm or
+            scale is none of the two.
     """
 
     x_width: int = 10
@@ -55,29 +57,48 @@ class TransformerNPConfig:
     indicator: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1 and field.name != "indicator":
-                raise ValueError(f"{field.name} must be at least 1; got {value}")
+        for name in (field.name for field in fields(self) if field.type == "int"):
+            value = getattr(self, name)
+            # True is an int to Python.
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int; got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+        if not isinstance(self.indicator, bool):
+            raise TypeError(f"indicator must be True or False; got {self.indicator!r}")
         if self.width % self.heads:
             raise ValueError(
                 f"width must be divisible by heads; got width {self.width}, heads {self.heads}"
             )
-        head_width = self.width // self.heads
-        if head_width % HEAD_MULTIPLE or head_width > HEAD_MAXIMUM:
-            raise ValueError(
-                f"width must be heads times a multiple of {HEAD_MULTIPLE} up to {HEAD_MAXIMUM}; "
-                f"got width {self.width}, heads {self.heads}"
-            )
+        self._check_head_width()
         if self.norm not in NORMS:
             raise ValueError(f"norm must be one of {NORMS}; got {self.norm!r}")
         if self.scale not in SCALES:
             raise ValueError(f"scale must be one of {SCALES}; got {self.scale!r}")
 
+    def _check_head_width(self) -> None:
+        """Ask the attention, which alone knows what it takes; nothing is computed."""
+        q = torch.empty(1, 1, 1, self.width // self.heads, device="meta")
+        try:
+            rectangular_attention(q, q, q, backend="reference")
+        except ValueError as error:
+            raise ValueError(
+                f"width must be heads times a width that the attention takes; got width "
+                f"{self.width}, heads {self.heads}: {error}"
+            ) from error
+
     @property
     def stored_width(self) -> int:
         """F rounded up to a multiple of 32."""
         return math.ceil(self.feed_forward_width / STORED_MULTIPLE) * STORED_MULTIPLE
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Operations in the dtype of their operands."""
+    # Autocast knows no meta tensors.
+    if device.type == "meta":
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def layer_norm(norm: LayerNorm, h: Tensor) -> Tensor:
@@ -86,7 +107,7 @@ def layer_norm(norm: LayerNorm, h: Tensor) -> Tensor:
     Autocast would hand back fp32, as torch's layer norm does: twice the bytes, and the residual
     stream of the post-norm form would leave the compute dtype.
     """
-    with torch.autocast(h.device.type, enabled=False):
+    with without_autocast(h.device):
         return norm(h)
 
 
@@ -116,7 +137,7 @@ class Embedder(nn.Module):
         target = F.pad(x_target, (0, self.y_width + self.indicator))
         rows = torch.cat([context, target], dim=1).to(self.hidden.weight.dtype)
         # Inputs keep fp32 under autocast: bf16 cannot tell numbers closer than 2^-8 apart.
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(rows.device):
             hidden = F.silu(self.hidden(rows))
         return self.output(hidden)
 
@@ -149,6 +170,8 @@ class FeedForward(nn.Module):
         d, stored = config.width, config.stored_width
         self.hidden = nn.Linear(d, stored, bias=False)
         self.output = nn.Linear(stored, d, bias=False)
+        # Weights of another F that is stored as wide as this one load without a word.
+        self.register_load_state_dict_post_hook(_clear_padding)
 
     def forward(self, b: Tensor) -> Tensor:
         return self.output(F.silu(self.hidden(b)))
@@ -156,6 +179,16 @@ class FeedForward(nn.Module):
     def padding(self) -> list[Tensor]:
         """Views of the stored weights that are not part of the model."""
         return [self.hidden.weight[self.used :], self.output.weight[:, self.used :]]
+
+    @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Set the stored weights beyond F to zero."""
+        for unused in self.padding():
+            unused.zero_()
+
+
+def _clear_padding(feed_forward: FeedForward, _: object) -> None:
+    feed_forward.clear_padding()
 
 
 class Block(nn.Module):

@@ -88,27 +88,36 @@ def fresh_plans() -> Iterator[None]:
         plan.cache_clear()
 
 
-@pytest.fixture(params=["tables", "single-tile", "pointers", "descriptors"])
+@pytest.fixture(params=["single-tile", "pointers"])
 def scheme(
     request: pytest.FixtureRequest, fresh_plans: None, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """How keys are read: as the tables say; as one tile, the queries cut into chunks; in many
-    small tiles, by pointers or by descriptors.
-    """
+    """How keys are read: as one tile, the queries cut into chunks; or in many small tiles."""
+    return arranged(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["tables", "single-tile", "pointers", "descriptors"])
+def any_scheme(
+    request: pytest.FixtureRequest, fresh_plans: None, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """As ``scheme``; or as the tables of the package say, or in many small tiles by descriptors."""
+    return arranged(request.param, monkeypatch)
+
+
+def arranged(scheme: str, monkeypatch: pytest.MonkeyPatch) -> str:
     from fusewright.attention import _backward, _configs, _forward
 
-    if request.param == "single-tile":
+    if scheme == "single-tile":
         line = _configs.SingleTileConfig(128, 128, 4, queries=16, num_warps=4, num_stages=1)
         monkeypatch.setattr(_forward, "SINGLE_TILE_FORWARD", (line,))
         monkeypatch.setattr(_backward, "SINGLE_TILE_BACKWARD", (line,))
         monkeypatch.setattr(_configs, "SINGLE_TILE_FITS", 1)
-    elif request.param != "tables":
+    elif scheme != "tables":
         monkeypatch.setattr(_configs, "SINGLE_TILE_KEYS", 0)
-        small = dict(queries=16, keys=16, num_warps=4, num_stages=2)
-        line = _configs.TileConfig(128, 4, **small)
+        line = _configs.TileConfig(128, 4, queries=16, keys=16, num_warps=4, num_stages=2)
         described = line._replace(hopper=True, descriptors=True)
-        lines = (described, line) if request.param == "descriptors" else (line,)
+        lines = (described, line) if scheme == "descriptors" else (line,)
         monkeypatch.setattr(_forward, "FORWARD", lines)
         for table in ("DQ", "DKDV"):
             monkeypatch.setattr(_backward, table, lines)
-    return request.param
+    return scheme

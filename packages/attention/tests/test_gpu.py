@@ -69,20 +69,6 @@ def test_every_line_of_the_tables_is_as_near_to_fp64_as_torch(lse_op, dtype, wid
     lse_op.check(lse_op.draw((2, 257, keys, 2, width), dtype, "cuda"), [keys, keys // 2])
 
 
-@pytest.mark.parametrize("keys", [64, 500])
-def test_tf32_only_where_torch_takes_it(op, keys):
-    tensors = op.draw((2, 257, keys, 2, 64), torch.float32, "cuda")
-    exact = op.first(op.kernels(*tensors))
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        op.check(tensors)
-        assert not torch.equal(op.first(op.kernels(*tensors)), exact)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-    assert torch.equal(op.first(op.kernels(*tensors)), exact)
-
-
 def test_rows_of_a_great_task_are_as_near_to_fp64_as_torch(op):
     """256 queries of (10k, 1k), whose values and gradients are computed amid all others."""
     q, k, v = op.draw((1, 11000, 10000, 2, 64), BF16, "cuda")
@@ -110,6 +96,22 @@ def test_tensor_past_31_bits_of_elements(op):
         results.append([x[[0, few - 2, -1]].clone() for x in (o, *grads)])
         del leaves, o, grads
     assert equal(*results)
+
+
+def test_task_past_31_bits_of_elements(op):
+    """So many queries that even one task has more elements than a 32-bit number counts."""
+    queries, keys = (1 << 31) // (8 * 128) + 64, 130
+    few = op.draw((2, 64, keys, 8, 128), BF16, "cuda")
+    many = few[0].repeat(1, queries // 64, 1, 1), *few[1:]
+    found = []
+    for tensors in (few, many):
+        leaves = [x.requires_grad_() for x in tensors]
+        o = op.first(op.kernels(*leaves))
+        # Queries do not see one another: those at the end are as those at the beginning.
+        (dq,) = torch.autograd.grad(o, leaves[0], torch.ones((), device="cuda").expand_as(o))
+        found.append([x[:, -64:].clone() for x in (o, dq)])
+        del leaves, o, dq
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("tasks", [1, 3, 2000])

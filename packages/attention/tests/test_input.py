@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from fusewright.attention import rectangular_attention, sdpa_backend
+from fusewright.attention import bench, rectangular_attention, sdpa_backend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SHAPE = (2, 5, 6, 2, 8)
@@ -23,6 +23,10 @@ BAD = {
     "integers": ((q.int(), k, v), {}, TypeError, "float64, got torch.int32"),
     "sparse": ((q, k.to_sparse(), v), {}, TypeError, "k must be a strided tensor"),
     "three axes": ((q[0], k, v), {}, ValueError, r"q must be \[batch, tokens, heads, width\]"),
+    "nested": (
+        (torch.nested.nested_tensor([q[0], q[1]]), k, v),
+        *({}, TypeError, "q must be a strided tensor, got a nested one"),
+    ),
     "width 12": ((q.repeat(1, 1, 1, 2)[..., :12], k, v), {}, ValueError, "multiple of 8 .*got 12"),
     "width 136": (operands(1, 2, 3, 1, 136), {}, ValueError, "up to 128, got 136"),
     "width 0": (operands(1, 2, 3, 1, 0), {}, ValueError, "multiple of 8 up to 128, got 0"),
@@ -34,14 +38,20 @@ BAD = {
     "devices": ((q, k.to("meta"), v), {}, ValueError, "k must be on q's device cpu, got meta"),
     "text as scale": ((q, k, v), dict(scale="1"), TypeError, "scale must be a number, got str"),
     "true as scale": ((q, k, v), dict(scale=True), TypeError, "scale must be a number, got bool"),
-    "negative scale": ((q, k, v), dict(scale=-1.0), ValueError, "positive number, got -1.0"),
-    "zero scale": ((q, k, v), dict(scale=0), ValueError, "positive number, got 0"),
-    "infinite scale": ((q, k, v), dict(scale=math.inf), ValueError, "positive number, got inf"),
-    "nan scale": ((q, k, v), dict(scale=math.nan), ValueError, "positive number, got nan"),
+    "negative scale": ((q, k, v), dict(scale=-1.0), ValueError, "scale must be from .* got -1"),
+    "zero scale": ((q, k, v), dict(scale=0), ValueError, "scale must be from .* got 0"),
+    "infinite scale": ((q, k, v), dict(scale=math.inf), ValueError, "scale must be .* got inf"),
+    "nan scale": ((q, k, v), dict(scale=math.nan), ValueError, "scale must be .* got nan"),
+    "tiny scale": ((q, k, v), dict(scale=1e-40), ValueError, "from 1.18e-38 to 2.36e[+]38, got"),
+    "great scale": ((q, k, v), dict(scale=3e38), ValueError, "from 1.18e-38 to 2.36e[+]38, got"),
     "lengths as list": ((q, k, v), dict(key_lengths=[1, 2]), TypeError, "must be a tensor"),
     "float lengths": (
         *((q, k, v), dict(key_lengths=torch.ones(2))),
         *(TypeError, "int32 or int64, got torch.float32"),
+    ),
+    "sparse lengths": (
+        *((q, k, v), dict(key_lengths=torch.ones(2, dtype=torch.int32).to_sparse())),
+        *(TypeError, "key_lengths must be a strided tensor, got layout torch.sparse_coo"),
     ),
     "three lengths": (
         *((q, k, v), dict(key_lengths=torch.ones(3, dtype=torch.int32))),
@@ -68,21 +78,33 @@ def test_triton_says_why_it_cannot_serve(op):
         op.public(*op.draw(SHAPE, torch.float64), backend="triton")
 
 
-def test_great_row_strides_are_copied(op, device):
-    """Offsets inside a tile are 32-bit numbers."""
-    rows = torch.randn(40 * 2**23 + 2**10, device=device, dtype=torch.bfloat16)
-    wide = rows.as_strided((1, 40, 1, 16), (40 * (2**23 + 8), 2**23 + 8, 16, 1))
-    found = op.first(op.kernels(wide, wide, wide))
-    copy = wide.contiguous()
-    assert torch.equal(found, op.first(op.kernels(copy, copy, copy)))
-
-
 def test_sdpa_backend_follows_the_context(op, device):
     tensors = op.draw((1, 4, 6, 2, 16), torch.bfloat16, device)
     for wanted in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
         with sdpa_kernel(wanted):
             assert sdpa_backend(*tensors) == wanted
     assert sdpa_backend(*tensors) != SDPBackend.ERROR
+
+
+def test_sdpa_backend_is_error_where_none_can_serve():
+    tensors = [x.double().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert sdpa_backend(*tensors) == SDPBackend.ERROR
+
+
+def test_benchmark_states_the_backend_that_runs(capsys):
+    o = bench.sdpa(SDPBackend.FLASH_ATTENTION)(q, k, v)
+    assert o.shape == q.shape
+    assert "((2, 5, 2, 8), (2, 6, 2, 8)) runs FLASH_ATTENTION" in capsys.readouterr().out
+
+
+def test_benchmark_warns_when_another_backend_would_run():
+    call = bench.sdpa(SDPBackend.CUDNN_ATTENTION)
+    with (
+        pytest.warns(UserWarning, match="wanted CUDNN_ATTENTION, torch takes FLASH_ATTENTION"),
+        pytest.raises(RuntimeError),
+    ):
+        call(q, k, v)
 
 
 def test_sdpa_backend_checks_its_input():

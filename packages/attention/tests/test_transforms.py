@@ -74,6 +74,33 @@ def test_one_compiled_graph_serves_any_number_of_queries(op, device):
     assert len(graphs) == 1
 
 
+def test_two_compiled_graphs_serve_any_number_of_keys(op, device):
+    """One for as many keys as are one tile, one for more."""
+    graphs = []
+
+    def counted(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(op.kernels, fullgraph=True, dynamic=True, backend=counted)
+    for keys in (5, 6, 31, 40, 130, 150):
+        tensors = op.draw((2, 7, keys, 2, 8), torch.float32, device)
+        found, expected = as_tuple(compiled(*tensors)), as_tuple(op.kernels(*tensors))
+        assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+    assert len(graphs) == 2
+
+
+def test_second_derivative_is_the_same_under_autocast(op, device):
+    tensors = [x.requires_grad_() for x in op.draw((2, 5, 6, 2, 8), torch.float32, device)]
+    slopes = transforms.slopes_to_differentiate(op.kernels)(*tensors)
+    cotangents = [torch.randn_like(x) for x in slopes]
+    found = []
+    for enabled in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(slopes, tensors, cotangents, retain_graph=True))
+    assert all(torch.equal(f, e) for f, e in zip(*found, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", [transforms.func_grad, transforms.mapped_func_grad])
 def test_transform_compiled_by_inductor_is_right(op, transform, device):
@@ -98,9 +125,14 @@ def test_forward_mode_raises(op, transform, device):
 
 
 @pytest.mark.parametrize("transform", [transforms.forward_mode, transforms.func_jvp])
-def test_forward_mode_of_the_reference_works(op, transform):
+def test_forward_mode_of_the_reference_is_right(op, transform):
     x, *others = op.draw(SHAPE, torch.float64, "cpu")
-    transform(lambda x: op.first(op.public(x, *others, backend="reference")), x)
+
+    def function(x):
+        return op.first(op.public(x, *others, backend="reference"))
+
+    _, expected = torch.autograd.functional.jvp(function, x, torch.ones_like(x))
+    torch.testing.assert_close(transform(function, x), expected)
 
 
 def test_inference_mode_gives_the_same_bits(op, device):

@@ -95,9 +95,19 @@ def scale(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=["triton", "reference"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture
 def nll() -> HeadOp:
     return OPS["mixture_nll"]
+
+
+@pytest.fixture
+def log_likelihood() -> HeadOp:
+    return OPS["mixture_log_likelihood"]
 
 
 @pytest.fixture
@@ -113,3 +123,15 @@ def draw_mixtures() -> Callable[..., Tensors]:
 @pytest.fixture
 def draw_heads() -> Callable[..., Tensors]:
     return head_weights
+
+
+@pytest.fixture
+def values_and_gradients() -> Callable[..., Tensors]:
+    """The value of a function of params and y, and the gradients of its sum."""
+
+    def of(call: Callable, params: torch.Tensor, y: torch.Tensor) -> Tensors:
+        leaves = [x.detach().clone().requires_grad_() for x in (params, y)]
+        value = call(*leaves)
+        return [value.detach(), *torch.autograd.grad(value.sum(), leaves)]
+
+    return of

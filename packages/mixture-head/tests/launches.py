@@ -20,7 +20,7 @@ def launch(components: int, dtype: torch.dtype, softplus: bool, masked: bool, me
     assert params_slope is not None
     assert y_slope is not None
     for y_grad in (True, False):
-        launch_mixture_backward(value, factor, params_slope, y_slope, dtype, F32, y_grad)
+        launch_mixture_backward(value, factor, mask, params_slope, y_slope, dtype, F32, y_grad)
 
 
 def launch_heads(heads: int, stored: int, dtype: torch.dtype) -> None:

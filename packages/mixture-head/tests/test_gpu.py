@@ -112,6 +112,10 @@ def test_heads_of_the_model_are_as_near_to_fp64_as_torch(heads, dtype, draw_head
     heads.check(draw_heads((3000, 512), dtype, "cuda", stored=1376, heads=10))
 
 
+def test_more_heads_than_two_axes_of_a_grid_hold(heads, draw_heads):
+    heads.check(draw_heads((40, 3), F32, "cuda", stored=2, heads=70_000))
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_loss_of_the_model_is_as_near_to_fp64_as_torch(nll, scale, dtype, draw_mixtures):
     nll.check(draw_mixtures((128000, 10), dtype, "cuda"), scale=scale)

@@ -14,6 +14,8 @@ from fusewright.mixture_head import (
     mixture_mean,
     mixture_nll,
     mixture_quantiles,
+    mixture_sample,
+    mixture_variance,
 )
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,7 +58,15 @@ BAD = [
     (lambda: mixture_nll(P.double(), Y, backend="triton"), RuntimeError, "float64"),
     (lambda: mixture_cdf(P, Y.long()), TypeError, "y must be.*int64"),
     (lambda: mixture_cdf(P, META), ValueError, "device cpu, got meta"),
+    (lambda: mixture_cdf(P, 0.0), TypeError, "y must be a tensor, got float"),
+    (lambda: mixture_cdf(P, torch.zeros(5)), ValueError, r"shape \(3,\), got \(5,\)"),
+    (lambda: mixture_cdf(P, torch.zeros(2, 1, 4)), ValueError, r"\(3,\), got \(2, 1, 4\)"),
+    (lambda: mixture_mean([1.0]), TypeError, "params must be a tensor, got list"),
+    (lambda: mixture_variance([1.0]), TypeError, "params must be a tensor, got list"),
+    (lambda: mixture_sample([1.0]), TypeError, "params must be a tensor, got list"),
+    (lambda: mixture_quantiles([1.0], [0.5]), TypeError, "params must be a tensor, got list"),
     (lambda: levels_of(0.5), TypeError, "levels must be a tensor or numbers, got float"),
+    (lambda: levels_of([True]), TypeError, "levels must be a number, got bool"),
     (lambda: levels_of(["a"]), TypeError, "levels must be a number, got str"),
     (lambda: levels_of(P), ValueError, r"one axis, got shape \(3, 4, 3\)"),
     (lambda: levels_of(META), ValueError, "levels must be on.*cpu, got meta"),

@@ -29,6 +29,7 @@ def in_a_fresh_python(code: str) -> None:
 
 def test_public_names_are_what_the_package_offers():
     assert set(norm.__all__) == {
+        "Backend",
         "LayerNorm",
         "RMSNorm",
         "__version__",

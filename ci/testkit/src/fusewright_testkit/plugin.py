@@ -19,6 +19,11 @@ if not HAS_GPU:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes minutes; left out unless asked for with -m")
+    # The packages' plans keep what allocates their memory: it is poisoned before any plan is made,
+    # for the whole run.
+    guards = torch._C._dynamo.guards
+    for name in ("_empty_strided_cpu", "_empty_strided_cuda"):
+        setattr(guards, name, poisoned(getattr(guards, name)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -143,14 +143,16 @@ EAGER = [
 ]
 
 
-def forward_mode(function: Call, x: torch.Tensor) -> object:
+def forward_mode(function: Call, x: torch.Tensor) -> torch.Tensor:
+    """The derivative along ones, by a dual number."""
     with forward_ad.dual_level():
-        return function(forward_ad.make_dual(x, torch.ones_like(x)))
+        y = function(forward_ad.make_dual(x, torch.ones_like(x)))
+        return forward_ad.unpack_dual(y).tangent
 
 
-def func_jvp(function: Call, x: torch.Tensor) -> object:
-    return jvp(function, (x,), (torch.ones_like(x),))
+def func_jvp(function: Call, x: torch.Tensor) -> torch.Tensor:
+    return jvp(function, (x,), (torch.ones_like(x),))[1]
 
 
-def compiled_func_jvp(function: Call, x: torch.Tensor) -> object:
+def compiled_func_jvp(function: Call, x: torch.Tensor) -> torch.Tensor:
     return torch.compile(lambda x: func_jvp(function, x), fullgraph=True, backend="aot_eager")(x)

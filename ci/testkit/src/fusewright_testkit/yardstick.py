@@ -48,7 +48,7 @@ class RoundedProducts(TorchDispatchMode):
             return x
         if self.dtype != torch.float32:
             return x.to(self.dtype).float()
-        if not torch.backends.cuda.matmul.allow_tf32:
+        if torch.backends.cuda.matmul.fp32_precision != "tf32":
             return x
         # TF32 keeps 10 of 23 mantissa bits, rounded to nearest with ties away from zero.
         return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
+from ..devices import checked_device
 from ..presets import TRANSFORMER_NP, PresetName
 from ..transformer_np_layers import TransformerNPConfig
 from .harness import Harness
@@ -48,11 +48,9 @@ def main(
     try:
         shapes = [Shape.parse(text) for text in shape] if shape else list(SHAPES)
         providers = chosen_providers(provider, sdpa)
-        where = torch.device(device)
-    except (ValueError, RuntimeError) as error:
+        where = checked_device(device)
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter(f"--device {device} needs a CUDA device, and torch sees none")
     console = Console(width=160)
     name = environment_name(where)
     console.print(f"{name}: bf16 autocast over fp32 weights, AdamW", highlight=False)

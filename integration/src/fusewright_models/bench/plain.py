@@ -13,10 +13,11 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from fusewright.mixture_head import Scale
 from torch import Tensor, nn
 
 from ..transformer_np import TransformerNP
-from ..transformer_np_layers import Attention, Block, FeedForward, Scale
+from ..transformer_np_layers import Attention, Block, FeedForward
 
 HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
 

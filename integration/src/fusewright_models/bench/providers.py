@@ -69,10 +69,14 @@ class Provider:
     def pruned(self) -> bool:
         return self.kind != "sdpa-unpruned"
 
+    @property
+    def compiled(self) -> bool:
+        return self.kind.endswith("compile")
+
     def loss_function(self) -> LossFunction:
         """A new one: what torch.compile keeps for it goes with it."""
         function: LossFunction = our_loss if self.ours else partial(plain_loss, pruned=self.pruned)
-        if not self.kind.endswith("compile"):
+        if not self.compiled:
             return function
         torch.compiler.reset()
         return torch.compile(function, dynamic=False)
@@ -82,7 +86,10 @@ class Provider:
         return nullcontext() if self.sdpa == "auto" else sdpa_kernel(SDPA_BACKENDS[self.sdpa])
 
     def backends_taken(self, model: TransformerNP, shape: Shape) -> list[SDPBackend]:
-        """The attentions that torch takes for operands like those of the first and last block."""
+        """The attentions that torch takes for operands like those of the first and last block.
+
+        Eagerly: what a compiler makes of the same call cannot be asked.
+        """
         if self.ours:
             return []
         context, rows = shape.context, shape.context + shape.targets
@@ -106,7 +113,14 @@ class Provider:
 
     def attention(self, taken: list[SDPBackend]) -> str:
         """Whose attention it is, in words."""
-        return "fusewright" if self.ours else ", ".join(backend.name.lower() for backend in taken)
+        if self.ours:
+            return "fusewright"
+        names = "+".join(backend.name.lower().removesuffix("_attention") for backend in taken)
+        return f"eagerly {names}" if self.compiled else names
+
+    def row_name(self, attention: str) -> str:
+        """The name in a result file, which has no column of its own for the attention."""
+        return self.name if self.ours else f"{self.name} ({attention})"
 
     def warning(self, taken: list[SDPBackend]) -> str | None:
         """What to say where torch does not take the attention that was asked for."""

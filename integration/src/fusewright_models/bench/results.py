@@ -17,7 +17,7 @@ from .step import STAGES, Measurement
 
 COLUMNS = ["op", "case", "pass", "provider", "dtype", "timing"]
 COLUMNS += ["ms", "ms_p20", "ms_p80", "tflops", "gbps", "mem_mib"]
-KEY = COLUMNS[:6]
+KEY = ["op", "case", "pass", "dtype", "timing"]
 Row = dict[str, str]
 
 
@@ -60,14 +60,17 @@ def rows(
 
 
 def merge(path: Path, new: Iterable[Row]) -> None:
-    """Put rows into a result file; those of the same case, pass and provider are replaced."""
+    """Put rows into a result file; those of the same case, pass and provider are replaced, whatever
+    attention torch took then.
+    """
     kept: dict[tuple[str, ...], Row] = {}
     old: list[Row] = []
     if path.exists():
         with path.open(newline="") as file:
             old = list(csv.DictReader(file))
     for row in [*old, *new]:
-        kept[tuple(row[column] for column in KEY)] = row
+        provider = row["provider"].partition(" (")[0]
+        kept[(*(row[column] for column in KEY), provider)] = row
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

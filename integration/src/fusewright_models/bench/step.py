@@ -72,7 +72,8 @@ class Clock:
     def mark(self) -> None:
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            # Without a stream, that of the current device, which need not be this one.
+            event.record(torch.cuda.current_stream(self.device))
             self.marks.append(event)
         else:
             self.marks.append(time.perf_counter())

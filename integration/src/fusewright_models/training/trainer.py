@@ -26,6 +26,8 @@ from .run_folder import RunFolder
 
 Precision = Literal["fp32", "bf16"]
 PRECISIONS = get_args(Precision)
+# What every checkpoint holds.
+STATE = {"step", "model", "optimizer", "source", "torch_rng"}
 
 
 class Batch(Protocol):
@@ -180,10 +182,19 @@ class Trainer:
 
         Raises:
             FileNotFoundError: the folder holds no checkpoint.
+            ValueError: the file is damaged, or the checkpoint of another model.
         """
-        state = self.folder.load_checkpoint()
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        state, file = self.folder.load_checkpoint(), self.folder.checkpoint_file
+        if not state.keys() >= STATE:
+            raise ValueError(
+                f"wanted a checkpoint with {', '.join(sorted(STATE))} in {file}; "
+                f"got {', '.join(map(str, state)) or 'nothing'}"
+            )
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"wanted this model's checkpoint in {file}; got: {error}") from error
         self.source.load_state_dict(state["source"])
         torch.set_rng_state(state["torch_rng"])
         if self.device.type == "cuda" and "cuda_rng" in state:

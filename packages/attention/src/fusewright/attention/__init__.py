@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import available_backends
+from ._backends import Backend, available_backends
 from .rectangular_attention import rectangular_attention, rectangular_attention_with_lse
 from .sdpa import sdpa_backend
 
@@ -16,6 +16,7 @@ except PackageNotFoundError:
     __version__ = "0+source"
 
 __all__ = [
+    "Backend",
     "__version__",
     "available_backends",
     "rectangular_attention",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -117,6 +118,14 @@ def warn_once(obstacle: str) -> None:
     if obstacle not in WARNED:
         WARNED.add(obstacle)
         warnings.warn(f"the reference serves this call: {obstacle}", RuntimeWarning, stacklevel=4)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Plain torch in the precision of its operands, whatever autocast holds."""
+    # Autocast knows no meta tensors.
+    if device.type == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 @functools.cache

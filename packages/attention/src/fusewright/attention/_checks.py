@@ -11,10 +11,13 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (torch.int32, torch.int64)
 WIDTH_MULTIPLE = 8
 MAX_WIDTH = 128
+# The kernels take it in fp32, times log2(e).
+LOWEST_SCALE = torch.finfo(torch.float32).tiny
+HIGHEST_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """q must be [B, Nq, H, D] and k and v [B, M, H, D], of one floating dtype on one device."""
+    """q must be [B, Nq, H, D] and k and v [B, M, H, D], floating, on one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_floating(name, x)
         if x.ndim != 4:
@@ -32,9 +35,13 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"k and v must be [{batches}, M, {heads}, {width}] beside q {tuple(q.shape)}, "
                 f"with one M; got k {tuple(k.shape)}, v {tuple(v.shape)}"
             )
+        check_device(name, x, q)
+
+
+def check_same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-        check_device(name, x, q)
 
 
 def check_lengths(key_lengths: torch.Tensor, q: torch.Tensor) -> None:
@@ -43,6 +50,7 @@ def check_lengths(key_lengths: torch.Tensor, q: torch.Tensor) -> None:
         raise TypeError(f"key_lengths must be a tensor, got {type(key_lengths).__name__}")
     if key_lengths.dtype not in LENGTHS:
         raise TypeError(f"key_lengths must be int32 or int64, got {key_lengths.dtype}")
+    check_strided("key_lengths", key_lengths)
     if key_lengths.shape != q.shape[:1]:
         raise ValueError(
             f"key_lengths must have shape ({q.shape[0]},), one number for each task, "
@@ -56,8 +64,13 @@ def check_floating(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in FLOATING:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {tensor.dtype}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
+    check_strided(name, tensor)
+
+
+def check_strided(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        what = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name} must be a strided tensor, got {what}")
 
 
 def check_device(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
@@ -69,7 +82,8 @@ def checked_scale(scale: float) -> float:
     """The factor of the scores as a float."""
     if isinstance(scale, bool) or not isinstance(scale, (float, numbers.Real)):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    # What fp32 rounds to zero would not tell keys that are there from others.
-    if not torch.finfo(torch.float32).tiny <= scale < math.inf:
-        raise ValueError(f"scale must be a finite positive number, got {scale}")
+    if not LOWEST_SCALE <= scale <= HIGHEST_SCALE:
+        raise ValueError(
+            f"scale must be from {LOWEST_SCALE:.3g} to {HIGHEST_SCALE:.3g}, got {scale:.3g}"
+        )
     return float(scale)

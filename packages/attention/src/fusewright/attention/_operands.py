@@ -43,7 +43,7 @@ def head_strides(shape: Shape, kind: Kind) -> tuple[int, int, int]:
 
 def describable(shape: Shape, kind: Kind) -> bool:
     """Whether one descriptor spans an operand: all tasks' rows follow one another at one stride."""
-    batches, rows, _, width = shape
+    batches, rows, heads, width = shape
     batch, row, head = head_strides(shape, kind)
     return (
         width & (width - 1) == 0
@@ -52,5 +52,6 @@ def describable(shape: Shape, kind: Kind) -> bool:
         and row > 0
         and head > 0
         and (batch == rows * row or batches == 1)
+        and (heads - 1) * head + width < 2**31
         and batches * rows < 2**31
     )

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ._backends import Card, card_of, interpreted
 from ._configs import SingleTileConfig, TileConfig, is_single_tile, power_of_2
 from ._launch import Kind, Launch
-from ._operands import DESCRIPTOR_BYTES, Shape, describable, head_strides, present
+from ._operands import DESCRIPTOR_BYTES, MAX_ROW_STRIDE, Shape, describable, head_strides, present
 
 
 class Problem(NamedTuple):
@@ -59,6 +59,8 @@ def problem_of(
     """
     *read, lengths = operands
     batches, queries, heads, width = shape
+    if heads * width > MAX_ROW_STRIDE:
+        raise ValueError(f"the kernels serve up to 2**23 numbers a token, got {heads * width}")
     key_shape = (batches, keys, heads, width)
     shapes = [shape] * (len(read) - 2) + [key_shape] * 2
     given = [(one, present(kind)) for one, kind in zip(shapes, read, strict=True)]
@@ -88,7 +90,7 @@ def aligned(*operands: torch.Tensor) -> bool:
 
 def precision_of(dtype: torch.dtype) -> str:
     """How fp32 tiles are multiplied: as torch multiplies fp32 matrices on a card."""
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"
 
 

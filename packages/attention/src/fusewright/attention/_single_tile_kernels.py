@@ -146,9 +146,13 @@ def _single_tile_backward_kernel(
         dv += product(tl.trans(p.to(do.dtype)), do, UPCAST, PRECISION)
         dk += product(tl.trans(ds), q, UPCAST, PRECISION)
         dq = product(ds, k, UPCAST, PRECISION) * scale
+        # Nothing comes from no keys, not even the NaN of a gradient.
+        dq = tl.where(length > 0, dq, 0.0)
         store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+    counted = (tl.arange(0, BLOCK_K) < length)[:, None]
+    dk, dv = tl.where(counted, dk * scale, 0.0), tl.where(counted, dv, 0.0)
     task = chunk * batches + batch
-    store_rows(dk_ptr, dk * scale, task, head, 0, keys, heads, D, BLOCK_K, BLOCK_D)
+    store_rows(dk_ptr, dk, task, head, 0, keys, heads, D, BLOCK_K, BLOCK_D)
     store_rows(dv_ptr, dv, task, head, 0, keys, heads, D, BLOCK_K, BLOCK_D)
 
 

@@ -19,10 +19,17 @@ from ._tiles import LOG2_E, length_of, load_rows, product, store_rows, turned_pr
 
 
 @triton.jit
-def score_slopes(q, k, v, do, m, delta, factor, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """ds of a tile of scores, [queries, keys], before the row's sum divides it."""
+def score_slopes(
+    q, k, v, do, m, share, delta, factor, UPCAST: tl.constexpr, PRECISION: tl.constexpr
+):
+    """ds of a tile of scores, [queries, keys]; the row's sum has yet to divide it, but in fp16,
+    whose range it might leave.
+    """
     p = tl.exp2(product(q, tl.trans(k), UPCAST, PRECISION) * factor - m[:, None])
-    return p * (product(do, tl.trans(v), UPCAST, PRECISION) - delta[:, None])
+    ds = p * (product(do, tl.trans(v), UPCAST, PRECISION) - delta[:, None])
+    if q.dtype == tl.float16:
+        ds = ds * share[:, None]
+    return ds
 
 
 @triton.jit
@@ -73,7 +80,9 @@ def _streaming_dq_kernel(
     head = tl.program_id(0) // tiles % heads
     first = tl.program_id(0) % tiles * BLOCK_Q
     do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, head, queries
-    o_source = o_ptr, queries * heads * D, heads * D, D, batch, head, queries
+    # It may need 64 bits.
+    task_stride = tl.cast(queries, tl.int64) * heads * D
+    o_source = o_ptr, task_stride, heads * D, D, batch, head, queries
     q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
     k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
@@ -82,7 +91,7 @@ def _streaming_dq_kernel(
     do = load_rows(do_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
     o = load_rows(o_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False).to(tl.float32)
     if HAS_REST:
-        rest_source = rest_ptr, queries * heads * D, heads * D, D, batch, head, queries
+        rest_source = rest_ptr, task_stride, heads * D, D, batch, head, queries
         o += load_rows(rest_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
     row = first + tl.arange(0, BLOCK_Q)
     at = (batch * heads + head).to(tl.int64) * queries + row
@@ -98,15 +107,17 @@ def _streaming_dq_kernel(
     last = tl.maximum(tl.cdiv(length, BLOCK_K) - 1, 0) * BLOCK_K
     k = load_rows(k_source, last, length, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
     v = load_rows(v_source, last, length, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-    ds = score_slopes(q, k, v, do, m, delta, factor, UPCAST, PRECISION)
+    ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
     ds = tl.where((last + tl.arange(0, BLOCK_K) < length)[None, :], ds, 0.0)
     dq = product(ds.to(k.dtype), k, UPCAST, PRECISION)
     for start in tl.range(0, last, BLOCK_K, num_stages=NUM_STAGES):
         k = load_rows(k_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
         v = load_rows(v_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        ds = score_slopes(q, k, v, do, m, delta, factor, UPCAST, PRECISION)
+        ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
         dq += product(ds.to(k.dtype), k, UPCAST, PRECISION)
-    dq = dq * (scale * share)[:, None]
+    if q.dtype != tl.float16:
+        dq = dq * share[:, None]
+    dq = dq * scale
     store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
 
 

@@ -11,6 +11,9 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
+# Stands for the maximum of no scores; below every score, but no infinity, whose distance to itself
+# is NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -39,7 +42,8 @@ def load_rows(
     else:
         col = tl.arange(0, BLOCK_D)
         start = tl.cast(first, tl.int64) * row_stride
-        corner = x_ptr + (batch.to(tl.int64) * batch_stride + head * head_stride + start)
+        to_head = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+        corner = x_ptr + (to_head + start)
         at = corner + (tl.arange(0, BLOCK_ROWS)[:, None] * row_stride + col[None, :])
         if MASKED:
             x = tl.load(at, mask=(row < limit)[:, None] & (col < D)[None, :], other=0.0)
@@ -123,12 +127,13 @@ def masked_softmax(
     PRECISION: tl.constexpr,
 ):
     """exp(s - m) of the keys before ``length``, s = scale q k^T, with the row's maximum m in base 2
-    and the row's sum; without any key the maximum is 0 and the sum too.
+    and the row's sum; without any score above -inf the maximum is LOWEST and the sum 0.
     """
+    factor = scale * LOG2_E
     inside = first + tl.arange(0, BLOCK_KEYS) < length
-    s = product(q, tl.trans(k), UPCAST, PRECISION) * (scale * LOG2_E)
-    s = tl.where(inside[None, :], s, float("-inf"))
-    m = tl.max(s, 1)
-    m = tl.where(m == float("-inf"), 0.0, m)
-    p = tl.exp2(s - m[:, None])
+    s = tl.where(inside[None, :], product(q, tl.trans(k), UPCAST, PRECISION), float("-inf"))
+    m = tl.max(s, 1) * factor
+    m = tl.where(m == float("-inf"), LOWEST, m)
+    # As everywhere: a multiply-add, rounded once. Otherwise the passes would not agree on p.
+    p = tl.exp2(s * factor - m[:, None])
     return p, m, tl.sum(p, 1)

@@ -24,6 +24,12 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 SHAPES = ((256, 64, 500), (4, 10000, 1000))
 CHECKED_KEYS, CHECKED_QUERIES = 1000, 100
 HEADS, WIDTH = 8, 64
+ANY_SDPA = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
 # The forward pass multiplies twice, the backward pass five times.
 PRODUCTS = {"fwd": 2, "bwd": 5, "fwd+bwd": 7}
 
@@ -88,13 +94,23 @@ def providers() -> dict[str, dict[str, Attention]]:
 
 
 def sdpa(wanted: SDPBackend) -> Attention:
-    """torch's attention by one of its backends; says which ran if it is another."""
+    """torch's attention by one of its backends alone. The first call of a size says that this one
+    runs, or warns which one torch would take in its place; then torch raises.
+    """
+    in_order = [wanted, *(one for one in ANY_SDPA if one != wanted)]
+    stated = set()
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sizes = tuple(q.shape), tuple(k.shape)
+        if sizes not in stated:
+            stated.add(sizes)
+            with sdpa_kernel(in_order, set_priority=True):
+                taken = sdpa_backend(q, k, v)
+            if taken == wanted:
+                print(f"scaled_dot_product_attention{sizes} runs {taken.name}")
+            else:
+                warnings.warn(f"wanted {wanted.name}, torch takes {taken.name}", stacklevel=2)
         with sdpa_kernel(wanted):
-            ran = sdpa_backend(q, k, v)
-            if ran != wanted:
-                warnings.warn(f"wanted {wanted.name}, torch takes {ran.name}", stacklevel=2)
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 

@@ -24,8 +24,8 @@ import math
 import torch
 
 from . import reference
-from ._backends import Backend, card_of, launchers, uses_triton
-from ._checks import check_attention, check_lengths, checked_scale
+from ._backends import Backend, card_of, launchers, uses_triton, without_autocast
+from ._checks import check_attention, check_lengths, check_same_dtype, checked_scale
 from ._configs import is_single_tile
 from ._registration import Derivative, Op, second_order
 
@@ -152,10 +152,11 @@ def rectangular_attention(
 
     Args:
         q: ``[B, Nq, H, D]``, D a multiple of 8 up to 128; fp32, bf16 or fp16 (the reference takes
-            fp64 too). Any strides; only a tensor whose last axis is not contiguous is copied. Under
-            autocast q, k and v are cast to its dtype, as torch's own attention does.
+            fp64 too). Any strides; only a tensor whose last axis is not contiguous, or whose tokens
+            lie more than 2^23 numbers apart, is copied. Under autocast q, k and v are cast to its
+            dtype, as torch's own attention does.
         k, v: ``[B, M, H, D]``, in q's dtype.
-        scale: factor of the scores, positive; None takes 1 / sqrt(D).
+        scale: factor of the scores, positive and in the range of fp32; None takes 1 / sqrt(D).
         key_lengths: ``[B]``, int32 or int64, on q's device: task b has only its first
             ``key_lengths[b]`` keys. Numbers below 0 count as 0, beyond M as M; they are read on the
             device alone, so that one compiled or captured step serves every length. Keys past the
@@ -165,15 +166,16 @@ def rectangular_attention(
 
     Returns:
         ``[B, Nq, H, D]``, contiguous, in q's dtype. Zero where a task has no keys. A NaN in a key
-        or value makes its head NaN, one in a query its row.
+        or value makes its head NaN, one in a query its row; an infinity may do the same.
 
-    fp32 products are exact unless ``torch.backends.cuda.matmul.allow_tf32`` is set. Differentiable
-    in q, k and v, twice; the second derivative runs in plain torch and holds all scores.
+    fp32 products are exact unless torch multiplies fp32 matrices in TF32
+    (``torch.backends.cuda.matmul.fp32_precision``); each pass asks when it runs. Differentiable in
+    q, k and v, twice; the second derivative runs in plain torch and holds all scores.
 
     Raises:
         TypeError: a tensor is not floating point or not strided, key_lengths not int32 or int64, or
             scale is no number.
-        ValueError: the shapes, dtypes or devices are not as above, or scale is not positive.
+        ValueError: the shapes, dtypes or devices are not as above, or scale is out of its range.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     return _attention(q, k, v, scale, key_lengths, backend, with_lse=False)[0]
@@ -210,6 +212,7 @@ def _attention(q, k, v, scale, key_lengths, backend, with_lse):
         check_lengths(key_lengths, q)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else checked_scale(scale)
     q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    check_same_dtype(q, k, v)
     if not uses_triton(q, backend):
         return _reference(q, k, v, key_lengths, scale)
     return _forward(q, k, v, key_lengths, scale, with_lse)[:2]
@@ -217,19 +220,12 @@ def _attention(q, k, v, scale, key_lengths, backend, with_lse):
 
 def _autocast(x):
     """x as autocast hands it to a matrix product."""
-    if x.dtype == torch.float64 or not _autocasts(x):
+    # Autocast knows no meta tensors.
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _autocasts(x):
-    # Autocast knows no meta tensors.
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
 def _reference(q, k, v, key_lengths, scale):
-    """The reference, in its own precision under autocast too."""
-    if not _autocasts(q):
-        return reference.rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         return reference.rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)

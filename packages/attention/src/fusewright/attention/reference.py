@@ -48,9 +48,14 @@ def rectangular_attention_backward(
     if dlse is not None:
         delta = delta - wide(dlse).unsqueeze(-1)
     ds = p * (dp - delta) * scale
+    if present is not None:
+        # Keys that are not there give nothing and get nothing, not even a NaN.
+        ds = torch.where(present[:, None, None, :], ds, 0.0)
     dq = torch.einsum("bhnm,bmhd->bnhd", ds, k_wide)
     dk = torch.einsum("bhnm,bnhd->bmhd", ds, q_wide)
     dv = torch.einsum("bhnm,bnhd->bmhd", p, do_wide)
+    if present is not None:
+        dk, dv = (torch.where(present[:, :, None, None], x, 0.0) for x in (dk, dv))
     dq, dk, dv = (x.to(q.dtype).contiguous() for x in (dq, dk, dv))
     return dq, dk, dv
 
@@ -78,9 +83,10 @@ def probabilities(
     if present is None:
         present = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
     some = present.any(-1)[:, None, None]
+    scores = scores.masked_fill(~present[:, None, None, :], float("-inf"))
     # A task without keys takes part with scores of zero, so that no gradient is infinity less
     # infinity.
-    scores = scores.masked_fill(~present[:, None, None, :] & some.unsqueeze(-1), float("-inf"))
+    scores = torch.where(some.unsqueeze(-1), scores, 0.0)
     p = torch.where(some.unsqueeze(-1), scores.softmax(-1), 0.0)
     return p, torch.where(some, scores.logsumexp(-1), float("-inf"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention import SDPBackend
 
-from ._checks import check_attention
+from ._checks import check_attention, check_same_dtype
 
 
 def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBackend:
@@ -14,7 +14,8 @@ def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBacken
 
     Args:
         q: ``[B, Nq, H, D]``, as in :func:`rectangular_attention`; the heads stand before the tokens
-            only where torch sees them.
+            only where torch sees them. It is taken as it is: under autocast, pass what that casts
+            to.
         k, v: ``[B, M, H, D]``.
 
     Returns:
@@ -25,5 +26,10 @@ def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBacken
         TypeError, ValueError: as :func:`rectangular_attention`.
     """
     check_attention(q, k, v)
+    check_same_dtype(q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return SDPBackend(torch._fused_sdp_choice(q, k, v))
+    try:
+        return SDPBackend(torch._fused_sdp_choice(q, k, v))
+    except RuntimeError:
+        # What some releases raise, and on some devices, in place of this answer.
+        return SDPBackend.ERROR

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import available_backends
+from ._backends import Backend, available_backends
+from ._checks import Scale
 from .distribution import (
     mixture_cdf,
     mixture_mean,
@@ -24,7 +25,9 @@ except PackageNotFoundError:
     __version__ = "0+source"
 
 __all__ = [
+    "Backend",
     "GaussianMixtureHead",
+    "Scale",
     "__version__",
     "available_backends",
     "grouped_heads",

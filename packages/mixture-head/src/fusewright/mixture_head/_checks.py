@@ -63,6 +63,19 @@ def check_targets(params: torch.Tensor, y: torch.Tensor) -> None:
     check_device("y", y, "params", params)
 
 
+def check_points(params: torch.Tensor, y: torch.Tensor) -> None:
+    """y must be floating, broadcast with the shape of the mixtures and lie on params' device."""
+    check_floating("y", y)
+    rows = params.shape[:-2]
+    # The shorter shape counts from the right.
+    pairs = zip(reversed(y.shape), reversed(rows), strict=False)
+    if any(m != n and 1 not in (m, n) for m, n in pairs):
+        raise ValueError(
+            f"y must broadcast with the mixtures' shape {tuple(rows)}, got {tuple(y.shape)}"
+        )
+    check_device("y", y, "params", params)
+
+
 def checked_mask(mask: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor | None:
     """mask in y's shape; it must be boolean, broadcast to y and lie on y's device."""
     if mask is None:
@@ -112,7 +125,8 @@ def check_heads(x: torch.Tensor, hidden_weight: torch.Tensor, output_weight: tor
 
 def casts(device_type: str) -> bool:
     """Whether autocast is on for this type of device."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    # Autocast knows no meta tensors.
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def check_floating(name: str, tensor: torch.Tensor) -> None:
@@ -131,13 +145,19 @@ def check_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.
         )
 
 
-def checked_number(name: str, value: float, lowest: float, highest: float) -> float:
-    """``value`` as a float; it must be a real number from ``lowest`` to ``highest``."""
+def checked_real(name: str, value: float) -> float:
+    """``value`` as a float; it must be a real number, or NaN."""
     if isinstance(value, bool) or not isinstance(value, (float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not lowest <= value <= highest:
-        raise ValueError(f"{name} must be from {lowest:g} to {highest:g}, got {value}")
     return float(value)
+
+
+def checked_number(name: str, value: float, lowest: float, highest: float) -> float:
+    """``value`` as a float; it must be a real number from ``lowest`` to ``highest``."""
+    number = checked_real(name, value)
+    if not lowest <= number <= highest:
+        raise ValueError(f"{name} must be from {lowest:g} to {highest:g}, got {value}")
+    return number
 
 
 def checked_count(name: str, value: int) -> int:

@@ -29,8 +29,9 @@ def _silu_heads_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """One program computes the three outputs of one head for BLOCK_ROWS rows."""
-    head = tl.program_id(1)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    blocks = tl.cdiv(rows, BLOCK_ROWS)
+    head = tl.program_id(0) // blocks
+    row = tl.program_id(0) % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     first = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     second = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     third = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
@@ -69,8 +70,9 @@ def _silu_heads_backward_kernel(
     """One program walks over part_rows rows at BLOCK_COLS hidden units of one head: du of these,
     and this share of dweight.
     """
-    part, head = tl.program_id(0), tl.program_id(1)
-    col = tl.program_id(2) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    parts = tl.cdiv(rows, part_rows)
+    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts
+    col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     within = col < STORED
     weight = weight_ptr + (head * STORED + col) * 3
     first_weight = tl.load(weight, mask=within, other=0.0).to(tl.float32)[None, :]

@@ -57,7 +57,8 @@ def heads_plan(
     if math.prod(shape):
         launch = Launch(
             _silu_heads_kernel,
-            (triton.cdiv(rows, HEADS.block_rows), heads),
+            # On the first axis of the grid, which alone is as long as one likes.
+            (triton.cdiv(rows, HEADS.block_rows) * heads,),
             device,
             (rows,),
             dict(num_warps=HEADS.num_warps),
@@ -107,7 +108,7 @@ def heads_backward_plan(
     if math.prod(shape):
         launch = Launch(
             _silu_heads_backward_kernel,
-            (parts, heads, triton.cdiv(stored, block_cols)),
+            (parts * heads, triton.cdiv(stored, block_cols)),
             device,
             (rows, part_rows),
             dict(num_warps=config.num_warps),

@@ -15,9 +15,9 @@ import triton.language as tl
 HALF_LOG_2_PI = tl.constexpr(0.9189385332046727)
 # A target so many standard deviations away counts as just so far.
 FAR = tl.constexpr(2.0**50)
-# Where a search for a maximum starts: not at -inf, which a logit may be and whose distance to
-# itself is NaN.
-LOWEST = tl.constexpr(-1e38)
+# Where a search for a maximum starts, the lowest finite number: not at -inf, which a logit may be
+# and whose distance to itself is NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The head of log 2 has few enough bits that its products with small whole numbers are exact.
 LOG_2_HEAD = tl.constexpr(0.693359375)
@@ -102,7 +102,9 @@ def loaded_all(param_ptrs, counts, K: tl.constexpr):
 def normal(y, mean, raw, low, high, eps, SOFTPLUS: tl.constexpr):
     """log N(y; mu, sigma) + log(2 pi) / 2 and its slopes by mu and s."""
     log_sigma, inverse, raw_slope = scale_of(raw, low, high, eps, SOFTPLUS)
-    z = (y - mean) * inverse
+    # Of halves, because the difference of two finite numbers may overflow.
+    z = (0.5 * y - 0.5 * mean) * inverse
+    z += z
     far = tl.abs(z) > FAR
     distance = tl.where(far, FAR, z)
     # Past FAR nothing depends on the distance any more.
@@ -196,12 +198,6 @@ def _mixture_kernel(
     log_p = largest + (tl.log(evidence) - tl.log(total)) - HALF_LOG_2_PI
     log_p = tl.where(counts, log_p, 0.0)
 
-    if MEAN:
-        tl.store(sums_ptr + tl.program_id(0), tl.sum(log_p, 0))
-        if HAS_MASK:
-            tl.store(counts_ptr + tl.program_id(0), tl.sum(counts.to(tl.int32), 0))
-    else:
-        tl.store(log_p_ptr + first + row, log_p, mask=within)
     if SLOPES:
         # r: responsibilities. Masked rows are read as zeros; they get no share in anything.
         per_evidence = tl.where(counts, 1.0 / evidence, 0.0)
@@ -230,6 +226,14 @@ def _mixture_kernel(
                 store_slopes(slope_ptrs, plane, within, by_w, by_mean, r * by_raw)
                 slope_ptrs += 3 * plane
         tl.store(y_slope_ptr + first + row, y_slope, mask=within)
+
+    # Last, when the sum over the block may have the registers that held the components.
+    if MEAN:
+        tl.store(sums_ptr + tl.program_id(0), tl.sum(log_p, 0))
+        if HAS_MASK:
+            tl.store(counts_ptr + tl.program_id(0), tl.sum(counts.to(tl.int32), 0))
+    else:
+        tl.store(log_p_ptr + first + row, log_p, mask=within)
 
 
 @triton.jit
@@ -263,14 +267,17 @@ def _mean_kernel(
 @triton.jit
 def _mixture_backward_kernel(
     upstream_ptr,
+    mask_ptr,
     factor_ptr,
     params_slope_ptr,
     y_slope_ptr,
     dparams_ptr,
     dy_ptr,
     upstream_stride,
+    mask_stride,
     rows,
     COLS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     MEAN: tl.constexpr,
     HAS_DY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -289,6 +296,11 @@ def _mixture_backward_kernel(
     else:
         upstream_ptrs = upstream_ptr + (first + row) * upstream_stride
         upstream = tl.load(upstream_ptrs, mask=within, other=0.0).to(tl.float32)
+    if HAS_MASK:
+        # The slopes of masked rows are zeros, but an upstream NaN would spoil them.
+        marks = mask_ptr + (first + row) * mask_stride
+        counts = tl.load(marks, mask=within, other=0) != 0
+        upstream = tl.where(counts, upstream, 0.0)
 
     slope_ptrs = params_slope_ptr + col.to(tl.int64)[:, None] * rows + (first + row)[None, :]
     inside = (col < COLS)[:, None] & within[None, :]

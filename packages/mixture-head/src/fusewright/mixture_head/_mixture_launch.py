@@ -33,10 +33,12 @@ class MixturePlan(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """One backward pass: its launch, whether it copies the upstream gradient, and its memory."""
+    """One backward pass: its launch (nothing where there are no rows), which of upstream gradient
+    and mask it copies first, and its memory.
+    """
 
     launch: Launch | None
-    copies: bool
+    copies: tuple[bool, ...]
     dparams: Allocate
     dy: Allocate | None
 
@@ -156,65 +158,74 @@ def mixture_plan(
 def launch_mixture_backward(
     upstream: torch.Tensor,
     factor: torch.Tensor | None,
+    mask: torch.Tensor | None,
     params_slope: torch.Tensor,
     y_slope: torch.Tensor,
     params_dtype: torch.dtype,
     y_dtype: torch.dtype,
     y_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(dparams, dy)``: the slopes times the upstream gradient, each in its dtype; dy is None
-    unless ``y_grad``.
+    """``(dparams, dy)``: the slopes times the upstream gradient, each in its dtype, and zeros where
+    mask is False; dy is None unless ``y_grad``.
     """
     device = params_slope.device
     if not is_current(device):
         with torch.cuda.device(device):
             return launch_mixture_backward(
-                upstream, factor, params_slope, y_slope, params_dtype, y_dtype, y_grad
+                upstream, factor, mask, params_slope, y_slope, params_dtype, y_dtype, y_grad
             )
-    (kind,) = kinds(upstream)
+    operands: tuple[torch.Tensor | None, ...] = (upstream, mask)
     plan = backward_plan(
-        params_slope.shape, kind, factor is not None, params_dtype, y_dtype, y_grad, device
+        params_slope.shape,
+        kinds(*operands),
+        factor is not None,
+        params_dtype,
+        y_dtype,
+        y_grad,
+        device,
     )
     dparams = plan.dparams()
     dy = made(plan.dy)
     if plan.launch is not None:
+        if plan.copies:
+            operands = copied(operands, plan.copies)
         # A transform may hand over saved tensors with strides of its own.
-        read = (
-            upstream.contiguous() if plan.copies else upstream,
-            factor,
-            params_slope.contiguous(),
-            y_slope.contiguous(),
-        )
-        plan.launch((*read, dparams, dy))
+        slopes = params_slope.contiguous(), y_slope.contiguous()
+        plan.launch((*operands, factor, *slopes, dparams, dy))
     return dparams, dy
 
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(
     shape: tuple[int, ...],
-    upstream: Kind,
+    operands: tuple[Kind | None, ...],
     mean: bool,
     params_dtype: torch.dtype,
     y_dtype: torch.dtype,
     y_grad: bool,
     device: torch.device,
 ) -> BackwardPlan:
-    """The plan for slopes of this shape and an upstream gradient of this kind."""
+    """The plan for slopes of this shape, and an upstream gradient and a mask of these kinds."""
+    upstream, mask = operands
     components, _, *leading = shape
     rows_shape = tuple(leading)
     rows = math.prod(leading)
     cols = 3 * components
     block_cols = min(BACKWARD.block_cols, power_of_2(cols))
-    stride = 0 if mean else row_stride(rows_shape, upstream)
+    # The upstream gradient of a mean is one number.
+    strides = [0 if mean else row_stride(rows_shape, upstream), row_stride(rows_shape, mask)]
+    copies = tuple(stride is None for stride in strides)
+    upstream_stride, mask_stride = (1 if stride is None else stride for stride in strides)
     launch = None
     if rows:
         launch = Launch(
             _mixture_backward_kernel,
             (triton.cdiv(rows, BACKWARD.block_rows), triton.cdiv(cols, block_cols)),
             device,
-            (1 if stride is None else stride, rows),
+            (upstream_stride, mask_stride, rows),
             dict(num_warps=BACKWARD.num_warps),
             COLS=cols,
+            HAS_MASK=mask is not None,
             MEAN=mean,
             HAS_DY=y_grad,
             BLOCK_ROWS=BACKWARD.block_rows,
@@ -222,7 +233,7 @@ def backward_plan(
         )
     return BackwardPlan(
         launch,
-        stride is None,
+        copies if any(copies) else (),
         dparams=memory((*leading, components, 3), params_dtype, device),
         dy=memory(rows_shape, y_dtype, device) if y_grad else None,
     )

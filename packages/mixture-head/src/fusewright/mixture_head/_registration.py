@@ -25,7 +25,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from ._backends import interpreted
+from ._backends import interpreted, without_autocast
 
 __all__ = ["Derivative", "Op", "empty_grad", "second_order"]
 
@@ -190,8 +190,8 @@ def empty_grad(x: torch.Tensor) -> torch.Tensor:
 def second_order(
     backward: Callable, inputs: Sequence[torch.Tensor | None], cotangents: Sequence
 ) -> list:
-    """Gradients of ``inputs`` through a backward pass written in plain torch; None for an input
-    that is None.
+    """Gradients of ``inputs`` through a backward pass written in plain torch, in its own precision
+    under autocast too; None for an input that is None.
     """
     present = [x for x in inputs if x is not None]
 
@@ -199,9 +199,11 @@ def second_order(
         remaining = iter(tensors)
         return backward(*(None if x is None else next(remaining) for x in inputs))
 
-    outputs, pullback = torch.func.vjp(of_present, *present)[:2]
-    filled = tuple(
-        torch.zeros_like(y) if g is None else g for y, g in zip(outputs, cotangents, strict=True)
-    )
-    found = iter(pullback(filled))
+    with without_autocast(present[0].device):
+        outputs, pullback = torch.func.vjp(of_present, *present)[:2]
+        filled = tuple(
+            torch.zeros_like(y) if g is None else g
+            for y, g in zip(outputs, cotangents, strict=True)
+        )
+        found = iter(pullback(filled))
     return [None if x is None else next(found) for x in inputs]

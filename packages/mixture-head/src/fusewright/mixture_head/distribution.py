@@ -2,17 +2,16 @@
 
 ``params [..., K, 3]``, ``scale``, ``log_sigma_range`` and ``eps`` are those of
 :func:`mixture_log_likelihood`, and so are the errors. Plain torch, in fp32 (fp64 for fp64 params),
-under autocast too, without a host synchronisation.
+under autocast too, without a host synchronisation. NaN in what an answer depends on, as weights are
+where every logit is -inf, makes it NaN.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
-from . import reference
 from ._checks import (
     EPS,
     LOG_SIGMA_RANGE,
@@ -20,14 +19,15 @@ from ._checks import (
     check_device,
     check_floating,
     check_params,
-    checked_number,
+    check_points,
+    checked_real,
     checked_scale,
 )
+from .reference import Components, log_joint, mixture_components, standardised
 
 Tensor = torch.Tensor
-Components = tuple[Tensor, Tensor, Tensor, Tensor]
-# As often as the precision has bits, and as often again for brackets far wider than the quantile.
-HALVINGS = {torch.float32: 48, torch.float64: 96}
+# Integers as wide as the floats.
+INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def mixture_mean(
@@ -38,6 +38,7 @@ def mixture_mean(
     eps: float = EPS,
 ) -> Tensor:
     """E[y] = sum_k pi_k mu_k, ``[...]``."""
+    check_params(params)
     log_weight, mean, *_ = _components(params, scale, log_sigma_range, eps)
     return (log_weight.exp() * mean).sum(-1)
 
@@ -50,6 +51,7 @@ def mixture_variance(
     eps: float = EPS,
 ) -> Tensor:
     """Var[y] = sum_k pi_k (sigma_k^2 + (mu_k - E[y])^2), ``[...]``."""
+    check_params(params)
     log_weight, mean, sigma, _ = _components(params, scale, log_sigma_range, eps)
     weight = log_weight.exp()
     center = (weight * mean).sum(-1, keepdim=True)
@@ -74,10 +76,10 @@ def mixture_cdf(
     Returns:
         The broadcast shape; differentiable in params and y.
     """
+    check_params(params)
+    check_points(params, y)
     components = _components(params, scale, log_sigma_range, eps)
-    check_floating("y", y)
-    check_device("y", y, "params", params)
-    return _cdf(components, y.to(components[1].dtype))
+    return _cdf(components, y)
 
 
 def mixture_quantiles(
@@ -88,8 +90,10 @@ def mixture_quantiles(
     log_sigma_range: Sequence[float] = LOG_SIGMA_RANGE,
     eps: float = EPS,
 ) -> Tensor:
-    """Where the distribution function reaches each level, by halving a bracket that the
-    components' own quantiles make.
+    """The lowest number at which the distribution function, as computed, reaches each level.
+
+    The components' own quantiles make a bracket, which is halved by the count of the floating-point
+    numbers in it until it holds two neighbours.
 
     Args:
         params: ``[..., K, 3]``.
@@ -98,32 +102,49 @@ def mixture_quantiles(
         scale, log_sigma_range, eps: as in :func:`mixture_log_likelihood`.
 
     Returns:
-        ``[..., Q]``; differentiable in params and levels, by the derivative of the inverse.
+        ``[..., Q]``; differentiable in params and levels, twice. No gradient flows through an
+        infinite quantile, nor through one where the density is below the range of its dtype.
     """
+    check_params(params)
+    levels = _checked_levels(levels, params)
     components = _components(params, scale, log_sigma_range, eps)
-    log_weight, mean, sigma, _ = components
-    levels = _checked_levels(levels, mean)
     with torch.no_grad():
-        # A component without weight has no say.
-        counts = (log_weight > -torch.inf)[..., None]
-        own = mean[..., None] + sigma[..., None] * torch.special.ndtri(levels)
-        low = torch.where(counts, own, torch.inf).amin(-2)
-        high = torch.where(counts, own, -torch.inf).amax(-2)
-        ends = low.isinf() | low.isnan()
-        found = low
-        for _ in range(HALVINGS[mean.dtype]):
-            middle = low + 0.5 * (high - low)
-            below = _cdf(_of_levels(components), middle) < levels
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        found = torch.where(ends, found, low + 0.5 * (high - low))
-    # F(x; params) = level gives dx = (dlevel - dF) / p(x): a Newton step that moves nothing.
-    center = torch.where(ends, 0.0, found)
-    log_weight, mean, sigma, log_sigma = components = _of_levels(components)
-    z = (center[..., None] - mean) / sigma
-    density = (log_weight - 0.5 * z.square() - log_sigma - reference.HALF_LOG_2_PI).exp().sum(-1)
-    density = density.detach().clamp(min=torch.finfo(mean.dtype).tiny)
-    step = (levels - _cdf(components, center)) / density
-    return torch.where(ends, found, center + (step - step.detach()))
+        found = _first_reaching(levels, components)
+    finite = found.isfinite()
+    of_levels = _of_levels(components)
+    # A Newton step that moves nothing gives the first derivative; another one, from a centre that
+    # has the first, gives the second too.
+    center, levels = torch.where(finite, found, 0.0), torch.where(finite, levels, 0.5)
+    for _ in range(2):
+        center = center + _newton_step(levels, center, of_levels)
+    return torch.where(finite, center, found)
+
+
+def _first_reaching(levels: Tensor, components: Components) -> Tensor:
+    """The quantiles ``[..., Q]`` as numbers."""
+    log_weight, mean, sigma, _ = components
+    # A component without weight has no say.
+    counts = (log_weight != -torch.inf)[..., None]
+    own = mean[..., None] + sigma[..., None] * torch.special.ndtri(levels)
+    low = _ordered(torch.where(counts, own, torch.inf).amin(-2))
+    high = _ordered(torch.where(counts, own, -torch.inf).amax(-2))
+    log_weight, mean, sigma, _ = _of_levels(components)
+    for _ in range(torch.finfo(mean.dtype).bits):
+        # The mean of two integers, rounded down; their sum may overflow.
+        middle = (low & high) + ((low ^ high) >> 1)
+        z = (_unordered(middle)[..., None] - mean) / sigma
+        below = _weighted(log_weight, z) < levels
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    is_level = (levels >= 0.0) & (levels <= 1.0)
+    return torch.where(_strange(components)[..., None] | ~is_level, torch.nan, _unordered(high))
+
+
+def _newton_step(levels: Tensor, center: Tensor, of_levels: Components) -> Tensor:
+    """Zero, with the derivatives of (level - F(center)) / p(center)."""
+    density = log_joint(of_levels, center).exp().sum(-1)
+    vanishes = density < torch.finfo(density.dtype).tiny
+    rest = levels - _cdf(of_levels, center)
+    return (rest - rest.detach()) / torch.where(vanishes, torch.inf, density)
 
 
 def mixture_sample(
@@ -141,35 +162,38 @@ def mixture_sample(
         scale, log_sigma_range, eps: as in :func:`mixture_log_likelihood`.
         generator: random numbers of the device of params; torch's default one if None.
     """
-    log_weight, mean, sigma, _ = _components(params.detach(), scale, log_sigma_range, eps)
+    check_params(params)
+    components = _components(params.detach(), scale, log_sigma_range, eps)
+    log_weight, mean, sigma, _ = components
     # Of clocks that ring at rates pi_k, the k-th rings first with probability pi_k.
     log_time = torch.empty_like(log_weight).exponential_(generator=generator).log() - log_weight
     first = log_time.argmin(-1, keepdim=True)
     center, spread = (x.gather(-1, first).squeeze(-1) for x in (mean, sigma))
-    return center + spread * torch.empty_like(center).normal_(generator=generator)
+    draw = center + spread * torch.empty_like(center).normal_(generator=generator)
+    return torch.where(_strange(components), torch.nan, draw)
 
 
 def _components(
     params: Tensor, scale: Scale, log_sigma_range: Sequence[float], eps: float
 ) -> Components:
-    check_params(params)
     form = checked_scale(scale, log_sigma_range, eps)
-    return reference.mixture_components(params, **form._asdict())
+    return mixture_components(params, **form._asdict())
 
 
-def _checked_levels(levels: Tensor | Sequence[float], like: Tensor) -> Tensor:
-    """levels, a tensor or numbers, as a vector of the dtype and on the device of ``like``."""
+def _checked_levels(levels: Tensor | Sequence[float], params: Tensor) -> Tensor:
+    """levels, a tensor or numbers, as a vector of the computation's dtype on params' device."""
+    dtype = torch.promote_types(params.dtype, torch.float32)
     if isinstance(levels, Tensor):
         check_floating("levels", levels)
-        check_device("levels", levels, "params", like)
+        check_device("levels", levels, "params", params)
         if levels.ndim != 1:
             raise ValueError(f"levels must have one axis, got shape {tuple(levels.shape)}")
-        return levels.to(like.dtype)
+        return levels.to(dtype)
     if not isinstance(levels, Sequence):
         raise TypeError(f"levels must be a tensor or numbers, got {type(levels).__name__}")
-    numbers = [checked_number("levels", level, -math.inf, math.inf) for level in levels]
+    numbers = [checked_real("levels", level) for level in levels]
     # Filled in, because a copy from the host would wait for the card.
-    found = like.new_empty(len(numbers))
+    found = params.new_empty(len(numbers), dtype=dtype)
     for index, number in enumerate(numbers):
         found[index].fill_(number)
     return found
@@ -181,7 +205,33 @@ def _of_levels(components: Components) -> Components:
     return log_weight, mean, sigma, log_sigma
 
 
+def _strange(components: Components) -> Tensor:
+    """Where a parameter of a mixture is NaN, or its weights are."""
+    log_weight, mean, sigma, _ = components
+    return (log_weight.isnan() | mean.isnan() | sigma.isnan()).any(-1)
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """Integers in the order of the floats: neighbours are neighbours, each zero has its own."""
+    return _turned(x.view(INTEGERS[x.dtype]))
+
+
+def _unordered(key: Tensor) -> Tensor:
+    """The floats of these integers."""
+    return _turned(key).view(torch.float32 if key.dtype == torch.int32 else torch.float64)
+
+
+def _turned(bits: Tensor) -> Tensor:
+    """The negative half turned round, since floats are a sign and a size; its own inverse."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+
+
 def _cdf(components: Components, y: Tensor) -> Tensor:
     log_weight, mean, sigma, _ = components
-    z = (y[..., None] - mean) / sigma
+    z, far = standardised(y, mean, sigma)
+    return _weighted(log_weight, z + far)
+
+
+def _weighted(log_weight: Tensor, z: Tensor) -> Tensor:
+    """The sum of pi Phi(z) over the components."""
     return (log_weight.exp() * torch.special.ndtr(z)).sum(-1)

@@ -92,6 +92,7 @@ class GaussianMixtureHead(nn.Module):
         options: dict[str, Any] = dict(device=device, dtype=dtype)
         self.hidden = nn.Linear(width, heads * stored_width, bias=False, **options)
         self.output = nn.Parameter(torch.empty(heads, stored_width, 3, **options))
+        self.register_load_state_dict_post_hook(_clear_padding)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -103,6 +104,13 @@ class GaussianMixtureHead(nn.Module):
         nn.init.uniform_(self.hidden.weight, -bound, bound)
         bound = 0.1 / math.sqrt(self.hidden_width)
         nn.init.uniform_(self.output, -bound, bound)
+        self.clear_padding()
+
+    @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Set the stored weights beyond F to zero, as loading a state dict does, whose F may be
+        another: with ``assign=True`` in the tensors of the state dict itself.
+        """
         for unused in self.padding():
             unused.zero_()
 
@@ -151,3 +159,7 @@ class GaussianMixtureHead(nn.Module):
             f"stored_width={self.output.shape[1]}, scale={self.scale_options['scale']!r}, "
             f"backend={self.backend!r}"
         )
+
+
+def _clear_padding(head: GaussianMixtureHead, _: object) -> None:
+    head.clear_padding()

@@ -14,7 +14,7 @@ r_k = pi_k N(y; mu_k, sigma_k) / p(y) and z_k = (y - mu_k) / sigma_k:
 
 The loss is linear in log p, so one kernel writes log p and these slopes in the forward pass, and
 the backward pass multiplies them by the upstream gradient. Saved for it: the slopes, ``[K, 3,
-...]`` in params' dtype (fp32 for fp16); and params, y and mask for second derivatives. Everything
+...]`` in params' dtype (fp32 for fp16), and mask; params and y for second derivatives. Everything
 is computed in fp32; the mean adds partial sums in a fixed order, the last ones in fp64.
 
 Bishop, Mixture Density Networks, Aston University NCRG/94/004.
@@ -97,7 +97,7 @@ def _mean_fake(params, y, mask, *scale):
 def _backward_triton(upstream, factor, params, y, mask, params_slope, y_slope, *options):
     *_, y_grad = options
     dparams, dy = launchers().launch_mixture_backward(
-        upstream, factor, params_slope, y_slope, params.dtype, y.dtype, y_grad
+        upstream, factor, mask, params_slope, y_slope, params.dtype, y.dtype, y_grad
     )
     return dparams, empty_grad(y) if dy is None else dy
 
@@ -253,7 +253,8 @@ def mixture_log_likelihood(
             tensor whose last two axes are not contiguous, or whose leading axes need two strides.
         y: ``[...]``, one observation for each mixture, of any of these dtypes; it is read in fp32
             beside params of a lower precision.
-        mask: boolean, broadcast to y's shape; log p is 0, and its gradients are, where it is False.
+        mask: boolean, broadcast to y's shape; log p is 0, and its gradients are, where it is False,
+            whatever params, y and the upstream gradient hold there.
         scale: what s means. "log_sigma": log sigma, clamped to ``log_sigma_range``; "softplus":
             sigma = softplus(s) + eps.
         log_sigma_range: lowest and highest log sigma, within [-20, 20].
@@ -263,9 +264,9 @@ def mixture_log_likelihood(
 
     Returns:
         ``[...]``, contiguous, in nats, in fp32 (fp64 for fp64 params), under autocast too. Finite
-        params and y give finite values: a target more than 2^50 standard deviations away counts as
-        just so far. NaN in a row of params or in its target makes that row's value and gradients
-        NaN.
+        params and y give finite values, and gradients but for those that pass fp16's range: a
+        target more than 2^50 standard deviations away counts as just so far. NaN in a row of params
+        or in its target makes that row's value and gradients NaN.
 
     Differentiable in params and y, twice; the second derivative runs in plain torch.
 

@@ -8,12 +8,14 @@ autograd's. The backward passes stand here for the derivatives of the ops, first
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 
+from ._backends import without_autocast
+
 Tensor = torch.Tensor
+Components = tuple[Tensor, Tensor, Tensor, Tensor]
 
 HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
 # A target so many standard deviations away counts as just so far: squares and gradients stay
@@ -23,7 +25,7 @@ FAR = 2.0**50
 
 def mixture_components(
     params: Tensor, *, softplus: bool, low: float, high: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Components:
     """(log pi, mu, sigma, log sigma), each ``[..., K]``, of params ``[..., K, 3]`` = (w, mu, s).
 
     log pi = log_softmax(w); log sigma = clamp(s, low, high), or sigma = softplus(s) + eps.
@@ -33,7 +35,7 @@ def mixture_components(
         sigma = F.softplus(raw) + eps
         log_sigma = sigma.log()
     else:
-        log_sigma = raw.clamp(low, high)
+        log_sigma = clamped(raw, low, high)
         sigma = log_sigma.exp()
     return logits.log_softmax(-1), mean, sigma, log_sigma
 
@@ -50,12 +52,13 @@ def mixture_log_likelihood(
 ) -> Tensor:
     """log p(y) of every mixture, ``[...]``; 0 where mask is False."""
     params, y = without_masked(params, y, mask)
-    log_weight, mean, sigma, log_sigma = mixture_components(
-        params, softplus=softplus, low=low, high=high, eps=eps
-    )
-    z, far = standardised(y, mean, sigma)
-    component = log_weight - 0.5 * torch.where(far, FAR, z).square() - log_sigma - HALF_LOG_2_PI
-    log_p = component.logsumexp(-1)
+    components = mixture_components(params, softplus=softplus, low=low, high=high, eps=eps)
+    component = log_joint(components, y)
+    # Less its maximum before logsumexp, whose gradient is exp of a difference from its result:
+    # there the logarithm of a number of ties is lost beside a distance. The lowest finite number
+    # in place of -inf, whose distance to itself is NaN.
+    top = component.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(component.dtype).min)
+    log_p = (component - top).logsumexp(-1) + top.squeeze(-1)
     return log_p if mask is None else torch.where(mask, log_p, 0.0)
 
 
@@ -91,19 +94,17 @@ def mixture_slopes(
         d/dw = r - pi,  d/dmu = r z / sigma,  d/dlog sigma = r (z^2 - 1),  d/dy = -sum r z / sigma
     """
     params, y = without_masked(params, y, mask)
-    log_weight, mean, sigma, log_sigma = mixture_components(
-        params, softplus=softplus, low=low, high=high, eps=eps
-    )
+    components = mixture_components(params, softplus=softplus, low=low, high=high, eps=eps)
+    log_weight, mean, sigma, _ = components
     raw = wide(params[..., 2])
-    z, far = standardised(y, mean, sigma)
-    component = log_weight - 0.5 * torch.where(far, FAR, z).square() - log_sigma
-    r = component.softmax(-1)
+    z, _ = standardised(y, mean, sigma)
+    r = log_joint(components, y).softmax(-1)
     slope_mean = r * z / sigma
     slope_log_sigma = r * (z.square() - 1.0)
     if softplus:
         slope_raw = slope_log_sigma * raw.sigmoid() / sigma
     else:
-        slope_raw = torch.where((raw >= low) & (raw <= high), slope_log_sigma, 0.0)
+        slope_raw = slope_log_sigma * ((raw >= low) & (raw <= high))
     slope = torch.stack([r - log_weight.exp(), slope_mean, slope_raw], -1)
     slope_y = -slope_mean.sum(-1)
     if mask is None:
@@ -120,10 +121,11 @@ def mixture_backward(
     **scale: float | bool,
 ) -> tuple[Tensor, Tensor]:
     """(dparams, dy) for the gradient ``upstream`` of every log p, or of the mean whose factor this
-    is.
+    is; zeros where mask is False, whatever ``upstream`` holds there.
     """
     slope, slope_y = mixture_slopes(params, y, mask, **scale)  # type: ignore[arg-type]
     g = upstream if factor is None else upstream * factor
+    g = g if mask is None else torch.where(mask, g, 0.0)
     return (g[..., None, None] * slope).to(params.dtype), (g * slope_y).to(y.dtype)
 
 
@@ -141,15 +143,40 @@ def without_masked(params: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tens
     return torch.where(mask[..., None, None], params, 0.0), torch.where(mask, y, 0.0)
 
 
+def log_joint(components: Components, y: Tensor) -> Tensor:
+    """log pi + log N(y; mu, sigma) of every component."""
+    log_weight, mean, sigma, log_sigma = components
+    z, far = standardised(y, mean, sigma)
+    return log_weight - 0.5 * (z + far).square() - log_sigma - HALF_LOG_2_PI
+
+
 def standardised(y: Tensor, mean: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """z = (y - mu) / sigma of every component, and where that is past FAR; there z is 0, because
-    nothing depends on the distance any more.
+    """z = (y - mu) / sigma of every component, and 0. Past FAR nothing depends on the distance any
+    more: there z is 0, and FAR, with the distance's sign, stands beside it.
     """
-    distance = y.to(mean.dtype)[..., None] - mean
-    distance = torch.where(distance.isinf(), torch.finfo(mean.dtype).max, distance)
-    far = distance.abs() > FAR * sigma
+    # Of halves, because the difference of two finite numbers may overflow.
+    half = 0.5 * y.to(mean.dtype)[..., None] - 0.5 * mean
+    is_far = half.abs() / sigma > 0.5 * FAR
+    far = FAR * is_far * half.detach().sign()
     # Before the division, whose gradient would overflow where its quotient does.
-    return torch.where(far, 0.0, distance) / sigma, far
+    half = finite(half) * ~is_far
+    return 2.0 * (half / sigma), far
+
+
+def clamped(x: Tensor, low: float, high: float) -> Tensor:
+    """x, clamped to a range. Outside its gradient is multiplied by 0 and not, as clamp does it,
+    replaced: NaN stays NaN.
+    """
+    x = finite(x)
+    inside = (x >= low) & (x <= high)
+    return x.detach().clamp(low, high) + inside * (x - x.detach())
+
+
+def finite(x: Tensor) -> Tensor:
+    """x with the largest finite numbers in place of infinities, whose products with 0 and distances
+    to themselves are NaN; NaN stays.
+    """
+    return x.nan_to_num(nan=torch.nan)
 
 
 def grouped_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:
@@ -163,13 +190,13 @@ def grouped_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Te
 
 def silu_heads(u: Tensor, weight: Tensor) -> Tensor:
     """SiLU(u) C: u ``[..., G, S]`` and weight ``[G, S, 3]`` to ``[..., G, 3]``, head by head."""
-    with without_autocast(u):
+    with without_autocast(u.device):
         return torch.einsum("...gs,gsp->...gp", F.silu(wide(u)), wide(weight).to(wide(u).dtype))
 
 
 def silu_heads_backward(dparams: Tensor, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(du, dweight) of silu_heads."""
-    with without_autocast(u):
+    with without_autocast(u.device):
         u_wide = wide(u)
         dparams = dparams.to(u_wide.dtype)
         gate = u_wide.sigmoid()
@@ -177,13 +204,6 @@ def silu_heads_backward(dparams: Tensor, u: Tensor, weight: Tensor) -> tuple[Ten
         du = dhidden * gate * (1.0 + u_wide * (1.0 - gate))
         dweight = torch.einsum("...gs,...gp->gsp", u_wide * gate, dparams)
     return du.to(u.dtype), dweight.to(weight.dtype)
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Products in the dtypes of their operands, on the device of x."""
-    if not torch.amp.is_autocast_available(x.device.type):
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import available_backends
+from ._backends import Backend, available_backends
 from .layer_norm import LayerNorm, layer_norm
 from .rms_norm import RMSNorm, add_rms_norm, rms_norm
 
@@ -16,6 +16,7 @@ except PackageNotFoundError:
     __version__ = "0+source"
 
 __all__ = [
+    "Backend",
     "LayerNorm",
     "RMSNorm",
     "__version__",

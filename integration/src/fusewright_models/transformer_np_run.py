@@ -1,0 +1,129 @@
+"""Everything that one run of the command line was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from fusewright.attention import Backend
+from fusewright.mixture_head import Scale
+
+from .data import DataName, Sampler, Size, make_sampler
+from .presets import TRANSFORMER_NP, PresetName
+from .training import Precision, TrainingConfig
+from .transformer_np import TransformerNP
+from .transformer_np_layers import Norm, TransformerNPConfig
+
+LARGEST_SEED = 2**63 - 1
+# Every run on the same kind of data is scored on the same tasks; no run can train on them.
+EVALUATION_SEED = LARGEST_SEED + 1
+
+
+@dataclass(frozen=True)
+class TransformerNPRun:
+    """One run with nothing left open: what config.json holds and what --resume takes up again.
+
+    Raises:
+        TypeError: a field is of another type.
+        ValueError: a field has a value that it cannot have, whatever the others are.
+    """
+
+    preset: PresetName
+    steps: int
+    batch_size: int
+    lr: float
+    eval_every: int
+    device: str
+    precision: Precision
+    data: DataName = "digits"
+    context_size: str | None = None
+    target_size: str | None = None
+    ragged: bool = False
+    norm: Norm = "pre"
+    scale: Scale = "log_sigma"
+    indicator: bool = False
+    weight_decay: float = 0.01
+    seed: int = 0
+    compile: bool = False
+    backend: Backend = "auto"
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            _check_field(name, getattr(self, name), kind)
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise ValueError(f"seed must be 0 to {LARGEST_SEED}; got {self.seed}")
+
+    @classmethod
+    def from_flags(cls, flags: dict[str, Any]) -> TransformerNPRun:
+        """The given flags over the preset's values."""
+        name = flags.get("preset", "demo")
+        preset = TRANSFORMER_NP[name]
+        device = flags.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+        defaults = {
+            "preset": name,
+            "steps": preset.steps,
+            "batch_size": preset.batch_size,
+            "lr": preset.lr,
+            "eval_every": preset.evaluate_every,
+            "device": device,
+            "precision": "bf16" if device.startswith("cuda") else "fp32",
+        }
+        return cls(**(defaults | flags))
+
+    def sampler(self, *, held_out: bool) -> Sampler:
+        sizes = {
+            name: None if text is None else Size.parse(text)
+            for name, text in (
+                ("context_size", self.context_size),
+                ("target_size", self.target_size),
+            )
+        }
+        seed = EVALUATION_SEED if held_out else self.seed
+        return make_sampler(
+            self.data,
+            held_out=held_out,
+            # Scores are of whole batches of one size, whatever the training shows.
+            ragged=self.ragged and not held_out,
+            device=self.device,
+            seed=seed,
+            **sizes,
+        )
+
+    def model(self, x_width: int) -> TransformerNP:
+        torch.manual_seed(self.seed)
+        config = TransformerNPConfig(
+            **TRANSFORMER_NP[self.preset].architecture,
+            x_width=x_width,
+            norm=self.norm,
+            scale=self.scale,
+            indicator=self.indicator,
+        )
+        return TransformerNP(config, backend=self.backend).to(self.device)
+
+    def training(self) -> TrainingConfig:
+        return TrainingConfig(
+            steps=self.steps,
+            batch_size=self.batch_size,
+            warmup_steps=self.steps // 20,
+            precision=self.precision,
+            compile=self.compile,
+            log_every=self.log_every,
+            evaluate_every=self.eval_every,
+        )
+
+
+def _check_field(name: str, value: Any, kind: Any) -> None:
+    """Refuse what a hand that edited config.json may have put there."""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{name} must be one of {get_args(kind)}; got {value!r}")
+        return
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    # JSON writes 1.0 as 1, too; True is an int to Python.
+    wanted = (float, int) if kind is float else kinds
+    if type(value) not in wanted:
+        names = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
+        raise TypeError(f"{name} must be {names}; got {value!r}")

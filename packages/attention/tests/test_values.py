@@ -129,6 +129,7 @@ def strided(op, kind: str, device: str) -> list[torch.Tensor]:
         "slice of a longer tensor",
     ],
 )
+@pytest.mark.parametrize("any_scheme", ["pointers", "descriptors"], indirect=True)
 def test_strides(lse_op, any_scheme, kind, device):
     tensors = strided(lse_op, kind, device)
     lse_op.check(tensors)

@@ -1,0 +1,49 @@
+"""Calls that launch the kernels, for the compile tests: tensors are never read."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from fusewright.feed_forward._silu_mul_launch import (
+    launch_silu_mul,
+    launch_silu_mul_backward,
+    launch_silu_mul_halves,
+    launch_silu_mul_halves_backward,
+)
+
+BF16 = torch.bfloat16
+DTYPES = (BF16, torch.float16, torch.float32)
+
+
+def launch(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Forward and backward of two tensors, each one run of elements."""
+    gate, up = torch.empty(2, rows, cols, dtype=dtype)
+    launch_silu_mul_backward(launch_silu_mul(gate, up), gate, up)
+
+
+def launch_halves(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Forward and backward of the halves of one tensor, whose rows lie apart."""
+    joint = torch.empty(rows, 2 * cols, dtype=dtype)
+    launch_silu_mul_halves_backward(launch_silu_mul_halves(joint), joint)
+
+
+def launch_heads(dtype: torch.dtype) -> None:
+    """Forward and backward of rows that two strides reach."""
+    gate, up = (torch.empty(8, 64, 12, 128, dtype=dtype)[:, :, 0] for _ in range(2))
+    launch_silu_mul_backward(launch_silu_mul(gate, up).transpose(0, 1), gate, up)
+
+
+def one_of_each() -> None:
+    """Every kernel in both forms, at the sizes of a model."""
+    launch(4096, 5504, BF16)
+    launch_halves(4096, 5504, BF16)
+
+
+def every_form() -> None:
+    """Every dtype, lengths that allow 16 bytes at a time and such that do not, rows of any kind."""
+    for dtype, cols in itertools.product(DTYPES, (5504, 1000, 1365, 3)):
+        launch(4096, cols, dtype)
+        launch(1, cols, dtype)
+        launch_halves(4096, cols, dtype)
+        launch_heads(dtype)

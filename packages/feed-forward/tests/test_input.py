@@ -1,0 +1,101 @@
+"""What bad input is answered with, before anything is touched, and which backend serves."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from fusewright.feed_forward import SwiGLU, _backends, silu_mul
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+F64, BF16 = torch.float64, torch.bfloat16
+X = torch.zeros(3, 8)
+BAD = [
+    (lambda: silu_mul([1.0], X), TypeError, "gate must be a tensor, got list"),
+    (lambda: silu_mul(X, 1.0), TypeError, "up must be a tensor, got float"),
+    (lambda: silu_mul(X.int(), X.int()), TypeError, "gate must be float32.*int32"),
+    (lambda: silu_mul(X, X.to(torch.complex64)), TypeError, "up must be.*complex64"),
+    (lambda: silu_mul(X.to_sparse(), X), TypeError, "gate.*strided tensor, got layout"),
+    (lambda: silu_mul(X, X[:2]), ValueError, r"up must have gate's shape \(3, 8\), got \(2, 8\)"),
+    (lambda: silu_mul(X, X[:, :1]), ValueError, r"shape \(3, 8\), got \(3, 1\)"),
+    (lambda: silu_mul(X, X.half()), ValueError, "gate's dtype torch.float32, got torch.float16"),
+    (lambda: silu_mul(X, X.to("meta")), ValueError, "gate's device cpu, got meta"),
+    (lambda: silu_mul(X, X, backend="cuda"), ValueError, "got 'cuda'"),
+    (lambda: silu_mul(X.to(F64), X.to(F64), backend="triton"), RuntimeError, "not torch.float64"),
+    (lambda: SwiGLU(0, 5), ValueError, "dim must be at least 1, got 0"),
+    (lambda: SwiGLU(8, -1), ValueError, "hidden_width must be at least 1, got -1"),
+    (lambda: SwiGLU(8, 5.0), TypeError, "hidden_width must be an integer, got float"),
+    (lambda: SwiGLU(True, 5), TypeError, "dim must be an integer, got bool"),
+    (lambda: SwiGLU(8, 5, backend="cuda"), ValueError, "got 'cuda'"),
+    (lambda: SwiGLU(7, 5)(X), ValueError, r"x must be \[..., 7\], got shape \(3, 8\)"),
+    (lambda: SwiGLU(8, 5)(torch.zeros(())), ValueError, r"got shape \(\)"),
+    (lambda: SwiGLU(8, 5)([1.0]), TypeError, "x must be a tensor, got list"),
+    (lambda: SwiGLU(8, 5)(X.int()), TypeError, "x must be.*int32"),
+    (lambda: SwiGLU(8, 5)(X.half()), ValueError, "dtype torch.float32 outside autocast, got.*16"),
+    (lambda: SwiGLU(8, 5)(X.to("meta")), ValueError, "weights' device cpu, got meta"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD, ids=[m for *_, m in BAD])
+def test_bad_input_is_told_what_was_wanted_and_what_came(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+class NothingRuns(TorchDispatchMode):
+    """Fail at the first operation on a tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} ran before the input was refused")
+
+
+def test_refused_input_touches_no_memory(backend, device):
+    x, wrong = torch.zeros(3, 8, device=device), torch.zeros(3, 9, device=device)
+    layer = SwiGLU(8, 5, backend=backend, device=device)
+    with NothingRuns(), pytest.raises(ValueError, match=r"got \(3, 9\)"):
+        silu_mul(x, wrong, backend=backend)
+    with NothingRuns(), pytest.raises(ValueError, match=r"got shape \(3, 9\)"):
+        layer(wrong)
+
+
+def test_layer_that_the_kernels_cannot_serve_says_so(device):
+    layer = SwiGLU(8, 5, backend="triton", device=device, dtype=F64)
+    with pytest.raises(RuntimeError, match=r"not torch\.float64"):
+        layer(torch.zeros(3, 8, device=device, dtype=F64))
+
+
+def test_kernels_on_the_cpu_without_the_interpreter_say_so(monkeypatch):
+    _backends.known_obstacle.cache_clear()
+    monkeypatch.setattr(_backends, "interpreted", lambda: False)
+    try:
+        with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+            silu_mul(X, X, backend="triton")
+    finally:
+        _backends.known_obstacle.cache_clear()
+
+
+def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
+    _backends.WARNED.clear()
+    monkeypatch.setattr(_backends, "known_obstacle", lambda device, dtype: "no such card")
+    with FakeTensorMode():
+        on_card = torch.empty(3, 8, device="cuda")
+        with pytest.warns(RuntimeWarning, match="no such card"):
+            silu_mul(on_card, on_card)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            silu_mul(on_card, on_card)
+    _backends.WARNED.clear()
+
+
+@pytest.mark.filterwarnings("error")
+def test_meta_tensors_get_a_shape_and_a_dtype(op):
+    y = op.public(*op.draw((3, 8), BF16, "meta"))
+    assert (y.shape, y.dtype, y.device.type) == ((3, 8), BF16, "meta")
+
+
+@pytest.mark.gpu
+def test_tensors_on_two_devices_are_refused():
+    with pytest.raises(ValueError, match="device cuda:0, got cpu"):
+        silu_mul(X.cuda(), X)

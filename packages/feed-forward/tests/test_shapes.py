@@ -1,0 +1,223 @@
+"""Sizes, layouts and dtypes: every op, its output and all its gradients against the yardstick."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fusewright.feed_forward import reference, silu_mul
+from fusewright.feed_forward.silu_mul import silu_mul_halves
+from fusewright_testkit import Yardstick
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, F16])
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(1, 1), (3, 1), (1, 2), (3, 63), (33, 40), (5, 1376), (2, 4097)]
+)
+def test_values_and_gradients_are_as_near_to_fp64_as_torch(op, rows, cols, dtype, device):
+    op.check(op.draw((rows, cols), dtype, device))
+
+
+@pytest.mark.parametrize("shape", [(1, 200), (2, 100), (13, 16), (9, 24), (50, 7), (300, 1)])
+def test_programs_that_begin_amid_rows_are_as_near_to_fp64_as_torch(
+    op, shape, device, many_programs
+):
+    op.check(op.draw(shape, BF16, device))
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 1, 3, 32), (2, 3, 1, 2, 5)])
+def test_every_leading_axis_counts_rows(op, shape, device):
+    tensors = op.draw(shape, F32, device)
+    op.check(tensors)
+    flat = [t.reshape(-1, t.shape[-1]) for t in tensors]
+    assert torch.equal(op.kernels(*tensors).flatten(), op.kernels(*flat).flatten())
+
+
+def test_numbers_without_an_axis_are_gated(backend, device):
+    gate, up = torch.randn(2, device=device)
+    yardstick = Yardstick(reference.silu_mul, [gate, up])
+    yardstick.check(lambda *t: silu_mul(*t, backend=backend))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0), (2, 0, 4), (0,)])
+def test_nothing_in_nothing_out(op, shape, backend, device):
+    tensors = [t.requires_grad_() for t in op.draw(shape, F32, device)]
+    y = op.public(*tensors, backend=backend)
+    assert y.shape == shape
+    grads = torch.autograd.grad(y, tensors, torch.ones_like(y))
+    assert [g.shape for g in grads] == [t.shape for t in tensors]
+
+
+def of_a_wider_axis(shape, dtype, device):
+    return torch.randn(*shape[:-1], shape[-1] + 8, device=device).to(dtype)[..., : shape[-1]]
+
+
+def of_an_odd_axis(shape, dtype, device):
+    return torch.randn(*shape[:-1], shape[-1] + 1, device=device).to(dtype)[..., 1:]
+
+
+def second_half(shape, dtype, device):
+    return torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(dtype)[..., shape[-1] :]
+
+
+def every_other_row(shape, dtype, device):
+    return torch.randn(2 * shape[0], *shape[1:], device=device).to(dtype)[::2]
+
+
+def every_other_token(shape, dtype, device):
+    return torch.randn(shape[0], 2 * shape[1], *shape[2:], device=device).to(dtype)[:, 1::2]
+
+
+def first_of_fused_heads(shape, dtype, device):
+    return torch.randn(*shape[:2], 3, *shape[2:], device=device).to(dtype)[:, :, 0]
+
+
+def repeated_rows(shape, dtype, device):
+    return torch.randn(shape[-1], device=device).to(dtype).expand(shape)
+
+
+def at_an_odd_offset(shape, dtype, device):
+    return torch.randn(1 + math.prod(shape), device=device).to(dtype)[1:].view(shape)
+
+
+def heads_after_tokens(shape, dtype, device):
+    swapped = torch.randn(shape[0], shape[2], shape[1], shape[3], device=device).to(dtype)
+    return swapped.transpose(1, 2)
+
+
+def gap_in_the_last_axis(shape, dtype, device):
+    return torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(dtype)[..., ::2]
+
+
+def columns_before_rows(shape, dtype, device):
+    return torch.randn(*shape[::-1], device=device).to(dtype).permute(*reversed(range(len(shape))))
+
+
+def one_number(shape, dtype, device):
+    return torch.randn((), device=device).to(dtype).expand(shape)
+
+
+READ_AS_THEY_ARE = [
+    of_a_wider_axis,
+    of_an_odd_axis,
+    second_half,
+    every_other_row,
+    every_other_token,
+    first_of_fused_heads,
+    repeated_rows,
+    at_an_odd_offset,
+]
+COPIED = [heads_after_tokens, gap_in_the_last_axis, columns_before_rows, one_number]
+SHAPE = (2, 3, 2, 16)
+layouts = pytest.mark.parametrize(
+    "layout", [*READ_AS_THEY_ARE, *COPIED], ids=lambda layout: layout.__name__
+)
+
+
+@layouts
+def test_any_strides_are_right(op, layout, device):
+    tensors = [layout(op.shape(SHAPE), BF16, device) for _ in range(op.operands)]
+    op.check(tensors, layout(SHAPE, BF16, device))
+
+
+@layouts
+def test_strides_change_no_bit_and_results_are_contiguous(op, layout, device, many_programs):
+    tensors = [layout(op.shape(SHAPE), BF16, device) for _ in range(op.operands)]
+    dy = layout(SHAPE, BF16, device)
+
+    def everything(call, tensors, dy):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        y = call(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    strided = everything(op.kernels, tensors, dy)
+    packed = everything(op.kernels, [t.contiguous() for t in tensors], dy.contiguous())
+    for found, expected in zip(strided, packed, strict=True):
+        assert torch.equal(found, expected)
+    y, by_reference = strided[0], op.reference(*tensors)
+    assert y.is_contiguous()
+    assert by_reference.is_contiguous()
+    assert y.dtype == by_reference.dtype == BF16
+
+
+@pytest.mark.parametrize("layout", READ_AS_THEY_ARE, ids=lambda layout: layout.__name__)
+def test_rows_that_two_strides_reach_are_not_copied(op, layout, device, monkeypatch):
+    from fusewright.feed_forward import _silu_mul_launch
+
+    def no_copies(*_):
+        raise AssertionError("an operand was copied")
+
+    monkeypatch.setattr(_silu_mul_launch, "copied", no_copies)
+    tensors = [layout(op.shape(SHAPE), BF16, device) for _ in range(op.operands)]
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    torch.autograd.grad(op.kernels(*leaves), leaves, layout(SHAPE, BF16, device))
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "vector"), [(4, 5504, 16), (4, 1000, 8), (4, 1364, 4), (4, 1365, 1)]
+)
+def test_halves_of_a_product_are_read_in_the_longest_vectors(rows, cols, vector, device):
+    from fusewright.feed_forward._launch import kinds
+    from fusewright.feed_forward._silu_mul_launch import backward_plan
+
+    dy = torch.empty(rows, cols, device=device, dtype=BF16)
+    gate, up = torch.empty(rows, 2 * cols, device=device, dtype=BF16).tensor_split(2, -1)
+    plan = backward_plan(gate.shape, kinds(dy, gate, up), True, gate.device)
+    assert plan.copies == ()
+    assert plan.launch.constants["VECTOR"] == vector
+
+
+@DTYPES
+def test_halves_of_one_tensor_give_the_bits_of_two(dtype, device):
+    joint = torch.randn(7, 3, 2 * 24, device=device).to(dtype).requires_grad_()
+    dy = torch.randn(7, 3, 24, device=device).to(dtype)
+    y = silu_mul_halves(joint, backend="triton")
+    expected = silu_mul(*joint.chunk(2, -1), backend="triton")
+    assert torch.equal(y, expected)
+    (found,) = torch.autograd.grad(y, joint, dy)
+    (truth,) = torch.autograd.grad(expected, joint, dy)
+    assert torch.equal(found, truth)
+
+
+def test_one_tensor_may_be_both_operands(device):
+    yardstick = Yardstick(lambda x: reference.silu_mul(x, x), [torch.randn(5, 24, device=device)])
+    yardstick.check(lambda x: silu_mul(x, x, backend="triton"))
+
+
+def test_rows_in_one_memory_may_be_gradient_and_input(device):
+    gate, up = torch.randn(2, 6, 50, device=device)
+    yardstick = Yardstick(reference.silu_mul, [gate, up], [gate])
+    yardstick.check(lambda *t: silu_mul(*t, backend="triton"))
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["gate", "up"])
+def test_one_input_alone_may_require_a_gradient(kept, device):
+    tensors = list(torch.randn(2, 4, 33, device=device))
+    everything = [t.clone().requires_grad_() for t in tensors]
+    y = silu_mul(*everything, backend="triton")
+    dy = torch.randn_like(y)
+    expected = torch.autograd.grad(y, everything, dy)
+    leaf = tensors[kept].clone().requires_grad_()
+    operands = [leaf if index == kept else t for index, t in enumerate(tensors)]
+    (found,) = torch.autograd.grad(silu_mul(*operands, backend="triton"), leaf, dy)
+    assert torch.equal(found, expected[kept])
+
+
+def test_more_rows_than_the_kernels_count_are_refused_where_they_lie_apart():
+    pytest.importorskip("triton", reason="plans are made for Triton's kernels")
+    from fusewright.feed_forward._rows import MAX_COLS, MAX_ROWS
+    from fusewright.feed_forward._silu_mul_launch import forward_plan
+
+    device = torch.device("cpu")
+    for rows, cols in [(MAX_ROWS, 1), (2, MAX_COLS)]:
+        apart = ((BF16, (2 * cols, 1)),) * 2
+        assert forward_plan((rows, cols), apart, device).launch is not None
+    for rows, cols in [(MAX_ROWS + 1, 1), (2, MAX_COLS + 1)]:
+        apart, together = (((BF16, (stride, 1)),) * 2 for stride in (2 * cols, cols))
+        with pytest.raises(ValueError, match=f"got {rows} of {cols}"):
+            forward_plan((rows, cols), apart, device)
+        assert forward_plan((rows, cols), together, device).launch is not None

@@ -1,0 +1,239 @@
+"""SwiGLU: values beside torch, padded storage, state dicts, training, compilers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusewright.feed_forward import SwiGLU, reference
+from fusewright_testkit import Yardstick
+from torch.fx.experimental.proxy_tensor import make_fx
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DIM, WIDTH, STORED = 12, 37, 64
+
+
+def layer_of(backend="triton", device="cpu", width=WIDTH, dtype=None):
+    return SwiGLU(DIM, width, backend=backend, device=device, dtype=dtype)
+
+
+def as_function(layer):
+    """The layer as a function of its input and its weights."""
+
+    def call(x, joint_weight, output_weight):
+        weights = {"joint.weight": joint_weight, "output.weight": output_weight}
+        return torch.func.functional_call(layer, weights, (x,))
+
+    return call
+
+
+def three_products(x, joint_weight, output_weight):
+    """The layer as its paper writes it, each matrix for itself and without padding."""
+    gate, up = (weight[:WIDTH] for weight in joint_weight.view(2, STORED, DIM))
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), output_weight[:, :WIDTH])
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize("shape", [(DIM,), (5, DIM), (2, 3, DIM), (0, DIM)])
+def test_values_and_gradients_are_as_near_to_fp64_as_torch(shape, dtype, device):
+    layer = layer_of(device=device, dtype=dtype)
+    inputs = [torch.randn(shape, device=device).to(dtype), *layer.parameters()]
+    Yardstick(reference.swiglu, inputs).check(as_function(layer))
+
+
+def test_values_and_gradients_in_bf16_are_as_near_to_fp64_as_torch(backend, device):
+    layer = layer_of(backend, device, dtype=BF16)
+    inputs = [torch.randn(40, DIM, device=device).to(BF16), *layer.parameters()]
+    Yardstick(reference.swiglu, inputs).check(as_function(layer))
+
+
+def test_padding_changes_nothing(backend, device):
+    layer = layer_of(backend, device)
+    inputs = [torch.randn(7, DIM, device=device), *layer.parameters()]
+    Yardstick(three_products, inputs).check(as_function(layer))
+
+
+@pytest.mark.parametrize(("width", "stored"), [(1, 32), (32, 32), (33, 64), (1365, 1376)])
+def test_hidden_width_is_stored_rounded_up_and_zero_beyond(width, stored):
+    layer = SwiGLU(4, width)
+    assert layer.joint.weight.shape == (2 * stored, 4)
+    assert layer.output.weight.shape == (4, stored)
+    assert layer.joint.bias is None
+    assert layer.output.bias is None
+    for half in layer.joint.weight.chunk(2):
+        assert not half[width:].any()
+        assert half[:width].all()
+    assert not layer.output.weight[:, width:].any()
+    assert layer.output.weight[:, :width].all()
+
+
+def test_weights_are_drawn_by_fan_in_of_the_width_that_is_used():
+    layer = SwiGLU(100, 400)
+    for weight, fan_in in ((layer.joint.weight, 100), (layer.output.weight[:, :400], 400)):
+        bound = fan_in**-0.5
+        # Of so many uniform numbers, the largest falls short of the bound by a hundredth in one of
+        # e^400 draws.
+        assert 0.99 * bound < weight.abs().max() <= bound
+    before = copy.deepcopy(layer.state_dict())
+    layer.reset_parameters()
+    used = layer.output.weight[:, :400] != before["output.weight"][:, :400]
+    assert used.float().mean() > 0.99
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_padding_stays_zero_under_training(optimizer, backend, device):
+    layer = layer_of(backend, device)
+    start = copy.deepcopy(layer.state_dict())
+    steps = OPTIMIZERS[optimizer](layer.parameters())
+    for _ in range(5):
+        x = torch.randn(9, DIM, device=device)
+        steps.zero_grad()
+        (layer(x) - x.flip(-1)).square().mean().backward()
+        assert not any(part.any() for part in gradients_of_padding(layer))
+        steps.step()
+    assert not any(part.any() for part in layer.padding())
+    for name, weight in layer.state_dict().items():
+        assert not torch.equal(weight, start[name])
+
+
+def gradients_of_padding(layer):
+    return [
+        layer.joint.weight.grad.view(2, STORED, DIM)[:, WIDTH:],
+        layer.output.weight.grad[:, WIDTH:],
+    ]
+
+
+def test_state_dict_makes_the_same_layer(device):
+    layer, other = layer_of(device=device), layer_of(device=device)
+    assert set(layer.state_dict()) == {"joint.weight", "output.weight"}
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(3, DIM, device=device)
+    assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_of_a_wider_layer_leave_no_trace_beyond_the_width(assign):
+    layer = layer_of("reference")
+    layer.load_state_dict(layer_of(width=WIDTH + 9).state_dict(), assign=assign)
+    assert not any(part.any() for part in layer.padding())
+    inputs = [torch.randn(3, DIM), *layer.parameters()]
+    Yardstick(three_products, inputs).check(as_function(layer))
+
+
+def test_layer_within_a_model_is_cleared_too():
+    model = torch.nn.Sequential(layer_of(), layer_of())
+    wider = torch.nn.Sequential(layer_of(width=STORED), layer_of(width=STORED))
+    model.load_state_dict(wider.state_dict())
+    assert not any(part.any() for layer in model for part in layer.padding())
+
+
+def test_weights_of_another_stored_width_are_refused():
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        layer_of().load_state_dict(layer_of(width=STORED + 1).state_dict())
+
+
+def test_layer_is_copied_and_pickled_whole():
+    layer = layer_of("reference")
+    x = torch.randn(3, DIM)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert repr(other) == repr(layer)
+        assert torch.equal(other(x), layer(x))
+        other.load_state_dict(layer_of(width=STORED).state_dict())
+        assert not any(part.any() for part in other.padding())
+
+
+def test_layer_says_its_widths_and_its_backend():
+    shown = repr(layer_of("reference")).splitlines()
+    assert f"{DIM}, {WIDTH}, stored_width={STORED}, backend='reference'" in shown[1]
+
+
+def test_layer_made_on_meta_is_filled_elsewhere(device):
+    layer = layer_of(device="meta").to_empty(device=device)
+    layer.reset_parameters()
+    assert layer(torch.randn(3, DIM, device=device)).isfinite().all()
+    assert not any(part.any() for part in layer.padding())
+
+
+def test_gradient_of_the_joint_product_is_written_at_once(device):
+    """Halves joined by autograd would be one more pass over the largest tensor."""
+    layer = layer_of(device=device)
+
+    def step(x, joint_weight, output_weight):
+        leaves = (x, joint_weight, output_weight)
+        return torch.autograd.grad(as_function(layer)(*leaves).square().sum(), leaves)
+
+    inputs = [torch.randn(5, DIM, device=device).requires_grad_(), *layer.parameters()]
+    code = make_fx(step)(*inputs).code
+    assert "fusewright_feed_forward.silu_mul_halves_backward.default" in code
+    for joining in ("cat", "slice_backward", "select_backward", "split", "narrow", "copy", "clone"):
+        assert joining not in code
+
+
+def test_joint_product_alone_is_saved_of_the_hidden_layer(device):
+    layer = layer_of(device=device)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.shape) or t, lambda t: t
+    ):
+        layer(torch.randn(5, DIM, device=device))
+    # The gated layer is what the output's gradient needs; no activation beside it.
+    assert saved.count((5, 2 * STORED)) == 1
+    assert saved.count((5, STORED)) == 1
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_autocast_gives_the_dtype_of_a_linear_layer(backend, compiles, device):
+    torch._dynamo.reset()
+    layer = layer_of(backend, device)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
+    x = torch.randn(6, DIM, device=device, requires_grad=True)
+    with torch.autocast(device, BF16):
+        y = call(x)
+    assert y.dtype == BF16
+    leaves = [x, *layer.parameters()]
+    grads = torch.autograd.grad(y.float().square().sum(), leaves)
+    assert [g.dtype for g in grads] == [F32] * 3
+    assert all(g.any() for g in grads)
+
+
+def test_layer_compiles_to_one_graph(device):
+    torch._dynamo.reset()
+    layer = layer_of(device=device)
+    inputs = [torch.randn(6, DIM, device=device), *layer.parameters()]
+    compiled = torch.compile(as_function(layer), fullgraph=True, backend="aot_eager")
+    Yardstick(reference.swiglu, inputs).check(compiled)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+def test_exported_layer_serves_any_number_of_rows(strict, device):
+    layer = layer_of(device=device)
+    rows = torch.export.Dim("rows")
+    x = torch.randn(5, DIM, device=device)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({0: rows},), strict=strict)
+    more = torch.randn(9, DIM, device=device)
+    assert torch.equal(program.module()(more), layer(more))
+
+
+def test_layers_stacked_by_vmap_are_each_itself(device):
+    layers = [layer_of(device=device) for _ in range(3)]
+    stacked, _ = torch.func.stack_module_state(layers)
+    x = torch.randn(4, DIM, device=device)
+
+    def one_by_one(x, *weights):
+        return torch.stack([reference.swiglu(x, *each) for each in zip(*weights, strict=True)])
+
+    inputs = [x, *(stacked[name].detach() for name in ("joint.weight", "output.weight"))]
+    yardstick = Yardstick(one_by_one, inputs)
+    yardstick.check(torch.func.vmap(as_function(layers[0]), (None, 0, 0)))

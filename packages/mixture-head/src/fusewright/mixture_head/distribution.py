@@ -26,8 +26,9 @@ from ._checks import (
 from .reference import Components, log_joint, mixture_components, standardised
 
 Tensor = torch.Tensor
-# Integers as wide as the floats.
-INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+# Halvings until a bracket holds two neighbours: as many as the format has bits choose the sign, the
+# exponent and the mantissa; a few more for what rounds to one side.
+SPARE_HALVINGS = 6
 
 
 def mixture_mean(
@@ -93,7 +94,7 @@ def mixture_quantiles(
     """The lowest number at which the distribution function, as computed, reaches each level.
 
     The components' own quantiles make a bracket, which is halved by the count of the floating-point
-    numbers in it until it holds two neighbours.
+    numbers in it, about, until it holds two neighbours.
 
     Args:
         params: ``[..., K, 3]``.
@@ -126,17 +127,15 @@ def _first_reaching(levels: Tensor, components: Components) -> Tensor:
     # A component without weight has no say.
     counts = (log_weight != -torch.inf)[..., None]
     own = mean[..., None] + sigma[..., None] * torch.special.ndtri(levels)
-    low = _ordered(torch.where(counts, own, torch.inf).amin(-2))
-    high = _ordered(torch.where(counts, own, -torch.inf).amax(-2))
+    low = torch.where(counts, own, torch.inf).amin(-2)
+    high = torch.where(counts, own, -torch.inf).amax(-2)
     log_weight, mean, sigma, _ = _of_levels(components)
-    for _ in range(torch.finfo(mean.dtype).bits):
-        # The mean of two integers, rounded down; their sum may overflow.
-        middle = (low & high) + ((low ^ high) >> 1)
-        z = (_unordered(middle)[..., None] - mean) / sigma
-        below = _weighted(log_weight, z) < levels
+    for _ in range(torch.finfo(mean.dtype).bits + SPARE_HALVINGS):
+        middle = _between(low, high)
+        below = _weighted(log_weight, (middle[..., None] - mean) / sigma) < levels
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     is_level = (levels >= 0.0) & (levels <= 1.0)
-    return torch.where(_strange(components)[..., None] | ~is_level, torch.nan, _unordered(high))
+    return torch.where(_strange(components)[..., None] | ~is_level, torch.nan, high)
 
 
 def _newton_step(levels: Tensor, center: Tensor, of_levels: Components) -> Tensor:
@@ -211,19 +210,20 @@ def _strange(components: Components) -> Tensor:
     return (log_weight.isnan() | mean.isnan() | sigma.isnan()).any(-1)
 
 
-def _ordered(x: Tensor) -> Tensor:
-    """Integers in the order of the floats: neighbours are neighbours, each zero has its own."""
-    return _turned(x.view(INTEGERS[x.dtype]))
-
-
-def _unordered(key: Tensor) -> Tensor:
-    """The floats of these integers."""
-    return _turned(key).view(torch.float32 if key.dtype == torch.int32 else torch.float64)
-
-
-def _turned(bits: Tensor) -> Tensor:
-    """The negative half turned round, since floats are a sign and a size; its own inverse."""
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+def _between(low: Tensor, high: Tensor) -> Tensor:
+    """A number in the bracket with about as many floating-point numbers on either side: 0 between
+    signs; the geometric mean of numbers far apart, the mean of others.
+    """
+    info = torch.finfo(low.dtype)
+    a, b = low.clamp(info.min, info.max), high.clamp(info.min, info.max)
+    # Zero counts as the least number there is.
+    size_a, size_b = (x.abs().clamp(min=info.smallest_normal * info.eps) for x in (a, b))
+    far = (size_a > 2.0 * size_b) | (size_b > 2.0 * size_a)
+    sign = torch.where(high > 0.0, 1.0, -1.0)
+    middle = torch.where(far, sign * (size_a.sqrt() * size_b.sqrt()), a + 0.5 * (b - a))
+    middle = torch.where((low < 0.0) & (high > 0.0), 0.0, middle)
+    # Infinite ends may be all that the bracket holds.
+    return torch.where(low == high, low, middle)
 
 
 def _cdf(components: Components, y: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ class SwiGLU(nn.Module):
         self.backend: Backend = backend
         stored = math.ceil(hidden_width / STORED_MULTIPLE) * STORED_MULTIPLE
         options: dict[str, Any] = dict(bias=False, device=device, dtype=dtype)
-        self.joint = nn.Linear(dim, 2 * stored, **options)
-        self.output = nn.Linear(stored, dim, **options)
+        self.joint: nn.Linear = nn.Linear(dim, 2 * stored, **options)
+        self.output: nn.Linear = nn.Linear(stored, dim, **options)
         # Weights of another F that is stored as wide as this one load without a word.
         self.register_load_state_dict_post_hook(_clear_padding)
         self.reset_parameters()

@@ -85,13 +85,13 @@ class GaussianMixtureHead(nn.Module):
         check_backend(backend)
         super().__init__()
         self.hidden_width = hidden_width
-        self.grid = (outputs, components)
+        self.grid: tuple[int, int] = (outputs, components)
         self.scale_options: dict[str, Any] = dict(scale=scale, log_sigma_range=(low, high), eps=eps)
         self.backend: Backend = backend
         heads = outputs * components
         options: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.hidden = nn.Linear(width, heads * stored_width, bias=False, **options)
-        self.output = nn.Parameter(torch.empty(heads, stored_width, 3, **options))
+        self.hidden: nn.Linear = nn.Linear(width, heads * stored_width, bias=False, **options)
+        self.output: nn.Parameter = nn.Parameter(torch.empty(heads, stored_width, 3, **options))
         self.register_load_state_dict_post_hook(_clear_padding)
         self.reset_parameters()
 

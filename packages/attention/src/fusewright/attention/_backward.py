@@ -20,7 +20,7 @@ from ._configs import (
     tile_config,
 )
 from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
-from ._operands import Shape, to_copy
+from ._operands import Shape
 from ._problem import Problem, TileLaunch, aligned, grid_of, precision_of, problem_of
 from ._single_tile_kernels import _add_chunks_kernel, _single_tile_backward_kernel
 from ._streaming_backward_kernels import _streaming_dkdv_kernel, _streaming_dq_kernel
@@ -132,10 +132,9 @@ def backward_plan(
     may start where they do.
     """
     problem = problem_of(shape, keys, operands, in_line, precision, device)
-    *read, _ = operands
     key_shape = (problem.batches, keys, problem.heads, problem.width)
     grads = [memory(x, problem.dtype, device) for x in (shape, key_shape, key_shape)]
-    plan = BackwardPlan(None, to_copy(read), *grads)
+    plan = BackwardPlan(None, problem.copies, *grads)
     if not math.prod(shape) or not keys:
         return plan
     plan_launches = plan_single_tile if problem.single_tile else plan_streaming

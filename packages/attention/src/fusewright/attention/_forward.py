@@ -18,7 +18,7 @@ from ._configs import (
     tile_config,
 )
 from ._launch import Allocate, Kind, copied, is_current, kinds, made, memory
-from ._operands import Shape, to_copy
+from ._operands import Shape
 from ._problem import Problem, TileLaunch, aligned, precision_of, problem_of
 from ._single_tile_kernels import _single_tile_forward_kernel
 from ._streaming_forward_kernels import _streaming_forward_kernel
@@ -95,13 +95,12 @@ def forward_plan(
     start where they do.
     """
     problem = problem_of(shape, keys, operands, in_line, precision, device)
-    *read, _ = operands
     rows = (problem.batches, problem.heads, problem.queries)
     keep = keep and not problem.single_tile
     narrow = problem.dtype.itemsize < 4
     plan = ForwardPlan(
         None,
-        to_copy(read),
+        problem.copies,
         o=memory(shape, problem.dtype, device),
         lse=memory(rows, torch.float32, device) if with_lse else None,
         softmax=memory((2, *rows), torch.float32, device) if keep else None,

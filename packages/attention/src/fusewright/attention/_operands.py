@@ -14,10 +14,8 @@ DESCRIPTOR_BYTES = 16
 Shape = tuple[int, ...]
 
 
-def needs_copy(kind: Kind | None) -> bool:
+def needs_copy(kind: Kind) -> bool:
     """Whether the kernels can read [B, rows, heads, D] of this kind only from a contiguous copy."""
-    if kind is None:
-        return False
     _, (_, row_stride, _, last_stride) = kind
     return last_stride != 1 or row_stride > MAX_ROW_STRIDE
 
@@ -28,7 +26,7 @@ def present(kind: Kind | None) -> Kind:
     return kind
 
 
-def to_copy(kinds: Sequence[Kind | None]) -> tuple[bool, ...]:
+def to_copy(kinds: Sequence[Kind]) -> tuple[bool, ...]:
     """Which operands are copied first; empty where none is."""
     copies = tuple(needs_copy(kind) for kind in kinds)
     return copies if any(copies) else ()

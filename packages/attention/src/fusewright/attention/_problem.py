@@ -11,12 +11,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ._backends import Card, card_of, interpreted
 from ._configs import SingleTileConfig, TileConfig, is_single_tile, power_of_2
 from ._launch import Kind, Launch
-from ._operands import DESCRIPTOR_BYTES, MAX_ROW_STRIDE, Shape, describable, head_strides, present
+from ._operands import (
+    DESCRIPTOR_BYTES,
+    MAX_ROW_STRIDE,
+    Shape,
+    describable,
+    head_strides,
+    present,
+    to_copy,
+)
 
 
 class Problem(NamedTuple):
-    """A call as its kernels and their tables see it: sizes, what it runs on, whether tensor
-    descriptors span its operands, and the integers and constants that every kernel takes first.
+    """A call as its kernels and their tables see it: sizes, what it runs on, which operands are
+    copied first, whether tensor descriptors span them, and the integers and constants that every
+    kernel takes first.
     """
 
     batches: int
@@ -27,6 +36,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     card: Card
+    copies: tuple[bool, ...]
     described: bool
     integers: tuple[int, ...]
     constants: dict[str, Any]
@@ -57,13 +67,14 @@ def problem_of(
         in_line: whether descriptors may start where these do.
         precision: of products of fp32 tiles.
     """
-    *read, lengths = operands
+    *given_kinds, lengths = operands
+    read = [present(kind) for kind in given_kinds]
     batches, queries, heads, width = shape
     if heads * width > MAX_ROW_STRIDE:
         raise ValueError(f"the kernels serve up to 2**23 numbers a token, got {heads * width}")
     key_shape = (batches, keys, heads, width)
     shapes = [shape] * (len(read) - 2) + [key_shape] * 2
-    given = [(one, present(kind)) for one, kind in zip(shapes, read, strict=True)]
+    given = list(zip(shapes, read, strict=True))
     strides = [stride for one in given for stride in head_strides(*one)]
     return Problem(
         batches,
@@ -71,9 +82,10 @@ def problem_of(
         keys,
         heads,
         width,
-        present(read[-1])[0],
+        read[-1][0],
         device,
         card_of(device),
+        to_copy(read),
         in_line and all(describable(*one) for one in given),
         (*strides, queries, keys, heads),
         dict(D=width, HAS_LENGTHS=lengths is not None, UPCAST=interpreted(), PRECISION=precision),

@@ -1,6 +1,7 @@
 """Launch tables as data: how much of a tensor one program takes.
 
-Source: unmeasured.
+Source: results/tuning-h200-torch2.11-triton3.6.csv, where a quarter to twice as many elements take
+as long from 8192 rows of 4096 on, and up to an eighth less at 1024 rows of 1024.
 """
 
 from __future__ import annotations

@@ -27,26 +27,46 @@ from fusewright.attention import _backward, _forward, reference
 from fusewright.attention._backward import backward_plan, launch_backward
 from fusewright.attention._configs import SingleTileConfig, TileConfig
 from fusewright.attention._forward import forward_plan, launch_forward
+from fusewright.attention._problem import Band
 from fusewright_testkit.bench import environment_name
 from fusewright_testkit.compiled import compile_launch, recorded_launches
 from fusewright_testkit.timing import copies_needed, graph_time
 
 
 class Size(NamedTuple):
-    """B tasks, Nq queries, M keys, H heads of width D."""
+    """B tasks, Nq queries, M keys, H heads of width D; and what of the keys a row sees."""
 
     batches: int
     queries: int
     keys: int
     heads: int
     width: int
+    band: Band | None = None
+
+    @property
+    def pairs(self) -> int:
+        """How many keys the rows of a head see together."""
+        if self.band is None:
+            return self.queries * self.keys
+        window, prefix = self.band
+        tokens = self.keys - prefix
+        window = min(window, tokens)
+        return tokens * window - window * (window - 1) // 2 + self.queries * prefix
+
+    def __str__(self) -> str:
+        named = self._asdict() | {"band": None} | (self.band._asdict() if self.band else {})
+        return " ".join(f"{k}={v}" for k, v in named.items() if v is not None)
 
 
-# The table that each kind tunes, and how many products of Nq x M x D its launches compute.
+# The table that each kind tunes, and how many products of all pairs of rows with D its
+# launches compute.
 TABLES = {
     "forward": (_forward, "FORWARD", 2),
     "dq": (_backward, "DQ", 3),
     "dkdv": (_backward, "DKDV", 4),
+    "window_forward": (_forward, "WINDOW_FORWARD", 2),
+    "window_dq": (_backward, "WINDOW_DQ", 3),
+    "window_dkdv": (_backward, "WINDOW_DKDV", 4),
     "single_forward": (_forward, "SINGLE_TILE_FORWARD", 2),
     "single_backward": (_backward, "SINGLE_TILE_BACKWARD", 5),
 }
@@ -60,6 +80,12 @@ SINGLE_SIZES = (
     Size(256, 564, 128, 8, 64),
     Size(256, 564, 128, 8, 128),
     Size(256, 564, 64, 8, 32),
+)
+WINDOW_SIZES = (
+    Size(4, 4096, 4096, 8, 64, Band(512, 0)),
+    Size(4, 4096, 4096, 8, 40, Band(512, 16)),
+    Size(4, 4096, 4096, 4, 128, Band(512, 16)),
+    Size(4, 4096, 4096, 8, 32, Band(512, 16)),
 )
 Candidate = TileConfig | SingleTileConfig
 Job = tuple[str, Size, Candidate]
@@ -79,7 +105,7 @@ def candidates_of(kind: str, size: Size) -> list[Candidate]:
     for queries, keys, warps, stages in itertools.product(
         (32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)
     ):
-        streamed, kept = (queries, keys) if kind == "dkdv" else (keys, queries)
+        streamed, kept = (queries, keys) if kind.endswith("dkdv") else (keys, queries)
         area = queries * keys
         if kept >= 64 and streamed <= kept and 2048 <= area // (warps // 4) <= 8192 * 2:
             line = TileConfig(
@@ -90,8 +116,17 @@ def candidates_of(kind: str, size: Size) -> list[Candidate]:
                 num_stages=stages,
                 descriptors=False,
             )
-            found += [line, line._replace(hopper=True, descriptors=True)]
+            found.append(line)
+            # They cost the host time at every call, and a band is read by short launches.
+            if size.band is None:
+                found.append(line._replace(hopper=True, descriptors=True))
     return found
+
+
+def sizes_of(kind: str) -> tuple[Size, ...]:
+    if kind.startswith("window"):
+        return WINDOW_SIZES
+    return SINGLE_SIZES if kind.startswith("single") else STREAMING_SIZES
 
 
 def without_spills(jobs: list[Job]) -> list[Job]:
@@ -108,7 +143,8 @@ def compiles_without_spill(job: Job) -> bool:
     """Compile what one candidate launches, as for the bf16 inputs that are timed."""
     kind, size, candidate = job
     with configured(kind, candidate), recorded_launches() as recorded:
-        for call in launches(kind, size._replace(batches=1), device="cpu", copies=1):
+        # Nothing is written to this memory. One task would be compiled for alone.
+        for call in launches(kind, size._replace(batches=2), device="cpu", copies=1):
             call()
     try:
         return not any(compile_launch(launch, 90).spilled for launch in recorded)
@@ -138,25 +174,25 @@ def launches(
     rows = size.queries + (size.keys if kind.endswith("forward") else 2 * size.keys)
     moved = 4 * rows * size.batches * size.heads * size.width
     return [
-        functools.partial(launch_once, kind, *inputs(size, device), size.width**-0.5)
+        functools.partial(launch_once, kind, *inputs(size, device), size.width**-0.5, size.band)
         for _ in range(copies or copies_needed(moved))
     ]
 
 
-def launch_once(kind: str, do, q, k, v, o, softmax, scale: float) -> object:
+def launch_once(kind: str, do, q, k, v, o, softmax, scale: float, band) -> object:
     """The forward pass, all of the backward pass, or one half of it."""
     if kind.endswith("forward"):
-        return launch_forward(q, k, v, None, scale, False)
+        return launch_forward(q, k, v, None, scale, False, band=band)
     if kind == "single_backward":
         return launch_backward(do, None, q, k, v, None, None, None, None, scale)
     with one_half(kind):
-        return launch_backward(do, None, q, k, v, None, o, o, softmax, scale)
+        return launch_backward(do, None, q, k, v, None, o, o, softmax, scale, band)
 
 
 @contextlib.contextmanager
 def one_half(kind: str) -> Iterator[None]:
-    """Leaves out the other launch of the streaming backward pass."""
-    skipped = "dkdv" if kind == "dq" else "dq"
+    """Leaves out the other launch of a streaming backward pass."""
+    skipped = "dkdv" if kind.endswith("dq") else "dq"
 
     class Nothing:
         def __call__(self, *args):
@@ -166,7 +202,10 @@ def one_half(kind: str) -> Iterator[None]:
 
     def plan(*args):
         found = backward_plan(*args)
-        return found._replace(launches=found.launches._replace(**{skipped: Nothing()}))
+        left = found.launches._replace(**{skipped: Nothing()})
+        if kind == "window_dq":
+            left = left._replace(add_chunks=None)
+        return found._replace(launches=left)
 
     with mock.patch.object(_backward, "backward_plan", plan):
         yield
@@ -188,13 +227,21 @@ def agrees(size: Size) -> bool:
     small = size._replace(
         batches=2, queries=96 + size.queries % 16, keys=min(size.keys, 192 + size.keys % 16)
     )
+    band = size.band
+    attention = functools.partial(reference.rectangular_attention, scale=size.width**-0.5)
+    if band is not None:
+        band = Band(80, band.prefix)
+        small = small._replace(queries=320, keys=320, band=band)
+        sizes = band._asdict() | {"scale": size.width**-0.5}
+        attention = functools.partial(reference.sliding_window_attention, **sizes)
     do, q, k, v, _, _ = inputs(small, "cuda")
     scale = size.width**-0.5
-    o, _, softmax, rest = launch_forward(q, k, v, None, scale, True)
+    o, _, softmax, rest = launch_forward(q, k, v, None, scale, True, band=band)
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
-    truth = reference.rectangular_attention(*leaves, scale=scale)
+    truth = attention(*leaves)
     grads = torch.autograd.grad(truth, leaves, do.float())
-    found = (o, *launch_backward(do, None, q, k, v, None, o, rest, softmax, scale))
+    backward = launch_backward(do, None, q, k, v, None, o, rest, softmax, scale, band)
+    found = (o, *backward)
     pairs = zip(found, (truth, *grads), strict=True)
     return all(((a - b).norm() / b.norm()).item() < 6e-3 for a, b in pairs)
 
@@ -202,14 +249,14 @@ def agrees(size: Size) -> bool:
 def main(
     out: pathlib.Path = typer.Option(pathlib.Path("."), help="folder of the CSV"),
     kinds: str = typer.Option(",".join(TABLES), help="launches to tune"),
-    widths: str = typer.Option("64,128,32", help="widths of heads to tune"),
+    widths: str = typer.Option("64,128,40,32", help="widths of heads to tune"),
     best: int = typer.Option(5, help="candidates to print for each size"),
 ) -> None:
     """Time the candidates and print the best of each size."""
     chosen = [
         (kind, size)
         for kind in kinds.split(",")
-        for size in (SINGLE_SIZES if kind.startswith("single") else STREAMING_SIZES)
+        for size in sizes_of(kind)
         if str(size.width) in widths.split(",")
     ]
     jobs = without_spills([(*key, one) for key in chosen for one in candidates_of(*key)])
@@ -232,8 +279,8 @@ def main(
         found.sort(key=lambda pair: pair[0])
         for rank, (ms, line) in enumerate(found):
             work = 2 * TABLES[kind][2] * size.batches * size.heads * size.width
-            tflops = work * size.queries * size.keys / ms / 1e9
-            described = " ".join(f"{k}={v}" for k, v in size._asdict().items())
+            tflops = work * size.pairs / ms / 1e9
+            described = str(size)
             table.append(
                 dict(
                     kind=kind,

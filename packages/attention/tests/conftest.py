@@ -57,6 +57,31 @@ class AttentionOp:
         return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
 
+@dataclass(frozen=True)
+class WindowOp(AttentionOp):
+    """One public function of q [B, Nq, H, D], the last rows of a sequence, and k and v
+    [B, T, H, D].
+    """
+
+    window: int = 3
+    prefix: int = 2
+
+    def kernels(self, *tensors: torch.Tensor, **options: Any) -> Any:
+        return self.public(*tensors, **{"backend": "triton"} | options)
+
+    def public(self, *tensors: torch.Tensor, **options: Any) -> Any:
+        options = dict(scale=SCALE, window=self.window, prefix=self.prefix) | options
+        return getattr(attention, self.name)(*tensors, **options)
+
+    def reference(self, *tensors: torch.Tensor, **options: Any) -> Any:
+        options = dict(scale=SCALE, window=self.window, prefix=self.prefix) | options
+        return getattr(reference, self.name)(*tensors, **options)
+
+    def check(self, tensors: Tensors, grads: Tensors | None = None, **options: Any) -> None:
+        yardstick = Yardstick(partial(self.reference, **options), tensors, grads)
+        yardstick.check(partial(self.kernels, **options))
+
+
 OPS = {
     op.name: op
     for op in map(AttentionOp, ("rectangular_attention", "rectangular_attention_with_lse"))
@@ -73,6 +98,29 @@ def op(request: pytest.FixtureRequest) -> AttentionOp:
 def lse_op() -> AttentionOp:
     """The op that returns the log-sum-exp too."""
     return OPS["rectangular_attention_with_lse"]
+
+
+@pytest.fixture
+def window_op() -> WindowOp:
+    """Attention to a window and a prefix, with the log-sum-exp."""
+    return WindowOp("sliding_window_attention_with_lse")
+
+
+@pytest.fixture(params=[(32, 16), (16, 32)])
+def tiles(
+    request: pytest.FixtureRequest, fresh_plans: None, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, int]:
+    """Queries and keys of a tile in the kernels that walk a band."""
+    from fusewright.attention import _backward, _configs, _forward
+
+    queries, keys, *descriptors = request.param
+    line = _configs.TileConfig(128, 4, queries, keys, num_warps=4, num_stages=2)
+    if descriptors:
+        line = line._replace(hopper=True, descriptors=True)
+    monkeypatch.setattr(_forward, "WINDOW_FORWARD", (line,))
+    for table in ("WINDOW_DQ", "WINDOW_DKDV"):
+        monkeypatch.setattr(_backward, table, (line,))
+    return request.param
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from fusewright.attention import _configs, _problem
 from fusewright.attention._backends import Card
 from fusewright.attention._backward import launch_backward
 from fusewright.attention._forward import launch_forward
+from fusewright.attention._problem import Band
 
 # The card that is compiled for.
 CARD = Card(
@@ -31,10 +32,20 @@ def launch(
     launch_backward(q, lse, q, k, k, key_lengths, q, q, softmax, 0.125)
 
 
+def launch_window(width: int, dtype: torch.dtype, prefix: int = 17) -> None:
+    """Forward and backward of one sequence."""
+    x = torch.empty(2, 1000, 8, width, dtype=dtype)
+    lse, softmax = torch.empty(2, 8, 1000), torch.empty(2, 2, 8, 1000)
+    band = Band(300, prefix)
+    launch_forward(x, x, x, None, 0.125, True, band=band)
+    launch_backward(x, lse, x, x, x, None, x, x, softmax, 0.125, band)
+
+
 def one_of_each() -> None:
     """Every kernel once."""
     launch(1000, 64, torch.bfloat16)
     launch(64, 64, torch.bfloat16)
+    launch_window(64, torch.bfloat16)
 
 
 def every_line() -> None:
@@ -42,6 +53,8 @@ def every_line() -> None:
     keys = {line.max_keys for line in _configs.SINGLE_TILE_BACKWARD}
     for width in (8, 16, 32, 40, 64, 80, 128):
         for dtype in (torch.bfloat16, torch.float32):
+            launch_window(width, dtype)
+            launch_window(width, dtype, prefix=16)
             for number in (1000, 16, *keys):
                 launch(number, width, dtype)
                 launch(number, width, dtype, batches=256, lengths=False)

@@ -28,6 +28,8 @@ def test_public_names_are_what_the_package_offers():
         "rectangular_attention",
         "rectangular_attention_with_lse",
         "sdpa_backend",
+        "sliding_window_attention",
+        "sliding_window_attention_with_lse",
     }
     assert all(hasattr(attention, name) for name in attention.__all__)
 
@@ -79,8 +81,10 @@ def test_no_other_op_is_registered():
     found = {
         name for name in torch._C._dispatch_get_all_op_names() if "fusewright_attention" in name
     }
-    names = ("rectangular_attention", "rectangular_attention_backward")
-    assert found == {f"fusewright_attention::{name}" for name in names}
+    names = ("rectangular_attention", "sliding_window_attention")
+    assert found == {
+        f"fusewright_attention::{name}{end}" for name in names for end in ("", "_backward")
+    }
 
 
 @pytest.mark.parametrize(("keys", "dtype"), [(6, BF16), (200, F32)])

@@ -69,6 +69,93 @@ def test_every_line_of_the_tables_is_as_near_to_fp64_as_torch(lse_op, dtype, wid
     lse_op.check(lse_op.draw((2, 257, keys, 2, width), dtype, "cuda"), [keys, keys // 2])
 
 
+WINDOW_LINES = [
+    *((BF16, width) for width in (16, 40, 64, 128)),
+    *((torch.float32, width) for width in (40, 64, 128)),
+    (torch.float16, 64),
+]
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 32, 257])
+@pytest.mark.parametrize(("dtype", "width"), WINDOW_LINES)
+def test_every_line_of_the_window_tables_is_as_near_to_fp64_as_torch(
+    window_op, dtype, width, prefix
+):
+    tensors = window_op.draw((2, 500, 500, 2, width), dtype, "cuda")
+    window_op.check(tensors, window=130, prefix=prefix, scale=width**-0.5)
+
+
+@pytest.mark.parametrize(("window", "prefix"), [(1, 0), (64, 17), (512, 16), (4096, 0)])
+def test_windows_of_a_long_sequence(window_op, window, prefix):
+    tensors = window_op.draw((1, 1100, 1100, 2, 64), BF16, "cuda")
+    window_op.check(tensors, window=window, prefix=prefix, scale=0.125)
+    rows = [tensors[0][:, 1060:], *tensors[1:]]
+    window_op.check(rows, window=window, prefix=prefix, scale=0.125)
+
+
+def test_window_graph_gives_eager_bits_and_waits_for_nothing(window_op):
+    tensors = [x.requires_grad_() for x in window_op.draw((2, 700, 700, 4, 64), BF16, "cuda")]
+
+    def everything():
+        o = window_op.first(window_op.kernels(*tensors, window=130, prefix=17))
+        return [o, *torch.autograd.grad(o, tensors, torch.ones_like(o))]
+
+    everything()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        everything()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = everything()
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = everything()
+    assert equal(captured, expected)
+    assert all(equal(everything(), expected) for _ in range(5))
+
+
+@pytest.mark.parametrize("change", [1.0, float("nan"), float("inf")])
+def test_a_token_reaches_no_row_outside_its_window(window_op, change):
+    """Border tiles of the tables' own sizes hold rows that see it and rows that do not."""
+    tensors = window_op.draw((1, 700, 700, 2, 64), BF16, "cuda")
+    clean = window_op.kernels(*tensors, window=130, prefix=17)
+    for x in tensors[1:]:
+        x[:, 333] += change
+    found = window_op.kernels(*tensors, window=130, prefix=17)
+    unseen = torch.ones(700, dtype=torch.bool, device="cuda")
+    unseen[333:463] = False
+    assert torch.equal(found[0][:, unseen], clean[0][:, unseen])
+    assert torch.equal(found[1][..., unseen], clean[1][..., unseen])
+    if change != 1.0:
+        assert (~found[0][:, 333:463].isfinite()).any(-1).all()
+
+
+def test_memory_of_a_window_is_linear_in_the_sequence(window_op):
+    taken = []
+    for tokens in (8192, 16384):
+        tensors = [
+            x.requires_grad_() for x in window_op.draw((1, tokens, tokens, 4, 64), BF16, "cuda")
+        ]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        o = window_op.first(window_op.kernels(*tensors, window=512, prefix=16))
+        torch.autograd.grad(o, tensors, torch.ones_like(o))
+        taken.append(torch.cuda.max_memory_allocated() - before)
+        del tensors, o
+    assert taken[1] < 2.1 * taken[0]
+
+
 def test_rows_of_a_great_task_are_as_near_to_fp64_as_torch(op):
     """256 queries of (10k, 1k), whose values and gradients are computed amid all others."""
     q, k, v = op.draw((1, 11000, 10000, 2, 64), BF16, "cuda")

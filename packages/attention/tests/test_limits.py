@@ -90,6 +90,20 @@ def test_tf32_only_where_torch_takes_it(op, keys, device):
     assert torch.equal(op.first(op.kernels(*tensors)), exact)
 
 
+@pytest.mark.parametrize("keys", [40, 140])
+def test_tf32_keeps_the_cards_own_nan(op, keys, device):
+    """All ones, which rounding would carry over into a zero."""
+    q, k, v = op.draw((1, 20, keys, 1, 64), F32, device)
+    k[0, 3, 0, 5] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(F32)
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        assert op.first(op.kernels(q, k, v)).isnan().all()
+    finally:
+        products.fp32_precision = before
+
+
 def untouched(numbers: int, device: str) -> torch.Tensor:
     """Memory that the system need not provide before something is written to it."""
     return torch.empty(0, device=device, dtype=F16).resize_(numbers)

@@ -12,6 +12,12 @@ from torch.func import vmap
 SHAPE = (2, 5, 6, 2, 8)
 
 
+@pytest.fixture(params=["lse_op", "window_op"])
+def op(request: pytest.FixtureRequest):
+    """One function of each registered op, with all its outputs."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
@@ -59,22 +65,22 @@ def test_second_derivative_is_right(op, keys, device):
     yardstick.check(slopes(op.kernels))
 
 
-def test_one_compiled_graph_serves_any_number_of_queries(op, device):
+def test_one_compiled_graph_serves_any_number_of_queries(lse_op, device):
     graphs = []
 
     def counted(graph, example_inputs):
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(op.kernels, fullgraph=True, dynamic=True, backend=counted)
+    compiled = torch.compile(lse_op.kernels, fullgraph=True, dynamic=True, backend=counted)
     for queries in (3, 5, 8):
-        tensors = op.draw((2, queries, 6, 2, 8), torch.float32, device)
-        found, expected = as_tuple(compiled(*tensors)), as_tuple(op.kernels(*tensors))
+        tensors = lse_op.draw((2, queries, 6, 2, 8), torch.float32, device)
+        found, expected = as_tuple(compiled(*tensors)), as_tuple(lse_op.kernels(*tensors))
         assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
     assert len(graphs) == 1
 
 
-def test_two_compiled_graphs_serve_any_number_of_keys(op, device):
+def test_two_compiled_graphs_serve_any_number_of_keys(lse_op, device):
     """One for as many keys as are one tile, one for more."""
     graphs = []
 
@@ -82,10 +88,10 @@ def test_two_compiled_graphs_serve_any_number_of_keys(op, device):
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(op.kernels, fullgraph=True, dynamic=True, backend=counted)
+    compiled = torch.compile(lse_op.kernels, fullgraph=True, dynamic=True, backend=counted)
     for keys in (5, 6, 31, 40, 130, 150):
-        tensors = op.draw((2, 7, keys, 2, 8), torch.float32, device)
-        found, expected = as_tuple(compiled(*tensors)), as_tuple(op.kernels(*tensors))
+        tensors = lse_op.draw((2, 7, keys, 2, 8), torch.float32, device)
+        found, expected = as_tuple(compiled(*tensors)), as_tuple(lse_op.kernels(*tensors))
         assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
     assert len(graphs) == 2
 

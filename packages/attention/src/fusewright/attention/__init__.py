@@ -1,5 +1,5 @@
-"""Attention of many queries to a shared set of keys, in Triton: streaming and single-tile kernels
-with a deterministic backward pass.
+"""Attention of many queries to a shared set of keys, and of a sequence to a window of itself, in
+Triton: streaming and single-tile kernels with a deterministic backward pass.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from ._backends import Backend, available_backends
 from .rectangular_attention import rectangular_attention, rectangular_attention_with_lse
 from .sdpa import sdpa_backend
+from .sliding_window_attention import (
+    sliding_window_attention,
+    sliding_window_attention_with_lse,
+)
 
 try:
     __version__ = version("fusewright-attention")
@@ -22,4 +26,6 @@ __all__ = [
     "rectangular_attention",
     "rectangular_attention_with_lse",
     "sdpa_backend",
+    "sliding_window_attention",
+    "sliding_window_attention_with_lse",
 ]

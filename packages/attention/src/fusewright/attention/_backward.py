@@ -15,15 +15,18 @@ from ._configs import (
     DKDV,
     DQ,
     SINGLE_TILE_BACKWARD,
+    WINDOW_DKDV,
+    WINDOW_DQ,
     chunk_rows,
     single_tile_config,
     tile_config,
 )
 from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
 from ._operands import Shape
-from ._problem import Problem, TileLaunch, aligned, grid_of, precision_of, problem_of
+from ._problem import Band, Problem, TileLaunch, aligned, grid_of, precision_of, problem_of
 from ._single_tile_kernels import _add_chunks_kernel, _single_tile_backward_kernel
 from ._streaming_backward_kernels import _streaming_dkdv_kernel, _streaming_dq_kernel
+from ._window_backward_kernels import _window_dkdv_kernel, _window_dq_kernel
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -52,12 +55,24 @@ class Streaming(NamedTuple):
     delta: Allocate
 
 
+class Banded(NamedTuple):
+    """As Streaming; dk and dv of a prefix come as shares of chunks of queries, which one more
+    launch adds. Without a prefix there is neither.
+    """
+
+    dq: TileLaunch
+    dkdv: TileLaunch
+    delta: Allocate
+    add_chunks: Launch | None
+    shares: Allocate | None
+
+
 class BackwardPlan(NamedTuple):
     """One backward pass: its launches (none where there are no queries or keys), which of do, q, k
     and v it copies first, and its memory.
     """
 
-    launches: SingleTile | SingleTileChunks | Streaming | None
+    launches: SingleTile | SingleTileChunks | Streaming | Banded | None
     copies: tuple[bool, ...]
     dq: Allocate
     dk: Allocate
@@ -75,18 +90,19 @@ def launch_backward(
     rest: torch.Tensor | None,
     softmax: torch.Tensor | None,
     scale: float,
+    band: Band | None = None,
 ) -> Gradients:
     """Gradients ``(dq, dk, dv)``, contiguous, from those of o and lse.
 
     Args:
         do: gradient of o.
         dlse: gradient of lse, or None.
-        q, k, v, key_lengths, scale: as in the forward pass.
+        q, k, v, key_lengths, scale, band: as in the forward pass.
         o, rest, softmax: what the forward pass returned; not read where keys are one tile.
     """
     if not is_current(q.device):
         with torch.cuda.device(q.device):
-            return launch_backward(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale)
+            return launch_backward(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale, band)
     dlse, key_lengths = (None if x is None else x.contiguous() for x in (dlse, key_lengths))
     operands = do, q, k, v
     plan = backward_plan(
@@ -97,6 +113,7 @@ def launch_backward(
         aligned(*operands),
         precision_of(q.dtype),
         q.device,
+        band,
     )
     dq, dk, dv = plan.dq(), plan.dk(), plan.dv()
     if plan.copies:
@@ -112,6 +129,15 @@ def launch_backward(
             delta = allocate_delta()
             launch_dq(operands, (dlse, key_lengths, o, rest, softmax, delta, dq), scale)
             launch_dkdv(operands, (key_lengths, softmax, delta, dk, dv), scale)
+        case Banded(launch_dq, launch_dkdv, allocate_delta, add_chunks, allocate_shares):
+            delta = allocate_delta()
+            launch_dq(operands, (dlse, o, rest, softmax, delta, dq), scale)
+            # Without a prefix nothing is written to the shares.
+            dk_shares = dk if allocate_shares is None else allocate_shares()
+            dv_shares = dv if allocate_shares is None else allocate_shares()
+            launch_dkdv(operands, (softmax, delta, dk_shares, dv_shares, dk, dv), scale)
+            if add_chunks is not None:
+                add_chunks((dk_shares, dv_shares, dk, dv))
         case None:
             for grad in (dq, dk, dv):
                 grad.zero_()
@@ -127,18 +153,22 @@ def backward_plan(
     in_line: bool,
     precision: str,
     device: torch.device,
+    band: Band | None,
 ) -> BackwardPlan:
     """The plan for operands of these kinds: do, q, k, v and key_lengths; ``in_line`` if descriptors
     may start where they do.
     """
-    problem = problem_of(shape, keys, operands, in_line, precision, device)
+    problem = problem_of(shape, keys, operands, in_line, precision, device, band)
     key_shape = (problem.batches, keys, problem.heads, problem.width)
     grads = [memory(x, problem.dtype, device) for x in (shape, key_shape, key_shape)]
     plan = BackwardPlan(None, problem.copies, *grads)
     if not math.prod(shape) or not keys:
         return plan
-    plan_launches = plan_single_tile if problem.single_tile else plan_streaming
-    return plan._replace(launches=plan_launches(problem, has_dlse))
+    if problem.single_tile:
+        return plan._replace(launches=plan_single_tile(problem, has_dlse))
+    if problem.band is None:
+        return plan._replace(launches=plan_streaming(problem, has_dlse))
+    return plan._replace(launches=plan_banded(problem, problem.band.prefix, has_dlse))
 
 
 def plan_single_tile(problem: Problem, has_dlse: bool) -> SingleTile | SingleTileChunks:
@@ -156,18 +186,26 @@ def plan_single_tile(problem: Problem, has_dlse: bool) -> SingleTile | SingleTil
     )
     if chunks == 1:
         return SingleTile(launch)
-    share = (problem.batches, problem.keys, problem.heads, problem.width)
-    size = math.prod(share)
-    add_chunks = Launch(
+    return SingleTileChunks(launch, *plan_shares(problem, chunks, problem.keys))
+
+
+def plan_shares(problem: Problem, chunks: int, keys: int) -> tuple[Launch, Allocate]:
+    """What adds the shares of dk and dv that chunks of queries have of the first ``keys`` keys, and
+    the memory of one of the two.
+    """
+    head_rows = problem.heads * problem.width
+    task_size = keys * head_rows
+    blocks = triton.cdiv(task_size, ADD_CHUNKS.block)
+    launch = Launch(
         _add_chunks_kernel,
-        grid_of(triton.cdiv(size, ADD_CHUNKS.block)),
+        grid_of(problem.batches * blocks),
         problem.device,
-        (size, chunks),
+        (problem.batches * task_size, task_size, problem.keys * head_rows, chunks),
         dict(num_warps=ADD_CHUNKS.num_warps),
         BLOCK=ADD_CHUNKS.block,
     )
-    shares = memory((chunks, *share), torch.float32, problem.device)
-    return SingleTileChunks(launch, add_chunks, shares)
+    share = (chunks, problem.batches, keys, problem.heads, problem.width)
+    return launch, memory(share, torch.float32, problem.device)
 
 
 def plan_streaming(problem: Problem, has_dlse: bool) -> Streaming:
@@ -191,4 +229,37 @@ def plan_streaming(problem: Problem, has_dlse: bool) -> Streaming:
             (rows,),
         ),
         memory((problem.batches, problem.heads, problem.queries), torch.float32, problem.device),
+    )
+
+
+def plan_banded(problem: Problem, prefix: int, has_dlse: bool) -> Banded:
+    rows = problem.all_heads * problem.queries
+    of_queries, of_keys = tile_config(WINDOW_DQ, problem), tile_config(WINDOW_DKDV, problem)
+    prefix_tiles = triton.cdiv(prefix, of_keys.keys)
+    programs = BACKWARD_PROGRAMS_PER_SM * problem.card.multiprocessors
+    tiles_of_all = problem.all_heads * max(prefix_tiles, 1)
+    chunk = chunk_rows(tiles_of_all, problem.queries, of_keys.queries, programs)
+    chunks = triton.cdiv(problem.queries, chunk)
+    key_tiles = triton.cdiv(problem.keys - prefix, of_keys.keys)
+    add_chunks, shares = plan_shares(problem, chunks, prefix) if prefix else (None, None)
+    return Banded(
+        TileLaunch(
+            _window_dq_kernel,
+            problem,
+            of_queries,
+            problem.all_heads * triton.cdiv(problem.queries, of_queries.queries),
+            (rows,),
+            HAS_DLSE=has_dlse,
+            HAS_REST=problem.dtype.itemsize < 4,
+        ),
+        TileLaunch(
+            _window_dkdv_kernel,
+            problem,
+            of_keys,
+            problem.all_heads * (prefix_tiles * chunks + key_tiles),
+            (rows, problem.batches, chunk),
+        ),
+        memory((problem.batches, problem.heads, problem.queries), torch.float32, problem.device),
+        add_chunks,
+        shares,
     )

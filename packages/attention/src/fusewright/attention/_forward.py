@@ -13,15 +13,17 @@ from ._configs import (
     FORWARD,
     FORWARD_PROGRAMS_PER_SM,
     SINGLE_TILE_FORWARD,
+    WINDOW_FORWARD,
     chunk_rows,
     single_tile_config,
     tile_config,
 )
 from ._launch import Allocate, Kind, copied, is_current, kinds, made, memory
 from ._operands import Shape
-from ._problem import Problem, TileLaunch, aligned, precision_of, problem_of
+from ._problem import Band, Problem, TileLaunch, aligned, precision_of, problem_of
 from ._single_tile_kernels import _single_tile_forward_kernel
 from ._streaming_forward_kernels import _streaming_forward_kernel
+from ._window_forward_kernels import _window_forward_kernel
 
 
 class ForwardPlan(NamedTuple):
@@ -45,8 +47,10 @@ def launch_forward(
     scale: float,
     with_lse: bool,
     keep: bool = True,
+    band: Band | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Attention of ``q`` [B, Nq, H, D] to ``k`` and ``v`` [B, M, H, D].
+    """Attention of ``q`` [B, Nq, H, D] to ``k`` and ``v`` [B, M, H, D]: to every key that a task
+    has, or to those in a band.
 
     Returns:
         ``(o, lse, softmax, rest)``: o contiguous, like q; lse [B, H, Nq] in fp32, None without
@@ -57,7 +61,7 @@ def launch_forward(
     """
     if not is_current(q.device):
         with torch.cuda.device(q.device):
-            return launch_forward(q, k, v, key_lengths, scale, with_lse, keep)
+            return launch_forward(q, k, v, key_lengths, scale, with_lse, keep, band)
     if key_lengths is not None:
         key_lengths = key_lengths.contiguous()
     operands = q, k, v
@@ -70,13 +74,15 @@ def launch_forward(
         aligned(*operands),
         precision_of(q.dtype),
         q.device,
+        band,
     )
     o = plan.o()
     lse, softmax, rest = made(plan.lse), made(plan.softmax), made(plan.rest)
     if plan.launch is not None:
         if plan.copies:
             operands = copied(operands, plan.copies)
-        plan.launch(operands, (key_lengths, o, lse, softmax, rest), scale)
+        outputs = o, lse, softmax, rest
+        plan.launch(operands, (key_lengths, *outputs) if band is None else outputs, scale)
     return o, lse, softmax, rest
 
 
@@ -90,11 +96,12 @@ def forward_plan(
     in_line: bool,
     precision: str,
     device: torch.device,
+    band: Band | None,
 ) -> ForwardPlan:
     """The plan for operands of these kinds: q, k, v and key_lengths; ``in_line`` if descriptors may
     start where they do.
     """
-    problem = problem_of(shape, keys, operands, in_line, precision, device)
+    problem = problem_of(shape, keys, operands, in_line, precision, device, band)
     rows = (problem.batches, problem.heads, problem.queries)
     keep = keep and not problem.single_tile
     narrow = problem.dtype.itemsize < 4
@@ -128,9 +135,10 @@ def plan_single_tile(problem: Problem, with_lse: bool) -> TileLaunch:
 
 
 def plan_streaming(problem: Problem, with_lse: bool, keep: bool) -> TileLaunch:
-    config = tile_config(FORWARD, problem)
+    banded = problem.band is not None
+    config = tile_config(WINDOW_FORWARD if banded else FORWARD, problem)
     return TileLaunch(
-        _streaming_forward_kernel,
+        _window_forward_kernel if banded else _streaming_forward_kernel,
         problem,
         config,
         problem.all_heads * triton.cdiv(problem.queries, config.queries),

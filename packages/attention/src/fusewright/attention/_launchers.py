@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from ._backward import launch_backward
 from ._forward import launch_forward
+from ._problem import Band
 
-__all__ = ["launch_backward", "launch_forward"]
+__all__ = ["Band", "launch_backward", "launch_forward"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ._checks import WIDTH_MULTIPLE
 from ._launch import Kind, contiguous_strides
 
 # The offsets inside a tile are 32-bit numbers.
@@ -16,8 +17,9 @@ Shape = tuple[int, ...]
 
 def needs_copy(kind: Kind) -> bool:
     """Whether the kernels can read [B, rows, heads, D] of this kind only from a contiguous copy."""
-    _, (_, row_stride, _, last_stride) = kind
-    return last_stride != 1 or row_stride > MAX_ROW_STRIDE
+    _, (*strides, last_stride) = kind
+    odd = any(stride % WIDTH_MULTIPLE for stride in strides)
+    return last_stride != 1 or odd or strides[1] > MAX_ROW_STRIDE
 
 
 def present(kind: Kind | None) -> Kind:

@@ -22,10 +22,17 @@ from ._operands import (
 )
 
 
+class Band(NamedTuple):
+    """Which keys the rows of one sequence see: all of a prefix, and a window of the others."""
+
+    window: int
+    prefix: int
+
+
 class Problem(NamedTuple):
-    """A call as its kernels and their tables see it: sizes, what it runs on, which operands are
-    copied first, whether tensor descriptors span them, and the integers and constants that every
-    kernel takes first.
+    """A call as its kernels and their tables see it: sizes, whether a row sees every key (no band),
+    what it runs on, which operands are copied first, whether tensor descriptors span them, and the
+    integers and constants that every kernel takes first.
     """
 
     batches: int
@@ -33,6 +40,7 @@ class Problem(NamedTuple):
     keys: int
     heads: int
     width: int
+    band: Band | None
     dtype: torch.dtype
     device: torch.device
     card: Card
@@ -49,7 +57,8 @@ class Problem(NamedTuple):
     @property
     def single_tile(self) -> bool:
         """Whether all keys of a head are one tile."""
-        return is_single_tile(self.keys, self.width, self.dtype.itemsize, self.card)
+        few = is_single_tile(self.keys, self.width, self.dtype.itemsize, self.card)
+        return few and self.band is None
 
 
 def problem_of(
@@ -59,6 +68,7 @@ def problem_of(
     in_line: bool,
     precision: str,
     device: torch.device,
+    band: Band | None,
 ) -> Problem:
     """The problem of queries of this shape.
 
@@ -66,6 +76,7 @@ def problem_of(
         operands: kinds of what has their shape, of k, v and key_lengths.
         in_line: whether descriptors may start where these do.
         precision: of products of fp32 tiles.
+        band: what the queries see; None where they see every key.
     """
     *given_kinds, lengths = operands
     read = [present(kind) for kind in given_kinds]
@@ -76,19 +87,27 @@ def problem_of(
     shapes = [shape] * (len(read) - 2) + [key_shape] * 2
     given = list(zip(shapes, read, strict=True))
     strides = [stride for one in given for stride in head_strides(*one)]
+    constants = dict(D=width, UPCAST=interpreted(), PRECISION=precision)
+    sizes = [queries, keys, heads]
+    if band is None:
+        constants["HAS_LENGTHS"] = lengths is not None
+    else:
+        # No row sees further back than to the first key.
+        sizes += [min(band.window, keys), band.prefix]
     return Problem(
         batches,
         queries,
         keys,
         heads,
         width,
+        band,
         read[-1][0],
         device,
         card_of(device),
         to_copy(read),
         in_line and all(describable(*one) for one in given),
-        (*strides, queries, keys, heads),
-        dict(D=width, HAS_LENGTHS=lengths is not None, UPCAST=interpreted(), PRECISION=precision),
+        (*strides, *sizes),
+        constants,
     )
 
 

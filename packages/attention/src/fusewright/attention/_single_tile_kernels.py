@@ -158,15 +158,30 @@ def _single_tile_backward_kernel(
 
 @triton.jit
 def _add_chunks_kernel(
-    dk_shares_ptr, dv_shares_ptr, dk_ptr, dv_ptr, size, chunks, BLOCK: tl.constexpr
+    dk_shares_ptr,
+    dv_shares_ptr,
+    dk_ptr,
+    dv_ptr,
+    share_size,
+    task_size,
+    task_stride,
+    chunks,
+    BLOCK: tl.constexpr,
 ):
-    """One program adds the chunks' shares of BLOCK elements of dk and dv in their order."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """One program adds the chunks' shares of BLOCK elements of a task's dk and dv in their order.
+    A task has task_size elements in a share, and starts task_stride after the one before in dk
+    and dv.
+    """
+    blocks = tl.cdiv(task_size, BLOCK)
+    task = (tl.program_id(0) // blocks).to(tl.int64)
+    of_task = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = of_task < task_size
     dk = tl.zeros([BLOCK], tl.float32)
     dv = tl.zeros([BLOCK], tl.float32)
     for chunk in range(chunks):
-        share = tl.cast(chunk, tl.int64) * size + at
-        dk += tl.load(dk_shares_ptr + share, mask=at < size, other=0.0)
-        dv += tl.load(dv_shares_ptr + share, mask=at < size, other=0.0)
-    tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=at < size)
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=at < size)
+        share = tl.cast(chunk, tl.int64) * share_size + task * task_size + of_task
+        dk += tl.load(dk_shares_ptr + share, mask=inside, other=0.0)
+        dv += tl.load(dv_shares_ptr + share, mask=inside, other=0.0)
+    at = task * task_stride + of_task
+    tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside)

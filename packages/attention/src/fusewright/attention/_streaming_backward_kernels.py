@@ -33,6 +33,45 @@ def score_slopes(
 
 
 @triton.jit
+def load_statistics(
+    do,
+    o_ptr,
+    rest_ptr,
+    dlse_ptr,
+    softmax_ptr,
+    delta_ptr,
+    batch,
+    head,
+    first,
+    queries,
+    heads,
+    rows,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    HAS_REST: tl.constexpr,
+):
+    """The maximum, one over the sum, and delta of a tile of queries; delta is written too."""
+    # It may need 64 bits.
+    task_stride = tl.cast(queries, tl.int64) * heads * D
+    o_source = o_ptr, task_stride, heads * D, D, batch, head, queries
+    o = load_rows(o_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False).to(tl.float32)
+    if HAS_REST:
+        rest_source = rest_ptr, task_stride, heads * D, D, batch, head, queries
+        o += load_rows(rest_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
+    row = first + tl.arange(0, BLOCK_Q)
+    at = (batch * heads + head).to(tl.int64) * queries + row
+    delta = tl.sum(do.to(tl.float32) * o, 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + at, mask=row < queries, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + at, delta, mask=row < queries)
+    m = tl.load(softmax_ptr + at, mask=row < queries, other=0.0)
+    share = tl.load(softmax_ptr + rows + at, mask=row < queries, other=0.0)
+    return m, share, delta
+
+
+@triton.jit
 def _streaming_dq_kernel(
     do_ptr,
     q_ptr,
@@ -80,27 +119,17 @@ def _streaming_dq_kernel(
     head = tl.program_id(0) // tiles % heads
     first = tl.program_id(0) % tiles * BLOCK_Q
     do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, head, queries
-    # It may need 64 bits.
-    task_stride = tl.cast(queries, tl.int64) * heads * D
-    o_source = o_ptr, task_stride, heads * D, D, batch, head, queries
     q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
     k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
     length = length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS)
     factor = scale * LOG2_E
     do = load_rows(do_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
-    o = load_rows(o_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False).to(tl.float32)
-    if HAS_REST:
-        rest_source = rest_ptr, task_stride, heads * D, D, batch, head, queries
-        o += load_rows(rest_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
-    row = first + tl.arange(0, BLOCK_Q)
-    at = (batch * heads + head).to(tl.int64) * queries + row
-    delta = tl.sum(do.to(tl.float32) * o, 1)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + at, mask=row < queries, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + at, delta, mask=row < queries)
-    m = tl.load(softmax_ptr + at, mask=row < queries, other=0.0)
-    share = tl.load(softmax_ptr + rows + at, mask=row < queries, other=0.0)
+    m, share, delta = load_statistics(
+        *(do, o_ptr, rest_ptr, dlse_ptr, softmax_ptr, delta_ptr),
+        *(batch, head, first, queries, heads, rows),
+        *(D, BLOCK_Q, BLOCK_D, HAS_DLSE, HAS_REST),
+    )
     q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
 
     # The last keys come first: they alone need a mask, and the loop none.
@@ -122,11 +151,7 @@ def _streaming_dq_kernel(
 
 
 @triton.jit
-def add_queries(
-    dk,
-    dv,
-    k,
-    v,
+def load_queries(
     q_source,
     do_source,
     m_ptr,
@@ -134,18 +159,13 @@ def add_queries(
     delta_ptr,
     first,
     queries,
-    factor,
     BLOCK_Q: tl.constexpr,
     MASKED: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Add what a tile of queries says of dk and dv. Scores are held turned, [keys, queries]: so
-    they are the left operands of both products, and stay in registers.
-    """
+    """A tile of queries: q, do, the maximum, one over the sum, and delta."""
     q = load_rows(q_source, first, queries, BLOCK_Q, MASKED, D, BLOCK_D, DESCRIPTORS)
     do = load_rows(do_source, first, queries, BLOCK_Q, MASKED, D, BLOCK_D, DESCRIPTORS)
     row = first + tl.arange(0, BLOCK_Q)
@@ -158,8 +178,21 @@ def add_queries(
         m = tl.load(m_ptr + row)
         share = tl.load(share_ptr + row)
         delta = tl.load(delta_ptr + row)
+    return q, do, m, share, delta
+
+
+@triton.jit
+def turned_probabilities(k, q, m, share, factor, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """The probabilities of a tile, [keys, queries]: so they, and ds, are the left operands of the
+    products for dv and dk, and stay in registers.
+    """
     p = tl.exp2(turned_product(k, q, UPCAST, PRECISION) * factor - m[None, :])
-    p = p * share[None, :]
+    return p * share[None, :]
+
+
+@triton.jit
+def add_queries(dk, dv, p, v, q, do, delta, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """dk and dv with what a tile of queries says of them."""
     dv += product(p.to(do.dtype), do, UPCAST, PRECISION)
     ds = p * (turned_product(v, do, UPCAST, PRECISION) - delta[None, :])
     dk += product(ds.to(q.dtype), q, UPCAST, PRECISION)
@@ -225,41 +258,19 @@ def _streaming_dkdv_kernel(
         of_head = (batch * heads + head).to(tl.int64) * queries
         m_ptr, share_ptr = softmax_ptr + of_head, softmax_ptr + rows + of_head
         delta_ptr += of_head
-        dk, dv = add_queries(
-            *(
-                dk,
-                dv,
-                k,
-                v,
-                q_source,
-                do_source,
-                m_ptr,
-                share_ptr,
-                delta_ptr,
-                last,
-                queries,
-                factor,
-            ),
-            *(BLOCK_Q, True, D, BLOCK_D, DESCRIPTORS, UPCAST, PRECISION),
+        q, do, m, share, delta = load_queries(
+            *(q_source, do_source, m_ptr, share_ptr, delta_ptr, last, queries),
+            *(BLOCK_Q, True, D, BLOCK_D, DESCRIPTORS),
         )
+        p = turned_probabilities(k, q, m, share, factor, UPCAST, PRECISION)
+        dk, dv = add_queries(dk, dv, p, v, q, do, delta, UPCAST, PRECISION)
         for start in tl.range(0, last, BLOCK_Q, num_stages=NUM_STAGES):
-            dk, dv = add_queries(
-                *(
-                    dk,
-                    dv,
-                    k,
-                    v,
-                    q_source,
-                    do_source,
-                    m_ptr,
-                    share_ptr,
-                    delta_ptr,
-                    start,
-                    queries,
-                    factor,
-                ),
-                *(BLOCK_Q, False, D, BLOCK_D, DESCRIPTORS, UPCAST, PRECISION),
+            q, do, m, share, delta = load_queries(
+                *(q_source, do_source, m_ptr, share_ptr, delta_ptr, start, queries),
+                *(BLOCK_Q, False, D, BLOCK_D, DESCRIPTORS),
             )
+            p = turned_probabilities(k, q, m, share, factor, UPCAST, PRECISION)
+            dk, dv = add_queries(dk, dv, p, v, q, do, delta, UPCAST, PRECISION)
     # What keys past the length would get has no meaning: their scores were never masked.
     counted = (first + tl.arange(0, BLOCK_K) < length)[:, None]
     dk, dv = tl.where(counted, dk * scale, 0.0), tl.where(counted, dv, 0.0)

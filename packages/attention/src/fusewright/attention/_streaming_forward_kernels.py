@@ -15,6 +15,57 @@ from ._tiles import LOG2_E, LOG_2, length_of, load_rows, masked_softmax, product
 
 
 @triton.jit
+def next_softmax(s, m, l, factor):
+    """exp(s - m) of the next tile of scores, the maximum m and the sum l with it, and by how much
+    everything before shrinks.
+    """
+    m_next = tl.maximum(m, tl.max(s, 1) * factor)
+    p = tl.exp2(s * factor - m_next[:, None])
+    rescale = tl.exp2(m - m_next)
+    return p, m_next, l * rescale + tl.sum(p, 1), rescale
+
+
+@triton.jit
+def store_outputs(
+    o,
+    m,
+    l,
+    o_ptr,
+    lse_ptr,
+    softmax_ptr,
+    rest_ptr,
+    batch,
+    head,
+    first,
+    queries,
+    heads,
+    rows,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    HAS_SOFTMAX: tl.constexpr,
+    HAS_REST: tl.constexpr,
+):
+    """Divide o by its row's sum and write it, and of the statistics what is asked for."""
+    row = first + tl.arange(0, BLOCK_Q)
+    at = (batch * heads + head).to(tl.int64) * queries + row
+    # Only a task without keys has a sum of zero.
+    share = 1.0 / tl.where(l == 0.0, 1.0, l)
+    if HAS_SOFTMAX:
+        tl.store(softmax_ptr + at, m, mask=row < queries)
+        tl.store(softmax_ptr + rows + at, share, mask=row < queries)
+    if WITH_LSE:
+        tl.store(lse_ptr + at, (m + tl.log2(l)) * LOG_2, mask=row < queries)
+    o = o * share[:, None]
+    store_rows(o_ptr, o, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+    if HAS_REST:
+        # What rounding takes from o, for the delta of the backward pass.
+        rest = o - o.to(o_ptr.dtype.element_ty).to(tl.float32)
+        store_rows(rest_ptr, rest, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+
+
+@triton.jit
 def _streaming_forward_kernel(
     q_ptr,
     k_ptr,
@@ -74,26 +125,11 @@ def _streaming_forward_kernel(
     for start in tl.range(0, last, BLOCK_K, num_stages=NUM_STAGES):
         k = load_rows(k_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
         s = product(q, tl.trans(k), UPCAST, PRECISION)
-        m_next = tl.maximum(m, tl.max(s, 1) * factor)
-        p = tl.exp2(s * factor - m_next[:, None])
-        rescale = tl.exp2(m - m_next)
-        l = l * rescale + tl.sum(p, 1)
-        m = m_next
+        p, m, l, rescale = next_softmax(s, m, l, factor)
         v = load_rows(v_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
         o = o * rescale[:, None] + product(p.to(v.dtype), v, UPCAST, PRECISION)
-
-    row = first + tl.arange(0, BLOCK_Q)
-    at = (batch * heads + head).to(tl.int64) * queries + row
-    # Only a task without keys has a sum of zero.
-    share = 1.0 / tl.where(l == 0.0, 1.0, l)
-    if HAS_SOFTMAX:
-        tl.store(softmax_ptr + at, m, mask=row < queries)
-        tl.store(softmax_ptr + rows + at, share, mask=row < queries)
-    if WITH_LSE:
-        tl.store(lse_ptr + at, (m + tl.log2(l)) * LOG_2, mask=row < queries)
-    o = o * share[:, None]
-    store_rows(o_ptr, o, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
-    if HAS_REST:
-        # What rounding takes from o, for the delta of the backward pass.
-        rest = o - o.to(o_ptr.dtype.element_ty).to(tl.float32)
-        store_rows(rest_ptr, rest, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+    store_outputs(
+        *(o, m, l, o_ptr, lse_ptr, softmax_ptr, rest_ptr),
+        *(batch, head, first, queries, heads, rows),
+        *(D, BLOCK_Q, BLOCK_D, WITH_LSE, HAS_SOFTMAX, HAS_REST),
+    )

@@ -9,11 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ._checks import WIDTH_MULTIPLE
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
 # Stands for the maximum of no scores; below every score, but no infinity, whose distance to itself
 # is NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+# Divides the strides of every operand; those of which it does not are copied.
+STRIDE_MULTIPLE = tl.constexpr(WIDTH_MULTIPLE)
 
 
 @triton.jit
@@ -43,8 +47,12 @@ def load_rows(
         col = tl.arange(0, BLOCK_D)
         start = tl.cast(first, tl.int64) * row_stride
         to_head = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
-        corner = x_ptr + (to_head + start)
-        at = corner + (tl.arange(0, BLOCK_ROWS)[:, None] * row_stride + col[None, :])
+        # Triton itself finds out whether 16 divides a stride, not 8: without being told it would
+        # read heads of 40 columns number by number.
+        corner = x_ptr + tl.multiple_of(to_head + start, STRIDE_MULTIPLE)
+        to_row = tl.arange(0, BLOCK_ROWS)[:, None] * row_stride
+        to_row = tl.multiple_of(to_row, [STRIDE_MULTIPLE, STRIDE_MULTIPLE])
+        at = corner + (to_row + col[None, :])
         if MASKED:
             x = tl.load(at, mask=(row < limit)[:, None] & (col < D)[None, :], other=0.0)
         elif D < BLOCK_D:
@@ -80,7 +88,9 @@ def store_rows(
 def to_tf32(x):
     """fp32 rounded to the 10 bits of TF32, ties away from zero; the card itself cuts them off."""
     bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x1000) & ~0x1FFF).to(tl.float32, bitcast=True)
+    rounded = ((bits + 0x1000) & ~0x1FFF).to(tl.float32, bitcast=True)
+    # The card's own NaN is all ones, which would become a zero.
+    return tl.where(x == x, rounded, x)
 
 
 @triton.jit

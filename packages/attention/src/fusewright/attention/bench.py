@@ -7,14 +7,14 @@ import functools
 import importlib.metadata
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import rectangular_attention, reference, sdpa_backend
+from . import rectangular_attention, reference, sdpa_backend, sliding_window_attention
 
 Tensor = torch.Tensor
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -24,6 +24,11 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 SHAPES = ((256, 64, 500), (4, 10000, 1000))
 CHECKED_KEYS, CHECKED_QUERIES = 1000, 100
 HEADS, WIDTH = 8, 64
+# B, T and H of a causal window, and the T at which it is checked.
+WINDOW, WINDOW_SHAPES = 512, ((4, 4096, 8), (4, 4096, 5), (4, 16384, 8))
+CHECKED_TOKENS = 1500
+# A mask of so many tokens squared is what SDPA holds; beyond, it would not fit beside the copies.
+LONGEST_MASK = 4096
 ANY_SDPA = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -48,8 +53,11 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Context and targets that attend to the context, in bf16."""
-    return [case_of(*shape) for shape in SHAPES]
+    """Context and targets that attend to the context, and a sequence to a window of itself, in
+    bf16.
+    """
+    rectangles = [case_of(*shape) for shape in SHAPES]
+    return rectangles + [window_case_of(*shape) for shape in WINDOW_SHAPES]
 
 
 def case_of(batches: int, keys: int, targets: int) -> Case:
@@ -71,6 +79,36 @@ def case_of(batches: int, keys: int, targets: int) -> Case:
     )
 
 
+def window_case_of(batches: int, tokens: int, heads: int) -> Case:
+    dtype = torch.bfloat16
+    one = batches * tokens * heads * WIDTH * dtype.itemsize
+    # q, k, v and o; q, k, v, do and the three gradients.
+    forward, backward = 4 * one, 7 * one
+    shorter = min(WINDOW, tokens)
+    pairs = tokens * shorter - shorter * (shorter - 1) // 2
+    product = 2 * batches * heads * WIDTH * pairs
+    return Case(
+        op="sliding_window_attention",
+        sizes={"B": batches, "T": tokens, "window": WINDOW, "H": heads, "D": WIDTH},
+        dtype=dtype,
+        reference=functools.partial(
+            reference.sliding_window_attention, window=WINDOW, scale=WIDTH**-0.5
+        ),
+        inputs=functools.partial(sequences, batches, tokens, heads, dtype),
+        sample=functools.partial(sequences, 1, CHECKED_TOKENS, heads, dtype),
+        bytes_moved={"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward},
+        flops={name: count * product for name, count in PRODUCTS.items()},
+    )
+
+
+def sequences(
+    batches: int, tokens: int, heads: int, dtype: torch.dtype, device: str
+) -> list[Tensor]:
+    """q, k and v of one length, from normal distributions."""
+    shape = (batches, tokens, heads, WIDTH)
+    return [torch.randn(shape, dtype=dtype, device=device) for _ in range(3)]
+
+
 def inputs(batches: int, keys: int, targets: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """q, k and v from normal distributions."""
     rows = (keys + targets, keys, keys)
@@ -79,18 +117,46 @@ def inputs(batches: int, keys: int, targets: int, dtype: torch.dtype, device: st
 
 def providers() -> dict[str, dict[str, Attention]]:
     """Ours, torch's own backends each asked for by name, FlexAttention, and FlashAttention where it
-    is installed.
+    is installed; of a window, SDPA with the mask that it then needs.
     """
-    found: dict[str, Attention] = {
-        "fusewright": rectangular_attention,
-        "sdpa-flash": sdpa(SDPBackend.FLASH_ATTENTION),
-        "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
-        "flex": flex(),
+    found: dict[str, dict[str, Attention]] = {
+        "fusewright": {
+            "rectangular_attention": rectangular_attention,
+            "sliding_window_attention": functools.partial(sliding_window_attention, window=WINDOW),
+        },
+        "sdpa-flash": {"rectangular_attention": sdpa(SDPBackend.FLASH_ATTENTION)},
+        "sdpa-cudnn": {"rectangular_attention": sdpa(SDPBackend.CUDNN_ATTENTION)},
+        "sdpa-mask": {"sliding_window_attention": sdpa_with_mask},
+        "flex": {
+            "rectangular_attention": flex(),
+            "sliding_window_attention": flex(in_window),
+        },
     }
     with contextlib.suppress(ImportError):
         name, call = flash_attention()
-        found[name] = call
-    return {name: {"rectangular_attention": call} for name, call in found.items()}
+        found[name] = {
+            "rectangular_attention": call,
+            "sliding_window_attention": flash_attention((WINDOW - 1, 0))[1],
+        }
+    return found
+
+
+@functools.cache
+def window_mask(tokens: int, device: torch.device) -> Tensor:
+    """Which keys a token sees, [T, T]."""
+    token = torch.arange(tokens, device=device)
+    distance = token[:, None] - token
+    return (distance >= 0) & (distance < WINDOW)
+
+
+def sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's attention with an explicit mask, by whichever backend it takes then."""
+    tokens = q.shape[1]
+    if tokens > LONGEST_MASK:
+        raise ValueError(f"a mask of {tokens} x {tokens} is not timed")
+    mask = window_mask(tokens, q.device)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 def sdpa(wanted: SDPBackend) -> Attention:
@@ -117,24 +183,41 @@ def sdpa(wanted: SDPBackend) -> Attention:
     return call
 
 
-def flex() -> Attention:
-    """torch's FlexAttention without a mask, compiled."""
-    from torch.nn.attention.flex_attention import flex_attention
+def in_window(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+    """The window as FlexAttention asks for it."""
+    return (row >= key) & (row - key < WINDOW)
+
+
+def flex(sees: Callable | None = None) -> Attention:
+    """torch's FlexAttention, compiled: of all keys, or with the block mask of those that a row
+    sees.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
 
+    @functools.cache
+    def block_mask(tokens: int, device: str) -> Any:
+        return sees and create_block_mask(sees, None, None, tokens, tokens, device=device)
+
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return compiled(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        mask = block_mask(q.shape[1], str(q.device))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(q, k, v, block_mask=mask).transpose(1, 2)
 
     return call
 
 
-def flash_attention() -> tuple[str, Attention]:
-    """FlashAttention-4's function; its backward pass adds in any order unless told not to."""
+def flash_attention(window: tuple[int, int] | None = None) -> tuple[str, Attention]:
+    """FlashAttention-4's function, of all keys or of so many before and after a row, causal; its
+    backward pass adds in any order unless told not to.
+    """
     from flash_attn.cute import flash_attn_func
 
+    options = {} if window is None else dict(causal=True, window_size=window)
+
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = flash_attn_func(q, k, v)
+        found = flash_attn_func(q, k, v, **options)
         return found[0] if isinstance(found, tuple) else found
 
     return f"fa4-{importlib.metadata.version('flash-attn-4')}", call

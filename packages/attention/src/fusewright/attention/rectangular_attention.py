@@ -19,13 +19,12 @@ Dao, FlashAttention-2, arXiv 2307.08691.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from . import reference
+from ._arguments import prepared
 from ._backends import Backend, card_of, launchers, uses_triton, without_autocast
-from ._checks import check_attention, check_lengths, check_same_dtype, checked_scale
+from ._checks import check_attention, check_lengths
 from ._configs import is_single_tile
 from ._registration import Derivative, Op, second_order
 
@@ -152,9 +151,9 @@ def rectangular_attention(
 
     Args:
         q: ``[B, Nq, H, D]``, D a multiple of 8 up to 128; fp32, bf16 or fp16 (the reference takes
-            fp64 too). Any strides; only a tensor whose last axis is not contiguous, or whose tokens
-            lie more than 2^23 numbers apart, is copied. Under autocast q, k and v are cast to its
-            dtype, as torch's own attention does.
+            fp64 too). Any strides; only a tensor whose last axis is not contiguous, whose tokens
+            lie more than 2^23 numbers apart, or whose strides are no multiples of 8 is copied.
+            Under autocast q, k and v are cast to its dtype, as torch's own attention does.
         k, v: ``[B, M, H, D]``, in q's dtype.
         scale: factor of the scores, positive and in the range of fp32; None takes 1 / sqrt(D).
         key_lengths: ``[B]``, int32 or int64, on q's device: task b has only its first
@@ -210,20 +209,10 @@ def _attention(q, k, v, scale, key_lengths, backend, with_lse):
     check_attention(q, k, v)
     if key_lengths is not None:
         check_lengths(key_lengths, q)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else checked_scale(scale)
-    q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    check_same_dtype(q, k, v)
+    (q, k, v), scale = prepared(q, k, v, scale)
     if not uses_triton(q, backend):
         return _reference(q, k, v, key_lengths, scale)
     return _forward(q, k, v, key_lengths, scale, with_lse)[:2]
-
-
-def _autocast(x):
-    """x as autocast hands it to a matrix product."""
-    # Autocast knows no meta tensors.
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _reference(q, k, v, key_lengths, scale):

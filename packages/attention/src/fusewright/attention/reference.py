@@ -24,7 +24,7 @@ def rectangular_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """(o, lse), lse = log(sum(exp(scale q k^T))) of each row, [B, H, Nq]."""
     present, k_wide, v_wide = without_absent_keys(k, v, key_lengths)
-    p, lse = probabilities(wide(q), k_wide, present, scale)
+    p, lse = probabilities(wide(q), k_wide, of_all_rows(present), scale)
     o = torch.einsum("bhnm,bmhd->bnhd", p, v_wide)
     return o.to(q.dtype).contiguous(), lse
 
@@ -42,21 +42,86 @@ def rectangular_attention_backward(
     """(dq, dk, dv) from the gradients of o and of lse."""
     present, k_wide, v_wide = without_absent_keys(k, v, key_lengths)
     q_wide, do_wide = wide(q), wide(do)
-    p, _ = probabilities(q_wide, k_wide, present, scale)
-    dp = torch.einsum("bnhd,bmhd->bhnm", do_wide, v_wide)
+    dq, dk, dv = gradients(do_wide, dlse, q_wide, k_wide, v_wide, of_all_rows(present), scale)
+    if present is not None:
+        dk, dv = (torch.where(present[:, :, None, None], x, 0.0) for x in (dk, dv))
+    dq, dk, dv = (x.to(q.dtype).contiguous() for x in (dq, dk, dv))
+    return dq, dk, dv
+
+
+def sliding_window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int = 0, *, scale: float
+) -> Tensor:
+    """o = softmax(scale q k^T) v over the keys that a row sees; see the public function."""
+    return sliding_window_attention_with_lse(q, k, v, window, prefix, scale=scale)[0]
+
+
+def sliding_window_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int = 0, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(o, lse), lse = log(sum(exp(scale q k^T))) of each row's keys, [B, H, Nq]."""
+    seen = keys_seen(q, k, window, prefix)
+    p, lse = probabilities(wide(q), wide(k), seen, scale)
+    # Zero times NaN is NaN: a value that is not finite is left out, and the rows that see it are
+    # NaN for it.
+    v_wide = wide(v)
+    finite = v_wide.isfinite()
+    o = torch.einsum("bhnm,bmhd->bnhd", p, torch.where(finite, v_wide, 0.0))
+    strange = (~finite).any(-1).to(o.dtype)
+    met = torch.einsum("nm,bmh->bnh", seen.to(o.dtype), strange) > 0
+    o = torch.where(met.unsqueeze(-1), float("nan"), o)
+    return o.to(q.dtype).contiguous(), lse
+
+
+def sliding_window_attention_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    prefix: int = 0,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) from the gradients of o and of lse."""
+    seen = keys_seen(q, k, window, prefix)
+    found = gradients(wide(do), dlse, wide(q), wide(k), wide(v), seen, scale)
+    dq, dk, dv = (x.to(q.dtype).contiguous() for x in found)
+    return dq, dk, dv
+
+
+def keys_seen(q: Tensor, k: Tensor, window: int, prefix: int) -> Tensor:
+    """Which keys the rows of q see, [Nq, M]; they are the last rows of the sequence of keys."""
+    queries, keys = q.shape[1], k.shape[1]
+    key = torch.arange(keys, device=k.device)
+    distance = torch.arange(keys - queries, keys, device=k.device).unsqueeze(-1) - key
+    of_band = (key >= prefix) & (distance >= 0) & (distance < window)
+    return of_band | (key < prefix)
+
+
+def gradients(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), the probabilities computed anew."""
+    p, _ = probabilities(q, k, seen, scale)
+    dp = torch.einsum("bnhd,bmhd->bhnm", do, v)
     delta = (p * dp).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - wide(dlse).unsqueeze(-1)
     ds = p * (dp - delta) * scale
-    if present is not None:
-        # Keys that are not there give nothing and get nothing, not even a NaN.
-        ds = torch.where(present[:, None, None, :], ds, 0.0)
-    dq = torch.einsum("bhnm,bmhd->bnhd", ds, k_wide)
-    dk = torch.einsum("bhnm,bnhd->bmhd", ds, q_wide)
-    dv = torch.einsum("bhnm,bnhd->bmhd", p, do_wide)
-    if present is not None:
-        dk, dv = (torch.where(present[:, :, None, None], x, 0.0) for x in (dk, dv))
-    dq, dk, dv = (x.to(q.dtype).contiguous() for x in (dq, dk, dv))
+    if seen is not None:
+        # Keys that a row does not see give it nothing and get nothing, not even a NaN.
+        ds = torch.where(seen, ds, 0.0)
+    dq = torch.einsum("bhnm,bmhd->bnhd", ds, k)
+    dk = torch.einsum("bhnm,bnhd->bmhd", ds, q)
+    dv = torch.einsum("bhnm,bnhd->bmhd", p, do)
     return dq, dk, dv
 
 
@@ -73,18 +138,23 @@ def without_absent_keys(
     return present, torch.where(rows, wide(k), 0.0), torch.where(rows, wide(v), 0.0)
 
 
-def probabilities(
-    q: Tensor, k: Tensor, present: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """softmax of the scores over the keys that are there, zero without any; and the log-sum-exp."""
+def of_all_rows(present: Tensor | None) -> Tensor | None:
+    """Which keys are there, [B, M], as which of them a row of a head sees, [B, 1, 1, M]."""
+    return None if present is None else present[:, None, None, :]
+
+
+def probabilities(q: Tensor, k: Tensor, seen: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax of the scores over the keys that a row sees, zero without any; and the log-sum-exp.
+    ``seen`` is broadcast to the scores; None: every key.
+    """
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * scale
-    if present is None and k.shape[1] > 0:
+    if seen is None and k.shape[1] > 0:
         return scores.softmax(-1), scores.logsumexp(-1)
-    if present is None:
-        present = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-    some = present.any(-1)[:, None, None]
-    scores = scores.masked_fill(~present[:, None, None, :], float("-inf"))
-    # A task without keys takes part with scores of zero, so that no gradient is infinity less
+    if seen is None:
+        seen = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
+    some = seen.any(-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    # A row without keys takes part with scores of zero, so that no gradient is infinity less
     # infinity.
     scores = torch.where(some.unsqueeze(-1), scores, 0.0)
     p = torch.where(some.unsqueeze(-1), scores.softmax(-1), 0.0)

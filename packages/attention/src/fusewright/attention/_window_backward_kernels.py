@@ -1,0 +1,215 @@
+"""Triton kernels of the backward pass of sliding-window attention: as the streaming ones, but tiles
+of queries and of keys meet only where a row sees a key.
+
+Every row sees the keys of the prefix. One program for them would still run when all others are
+done, so the queries that it would walk are cut into chunks, whose shares of dk and dv are added in
+order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._band_tiles import border_keys, inner_keys, keys_of_rows, rows_of_keys, sees
+from ._streaming_backward_kernels import (
+    add_queries,
+    load_queries,
+    load_statistics,
+    score_slopes,
+    turned_probabilities,
+)
+from ._tiles import LOG2_E, load_rows, product, store_rows
+
+
+@triton.jit
+def _window_dq_kernel(
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dlse_ptr,
+    o_ptr,
+    rest_ptr,
+    softmax_ptr,
+    delta_ptr,
+    dq_ptr,
+    scale,
+    do_batch_stride,
+    do_row_stride,
+    do_head_stride,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    window,
+    prefix,
+    rows,
+    D: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program computes delta and dq of BLOCK_Q rows of one head; the last rows start first."""
+    tiles = tl.cdiv(queries, BLOCK_Q)
+    batch = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+    first = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_Q
+    do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, head, queries
+    q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
+    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
+    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
+    factor = scale * LOG2_E
+    do = load_rows(do_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+    m, share, delta = load_statistics(
+        *(do, o_ptr, rest_ptr, dlse_ptr, softmax_ptr, delta_ptr),
+        *(batch, head, first, queries, heads, rows),
+        *(D, BLOCK_Q, BLOCK_D, HAS_DLSE, HAS_REST),
+    )
+    q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+    first_row = keys - queries + first
+    last_row = tl.minimum(first_row + BLOCK_Q, keys) - 1
+    row = first_row + tl.arange(0, BLOCK_Q)
+    border, inner, place = keys_of_rows(first_row, last_row, window, prefix, BLOCK_K)
+
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for number in tl.range(0, border, num_stages=NUM_STAGES):
+        start, limit, distances = border_keys(number, place, window, prefix, keys, BLOCK_K)
+        k = load_rows(k_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
+        v = load_rows(v_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
+        ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
+        key = start + tl.arange(0, BLOCK_K)
+        seen = sees(row[:, None], key[None, :], distances) & (key < limit)[None, :]
+        dq += product(tl.where(seen, ds, 0.0).to(k.dtype), k, UPCAST, PRECISION)
+    for number in tl.range(0, inner, num_stages=NUM_STAGES):
+        start = inner_keys(number, place, BLOCK_K)
+        k = load_rows(k_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
+        v = load_rows(v_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
+        ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
+        dq += product(ds.to(k.dtype), k, UPCAST, PRECISION)
+    if q.dtype != tl.float16:
+        dq = dq * share[:, None]
+    dq = dq * scale
+    store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+
+
+@triton.jit
+def _window_dkdv_kernel(
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    softmax_ptr,
+    delta_ptr,
+    dk_shares_ptr,
+    dv_shares_ptr,
+    dk_ptr,
+    dv_ptr,
+    scale,
+    do_batch_stride,
+    do_row_stride,
+    do_head_stride,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    window,
+    prefix,
+    rows,
+    batches,
+    chunk_rows,
+    D: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program computes dk and dv of BLOCK_K keys of the band of one head; or, of as many keys
+    of the prefix, the share of chunk_rows queries. These come first: they may take longer. Without
+    a prefix nothing is written to the shares.
+    """
+    chunks = tl.cdiv(queries, chunk_rows)
+    shares = tl.cdiv(prefix, BLOCK_K) * chunks
+    shared = tl.program_id(0) < shares * batches * heads
+    program = tl.program_id(0) - tl.where(shared, 0, shares * batches * heads)
+    parts = tl.where(shared, shares, tl.cdiv(keys - prefix, BLOCK_K))
+    batch = program // parts // heads
+    head = program // parts % heads
+    part = program % parts
+    chunk = part % chunks
+    first = tl.where(shared, part // chunks * BLOCK_K, prefix + part * BLOCK_K)
+    limit = tl.where(shared, prefix, keys)
+    offset = keys - queries
+    start, before, inner, tiles = rows_of_keys(first, window, offset, queries, BLOCK_K, BLOCK_Q)
+    # Every query of the chunk sees every key of the prefix.
+    length = tl.minimum(chunk_rows, queries - chunk * chunk_rows)
+    start = tl.where(shared, chunk * chunk_rows, start)
+    before = tl.where(shared, 0, before)
+    inner = tl.where(shared, length // BLOCK_Q, inner)
+    tiles = tl.where(shared, tl.cdiv(length, BLOCK_Q), tiles)
+    distances = tl.where(shared, -keys, 0), tl.where(shared, keys, window)
+    do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, head, queries
+    q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
+    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
+    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
+    factor = scale * LOG2_E
+    k = load_rows(k_source, first, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
+    v = load_rows(v_source, first, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
+    key = first + tl.arange(0, BLOCK_K)
+    of_head = (batch * heads + head).to(tl.int64) * queries
+    m_ptr, share_ptr = softmax_ptr + of_head, softmax_ptr + rows + of_head
+    delta_ptr += of_head
+
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    for number in tl.range(0, tiles - inner, num_stages=NUM_STAGES):
+        at = start + (number + tl.where(number < before, 0, inner)) * BLOCK_Q
+        q, do, m, share, delta = load_queries(
+            *(q_source, do_source, m_ptr, share_ptr, delta_ptr, at, queries),
+            *(BLOCK_Q, True, D, BLOCK_D, DESCRIPTORS),
+        )
+        p = turned_probabilities(k, q, m, share, factor, UPCAST, PRECISION)
+        row = offset + at + tl.arange(0, BLOCK_Q)
+        p = tl.where(sees(row[None, :], key[:, None], distances), p, 0.0)
+        dk, dv = add_queries(dk, dv, p, v, q, do, delta, UPCAST, PRECISION)
+    begin = start + before * BLOCK_Q
+    for at in tl.range(begin, begin + inner * BLOCK_Q, BLOCK_Q, num_stages=NUM_STAGES):
+        q, do, m, share, delta = load_queries(
+            *(q_source, do_source, m_ptr, share_ptr, delta_ptr, at, queries),
+            *(BLOCK_Q, False, D, BLOCK_D, DESCRIPTORS),
+        )
+        p = turned_probabilities(k, q, m, share, factor, UPCAST, PRECISION)
+        dk, dv = add_queries(dk, dv, p, v, q, do, delta, UPCAST, PRECISION)
+    dk = dk * scale
+    if shared:
+        task = chunk * batches + batch
+        store_rows(dk_shares_ptr, dk, task, head, first, prefix, heads, D, BLOCK_K, BLOCK_D)
+        store_rows(dv_shares_ptr, dv, task, head, first, prefix, heads, D, BLOCK_K, BLOCK_D)
+    else:
+        store_rows(dk_ptr, dk, batch, head, first, keys, heads, D, BLOCK_K, BLOCK_D)
+        store_rows(dv_ptr, dv, batch, head, first, keys, heads, D, BLOCK_K, BLOCK_D)

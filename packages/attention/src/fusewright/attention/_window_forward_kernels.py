@@ -1,0 +1,137 @@
+"""Triton kernel of the forward pass of sliding-window attention: as the streaming one, but a tile
+of queries meets only the tiles of keys that its rows see.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._band_tiles import border_keys, inner_keys, keys_of_rows, sees
+from ._streaming_forward_kernels import next_softmax, store_outputs
+from ._tiles import LOG2_E, LOWEST, load_rows, product
+
+
+@triton.jit
+def stream_keys(
+    q,
+    k_source,
+    v_source,
+    row,
+    walk,
+    window,
+    prefix,
+    keys,
+    factor,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """The sum of values, the maximum and the sum of every row, over all tiles of keys that a tile
+    of queries sees.
+
+    Zero times NaN is NaN: so a strange value, NaN or infinity, in a border tile would reach rows
+    that do not see it. With ``CAREFUL`` it is left out there, and its key's scores are NaN in its
+    place: o is right, and the statistics are NaN too for the rows that see it.
+    """
+    border, inner, place = walk
+    m = tl.full([BLOCK_Q], LOWEST, tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)
+    o = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for number in tl.range(0, border, num_stages=NUM_STAGES):
+        start, limit, distances = border_keys(number, place, window, prefix, keys, BLOCK_K)
+        k = load_rows(k_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
+        v = load_rows(v_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
+        s = product(q, tl.trans(k), UPCAST, PRECISION)
+        if CAREFUL:
+            nothing = tl.zeros([BLOCK_Q, BLOCK_D], v.dtype)
+            s += product(nothing, tl.trans(v), UPCAST, PRECISION)
+            v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
+        key = start + tl.arange(0, BLOCK_K)
+        seen = sees(row[:, None], key[None, :], distances) & (key < limit)[None, :]
+        p, m, l, rescale = next_softmax(tl.where(seen, s, float("-inf")), m, l, factor)
+        o = o * rescale[:, None] + product(p.to(v.dtype), v, UPCAST, PRECISION)
+    for number in tl.range(0, inner, num_stages=NUM_STAGES):
+        start = inner_keys(number, place, BLOCK_K)
+        k = load_rows(k_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
+        s = product(q, tl.trans(k), UPCAST, PRECISION)
+        p, m, l, rescale = next_softmax(s, m, l, factor)
+        v = load_rows(v_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
+        o = o * rescale[:, None] + product(p.to(v.dtype), v, UPCAST, PRECISION)
+    return o, m, l
+
+
+@triton.jit
+def _window_forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    softmax_ptr,
+    rest_ptr,
+    scale,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    window,
+    prefix,
+    rows,
+    D: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    HAS_SOFTMAX: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program computes BLOCK_Q rows of one head. The last rows start first: they see the most
+    keys.
+    """
+    tiles = tl.cdiv(queries, BLOCK_Q)
+    batch = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+    first = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_Q
+    q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
+    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
+    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
+    factor = scale * LOG2_E
+    q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+    first_row = keys - queries + first
+    last_row = tl.minimum(first_row + BLOCK_Q, keys) - 1
+    row = first_row + tl.arange(0, BLOCK_Q)
+    walk = keys_of_rows(first_row, last_row, window, prefix, BLOCK_K)
+    o, m, l = stream_keys(
+        *(q, k_source, v_source, row, walk, window, prefix, keys, factor),
+        *(D, BLOCK_Q, BLOCK_K, BLOCK_D, DESCRIPTORS, UPCAST, PRECISION, NUM_STAGES, False),
+    )
+    # Not in the first walk: what it takes is paid only where something is NaN.
+    if tl.max(tl.max((o != o).to(tl.int32), 1), 0) > 0:
+        o, _, _ = stream_keys(
+            *(q, k_source, v_source, row, walk, window, prefix, keys, factor),
+            *(D, BLOCK_Q, BLOCK_K, BLOCK_D, DESCRIPTORS, UPCAST, PRECISION, 1, True),
+        )
+    store_outputs(
+        *(o, m, l, o_ptr, lse_ptr, softmax_ptr, rest_ptr),
+        *(batch, head, first, queries, heads, rows),
+        *(D, BLOCK_Q, BLOCK_D, WITH_LSE, HAS_SOFTMAX, HAS_REST),
+    )

@@ -1,0 +1,229 @@
+r"""Attention of a sequence to a window of itself and to a prefix: softmax(scale q k^T) v for each
+head, over the keys that a row sees.
+
+Row t of T sees key j where j < prefix, or where prefix <= j and t - window < j <= t:
+
+    s_tj = scale q_t . k_j      lse_t = log sum_{j seen} exp(s_tj)
+    p_tj = exp(s_tj - lse_t)    o_t = sum_{j seen} p_tj v_j
+
+So a row past the prefix sees all of the prefix and exactly ``window`` keys of its own kind, itself
+the last (fewer where the sequence has begun later), and a row of the prefix sees the prefix alone,
+in both directions. There is no mask in memory: a tile of queries meets the tiles of keys that it
+sees, and only those at the ends of the band are masked inside the kernels. Time and memory grow as
+T (prefix + window) and T.
+
+The backward pass computes p anew, with delta_t = sum_d do_td o_td - dlse_t:
+
+    dp = do v^T    ds = p * (dp - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
+
+Saved for it: q, k, v, o, what its rounding took, and two fp32 numbers for each row, the greatest
+score and one over the sum below it. Products accumulate in fp32 and the softmax is fp32; its
+probabilities, and ds, are rounded to the inputs' dtype for the next product. Outputs are rounded
+once. Sums have a fixed order: same inputs, same bits.
+
+Beltagy, Peters and Cohan, arXiv 2004.05150; Dao, FlashAttention-2, arXiv 2307.08691.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+from ._arguments import prepared
+from ._backends import Backend, launchers, uses_triton, without_autocast
+from ._checks import check_attention, check_band
+from ._registration import Derivative, Op, second_order
+
+Tensor = torch.Tensor
+
+
+def _launch_forward(q, k, v, window, prefix, scale, with_lse, keep):
+    kernels = launchers()
+    band = kernels.Band(window, prefix)
+    return kernels.launch_forward(q, k, v, None, scale, with_lse, keep, band)
+
+
+def _forward_triton(q, k, v, window, prefix, scale, with_lse):
+    found = _launch_forward(q, k, v, window, prefix, scale, with_lse, keep=True)
+    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in found)
+
+
+def _forward_untracked(q, k, v, window, prefix, scale, with_lse):
+    return _launch_forward(q, k, v, window, prefix, scale, with_lse, keep=False)
+
+
+def _forward_reference(q, k, v, window, prefix, scale, with_lse):
+    o, lse = reference.sliding_window_attention_with_lse(q, k, v, window, prefix, scale=scale)
+    _, empty, *unread = _forward_fake(q, k, v, window, prefix, scale, False)
+    # The reference's backward pass needs nothing of the forward's.
+    return o, lse.float() if with_lse else empty, *(x.zero_() for x in unread)
+
+
+def _forward_fake(q, k, v, window, prefix, scale, with_lse):
+    batches, queries, heads, _ = q.shape
+    rows = (batches, heads, queries)
+    narrow = q.dtype.itemsize < 4
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(rows if with_lse else (0,), dtype=torch.float32),
+        q.new_empty((2, *rows), dtype=torch.float32),
+        q.new_empty(q.shape) if narrow else q.new_empty(0, dtype=torch.float32),
+    )
+
+
+def _backward_triton(do, dlse, q, k, v, o, rest, softmax, window, prefix, scale):
+    kernels = launchers()
+    band = kernels.Band(window, prefix)
+    return kernels.launch_backward(do, dlse, q, k, v, None, o, rest, softmax, scale, band)
+
+
+def _backward_reference(do, dlse, q, k, v, o, rest, softmax, window, prefix, scale):
+    return reference.sliding_window_attention_backward(
+        do, dlse, q, k, v, window, prefix, scale=scale
+    )
+
+
+def _backward_fake(do, dlse, q, k, v, o, rest, softmax, window, prefix, scale):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+_forward = Op(
+    "sliding_window_attention(Tensor q, Tensor k, Tensor v, int window, int prefix, float scale,"
+    " bool with_lse) -> (Tensor o, Tensor lse, Tensor softmax, Tensor rest)",
+    triton=_forward_triton,
+    reference=_forward_reference,
+    fake=_forward_fake,
+    untracked=_forward_untracked,
+)
+_backward = Op(
+    "sliding_window_attention_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v,"
+    " Tensor o, Tensor rest, Tensor softmax, int window, int prefix, float scale)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    triton=_backward_triton,
+    reference=_backward_reference,
+    fake=_backward_fake,
+)
+
+
+@_forward.derivative
+class _SlidingWindowAttention(Derivative):
+    @staticmethod
+    def forward(ctx, run, q, k, v, window, prefix, scale, with_lse):
+        o, lse, softmax, rest = run(q, k, v, window, prefix, scale, with_lse)
+        ctx.save_for_backward(q, k, v, o, rest, softmax)
+        ctx.sizes = window, prefix, scale
+        ctx.set_materialize_grads(False)
+        if with_lse:
+            return o, lse, *_forward.statistics(ctx, run, softmax, rest)
+        return o, *_forward.statistics(ctx, run, lse, softmax, rest)
+
+    @staticmethod
+    def backward(ctx, do, dlse, *_):
+        q, k, v, o, rest, softmax = ctx.saved_tensors
+        if do is None and dlse is None:
+            return (None,) * 8
+        if do is None:
+            do = torch.zeros_like(q)
+        grads = _backward(do, dlse, q, k, v, o, rest, softmax, *ctx.sizes)
+        return None, *grads, None, None, None, None
+
+
+@_backward.derivative
+class _SlidingWindowAttentionBackward(Derivative):
+    @staticmethod
+    def forward(ctx, run, do, dlse, q, k, v, o, rest, softmax, *sizes):
+        ctx.save_for_backward(do, dlse, q, k, v)
+        ctx.sizes = sizes
+        return run(do, dlse, q, k, v, o, rest, softmax, *sizes)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        def backward(do, dlse, q, k, v):
+            return _backward_reference(do, dlse, q, k, v, None, None, None, *ctx.sizes)
+
+        # o, rest and softmax stand for what the inputs say, and have no gradients of their own.
+        grads = second_order(backward, ctx.saved_tensors, cotangents)
+        return None, *grads, None, None, None, None, None, None
+
+
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    prefix: int = 0,
+    *,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """softmax(scale q k^T) v for each head of a sequence: causal, over the last ``window`` tokens
+    and a prefix that everybody sees.
+
+    Args:
+        q: ``[B, Nq, H, D]``, the last Nq of the sequence's T rows: all of them in training, the new
+            ones where k and v hold those before from a cache. D is a multiple of 8 up to 128; fp32,
+            bf16 or fp16 (the reference takes fp64 too). Strides, copies and autocast as in
+            :func:`rectangular_attention`.
+        k, v: ``[B, T, H, D]``, in q's dtype: first the prefix, then the tokens. What no row of q
+            sees may be left out: a cache needs the prefix and the last window - 1 + Nq tokens.
+        window: how many tokens a token sees, itself included; 1 or more. T or more: plain causal
+            attention.
+        prefix: how many of the T rows are the prefix, 0 to T. Every row sees them, and they see
+            nothing else.
+        scale: factor of the scores, positive and in the range of fp32; None takes 1 / sqrt(D).
+        backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
+            "triton" raises where the kernels cannot serve.
+
+    Returns:
+        ``[B, Nq, H, D]``, contiguous, in q's dtype. A NaN in a key, or a NaN or infinity in a
+        value, reaches no row that does not see it; one in a query stays in its row. Nothing of the
+        kind is promised of gradients.
+
+    fp32 products are exact unless torch multiplies fp32 matrices in TF32
+    (``torch.backends.cuda.matmul.fp32_precision``); each pass asks when it runs. Differentiable in
+    q, k and v, twice; the second derivative runs in plain torch and holds all T x T scores, as the
+    reference does.
+
+    Raises:
+        TypeError: a tensor is not floating point or not strided, window or prefix no whole number,
+            or scale no number.
+        ValueError: the shapes, dtypes or devices are not as above, or a number is out of its range.
+        RuntimeError: backend is "triton" and the kernels cannot serve this call.
+    """
+    return _attention(q, k, v, window, prefix, scale, backend, with_lse=False)[0]
+
+
+def sliding_window_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    prefix: int = 0,
+    *,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """:func:`sliding_window_attention` and the log-sum-exp of its scores, with which attention to
+    several sets of keys is merged.
+
+    Args:
+        q, k, v, window, prefix, scale, backend: as in :func:`sliding_window_attention`.
+
+    Returns:
+        The pair ``(o, lse)``; lse ``[B, H, Nq]`` in fp32 (fp64 for fp64 inputs), natural logarithm.
+        Both are differentiable in q, k and v.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`sliding_window_attention`.
+    """
+    return _attention(q, k, v, window, prefix, scale, backend, with_lse=True)
+
+
+def _attention(q, k, v, window, prefix, scale, backend, with_lse):
+    check_attention(q, k, v)
+    check_band(window, prefix, q, k)
+    (q, k, v), scale = prepared(q, k, v, scale)
+    if not uses_triton(q, backend):
+        with without_autocast(q.device):
+            return reference.sliding_window_attention_with_lse(q, k, v, window, prefix, scale=scale)
+    return _forward(q, k, v, window, prefix, scale, with_lse)[:2]

@@ -1,0 +1,322 @@
+"""Attention to a window and a prefix: values, what a row sees, and what holds of every op."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from fusewright.attention import bench, reference, sliding_window_attention
+from fusewright_testkit import Yardstick
+from torch.nn.functional import scaled_dot_product_attention
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+REGISTERED = torch.ops.fusewright_attention
+one_tiling = pytest.mark.parametrize("tiles", [(32, 16)], indirect=True)
+
+# T, rows of q, window, prefix
+BANDS = (
+    (1, 1, 1, 0),
+    (1, 1, 4, 1),
+    (40, 40, 1, 0),
+    (50, 50, 7, 17),
+    (52, 52, 33, 1),
+    (49, 49, 16, 16),
+    (50, 50, 80, 0),
+    (40, 40, 5, 40),
+    (50, 9, 6, 17),
+    (50, 1, 20, 3),
+    (40, 20, 3, 33),
+)
+
+
+def draw(op, tokens, rows, width=16, dtype=F32, device="cpu", batches=1, heads=1):
+    return op.draw((batches, rows, tokens, heads, width), dtype, device)
+
+
+def with_gradients(op, tensors, upstream=None, **options):
+    """o and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    o = op.first(op.kernels(*leaves, **options))
+    upstream = torch.ones_like(o) if upstream is None else upstream
+    return o, *torch.autograd.grad(o, leaves, upstream)
+
+
+def equal(found, expected):
+    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "rows", "window", "prefix"), BANDS)
+def test_values_and_gradients(window_op, tiles, tokens, rows, window, prefix, device):
+    tensors = draw(window_op, tokens, rows, device=device)
+    window_op.check(tensors, window=window, prefix=prefix)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(40, F32), (64, BF16), (128, F16)])
+def test_tables_of_the_package(window_op, width, dtype, device):
+    """Tiles of 128 queries or 64 keys, so that a band begins and ends within them."""
+    tensors = draw(window_op, 140, 140, width, dtype, device)
+    window_op.check(tensors, window=75, prefix=17, scale=width**-0.5)
+
+
+@pytest.mark.parametrize("tiles", [(16, 16, "descriptors")], indirect=True)
+def test_descriptors(window_op, tiles, device):
+    tensors = draw(window_op, 24, 24, device=device, batches=2, heads=2)
+    window_op.check(tensors, window=9, prefix=5)
+
+
+@pytest.mark.parametrize(("tokens", "rows", "window", "prefix"), BANDS)
+def test_reference_sees_what_the_definition_says(tokens, rows, window, prefix):
+    q, k = torch.empty(1, rows, 1, 8), torch.empty(1, tokens, 1, 8)
+    seen = reference.keys_seen(q, k, window, prefix)
+    for index, row in enumerate(range(tokens - rows, tokens)):
+        keys = set(range(prefix))
+        if row >= prefix:
+            keys |= set(range(max(prefix, row - window + 1), row + 1))
+        assert set(seen[index].nonzero().flatten().tolist()) == keys
+
+
+@one_tiling
+def test_window_as_long_as_the_sequence_is_causal_attention(window_op, tiles, device):
+    q, k, v = draw(window_op, 50, 50, device=device, heads=2)
+    turned = (x.transpose(1, 2) for x in (q, k, v))
+    expected = scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+    for window in (50, 2**40):
+        o = sliding_window_attention(q, k, v, window, backend="triton")
+        torch.testing.assert_close(o, expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("change", [1.0, math.nan, math.inf])
+@one_tiling
+def test_a_token_reaches_no_row_that_does_not_see_it(window_op, tiles, backend, change, device):
+    """No earlier row, and no row from the end of the window on: not a bit, NaN or not."""
+    tensors = draw(window_op, 50, 50, device=device)
+    options = dict(window=9, prefix=5, backend=backend)
+    clean = window_op.public(*tensors, **options)
+    for x in tensors[1:]:
+        x[:, 21] += change
+    found = window_op.public(*tensors, **options)
+    unseen = torch.ones(50, dtype=torch.bool, device=device)
+    unseen[21:30] = False
+    assert torch.equal(found[0][:, unseen], clean[0][:, unseen])
+    assert torch.equal(found[1][..., unseen], clean[1][..., unseen])
+    reached = found[0][:, ~unseen]
+    if change == 1.0:
+        assert (reached != clean[0][:, ~unseen]).any(-1).all()
+    else:
+        assert (~reached.isfinite()).any(-1).all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("change", [math.nan, math.inf])
+@one_tiling
+def test_a_strange_value_reaches_whoever_sees_it(window_op, tiles, backend, change, device):
+    """In border tiles and inner ones, and in the statistics of none."""
+    q, k, v = draw(window_op, 70, 70, device=device)
+    options = dict(window=60, prefix=5, backend=backend)
+    clean = window_op.public(q, k, v, **options)
+    v[:, 8, 0, 3] = change
+    found = window_op.public(q, k, v, **options)
+    seeing = torch.zeros(70, dtype=torch.bool, device=device)
+    seeing[8:68] = True
+    assert torch.equal((~found[0].isfinite()).any(-1)[0, :, 0], seeing)
+    assert torch.equal(found[0][:, ~seeing], clean[0][:, ~seeing])
+    assert torch.equal(found[1], clean[1])
+
+
+@one_tiling
+def test_prefix_rows_see_the_prefix_alone(window_op, tiles, device):
+    q, k, v = draw(window_op, 40, 40, device=device)
+    o, lse = window_op.kernels(q, k, v, window=9, prefix=20)
+    alone = window_op.kernels(q[:, :20], k[:, :20], v[:, :20], window=1, prefix=20)
+    assert equal((o[:, :20], lse[..., :20]), alone)
+
+
+@one_tiling
+def test_a_longer_sequence_changes_no_bit_of_its_beginning(window_op, tiles, device):
+    tensors = draw(window_op, 50, 50, device=device)
+    o, lse = window_op.kernels(*tensors, window=9, prefix=5)
+    shorter = window_op.kernels(*(x[:, :43] for x in tensors), window=9, prefix=5)
+    assert equal((o[:, :43], lse[..., :43]), shorter)
+
+
+@one_tiling
+def test_streaming_from_a_cache_is_the_whole_sequence(window_op, tiles, device):
+    """The cache holds the prefix and no more tokens than the window needs."""
+    tensors = draw(window_op, 50, 50, device=device)
+    options = dict(window=9, prefix=5)
+
+    def whole(*tensors):
+        return window_op.first(window_op.reference(*tensors, **options))[:, 20:]
+
+    def streamed(q, k, v):
+        parts = []
+        for begin, end in ((20, 21), (21, 22), (22, 39), (39, 50)):
+            cached = slice(max(5, begin - 8), end)
+            keys, values = (torch.cat([x[:, :5], x[:, cached]], 1) for x in (k, v))
+            parts.append(
+                window_op.first(window_op.kernels(q[:, begin:end], keys, values, **options))
+            )
+        return torch.cat(parts, 1)
+
+    Yardstick(whole, tensors).check(streamed)
+
+
+@one_tiling
+def test_same_inputs_same_bits(window_op, tiles, device):
+    tensors = draw(window_op, 50, 50, dtype=BF16, device=device)
+    found = [with_gradients(window_op, tensors, window=9, prefix=17) for _ in range(2)]
+    assert equal(*found)
+    with torch.no_grad():
+        quiet = window_op.first(window_op.kernels(*tensors, window=9, prefix=17))
+    assert torch.equal(quiet, found[0][0])
+    alone = sliding_window_attention(*tensors, 9, 17, scale=0.3, backend="triton")
+    assert torch.equal(quiet, alone)
+
+
+@pytest.mark.parametrize("only", ["o", "lse"])
+@one_tiling
+def test_gradient_of_one_output_alone(window_op, tiles, only, device):
+    def one(call):
+        return lambda *t: call(*t, window=9, prefix=5)[("o", "lse").index(only)]
+
+    yardstick = Yardstick(one(window_op.reference), draw(window_op, 40, 40, device=device))
+    yardstick.check(one(window_op.kernels))
+
+
+@one_tiling
+def test_great_scores(window_op, tiles, device):
+    q, k, v = draw(window_op, 50, 50, dtype=BF16, device=device)
+    window_op.check([30 * q, 30 * k, v], window=9, prefix=5)
+
+
+@pytest.mark.parametrize("kind", ["packed", "heads before tokens", "odd", "last axis apart"])
+@one_tiling
+def test_strides(window_op, tiles, kind, device):
+    tensors = draw(window_op, 18, 18, device=device, batches=2, heads=2)
+    options = dict(window=9, prefix=5)
+    expected = with_gradients(window_op, tensors, **options)
+    if kind == "packed":
+        tensors = torch.stack(tensors, 2).unbind(2)
+    elif kind == "heads before tokens":
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    elif kind == "odd":
+        tensors = [torch.nn.functional.pad(x, (0, 3))[..., :16] for x in tensors]
+    else:
+        tensors = [x.movedim(-1, 0).contiguous().movedim(0, -1) for x in tensors]
+    upstream = torch.ones((), device=device).expand(2, 18, 2, 16)
+    assert equal(with_gradients(window_op, tensors, upstream, **options), expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 0, 1, 16), (2, 0, 9, 1, 16), (0, 9, 9, 1, 16)], ids=str)
+def test_no_rows_no_tasks(window_op, shape, device):
+    tensors = window_op.draw(shape, F32, device)
+    window_op.check(tensors, prefix=0)
+
+
+def test_reference_gradients_are_the_derivatives(window_op):
+    tensors = [x.requires_grad_() for x in draw(window_op, 7, 6, 8, F64)]
+    assert torch.autograd.gradcheck(window_op.reference, tensors)
+
+
+def test_reference_backward_is_that_of_autograd(window_op):
+    tensors = [x.requires_grad_() for x in draw(window_op, 9, 8, 8, F64, batches=2)]
+    o, lse = window_op.reference(*tensors)
+    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    expected = torch.autograd.grad((o, lse), tensors, (do, dlse))
+    backward = reference.sliding_window_attention_backward
+    found = backward(do, dlse, *tensors, window_op.window, window_op.prefix, scale=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+@one_tiling
+def test_registered_op_passes_opcheck(window_op, tiles, device):
+    tensors = [x.requires_grad_() for x in draw(window_op, 7, 6, device=device)]
+    op = REGISTERED.sliding_window_attention.default
+    torch.library.opcheck(op, (*tensors, 3, 2, 0.3, True))
+
+
+@one_tiling
+def test_registered_backward_op_passes_opcheck(window_op, tiles, device):
+    q, k, v = (x.requires_grad_() for x in draw(window_op, 7, 6, device=device))
+    do, lse = torch.randn_like(q), torch.randn(1, 1, 6, device=device)
+    rest, softmax = do.new_zeros(0), torch.rand(2, 1, 1, 6, device=device) + 6
+    op = REGISTERED.sliding_window_attention_backward.default
+    torch.library.opcheck(op, (do, lse, q, k, v, do, rest, softmax, 3, 2, 0.3))
+
+
+@one_tiling
+def test_full_graph_compilation_gives_eager_results(window_op, tiles, device):
+    torch._dynamo.reset()
+    compiled = torch.compile(window_op.kernels, fullgraph=True, backend="aot_eager")
+    Yardstick(window_op.reference, draw(window_op, 20, 20, 8, BF16, device)).check(compiled)
+
+
+@one_tiling
+def test_one_compiled_graph_serves_any_length(window_op, tiles, device):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(window_op.kernels, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (12, 17, 40):
+        tensors = draw(window_op, tokens, tokens, 8, device=device)
+        assert equal(compiled(*tensors), window_op.kernels(*tensors))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_autocast_casts_as_for_a_matrix_product(window_op, backend, device):
+    tensors = [x.requires_grad_() for x in draw(window_op, 7, 7, 8, device=device)]
+    with torch.autocast(device, BF16):
+        o = window_op.first(window_op.public(*tensors, backend=backend))
+    assert o.dtype == BF16
+    assert [g.dtype for g in torch.autograd.grad(o.sum(), tensors)] == [F32] * 3
+    expected = window_op.public(*(x.bfloat16() for x in tensors), backend=backend)
+    assert torch.equal(o, window_op.first(expected))
+
+
+def test_tf32_only_where_torch_takes_it(window_op, device):
+    tensors = draw(window_op, 40, 40, 64, device=device)
+    exact = window_op.first(window_op.kernels(*tensors))
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        window_op.check(tensors)
+        assert not torch.equal(window_op.first(window_op.kernels(*tensors)), exact)
+    finally:
+        products.fp32_precision = before
+
+
+def test_benchmark_asks_its_peer_for_the_same_keys():
+    tensors = bench.sequences(1, 600, 1, F32, "cpu")
+    found = bench.sdpa_with_mask(*tensors)
+    expected = reference.sliding_window_attention(*tensors, bench.WINDOW, scale=0.125)
+    torch.testing.assert_close(found, expected)
+
+
+q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
+BAD = {
+    "fraction": ((q, k, v, 2.0), TypeError, "window must be a whole number, got float"),
+    "true": ((q, k, v, True), TypeError, "window must be a whole number, got bool"),
+    "tensor": ((q, k, v, 2, torch.tensor(1)), TypeError, "prefix must be a whole .* got Tensor"),
+    "no window": ((q, k, v, 0), ValueError, "window must be 1 or more keys, got 0"),
+    "negative prefix": ((q, k, v, 2, -1), ValueError, "prefix must be 0 to 6, .* got -1"),
+    "long prefix": ((q, k, v, 2, 7), ValueError, "prefix must be 0 to 6, .* got 7"),
+    "more rows": ((q, k[:, 1:], v[:, 1:], 2), ValueError, "last rows of 5 at most, got 6"),
+    "heads": ((q, k[:, :, :1], v[:, :, :1], 2), ValueError, r"k and v must be \[1, M, 2, 8\]"),
+    "dtypes": ((q, k, v.half(), 2), ValueError, "v must have q's dtype torch.float32, got"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    arguments, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        sliding_window_attention(*arguments)
+
+
+def test_default_scale_and_prefix():
+    expected = partial(sliding_window_attention, q, k, v, 2)
+    assert torch.equal(expected(), expected(0, scale=8**-0.5))

@@ -7,16 +7,20 @@ A package's ``bench`` module declares
 * ``cases()``: objects with ``op``, ``sizes`` (name to number, in the order of the op's arguments),
   ``dtype``, ``inputs(device)`` (what the op takes; floating tensors get gradients), ``reference``
   (the op in plain torch), ``bytes_moved`` and ``flops`` (by pass); where the reference cannot take
-  the inputs, for their size, ``sample(device)``, others at which the op is checked;
+  the inputs, for their size, ``sample(device)``, others at which the op is checked; where fp32
+  matrices are multiplied in TF32, ``precision`` "tf32"; where the host's time of the forward pass
+  alone counts, ``forward_wall`` true;
 * ``providers()``: from a provider's name to its functions by op. The package's own provider is
-  called ``fusewright``.
+  called ``fusewright``. A peer that does not compute the same, such as another library's layer with
+  parameters of its own, has ``inputs(device, dtype)`` of its own.
 
-Every provider is checked against the yardstick before it is timed. Ours must pass; a peer that does
-not is timed and named.
+Every provider that computes the same is checked against the yardstick before it is timed. Ours must
+pass; a peer that does not is timed and named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import pathlib
@@ -57,8 +61,10 @@ class Timer:
         self.stream = torch.cuda.Stream()
         bytes_of_one_call = case.bytes_moved["fwd+bwd"]
         self.inputs = []
+        own = getattr(op, "inputs", None)
         for _ in range(copies_needed(bytes_of_one_call)):
-            self.inputs.append([as_leaf(x, None) for x in case.inputs("cuda")])
+            drawn = own("cuda", case.dtype) if own else case.inputs("cuda")
+            self.inputs.append([as_leaf(x, None) for x in drawn])
         self.stream.wait_stream(torch.cuda.current_stream())
 
     def forward(self, inputs: list) -> Callable[[], object]:
@@ -87,6 +93,8 @@ class Timer:
             yield name, "graph", graph_time(calls, stream=self.stream)
             torch.cuda.current_stream().wait_stream(self.stream)
             yield name, "event", event_time(calls[0])
+            if name == "fwd" and getattr(self.case, "forward_wall", False):
+                yield name, "wall", wall_time(calls[0])
             del calls
         with torch.cuda.stream(self.stream):
             calls = [self.both(inputs) for inputs in self.inputs]
@@ -120,7 +128,7 @@ def rows_of_case(case, provider: str, op: Callable) -> Iterator[dict]:
             "case": " ".join(f"{key}={value}" for key, value in case.sizes.items()),
             "pass": name,
             "provider": provider,
-            "dtype": DTYPES[case.dtype],
+            "dtype": getattr(case, "precision", DTYPES[case.dtype]),
             "timing": clock,
             "ms": f"{time.ms:.5f}",
             "ms_p20": f"{time.ms_p20:.5f}",
@@ -129,6 +137,18 @@ def rows_of_case(case, provider: str, op: Callable) -> Iterator[dict]:
             "gbps": f"{case.bytes_moved[name] / seconds / 1e9:.1f}",
             "mem_mib": f"{memory:.1f}",
         }
+
+
+@contextlib.contextmanager
+def precision_of(case) -> Iterator[None]:
+    """torch multiplies fp32 matrices as the case says."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    if getattr(case, "precision", "") == "tf32":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def check(case, provider: str, op: Callable, console: Console) -> None:
@@ -166,9 +186,11 @@ def main(
             if case.op not in ops:
                 continue
             try:
-                check(case, name, ops[case.op], console)
-                torch.cuda.empty_cache()
-                found += rows_of_case(case, name, ops[case.op])
+                with precision_of(case):
+                    if name.startswith(OURS) or not hasattr(ops[case.op], "inputs"):
+                        check(case, name, ops[case.op], console)
+                    torch.cuda.empty_cache()
+                    found += rows_of_case(case, name, ops[case.op])
             except Exception as error:
                 if name.startswith(OURS):
                     raise
@@ -196,10 +218,10 @@ def write(path: pathlib.Path, rows: list[dict]) -> None:
 def show(rows: list[dict], console: Console) -> None:
     """A short table: kernel time of the passes, wall time of both."""
     names = list(dict.fromkeys(row["provider"] for row in rows))
-    table = Table("op", "case", "pass", "timing", *names)
+    table = Table("op", "case", "dtype", "pass", "timing", *names)
     lines: dict[tuple, dict[str, str]] = {}
     for row in rows:
-        key = tuple(row[column] for column in ("op", "case", "pass", "timing"))
+        key = tuple(row[column] for column in ("op", "case", "dtype", "pass", "timing"))
         lines.setdefault(key, {})[row["provider"]] = f"{float(row['ms']) * 1e3:.1f}"
     for key, times in lines.items():
         table.add_row(*key, *(times.get(name, "") for name in names))

@@ -1,0 +1,155 @@
+"""What memory_update asks of its arguments, before any memory is touched."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+
+import torch
+
+from ._checks import autocast, check_floating
+from ._scan_checks import ACTIVATIONS, check_option
+from .weights import MemoryWeights
+
+Tensor = torch.Tensor
+
+REDUCTIONS = ("sum", "mean_feature", "mean_all")
+
+
+def checked_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [*lead, N, D] of one shape, device and, once autocast has had them, dtype."""
+    for name, x in (("k", k), ("v", v)):
+        check_floating(name, x)
+    if k.ndim < 2 or not k.shape[-1]:
+        raise ValueError(f"k must be [*lead, N, D] with D at least 1, got {tuple(k.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    check_device("v", v, k)
+    if k.dtype == v.dtype:
+        return autocast(k, v)  # type: ignore[return-value]
+    k, v = autocast(k)[0], autocast(v)[0]
+    if v.dtype != k.dtype:
+        raise ValueError(f"v must have k's dtype {k.dtype}, got {v.dtype}")
+    return k, v
+
+
+def check_state(weights: MemoryWeights, momentum: MemoryWeights, k: Tensor) -> None:
+    """Both of one memory for each leading index of k, or of one for all, in fp32 (fp64 for fp64
+    keys).
+    """
+    for name, state in (("weights", weights), ("momentum", momentum)):
+        if not isinstance(state, MemoryWeights):
+            raise TypeError(f"{name} must be a MemoryWeights, got {type(state).__name__}")
+    if is_state(weights, momentum, k):
+        return
+    # Something is wrong; which it is takes longer to find.
+    for name, state in (("weights", weights), ("momentum", momentum)):
+        for field, x in zip(state._fields, state, strict=True):
+            check_floating(f"{name}.{field}", x)
+    if weights.w1.ndim < 2:
+        raise ValueError(
+            f"weights.w1 must be [*lead, hidden, D], got shape {tuple(weights.w1.shape)}"
+        )
+    *lead, hidden, _ = weights.w1.shape
+    width = k.shape[-1]
+    if lead and lead != list(k.shape[:-2]):
+        raise ValueError(
+            f"weights.w1 must have k's leading axes {tuple(k.shape[:-2])} or none, got shape "
+            f"{tuple(weights.w1.shape)}"
+        )
+    if not hidden:
+        raise ValueError("the memory must have at least one hidden unit, got none")
+    wanted, shapes = dtype_of_state(k), shapes_of_state(lead, hidden, width)
+    for name, state in (("weights", weights), ("momentum", momentum)):
+        for field, x, shape in zip(state._fields, state, shapes, strict=True):
+            if x.shape != shape:
+                raise ValueError(
+                    f"{name}.{field} must be {shape} for {hidden} hidden units and keys of "
+                    f"{width}, got {tuple(x.shape)}"
+                )
+            if x.dtype != wanted:
+                raise ValueError(f"{name}.{field} must be {wanted}, got {x.dtype}")
+            check_device(f"{name}.{field}", x, k)
+
+
+def is_state(weights: MemoryWeights, momentum: MemoryWeights, k: Tensor) -> bool:
+    """Whether all eight tensors are as they should be, quickly."""
+    w1 = weights.w1
+    if not isinstance(w1, Tensor) or w1.ndim < 2:
+        return False
+    *lead, hidden, _ = w1.shape
+    *outer, _, width = k.shape
+    if not hidden or (lead and lead != outer):
+        return False
+    dtype, device = dtype_of_state(k), k.device
+    shapes = shapes_of_state(lead, hidden, width)
+    for x, shape in zip((*weights, *momentum), (*shapes, *shapes), strict=True):
+        if (
+            not isinstance(x, Tensor)
+            or x.shape != shape
+            or x.dtype != dtype
+            or x.device != device
+            or x.layout != torch.strided
+        ):
+            return False
+    return True
+
+
+def dtype_of_state(k: Tensor) -> torch.dtype:
+    return torch.float64 if k.dtype == torch.float64 else torch.float32
+
+
+def shapes_of_state(lead: Sequence[int], hidden: int, width: int) -> tuple[tuple[int, ...], ...]:
+    """Of w1, b1, w2 and b2."""
+    return (*lead, hidden, width), (*lead, hidden), (*lead, width, hidden), (*lead, width)
+
+
+def checked_gate(name: str, gate: Tensor | float, weights: MemoryWeights) -> Tensor:
+    """One number for each memory, in its dtype."""
+    state = weights.w1
+    lead = state.shape[:-2]
+    if isinstance(gate, Tensor):
+        check_floating(name, gate)
+        if gate.shape != lead:
+            raise ValueError(
+                f"{name} must be a number or a tensor of shape {tuple(lead)}, one for each memory, "
+                f"got {tuple(gate.shape)}"
+            )
+        check_device(name, gate, state)
+        return gate if gate.dtype == state.dtype else gate.to(state.dtype)
+    if isinstance(gate, bool) or not isinstance(gate, numbers.Real):
+        raise TypeError(f"{name} must be a tensor or a number, got {type(gate).__name__}")
+    if not math.isfinite(gate):
+        raise ValueError(f"{name} must be finite, got {gate}")
+    return state.new_full(lead, float(gate))
+
+
+def checked_row_weights(row_weights: Tensor, k: Tensor) -> Tensor:
+    """One number for each row, in the precision of the sums."""
+    check_floating("row_weights", row_weights)
+    if row_weights.shape != k.shape[:-1]:
+        raise ValueError(
+            f"row_weights must have shape {tuple(k.shape[:-1])}, one for each row of k, got "
+            f"{tuple(row_weights.shape)}"
+        )
+    check_device("row_weights", row_weights, k)
+    return row_weights.to(torch.float64 if k.dtype == torch.float64 else torch.float32)
+
+
+def check_options(activation: str, reduction: str, max_grad_norm: float | None) -> None:
+    check_option("activation", activation, ACTIVATIONS)
+    check_option("reduction", reduction, REDUCTIONS)
+    if max_grad_norm is None:
+        return
+    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, numbers.Real):
+        raise TypeError(
+            f"max_grad_norm must be a number or None, got {type(max_grad_norm).__name__}"
+        )
+    if not 0.0 < max_grad_norm < math.inf:
+        raise ValueError(f"max_grad_norm must be positive and finite, got {max_grad_norm}")
+
+
+def check_device(name: str, x: Tensor, other: Tensor) -> None:
+    if x.device != other.device:
+        raise ValueError(f"{name} must be on the keys' device {other.device}, got {x.device}")

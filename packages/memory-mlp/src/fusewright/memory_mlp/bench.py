@@ -1,0 +1,341 @@
+"""What `nox -s bench` times, and against whom."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from . import reference
+from .memory_scan import memory_scan
+from .memory_update import memory_update
+from .neural_memory import NeuralMemory
+from .weights import MemoryWeights
+
+Tensor = torch.Tensor
+Op = Callable[..., tuple[Tensor, ...]]
+
+# Rows, width and hidden units of the pooled update.
+UPDATES = ((2048, 512, 512), (512, 320, 1280), (8192, 1024, 1024))
+MAX_GRAD_NORM = 1.0
+UPDATE_OPTIONS: dict[str, Any] = dict(reduction="mean_all", max_grad_norm=MAX_GRAD_NORM)
+# Rows, tokens, heads, width of a head and tokens of a chunk, and the hidden units.
+SCAN = dict(B=4, T=4096, heads=5, D=64)
+CHUNK = 64
+HIDDEN = (128, 256)
+# A peer whose memory has 4 hidden units for each column.
+MODULE_HIDDEN = 256
+
+
+class Case(NamedTuple):
+    """One op at one size. ``precision``: what its products are in; ``forward_wall``: whether the
+    host's time of the forward pass alone is taken too.
+    """
+
+    op: str
+    sizes: dict[str, int]
+    dtype: torch.dtype
+    precision: str
+    reference: Op
+    inputs: Callable[[str], list[Tensor]]
+    bytes_moved: dict[str, int]
+    flops: dict[str, int]
+    forward_wall: bool = False
+
+
+def cases() -> list[Case]:
+    """The pooled update at every size, in bf16 and in TF32; the scan in bf16; the layer in bf16,
+    TF32 and fp32.
+    """
+    precisions = {"bf16": torch.bfloat16, "tf32": torch.float32}
+    updates = [
+        update_case(*size, precision, dtype)
+        for precision, dtype in precisions.items()
+        for size in UPDATES
+    ]
+    scans = [scan_case(hidden) for hidden in HIDDEN]
+    layers = [
+        layer_case(precision, dtype)
+        for precision, dtype in (*precisions.items(), ("fp32", torch.float32))
+    ]
+    return [*updates, *scans, *layers]
+
+
+def update_case(rows: int, width: int, hidden: int, precision: str, dtype: torch.dtype) -> Case:
+    pairs = 2 * rows * width * dtype.itemsize
+    state = 2 * (2 * width * hidden + width + hidden) * 4
+    # Keys, values and state in, state out; backward these, their gradients, and those of the state.
+    moved = {"fwd": pairs + 2 * state, "bwd": 2 * pairs + 3 * state}
+    product = 2 * rows * width * hidden
+    work = {"fwd": 5 * product, "bwd": 10 * product}
+    return Case(
+        op="memory_update",
+        sizes=dict(N=rows, D=width, H=hidden),
+        dtype=dtype,
+        precision=precision,
+        reference=update_reference,
+        inputs=functools.partial(update_inputs, rows, width, hidden, dtype),
+        bytes_moved=moved | {"fwd+bwd": sum(moved.values())},
+        flops=work | {"fwd+bwd": sum(work.values())},
+        forward_wall=True,
+    )
+
+
+def update_inputs(
+    rows: int, width: int, hidden: int, dtype: torch.dtype, device: str
+) -> list[Tensor]:
+    """k, v, the memory, its momentum and the gates."""
+    draw = functools.partial(torch.randn, device=device)
+    memory = [
+        draw(hidden, width) / width**0.5,
+        0.1 * draw(hidden),
+        draw(width, hidden) / hidden**0.5,
+        0.1 * draw(width),
+    ]
+    momentum = [0.01 * torch.randn_like(x) for x in memory]
+    gates = [torch.full((), x, device=device) for x in (0.01, 0.9, 0.1)]
+    return [draw(rows, width).to(dtype), draw(rows, width).to(dtype), *memory, *momentum, *gates]
+
+
+def flat_update(call: Callable, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """An update as a function of a list of tensors: W', S' and the loss."""
+    weights, momentum = MemoryWeights(*others[:4]), MemoryWeights(*others[4:8])
+    written, moved, loss, *_ = call(k, v, weights, momentum, *others[8:])
+    return *written, *moved, loss
+
+
+update_reference = functools.partial(
+    flat_update, functools.partial(reference.memory_update, **UPDATE_OPTIONS)
+)
+fusewright_update = functools.partial(
+    flat_update, functools.partial(memory_update, **UPDATE_OPTIONS)
+)
+
+
+def loss_of(weights: MemoryWeights, k: Tensor, v: Tensor) -> Tensor:
+    """The inner loss as a user of plain torch writes it, its products in k's dtype."""
+    w1, b1, w2, b2 = (w.to(k.dtype) for w in weights)
+    residual = F.linear(F.silu(F.linear(k, w1, b1)), w2, b2) - v
+    return residual.float().square().mean()
+
+
+def torch_step(weights, momentum, gradient, loss, alpha, eta, theta):
+    """Clip, momentum, forgetting; nothing where the gradient is not finite."""
+    norm = sum(g.square().sum() for g in gradient).sqrt()
+    rate = theta * (MAX_GRAD_NORM / norm).clamp(max=1.0)
+    finite = norm.isfinite()
+    moved = [eta * s - rate * g for s, g in zip(momentum, gradient, strict=True)]
+    written = [(1.0 - alpha) * w + s for w, s in zip(weights, moved, strict=True)]
+    return (
+        [torch.where(finite, new, old) for new, old in zip(written, weights, strict=True)],
+        [torch.where(finite, new, old) for new, old in zip(moved, momentum, strict=True)],
+        loss,
+    )
+
+
+def torch_update(k, v, weights, momentum, alpha, eta, theta):
+    """The unfused form: autograd's gradient."""
+    recorded = torch.is_grad_enabled()
+    if not recorded:
+        weights = weights.map(lambda w: w.detach().requires_grad_())
+    with torch.enable_grad():
+        loss = loss_of(weights, k, v)
+        gradient = torch.autograd.grad(loss, weights, create_graph=recorded)
+    return torch_step(weights, momentum, gradient, loss, alpha, eta, theta)
+
+
+def functional_update(k, v, weights, momentum, alpha, eta, theta):
+    """The unfused form that a compiler takes whole."""
+    gradient, loss = torch.func.grad_and_value(loss_of)(weights, k, v)
+    return torch_step(weights, momentum, gradient, loss, alpha, eta, theta)
+
+
+def scan_case(hidden: int) -> Case:
+    moved, work = scan_costs(hidden, torch.bfloat16)
+    return Case(
+        op="memory_scan",
+        sizes=SCAN | dict(hidden=hidden, C=CHUNK),
+        dtype=torch.bfloat16,
+        precision="bf16",
+        reference=scan_reference,
+        inputs=functools.partial(scan_inputs, hidden),
+        bytes_moved=moved,
+        flops=work,
+    )
+
+
+def scan_costs(hidden: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes and operations by pass: of rows, gates, and the states with which chunks begin; of the
+    products of the chunked form, twice as many on the way back.
+    """
+    batch, tokens, heads, width = SCAN.values()
+    rows = batch * tokens * heads * width * dtype.itemsize
+    gates = 3 * batch * tokens * heads * 4
+    chunks = batch * heads * -(-tokens // CHUNK)
+    states = chunks * 2 * (2 * hidden * width + hidden + width) * 4
+    moved = {"fwd": 4 * rows + gates + states, "bwd": 7 * rows + 2 * gates + states}
+    product = 22 * CHUNK * width * hidden + 4 * CHUNK**2 * (width + hidden)
+    work = {"fwd": chunks * product, "bwd": 2 * chunks * product}
+    return (
+        moved | {"fwd+bwd": sum(moved.values())},
+        work | {"fwd+bwd": sum(work.values())},
+    )
+
+
+def scan_inputs(hidden: int, device: str) -> list[Tensor]:
+    """Queries and keys of length 1, values, one start for each row and head, and gates with which
+    no memory diverges.
+    """
+    batch, tokens, heads, width = SCAN.values()
+    draw = functools.partial(torch.randn, batch, tokens, heads, width, device=device)
+    rows = [F.normalize(draw(), dim=-1), F.normalize(draw(), dim=-1), draw()]
+    shapes = (hidden, width), (hidden,), (width, hidden), (width,)
+    spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
+    start = [
+        spread * torch.randn(batch, heads, *shape, device=device)
+        for shape, spread in zip(shapes, spreads, strict=True)
+    ]
+    momentum = [0.01 * torch.randn_like(x) for x in start]
+    gates = [
+        least + (most - least) * torch.rand(batch, tokens, heads, device=device)
+        for least, most in ((0.0, 0.02), (0.85, 0.95), (0.0, 0.002))
+    ]
+    return [*(x.to(torch.bfloat16) for x in rows), *start, *momentum, *gates]
+
+
+def flat_scan(backend: Any, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """A scan as a function of a list of tensors: y, and the memory after the last token."""
+    weights, momentum = MemoryWeights(*others[:4]), MemoryWeights(*others[4:8])
+    done = memory_scan(q, k, v, weights, momentum, *others[8:], chunk=CHUNK, backend=backend)
+    return done.y, *done.weights, *done.momentum
+
+
+scan_reference = functools.partial(flat_scan, "reference")
+
+
+class Layer:
+    """A layer as an op on x and on what the layer learns: parameters whose names begin with none of
+    ``leave_out``.
+    """
+
+    def __init__(self, make: Callable[..., nn.Module], leave_out: tuple[str, ...] = ()):
+        self.make, self.leave_out = make, leave_out
+
+    @functools.cached_property
+    def layer(self) -> nn.Module:
+        """On the card, with parameters that nobody reads."""
+        return self.make(device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def learned(self, layer: nn.Module) -> dict[str, Tensor]:
+        parameters = layer.named_parameters()
+        return {name: p for name, p in parameters if not name.startswith(self.leave_out)}
+
+    def draw(self, device: str, dtype: torch.dtype) -> list[Tensor]:
+        """x of unit size, and fresh parameters."""
+        batch, tokens, heads, width = SCAN.values()
+        x = torch.randn(batch, tokens, heads * width, device=device)
+        parameters = self.learned(self.make(device=device)).values()
+        return [x.to(dtype), *(p.detach().to(dtype) for p in parameters)]
+
+    def __call__(self, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(self.learned(self.layer), parameters, strict=True))
+        return (functional_call(self.layer, given, (x,))[0],)
+
+
+class PeerLayer(Layer):
+    """A layer that has other parameters than ours, and so inputs of its own."""
+
+    def inputs(self, device: str, dtype: torch.dtype) -> list[Tensor]:
+        return self.draw(device, dtype)
+
+
+def neural_memory(backend: Any, device: str) -> nn.Module:
+    """As much as the peer's: no convolution before the heads."""
+    _, _, heads, width = SCAN.values()
+    return NeuralMemory(
+        heads * width,
+        heads=heads,
+        hidden=MODULE_HIDDEN,
+        chunk=CHUNK,
+        convolution=0,
+        backend=backend,
+        device=device,
+    )
+
+
+reference_layer = Layer(functools.partial(neural_memory, "reference"))
+
+
+def layer_case(precision: str, dtype: torch.dtype) -> Case:
+    batch, tokens, heads, width = SCAN.values()
+    moved, work = scan_costs(MODULE_HIDDEN, dtype)
+    # Queries, keys, values and the output are products of x.
+    products = 4 * 2 * batch * tokens * (heads * width) ** 2
+    added = {"fwd": products, "bwd": 2 * products, "fwd+bwd": 3 * products}
+    sizes = dict(B=batch, T=tokens, dim=heads * width, heads=heads, hidden=MODULE_HIDDEN, C=CHUNK)
+    return Case(
+        op="NeuralMemory",
+        sizes=sizes,
+        dtype=dtype,
+        precision=precision,
+        reference=reference_layer,
+        inputs=functools.partial(reference_layer.draw, dtype=dtype),
+        bytes_moved=moved,
+        flops={name: work[name] + added[name] for name in work},
+    )
+
+
+def titans_pytorch() -> tuple[str, PeerLayer]:
+    """Name with version, and its layer of as many heads, width and hidden units; raises ImportError
+    where it is not installed. What it calls memory_model is a pattern that learns nothing.
+    """
+    import titans_pytorch
+
+    _, _, heads, width = SCAN.values()
+
+    def make(device: str) -> nn.Module:
+        memory = titans_pytorch.MemoryMLP(width, depth=2, expansion_factor=MODULE_HIDDEN / width)
+        layer = titans_pytorch.NeuralMemory(
+            heads * width, chunk_size=CHUNK, heads=heads, dim_head=width, model=memory
+        )
+        return layer.to(device)
+
+    version = importlib.metadata.version("titans-pytorch")
+    return f"titans-pytorch-{version}", PeerLayer(make, leave_out=("memory_model.",))
+
+
+def providers() -> dict[str, dict[str, Op]]:
+    """Ours, torch, torch.compile, and titans-pytorch where it is installed, by op. torch runs the
+    scan in chunks of matrix products too.
+    """
+    # Every case is compiled with and without gradients, more often than torch allows by default.
+    limit = 4 * len(cases())
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    compiled = torch.compile(
+        functools.partial(flat_update, functional_update), fullgraph=True, dynamic=False
+    )
+    found: dict[str, dict[str, Op]] = {
+        "fusewright": {
+            "memory_update": fusewright_update,
+            "memory_scan": functools.partial(flat_scan, "auto"),
+            "NeuralMemory": Layer(functools.partial(neural_memory, "auto")),
+        },
+        "torch": {
+            "memory_update": functools.partial(flat_update, torch_update),
+            "memory_scan": scan_reference,
+            "NeuralMemory": reference_layer,
+        },
+        "compile": {"memory_update": compiled},
+    }
+    with contextlib.suppress(ImportError):
+        name, layer = titans_pytorch()
+        found[name] = {"NeuralMemory": layer}
+    return found

@@ -1,0 +1,44 @@
+"""Reading the memory without writing it: a two-layer perceptron for every row and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from ._checks import autocast
+from ._module_checks import check_read
+from .weights import MemoryWeights
+
+Tensor = torch.Tensor
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]]
+ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
+
+
+def memory_read(q: Tensor, weights: MemoryWeights, *, activation: str = "silu") -> Tensor:
+    """M(q) = w2 act(w1 q + b1) + b2, in matrix products of torch.
+
+    Args:
+        q: ``[B, T, heads, D]``, fp32, bf16, fp16 or fp64.
+        weights: ``[B, heads, ...]`` of any floating dtype; may be expanded.
+        activation: "silu", "relu" or "gelu" (the exact one).
+
+    Returns:
+        ``[B, T, heads, D]`` in q's dtype, or in autocast's under autocast. Weights and each layer's
+        result are rounded to that dtype, as in torch's own linear layers; products are summed in
+        fp32.
+
+    Differentiable in q and weights, any number of times.
+
+    Raises:
+        TypeError: a tensor is not floating point or not strided.
+        ValueError: the shapes do not fit together, the devices differ, or the activation is
+            unknown.
+    """
+    check_read(q, weights, activation)
+    (q,) = autocast(q)
+    w1, b1, w2, b2 = (x.to(q.dtype) for x in weights)
+    h = ACTIVATIONS[activation](q.transpose(1, 2) @ w1.mT + b1.unsqueeze(-2))
+    return (h @ w2.mT + b2.unsqueeze(-2)).transpose(1, 2)

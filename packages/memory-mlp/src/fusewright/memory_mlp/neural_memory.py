@@ -1,0 +1,306 @@
+r"""The neural memory as a layer: projections, gates, the memory, the output.
+
+    q, k = normalised(SiLU(conv(x W_q))), normalised(SiLU(conv(x W_k)))     v = SiLU(conv(x W_v))
+    alpha, eta, theta = gates(x)
+    S_t = eta_t S_(t-1) - theta_t (gradient of |M(k_t) - v_t|^2)
+    M_t = (1 - alpha_t) M_(t-1) + S_t
+    y_t = M_t(q_t), all heads joined, W_o
+
+Behrouz, Zhong, Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 2501.00663, sections 3.1,
+3.2 and 4.4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ._backends import Backend
+from ._gates import Gates
+from ._module_checks import (
+    check_count,
+    check_mask,
+    check_positive,
+    check_rules,
+    check_state,
+    check_tokens,
+    checked_head_dim,
+)
+from ._projections import KEY_NORMS, KeyNorm, Projections, finite_tokens
+from ._scan_checks import check_option
+from ._steps import Granularity, Read, Reduction, Rules, Scope, move, read, weights_at_end
+from .memory_state import (
+    MemoryState,
+    MemoryStats,
+    Writes,
+    detached,
+    fresh_state,
+    stats_of,
+    with_rows_reset,
+)
+
+OuterGrad = Literal["full", "detach_state", "none"]
+OUTER_GRADS = ("full", "detach_state", "none")
+
+
+class NeuralMemory(nn.Module):
+    """A memory that learns keys and values of a sequence while it is read, as a layer.
+
+    A pure function of its arguments and parameters: the memory is a state that comes in and goes
+    out. ``forward`` of a sequence cut anywhere, the state handed on, equals forward of the whole
+    ("segment" alone makes a step of each call). No output depends on a later token.
+
+    Args:
+        dim: width of input and output.
+        heads: number of memories side by side.
+        head_dim: D, width of their keys and values; dim // heads where left out.
+        hidden: width of a memory's hidden layers; 4 * D where left out.
+        layers: of a memory. Two run on the kernels, any other number in plain torch; one is the
+            linear memory W x + b.
+        activation: of the hidden layers, "silu", "relu" or "gelu" (the exact one).
+        chunk: tokens whose gradients are taken at the same weights.
+        granularity: "token": every token is a step, with gates of its own, and reads the memory as
+            ``read`` says. "chunk": one step for every chunk that is complete, with the mean of its
+            tokens' gates; every query reads the memory as its chunk found it. "segment": likewise,
+            one step for the tokens of a call.
+        reduction: the inner loss of a step: "sum" of the squared residuals over tokens and
+            features, "mean_feature" (the sum over tokens) or "mean_all", over the tokens that are
+            written.
+        key_norm: "l2" divides queries and keys of every head by their norm, "rms" by their root
+            mean square, None leaves them.
+        theta: "learned" by token and head, or a constant.
+        max_theta: what a learned theta stays below, in units of the chosen loss. It starts at
+            max_theta / (4 * chunk).
+        scope: "sequence": every row of the batch has its memory. "batch_pooled": one memory serves
+            all rows and every step pools their tokens, so that rows depend on one another; not for
+            "token".
+        convolution: taps of the causal depthwise convolution after the projections; 0 for none.
+        max_grad_norm: the largest norm of a pooled step's gradient, over all tensors of a memory;
+            not for "token".
+        outer_grad: "full": gradients pass through the steps, to earlier calls as well.
+            "detach_state": the state that a call returns is detached. "none": no gradient passes
+            through the steps; projections of queries and the output are trained, nothing else.
+        read: "token" alone asks: whether a token reads "after" or "before" it has written itself.
+        backend: "auto", "triton" or "reference": what serves the memory.
+        device, dtype: of the parameters. The memory itself is fp32 (fp64 in an fp64 module).
+
+    Attributes:
+        projections, gates, output: the layers around the memory.
+        initial: the memory's weights ``[heads, ...]`` at a row's start, ``w1 .. bn``.
+
+    Gradients of a chunk do not see one another. Where its keys are alike, they pass the goal
+    together once chunk * theta / (1 - eta) is more than about 0.6 ("sum", keys of length 1), and
+    the memory diverges; the gates start at 0.25.
+
+    Example:
+        >>> memory = NeuralMemory(512, heads=8)
+        >>> y, state, stats = memory(x)                 # [B, T, 512]
+        >>> more, state, stats = memory(x_later, state)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int = 1,
+        head_dim: int | None = None,
+        hidden: int | None = None,
+        layers: int = 2,
+        activation: str = "silu",
+        chunk: int = 64,
+        granularity: Granularity = "token",
+        reduction: Reduction = "sum",
+        key_norm: KeyNorm | None = "l2",
+        theta: Literal["learned"] | float = "learned",
+        max_theta: float = 0.1,
+        scope: Scope = "sequence",
+        convolution: int = 4,
+        max_grad_norm: float | None = None,
+        outer_grad: OuterGrad = "full",
+        read: Read = "after",
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        rules = Rules(
+            layers, activation, chunk, granularity, reduction, scope, max_grad_norm, read, backend
+        )
+        check_rules(rules)
+        head_dim = checked_head_dim(dim, heads, head_dim)
+        hidden = 4 * head_dim if hidden is None else hidden
+        check_count("hidden", hidden)
+        check_count("convolution", convolution, lowest=0)
+        check_option("outer_grad", outer_grad, OUTER_GRADS)
+        if key_norm is not None:
+            check_option("key_norm", key_norm, KEY_NORMS)
+        if theta != "learned":
+            check_positive("theta", theta)
+        check_positive("max_theta", max_theta)
+        super().__init__()
+        self.dim, self.heads, self.head_dim, self.hidden = dim, heads, head_dim, hidden
+        self.rules, self.outer_grad = rules, outer_grad
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.projections = Projections(
+            dim, heads, head_dim, convolution=convolution, key_norm=key_norm, **made
+        )
+        self.gates = Gates(dim, heads, theta=theta, max_theta=max_theta, chunk=chunk, **made)
+        self.output: nn.Linear = nn.Linear(heads * head_dim, dim, bias=False, **made)
+        widths = [head_dim, *(hidden,) * (layers - 1), head_dim]
+        self.initial = nn.ParameterDict()
+        for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(widths), 1):
+            self.initial[f"w{layer}"] = nn.Parameter(torch.empty(heads, fan_out, fan_in, **made))
+            self.initial[f"b{layer}"] = nn.Parameter(torch.empty(heads, fan_out, **made))
+        self.reset_initial()
+
+    @torch.no_grad()
+    def reset_initial(self) -> None:
+        """Draw the memory's initial weights: Xavier-normal for every head, biases zero."""
+        for name, tensor in self.initial.items():
+            if name.startswith("b"):
+                nn.init.zeros_(tensor)
+            else:
+                nn.init.normal_(tensor, std=(2.0 / (tensor.shape[1] + tensor.shape[2])) ** 0.5)
+
+    def init_state(self, batch: int) -> MemoryState:
+        """The state of ``batch`` rows before their first token; gradients reach ``initial``."""
+        shared = self.rules.scope == "batch_pooled"
+        initial = list(self.initial.values())
+        return fresh_state(initial, batch, shared, self.head_dim, self.projections.reach)
+
+    def detach_state(self, state: MemoryState) -> MemoryState:
+        """The same state, cut from the graph: what truncates backpropagation through time."""
+        return detached(state)
+
+    def reset(self, state: MemoryState, rows: Tensor) -> MemoryState:
+        """The state with the rows where ``rows [B]`` (bool) is True back at their start.
+
+        Chunks go on for all rows together, so that such a row's first chunk may be shorter than
+        others. With ``scope="batch_pooled"`` the memory stays, for it is not one row's.
+        """
+        batch = state.position.shape[0]
+        self.check_own(state, batch)
+        check_mask("rows", rows, (batch,), state.position.device)
+        return with_rows_reset(state, self.init_state(batch), rows)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MemoryState | None = None,
+        *,
+        queries: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, MemoryState, MemoryStats]:
+        """Write x and read on the way.
+
+        Args:
+            x: ``[B, T, dim]``, any T.
+            state: of an earlier call; None starts afresh.
+            queries: ``[B, T, dim]``, what is read with; x where left out.
+            mask: ``[B, T]`` bool, False for padding: such a token is not written, is a zero to the
+                convolution and to its output.
+
+        A token that is not finite, or whose key, value or gates are not, is not written in those
+        heads and counted in ``skipped``; its output is NaN. Later tokens and other rows do not
+        notice: the convolution sees a zero. A pooled step whose gradient is not finite is skipped
+        and its tokens are counted.
+
+        Returns:
+            (y ``[B, T, dim]``, in x's dtype or autocast's, without gate and residual; the new
+            state; the stats).
+
+        Raises:
+            TypeError: a tensor is not floating point or not strided, or a mask not bool.
+            ValueError: a shape, device or, outside autocast, dtype does not fit, or the state is
+                that of another kind of memory.
+            RuntimeError: the backend is "triton" and the kernels cannot serve this call.
+        """
+        check_tokens("x", x, self.output.weight, (None, None), self.dim)
+        batch, length, _ = x.shape
+        if queries is not None:
+            check_tokens("queries", queries, self.output.weight, (batch, length), self.dim)
+        if mask is not None:
+            check_mask("mask", mask, (batch, length), x.device)
+        if state is None:
+            state = self.init_state(batch)
+        else:
+            self.check_own(state, batch)
+        x, present = finite_tokens(x, mask)
+        fine = present
+        if queries is not None:
+            queries, fine = finite_tokens(queries, present)
+        projected = self.projections(x, queries, state.convolution)
+        alpha, eta, theta = gates = self.gates(x)
+        finite = projected.finite & torch.stack(gates).isfinite().all(0)
+        written = present.unsqueeze(-1) & finite
+        writes = Writes(projected.k, projected.v, alpha, eta, theta, written)
+        if self.outer_grad == "none":
+            state, writes = detached(state), writes.map(Tensor.detach)
+        moved = move(self.rules, projected.q, writes, state.weights, state.momentum, state.tail)
+        y = self.output(moved.y.flatten(2))
+        y = torch.where((fine & finite.all(-1)).unsqueeze(-1), y, torch.nan)
+        counted = ~written
+        if mask is not None:
+            y = torch.where(mask.unsqueeze(-1), y, 0.0)
+            counted = counted & mask.unsqueeze(-1)
+        skipped = counted.sum(1) + moved.skipped
+        state = MemoryState(
+            moved.weights,
+            moved.momentum,
+            moved.tail,
+            projected.history,
+            state.skipped + skipped,
+            state.position + x.shape[1],
+        )
+        if self.outer_grad != "full":
+            state = detached(state)
+        return y, state, stats_of(writes, skipped)
+
+    def retrieve(
+        self, queries: Tensor, state: MemoryState, *, before: Tensor | None = None
+    ) -> Tensor:
+        """What ``queries [B, S, dim]`` read in the memory as it is, without writing.
+
+        Args:
+            queries: ``[B, S, dim]``; a query that is not finite reads NaN.
+            state: of :meth:`forward` or :meth:`init_state`. With "token" the running chunk is read
+                too, with "chunk" the complete ones.
+            before: ``[B, n, dim]``, the queries before them, which the convolution sees; zeros
+                where left out.
+
+        Returns:
+            ``[B, S, dim]``, in queries' dtype or autocast's.
+        """
+        check_tokens("queries", queries, self.output.weight, (None, None), self.dim)
+        batch = queries.shape[0]
+        if before is not None:
+            check_tokens("before", before, self.output.weight, (batch, None), self.dim)
+        self.check_own(state, batch)
+        queries, fine = finite_tokens(queries, None)
+        if before is not None:
+            before, _ = finite_tokens(before, None)
+        if self.outer_grad == "none":
+            state = detached(state)
+        weights = weights_at_end(self.rules, state.weights, state.momentum, state.tail)
+        q = self.projections.queries_of(queries, before)
+        y = self.output(read(self.rules, q, weights).flatten(2))
+        return torch.where(fine.unsqueeze(-1), y, torch.nan)
+
+    def check_own(self, state: MemoryState, batch: int) -> None:
+        """The state must be of a memory like this one and have ``batch`` rows."""
+        rows = 1 if self.rules.scope == "batch_pooled" else batch
+        shapes = {f"weights[{i}]": (rows, *x.shape) for i, x in enumerate(self.initial.values())}
+        shapes |= {name.replace("weights", "momentum"): n for name, n in shapes.items()}
+        width = self.heads * self.head_dim
+        shapes["convolution"] = (batch, self.projections.reach, 3 * width)
+        shapes["tail.k"] = (batch, None, self.heads, self.head_dim)
+        shapes["position"] = (batch,)
+        chunk = 1 if self.rules.granularity == "segment" else self.rules.chunk
+        check_state(state, shapes, chunk, self.output.weight.device)
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.dim}, heads={self.heads}, head_dim={self.head_dim}, hidden={self.hidden}"
+        rules = ", ".join(f"{name}={value!r}" for name, value in self.rules._asdict().items())
+        return f"{sizes}, {rules}, outer_grad={self.outer_grad!r}"

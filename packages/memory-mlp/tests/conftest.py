@@ -1,0 +1,215 @@
+"""What the tests of this package share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_scan, memory_update
+from fusewright_testkit import Yardstick
+
+# Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def memory_of(device: str) -> Callable[..., NeuralMemory]:
+    """Makes small layers whose parameters are all drawn, so that no gate stands at its start."""
+
+    @torch.no_grad()
+    def make(**options: Any) -> NeuralMemory:
+        sizes = dict(heads=2, head_dim=5, hidden=7, chunk=6, dtype=torch.float64, device=device)
+        memory = NeuralMemory(9, **sizes | options)
+        for parameter in memory.parameters():
+            parameter.normal_(std=0.4)
+        return memory
+
+    return make
+
+
+@dataclass(frozen=True)
+class FlatOp:
+    """An op on flat lists of tensors, with options of its own."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+        """What gradients pass through."""
+        raise NotImplementedError
+
+    def kernels(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.public(*tensors, backend="triton")
+
+    def reference(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.public(*tensors, backend="reference")
+
+    def check(self, tensors: list[torch.Tensor]) -> None:
+        """Hold the kernels' outputs and gradients against the yardstick."""
+        Yardstick(self.reference, tensors).check(self.kernels)
+
+
+@dataclass(frozen=True)
+class UpdateOp(FlatOp):
+    """memory_update on flat lists of tensors: k, v, the memory, its momentum, the three gates and,
+    with ``row_weights``, those.
+    """
+
+    row_weights: bool = False
+
+    def having(self, row_weights: bool = False, **options: Any) -> UpdateOp:
+        """The op with options of its own."""
+        return replace(self, row_weights=row_weights, options=self.options | options)
+
+    def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+        """What gradients pass through: W', S' and the loss."""
+        done = self.whole(*tensors, **options)
+        return *done.weights, *done.momentum, done.loss
+
+    def whole(self, k, v, *others, **options):
+        state = MemoryWeights(*others[:4]), MemoryWeights(*others[4:8])
+        return memory_update(k, v, *state, *others[8:], **self.options | options)
+
+    def draw(
+        self,
+        lead: tuple[int, ...],
+        rows: int,
+        width: int,
+        hidden: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> list[torch.Tensor]:
+        """Rows and a memory of unit size, gates between 0 and 1."""
+        state = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def normal(*shape: int, spread: float = 1.0) -> torch.Tensor:
+            return spread * torch.randn(*lead, *shape, device=device, dtype=state)
+
+        shapes = (hidden, width), (hidden,), (width, hidden), (width,)
+        spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
+        memory = [normal(*shape, spread=s) for shape, s in zip(shapes, spreads, strict=True)]
+        momentum = [normal(*shape, spread=0.1) for shape in shapes]
+        gates = [torch.rand(lead, device=device, dtype=state) for _ in range(3)]
+        k, v = normal(rows, width).to(dtype), normal(rows, width).to(dtype)
+        others = [torch.rand(*lead, rows, device=device, dtype=state)] if self.row_weights else []
+        return [k, v, *memory, *momentum, *gates, *others]
+
+
+@dataclass(frozen=True)
+class ScanOp(FlatOp):
+    """memory_scan on flat lists of tensors: q, k, v, the memory, its momentum and the three gates.
+    A start that all rows share is given without their axis.
+    """
+
+    def having(self, **options: Any) -> ScanOp:
+        """The op with options of its own."""
+        return replace(self, options=self.options | options)
+
+    def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+        """y, then weights and momentum after the last token."""
+        q, k, v, *others = tensors
+        rows = q.shape[0]
+        start = [
+            x if x.ndim == dimensions else x.expand(rows, *x.shape)
+            for x, dimensions in zip(others[:8], (4, 3) * 4, strict=True)
+        ]
+        state = MemoryWeights(*start[:4]), MemoryWeights(*start[4:])
+        done = memory_scan(q, k, v, *state, *others[8:], **self.options | options)
+        return done.y, *done.weights, *done.momentum
+
+    def draw(
+        self,
+        batch: int,
+        tokens: int,
+        heads: int,
+        width: int,
+        hidden: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        *,
+        rate: float = 0.05,
+    ) -> list[torch.Tensor]:
+        """Keys of length 1, gates of a memory that stays small, theta up to ``rate``."""
+        state = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def normal(*shape: int, spread: float = 1.0) -> torch.Tensor:
+            return spread * torch.randn(*shape, device=device, dtype=state)
+
+        def gate(least: float, most: float) -> torch.Tensor:
+            number = torch.rand(batch, tokens, heads, device=device, dtype=state)
+            return least + (most - least) * number
+
+        q, k, v = (normal(batch, tokens, heads, width) for _ in range(3))
+        q, k = (F.normalize(x, dim=-1) for x in (q, k))
+        shapes = (hidden, width), (hidden,), (width, hidden), (width,)
+        spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
+        lead = batch, heads
+        memory = [normal(*lead, *shape, spread=s) for shape, s in zip(shapes, spreads, strict=True)]
+        momentum = [normal(*lead, *shape, spread=0.01) for shape in shapes]
+        gates = gate(0.0, 0.02), gate(0.85, 0.95), gate(0.0, rate)
+        return [*(x.to(dtype) for x in (q, k, v)), *memory, *momentum, *gates]
+
+
+@pytest.fixture
+def update_op() -> UpdateOp:
+    return UpdateOp()
+
+
+@pytest.fixture
+def scan_op() -> ScanOp:
+    return ScanOp()
+
+
+@pytest.fixture
+def fresh_updates() -> Iterator[None]:
+    """No update planned before the test, and none of its own kept: for tests that change tables."""
+    from fusewright.memory_mlp._update_backward_launch import backward_plan
+    from fusewright.memory_mlp._update_launch import update_plan
+
+    for plan in (update_plan, backward_plan):
+        plan.cache_clear()
+    yield
+    for plan in (update_plan, backward_plan):
+        plan.cache_clear()
+
+
+@pytest.fixture
+def many_update_programs(fresh_updates: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that few numbers take several in every direction, and rows that are split."""
+    from fusewright.memory_mlp import (
+        _update_backward_launch,
+        _update_configs,
+        _update_gradients,
+        _update_launch,
+        _update_problem,
+    )
+    from fusewright.memory_mlp._backends import Card
+
+    lines = tuple(
+        _update_configs.UpdateTile(precision, 16, 16, 16, 1, 1, aligned=False)
+        for precision in ("narrow", "tf32", "ieee")
+    )
+    tables = {
+        _update_launch: ("HIDDEN", "RESIDUAL", "SLOPE", "GRADIENTS"),
+        _update_backward_launch: ("P_BAR", "E_BAR", "Z_BAR", "DK", "DWEIGHTS"),
+    }
+    for module, names in tables.items():
+        for name in names:
+            monkeypatch.setattr(module, name, lines)
+    block = _update_configs.UpdateBlock(block=128, num_warps=1)
+    monkeypatch.setattr(_update_launch, "STEP", block)
+    monkeypatch.setattr(_update_launch, "TURN", _update_configs.UpdateBlock(block=16, num_warps=1))
+    for name in ("INNER_PRODUCTS", "COTANGENTS"):
+        monkeypatch.setattr(_update_backward_launch, name, block)
+    monkeypatch.setattr(_update_gradients, "ADD_SPLITS", block)
+    card = Card(multiprocessors=200, shared_bytes=99 << 10, capability=90)
+    monkeypatch.setattr(_update_problem, "card_of", lambda device: card)
+    monkeypatch.setattr(_update_gradients, "ROWS_OF_A_SPLIT", 16)
+
+
+@pytest.fixture(params=["triton", "reference"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param

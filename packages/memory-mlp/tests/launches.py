@@ -1,0 +1,140 @@
+"""Calls that launch the kernels, for the compile tests: tensors are never read."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from fusewright.memory_mlp import _scan_backward_launch, _update_problem
+from fusewright.memory_mlp._backends import Card
+from fusewright.memory_mlp._scan_backward_launch import launch_scan_backward
+from fusewright.memory_mlp._scan_launch import launch_scan
+from fusewright.memory_mlp._update_backward_launch import (
+    backward_plan,
+    launch_memory_update_backward,
+)
+from fusewright.memory_mlp._update_launch import launch_memory_update, update_plan
+from fusewright.memory_mlp.packing import packed_size
+
+# The card that is compiled for.
+CARD = Card(
+    multiprocessors=132,
+    shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
+    capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
+)
+_update_problem.card_of = _scan_backward_launch.card_of = lambda device: CARD
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+FIRST = (2048, 512, 512)
+SIZES = (FIRST, (512, 320, 1280), (8192, 1024, 1024), (65536, 64, 128))
+
+
+def launch_update(
+    rows: int,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    lead: tuple[int, ...] = (),
+    activation: str = "silu",
+    every_option: bool = False,
+) -> None:
+    """Forward and backward of one size; ``every_option``: row weights, a clip, the gradient of the
+    loss.
+    """
+    empty = functools.partial(torch.empty, dtype=F32)
+    k = torch.empty(*lead, rows, width, dtype=dtype)
+    shapes = (hidden, width), (hidden,), (width, hidden), (width,)
+    state = [empty(*lead, *shape) for _ in range(2) for shape in shapes]
+    gates = [empty(lead) for _ in range(3)]
+    row_weights = empty(*lead, rows) if every_option else None
+    clip = 1.0 if every_option else None
+    found = launch_memory_update(k, k, *state, *gates, row_weights, 2.0, activation, clip)
+    launch_memory_update_backward(
+        state if every_option else [*state[:4], *(None,) * 4],
+        gates[0] if every_option else None,
+        k,
+        k,
+        state[:4],
+        state[4:],
+        gates,
+        row_weights,
+        found[9],
+        found[11:15],
+        found[15:],
+        2.0,
+        activation,
+        clip,
+        True,
+        True,
+    )
+
+
+def with_precision(precision: str, *args, launch=launch_update, **options) -> None:
+    """``launch`` while torch multiplies fp32 in this precision."""
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        launch(*args, **options)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+def one_of_each_update() -> None:
+    """Every kernel of the pooled update at the sizes of a model, and where rows are split."""
+    launch_update(*FIRST, BF16)
+    launch_update(65536, 64, 128, BF16, every_option=True)
+    with_precision("tf32", *FIRST, F32)
+
+
+def every_update() -> None:
+    """Every line of the tables, precision, activation and option, and sizes of one."""
+    for size in SIZES:
+        launch_update(*size, BF16)
+        with_precision("tf32", *size, F32)
+    for activation in ("relu", "gelu"):
+        launch_update(*FIRST, BF16, activation=activation, every_option=True)
+    launch_update(*FIRST, F32, every_option=True)
+    with_precision("tf32", *FIRST, F32, every_option=True)
+    launch_update(*FIRST, F16, every_option=True)
+    launch_update(300, 64, 256, BF16, lead=(4, 8), every_option=True)
+    for size in ((1, 1, 3), (7, 5, 3), (33, 24, 40)):
+        launch_update(*size, BF16, every_option=True)
+        launch_update(*size, F32)
+    update_plan.cache_clear()
+    backward_plan.cache_clear()
+
+
+def launch_a_scan(
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    chunk: int = 64,
+    activation: str = "silu",
+    read: str = "after",
+    masked: bool = False,
+) -> None:
+    """Forward and backward of 4 rows of 5 heads."""
+    batch, tokens, heads = 4, 320, 5
+    rows = torch.empty(batch, tokens, heads, width, dtype=dtype)
+    state = torch.empty(batch, heads, 2, packed_size(hidden, width))
+    gate = torch.empty(batch, tokens, heads)
+    written = torch.empty(batch, tokens, heads, dtype=torch.bool) if masked else None
+    options = hidden, chunk, activation, read
+    gates = gate, gate, gate, written
+    y, end, states = launch_scan(rows, rows, rows, state, *gates, *options)
+    launch_scan_backward(y, end, rows, rows, rows, states, *gates, *options)
+
+
+def every_scan() -> None:
+    """Every kernel of the scan at the sizes of a model, every precision, activation and option, and
+    small sizes.
+    """
+    for hidden in (128, 256):
+        launch_a_scan(64, hidden, BF16)
+        launch_a_scan(64, hidden, F16)
+        launch_a_scan(64, hidden, F32)
+        with_precision("tf32", 64, hidden, F32, launch=launch_a_scan)
+    for activation in ("relu", "gelu"):
+        launch_a_scan(64, 256, BF16, activation=activation, read="before", masked=True)
+    for chunk, width, hidden in ((16, 32, 64), (32, 40, 128), (48, 64, 512), (5, 3, 5)):
+        launch_a_scan(width, hidden, BF16, chunk, masked=True)

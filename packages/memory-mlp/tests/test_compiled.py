@@ -1,0 +1,44 @@
+"""Every kernel compiles for every supported card, without a spill and within its shared memory."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from fusewright_testkit.compiled import SHARED_KIB, compiled_in_a_process
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_one_launch_of_every_update_kernel_compiles_without_a_spill(capability):
+    printed = compiled_in_a_process(HERE, "one_of_each_update", capability)
+    for kernel in (
+        "_round_weights_kernel",
+        "_turn_kernel",
+        "_hidden_kernel",
+        "_residual_kernel",
+        "_slope_kernel",
+        "_gradients_kernel",
+        "_add_splits_kernel",
+        "_step_kernel",
+        "_inner_products_kernel",
+        "_cotangents_kernel",
+        "_p_bar_kernel",
+        "_e_bar_kernel",
+        "_z_bar_kernel",
+        "_dk_kernel",
+    ):
+        assert kernel in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_every_line_of_the_update_tables_compiles_without_a_spill(capability):
+    compiled_in_a_process(HERE, "every_update", capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_every_kernel_of_the_scan_compiles_without_a_spill(capability):
+    compiled_in_a_process(HERE, "every_scan", capability)

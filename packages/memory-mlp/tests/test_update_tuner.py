@@ -1,0 +1,68 @@
+"""The tuner of the pooled update times what it is asked to, on a card that has run it before."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+
+import pytest
+from fusewright_testkit.timing import Time
+
+TUNER = pathlib.Path(__file__).parents[1] / "tune_update.py"
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    if not TUNER.exists():
+        pytest.skip("the tuner is not part of the distribution")
+    spec = importlib.util.spec_from_file_location("tune_update", TUNER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def count_the_calls(calls, **options):
+        for call in calls:
+            call()
+        return Time(1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(module, "graph_time", count_the_calls)
+    return module
+
+
+@pytest.fixture
+def launched_before(monkeypatch):
+    """A launch that has run keeps triton's own launcher as ``run``, as on a card."""
+    from fusewright.memory_mlp._launch import Launch
+
+    def call(self, tensors, floats=()):
+        self.dispatch(tensors, floats)
+        self.run = refuse
+
+    def refuse(*args):
+        raise TypeError("triton's launcher wants a grid")
+
+    monkeypatch.setattr(Launch, "__call__", call)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "tf32"])
+def test_every_launch_is_timed(tuner, launched_before, dtype, capsys):
+    size = 7, 5, 6
+    tile = tuner.UpdateTile(tuner.PRECISIONS[dtype], 16, 16, 16, 1, 1, aligned=False)
+    block = tuner.UpdateBlock(block=64, num_warps=1)
+    # In TF32 what differs.
+    wanted = ("",) if dtype == "bf16" else ()
+    kinds = [kind for kind in tuner.KINDS if kind.dtype in (*wanted, dtype)]
+    jobs = [(kind, dtype, size, tile if kind.pairs else block) for kind in kinds]
+    table = tuner.tuned(dtype, size, jobs, best=1, device="cpu")
+    assert [row["table"] for row in table] == [kind.table for kind in kinds]
+    printed = capsys.readouterr().out
+    assert "failed" not in printed
+    assert "WRONG" not in printed
+    assert printed.count("CHAIN") == 3
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "tf32"])
+def test_every_table_has_candidates_at_every_size(tuner, dtype):
+    for size in tuner.SIZES:
+        for kind in tuner.KINDS:
+            wanted = kind.dtype in ("", dtype)
+            assert bool(tuner.candidates_of(kind, dtype, size)) == wanted

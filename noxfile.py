@@ -126,10 +126,14 @@ def typing(session: nox.Session, part: workspace.Project | None) -> None:
 
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
-    """Train a small TransformerNP on scikit-learn's digits and draw what it predicts."""
+    """Train a small TransformerNP on digits, then a small TitanMAC on Python's own sources."""
     (models,) = workspace.integration()
     install_isolated(session, models)
-    session.run("fusewright-train", "transformer-np", *session.posargs)
+    if session.posargs:
+        session.run("fusewright-train", *session.posargs)
+        return
+    session.run("fusewright-train", "transformer-np")
+    session.run("fusewright-train", "titan-mac", "--margin", "0.15")
 
 
 @nox.session(default=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,12 @@ TOLD = (
     "tokens/s are B (M + N) over it. Stages, in ms, are between events on the device. TFLOPS "
     "counts the operations that the pruned model needs, for every provider; GiB is the peak of a "
     "step."
+)
+TEXT_HEADER = ("case", "provider", "timing", "tokens/s", "step", "GiB")
+TOLD_OF_TEXT = (
+    "TitanMAC: a step is forward pass, loss, backward pass and AdamW on B T tokens that lie on the "
+    "device, in ms; wall by the host's clock, graph where the whole step is replayed from a CUDA "
+    "graph."
 )
 
 
@@ -48,7 +55,8 @@ def read(path: Path) -> Cases | None:
         if reader.fieldnames != COLUMNS:
             return None
         for row in reader:
-            rows.setdefault((row["case"], row["provider"]), {})[row["pass"]] = row
+            if row["op"] == "TransformerNP":
+                rows.setdefault((row["case"], row["provider"]), {})[row["pass"]] = row
     cases: Cases = {}
     for (case, provider), passes in rows.items():
         sizes = {name: int(value) for name, value in (word.split("=") for word in case.split())}
@@ -61,6 +69,21 @@ def read(path: Path) -> Cases | None:
             float(step["mem_mib"]) / 1024 if step["mem_mib"] else None,
         )
     return cases
+
+
+def text_rows(path: Path) -> list[tuple[str, ...]]:
+    """A line for every step of TitanMAC that the file has."""
+    lines = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["op"] != "TitanMAC":
+                continue
+            sizes = dict(word.split("=") for word in row["case"].split())
+            tokens, ms = int(sizes["B"]) * int(sizes["T"]), float(row["ms"])
+            gib = f"{float(row['mem_mib']) / 1024:.1f}" if row["mem_mib"] else ""
+            found = (row["timing"], f"{1e3 * tokens / ms:,.0f}", f"{ms:,.1f}", gib)
+            lines.append((row["case"], row["provider"], *found))
+    return lines
 
 
 def result_files(folder: Path) -> dict[Path, Cases]:
@@ -85,6 +108,10 @@ def table(cases: Cases) -> str:
                     "" if step.gib is None else f"{step.gib:.1f}",
                 )
             )
+    return markdown(lines)
+
+
+def markdown(lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -108,6 +135,9 @@ def made(folder: Path) -> str:
         parts.append(table(cases))
         if missing := gaps(cases):
             parts.append(missing)
+        if lines := text_rows(path):
+            parts.append(TOLD_OF_TEXT)
+            parts.append(markdown([TEXT_HEADER, ("---",) * 3 + ("---:",) * 3, *lines]))
     return "\n\n".join(parts) or "Nothing has been measured yet."
 
 

@@ -92,3 +92,12 @@ def test_written_readme_and_picture_are_no_longer_behind(report, folder):
 
 def test_committed_table_is_that_of_the_result_files(report):
     assert report.problems(FOLDER) == []
+
+
+def test_steps_of_text_have_a_table_of_their_own(report, folder):
+    row = "TitanMAC,dim=320 layers=6 B=4 T=4096,step,fusewright,bf16,graph,{ms},1,1,,,{mib}\n"
+    with (folder / f"results/{NAME}.csv").open("a") as file:
+        file.write(row.format(ms="81.92", mib="2048.0") + row.format(ms="16.384", mib=""))
+    lines = [line for line in report.made(folder).splitlines() if line.startswith("| dim=320")]
+    start = "| dim=320 layers=6 B=4 T=4096 | fusewright | graph |"
+    assert lines == [f"{start} 200,000 | 81.9 | 2.0 |", f"{start} 1,000,000 | 16.4 |  |"]

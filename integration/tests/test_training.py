@@ -148,6 +148,63 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path, make):
     assert lines[0] == lines[1]
 
 
+class Dealt:
+    """The rows of one table, dealt out in order."""
+
+    def __init__(self) -> None:
+        self.table = torch.randn(96, 2, generator=torch.Generator().manual_seed(0)).double()
+        self.dealt = 0
+
+    def sample(self, batch: int) -> Numbers:
+        rows = self.table[self.dealt : self.dealt + batch]
+        self.dealt += batch
+        return Numbers(rows, tokens=batch)
+
+    def state_dict(self):
+        return {"dealt": self.dealt}
+
+    def load_state_dict(self, state):
+        self.dealt = state["dealt"]
+
+
+def dealt_trainer(path, **changes) -> Trainer:
+    trainer = linear_trainer(path, replace(CONFIG, **changes))
+    trainer.source = Dealt()
+    trainer.model.double()
+    return trainer
+
+
+def test_accumulated_batches_train_as_one_batch_of_all_their_rows(
+    tmp_path, assert_same_but_for_rounding
+):
+    one = dealt_trainer(tmp_path / "one", batch_size=8)
+    parts = dealt_trainer(tmp_path / "parts", batch_size=2, accumulation_steps=4)
+    for trainer in (one, parts):
+        trainer.run()
+        assert trainer.source.dealt == 96
+    assert_same_but_for_rounding([parts.model.weight], [one.model.weight])
+    losses = [[line["loss"] for line in trainer.folder.read_metrics()] for trainer in (one, parts)]
+    # Logged in fp32.
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_tokens_per_second_count_every_accumulated_batch(tmp_path):
+    trainer = dealt_trainer(tmp_path, batch_size=2, accumulation_steps=4)
+    counted = []
+    log = trainer._log
+    trainer._log = lambda: (counted.append(trainer.tokens), log())[1]
+    trainer.run()
+    assert counted == [2 * 4 * CONFIG.log_every] * 6
+
+
+def test_observer_is_shown_the_lines_that_the_folder_keeps(tmp_path):
+    lines = []
+    trainer = linear_trainer(tmp_path, evaluate=lambda: {"score": 1.0}, observe=lines.append)
+    trainer.run()
+    assert len(lines) == 9
+    assert lines == trainer.folder.read_metrics()
+
+
 def test_run_until_then_run_equals_one_run(tmp_path):
     whole, parts = linear_trainer(tmp_path / "whole"), linear_trainer(tmp_path / "parts")
     whole.run()
@@ -285,6 +342,7 @@ def test_compiled_training_follows_eager_training(tmp_path):
     [
         ("steps", 0, "steps must be at least 1; got 0"),
         ("batch_size", 0, "batch_size must be at least 1; got 0"),
+        ("accumulation_steps", 0, "accumulation_steps must be at least 1; got 0"),
         ("warmup_steps", 13, "warmup_steps must be 0 to 12; got 13"),
         ("clip_norm", 0.0, "clip_norm must be positive; got 0.0"),
         ("clip_norm", math.nan, "clip_norm must be positive; got nan"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
+
+from .titan_mac import TITAN_MAC
+from .titan_mac_config import TitanMACConfig
 
 PresetName = Literal["tiny", "demo", "base"]
 PRESET_NAMES = get_args(PresetName)
+TitanMACPresetName = Literal["tiny", "demo", "l4", "profile", "170m"]
 
 
 @dataclass(frozen=True)
@@ -74,5 +78,88 @@ TRANSFORMER_NP: dict[PresetName, TransformerNPPreset] = {
         evaluate_every=1000,
         evaluation_batches=256,
         evaluation_batch_size=16,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TitanMACPreset:
+    """Defaults that the flags of ``fusewright-train titan-mac`` override one by one.
+
+    Attributes:
+        architecture: of the model; its vocabulary is that of the tokenizer.
+        steps: optimizer steps.
+        batch_size: windows that go through the model together.
+        gradient_accumulation_steps: such batches per optimizer step.
+        seq_len: tokens that a window reads.
+        lr: peak learning rate.
+        evaluate_every: steps between two evaluations.
+        held_out_bytes: at most so many bytes are held out, all of which an evaluation reads.
+    """
+
+    architecture: TitanMACConfig
+    steps: int
+    batch_size: int
+    gradient_accumulation_steps: int
+    seq_len: int
+    lr: float
+    evaluate_every: int
+    held_out_bytes: int
+
+
+TITAN_MAC_PRESETS: dict[TitanMACPresetName, TitanMACPreset] = {
+    # Seconds on anything: for tests and for a first look at the files of a run.
+    "tiny": TitanMACPreset(
+        architecture=TITAN_MAC["tiny"],
+        steps=100,
+        batch_size=4,
+        gradient_accumulation_steps=1,
+        seq_len=128,
+        lr=4e-3,
+        evaluate_every=50,
+        held_out_bytes=2**12,
+    ),
+    # Minutes on two CPU cores.
+    "demo": TitanMACPreset(
+        architecture=replace(TITAN_MAC["tiny"], dim=128, memory_chunk=32, memory_hidden=32),
+        steps=800,
+        batch_size=8,
+        gradient_accumulation_steps=1,
+        seq_len=128,
+        lr=2e-3,
+        evaluate_every=400,
+        held_out_bytes=2**17,
+    ),
+    # Half a million tokens a step, for a GPU of 22 GB.
+    "l4": TitanMACPreset(
+        architecture=TITAN_MAC["l4"],
+        steps=10_000,
+        batch_size=4,
+        gradient_accumulation_steps=32,
+        seq_len=4096,
+        lr=4e-4,
+        evaluate_every=1000,
+        held_out_bytes=2**22,
+    ),
+    # Short windows: what a profiler looks at.
+    "profile": TitanMACPreset(
+        architecture=TITAN_MAC["profile"],
+        steps=1000,
+        batch_size=4,
+        gradient_accumulation_steps=1,
+        seq_len=512,
+        lr=4e-4,
+        evaluate_every=500,
+        held_out_bytes=2**20,
+    ),
+    "170m": TitanMACPreset(
+        architecture=TITAN_MAC["170m"],
+        steps=30_000,
+        batch_size=8,
+        gradient_accumulation_steps=16,
+        seq_len=4096,
+        lr=4e-4,
+        evaluate_every=1000,
+        held_out_bytes=2**22,
     ),
 }

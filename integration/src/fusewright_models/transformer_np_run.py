@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar
 
 import torch
 from fusewright.attention import Backend
@@ -12,11 +11,11 @@ from fusewright.mixture_head import Scale
 
 from .data import DataName, Sampler, Size, make_sampler
 from .presets import TRANSFORMER_NP, PresetName
+from .run_fields import LARGEST_SEED, check_fields
 from .training import Precision, TrainingConfig
 from .transformer_np import TransformerNP
 from .transformer_np_layers import Norm, TransformerNPConfig
 
-LARGEST_SEED = 2**63 - 1
 # Every run on the same kind of data is scored on the same tasks; no run can train on them.
 EVALUATION_SEED = LARGEST_SEED + 1
 
@@ -29,6 +28,8 @@ class TransformerNPRun:
         TypeError: a field is of another type.
         ValueError: a field has a value that it cannot have, whatever the others are.
     """
+
+    model_name: ClassVar[str] = "transformer-np"
 
     preset: PresetName
     steps: int
@@ -51,10 +52,7 @@ class TransformerNPRun:
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            _check_field(name, getattr(self, name), kind)
-        if not 0 <= self.seed <= LARGEST_SEED:
-            raise ValueError(f"seed must be 0 to {LARGEST_SEED}; got {self.seed}")
+        check_fields(self)
 
     @classmethod
     def from_flags(cls, flags: dict[str, Any]) -> TransformerNPRun:
@@ -72,6 +70,11 @@ class TransformerNPRun:
             "precision": "bf16" if device.startswith("cuda") else "fp32",
         }
         return cls(**(defaults | flags))
+
+    @property
+    def label(self) -> str:
+        """What tells it from other runs of its model, in a folder's name."""
+        return self.data
 
     def sampler(self, *, held_out: bool) -> Sampler:
         sizes = {
@@ -113,17 +116,3 @@ class TransformerNPRun:
             log_every=self.log_every,
             evaluate_every=self.eval_every,
         )
-
-
-def _check_field(name: str, value: Any, kind: Any) -> None:
-    """Refuse what a hand that edited config.json may have put there."""
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {get_args(kind)}; got {value!r}")
-        return
-    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    # JSON writes 1.0 as 1, too; True is an int to Python.
-    wanted = (float, int) if kind is float else kinds
-    if type(value) not in wanted:
-        names = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
-        raise TypeError(f"{name} must be {names}; got {value!r}")

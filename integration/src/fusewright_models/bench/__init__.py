@@ -1,7 +1,9 @@
-"""What a training step takes: ours beside plain torch.
+"""What a training step takes: ours beside plain torch, and beside others' libraries.
 
     python -m fusewright_models.bench --out integration/results
+    python -m fusewright_models.bench titan-mac --out integration/results
+    python -m fusewright_models.bench titan-mac --switches
 
-One step is data, forward pass, backward pass and optimizer; tokens per second are B (M + N) over
-its wall time.
+One step is data, forward pass, backward pass and optimizer; tokens per second are B (M + N), or
+B T of text, over its wall time.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +11,21 @@ from rich.console import Console
 
 from ..devices import checked_device
 from ..presets import TRANSFORMER_NP, PresetName
+from ..titan_mac import TITAN_MAC
+from ..titan_mac_layers import Variant
 from ..transformer_np_layers import TransformerNPConfig
 from .harness import Harness
-from .providers import PROVIDER_NAMES, SDPA_CHOICES, chosen_providers
+from .providers import PROVIDER_NAMES, SDPA_CHOICES, by_comma, chosen_providers
 from .results import environment_name
 from .shapes import SHAPES, Shape
+from .switches import SwitchesHarness
+from .titan_mac import PROVIDER_NAMES as TITAN_MAC_PROVIDERS
+from .titan_mac import SHAPES as TEXT_SHAPES
+from .titan_mac import TextShape, TitanMACHarness
 
 
 def main(
+    context: typer.Context,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="M,N,B: context rows, target rows, tasks; repeatable. Default: three."),
@@ -45,6 +53,8 @@ def main(
     Every row says whose attention ran. What runs out of memory or fails is a line of the table and
     no row of the result file; the exit code is 1 where that is ours.
     """
+    if context.invoked_subcommand:
+        return
     try:
         shapes = [Shape.parse(text) for text in shape] if shape else list(SHAPES)
         providers = chosen_providers(provider, sdpa)
@@ -66,5 +76,76 @@ def main(
     raise typer.Exit(not all(good))
 
 
+def titan_mac(
+    preset: Annotated[str, typer.Option(help=f"Of {', '.join(TITAN_MAC)}.")] = "l4",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="B,T: rows and their tokens; repeatable. Default: the preset's."),
+    ] = None,
+    variant: Annotated[Variant, typer.Option(help="Of the model.")] = "mac",
+    memory: Annotated[bool, typer.Option(help="With the memory, or the model without.")] = True,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Compute blocks again in the backward pass.")
+    ] = False,
+    provider: Annotated[
+        str, typer.Option(help=f"By comma, of {', '.join(TITAN_MAC_PROVIDERS)}.")
+    ] = "all",
+    switches: Annotated[
+        bool, typer.Option("--switches", help="What each of our ways saves, in place of providers.")
+    ] = False,
+    evaluate_every: Annotated[
+        int, typer.Option(min=1, help="Steps between evaluations, for their share of a run.")
+    ] = 50,
+    evaluation_batches: Annotated[int, typer.Option(min=1, help="Of an evaluation.")] = 10,
+    device: Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")] = "cuda",
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="About how long one provider is timed at one shape.")
+    ] = 6.0,
+    check: Annotated[
+        bool, typer.Option(help="Hold our first loss against fp32, at a slow forward pass a shape.")
+    ] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the result file; rows that it has are replaced.")
+    ] = None,
+) -> None:
+    """Time training steps of TitanMAC: ours, eager and compiled, each also replayed from a CUDA
+    graph, and titans-pytorch where it is installed.
+
+    The exit code is 1 where ours fails.
+    """
+    try:
+        if preset not in TITAN_MAC:
+            raise ValueError(f"preset must be of {', '.join(TITAN_MAC)}; got {preset!r}")
+        config = replace(
+            TITAN_MAC[preset], variant=variant, memory=memory, checkpointing=checkpointing
+        )
+        shapes = [TextShape.parse(text) for text in shape] if shape else list(TEXT_SHAPES[preset])
+        providers = by_comma("provider", provider, TITAN_MAC_PROVIDERS)
+        where = checked_device(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console(width=160)
+    name = environment_name(where)
+    console.print(f"{name}: bf16 autocast over fp32 weights, AdamW", highlight=False)
+    harness = TitanMACHarness(
+        config=config,
+        device=where,
+        seconds=seconds,
+        check=check,
+        file=out / f"{name}.csv" if out else None,
+        console=console,
+    )
+    if switches:
+        switched = SwitchesHarness(harness, evaluate_every, evaluation_batches)
+        good = [switched.bench(each) for each in shapes]
+    else:
+        good = [harness.bench(each, providers) for each in shapes]
+    raise typer.Exit(not all(good))
+
+
+app = typer.Typer()
+app.callback(invoke_without_command=True)(main)
+app.command("titan-mac")(titan_mac)
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from ..data import Sampler
-from ..transformer_np import TransformerNP
-from .providers import LossFunction
 
 STAGES = ("data", "fwd", "bwd", "optimizer")
 FEWEST_STEPS, MOST_STEPS = 3, 30
@@ -61,6 +57,20 @@ class Taken(NamedTuple):
     loss: float
 
 
+class Source(Protocol):
+    """What makes the data of a step, where the model is."""
+
+    device: torch.device
+
+    def sample(self, batch: int, /) -> Any: ...
+
+
+class Marks(Protocol):
+    """What is told where a stage ends."""
+
+    def mark(self) -> None: ...
+
+
 class Clock:
     """Marks between the stages of a step: events on a CUDA device, the host's clock on the CPU."""
 
@@ -94,16 +104,16 @@ class Step:
         model: on the device that is measured.
         sampler: makes the data there.
         batch: tasks of a step.
-        loss_function: ``(model, task)`` to the loss.
+        loss_function: ``(model, data)`` to the loss.
         optimizer: over the model's parameters.
     """
 
     def __init__(
         self,
-        model: TransformerNP,
-        sampler: Sampler,
+        model: nn.Module,
+        sampler: Source,
         batch: int,
-        loss_function: LossFunction,
+        loss_function: Callable[[Any, Any], Tensor],
         optimizer: Optimizer,
     ) -> None:
         self.model = model
@@ -113,13 +123,13 @@ class Step:
         self.optimizer = optimizer
         self.device = sampler.device
 
-    def run(self, clock: Clock) -> Tensor:
+    def run(self, clock: Marks) -> Tensor:
         """Take the step, with a mark before, between and after the stages; returns the loss."""
         clock.mark()
-        task = self.sampler.sample(self.batch)
+        data = self.sampler.sample(self.batch)
         clock.mark()
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.loss_function(self.model, task)
+            loss = self.loss_function(self.model, data)
         clock.mark()
         loss.backward()
         clock.mark()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .optimization import adamw, warmup_cosine
 from .run_folder import RunFolder
 from .trainer import PRECISIONS, Precision, Trainer, TrainingConfig
+from .wandb import wandb_observer
 
 __all__ = [
     "PRECISIONS",
@@ -13,5 +14,6 @@ __all__ = [
     "Trainer",
     "TrainingConfig",
     "adamw",
+    "wandb_observer",
     "warmup_cosine",
 ]

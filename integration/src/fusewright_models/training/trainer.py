@@ -59,6 +59,7 @@ class TrainingConfig:
     Attributes:
         steps: optimizer steps in all; the cosine ends there.
         batch_size: what the source is asked for.
+        accumulation_steps: batches whose mean gradient one optimizer step follows.
         warmup_steps: steps of linear warm-up.
         clip_norm: largest 2-norm of all gradients together; longer ones are scaled down to it.
         precision: "fp32", or "bf16" for autocast over fp32 parameters.
@@ -69,6 +70,7 @@ class TrainingConfig:
 
     steps: int
     batch_size: int
+    accumulation_steps: int = 1
     warmup_steps: int = 0
     clip_norm: float = 1.0
     precision: Precision = "fp32"
@@ -77,7 +79,8 @@ class TrainingConfig:
     evaluate_every: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "log_every", "evaluate_every"):
+        counts = ("steps", "batch_size", "accumulation_steps", "log_every", "evaluate_every")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if not 0 <= self.warmup_steps <= self.steps:
@@ -101,6 +104,7 @@ class Trainer:
         evaluate: numbers of the model as it stands, by name; called before the first step and at
             every evaluation point, under the precision of the training.
         console: where progress is shown.
+        observe: is shown every line of metrics as it is written.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class Trainer:
         *,
         evaluate: Callable[[], dict[str, float]] | None = None,
         console: Console | None = None,
+        observe: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.model = model
         self.source = source
@@ -124,6 +129,7 @@ class Trainer:
         self.folder = folder
         self.evaluate = evaluate
         self.console = console or Console()
+        self.observe = observe
         self.step = 0
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
@@ -146,11 +152,9 @@ class Trainer:
                 self._evaluate(progress)
             self._start_clock()
             while self.step < last:
-                batch = self.source.sample(config.batch_size)
-                self._train_on(batch)
+                self._take_step()
                 self.step += 1
                 self.steps_since_log += 1
-                self.tokens += batch.tokens
                 progress.update(bar, completed=self.step)
                 finished = self.step == config.steps
                 evaluation_due = finished or self.step % config.evaluate_every == 0
@@ -202,18 +206,23 @@ class Trainer:
         self.step = state["step"]
         self.folder.forget_metrics(after=self.step)
 
-    def _train_on(self, batch: Any) -> None:
+    def _take_step(self) -> None:
         config = self.config
         factor = warmup_cosine(self.step, steps=config.steps, warmup_steps=config.warmup_steps)
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = factor * peak
-        with self._autocast():
-            loss = self.loss_function(self.model, batch)
-        loss.backward()
+        loss = torch.zeros((), device=self.device)
+        for _ in range(config.accumulation_steps):
+            batch = self.source.sample(config.batch_size)
+            with self._autocast():
+                share = self.loss_function(self.model, batch) / config.accumulation_steps
+            share.backward()
+            loss = loss + share.detach()
+            self.tokens += batch.tokens
         norm = nn.utils.clip_grad_norm_(self.parameters, config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.sums += torch.stack([loss.detach(), norm])
+        self.sums += torch.stack([loss, norm])
 
     def _autocast(self) -> torch.autocast:
         bf16 = self.config.precision == "bf16"
@@ -229,9 +238,8 @@ class Trainer:
                 f"loss {loss} and gradient norm {norm} on average over steps {first} to "
                 f"{self.step}: not finite; lower the learning rate or look at the data"
             )
-        self.folder.append_metrics(
+        self._note(
             {
-                "step": self.step,
                 "loss": loss,
                 "gradient_norm": norm,
                 "lr": self.optimizer.param_groups[0]["lr"],
@@ -255,11 +263,17 @@ class Trainer:
         with self._autocast():
             numbers = self.evaluate()
         self.model.train()
-        self.folder.append_metrics({"step": self.step, **numbers})
+        self._note(numbers)
         shown = ", ".join(
             f"{name.replace('_', ' ')} {value:.4f}" for name, value in numbers.items()
         )
         progress.console.print(f"step {self.step}: {shown}", highlight=False)
+
+    def _note(self, numbers: dict[str, float]) -> None:
+        line = {"step": self.step, **numbers}
+        self.folder.append_metrics(line)
+        if self.observe is not None:
+            self.observe(line)
 
     def _progress(self) -> Progress:
         return Progress(

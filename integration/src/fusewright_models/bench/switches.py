@@ -1,0 +1,255 @@
+"""What each of our ways saves in a training step of TitanMAC: all of them taken back, and put in
+one at a time.
+
+    syncs       every step reads its loss on the host, and every call of a memory whether it is
+                finite; ours reads nothing
+    attention   scores, mask, softmax and values as products of torch; ours the banded kernels
+    norms       root mean squares in elementwise operations; ours one kernel
+    gating      SiLU and product apart; ours one kernel
+    memory      every inner gradient by autograd, chunk after chunk; ours the scan's kernels
+
+All compute the same loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from fusewright.feed_forward import swiglu
+from fusewright.memory_mlp import NeuralMemory, scan_reference
+from fusewright.memory_mlp.reference import Rows, activated, linear
+from fusewright.memory_mlp.weights import MemoryWeights
+from fusewright.norm import RMSNorm
+from rich.table import Table
+from torch import Tensor, nn
+
+from .. import titan_mac_layers
+from ..titan_mac import TitanMAC
+from .harness import Failure, attempt
+from .results import merge
+from .step import Marks, Measurement, Step
+from .titan_mac import TextShape, TitanMACHarness, Unclocked, row
+
+SWITCHES = ("syncs", "attention", "norms", "gating", "memory")
+# Where the host waits for the device, reading a number included.
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+PROFILED_STEPS = 3
+
+
+def manual_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int, **options: Any
+) -> Tensor:
+    """Attention with its scores and its mask in memory."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    key = torch.arange(k.shape[2], device=k.device)
+    back = key[-q.shape[2] :].unsqueeze(-1) - key
+    seen = (key < prefix) | ((back >= 0) & (back < window))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+
+
+def manual_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def manual_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return manual_norm(total, weight, eps), total
+
+
+def manual_gating(joint: Tensor, **options: Any) -> Tensor:
+    gate, up = joint.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def rows_by_autograd(
+    k: Tensor,
+    v: Tensor,
+    row_weights: Tensor | None,
+    weights: MemoryWeights,
+    factor: float,
+    activation: str,
+) -> Rows:
+    """The inner gradients of a chunk, by a graph that is kept for the outer ones."""
+    # Inner gradients are wanted where no outer ones are.
+    outer = torch.is_grad_enabled()
+    with torch.enable_grad():
+        z = linear(k, weights.w1, weights.b1)
+        z = z if z.requires_grad else z.requires_grad_()
+        h = activated(z, activation)[0]
+        out = linear(h, weights.w2, weights.b2)
+        r = out - v
+        loss = 0.5 * factor * r.square().sum()
+        p, e = torch.autograd.grad(loss, (z, out), create_graph=outer)
+    slope = curve = dh = torch.empty(0, device=k.device)
+    return Rows(h, slope, curve, r, e, dh, p)
+
+
+def waiting(module: nn.Module, arguments: Any, found: Any) -> None:
+    """Read on the host whether a memory is finite."""
+    weights = found[1].weights
+    if not all(bool(x.isfinite().all().item()) for x in weights):
+        raise ArithmeticError("a memory is not finite")
+
+
+@contextmanager
+def taken_back(model: TitanMAC, switches: tuple[str, ...]) -> Iterator[None]:
+    """The model with these of our ways replaced by the plain ones."""
+    with ExitStack() as stack:
+        if "attention" in switches:
+            stack.enter_context(
+                patch.object(titan_mac_layers, "sliding_window_attention", manual_attention)
+            )
+        if "norms" in switches:
+            stack.enter_context(patch.object(titan_mac_layers, "add_rms_norm", manual_add_norm))
+            stack.enter_context(
+                patch.object(
+                    RMSNorm, "forward", lambda self, x: manual_norm(x, self.weight, self.eps)
+                )
+            )
+        if "gating" in switches:
+            stack.enter_context(patch.object(swiglu, "silu_mul_halves", manual_gating))
+        memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+        if "memory" in switches:
+            stack.enter_context(patch.object(scan_reference, "rows_of", rows_by_autograd))
+            for memory in memories:
+                plain = memory.rules._replace(backend="reference")
+                stack.enter_context(patch.object(memory, "rules", plain))
+        if "syncs" in switches:
+            for memory in memories:
+                stack.callback(memory.register_forward_hook(waiting).remove)
+        yield
+
+
+class SwitchedStep(Step):
+    """A training step that may read its loss on the host."""
+
+    reads = False
+
+    def run(self, clock: Marks) -> Tensor:
+        loss = super().run(clock)
+        if self.reads:
+            loss.item()
+        return loss
+
+
+class Shares(NamedTuple):
+    """Of the host's time in a step, what it waits; of a run's time, what evaluation takes."""
+
+    waiting: float
+    evaluation: float
+
+
+class SwitchesHarness(NamedTuple):
+    """Measures the switches.
+
+    Attributes:
+        harness: everything but the switches.
+        evaluate_every: steps between two evaluations.
+        evaluation_batches: batches of an evaluation.
+    """
+
+    harness: TitanMACHarness
+    evaluate_every: int
+    evaluation_batches: int
+
+    def bench(self, shape: TextShape) -> bool:
+        """Measure one shape, print its table, keep its rows; False where ours failed."""
+        harness = self.harness
+        table = Table(title=shape.case(harness.config), caption="a step, everything eager")
+        table.add_column("ours")
+        columns = ("ms", "tokens/s", "times before", "GiB", "host waits", "evaluation")
+        for name in columns:
+            table.add_column(name, justify="right")
+        settings = {"none": SWITCHES, **{name: others(name) for name in SWITCHES}, "all": ()}
+        before = None
+        good = True
+        for name, plain in settings.items():
+            found = attempt(self.measure, shape, plain)
+            harness.let_go()
+            if isinstance(found, Failure):
+                good &= name != "all"
+                table.add_row(name, found.reason)
+                continue
+            measured, shares = found
+            before = measured.step.ms if name == "none" else before
+            memory = measured.memory_mib
+            table.add_row(
+                name,
+                f"{measured.step.ms:,.2f}",
+                f"{1e3 * shape.tokens / measured.step.ms:,.0f}",
+                "" if before is None else f"{before / measured.step.ms:.2f}",
+                "" if memory is None else f"{memory / 1024:.2f}",
+                f"{100 * shares.waiting:.1f} %",
+                f"{100 * shares.evaluation:.1f} %",
+            )
+            if harness.file is not None:
+                provider = f"switches-{name}"
+                merge(harness.file, [row(harness.config, shape, provider, "wall", measured)])
+        harness.console.print(table)
+        return good
+
+    def measure(self, shape: TextShape, plain: tuple[str, ...]) -> tuple[Measurement, Shares]:
+        """A step, and its shares, with these of our ways taken back."""
+        harness = self.harness
+        step = harness.step(shape, "fusewright")
+        step = SwitchedStep(
+            step.model, step.sampler, step.batch, step.loss_function, step.optimizer
+        )
+        step.reads = "syncs" in plain
+        with taken_back(cast(TitanMAC, step.model), plain):
+            loss = step.timed().loss
+            measured = step.measure(harness.seconds, loss, "")
+            # Once before, since it is the first call without gradients.
+            evaluation = min(self.evaluation_seconds(step) for _ in range(2))
+            steps = self.evaluate_every * measured.step.ms / 1e3
+            shares = Shares(waiting_share(step), evaluation / (evaluation + steps))
+        return measured, shares
+
+    @torch.no_grad()
+    def evaluation_seconds(self, step: Step) -> float:
+        """Losses of ``evaluation_batches`` batches, read at the end."""
+        start = time.perf_counter()
+        with torch.autocast(step.device.type, torch.bfloat16):
+            batch = step.sampler.sample(step.batch)
+            losses = [step.loss_function(step.model, batch) for _ in range(self.evaluation_batches)]
+        torch.stack(losses).mean().item()
+        return time.perf_counter() - start
+
+
+def waiting_share(step: Step) -> float:
+    """The share of the host's own time in a step that is spent waiting for the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step.timed()
+    activities = [ProfilerActivity.CPU]
+    if step.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for _ in range(PROFILED_STEPS):
+            step.run(Unclocked())
+    return share_of_waits(profiler.key_averages())
+
+
+def share_of_waits(events: Iterable[Any]) -> float:
+    """Of the host's own time in these events of a profile."""
+    # The profiler's own wait at its end counts for nothing.
+    counted = [event for event in events if event.key != "cudaDeviceSynchronize"]
+    total = sum(event.self_cpu_time_total for event in counted)
+    waits = sum(event.self_cpu_time_total for event in counted if event.key in WAITS)
+    return waits / total if total else 0.0
+
+
+def others(name: str) -> tuple[str, ...]:
+    """Every switch but one."""
+    return tuple(switch for switch in SWITCHES if switch != name)

@@ -1,0 +1,136 @@
+"""What the training commands of all models do alike: open a folder, train into it, stop well."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+import torch
+import typer
+from fusewright.attention import Backend
+from fusewright.norm import layer_norm
+from rich.console import Console
+
+from .devices import checked_device
+from .training import RunFolder, Trainer
+
+
+class Run(Protocol):
+    """A frozen dataclass with every choice of one training run."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    model_name: ClassVar[str]
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def label(self) -> str: ...
+
+    @classmethod
+    def from_flags(cls, flags: dict[str, Any]) -> Self: ...
+
+
+RunT = TypeVar("RunT", bound=Run)
+
+
+def open_run(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
+    """The run that the flags of a command line ask for, and its folder; nothing is written.
+
+    Raises:
+        TypeError, ValueError, OSError: flags or folder cannot be served.
+    """
+    return _resumed(kind, flags) if "resume" in flags else _new(kind, flags)
+
+
+def _new(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
+    out = flags.pop("out", None)
+    run = kind.from_flags(flags)
+    name = f"{run.model_name}-{run.label}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = RunFolder(out or Path("runs", name))
+    if folder.holds_a_run:
+        raise ValueError(f"{folder.path} holds a run: continue it with --resume, or choose another")
+    return run, folder
+
+
+def _resumed(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
+    folder = RunFolder(flags.pop("resume"))
+    if flags:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
+        raise ValueError(f"--resume takes every choice from its folder; got {names} as well")
+    return read_run(kind, folder), folder
+
+
+def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
+    """The run that a folder holds.
+
+    Raises:
+        FileNotFoundError: it holds none.
+        ValueError: it is another model's, another version's or spoiled.
+    """
+    config = folder.read_config()
+    if config.pop("model", None) != kind.model_name:
+        raise ValueError(f"wanted a run of {kind.model_name}; {folder.path} holds another model's")
+    config.pop("torch", None)
+    wanted = {field.name for field in fields(kind)}
+    if config.keys() != wanted:
+        names = ", ".join(sorted(config.keys() ^ wanted))
+        raise ValueError(f"the run in {folder.path} was begun by another version: {names} differ")
+    try:
+        return kind(**config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder.config_file}: {error}") from error
+
+
+def check_device(run: Run) -> None:
+    """Fail now rather than in the first step, with the reason that torch or the norm gives."""
+    layer_norm(torch.ones(1, 8, device=checked_device(run.device)), backend=run.backend)
+
+
+def train(trainer: Trainer, run: Run, *, resumed: bool) -> None:
+    """Begin the run or take it up where it was left, and train to its end.
+
+    A run that is stopped or fails ends the program, with one sentence.
+    """
+    folder, console = trainer.folder, trainer.console
+    with usage_errors():
+        if not resumed:
+            config = {"model": run.model_name, "torch": torch.__version__, **asdict(run)}
+            folder.write_config(config)
+        elif folder.holds_a_checkpoint:
+            trainer.resume()
+        else:
+            # Stopped before its first checkpoint: the run begins again.
+            folder.forget_metrics()
+    try:
+        trainer.run()
+    except KeyboardInterrupt:
+        console.print(
+            f"stopped; continue with: fusewright-train {run.model_name} --resume {folder.path}"
+        )
+        raise typer.Exit(130) from None
+    except FloatingPointError as error:
+        console.print(f"stopped: {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def usage_errors(file: Path | None = None) -> Iterator[None]:
+    """A choice that cannot be served is the caller's to mend: one sentence, no traceback, with the
+    file where the choice stood if it was no flag.
+    """
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        raise typer.BadParameter(f"{file}: {error}" if file else str(error)) from error
+
+
+def results_in(console: Console, folder: RunFolder) -> None:
+    console.print(f"results in {folder.path}", highlight=False, soft_wrap=True)

@@ -1,0 +1,27 @@
+"""Text as tokens on the device that trains, and how well a model knows it."""
+
+from __future__ import annotations
+
+from .byte_model import ByteModel
+from .corpus import Corpus, read_corpus
+from .documents import documents
+from .evaluation import TextEvaluation, evaluate_text
+from .generation import generate
+from .tokens import ByteTokenizer, LibraryTokenizer, Tokenizer, make_tokenizer
+from .windows import TextBatch, Windows
+
+__all__ = [
+    "ByteModel",
+    "ByteTokenizer",
+    "Corpus",
+    "LibraryTokenizer",
+    "TextBatch",
+    "TextEvaluation",
+    "Tokenizer",
+    "Windows",
+    "documents",
+    "evaluate_text",
+    "generate",
+    "make_tokenizer",
+    "read_corpus",
+]

@@ -1,0 +1,65 @@
+"""Text continued token by token, the model's state carried from one to the next."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class StreamingModel(Protocol):
+    """What is asked of a model: hidden rows and a state that stands for everything read so far."""
+
+    def __call__(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@torch.no_grad()
+def generate(
+    model: StreamingModel,
+    prompt: Tensor,
+    *,
+    tokens: int,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw a continuation of every prompt.
+
+    Args:
+        model: in evaluation mode.
+        prompt: ``[B, P]`` int64, P >= 1, on the model's device.
+        tokens: how many follow, 1 or more.
+        temperature: logits are divided by it; 0 takes the most likely token.
+        vocab_size: tokens from here on are never drawn; None draws from all of the model's.
+        generator: on the model's device; None takes torch's own.
+
+    Returns:
+        ``[B, tokens]`` int64, the prompt not among them.
+
+    Raises:
+        ValueError: an empty prompt, no tokens, or a temperature below 0.
+    """
+    if prompt.ndim != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"wanted prompts [B, P] with P >= 1; got {list(prompt.shape)}")
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1; got {tokens}")
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 or positive, and finite; got {temperature}")
+    hidden, state = model(prompt)
+    drawn: list[Tensor] = []
+    while True:
+        logits = model.logits(hidden[:, -1]).float()[:, :vocab_size]
+        drawn.append(_draw(logits, temperature, generator))
+        if len(drawn) == tokens:
+            return torch.cat(drawn, dim=1)
+        hidden, state = model(drawn[-1], state)
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """One token per row of ``logits [B, V]``, ``[B, 1]``."""
+    if temperature == 0.0:
+        return logits.argmax(dim=-1, keepdim=True)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

@@ -1,0 +1,104 @@
+"""Text to tokens and back: bytes, or a tokenizer of the tokenizers library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..extras import imported
+
+TOGETHER = 256
+
+
+class Tokenizer(Protocol):
+    """What a corpus, an evaluation and a generation ask of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
+        """The tokens of every document, with what the tokenizer puts around one."""
+        ...
+
+    def prompt(self, text: bytes) -> np.ndarray:
+        """The tokens of a text, and nothing around them."""
+        ...
+
+    def decode(self, tokens: np.ndarray) -> bytes: ...
+
+
+class ByteTokenizer:
+    """A token is a byte."""
+
+    vocab_size = 256
+
+    def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
+        return map(self.prompt, documents)
+
+    def prompt(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, tokens: np.ndarray) -> bytes:
+        return tokens.astype(np.uint8).tobytes()
+
+
+class LibraryTokenizer:
+    """A tokenizer of the tokenizers library.
+
+    Its special tokens are put around documents as its own post-processor says, and are no part of
+    decoded text. Bytes that are not UTF-8 are read as U+FFFD.
+
+    Args:
+        source: a tokenizer.json, or a name on the Hugging Face hub.
+
+    Raises:
+        OSError: there is no such file, or the hub cannot be reached.
+        ValueError: the file holds no tokenizer.
+        RuntimeError: the extra "text" is not installed.
+    """
+
+    def __init__(self, source: str) -> None:
+        library = imported("tokenizers", extra="text", purpose="tokenizers")
+        path = Path(source)
+        if not path.is_file() and (path.exists() or path.suffix == ".json"):
+            raise FileNotFoundError(f"wanted a tokenizer's file or name; got {source}")
+        self._tokenizer: Any = self._read(library, source, path.is_file())
+        # Numbers need not be dense: the largest decides how many rows an embedding has.
+        self.vocab_size: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        if self.vocab_size == 0:
+            raise ValueError(f"wanted a tokenizer with a vocabulary; {source} has none")
+
+    @staticmethod
+    def _read(library: Any, source: str, is_file: bool) -> Any:
+        read = library.Tokenizer.from_file if is_file else library.Tokenizer.from_pretrained
+        try:
+            return read(source)
+        except OSError:
+            raise
+        except Exception as error:
+            # The library raises Exception itself where a file cannot be read as a tokenizer.
+            raise ValueError(f"wanted a tokenizer in {source}; got: {error}") from error
+
+    def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
+        texts = (document.decode("utf-8", errors="replace") for document in documents)
+        while group := list(islice(texts, TOGETHER)):
+            for encoding in self._tokenizer.encode_batch_fast(group):
+                yield np.array(encoding.ids, dtype=np.int32)
+
+    def prompt(self, text: bytes) -> np.ndarray:
+        decoded = text.decode("utf-8", errors="replace")
+        return np.array(
+            self._tokenizer.encode(decoded, add_special_tokens=False).ids, dtype=np.int32
+        )
+
+    def decode(self, tokens: np.ndarray) -> bytes:
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode()
+
+
+def make_tokenizer(source: str | None) -> Tokenizer:
+    """Bytes for None, otherwise the tokenizer of that file or name."""
+    return ByteTokenizer() if source is None else LibraryTokenizer(source)

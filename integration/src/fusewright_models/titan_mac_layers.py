@@ -1,0 +1,350 @@
+"""The layers of a TitanMAC; the formulas stand with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from fusewright.attention import Backend, sliding_window_attention
+from fusewright.feed_forward import SwiGLU
+from fusewright.memory_mlp import MemoryState, MemoryWeights, NeuralMemory, memory_read
+from fusewright.norm import RMSNorm, add_rms_norm
+from torch import Tensor, nn
+
+from .titan_mac_config import VARIANTS, TitanMACConfig, Variant
+
+__all__ = ["VARIANTS", "Block", "LayerState", "Rotation", "TitanMACConfig", "Variant"]
+
+# One step for a segment, as the code has it in which TitanMAC was first published. Its memory was
+# one for all rows of a batch, and the tokens of a segment read it after they had all been learned.
+ORIGIN_MEMORY = {
+    "granularity": "chunk",
+    "reduction": "mean_all",
+    "key_norm": None,
+    "theta": 0.01,
+    "max_grad_norm": 1.0,
+}
+
+
+class LayerState(NamedTuple):
+    """What a layer carries from one piece of a sequence to the next.
+
+    Attributes:
+        memory: of the memory, up to the last token.
+        earlier: of the memory, as the segments before the running one left it ("mac").
+        k, v: ``[B, n, H, D]``, keys and values that later tokens attend to, oldest first.
+        normed: ``[B, convolution - 1, d]``, the last rows of which the memory was asked ("mac").
+    """
+
+    memory: MemoryState | None = None
+    earlier: MemoryState | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    normed: Tensor | None = None
+
+    def seen(self, k: Tensor, v: Tensor, count: int) -> LayerState:
+        """With the last ``count`` of these keys and values and those before."""
+        return self._replace(k=last(self.k, k, count), v=last(self.v, v, count))
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines that turn queries and keys, ``[T, 3, 1, D]``; values stay as they are."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, width: int, base: float, dtype: torch.dtype) -> Rotation:
+        """For ``positions [T]``: pair i of D / 2 turns by position / base^(2 i / D)."""
+        # In fp64, since the angle of a late position is a large number.
+        steps = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64)
+        angles = positions.double().unsqueeze(-1) * base ** (-steps / width)
+        angles = angles.repeat(1, 2).unsqueeze(1)
+        turned = torch.stack([angles, angles, torch.zeros_like(angles)], 1)
+        return cls(turned.cos().to(dtype), turned.sin().to(dtype))
+
+    def of(self, rows: Tensor) -> Tensor:
+        """``rows [B, T, 3, H, D]``, turned."""
+        a, b = rows.chunk(2, -1)
+        return torch.addcmul(rows * self.cos, torch.cat([-b, a], -1), self.sin).to(rows.dtype)
+
+    def split(self, sizes: list[int]) -> list[Rotation]:
+        """Of as many tokens each."""
+        return [Rotation(*parts) for parts in zip(*(x.split(sizes) for x in self), strict=True)]
+
+
+class Attention(nn.Module):
+    """Causal attention to P persistent rows and a window of rows, without a last projection."""
+
+    def __init__(self, config: TitanMACConfig, *, backend: Backend) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.prefix = config.persistent
+        self.backend: Backend = backend
+        self.query_key_value = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        # They stand among the normed rows of the tokens, and pass no block.
+        self.persistent = (
+            nn.Parameter(torch.empty(self.prefix, config.dim)) if self.prefix else None
+        )
+
+    def rows(self, n: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Queries, keys and values of ``n [.., T, d]``: ``[.., T, 3, H, D]``."""
+        rows = self.query_key_value(n).unflatten(-1, (3, self.heads, -1))
+        return rows if rotation is None else rotation.of(rows)
+
+    def persistent_rows(self, batch: int) -> Sequence[Tensor | None]:
+        """Keys and values of the persistent rows, which have no position: ``[B, P, H, D]``."""
+        if self.persistent is None:
+            return None, None
+        return self.rows(self.persistent).expand(batch, -1, -1, -1, -1).unbind(2)[1:]
+
+    def forward(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor],
+        persistent: Sequence[Tensor | None],
+        past: LayerState,
+        window: int,
+    ) -> Tensor:
+        """Outputs of queries, keys and values ``[B, n, H, D]``: ``[B, n, d]``.
+
+        Each sees the persistent rows, itself, and as many before it, those of the past first, as
+        make ``window`` with it.
+        """
+        q, *new = rows
+        k, v = (
+            torch.cat([x for x in parts if x is not None], 1)
+            for parts in zip(persistent, (past.k, past.v), new, strict=True)
+        )
+        o = sliding_window_attention(q, k, v, window, self.prefix, backend=self.backend)
+        return o.flatten(-2)
+
+
+class SigmoidGate(nn.Module):
+    """y * sigmoid(r W + b): what the attention says, gated by what the memory reads."""
+
+    def __init__(self, dim: int, *, backend: Backend) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, y: Tensor, r: Tensor) -> Tensor:
+        return y * torch.sigmoid(self.linear(r))
+
+
+class NormalizedGate(nn.Module):
+    """N(y) * SiLU(N(r)), each N with a learned vector of its own."""
+
+    def __init__(self, dim: int, *, backend: Backend) -> None:
+        super().__init__()
+        self.output_norm = RMSNorm(dim, backend=backend)
+        self.memory_norm = RMSNorm(dim, backend=backend)
+
+    def forward(self, y: Tensor, r: Tensor) -> Tensor:
+        return self.output_norm(y) * F.silu(self.memory_norm(r))
+
+
+GATE_LAYERS = {"sigmoid": SigmoidGate, "normalized": NormalizedGate}
+
+
+class MemoryLayer(nn.Module):
+    """The memory by itself: M learns n_t, then reads n_t."""
+
+    def __init__(self, config: TitanMACConfig, *, backend: Backend) -> None:
+        super().__init__()
+        self.memory = make_memory(config, backend)
+
+    @property
+    def writer(self) -> nn.Linear:
+        """The product that writes to the stream."""
+        return self.memory.output
+
+    def init_state(self, batch: int) -> LayerState:
+        """The state before the first token."""
+        return LayerState(memory=first_state(self.memory, batch))
+
+    def forward(
+        self, n: Tensor, rotation: Rotation | None, state: LayerState, position: int
+    ) -> tuple[Tensor, LayerState]:
+        """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them."""
+        read, memory, _ = self.memory(n, state.memory)
+        return read, state._replace(memory=memory)
+
+
+class AttentionLayer(nn.Module):
+    """What the two layers with attention have in common; ``gated``: a memory and its gate too."""
+
+    def __init__(self, config: TitanMACConfig, *, backend: Backend, gated: bool) -> None:
+        super().__init__()
+        self.segment = config.segment
+        self.attention = Attention(config, backend=backend)
+        self.output = nn.Linear(config.dim, config.dim, bias=False)
+        self.memory = make_memory(config, backend) if gated else None
+        self.gate = GATE_LAYERS[config.gate](config.dim, backend=backend) if gated else None
+
+    @property
+    def writer(self) -> nn.Linear:
+        """The product that writes to the stream."""
+        return self.output
+
+    def init_state(self, batch: int) -> LayerState:
+        """The state before the first token."""
+        return LayerState(None if self.memory is None else first_state(self.memory, batch))
+
+
+class WindowAttention(AttentionLayer):
+    """Attention over a window of the sequence; gated, the memory learns and reads n beside it."""
+
+    def forward(
+        self, n: Tensor, rotation: Rotation, state: LayerState, position: int
+    ) -> tuple[Tensor, LayerState]:
+        """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them."""
+        q, k, v = self.attention.rows(n, rotation).unbind(2)
+        persistent = self.attention.persistent_rows(len(n))
+        y = self.attention((q, k, v), persistent, state, self.segment)
+        state = state.seen(k, v, self.segment - 1)
+        if self.memory is not None and self.gate is not None:
+            read, memory, _ = self.memory(n, state.memory)
+            y, state = self.gate(y, read), state._replace(memory=memory)
+        return self.output(y), state
+
+
+class SegmentAttention(AttentionLayer):
+    """Attention within each segment, and to what the memory of those before it says."""
+
+    def init_state(self, batch: int) -> LayerState:
+        """The state before the first token."""
+        state = super().init_state(batch)
+        if self.memory is None:
+            return state
+        shape = (batch, self.memory.projections.reach, self.memory.dim)
+        return state._replace(earlier=state.memory, normed=self.output.weight.new_zeros(shape))
+
+    def forward(
+        self, n: Tensor, rotation: Rotation, state: LayerState, position: int
+    ) -> tuple[Tensor, LayerState]:
+        """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them.
+
+        Only what waits for the memory is in the loop: projections of all tokens come before it, the
+        gate and what follows it after.
+        """
+        persistent = self.attention.persistent_rows(len(n))
+        sizes = list(segment_sizes(n.shape[1], position, self.segment))
+        # Split once: the gradient of a slice would be as long as the whole.
+        rows, turns = self.attention.rows(n, rotation).split(sizes, 1), rotation.split(sizes)
+        queries: Sequence[Tensor | None] = [None] * len(sizes)
+        if self.memory is not None:
+            projections = self.memory.projections
+            before = cast(Tensor, state.normed).to(n.dtype)
+            queries = projections.queries_of(n, before).split(sizes, 1)
+            state = state._replace(normed=last(before, n, projections.reach))
+        mixed, reads = [], []
+        for part, turn, query in zip(rows, turns, queries, strict=True):
+            position += part.shape[1]
+            every = 1
+            if query is not None:
+                # h_t stands just before its token, and being causal is all that the order needs.
+                h = self.attention.rows(self._recalled(query, state), turn)
+                part, every = torch.stack([h, part], 2).flatten(1, 2), 2
+            q, k, v = part.unbind(2)
+            window = every * self.segment
+            y = self.attention((q, k, v), persistent, state, window)[:, every - 1 :: every]
+            state = state.seen(k, v, window)
+            if self.memory is not None:
+                read, memory, _ = self.memory(y, state.memory)
+                state = state._replace(memory=memory)
+                reads.append(read)
+            if position % self.segment == 0:
+                state = state._replace(earlier=state.memory, k=None, v=None)
+            mixed.append(y)
+        y = torch.cat(mixed, 1)
+        if self.gate is not None:
+            y = self.gate(y, torch.cat(reads, 1))
+        return self.output(y), state
+
+    def _recalled(self, queries: Tensor, state: LayerState) -> Tensor:
+        """h ``[B, n, d]``, what the memory of earlier segments says to a segment's queries."""
+        memory, earlier = cast(NeuralMemory, self.memory), cast(MemoryState, state.earlier)
+        # A segment ends with a chunk, so that the weights are those after its last token.
+        weights = cast(MemoryWeights, earlier.weights)
+        return memory.output(memory_read(queries, weights).flatten(2))
+
+
+class Block(nn.Module):
+    """The layers of the variant and a SwiGLU, each added to the stream after a norm of its own."""
+
+    def __init__(self, config: TitanMACConfig, *, backend: Backend) -> None:
+        super().__init__()
+        self.backend: Backend = backend
+        gated = config.memory and config.variant in ("mac", "mag")
+        layers: list[nn.Module] = []
+        if config.memory and config.variant in ("mal", "lmm"):
+            layers.append(MemoryLayer(config, backend=backend))
+        if config.attends:
+            kind = SegmentAttention if config.variant == "mac" else WindowAttention
+            layers.append(kind(config, backend=backend, gated=gated))
+        self.layers = nn.ModuleList(layers)
+        self.norms = nn.ModuleList(
+            RMSNorm(config.dim, backend=backend) for _ in range(len(layers) + 1)
+        )
+        self.feed_forward = SwiGLU(config.dim, config.hidden_width, backend=backend)
+
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, state: tuple[LayerState, ...], position: int
+    ) -> tuple[Tensor, tuple[LayerState, ...]]:
+        """``x [B, T, d]``, the tokens from ``position`` on, to the same; T at least 1."""
+        first, *later = cast(list[RMSNorm], self.norms)
+        n, after = first(x), []
+        for layer, before, norm in zip(self.layers, state, later, strict=True):
+            added, carried = layer(n, rotation, before, position)
+            n, x = add_rms_norm(x, added, norm.weight, eps=norm.eps, backend=self.backend)
+            after.append(carried)
+        return x + self.feed_forward(n), tuple(after)
+
+    def writers(self) -> list[nn.Linear]:
+        """The products that write to the stream."""
+        layers = cast(list[MemoryLayer | AttentionLayer], self.layers)
+        return [*(layer.writer for layer in layers), self.feed_forward.output]
+
+    def init_state(self, batch: int) -> tuple[LayerState, ...]:
+        """The state before the first token."""
+        layers = cast(list[MemoryLayer | AttentionLayer], self.layers)
+        return tuple(layer.init_state(batch) for layer in layers)
+
+
+def segment_sizes(length: int, position: int, segment: int) -> Iterator[int]:
+    """Of ``length`` tokens, the first of them at ``position``, how many each segment has."""
+    while length > 0:
+        size = min(length, segment - position % segment)
+        yield size
+        position, length = position + size, length - size
+
+
+def last(past: Tensor | None, rows: Tensor, count: int) -> Tensor:
+    """The last ``count`` rows of those of the past and the new ones."""
+    if past is not None and rows.shape[1] < count:
+        rows = torch.cat([past, rows], 1)
+    dropped = max(0, rows.shape[1] - count)
+    # A view would hold the memory of the whole call.
+    return rows[:, dropped:].clone() if dropped else rows
+
+
+def make_memory(config: TitanMACConfig, backend: Backend) -> NeuralMemory:
+    """The memory of one block."""
+    options: dict[str, Any] = {"chunk": config.memory_chunk, "convolution": config.convolution}
+    if config.memory_rule == "origin":
+        options = {"chunk": config.segment, "convolution": 0} | ORIGIN_MEMORY
+    return NeuralMemory(
+        config.dim,
+        heads=config.number_of_memories,
+        hidden=config.memory_hidden,
+        outer_grad=config.outer_grad,
+        backend=backend,
+        **options,
+    )
+
+
+def first_state(memory: NeuralMemory, batch: int) -> MemoryState:
+    """The memory before the first token; no gradient reaches it where none reaches later ones."""
+    state = memory.init_state(batch)
+    return memory.detach_state(state) if memory.outer_grad == "none" else state

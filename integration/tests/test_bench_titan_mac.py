@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fusewright_models.bench import switches, titan_mac
+from fusewright_models.bench.__main__ import app
+from fusewright_models.bench.results import COLUMNS
+from fusewright_models.bench.switches import (
+    SWITCHES,
+    share_of_waits,
+    taken_back,
+    waiting_share,
+)
+from fusewright_models.bench.titan_mac import Text, TextShape, TitanMACHarness
+from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
+from typer.testing import CliRunner
+
+SMALL = replace(TITAN_MAC["tiny"], dim=32, segment=16, memory_chunk=8)
+CASE = "dim=64 layers=2 B=1 T=20"
+
+
+def run(*arguments, device: str = "cpu", shape: str = "1,20"):
+    command = ["titan-mac", "--preset", "tiny", "--seconds", "0", "--shape", shape]
+    command += ["--device", device, *map(str, arguments)]
+    # Wide enough that no message is broken into lines.
+    return CliRunner().invoke(app, command, env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    (path,) = folder.glob("*.csv")
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_step_is_a_row_and_a_missing_peer_a_line(tmp_path, monkeypatch):
+    def absent(config):
+        raise ModuleNotFoundError("No module named 'titans_pytorch'")
+
+    monkeypatch.setattr(titan_mac, "peer_model", absent)
+    result = run("--provider", "fusewright,titans-pytorch", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "ModuleNotFoundError: No module named 'titans_pytorch'" in result.output
+    (row,) = rows_of(tmp_path)
+    assert list(row) == COLUMNS
+    assert [row[name] for name in COLUMNS[:6]] == [
+        "TitanMAC",
+        CASE,
+        "step",
+        "fusewright",
+        "bf16",
+        "wall",
+    ]
+    assert 0.0 < float(row["ms_p20"]) <= float(row["ms"]) <= float(row["ms_p80"])
+
+
+@pytest.mark.parametrize(
+    ("options", "provider"),
+    [
+        (["--variant", "lmm"], "fusewright-lmm"),
+        (["--variant", "mag", "--no-memory"], "fusewright-mag-without-memory"),
+        (["--variant", "lmm", "--checkpointing"], "fusewright-lmm-checkpointed"),
+    ],
+    ids=["lmm", "mag-without-memory", "lmm-checkpointed"],
+)
+def test_rows_name_what_the_case_does_not(tmp_path, options, provider):
+    result = run("--provider", "fusewright", "--no-check", "--out", tmp_path, *options)
+    assert result.exit_code == 0, result.output
+    assert [row["provider"] for row in rows_of(tmp_path)] == [provider]
+
+
+def test_wrong_loss_of_ours_is_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(titan_mac, "our_loss", lambda model, tokens: model.loss(tokens) + 0.5)
+    result = run("--provider", "fusewright", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "is not within" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_allowance_of_bf16_is_what_a_wrong_loss_exceeds():
+    """A model that cannot remember errs by more than rounding does."""
+    harness = TitanMACHarness(SMALL, torch.device("cpu"), 0.0, True, None, None)
+    expected = harness.expected(TextShape(2, 40))
+    assert 0.0 < expected.allowed < 0.01 * expected.loss
+    assert expected.complaint(expected.loss) is None
+    assert expected.complaint(1.01 * expected.loss)
+    assert expected.complaint(float("nan"))
+
+
+def test_every_step_reads_the_same_tokens():
+    text = Text(11, 5, torch.device("cpu"))
+    tokens = text.sample(3)
+    assert tokens.shape == (3, 6)
+    assert tokens is text.sample(3)
+    assert 0 <= tokens.min() <= tokens.max() < 11
+
+
+@pytest.mark.parametrize("variant", ["mac", "mal"])
+@pytest.mark.parametrize("plain", [*((name,) for name in SWITCHES), SWITCHES], ids="-".join)
+def test_plain_ways_give_the_same_loss_and_gradients(monkeypatch, variant, plain):
+    torch.manual_seed(1)
+    model = TitanMAC(replace(SMALL, variant=variant)).double()
+    tokens = torch.randint(256, (2, 38))
+    used = count_plain_calls(monkeypatch)
+
+    def loss_and_gradients():
+        loss = model.loss(tokens)
+        return [loss.detach(), *torch.autograd.grad(loss, model.parameters())]
+
+    expected = loss_and_gradients()
+    assert used == set()
+    with taken_back(model, plain):
+        found = loss_and_gradients()
+        with torch.no_grad():
+            assert abs(model.loss(tokens) - expected[0]) < 1e-9
+    assert used == set(plain)
+    for value, other in zip(found, expected, strict=True):
+        assert (value - other).abs().max() < 1e-9
+    used.clear()
+    assert all(map(torch.equal, loss_and_gradients(), expected))
+    assert used == set()
+
+
+def count_plain_calls(monkeypatch) -> set[str]:
+    """The switches whose plain way has been called."""
+    used: set[str] = set()
+
+    def noted(name, function):
+        return lambda *arguments, **options: (used.add(name), function(*arguments, **options))[1]
+
+    for name, function in {
+        "syncs": "waiting",
+        "attention": "manual_attention",
+        "norms": "manual_norm",
+        "gating": "manual_gating",
+        "memory": "rows_by_autograd",
+    }.items():
+        monkeypatch.setattr(switches, function, noted(name, getattr(switches, function)))
+    return used
+
+
+def test_memory_that_is_not_finite_is_seen_where_the_host_waits():
+    model = TitanMAC(replace(SMALL, variant="lmm"))
+    with torch.no_grad():
+        model.blocks[0].layers[0].memory.initial["w1"].fill_(torch.nan)
+    tokens = torch.randint(256, (1, 9))
+    assert model.loss(tokens).isnan()
+    with taken_back(model, ("syncs",)), pytest.raises(ArithmeticError, match="not finite"):
+        model.loss(tokens)
+
+
+def test_switches_are_a_line_and_a_row_each(tmp_path, monkeypatch):
+    # A profile takes seconds.
+    monkeypatch.setattr(switches, "waiting_share", lambda step: 0.25)
+    options = ["--switches", "--variant", "lmm", "--evaluation-batches", "1"]
+    result = run(*options, "--out", tmp_path, shape="1,9")
+    assert result.exit_code == 0, result.output
+    names = ["none", *SWITCHES, "all"]
+    assert [row["provider"] for row in rows_of(tmp_path)] == [f"switches-{name}" for name in names]
+    for name in names:
+        (line,) = (line for line in result.output.splitlines() if line.startswith(f"│ {name} "))
+        assert " 25.0 % " in line
+
+
+def test_share_of_waits_leaves_out_the_profilers_own():
+    times = {"aten::mm": 60.0, "cudaStreamSynchronize": 30.0, "cudaDeviceSynchronize": 500.0}
+    times["cudaMemcpy"] = 10.0
+    events = [SimpleNamespace(key=key, self_cpu_time_total=time) for key, time in times.items()]
+    assert share_of_waits(events) == 0.4
+    assert share_of_waits([]) == 0.0
+
+
+def test_step_that_reads_nothing_waits_for_nothing():
+    harness = TitanMACHarness(
+        replace(SMALL, variant="lmm"), torch.device("cpu"), 0.0, False, None, None
+    )
+    assert waiting_share(harness.step(TextShape(1, 9), "fusewright")) == 0.0
+
+
+def test_providers_of_the_other_model_are_still_the_default_command():
+    result = CliRunner().invoke(app, ["--provider", "jax"], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert "provider must be of sdpa-unpruned" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "64"], "a shape is B,T such as 4,4096; got '64'"),
+        (["--shape", "4,0"], "B and T must be at least 1; got '4,0'"),
+        (["--provider", "jax"], "provider must be of fusewright, .*; got 'jax'"),
+        (["--preset", "huge"], "preset must be of tiny, .*; got 'huge'"),
+        (["--variant", "mad"], "'mad' is not one of"),
+        (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
+    ],
+    ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else "",
+)
+def test_bad_options_get_one_clear_sentence(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    assert re.search(message, result.output)
+
+
+@pytest.mark.gpu
+def test_eager_steps_and_replayed_ones_are_measured_on_the_gpu(tmp_path):
+    arguments = ("--provider", "fusewright", "--out", tmp_path)
+    result = run(*arguments, device="cuda", shape="2,200")
+    assert result.exit_code == 0, result.output
+    rows = rows_of(tmp_path)
+    assert [row["timing"] for row in rows] == ["wall", "graph"]
+    assert all(float(row["mem_mib"]) > 0.0 for row in rows)

@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fusewright_models import titan_mac_command
+from fusewright_models.cli import app
+from fusewright_models.text import ByteModel, Windows
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from typer.testing import CliRunner
+
+FILES = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt"}
+SMALL = "--preset tiny --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4 --seq-len 20"
+STEPS = "--batch-size 2 --max-steps 5 --log-every 2 --eval-every 3"
+TINY = [*SMALL.split(), *STEPS.split()]
+
+
+def run(*arguments):
+    # Wide enough that no message is broken into lines.
+    environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
+    return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch):
+    monkeypatch.setattr(titan_mac_command, "SAMPLE_TOKENS", 8)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file of 6 KB, the only data of most runs here."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    lines = (f"line {number} of {number * number}\n" for number in range(400))
+    path.write_text("".join(lines))
+    return path
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return torch.load(folder / "checkpoint.pt")["model"]
+
+
+@pytest.mark.parametrize("variant", ["mac", "mag", "mal", "lmm"])
+def test_five_steps_leave_every_file_and_report_the_scores(tmp_path, text, variant):
+    out = tmp_path / "run"
+    result = run("titan-mac", *TINY, "--variant", variant, "--dataset", text, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in out.iterdir()} == FILES
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model"], config["variant"], config["dim"]) == ("titan-mac", variant, 16)
+
+    lines = metrics(out)
+    assert [line["step"] for line in lines if "loss" in line] == [2, 3, 4, 5]
+    scores = [line for line in lines if "held_out_bits_per_byte" in line]
+    assert [line["step"] for line in scores] == [0, 3, 5]
+    # A byte has eight bits, and the model knows nothing yet.
+    assert abs(scores[0]["held_out_bits_per_byte"] - 8.0) < 0.2
+    assert scores[-1]["held_out_bits_per_byte"] < scores[0]["held_out_bits_per_byte"]
+    for line in (scores[0], scores[-1]):
+        assert f"{line['held_out_bits_per_byte']:.4f}" in result.output
+    assert f"{scores[0]['order_2_bits_per_byte']:.4f}" in result.output
+    # A held-out text of 64 bytes at most, and eight more.
+    sample = (out / "sample.txt").read_bytes()
+    assert sample[:-8] in text.read_bytes()
+
+
+def test_scores_are_of_the_end_of_the_file_which_no_step_sees(tmp_path, text, monkeypatch):
+    seen = []
+    sample = Windows.sample
+
+    def recorded(self, batch):
+        seen.append(bytes(self.stream.tolist()))
+        return sample(self, batch)
+
+    monkeypatch.setattr(Windows, "sample", recorded)
+    assert run("titan-mac", *TINY, "--dataset", text, "--out", tmp_path / "run").exit_code == 0
+    whole = text.read_bytes()
+    assert whole.startswith(seen[0])
+    held_out = whole[len(seen[0]) :]
+    assert 100 < len(held_out) < len(whole) / 20
+    order_2 = ByteModel(np.frombuffer(seen[0], dtype="uint8"))
+    expected = order_2.bits_per_byte(np.frombuffer(held_out[1:], dtype="uint8"))
+    assert metrics(tmp_path / "run")[0]["order_2_bits_per_byte"] == expected
+
+
+def test_default_data_is_the_standard_library(tmp_path):
+    # An evaluation of 4 KB, in few batches.
+    sizes = ["--seq-len", "64", "--batch-size", "32", "--max-steps", "1"]
+    flags = [*TINY, *sizes, "--dataset-tokens", "50000"]
+    result = run("titan-mac", *flags, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert (config["dataset"], config["tokenizer"], config["vocab_size"]) == (None, None, None)
+    assert weights(tmp_path / "run")["embedding.weight"].shape == (256, 16)
+
+
+def test_same_seed_same_run_and_interrupted_run_resumes_to_it(tmp_path, text, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = [*TINY, "--gradient-accumulation-steps", "2", "--dataset", text]
+    assert run("titan-mac", *flags, "--out", whole).exit_code == 0
+    sample = Windows.sample
+    calls = []
+
+    def interrupted(self, batch):
+        calls.append(batch)
+        # In the middle of the fifth step, after the checkpoint of the third.
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return sample(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Windows, "sample", interrupted)
+        stopped = run("titan-mac", *flags, "--out", parts)
+    assert stopped.exit_code == 130
+    assert f"fusewright-train titan-mac --resume {parts}" in stopped.output
+    assert torch.load(parts / "checkpoint.pt")["step"] == 3
+
+    resumed = run("titan-mac", "--resume", parts)
+    assert resumed.exit_code == 0, resumed.output
+    one, other = weights(whole), weights(parts)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (whole / "sample.txt").read_bytes() == (parts / "sample.txt").read_bytes()
+    kept = [
+        [{name: line[name] for name in line if name != "tokens_per_second"} for line in lines]
+        for lines in (metrics(whole), metrics(parts))
+    ]
+    assert kept[0] == kept[1]
+
+
+def test_run_over_data_that_has_changed_is_not_resumed(tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_text("some text\n" * 200)
+    assert run("titan-mac", *TINY, "--dataset", data, "--out", tmp_path / "run").exit_code == 0
+    data.write_text("other text\n" * 200)
+    result = run("titan-mac", "--resume", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "wanted the data that the run was begun with, of digest" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_tokenizer_decides_the_vocabulary_and_bytes_the_score(tmp_path, text):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train([str(text)], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    flags = [*TINY, "--dataset", text, "--tokenizer", tmp_path / "tokenizer.json"]
+    result = run("titan-mac", *flags, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert weights(tmp_path / "run")["embedding.weight"].shape == (280, 16)
+    first = metrics(tmp_path / "run")[0]
+    # Fewer tokens than bytes: fewer bits for a byte than for a token.
+    per_token = -first["held_out_log_likelihood"] / torch.tensor(2.0).log().item()
+    assert first["held_out_bits_per_byte"] < 0.8 * per_token
+
+    larger = run("titan-mac", *flags, "--vocab-size", "300", "--out", tmp_path / "larger")
+    assert larger.exit_code == 0, larger.output
+    assert weights(tmp_path / "larger")["embedding.weight"].shape == (300, 16)
+
+
+def test_options_reach_the_run(tmp_path, text):
+    choices = {
+        "--variant": "mal",
+        "--num-layers": "1",
+        "--vocab-size": "257",
+        "--gradient-accumulation-steps": "3",
+        "--lr": "0.002",
+        "--weight-decay": "0.2",
+        "--mixed-precision": "bf16",
+        "--dataset-tokens": "2000",
+        "--backend": "reference",
+        "--seed": "7",
+        "--device": "cpu",
+    }
+    flags = [word for pair in choices.items() for word in pair]
+    result = run(
+        "titan-mac", *TINY, *flags, "--no-compile", "--dataset", text, "--out", tmp_path / "run"
+    )
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    for flag, value in choices.items():
+        assert str(config[flag.removeprefix("--").replace("-", "_")]) == value
+    assert "2,000 tokens to train on" in result.output
+    assert weights(tmp_path / "run")["embedding.weight"].shape == (257, 16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--preset", "huge"], "'huge' is not one of"),
+        (["--variant", "mad"], "'mad' is not one of"),
+        (["--mixed-precision", "fp16"], "'fp16' is not one of"),
+        (["--max-steps", "0"], "Invalid value for '--max-steps'"),
+        (["--num-heads", "3"], "dim must be divisible by heads; got dim 16, heads 3"),
+        (["--chunk-size", "6"], "segment must be divisible by memory_chunk"),
+        (["--vocab-size", "255"], "the tokenizer has 256 tokens; got --vocab-size 255"),
+        (["--seq-len", "9000"], "windows of 9000 + 1 tokens want a stream as long; got"),
+        (["--dataset", "none.txt"], "wanted a file, a folder or a data set's name; none.txt is"),
+        (["--dataset-subset", "part"], "local files have no subsets; got 'part' beside"),
+        (["--tokenizer", "none.json"], "wanted a tokenizer's file or name; got none.json"),
+        (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
+        (["--lr", "-1"], "Invalid learning rate: -1.0"),
+        (["--resume", "nowhere"], "takes every choice from its folder; got --preset"),
+    ],
+    ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else "",
+)
+def test_bad_flags_get_one_clear_sentence(tmp_path, monkeypatch, text, flags, message):
+    monkeypatch.chdir(tmp_path)
+    result = run("titan-mac", *TINY, "--dataset", text, *flags)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_empty_data_is_refused(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    result = run("titan-mac", *TINY, "--dataset", tmp_path / "empty.txt")
+    assert result.exit_code == 2
+    assert "wanted text with two tokens or more to train on; got too little of it" in result.output
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text):
+    """The folder of a short run, which is only read."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(titan_mac_command, "SAMPLE_TOKENS", 8)
+        assert run("titan-mac", *TINY, "--dataset", text, "--out", folder).exit_code == 0
+    return folder
+
+
+@pytest.mark.parametrize(("margin", "code"), [("-100", 0), ("0.15", 1), ("nan", 1)])
+def test_margin_that_is_not_reached_is_a_failure(tmp_path, finished, margin, code):
+    """Five steps are far from an order-2 byte model."""
+    shutil.copytree(finished, tmp_path / "run")
+    result = run("titan-mac", "--resume", tmp_path / "run", "--margin", margin)
+    assert result.exit_code == code, result.output
+    wanted = f"wanted {float(margin)} bits per byte or more below the order-2 byte model; got -"
+    assert (wanted in result.output) == bool(code)
+    assert weights(tmp_path / "run").keys() == weights(finished).keys()
+
+
+def test_run_of_another_model_is_not_resumed(finished):
+    result = run("transformer-np", "--resume", finished)
+    assert result.exit_code == 2
+    assert "wanted a run of transformer-np" in result.output
+
+
+def test_trained_model_continues_a_prompt(finished):
+    flags = ["--prompt", "line 7", "--tokens", "12"]
+    first = run("generate", finished, *flags)
+    assert first.exit_code == 0, first.output
+    assert first.output.startswith("line 7")
+    assert run("generate", finished, *flags).output == first.output
+    assert run("generate", finished, *flags, "--seed", "1").output != first.output
+    cold = run("generate", finished, *flags, "--temperature", "0")
+    assert (
+        cold.output == run("generate", finished, *flags, "--temperature", "0", "--seed", 3).output
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", ""], "wanted prompts [B, P] with P >= 1; got [1, 0]"),
+        (["--tokens", "0"], "Invalid value for '--tokens'"),
+        (["--temperature", "-1"], "Invalid value for '--temperature'"),
+        (["--temperature", "nan"], "Invalid value for '--temperature'"),
+        (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
+    ],
+    ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else "",
+)
+def test_impossible_generation_gets_one_clear_sentence(finished, flags, message):
+    result = run("generate", finished, *flags)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_folder_without_a_model_generates_nothing(tmp_path, finished):
+    assert "wanted the folder of a run with config.json" in run("generate", tmp_path).output
+    (tmp_path / "config.json").write_bytes((finished / "config.json").read_bytes())
+    result = run("generate", tmp_path)
+    assert result.exit_code == 2
+    assert "wanted a folder with checkpoint.pt" in result.output
+    torch.save({"model": {}}, tmp_path / "checkpoint.pt")
+    result = run("generate", tmp_path)
+    assert result.exit_code == 2
+    assert "wanted this model's checkpoint in" in result.output
+
+
+class WandB:
+    """As much of the library as a run of ours asks for, writing down what it is told."""
+
+    def __init__(self) -> None:
+        self.begun, self.lines = [], []
+
+    def init(self, **options):
+        self.begun.append(options)
+        return SimpleNamespace(log=lambda numbers, step: self.lines.append((step, numbers)))
+
+
+def test_metrics_are_shown_to_weights_and_biases(tmp_path, text, monkeypatch):
+    library = WandB()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    out = tmp_path / "run"
+    flags = [*TINY, "--dataset", text, "--wandb", "--wandb-project", "mine", "--out", out]
+    result = run("titan-mac", *flags)
+    assert result.exit_code == 0, result.output
+    (begun,) = library.begun
+    assert (begun["project"], begun["name"], begun["resume"]) == ("mine", "run", "allow")
+    assert begun["config"]["max_steps"] == 5
+    lines = [{"step": step, **numbers} for step, numbers in library.lines]
+    assert lines == metrics(out)
+
+    # A resumed folder goes on with the same run there.
+    assert run("titan-mac", "--resume", out).exit_code == 0
+    assert library.begun[1]["id"] == begun["id"]
+
+
+def test_missing_weights_and_biases_is_told_with_the_extra_that_brings_it(
+    tmp_path, text, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    out = tmp_path / "run"
+    result = run("titan-mac", *TINY, "--dataset", text, "--wandb", "--out", out)
+    assert result.exit_code == 2
+    assert 'need wandb, which is not installed: pip install "./integration[wandb]"' in result.output
+    assert not out.exists()
+
+
+def test_help_lists_the_subcommands():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert {"titan-mac", "generate"} <= set(result.output.split())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["mac", "mag", "mal", "lmm"])
+def test_training_on_the_gpu_in_bf16_leaves_every_file(tmp_path, text, variant):
+    flags = [*TINY, "--device", "cuda", "--mixed-precision", "bf16", "--variant", variant]
+    result = run("titan-mac", *flags, "--dataset", text, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (tmp_path / "run").iterdir()} == FILES

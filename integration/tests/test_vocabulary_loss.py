@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusewright_models import vocabulary_loss as module
+from fusewright_models.vocabulary_loss import IGNORED, vocabulary_loss
+
+CHUNKED = "chunked"
+WAYS = [CHUNKED]
+if hasattr(F, "linear_cross_entropy"):
+    WAYS.append("torch")
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch) -> str:
+    """By our chunks, and by torch's function where there is one; chunks of a few rows."""
+    monkeypatch.setattr(module, "_torchs_is_exact", lambda dtype: request.param == "torch")
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 400)
+    return request.param
+
+
+def operands(*shape: int, width: int = 8, vocabulary: int = 50, dtype=torch.float64):
+    x = torch.randn(*shape, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    return x, weight, torch.randint(vocabulary, shape)
+
+
+def plain(x, weight, targets, ignore_index=IGNORED):
+    logits = F.linear(x, weight).flatten(0, -2)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index)
+
+
+def assert_same(found, expected) -> None:
+    """fp64 sums of some hundred products in another order."""
+    for value, other in zip(found, expected, strict=True):
+        assert value.dtype == other.dtype == torch.float64
+        assert (value - other).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("shape", [(33,), (3, 11), (1,), (8,), (2, 2, 5)], ids=str)
+def test_loss_and_gradients_are_those_of_all_logits(way, shape):
+    x, weight, targets = operands(*shape)
+    results = []
+    for function in (vocabulary_loss, plain):
+        loss = function(x, weight, targets)
+        results.append([loss, *torch.autograd.grad(3.0 * loss, (x, weight))])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("ignored", [IGNORED, 7], ids=["ignore-100", "ignore7"])
+def test_ignored_rows_count_for_nothing(way, ignored):
+    x, weight, targets = operands(3, 11)
+    targets[0, 2:5] = ignored
+    targets[2] = ignored
+    results = []
+    for function in (vocabulary_loss, plain):
+        loss = function(x, weight, targets, ignore_index=ignored)
+        results.append([loss, *torch.autograd.grad(loss, (x, weight))])
+    assert_same(*results)
+    dx = results[0][1]
+    assert (dx[targets == ignored] == 0).all()
+    assert (dx[targets != ignored] != 0).any()
+
+
+@pytest.mark.parametrize("leaf", [0, 1], ids=["x", "weight"])
+def test_either_operand_alone_gets_its_gradient(way, leaf):
+    x, weight, targets = operands(33)
+    expected = torch.autograd.grad(plain(x, weight, targets), (x, weight))[leaf]
+    parts = [x.detach(), weight.detach()]
+    parts[leaf].requires_grad_()
+    assert_same(torch.autograd.grad(vocabulary_loss(*parts, targets), parts[leaf]), [expected])
+
+
+def test_loss_without_gradients_is_the_same(way):
+    x, weight, targets = operands(33)
+    loss = vocabulary_loss(x, weight, targets)
+    with torch.no_grad():
+        again = vocabulary_loss(x, weight, targets)
+    assert not again.requires_grad
+    assert torch.equal(loss, again)
+
+
+def test_backward_pass_may_run_twice(way):
+    x, weight, targets = operands(33)
+    loss = vocabulary_loss(x, weight, targets)
+    first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, (x, weight))))
+
+
+def test_nothing_to_predict_gives_nan(way):
+    x, weight, targets = operands(5)
+    assert vocabulary_loss(x, weight, torch.full_like(targets, IGNORED)).isnan()
+    assert vocabulary_loss(x[:0], weight, targets[:0]).isnan()
+
+
+def test_no_tensor_has_all_logits(monkeypatch):
+    """Of 64 rows, those of one chunk at a time."""
+    monkeypatch.setattr(module, "_torchs_is_exact", lambda dtype: False)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 8 * 500)
+    x, weight, targets = operands(64, vocabulary=500)
+    with LargestTensor() as seen:
+        vocabulary_loss(x, weight, targets).backward()
+    assert seen.elements == max(8 * 500, weight.numel())
+
+
+class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most elements that any operation's result has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        found = function(*arguments, **(options or {}))
+        for tensor in torch.utils._pytree.tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return found
+
+
+def test_autocast_rounds_products_alone(device):
+    """bf16 products of fp32 operands; the rest no worse than torch's cross entropy of them."""
+    drawn = operands(64, width=32, vocabulary=200, dtype=torch.float32)
+    x, weight, targets = (operand.detach().to(device) for operand in drawn)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    truth = plain(x.double(), weight.double(), targets)
+    exact = [truth, *torch.autograd.grad(truth, leaves)]
+    errors = []
+    for function in (vocabulary_loss, plain):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = function(x, weight, targets)
+        found = [loss, *torch.autograd.grad(loss, leaves)]
+        assert {value.dtype for value in found} == {torch.float32}
+        pairs = zip(found, exact, strict=True)
+        errors.append([(y - wanted).detach().square().mean().sqrt() for y, wanted in pairs])
+    ulps = 2 * torch.finfo(torch.float32).eps * truth.detach()
+    for ours, eager in zip(*errors, strict=True):
+        assert ours <= 2 * eager + ulps
+
+
+def test_gradient_of_a_sure_prediction_is_not_rounded_away():
+    """p of the target is 1 - 2^-12: in bf16, p - 1 would be 0."""
+    scale = torch.log(torch.tensor(2.0**12 - 1.0)).item() / 2
+    weight = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16, requires_grad=True)
+    x = torch.tensor([[scale]], dtype=torch.bfloat16, requires_grad=True)
+    loss = vocabulary_loss(x, weight, torch.tensor([0]))
+    expected = -2 * torch.sigmoid(-2 * x.detach().double())
+    (dx,) = torch.autograd.grad(loss, x)
+    assert loss.dtype == torch.float32
+    assert abs(dx.double() - expected) < 2**-7 * abs(expected)
+
+
+@pytest.mark.parametrize("chosen", WAYS)
+def test_compiled_loss_equals_eager_loss(monkeypatch, chosen):
+    monkeypatch.setattr(module, "_torchs_is_exact", lambda dtype: chosen == "torch")
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 400)
+    x, weight, targets = operands(33)
+    compiled = torch.compile(vocabulary_loss, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, vocabulary_loss):
+        loss = function(x, weight, targets)
+        results.append([loss, *torch.autograd.grad(loss, (x, weight))])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda x, w, t: (x, w, t.int()), TypeError, "wanted targets in int64; got torch.int32"),
+        (lambda x, w, t: (x.long(), w, t), TypeError, "wanted x and weight in floating point; got"),
+        (lambda x, w, t: (x, w[:, :7], t), ValueError, r"wanted x \[.., d\], weight \[V, d\]"),
+        (lambda x, w, t: (x[:4], w, t), ValueError, r"wanted x \[.., d\], weight \[V, d\]"),
+        (lambda x, w, t: (x, w.float(), t), ValueError, "wanted x and weight in one dtype"),
+        (lambda x, w, t: (x, w, t.to("meta")), ValueError, "wanted x, weight and targets on one"),
+    ],
+    ids=["int32", "long-x", "width", "rows", "dtypes", "meta"],
+)
+def test_operands_that_do_not_fit_are_refused(spoil, error, message):
+    with pytest.raises(error, match=message):
+        vocabulary_loss(*spoil(*operands(5)))
+
+
+@pytest.mark.gpu
+def test_loss_on_the_gpu_is_captured_without_waiting_and_replayed():
+    x, weight, targets = (operand.cuda() for operand in operands(512, width=64, vocabulary=3000))
+    x, weight = (operand.detach().float().requires_grad_() for operand in (x, weight))
+
+    def step():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = vocabulary_loss(x, weight, targets)
+        return loss, *torch.autograd.grad(loss, (x, weight))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, expected))

@@ -195,10 +195,7 @@ def in_precision(dtype: str) -> Iterator[None]:
 @contextlib.contextmanager
 def overlapping(overlap: bool) -> Iterator[None]:
     """Whether a launch may begin while the one before it ends."""
-    if overlap:
-        yield
-        return
-    with mock.patch.object(_update_problem, "OVERLAP_FROM", 10**6):
+    with mock.patch.object(_update_problem, "OVERLAP_FROM", 90 if overlap else 10**6):
         yield
 
 

@@ -43,14 +43,16 @@ def launched_before(monkeypatch):
     monkeypatch.setattr(Launch, "__call__", call)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "tf32"])
-def test_every_launch_is_timed(tuner, launched_before, dtype, capsys):
+# A launch and a plan of launches, of tiles and of elements, of either pass.
+TIMED = {"bf16": ("ROUND", "HIDDEN", "GRADIENTS", "COTANGENTS", "DWEIGHTS"), "tf32": ("TURN",)}
+
+
+@pytest.mark.parametrize("dtype", TIMED)
+def test_every_kind_of_launch_is_timed(tuner, launched_before, dtype, capsys):
     size = 7, 5, 6
     tile = tuner.UpdateTile(tuner.PRECISIONS[dtype], 16, 16, 16, 1, 1, aligned=False)
     block = tuner.UpdateBlock(block=64, num_warps=1)
-    # In TF32 what differs.
-    wanted = ("",) if dtype == "bf16" else ()
-    kinds = [kind for kind in tuner.KINDS if kind.dtype in (*wanted, dtype)]
+    kinds = [kind for kind in tuner.KINDS if kind.table in TIMED[dtype]]
     jobs = [(kind, dtype, size, tile if kind.pairs else block) for kind in kinds]
     table = tuner.tuned(dtype, size, jobs, best=1, device="cpu")
     assert [row["table"] for row in table] == [kind.table for kind in kinds]
@@ -58,6 +60,17 @@ def test_every_launch_is_timed(tuner, launched_before, dtype, capsys):
     assert "failed" not in printed
     assert "WRONG" not in printed
     assert printed.count("CHAIN") == 3
+
+
+def test_every_table_and_every_launch_is_one_of_the_package(tuner):
+    for kind in tuner.KINDS:
+        module, plan = (
+            (tuner._update_backward_launch, "UpdateBackwardPlan")
+            if kind.backward
+            else (tuner._update_launch, "UpdatePlan")
+        )
+        assert hasattr(module, kind.table)
+        assert kind.field in getattr(module, plan)._fields
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "tf32"])

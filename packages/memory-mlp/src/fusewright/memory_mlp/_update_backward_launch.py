@@ -165,10 +165,10 @@ def launch_memory_update_backward(
     k_operand, k_turned, e_turned, h_turned, a1_turned, a2_turned, w1_turned, w2_turned = turned[:8]
     dh_bar_turned, q_turned, z_bar_turned = turned[8:]
     if plan.turns is not None:
-        w_out = None, w1_turned, None, w2_turned
+        weights_out = None, w1_turned, None, w2_turned
         plan.turns(
             (
-                *(k, w1, w2, e, h, a1, a2, k_operand, k_turned, *w_out),
+                *(k, w1, w2, e, h, a1, a2, k_operand, k_turned, *weights_out),
                 *(e_turned, h_turned, a1_turned, a2_turned),
             )
         )

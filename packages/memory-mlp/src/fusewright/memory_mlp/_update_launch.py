@@ -117,9 +117,9 @@ def launch_memory_update(
         plan.rounds((w1, w2, w1_operand, w2_operand))
     k_operand, k_turned, h_turned, e_turned, p_turned, w2_turned = map(made, plan.turned)
     if plan.turns is not None:
-        none = None, None, None, None
-        w_out = w1_operand, None, w2_operand, w2_turned
-        plan.turns((k, w1, w2, *none, k_operand, k_turned, *w_out, *none))
+        nothing = None, None, None, None
+        weights_out = w1_operand, None, w2_operand, w2_turned
+        plan.turns((k, w1, w2, *nothing, k_operand, k_turned, *weights_out, *nothing))
         operands = p_turned, k_turned, e_turned, h_turned, None, None
     else:
         operands = p, k, e, h, None, None

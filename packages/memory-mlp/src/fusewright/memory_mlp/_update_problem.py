@@ -76,8 +76,10 @@ class UpdateProblem(NamedTuple):
 
     @property
     def overlaps(self) -> bool:
-        """Whether the programs of a launch may be placed while the launch before it ends."""
-        return self.card.capability >= OVERLAP_FROM and not interpreted()
+        """Whether the programs of a launch may be placed while the one before it in the pass ends;
+        exact fp32 products take so long that it would save nothing.
+        """
+        return self.rounds and self.card.capability >= OVERLAP_FROM and not interpreted()
 
     @property
     def aligned(self) -> bool:

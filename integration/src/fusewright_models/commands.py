@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 import typer
@@ -16,7 +16,27 @@ from fusewright.norm import layer_norm
 from rich.console import Console
 
 from .devices import checked_device
-from .training import RunFolder, Trainer
+from .training import Precision, RunFolder, Trainer
+
+# Flags that say the same of every model.
+PeakRate = Annotated[
+    float | None, typer.Option(help="Peak rate: warm-up over a twentieth, then a cosine.")
+]
+PrecisionChoice = Annotated[
+    Precision | None,
+    typer.Option(help="bf16 is autocast over fp32 parameters. Default: bf16 on cuda."),
+]
+Device = Annotated[str | None, typer.Option(help="Default: cuda where there is one.")]
+Compile = Annotated[
+    bool | None, typer.Option("--compile/--no-compile", help="Default: --no-compile.")
+]
+BackendChoice = Annotated[
+    Backend | None, typer.Option(help="Triton kernels or plain torch. Default: auto.")
+]
+LogEvery = Annotated[int | None, typer.Option(min=1, help="Steps between log points. Default: 10.")]
+EvaluateEvery = Annotated[
+    int | None, typer.Option(min=1, help="Steps between evaluations with a checkpoint.")
+]
 
 
 class Run(Protocol):

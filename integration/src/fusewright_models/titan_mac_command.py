@@ -8,13 +8,25 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from fusewright.attention import Backend
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from .commands import check_device, open_run, results_in, train, usage_errors
+from .commands import (
+    BackendChoice,
+    Compile,
+    Device,
+    EvaluateEvery,
+    LogEvery,
+    PeakRate,
+    PrecisionChoice,
+    check_device,
+    open_run,
+    results_in,
+    train,
+    usage_errors,
+)
 from .generate_command import SAMPLE_TOKENS, TEMPERATURE, continued
 from .presets import TitanMACPresetName
 from .run_fields import LARGEST_SEED
@@ -22,7 +34,7 @@ from .text import ByteModel, Corpus, TextBatch, evaluate_text
 from .titan_mac import TitanMAC
 from .titan_mac_config import Variant
 from .titan_mac_run import TitanMACRun
-from .training import Precision, RunFolder, Trainer, adamw, wandb_observer
+from .training import RunFolder, Trainer, adamw, wandb_observer
 
 SAMPLE = "sample.txt"
 PROMPT_TOKENS = 64
@@ -75,34 +87,21 @@ def titan_mac(
     gradient_accumulation_steps: Annotated[
         int | None, typer.Option(min=1, help="Batches per optimizer step.")
     ] = None,
-    lr: Annotated[
-        float | None, typer.Option(help="Peak rate: warm-up over a twentieth, then a cosine.")
-    ] = None,
+    lr: PeakRate = None,
     weight_decay: Annotated[
         float | None, typer.Option(min=0.0, help="Of matrices. Default: 0.1.")
     ] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
-    mixed_precision: Annotated[
-        Precision | None,
-        typer.Option(help="bf16 is autocast over fp32 parameters. Default: bf16 on cuda."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    mixed_precision: PrecisionChoice = None,
+    device: Device = None,
     seed: Annotated[
         int | None,
         typer.Option(min=0, max=LARGEST_SEED, help="Of weights and windows. Default: 0."),
     ] = None,
-    compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Default: --no-compile.")
-    ] = None,
-    backend: Annotated[
-        Backend | None, typer.Option(help="Triton kernels or plain torch. Default: auto.")
-    ] = None,
-    log_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between log points. Default: 10.")
-    ] = None,
-    eval_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between evaluations with a checkpoint.")
-    ] = None,
+    compile: Compile = None,
+    backend: BackendChoice = None,
+    log_every: LogEvery = None,
+    eval_every: EvaluateEvery = None,
     wandb: Annotated[
         bool | None, typer.Option("--wandb", help="Show the metrics to Weights & Biases, too.")
     ] = None,

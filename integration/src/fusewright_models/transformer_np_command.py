@@ -6,18 +6,30 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from fusewright.attention import Backend
 from fusewright.mixture_head import Scale
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from .commands import check_device, open_run, results_in, train, usage_errors
+from .commands import (
+    BackendChoice,
+    Compile,
+    Device,
+    EvaluateEvery,
+    LogEvery,
+    PeakRate,
+    PrecisionChoice,
+    check_device,
+    open_run,
+    results_in,
+    train,
+    usage_errors,
+)
 from .data import DataName, Task, evaluate
 from .data.pictures import draw_predictions
 from .presets import TRANSFORMER_NP, PresetName
 from .run_fields import LARGEST_SEED
-from .training import Precision, RunFolder, Trainer, adamw
+from .training import RunFolder, Trainer, adamw
 from .transformer_np import TransformerNP
 from .transformer_np_layers import Norm
 from .transformer_np_run import TransformerNPRun
@@ -39,27 +51,18 @@ def transformer_np(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Tasks per step.")] = None,
-    lr: Annotated[
-        float | None, typer.Option(help="Peak rate: warm-up over a twentieth, then a cosine.")
-    ] = None,
+    lr: PeakRate = None,
     weight_decay: Annotated[
         float | None, typer.Option(min=0.0, help="Of matrices. Default: 0.01.")
     ] = None,
-    precision: Annotated[
-        Precision | None,
-        typer.Option(help="bf16 is autocast over fp32 parameters. Default: bf16 on cuda."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    precision: PrecisionChoice = None,
+    device: Device = None,
     seed: Annotated[
         int | None,
         typer.Option(min=0, max=LARGEST_SEED, help="Of weights and data. Default: 0."),
     ] = None,
-    compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Default: --no-compile.")
-    ] = None,
-    backend: Annotated[
-        Backend | None, typer.Option(help="Triton kernels or plain torch. Default: auto.")
-    ] = None,
+    compile: Compile = None,
+    backend: BackendChoice = None,
     norm: Annotated[Norm | None, typer.Option(help="Before or after. Default: pre.")] = None,
     scale: Annotated[
         Scale | None, typer.Option(help="Standard deviations as. Default: log_sigma.")
@@ -74,12 +77,8 @@ def transformer_np(
     ragged: Annotated[
         bool | None, typer.Option("--ragged", help="One draw of context points per task, padded.")
     ] = None,
-    log_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between log points. Default: 10.")
-    ] = None,
-    eval_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between evaluations with a checkpoint.")
-    ] = None,
+    log_every: LogEvery = None,
+    eval_every: EvaluateEvery = None,
     out: Annotated[
         Path | None, typer.Option(help="Results folder. Default: runs/, model, data and time.")
     ] = None,

@@ -23,6 +23,14 @@ from .titan_mac import PROVIDER_NAMES as TITAN_MAC_PROVIDERS
 from .titan_mac import SHAPES as TEXT_SHAPES
 from .titan_mac import TextShape, TitanMACHarness
 
+Device = Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")]
+Seconds = Annotated[
+    float, typer.Option(min=0.0, help="About how long one provider is timed at one shape.")
+]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder of the result file; rows that it has are replaced.")
+]
+
 
 def main(
     context: typer.Context,
@@ -37,16 +45,12 @@ def main(
         str, typer.Option(help=f"Torch's attention, by comma, of {', '.join(SDPA_CHOICES)}.")
     ] = "auto",
     preset: Annotated[PresetName, typer.Option(help="Size of the model.")] = "base",
-    device: Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")] = "cuda",
-    seconds: Annotated[
-        float, typer.Option(min=0.0, help="About how long one provider is timed at one shape.")
-    ] = 6.0,
+    device: Device = "cuda",
+    seconds: Seconds = 6.0,
     check: Annotated[
         bool, typer.Option(help="Hold first losses against fp32, at a slow forward pass a shape.")
     ] = True,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the result file; rows that it has are replaced.")
-    ] = None,
+    out: Out = None,
 ) -> None:
     """Time training steps of TransformerNP: ours and plain torch, on the same weights and data.
 
@@ -97,16 +101,12 @@ def titan_mac(
         int, typer.Option(min=1, help="Steps between evaluations, for their share of a run.")
     ] = 50,
     evaluation_batches: Annotated[int, typer.Option(min=1, help="Of an evaluation.")] = 10,
-    device: Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")] = "cuda",
-    seconds: Annotated[
-        float, typer.Option(min=0.0, help="About how long one provider is timed at one shape.")
-    ] = 6.0,
+    device: Device = "cuda",
+    seconds: Seconds = 6.0,
     check: Annotated[
         bool, typer.Option(help="Hold our first loss against fp32, at a slow forward pass a shape.")
     ] = True,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the result file; rows that it has are replaced.")
-    ] = None,
+    out: Out = None,
 ) -> None:
     """Time training steps of TitanMAC: ours, eager and compiled, each also replayed from a CUDA
     graph, and titans-pytorch where it is installed.

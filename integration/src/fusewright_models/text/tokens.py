@@ -96,7 +96,8 @@ class LibraryTokenizer:
         )
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode()
+        numbers = tokens.tolist()  # sync: none, an array of numpy is the host's
+        return self._tokenizer.decode(numbers, skip_special_tokens=True).encode()
 
 
 def make_tokenizer(source: str | None) -> Tokenizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from ._configs import (
     SINGLE_TILE_BACKWARD,
     WINDOW_DKDV,
     WINDOW_DQ,
+    TileConfig,
     chunk_rows,
     single_tile_config,
     tile_config,
@@ -208,19 +209,24 @@ def plan_shares(problem: Problem, chunks: int, keys: int) -> tuple[Launch, Alloc
     return launch, memory(share, torch.float32, problem.device)
 
 
+def dq_launch(kernel: Any, problem: Problem, config: TileConfig, has_dlse: bool) -> TileLaunch:
+    """One program for every tile of queries of every head."""
+    return TileLaunch(
+        kernel,
+        problem,
+        config,
+        problem.all_heads * triton.cdiv(problem.queries, config.queries),
+        (problem.all_heads * problem.queries,),
+        HAS_DLSE=has_dlse,
+        HAS_REST=problem.dtype.itemsize < 4,
+    )
+
+
 def plan_streaming(problem: Problem, has_dlse: bool) -> Streaming:
     rows = problem.all_heads * problem.queries
-    of_queries, of_keys = tile_config(DQ, problem), tile_config(DKDV, problem)
+    of_keys = tile_config(DKDV, problem)
     return Streaming(
-        TileLaunch(
-            _streaming_dq_kernel,
-            problem,
-            of_queries,
-            problem.all_heads * triton.cdiv(problem.queries, of_queries.queries),
-            (rows,),
-            HAS_DLSE=has_dlse,
-            HAS_REST=problem.dtype.itemsize < 4,
-        ),
+        dq_launch(_streaming_dq_kernel, problem, tile_config(DQ, problem), has_dlse),
         TileLaunch(
             _streaming_dkdv_kernel,
             problem,
@@ -234,7 +240,7 @@ def plan_streaming(problem: Problem, has_dlse: bool) -> Streaming:
 
 def plan_banded(problem: Problem, prefix: int, has_dlse: bool) -> Banded:
     rows = problem.all_heads * problem.queries
-    of_queries, of_keys = tile_config(WINDOW_DQ, problem), tile_config(WINDOW_DKDV, problem)
+    of_keys = tile_config(WINDOW_DKDV, problem)
     prefix_tiles = triton.cdiv(prefix, of_keys.keys)
     programs = BACKWARD_PROGRAMS_PER_SM * problem.card.multiprocessors
     tiles_of_all = problem.all_heads * max(prefix_tiles, 1)
@@ -243,15 +249,7 @@ def plan_banded(problem: Problem, prefix: int, has_dlse: bool) -> Banded:
     key_tiles = triton.cdiv(problem.keys - prefix, of_keys.keys)
     add_chunks, shares = plan_shares(problem, chunks, prefix) if prefix else (None, None)
     return Banded(
-        TileLaunch(
-            _window_dq_kernel,
-            problem,
-            of_queries,
-            problem.all_heads * triton.cdiv(problem.queries, of_queries.queries),
-            (rows,),
-            HAS_DLSE=has_dlse,
-            HAS_REST=problem.dtype.itemsize < 4,
-        ),
+        dq_launch(_window_dq_kernel, problem, tile_config(WINDOW_DQ, problem), has_dlse),
         TileLaunch(
             _window_dkdv_kernel,
             problem,

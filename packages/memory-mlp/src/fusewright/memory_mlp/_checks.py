@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("silu", "relu", "gelu")
+REDUCTIONS = ("sum", "mean_feature", "mean_all")
 
 
 def check_floating(name: str, tensor: torch.Tensor) -> None:
@@ -26,10 +28,25 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
             raise ValueError(f"{name} must have {other_name}'s {what} {wanted}, got {found}")
 
 
+def check_option(name: str, value: str, options: tuple[str, ...]) -> None:
+    if value not in options:
+        raise ValueError(f"{name} must be one of {', '.join(options)}, got {value!r}")
+
+
+def dtype_of_state(k: torch.Tensor) -> torch.dtype:
+    """What the memories that these keys are for are in."""
+    return torch.float64 if k.dtype == torch.float64 else torch.float32
+
+
+def casts(device_type: str) -> bool:
+    """Whether autocast is on for this type of device."""
+    # Autocast knows no meta tensors.
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors as autocast hands them to a matrix product."""
     x = tensors[0]
-    # Autocast knows no meta tensors.
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    if x.dtype == torch.float64 or not casts(x.device.type):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(x.device.type)) for x in tensors)

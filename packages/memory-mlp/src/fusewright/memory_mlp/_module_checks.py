@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ._backends import check_backend
-from ._checks import check_floating
-from ._scan_checks import ACTIVATIONS, READS, check_option
+from ._checks import ACTIVATIONS, REDUCTIONS, casts, check_floating, check_option
+from ._scan_checks import READS
 from .memory_state import MemoryState
-from .weights import MemoryWeights
+from .weights import MemoryWeights, weight_shapes
 
 if TYPE_CHECKING:
     from ._steps import Rules
@@ -23,7 +23,7 @@ HALVES = ("weights", "momentum")
 CHOICES = {
     "activation": ACTIVATIONS,
     "granularity": ("token", "chunk", "segment"),
-    "reduction": ("sum", "mean_feature", "mean_all"),
+    "reduction": REDUCTIONS,
     "scope": ("sequence", "batch_pooled"),
     "read": READS,
 }
@@ -98,12 +98,6 @@ def check_tokens(
         )
 
 
-def casts(device_type: str) -> bool:
-    """Whether autocast is on for this type of device."""
-    # Autocast knows no meta tensors.
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
 def check_mask(name: str, mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """A bool tensor of this shape and device."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -158,11 +152,9 @@ def check_read(q: Tensor, weights: MemoryWeights, activation: str) -> None:
         check_floating(f"weights.{field}", x)
     batch, _, heads, width = q.shape
     hidden = weights.b1.shape[-1] if weights.b1.ndim else 0
-    shapes = ((hidden, width), (hidden,), (width, hidden), (width,))
-    for field, x, own in zip(weights._fields, weights, shapes, strict=True):
-        if tuple(x.shape) != (batch, heads, *own):
-            raise ValueError(
-                f"weights.{field} must be {(batch, heads, *own)}, got {tuple(x.shape)}"
-            )
+    shapes = weight_shapes((batch, heads), hidden, width)
+    for field, x, shape in zip(weights._fields, weights, shapes, strict=True):
+        if tuple(x.shape) != shape:
+            raise ValueError(f"weights.{field} must be {shape}, got {tuple(x.shape)}")
         if x.device != q.device:
             raise ValueError(f"weights.{field} must be on q's device {q.device}, got {x.device}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ._checks import check_floating, check_same
-from .weights import MemoryWeights
+from ._checks import ACTIVATIONS, check_floating, check_option, check_same, dtype_of_state
+from .weights import MemoryWeights, weight_shapes
 
 Tensor = torch.Tensor
 
-ACTIVATIONS = ("silu", "relu", "gelu")
 READS = ("after", "before")
 
 
@@ -40,17 +39,17 @@ def check_scan(
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1 token, got {chunk}")
     batch, tokens, heads, width = q.shape
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = dtype_of_state(q)
     hidden = 0
     for name, half in (("weights", weights), ("momentum", momentum)):
         if not isinstance(half, MemoryWeights):
             raise TypeError(f"{name} must be MemoryWeights, got {type(half).__name__}")
         hidden = hidden or (half.w1.shape[-2] if half.w1.ndim == 4 else 0)
-        shapes = ((hidden, width), (hidden,), (width, hidden), (width,))
-        for field, x, own in zip(half._fields, half, shapes, strict=True):
+        shapes = weight_shapes((batch, heads), hidden, width)
+        for field, x, shape in zip(half._fields, half, shapes, strict=True):
             check_floating(f"{name}.{field}", x)
-            if tuple(x.shape) != (batch, heads, *own) or not hidden:
-                wanted = (batch, heads, *(axis or "hidden" for axis in own))
+            if tuple(x.shape) != shape or not hidden:
+                wanted = (batch, heads, *(axis or "hidden" for axis in shape[2:]))
                 raise ValueError(f"{name}.{field} must be {wanted}, got {tuple(x.shape)}")
             if x.dtype != wide or x.device != q.device:
                 raise ValueError(
@@ -73,8 +72,3 @@ def check_token_numbers(name: str, x: Tensor, shape: tuple[int, ...], q: Tensor)
         raise ValueError(f"{name} must be [{axes}] = {shape}, got {tuple(x.shape)}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-
-
-def check_option(name: str, value: str, options: tuple[str, ...]) -> None:
-    if value not in options:
-        raise ValueError(f"{name} must be one of {', '.join(options)}, got {value!r}")

@@ -8,8 +8,6 @@ import triton.language as tl
 from ._scan_decays_kernels import COUNTS
 from ._scan_tiles import (
     FACTOR,
-    activated,
-    curve_of,
     hidden_of,
     load_b1,
     load_b2,
@@ -17,13 +15,13 @@ from ._scan_tiles import (
     load_written,
     product,
     product_onto,
-    slope_of,
     store_matrix,
     store_token_rows,
     store_weights,
     summed_over_blocks,
     token_rows,
 )
+from ._update_tiles import activated
 
 
 @triton.jit
@@ -120,7 +118,8 @@ def _scan_states_kernel(
             gamma_ptr, nu_ptr, reach_ptr, local, count, C, BLOCK_C
         )
         z = product(w1.to(k.dtype), tl.trans(k), UPCAST, PRECISION) + b1[:, None]
-        h = activated(z, ACTIVATION).to(k.dtype)
+        h, slope, _ = activated(z, ACTIVATION)
+        h = h.to(k.dtype)
         w2_rounded = w2.to(k.dtype)
         read = product(tl.trans(h), w2_rounded, UPCAST, PRECISION)
         if BLOCKS > 1:
@@ -130,7 +129,7 @@ def _scan_states_kernel(
         e = FACTOR * (read + b2[None, :] - v.to(tl.float32))
         e = tl.where(written[:, None], e, 0.0)
         p = product(w2_rounded, tl.trans(e.to(k.dtype)), UPCAST, PRECISION)
-        p *= slope_of(z, ACTIVATION)
+        p *= slope
 
         to_memory = -gamma[:, None] * e
         to_momentum = -nu[:, None] * e
@@ -267,8 +266,8 @@ def _scan_read_kernel(
     for block in tl.range(0, BLOCKS, num_stages=1):
         z = hidden_of(k, memory, block, UPCAST, PRECISION, D, HIDDEN, BLOCK_D, BLOCK_H)
         w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
-        h = activated(z, ACTIVATION).to(k.dtype)
-        e = product_onto(e, h, w2, UPCAST, PRECISION)
+        h, _, _ = activated(z, ACTIVATION)
+        e = product_onto(e, h.to(k.dtype), w2, UPCAST, PRECISION)
     e = FACTOR * (e + load_b2(memory, D, HIDDEN, BLOCK_D)[None, :] - v.to(tl.float32))
     e = tl.where(written[:, None], e, 0.0).to(k.dtype)
     by_p = product(q, tl.trans(k), UPCAST, PRECISION)
@@ -284,15 +283,15 @@ def _scan_read_kernel(
         w1 = tl.trans(load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype))
         b1 = load_b1(memory, block, D, HIDDEN, BLOCK_H)[None, :]
         z = product(k, w1, UPCAST, PRECISION) + b1
-        h = activated(z, ACTIVATION).to(k.dtype)
+        h, slope, curve = activated(z, ACTIVATION)
+        h = h.to(k.dtype)
         w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
         dh = product(e, tl.trans(w2), UPCAST, PRECISION)
-        p = (dh * slope_of(z, ACTIVATION)).to(k.dtype)
+        p = (dh * slope).to(k.dtype)
         if KEEP:
             store_matrix(h_ptr + corner, h, token, row, C, HIDDEN)
-            slope = slope_of(z, ACTIVATION).to(k.dtype)
-            store_matrix(slope_ptr + corner, slope, token, row, C, HIDDEN)
-            curve = (dh * curve_of(z, ACTIVATION)).to(k.dtype)
+            store_matrix(slope_ptr + corner, slope.to(k.dtype), token, row, C, HIDDEN)
+            curve = (dh * curve).to(k.dtype)
             store_matrix(curve_ptr + corner, curve, token, row, C, HIDDEN)
             store_matrix(p_ptr + corner, p, token, row, C, HIDDEN)
 
@@ -301,12 +300,11 @@ def _scan_read_kernel(
         z = product(q_kept, w1, UPCAST, PRECISION)
         z = product_onto(z, q_carried, s1, UPCAST, PRECISION)
         z = product_onto(z, by_p, p, UPCAST, PRECISION) + (keep * b1 + carry * sb1)
-        h_q = activated(z, ACTIVATION)
+        h_q, slope_q, _ = activated(z, ACTIVATION)
         matches = product_onto(matches, h_q.to(k.dtype), tl.trans(h), UPCAST, PRECISION)
         if KEEP:
             store_matrix(read_h_ptr + corner, h_q.to(k.dtype), token, row, C, HIDDEN)
-            slope = slope_of(z, ACTIVATION).to(k.dtype)
-            store_matrix(read_slope_ptr + corner, slope, token, row, C, HIDDEN)
+            store_matrix(read_slope_ptr + corner, slope_q.to(k.dtype), token, row, C, HIDDEN)
         else:
             s2 = load_weights(momentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
             y = product_onto(y, (keep * h_q).to(k.dtype), w2, UPCAST, PRECISION)

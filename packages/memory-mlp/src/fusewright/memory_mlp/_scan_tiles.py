@@ -12,71 +12,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._update_tiles import to_tf32
+from ._update_tiles import add_product, to_tf32
 
 # The gradient of |M(k) - v|^2 by M(k) is this times the residual.
 FACTOR = tl.constexpr(2.0)
-SQRT_HALF = tl.constexpr(0.7071067811865476)
-SQRT_HALF_PI_INVERSE = tl.constexpr(0.3989422804014327)
-
-
-@triton.jit
-def product(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """a b in fp32. The interpreter multiplies only fp32 rightly: there the operands are widened."""
-    if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    if PRECISION == "tf32":
-        a, b = to_tf32(a), to_tf32(b)
-    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
 def product_onto(total, a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a b."""
-    if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+    """total + a b in fp32."""
     if PRECISION == "tf32":
         a, b = to_tf32(a), to_tf32(b)
-    return tl.dot(a, b, total, input_precision=PRECISION)
+    return add_product(total, a, b, UPCAST, PRECISION)
 
 
 @triton.jit
-def activated(z, ACTIVATION: tl.constexpr):
-    """act(z)."""
-    if ACTIVATION == "silu":
-        h = z * tl.sigmoid(z)
-    elif ACTIVATION == "relu":
-        h = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    else:
-        h = z * (0.5 + 0.5 * tl.math.erf(z * SQRT_HALF))
-    return h
-
-
-@triton.jit
-def slope_of(z, ACTIVATION: tl.constexpr):
-    """act'(z)."""
-    if ACTIVATION == "silu":
-        s = tl.sigmoid(z)
-        slope = s * (1.0 + z * (1.0 - s))
-    elif ACTIVATION == "relu":
-        slope = tl.where(z > 0.0, 1.0, 0.0)
-    else:
-        below = 0.5 + 0.5 * tl.math.erf(z * SQRT_HALF)
-        slope = below + z * SQRT_HALF_PI_INVERSE * tl.exp(-0.5 * z * z)
-    return slope
-
-
-@triton.jit
-def curve_of(z, ACTIVATION: tl.constexpr):
-    """act''(z)."""
-    if ACTIVATION == "silu":
-        s = tl.sigmoid(z)
-        curve = s * (1.0 - s) * (2.0 + z * (1.0 - 2.0 * s))
-    elif ACTIVATION == "relu":
-        curve = tl.zeros_like(z)
-    else:
-        curve = (2.0 - z * z) * SQRT_HALF_PI_INVERSE * tl.exp(-0.5 * z * z)
-    return curve
+def product(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """a b in fp32."""
+    total = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
+    return product_onto(total, a, b, UPCAST, PRECISION)
 
 
 @triton.jit

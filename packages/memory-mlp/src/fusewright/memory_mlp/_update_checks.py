@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
 
 import torch
 
-from ._checks import autocast, check_floating
-from ._scan_checks import ACTIVATIONS, check_option
-from .weights import MemoryWeights
+from ._checks import (
+    ACTIVATIONS,
+    REDUCTIONS,
+    autocast,
+    check_floating,
+    check_option,
+    dtype_of_state,
+)
+from .weights import MemoryWeights, weight_shapes
 
 Tensor = torch.Tensor
-
-REDUCTIONS = ("sum", "mean_feature", "mean_all")
 
 
 def checked_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +63,7 @@ def check_state(weights: MemoryWeights, momentum: MemoryWeights, k: Tensor) -> N
         )
     if not hidden:
         raise ValueError("the memory must have at least one hidden unit, got none")
-    wanted, shapes = dtype_of_state(k), shapes_of_state(lead, hidden, width)
+    wanted, shapes = dtype_of_state(k), weight_shapes(lead, hidden, width)
     for name, state in (("weights", weights), ("momentum", momentum)):
         for field, x, shape in zip(state._fields, state, shapes, strict=True):
             if x.shape != shape:
@@ -83,7 +86,7 @@ def is_state(weights: MemoryWeights, momentum: MemoryWeights, k: Tensor) -> bool
     if not hidden or (lead and lead != outer):
         return False
     dtype, device = dtype_of_state(k), k.device
-    shapes = shapes_of_state(lead, hidden, width)
+    shapes = weight_shapes(lead, hidden, width)
     for x, shape in zip((*weights, *momentum), (*shapes, *shapes), strict=True):
         if (
             not isinstance(x, Tensor)
@@ -94,15 +97,6 @@ def is_state(weights: MemoryWeights, momentum: MemoryWeights, k: Tensor) -> bool
         ):
             return False
     return True
-
-
-def dtype_of_state(k: Tensor) -> torch.dtype:
-    return torch.float64 if k.dtype == torch.float64 else torch.float32
-
-
-def shapes_of_state(lead: Sequence[int], hidden: int, width: int) -> tuple[tuple[int, ...], ...]:
-    """Of w1, b1, w2 and b2."""
-    return (*lead, hidden, width), (*lead, hidden), (*lead, width, hidden), (*lead, width)
 
 
 def checked_gate(name: str, gate: Tensor | float, weights: MemoryWeights) -> Tensor:
@@ -134,7 +128,7 @@ def checked_row_weights(row_weights: Tensor, k: Tensor) -> Tensor:
             f"{tuple(row_weights.shape)}"
         )
     check_device("row_weights", row_weights, k)
-    return row_weights.to(torch.float64 if k.dtype == torch.float64 else torch.float32)
+    return row_weights.to(dtype_of_state(k))
 
 
 def check_options(activation: str, reduction: str, max_grad_norm: float | None) -> None:

@@ -12,7 +12,7 @@ import triton
 from ._backends import Card, card_of, interpreted
 from ._launch import Allocate, Kind, Launch, contiguous_strides, memory
 from ._update_configs import OVERLAP_FROM, UpdateBlock, UpdateTile, update_tile
-from .weights import MemoryWeights
+from .weights import weight_shapes
 
 # Offsets within a tile are 32-bit numbers, and so are rows and programs.
 MAX_ROW_STRIDE = 2**22
@@ -108,7 +108,7 @@ class UpdateProblem(NamedTuple):
 
     def weights(self) -> tuple[Allocate, ...]:
         """What a MemoryWeights takes."""
-        return tuple(self.memory(*shape) for shape in weight_shapes(self.width, self.hidden))
+        return tuple(self.memory(*shape) for shape in weight_shapes((), self.hidden, self.width))
 
     def tile(self, table: tuple[UpdateTile, ...], cols: int) -> UpdateTile:
         """The line that serves a product of all rows by ``cols`` columns."""
@@ -119,11 +119,6 @@ class UpdateProblem(NamedTuple):
     ) -> UpdateTile:
         """The line that serves ``count`` products of ``rows`` by ``cols``."""
         return update_tile(table, self.precision, self.card, self.aligned, rows, cols, count)
-
-
-def weight_shapes(width: int, hidden: int) -> MemoryWeights:
-    """The shapes of a memory without leading axes."""
-    return MemoryWeights((hidden, width), (hidden,), (width, hidden), (width,))  # type: ignore[arg-type]
 
 
 def problem_of(

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 
 from ._checks import autocast
 from ._module_checks import check_read
+from .scan_reference import ACTIVATIONS
 from .weights import MemoryWeights
 
 Tensor = torch.Tensor
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]]
-ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 
 
 def memory_read(q: Tensor, weights: MemoryWeights, *, activation: str = "silu") -> Tensor:

@@ -32,7 +32,7 @@ import torch
 
 from . import scan_reference
 from ._backends import Backend, launchers, uses_triton, warn_once, without_autocast
-from ._checks import autocast
+from ._checks import autocast, dtype_of_state
 from ._registration import Derivative, Op, second_order
 from ._scan_checks import check_scan
 from .packing import pack, unpack
@@ -191,7 +191,7 @@ def memory_scan(
     gates = {"alpha": alpha, "eta": eta, "theta": theta}
     check_scan(q, k, v, weights, momentum, gates, write_mask, chunk, activation, read)
     q, k, v = autocast(q, k, v)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = dtype_of_state(q)
     hidden, width = weights.w1.shape[-2:]
     alpha, eta, theta = (gate.to(wide) for gate in (alpha, eta, theta))
     if write_mask is not None and write_mask.ndim == 2:

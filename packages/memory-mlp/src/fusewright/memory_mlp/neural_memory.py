@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ._backends import Backend
+from ._checks import check_option
 from ._gates import Gates
 from ._module_checks import (
     check_count,
@@ -30,7 +31,6 @@ from ._module_checks import (
     checked_head_dim,
 )
 from ._projections import KEY_NORMS, KeyNorm, Projections, finite_tokens
-from ._scan_checks import check_option
 from ._steps import Granularity, Read, Reduction, Rules, Scope, move, read, weights_at_end
 from .memory_state import (
     MemoryState,

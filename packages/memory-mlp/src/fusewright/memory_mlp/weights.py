@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,3 +27,8 @@ class MemoryWeights(NamedTuple):
     def map(self, function: Callable[..., Tensor], *others: MemoryWeights) -> MemoryWeights:
         """``function`` of each of the four tensors, together with those of ``others``."""
         return MemoryWeights(*(function(*parts) for parts in zip(self, *others, strict=True)))
+
+
+def weight_shapes(lead: Sequence[int], hidden: int, width: int) -> tuple[tuple[int, ...], ...]:
+    """Of w1, b1, w2 and b2."""
+    return (*lead, hidden, width), (*lead, hidden), (*lead, width, hidden), (*lead, width)

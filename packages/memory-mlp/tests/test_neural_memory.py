@@ -25,7 +25,7 @@ def plainly(memory, x):
     gates = torch.sigmoid(F.linear(wide(x), *gate_layer))
     alpha, eta, *rest = gates.unflatten(-1, (-1, memory.heads)).unbind(-2)
     theta = (
-        memory.gates.max_theta * rest[0]
+        memory.gates.largest * (1.0 - eta) * rest[0]
         if rest
         else torch.full_like(eta, memory.gates.constant_theta)
     )

@@ -14,21 +14,24 @@ from .reference import wide
 
 ALPHA_START = 0.01
 ETA_START = 0.9
-# Of max_theta, where a chunk is one token.
-THETA_START = 0.25
+# Of what theta stays below.
+THETA_START = 0.5
 
 
 class Gates(nn.Module):
-    """alpha, eta = sigmoid of a linear layer; theta = max_theta * sigmoid, or a constant.
+    """alpha, eta, rate = sigmoid of a linear layer; theta = max_step (1 - eta) / chunk rate, or a
+    constant.
 
-    All tokens start with alpha = 0.01, eta = 0.9 and theta = max_theta / (4 * chunk), for the
-    weights start at zero. Computed in fp32, under autocast too (in fp64 for an fp64 x).
+    Momentum adds a gradient up to 1 / (1 - eta) times, and a chunk's tokens do not see one another:
+    what they write of one key together stays below max_step. All tokens start with alpha = 0.01,
+    eta = 0.9 and rate = 0.5, for the weights start at zero. Computed in fp32, under autocast too
+    (in fp64 for an fp64 x).
 
     Args:
         dim: width of x.
         heads: number of heads.
         theta: "learned", or the constant.
-        max_theta: what theta stays below.
+        max_step: what chunk * theta / (1 - eta) stays below.
         chunk: tokens whose gradients are taken at the same weights.
         device, dtype: of the weights.
     """
@@ -39,7 +42,7 @@ class Gates(nn.Module):
         heads: int,
         *,
         theta: Literal["learned"] | float,
-        max_theta: float,
+        max_step: float,
         chunk: int,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -47,10 +50,10 @@ class Gates(nn.Module):
         super().__init__()
         self.heads = heads
         self.constant_theta = None if theta == "learned" else float(theta)
-        self.max_theta = max_theta
+        self.largest = max_step / chunk
         self.starts = [ALPHA_START, ETA_START]
         if self.constant_theta is None:
-            self.starts.append(THETA_START / chunk)
+            self.starts.append(THETA_START)
         self.linear: nn.Linear = nn.Linear(
             dim, len(self.starts) * heads, device=device, dtype=dtype
         )
@@ -70,7 +73,7 @@ class Gates(nn.Module):
             weight, bias = (p.to(x.dtype) for p in (self.linear.weight, self.linear.bias))
             gates = torch.sigmoid(F.linear(x, weight, bias)).unflatten(-1, (-1, self.heads))
             if self.constant_theta is None:
-                alpha, eta, theta = gates.unbind(-2)
-                return alpha, eta, self.max_theta * theta
+                alpha, eta, rate = gates.unbind(-2)
+                return alpha, eta, self.largest * (1.0 - eta) * rate
             alpha, eta = gates.unbind(-2)
             return alpha, eta, torch.full_like(alpha, self.constant_theta)

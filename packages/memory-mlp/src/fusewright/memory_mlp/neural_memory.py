@@ -72,8 +72,8 @@ class NeuralMemory(nn.Module):
         key_norm: "l2" divides queries and keys of every head by their norm, "rms" by their root
             mean square, None leaves them.
         theta: "learned" by token and head, or a constant.
-        max_theta: what a learned theta stays below, in units of the chosen loss. It starts at
-            max_theta / (4 * chunk).
+        max_step: what chunk * theta / (1 - eta) stays below where theta is learned, in units of the
+            chosen loss. It starts at half of that.
         scope: "sequence": every row of the batch has its memory. "batch_pooled": one memory serves
             all rows and every step pools their tokens, so that rows depend on one another; not for
             "token".
@@ -93,7 +93,7 @@ class NeuralMemory(nn.Module):
 
     Gradients of a chunk do not see one another. Where its keys are alike, they pass the goal
     together once chunk * theta / (1 - eta) is more than about 0.6 ("sum", keys of length 1), and
-    the memory diverges; the gates start at 0.25.
+    the memory diverges: a constant theta may take it there, a learned one does not.
 
     Example:
         >>> memory = NeuralMemory(512, heads=8)
@@ -115,7 +115,7 @@ class NeuralMemory(nn.Module):
         reduction: Reduction = "sum",
         key_norm: KeyNorm | None = "l2",
         theta: Literal["learned"] | float = "learned",
-        max_theta: float = 0.1,
+        max_step: float = 0.5,
         scope: Scope = "sequence",
         convolution: int = 4,
         max_grad_norm: float | None = None,
@@ -138,7 +138,7 @@ class NeuralMemory(nn.Module):
             check_option("key_norm", key_norm, KEY_NORMS)
         if theta != "learned":
             check_positive("theta", theta)
-        check_positive("max_theta", max_theta)
+        check_positive("max_step", max_step)
         super().__init__()
         self.dim, self.heads, self.head_dim, self.hidden = dim, heads, head_dim, hidden
         self.rules, self.outer_grad = rules, outer_grad
@@ -146,7 +146,7 @@ class NeuralMemory(nn.Module):
         self.projections = Projections(
             dim, heads, head_dim, convolution=convolution, key_norm=key_norm, **made
         )
-        self.gates = Gates(dim, heads, theta=theta, max_theta=max_theta, chunk=chunk, **made)
+        self.gates = Gates(dim, heads, theta=theta, max_step=max_step, chunk=chunk, **made)
         self.output: nn.Linear = nn.Linear(heads * head_dim, dim, bias=False, **made)
         widths = [head_dim, *(hidden,) * (layers - 1), head_dim]
         self.initial = nn.ParameterDict()

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_scan, memory_update
+from fusewright.memory_mlp import (
+    MemoryWeights,
+    NeuralMemory,
+    _memory_input,
+    memory_scan,
+    memory_update,
+)
 from fusewright_testkit import Yardstick
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
@@ -153,6 +159,72 @@ class ScanOp(FlatOp):
         return [*(x.to(dtype) for x in (q, k, v)), *memory, *momentum, *gates]
 
 
+@dataclass(frozen=True)
+class InputOp(FlatOp):
+    """memory_input on flat lists of tensors: joint, history, taps where there are any, logits;
+    without logits memory_queries.
+    """
+
+    heads: int = 2
+    key_norm: str | None = "l2"
+    largest: float = 0.25
+    theta: float | None = None
+    taps: int = 4
+    queries: bool = False
+    present: torch.Tensor | None = None
+
+    def having(self, **options: Any) -> InputOp:
+        """The op with options of its own."""
+        return replace(self, **options)
+
+    def public(self, *tensors: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, ...]:
+        """q, k, v, alpha, eta, theta and the next history; of queries, q."""
+        whole = self.whole(*tensors, backend=backend)
+        if self.queries:
+            return (whole,)
+        k, v, alpha, eta, theta, _ = whole.writes
+        # A constant has no gradient.
+        gates = (alpha, eta) if self.theta else (alpha, eta, theta)
+        return whole.q, k, v, *gates, whole.history
+
+    def whole(self, joint, history, *others, backend="auto"):
+        taps, *logits = others if self.taps else (None, *others)
+        options = dict(heads=self.heads, key_norm=self.key_norm, backend=backend)
+        if self.queries:
+            return _memory_input.memory_queries(joint, history, taps, **options)
+        return _memory_input.memory_input(
+            *(joint, history, taps, *logits, self.present),
+            **dict(largest=self.largest, theta=self.theta),
+            **options,
+        )
+
+    def draw(
+        self,
+        batch: int,
+        tokens: int,
+        width: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        *,
+        history_dtype: torch.dtype | None = None,
+    ) -> list[torch.Tensor]:
+        """All of unit size."""
+        state = torch.float64 if dtype == torch.float64 else torch.float32
+        channels = (1 if self.queries else 3) * self.heads * width
+        shapes = [(batch, tokens, channels), (batch, max(self.taps - 1, 0), channels)]
+        dtypes = [dtype, history_dtype or dtype]
+        if self.taps:
+            shapes.append((channels, self.taps))
+            dtypes.append(state)
+        if not self.queries:
+            shapes.append((batch, tokens, (2 if self.theta else 3) * self.heads))
+            dtypes.append(state)
+        return [
+            torch.randn(shape, device=device, dtype=state).to(kind)
+            for shape, kind in zip(shapes, dtypes, strict=True)
+        ]
+
+
 @pytest.fixture
 def update_op() -> UpdateOp:
     return UpdateOp()
@@ -161,6 +233,30 @@ def update_op() -> UpdateOp:
 @pytest.fixture
 def scan_op() -> ScanOp:
     return ScanOp()
+
+
+@pytest.fixture
+def input_op() -> InputOp:
+    return InputOp()
+
+
+@pytest.fixture
+def many_input_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles so small that few tokens take several, and shares that are added in several rounds."""
+    from fusewright.memory_mlp import _input_configs, _input_launch, _token_launch
+
+    small = _input_configs.InputTile(size=64, num_warps=1)
+    gather = _input_configs.ChannelTile(rows=2, columns=8, parts=2, part_columns=16, num_warps=1)
+    plans = _input_launch.forward_plan, _input_launch.backward_plan, _token_launch.token_plan
+    for plan in plans:
+        plan.cache_clear()
+    monkeypatch.setattr(_input_launch, "FORWARD", small)
+    monkeypatch.setattr(_input_launch, "BACKWARD", small)
+    monkeypatch.setattr(_input_launch, "JOINT_GRADIENT", gather)
+    monkeypatch.setattr(_token_launch, "TOKENS", small)
+    yield
+    for plan in plans:
+        plan.cache_clear()
 
 
 @pytest.fixture

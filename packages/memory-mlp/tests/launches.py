@@ -8,8 +8,10 @@ import os
 import torch
 from fusewright.memory_mlp import _scan_backward_launch, _update_problem
 from fusewright.memory_mlp._backends import Card
+from fusewright.memory_mlp._input_launch import launch_memory_input, launch_memory_input_backward
 from fusewright.memory_mlp._scan_backward_launch import launch_scan_backward
 from fusewright.memory_mlp._scan_launch import launch_scan
+from fusewright.memory_mlp._token_launch import launch_finite_tokens, launch_kept_tokens
 from fusewright.memory_mlp._update_backward_launch import (
     backward_plan,
     launch_memory_update_backward,
@@ -138,3 +140,57 @@ def every_scan() -> None:
         launch_a_scan(64, 256, BF16, activation=activation, read="before", masked=True)
     for chunk, width, hidden in ((16, 32, 64), (32, 40, 128), (48, 64, 512), (5, 3, 5)):
         launch_a_scan(width, hidden, BF16, chunk, masked=True)
+
+
+def launch_an_input(
+    width: int,
+    dtype: torch.dtype,
+    taps: int = 4,
+    key_norm: str | None = "l2",
+    theta: float | None = None,
+    history_dtype: torch.dtype = F32,
+    queries: bool = False,
+) -> None:
+    """Forward and backward of 4 rows of 5 heads, with every gradient."""
+    batch, tokens, heads = 4, 320, 5
+    channels = (1 if queries else 3) * heads * width
+    joint = torch.empty(batch, tokens, channels, dtype=dtype)
+    history = torch.empty(batch, max(taps - 1, 0), channels, dtype=history_dtype)
+    own_taps = torch.empty(channels, taps) if taps else None
+    logits = None if queries else torch.empty(batch, tokens, (2 if theta else 3) * heads)
+    present = None if queries else torch.empty(batch, tokens, dtype=torch.bool)
+    operands = joint, history, own_taps, logits
+    options = heads, key_norm, 0.1, theta
+    *rows, _, last = launch_memory_input(*operands, present, *options)
+    launch_memory_input_backward(*operands, *rows, last, *options)
+
+
+def launch_tokens(width: int, dtype: torch.dtype, flags: int = 5) -> None:
+    """Tokens of one width, masked."""
+    x = torch.empty(4, 320, width, dtype=dtype)
+    mask = torch.empty(4, 320, dtype=torch.bool)
+    launch_finite_tokens(x, mask)
+    launch_finite_tokens(x, None)
+    launch_kept_tokens(x, mask.unsqueeze(-1).expand(4, 320, flags), mask, 0.0)
+    launch_kept_tokens(x, mask.unsqueeze(-1), None, 0.0)
+
+
+def one_of_each_input() -> None:
+    """Every kernel before and behind the memory at the sizes of a model."""
+    launch_an_input(64, BF16)
+    launch_tokens(320, BF16)
+
+
+def every_input() -> None:
+    """Every width, dtype and option."""
+    for dtype in (BF16, F16, F32):
+        launch_an_input(64, dtype, history_dtype=dtype)
+        launch_an_input(128, dtype, taps=8, key_norm="rms")
+        launch_tokens(8192, dtype)
+    for width in (1, 40, 64):
+        launch_an_input(width, BF16, taps=0)
+        launch_an_input(width, BF16, taps=1, key_norm=None, theta=0.01)
+        launch_an_input(width, BF16, queries=True, history_dtype=BF16)
+    launch_an_input(128, F32, taps=0, queries=True)
+    launch_tokens(1, BF16, flags=1)
+    launch_tokens(700, F32, flags=3)

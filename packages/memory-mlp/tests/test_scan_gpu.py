@@ -54,7 +54,12 @@ def test_every_width_is_as_near_to_fp64_as_torch(scan_op, read, hidden, width):
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_other_activations_are_as_near_to_fp64_as_torch(scan_op, dtype, activation):
-    scan_op.having(activation=activation).check(drawn(scan_op, 64, 128, dtype))
+    tensors = drawn(scan_op, 64, 128, dtype)
+    if activation == "relu":
+        # Far from the kink, beside which rounding alone decides between two slopes.
+        b1 = tensors[4]
+        b1 += 4.0 * b1.sign()
+    scan_op.having(activation=activation).check(tensors)
 
 
 @pytest.mark.parametrize(("chunk", "width", "hidden"), [(64, 64, 128), (16, 40, 64), (64, 64, 256)])
@@ -66,8 +71,9 @@ def test_fp32_is_as_near_to_fp64_as_torch_in_each_precision(
 
 @pytest.mark.parametrize(("chunk", "width", "hidden"), [(64, 64, 512), (1, 8, 16)])
 def test_greatest_and_smallest_sizes_are_as_near_to_fp64_as_torch(scan_op, chunk, width, hidden):
-    tokens = 20 if chunk == 1 else 300
-    tensors = scan_op.draw(1, tokens, 2, width, hidden, BF16, "cuda", rate=RATE)
+    # Enough numbers that their largest error is no matter of luck.
+    rows, tokens = (64, 20) if chunk == 1 else (1, 300)
+    tensors = scan_op.draw(rows, tokens, 2, width, hidden, BF16, "cuda", rate=RATE)
     scan_op.having(chunk=chunk).check(tensors)
 
 

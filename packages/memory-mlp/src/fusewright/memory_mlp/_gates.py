@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._backends import without_autocast
+from .input_reference import gates_of
 from .reference import wide
 
 ALPHA_START = 0.01
@@ -68,12 +69,10 @@ class Gates(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``x [B, T, dim]`` to alpha, eta and theta ``[B, T, heads]``."""
+        return gates_of(self.logits(x), self.heads, self.largest, self.constant_theta)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """``[B, T, n * heads]``, of alpha above eta above rate, if that is learned."""
         with without_autocast(x.device):
             x = wide(x)
-            weight, bias = (p.to(x.dtype) for p in (self.linear.weight, self.linear.bias))
-            gates = torch.sigmoid(F.linear(x, weight, bias)).unflatten(-1, (-1, self.heads))
-            if self.constant_theta is None:
-                alpha, eta, rate = gates.unbind(-2)
-                return alpha, eta, self.largest * (1.0 - eta) * rate
-            alpha, eta = gates.unbind(-2)
-            return alpha, eta, torch.full_like(alpha, self.constant_theta)
+            return F.linear(x, *(p.to(x.dtype) for p in (self.linear.weight, self.linear.bias)))

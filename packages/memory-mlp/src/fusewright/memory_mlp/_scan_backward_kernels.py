@@ -11,17 +11,19 @@ from ._scan_decays_kernels import COUNTS
 from ._scan_forward_kernels import load_last
 from ._scan_tiles import (
     FACTOR,
+    hand_in,
     load_b1,
     load_b2,
     load_matrix,
+    load_memory,
     load_weights,
     load_written,
     product,
     product_onto,
     store_matrix,
+    store_memory,
     store_token_rows,
-    store_weights,
-    summed_over_blocks,
+    sum_of_all,
     token_rows,
 )
 
@@ -35,23 +37,6 @@ def gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, SIZE: tl.conste
     if is_last:
         after = dstate_ptr + own * (2 * SIZE)
     return after
-
-
-@triton.jit
-def turned_rows(
-    x_ptr,
-    local,
-    block,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """A block of [C, HIDDEN] of a chunk, transposed."""
-    row = block * BLOCK_H + tl.arange(0, BLOCK_H)
-    return tl.trans(
-        load_matrix(x_ptr + local * (C * HIDDEN), tl.arange(0, BLOCK_C), row, C, HIDDEN)
-    )
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -96,8 +81,8 @@ def _scan_states_backward_kernel(
     """One program carries the gradient of BLOCK_H hidden units of the memory and the momentum of
     one head back over ``chunks`` chunks from ``first_chunk`` on: it starts from ``dstate`` and adds
     to the reads' shares in ``dstates``; with the BLOCKS programs of its head it shares de. It
-    computes dv, and writes the gradient of z over that of h. Tiles of the hidden layer are
-    [BLOCK_H, BLOCK_C].
+    computes dv, and writes the gradient of z over that of h. Weights' gradients are held as
+    [BLOCK_D, BLOCK_H], as in the forward pass.
     """
     SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
     own = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -108,21 +93,15 @@ def _scan_states_backward_kernel(
     col = tl.arange(0, BLOCK_D)
     row = block * BLOCK_H + tl.arange(0, BLOCK_H)
     dmemory = dstate_ptr + own * (2 * SIZE)
-    dmomentum = dmemory + SIZE
-    dw1 = load_weights(dmemory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-    ds1 = load_weights(dmomentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-    dw2 = load_weights(dmemory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-    ds2 = load_weights(dmomentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-    db1 = load_b1(dmemory, block, D, HIDDEN, BLOCK_H)
-    dsb1 = load_b1(dmomentum, block, D, HIDDEN, BLOCK_H)
-    db2 = load_b2(dmemory, D, HIDDEN, BLOCK_D)
-    dsb2 = load_b2(dmomentum, D, HIDDEN, BLOCK_D)
+    dw1, db1, dw2, db2 = load_memory(dmemory, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    ds1, dsb1, ds2, dsb2 = load_memory(dmemory + SIZE, block, D, HIDDEN, BLOCK_D, BLOCK_H)
     for back in tl.range(0, chunks, num_stages=1):
         local = own * chunks + (chunks - 1 - back)
         chunk = first_chunk + (chunks - 1 - back)
         first = chunk * C
         count = tl.minimum(tokens - first, C)
         there = token < count
+        corner = local * (C * HIDDEN)
         written = load_written(
             written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C
         )
@@ -133,92 +112,85 @@ def _scan_states_backward_kernel(
         gamma, nu, keep, carry, decay = load_last(
             gamma_ptr, nu_ptr, reach_ptr, local, count, C, BLOCK_C
         )
-        # The gradients of the rows p, through the chunk's end and the reads; then of dh.
-        dp = turned_rows(dp_ptr, local, block, C, HIDDEN, BLOCK_C, BLOCK_H).to(tl.float32)
-        k_wide = tl.trans(k).to(tl.float32)
-        k_end = (-gamma[None, :] * k_wide).to(k.dtype)
-        dp = product_onto(dp, dw1.to(k.dtype), k_end, UPCAST, PRECISION)
-        k_end = (-nu[None, :] * k_wide).to(k.dtype)
-        dp = product_onto(dp, ds1.to(k.dtype), k_end, UPCAST, PRECISION)
-        dp -= gamma[None, :] * db1[:, None] + nu[None, :] * dsb1[:, None]
-        slope = turned_rows(slope_ptr, local, block, C, HIDDEN, BLOCK_C, BLOCK_H)
+        to_memory = -gamma[:, None]
+        to_momentum = -nu[:, None]
+        dp = load_matrix(dp_ptr + corner, token, row, C, HIDDEN).to(tl.float32)
+        # Of the rows p, through the chunk's end too; then of dh.
+        k_wide = k.to(tl.float32)
+        k_end = (to_memory * k_wide).to(k.dtype)
+        dp = product_onto(dp, k_end, dw1.to(k.dtype), UPCAST, PRECISION)
+        k_end = (to_momentum * k_wide).to(k.dtype)
+        dp = product_onto(dp, k_end, ds1.to(k.dtype), UPCAST, PRECISION)
+        dp += to_memory * db1[None, :] + to_momentum * dsb1[None, :]
+        slope = load_matrix(slope_ptr + corner, token, row, C, HIDDEN)
         ddh = (dp * slope.to(tl.float32)).to(k.dtype)
 
         # Of e, from all of these.
         memory = states_ptr + (tl.cast(chunk, tl.int64) * all_heads + own) * (2 * SIZE)
-        w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
+        w2 = tl.trans(load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype))
         dw2_rounded = dw2.to(k.dtype)
         ds2_rounded = ds2.to(k.dtype)
-        h = turned_rows(h_ptr, local, block, C, HIDDEN, BLOCK_C, BLOCK_H)
+        h = load_matrix(h_ptr + corner, token, row, C, HIDDEN)
         h_wide = h.to(tl.float32)
-        de = product(tl.trans(ddh), w2, UPCAST, PRECISION)
-        h_end = tl.trans((-gamma[None, :] * h_wide).to(k.dtype))
-        de = product_onto(de, h_end, dw2_rounded, UPCAST, PRECISION)
-        h_end = tl.trans((-nu[None, :] * h_wide).to(k.dtype))
-        de = product_onto(de, h_end, ds2_rounded, UPCAST, PRECISION)
-        # Read before the programs of the head meet, as one of them overwrites it after.
+        de = product(ddh, tl.trans(w2), UPCAST, PRECISION)
+        h_end = (to_memory * h_wide).to(k.dtype)
+        de = product_onto(de, h_end, tl.trans(dw2_rounded), UPCAST, PRECISION)
+        h_end = (to_momentum * h_wide).to(k.dtype)
+        de = product_onto(de, h_end, tl.trans(ds2_rounded), UPCAST, PRECISION)
+        # The reads' shares. Of the last biases, before the head's first program may overwrite them.
         target = dstates_ptr + local * (2 * SIZE)
         b2_read = load_b2(target, D, HIDDEN, BLOCK_D)
         sb2_read = load_b2(target + SIZE, D, HIDDEN, BLOCK_D)
+        # What does not need the others is between handing in and asking for the sum.
         if BLOCKS > 1:
-            de = summed_over_blocks(
-                de, parts_ptr, arrived_ptr, own, block, back, BLOCKS, BLOCK_C, BLOCK_D
-            )
-        de += load_matrix(de_ptr + local * (C * D), token, col, C, D)
-        de -= gamma[:, None] * db2[None, :] + nu[:, None] * dsb2[None, :]
-        dr = tl.where(written[:, None], FACTOR * de, 0.0)
+            hand_in(de, parts_ptr, arrived_ptr, own, block, back, BLOCKS, BLOCK_C, BLOCK_D)
+        e = load_matrix(e_ptr + local * (C * D), token, col, C, D)
+        dh = load_matrix(dh_ptr + corner, token, row, C, HIDDEN).to(tl.float32)
+        de_read = load_matrix(de_ptr + local * (C * D), token, col, C, D)
+        curve = load_matrix(curve_ptr + corner, token, row, C, HIDDEN)
+        slope = load_matrix(slope_ptr + corner, token, row, C, HIDDEN)
+        e_wide = e.to(tl.float32)
+        e_end = (to_memory * e_wide).to(k.dtype)
+        dh = product_onto(dh, e_end, dw2_rounded, UPCAST, PRECISION)
+        e_end = (to_momentum * e_wide).to(k.dtype)
+        dh = product_onto(dh, e_end, ds2_rounded, UPCAST, PRECISION)
+        de_read += to_memory * db2[None, :] + to_momentum * dsb2[None, :]
+        # Of the memory and the momentum with which the chunk began.
+        w1_read, b1_read, w2_read, _ = load_memory(target, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        s1_read, sb1_read, s2_read, _ = load_memory(
+            target + SIZE, block, D, HIDDEN, BLOCK_D, BLOCK_H
+        )
+        ds1 = carry * dw1 + decay * ds1 + s1_read
+        dw1 = keep * dw1 + w1_read
+        dsb1 = carry * db1 + decay * dsb1 + sb1_read
+        db1 = keep * db1 + b1_read
+        ds2 = carry * dw2 + decay * ds2 + s2_read
+        dw2 = keep * dw2 + w2_read
+        dsb2 = carry * db2 + decay * dsb2 + sb2_read
+        db2 = keep * db2 + b2_read
+        dw2 = product_onto(dw2, tl.trans(e), ddh, UPCAST, PRECISION)
+        # Everybody has read the reads' shares, and the gradient of h, before they are written over.
+        tl.debug_barrier()
+        if BLOCKS > 1:
+            de = sum_of_all(parts_ptr, arrived_ptr, own, back, BLOCKS, BLOCK_C, BLOCK_D)
+
+        # Of v, h and z.
+        dr = tl.where(written[:, None], FACTOR * (de + de_read), 0.0)
         store_token_rows(
             dv_ptr, -dr, batch, head, first, there & (block == 0),
             tokens, heads, D, BLOCK_C, BLOCK_D,
         )  # fmt: skip
-
-        # Of h and z.
-        e = load_matrix(e_ptr + local * (C * D), token, col, C, D)
-        e_wide = tl.trans(e).to(tl.float32)
-        dh = turned_rows(dh_ptr, local, block, C, HIDDEN, BLOCK_C, BLOCK_H).to(tl.float32)
-        e_end = (-gamma[None, :] * e_wide).to(k.dtype)
-        dh = product_onto(dh, dw2_rounded, e_end, UPCAST, PRECISION)
-        e_end = (-nu[None, :] * e_wide).to(k.dtype)
-        dh = product_onto(dh, ds2_rounded, e_end, UPCAST, PRECISION)
-        dr_sum = tl.sum(dr, 0)
+        db2 += tl.sum(dr, 0)
         dr = dr.to(k.dtype)
-        dh = product_onto(dh, w2, tl.trans(dr), UPCAST, PRECISION)
-        curve = turned_rows(curve_ptr, local, block, C, HIDDEN, BLOCK_C, BLOCK_H)
-        slope = turned_rows(slope_ptr, local, block, C, HIDDEN, BLOCK_C, BLOCK_H)
+        dh = product_onto(dh, dr, w2, UPCAST, PRECISION)
         dz = dp * curve.to(tl.float32) + dh * slope.to(tl.float32)
-        dz_sum = tl.sum(dz, 1)
+        db1 += tl.sum(dz, 0)
         dz = dz.to(k.dtype)
-        # Everybody has read the gradient of h before that of z takes its place.
-        tl.debug_barrier()
-        store_matrix(dh_ptr + local * (C * HIDDEN), tl.trans(dz), token, row, C, HIDDEN)
-
-        # Of the memory and the momentum with which the chunk began.
-        ds2 = carry * dw2 + decay * ds2
-        ds2 += load_weights(target + SIZE, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        dw2 = keep * dw2 + load_weights(target, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        dw2 = product_onto(dw2, ddh, e, UPCAST, PRECISION)
-        dw2 = product_onto(dw2, h, dr, UPCAST, PRECISION)
-        ds1 = carry * dw1 + decay * ds1
-        ds1 += load_weights(target + SIZE, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        dw1 = keep * dw1 + load_weights(target, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        dw1 = product_onto(dw1, dz, k, UPCAST, PRECISION)
-        dsb1 = carry * db1 + decay * dsb1
-        dsb1 += load_b1(target + SIZE, block, D, HIDDEN, BLOCK_H)
-        db1 = keep * db1 + load_b1(target, block, D, HIDDEN, BLOCK_H) + dz_sum
-        dsb2 = carry * db2 + decay * dsb2 + sb2_read
-        db2 = keep * db2 + b2_read + dr_sum
-        # As above, of the reads' shares.
-        tl.debug_barrier()
-        store_weights(target, dw1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        store_weights(target + SIZE, ds1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        store_weights(target, dw2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        store_weights(target + SIZE, ds2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        b1_at = target + 2 * HIDDEN * D + row
-        tl.store(b1_at, db1, mask=row < HIDDEN)
-        tl.store(b1_at + SIZE, dsb1, mask=row < HIDDEN)
-        b2_at = target + (2 * HIDDEN * D + HIDDEN) + col
-        tl.store(b2_at, db2, mask=(col < D) & (block == 0))
-        tl.store(b2_at + SIZE, dsb2, mask=(col < D) & (block == 0))
+        store_matrix(dh_ptr + corner, dz, token, row, C, HIDDEN)
+        dw2 = product_onto(dw2, tl.trans(dr), h, UPCAST, PRECISION)
+        dw1 = product_onto(dw1, tl.trans(k), dz, UPCAST, PRECISION)
+        store_memory(target, dw1, db1, dw2, db2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        store_memory(target + SIZE, ds1, dsb1, ds2, dsb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -62,7 +62,7 @@ class BackwardPlan(NamedTuple):
     parts: tuple[Part, ...]
     rows: Allocate
     gates: Allocate
-    # What the forward's kernel keeps of a part's chunks; what their reads give to k, e, h, p,
+    # What the forward's kernel keeps of a part's chunks; what their reads give to k, e,
     # gamma, the reach and the states; what their ends give to the last rows.
     kept: tuple[Allocate, ...]
     from_reads: tuple[Allocate, ...]
@@ -111,19 +111,22 @@ def launch_scan_backward(
     e, h, slope, curve, p, read_h, read_slope, matches = kept = tuple(
         allocate() for allocate in plan.kept
     )
-    dk_read, de, dh, dp, dgamma, dreach, dstates = from_reads
+    dk_read, de, dgamma, dreach, dstates = from_reads
+    # Of the reads nothing is known any more once their gradients are: these take its place.
+    dh, dp = read_h, read_slope
     for part in plan.parts:
         part.find_decays((alpha, eta, theta, written, gamma, nu, reach, nus))
         part.compute((q, k, v, written, gamma, reach, states, None, *kept))
         reads = (e, h, p, read_h, read_slope, matches)
-        part.read((dy, q, k, written, gamma, reach, states, *reads, dq, *from_reads))
+        found = (dq, dk_read, de, dh, dp, dgamma, dreach, dstates)
+        part.read((dy, q, k, written, gamma, reach, states, *reads, *found))
         ends = (gamma, nu, reach, states)
         given = (h, slope, curve, e, de, dh, dp, dstates, dstate)
         part.write((k, *ends, *given, dv, written, *plan.meeting.made()))
         part.keys((k, *ends, e, h, p, dk_read, dh, dstates, dstate, written, dk, *from_ends))
         part.gates((alpha, eta, written, gamma, nus, reach, dgamma, dreach, *from_ends, *dgates))
         # The chunks before these end with what these began with.
-        dstate.view_as(from_reads[-1][:, 0]).copy_(part.first_of(dstates))
+        dstate.view_as(dstates[:, 0]).copy_(part.first_of(dstates))
     return dq, dk, dv, dstate, *dgates
 
 
@@ -156,11 +159,11 @@ def backward_plan(problem: Problem, operands: tuple[Kind, ...]) -> BackwardPlan:
         wide(rows_shape(problem)[:-1]),
         (own(layer), *[own(hidden_layer)] * 6, wide(square)),
         (
-            *(wide(layer), wide(layer), own(hidden_layer), own(hidden_layer), wide(square)),
+            *(wide(layer), wide(layer), wide(square)),
             *(wide((heads, together, 2, chunk)), wide((heads, together, 2, size))),
         ),
         (wide((heads, together, 2, chunk)), wide((heads, together, 3))),
-        meeting_of(problem, STATES_BACKWARD),
+        meeting_of(problem, problem.sharing(STATES_BACKWARD)),
     )
 
 
@@ -171,6 +174,7 @@ def backward_part(
     heads, device = problem.all_heads, problem.device
     sizes = (problem.tokens, problem.heads, heads, first, chunks)
     mask, shift = dict(HAS_MASK=problem.has_mask), dict(SHIFT=problem.shift)
+    serial = problem.sharing(STATES_BACKWARD)
     return Part(
         chunks,
         decays_launch(problem, first, chunks, keep=True),
@@ -188,13 +192,13 @@ def backward_part(
         ),
         Launch(
             _scan_states_backward_kernel,
-            (heads * problem.blocks(STATES_BACKWARD),),
+            (heads * problem.blocks(serial),),
             device,
             (*sizes, *strides[2]),
-            dict(num_warps=STATES_BACKWARD.num_warps),
+            dict(num_warps=serial.num_warps),
             **mask,
             **problem.arithmetic,
-            **problem.sizes(STATES_BACKWARD),
+            **problem.sizes(serial),
         ),
         Launch(
             _scan_keys_backward_kernel,

@@ -1,6 +1,6 @@
 """Launch tables of the scan as data: how much of the hidden layer a program takes at a time.
 
-Source: unmeasured.
+Source: docs/decisions/0005-memory-scan-h200.csv.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ class ScanConfig(NamedTuple):
     meets: bool = False
 
 
-STATES = ScanConfig(block_h=64, num_warps=8, meets=True)
+# From the line of the most programs to that of the fewest.
+STATES = (ScanConfig(block_h=32, num_warps=4, meets=True),)
+STATES_BACKWARD = (
+    ScanConfig(block_h=16, num_warps=4, meets=True),
+    ScanConfig(block_h=32, num_warps=4, meets=True),
+)
 READ = ScanConfig(block_h=64, num_warps=4)
 COMPUTE_AGAIN = ScanConfig(block_h=64, num_warps=4)
-READ_BACKWARD = ScanConfig(block_h=64, num_warps=8)
-STATES_BACKWARD = ScanConfig(block_h=64, num_warps=8, meets=True)
+READ_BACKWARD = ScanConfig(block_h=64, num_warps=4)
 KEYS_BACKWARD = ScanConfig(block_h=64, num_warps=4)

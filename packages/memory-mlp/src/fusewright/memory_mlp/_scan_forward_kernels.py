@@ -8,17 +8,20 @@ import triton.language as tl
 from ._scan_decays_kernels import COUNTS
 from ._scan_tiles import (
     FACTOR,
+    hand_in,
     hidden_of,
     load_b1,
     load_b2,
+    load_memory,
     load_weights,
     load_written,
     product,
     product_onto,
     store_matrix,
+    store_memory,
     store_token_rows,
-    store_weights,
-    summed_over_blocks,
+    sum_of_all,
+    sums,
     token_rows,
 )
 from ._update_tiles import activated
@@ -78,7 +81,10 @@ def _scan_states_kernel(
     """One program carries BLOCK_H hidden units of the memory and the momentum of one head over all
     chunks; with the BLOCKS programs of its head it shares what the memory returns for the keys.
     ``states`` is [chunks + 1, heads of all rows, 2, SIZE]; its first entry is there, the others are
-    written. Tiles of the hidden layer are [BLOCK_H, BLOCK_C].
+    written.
+
+    Weights are held as [BLOCK_D, BLOCK_H]. So every tile has the rows that a group of four warps
+    takes, however few hidden units a program has, and the more programs share a head.
     """
     SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
     own = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -86,18 +92,9 @@ def _scan_states_kernel(
     batch = own // heads
     head = own % heads
     chunks = tl.cdiv(tokens, C)
-    col = tl.arange(0, BLOCK_D)
-    row = block * BLOCK_H + tl.arange(0, BLOCK_H)
     memory = states_ptr + own * (2 * SIZE)
-    momentum = memory + SIZE
-    w1 = load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-    s1 = load_weights(momentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-    w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-    s2 = load_weights(momentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-    b1 = load_b1(memory, block, D, HIDDEN, BLOCK_H)
-    sb1 = load_b1(momentum, block, D, HIDDEN, BLOCK_H)
-    b2 = load_b2(memory, D, HIDDEN, BLOCK_D)
-    sb2 = load_b2(momentum, D, HIDDEN, BLOCK_D)
+    w1, b1, w2, b2 = load_memory(memory, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    s1, sb1, s2, sb2 = load_memory(memory + SIZE, block, D, HIDDEN, BLOCK_D, BLOCK_H)
     for chunk in tl.range(0, chunks, num_stages=1):
         first = chunk * C
         count = tl.minimum(tokens - first, C)
@@ -117,47 +114,41 @@ def _scan_states_kernel(
         gamma, nu, keep, carry, decay = load_last(
             gamma_ptr, nu_ptr, reach_ptr, local, count, C, BLOCK_C
         )
-        z = product(w1.to(k.dtype), tl.trans(k), UPCAST, PRECISION) + b1[:, None]
+        z = product(k, w1.to(k.dtype), UPCAST, PRECISION) + b1[None, :]
         h, slope, _ = activated(z, ACTIVATION)
-        h = h.to(k.dtype)
         w2_rounded = w2.to(k.dtype)
-        read = product(tl.trans(h), w2_rounded, UPCAST, PRECISION)
+        read = product(h.to(k.dtype), tl.trans(w2_rounded), UPCAST, PRECISION)
+        # What does not need the others is between handing in and asking for the sum.
         if BLOCKS > 1:
-            read = summed_over_blocks(
-                read, parts_ptr, arrived_ptr, own, block, chunk, BLOCKS, BLOCK_C, BLOCK_D
-            )
+            hand_in(read, parts_ptr, arrived_ptr, own, block, chunk, BLOCKS, BLOCK_C, BLOCK_D)
+        w1, s1 = keep * w1 + carry * s1, decay * s1
+        w2, s2 = keep * w2 + carry * s2, decay * s2
+        if BLOCKS > 1:
+            read = sum_of_all(parts_ptr, arrived_ptr, own, chunk, BLOCKS, BLOCK_C, BLOCK_D)
         e = FACTOR * (read + b2[None, :] - v.to(tl.float32))
         e = tl.where(written[:, None], e, 0.0)
-        p = product(w2_rounded, tl.trans(e.to(k.dtype)), UPCAST, PRECISION)
-        p *= slope
+        e_rounded = e.to(k.dtype)
+        p = product(e_rounded, w2_rounded, UPCAST, PRECISION) * slope
 
-        to_memory = -gamma[:, None] * e
-        to_momentum = -nu[:, None] * e
-        w2 = keep * w2 + carry * s2
-        w2 = product_onto(w2, h, to_memory.to(k.dtype), UPCAST, PRECISION)
-        s2 = product_onto(decay * s2, h, to_momentum.to(k.dtype), UPCAST, PRECISION)
-        b2 = keep * b2 + carry * sb2 + tl.sum(to_memory, 0)
-        sb2 = decay * sb2 + tl.sum(to_momentum, 0)
-        w1 = keep * w1 + carry * s1
-        to_memory = -gamma[None, :] * p
-        w1 = product_onto(w1, to_memory.to(k.dtype), k, UPCAST, PRECISION)
-        b1 = keep * b1 + carry * sb1 + tl.sum(to_memory, 1)
-        to_momentum = -nu[None, :] * p
-        s1 = product_onto(decay * s1, to_momentum.to(k.dtype), k, UPCAST, PRECISION)
-        sb1 = decay * sb1 + tl.sum(to_momentum, 1)
+        # What a token's gradient weighs at the end of the chunk, in the memory and in the momentum.
+        to_memory = -gamma[:, None]
+        to_momentum = -nu[:, None]
+        turned = tl.trans(e_rounded)
+        w2 = product_onto(w2, turned, (to_memory * h).to(k.dtype), UPCAST, PRECISION)
+        s2 = product_onto(s2, turned, (to_momentum * h).to(k.dtype), UPCAST, PRECISION)
+        e_memory, e_momentum = sums(to_memory * e, to_momentum * e)
+        b2 = keep * b2 + carry * sb2 + e_memory
+        sb2 = decay * sb2 + e_momentum
+        turned = tl.trans(k)
+        w1 = product_onto(w1, turned, (to_memory * p).to(k.dtype), UPCAST, PRECISION)
+        s1 = product_onto(s1, turned, (to_momentum * p).to(k.dtype), UPCAST, PRECISION)
+        p_memory, p_momentum = sums(to_memory * p, to_momentum * p)
+        b1 = keep * b1 + carry * sb1 + p_memory
+        sb1 = decay * sb1 + p_momentum
 
         memory = states_ptr + (tl.cast(chunk + 1, tl.int64) * all_heads + own) * (2 * SIZE)
-        momentum = memory + SIZE
-        store_weights(memory, w1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        store_weights(momentum, s1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        store_weights(memory, w2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        store_weights(momentum, s2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        b1_at = memory + 2 * HIDDEN * D + row
-        tl.store(b1_at, b1, mask=row < HIDDEN)
-        tl.store(b1_at + SIZE, sb1, mask=row < HIDDEN)
-        b2_at = memory + (2 * HIDDEN * D + HIDDEN) + col
-        tl.store(b2_at, b2, mask=(col < D) & (block == 0))
-        tl.store(b2_at + SIZE, sb2, mask=(col < D) & (block == 0))
+        store_memory(memory, w1, b1, w2, b2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        store_memory(memory + SIZE, s1, sb1, s2, sb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
 
 
 @triton.jit

@@ -89,23 +89,24 @@ def forward_plan(problem: Problem, operands: tuple[Kind, ...]) -> Plan:
     mask = dict(HAS_MASK=problem.has_mask)
     wide = functools.partial(memory, dtype=torch.float32, device=device)
     size = packed_size(problem.hidden, problem.width)
+    serial = problem.sharing(STATES)
     return Plan(
         copies,
         decays_memory(problem, chunks),
         decays_launch(problem, 0, chunks, keep=False),
         Launch(
             _scan_states_kernel,
-            (problem.all_heads * problem.blocks(STATES),),
+            (problem.all_heads * problem.blocks(serial),),
             device,
             (*sizes, *strides[1], *strides[2]),
-            dict(num_warps=STATES.num_warps),
+            dict(num_warps=serial.num_warps),
             **mask,
             **problem.arithmetic,
             ACTIVATION=problem.activation,
-            **problem.sizes(STATES),
+            **problem.sizes(serial),
         ),
         read_launch(problem, strides, 0, chunks, keep=False),
         memory(rows_shape(problem), problem.dtype, device),
         wide((chunks + 1, problem.batch, problem.heads, 2, size)),
-        meeting_of(problem, STATES),
+        meeting_of(problem, serial),
     )

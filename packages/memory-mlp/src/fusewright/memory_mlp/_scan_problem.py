@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ._backends import interpreted
+from ._backends import card_of, interpreted
 from ._launch import Allocate, Kind, Launch, memory
 from ._scan_configs import COMPUTE_AGAIN, READ, ScanConfig
 from ._scan_decays_kernels import _decays_kernel
@@ -18,8 +18,11 @@ from ._scan_forward_kernels import _scan_read_kernel
 # tl.dot multiplies no tiles of fewer rows or columns.
 SMALLEST_TILE = 16
 # Products of fewer rows take other instructions, and where one kernel has both kinds triton 3.6
-# reads past the end of its shared memory.
+# reads past the end of its shared memory. Where programs share a head, rows are tokens or columns
+# of keys and values alone, and a program may take fewer hidden units.
 FEWEST_ROWS = SMALLEST_TILE if interpreted() else 64
+# Of four warps, on one multiprocessor.
+PROGRAMS_AT_ONCE = 2
 
 Tensor = torch.Tensor
 
@@ -57,8 +60,15 @@ class Problem(NamedTuple):
     def arithmetic(self) -> dict[str, Any]:
         return dict(UPCAST=interpreted(), PRECISION=self.precision)
 
+    def sharing(self, configs: tuple[ScanConfig, ...]) -> ScanConfig:
+        """The first of the lines of which the card takes all programs at once."""
+        room = PROGRAMS_AT_ONCE * card_of(self.device).multiprocessors
+        fitting = (each for each in configs if self.all_heads * self.blocks(each) <= room)
+        return next(fitting, configs[-1])
+
     def block_h(self, config: ScanConfig) -> int:
-        block_h = max(FEWEST_ROWS, triton.next_power_of_2(self.hidden))
+        fewest = SMALLEST_TILE if config.meets else FEWEST_ROWS
+        block_h = max(fewest, triton.next_power_of_2(self.hidden))
         # Programs of the interpreter run one after the other and cannot meet.
         return block_h if interpreted() and config.meets else min(config.block_h, block_h)
 
@@ -79,7 +89,7 @@ class Problem(NamedTuple):
 
     @property
     def block_d(self) -> int:
-        return max(SMALLEST_TILE, triton.next_power_of_2(self.width))
+        return max(FEWEST_ROWS, triton.next_power_of_2(self.width))
 
     @property
     def block_c(self) -> int:

@@ -74,7 +74,8 @@ def _scan_read_backward_kernel(
     BLOCKS: tl.constexpr,
 ):
     """One program computes, for one chunk of one head, dq, and what the reads give to k, e, h and
-    p, to gamma, keep and carry, and to the memory and momentum with which the chunk began.
+    p, to gamma, keep and carry, and to the memory and momentum with which the chunk began. The
+    gradients of h and p may take the place of what is known of the reads.
     """
     SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
     local = tl.program_id(0).to(tl.int64)
@@ -116,8 +117,6 @@ def _scan_read_backward_kernel(
     at = dgamma_ptr + local * (C * C)
     store_matrix(at, -matches * dye, token, token, C, C)
     dmatches = (-gamma * dye).to(k.dtype)
-    by_p = product(q, tl.trans(k), UPCAST, PRECISION)
-    by_p = tl.trans((-(by_p + 1.0) * gamma).to(k.dtype))
     dy_wide = dy.to(tl.float32)
     dkeep = tl.sum(dy_wide * load_b2(memory, D, HIDDEN, BLOCK_D)[None, :], 1)
     dcarry = tl.sum(dy_wide * load_b2(momentum, D, HIDDEN, BLOCK_D)[None, :], 1)
@@ -128,21 +127,15 @@ def _scan_read_backward_kernel(
     tl.store(b2_at + SIZE, tl.sum(dy_carried, 0), mask=col < D)
     dy_kept = dy_kept.to(k.dtype)
     dy_carried = dy_carried.to(k.dtype)
-    q_kept = (keep * q.to(tl.float32)).to(k.dtype)
-    q_carried = (carry * q.to(tl.float32)).to(k.dtype)
-
-    dzp = tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
-    dq_kept = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    dq_carried = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    # One layer after the other, and dz put away in between: both at once would fill the registers.
     for block in tl.range(0, BLOCKS, num_stages=1):
         row = block * BLOCK_H + tl.arange(0, BLOCK_H)
         h_q = load_matrix(read_h_ptr + corner, token, row, C, HIDDEN)
-        dw2 = product(tl.trans(h_q), dy_kept, UPCAST, PRECISION)
-        store_weights(dmemory, dw2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        ds2 = product(tl.trans(h_q), dy_carried, UPCAST, PRECISION)
-        store_weights(dmomentum, ds2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+        dw2 = product(tl.trans(dy_kept), h_q, UPCAST, PRECISION)
+        store_weights(dmemory, tl.trans(dw2), block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+        ds2 = product(tl.trans(dy_carried), h_q, UPCAST, PRECISION)
+        store_weights(dmomentum, tl.trans(ds2), block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
         dh = product(tl.trans(dmatches), h_q, UPCAST, PRECISION).to(k.dtype)
-        store_matrix(dh_ptr + corner, dh, token, row, C, HIDDEN)
 
         w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
         dz = product(dy, tl.trans(w2), UPCAST, PRECISION)
@@ -164,19 +157,36 @@ def _scan_read_backward_kernel(
         b1_at = dmemory + 2 * HIDDEN * D + row
         tl.store(b1_at, tl.sum(keep * dz, 0), mask=row < HIDDEN)
         tl.store(b1_at + SIZE, tl.sum(carry * dz, 0), mask=row < HIDDEN)
-        dz = dz.to(k.dtype)
+        # Everybody has read what these take the place of.
+        tl.debug_barrier()
+        store_matrix(dh_ptr + corner, dh, token, row, C, HIDDEN)
+        store_matrix(dp_ptr + corner, dz.to(k.dtype), token, row, C, HIDDEN)
+    tl.debug_barrier()
+
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
+    by_p = product(q, tl.trans(k), UPCAST, PRECISION)
+    by_p = tl.trans((-(by_p + 1.0) * gamma).to(k.dtype))
+    q_kept = (keep * q.to(tl.float32)).to(k.dtype)
+    q_carried = (carry * q.to(tl.float32)).to(k.dtype)
+    dzp = tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
+    dq_kept = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    dq_carried = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        dz = load_matrix(dp_ptr + corner, token, row, C, HIDDEN)
         p = load_matrix(p_ptr + corner, token, row, C, HIDDEN)
         dzp = product_onto(dzp, dz, tl.trans(p), UPCAST, PRECISION)
         dp = product(by_p, dz, UPCAST, PRECISION).to(k.dtype)
-        store_matrix(dp_ptr + corner, dp, token, row, C, HIDDEN)
         w1 = load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
         dq_kept = product_onto(dq_kept, dz, w1, UPCAST, PRECISION)
         s1 = load_weights(momentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
         dq_carried = product_onto(dq_carried, dz, s1, UPCAST, PRECISION)
-        dw1 = product(tl.trans(dz), q_kept, UPCAST, PRECISION)
-        store_weights(dmemory, dw1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        ds1 = product(tl.trans(dz), q_carried, UPCAST, PRECISION)
-        store_weights(dmomentum, ds1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        dw1 = product(tl.trans(q_kept), dz, UPCAST, PRECISION)
+        store_weights(dmemory, tl.trans(dw1), block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        ds1 = product(tl.trans(q_carried), dz, UPCAST, PRECISION)
+        store_weights(dmomentum, tl.trans(ds1), block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        tl.debug_barrier()
+        store_matrix(dp_ptr + corner, dp, token, row, C, HIDDEN)
     # dz against q w1^T is dz w1 against q.
     q_wide = q.to(tl.float32)
     dkeep += tl.sum(q_wide * dq_kept, 1)

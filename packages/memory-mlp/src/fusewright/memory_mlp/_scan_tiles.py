@@ -100,6 +100,57 @@ def load_b2(memory, D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
+def load_memory(
+    memory,
+    block,
+    D: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One block of a memory: (w1^T [BLOCK_D, BLOCK_H], b1, w2 [BLOCK_D, BLOCK_H], b2)."""
+    return (
+        tl.trans(load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)),
+        load_b1(memory, block, D, HIDDEN, BLOCK_H),
+        tl.trans(load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)),
+        load_b2(memory, D, HIDDEN, BLOCK_D),
+    )
+
+
+@triton.jit
+def store_memory(
+    memory,
+    w1,
+    b1,
+    w2,
+    b2,
+    block,
+    D: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The same, stored; b2 by the first block alone."""
+    store_weights(memory, tl.trans(w1), block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+    store_weights(memory, tl.trans(w2), block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+    row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    tl.store(memory + 2 * HIDDEN * D + row, b1, mask=row < HIDDEN)
+    col = tl.arange(0, BLOCK_D)
+    tl.store(memory + (2 * HIDDEN * D + HIDDEN) + col, b2, mask=(col < D) & (block == 0))
+
+
+@triton.jit
+def _added(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def sums(a, b):
+    """The sums of a and of b over their rows, in one walk."""
+    return tl.reduce((a, b), 0, _added)
+
+
+@triton.jit
 def hidden_of(
     x,
     memory,
@@ -185,7 +236,23 @@ def load_written(
 
 
 @triton.jit
-def summed_over_blocks(
+def tiles_at(
+    parts_ptr,
+    own,
+    step,
+    BLOCKS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Where the first of a head's tiles of a step lies."""
+    row = tl.arange(0, BLOCK_C)[:, None]
+    col = tl.arange(0, BLOCK_D)[None, :]
+    first = (own * 2 + step % 2) * (BLOCKS * BLOCK_C * BLOCK_D)
+    return parts_ptr + first + row * BLOCK_D + col
+
+
+@triton.jit
+def hand_in(
     x,
     parts_ptr,
     arrived_ptr,
@@ -196,25 +263,38 @@ def summed_over_blocks(
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The sum of the tiles of all programs of a head, which are one after the other in the grid, in
-    their order; the same in all of them.
+    """One of the tiles that ``sum_of_all`` adds. The programs of a head are one after the other in
+    the grid. Each puts its tile where all see it and counts itself in.
 
-    Every program puts its tile where all see it, counts itself in and waits until as many have come
-    in this step as there are. Tiles of two steps are kept: who writes the next but one has seen all
-    others come to the next, past their reading of this one.
+    Tiles of two steps are kept: who writes the next but one has seen all others come to the next,
+    past their reading of this one.
     """
-    TILE: tl.constexpr = BLOCK_C * BLOCK_D
-    row = tl.arange(0, BLOCK_C)[:, None]
-    col = tl.arange(0, BLOCK_D)[None, :]
-    at = parts_ptr + (own * 2 + step % 2) * (BLOCKS * TILE) + row * BLOCK_D + col
-    tl.store(at + block * TILE, x)
+    at = tiles_at(parts_ptr, own, step, BLOCKS, BLOCK_C, BLOCK_D)
+    tl.store(at + block * (BLOCK_C * BLOCK_D), x)
     tl.debug_barrier()
-    arrived = tl.atomic_add(arrived_ptr + own, 1, sem="acq_rel") + 1
+    tl.atomic_add(arrived_ptr + own, 1, sem="acq_rel")
+
+
+@triton.jit
+def sum_of_all(
+    parts_ptr,
+    arrived_ptr,
+    own,
+    step,
+    BLOCKS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The sum of the tiles of all programs of a head, in their order, so that it is the same in all
+    of them; waits until as many have come in this step as there are.
+    """
+    arrived = tl.atomic_add(arrived_ptr + own, 0, sem="acquire")
     while arrived < (step + 1) * BLOCKS:
         arrived = tl.atomic_add(arrived_ptr + own, 0, sem="acquire")
     tl.debug_barrier()
+    at = tiles_at(parts_ptr, own, step, BLOCKS, BLOCK_C, BLOCK_D)
     # Past the first cache, which may still hold what lay there two steps ago.
     total = tl.load(at, cache_modifier=".cg")
     for other in tl.static_range(1, BLOCKS):
-        total += tl.load(at + other * TILE, cache_modifier=".cg")
+        total += tl.load(at + other * (BLOCK_C * BLOCK_D), cache_modifier=".cg")
     return total

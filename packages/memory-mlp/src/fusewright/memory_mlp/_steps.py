@@ -45,14 +45,14 @@ class Moved(NamedTuple):
         y: ``[B, T, heads, D]``, what the queries read.
         weights, momentum: at the start of the running chunk.
         tail: the running chunk's tokens.
-        skipped: ``[B, heads]``, tokens of pooled steps that were skipped.
+        skipped: ``[B, heads]``, tokens of pooled steps that were skipped; None without such steps.
     """
 
     y: Tensor
     weights: Weights
     momentum: Weights
     tail: Writes
-    skipped: Tensor
+    skipped: Tensor | None
 
 
 def move(
@@ -80,8 +80,7 @@ def token_steps(
     if rest.length:
         out.append(scan(rules, q[:, closed:], rest, weights, momentum)[0])
     y = torch.cat(out, 1) if len(out) > 1 else out[0] if out else q
-    skipped = writes.written.new_zeros((), dtype=torch.int64)
-    return Moved(y[:, known:], weights, momentum, rest.kept(tail), skipped)
+    return Moved(y[:, known:], weights, momentum, rest.kept(tail), None)
 
 
 def scan(
@@ -116,14 +115,14 @@ def pooled_steps(
     size = rules.chunk if rules.granularity == "chunk" else max(joined.length, 1)
     closed = joined.length // size * size
     out = []
-    skipped = writes.written.new_zeros((), dtype=torch.int64)
+    skipped = None
     for start in range(0, joined.length, size):
         stop = min(start + size, joined.length)
         out.append(read(rules, q[:, max(start - known, 0) : stop - known], weights))
         if stop <= closed:
             part = joined.part(start, stop)
             weights, momentum, lost = pooled_step(rules, part, weights, momentum)
-            skipped = skipped + lost
+            skipped = lost if skipped is None else skipped + lost
     y = torch.cat(out, 1) if len(out) > 1 else out[0] if out else q
     rest = joined.part(closed, joined.length)
     return Moved(y, weights, momentum, rest.kept(tail), skipped)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ._backends import Backend
 from ._checks import check_option
 from ._gates import Gates
+from ._memory_input import memory_input
 from ._module_checks import (
     check_count,
     check_mask,
@@ -30,12 +31,12 @@ from ._module_checks import (
     check_tokens,
     checked_head_dim,
 )
-from ._projections import KEY_NORMS, KeyNorm, Projections, finite_tokens
+from ._projections import KEY_NORMS, KeyNorm, Projections
 from ._steps import Granularity, Read, Reduction, Rules, Scope, move, read, weights_at_end
+from ._tokens import finite_tokens, kept_tokens
 from .memory_state import (
     MemoryState,
     MemoryStats,
-    Writes,
     detached,
     fresh_state,
     stats_of,
@@ -84,7 +85,9 @@ class NeuralMemory(nn.Module):
             "detach_state": the state that a call returns is detached. "none": no gradient passes
             through the steps; projections of queries and the output are trained, nothing else.
         read: "token" alone asks: whether a token reads "after" or "before" it has written itself.
-        backend: "auto", "triton" or "reference": what serves the memory.
+        backend: "auto", "triton" or "reference": what serves the memory and what stands before it:
+            convolution, SiLU, normalisation, gates. Heads wider than 128 columns, more than 8 taps
+            and a dim beyond 8192 have that in plain torch.
         device, dtype: of the parameters. The memory itself is fp32 (fp64 in an fp64 module).
 
     Attributes:
@@ -144,7 +147,13 @@ class NeuralMemory(nn.Module):
         self.rules, self.outer_grad = rules, outer_grad
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.projections = Projections(
-            dim, heads, head_dim, convolution=convolution, key_norm=key_norm, **made
+            dim,
+            heads,
+            head_dim,
+            convolution=convolution,
+            key_norm=key_norm,
+            backend=backend,
+            **made,
         )
         self.gates = Gates(dim, heads, theta=theta, max_step=max_step, chunk=chunk, **made)
         self.output: nn.Linear = nn.Linear(heads * head_dim, dim, bias=False, **made)
@@ -227,30 +236,38 @@ class NeuralMemory(nn.Module):
             state = self.init_state(batch)
         else:
             self.check_own(state, batch)
-        x, present = finite_tokens(x, mask)
-        fine = present
+        backend = self.rules.backend
+        x, present = finite_tokens(x, mask, backend=backend)
+        fine = None
         if queries is not None:
-            queries, fine = finite_tokens(queries, present)
-        projected = self.projections(x, queries, state.convolution)
-        alpha, eta, theta = gates = self.gates(x)
-        finite = projected.finite & torch.stack(gates).isfinite().all(0)
-        written = present.unsqueeze(-1) & finite
-        writes = Writes(projected.k, projected.v, alpha, eta, theta, written)
+            queries, fine = finite_tokens(queries, present, backend=backend)
+        q, writes, history = memory_input(
+            self.projections(x, queries),
+            state.convolution,
+            self.projections.taps,
+            self.gates.logits(x),
+            present,
+            heads=self.heads,
+            key_norm=self.projections.key_norm,
+            largest=self.gates.largest,
+            theta=self.gates.constant_theta,
+            backend=backend,
+        )
         if self.outer_grad == "none":
             state, writes = detached(state), writes.map(Tensor.detach)
-        moved = move(self.rules, projected.q, writes, state.weights, state.momentum, state.tail)
-        y = self.output(moved.y.flatten(2))
-        y = torch.where((fine & finite.all(-1)).unsqueeze(-1), y, torch.nan)
-        counted = ~written
-        if mask is not None:
-            y = torch.where(mask.unsqueeze(-1), y, 0.0)
-            counted = counted & mask.unsqueeze(-1)
-        skipped = counted.sum(1) + moved.skipped
+        moved = move(self.rules, q, writes, state.weights, state.momentum, state.tail)
+        kept = writes.written if fine is None else writes.written & fine.unsqueeze(-1)
+        y = kept_tokens(self.output(moved.y.flatten(2)), kept, mask, torch.nan, backend=backend)
+        # What is masked is not written either.
+        tokens = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
+        skipped = tokens - writes.written.sum(1)
+        if moved.skipped is not None:
+            skipped = skipped + moved.skipped
         state = MemoryState(
             moved.weights,
             moved.momentum,
             moved.tail,
-            projected.history,
+            history,
             state.skipped + skipped,
             state.position + x.shape[1],
         )
@@ -278,15 +295,16 @@ class NeuralMemory(nn.Module):
         if before is not None:
             check_tokens("before", before, self.output.weight, (batch, None), self.dim)
         self.check_own(state, batch)
-        queries, fine = finite_tokens(queries, None)
+        backend = self.rules.backend
+        queries, fine = finite_tokens(queries, None, backend=backend)
         if before is not None:
-            before, _ = finite_tokens(before, None)
+            before, _ = finite_tokens(before, None, backend=backend)
         if self.outer_grad == "none":
             state = detached(state)
         weights = weights_at_end(self.rules, state.weights, state.momentum, state.tail)
         q = self.projections.queries_of(queries, before)
         y = self.output(read(self.rules, q, weights).flatten(2))
-        return torch.where(fine.unsqueeze(-1), y, torch.nan)
+        return kept_tokens(y, fine.unsqueeze(-1), None, torch.nan, backend=backend)
 
     def check_own(self, state: MemoryState, batch: int) -> None:
         """The state must be of a memory like this one and have ``batch`` rows."""

@@ -23,6 +23,8 @@ import workspace
 # Links from a README up to the root, and from there into docs/.
 UP_TO_DOCS = re.compile(r"\]\((?:\.\./)+docs/")
 UP_TO_ROOT = re.compile(r"\]\((?:\.\./)+(CONTRIBUTING\.md|LICENSE|README\.md)")
+# Links to the README of another part, which is its page.
+UP_TO_PART = re.compile(r"\]\(((?:\.\./)+[\w/-]+/)README\.md")
 # The front page of the documentation stands for the README of the root.
 SERVED_AS = {"README.md": "index.md"}
 
@@ -31,6 +33,7 @@ def served(text: str, depth: int) -> str:
     """A README's text with its links set right for a page ``depth`` folders below the root."""
     root = "../" * depth
     text = UP_TO_DOCS.sub(f"]({root}", text)
+    text = UP_TO_PART.sub(r"](\1index.md", text)
     return UP_TO_ROOT.sub(lambda m: f"]({root}{SERVED_AS.get(m[1], m[1])}", text)
 
 

@@ -13,6 +13,7 @@ import workspace
         ("[why](../../docs/decisions/0001-a.md)", "[why](../../decisions/0001-a.md)"),
         ("[how](../../CONTRIBUTING.md)", "[how](../../CONTRIBUTING.md)"),
         ("[what](../../README.md)", "[what](../../index.md)"),
+        ("[beside](../norm/README.md#use)", "[beside](../norm/index.md#use)"),
         ("![times](results/h200.png)", "![times](results/h200.png)"),
     ],
 )

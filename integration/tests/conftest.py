@@ -1,11 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 from fusewright_models import TransformerNP, TransformerNPConfig
+from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
+from fusewright_models.titan_mac_config import VARIANTS, TitanMACConfig
 from torch import Tensor
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
@@ -14,6 +17,33 @@ torch.set_num_threads(1)
 SMALL = TransformerNPConfig(
     x_width=3, width=16, layers=3, heads=2, feed_forward_width=21, components=4
 )
+SMALL_TITAN_MAC = TitanMACConfig(
+    vocab_size=11,
+    dim=16,
+    layers=2,
+    heads=2,
+    segment=8,
+    persistent=2,
+    memory_chunk=4,
+    memory_heads=2,
+    memory_hidden=8,
+)
+KINDS = {
+    "mac": {},
+    "mag": {"variant": "mag"},
+    "mal": {"variant": "mal"},
+    "lmm": {"variant": "lmm"},
+    "mac-normalized": {"gate": "normalized"},
+    "mag-normalized": {"variant": "mag", "gate": "normalized"},
+    "mac-origin": {"memory_rule": "origin"},
+    "mag-origin": {"variant": "mag", "memory_rule": "origin"},
+    "mac-off": {"memory": False},
+    "mag-off": {"variant": "mag", "memory": False},
+    "mal-off": {"variant": "mal", "memory": False},
+    "lmm-off": {"variant": "lmm", "memory": False},
+    "mac-bare": {"persistent": 0, "convolution": 0},
+    "mag-bare": {"variant": "mag", "persistent": 0, "convolution": 0},
+}
 
 
 @pytest.fixture
@@ -62,3 +92,100 @@ def assert_same_but_for_rounding() -> Callable[..., None]:
             assert (value - e).abs().max() <= bound
 
     return check
+
+
+def make_titan_mac(
+    kind: str, *, dtype: torch.dtype = torch.float32, backend: str = "reference", **changes
+) -> TitanMAC:
+    torch.manual_seed(1)
+    config = replace(SMALL_TITAN_MAC, **(KINDS[kind] | changes))
+    return TitanMAC(config, backend=backend).to(dtype)
+
+
+def drawn_tokens(batch: int, length: int = 22) -> Tensor:
+    return torch.randint(SMALL_TITAN_MAC.vocab_size, (batch, length))
+
+
+class Sized(NamedTuple):
+    """A TitanMAC of one size, and what its gates are asked at.
+
+    Attributes:
+        model: small on the CPU in fp32, that of a preset on the card under bf16 autocast.
+        tokens: of three rows.
+        changes: tokens that are changed one by one, the borders of chunks and segments among them.
+    """
+
+    model: TitanMAC
+    tokens: Tensor
+    changes: Iterable[int]
+
+    @classmethod
+    def of(cls, preset: str, kind: str) -> Sized:
+        if preset == "small":
+            model, tokens = make_titan_mac(kind), drawn_tokens(3)
+            return cls(model, tokens, range(tokens.shape[1]))
+        config = replace(TITAN_MAC[preset], **KINDS[kind])
+        tokens = torch.randint(config.vocab_size, (3, 1100), device="cuda")
+        return cls(TitanMAC(config).cuda(), tokens, (0, 63, 64, 511, 512, 700, 1099))
+
+    def changed(self, index: tuple) -> Tensor:
+        tokens = self.tokens.clone()
+        tokens[index] = (tokens[index] + 1) % self.model.config.vocab_size
+        return tokens
+
+    def computing(self) -> torch.autocast:
+        device = self.tokens.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> Tensor:
+        with self.computing():
+            return self.model(tokens)[0]
+
+
+@pytest.fixture
+def small_titan_mac() -> TitanMACConfig:
+    """What ``titan_mac`` makes, where nothing is changed."""
+    return SMALL_TITAN_MAC
+
+
+@pytest.fixture
+def titan_mac() -> Callable[..., TitanMAC]:
+    """A small TitanMAC of a kind, fields of its config changed by name."""
+    return make_titan_mac
+
+
+@pytest.fixture
+def draw_tokens() -> Callable[..., Tensor]:
+    """Tokens for the small TitanMAC: two segments and a ragged third, of a chunk and a half, if
+    nothing else is asked for.
+    """
+    return drawn_tokens
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of TitanMAC; a test of a few says so by its parametrization."""
+    return request.param
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param(("small", kind), id=f"small-{kind}") for kind in KINDS),
+        *(
+            pytest.param((preset, kind), id=f"{preset}-{kind}", marks=pytest.mark.gpu)
+            for preset in TITAN_MAC
+            for kind in VARIANTS
+            if preset != "tiny"
+        ),
+    ]
+)
+def sized(request: pytest.FixtureRequest) -> Sized:
+    """Gates hold at every size; the presets' take a card."""
+    return Sized.of(*request.param)
+
+
+@pytest.fixture
+def close() -> float:
+    """How far sums of a few hundred fp64 products may be apart, forward and backward."""
+    return 1e-9

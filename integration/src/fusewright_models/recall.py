@@ -54,7 +54,7 @@ COLUMNS = ("variant", "memory", "seed", "step", "accuracy", "chance")
 class RecallTraining:
     """How long and how fast; what a model without memory gets, one with it gets, too."""
 
-    steps: int = 600
+    steps: int = 1000
     batch_size: int = 32
     lr: float = 3e-3
     evaluate_every: int = 50

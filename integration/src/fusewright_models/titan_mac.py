@@ -3,8 +3,8 @@
 Each block, pre-norm, N being RMSNorm, with M the block's memory of one row of the batch:
 
     mac    S = [p | h_1, n_1, h_2, n_2, ...]   n = N(x) of one segment, h_t = M_before(n_t)
-           y_t = attention of n_t over p and all h_j, n_j with j <= t
-           x <- x + (y * gate(M(y))) W         M learns y_t, then reads y_t
+           y_t = h_t + attention of n_t over p and all h_j, n_j with j <= t
+           x <- x + (y * gate(M(y + n))) W     M learns y_t + n_t, then reads it
     mag    y = attention of n over p and a window of n
            x <- x + (y * gate(M(n))) W         M learns n_t, then reads n_t
     mal    x <- x + M(N(x));  x <- x + (attention of n over p and a window of n) W
@@ -17,6 +17,11 @@ Nothing sees the future. A token reads the memory after its own write and never 
 "mac" the paper's order [p | h | n] under a causal mask would show every token the whole of h, whose
 later rows come of later tokens; here h_t stands beside its own token, and a causal mask over the
 pairs is exactly what a token may know: h_j is a function of n_j and of earlier segments.
+
+In "mac" the token's own rows h_t and n_t are added to what the attention makes of them, one for the
+stream, both for the memory. The mean over a segment that attention is at first tells its tokens
+hardly apart: without the sums a model learns which values there were and not to which keys they
+belong (fusewright_models.recall).
 
 Positions are rotary and relative, within the segment ("mac", where h_t has its token's) or the
 window; persistent rows have none. The memory has its order.

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from fusewright.attention import Backend, sliding_window_attention
 from fusewright.feed_forward import SwiGLU
-from fusewright.memory_mlp import MemoryState, MemoryWeights, NeuralMemory, memory_read
+from fusewright.memory_mlp import MemoryState, MemoryWeights, NeuralMemory, Reads, memory_read
 from fusewright.norm import RMSNorm, add_rms_norm
 from torch import Tensor, nn
 
+from .rotation import Rotation
 from .titan_mac_config import VARIANTS, TitanMACConfig, Variant
 
 __all__ = ["VARIANTS", "Block", "LayerState", "Rotation", "TitanMACConfig", "Variant"]
@@ -34,45 +35,18 @@ class LayerState(NamedTuple):
     Attributes:
         memory: of the memory, up to the last token.
         earlier: of the memory, as the segments before the running one left it ("mac").
-        k, v: ``[B, n, H, D]``, keys and values that later tokens attend to, oldest first.
+        seen: ``[B, n, 2, H, D]``, keys and values that later tokens attend to, oldest first.
         normed: ``[B, convolution - 1, d]``, the last rows of which the memory was asked ("mac").
     """
 
     memory: MemoryState | None = None
     earlier: MemoryState | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
+    seen: Tensor | None = None
     normed: Tensor | None = None
 
-    def seen(self, k: Tensor, v: Tensor, count: int) -> LayerState:
-        """With the last ``count`` of these keys and values and those before."""
-        return self._replace(k=last(self.k, k, count), v=last(self.v, v, count))
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines that turn queries and keys, ``[T, 3, 1, D]``; values stay as they are."""
-
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def at(cls, positions: Tensor, width: int, base: float, dtype: torch.dtype) -> Rotation:
-        """For ``positions [T]``: pair i of D / 2 turns by position / base^(2 i / D)."""
-        # In fp64, since the angle of a late position is a large number.
-        steps = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64)
-        angles = positions.double().unsqueeze(-1) * base ** (-steps / width)
-        angles = angles.repeat(1, 2).unsqueeze(1)
-        turned = torch.stack([angles, angles, torch.zeros_like(angles)], 1)
-        return cls(turned.cos().to(dtype), turned.sin().to(dtype))
-
-    def of(self, rows: Tensor) -> Tensor:
-        """``rows [B, T, 3, H, D]``, turned."""
-        a, b = rows.chunk(2, -1)
-        return torch.addcmul(rows * self.cos, torch.cat([-b, a], -1), self.sin).to(rows.dtype)
-
-    def split(self, sizes: list[int]) -> list[Rotation]:
-        """Of as many tokens each."""
-        return [Rotation(*parts) for parts in zip(*(x.split(sizes) for x in self), strict=True)]
+    def seeing(self, rows: Tensor, count: int) -> LayerState:
+        """With the last ``count`` of these keys and values, behind queries, and those before."""
+        return self._replace(seen=last(self.seen, rows[:, :, 1:], count))
 
 
 class Attention(nn.Module):
@@ -94,30 +68,24 @@ class Attention(nn.Module):
         rows = self.query_key_value(n).unflatten(-1, (3, self.heads, -1))
         return rows if rotation is None else rotation.of(rows)
 
-    def persistent_rows(self, batch: int) -> Sequence[Tensor | None]:
-        """Keys and values of the persistent rows, which have no position: ``[B, P, H, D]``."""
+    def persistent_rows(self, batch: int) -> Tensor | None:
+        """Keys and values of the persistent rows, which have no position: ``[B, P, 2, H, D]``."""
         if self.persistent is None:
-            return None, None
-        return self.rows(self.persistent).expand(batch, -1, -1, -1, -1).unbind(2)[1:]
+            return None
+        return self.rows(self.persistent)[:, 1:].expand(batch, -1, -1, -1, -1)
 
     def forward(
-        self,
-        rows: tuple[Tensor, Tensor, Tensor],
-        persistent: Sequence[Tensor | None],
-        past: LayerState,
-        window: int,
+        self, rows: Tensor, persistent: Tensor | None, past: Tensor | None, window: int
     ) -> Tensor:
-        """Outputs of queries, keys and values ``[B, n, H, D]``: ``[B, n, d]``.
+        """Outputs of queries, keys and values ``[B, n, 3, H, D]``: ``[B, n, d]``.
 
         Each sees the persistent rows, itself, and as many before it, those of the past first, as
-        make ``window`` with it.
+        make ``window`` with it. Persistent and past are keys and values ``[B, .., 2, H, D]``.
         """
-        q, *new = rows
-        k, v = (
-            torch.cat([x for x in parts if x is not None], 1)
-            for parts in zip(persistent, (past.k, past.v), new, strict=True)
-        )
-        o = sliding_window_attention(q, k, v, window, self.prefix, backend=self.backend)
+        q, new = rows.split((1, 2), 2)
+        seen = [x for x in (persistent, past, new) if x is not None]
+        k, v = torch.cat(seen, 1).unbind(2)
+        o = sliding_window_attention(q.squeeze(2), k, v, window, self.prefix, backend=self.backend)
         return o.flatten(-2)
 
 
@@ -199,10 +167,10 @@ class WindowAttention(AttentionLayer):
         self, n: Tensor, rotation: Rotation, state: LayerState, position: int
     ) -> tuple[Tensor, LayerState]:
         """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them."""
-        q, k, v = self.attention.rows(n, rotation).unbind(2)
+        rows = self.attention.rows(n, rotation)
         persistent = self.attention.persistent_rows(len(n))
-        y = self.attention((q, k, v), persistent, state, self.segment)
-        state = state.seen(k, v, self.segment - 1)
+        y = self.attention(rows, persistent, state.seen, self.segment)
+        state = state.seeing(rows, self.segment - 1)
         if self.memory is not None and self.gate is not None:
             read, memory, _ = self.memory(n, state.memory)
             y, state = self.gate(y, read), state._replace(memory=memory)
@@ -225,41 +193,45 @@ class SegmentAttention(AttentionLayer):
     ) -> tuple[Tensor, LayerState]:
         """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them.
 
-        Only what waits for the memory is in the loop: projections of all tokens come before it, the
-        gate and what follows it after.
+        Only what waits for the memory is in the loop: projections of all tokens come before it,
+        what the memory says of them, the gate and what follows it after.
         """
         persistent = self.attention.persistent_rows(len(n))
         sizes = list(segment_sizes(n.shape[1], position, self.segment))
         # Split once: the gradient of a slice would be as long as the whole.
         rows, turns = self.attention.rows(n, rotation).split(sizes, 1), rotation.split(sizes)
+        own = n.split(sizes, 1)
         queries: Sequence[Tensor | None] = [None] * len(sizes)
         if self.memory is not None:
             projections = self.memory.projections
             before = cast(Tensor, state.normed).to(n.dtype)
-            queries = projections.queries_of(n, before).split(sizes, 1)
+            # As the memory's products take them: a head's rows one after the other.
+            asked = projections.queries_of(n, before).transpose(1, 2).contiguous()
+            queries = asked.transpose(1, 2).split(sizes, 1)
             state = state._replace(normed=last(before, n, projections.reach))
         mixed, reads = [], []
-        for part, turn, query in zip(rows, turns, queries, strict=True):
+        for token, part, turn, query in zip(own, rows, turns, queries, strict=True):
             position += part.shape[1]
-            every = 1
+            recalled, every = None, 1
             if query is not None:
                 # h_t stands just before its token, and being causal is all that the order needs.
-                h = self.attention.rows(self._recalled(query, state), turn)
+                recalled = self._recalled(query, state)
+                h = self.attention.rows(recalled, turn)
                 part, every = torch.stack([h, part], 2).flatten(1, 2), 2
-            q, k, v = part.unbind(2)
             window = every * self.segment
-            y = self.attention((q, k, v), persistent, state, window)[:, every - 1 :: every]
-            state = state.seen(k, v, window)
-            if self.memory is not None:
-                read, memory, _ = self.memory(y, state.memory)
+            y = self.attention(part, persistent, state.seen, window)[:, every - 1 :: every]
+            state = state.seeing(part, window)
+            if self.memory is not None and recalled is not None:
+                y = y + recalled
+                read, memory, _ = self.memory.advance(y + token, state.memory)
                 state = state._replace(memory=memory)
                 reads.append(read)
             if position % self.segment == 0:
-                state = state._replace(earlier=state.memory, k=None, v=None)
+                state = state._replace(earlier=state.memory, seen=None)
             mixed.append(y)
         y = torch.cat(mixed, 1)
-        if self.gate is not None:
-            y = self.gate(y, torch.cat(reads, 1))
+        if self.memory is not None and self.gate is not None:
+            y = self.gate(y, self.memory.outputs(Reads.joined(reads)))
         return self.output(y), state
 
     def _recalled(self, queries: Tensor, state: LayerState) -> Tensor:

@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from .transformer_np_layers import without_autocast
 
 IGNORED = -100
-# Of a chunk's logits: half a GiB in fp32.
-CHUNK_ELEMENTS = 2**27
+# Of a chunk's logits: a quarter of a GiB in fp32, and as much again for their logarithms.
+CHUNK_ELEMENTS = 2**26
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -43,25 +43,26 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, ignore_index, dtype, chunks, with_gradient):
         matrix, wide = weight.to(dtype), torch.promote_types(dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=x.device)
-        dw = torch.zeros_like(weight, dtype=wide) if with_gradient else total
-        dx = []
-        for rows, target in zip(x.to(dtype).chunk(chunks), targets.chunk(chunks), strict=True):
-            counted = (target != ignore_index).unsqueeze(-1)
-            index = torch.where(counted, target.unsqueeze(-1), 0)
-            logits = rows @ matrix.mT
-            log_p = torch.log_softmax(logits, -1, dtype=wide).gather(-1, index)
-            total = total - torch.where(counted, log_p, 0.0).sum()
-            if not with_gradient:
+        counted = (targets != ignore_index).unsqueeze(-1)
+        # Rows that count for nothing may hold anything.
+        rows = torch.where(counted, x.to(dtype), 0.0).chunk(chunks)
+        indices = torch.where(counted, targets.unsqueeze(-1), 0).chunk(chunks)
+        dw = torch.zeros_like(weight, dtype=wide) if with_gradient else None
+        log_p, dx = [], []
+        for row, index in zip(rows, indices, strict=True):
+            logits = row @ matrix.mT
+            log_p.append(torch.log_softmax(logits, -1, dtype=wide).gather(-1, index))
+            if dw is None:
                 continue
             # p - 1 of the target from its logarithm: their difference in bf16 would be wrong.
-            g = torch.softmax(logits, -1).scatter(-1, index, log_p.expm1().to(dtype))
-            dx.append(torch.where(counted, g @ matrix, 0.0))
-            dw += _wide_product(g.mT, torch.where(counted, rows, 0.0), wide)
-        if with_gradient:
-            ctx.save_for_backward(torch.cat(dx) if dx else torch.zeros_like(x), dw)
+            below = log_p[-1].expm1().to(dtype)
+            g = torch.softmax(logits, -1).scatter_(-1, index, below)
+            dx.append(g @ matrix)
+            dw += _wide_product(g.mT, row, wide)
+        if dw is not None:
+            ctx.save_for_backward(torch.where(counted, torch.cat(dx), 0.0), dw)
             ctx.dtypes = x.dtype, weight.dtype
-        return total
+        return -torch.where(counted, torch.cat(log_p), 0.0).sum()
 
     @staticmethod
     @once_differentiable

@@ -53,7 +53,12 @@ def test_import_does_not_import_triton():
     )
 
 
-@pytest.mark.parametrize("options", [False, True], ids=["plain", "every-option"])
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [("single-tile", True), ("pointers", False)],
+    indirect=["scheme"],
+    ids=["single-tile-every-option", "pointers-plain"],
+)
 def test_registered_op_passes_opcheck(lse_op, scheme, options, device):
     tensors = [x.requires_grad_() for x in lse_op.draw(SHAPE, F32, device)]
     key_lengths = torch.tensor([3, 6], device=device) if options else None
@@ -61,15 +66,16 @@ def test_registered_op_passes_opcheck(lse_op, scheme, options, device):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "options"),
-    [("single-tile", False), ("pointers", True)],
+    ("scheme", "shape", "options"),
+    [("single-tile", (1, 5, 6, 1, 8), False), ("pointers", SHAPE, True)],
     indirect=["scheme"],
     ids=["single-tile", "pointers-every-option"],
 )
-def test_registered_backward_op_passes_opcheck(lse_op, scheme, options, device):
-    q, k, v = (x.requires_grad_() for x in lse_op.draw(SHAPE, F32, device))
-    do, lse = torch.randn_like(q), torch.randn(2, 2, 5, device=device)
-    softmax = torch.rand(2, 2, 2, 5, device=device) + 6
+def test_registered_backward_op_passes_opcheck(lse_op, scheme, shape, options, device):
+    q, k, v = (x.requires_grad_() for x in lse_op.draw(shape, F32, device))
+    batches, queries, _, heads, _ = shape
+    do, lse = torch.randn_like(q), torch.randn(batches, heads, queries, device=device)
+    softmax = torch.rand(2, batches, heads, queries, device=device) + 6
     key_lengths = torch.tensor([3, 6], device=device) if options else None
     torch.library.opcheck(
         OPS.rectangular_attention_backward.default,
@@ -87,11 +93,11 @@ def test_no_other_op_is_registered():
     }
 
 
-@pytest.mark.parametrize(("keys", "dtype"), [(6, BF16), (200, F32)])
+@pytest.mark.parametrize(("keys", "dtype"), [(6, BF16), (140, F32)])
 def test_full_graph_compilation_gives_eager_results(op, keys, dtype, device):
     torch._dynamo.reset()
     compiled = torch.compile(op.kernels, fullgraph=True, backend="aot_eager")
-    Yardstick(op.reference, op.draw((2, 5, keys, 2, 8), dtype, device)).check(compiled)
+    Yardstick(op.reference, op.draw((1, 5, keys, 2, 8), dtype, device)).check(compiled)
 
 
 def test_lengths_do_not_recompile(op, device):
@@ -107,7 +113,7 @@ def test_lengths_do_not_recompile(op, device):
 
 
 def test_same_inputs_same_bits(lse_op, scheme, device):
-    tensors = [x.requires_grad_() for x in lse_op.draw((2, 20, 40, 1, 16), BF16, device)]
+    tensors = [x.requires_grad_() for x in lse_op.draw((2, 20, 24, 1, 16), BF16, device)]
 
     def everything():
         o = lse_op.first(lse_op.kernels(*tensors))
@@ -118,14 +124,14 @@ def test_same_inputs_same_bits(lse_op, scheme, device):
 
 
 def test_gradient_mode_changes_no_bit_of_the_outputs(lse_op, scheme, device):
-    tensors = [x.requires_grad_() for x in lse_op.draw((2, 20, 40, 1, 16), BF16, device)]
+    tensors = [x.requires_grad_() for x in lse_op.draw((2, 20, 24, 1, 16), BF16, device)]
     with torch.no_grad():
         quiet = lse_op.first(lse_op.kernels(*tensors))
     assert torch.equal(quiet, lse_op.first(lse_op.kernels(*tensors)))
 
 
 def test_both_functions_give_the_same_bits(lse_op, scheme, device):
-    tensors = lse_op.draw((2, 20, 40, 1, 16), BF16, device)
+    tensors = lse_op.draw((2, 20, 24, 1, 16), BF16, device)
     alone = attention.rectangular_attention(*tensors, backend="triton")
     o, _ = attention.rectangular_attention_with_lse(*tensors, backend="triton")
     assert torch.equal(alone, o)
@@ -145,7 +151,7 @@ def test_checkpointing_changes_no_bit_of_the_gradients(op, device):
 
 
 def test_tasks_do_not_see_one_another(lse_op, scheme, device):
-    tensors = [x.requires_grad_() for x in lse_op.draw((3, 20, 40, 1, 16), F32, device)]
+    tensors = [x.requires_grad_() for x in lse_op.draw((3, 20, 24, 1, 16), F32, device)]
     spoiled = [x.detach().clone() for x in tensors]
     for x in spoiled:
         x[1] = float("nan")
@@ -181,7 +187,7 @@ def test_autocast_leaves_fp64_alone(op, device):
 
 
 def test_needs_no_gradient_of_what_does_not_ask(lse_op, scheme, device):
-    q, k, v = lse_op.draw((2, 20, 40, 1, 16), F32, device)
+    q, k, v = lse_op.draw((2, 20, 24, 1, 16), F32, device)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     o = lse_op.first(lse_op.kernels(*leaves))
     expected = torch.autograd.grad(o.square().sum(), leaves)

@@ -44,7 +44,7 @@ def test_scores_of_minus_infinity_hide_no_others(lse_op, scheme, device):
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_nan_reaches_no_key_past_the_length(op, scheme, backend, device):
-    tensors = op.draw((2, 20, 40, 1, 16), F32, device)
+    tensors = op.draw((2, 20, 24, 1, 16), F32, device)
     tensors[0][1, 2] = math.nan
     lengths = torch.tensor([23, 3], device=device)
     upstream = torch.ones_like(tensors[0])
@@ -58,7 +58,7 @@ def test_nan_reaches_no_key_past_the_length(op, scheme, backend, device):
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("where", ["query", "upstream gradient"])
 def test_task_without_keys_gives_zeros_for_nan(op, scheme, where, backend, device):
-    tensors = op.draw((2, 20, 40, 1, 16), F32, device)
+    tensors = op.draw((2, 20, 24, 1, 16), F32, device)
     upstream = torch.ones_like(tensors[0])
     (tensors[0] if where == "query" else upstream)[0] = math.nan
     lengths = torch.tensor([0, 7], device=device)
@@ -69,7 +69,7 @@ def test_task_without_keys_gives_zeros_for_nan(op, scheme, where, backend, devic
 
 
 def test_one_key_gives_its_value(op, scheme, device):
-    q, k, v = op.draw((1, 20, 40, 1, 16), F32, device)
+    q, k, v = op.draw((1, 20, 24, 1, 16), F32, device)
     lengths = torch.tensor([1], device=device)
     o = op.first(op.kernels(q, k, v, lengths))
     assert torch.equal(o, v[:, :1].expand_as(o))
@@ -77,7 +77,7 @@ def test_one_key_gives_its_value(op, scheme, device):
 
 @pytest.mark.parametrize("keys", [40, 140])
 def test_tf32_only_where_torch_takes_it(op, keys, device):
-    tensors = op.draw((2, 20, keys, 1, 64), F32, device)
+    tensors = op.draw((1, 20, keys, 1, 64), F32, device)
     exact = op.first(op.kernels(*tensors))
     products = torch.backends.cuda.matmul
     before = products.fp32_precision

@@ -12,7 +12,7 @@ from fusewright_testkit import Yardstick
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # B, Nq, M, H, D
 SHAPES = (
-    (2, 33, 16, 2, 16),
+    (2, 17, 16, 2, 16),
     (1, 17, 47, 2, 24),
     (1, 20, 65, 1, 40),
     (1, 34, 40, 2, 64),
@@ -33,26 +33,26 @@ def test_a_few_keys(op, shape, device):
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_low_precision(lse_op, any_scheme, dtype, device):
-    lse_op.check(lse_op.draw((1, 40, 70, 2, 32), dtype, device))
+    lse_op.check(lse_op.draw((1, 20, 70, 1, 32), dtype, device))
 
 
 @pytest.mark.parametrize("keys", [127, 128, 129, 300])
-def test_many_keys_with_the_tables_of_the_package(op, keys, device):
-    op.check(op.draw((1, 70, keys, 1, 64), BF16, device))
+def test_many_keys_with_the_tables_of_the_package(lse_op, keys, device):
+    lse_op.check(lse_op.draw((1, 70, keys, 1, 64), BF16, device))
 
 
 def test_key_lengths(lse_op, any_scheme, device):
-    lse_op.check(lse_op.draw((4, 20, 40, 1, 16), F32, device), [0, 16, 17, 40])
+    lse_op.check(lse_op.draw((4, 20, 24, 1, 16), F32, device), [0, 16, 17, 24])
 
 
 def test_lengths_outside_their_range_count_as_its_ends(lse_op, scheme, device):
-    tensors = lse_op.draw((3, 20, 40, 1, 16), F32, device)
+    tensors = lse_op.draw((3, 20, 24, 1, 16), F32, device)
     found, expected, narrow = (
         lse_op.first(lse_op.kernels(*tensors, torch.tensor(lengths, dtype=dtype, device=device)))
         for lengths, dtype in (
             ([-3, 1000, 9], torch.int64),
-            ([0, 40, 9], torch.int64),
-            ([0, 40, 9], torch.int32),
+            ([0, 24, 9], torch.int64),
+            ([0, 24, 9], torch.int32),
         )
     )
     assert torch.equal(found, expected)
@@ -61,8 +61,8 @@ def test_lengths_outside_their_range_count_as_its_ends(lse_op, scheme, device):
 
 def test_keys_past_the_length_may_hold_anything(lse_op, any_scheme, device):
     lengths = torch.tensor([5, 0, 23], device=device)
-    clean = [x.requires_grad_() for x in lse_op.draw((3, 20, 40, 1, 16), F32, device)]
-    past = torch.arange(40, device=device)[None, :, None, None] >= lengths[:, None, None, None]
+    clean = [x.requires_grad_() for x in lse_op.draw((3, 20, 24, 1, 16), F32, device)]
+    past = torch.arange(24, device=device)[None, :, None, None] >= lengths[:, None, None, None]
     spoiled = [
         clean[0],
         *(x.detach().masked_fill(past, math.nan).requires_grad_() for x in clean[1:]),
@@ -91,13 +91,18 @@ def test_no_queries_no_keys_no_tasks(op, shape, device):
     assert op.first(op.kernels(*tensors)).shape == tensors[0].shape
 
 
-@pytest.mark.parametrize("scale", [None, 1e-4, 3.0])
+@pytest.mark.parametrize("scale", [1e-4, 3.0])
 def test_scale(lse_op, scheme, scale, device):
-    tensors = lse_op.draw((1, 20, 40, 1, 16), F32, device)
-    yardstick_scale = 0.25 if scale is None else scale
-    lse_op.check(tensors, scale=yardstick_scale)
-    found = lse_op.first(lse_op.kernels(*tensors, scale=scale))
-    assert torch.equal(found, lse_op.first(lse_op.kernels(*tensors, scale=yardstick_scale)))
+    lse_op.check(lse_op.draw((1, 20, 24, 1, 16), F32, device), scale=scale)
+
+
+def test_default_scale(lse_op, scheme, device):
+    tensors = [x.requires_grad_() for x in lse_op.draw((1, 20, 24, 1, 16), F32, device)]
+    found, expected = (
+        (o, *torch.autograd.grad(o.square().sum(), tensors))
+        for o, _ in (lse_op.kernels(*tensors, scale=scale) for scale in (None, 0.25))
+    )
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
 def strided(op, kind: str, device: str) -> list[torch.Tensor]:
@@ -131,16 +136,18 @@ def strided(op, kind: str, device: str) -> list[torch.Tensor]:
 )
 @pytest.mark.parametrize("any_scheme", ["pointers", "descriptors"], indirect=True)
 def test_strides(lse_op, any_scheme, kind, device):
-    tensors = strided(lse_op, kind, device)
-    lse_op.check(tensors)
-    found = lse_op.first(lse_op.kernels(*tensors))
-    assert found.is_contiguous()
+    def contiguous(*tensors):
+        outputs = lse_op.kernels(*tensors)
+        assert lse_op.first(outputs).is_contiguous()
+        return outputs
+
+    Yardstick(lse_op.reference, strided(lse_op, kind, device)).check(contiguous)
 
 
 def test_strided_upstream_gradients(lse_op, scheme, device):
-    tensors = [x.requires_grad_() for x in lse_op.draw((2, 20, 40, 2, 16), F32, device)]
+    tensors = [x.requires_grad_() for x in lse_op.draw((2, 9, 20, 2, 16), F32, device)]
     o = lse_op.first(lse_op.kernels(*tensors))
-    upstream = torch.randn(20, 2, 2, 16, device=device).transpose(0, 1)
+    upstream = torch.randn(9, 2, 2, 16, device=device).transpose(0, 1)
     expected = torch.autograd.grad(o, tensors, upstream.contiguous(), retain_graph=True)
     found = torch.autograd.grad(o, tensors, upstream, retain_graph=True)
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
@@ -155,19 +162,19 @@ def test_gradient_of_one_output_alone(lse_op, scheme, only, device):
     def one(call):
         return lambda *t: call(*t)[("o", "lse").index(only)]
 
-    tensors = lse_op.draw((2, 20, 40, 1, 16), F32, device)
+    tensors = lse_op.draw((2, 20, 24, 1, 16), F32, device)
     Yardstick(one(lse_op.reference), tensors).check(one(lse_op.kernels))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_great_scores(lse_op, scheme, dtype, device):
     """Scores of thousands: one key takes all."""
-    q, k, v = lse_op.draw((1, 20, 40, 1, 16), dtype, device)
+    q, k, v = lse_op.draw((1, 20, 24, 1, 16), dtype, device)
     lse_op.check([30 * q, 30 * k, v], scale=0.25)
 
 
 def test_equal_scores_average_the_values(lse_op, scheme, device):
-    q, k, v = lse_op.draw((1, 20, 40, 1, 16), F32, device)
+    q, k, v = lse_op.draw((1, 20, 24, 1, 16), F32, device)
 
     def mean(v):
         return v.mean(1, keepdim=True).expand(-1, 20, -1, -1)
@@ -185,7 +192,7 @@ def test_repeated_keys(lse_op, scheme, device):
 
 
 def test_nan_in_a_query_stays_in_its_row(lse_op, scheme, device):
-    q, k, v = lse_op.draw((2, 20, 40, 2, 16), F32, device)
+    q, k, v = lse_op.draw((2, 20, 24, 2, 16), F32, device)
     clean = lse_op.first(lse_op.kernels(q, k, v))
     q[1, 3, 0, 5] = math.nan
     o = lse_op.first(lse_op.kernels(q, k, v))
@@ -196,9 +203,9 @@ def test_nan_in_a_query_stays_in_its_row(lse_op, scheme, device):
 
 @pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
 def test_nan_in_a_key_or_value_stays_in_its_head(lse_op, scheme, which, device):
-    tensors = lse_op.draw((2, 20, 40, 2, 16), F32, device)
+    tensors = lse_op.draw((2, 9, 20, 2, 16), F32, device)
     clean = lse_op.first(lse_op.kernels(*tensors))
-    tensors[which][1, 39, 0] = math.nan
+    tensors[which][1, 19, 0] = math.nan
     o = lse_op.first(lse_op.kernels(*tensors))
     assert o[1, :, 0].isnan().all()
     assert torch.equal(o[0], clean[0])
@@ -206,8 +213,8 @@ def test_nan_in_a_key_or_value_stays_in_its_head(lse_op, scheme, which, device):
 
 
 def test_order_of_the_keys_does_not_matter(lse_op, scheme, device):
-    q, k, v = lse_op.draw((1, 20, 40, 2, 16), F32, device)
-    order = torch.randperm(40, device=device)
+    q, k, v = lse_op.draw((1, 20, 24, 2, 16), F32, device)
+    order = torch.randperm(24, device=device)
 
     def shuffled(call):
         return lambda q, k, v, lengths: call(q, k[:, order], v[:, order])
@@ -216,7 +223,7 @@ def test_order_of_the_keys_does_not_matter(lse_op, scheme, device):
 
 
 def test_removing_a_query_changes_no_bit_of_the_others(lse_op, scheme, device):
-    q, k, v = lse_op.draw((2, 21, 40, 2, 16), F32, device)
+    q, k, v = lse_op.draw((2, 21, 24, 2, 16), F32, device)
     all_rows = lse_op.first(lse_op.kernels(q, k, v))
     assert torch.equal(lse_op.first(lse_op.kernels(q[:, :-1], k, v)), all_rows[:, :-1])
 
@@ -236,8 +243,8 @@ def test_parts_merge_to_the_whole(lse_op, scheme, device):
 
 
 def test_reference_gradients_are_the_derivatives(lse_op):
-    tensors = [x.double().requires_grad_() for x in lse_op.draw((2, 3, 4, 2, 8))]
-    lengths = torch.tensor([4, 2])
+    tensors = [x.double().requires_grad_() for x in lse_op.draw((2, 2, 3, 1, 8))]
+    lengths = torch.tensor([3, 2])
 
     def call(*args):
         return reference.rectangular_attention_with_lse(*args, lengths, scale=0.3)

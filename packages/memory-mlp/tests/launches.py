@@ -91,12 +91,12 @@ def one_of_each_update() -> None:
 def every_update() -> None:
     """Every line of the tables, precision, activation and option, and sizes of one."""
     for size in SIZES:
-        launch_update(*size, BF16)
-        with_precision("tf32", *size, F32)
+        for every_option in (False, True):
+            launch_update(*size, BF16, every_option=every_option)
+            with_precision("tf32", *size, F32, every_option=every_option)
     for activation in ("relu", "gelu"):
         launch_update(*FIRST, BF16, activation=activation, every_option=True)
     launch_update(*FIRST, F32, every_option=True)
-    with_precision("tf32", *FIRST, F32, every_option=True)
     launch_update(*FIRST, F16, every_option=True)
     launch_update(300, 64, 256, BF16, lead=(4, 8), every_option=True)
     for size in ((1, 1, 3), (7, 5, 3), (33, 24, 40)):

@@ -6,7 +6,9 @@ imported.
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -50,6 +52,38 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 def seed() -> None:
     """Every test draws the same numbers whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=not HAS_GPU)
+def quicker_interpreter() -> Iterator[None]:
+    """The interpreter goes through all of triton.language at each call of a device function, a
+    fifth of the time of such tests: once in a launch does the same.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    prepared = set()
+
+    @functools.cache
+    def languages(function):
+        values = function.__globals__.values()
+        return frozenset(x.__name__ for x in values if x is tl or x is tl.core)
+
+    def prepare_once(function):
+        if languages(function) in prepared:
+            return None
+        prepared.add(languages(function))
+        return prepare(function)
+
+    def launch_afresh(self, *args, **kwargs):
+        prepared.clear()
+        return launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", prepare_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", launch_afresh)
+        yield
 
 
 @pytest.fixture

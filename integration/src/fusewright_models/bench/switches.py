@@ -13,6 +13,7 @@ All compute the same loss.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from fusewright.memory_mlp.reference import Rows, activated, linear
 from fusewright.memory_mlp.weights import MemoryWeights
 from fusewright.norm import RMSNorm
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import titan_mac_layers
 from ..titan_mac import TitanMAC
@@ -95,11 +96,12 @@ def rows_by_autograd(
     return Rows(h, slope, curve, r, e, dh, p)
 
 
-def waiting(module: nn.Module, arguments: Any, found: Any) -> None:
-    """Read on the host whether a memory is finite."""
-    weights = found[1].weights
-    if not all(bool(x.isfinite().all().item()) for x in weights):
+def waiting(memory: NeuralMemory, *arguments: Any, **options: Any) -> Any:
+    """Write and read, then read on the host whether the memory is finite."""
+    found = NeuralMemory.advance(memory, *arguments, **options)
+    if not all(bool(x.isfinite().all().item()) for x in found[1].weights):
         raise ArithmeticError("a memory is not finite")
+    return found
 
 
 @contextmanager
@@ -127,7 +129,8 @@ def taken_back(model: TitanMAC, switches: tuple[str, ...]) -> Iterator[None]:
                 stack.enter_context(patch.object(memory, "rules", plain))
         if "syncs" in switches:
             for memory in memories:
-                stack.callback(memory.register_forward_hook(waiting).remove)
+                patched = functools.partial(waiting, memory)
+                stack.enter_context(patch.object(memory, "advance", patched))
         yield
 
 

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from ._backends import Backend, available_backends
 from .memory_read import memory_read
 from .memory_scan import MemoryScan, memory_scan
-from .memory_state import MemoryState, MemoryStats
+from .memory_state import MemoryState, MemoryStats, Reads
 from .memory_update import MemoryUpdate, memory_update
 from .neural_memory import NeuralMemory
 from .weights import MemoryWeights
@@ -25,6 +25,7 @@ __all__ = [
     "MemoryUpdate",
     "MemoryWeights",
     "NeuralMemory",
+    "Reads",
     "__version__",
     "available_backends",
     "memory_read",

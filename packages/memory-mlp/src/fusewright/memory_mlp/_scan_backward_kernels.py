@@ -55,6 +55,7 @@ def _scan_states_backward_kernel(
     dp_ptr,
     dstates_ptr,
     dstate_ptr,
+    dbegin_ptr,
     dv_ptr,
     written_ptr,
     parts_ptr,
@@ -79,9 +80,10 @@ def _scan_states_backward_kernel(
     BLOCKS: tl.constexpr,
 ):
     """One program carries the gradient of BLOCK_H hidden units of the memory and the momentum of
-    one head back over ``chunks`` chunks from ``first_chunk`` on: it starts from ``dstate`` and adds
-    to the reads' shares in ``dstates``; with the BLOCKS programs of its head it shares de. It
-    computes dv, and writes the gradient of z over that of h. Weights' gradients are held as
+    one head back over ``chunks`` chunks from ``first_chunk`` on: it starts from ``dstate``, adds to
+    the reads' shares in ``dstates`` and ends with ``dbegin``, that of the memory with which the
+    first chunk began; with the BLOCKS programs of its head it shares de. It computes dv, and writes
+    the gradient of z over that of h. Weights' gradients are held as
     [BLOCK_D, BLOCK_H], as in the forward pass.
     """
     SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
@@ -189,6 +191,8 @@ def _scan_states_backward_kernel(
         store_matrix(dh_ptr + corner, dz, token, row, C, HIDDEN)
         dw2 = product_onto(dw2, tl.trans(dr), h, UPCAST, PRECISION)
         dw1 = product_onto(dw1, tl.trans(k), dz, UPCAST, PRECISION)
+        if back == chunks - 1:
+            target = dbegin_ptr + own * (2 * SIZE)
         store_memory(target, dw1, db1, dw2, db2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
         store_memory(target + SIZE, ds1, dsb1, ds2, dsb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
 

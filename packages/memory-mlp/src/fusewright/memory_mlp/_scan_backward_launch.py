@@ -38,19 +38,12 @@ TOGETHER_BYTES = 64 << 20
 class Part(NamedTuple):
     """The backward pass of a few chunks of every head."""
 
-    chunks: int
     find_decays: Launch
     compute: Launch
     read: Launch
     write: Launch
     keys: Launch
     gates: Launch
-
-    def first_of(self, dstates: Tensor) -> Tensor:
-        """The gradients of the memories with which the first of its chunks began, [heads, ...]."""
-        heads, _, *memory = dstates.shape
-        used = dstates.view(-1, *memory)[: heads * self.chunks]
-        return used.view(heads, self.chunks, *memory)[:, 0]
 
 
 class BackwardPlan(NamedTuple):
@@ -67,6 +60,7 @@ class BackwardPlan(NamedTuple):
     kept: tuple[Allocate, ...]
     from_reads: tuple[Allocate, ...]
     from_ends: tuple[Allocate, ...]
+    dbegin: Allocate
     meeting: Meeting
 
 
@@ -94,11 +88,10 @@ def launch_scan_backward(
                 *(hidden, chunk, activation, read),
             )
     problem = problem_of(q, hidden, chunk, activation, read, written is not None)
-    dstate = dend.clone(memory_format=torch.contiguous_format)
     if not q.numel():
         like = (q, k, v, alpha, eta, theta)
         zeros = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
-        return *zeros[:3], dstate, *zeros[3:]
+        return *zeros[:3], dend.clone(), *zeros[3:]
     plan = backward_plan(problem, kinds(dy, q, k, v))
     dy, q, k, v = copied((dy, q, k, v), plan.copies)
     alpha, eta, theta = (gate.contiguous() for gate in (alpha, eta, theta))
@@ -106,6 +99,8 @@ def launch_scan_backward(
     dq, dk, dv = (plan.rows() for _ in range(3))
     dgates = tuple(plan.gates() for _ in range(3))
     (gamma, nu, reach), nus = plan.decays.made(), plan.nus()
+    tiles, arrived = plan.meeting.made()
+    dstate, states = dend.contiguous(), states.contiguous()
     from_reads = tuple(allocate() for allocate in plan.from_reads)
     from_ends = tuple(allocate() for allocate in plan.from_ends)
     e, h, slope, curve, p, read_h, read_slope, matches = kept = tuple(
@@ -115,18 +110,19 @@ def launch_scan_backward(
     # Of the reads nothing is known any more once their gradients are: these take its place.
     dh, dp = read_h, read_slope
     for part in plan.parts:
-        part.find_decays((alpha, eta, theta, written, gamma, nu, reach, nus))
+        part.find_decays((alpha, eta, theta, written, gamma, nu, reach, nus, arrived))
         part.compute((q, k, v, written, gamma, reach, states, None, *kept))
         reads = (e, h, p, read_h, read_slope, matches)
         found = (dq, dk_read, de, dh, dp, dgamma, dreach, dstates)
         part.read((dy, q, k, written, gamma, reach, states, *reads, *found))
         ends = (gamma, nu, reach, states)
         given = (h, slope, curve, e, de, dh, dp, dstates, dstate)
-        part.write((k, *ends, *given, dv, written, *plan.meeting.made()))
+        dbegin = plan.dbegin()
+        part.write((k, *ends, *given, dbegin, dv, written, tiles, arrived))
         part.keys((k, *ends, e, h, p, dk_read, dh, dstates, dstate, written, dk, *from_ends))
         part.gates((alpha, eta, written, gamma, nus, reach, dgamma, dreach, *from_ends, *dgates))
         # The chunks before these end with what these began with.
-        dstate.view_as(dstates[:, 0]).copy_(part.first_of(dstates))
+        dstate = dbegin
     return dq, dk, dv, dstate, *dgates
 
 
@@ -163,6 +159,7 @@ def backward_plan(problem: Problem, operands: tuple[Kind, ...]) -> BackwardPlan:
             *(wide((heads, together, 2, chunk)), wide((heads, together, 2, size))),
         ),
         (wide((heads, together, 2, chunk)), wide((heads, together, 3))),
+        wide((problem.batch, problem.heads, 2, size)),
         meeting_of(problem, problem.sharing(STATES_BACKWARD)),
     )
 
@@ -176,7 +173,6 @@ def backward_part(
     mask, shift = dict(HAS_MASK=problem.has_mask), dict(SHIFT=problem.shift)
     serial = problem.sharing(STATES_BACKWARD)
     return Part(
-        chunks,
         decays_launch(problem, first, chunks, keep=True),
         read_launch(problem, strides[1:], first, chunks, keep=True),
         Launch(

@@ -25,6 +25,7 @@ def _decays_kernel(
     nu_ptr,
     reach_ptr,
     nus_ptr,
+    arrived_ptr,
     tokens,
     heads,
     first_chunk,
@@ -37,9 +38,12 @@ def _decays_kernel(
     """One program computes gamma [C, C], the last row of nu (with KEEP all of it), and keep, carry
     and decay [C] of one chunk of one head, row after row. Gates are [B, tokens, heads]; ``chunks``
     chunks of every head from ``first_chunk`` on are computed. Tokens that are not there keep
-    everything, so that the last row is that of the last token.
+    everything, so that the last row is that of the last token. Whoever shares a head in the next
+    launches finds that nobody has arrived.
     """
     local = tl.program_id(0).to(tl.int64)
+    if arrived_ptr is not None:
+        tl.store(arrived_ptr + local // chunks, 0)
     batch = local // chunks // heads
     head = local // chunks % heads
     first = (first_chunk + local % chunks) * C

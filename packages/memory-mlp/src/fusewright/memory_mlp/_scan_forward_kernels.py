@@ -54,7 +54,9 @@ def _scan_states_kernel(
     gamma_ptr,
     nu_ptr,
     reach_ptr,
+    state_ptr,
     states_ptr,
+    end_ptr,
     parts_ptr,
     arrived_ptr,
     tokens,
@@ -80,8 +82,8 @@ def _scan_states_kernel(
 ):
     """One program carries BLOCK_H hidden units of the memory and the momentum of one head over all
     chunks; with the BLOCKS programs of its head it shares what the memory returns for the keys.
-    ``states`` is [chunks + 1, heads of all rows, 2, SIZE]; its first entry is there, the others are
-    written.
+    It starts from ``state`` and writes with what every chunk began, ``states`` [chunks, heads of
+    all rows, 2, SIZE], and with what the last one ended, ``end``.
 
     Weights are held as [BLOCK_D, BLOCK_H]. So every tile has the rows that a group of four warps
     takes, however few hidden units a program has, and the more programs share a head.
@@ -92,7 +94,7 @@ def _scan_states_kernel(
     batch = own // heads
     head = own % heads
     chunks = tl.cdiv(tokens, C)
-    memory = states_ptr + own * (2 * SIZE)
+    memory = state_ptr + own * (2 * SIZE)
     w1, b1, w2, b2 = load_memory(memory, block, D, HIDDEN, BLOCK_D, BLOCK_H)
     s1, sb1, s2, sb2 = load_memory(memory + SIZE, block, D, HIDDEN, BLOCK_D, BLOCK_H)
     for chunk in tl.range(0, chunks, num_stages=1):
@@ -121,6 +123,9 @@ def _scan_states_kernel(
         # What does not need the others is between handing in and asking for the sum.
         if BLOCKS > 1:
             hand_in(read, parts_ptr, arrived_ptr, own, block, chunk, BLOCKS, BLOCK_C, BLOCK_D)
+        memory = states_ptr + (tl.cast(chunk, tl.int64) * all_heads + own) * (2 * SIZE)
+        store_memory(memory, w1, b1, w2, b2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        store_memory(memory + SIZE, s1, sb1, s2, sb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
         w1, s1 = keep * w1 + carry * s1, decay * s1
         w2, s2 = keep * w2 + carry * s2, decay * s2
         if BLOCKS > 1:
@@ -130,25 +135,26 @@ def _scan_states_kernel(
         e_rounded = e.to(k.dtype)
         p = product(e_rounded, w2_rounded, UPCAST, PRECISION) * slope
 
-        # What a token's gradient weighs at the end of the chunk, in the memory and in the momentum.
-        to_memory = -gamma[:, None]
-        to_momentum = -nu[:, None]
-        turned = tl.trans(e_rounded)
-        w2 = product_onto(w2, turned, (to_memory * h).to(k.dtype), UPCAST, PRECISION)
-        s2 = product_onto(s2, turned, (to_momentum * h).to(k.dtype), UPCAST, PRECISION)
-        e_memory, e_momentum = sums(to_memory * e, to_momentum * e)
-        b2 = keep * b2 + carry * sb2 + e_memory
-        sb2 = decay * sb2 + e_momentum
+        # The rows of what is learned, as much of each as is left at the chunk's end.
+        h_rounded = h.to(k.dtype)
+        to_memory = -gamma[:, None] * e
+        to_momentum = -nu[:, None] * e
+        w2 = product_onto(w2, tl.trans(to_memory.to(k.dtype)), h_rounded, UPCAST, PRECISION)
+        s2 = product_onto(s2, tl.trans(to_momentum.to(k.dtype)), h_rounded, UPCAST, PRECISION)
+        to_memory, to_momentum = sums(to_memory, to_momentum)
+        b2 = keep * b2 + carry * sb2 + to_memory
+        sb2 = decay * sb2 + to_momentum
         turned = tl.trans(k)
-        w1 = product_onto(w1, turned, (to_memory * p).to(k.dtype), UPCAST, PRECISION)
-        s1 = product_onto(s1, turned, (to_momentum * p).to(k.dtype), UPCAST, PRECISION)
-        p_memory, p_momentum = sums(to_memory * p, to_momentum * p)
-        b1 = keep * b1 + carry * sb1 + p_memory
-        sb1 = decay * sb1 + p_momentum
-
-        memory = states_ptr + (tl.cast(chunk + 1, tl.int64) * all_heads + own) * (2 * SIZE)
-        store_memory(memory, w1, b1, w2, b2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
-        store_memory(memory + SIZE, s1, sb1, s2, sb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        to_memory = -gamma[:, None] * p
+        to_momentum = -nu[:, None] * p
+        w1 = product_onto(w1, turned, to_memory.to(k.dtype), UPCAST, PRECISION)
+        s1 = product_onto(s1, turned, to_momentum.to(k.dtype), UPCAST, PRECISION)
+        to_memory, to_momentum = sums(to_memory, to_momentum)
+        b1 = keep * b1 + carry * sb1 + to_memory
+        sb1 = decay * sb1 + to_momentum
+    memory = end_ptr + own * (2 * SIZE)
+    store_memory(memory, w1, b1, w2, b2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    store_memory(memory + SIZE, s1, sb1, s2, sb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
 
 
 @triton.jit

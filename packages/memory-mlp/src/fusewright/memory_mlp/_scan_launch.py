@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     read: Launch
     y: Allocate
     states: Allocate
+    end: Allocate
     meeting: Meeting
 
 
@@ -70,14 +71,14 @@ def launch_scan(
     q, k, v = copied((q, k, v), plan.copies)
     alpha, eta, theta = (gate.contiguous() for gate in (alpha, eta, theta))
     written = None if written is None else written.contiguous()
-    decays = plan.decays.made()
-    plan.find_decays((alpha, eta, theta, written, *decays, None))
-    gamma, nu, reach = decays
-    y, states = plan.y(), plan.states()
-    states[0].copy_(state)
-    plan.write((k, v, written, gamma, nu, reach, states, *plan.meeting.made()))
+    gamma, nu, reach = plan.decays.made()
+    tiles, arrived = plan.meeting.made()
+    y, states, end = plan.y(), plan.states(), plan.end()
+    plan.find_decays((alpha, eta, theta, written, gamma, nu, reach, None, arrived))
+    ends = (gamma, nu, reach, state.contiguous(), states, end)
+    plan.write((k, v, written, *ends, tiles, arrived))
     plan.read((q, k, v, written, gamma, reach, states, y, *NOT_KEPT))
-    return y, states[-1].clone(), states[:-1]
+    return y, end, states
 
 
 @functools.lru_cache(maxsize=4096)
@@ -107,6 +108,7 @@ def forward_plan(problem: Problem, operands: tuple[Kind, ...]) -> Plan:
         ),
         read_launch(problem, strides, 0, chunks, keep=False),
         memory(rows_shape(problem), problem.dtype, device),
-        wide((chunks + 1, problem.batch, problem.heads, 2, size)),
+        wide((chunks, problem.batch, problem.heads, 2, size)),
+        wide((problem.batch, problem.heads, 2, size)),
         meeting_of(problem, serial),
     )

@@ -118,7 +118,7 @@ class Meeting(NamedTuple):
     def made(self) -> tuple[Tensor | None, Tensor | None]:
         if self.parts is None or self.arrived is None:
             return None, None
-        return self.parts(), self.arrived().zero_()
+        return self.parts(), self.arrived()
 
 
 def problem_of(

@@ -62,10 +62,13 @@ class _FiniteTokens(Derivative):
         y, present = run(x, mask)
         ctx.mark_non_differentiable(present)
         ctx.save_for_backward(present)
+        ctx.set_materialize_grads(False)
         return y, present
 
     @staticmethod
     def backward(ctx, dy, _):
+        if dy is None:
+            return None, None, None
         (present,) = ctx.saved_tensors
         return None, _kept(dy, present.unsqueeze(-1), None, 0.0), None
 

@@ -6,6 +6,7 @@ import torch
 
 from ._checks import autocast
 from ._module_checks import check_read
+from .packing import cast
 from .scan_reference import ACTIVATIONS
 from .weights import MemoryWeights
 
@@ -34,6 +35,7 @@ def memory_read(q: Tensor, weights: MemoryWeights, *, activation: str = "silu") 
     """
     check_read(q, weights, activation)
     (q,) = autocast(q)
-    w1, b1, w2, b2 = (x.to(q.dtype) for x in weights)
-    h = ACTIVATIONS[activation](q.transpose(1, 2) @ w1.mT + b1.unsqueeze(-2))
-    return (h @ w2.mT + b2.unsqueeze(-2)).transpose(1, 2)
+    w1, b1, w2, b2 = cast(weights, q.dtype)
+    # Columns, then rows: the gradients of w1 and of w2's transpose come as they are packed.
+    h = ACTIVATIONS[activation](w1 @ q.permute(0, 2, 3, 1) + b1.unsqueeze(-1))
+    return (h.mT @ w2.mT + b2.unsqueeze(-2)).transpose(1, 2)

@@ -107,11 +107,17 @@ class _MemoryScan(Derivative):
         y, end, states = run(q, k, v, state, alpha, eta, theta, written, *options)
         ctx.save_for_backward(q, k, v, state, states, alpha, eta, theta, written)
         ctx.options = options
+        ctx.set_materialize_grads(False)
         return y, end, *_forward.statistics(ctx, run, states)
 
     @staticmethod
     def backward(ctx, dy, dend, _):
-        grads = _backward(dy, dend, *ctx.saved_tensors, *ctx.options)
+        if dy is None and dend is None:
+            return (None,) * 13
+        saved = q, _, _, state, *_ = ctx.saved_tensors
+        dy = torch.zeros_like(q) if dy is None else dy
+        dend = torch.zeros_like(state) if dend is None else dend
+        grads = _backward(dy, dend, *saved, *ctx.options)
         return None, *grads, None, None, None, None, None
 
 

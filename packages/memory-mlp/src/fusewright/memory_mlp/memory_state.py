@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .packing import pack, unpack
 from .weights import MemoryWeights
 
 Weights = tuple[Tensor, ...]
@@ -111,6 +112,28 @@ class MemoryStats(NamedTuple):
         return alpha, eta, theta
 
 
+class Reads(NamedTuple):
+    """What the queries of T tokens read, all heads joined, before W_o.
+
+    Attributes:
+        y: ``[B, T, heads * D]``.
+        kept: ``[B, T, heads]`` bool, in which heads the token was written; the outputs of others
+            are NaN.
+        mask: ``[B, T]`` bool or None: the outputs of masked tokens are 0.
+    """
+
+    y: Tensor
+    kept: Tensor
+    mask: Tensor | None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Reads]) -> Reads:
+        """Of calls that follow one another, all of them masked or none."""
+        y, kept, masks = zip(*parts, strict=True)
+        given = [mask for mask in masks if mask is not None]
+        return cls(torch.cat(y, 1), torch.cat(kept, 1), torch.cat(given, 1) if given else None)
+
+
 def fresh_state(
     initial: list[Tensor], batch: int, shared: bool, head_dim: int, reach: int
 ) -> MemoryState:
@@ -126,13 +149,23 @@ def fresh_state(
     first, heads = initial[0], initial[0].shape[0]
     wide = torch.float64 if first.dtype == torch.float64 else torch.float32
     rows = 1 if shared else batch
+    none = first.new_zeros((), dtype=wide)
     own = [x.to(wide) for x in initial]
-    make = MemoryWeights._make if len(initial) == 4 else tuple
+    weights, momentum = tuple(own), tuple(none.expand_as(x) for x in own)
+    if len(own) == 4:
+        packed = pack(MemoryWeights(*weights), MemoryWeights(*momentum))
+        # Every row has its own, of which the first scan and the first read make nothing new.
+        packed = packed.expand(rows, *packed.shape).clone(memory_format=torch.contiguous_format)
+        weights, momentum = unpack(packed, *own[0].shape[-2:])
+    else:
+        weights, momentum = (
+            tuple(x.expand(rows, *x.shape) for x in w) for w in (weights, momentum)
+        )
     k = first.new_zeros(batch, 0, heads, head_dim)
     gate = first.new_zeros(batch, 0, heads, dtype=wide)
     return MemoryState(
-        make([x.expand(rows, *x.shape) for x in own]),
-        make([torch.zeros_like(x).expand(rows, *x.shape) for x in own]),
+        weights,
+        momentum,
         Writes(k, k, gate, gate, gate, gate.bool()),
         first.new_zeros(batch, reach, 3 * heads * head_dim),
         first.new_zeros(batch, heads, dtype=torch.int64),

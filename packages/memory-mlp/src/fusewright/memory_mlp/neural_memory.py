@@ -37,6 +37,7 @@ from ._tokens import finite_tokens, kept_tokens
 from .memory_state import (
     MemoryState,
     MemoryStats,
+    Reads,
     detached,
     fresh_state,
     stats_of,
@@ -226,6 +227,20 @@ class NeuralMemory(nn.Module):
                 that of another kind of memory.
             RuntimeError: the backend is "triton" and the kernels cannot serve this call.
         """
+        reads, state, stats = self.advance(x, state, queries=queries, mask=mask)
+        return self.outputs(reads), state, stats
+
+    def advance(
+        self,
+        x: Tensor,
+        state: MemoryState | None = None,
+        *,
+        queries: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Reads, MemoryState, MemoryStats]:
+        """:meth:`forward` up to the output, which no later token waits for: of calls that follow
+        one another :meth:`outputs` can make it at once.
+        """
         check_tokens("x", x, self.output.weight, (None, None), self.dim)
         batch, length, _ = x.shape
         if queries is not None:
@@ -257,7 +272,6 @@ class NeuralMemory(nn.Module):
             state, writes = detached(state), writes.map(Tensor.detach)
         moved = move(self.rules, q, writes, state.weights, state.momentum, state.tail)
         kept = writes.written if fine is None else writes.written & fine.unsqueeze(-1)
-        y = kept_tokens(self.output(moved.y.flatten(2)), kept, mask, torch.nan, backend=backend)
         # What is masked is not written either.
         tokens = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
         skipped = tokens - writes.written.sum(1)
@@ -273,7 +287,12 @@ class NeuralMemory(nn.Module):
         )
         if self.outer_grad != "full":
             state = detached(state)
-        return y, state, stats_of(writes, skipped)
+        return Reads(moved.y.flatten(2), kept, mask), state, stats_of(writes, skipped)
+
+    def outputs(self, reads: Reads) -> Tensor:
+        """``[B, T, dim]``: W_o of what was read; NaN where that is not kept, 0 where masked."""
+        y = self.output(reads.y)
+        return kept_tokens(y, reads.kept, reads.mask, torch.nan, backend=self.rules.backend)
 
     def retrieve(
         self, queries: Tensor, state: MemoryState, *, before: Tensor | None = None

@@ -2,6 +2,10 @@
 
 For a memory and its momentum the kernels read one row of 2 SIZE numbers, each half w1, the
 transpose of w2, b1, b2 one after the other: both matrices are [hidden, D].
+
+What a scan returns are views of such a tensor. The next scan and the next read find it again
+through them, and join nothing, nor do their gradients. The gradient passes the views by, unless
+they retain it or have a hook.
 """
 
 from __future__ import annotations
@@ -16,7 +20,10 @@ Tensor = torch.Tensor
 
 
 def pack(weights: MemoryWeights, momentum: MemoryWeights) -> Tensor:
-    """``[*lead, 2, SIZE]``."""
+    """``[*lead, 2, SIZE]``, the tensor itself where these are the views that ``unpack`` makes."""
+    whole = packed(weights, momentum)
+    if whole is not None:
+        return whole
     lead = weights.b1.shape[:-1]
     parts = [
         x.reshape(*lead, math.prod(x.shape[len(lead) :]))
@@ -30,13 +37,50 @@ def unpack(state: Tensor, hidden: int, width: int) -> tuple[MemoryWeights, Memor
     """(weights, momentum), views of ``state [*lead, 2, SIZE]``."""
     sizes = (hidden * width, width * hidden, hidden, width)
 
-    def half(x: Tensor) -> MemoryWeights:
-        w1, w2, b1, b2 = x.split(sizes, -1)
-        return MemoryWeights(
-            w1.unflatten(-1, (hidden, width)), b1, w2.unflatten(-1, (hidden, width)).mT, b2
-        )
+    def half(w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor) -> MemoryWeights:
+        matrix = (hidden, width)
+        return MemoryWeights(w1.unflatten(-1, matrix), b1, w2.unflatten(-1, matrix).mT, b2)
 
-    return half(state[..., 0, :]), half(state[..., 1, :])
+    # Split once more for the momentum: where only the weights are read, its gradient is one tensor.
+    *weights, momentum = state.flatten(-2).split((*sizes, sum(sizes)), -1)
+    return half(*weights), half(*momentum.split(sizes, -1))
+
+
+def packed(weights: MemoryWeights, momentum: MemoryWeights | None = None) -> Tensor | None:
+    """The tensor ``[*lead, 2, SIZE]`` of which these, all of them, are the views that ``unpack``
+    makes; None where they are not.
+    """
+    hidden, width = weights.w1.shape[-2:]
+    # A view knows the tensor it was made of. Detached, or in a compiler's hands, it does not.
+    whole = None if torch.compiler.is_compiling() else weights.w1._base
+    if whole is None or whole.shape != (*weights.b1.shape[:-1], 2, packed_size(hidden, width)):
+        return None
+    views = unpack(whole.detach(), hidden, width)
+    for given, view in zip((weights, momentum), views, strict=True):
+        if given is not None and not all(map(is_view, given, [whole] * 4, view)):
+            return None
+    return whole
+
+
+def is_view(x: Tensor, whole: Tensor, view: Tensor) -> bool:
+    """Whether x, made of ``whole``, is the same as ``view``, and nobody asks for its gradient."""
+    return (
+        x._base is whole
+        and x.requires_grad == whole.requires_grad == (x.grad_fn is not None)
+        and not (x.retains_grad or x._backward_hooks)
+        and x.dtype == view.dtype
+        and x.shape == view.shape
+        and x.stride() == view.stride()
+        and x.storage_offset() == view.storage_offset()
+    )
+
+
+def cast(weights: MemoryWeights, dtype: torch.dtype) -> MemoryWeights:
+    """The weights in another dtype; one copy where they lie in one tensor."""
+    whole = packed(weights)
+    if whole is None:
+        return weights.map(lambda x: x.to(dtype))
+    return unpack(whole.to(dtype), *weights.w1.shape[-2:])[0]
 
 
 def packed_size(hidden: int, width: int) -> int:

@@ -1,0 +1,82 @@
+"""What reaches what: causality, independent rows, gradients, the memory beside the attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright_models.titan_mac_config import VARIANTS
+
+
+def test_future_token_changes_no_past_output(sized):
+    before = sized.read(sized.tokens)
+    for t in sized.changes:
+        after = sized.read(sized.changed((slice(None), t)))
+        assert torch.equal(before[:, :t], after[:, :t])
+        assert (before[:, t] != after[:, t]).any()
+
+
+def test_every_parameter_gets_a_gradient_within_three_steps(sized):
+    optimizer = torch.optim.AdamW(sized.model.parameters(), lr=1e-3)
+    seen = {name: False for name, _ in sized.model.named_parameters()}
+    for _ in range(3):
+        with sized.computing():
+            loss = sized.model.loss(sized.tokens)
+        loss.backward()
+        for name, parameter in sized.model.named_parameters():
+            seen[name] |= parameter.grad is not None and bool((parameter.grad != 0).any())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [name for name, reached in seen.items() if not reached] == []
+
+
+def test_rows_of_a_batch_are_independent(sized):
+    before, after = sized.read(sized.tokens), sized.read(sized.changed((1,)))
+    assert torch.equal(before[[0, 2]], after[[0, 2]])
+    assert (before[1] != after[1]).any()
+
+
+@pytest.mark.parametrize("kind", [*VARIANTS, "mac-off", "mag-off"])
+def test_memory_alone_reaches_past_the_attention(titan_mac, draw_tokens, kind):
+    model = titan_mac(kind, layers=1, convolution=0)
+    tokens = draw_tokens(1)
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % model.config.vocab_size
+    moved = (model(tokens)[0] != model(changed)[0]).any(-1)[0, model.config.segment :]
+    assert bool(moved.all()) == bool(moved.any()) == (not kind.endswith("off"))
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.mark.parametrize("outer_grad", ["full", "detach_state"])
+def test_checkpointing_changes_no_gradient(titan_mac, draw_tokens, kind, outer_grad):
+    tokens = draw_tokens(2, 23)
+    found = []
+    for checkpointing in (False, True):
+        model = titan_mac(kind, checkpointing=checkpointing, outer_grad=outer_grad)
+        loss = model.loss(tokens)
+        found.append([loss.detach(), *torch.autograd.grad(loss, model.parameters())])
+    assert all(torch.equal(kept, again) for kept, again in zip(*found, strict=True))
+
+
+def test_checkpointing_keeps_less_for_the_backward_pass(titan_mac, draw_tokens):
+    kept = []
+    for checkpointing in (False, True):
+        saved: list[int] = []
+        model = titan_mac("mac", checkpointing=checkpointing)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: (saved.append(x.numel()), x)[1], lambda x: x
+        )
+        with hooks:
+            model.loss(draw_tokens(2))
+        kept.append(sum(saved))
+    assert kept[1] < kept[0] / 4
+
+
+@pytest.mark.parametrize("outer_grad", ["detach_state", "none"])
+def test_gradient_through_the_memory_ends_where_asked(titan_mac, draw_tokens, outer_grad):
+    gradients = []
+    for chosen in ("full", outer_grad):
+        model = titan_mac("mac", outer_grad=chosen)
+        model.loss(draw_tokens(2)).backward()
+        gradients.append(model.blocks[0].layers[0].memory.projections.joint.weight.grad)
+    full, cut = gradients
+    assert (full != cut).any()

@@ -1,0 +1,104 @@
+"""Configs, tokens and states: what is taken, and what is refused with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fusewright_models.titan_mac_config import VARIANTS
+
+
+def test_tokens_may_be_int32(titan_mac, draw_tokens):
+    model = titan_mac("mac")
+    tokens = draw_tokens(2, 9)
+    assert torch.equal(model(tokens)[0], model(tokens.int())[0])
+    assert torch.equal(model.loss(tokens), model.loss(tokens.int()))
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_model_on_meta_says_what_comes_out(titan_mac, draw_tokens, kind):
+    model = titan_mac(kind).to("meta")
+    hidden, state = model(draw_tokens(2).to("meta"))
+    assert hidden.shape == (2, 22, model.config.dim)
+    assert state.position == 22
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("vocab_size", 0, "vocab_size must be at least 1; got 0"),
+        ("layers", 0, "layers must be at least 1; got 0"),
+        ("segment", 0, "segment must be at least 1; got 0"),
+        ("persistent", -1, "persistent must be at least 0; got -1"),
+        ("convolution", -1, "convolution must be at least 0; got -1"),
+        ("heads", 3, "dim must be divisible by heads; got dim 16, heads 3"),
+        ("heads", 4, "dim must be heads times a width that the attention takes; got dim 16"),
+        ("memory_heads", 3, "dim must be divisible by memory_heads; got dim 16, memory_heads 3"),
+        ("memory_chunk", 3, "segment must be divisible by memory_chunk in variant 'mac'"),
+        ("variant", "mad", "variant must be one of .*got 'mad'"),
+        ("gate", "origin", "gate must be one of .*got 'origin'"),
+        ("memory_rule", "mean", "memory_rule must be one of .*got 'mean'"),
+        ("outer_grad", "half", "outer_grad must be one of .*got 'half'"),
+        ("rope_base", 1.0, "rope_base must be above 1 and finite; got 1.0"),
+        ("rope_base", float("inf"), "rope_base must be above 1 and finite; got inf"),
+    ],
+)
+def test_wrong_configs_are_refused(small_titan_mac, field, value, message):
+    with pytest.raises(ValueError, match=message):
+        replace(small_titan_mac, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("dim", 16.0, "an int"),
+        ("layers", True, "an int"),
+        ("feed_forward_width", "64", "an int"),
+        ("memory", 1, "True or False"),
+        ("checkpointing", None, "True or False"),
+        ("rope_base", "big", "a number"),
+    ],
+)
+def test_configs_of_wrong_types_are_refused(small_titan_mac, field, value, wanted):
+    with pytest.raises(TypeError, match=f"{field} must be {wanted}; got {value!r}"):
+        replace(small_titan_mac, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda t: t.tolist(), TypeError, "wanted tokens as a tensor; got list"),
+        (lambda t: t.float(), TypeError, "wanted tokens in int64 or int32; got torch.float32"),
+        (lambda t: t[0], ValueError, r"wanted tokens \[B, T\]; got \[5\]"),
+        (lambda t: t.to("meta"), ValueError, "wanted tokens on the model's device, cpu; got them"),
+    ],
+    ids=["list", "float", "one-axis", "meta"],
+)
+@pytest.mark.parametrize("ask", ["__call__", "loss"])
+def test_wrong_tokens_are_refused_before_anything_is_computed(
+    titan_mac, draw_tokens, ask, spoil, error, message
+):
+    model = titan_mac("mac")
+    model.embedding.register_forward_hook(lambda *_: pytest.fail("something was computed"))
+    with pytest.raises(error, match=message):
+        getattr(model, ask)(spoil(draw_tokens(2, 5)))
+
+
+def test_wrong_states_are_refused(titan_mac, draw_tokens):
+    model = titan_mac("mac")
+    tokens = draw_tokens(2, 5)
+    _, state = model(tokens)
+    with pytest.raises(TypeError, match="wanted the state of a TitanMAC; got tuple"):
+        model(tokens, tuple(state))
+    with pytest.raises(ValueError, match="wanted the state of 2 rows, as of tokens; got one of 3"):
+        model(tokens, model.init_state(3))
+    with pytest.raises(ValueError, match="wanted the state of 2 blocks; got one of 1"):
+        model(tokens, titan_mac("mac", layers=1).init_state(2))
+    with pytest.raises(ValueError, match=r"wanted tokens \[B, T \+ 1\], at least one; got \[2, 0"):
+        model.loss(tokens[:, :0])
+
+
+def test_unknown_backend_is_refused(titan_mac):
+    with pytest.raises(ValueError, match=r"backend must be one of .*got 'cuda'"):
+        titan_mac("mac", backend="cuda")

@@ -166,11 +166,8 @@ def test_command_trains_with_and_without_memory(tmp_path):
     assert file.with_suffix(".png").exists()
 
 
-NOT_BOUND = pytest.mark.xfail(reason="MAC reads the values and does not bind them to keys yet")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [pytest.param("mac", marks=NOT_BOUND), "lmm"])
+@pytest.mark.parametrize("variant", ["mac", "lmm"])
 def test_memory_recalls_what_attention_cannot_reach(variant):
     with_memory, without = (
         train_recall(variant, memory=memory, training=RecallTraining())[-1]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+import csv
 import importlib.util
 import pathlib
 
 import pytest
+import torch
 from fusewright_testkit.timing import Time
 
 TUNER = pathlib.Path(__file__).parents[1] / "tune_update.py"
+# What the launch tables say of themselves: how far from the fastest line they are.
+TILES_WITHIN, BLOCKS_WITHIN = 1.03, 1.07
 
 
 @pytest.fixture
@@ -79,3 +84,50 @@ def test_every_table_has_candidates_at_every_size(tuner, dtype):
         for kind in tuner.KINDS:
             wanted = kind.dtype in ("", dtype)
             assert bool(tuner.candidates_of(kind, dtype, size)) == wanted
+
+
+def plans(tuner, dtype, size):
+    """The forward and the backward plan of a size on the card of the tables' source."""
+    from fusewright.memory_mlp._launch import kinds
+
+    rows, width, hidden = size
+    k = torch.empty(rows, width, dtype=tuner.DTYPES[dtype], device="meta")
+    asked = tuner._update_backward_launch.Asked(True, True, False, False, True, True)
+    options = "silu", True, tuner.PRECISIONS[dtype], k.device
+    # Past the cache: plans are kept for one card.
+    forward, backward = (getattr(*plan).__wrapped__ for plan in tuner.PLANS)
+    return (
+        forward(k.shape, hidden, kinds(k, k), False, *options),
+        backward(k.shape, hidden, kinds(k, k), asked, *options),
+    )
+
+
+def line_of(tuner, kind, dtype, plan):
+    """The line of a launch table that a plan has taken."""
+    launch = getattr(plan, kind.field)
+    if not kind.pairs:
+        return tuner.UpdateBlock(launch.constants["BLOCK"], launch.options["num_warps"])
+    launch = getattr(launch, "launch", launch)
+    sides = (launch.constants[f"BLOCK_{axis}"] for axis in "MNK")
+    stages = launch.constants["NUM_STAGES"]
+    return tuner.UpdateTile(tuner.PRECISIONS[dtype], *sides, launch.options["num_warps"], stages)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "tf32"])
+def test_plans_take_lines_near_the_fastest_of_their_source(tuner, monkeypatch, dtype):
+    card = tuner.Card(tuner.MULTIPROCESSORS, tuner.SHARED_BYTES, capability=90)
+    monkeypatch.setattr(tuner._update_problem, "card_of", lambda device: card)
+    (source,) = TUNER.parent.glob("results/tuning-update-*.csv")
+    times = collections.defaultdict(dict)
+    with source.open(newline="") as file:
+        for row in csv.DictReader(file):
+            case = row["table"], row["case"], row["dtype"]
+            times[case][row["config"]] = float(row["ms"])
+    for size in tuner.SIZES:
+        found = plans(tuner, dtype, size)
+        for kind in tuner.KINDS:
+            if kind.dtype in ("", dtype):
+                case = times[kind.table, tuner.described(size), dtype]
+                line = line_of(tuner, kind, dtype, found[kind.backward])
+                limit = TILES_WITHIN if kind.pairs else BLOCKS_WITHIN
+                assert case[str(line)] <= limit * min(case.values()), (kind.table, size)

@@ -89,7 +89,9 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
     )
 
 
-def compiled_in_a_process(folder: pathlib.Path, launches: str, capability: int) -> str:
+def compiled_in_a_process(
+    folder: pathlib.Path, launches: str, capability: int, *, may_spill: bool = False
+) -> str:
     """Compile what a function of ``folder``'s module ``launches`` launches for a compute capability
     in a process whose triton is not the interpreter, and return what ``main`` prints.
 
@@ -97,7 +99,7 @@ def compiled_in_a_process(folder: pathlib.Path, launches: str, capability: int) 
     FUSEWRIGHT_SHARED_KIB.
 
     Raises:
-        AssertionError: a kernel spills or takes more shared memory than the card has.
+        AssertionError: a kernel takes more shared memory than there is or, unless it may, spills.
     """
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(folder), *sys.path]))
     environment.pop("TRITON_INTERPRET", None)
@@ -107,6 +109,7 @@ def compiled_in_a_process(folder: pathlib.Path, launches: str, capability: int) 
         [
             *(sys.executable, "-m", "fusewright_testkit.compiled", f"launches:{launches}"),
             *("--capability", str(capability), "--check"),
+            *(["--may-spill"] if may_spill else []),
         ],
         env=environment,
         capture_output=True,
@@ -144,6 +147,7 @@ def main(
     launches: str = typer.Argument(help="module:function whose calls launch the kernels"),
     capability: list[int] = typer.Option([90], help="compute capability, such as 90; repeatable"),
     check: bool = typer.Option(False, help="fail on a spill or on too much shared memory"),
+    may_spill: bool = typer.Option(False, help="do not fail on a spill"),
 ) -> None:
     """Compile what FUNCTION launches and print what each kernel takes."""
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -156,7 +160,8 @@ def main(
     for target in capability:
         for launch in recorded:
             found = compile_launch(launch, target)
-            over = found.spilled > 0 or found.shared > SHARED_KIB[target] * 1024
+            spills = found.spilled > 0 and not may_spill
+            over = spills or found.shared > SHARED_KIB[target] * 1024
             failed |= over
             print(
                 f"sm_{target} {found.kernel} registers={found.registers} spilled={found.spilled} "

@@ -17,6 +17,7 @@ from ._update_configs import (
     DK,
     DWEIGHTS,
     E_BAR,
+    E_BAR_AND_R,
     INNER_PRODUCTS,
     P_BAR,
     Z_BAR,
@@ -224,7 +225,9 @@ def backward_plan(
     """The plan for k and v of these kinds and a memory of so many hidden units."""
     problem = problem_of(shape, units, *kinds_of_rows, activation, precision, device)
     rows, width, hidden = problem.sizes
-    e_bar, z_bar = problem.tile(E_BAR, width), problem.tile(Z_BAR, hidden)
+    with_r = asked.row_weights or asked.from_loss
+    e_bar = problem.tile(E_BAR_AND_R if with_r else E_BAR, width)
+    z_bar = problem.tile(Z_BAR, hidden)
     q_tiles, z_bar_tiles = tiles(rows, e_bar), tiles(rows, z_bar)
     row_parts = triton.cdiv(width, e_bar.cols)
     partials = element_programs(problem, INNER_PRODUCTS.block)

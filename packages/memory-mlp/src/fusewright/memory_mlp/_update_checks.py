@@ -99,24 +99,27 @@ def is_state(weights: MemoryWeights, momentum: MemoryWeights, k: Tensor) -> bool
     return True
 
 
-def checked_gate(name: str, gate: Tensor | float, weights: MemoryWeights) -> Tensor:
+def checked_gates(w1: Tensor, **gates: Tensor | float) -> list[Tensor]:
     """One number for each memory, in its dtype."""
-    state = weights.w1
-    lead = state.shape[:-2]
-    if isinstance(gate, Tensor):
-        check_floating(name, gate)
-        if gate.shape != lead:
-            raise ValueError(
-                f"{name} must be a number or a tensor of shape {tuple(lead)}, one for each memory, "
-                f"got {tuple(gate.shape)}"
-            )
-        check_device(name, gate, state)
-        return gate if gate.dtype == state.dtype else gate.to(state.dtype)
-    if isinstance(gate, bool) or not isinstance(gate, numbers.Real):
-        raise TypeError(f"{name} must be a tensor or a number, got {type(gate).__name__}")
-    if not math.isfinite(gate):
-        raise ValueError(f"{name} must be finite, got {gate}")
-    return state.new_full(lead, float(gate))
+    lead, dtype = w1.shape[:-2], w1.dtype
+    found = []
+    for name, gate in gates.items():
+        if isinstance(gate, Tensor):
+            check_floating(name, gate)
+            if gate.shape != lead:
+                raise ValueError(
+                    f"{name} must be a number or a tensor of shape {tuple(lead)}, one for each "
+                    f"memory, got {tuple(gate.shape)}"
+                )
+            check_device(name, gate, w1)
+            found.append(gate if gate.dtype == dtype else gate.to(dtype))
+            continue
+        if isinstance(gate, bool) or not isinstance(gate, numbers.Real):
+            raise TypeError(f"{name} must be a tensor or a number, got {type(gate).__name__}")
+        if not math.isfinite(gate):
+            raise ValueError(f"{name} must be finite, got {gate}")
+        found.append(w1.new_full(lead, float(gate)))
+    return found
 
 
 def checked_row_weights(row_weights: Tensor, k: Tensor) -> Tensor:

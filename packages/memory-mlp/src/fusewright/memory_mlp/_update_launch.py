@@ -10,7 +10,16 @@ import triton
 
 from ._backends import interpreted
 from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, made
-from ._update_configs import GRADIENTS, HIDDEN, RESIDUAL, ROUND, SLOPE, STEP, TURN
+from ._update_configs import (
+    GRADIENTS,
+    HIDDEN,
+    RESIDUAL,
+    ROUND,
+    SLOPE,
+    STEP,
+    TURN,
+    WEIGHTED_RESIDUAL,
+)
 from ._update_gradients import GradientsPlan, plan_gradients
 from ._update_kernels import (
     _hidden_kernel,
@@ -153,7 +162,7 @@ def update_plan(
     problem = problem_of(shape, units, *operands, activation, precision, device)
     rows, width, hidden = problem.sizes
     first = problem.tile(HIDDEN, hidden)
-    residual = problem.tile(RESIDUAL, width)
+    residual = problem.tile(WEIGHTED_RESIDUAL if has_row_weights else RESIDUAL, width)
     slope = problem.tile(SLOPE, hidden)
     residual_tiles, slope_tiles = tiles(rows, residual), tiles(rows, slope)
     loss_tiles = residual_tiles * triton.cdiv(width, residual.cols)

@@ -36,7 +36,7 @@ from ._registration import Derivative, Op, empty_grad, second_order
 from ._update_checks import (
     check_options,
     check_state,
-    checked_gate,
+    checked_gates,
     checked_row_weights,
     checked_rows,
 )
@@ -208,14 +208,15 @@ _backward = Op(
 class _MemoryUpdate(Derivative):
     @staticmethod
     def forward(ctx, run, *args):
-        *found, loss, norm, skipped, z, h, e, p, g1, d1, g2, d2 = run(*args)
-        saved = z, h, e, p, g1, d1, g2, d2
+        found = run(*args)
+        (*_, norm, skipped), saved = found[:11], found[11:]
         ctx.save_for_backward(*args[:INPUT_COUNT], norm, *saved)
         ctx.options = args[INPUT_COUNT:]
         ctx.set_materialize_grads(False)
-        shown = _forward.statistics(ctx, run, *saved)
-        ctx.mark_non_differentiable(norm, skipped, *(x for x in shown if x is not None))
-        return *found, loss, norm, skipped, *shown
+        # A direct call takes none of them, and autograd would handle each None.
+        shown = [x for x in _forward.statistics(ctx, run, *saved) if x is not None]
+        ctx.mark_non_differentiable(norm, skipped, *shown)
+        return *found[:11], *shown
 
     @staticmethod
     def backward(ctx, *upstream):
@@ -304,10 +305,7 @@ def memory_update(
     check_options(activation, reduction, max_grad_norm)
     k, v = checked_rows(k, v)
     check_state(weights, momentum, k)
-    alpha, eta, theta = (
-        checked_gate(name, gate, weights)
-        for name, gate in (("alpha", alpha), ("eta", eta), ("theta", theta))
-    )
+    alpha, eta, theta = checked_gates(weights.w1, alpha=alpha, eta=eta, theta=theta)
     if row_weights is not None:
         row_weights = checked_row_weights(row_weights, k)
     if k.ndim > weights.w1.ndim:

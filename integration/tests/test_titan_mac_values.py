@@ -79,7 +79,7 @@ def plain_attention(
     layer: AttentionLayer, config: TitanMACConfig, n: Tensor, h: Tensor | None = None
 ) -> Tensor:
     attention, positions = layer.attention, torch.arange(n.shape[1])
-    w_q, w_k, w_v = attention.query_key_value.weight.chunk(3)
+    w_q, (w_k, w_v) = attention.query.weight, attention.key_value.weight.chunk(2)
 
     def spread(rows: Tensor) -> Tensor:
         return rows.unflatten(-1, (config.heads, -1)).transpose(1, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """What turns queries and keys, ``[T, 3, 1, D]``; values stay as they are.
+    """What turns queries and keys, ``[T, 2, 1, D]``; values, the second of two, stay as they are.
 
     Attributes:
         cos: what an element is multiplied by.
@@ -29,12 +29,13 @@ class Rotation(NamedTuple):
         steps = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64)
         angles = positions.double().unsqueeze(-1) * base ** (-steps / width)
         angles = torch.cat([-angles, angles], -1).unsqueeze(1)
-        turned = torch.stack([angles, angles, torch.zeros_like(angles)], 1)
+        turned = torch.stack([angles, torch.zeros_like(angles)], 1)
         return cls(turned.cos().to(dtype), turned.sin().to(dtype))
 
     def of(self, rows: Tensor) -> Tensor:
-        """``rows [B, T, 3, H, D]``, turned."""
-        return _Turned.apply(rows, self.cos, self.sin, 1)
+        """``rows [B, T, 1 or 2, H, D]``, queries alone or keys and values, turned."""
+        kinds = rows.shape[2]
+        return _Turned.apply(rows, self.cos[:, :kinds], self.sin[:, :kinds], 1)
 
     def split(self, sizes: list[int]) -> list[Rotation]:
         """Of as many tokens each."""

@@ -45,8 +45,8 @@ class LayerState(NamedTuple):
     normed: Tensor | None = None
 
     def seeing(self, rows: Tensor, count: int) -> LayerState:
-        """With the last ``count`` of these keys and values, behind queries, and those before."""
-        return self._replace(seen=last(self.seen, rows[:, :, 1:], count))
+        """With the last ``count`` of these keys and values and those before."""
+        return self._replace(seen=last(self.seen, rows, count))
 
 
 class Attention(nn.Module):
@@ -57,36 +57,47 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.prefix = config.persistent
         self.backend: Backend = backend
-        self.query_key_value = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key_value = nn.Linear(config.dim, 2 * config.dim, bias=False)
         # They stand among the normed rows of the tokens, and pass no block.
         self.persistent = (
             nn.Parameter(torch.empty(self.prefix, config.dim)) if self.prefix else None
         )
 
-    def rows(self, n: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Queries, keys and values of ``n [.., T, d]``: ``[.., T, 3, H, D]``."""
-        rows = self.query_key_value(n).unflatten(-1, (3, self.heads, -1))
+    def queries(self, n: Tensor, rotation: Rotation) -> Tensor:
+        """Of ``n [B, T, d]``: ``[B, T, H, D]``."""
+        return rotation.of(self.query(n).unflatten(-1, (1, self.heads, -1))).squeeze(2)
+
+    def keys_values(self, n: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Of ``n [.., T, d]``: ``[.., T, 2, H, D]``."""
+        rows = self.key_value(n).unflatten(-1, (2, self.heads, -1))
         return rows if rotation is None else rotation.of(rows)
 
     def persistent_rows(self, batch: int) -> Tensor | None:
         """Keys and values of the persistent rows, which have no position: ``[B, P, 2, H, D]``."""
         if self.persistent is None:
             return None
-        return self.rows(self.persistent)[:, 1:].expand(batch, -1, -1, -1, -1)
+        return self.keys_values(self.persistent).expand(batch, -1, -1, -1, -1)
 
     def forward(
-        self, rows: Tensor, persistent: Tensor | None, past: Tensor | None, window: int
+        self,
+        q: Tensor,
+        own: Tensor,
+        persistent: Tensor | None,
+        past: Tensor | None,
+        window: int,
+        every: int = 1,
     ) -> Tensor:
-        """Outputs of queries, keys and values ``[B, n, 3, H, D]``: ``[B, n, d]``.
+        """Outputs of queries ``[B, n, H, D]``: ``[B, n, d]``.
 
-        Each sees the persistent rows, itself, and as many before it, those of the past first, as
-        make ``window`` with it. Persistent and past are keys and values ``[B, .., 2, H, D]``.
+        Each has ``every`` rows of its own and sees them, the persistent rows, and as many before
+        its last, those of the past first, as make ``window`` with it. All rows are keys and values
+        ``[B, .., 2, H, D]``.
         """
-        q, new = rows.split((1, 2), 2)
-        seen = [x for x in (persistent, past, new) if x is not None]
+        seen = [x for x in (persistent, past, own) if x is not None]
         k, v = torch.cat(seen, 1).unbind(2)
-        o = sliding_window_attention(q.squeeze(2), k, v, window, self.prefix, backend=self.backend)
-        return o.flatten(-2)
+        options: dict[str, Any] = {"every": every, "backend": self.backend}
+        return sliding_window_attention(q, k, v, window, self.prefix, **options).flatten(-2)
 
 
 class SigmoidGate(nn.Module):
@@ -167,9 +178,9 @@ class WindowAttention(AttentionLayer):
         self, n: Tensor, rotation: Rotation, state: LayerState, position: int
     ) -> tuple[Tensor, LayerState]:
         """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them."""
-        rows = self.attention.rows(n, rotation)
+        q, rows = self.attention.queries(n, rotation), self.attention.keys_values(n, rotation)
         persistent = self.attention.persistent_rows(len(n))
-        y = self.attention(rows, persistent, state.seen, self.segment)
+        y = self.attention(q, rows, persistent, state.seen, self.segment)
         state = state.seeing(rows, self.segment - 1)
         if self.memory is not None and self.gate is not None:
             read, memory, _ = self.memory(n, state.memory)
@@ -199,7 +210,8 @@ class SegmentAttention(AttentionLayer):
         persistent = self.attention.persistent_rows(len(n))
         sizes = list(segment_sizes(n.shape[1], position, self.segment))
         # Split once: the gradient of a slice would be as long as the whole.
-        rows, turns = self.attention.rows(n, rotation).split(sizes, 1), rotation.split(sizes)
+        asking = self.attention.queries(n, rotation).split(sizes, 1)
+        rows, turns = self.attention.keys_values(n, rotation).split(sizes, 1), rotation.split(sizes)
         own = n.split(sizes, 1)
         queries: Sequence[Tensor | None] = [None] * len(sizes)
         if self.memory is not None:
@@ -210,16 +222,16 @@ class SegmentAttention(AttentionLayer):
             queries = asked.transpose(1, 2).split(sizes, 1)
             state = state._replace(normed=last(before, n, projections.reach))
         mixed, reads = [], []
-        for token, part, turn, query in zip(own, rows, turns, queries, strict=True):
+        for token, q, part, turn, query in zip(own, asking, rows, turns, queries, strict=True):
             position += part.shape[1]
             recalled, every = None, 1
             if query is not None:
                 # h_t stands just before its token, and being causal is all that the order needs.
                 recalled = self._recalled(query, state)
-                h = self.attention.rows(recalled, turn)
+                h = self.attention.keys_values(recalled, turn)
                 part, every = torch.stack([h, part], 2).flatten(1, 2), 2
             window = every * self.segment
-            y = self.attention(part, persistent, state.seen, window)[:, every - 1 :: every]
+            y = self.attention(q, part, persistent, state.seen, window, every)
             state = state.seeing(part, window)
             if self.memory is not None and recalled is not None:
                 y = y + recalled

@@ -93,6 +93,12 @@ def test_windows_of_a_long_sequence(window_op, window, prefix):
     window_op.check(rows, window=window, prefix=prefix, scale=0.125)
 
 
+@pytest.mark.parametrize("width", [40, 64])
+def test_one_query_for_every_two_keys(window_op, width):
+    tensors = window_op.draw((2, 512, 1040, 8, width), BF16, "cuda")
+    window_op.check(tensors, window=1024, prefix=16, every=2, scale=width**-0.5)
+
+
 def test_window_graph_gives_eager_bits_and_waits_for_nothing(window_op):
     tensors = [x.requires_grad_() for x in window_op.draw((2, 700, 700, 4, 64), BF16, "cuda")]
 

@@ -30,6 +30,15 @@ BANDS = (
     (40, 20, 3, 33),
 )
 
+# And how many rows there are for each of q.
+SPARSE_BANDS = (
+    (40, 20, 6, 0, 2),
+    (57, 20, 40, 17, 2),
+    (50, 8, 9, 5, 3),
+    (41, 21, 80, 1, 2),
+    (34, 1, 5, 3, 7),
+)
+
 
 def draw(op, tokens, rows, width=16, dtype=F32, device="cpu", batches=1, heads=1):
     return op.draw((batches, rows, tokens, heads, width), dtype, device)
@@ -53,6 +62,14 @@ def test_values_and_gradients(window_op, tiles, tokens, rows, window, prefix, de
     window_op.check(tensors, window=window, prefix=prefix)
 
 
+@pytest.mark.parametrize(("tokens", "rows", "window", "prefix", "every"), SPARSE_BANDS)
+def test_values_and_gradients_of_every_so_many_rows(
+    window_op, tiles, tokens, rows, window, prefix, every, device
+):
+    tensors = draw(window_op, tokens, rows, device=device)
+    window_op.check(tensors, window=window, prefix=prefix, every=every)
+
+
 @pytest.mark.parametrize(
     ("width", "dtype", "tokens", "window"),
     [(40, F32, 70, 40), (64, BF16, 140, 75), (128, F16, 140, 75)],
@@ -71,11 +88,15 @@ def test_descriptors(window_op, tiles, device):
     window_op.check(tensors, window=9, prefix=5)
 
 
-@pytest.mark.parametrize(("tokens", "rows", "window", "prefix"), BANDS)
-def test_reference_sees_what_the_definition_says(tokens, rows, window, prefix):
+@pytest.mark.parametrize(
+    ("tokens", "rows", "window", "prefix", "every"),
+    [*((*band, 1) for band in BANDS), *SPARSE_BANDS],
+)
+def test_reference_sees_what_the_definition_says(tokens, rows, window, prefix, every):
     q, k = torch.empty(1, rows, 1, 8), torch.empty(1, tokens, 1, 8)
-    seen = reference.keys_seen(q, k, window, prefix)
-    for index, row in enumerate(range(tokens - rows, tokens)):
+    seen = reference.keys_seen(q, k, window, prefix, every)
+    asking = range(tokens)[::-every][:rows][::-1]
+    for index, row in enumerate(asking):
         keys = set(range(prefix))
         if row >= prefix:
             keys |= set(range(max(prefix, row - window + 1), row + 1))
@@ -238,7 +259,7 @@ def test_reference_backward_is_that_of_autograd(window_op):
 def test_registered_op_passes_opcheck(window_op, tiles, device):
     tensors = [x.requires_grad_() for x in draw(window_op, 7, 6, device=device)]
     op = REGISTERED.sliding_window_attention.default
-    torch.library.opcheck(op, (*tensors, 3, 2, 0.3, True))
+    torch.library.opcheck(op, (*tensors, 3, 2, 1, 0.3, True))
 
 
 @one_tiling
@@ -247,7 +268,7 @@ def test_registered_backward_op_passes_opcheck(window_op, tiles, device):
     do, lse = torch.randn_like(q), torch.randn(1, 1, 6, device=device)
     rest, softmax = do.new_zeros(0), torch.rand(2, 1, 1, 6, device=device) + 6
     op = REGISTERED.sliding_window_attention_backward.default
-    torch.library.opcheck(op, (do, lse, q, k, v, do, rest, softmax, 3, 2, 0.3))
+    torch.library.opcheck(op, (do, lse, q, k, v, do, rest, softmax, 3, 2, 1, 0.3))
 
 
 @one_tiling
@@ -307,6 +328,9 @@ BAD = {
     "no window": ((q, k, v, 0), ValueError, "window must be 1 or more keys, got 0"),
     "negative prefix": ((q, k, v, 2, -1), ValueError, "prefix must be 0 to 6, .* got -1"),
     "long prefix": ((q, k, v, 2, 7), ValueError, "prefix must be 0 to 6, .* got 7"),
+    "none of a row": (dict(every=0), ValueError, "every must be 1 or more rows, got 0"),
+    "half a row": (dict(every=0.5), TypeError, "every must be a whole number, got float"),
+    "too few rows": (dict(every=2), ValueError, "last of each 2 rows of 6 at most, got 6 rows"),
     "more rows": ((q, k[:, 1:], v[:, 1:], 2), ValueError, "last rows of 5 at most, got 6"),
     "heads": ((q, k[:, :, :1], v[:, :, :1], 2), ValueError, r"k and v must be \[1, M, 2, 8\]"),
     "dtypes": ((q, k, v.half(), 2), ValueError, "v must have q's dtype torch.float32, got"),
@@ -316,8 +340,11 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name):
     arguments, error, message = BAD[name]
+    options = {}
+    if isinstance(arguments, dict):
+        arguments, options = (q, k, v, 2), arguments
     with pytest.raises(error, match=message):
-        sliding_window_attention(*arguments)
+        sliding_window_attention(*arguments, **options)
 
 
 def test_default_scale_and_prefix():

@@ -44,12 +44,13 @@ PROFILED_STEPS = 3
 
 
 def manual_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int, *, every: int = 1, **options: Any
 ) -> Tensor:
     """Attention with its scores and its mask in memory."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     key = torch.arange(k.shape[2], device=k.device)
-    back = key[-q.shape[2] :].unsqueeze(-1) - key
+    first = key.shape[0] - 1 - (q.shape[2] - 1) * every
+    back = key[first::every].unsqueeze(-1) - key
     seen = (key < prefix) | ((back >= 0) & (back < window))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)

@@ -1,14 +1,21 @@
 """Which tiles of a sequence a band touches, for the kernels of sliding-window attention.
 
-Row r sees the ``prefix`` first keys, and of the others r - window + 1, ..., r. Tiles start where
-the band does, not at multiples of their size. An inner tile is seen whole by whoever visits it;
-only border tiles need a mask.
+Queries are every row of the sequence, or each the last of ``every`` rows. Row r sees the ``prefix``
+first keys, and of the others r - window + 1, ..., r. Tiles start where the band does, not at
+multiples of their size. An inner tile is seen whole by whoever visits it; only border tiles need a
+mask.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def first_row_of(queries, keys, every):
+    """The row of the sequence that query 0 is: the last query is the last row."""
+    return keys - 1 - (queries - 1) * every
 
 
 @triton.jit
@@ -56,20 +63,31 @@ def inner_keys(number, place, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def rows_of_keys(first, window, offset, queries, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr):
+def rows_of_keys(
+    first, window, offset, every, queries, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr
+):
     """The tiles of queries that see some of the keys ``first``, ``first + 1``, ... of the band;
-    query 0 is row ``offset`` of the sequence.
+    query i is row ``offset + i every`` of the sequence.
 
     Returns:
         The first query; its border tiles before the inner ones, its inner tiles, and all.
     """
-    start = tl.maximum(first - offset, 0)
-    last = first + BLOCK_K - 1 - offset
-    tiles = tl.cdiv(tl.maximum(tl.minimum(last + window, queries) - start, 0), BLOCK_Q)
+    start = queries_before(first, offset, every)
+    last = first + BLOCK_K - 1
+    end = tl.minimum(queries_before(last + window, offset, every), queries)
+    tiles = tl.cdiv(tl.maximum(end - start, 0), BLOCK_Q)
     # Too old for the last key.
-    before = tl.minimum(tl.cdiv(tl.maximum(last - start, 0), BLOCK_Q), tiles)
-    see_first = tl.maximum(tl.minimum(first + window - offset, queries) - start, 0)
+    older = tl.maximum(queries_before(last, offset, every) - start, 0)
+    before = tl.minimum(tl.cdiv(older, BLOCK_Q), tiles)
+    end = tl.minimum(queries_before(first + window, offset, every), queries)
+    see_first = tl.maximum(end - start, 0)
     return start, before, tl.maximum(see_first // BLOCK_Q - before, 0), tiles
+
+
+@triton.jit
+def queries_before(row, offset, every):
+    """How many queries there are before a row of the sequence, were there no end of them."""
+    return tl.cdiv(tl.maximum(row - offset, 0), every)
 
 
 @triton.jit

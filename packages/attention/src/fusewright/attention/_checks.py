@@ -59,14 +59,22 @@ def check_lengths(key_lengths: torch.Tensor, q: torch.Tensor) -> None:
     check_device("key_lengths", key_lengths, q)
 
 
-def check_band(window: int, prefix: int, q: torch.Tensor, k: torch.Tensor) -> None:
-    """window must be 1 or more, prefix a part of the keys, and q rows of the same sequence."""
-    for name, number in (("window", window), ("prefix", prefix)):
+def check_band(window: int, prefix: int, every: int, q: torch.Tensor, k: torch.Tensor) -> None:
+    """window and every must be 1 or more, prefix a part of the keys, and q rows of the same
+    sequence.
+    """
+    for name, number in (("window", window), ("prefix", prefix), ("every", every)):
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
             raise TypeError(f"{name} must be a whole number, got {type(number).__name__}")
     rows, keys = q.shape[1], k.shape[1]
+    if every < 1:
+        raise ValueError(f"every must be 1 or more rows, got {every}")
     if rows > keys:
         raise ValueError(f"q must be the last rows of {keys} at most, got {rows}")
+    if every > 1 and rows and (rows - 1) * every >= keys:
+        raise ValueError(
+            f"q must be the last of each {every} rows of {keys} at most, got {rows} rows"
+        )
     if window < 1:
         raise ValueError(f"window must be 1 or more keys, got {window}")
     if not 0 <= prefix <= keys:

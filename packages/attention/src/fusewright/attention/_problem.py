@@ -23,10 +23,13 @@ from ._operands import (
 
 
 class Band(NamedTuple):
-    """Which keys the rows of one sequence see: all of a prefix, and a window of the others."""
+    """Which keys the rows of one sequence see: all of a prefix, and a window of the others; a query
+    is the last of ``every`` rows.
+    """
 
     window: int
     prefix: int
+    every: int
 
 
 class Problem(NamedTuple):
@@ -93,7 +96,7 @@ def problem_of(
         constants["HAS_LENGTHS"] = lengths is not None
     else:
         # No row sees further back than to the first key.
-        sizes += [min(band.window, keys), band.prefix]
+        sizes += [min(band.window, keys), band.prefix, band.every]
     return Problem(
         batches,
         queries,

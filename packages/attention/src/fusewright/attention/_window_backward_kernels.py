@@ -11,7 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._band_tiles import border_keys, inner_keys, keys_of_rows, rows_of_keys, sees
+from ._band_tiles import (
+    border_keys,
+    first_row_of,
+    inner_keys,
+    keys_of_rows,
+    rows_of_keys,
+    sees,
+)
 from ._streaming_backward_kernels import (
     add_queries,
     load_queries,
@@ -52,6 +59,7 @@ def _window_dq_kernel(
     heads,
     window,
     prefix,
+    every,
     rows,
     D: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -81,9 +89,9 @@ def _window_dq_kernel(
         *(D, BLOCK_Q, BLOCK_D, HAS_DLSE, HAS_REST),
     )
     q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
-    first_row = keys - queries + first
-    last_row = tl.minimum(first_row + BLOCK_Q, keys) - 1
-    row = first_row + tl.arange(0, BLOCK_Q)
+    first_row = first_row_of(queries, keys, every) + first * every
+    last_row = tl.minimum(first_row + (BLOCK_Q - 1) * every, keys - 1)
+    row = first_row + tl.arange(0, BLOCK_Q) * every
     border, inner, place = keys_of_rows(first_row, last_row, window, prefix, BLOCK_K)
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -137,6 +145,7 @@ def _window_dkdv_kernel(
     heads,
     window,
     prefix,
+    every,
     rows,
     batches,
     chunk_rows,
@@ -164,8 +173,10 @@ def _window_dkdv_kernel(
     chunk = part % chunks
     first = tl.where(shared, part // chunks * BLOCK_K, prefix + part * BLOCK_K)
     limit = tl.where(shared, prefix, keys)
-    offset = keys - queries
-    start, before, inner, tiles = rows_of_keys(first, window, offset, queries, BLOCK_K, BLOCK_Q)
+    offset = first_row_of(queries, keys, every)
+    start, before, inner, tiles = rows_of_keys(
+        first, window, offset, every, queries, BLOCK_K, BLOCK_Q
+    )
     # Every query of the chunk sees every key of the prefix.
     length = tl.minimum(chunk_rows, queries - chunk * chunk_rows)
     start = tl.where(shared, chunk * chunk_rows, start)
@@ -194,7 +205,7 @@ def _window_dkdv_kernel(
             *(BLOCK_Q, True, D, BLOCK_D, DESCRIPTORS),
         )
         p = turned_probabilities(k, q, m, share, factor, UPCAST, PRECISION)
-        row = offset + at + tl.arange(0, BLOCK_Q)
+        row = offset + (at + tl.arange(0, BLOCK_Q)) * every
         p = tl.where(sees(row[None, :], key[:, None], distances), p, 0.0)
         dk, dv = add_queries(dk, dv, p, v, q, do, delta, UPCAST, PRECISION)
     begin = start + before * BLOCK_Q

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._band_tiles import border_keys, inner_keys, keys_of_rows, sees
+from ._band_tiles import border_keys, first_row_of, inner_keys, keys_of_rows, sees
 from ._streaming_forward_kernels import next_softmax, store_outputs
 from ._tiles import LOG2_E, LOWEST, load_rows, product
 
@@ -91,6 +91,7 @@ def _window_forward_kernel(
     heads,
     window,
     prefix,
+    every,
     rows,
     D: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -116,9 +117,9 @@ def _window_forward_kernel(
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
     factor = scale * LOG2_E
     q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
-    first_row = keys - queries + first
-    last_row = tl.minimum(first_row + BLOCK_Q, keys) - 1
-    row = first_row + tl.arange(0, BLOCK_Q)
+    first_row = first_row_of(queries, keys, every) + first * every
+    last_row = tl.minimum(first_row + (BLOCK_Q - 1) * every, keys - 1)
+    row = first_row + tl.arange(0, BLOCK_Q) * every
     walk = keys_of_rows(first_row, last_row, window, prefix, BLOCK_K)
     o, m, l = stream_keys(
         *(q, k_source, v_source, row, walk, window, prefix, keys, factor),

@@ -50,17 +50,17 @@ def rectangular_attention_backward(
 
 
 def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int = 0, *, scale: float
+    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int = 0, every: int = 1, *, scale: float
 ) -> Tensor:
     """o = softmax(scale q k^T) v over the keys that a row sees; see the public function."""
-    return sliding_window_attention_with_lse(q, k, v, window, prefix, scale=scale)[0]
+    return sliding_window_attention_with_lse(q, k, v, window, prefix, every, scale=scale)[0]
 
 
 def sliding_window_attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int = 0, *, scale: float
+    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int = 0, every: int = 1, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(o, lse), lse = log(sum(exp(scale q k^T))) of each row's keys, [B, H, Nq]."""
-    seen = keys_seen(q, k, window, prefix)
+    seen = keys_seen(q, k, window, prefix, every)
     p, lse = probabilities(wide(q), wide(k), seen, scale)
     # Zero times NaN is NaN: a value that is not finite is left out, and the rows that see it are
     # NaN for it.
@@ -81,21 +81,25 @@ def sliding_window_attention_backward(
     v: Tensor,
     window: int,
     prefix: int = 0,
+    every: int = 1,
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradients of o and of lse."""
-    seen = keys_seen(q, k, window, prefix)
+    seen = keys_seen(q, k, window, prefix, every)
     found = gradients(wide(do), dlse, wide(q), wide(k), wide(v), seen, scale)
     dq, dk, dv = (x.to(q.dtype).contiguous() for x in found)
     return dq, dk, dv
 
 
-def keys_seen(q: Tensor, k: Tensor, window: int, prefix: int) -> Tensor:
-    """Which keys the rows of q see, [Nq, M]; they are the last rows of the sequence of keys."""
+def keys_seen(q: Tensor, k: Tensor, window: int, prefix: int, every: int) -> Tensor:
+    """Which keys the rows of q see, [Nq, M]: the last row of q is that of the keys, and the one
+    before it stands ``every`` rows further back.
+    """
     queries, keys = q.shape[1], k.shape[1]
     key = torch.arange(keys, device=k.device)
-    distance = torch.arange(keys - queries, keys, device=k.device).unsqueeze(-1) - key
+    row = keys - 1 - every * torch.arange(queries - 1, -1, -1, device=k.device)
+    distance = row.unsqueeze(-1) - key
     of_band = (key >= prefix) & (distance >= 0) & (distance < window)
     return of_band | (key < prefix)
 

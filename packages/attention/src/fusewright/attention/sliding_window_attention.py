@@ -8,7 +8,8 @@ Row t of T sees key j where j < prefix, or where prefix <= j and t - window < j 
 
 So a row past the prefix sees all of the prefix and exactly ``window`` keys of its own kind, itself
 the last (fewer where the sequence has begun later), and a row of the prefix sees the prefix alone,
-in both directions. There is no mask in memory: a tile of queries meets the tiles of keys that it
+in both directions. Not every row needs to ask: with ``every`` queries are the last of so many rows
+each. There is no mask in memory: a tile of queries meets the tiles of keys that it
 sees, and only those at the ends of the band are masked inside the kernels. Time and memory grow as
 T (prefix + window) and T.
 
@@ -37,29 +38,31 @@ from ._registration import Derivative, Op, second_order
 Tensor = torch.Tensor
 
 
-def _launch_forward(q, k, v, window, prefix, scale, with_lse, keep):
+def _launch_forward(q, k, v, window, prefix, every, scale, with_lse, keep):
     kernels = launchers()
-    band = kernels.Band(window, prefix)
+    band = kernels.Band(window, prefix, every)
     return kernels.launch_forward(q, k, v, None, scale, with_lse, keep, band)
 
 
-def _forward_triton(q, k, v, window, prefix, scale, with_lse):
-    found = _launch_forward(q, k, v, window, prefix, scale, with_lse, keep=True)
+def _forward_triton(q, k, v, window, prefix, every, scale, with_lse):
+    found = _launch_forward(q, k, v, window, prefix, every, scale, with_lse, keep=True)
     return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in found)
 
 
-def _forward_untracked(q, k, v, window, prefix, scale, with_lse):
-    return _launch_forward(q, k, v, window, prefix, scale, with_lse, keep=False)
+def _forward_untracked(q, k, v, window, prefix, every, scale, with_lse):
+    return _launch_forward(q, k, v, window, prefix, every, scale, with_lse, keep=False)
 
 
-def _forward_reference(q, k, v, window, prefix, scale, with_lse):
-    o, lse = reference.sliding_window_attention_with_lse(q, k, v, window, prefix, scale=scale)
-    _, empty, *unread = _forward_fake(q, k, v, window, prefix, scale, False)
+def _forward_reference(q, k, v, window, prefix, every, scale, with_lse):
+    o, lse = reference.sliding_window_attention_with_lse(
+        q, k, v, window, prefix, every, scale=scale
+    )
+    _, empty, *unread = _forward_fake(q, k, v, window, prefix, every, scale, False)
     # The reference's backward pass needs nothing of the forward's.
     return o, lse.float() if with_lse else empty, *(x.zero_() for x in unread)
 
 
-def _forward_fake(q, k, v, window, prefix, scale, with_lse):
+def _forward_fake(q, k, v, window, prefix, every, scale, with_lse):
     batches, queries, heads, _ = q.shape
     rows = (batches, heads, queries)
     narrow = q.dtype.itemsize < 4
@@ -71,25 +74,25 @@ def _forward_fake(q, k, v, window, prefix, scale, with_lse):
     )
 
 
-def _backward_triton(do, dlse, q, k, v, o, rest, softmax, window, prefix, scale):
+def _backward_triton(do, dlse, q, k, v, o, rest, softmax, window, prefix, every, scale):
     kernels = launchers()
-    band = kernels.Band(window, prefix)
+    band = kernels.Band(window, prefix, every)
     return kernels.launch_backward(do, dlse, q, k, v, None, o, rest, softmax, scale, band)
 
 
-def _backward_reference(do, dlse, q, k, v, o, rest, softmax, window, prefix, scale):
+def _backward_reference(do, dlse, q, k, v, o, rest, softmax, window, prefix, every, scale):
     return reference.sliding_window_attention_backward(
-        do, dlse, q, k, v, window, prefix, scale=scale
+        do, dlse, q, k, v, window, prefix, every, scale=scale
     )
 
 
-def _backward_fake(do, dlse, q, k, v, o, rest, softmax, window, prefix, scale):
+def _backward_fake(do, dlse, q, k, v, o, rest, softmax, window, prefix, every, scale):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 _forward = Op(
-    "sliding_window_attention(Tensor q, Tensor k, Tensor v, int window, int prefix, float scale,"
-    " bool with_lse) -> (Tensor o, Tensor lse, Tensor softmax, Tensor rest)",
+    "sliding_window_attention(Tensor q, Tensor k, Tensor v, int window, int prefix, int every,"
+    " float scale, bool with_lse) -> (Tensor o, Tensor lse, Tensor softmax, Tensor rest)",
     triton=_forward_triton,
     reference=_forward_reference,
     fake=_forward_fake,
@@ -97,7 +100,7 @@ _forward = Op(
 )
 _backward = Op(
     "sliding_window_attention_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v,"
-    " Tensor o, Tensor rest, Tensor softmax, int window, int prefix, float scale)"
+    " Tensor o, Tensor rest, Tensor softmax, int window, int prefix, int every, float scale)"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     triton=_backward_triton,
     reference=_backward_reference,
@@ -108,10 +111,10 @@ _backward = Op(
 @_forward.derivative
 class _SlidingWindowAttention(Derivative):
     @staticmethod
-    def forward(ctx, run, q, k, v, window, prefix, scale, with_lse):
-        o, lse, softmax, rest = run(q, k, v, window, prefix, scale, with_lse)
+    def forward(ctx, run, q, k, v, window, prefix, every, scale, with_lse):
+        o, lse, softmax, rest = run(q, k, v, window, prefix, every, scale, with_lse)
         ctx.save_for_backward(q, k, v, o, rest, softmax)
-        ctx.sizes = window, prefix, scale
+        ctx.sizes = window, prefix, every, scale
         ctx.set_materialize_grads(False)
         if with_lse:
             return o, lse, *_forward.statistics(ctx, run, softmax, rest)
@@ -121,11 +124,11 @@ class _SlidingWindowAttention(Derivative):
     def backward(ctx, do, dlse, *_):
         q, k, v, o, rest, softmax = ctx.saved_tensors
         if do is None and dlse is None:
-            return (None,) * 8
+            return (None,) * 9
         if do is None:
             do = torch.zeros_like(q)
         grads = _backward(do, dlse, q, k, v, o, rest, softmax, *ctx.sizes)
-        return None, *grads, None, None, None, None
+        return None, *grads, None, None, None, None, None
 
 
 @_backward.derivative
@@ -143,7 +146,7 @@ class _SlidingWindowAttentionBackward(Derivative):
 
         # o, rest and softmax stand for what the inputs say, and have no gradients of their own.
         grads = second_order(backward, ctx.saved_tensors, cotangents)
-        return None, *grads, None, None, None, None, None, None
+        return None, *grads, None, None, None, None, None, None, None
 
 
 def sliding_window_attention(
@@ -153,6 +156,7 @@ def sliding_window_attention(
     window: int,
     prefix: int = 0,
     *,
+    every: int = 1,
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -170,6 +174,8 @@ def sliding_window_attention(
             attention.
         prefix: how many of the T rows are the prefix, 0 to T. Every row sees them, and they see
             nothing else.
+        every: rows of k and v for each row of q, the last of them its own; the last row of q is the
+            sequence's last. 2: one query after each two keys.
         scale: factor of the scores, positive and in the range of fp32; None takes 1 / sqrt(D).
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
@@ -190,7 +196,7 @@ def sliding_window_attention(
         ValueError: the shapes, dtypes or devices are not as above, or a number is out of its range.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
-    return _attention(q, k, v, window, prefix, scale, backend, with_lse=False)[0]
+    return _attention(q, k, v, window, prefix, every, scale, backend, with_lse=False)[0]
 
 
 def sliding_window_attention_with_lse(
@@ -200,6 +206,7 @@ def sliding_window_attention_with_lse(
     window: int,
     prefix: int = 0,
     *,
+    every: int = 1,
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -207,7 +214,7 @@ def sliding_window_attention_with_lse(
     several sets of keys is merged.
 
     Args:
-        q, k, v, window, prefix, scale, backend: as in :func:`sliding_window_attention`.
+        q, k, v, window, prefix, every, scale, backend: as in :func:`sliding_window_attention`.
 
     Returns:
         The pair ``(o, lse)``; lse ``[B, H, Nq]`` in fp32 (fp64 for fp64 inputs), natural logarithm.
@@ -216,14 +223,16 @@ def sliding_window_attention_with_lse(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`sliding_window_attention`.
     """
-    return _attention(q, k, v, window, prefix, scale, backend, with_lse=True)
+    return _attention(q, k, v, window, prefix, every, scale, backend, with_lse=True)
 
 
-def _attention(q, k, v, window, prefix, scale, backend, with_lse):
+def _attention(q, k, v, window, prefix, every, scale, backend, with_lse):
     check_attention(q, k, v)
-    check_band(window, prefix, q, k)
+    check_band(window, prefix, every, q, k)
     (q, k, v), scale = prepared(q, k, v, scale)
     if not uses_triton(q, backend):
         with without_autocast(q.device):
-            return reference.sliding_window_attention_with_lse(q, k, v, window, prefix, scale=scale)
-    return _forward(q, k, v, window, prefix, scale, with_lse)[:2]
+            return reference.sliding_window_attention_with_lse(
+                q, k, v, window, prefix, every, scale=scale
+            )
+    return _forward(q, k, v, window, prefix, every, scale, with_lse)[:2]

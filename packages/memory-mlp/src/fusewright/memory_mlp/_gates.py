@@ -50,9 +50,9 @@ class Gates(nn.Module):
     ) -> None:
         super().__init__()
         self.heads = heads
-        self.constant_theta = None if theta == "learned" else float(theta)
-        self.largest = max_step / chunk
-        self.starts = [ALPHA_START, ETA_START]
+        self.constant_theta: float | None = None if theta == "learned" else float(theta)
+        self.largest: float = max_step / chunk
+        self.starts: list[float] = [ALPHA_START, ETA_START]
         if self.constant_theta is None:
             self.starts.append(THETA_START)
         self.linear: nn.Linear = nn.Linear(

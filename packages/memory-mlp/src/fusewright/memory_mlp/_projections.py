@@ -47,7 +47,7 @@ class Projections(nn.Module):
     ) -> None:
         super().__init__()
         self.heads = heads
-        self.width = heads * head_dim
+        self.width: int = heads * head_dim
         self.key_norm = key_norm
         self.backend: Backend = backend
         self.joint: nn.Linear = nn.Linear(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -112,10 +112,10 @@ def flat_update(call: Callable, k: Tensor, v: Tensor, *others: Tensor) -> tuple[
     return *written, *moved, loss
 
 
-update_reference = functools.partial(
+update_reference: Callable[..., Any] = functools.partial(
     flat_update, functools.partial(reference.memory_update, **UPDATE_OPTIONS)
 )
-fusewright_update = functools.partial(
+fusewright_update: Callable[..., Any] = functools.partial(
     flat_update, functools.partial(memory_update, **UPDATE_OPTIONS)
 )
 
@@ -127,9 +127,17 @@ def loss_of(weights: MemoryWeights, k: Tensor, v: Tensor) -> Tensor:
     return residual.float().square().mean()
 
 
-def torch_step(weights, momentum, gradient, loss, alpha, eta, theta):
+def torch_step(
+    weights: MemoryWeights,
+    momentum: MemoryWeights,
+    gradient: Sequence[Tensor],
+    loss: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Clip, momentum, forgetting; nothing where the gradient is not finite."""
-    norm = sum(g.square().sum() for g in gradient).sqrt()
+    norm = torch.stack([g.square().sum() for g in gradient]).sum().sqrt()
     rate = theta * (MAX_GRAD_NORM / norm).clamp(max=1.0)
     finite = norm.isfinite()
     moved = [eta * s - rate * g for s, g in zip(momentum, gradient, strict=True)]
@@ -141,7 +149,9 @@ def torch_step(weights, momentum, gradient, loss, alpha, eta, theta):
     )
 
 
-def torch_update(k, v, weights, momentum, alpha, eta, theta):
+def torch_update(
+    k: Tensor, v: Tensor, weights: MemoryWeights, momentum: MemoryWeights, *gates: Tensor
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """The unfused form: autograd's gradient."""
     recorded = torch.is_grad_enabled()
     if not recorded:
@@ -149,13 +159,15 @@ def torch_update(k, v, weights, momentum, alpha, eta, theta):
     with torch.enable_grad():
         loss = loss_of(weights, k, v)
         gradient = torch.autograd.grad(loss, weights, create_graph=recorded)
-    return torch_step(weights, momentum, gradient, loss, alpha, eta, theta)
+    return torch_step(weights, momentum, gradient, loss, *gates)
 
 
-def functional_update(k, v, weights, momentum, alpha, eta, theta):
+def functional_update(
+    k: Tensor, v: Tensor, weights: MemoryWeights, momentum: MemoryWeights, *gates: Tensor
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """The unfused form that a compiler takes whole."""
     gradient, loss = torch.func.grad_and_value(loss_of)(weights, k, v)
-    return torch_step(weights, momentum, gradient, loss, alpha, eta, theta)
+    return torch_step(weights, momentum, gradient, loss, *gates)
 
 
 def scan_case(hidden: int) -> Case:
@@ -218,7 +230,7 @@ def flat_scan(backend: Any, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) ->
     return done.y, *done.weights, *done.momentum
 
 
-scan_reference = functools.partial(flat_scan, "reference")
+scan_reference: Callable[..., Any] = functools.partial(flat_scan, "reference")
 
 
 class Layer:
@@ -227,7 +239,8 @@ class Layer:
     """
 
     def __init__(self, make: Callable[..., nn.Module], leave_out: tuple[str, ...] = ()):
-        self.make, self.leave_out = make, leave_out
+        self.make: Callable[..., nn.Module] = make
+        self.leave_out: tuple[str, ...] = leave_out
 
     @functools.cached_property
     def layer(self) -> nn.Module:
@@ -271,7 +284,7 @@ def neural_memory(backend: Any, device: str) -> nn.Module:
     )
 
 
-reference_layer = Layer(functools.partial(neural_memory, "reference"))
+reference_layer: Layer = Layer(functools.partial(neural_memory, "reference"))
 
 
 def layer_case(precision: str, dtype: torch.dtype) -> Case:

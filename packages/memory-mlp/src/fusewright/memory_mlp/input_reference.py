@@ -7,6 +7,8 @@ to the projection's dtype. Gradients are autograd's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -58,7 +60,7 @@ def memory_input_backward(
     history: Tensor,
     taps: Tensor | None,
     logits: Tensor | None,
-    *grads_and_options,
+    *grads_and_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of (joint, history, taps, logits).
 

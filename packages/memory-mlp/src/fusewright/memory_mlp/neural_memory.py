@@ -144,10 +144,14 @@ class NeuralMemory(nn.Module):
             check_positive("theta", theta)
         check_positive("max_step", max_step)
         super().__init__()
-        self.dim, self.heads, self.head_dim, self.hidden = dim, heads, head_dim, hidden
-        self.rules, self.outer_grad = rules, outer_grad
+        self.dim: int = dim
+        self.heads: int = heads
+        self.head_dim: int = head_dim
+        self.hidden: int = hidden
+        self.rules: Rules = rules
+        self.outer_grad: OuterGrad = outer_grad
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.projections = Projections(
+        self.projections: Projections = Projections(
             dim,
             heads,
             head_dim,
@@ -156,10 +160,10 @@ class NeuralMemory(nn.Module):
             backend=backend,
             **made,
         )
-        self.gates = Gates(dim, heads, theta=theta, max_step=max_step, chunk=chunk, **made)
+        self.gates: Gates = Gates(dim, heads, theta=theta, max_step=max_step, chunk=chunk, **made)
         self.output: nn.Linear = nn.Linear(heads * head_dim, dim, bias=False, **made)
         widths = [head_dim, *(hidden,) * (layers - 1), head_dim]
-        self.initial = nn.ParameterDict()
+        self.initial: nn.ParameterDict = nn.ParameterDict()
         for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(widths), 1):
             self.initial[f"w{layer}"] = nn.Parameter(torch.empty(heads, fan_out, fan_in, **made))
             self.initial[f"b{layer}"] = nn.Parameter(torch.empty(heads, fan_out, **made))

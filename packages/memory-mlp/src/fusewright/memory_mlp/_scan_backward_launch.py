@@ -12,12 +12,7 @@ import triton
 from ._backends import card_of
 from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
 from ._scan_backward_kernels import _scan_keys_backward_kernel, _scan_states_backward_kernel
-from ._scan_configs import (
-    KEYS_BACKWARD,
-    PADDED_READ_BACKWARD,
-    READ_BACKWARD,
-    STATES_BACKWARD,
-)
+from ._scan_configs import KEYS_BACKWARD, READ_BACKWARD, STATES_BACKWARD
 from ._scan_decays_kernels import _decays_backward_kernel
 from ._scan_problem import (
     Decays,
@@ -177,8 +172,6 @@ def backward_part(
     sizes = (problem.tokens, problem.heads, heads, first, chunks)
     mask, shift = dict(HAS_MASK=problem.has_mask), dict(SHIFT=problem.shift)
     serial = problem.sharing(STATES_BACKWARD)
-    padded = problem.width < problem.block_d
-    reads = PADDED_READ_BACKWARD if padded else READ_BACKWARD
     return Part(
         decays_launch(problem, first, chunks, keep=True),
         read_launch(problem, strides[1:], first, chunks, keep=True),
@@ -187,11 +180,11 @@ def backward_part(
             (heads * chunks,),
             device,
             (*sizes, *strides[0], *strides[1], *strides[2]),
-            dict(num_warps=reads.num_warps),
+            dict(num_warps=READ_BACKWARD.num_warps),
             **mask,
             **shift,
             **problem.arithmetic,
-            **problem.sizes(reads),
+            **problem.sizes(READ_BACKWARD),
         ),
         Launch(
             _scan_states_backward_kernel,

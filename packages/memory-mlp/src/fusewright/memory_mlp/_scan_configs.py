@@ -27,7 +27,4 @@ STATES_BACKWARD = (
 READ = ScanConfig(block_h=64, num_warps=4)
 COMPUTE_AGAIN = ScanConfig(block_h=64, num_warps=4)
 READ_BACKWARD = ScanConfig(block_h=64, num_warps=4)
-# Where a tile is wider than keys and values: triton 3.6 gets weights' gradients wrong there with
-# two or more blocks of 64 units (docs/decisions/0005).
-PADDED_READ_BACKWARD = ScanConfig(block_h=128, num_warps=4)
 KEYS_BACKWARD = ScanConfig(block_h=64, num_warps=4)

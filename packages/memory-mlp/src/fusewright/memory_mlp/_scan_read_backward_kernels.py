@@ -131,10 +131,12 @@ def _scan_read_backward_kernel(
     for block in tl.range(0, BLOCKS, num_stages=1):
         row = block * BLOCK_H + tl.arange(0, BLOCK_H)
         h_q = load_matrix(read_h_ptr + corner, token, row, C, HIDDEN)
-        dw2 = product(tl.trans(dy_kept), h_q, UPCAST, PRECISION)
-        store_weights(dmemory, tl.trans(dw2), block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        ds2 = product(tl.trans(dy_carried), h_q, UPCAST, PRECISION)
-        store_weights(dmomentum, tl.trans(ds2), block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+        # What is the same for all blocks stands on the right: a left operand is held in registers,
+        # and ptxas writes others over them that only the next round would miss.
+        dw2 = product(tl.trans(h_q), dy_kept, UPCAST, PRECISION)
+        store_weights(dmemory, dw2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+        ds2 = product(tl.trans(h_q), dy_carried, UPCAST, PRECISION)
+        store_weights(dmomentum, ds2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
         dh = product(tl.trans(dmatches), h_q, UPCAST, PRECISION).to(k.dtype)
 
         w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
@@ -181,10 +183,10 @@ def _scan_read_backward_kernel(
         dq_kept = product_onto(dq_kept, dz, w1, UPCAST, PRECISION)
         s1 = load_weights(momentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
         dq_carried = product_onto(dq_carried, dz, s1, UPCAST, PRECISION)
-        dw1 = product(tl.trans(q_kept), dz, UPCAST, PRECISION)
-        store_weights(dmemory, tl.trans(dw1), block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        ds1 = product(tl.trans(q_carried), dz, UPCAST, PRECISION)
-        store_weights(dmomentum, tl.trans(ds1), block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        dw1 = product(tl.trans(dz), q_kept, UPCAST, PRECISION)
+        store_weights(dmemory, dw1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        ds1 = product(tl.trans(dz), q_carried, UPCAST, PRECISION)
+        store_weights(dmomentum, ds1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
         tl.debug_barrier()
         store_matrix(dp_ptr + corner, dp, token, row, C, HIDDEN)
     # dz against q w1^T is dz w1 against q.

@@ -182,7 +182,9 @@ def memory_scan(
             "triton" raises where the kernels cannot serve.
 
     Returns:
-        A :class:`MemoryScan`; y is contiguous, in q's dtype. The gates' range is not looked at.
+        A :class:`MemoryScan`; y is contiguous, in q's dtype. Weights and momentum are views of one
+        tensor, which the next scan or read takes as it is: for a gradient by one of them set
+        ``retain_grad()`` or a hook before that. The gates' range is not looked at.
         What is not finite stays within its row and head; a memory that diverges is not mended here.
 
     Differentiable in everything but write_mask, twice; the second derivative runs in plain torch.

@@ -61,7 +61,8 @@ class MemoryState(NamedTuple):
         weights: the memory's tensors ``[R, heads, ...]``, in fp32 (fp64 in an fp64 module), as they
             were at the start of the running chunk: a :class:`MemoryWeights` for two layers, else
             ``(w1, b1, w2, b2, ...)``.
-        momentum: likewise.
+        momentum: likewise. With two layers both are views of one tensor, which the next call takes
+            as it is: a gradient by one of them needs ``retain_grad()`` or a hook set before that.
         tail: the tokens of the running chunk, fewer than ``chunk``; their number is a shape.
         convolution: ``[B, convolution - 1, 3 * heads * D]``, the last projections, which the
             causal convolution sees again.
@@ -175,8 +176,8 @@ def fresh_state(
 
 def like(weights: Weights, tensors: list[Tensor]) -> Weights:
     """``tensors`` as the kind of tuple that ``weights`` is."""
-    make = getattr(type(weights), "_make", tuple)
-    return make(tensors)
+    # Not by the type of ``weights``: torch 2.11 cannot trace that of a tuple made in the graph.
+    return MemoryWeights(*tensors) if isinstance(weights, MemoryWeights) else tuple(tensors)
 
 
 def detached(state: MemoryState) -> MemoryState:

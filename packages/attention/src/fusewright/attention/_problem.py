@@ -29,7 +29,7 @@ class Band(NamedTuple):
 
     window: int
     prefix: int
-    every: int
+    every: int = 1
 
 
 class Problem(NamedTuple):

@@ -48,7 +48,7 @@ class Size(NamedTuple):
         """How many keys the rows of a head see together."""
         if self.band is None:
             return self.queries * self.keys
-        window, prefix = self.band
+        window, prefix, _ = self.band
         tokens = self.keys - prefix
         window = min(window, tokens)
         return tokens * window - window * (window - 1) // 2 + self.queries * prefix

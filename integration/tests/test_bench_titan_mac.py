@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import csv
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from fusewright_models.bench.__main__ import app
 from fusewright_models.bench.results import COLUMNS
 from fusewright_models.bench.switches import (
     SWITCHES,
-    share_of_waits,
+    SwitchedStep,
     taken_back,
     waiting_share,
 )
@@ -167,12 +167,17 @@ def test_switches_are_a_line_and_a_row_each(tmp_path, monkeypatch):
         assert " 25.0 % " in line
 
 
-def test_share_of_waits_leaves_out_the_profilers_own():
-    times = {"aten::mm": 60.0, "cudaStreamSynchronize": 30.0, "cudaDeviceSynchronize": 500.0}
-    times["cudaMemcpy"] = 10.0
-    events = [SimpleNamespace(key=key, self_cpu_time_total=time) for key, time in times.items()]
-    assert share_of_waits(events) == 0.4
-    assert share_of_waits([]) == 0.0
+def test_waiting_is_the_time_of_reading_the_loss(monkeypatch):
+    harness = TitanMACHarness(SMALL, torch.device("cpu"), 0.0, False, None, None)
+    step = harness.step(TextShape(1, 9), "fusewright")
+    step = SwitchedStep(step.model, step.sampler, step.batch, step.loss_function, step.optimizer)
+    step.reads = True
+    read = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda x: time.sleep(0.3) or read(x))
+    start = time.perf_counter()
+    share = waiting_share(step)
+    # Two steps were taken, and the loss of one read once.
+    assert 0.3 / (time.perf_counter() - start) < share < 1.0
 
 
 def test_step_that_reads_nothing_waits_for_nothing():

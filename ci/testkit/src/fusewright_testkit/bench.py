@@ -1,4 +1,4 @@
-"""Time a package's ops and their peers in one run and write the result file.
+"""Time a package's ops and their peers in one run and write their rows to the result file.
 
     python -m fusewright_testkit.bench norm
 
@@ -178,7 +178,8 @@ def main(
     if provider:
         providers = {name: ops for name, ops in providers.items() if name in provider.split(",")}
     console.print(f"{environment_name()}: {', '.join(providers)}")
-    found = []
+    folder = out or pathlib.Path("packages") / package / "results"
+    found: list[dict] = []
     for case in bench.cases():
         if op not in case.op:
             continue
@@ -200,19 +201,32 @@ def main(
                 )
             torch.cuda.empty_cache()
         console.print(f"{case.op} {case.sizes}")
+        # After every case: a run that is cut off leaves what it has.
+        merge(folder / f"{environment_name()}.csv", found)
     if not found:
         raise typer.BadParameter("nothing was timed")
-    folder = out or pathlib.Path("packages") / package / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder / f"{environment_name()}.csv", found)
     show(found, console)
 
 
-def write(path: pathlib.Path, rows: list[dict]) -> None:
+def merge(path: pathlib.Path, rows: list[dict]) -> None:
+    """Write the rows, in place of those that the file has of the same op, case, pass, provider,
+    dtype and clock; the others stay.
+    """
+    merged = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            merged = {identity(row): row for row in csv.DictReader(file)}
+    merged |= {identity(row): row for row in rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(merged.values())
+
+
+def identity(row: dict) -> tuple[str, ...]:
+    """What a row measures."""
+    return tuple(row[name] for name in ("op", "case", "pass", "provider", "dtype", "timing"))
 
 
 def show(rows: list[dict], console: Console) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
@@ -38,9 +38,6 @@ from .step import Marks, Measurement, Step
 from .titan_mac import TextShape, TitanMACHarness, Unclocked, row
 
 SWITCHES = ("syncs", "attention", "norms", "gating", "memory")
-# Where the host waits for the device, reading a number included.
-WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-PROFILED_STEPS = 3
 
 
 def manual_attention(
@@ -232,26 +229,21 @@ class SwitchesHarness(NamedTuple):
 
 
 def waiting_share(step: Step) -> float:
-    """The share of the host's own time in a step that is spent waiting for the device."""
-    from torch.profiler import ProfilerActivity, profile
+    """The share of the host's time in a step that it spends in reading numbers of the device."""
+    waited, read = 0.0, Tensor.item
+
+    def timed(x: Tensor) -> Any:
+        nonlocal waited
+        start = time.perf_counter()
+        value = read(x)
+        waited += time.perf_counter() - start
+        return value
 
     step.timed()
-    activities = [ProfilerActivity.CPU]
-    if step.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        for _ in range(PROFILED_STEPS):
-            step.run(Unclocked())
-    return share_of_waits(profiler.key_averages())
-
-
-def share_of_waits(events: Iterable[Any]) -> float:
-    """Of the host's own time in these events of a profile."""
-    # The profiler's own wait at its end counts for nothing.
-    counted = [event for event in events if event.key != "cudaDeviceSynchronize"]
-    total = sum(event.self_cpu_time_total for event in counted)
-    waits = sum(event.self_cpu_time_total for event in counted if event.key in WAITS)
-    return waits / total if total else 0.0
+    with patch.object(Tensor, "item", timed):
+        start = time.perf_counter()
+        step.run(Unclocked())
+        return waited / (time.perf_counter() - start)
 
 
 def others(name: str) -> tuple[str, ...]:

@@ -48,10 +48,10 @@ class Size(NamedTuple):
         """How many keys the rows of a head see together."""
         if self.band is None:
             return self.queries * self.keys
-        window, prefix, _ = self.band
+        window, prefix, every = self.band
         tokens = self.keys - prefix
-        window = min(window, tokens)
-        return tokens * window - window * (window - 1) // 2 + self.queries * prefix
+        seen = (max(0, tokens - every * later) for later in range(self.queries))
+        return sum(min(window, keys) for keys in seen) + self.queries * prefix
 
     def __str__(self) -> str:
         named = self._asdict() | {"band": None} | (self.band._asdict() if self.band else {})
@@ -86,6 +86,8 @@ WINDOW_SIZES = (
     Size(4, 4096, 4096, 8, 40, Band(512, 16)),
     Size(4, 4096, 4096, 4, 128, Band(512, 16)),
     Size(4, 4096, 4096, 8, 32, Band(512, 16)),
+    # A segment of TitanMAC.
+    Size(4, 512, 1040, 8, 40, Band(1024, 16, every=2)),
 )
 Candidate = TileConfig | SingleTileConfig
 Job = tuple[str, Size, Candidate]
@@ -230,8 +232,9 @@ def agrees(size: Size) -> bool:
     band = size.band
     attention = functools.partial(reference.rectangular_attention, scale=size.width**-0.5)
     if band is not None:
-        band = Band(80, band.prefix)
-        small = small._replace(queries=320, keys=320, band=band)
+        band = band._replace(window=80)
+        keys = band.prefix + 320 if band.every > 1 else 320
+        small = small._replace(queries=320 // band.every, keys=keys, band=band)
         sizes = band._asdict() | {"scale": size.width**-0.5}
         attention = functools.partial(reference.sliding_window_attention, **sizes)
     do, q, k, v, _, _ = inputs(small, "cuda")

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of columns of queries and keys, turned by an angle for each position.
+"""Rotary positions of a model: the angle of each token and pair of columns.
 
 Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv 2104.09864.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from fusewright.attention import rotary
 from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """What turns queries and keys, ``[T, 2, 1, D]``; values, the second of two, stay as they are.
+    """What turns queries and keys, ``[T, D / 2]``.
 
     Attributes:
-        cos: what an element is multiplied by.
-        sin: what its partner is, half a row further on.
+        cos: of the angles.
+        sin: of the angles.
     """
 
     cos: Tensor
@@ -28,35 +29,14 @@ class Rotation(NamedTuple):
         # In fp64, since the angle of a late position is a large number.
         steps = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64)
         angles = positions.double().unsqueeze(-1) * base ** (-steps / width)
-        angles = torch.cat([-angles, angles], -1).unsqueeze(1)
-        turned = torch.stack([angles, torch.zeros_like(angles)], 1)
-        return cls(turned.cos().to(dtype), turned.sin().to(dtype))
+        return cls(angles.cos().to(dtype), angles.sin().to(dtype))
 
-    def of(self, rows: Tensor) -> Tensor:
-        """``rows [B, T, 1 or 2, H, D]``, queries alone or keys and values, turned."""
-        kinds = rows.shape[2]
-        return _Turned.apply(rows, self.cos[:, :kinds], self.sin[:, :kinds], 1)
+    def of(self, rows: Tensor, **options: Any) -> Tensor:
+        """``rows [B, T, 1 or 2, H, D]``, queries alone or keys and values, turned; the options are
+        those of ``rotary``.
+        """
+        return rotary(rows, self.cos, self.sin, **options)
 
     def split(self, sizes: list[int]) -> list[Rotation]:
         """Of as many tokens each."""
         return [Rotation(*parts) for parts in zip(*(x.split(sizes) for x in self), strict=True)]
-
-
-class _Turned(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back, which autograd would make of its parts."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(rows: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-        partners = rows.roll(rows.shape[-1] // 2, -1)
-        return torch.addcmul(rows * cos, partners, sin, value=way).to(rows.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, cos, sin, ctx.way = inputs
-        ctx.save_for_backward(cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Turned.apply(*grads, *ctx.saved_tensors, -ctx.way), None, None, None

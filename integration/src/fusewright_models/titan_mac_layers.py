@@ -45,8 +45,8 @@ class LayerState(NamedTuple):
     normed: Tensor | None = None
 
     def seeing(self, rows: Tensor, count: int) -> LayerState:
-        """With the last ``count`` of these keys and values and those before."""
-        return self._replace(seen=last(self.seen, rows, count))
+        """With the last ``count`` of these keys and values."""
+        return self._replace(seen=last(None, rows, count))
 
 
 class Attention(nn.Module):
@@ -65,37 +65,48 @@ class Attention(nn.Module):
         )
 
     def queries(self, n: Tensor, rotation: Rotation) -> Tensor:
-        """Of ``n [B, T, d]``: ``[B, T, H, D]``."""
-        return rotation.of(self.query(n).unflatten(-1, (1, self.heads, -1))).squeeze(2)
+        """Of ``n [B, T, d]``: ``[B, T, H, D]``, turned."""
+        rows = self.query(n).unflatten(-1, (1, self.heads, -1))
+        return rotation.of(rows, backend=self.backend).squeeze(2)
 
-    def keys_values(self, n: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Of ``n [.., T, d]``: ``[.., T, 2, H, D]``."""
-        rows = self.key_value(n).unflatten(-1, (2, self.heads, -1))
-        return rows if rotation is None else rotation.of(rows)
+    def keys_values(self, n: Tensor) -> Tensor:
+        """Of ``n [.., T, d]``: ``[.., T, 2, H, D]``, not turned."""
+        return self.key_value(n).unflatten(-1, (2, self.heads, -1))
 
-    def persistent_rows(self, batch: int) -> Tensor | None:
-        """Keys and values of the persistent rows, which have no position: ``[B, P, 2, H, D]``."""
-        if self.persistent is None:
-            return None
-        return self.keys_values(self.persistent).expand(batch, -1, -1, -1, -1)
+    def persistent_rows(self) -> Tensor | None:
+        """Keys and values of the persistent rows, which have no position: ``[P, 2, H, D]``."""
+        return None if self.persistent is None else self.keys_values(self.persistent)
 
-    def forward(
+    def rows(
         self,
-        q: Tensor,
+        rotation: Rotation,
         own: Tensor,
+        beside: Tensor | None,
         persistent: Tensor | None,
         past: Tensor | None,
-        window: int,
-        every: int = 1,
     ) -> Tensor:
+        """Keys and values in the order in which they are seen, ``[B, n, 2, H, D]``: persistent
+        ones, those of the past, which are turned already, and those of the tokens, turned, each
+        before the one ``beside`` it.
+        """
+        prefix = persistent
+        if past is not None:
+            # The state may come from a call in another dtype.
+            past = past.to(own.dtype)
+            prefix = past
+            if persistent is not None:
+                shared = persistent.expand(len(past), *persistent.shape)
+                prefix = torch.cat([shared, past], 1)
+        return rotation.of(own, beside=beside, prefix=prefix, backend=self.backend)
+
+    def forward(self, q: Tensor, rows: Tensor, window: int, every: int = 1) -> Tensor:
         """Outputs of queries ``[B, n, H, D]``: ``[B, n, d]``.
 
-        Each has ``every`` rows of its own and sees them, the persistent rows, and as many before
-        its last, those of the past first, as make ``window`` with it. All rows are keys and values
-        ``[B, .., 2, H, D]``.
+        The last rows are theirs, ``every`` for each. A query sees them, the persistent rows, which
+        are the first, and as many before its last as make ``window`` with it. All rows are keys and
+        values ``[B, .., 2, H, D]``.
         """
-        seen = [x for x in (persistent, past, own) if x is not None]
-        k, v = torch.cat(seen, 1).unbind(2)
+        k, v = rows.unbind(2)
         options: dict[str, Any] = {"every": every, "backend": self.backend}
         return sliding_window_attention(q, k, v, window, self.prefix, **options).flatten(-2)
 
@@ -178,10 +189,11 @@ class WindowAttention(AttentionLayer):
         self, n: Tensor, rotation: Rotation, state: LayerState, position: int
     ) -> tuple[Tensor, LayerState]:
         """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them."""
-        q, rows = self.attention.queries(n, rotation), self.attention.keys_values(n, rotation)
-        persistent = self.attention.persistent_rows(len(n))
-        y = self.attention(q, rows, persistent, state.seen, self.segment)
-        state = state.seeing(rows, self.segment - 1)
+        attention = self.attention
+        own, persistent = attention.keys_values(n), attention.persistent_rows()
+        rows = attention.rows(rotation, own, None, persistent, state.seen)
+        y = attention(attention.queries(n, rotation), rows, self.segment)
+        state = state.seeing(rows[:, attention.prefix :], self.segment - 1)
         if self.memory is not None and self.gate is not None:
             read, memory, _ = self.memory(n, state.memory)
             y, state = self.gate(y, read), state._replace(memory=memory)
@@ -207,37 +219,36 @@ class SegmentAttention(AttentionLayer):
         Only what waits for the memory is in the loop: projections of all tokens come before it,
         what the memory says of them, the gate and what follows it after.
         """
-        persistent = self.attention.persistent_rows(len(n))
+        attention = self.attention
+        persistent = attention.persistent_rows()
         sizes = list(segment_sizes(n.shape[1], position, self.segment))
         # Split once: the gradient of a slice would be as long as the whole.
-        asking = self.attention.queries(n, rotation).split(sizes, 1)
-        rows, turns = self.attention.keys_values(n, rotation).split(sizes, 1), rotation.split(sizes)
+        asking = attention.queries(n, rotation).split(sizes, 1)
+        parts, turns = attention.keys_values(n).split(sizes, 1), rotation.split(sizes)
         own = n.split(sizes, 1)
         queries: Sequence[Tensor | None] = [None] * len(sizes)
         if self.memory is not None:
             projections = self.memory.projections
             before = cast(Tensor, state.normed).to(n.dtype)
-            # As the memory's products take them: a head's rows one after the other.
-            asked = projections.queries_of(n, before).transpose(1, 2).contiguous()
-            queries = asked.transpose(1, 2).split(sizes, 1)
+            queries = projections.queries_of(n, before).split(sizes, 1)
             state = state._replace(normed=last(before, n, projections.reach))
         mixed, reads = [], []
-        for token, q, part, turn, query in zip(own, asking, rows, turns, queries, strict=True):
+        for token, q, part, turn, query in zip(own, asking, parts, turns, queries, strict=True):
             position += part.shape[1]
-            recalled, every = None, 1
+            recalled, beside, every = None, None, 1
             if query is not None:
                 # h_t stands just before its token, and being causal is all that the order needs.
                 recalled = self._recalled(query, state)
-                h = self.attention.keys_values(recalled, turn)
-                part, every = torch.stack([h, part], 2).flatten(1, 2), 2
+                part, beside, every = attention.keys_values(recalled), part, 2
+            rows = attention.rows(turn, part, beside, persistent, state.seen)
             window = every * self.segment
-            y = self.attention(q, part, persistent, state.seen, window, every)
-            state = state.seeing(part, window)
+            y = attention(q, rows, window, every)
             if self.memory is not None and recalled is not None:
                 y = y + recalled
                 read, memory, _ = self.memory.advance(y + token, state.memory)
                 state = state._replace(memory=memory)
                 reads.append(read)
+            state = state.seeing(rows[:, attention.prefix :], window)
             if position % self.segment == 0:
                 state = state._replace(earlier=state.memory, seen=None)
             mixed.append(y)
@@ -251,7 +262,8 @@ class SegmentAttention(AttentionLayer):
         memory, earlier = cast(NeuralMemory, self.memory), cast(MemoryState, state.earlier)
         # A segment ends with a chunk, so that the weights are those after its last token.
         weights = cast(MemoryWeights, earlier.weights)
-        return memory.output(memory_read(queries, weights).flatten(2))
+        read = memory_read(queries, weights, backend=memory.rules.backend)
+        return memory.output(read.flatten(2))
 
 
 class Block(nn.Module):

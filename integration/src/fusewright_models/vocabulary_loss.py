@@ -8,7 +8,8 @@ that into dx = g w and dw += g^T x: three large products for a chunk, and none c
 backward pass multiplies both by a number.
 
 Logits are in the operands' dtype, as torch's product makes them; log-sum-exp, loss and the sum of
-dw over chunks are fp32 (fp64 for fp64 operands).
+dw over chunks are fp32 (fp64 for fp64 operands). On a card g takes the logits' place in one launch,
+where torch's operations read and write them six times (docs/decisions/0006).
 
 torch 2.13 has ``torch.nn.functional.linear_cross_entropy``, which takes chunks too. It computes the
 loss where the operands are fp32 or fp64. Of bf16 operands it returns a loss in bf16 and adds dw in
@@ -16,6 +17,9 @@ bf16, so there our chunks do.
 """
 
 from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +29,9 @@ from torch.autograd.function import once_differentiable
 from .transformer_np_layers import without_autocast
 
 IGNORED = -100
-# Of a chunk's logits: a quarter of a GiB in fp32, and as much again for their logarithms.
+# Of a chunk's logits: an eighth of a GiB in bf16.
 CHUNK_ELEMENTS = 2**26
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -50,13 +55,10 @@ class _VocabularyLoss(torch.autograd.Function):
         dw = torch.zeros_like(weight, dtype=wide) if with_gradient else None
         log_p, dx = [], []
         for row, index in zip(rows, indices, strict=True):
-            logits = row @ matrix.mT
-            log_p.append(torch.log_softmax(logits, -1, dtype=wide).gather(-1, index))
+            found, g = _log_p_and_gradient(row @ matrix.mT, index, wide, with_gradient)
+            log_p.append(found)
             if dw is None:
                 continue
-            # p - 1 of the target from its logarithm: their difference in bf16 would be wrong.
-            below = log_p[-1].expm1().to(dtype)
-            g = torch.softmax(logits, -1).scatter_(-1, index, below)
             dx.append(g @ matrix)
             dw += _wide_product(g.mT, row, wide)
         if dw is not None:
@@ -71,6 +73,38 @@ class _VocabularyLoss(torch.autograd.Function):
         x_dtype, weight_dtype = ctx.dtypes
         scaled = ((dtotal * dx).to(x_dtype), (dtotal * dw).to(weight_dtype))
         return *scaled, None, None, None, None, None
+
+
+def _log_p_and_gradient(
+    logits: Tensor, index: Tensor, wide: torch.dtype, with_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """log p of each row's target, ``[N, 1]``, and p - one_hot(target), which may be the logits."""
+    if _kernel_serves(logits):
+        from ._vocabulary_kernels import softmax_gradient_
+
+        with torch.cuda.device_of(logits):
+            log_p = softmax_gradient_(logits, index.squeeze(-1), with_gradient=with_gradient)
+        return log_p.unsqueeze(-1), logits
+    log_p = torch.log_softmax(logits, -1, dtype=wide).gather(-1, index)
+    if not with_gradient:
+        return log_p, logits
+    # p - 1 of the target from its logarithm: their difference in bf16 would be wrong.
+    return log_p, torch.softmax(logits, -1).scatter_(-1, index, log_p.expm1().to(logits.dtype))
+
+
+def _kernel_serves(logits: Tensor) -> bool:
+    """Whether a launch of ours may take the logits; a compiler fuses torch's operations itself."""
+    return (
+        logits.is_cuda
+        and logits.dtype in KERNEL_DTYPES
+        and not torch.compiler.is_compiling()
+        and _card_serves(logits.device)
+    )
+
+
+@functools.lru_cache
+def _card_serves(device: torch.device) -> bool:
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

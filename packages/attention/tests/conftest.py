@@ -82,6 +82,57 @@ class WindowOp(AttentionOp):
         yardstick.check(partial(self.kernels, **options))
 
 
+@dataclass(frozen=True)
+class RotaryOp:
+    """rotary of rows [B, T, K, H, D] and, where they are given, rows beside them and a prefix; cos
+    and sin are those of the tokens' positions.
+    """
+
+    base: float = 100.0
+
+    def kernels(self, *tensors: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        """The Triton kernels."""
+        return self.public(*tensors, **{"backend": "triton"} | options)
+
+    def public(self, rows, beside=None, prefix=None, **options: Any) -> torch.Tensor:
+        angles = self.angles(rows)
+        return attention.rotary(rows, *angles, beside=beside, prefix=prefix, **options)
+
+    def reference(self, rows, beside=None, prefix=None) -> torch.Tensor:
+        return reference.rotary(rows, *self.angles(rows), beside, prefix)
+
+    def angles(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of position / base^(2 i / D), [T, D / 2]."""
+        tokens, width = rows.shape[1], rows.shape[-1]
+        steps = torch.arange(0, width, 2, device=rows.device, dtype=torch.float64)
+        positions = torch.arange(tokens, device=rows.device, dtype=torch.float64)
+        angles = positions.unsqueeze(-1) * self.base ** (-steps / width)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        return angles.cos().to(wide), angles.sin().to(wide)
+
+    def check(self, tensors: list[torch.Tensor | None]) -> None:
+        """Hold the kernel's output and gradients against the yardstick."""
+        Yardstick(self.reference, tensors).check(self.kernels)
+
+    def draw(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        beside: bool = True,
+        prefix: tuple[int, ...] | None = (3,),
+    ) -> list[torch.Tensor | None]:
+        """Rows, rows beside them and a prefix, of which the leading axes are given, or None."""
+        _, _, *row = shape
+        before = None if prefix is None else (*prefix, *row)
+        shapes = (shape, shape if beside else None, before)
+        return [None if x is None else torch.randn(x, device=device).to(dtype) for x in shapes]
+
+    def first(self, joint: torch.Tensor) -> torch.Tensor:
+        """The one output."""
+        return joint
+
+
 OPS = {
     op.name: op
     for op in map(AttentionOp, ("rectangular_attention", "rectangular_attention_with_lse"))
@@ -106,6 +157,21 @@ def window_op() -> WindowOp:
     return WindowOp("sliding_window_attention_with_lse")
 
 
+@pytest.fixture
+def rotary_op() -> RotaryOp:
+    """Rotary positions."""
+    return RotaryOp()
+
+
+@pytest.fixture
+def small_programs(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of rotary that begin amid the rows of a token, and walk over the batch."""
+    from fusewright.attention import _rotary_launch
+
+    small = _rotary_launch.ROTARY._replace(pairs=64, batches=2)
+    monkeypatch.setattr(_rotary_launch, "ROTARY", small)
+
+
 @pytest.fixture(params=[(32, 16), (16, 32)])
 def tiles(
     request: pytest.FixtureRequest, fresh_plans: None, monkeypatch: pytest.MonkeyPatch
@@ -126,13 +192,15 @@ def tiles(
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """No launch planned before the test, and none of its own kept: for tests that change tables."""
+    from fusewright.attention import _rotary_launch
     from fusewright.attention._backward import backward_plan
     from fusewright.attention._forward import forward_plan
 
-    for plan in (forward_plan, backward_plan):
+    plans = forward_plan, backward_plan, _rotary_launch.forward_plan, _rotary_launch.backward_plan
+    for plan in plans:
         plan.cache_clear()
     yield
-    for plan in (forward_plan, backward_plan):
+    for plan in plans:
         plan.cache_clear()
 
 

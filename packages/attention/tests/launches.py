@@ -10,6 +10,7 @@ from fusewright.attention._backends import Card
 from fusewright.attention._backward import launch_backward
 from fusewright.attention._forward import launch_forward
 from fusewright.attention._problem import Band
+from fusewright.attention._rotary_launch import launch_rotary, launch_rotary_backward
 
 # The card that is compiled for.
 CARD = Card(
@@ -41,8 +42,19 @@ def launch_window(width: int, dtype: torch.dtype, prefix: int = 17) -> None:
     launch_backward(x, lse, x, x, x, None, x, x, softmax, 0.125, band)
 
 
+def launch_rotated(width: int, dtype: torch.dtype, beside: bool = True, kinds: int = 2) -> None:
+    """Forward and backward of one sequence, with a shared prefix and with one for each row."""
+    rows = torch.empty(4, 512, kinds, 8, width, dtype=dtype)
+    cos = torch.empty(512, width // 2)
+    for prefix in (torch.empty(16, *rows.shape[2:], dtype=dtype), rows[:, :16], None):
+        joint = launch_rotary(rows, cos, cos, rows if beside else None, prefix)
+        shared = prefix is not None and prefix.ndim == 4
+        launch_rotary_backward(joint, cos, cos, beside, shared)
+
+
 def one_of_each() -> None:
     """Every kernel once."""
+    launch_rotated(40, torch.bfloat16)
     launch(1000, 64, torch.bfloat16)
     launch(64, 64, torch.bfloat16)
     launch_window(64, torch.bfloat16)
@@ -58,3 +70,7 @@ def every_line() -> None:
             for number in (1000, 16, *keys):
                 launch(number, width, dtype)
                 launch(number, width, dtype, batches=256, lengths=False)
+    for width in (6, 16, 40, 64, 128, 256):
+        for dtype in (torch.bfloat16, torch.float32):
+            launch_rotated(width, dtype)
+            launch_rotated(width, dtype, beside=False, kinds=1)

@@ -23,6 +23,7 @@ def test_one_launch_of_every_kernel_compiles_without_a_spill(capability):
         "_single_tile_forward_kernel",
         "_single_tile_backward_kernel",
         "_add_chunks_kernel",
+        "_rotary_kernel",
     ):
         assert kernel in printed
 

@@ -27,6 +27,7 @@ def test_public_names_are_what_the_package_offers():
         "available_backends",
         "rectangular_attention",
         "rectangular_attention_with_lse",
+        "rotary",
         "sdpa_backend",
         "sliding_window_attention",
         "sliding_window_attention_with_lse",
@@ -87,7 +88,7 @@ def test_no_other_op_is_registered():
     found = {
         name for name in torch._C._dispatch_get_all_op_names() if "fusewright_attention" in name
     }
-    names = ("rectangular_attention", "sliding_window_attention")
+    names = ("rectangular_attention", "rotary", "sliding_window_attention")
     assert found == {
         f"fusewright_attention::{name}{end}" for name in names for end in ("", "_backward")
     }

@@ -13,6 +13,8 @@ from fusewright.memory_mlp import (
     MemoryWeights,
     NeuralMemory,
     _memory_input,
+    _tokens,
+    memory_read,
     memory_scan,
     memory_update,
 )
@@ -160,6 +162,42 @@ class ScanOp(FlatOp):
 
 
 @dataclass(frozen=True)
+class ReadOp(FlatOp):
+    """memory_read on flat lists of tensors: q and the memory."""
+
+    def having(self, **options: Any) -> ReadOp:
+        """The op with options of its own."""
+        return replace(self, options=self.options | options)
+
+    def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+        q, *weights = tensors
+        return (memory_read(q, MemoryWeights(*weights), **self.options | options),)
+
+    def draw(
+        self,
+        batch: int,
+        tokens: int,
+        heads: int,
+        width: int,
+        hidden: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> list[torch.Tensor]:
+        """Queries and a memory of unit size."""
+        state = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def normal(*shape: int, spread: float = 1.0) -> torch.Tensor:
+            return spread * torch.randn(*shape, device=device, dtype=state)
+
+        shapes = (hidden, width), (hidden,), (width, hidden), (width,)
+        spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
+        memory = [
+            normal(batch, heads, *shape, spread=s) for shape, s in zip(shapes, spreads, strict=True)
+        ]
+        return [normal(batch, tokens, heads, width).to(dtype), *memory]
+
+
+@dataclass(frozen=True)
 class InputOp(FlatOp):
     """memory_input on flat lists of tensors: joint, history, taps where there are any, logits;
     without logits memory_queries.
@@ -225,6 +263,42 @@ class InputOp(FlatOp):
         ]
 
 
+@dataclass(frozen=True)
+class GatedOp(FlatOp):
+    """gated_tokens on flat lists of tensors: x, the gates' weights and their biases."""
+
+    mask: torch.Tensor | None = None
+
+    def having(self, mask: torch.Tensor | None) -> GatedOp:
+        """The op with a mask."""
+        return replace(self, mask=mask)
+
+    def public(self, *tensors: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, ...]:
+        """The tokens that are left, and the logits."""
+        y, _, logits = _tokens.gated_tokens(*tensors, self.mask, backend=backend)
+        return y, logits
+
+    def draw(
+        self,
+        batch: int,
+        tokens: int,
+        width: int,
+        logits: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        *,
+        weight_dtype: torch.dtype | None = None,
+    ) -> list[torch.Tensor]:
+        """All of unit size."""
+        state = torch.float64 if dtype == torch.float64 else torch.float32
+        shapes = (batch, tokens, width), (logits, width), (logits,)
+        dtypes = dtype, weight_dtype or state, weight_dtype or state
+        return [
+            torch.randn(shape, device=device, dtype=state).to(kind)
+            for shape, kind in zip(shapes, dtypes, strict=True)
+        ]
+
+
 @pytest.fixture
 def update_op() -> UpdateOp:
     return UpdateOp()
@@ -236,8 +310,18 @@ def scan_op() -> ScanOp:
 
 
 @pytest.fixture
+def read_op() -> ReadOp:
+    return ReadOp()
+
+
+@pytest.fixture
 def input_op() -> InputOp:
     return InputOp()
+
+
+@pytest.fixture
+def gated_op() -> GatedOp:
+    return GatedOp()
 
 
 @pytest.fixture
@@ -246,14 +330,48 @@ def many_input_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from fusewright.memory_mlp import _input_configs, _input_launch, _token_launch
 
     small = _input_configs.InputTile(size=64, num_warps=1)
-    gather = _input_configs.ChannelTile(rows=2, columns=8, parts=2, part_columns=16, num_warps=1)
-    plans = _input_launch.forward_plan, _input_launch.backward_plan, _token_launch.token_plan
+    # A warp has 32 numbers, rows of up to 8 columns; some windows are longer than a run.
+    runs = (_input_configs.RunTile(run=2, numbers=1, num_warps=1),)
+    shares = _input_configs.SharesTile(numbers=16, parts=2, num_warps=1)
+    plans = (
+        *(_input_launch.forward_plan, _input_launch.backward_plan, _token_launch.token_plan),
+        *(_token_launch.gated_plan, _token_launch.gated_backward_plan, _token_launch.count_plan),
+    )
     for plan in plans:
         plan.cache_clear()
-    monkeypatch.setattr(_input_launch, "FORWARD", small)
-    monkeypatch.setattr(_input_launch, "BACKWARD", small)
-    monkeypatch.setattr(_input_launch, "JOINT_GRADIENT", gather)
+    monkeypatch.setattr(_input_launch, "FORWARD", runs)
+    monkeypatch.setattr(_input_launch, "BACKWARD", runs)
+    monkeypatch.setattr(_input_launch, "ADD_SHARES", shares)
     monkeypatch.setattr(_token_launch, "TOKENS", small)
+    gated = _input_configs.GatedTile(numbers=16, held=1, num_warps=1)
+    monkeypatch.setattr(_token_launch, "GATED_TOKENS", gated)
+    monkeypatch.setattr(_token_launch, "GATED_TOKENS_BACKWARD", gated)
+    weights = _input_configs.WeightsTile(columns=16, tokens=16)
+    monkeypatch.setattr(_token_launch, "GATE_WEIGHTS", weights)
+    count = _input_configs.CountTile(size=4, num_warps=1)
+    monkeypatch.setattr(_token_launch, "COUNTED_TOKENS", count)
+    yield
+    for plan in plans:
+        plan.cache_clear()
+
+
+@pytest.fixture
+def many_read_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles so small that few numbers take several, and tokens that several programs share."""
+    from fusewright.memory_mlp import _read_configs, _read_launch
+
+    plans = _read_launch.forward_plan, _read_launch.backward_plan
+    for plan in plans:
+        plan.cache_clear()
+    for name, tile in (("FORWARD", "ReadTile"), ("BACKWARD", "ReadBackwardTile")):
+        small = dict(tokens=16, block_h=16, num_warps=2)
+        if name == "BACKWARD":
+            small |= dict(units=16, num_stages=1, split_tokens=32, fills=100)
+        lines = [
+            getattr(_read_configs, tile)(precision, **small)
+            for precision in ("narrow", "tf32", "tf32x3")
+        ]
+        monkeypatch.setattr(_read_launch, name, tuple(lines))
     yield
     for plan in plans:
         plan.cache_clear()

@@ -6,12 +6,24 @@ import functools
 import os
 
 import torch
-from fusewright.memory_mlp import _scan_backward_launch, _update_problem
+from fusewright.memory_mlp import (
+    _input_launch,
+    _read_launch,
+    _scan_backward_launch,
+    _update_problem,
+)
 from fusewright.memory_mlp._backends import Card
 from fusewright.memory_mlp._input_launch import launch_memory_input, launch_memory_input_backward
+from fusewright.memory_mlp._read_launch import launch_read, launch_read_backward
 from fusewright.memory_mlp._scan_backward_launch import launch_scan_backward
 from fusewright.memory_mlp._scan_launch import launch_scan
-from fusewright.memory_mlp._token_launch import launch_finite_tokens, launch_kept_tokens
+from fusewright.memory_mlp._token_launch import (
+    launch_count_tokens,
+    launch_finite_tokens,
+    launch_gated_tokens,
+    launch_gated_tokens_backward,
+    launch_kept_tokens,
+)
 from fusewright.memory_mlp._update_backward_launch import (
     backward_plan,
     launch_memory_update_backward,
@@ -25,7 +37,8 @@ CARD = Card(
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-_update_problem.card_of = _scan_backward_launch.card_of = lambda device: CARD
+for launcher in (_input_launch, _update_problem, _scan_backward_launch, _read_launch):
+    launcher.card_of = lambda device: CARD
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FIRST = (2048, 512, 512)
@@ -142,9 +155,49 @@ def every_scan() -> None:
         launch_a_scan(width, hidden, BF16, chunk, masked=True)
 
 
+def launch_a_read(
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    tokens: int = 512,
+    activation: str = "silu",
+    halves: int = 2,
+    heads: int = 5,
+) -> None:
+    """Forward and backward of 4 rows, with both gradients, and with each alone."""
+    q = torch.empty(4, heads, tokens, width, dtype=dtype).transpose(1, 2)
+    state = torch.empty(4, heads, halves, packed_size(hidden, width))
+    options = hidden, activation
+    y = launch_read(q, state, *options)
+    for wanted in ((True, True), (True, False), (False, True)):
+        launch_read_backward(y, q, state, *options, *wanted)
+
+
+def one_of_each_read() -> None:
+    """Every kernel of the read at the sizes of a model, and where programs share tokens."""
+    launch_a_read(64, 128, BF16)
+    launch_a_read(64, 128, BF16, tokens=4096, heads=1)
+
+
+def every_read() -> None:
+    """Every line of the tables, precision and activation, and sizes of one."""
+    for dtype in (F16, F32):
+        launch_a_read(64, 128, dtype)
+        launch_a_read(64, 512, dtype, tokens=4096, heads=1)
+        launch_a_read(40, 200, dtype, halves=1)
+    with_precision("tf32", 64, 128, F32, launch=launch_a_read)
+    with_precision("tf32", 40, 200, F32, launch=launch_a_read)
+    for activation in ("relu", "gelu"):
+        for dtype in (BF16, F32):
+            launch_a_read(64, 256, dtype, activation=activation)
+    for width, hidden in ((1, 1), (8, 16), (32, 64), (40, 200), (64, 512)):
+        launch_a_read(width, hidden, BF16, tokens=65, halves=1)
+
+
 def launch_an_input(
     width: int,
     dtype: torch.dtype,
+    tokens: int = 320,
     taps: int = 4,
     key_norm: str | None = "l2",
     theta: float | None = None,
@@ -152,7 +205,7 @@ def launch_an_input(
     queries: bool = False,
 ) -> None:
     """Forward and backward of 4 rows of 5 heads, with every gradient."""
-    batch, tokens, heads = 4, 320, 5
+    batch, heads = 4, 5
     channels = (1 if queries else 3) * heads * width
     joint = torch.empty(batch, tokens, channels, dtype=dtype)
     history = torch.empty(batch, max(taps - 1, 0), channels, dtype=history_dtype)
@@ -175,10 +228,27 @@ def launch_tokens(width: int, dtype: torch.dtype, flags: int = 5) -> None:
     launch_kept_tokens(x, mask.unsqueeze(-1), None, 0.0)
 
 
+def launch_gated(width: int, logits: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    """Tokens of one width and their gates, forward and backward, and counters of 5 heads."""
+    x = torch.empty(4, 320, width, dtype=dtype)
+    mask = torch.empty(4, 320, dtype=torch.bool)
+    weight = torch.empty(logits, width, dtype=weight_dtype)
+    bias = torch.empty(logits, dtype=weight_dtype)
+    for given in (mask, None):
+        y, present, found = launch_gated_tokens(x, weight, bias, given)
+    for given in (y, None):
+        launch_gated_tokens_backward(y, present, weight, given, found)
+    counters = torch.empty(4, 5, dtype=torch.int64), torch.empty(4, dtype=torch.int64)
+    written = mask.unsqueeze(-1).expand(4, 320, 5)
+    launch_count_tokens(written, *counters, mask, counters[0])
+    launch_count_tokens(written, *counters, None, None)
+
+
 def one_of_each_input() -> None:
     """Every kernel before and behind the memory at the sizes of a model."""
     launch_an_input(64, BF16)
     launch_tokens(320, BF16)
+    launch_gated(320, 15, BF16, F32)
 
 
 def every_input() -> None:
@@ -187,6 +257,8 @@ def every_input() -> None:
         launch_an_input(64, dtype, history_dtype=dtype)
         launch_an_input(128, dtype, taps=8, key_norm="rms")
         launch_tokens(8192, dtype)
+        launch_gated(8192, 24, dtype, F32)
+        launch_gated(512, 24, dtype, dtype)
     for width in (1, 40, 64):
         launch_an_input(width, BF16, taps=0)
         launch_an_input(width, BF16, taps=1, key_norm=None, theta=0.01)
@@ -194,3 +266,8 @@ def every_input() -> None:
     launch_an_input(128, F32, taps=0, queries=True)
     launch_tokens(1, BF16, flags=1)
     launch_tokens(700, F32, flags=3)
+    launch_gated(1, 1, BF16, F32)
+    launch_gated(700, 2, F32, BF16)
+    # As many as make the most programs.
+    launch_an_input(64, BF16, tokens=1 << 16)
+    launch_an_input(64, BF16, tokens=1 << 16, queries=True)

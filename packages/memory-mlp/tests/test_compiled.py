@@ -46,14 +46,30 @@ def test_every_kernel_of_the_scan_compiles_and_fits_in_shared_memory(capability)
 
 
 @pytest.mark.parametrize("capability", SHARED_KIB)
+def test_one_launch_of_every_read_kernel_compiles_without_a_spill(capability):
+    printed = compiled_in_a_process(HERE, "one_of_each_read", capability)
+    for kernel in ("_read_kernel", "_read_backward_kernel", "_read_sum_kernel"):
+        assert kernel in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_every_read_kernel_compiles_without_a_spill(capability):
+    compiled_in_a_process(HERE, "every_read", capability)
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
 def test_one_launch_of_every_input_kernel_compiles_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each_input", capability)
     for kernel in (
         "_memory_input_kernel",
         "_memory_input_backward_kernel",
-        "_joint_gradient_kernel",
+        "_add_shares_kernel",
         "_finite_tokens_kernel",
         "_kept_tokens_kernel",
+        "_gated_tokens_kernel",
+        "_gated_tokens_backward_kernel",
+        "_count_tokens_kernel",
     ):
         assert kernel in printed
 

@@ -82,6 +82,29 @@ def test_registered_ops_on_tokens_pass_opcheck(device):
         torch.library.opcheck(OPS.kept_tokens.default, (x, kept, given, 2.0))
 
 
+def test_registered_ops_on_gated_tokens_pass_opcheck(gated_op, device):
+    leaves = [x.requires_grad_() for x in gated_op.draw(2, 3, 5, 4, F32, device)]
+    mask = torch.rand(2, 3, device=device) < 0.5
+    for given in (mask, None):
+        torch.library.opcheck(OPS.gated_tokens.default, (*leaves, given))
+    y, present, logits = OPS.gated_tokens(*leaves, None)
+    y, dlogits = (x.detach().requires_grad_() for x in (y, logits))
+    for dy in (torch.randn_like(y).requires_grad_(), None):
+        torch.library.opcheck(
+            OPS.gated_tokens_backward.default,
+            (y, present, leaves[1], dy, dlogits),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
+
+
+def test_registered_op_that_counts_tokens_passes_opcheck(device):
+    written = torch.rand(2, 3, 4, device=device) < 0.5
+    counters = torch.randint(9, (2, 4), device=device), torch.randint(9, (2,), device=device)
+    torch.library.opcheck(OPS.count_tokens.default, (written, *counters, None, None))
+    mask = torch.rand(2, 3, device=device) < 0.5
+    torch.library.opcheck(OPS.count_tokens.default, (written, *counters, mask, counters[0]))
+
+
 def test_auto_is_the_reference_on_the_cpu(input_op):
     leaves = [x.requires_grad_() for x in input_op.draw(*SIZES)]
     found, expected = (input_op.public(*leaves, backend=b) for b in ("auto", "reference"))
@@ -128,6 +151,34 @@ def test_transform_of_tokens_is_right(transform, device):
     hold(TokensOp(mask, kept), [torch.randn(1, 3, 4, device=device)], transform)
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [transforms.func_grad, transforms.mapped_func_grad],
+    ids=lambda transform: transform.__name__,
+)
+def test_transform_of_gated_tokens_is_right(gated_op, transform, device):
+    op = gated_op.having(torch.tensor([[True, False, True]], device=device))
+    hold(op, op.draw(1, 3, 4, 2, F32, device), transform)
+
+
+def test_second_derivative_of_gated_tokens_is_right(gated_op, device):
+    op = gated_op.having(torch.tensor([[True, False, True]], device=device))
+    tensors = op.draw(1, 3, 4, 2, F32, device)
+    steepness = transforms.slopes_to_differentiate
+    yardstick = Yardstick(steepness(op.reference), tensors, [torch.randn_like(x) for x in tensors])
+    yardstick.check(steepness(op.kernels))
+
+
+def test_gated_tokens_compute_in_fp32_under_autocast(gated_op, device):
+    leaves = [x.requires_grad_() for x in gated_op.draw(2, 5, 4, 3, F32, device)]
+    for call in (gated_op.kernels, gated_op.reference):
+        expected = call(*leaves)
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            found = call(*leaves)
+            assert same_bits(found, expected)
+            assert same_bits(slopes(found, leaves), slopes(expected, leaves))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_second_derivative_is_right(input_op, name, device):
     op = input_op.having(**KINDS[name])
@@ -148,6 +199,14 @@ def test_full_graph_compilation_gives_eager_bits(input_op, name, device):
     leaves = [x.requires_grad_() for x in op.draw(*SIZES, F16, device)]
     expected = op.kernels(*leaves)
     found = torch.compile(op.kernels, fullgraph=True, backend="aot_eager")(*leaves)
+    assert same_bits(found, expected)
+    assert same_bits(slopes(found, leaves), slopes(expected, leaves))
+
+
+def test_full_graph_compilation_of_gated_tokens_gives_eager_bits(gated_op, device):
+    leaves = [x.requires_grad_() for x in gated_op.draw(2, 5, 4, 3, F16, device)]
+    expected = gated_op.kernels(*leaves)
+    found = torch.compile(gated_op.kernels, fullgraph=True, backend="aot_eager")(*leaves)
     assert same_bits(found, expected)
     assert same_bits(slopes(found, leaves), slopes(expected, leaves))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.memory_mlp import NeuralMemory, _tokens
+from fusewright.memory_mlp import NeuralMemory, _tokens, input_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +71,45 @@ def test_tokens_are_the_references(dtype, width):
         grad = torch.autograd.grad(out, leaf, torch.ones_like(out))[0]
         results.append((y.detach(), present, out.detach(), grad))
     assert same_bits(*results)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("sizes", [(320, 15), (512, 24), (700, 7), (1, 1)], ids=str)
+def test_gated_tokens_are_as_near_to_fp64_as_torch(gated_op, dtype, sizes):
+    mask = torch.rand(3, 515, device="cuda") < 0.9
+    op = gated_op.having(mask)
+    tensors = op.draw(3, 515, *sizes, dtype, "cuda")
+    tensors[0][1, 7, 0] = float("nan")
+    op.check(tensors)
+
+
+def test_widest_gated_tokens_are_as_near_to_fp64_as_torch(gated_op):
+    gated_op.check(gated_op.draw(1, 70, 8192, 24, BF16, "cuda"))
+
+
+def test_gated_tokens_have_the_same_bits_twice_and_wait_for_nothing(gated_op):
+    leaves = [x.requires_grad_() for x in gated_op.draw(4, 515, 320, 15, BF16, "cuda")]
+    first = everything(gated_op, leaves)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = everything(gated_op, leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert same_bits(first, second)
+
+
+@pytest.mark.parametrize("shape", [(4, 512, 5), (3, 5000, 7), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_counted_tokens_are_the_references(shape, masked):
+    batch, _, heads = shape
+    written = torch.rand(shape, device="cuda") < 0.8
+    mask = torch.rand(shape[:2], device="cuda") < 0.8 if masked else None
+    skipped, lost = torch.randint(1 << 40, (2, batch, heads), device="cuda")
+    position = torch.randint(1 << 40, (batch,), device="cuda")
+    operands = written, skipped, position, mask, lost if masked else None
+    found = torch.ops.fusewright_memory_mlp.count_tokens(*operands)
+    assert same_bits(found, input_reference.counted_tokens(*operands))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -145,5 +184,5 @@ def test_layer_takes_the_kernels_without_being_told():
     x = torch.randn(2, 100, 128, device="cuda")
     with Names() as found:
         memory(x)
-    assert {"memory_input", "finite_tokens", "kept_tokens"} <= found.names
-    assert not {"silu", "sigmoid", "convolution", "where.self"} & found.names
+    assert {"memory_input", "gated_tokens", "kept_tokens", "count_tokens"} <= found.names
+    assert not {"silu", "sigmoid", "convolution", "where.self", "addmm"} & found.names

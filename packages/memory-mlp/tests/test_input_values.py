@@ -224,6 +224,96 @@ def test_kept_tokens_are_the_references(dtype, flags, device):
         assert results[0][1].any()
 
 
+GATED = {
+    "T9-dim7-float32-6": (2, 9, 7, 6, F32, None),
+    "T21-dim40-float16-15": (1, 21, 40, 15, F16, None),
+    "T5-dim33-bfloat16-17": (3, 5, 33, 17, BF16, None),
+    "T4-dim1-float32-1": (1, 4, 1, 1, F32, None),
+    "T6-dim5-bfloat16-3-bfloat16-weights": (1, 6, 5, 3, BF16, BF16),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.usefixtures("many_input_programs")
+def test_gated_tokens_are_as_near_to_fp64_as_torch(gated_op, name, masked, device):
+    """A token that is not finite has the logits of zeros, which are the biases."""
+    *sizes, dtype, weight_dtype = GATED[name]
+    mask = torch.rand(sizes[:2], device=device) > 0.3 if masked else None
+    op = gated_op.having(mask)
+    tensors = op.draw(*sizes, dtype, device, weight_dtype=weight_dtype)
+    tensors[0][0, 1, 0] = NAN
+    op.check(tensors)
+    _, logits = op.kernels(*tensors)
+    assert logits.dtype == F32
+    assert torch.equal(logits[0, 1], tensors[2].float())
+
+
+@pytest.mark.usefixtures("many_input_programs")
+def test_gated_tokens_are_finite_tokens(gated_op, device):
+    """Of any strides, and with a gradient that is not finite where the token is not."""
+    x, mask = strange_tokens(F32, device)
+    _, weight, bias = gated_op.draw(2, 9, 7, 6, F32, device)
+    results = []
+    for gated in (True, False):
+        leaf = x.clone().requires_grad_()
+        if gated:
+            y, present, logits = _tokens.gated_tokens(
+                leaf[:, 1:], weight, bias, mask[:, 1:], backend="triton"
+            )
+            assert logits.isfinite().all()
+        else:
+            y, present = _tokens.finite_tokens(leaf[:, 1:], mask[:, 1:], backend="triton")
+        upstream = torch.where(present.unsqueeze(-1), torch.ones_like(y).cumsum(1), NAN)
+        results.append((y.detach(), present, torch.autograd.grad(y, leaf, upstream)[0]))
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("used", [slice(0, 1), slice(1, 2)], ids=["tokens", "logits"])
+def test_part_of_the_gated_tokens_gives_part_of_the_gradients(gated_op, used, backend, device):
+    leaves = [x.requires_grad_() for x in gated_op.draw(1, 5, 4, 3, F32, device)]
+    (output,) = gated_op.public(*leaves, backend=backend)[used]
+    found = torch.autograd.grad(output.sum(), leaves, allow_unused=True)
+    truth = torch.autograd.grad(
+        gated_op.public(*leaves, backend="reference")[used][0].sum(), leaves, allow_unused=True
+    )
+    assert [x is None for x in found] == [x is None for x in truth]
+    pairs = [(x, y) for x, y in zip(found, truth, strict=True) if x is not None]
+    for x, y in pairs:
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5)], ids=str)
+def test_no_tokens_have_no_logits_and_no_gradient(gated_op, shape, backend, device):
+    leaves = [x.requires_grad_() for x in gated_op.draw(*shape, 3, F32, device)]
+    y, logits = gated_op.public(*leaves, backend=backend)
+    assert y.shape == shape
+    assert logits.shape == (*shape[:2], 3)
+    for grad in torch.autograd.grad(logits.sum() + y.sum(), leaves):
+        assert not grad.any()
+
+
+def test_gated_tokens_that_the_kernels_do_not_serve_are_the_references(gated_op, device):
+    for sizes, weight_dtype in (((1, 2, 8193, 1), F32), ((1, 2, 3, 1), F64)):
+        tensors = gated_op.draw(*sizes, F32, device, weight_dtype=weight_dtype)
+        assert same_bits(gated_op.kernels(*tensors), gated_op.reference(*tensors))
+
+
+@pytest.mark.parametrize("shape", [(2, 11, 3), (1, 0, 2), (3, 1, 1), (0, 4, 2)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("lossy", [False, True])
+@pytest.mark.usefixtures("many_input_programs")
+def test_counted_tokens_are_the_references(shape, masked, lossy, device):
+    batch, _, heads = shape
+    written = torch.rand(shape, device=device) > 0.4
+    mask = torch.rand(shape[:2], device=device) > 0.4 if masked else None
+    skipped, lost = torch.randint(1 << 40, (2, batch, heads), device=device)
+    position = torch.randint(1 << 40, (batch,), device=device)
+    operands = written, skipped, position, mask, lost if lossy else None
+    found = torch.ops.fusewright_memory_mlp.count_tokens(*operands)
+    assert same_bits(found, input_reference.counted_tokens(*operands))
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5), (2, 3, 1), (1, 1, 8193)], ids=str)
 def test_any_number_of_tokens_and_columns_is_served(shape, device):
     x = torch.randn(shape, device=device)

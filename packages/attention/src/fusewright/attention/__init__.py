@@ -1,5 +1,5 @@
 """Attention of many queries to a shared set of keys, and of a sequence to a window of itself, in
-Triton: streaming and single-tile kernels with a deterministic backward pass.
+Triton: streaming and single-tile kernels with a deterministic backward pass; and rotary positions.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ._backends import Backend, available_backends
 from .rectangular_attention import rectangular_attention, rectangular_attention_with_lse
+from .rotary import rotary
 from .sdpa import sdpa_backend
 from .sliding_window_attention import (
     sliding_window_attention,
@@ -25,6 +26,7 @@ __all__ = [
     "available_backends",
     "rectangular_attention",
     "rectangular_attention_with_lse",
+    "rotary",
     "sdpa_backend",
     "sliding_window_attention",
     "sliding_window_attention_with_lse",

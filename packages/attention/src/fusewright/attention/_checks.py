@@ -11,6 +11,7 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (torch.int32, torch.int64)
 WIDTH_MULTIPLE = 8
 MAX_WIDTH = 128
+MAX_TURNED_WIDTH = 256
 # The kernels take it in fp32, times log2(e).
 LOWEST_SCALE = torch.finfo(torch.float32).tiny
 HIGHEST_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
@@ -79,6 +80,59 @@ def check_band(window: int, prefix: int, every: int, q: torch.Tensor, k: torch.T
         raise ValueError(f"window must be 1 or more keys, got {window}")
     if not 0 <= prefix <= keys:
         raise ValueError(f"prefix must be 0 to {keys}, the number of keys, got {prefix}")
+
+
+def check_rotary(
+    rows: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    beside: torch.Tensor | None,
+    prefix: torch.Tensor | None,
+) -> None:
+    """rows and beside must be [B, T, 1 or 2, H, D], prefix as much for other tokens, and cos and
+    sin [T, D / 2], which get no gradient.
+    """
+    check_floating("rows", rows)
+    if rows.ndim != 5 or rows.shape[2] not in (1, 2):
+        raise ValueError(
+            f"rows must be [batch, tokens, 1 or 2, heads, width], got {tuple(rows.shape)}"
+        )
+    batches, tokens, *row = rows.shape
+    width = row[-1]
+    if width % 2 or not 0 < width <= MAX_TURNED_WIDTH:
+        raise ValueError(
+            f"the width of a head must be even and up to {MAX_TURNED_WIDTH}, got {width}"
+        )
+    angles = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    for name, x in (("cos", cos), ("sin", sin)):
+        check_like_rows(name, x, rows, angles)
+        if x.shape != (tokens, width // 2):
+            raise ValueError(f"{name} must be [{tokens}, {width // 2}], got {tuple(x.shape)}")
+        if x.requires_grad:
+            raise ValueError(f"{name} gets no gradient, and must not require one")
+    if beside is not None:
+        check_like_rows("beside", beside, rows, rows.dtype)
+        if beside.shape != rows.shape:
+            raise ValueError(
+                f"beside must have the shape of rows {tuple(rows.shape)}, got {tuple(beside.shape)}"
+            )
+    if prefix is not None:
+        check_like_rows("prefix", prefix, rows, rows.dtype)
+        fits = prefix.shape[-3:] == rows.shape[-3:]
+        if not fits or prefix.ndim not in (4, 5) or (prefix.ndim == 5 and len(prefix) != batches):
+            raise ValueError(
+                f"prefix must be [P, {', '.join(map(str, row))}] or so for each of {batches} rows "
+                f"of the batch, got {tuple(prefix.shape)}"
+            )
+
+
+def check_like_rows(name: str, x: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
+    """x must be of this dtype, on the device of rows."""
+    check_floating(name, x)
+    if x.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} beside rows of {rows.dtype}, got {x.dtype}")
+    if x.device != rows.device:
+        raise ValueError(f"{name} must be on the device of rows {rows.device}, got {x.device}")
 
 
 def check_floating(name: str, tensor: torch.Tensor) -> None:

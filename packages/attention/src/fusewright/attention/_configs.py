@@ -83,25 +83,26 @@ DKDV = (
     TileConfig(64, 4, queries=16, keys=32, num_warps=8, num_stages=2),
     TileConfig(128, 4, queries=16, keys=16, num_warps=4, num_stages=2),
 )
-# Of a band no more than some tiles are seen, so small ones waste less at its borders. Measured is
-# the forward line for Hopper of heads of 64 columns.
+# Of a band no more than some tiles are seen, so small ones waste less at its borders. Measured are
+# the lines of heads of 64 and 40 columns in bf16; those of 40 serve a long band and a segment of
+# TitanMAC.
 WINDOW_FORWARD = (
     TileConfig(64, 2, queries=64, keys=64, num_warps=4, num_stages=3, **HOPPER),
     TileConfig(128, 2, queries=128, keys=64, num_warps=8, num_stages=2, **HOPPER),
     TileConfig(16, 2, queries=64, keys=32, num_warps=4, num_stages=2),
-    TileConfig(64, 2, queries=128, keys=32, num_warps=8, num_stages=3),
+    TileConfig(64, 2, queries=64, keys=32, num_warps=4, num_stages=3),
     TileConfig(128, 2, queries=64, keys=32, num_warps=8, num_stages=2),
     TileConfig(64, 4, queries=32, keys=32, num_warps=8, num_stages=2),
     TileConfig(128, 4, queries=16, keys=16, num_warps=8, num_stages=2),
 )
 WINDOW_DQ = (
-    TileConfig(64, 2, queries=64, keys=64, num_warps=4, num_stages=3),
+    TileConfig(64, 2, queries=64, keys=32, num_warps=4, num_stages=3),
     TileConfig(128, 2, queries=64, keys=64, num_warps=8, num_stages=2),
     TileConfig(64, 4, queries=32, keys=16, num_warps=4, num_stages=2),
     TileConfig(128, 4, queries=16, keys=32, num_warps=8, num_stages=2),
 )
 WINDOW_DKDV = (
-    TileConfig(64, 2, queries=32, keys=64, num_warps=4, num_stages=3),
+    TileConfig(64, 2, queries=32, keys=64, num_warps=4, num_stages=2),
     TileConfig(128, 2, queries=32, keys=64, num_warps=8, num_stages=2),
     TileConfig(16, 4, queries=16, keys=16, num_warps=4, num_stages=2),
     TileConfig(64, 4, queries=16, keys=32, num_warps=8, num_stages=2),
@@ -144,6 +145,19 @@ class AddChunksConfig(NamedTuple):
 
 
 ADD_CHUNKS = AddChunksConfig(block=256, num_warps=4)
+
+
+class RotaryConfig(NamedTuple):
+    """One program turns ``pairs`` pairs of columns, and as many of the rows beside them; of a
+    prefix it carries as many columns, of up to ``batches`` rows of the batch at a time.
+    """
+
+    pairs: int
+    num_warps: int
+    batches: int
+
+
+ROTARY = RotaryConfig(pairs=512, num_warps=4, batches=16)
 
 
 def tile_config(table: tuple[TileConfig, ...], problem: Problem) -> TileConfig:

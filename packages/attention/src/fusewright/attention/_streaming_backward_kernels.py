@@ -3,8 +3,10 @@
 Both compute the probabilities anew, from the scores and from the maximum m of each row and the
 share 1 / l of its sum, as the forward pass had them: with the log-sum-exp, its rounding would make
 a great score's probability wrong. delta takes o as it was before its rounding, from o and its rest:
-where one key has nearly all the weight, do v^T - delta is a small difference. Each kernel sums what
-it owns in registers, in the order of the other axis, so nothing is added atomically.
+where one key has nearly all the weight, do v^T - delta is a small difference. In fp32 even that is
+not enough: two sums of the same products, do v^T and do o, are rounded apart. There delta becomes
+rowsum(p * do v^T), found while the keys pass, and dq is corrected for it. Each kernel sums what it
+owns in registers, in the order of the other axis, so nothing is added atomically.
 
     p = exp(s - m) / l,  ds = p * (do v^T - delta),  delta = rowsum(do * o) - dlse
     dq = scale ds k,  dk = scale ds^T q,  dv = p^T do
@@ -15,21 +17,49 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tiles import LOG2_E, length_of, load_rows, product, store_rows, turned_product
+from ._tiles import LOG2_E, length_of, load_rows, product, store_rows
 
 
 @triton.jit
 def score_slopes(
     q, k, v, do, m, share, delta, factor, UPCAST: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """ds of a tile of scores, [queries, keys]; the row's sum has yet to divide it, but in fp16,
-    whose range it might leave.
+    """p and ds of a tile of scores, [queries, keys]; the row's sum has yet to divide both, but in
+    fp16, whose range it might leave, not ds.
     """
     p = tl.exp2(product(q, tl.trans(k), UPCAST, PRECISION) * factor - m[:, None])
     ds = p * (product(do, tl.trans(v), UPCAST, PRECISION) - delta[:, None])
     if q.dtype == tl.float16:
         ds = ds * share[:, None]
-    return ds
+    return p, ds
+
+
+@triton.jit
+def add_keys(dq, pk, excess, p, ds, k, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """dq with what a tile of keys says of it; in fp32 also sum(p k), and by how much the sum of ds
+    is not zero, for ``finished_dq``.
+    """
+    dq += product(ds.to(k.dtype), k, UPCAST, PRECISION)
+    if k.dtype == tl.float32:
+        pk += product(p, k, UPCAST, PRECISION)
+        excess += tl.sum(ds, 1)
+    return dq, pk, excess
+
+
+@triton.jit
+def finished_dq(
+    dq, pk, excess, share, delta, dlse, scale, delta_ptr, at, there, dtype: tl.constexpr
+):
+    """dq from the sums over all keys. In fp32 delta was rowsum(do * o) alone: what is missing from
+    rowsum(p * do v^T) - dlse is put into dq, and delta written as it should be.
+    """
+    if dtype != tl.float16:
+        dq = dq * share[:, None]
+    if dtype == tl.float32:
+        missing = excess * share - dlse
+        dq -= missing[:, None] * (pk * share[:, None])
+        tl.store(delta_ptr + at, delta + missing, mask=there)
+    return dq * scale
 
 
 @triton.jit
@@ -52,7 +82,10 @@ def load_statistics(
     HAS_DLSE: tl.constexpr,
     HAS_REST: tl.constexpr,
 ):
-    """The maximum, one over the sum, and delta of a tile of queries; delta is written too."""
+    """The maximum, one over the sum, delta and dlse of a tile of queries; where the rows are, and
+    whether they are there. delta is written too, but in fp32, where it has yet to be corrected and
+    dlse is not yet in it.
+    """
     # It may need 64 bits.
     task_stride = tl.cast(queries, tl.int64) * heads * D
     o_source = o_ptr, task_stride, heads * D, D, batch, head, queries
@@ -62,13 +95,17 @@ def load_statistics(
         o += load_rows(rest_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
     row = first + tl.arange(0, BLOCK_Q)
     at = (batch * heads + head).to(tl.int64) * queries + row
+    there = row < queries
     delta = tl.sum(do.to(tl.float32) * o, 1)
+    dlse = tl.zeros([BLOCK_Q], tl.float32)
     if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + at, mask=row < queries, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + at, delta, mask=row < queries)
-    m = tl.load(softmax_ptr + at, mask=row < queries, other=0.0)
-    share = tl.load(softmax_ptr + rows + at, mask=row < queries, other=0.0)
-    return m, share, delta
+        dlse = tl.load(dlse_ptr + at, mask=there, other=0.0).to(tl.float32)
+    if do.dtype != tl.float32:
+        delta -= dlse
+        tl.store(delta_ptr + at, delta, mask=there)
+    m = tl.load(softmax_ptr + at, mask=there, other=0.0)
+    share = tl.load(softmax_ptr + rows + at, mask=there, other=0.0)
+    return m, share, delta, dlse, at, there
 
 
 @triton.jit
@@ -125,7 +162,7 @@ def _streaming_dq_kernel(
     length = length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS)
     factor = scale * LOG2_E
     do = load_rows(do_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
-    m, share, delta = load_statistics(
+    m, share, delta, dlse, at, there = load_statistics(
         *(do, o_ptr, rest_ptr, dlse_ptr, softmax_ptr, delta_ptr),
         *(batch, head, first, queries, heads, rows),
         *(D, BLOCK_Q, BLOCK_D, HAS_DLSE, HAS_REST),
@@ -136,17 +173,21 @@ def _streaming_dq_kernel(
     last = tl.maximum(tl.cdiv(length, BLOCK_K) - 1, 0) * BLOCK_K
     k = load_rows(k_source, last, length, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
     v = load_rows(v_source, last, length, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-    ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
-    ds = tl.where((last + tl.arange(0, BLOCK_K) < length)[None, :], ds, 0.0)
-    dq = product(ds.to(k.dtype), k, UPCAST, PRECISION)
+    p, ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
+    seen = (last + tl.arange(0, BLOCK_K) < length)[None, :]
+    p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
+    nothing = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    excess = tl.zeros([BLOCK_Q], tl.float32)
+    dq, pk, excess = add_keys(nothing, nothing, excess, p, ds, k, UPCAST, PRECISION)
     for start in tl.range(0, last, BLOCK_K, num_stages=NUM_STAGES):
         k = load_rows(k_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
         v = load_rows(v_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
-        dq += product(ds.to(k.dtype), k, UPCAST, PRECISION)
-    if q.dtype != tl.float16:
-        dq = dq * share[:, None]
-    dq = dq * scale
+        p, ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
+        dq, pk, excess = add_keys(dq, pk, excess, p, ds, k, UPCAST, PRECISION)
+    dq = finished_dq(dq, pk, excess, share, delta, dlse, scale, delta_ptr, at, there, q.dtype)
+    if q.dtype == tl.float32:
+        # Nothing comes from no keys, not even the NaN of a gradient.
+        dq = tl.where(length > 0, dq, 0.0)
     store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
 
 
@@ -186,7 +227,7 @@ def turned_probabilities(k, q, m, share, factor, UPCAST: tl.constexpr, PRECISION
     """The probabilities of a tile, [keys, queries]: so they, and ds, are the left operands of the
     products for dv and dk, and stay in registers.
     """
-    p = tl.exp2(turned_product(k, q, UPCAST, PRECISION) * factor - m[None, :])
+    p = tl.exp2(product(k, tl.trans(q), UPCAST, PRECISION) * factor - m[None, :])
     return p * share[None, :]
 
 
@@ -194,7 +235,7 @@ def turned_probabilities(k, q, m, share, factor, UPCAST: tl.constexpr, PRECISION
 def add_queries(dk, dv, p, v, q, do, delta, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """dk and dv with what a tile of queries says of them."""
     dv += product(p.to(do.dtype), do, UPCAST, PRECISION)
-    ds = p * (turned_product(v, do, UPCAST, PRECISION) - delta[None, :])
+    ds = p * (product(v, tl.trans(do), UPCAST, PRECISION) - delta[None, :])
     dk += product(ds.to(q.dtype), q, UPCAST, PRECISION)
     return dk, dv
 

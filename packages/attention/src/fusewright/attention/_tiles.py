@@ -95,23 +95,21 @@ def to_tf32(x):
 
 @triton.jit
 def product(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """a b in fp32. The interpreter multiplies only fp32 rightly: there the operands are widened."""
+    """a b in fp32. The interpreter multiplies only fp32 rightly: there the operands are widened.
+
+    On a card products are added one after the other, so the passes agree on every score to the bit,
+    whatever their tiles. The interpreter's library has another order for every shape of tile: there
+    the terms are added here, along an axis that is not the innermost.
+    """
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     if PRECISION == "tf32":
         a, b = to_tf32(a), to_tf32(b)
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def turned_product(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """a b^T as the transpose of b a^T: the same bits. On a card both add in one order; the
-    interpreter's library does not.
-    """
     if UPCAST:
-        ab = tl.trans(product(b, tl.trans(a), UPCAST, PRECISION))
+        nothing = tl.zeros([a.shape[0], a.shape[1], b.shape[1]], tl.float32)
+        ab = tl.sum((nothing + a[:, :, None]) * b[None, :, :], 1)
     else:
-        ab = product(a, tl.trans(b), UPCAST, PRECISION)
+        ab = tl.dot(a, b, input_precision=PRECISION)
     return ab
 
 

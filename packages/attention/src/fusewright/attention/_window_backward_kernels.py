@@ -20,13 +20,15 @@ from ._band_tiles import (
     sees,
 )
 from ._streaming_backward_kernels import (
+    add_keys,
     add_queries,
+    finished_dq,
     load_queries,
     load_statistics,
     score_slopes,
     turned_probabilities,
 )
-from ._tiles import LOG2_E, load_rows, product, store_rows
+from ._tiles import LOG2_E, load_rows, store_rows
 
 
 @triton.jit
@@ -83,7 +85,7 @@ def _window_dq_kernel(
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
     factor = scale * LOG2_E
     do = load_rows(do_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
-    m, share, delta = load_statistics(
+    m, share, delta, dlse, at, there = load_statistics(
         *(do, o_ptr, rest_ptr, dlse_ptr, softmax_ptr, delta_ptr),
         *(batch, head, first, queries, heads, rows),
         *(D, BLOCK_Q, BLOCK_D, HAS_DLSE, HAS_REST),
@@ -95,23 +97,24 @@ def _window_dq_kernel(
     border, inner, place = keys_of_rows(first_row, last_row, window, prefix, BLOCK_K)
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    pk = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    excess = tl.zeros([BLOCK_Q], tl.float32)
     for number in tl.range(0, border, num_stages=NUM_STAGES):
         start, limit, distances = border_keys(number, place, window, prefix, keys, BLOCK_K)
         k = load_rows(k_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
         v = load_rows(v_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-        ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
+        p, ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
         key = start + tl.arange(0, BLOCK_K)
         seen = sees(row[:, None], key[None, :], distances) & (key < limit)[None, :]
-        dq += product(tl.where(seen, ds, 0.0).to(k.dtype), k, UPCAST, PRECISION)
+        p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
+        dq, pk, excess = add_keys(dq, pk, excess, p, ds, k, UPCAST, PRECISION)
     for number in tl.range(0, inner, num_stages=NUM_STAGES):
         start = inner_keys(number, place, BLOCK_K)
         k = load_rows(k_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
         v = load_rows(v_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
-        dq += product(ds.to(k.dtype), k, UPCAST, PRECISION)
-    if q.dtype != tl.float16:
-        dq = dq * share[:, None]
-    dq = dq * scale
+        p, ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
+        dq, pk, excess = add_keys(dq, pk, excess, p, ds, k, UPCAST, PRECISION)
+    dq = finished_dq(dq, pk, excess, share, delta, dlse, scale, delta_ptr, at, there, q.dtype)
     store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
 
 

@@ -14,10 +14,10 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import rectangular_attention, reference, sdpa_backend, sliding_window_attention
+from . import rectangular_attention, reference, rotary, sdpa_backend, sliding_window_attention
 
 Tensor = torch.Tensor
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
 
 # B, M keys, N further queries, and up to which M and N a case is checked against fp64, whose scores
 # of all queries and keys would not fit beside each other.
@@ -29,6 +29,10 @@ WINDOW, WINDOW_SHAPES = 512, ((4, 4096, 8), (4, 4096, 5), (4, 16384, 8))
 CHECKED_TOKENS = 1500
 # A mask of so many tokens squared is what SDPA holds; beyond, it would not fit beside the copies.
 LONGEST_MASK = 4096
+# B, T, H and D of keys and values whose keys are turned, and P of a prefix; with one there are rows
+# beside them.
+TURNED_SHAPES = ((4, 4096, 8, 64, 0), (4, 512, 8, 40, 16))
+ROPE_BASE = 10000.0
 ANY_SDPA = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -53,11 +57,12 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Context and targets that attend to the context, and a sequence to a window of itself, in
-    bf16.
+    """Context and targets that attend to the context, a sequence to a window of itself, and rotary
+    positions, in bf16.
     """
     rectangles = [case_of(*shape) for shape in SHAPES]
-    return rectangles + [window_case_of(*shape) for shape in WINDOW_SHAPES]
+    windows = [window_case_of(*shape) for shape in WINDOW_SHAPES]
+    return rectangles + windows + [turned_case_of(*shape) for shape in TURNED_SHAPES]
 
 
 def case_of(batches: int, keys: int, targets: int) -> Case:
@@ -101,6 +106,91 @@ def window_case_of(batches: int, tokens: int, heads: int) -> Case:
     )
 
 
+def turned_case_of(batches: int, tokens: int, heads: int, width: int, prefix: int) -> Case:
+    dtype = torch.bfloat16
+    row = 2 * heads * width * dtype.itemsize
+    rows = batches * tokens * row * (2 if prefix else 1)
+    angles = tokens * width * torch.float32.itemsize
+    # What is read and what is written; a prefix is read once and written for each row.
+    moved = 2 * rows + angles + (batches + 1) * prefix * row
+    draw = functools.partial(turned_rows, batches, tokens, heads, width, prefix, dtype)
+    return Case(
+        op="rotary",
+        sizes={"B": batches, "T": tokens, "K": 2, "H": heads, "D": width, "P": prefix},
+        dtype=dtype,
+        reference=with_angles(reference.rotary),
+        inputs=draw,
+        sample=draw,
+        bytes_moved={"fwd": moved, "bwd": moved, "fwd+bwd": 2 * moved},
+        flops={},
+    )
+
+
+def turned_rows(
+    batches: int,
+    tokens: int,
+    heads: int,
+    width: int,
+    prefix: int,
+    dtype: torch.dtype,
+    device: str,
+) -> list[Tensor]:
+    """Keys and values from normal distributions; before a prefix as many beside them, and it."""
+    row = (2, heads, width)
+    rows = (batches, tokens, *row)
+    shapes = [rows, rows, (prefix, *row)] if prefix else [rows]
+    return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+@functools.cache
+def angles_of(tokens: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position / base^(2 i / D), [T, D / 2]."""
+    steps = torch.arange(0, width, 2, device=device, dtype=torch.float64)
+    positions = torch.arange(tokens, device=device, dtype=torch.float64)
+    angles = positions.unsqueeze(-1) * ROPE_BASE ** (-steps / width)
+    return angles.cos().float(), angles.sin().float()
+
+
+def with_angles(call: Callable[..., Tensor]) -> Attention:
+    """A function of rows, cos, sin, rows beside them and a prefix as one of the three that are not
+    angles, which get no gradient.
+    """
+
+    def of_rows(rows: Tensor, beside: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+        angles = angles_of(rows.shape[1], rows.shape[-1], rows.device)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        cos, sin = (x.to(wide) for x in angles)
+        return call(rows, cos, sin, beside, prefix)
+
+    return of_rows
+
+
+def ours_rotary(
+    rows: Tensor, cos: Tensor, sin: Tensor, beside: Tensor | None, prefix: Tensor | None
+) -> Tensor:
+    return rotary(rows, cos, sin, beside=beside, prefix=prefix)
+
+
+def torch_rotary(
+    rows: Tensor, cos: Tensor, sin: Tensor, beside: Tensor | None, prefix: Tensor | None
+) -> Tensor:
+    """The rotation as a user of plain torch writes it."""
+    parts = [torch_turned(x, cos, sin) for x in (rows, beside) if x is not None]
+    joint = torch.stack(parts, 2).flatten(1, 2) if len(parts) > 1 else parts[0]
+    if prefix is None:
+        return joint
+    return torch.cat([prefix.expand(len(rows), *prefix.shape), joint], 1)
+
+
+def torch_turned(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Keys turned beside their values."""
+    cos, sin = (torch.cat([x, x], -1).unsqueeze(1) for x in (cos, sin))
+    k, v = rows.unbind(2)
+    x, y = k.chunk(2, -1)
+    turned = k * cos + torch.cat([-y, x], -1) * sin
+    return torch.stack([turned.to(v.dtype), v], 2)
+
+
 def sequences(
     batches: int, tokens: int, heads: int, dtype: torch.dtype, device: str
 ) -> list[Tensor]:
@@ -117,12 +207,18 @@ def inputs(batches: int, keys: int, targets: int, dtype: torch.dtype, device: st
 
 def providers() -> dict[str, dict[str, Attention]]:
     """Ours, torch's own backends each asked for by name, FlexAttention, and FlashAttention where it
-    is installed; of a window, SDPA with the mask that it then needs.
+    is installed; of a window, SDPA with the mask that it then needs; of rotary positions, torch and
+    torch.compile.
     """
     found: dict[str, dict[str, Attention]] = {
         "fusewright": {
             "rectangular_attention": rectangular_attention,
             "sliding_window_attention": functools.partial(sliding_window_attention, window=WINDOW),
+            "rotary": with_angles(ours_rotary),
+        },
+        "torch": {"rotary": with_angles(torch_rotary)},
+        "compile": {
+            "rotary": with_angles(torch.compile(torch_rotary, fullgraph=True, dynamic=False))
         },
         "sdpa-flash": {"rectangular_attention": sdpa(SDPBackend.FLASH_ATTENTION)},
         "sdpa-cudnn": {"rectangular_attention": sdpa(SDPBackend.CUDNN_ATTENTION)},

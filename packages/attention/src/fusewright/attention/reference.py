@@ -1,8 +1,8 @@
 """Every op in plain torch: the specification, the yardstick of the tests and what a CPU runs.
 
 Computed in fp32 (in fp64 for fp64 inputs) and rounded once, to the inputs' dtype; outputs are
-contiguous. It holds all scores at once, [B, H, Nq, M]. The backward pass stands here for the
-derivatives of the ops, first and second.
+contiguous. Attention holds all scores at once, [B, H, Nq, M]. The backward passes stand here for
+the derivatives of the ops, first and second.
 """
 
 from __future__ import annotations
@@ -90,6 +90,49 @@ def sliding_window_attention_backward(
     found = gradients(wide(do), dlse, wide(q), wide(k), wide(v), seen, scale)
     dq, dk, dv = (x.to(q.dtype).contiguous() for x in found)
     return dq, dk, dv
+
+
+def rotary(
+    rows: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    beside: Tensor | None = None,
+    prefix: Tensor | None = None,
+) -> Tensor:
+    """Rows turned by the angles of their tokens, those beside them between, after a prefix; see the
+    public function.
+    """
+    joint = turned(rows, cos, sin)
+    if beside is not None:
+        joint = torch.stack([joint, turned(beside, cos, sin)], 2).flatten(1, 2)
+    if prefix is not None:
+        joint = torch.cat([prefix.expand(len(rows), *prefix.shape[-4:]), joint], 1)
+    return joint.contiguous()
+
+
+def rotary_backward(
+    djoint: Tensor, cos: Tensor, sin: Tensor, beside: bool, shared: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(drows, dbeside, dprefix): rows are turned back, and a shared prefix gets the sum of its
+    gradients over the batch. The second is empty without rows ``beside`` others.
+    """
+    tokens = len(cos) * (1 + beside)
+    dprefix, dturned = djoint.split((djoint.shape[1] - tokens, tokens), 1)
+    back = turned(dturned, *(x.repeat_interleave(1 + beside, 0) for x in (cos, -sin)))
+    dbeside = back[:, 1::2].contiguous() if beside else djoint.new_empty(0)
+    dprefix = wide(dprefix).sum(0).to(djoint.dtype) if shared else dprefix.clone()
+    return back[:, :: 1 + beside].contiguous(), dbeside, dprefix.contiguous()
+
+
+def turned(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of columns (i, i + D / 2) of the first kind turned by the angle of the token; the
+    second as it is.
+    """
+    first, *others = rows.split(1, 2)
+    x, y = wide(first).chunk(2, -1)
+    cos, sin = (angles[:, None, None] for angles in (cos, sin))
+    first = torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(rows.dtype)
+    return torch.cat([first, *others], 2) if others else first
 
 
 def keys_seen(q: Tensor, k: Tensor, window: int, prefix: int, every: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Triton kernels of the backward pass between the joint projection and the memory.
 
-The convolution is computed again. Its gradient by what it saw needs the gradients of later tokens,
-other programs' too: a first launch writes the gradient of its results and every program's share of
-the gradient of its taps, a second one gathers. No atomics: the same inputs give the same bits.
+The convolution is computed again. Its gradient by a row needs the gradients of its results at later
+tokens, of which a program computes those that lie beyond its runs once more: the projection's
+gradient is then one launch's. The taps' gradient is a sum over all tokens: every program has a
+share, and a second launch adds them. No atomics: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,46 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._input_kernels import COUNTS, activated, convolved, gates_of, seen_rows
+from ._input_kernels import (
+    COUNTS,
+    activated,
+    convolved,
+    gates_of,
+    joint_rows,
+    seen_rows,
+    taps_of,
+)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT tiles of them."""
+    tiles = tl.tuple(())
+    for _ in tl.static_range(COUNT):
+        tiles += (tl.zeros([ROWS, COLS], tl.float32),)
+    return tiles
+
+
+@triton.jit
+def upstream_rows(dy_ptr, token, batch_tokens, head, lane, tokens, heads, D: tl.constexpr):
+    """The gradient of a group's results, zeros where there is no token."""
+    return tl.load(
+        dy_ptr + ((batch_tokens + token) * heads + head)[:, None] * D + lane[None, :],
+        mask=(token < tokens)[:, None] & (lane < D)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def conv_gradient(c, dy, KEY_NORM: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr):
+    """The gradient by the convolution's results ``c``."""
+    y, factor, slope = activated(c, KEY_NORM, EPS, D)
+    if KEY_NORM != "":
+        along = tl.sum(dy * y, 1)
+        if KEY_NORM == "rms":
+            along = along / D
+        dy = (dy - y * along[:, None]) * factor
+    return dy * slope
 
 
 @triton.jit
@@ -19,9 +59,11 @@ def group_gradient(
     history_ptr,
     taps_ptr,
     dy_ptr,
-    dc_ptr,
+    dlast_ptr,
+    djoint_ptr,
+    dhistory_ptr,
     parts_ptr,
-    token,
+    tile,
     batch_tokens,
     head,
     group,
@@ -32,53 +74,94 @@ def group_gradient(
     channels,
     USED: tl.constexpr,
     HAS_TAPS: tl.constexpr,
+    HAS_DLAST: tl.constexpr,
     REACH: tl.constexpr,
     KEY_NORM: tl.constexpr,
     EPS: tl.constexpr,
     D: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    """Write the gradient by the convolution's results of one group, and this program's share of the
-    taps' one; zeros where the group is not USED.
+    """Write the gradient by what the convolution saw of one group, and this program's share of the
+    taps' one; without what came of the group's results where it is not USED.
     """
-    there, within = token < tokens, lane < D
-    inside = there[:, None] & within[None, :]
+    within = lane < D
     col = (group * heads + head) * D + lane
-    dc = tl.zeros(inside.shape, tl.float32)
+    first = tile.to(tl.int64) * (ROWS * RUN)
+    start = first + tl.arange(0, ROWS) * RUN
+    taps = taps_of(taps_ptr, col, within, HAS_TAPS, REACH)
+    shares = zeros(ROWS, lane.shape[0], REACH + 1)
+    pending = zeros(ROWS, lane.shape[0], REACH)
     if USED:
-        c = convolved(
+        next_x = joint_rows(joint_ptr, start, col, tokens, within, row_stride)
+        next_dy = upstream_rows(dy_ptr, start, batch_tokens, head, lane, tokens, heads, D)
+        seen = seen_rows(
             joint_ptr,
             history_ptr,
-            taps_ptr,
-            token,
+            start,
             col,
-            there,
+            tokens,
+            first,
             within,
             row_stride,
             channels,
-            HAS_TAPS,
             REACH,
+            0,
         )
-        y, factor, slope = activated(c, KEY_NORM, EPS, D)
-        place = (batch_tokens + token) * heads + head
-        dy = tl.load(dy_ptr + place[:, None] * D + lane[None, :], mask=inside, other=0.0)
-        dc = dy.to(tl.float32)
-        if KEY_NORM != "":
-            along = tl.sum(dc * y, 1)
-            if KEY_NORM == "rms":
-                along = along / D
-            dc = (dc - y * along[:, None]) * factor
-        dc *= slope
-    to = dc_ptr + (batch_tokens + token)[:, None] * channels + col[None, :]
-    tl.store(to, dc.to(dc_ptr.dtype.element_ty), mask=inside)
+    for step in range(RUN + REACH):
+        token = start + step
+        dc = tl.zeros([ROWS, lane.shape[0]], tl.float32)
+        if USED:
+            window = seen
+            window += (next_x.to(tl.float32),)
+            dy = next_dy.to(tl.float32)
+            # Those of the next token are on their way meanwhile.
+            next_x = joint_rows(joint_ptr, token + 1, col, tokens, within, row_stride)
+            next_dy = upstream_rows(dy_ptr, token + 1, batch_tokens, head, lane, tokens, heads, D)
+            dc = conv_gradient(convolved(window, taps, 0, REACH), dy, KEY_NORM, EPS, D)
+            dc = tl.where((token < tokens)[:, None], dc, 0.0)
+            # Beyond the run they are another program's, or another row's.
+            own = tl.where(step < RUN, dc, 0.0)
+            added = tl.tuple(())
+            for tap in tl.static_range(REACH + 1):
+                added += (shares[tap] + window[tap] * own,)
+            shares = added
+            seen = window[1:]
+        # Of the windows that begin with the rows from ``token`` on, the first one has now been seen
+        # by all.
+        dx = dc * taps[0]
+        later = tl.tuple(())
+        if REACH > 0:
+            dx += pending[0]
+        for tap in tl.static_range(1, REACH + 1):
+            part = dc * taps[tap]
+            if tap < REACH:
+                part += pending[tap]
+            later += (part,)
+        pending = later
+        if HAS_DLAST and first + (ROWS * RUN + REACH) > tokens:
+            slot = token - tokens
+            ending = ((slot >= 0) & (slot < REACH))[:, None] & within[None, :]
+            dlast = tl.load(
+                dlast_ptr + slot[:, None] * channels + col[None, :], mask=ending, other=0.0
+            )
+            dx += dlast.to(tl.float32)
+        to = token - REACH
+        tl.store(
+            djoint_ptr + (batch_tokens + to)[:, None] * channels + col[None, :],
+            dx.to(djoint_ptr.dtype.element_ty),
+            mask=((step >= REACH) & (to < tokens))[:, None] & within[None, :],
+        )
+        if REACH > 0 and (tile == 0) & (step < REACH):
+            tl.store(
+                dhistory_ptr + token[:, None] * channels + col[None, :],
+                dx.to(dhistory_ptr.dtype.element_ty),
+                mask=(start == 0)[:, None] & within[None, :],
+            )
     if HAS_TAPS:
         for tap in tl.static_range(REACH + 1):
-            share = tl.zeros([lane.shape[0]], tl.float32)
-            if USED:
-                x = seen_rows(
-                    joint_ptr, history_ptr, token + tap, col, inside, row_stride, channels, REACH
-                )
-                share = tl.sum(x * dc, 0)
-            tl.store(parts_ptr + tap * channels + col, share, mask=within)
+            to = parts_ptr + col * (REACH + 1) + tap
+            tl.store(to, tl.sum(shares[tap], 0), mask=within)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -93,7 +176,9 @@ def _memory_input_backward_kernel(
     dalpha_ptr,
     deta_ptr,
     dtheta_ptr,
-    dc_ptr,
+    dlast_ptr,
+    djoint_ptr,
+    dhistory_ptr,
     parts_ptr,
     dlogits_ptr,
     rate,
@@ -109,28 +194,32 @@ def _memory_input_backward_kernel(
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
     HAS_DGATES: tl.constexpr,
+    HAS_DLAST: tl.constexpr,
     REACH: tl.constexpr,
     KEY_NORM: tl.constexpr,
     EPS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    """One program computes, for ROWS tokens of one head in one group, the gradient by the
-    convolution's results and its share of the taps' gradient; those of queries dlogits too.
-    ``parts`` is [tiles of all rows, REACH + 1, channels]; without taps dc is the projection's
-    gradient.
+    """One program computes the gradient by the projection, and by the history's rows before the
+    first tile, and its share of the taps' gradient for a tile of one head in one group; the last
+    ones dlogits. ``parts`` is [tiles of all rows, channels, REACH + 1].
     """
     head = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads
     batch = (tile // tiles).to(tl.int64)
-    token = (tile % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK_D)
     channels = GROUPS * heads * D
     joint_ptr += batch * batch_stride
     history_ptr += batch * (REACH * channels)
+    dhistory_ptr += batch * (REACH * channels)
+    if HAS_DLAST:
+        dlast_ptr += batch * (REACH * channels)
     if HAS_TAPS:
         parts_ptr += tile.to(tl.int64) * ((REACH + 1) * channels)
+    tile = tile % tiles
 
     for group in tl.static_range(GROUPS):
         # One of them: together they would take more registers than there are.
@@ -140,9 +229,11 @@ def _memory_input_backward_kernel(
                 history_ptr,
                 taps_ptr,
                 dq_ptr if group == 0 else dk_ptr if group == 1 else dv_ptr,
-                dc_ptr,
+                dlast_ptr,
+                djoint_ptr,
+                dhistory_ptr,
                 parts_ptr,
-                token,
+                tile,
                 batch * tokens,
                 head,
                 group,
@@ -153,12 +244,16 @@ def _memory_input_backward_kernel(
                 channels,
                 HAS_DQ if group == 0 else HAS_DK if group == 1 else HAS_DV,
                 HAS_TAPS,
+                HAS_DLAST,
                 REACH,
                 "" if group == 2 else KEY_NORM,
                 EPS,
                 D,
+                ROWS,
+                RUN,
             )
-    if HAS_DGATES and tl.program_id(1) == 0:
+    if HAS_DGATES and tl.program_id(1) == GROUPS:
+        token = tile.to(tl.int64) * (ROWS * RUN) + tl.arange(0, ROWS * RUN)
         there = token < tokens
         place = (batch * tokens + token) * heads + head
         at = (batch * tokens + token) * ((2 + LEARNED) * heads) + head
@@ -174,80 +269,32 @@ def _memory_input_backward_kernel(
         tl.store(dlogits_ptr + at + heads, deta * eta * (1.0 - eta), mask=there)
 
 
-@triton.jit(do_not_specialize=("tokens", "tiles", "shares"))
-def _joint_gradient_kernel(
-    dc_ptr,
-    taps_ptr,
+@triton.jit(do_not_specialize=("shares",))
+def _add_shares_kernel(
     parts_ptr,
-    dlast_ptr,
-    djoint_ptr,
-    dhistory_ptr,
-    dtaps_ptr,
-    tokens,
-    tiles,
+    sum_ptr,
+    rest_ptr,
     shares,
-    HAS_DLAST: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REACH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    SUMS: tl.constexpr,
+    REST: tl.constexpr,
     PARTS: tl.constexpr,
-    PART_COLS: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):
-    """One program adds the shares of PART_COLS numbers of dtaps, or computes the gradient by ROWS
-    rows of what the convolution saw, in COLS channels: rows of the history or of the projection.
+    """One program adds the shares of NUMBERS numbers, PARTS of them at a time. ``parts`` is
+    [shares, SUMS + REST], the first of them those of one tensor, the rest those of another.
     """
-    TAPS: tl.constexpr = REACH + 1
-    NUMBERS: tl.constexpr = TAPS * CHANNELS
-    SUMS: tl.constexpr = (NUMBERS + PART_COLS - 1) // PART_COLS
-    WIDE: tl.constexpr = (CHANNELS + COLS - 1) // COLS
-    program = tl.program_id(0)
-    if program < SUMS:
-        number = program * PART_COLS + tl.arange(0, PART_COLS)
-        total = tl.zeros([PARTS, PART_COLS], tl.float32)
-        for first in range(0, shares, PARTS):
-            part = (first + tl.arange(0, PARTS)).to(tl.int64)
-            total += tl.load(
-                parts_ptr + part[:, None] * NUMBERS + number[None, :],
-                mask=(part < shares)[:, None] & (number < NUMBERS)[None, :],
-                other=0.0,
-            )
-        at = dtaps_ptr + number % CHANNELS * TAPS + number // CHANNELS
-        tl.store(at, tl.sum(total, 0).to(dtaps_ptr.dtype.element_ty), mask=number < NUMBERS)
-    else:
-        tile = (program - SUMS) // WIDE
-        batch = (tile // tiles).to(tl.int64)
-        row = (tile % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        col = (program - SUMS) % WIDE * COLS + tl.arange(0, COLS)
-        inside = (row < tokens + REACH)[:, None] & (col < CHANNELS)[None, :]
-        dx = tl.zeros([ROWS, COLS], tl.float32)
-        for tap in tl.static_range(TAPS):
-            token = row - tap
-            windows = (token >= 0) & (token < tokens)
-            dc = tl.load(
-                dc_ptr + (batch * tokens + token)[:, None] * CHANNELS + col[None, :],
-                mask=inside & windows[:, None],
-                other=0.0,
-            )
-            weight = tl.load(taps_ptr + col * TAPS + tap, mask=col < CHANNELS, other=0.0)
-            dx += dc * weight.to(tl.float32)[None, :]
-        if HAS_DLAST:
-            slot = row - tokens
-            dlast = tl.load(
-                dlast_ptr + (batch * REACH + slot)[:, None] * CHANNELS + col[None, :],
-                mask=inside & (slot >= 0)[:, None],
-                other=0.0,
-            )
-            dx += dlast.to(tl.float32)
-        token = row - REACH
-        tl.store(
-            djoint_ptr + (batch * tokens + token)[:, None] * CHANNELS + col[None, :],
-            dx.to(djoint_ptr.dtype.element_ty),
-            mask=inside & (token >= 0)[:, None],
+    number = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = number < SUMS + REST
+    total = tl.zeros([PARTS, NUMBERS], tl.float32)
+    for first in range(0, shares, PARTS):
+        part = (first + tl.arange(0, PARTS)).to(tl.int64)
+        total += tl.load(
+            parts_ptr + part[:, None] * (SUMS + REST) + number[None, :],
+            mask=(part < shares)[:, None] & inside[None, :],
+            other=0.0,
         )
-        if REACH > 0:
-            tl.store(
-                dhistory_ptr + (batch * REACH + row)[:, None] * CHANNELS + col[None, :],
-                dx.to(dhistory_ptr.dtype.element_ty),
-                mask=inside & (token < 0)[:, None],
-            )
+    found = tl.sum(total, 0)
+    tl.store(sum_ptr + number, found.to(sum_ptr.dtype.element_ty), mask=number < SUMS)
+    if REST > 0:
+        rest = rest_ptr + number - SUMS
+        tl.store(rest, found.to(rest_ptr.dtype.element_ty), mask=inside & (number >= SUMS))

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ._input_backward_kernels import _joint_gradient_kernel, _memory_input_backward_kernel
-from ._input_configs import BACKWARD, FORWARD, JOINT_GRADIENT, InputTile
+from ._backends import card_of
+from ._input_backward_kernels import _add_shares_kernel, _memory_input_backward_kernel
+from ._input_configs import ADD_SHARES, BACKWARD, FORWARD, RunTile, run_tile
 from ._input_kernels import _memory_input_kernel
 from ._launch import Allocate, Kind, Launch, is_current, kinds, made, memory
 from .input_reference import NORM_EPS
@@ -47,15 +48,21 @@ class Problem(NamedTuple):
     def block_d(self) -> int:
         return triton.next_power_of_2(self.width)
 
-    def rows(self, config: InputTile) -> int:
-        return config.rows(self.block_d, self.dtype)
-
-    def tiles(self, config: InputTile) -> int:
+    def tiles(self, config: RunTile) -> int:
         """Of one row of the batch; one where there are no tokens, for its history goes on."""
-        return max(1, triton.cdiv(self.tokens, self.rows(config)))
+        return max(1, triton.cdiv(self.tokens, config.tokens(self.block_d)))
+
+    def programs(self, groups: int, config: RunTile) -> int:
+        """Of a launch with ``groups`` programs for every tile of a head."""
+        return self.batch * self.tiles(config) * self.heads * groups
+
+    def config(self, table: tuple[RunTile, ...], groups: int) -> RunTile:
+        """The line of a launch with ``groups`` programs for every tile of a head."""
+        programs = functools.partial(self.programs, groups)
+        return run_tile(table, card_of(self.device), self.taps, programs)
 
     def launch(
-        self, kernel: Any, config: InputTile, joint: Kind, groups: int, **flags: bool
+        self, kernel: Any, config: RunTile, joint: Kind, groups: int, **flags: bool
     ) -> Launch:
         """A kernel whose programs have some tokens of one head, ``groups`` programs of each."""
         tiles = self.tiles(config)
@@ -74,7 +81,8 @@ class Problem(NamedTuple):
             EPS=NORM_EPS,
             D=self.width,
             BLOCK_D=self.block_d,
-            ROWS=self.rows(config),
+            ROWS=config.rows(self.block_d),
+            RUN=config.run,
         )
 
 
@@ -89,17 +97,16 @@ class Plan(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """One backward pass: the gradient by the convolution's results, and what gathers it; without
-    taps the first one is all.
+    """One backward pass, and what adds the shares of the taps' gradient; without taps the first one
+    is all.
     """
 
     launch: Launch | None
-    gather: Launch | None
+    add_shares: Launch | None
     djoint: Allocate
     dhistory: Allocate
     dtaps: Allocate | None
     dlogits: Allocate | None
-    dc: Allocate | None
     parts: Allocate | None
 
 
@@ -146,8 +153,11 @@ def forward_plan(problem: Problem, operands: tuple[Kind | None, ...]) -> Plan:
     device = problem.device
     launch = None
     if problem.batch:
+        # Queries are one program's, what is written another's.
+        groups = 2 if problem.gates else 1
+        config = problem.config(FORWARD, groups)
         flags = dict(HAS_PRESENT=present is not None)
-        launch = problem.launch(_memory_input_kernel, FORWARD, joint, 1, **flags)
+        launch = problem.launch(_memory_input_kernel, config, joint, groups, **flags)
     return Plan(
         launch,
         memory((*by_head, problem.width), problem.dtype, device),
@@ -185,19 +195,19 @@ def launch_memory_input_backward(
             )
     joint = with_contiguous_rows(joint)
     others = history, taps, logits, dq, dk, dv, dalpha, deta, dtheta, dlast
-    *operands, dlast = joint, *(contiguous(x) for x in others)
+    operands = joint, *(contiguous(x) for x in others)
     problem = problem_of(joint, taps, logits, heads, key_norm)
-    plan = backward_plan(problem, kinds(*operands, dlast))
+    plan = backward_plan(problem, kinds(*operands))
     djoint, dhistory = plan.djoint(), plan.dhistory()
-    dtaps, dlogits, dc, parts = (made(x) for x in (plan.dtaps, plan.dlogits, plan.dc, plan.parts))
+    dtaps, dlogits, parts = (made(x) for x in (plan.dtaps, plan.dlogits, plan.parts))
     if plan.launch is None:
         if dtaps is not None:
             dtaps.zero_()
         return djoint, dhistory, dtaps, dlogits
     rate = largest if theta is None else theta
-    plan.launch((*operands, djoint if dc is None else dc, parts, dlogits), (rate,))
-    if plan.gather is not None:
-        plan.gather((dc, operands[2], parts, dlast, djoint, dhistory, dtaps))
+    plan.launch((*operands, djoint, dhistory, parts, dlogits), (rate,))
+    if plan.add_shares is not None:
+        plan.add_shares((parts, dtaps, None))
     return djoint, dhistory, dtaps, dlogits
 
 
@@ -213,47 +223,49 @@ def backward_plan(problem: Problem, operands: tuple[Kind | None, ...]) -> Backwa
         *(problem.batch, problem.tokens, problem.channels),
         problem.device,
     )
-    reach, shares = problem.reach, batch * problem.tiles(BACKWARD)
+    reach = problem.reach
+    groups = problem.groups + (dalpha is not None)
+    config = problem.config(BACKWARD, groups)
+    shares = batch * problem.tiles(config)
     wide = functools.partial(memory, dtype=torch.float32, device=device)
-    launch = gather = None
+    launch = add_shares = None
     if batch:
         launch = problem.launch(
             _memory_input_backward_kernel,
-            BACKWARD,
+            config,
             joint,
-            problem.groups,
+            groups,
             HAS_DQ=dq is not None,
             HAS_DK=dk is not None,
             HAS_DV=dv is not None,
             HAS_DGATES=dalpha is not None,
+            HAS_DLAST=dlast is not None and reach > 0,
         )
     if batch and taps is not None:
-        config = JOINT_GRADIENT
-        tiles = triton.cdiv(tokens + reach, config.rows)
-        sums = triton.cdiv((reach + 1) * channels, config.part_columns)
-        gather = Launch(
-            _joint_gradient_kernel,
-            (sums + batch * tiles * triton.cdiv(channels, config.columns),),
-            device,
-            (tokens, tiles, shares),
-            dict(num_warps=config.num_warps),
-            HAS_DLAST=dlast is not None and reach > 0,
-            CHANNELS=channels,
-            REACH=reach,
-            ROWS=config.rows,
-            COLS=config.columns,
-            PARTS=config.parts,
-            PART_COLS=config.part_columns,
-        )
+        add_shares = shares_launch(shares, (reach + 1) * channels, 0, device)
     return BackwardPlan(
         launch,
-        gather,
+        add_shares,
         memory((batch, tokens, channels), problem.dtype, device),
         memory((batch, reach, channels), history[0], device),
         None if taps is None else memory((channels, reach + 1), taps[0], device),
         None if dalpha is None else wide((batch, tokens, problem.gates * problem.heads)),
-        None if taps is None else wide((batch, tokens, channels)),
-        None if taps is None else wide((shares, reach + 1, channels)),
+        None if taps is None else wide((shares, channels, reach + 1)),
+    )
+
+
+def shares_launch(shares: int, sums: int, rest: int, device: torch.device) -> Launch:
+    """What adds ``shares`` shares of ``sums`` numbers of one tensor and ``rest`` of another."""
+    return Launch(
+        _add_shares_kernel,
+        (triton.cdiv(sums + rest, ADD_SHARES.numbers),),
+        device,
+        (shares,),
+        dict(num_warps=ADD_SHARES.num_warps),
+        SUMS=sums,
+        REST=rest,
+        PARTS=ADD_SHARES.parts,
+        NUMBERS=ADD_SHARES.numbers,
     )
 
 

@@ -4,8 +4,9 @@ r"""What the memory is asked and told, from the joint projection and the gates' 
     alpha, eta, rate = sigmoid(logits)          theta = largest (1 - eta) rate, or a constant
 
 with a causal depthwise convolution over what lies before the first token, too. One launch forward
-and two backward, which compute the convolution again: saved are the inputs. All in fp32, rounded
-once; sums have a fixed order.
+and two backward, the first of which computes the convolution again, and the second adds what its
+programs found of the taps' gradient: saved are the inputs. All in fp32, rounded once; sums have a
+fixed order.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _scan_keys_backward_kernel(
     nu_ptr,
     reach_ptr,
     states_ptr,
-    e_ptr,
+    e_wide_ptr,
     h_ptr,
     p_ptr,
     dk_read_ptr,
@@ -236,7 +236,8 @@ def _scan_keys_backward_kernel(
 ):
     """One program computes dk of one chunk of one head, and the gradients of the last rows of gamma
     and nu and of the last keep, carry and decay, from the gradient of the memory with which the
-    chunk ends.
+    chunk ends. All of a token's gradient has e for a factor, so its rounding would not average out
+    of those of gamma and nu: here it is in fp32.
     """
     SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
     local = tl.program_id(0).to(tl.int64)
@@ -260,21 +261,20 @@ def _scan_keys_backward_kernel(
     is_last = local % chunks == chunks - 1
     dmemory = gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, SIZE)
     dmomentum = dmemory + SIZE
-    e = load_matrix(e_ptr + local * (C * D), token, col, C, D)
+    e = load_matrix(e_wide_ptr + local * (C * D), token, col, C, D)
     b2 = load_b2(memory, D, HIDDEN, BLOCK_D)
     sb2 = load_b2(momentum, D, HIDDEN, BLOCK_D)
     db2 = load_b2(dmemory, D, HIDDEN, BLOCK_D)
     dsb2 = load_b2(dmomentum, D, HIDDEN, BLOCK_D)
-    dgamma = -tl.sum(e.to(tl.float32) * db2[None, :], 1)
-    dnu = -tl.sum(e.to(tl.float32) * dsb2[None, :], 1)
+    dgamma = -tl.sum(e * db2[None, :], 1)
+    dnu = -tl.sum(e * dsb2[None, :], 1)
     dkeep = tl.sum(db2 * b2)
     dcarry = tl.sum(db2 * sb2)
     ddecay = tl.sum(dsb2 * sb2)
     corner = local * (C * HIDDEN)
-    dk = load_matrix(dk_read_ptr + local * (C * D), token, col, C, D)
+    # One layer after the other: both at once would fill the registers.
     for block in tl.range(0, BLOCKS, num_stages=1):
         row = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        h = load_matrix(h_ptr + corner, token, row, C, HIDDEN).to(tl.float32)
         w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
         s2 = load_weights(momentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
         dw2 = load_weights(dmemory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
@@ -282,9 +282,13 @@ def _scan_keys_backward_kernel(
         dkeep += tl.sum(dw2 * w2)
         dcarry += tl.sum(dw2 * s2)
         ddecay += tl.sum(ds2 * s2)
-        dgamma -= tl.sum(h * product(e, tl.trans(dw2.to(k.dtype)), UPCAST, PRECISION), 1)
-        dnu -= tl.sum(h * product(e, tl.trans(ds2.to(k.dtype)), UPCAST, PRECISION), 1)
+        h = load_matrix(h_ptr + corner, token, row, C, HIDDEN)
+        dgamma -= tl.sum(e * product(h, dw2.to(k.dtype), UPCAST, PRECISION), 1)
+        dnu -= tl.sum(e * product(h, ds2.to(k.dtype), UPCAST, PRECISION), 1)
 
+    dk = load_matrix(dk_read_ptr + local * (C * D), token, col, C, D)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
         dw1 = load_weights(dmemory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
         ds1 = load_weights(dmomentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
         w1 = load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)

@@ -103,7 +103,7 @@ def launch_scan_backward(
     dstate, states = dend.contiguous(), states.contiguous()
     from_reads = tuple(allocate() for allocate in plan.from_reads)
     from_ends = tuple(allocate() for allocate in plan.from_ends)
-    e, h, slope, curve, p, read_h, read_slope, matches = kept = tuple(
+    e, e_wide, h, slope, curve, p, read_h, read_slope, matches = kept = tuple(
         allocate() for allocate in plan.kept
     )
     dk_read, de, dgamma, dreach, dstates = from_reads
@@ -119,7 +119,7 @@ def launch_scan_backward(
         given = (h, slope, curve, e, de, dh, dp, dstates, dstate)
         dbegin = plan.dbegin()
         part.write((k, *ends, *given, dbegin, dv, written, tiles, arrived))
-        part.keys((k, *ends, e, h, p, dk_read, dh, dstates, dstate, written, dk, *from_ends))
+        part.keys((k, *ends, e_wide, h, p, dk_read, dh, dstates, dstate, written, dk, *from_ends))
         part.gates((alpha, eta, written, gamma, nus, reach, dgamma, dreach, *from_ends, *dgates))
         # The chunks before these end with what these began with.
         dstate = dbegin
@@ -153,7 +153,7 @@ def backward_plan(problem: Problem, operands: tuple[Kind, ...]) -> BackwardPlan:
         ),
         memory(rows_shape(problem), problem.dtype, device),
         wide(rows_shape(problem)[:-1]),
-        (own(layer), *[own(hidden_layer)] * 6, wide(square)),
+        (own(layer), wide(layer), *[own(hidden_layer)] * 6, wide(square)),
         (
             *(wide(layer), wide(layer), wide(square)),
             *(wide((heads, together, 2, chunk)), wide((heads, together, 2, size))),

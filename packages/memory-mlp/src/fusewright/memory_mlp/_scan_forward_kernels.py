@@ -192,6 +192,7 @@ def _scan_read_kernel(
     states_ptr,
     y_ptr,
     e_ptr,
+    e_wide_ptr,
     h_ptr,
     slope_ptr,
     curve_ptr,
@@ -229,8 +230,8 @@ def _scan_read_kernel(
 ):
     """One program reads for the queries of one chunk of one head; ``chunks`` chunks of every head
     from ``first_chunk`` on are read. With KEEP it writes, instead of y, what the backward pass
-    wants of the keys (e [C, D]; h, act'(z), dh act''(z) and p [C, HIDDEN]) and of the reads (h and
-    act'(z) [C, HIDDEN], and how the hidden layers match [C, C]).
+    wants of the keys (e [C, D], rounded and in fp32; h, act'(z), dh act''(z) and p [C, HIDDEN]) and
+    of the reads (h and act'(z) [C, HIDDEN], and how the hidden layers match [C, C]).
     """
     SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
     local = tl.program_id(0).to(tl.int64)
@@ -266,7 +267,10 @@ def _scan_read_kernel(
         h, _, _ = activated(z, ACTIVATION)
         e = product_onto(e, h.to(k.dtype), w2, UPCAST, PRECISION)
     e = FACTOR * (e + load_b2(memory, D, HIDDEN, BLOCK_D)[None, :] - v.to(tl.float32))
-    e = tl.where(written[:, None], e, 0.0).to(k.dtype)
+    e = tl.where(written[:, None], e, 0.0)
+    if KEEP:
+        store_matrix(e_wide_ptr + local * (C * D), e, token, col, C, D)
+    e = e.to(k.dtype)
     by_p = product(q, tl.trans(k), UPCAST, PRECISION)
     # The ones carry the biases.
     by_p = (-(by_p + 1.0) * gamma).to(k.dtype)

@@ -27,7 +27,7 @@ from .packing import packed_size
 Tensor = torch.Tensor
 
 # What the kernel of the reads writes for the backward pass alone.
-NOT_KEPT = (None,) * 8
+NOT_KEPT = (None,) * 9
 
 
 class Plan(NamedTuple):

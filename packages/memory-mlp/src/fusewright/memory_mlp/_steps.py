@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from . import deep_memory
 from ._backends import Backend
-from .memory_read import memory_read
+from .memory_read import fits, memory_read
 from .memory_scan import memory_scan
 from .memory_state import Weights, Writes, like
 from .memory_update import MemoryUpdate, memory_update
@@ -176,7 +176,10 @@ def read(rules: Rules, q: Tensor, weights: Weights) -> Tensor:
     if rules.scope == "batch_pooled":
         q = q.flatten(0, 1).unsqueeze(0)
     if isinstance(weights, MemoryWeights):
-        y = memory_read(q, weights, activation=rules.activation)
+        # Pooled steps take wider heads than the read's kernels do.
+        served = fits(q.shape[-1], weights.b1.shape[-1])
+        backend = rules.backend if served else "reference"
+        y = memory_read(q, weights, activation=rules.activation, backend=backend)
     else:
         y = deep_memory.memory_read(q, weights, activation=rules.activation)
     return y.squeeze(0).unflatten(0, (rows, -1)) if rules.scope == "batch_pooled" else y

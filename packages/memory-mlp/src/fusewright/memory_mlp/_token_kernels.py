@@ -1,4 +1,6 @@
-"""Triton kernels that leave tokens out: which are finite, and what stands where they were."""
+"""Triton kernels that leave tokens out: which are finite, what stands where they were, and how many
+they are.
+"""
 
 from __future__ import annotations
 
@@ -79,3 +81,44 @@ def _kept_tokens_kernel(
         y = tl.where(unmasked[:, None], y, 0.0)
     y = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * WIDTH + col[None, :], y, mask=inside)
+
+
+@triton.jit(do_not_specialize=("tokens", "heads"))
+def _count_tokens_kernel(
+    written_ptr,
+    skipped_ptr,
+    position_ptr,
+    mask_ptr,
+    lost_ptr,
+    now_ptr,
+    total_ptr,
+    later_ptr,
+    tokens,
+    heads,
+    HAS_MASK: tl.constexpr,
+    HAS_LOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program counts the tokens of one row that one head did not write, in all those that are
+    not masked, and moves both counters of the state on.
+    """
+    batch = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    missing = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, tokens, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        there = token < tokens
+        place = batch * tokens + token
+        written = tl.load(written_ptr + place * heads + head, mask=there, other=0) != 0
+        given = there
+        if HAS_MASK:
+            given = tl.load(mask_ptr + place, mask=there, other=0) != 0
+        missing += given.to(tl.int32) - written.to(tl.int32)
+    at = batch * heads + head
+    now = tl.sum(missing, 0).to(tl.int64)
+    if HAS_LOST:
+        now += tl.load(lost_ptr + at)
+    tl.store(now_ptr + at, now)
+    tl.store(total_ptr + at, tl.load(skipped_ptr + at) + now)
+    if head == 0:
+        tl.store(later_ptr + batch, tl.load(position_ptr + batch) + tokens)

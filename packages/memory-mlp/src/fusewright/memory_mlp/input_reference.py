@@ -159,6 +159,53 @@ def finite_tokens(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     return kept_tokens(x, present.unsqueeze(-1), None, 0.0), present
 
 
+def gated_tokens(
+    x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`finite_tokens`, and the gates' logits ``[B, T, n]`` of the first of them, ``weight
+    [n, dim]`` and ``bias [n]``.
+    """
+    y, present = finite_tokens(x, mask)
+    rows = wide(y)
+    return y, present, F.linear(rows, weight.to(rows.dtype), bias.to(rows.dtype))
+
+
+def gated_tokens_backward(
+    y: Tensor, present: Tensor, weight: Tensor, dy: Tensor | None, dlogits: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of (x, weight, bias)."""
+    dx = dlogits @ weight.to(dlogits.dtype)
+    if dy is not None:
+        dx = dx + dy
+    dx = torch.where(present.unsqueeze(-1), dx, 0.0).to(y.dtype)
+    slopes = dlogits.flatten(0, 1)
+    dweight = slopes.mT @ y.flatten(0, 1).to(slopes.dtype)
+    return dx, dweight.to(weight.dtype), slopes.sum(0).to(weight.dtype)
+
+
+def counted_tokens(
+    written: Tensor,
+    skipped: Tensor,
+    position: Tensor,
+    mask: Tensor | None,
+    lost: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(tokens not written now, in all, tokens that came)``: ``[B, heads]``, ``[B, heads]`` and
+    ``[B]``.
+
+    Args:
+        written: ``[B, T, heads]``, of a call.
+        skipped, position: the counters before it.
+        mask: ``[B, T]``, which tokens should have been written, or None for all.
+        lost: ``[B, heads]``, tokens of steps that were skipped, or None.
+    """
+    tokens = written.shape[1] if mask is None else mask.sum(1, keepdim=True)
+    now = tokens - written.sum(1)
+    if lost is not None:
+        now = now + lost
+    return now, skipped + now, position + written.shape[1]
+
+
 def kept_tokens(x: Tensor, kept: Tensor, mask: Tensor | None, other: float) -> Tensor:
     """x ``[B, T, dim]`` where all of ``kept [B, T, n]`` is True, ``other`` elsewhere; zeros where
     ``mask [B, T]`` is False.

@@ -1,41 +1,171 @@
-"""Reading the memory without writing it: a two-layer perceptron for every row and head."""
+r"""Reading the memory without writing it: a two-layer perceptron for every row and head.
+
+    y = w2 act(w1 q + b1) + b2
+
+One launch forward and one backward, a second where few heads have many tokens. Saved are q and the
+weights; the hidden layer is computed again. Weights that are views of what a scan returned are read
+where they lie, and their gradient is written as it is packed. Operands of products are in q's dtype
+(fp32: exact, unless torch multiplies fp32 matrices in TF32), sums and biases in fp32. Sums have a
+fixed order.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from ._backends import Backend, launchers, uses_triton, warn_once, without_autocast
 from ._checks import autocast
 from ._module_checks import check_read
-from .packing import cast
+from ._registration import Derivative, Op, empty_grad, second_order
+from .memory_scan import WIDEST, WIDEST_HIDDEN
+from .packing import cast, pack_weights, unpack_weights
 from .scan_reference import ACTIVATIONS
 from .weights import MemoryWeights
 
 Tensor = torch.Tensor
 
+OPERANDS = "Tensor q, Tensor state, int hidden, str activation"
 
-def memory_read(q: Tensor, weights: MemoryWeights, *, activation: str = "silu") -> Tensor:
-    """M(q) = w2 act(w1 q + b1) + b2, in matrix products of torch.
 
-    Args:
-        q: ``[B, T, heads, D]``, fp32, bf16, fp16 or fp64.
-        weights: ``[B, heads, ...]`` of any floating dtype; may be expanded.
-        activation: "silu", "relu" or "gelu" (the exact one).
-
-    Returns:
-        ``[B, T, heads, D]`` in q's dtype, or in autocast's under autocast. Weights and each layer's
-        result are rounded to that dtype, as in torch's own linear layers; products are summed in
-        fp32.
-
-    Differentiable in q and weights, any number of times.
-
-    Raises:
-        TypeError: a tensor is not floating point or not strided.
-        ValueError: the shapes do not fit together, the devices differ, or the activation is
-            unknown.
-    """
-    check_read(q, weights, activation)
-    (q,) = autocast(q)
-    w1, b1, w2, b2 = cast(weights, q.dtype)
+def in_products(q: Tensor, weights: MemoryWeights, activation: str) -> Tensor:
+    """M(q) in matrix products of torch; weights and each layer's result in q's dtype."""
+    w1, b1, w2, b2 = weights
     # Columns, then rows: the gradients of w1 and of w2's transpose come as they are packed.
     h = ACTIVATIONS[activation](w1 @ q.permute(0, 2, 3, 1) + b1.unsqueeze(-1))
     return (h.mT @ w2.mT + b2.unsqueeze(-2)).transpose(1, 2)
+
+
+def _forward_triton(q, state, hidden, activation):
+    return launchers().launch_read(q, state, hidden, activation)
+
+
+def _forward_reference(q, state, hidden, activation):
+    weights = unpack_weights(state.to(q.dtype), hidden, q.shape[-1])
+    with without_autocast(q.device):
+        return in_products(q, weights, activation).contiguous()
+
+
+def _forward_fake(q, state, hidden, activation):
+    return q.new_empty(q.shape)
+
+
+def _backward_triton(dy, q, *others):
+    found = launchers().launch_read_backward(dy, q, *others)
+    return tuple(empty_grad(q) if x is None else x for x in found)
+
+
+def _backward_reference(dy, q, state, hidden, activation, with_q, with_weights):
+    def read(q, state):
+        return _forward_reference(q, state, hidden, activation)
+
+    dq, dstate = torch.func.vjp(read, q, state)[1](dy)
+    return dq.contiguous() if with_q else empty_grad(q), dstate if with_weights else empty_grad(q)
+
+
+def _backward_fake(dy, q, state, hidden, activation, with_q, with_weights):
+    return (
+        q.new_empty(q.shape) if with_q else empty_grad(q),
+        state.new_empty(state.shape) if with_weights else empty_grad(q),
+    )
+
+
+_forward = Op(
+    f"memory_read({OPERANDS}) -> Tensor",
+    triton=_forward_triton,
+    reference=_forward_reference,
+    fake=_forward_fake,
+)
+_backward = Op(
+    f"memory_read_backward(Tensor dy, {OPERANDS}, bool with_q, bool with_weights)"
+    " -> (Tensor dq, Tensor dstate)",
+    triton=_backward_triton,
+    reference=_backward_reference,
+    fake=_backward_fake,
+)
+
+
+@_forward.derivative
+class _MemoryRead(Derivative):
+    @staticmethod
+    def forward(ctx, run, q, state, *options):
+        ctx.save_for_backward(q, state)
+        ctx.options = options
+        return run(q, state, *options)
+
+    @staticmethod
+    def backward(ctx, dy):
+        wanted = ctx.needs_input_grad[1:3]
+        grads = _backward(dy, *ctx.saved_tensors, *ctx.options, *wanted)
+        asked = (g if want else None for g, want in zip(grads, wanted, strict=True))
+        return None, *asked, None, None
+
+
+@_backward.derivative
+class _MemoryReadBackward(Derivative):
+    @staticmethod
+    def forward(ctx, run, dy, q, state, *options):
+        ctx.save_for_backward(dy, q, state)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return run(dy, q, state, *options)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        def backward(dy, q, state):
+            return _backward_reference(dy, q, state, *ctx.options)
+
+        return None, *second_order(backward, ctx.saved_tensors, cotangents), *(None,) * 4
+
+
+def memory_read(
+    q: Tensor, weights: MemoryWeights, *, activation: str = "silu", backend: Backend = "auto"
+) -> Tensor:
+    """M(q) = w2 act(w1 q + b1) + b2.
+
+    Args:
+        q: ``[B, T, heads, D]``, fp32, bf16 or fp16 (the reference takes fp64 too). Any strides;
+            only a tensor whose last axis is not contiguous is copied.
+        weights: ``[B, heads, ...]`` of any floating dtype; may be expanded. Views of what a scan
+            returned are read as they lie, others are packed first.
+        activation: "silu", "relu" or "gelu" (the exact one).
+        backend: "auto" takes the kernels for CUDA tensors and the reference, products of torch, for
+            CPU tensors; "triton" raises where the kernels cannot serve.
+
+    Returns:
+        ``[B, T, heads, D]`` in q's dtype, or in autocast's under autocast; contiguous from the
+        kernels. Matrices and the first layer's result are rounded to that dtype, as in torch's own
+        linear layers (the reference rounds biases and what is added to them too); products are
+        summed in fp32. What is not finite stays within its row and head.
+
+    Differentiable in q and weights: any number of times in the reference, twice in the kernels,
+    whose second derivative runs in plain torch.
+
+    Raises:
+        TypeError: a tensor is not floating point or not strided.
+        ValueError: the shapes do not fit together, the devices differ, or an option is unknown.
+        RuntimeError: backend is "triton" and the kernels cannot serve this call.
+    """
+    check_read(q, weights, activation)
+    (q,) = autocast(q)
+    hidden = weights.b1.shape[-1]
+    if uses_triton(q, backend) and serves(q, hidden, backend):
+        return _forward(q, pack_weights(weights).to(torch.float32), hidden, activation)
+    return in_products(q, cast(weights, q.dtype), activation)
+
+
+def serves(q: Tensor, hidden: int, backend: Backend) -> bool:
+    """Whether the kernels are made for a memory of this size."""
+    if fits(q.shape[-1], hidden):
+        return True
+    obstacle = (
+        f"the kernels of memory_read serve heads of up to {WIDEST} columns and 1 to "
+        f"{WIDEST_HIDDEN} hidden units, not {q.shape[-1]} and {hidden}"
+    )
+    if backend == "triton":
+        raise RuntimeError(f'backend="triton" cannot serve this call: {obstacle}')
+    warn_once(obstacle)
+    return False
+
+
+def fits(width: int, hidden: int) -> bool:
+    return width <= WIDEST and 0 < hidden <= WIDEST_HIDDEN

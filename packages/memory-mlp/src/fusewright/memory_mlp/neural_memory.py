@@ -33,7 +33,7 @@ from ._module_checks import (
 )
 from ._projections import KEY_NORMS, KeyNorm, Projections
 from ._steps import Granularity, Read, Reduction, Rules, Scope, move, read, weights_at_end
-from ._tokens import finite_tokens, kept_tokens
+from ._tokens import counted_tokens, finite_tokens, gated_tokens, kept_tokens
 from .memory_state import (
     MemoryState,
     MemoryStats,
@@ -256,7 +256,8 @@ class NeuralMemory(nn.Module):
         else:
             self.check_own(state, batch)
         backend = self.rules.backend
-        x, present = finite_tokens(x, mask, backend=backend)
+        gates = self.gates.linear
+        x, present, logits = gated_tokens(x, gates.weight, gates.bias, mask, backend=backend)
         fine = None
         if queries is not None:
             queries, fine = finite_tokens(queries, present, backend=backend)
@@ -264,7 +265,7 @@ class NeuralMemory(nn.Module):
             self.projections(x, queries),
             state.convolution,
             self.projections.taps,
-            self.gates.logits(x),
+            logits,
             present,
             heads=self.heads,
             key_norm=self.projections.key_norm,
@@ -277,18 +278,8 @@ class NeuralMemory(nn.Module):
         moved = move(self.rules, q, writes, state.weights, state.momentum, state.tail)
         kept = writes.written if fine is None else writes.written & fine.unsqueeze(-1)
         # What is masked is not written either.
-        tokens = x.shape[1] if mask is None else mask.sum(1, keepdim=True)
-        skipped = tokens - writes.written.sum(1)
-        if moved.skipped is not None:
-            skipped = skipped + moved.skipped
-        state = MemoryState(
-            moved.weights,
-            moved.momentum,
-            moved.tail,
-            history,
-            state.skipped + skipped,
-            state.position + x.shape[1],
-        )
+        skipped, *counters = counted_tokens(state, writes, mask, moved.skipped, backend=backend)
+        state = MemoryState(moved.weights, moved.momentum, moved.tail, history, *counters)
         if self.outer_grad != "full":
             state = detached(state)
         return Reads(moved.y.flatten(2), kept, mask), state, stats_of(writes, skipped)

@@ -22,28 +22,53 @@ Tensor = torch.Tensor
 def pack(weights: MemoryWeights, momentum: MemoryWeights) -> Tensor:
     """``[*lead, 2, SIZE]``, the tensor itself where these are the views that ``unpack`` makes."""
     whole = packed(weights, momentum)
-    if whole is not None:
-        return whole
-    lead = weights.b1.shape[:-1]
+    return joined(weights, momentum) if whole is None else whole
+
+
+def pack_weights(weights: MemoryWeights) -> Tensor:
+    """``[*lead, 1, SIZE]``, or the tensor ``[*lead, 2, SIZE]`` where these are views that
+    ``unpack`` makes.
+    """
+    whole = packed(weights)
+    return joined(weights) if whole is None else whole
+
+
+def joined(*halves: MemoryWeights) -> Tensor:
+    """``[*lead, halves, SIZE]``, a copy."""
+    lead = halves[0].b1.shape[:-1]
     parts = [
         x.reshape(*lead, math.prod(x.shape[len(lead) :]))
-        for half in (weights, momentum)
+        for half in halves
         for x in (half.w1, half.w2.mT, half.b1, half.b2)
     ]
-    return torch.cat(parts, -1).unflatten(-1, (2, -1))
+    return torch.cat(parts, -1).unflatten(-1, (len(halves), -1))
 
 
 def unpack(state: Tensor, hidden: int, width: int) -> tuple[MemoryWeights, MemoryWeights]:
     """(weights, momentum), views of ``state [*lead, 2, SIZE]``."""
-    sizes = (hidden * width, width * hidden, hidden, width)
-
-    def half(w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor) -> MemoryWeights:
-        matrix = (hidden, width)
-        return MemoryWeights(w1.unflatten(-1, matrix), b1, w2.unflatten(-1, matrix).mT, b2)
-
     # Split once more for the momentum: where only the weights are read, its gradient is one tensor.
-    *weights, momentum = state.flatten(-2).split((*sizes, sum(sizes)), -1)
-    return half(*weights), half(*momentum.split(sizes, -1))
+    size = packed_size(hidden, width)
+    *weights, momentum = state.flatten(-2).split((*part_sizes(hidden, width), size), -1)
+    parts = momentum.split(part_sizes(hidden, width), -1)
+    return shaped(hidden, width, *weights), shaped(hidden, width, *parts)
+
+
+def unpack_weights(state: Tensor, hidden: int, width: int) -> MemoryWeights:
+    """The weights, views of ``state [*lead, 1 or 2, SIZE]``."""
+    return shaped(hidden, width, *state.select(-2, 0).split(part_sizes(hidden, width), -1))
+
+
+def part_sizes(hidden: int, width: int) -> tuple[int, ...]:
+    """How many numbers a half has of each tensor."""
+    return hidden * width, width * hidden, hidden, width
+
+
+def shaped(
+    hidden: int, width: int, w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor
+) -> MemoryWeights:
+    """One half from its parts."""
+    matrix = (hidden, width)
+    return MemoryWeights(w1.unflatten(-1, matrix), b1, w2.unflatten(-1, matrix).mT, b2)
 
 
 def packed(weights: MemoryWeights, momentum: MemoryWeights | None = None) -> Tensor | None:

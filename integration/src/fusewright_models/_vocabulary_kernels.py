@@ -1,0 +1,101 @@
+"""The softmax of a chunk of logits, and their gradient in their place: one launch, which reads
+every logit from memory once and writes it once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+Tensor = torch.Tensor
+
+# Source: docs/decisions/0007-vocabulary-loss-h200.csv.
+DEEP, LANES, WARPS = 16, 512, 8
+
+
+@triton.jit(do_not_specialize=("row_stride",))
+def _softmax_gradient_kernel(
+    logits_ptr,
+    target_ptr,
+    log_p_ptr,
+    vocabulary,
+    row_stride,
+    HAS_GRADIENT: tl.constexpr,
+    DEEP: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One program takes one row: log p of its target, and p - one_hot(target) over the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    target = tl.load(target_ptr + row)
+    known = (target >= 0) & (target < vocabulary)
+    # A target that is none reads nothing, and shows in the loss.
+    x_target = tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32)
+    target = tl.where(known, target, -1).to(tl.int32)
+    lane = tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+
+    # Every lane has a maximum and a sum of its own; they meet once, at the end. A lane takes DEEP
+    # numbers at a time, that its sum is scaled less often.
+    largest = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    for first in range(0, vocabulary, DEEP * LANES):
+        col = first + lane
+        x = tl.load(logits_ptr + col, mask=col < vocabulary, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(x, 0))
+        # Before a lane's first finite number there is nothing to take away.
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base[None, :]), 0)
+        largest = larger
+    top = tl.max(largest, 0)
+    # Apart, since their sum would round the logarithm away beside a large maximum.
+    log_sum = tl.log(tl.sum(total * tl.exp(largest - top), 0))
+    log_p = (x_target - top) - log_sum
+    tl.store(log_p_ptr + row, log_p)
+
+    if HAS_GRADIENT:
+        # p - 1 of the target from its logarithm: their difference in bf16 would be wrong.
+        below = expm1(log_p)
+        for first in range(0, vocabulary, DEEP * LANES):
+            col = first + lane
+            within = col < vocabulary
+            x = tl.load(logits_ptr + col, mask=within, other=float("-inf")).to(tl.float32)
+            p = tl.exp((x - top) - log_sum)
+            g = tl.where(col == target, below, p)
+            tl.store(logits_ptr + col, g.to(logits_ptr.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 for x <= 0, where x is small too."""
+    # Nothing is lost in the difference below -1/2; above, what eight terms leave out is not.
+    series = 1.0 + x / 8
+    for n in tl.static_range(7, 1, -1):
+        series = 1.0 + x / n * series
+    series *= x
+    return tl.where(x < -0.5, tl.exp(x) - 1.0, series)
+
+
+def softmax_gradient_(logits: Tensor, targets: Tensor, *, with_gradient: bool) -> Tensor:
+    """log softmax of each row at its target, in fp32; the logits become their gradient.
+
+    Args:
+        logits: ``[N, V]``, fp32, bf16 or fp16, rows contiguous. With ``with_gradient`` they hold
+            softmax(logits) - one_hot(targets) afterwards.
+        targets: ``[N]``, int64. The result is NaN where one is no number of a column.
+        with_gradient: whether the logits are written.
+    """
+    log_p = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _softmax_gradient_kernel[(len(logits),)](
+            logits,
+            targets,
+            log_p,
+            logits.shape[1],
+            logits.stride(0),
+            HAS_GRADIENT=with_gradient,
+            DEEP=DEEP,
+            LANES=min(LANES, max(16, triton.next_power_of_2(triton.cdiv(logits.shape[1], DEEP)))),
+            num_warps=WARPS,
+        )
+    return log_p

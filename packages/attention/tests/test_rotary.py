@@ -1,0 +1,421 @@
+"""Rotary positions: values, what is passed as it is, and what holds of every op."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fusewright.attention import bench, reference, rotary
+from fusewright_testkit import Yardstick, transforms
+from fusewright_testkit.transforms import hold
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+REGISTERED = torch.ops.fusewright_attention
+SHAPE = (2, 5, 2, 3, 8)
+
+# Rows beside, and the leading axes of a prefix for a batch of two.
+PARTS = {
+    "alone": (False, None),
+    "beside": (True, None),
+    "prefix": (False, (3,)),
+    "prefix-of-each": (False, (2, 4)),
+    "beside-prefix": (True, (5,)),
+    "beside-prefix-of-each": (True, (2, 1)),
+    "prefix-of-no-tokens": (True, (0,)),
+}
+each_part = pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+
+
+def with_gradients(op, tensors, upstream=None, **options):
+    """The joint sequence and the gradients of what it is made of."""
+    leaves = [x if x is None else x.detach().requires_grad_() for x in tensors]
+    joint = op.kernels(*leaves, **options)
+    upstream = torch.ones_like(joint) if upstream is None else upstream
+    asked = [x for x in leaves if x is not None]
+    return joint, *torch.autograd.grad(joint, asked, upstream)
+
+
+def equal(found, expected):
+    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def bits(x):
+    return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+@each_part
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_values_and_gradients(rotary_op, small_programs, parts, dtype, device):
+    beside, prefix = parts
+    rotary_op.check(rotary_op.draw((2, 4, 2, 2, 40), dtype, device, beside, prefix))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 2, 1, 2), (1, 5, 1, 3, 6), (2, 33, 2, 2, 64), (2, 3, 2, 1, 256)], ids=str
+)
+def test_shapes(rotary_op, beside, shape, device):
+    rotary_op.check(rotary_op.draw(shape, F32, device, beside))
+
+
+@pytest.mark.parametrize(
+    ("shape", "prefix"),
+    [
+        ((3, 0, 2, 2, 8), (4,)),
+        ((3, 0, 2, 2, 8), (3, 4)),
+        ((0, 4, 2, 2, 8), (4,)),
+        ((0, 4, 2, 2, 8), (0, 4)),
+        ((3, 0, 2, 2, 8), None),
+        ((2, 4, 1, 0, 8), (3,)),
+    ],
+    ids=str,
+)
+def test_no_tokens_no_batch_no_heads(rotary_op, shape, prefix, device):
+    rotary_op.check(rotary_op.draw(shape, F32, device, True, prefix))
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+def test_gradient_of_a_shared_prefix_is_the_sum_over_the_batch(
+    rotary_op, small_programs, batches, device
+):
+    """Rounded once, however many rows there are."""
+    tensors = rotary_op.draw((batches, 2, 2, 2, 24), F16, device)
+    upstream = torch.randn_like(rotary_op.kernels(*tensors))
+    *_, dprefix = with_gradients(rotary_op, tensors, upstream)
+    expected = upstream[:, :3].float().cumsum(0)[-1].half()
+    assert torch.equal(dprefix, expected)
+
+
+def test_order_is_prefix_then_each_token_with_the_row_beside_it(rotary_op, device):
+    rows, beside, prefix = rotary_op.draw(SHAPE, F32, device)
+    joint = rotary_op.kernels(rows, beside, prefix)
+    assert torch.equal(joint[:, :3], prefix.expand(2, -1, -1, -1, -1))
+    assert torch.equal(joint[:, 3::2], rotary_op.kernels(rows))
+    assert torch.equal(joint[:, 4::2], rotary_op.kernels(beside))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_scores_depend_on_the_distance_of_two_tokens_alone(rotary_op, backend, device):
+    """The same query and the same key at every token: one score for each distance."""
+    tokens, width = 9, 16
+    q, k = torch.randn(2, width, device=device)
+
+    def scores(q, k):
+        rows = torch.stack([q, k]).view(2, 1, 1, 1, width).expand(-1, tokens, -1, -1, -1)
+        queries, keys = rotary_op.public(rows, backend=backend).flatten(2)
+        return queries @ keys.T
+
+    def of_distances(q, k):
+        between = torch.arange(tokens, device=device)
+        distance = (between.unsqueeze(-1) - between).unsqueeze(-1)
+        steps = torch.arange(0, width, 2, device=device, dtype=F64)
+        angles = distance * rotary_op.base ** (-steps / width)
+        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        (a, b), (c, d) = q.chunk(2), k.chunk(2)
+        return (cos * (a * c + b * d) + sin * (a * d - b * c)).sum(-1)
+
+    Yardstick(of_distances, [q, k]).check(scores)
+
+
+def test_rotation_of_no_angle_changes_nothing(rotary_op, device):
+    rows, *_ = rotary_op.draw((2, 1, 1, 3, 8), BF16, device)
+    assert torch.equal(rotary_op.kernels(rows), rows)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_values_and_prefix_keep_every_bit(rotary_op, small_programs, backend, dtype, device):
+    """Infinities and negative zeros too; and a NaN in a key stays in its row."""
+    tensors = rotary_op.draw(SHAPE, dtype, device)
+    for x in tensors:
+        x[..., 0, 1] = -0.0
+        x[..., 1, 2] = math.inf
+        x[..., 2, 3] = math.nan
+    rows, beside, prefix = tensors
+    joint = rotary_op.public(*tensors, backend=backend)
+    assert torch.equal(bits(joint[:, :3]), bits(prefix.expand(2, -1, -1, -1, -1)))
+    assert torch.equal(bits(joint[:, 3::2, 1]), bits(rows[:, :, 1]))
+    assert torch.equal(bits(joint[:, 4::2, 1]), bits(beside[:, :, 1]))
+    keys = joint[:, 3:, 0]
+    assert keys[..., 0, :].isfinite().all()
+    assert (~keys[..., 1, :].isfinite()).any(-1).all()
+    assert keys[..., 2, 3].isnan().all()
+    assert keys[..., 2, 0].isfinite().all()
+
+
+def test_strides_change_no_bit(rotary_op, small_programs, device):
+    tensors = rotary_op.draw(SHAPE, F32, device)
+    expected = with_gradients(rotary_op, tensors)
+    upstream = torch.ones((), device=device).expand(expected[0].shape)
+    kinds = {
+        "packed": lambda x: torch.stack([x, x], -3)[..., 0, :, :],
+        "heads first": lambda x: x.movedim(-2, 0).contiguous().movedim(0, -2),
+        "kinds first": lambda x: x.movedim(-3, 0).contiguous().movedim(0, -3),
+        "wider rows": lambda x: torch.nn.functional.pad(x, (0, 3))[..., :8],
+        "amid memory": lambda x: torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view_as(x),
+        "last axis apart": lambda x: x.mT.contiguous().mT,
+    }
+    for kind, arranged in kinds.items():
+        found = with_gradients(rotary_op, [arranged(x) for x in tensors], upstream)
+        assert equal(found, expected), kind
+        found = with_gradients(rotary_op, tensors, arranged(torch.ones_like(expected[0])))
+        assert equal(found, expected), kind
+
+
+def test_strides_of_cos_and_sin_change_no_bit(rotary_op, device):
+    rows, beside, prefix = rotary_op.draw(SHAPE, F32, device)
+    cos, sin = rotary_op.angles(rows)
+    expected = rotary_op.kernels(rows, beside, prefix)
+    for angles in (torch.cat([cos, sin], -1).chunk(2, -1), (cos.T.contiguous().T, sin)):
+        found = rotary(rows, *angles, beside=beside, prefix=prefix, backend="triton")
+        assert torch.equal(found, expected)
+
+
+def test_expanded_rows(rotary_op, device):
+    """As one row of a batch, given to all of it."""
+    rows, _, prefix = rotary_op.draw((1, 5, 2, 3, 8), F32, device, prefix=(1, 2))
+    expected = rotary_op.kernels(rows, None, prefix).expand(3, -1, -1, -1, -1)
+    rows, prefix = (x.expand(3, -1, -1, -1, -1) for x in (rows, prefix))
+    assert torch.equal(rotary_op.kernels(rows, None, prefix), expected)
+
+
+def test_each_pass_is_one_launch(rotary_op, fresh_plans, monkeypatch, device):
+    from fusewright.attention._launch import Launch
+
+    count = []
+    launch = Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", lambda *args: [count.append(1), launch(*args)])
+    tensors = [x.requires_grad_() for x in rotary_op.draw(SHAPE, F32, device)]
+    joint = rotary_op.kernels(*tensors)
+    assert len(count) == 1
+    djoint = torch.ones_like(joint).requires_grad_()
+    grads = torch.autograd.grad(joint, tensors, djoint, create_graph=True)
+    assert len(count) == 2
+    torch.autograd.grad(grads, djoint, tensors)
+    assert len(count) == 3
+
+
+def test_nothing_but_cos_and_sin_is_saved(rotary_op, device):
+    tensors = [x.requires_grad_() for x in rotary_op.draw(SHAPE, F32, device)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        rotary_op.kernels(*tensors)
+    assert equal(saved, rotary_op.angles(tensors[0]))
+
+
+def test_same_inputs_same_bits(rotary_op, small_programs, device):
+    tensors = rotary_op.draw(SHAPE, BF16, device)
+    found = [with_gradients(rotary_op, tensors) for _ in range(2)]
+    assert equal(*found)
+    with torch.no_grad():
+        assert torch.equal(rotary_op.kernels(*tensors), found[0][0])
+    with torch.inference_mode():
+        assert torch.equal(rotary_op.kernels(*tensors), found[0][0])
+
+
+def test_needs_no_gradient_of_what_does_not_ask(rotary_op, device):
+    tensors = rotary_op.draw(SHAPE, F32, device)
+    joint, *expected = with_gradients(rotary_op, tensors)
+    for index in range(3):
+        given = list(tensors)
+        given[index] = leaf = given[index].clone().requires_grad_()
+        (found,) = torch.autograd.grad(rotary_op.kernels(*given), leaf, torch.ones_like(joint))
+        assert torch.equal(found, expected[index])
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_autocast_leaves_the_dtype(rotary_op, backend, device):
+    for dtype in (F32, F16):
+        tensors = rotary_op.draw(SHAPE, dtype, device)
+        expected = rotary_op.public(*tensors, backend=backend)
+        with torch.autocast(device, BF16):
+            assert torch.equal(rotary_op.public(*tensors, backend=backend), expected)
+
+
+def test_meta_tensors_get_shapes(rotary_op):
+    joint = rotary_op.public(*rotary_op.draw(SHAPE, F32, "meta"))
+    assert joint.is_meta
+    assert joint.shape == (2, 13, 2, 3, 8)
+
+
+@pytest.mark.parametrize("prefix", [(3,), (2, 3)])
+def test_reference_gradients_are_the_derivatives(rotary_op, prefix):
+    tensors = [x.requires_grad_() for x in rotary_op.draw((2, 3, 2, 1, 4), F64, prefix=prefix)]
+    assert torch.autograd.gradcheck(rotary_op.reference, tensors)
+
+
+@each_part
+def test_reference_backward_is_that_of_autograd(rotary_op, parts):
+    beside, prefix = parts
+    tensors = rotary_op.draw(SHAPE, F64, beside=beside, prefix=prefix)
+    tensors = [x if x is None else x.requires_grad_() for x in tensors]
+    joint = rotary_op.reference(*tensors)
+    djoint = torch.randn_like(joint)
+    asked = [x is not None for x in tensors]
+    given = [x for x in tensors if x is not None]
+    expected = torch.autograd.grad(joint, given, djoint)
+    shared = prefix is not None and len(prefix) == 1
+    found = reference.rotary_backward(djoint, *rotary_op.angles(tensors[0]), beside, shared)
+    assert len(found) == 3
+    found = [x for x, wanted in zip(found, asked, strict=True) if wanted]
+    torch.testing.assert_close(found, list(expected))
+
+
+@pytest.mark.parametrize("parts", [PARTS["alone"], PARTS["beside-prefix"], PARTS["prefix-of-each"]])
+def test_registered_ops_pass_opcheck(rotary_op, parts, device):
+    beside, prefix = parts
+    tensors = rotary_op.draw((2, 3, 2, 2, 8), F32, device, beside, prefix)
+    rows, other, before = (x if x is None else x.requires_grad_() for x in tensors)
+    angles = rotary_op.angles(rows)
+    torch.library.opcheck(REGISTERED.rotary.default, (rows, *angles, other, before))
+    djoint = torch.randn_like(rotary_op.kernels(*tensors)).requires_grad_()
+    shared = prefix is not None and len(prefix) == 1
+    torch.library.opcheck(REGISTERED.rotary_backward.default, (djoint, *angles, beside, shared))
+
+
+def test_full_graph_compilation_gives_eager_results(rotary_op, device):
+    torch._dynamo.reset()
+    compiled = torch.compile(rotary_op.kernels, fullgraph=True, backend="aot_eager")
+    Yardstick(rotary_op.reference, rotary_op.draw(SHAPE, BF16, device)).check(compiled)
+
+
+def test_one_compiled_graph_serves_any_length(rotary_op, device):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(rotary, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (5, 8, 13):
+        rows, beside, prefix = rotary_op.draw((2, tokens, 2, 3, 8), F32, device)
+        angles = rotary_op.angles(rows)
+        found = compiled(rows, *angles, beside=beside, prefix=prefix, backend="triton")
+        assert torch.equal(found, rotary_op.kernels(rows, beside, prefix))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("transform", transforms.EAGER, ids=lambda transform: transform.__name__)
+def test_transform_is_right(rotary_op, transform, device):
+    hold(rotary_op, rotary_op.draw((2, 2, 2, 1, 4), F32, device, prefix=(1,)), transform)
+
+
+@pytest.mark.parametrize("transform", [transforms.func_grad, transforms.mapped_func_grad])
+def test_transform_compiled_to_one_graph_is_right(rotary_op, transform, device):
+    torch._dynamo.reset()
+    compiler = torch.compile(fullgraph=True, backend="aot_eager")
+    hold(rotary_op, rotary_op.draw((1, 2, 2, 1, 4), F32, device), transform, compiler)
+
+
+@each_part
+def test_second_derivative_is_right(rotary_op, parts, device):
+    beside, prefix = parts
+    tensors = rotary_op.draw((2, 3, 2, 1, 8), F32, device, beside, prefix)
+    given = [x for x in tensors if x is not None]
+    places = [x is not None for x in tensors]
+
+    def whole(call):
+        def of_given(*given):
+            remaining = iter(given)
+            return call(*(next(remaining) if there else None for there in places))
+
+        return of_given
+
+    slopes = transforms.slopes_to_differentiate
+    cotangents = [torch.randn_like(x) for x in given]
+    yardstick = Yardstick(slopes(whole(rotary_op.reference)), given, cotangents)
+    yardstick.check(slopes(whole(rotary_op.kernels)))
+
+
+@pytest.mark.parametrize(
+    "transform", [transforms.forward_mode, transforms.func_jvp, transforms.compiled_func_jvp]
+)
+def test_forward_mode_raises(rotary_op, transform, device):
+    torch._dynamo.reset()
+    rows, *others = rotary_op.draw(SHAPE, F32, device)
+    with pytest.raises(Exception, match=r"jvp|forward.mode AD"):
+        transform(lambda x: rotary_op.kernels(x, *others), rows)
+
+
+def test_benchmark_peer_computes_the_same():
+    tensors = bench.turned_rows(2, 5, 3, 8, 4, F32, "cpu")
+    expected = bench.with_angles(reference.rotary)
+    torch.testing.assert_close(bench.with_angles(bench.torch_rotary)(*tensors), expected(*tensors))
+    torch.testing.assert_close(
+        bench.with_angles(bench.torch_rotary)(tensors[0]), expected(tensors[0])
+    )
+
+
+rows, cos, sin = torch.randn(2, 5, 2, 3, 8), torch.randn(5, 4), torch.randn(5, 4)
+BAD = {
+    "list": ((rows.tolist(), cos, sin), {}, TypeError, "rows must be a tensor, got list"),
+    "integers": ((rows.int(), cos, sin), {}, TypeError, "float64, got torch.int32"),
+    "sparse": ((rows, cos.to_sparse(), sin), {}, TypeError, "cos must be a strided tensor"),
+    "four axes": ((rows[0], cos, sin), {}, ValueError, r"rows must be \[batch, tokens, 1 or 2, "),
+    "three kinds": (
+        *((rows.repeat(1, 1, 2, 1, 1)[:, :, :3], cos, sin), {}),
+        *(ValueError, r"1 or 2, heads, width\], got \(2, 5, 3, 3, 8\)"),
+    ),
+    "odd width": ((rows[..., :7], cos, sin), {}, ValueError, "even and up to 256, got 7"),
+    "no width": ((rows[..., :0], cos, sin), {}, ValueError, "even and up to 256, got 0"),
+    "width 258": ((torch.randn(1, 5, 1, 1, 258), cos, sin), {}, ValueError, "up to 256, got 258"),
+    "tokens of cos": ((rows, cos[1:], sin), {}, ValueError, r"cos must be \[5, 4\], got \(4, 4\)"),
+    "width of sin": ((rows, cos, sin[:, 1:]), {}, ValueError, r"sin must be \[5, 4\], got \(5, 3"),
+    "bf16 cos": (
+        *((rows.bfloat16(), cos.bfloat16(), sin), {}),
+        *(ValueError, "cos must be torch.float32 beside rows of torch.bfloat16, got torch.bfloat"),
+    ),
+    "fp32 beside fp64": (
+        *((rows.double(), cos, sin), {}),
+        *(ValueError, "cos must be torch.float64 beside rows of torch.float64, got torch.float32"),
+    ),
+    "sin elsewhere": (
+        *((rows, cos, sin.to("meta")), {}),
+        *(ValueError, "sin must be on the device of rows cpu, got meta"),
+    ),
+    "cos with gradient": (
+        *((rows, cos.clone().requires_grad_(), sin), {}),
+        *(ValueError, "cos gets no gradient, and must not require one"),
+    ),
+    "sin with gradient": (
+        *((rows, cos, sin.clone().requires_grad_()), {}),
+        *(ValueError, "sin gets no gradient, and must not require one"),
+    ),
+    "beside of other tokens": (
+        *((rows, cos, sin), dict(beside=rows[:, 1:])),
+        *(ValueError, r"beside must have the shape of rows \(2, 5, 2, 3, 8\), got \(2, 4, 2, 3, 8"),
+    ),
+    "beside in fp16": (
+        *((rows, cos, sin), dict(beside=rows.half())),
+        *(ValueError, "beside must be torch.float32 beside rows of torch.float32, got .*float16"),
+    ),
+    "prefix of other heads": (
+        *((rows, cos, sin), dict(prefix=rows[0, :, :, :2])),
+        *(ValueError, r"prefix must be \[P, 2, 3, 8\] or so for each of 2 rows .* \(5, 2, 2, 8\)"),
+    ),
+    "prefix of another batch": (
+        *((rows, cos, sin), dict(prefix=rows[:1])),
+        *(ValueError, r"prefix must be \[P, 2, 3, 8\] .* got \(1, 5, 2, 3, 8\)"),
+    ),
+    "prefix of one token": (
+        *((rows, cos, sin), dict(prefix=rows[0, 0])),
+        *(ValueError, r"prefix must be \[P, 2, 3, 8\] .* got \(2, 3, 8\)"),
+    ),
+    "backend": ((rows, cos, sin), dict(backend="cuda"), ValueError, '"auto", "triton" or "refere'),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    arguments, options, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        rotary(*arguments, **options)
+
+
+def test_transform_by_an_angle_raises(rotary_op, device):
+    rows, *_ = rotary_op.draw(SHAPE, F32, device)
+    cos, sin = rotary_op.angles(rows)
+    with pytest.raises(ValueError, match="sin gets no gradient"):
+        torch.func.grad(lambda sin: rotary(rows, cos, sin, backend="triton").sum())(sin)
+
+
+def test_triton_says_why_it_cannot_serve(rotary_op):
+    with pytest.raises(RuntimeError, match=r"not torch\.float64"):
+        rotary_op.kernels(*rotary_op.draw(SHAPE, F64))

@@ -1,0 +1,131 @@
+"""Rotary positions on a card: the sizes of a model, graphs, synchronisation, great tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.attention import rotary
+
+pytestmark = pytest.mark.gpu
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+# A segment of a model with its prefix, queries alone, many tokens, odd ones, a width of no vectors.
+CASES = {
+    "segment": ((4, 512, 2, 8, 40), True, (16,)),
+    "prefix-of-each": ((4, 512, 2, 8, 40), True, (4, 16)),
+    "queries": ((4, 4096, 1, 8, 40), False, None),
+    "keys-values": ((4, 4096, 2, 8, 64), False, None),
+    "odd": ((3, 333, 2, 5, 6), True, (7,)),
+    "wide": ((2, 65, 2, 3, 256), True, (1,)),
+    "many-rows": ((50, 9, 2, 8, 64), True, (16,)),
+}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def leaves(op, case, dtype=BF16):
+    drawn = op.draw(case[0], dtype, "cuda", *case[1:])
+    return [x if x is None else x.requires_grad_() for x in drawn]
+
+
+def equal(found, expected):
+    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_as_near_to_fp64_as_torch(rotary_op, case, dtype):
+    shape, beside, prefix = case
+    rotary_op.check(rotary_op.draw(shape, dtype, "cuda", beside, prefix))
+
+
+def test_rows_as_a_model_has_them(rotary_op):
+    """Segments of longer tensors, which begin where they do."""
+    rows, beside, prefix = rotary_op.draw((4, 600, 2, 8, 40), BF16, "cuda", prefix=(16,))
+    for start in (0, 8, 77):
+        parts = rows[:, start : start + 300], beside[:, start : start + 300], prefix
+        expected = rotary_op.kernels(*(x.clone() for x in parts))
+        assert torch.equal(rotary_op.kernels(*parts), expected)
+
+
+@each_case
+def test_graph_gives_eager_bits_and_waits_for_nothing(rotary_op, case):
+    tensors = leaves(rotary_op, case)
+    cos, sin = rotary_op.angles(tensors[0])
+
+    def everything():
+        rows, beside, prefix = tensors
+        joint = rotary(rows, cos, sin, beside=beside, prefix=prefix)
+        asked = [x for x in tensors if x is not None]
+        return joint, *torch.autograd.grad(joint, asked, joint.detach())
+
+    everything()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        everything()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = everything()
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = everything()
+    assert equal(captured, expected)
+    assert all(equal(everything(), expected) for _ in range(5))
+
+
+def test_values_and_prefix_keep_every_bit(rotary_op):
+    for dtype in (F32, BF16, F16):
+        rows, beside, prefix = rotary_op.draw((2, 100, 2, 8, 40), dtype, "cuda", prefix=(16,))
+        for x in (rows, beside, prefix):
+            x[..., 0, 1], x[..., 1, 2], x[..., 2, 3] = -0.0, float("inf"), float("-inf")
+        joint = rotary_op.kernels(rows, beside, prefix)
+        pairs = (
+            (joint[:, :16], prefix.expand(2, -1, -1, -1, -1)),
+            (joint[:, 16::2, 1], rows[:, :, 1]),
+            (joint[:, 17::2, 1], beside[:, :, 1]),
+        )
+        for found, expected in pairs:
+            assert torch.equal(found, expected)
+            assert torch.equal(found.signbit(), expected.signbit())
+
+
+def test_inductor_compiles_forward_and_backward(rotary_op):
+    torch._dynamo.reset()
+    tensors = leaves(rotary_op, CASES["segment"])
+    cos, sin = rotary_op.angles(tensors[0])
+    compiled = torch.compile(rotary, fullgraph=True)
+
+    def everything(call):
+        rows, beside, prefix = tensors
+        joint = call(rows, cos, sin, beside=beside, prefix=prefix)
+        return joint, *torch.autograd.grad(joint, tensors, joint.detach())
+
+    assert equal(everything(compiled), everything(rotary))
+
+
+def test_rows_past_31_bits_of_elements(rotary_op):
+    """Of the joint sequence, within one row of the batch."""
+    tokens = (1 << 31) // (2 * 2 * 8 * 256) + 64
+    few = rotary_op.draw((1, 64, 2, 8, 256), BF16, "cuda", prefix=(3,))
+    angles = rotary_op.angles(few[0])
+    many = *(x.repeat(1, tokens // 64, 1, 1, 1) for x in few[:2]), few[2]
+    found = []
+    for rows, beside, prefix in (few, many):
+        repeated = (x.repeat(rows.shape[1] // 64, 1) for x in angles)
+        inputs = [x.requires_grad_() for x in (rows, beside)]
+        joint = rotary(rows, *repeated, beside=beside, prefix=prefix)
+        last = joint.detach()[:, -128:].clone()
+        grads = torch.autograd.grad(joint, inputs, joint.detach())
+        found.append([last, *(x[:, -64:].clone() for x in grads)])
+        del joint, grads
+    assert equal(*found)

@@ -3,8 +3,8 @@
 A table is read from the top; the first line that fits serves. The results do not depend on it, but
 for the order in which the taps' gradient is added.
 
-Source: results/tuning-input-h200-torch2.11-triton3.6.csv, bf16, 4 taps, heads of 64 columns; lines for more taps, and
-TOKENS, are unmeasured.
+Source: results/tuning-input-h200-torch2.11-triton3.6.csv, bf16, 4 taps, heads of 64 columns; lines
+for more taps, and TOKENS, are unmeasured.
 """
 
 from __future__ import annotations

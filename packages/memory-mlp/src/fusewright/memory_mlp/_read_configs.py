@@ -1,6 +1,7 @@
 """Launch tables of the read as data: how many tokens and hidden units a program takes at a time.
 
-Source: results/tuning-read-h200-torch2.11-triton3.6.csv for the forward line of 16-bit numbers; the others are unmeasured.
+Source: results/tuning-read-h200-torch2.11-triton3.6.csv for the forward line of 16-bit numbers; the
+others are unmeasured.
 """
 
 from __future__ import annotations

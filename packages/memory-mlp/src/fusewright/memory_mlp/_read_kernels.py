@@ -23,6 +23,8 @@ from ._scan_tiles import (
 )
 from ._update_tiles import activated
 
+# A product takes no fewer columns.
+COPIES = tl.constexpr(16)
 COUNTS = ("tokens", "heads", "chunks", "weight_programs", "all_heads", "share", "numbers", "splits")
 
 
@@ -175,7 +177,14 @@ def weights_gradient(
     dw2 = tl.zeros([BLOCK_D, UNITS], tl.float32)
     # The biases' gradients, added over the tokens of a tile at the end.
     db1 = tl.zeros([C, UNITS], tl.float32)
-    db2 = tl.zeros([C, BLOCK_D], tl.float32)
+    # That of b2 is the round's last product, where dy is no wider than an operand: so dy's tile is
+    # in use to the end. Where dz's tile took its place, ptxas 12.8 lost where that begins.
+    NARROW: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
+    if NARROW:
+        db2 = tl.zeros([BLOCK_D, COPIES], tl.float32)
+        ones = tl.full([C, COPIES], 1.0, tl.float32).to(q_ptr.dtype.element_ty)
+    else:
+        db2 = tl.zeros([BLOCK_D, C], tl.float32)
     last = tl.minimum((split + 1) * share, chunks)
     for chunk in tl.range(split * share, last, num_stages=NUM_STAGES):
         first = chunk * C
@@ -194,12 +203,18 @@ def weights_gradient(
         dz = product(dy, tl.trans(w2), UPCAST, PRECISION) * slope
         dw1 = product_onto(dw1, tl.trans(q), dz.to(q.dtype), UPCAST, PRECISION)
         db1 += dz
-        db2 += dy.to(tl.float32)
+        if NARROW:
+            db2 = product_onto(db2, tl.trans(dy), ones, UPCAST, PRECISION)
+        else:
+            db2 += tl.trans(dy).to(tl.float32)
+    db2 = tl.sum(db2, 1)
+    if NARROW:
+        db2 = db2 / COPIES
     place = own * HALVES
     if SPLIT:
         place = split * all_heads + own
     found = dstate_ptr + place * SIZE
-    store_memory(found, dw1, tl.sum(db1, 0), dw2, tl.sum(db2, 0), block, D, HIDDEN, BLOCK_D, UNITS)
+    store_memory(found, dw1, tl.sum(db1, 0), dw2, db2, block, D, HIDDEN, BLOCK_D, UNITS)
     if HALVES == 2 and not SPLIT:
         none = tl.zeros([BLOCK_D, UNITS], tl.float32)
         no_b1, no_b2 = tl.zeros([UNITS], tl.float32), tl.zeros([BLOCK_D], tl.float32)

@@ -26,9 +26,13 @@ Op = Callable[..., tuple[Tensor, ...]]
 # Rows, width and hidden units of the pooled update.
 UPDATES = ((2048, 512, 512), (512, 320, 1280), (8192, 1024, 1024))
 MAX_GRAD_NORM = 1.0
+# As many are checked at once, so that the largest error of their losses is no matter of luck.
+CHECKED_MEMORIES = (16,)
 UPDATE_OPTIONS: dict[str, Any] = dict(reduction="mean_all", max_grad_norm=MAX_GRAD_NORM)
 # Rows, tokens, heads, width of a head and tokens of a chunk, and the hidden units.
 SCAN = dict(B=4, T=4096, heads=5, D=64)
+# What the scan and the layer are checked at: all chunks of the whole in fp64 would take minutes.
+CHECKED = SCAN | dict(B=1, T=500)
 CHUNK = 64
 HIDDEN = (128, 256)
 # A peer whose memory has 4 hidden units for each column.
@@ -36,8 +40,9 @@ MODULE_HIDDEN = 256
 
 
 class Case(NamedTuple):
-    """One op at one size. ``precision``: what its products are in; ``forward_wall``: whether the
-    host's time of the forward pass alone is taken too.
+    """One op at one size. ``precision``: what its products are in; ``sample``: inputs of the same
+    kind at which it is checked; ``forward_wall``: whether the host's time of the forward pass alone
+    is taken too.
     """
 
     op: str
@@ -48,6 +53,7 @@ class Case(NamedTuple):
     inputs: Callable[[str], list[Tensor]]
     bytes_moved: dict[str, int]
     flops: dict[str, int]
+    sample: Callable[[str], list[Tensor]]
     forward_wall: bool = False
 
 
@@ -82,7 +88,8 @@ def update_case(rows: int, width: int, hidden: int, precision: str, dtype: torch
         dtype=dtype,
         precision=precision,
         reference=update_reference,
-        inputs=functools.partial(update_inputs, rows, width, hidden, dtype),
+        inputs=functools.partial(update_inputs, (), rows, width, hidden, dtype),
+        sample=functools.partial(update_inputs, CHECKED_MEMORIES, rows // 4, width, hidden, dtype),
         bytes_moved=moved | {"fwd+bwd": sum(moved.values())},
         flops=work | {"fwd+bwd": sum(work.values())},
         forward_wall=True,
@@ -90,10 +97,10 @@ def update_case(rows: int, width: int, hidden: int, precision: str, dtype: torch
 
 
 def update_inputs(
-    rows: int, width: int, hidden: int, dtype: torch.dtype, device: str
+    lead: tuple[int, ...], rows: int, width: int, hidden: int, dtype: torch.dtype, device: str
 ) -> list[Tensor]:
-    """k, v, the memory, its momentum and the gates."""
-    draw = functools.partial(torch.randn, device=device)
+    """k, v, the memories, their momentum and the gates."""
+    draw = functools.partial(torch.randn, *lead, device=device)
     memory = [
         draw(hidden, width) / width**0.5,
         0.1 * draw(hidden),
@@ -101,7 +108,7 @@ def update_inputs(
         0.1 * draw(width),
     ]
     momentum = [0.01 * torch.randn_like(x) for x in memory]
-    gates = [torch.full((), x, device=device) for x in (0.01, 0.9, 0.1)]
+    gates = [torch.full(lead, x, device=device) for x in (0.01, 0.9, 0.1)]
     return [draw(rows, width).to(dtype), draw(rows, width).to(dtype), *memory, *momentum, *gates]
 
 
@@ -178,7 +185,8 @@ def scan_case(hidden: int) -> Case:
         dtype=torch.bfloat16,
         precision="bf16",
         reference=scan_reference,
-        inputs=functools.partial(scan_inputs, hidden),
+        inputs=functools.partial(scan_inputs, hidden, SCAN),
+        sample=functools.partial(scan_inputs, hidden, CHECKED),
         bytes_moved=moved,
         flops=work,
     )
@@ -202,11 +210,11 @@ def scan_costs(hidden: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[st
     )
 
 
-def scan_inputs(hidden: int, device: str) -> list[Tensor]:
+def scan_inputs(hidden: int, sizes: dict[str, int], device: str) -> list[Tensor]:
     """Queries and keys of length 1, values, one start for each row and head, and gates with which
     no memory diverges.
     """
-    batch, tokens, heads, width = SCAN.values()
+    batch, tokens, heads, width = sizes.values()
     draw = functools.partial(torch.randn, batch, tokens, heads, width, device=device)
     rows = [F.normalize(draw(), dim=-1), F.normalize(draw(), dim=-1), draw()]
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
@@ -251,9 +259,11 @@ class Layer:
         parameters = layer.named_parameters()
         return {name: p for name, p in parameters if not name.startswith(self.leave_out)}
 
-    def draw(self, device: str, dtype: torch.dtype) -> list[Tensor]:
+    def draw(
+        self, device: str, dtype: torch.dtype, sizes: dict[str, int] = SCAN
+    ) -> list[Tensor]:
         """x of unit size, and fresh parameters."""
-        batch, tokens, heads, width = SCAN.values()
+        batch, tokens, heads, width = sizes.values()
         x = torch.randn(batch, tokens, heads * width, device=device)
         parameters = self.learned(self.make(device=device)).values()
         return [x.to(dtype), *(p.detach().to(dtype) for p in parameters)]
@@ -301,6 +311,7 @@ def layer_case(precision: str, dtype: torch.dtype) -> Case:
         precision=precision,
         reference=reference_layer,
         inputs=functools.partial(reference_layer.draw, dtype=dtype),
+        sample=functools.partial(reference_layer.draw, dtype=dtype, sizes=CHECKED),
         bytes_moved=moved,
         flops={name: work[name] + added[name] for name in work},
     )

@@ -12,10 +12,8 @@ from __future__ import annotations
 import importlib
 import os
 import pathlib
-import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -23,13 +21,16 @@ from unittest import mock
 
 import typer
 
+from .machine_code import FOLLOWED, listing, machine_code_usage, undefined_registers
+
 # Shared memory that one program may take, in KiB, by compute capability.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
 
 
 class Resources(NamedTuple):
     """What one compiled kernel takes: registers of a thread, spilled bytes of a thread, shared
-    memory in bytes.
+    memory in bytes. ``undefined``: registers that are read and never written, looked for where a
+    kernel for Hopper multiplies warp groups' tiles.
     """
 
     kernel: str
@@ -38,6 +39,7 @@ class Resources(NamedTuple):
     registers: int
     spilled: int
     shared: int
+    undefined: tuple[str, ...] = ()
 
 
 class Launch(NamedTuple):
@@ -81,11 +83,20 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
     )
     source = ASTSource(function, signature, constants, attributes)
     kernel = triton.compile(source, target=target, options=options.__dict__)
-    registers, spilled = machine_code_usage(kernel.asm["cubin"])
+    cubin = kernel.asm["cubin"]
+    registers, spilled = machine_code_usage(cubin)
+    followed = capability == FOLLOWED and "wgmma" in kernel.asm["ptx"]
+    undefined = undefined_registers(listing(cubin)) if followed else ()
     flags = {k: v for k, v in launch.kwargs.items() if isinstance(v, (bool, int))}
     described = " ".join(f"{k}={v}" for k, v in flags.items() if v is not False)
     return Resources(
-        function.fn.__name__, described, capability, registers, spilled, kernel.metadata.shared
+        function.fn.__name__,
+        described,
+        capability,
+        registers,
+        spilled,
+        kernel.metadata.shared,
+        undefined,
     )
 
 
@@ -99,7 +110,8 @@ def compiled_in_a_process(
     FUSEWRIGHT_SHARED_KIB.
 
     Raises:
-        AssertionError: a kernel takes more shared memory than there is or, unless it may, spills.
+        AssertionError: a kernel takes more shared memory than there is, reads a register that
+            nothing has written or, unless it may, spills.
     """
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(folder), *sys.path]))
     environment.pop("TRITON_INTERPRET", None)
@@ -120,33 +132,12 @@ def compiled_in_a_process(
     return done.stdout
 
 
-def machine_code_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and spilled (local and stack) bytes of a thread, as the cuobjdump in triton's wheel
-    prints them.
-    """
-    import triton
-
-    cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run(
-            [cuobjdump, "--dump-resource-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage)
-    if found is None:
-        raise RuntimeError(f"cuobjdump printed no resource usage: {usage!r}")
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local
-
-
 def main(
     launches: str = typer.Argument(help="module:function whose calls launch the kernels"),
     capability: list[int] = typer.Option([90], help="compute capability, such as 90; repeatable"),
-    check: bool = typer.Option(False, help="fail on a spill or on too much shared memory"),
+    check: bool = typer.Option(
+        False, help="fail on a spill, on too much shared memory or on an undefined register"
+    ),
     may_spill: bool = typer.Option(False, help="do not fail on a spill"),
 ) -> None:
     """Compile what FUNCTION launches and print what each kernel takes."""
@@ -161,11 +152,13 @@ def main(
         for launch in recorded:
             found = compile_launch(launch, target)
             spills = found.spilled > 0 and not may_spill
-            over = spills or found.shared > SHARED_KIB[target] * 1024
-            failed |= over
+            over = found.shared > SHARED_KIB[target] * 1024
+            fails = spills or over or bool(found.undefined)
+            failed |= fails
+            undefined = f"undefined={','.join(found.undefined)} " if found.undefined else ""
             print(
                 f"sm_{target} {found.kernel} registers={found.registers} spilled={found.spilled} "
-                f"shared={found.shared} {found.options}{' FAILED' if over else ''}"
+                f"shared={found.shared} {undefined}{found.options}{' FAILED' if fails else ''}"
             )
     if not recorded:
         raise typer.BadParameter(f"{launches} launched no kernel")

@@ -1,9 +1,8 @@
 """Read compiled machine code with the tools in triton's wheel: what it takes, and operands it lost.
 
 ptxas 12.8 loses the start of a wgmma descriptor in some kernels for Hopper: the machine code adds
-to a uniform register that nothing has written, and the product reads shared memory from somewhere
-else, or the kernel ends in an illegal instruction. Neither ptxas nor the driver says a word, so the
-code is followed here from its entry along every branch.
+to a uniform register that nothing has written, and the product's operand begins anywhere. No tool
+says a word, so the code is followed here from its entry along every branch.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def bits(first: str, count: int = 1) -> int:
 
 
 def operation_and_operands(text: str) -> tuple[str, list[str]]:
-    """An instruction's text without its predicate, taken apart."""
+    """An instruction's text, taken apart without its predicate."""
     operation, _, operands = re.sub(r"^@\S+\s+", "", text).partition(" ")
     return operation, [operand.strip() for operand in operands.split(",")] if operands else []
 
@@ -77,14 +76,14 @@ def reads_and_writes(text: str) -> tuple[int, int]:
     uniform = operation.startswith("U")
     pair = 2 if uniform and (".64" in operation or ".WIDE" in operation) else 1
     reads = writes = 0
-    # R2UR and VOTEU may name a predicate before the register that they write.
-    target = next((i for i, operand in enumerate(operands) if not re.match(r"U?P", operand)), 0)
-    if not re.match(r"R2UR|VOTEU", operation):
-        target = 0
-    if operands and not operation.startswith("B"):
-        if written := re.fullmatch(r"UR(\d+)", operands[target]):
-            writes = bits(written[1], 4 if operation == "ULDC.128" else pair)
-            del operands[target]
+    # These may name a predicate before the register that they write.
+    late = operation.startswith(("R2UR", "VOTEU")) and len(operands) > 1
+    target = 1 if late and re.match(r"U?P", operands[0]) else 0
+    written = re.fullmatch(r"UR(\d+)", operands[target]) if operands else None
+    # Barriers write none.
+    if written and not operation.startswith("B"):
+        writes = bits(written[1], 4 if operation == "ULDC.128" else pair)
+        del operands[target]
     for operand in operands:
         # Two descriptors, a's and b's, begin at one register; a in registers has none.
         if product := re.match(r"gdesc\[UR(\d+)\]", operand):
@@ -100,50 +99,61 @@ def reads_and_writes(text: str) -> tuple[int, int]:
     return reads, writes
 
 
-def instructions(text: str) -> list[Instruction]:
-    """A listing of nvdisasm, with what may come after each instruction."""
+def instructions(text: str) -> tuple[list[Instruction], list[int]]:
+    """The instructions of a listing of nvdisasm, and the places where its functions begin."""
     code: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
         if label := re.match(r"([.$\w]+):$", line):
             labels[label[1]] = len(code)
-        elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+([^;]+?)\s*;", line):
-            code.append((found[1], found[2]))
+        elif line_of_code := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+([^;]+?)\s*;", line):
+            code.append((line_of_code[1], line_of_code[2]))
     returns = tuple(i + 1 for i, (_, text) in enumerate(code) if "CALL." in text)
-    result = []
+    found = []
     for place, (address, text) in enumerate(code):
-        operation, operands = operation_and_operands(text)
-        named = [labels[name] for name in re.findall(r"`\(([^)]+)\)", text) if name in labels]
-        following: tuple[int, ...] = (place + 1,)
-        if operation.startswith(("BRA", "CALL", "JMP")):
-            falls_through = text.startswith("@") or len(operands) > 1 or "CALL" in operation
-            following = (*named, *following) if falls_through or not named else tuple(named)
-        elif operation.startswith(("BRX", "JMX")):
-            following = tuple(labels.values())
-        elif operation.startswith("RET"):
-            following = (*returns, *following) if text.startswith("@") else returns
-        elif operation == "EXIT" and not text.startswith("@"):
-            following = ()
-        within = tuple(to for to in following if to < len(code))
-        result.append(Instruction(address, *reads_and_writes(text), within))
-    return result
+        after = [to for to in following(place, text, labels, returns) if to < len(code)]
+        found.append(Instruction(address, *reads_and_writes(text), tuple(after)))
+    entries = [place for name, place in labels.items() if name.startswith(".text.")]
+    if not found or not entries:
+        raise RuntimeError("nvdisasm printed no machine code")
+    return found, entries
+
+
+def following(
+    place: int, text: str, labels: dict[str, int], returns: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The places that may come after an instruction; ``returns``: those after the calls."""
+    operation, operands = operation_and_operands(text)
+    goes_on = (place + 1,) if text.startswith("@") else ()
+    if operation.startswith(("BRX", "JMX")):
+        return (*labels.values(), *goes_on)
+    if operation.startswith("RET"):
+        return (*returns, *goes_on)
+    if operation == "EXIT":
+        return goes_on
+    if operation.startswith(("BRA", "JMP", "CALL")):
+        named = (labels[name] for name in re.findall(r"`\(([^)]+)\)", text) if name in labels)
+        # A condition may stand among the operands.
+        if "CALL" in operation or len(operands) > 1:
+            goes_on = (place + 1,)
+        return (*named, *goes_on)
+    return (place + 1,)
 
 
 def undefined_registers(text: str) -> tuple[str, ...]:
     """Uniform registers that a listing of nvdisasm reads where no path from its entry has written
     them, each with the address of the first such read. What is made of one counts as not written.
     """
-    code = instructions(text)
+    code, waiting = instructions(text)
     # None where no path has come yet.
-    written: list[int | None] = [0, *[None] * (len(code) - 1)]
-    waiting = [0] if code else []
+    written: list[int | None] = [0 if place in waiting else None for place in range(len(code))]
     while waiting:
         place = waiting.pop()
-        _, reads, writes, following = code[place]
+        _, reads, writes, places = code[place]
         leaving = written[place] or 0
         if reads & ~leaving == 0:
             leaving |= writes
-        for to in following:
+        for to in places:
             known = written[to]
             if known is None or leaving & ~known:
                 written[to] = leaving | (known or 0)

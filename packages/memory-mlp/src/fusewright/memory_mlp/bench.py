@@ -130,8 +130,15 @@ fusewright_update: Callable[..., Any] = functools.partial(
 def loss_of(weights: MemoryWeights, k: Tensor, v: Tensor) -> Tensor:
     """The inner loss as a user of plain torch writes it, its products in k's dtype."""
     w1, b1, w2, b2 = (w.to(k.dtype) for w in weights)
-    residual = F.linear(F.silu(F.linear(k, w1, b1)), w2, b2) - v
-    return residual.float().square().mean()
+    residual = linear(F.silu(linear(k, w1, b1)), w2, b2) - v
+    return residual.float().square().mean((-2, -1))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """One product for each memory; what is timed has one."""
+    if weight.ndim == 2:
+        return F.linear(x, weight, bias)
+    return x @ weight.mT + bias.unsqueeze(-2)
 
 
 def torch_step(
@@ -144,14 +151,20 @@ def torch_step(
     theta: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Clip, momentum, forgetting; nothing where the gradient is not finite."""
-    norm = torch.stack([g.square().sum() for g in gradient]).sum().sqrt()
+    squares = [g.square().flatten(loss.ndim).sum(-1) for g in gradient]
+    norm = torch.stack(squares).sum(0).sqrt()
     rate = theta * (MAX_GRAD_NORM / norm).clamp(max=1.0)
     finite = norm.isfinite()
-    moved = [eta * s - rate * g for s, g in zip(momentum, gradient, strict=True)]
-    written = [(1.0 - alpha) * w + s for w, s in zip(weights, moved, strict=True)]
+
+    def over(gate: Tensor, x: Tensor) -> Tensor:
+        """One number for each memory, beside its tensor."""
+        return gate[(..., *(None,) * (x.ndim - gate.ndim))] if gate.ndim else gate
+
+    moved = [over(eta, s) * s - over(rate, g) * g for s, g in zip(momentum, gradient, strict=True)]
+    written = [over(1.0 - alpha, w) * w + s for w, s in zip(weights, moved, strict=True)]
     return (
-        [torch.where(finite, new, old) for new, old in zip(written, weights, strict=True)],
-        [torch.where(finite, new, old) for new, old in zip(moved, momentum, strict=True)],
+        [torch.where(over(finite, w), new, w) for new, w in zip(written, weights, strict=True)],
+        [torch.where(over(finite, s), new, s) for new, s in zip(moved, momentum, strict=True)],
         loss,
     )
 
@@ -165,7 +178,8 @@ def torch_update(
         weights = weights.map(lambda w: w.detach().requires_grad_())
     with torch.enable_grad():
         loss = loss_of(weights, k, v)
-        gradient = torch.autograd.grad(loss, weights, create_graph=recorded)
+        total = loss.sum() if loss.ndim else loss
+        gradient = torch.autograd.grad(total, weights, create_graph=recorded)
     return torch_step(weights, momentum, gradient, loss, *gates)
 
 
@@ -173,7 +187,12 @@ def functional_update(
     k: Tensor, v: Tensor, weights: MemoryWeights, momentum: MemoryWeights, *gates: Tensor
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """The unfused form that a compiler takes whole."""
-    gradient, loss = torch.func.grad_and_value(loss_of)(weights, k, v)
+
+    def total(*arguments: Any) -> tuple[Tensor, Tensor]:
+        loss = loss_of(*arguments)
+        return loss.sum(), loss
+
+    gradient, (_, loss) = torch.func.grad_and_value(total, has_aux=True)(weights, k, v)
     return torch_step(weights, momentum, gradient, loss, *gates)
 
 
@@ -259,9 +278,7 @@ class Layer:
         parameters = layer.named_parameters()
         return {name: p for name, p in parameters if not name.startswith(self.leave_out)}
 
-    def draw(
-        self, device: str, dtype: torch.dtype, sizes: dict[str, int] = SCAN
-    ) -> list[Tensor]:
+    def draw(self, device: str, dtype: torch.dtype, sizes: dict[str, int] = SCAN) -> list[Tensor]:
         """x of unit size, and fresh parameters."""
         batch, tokens, heads, width = sizes.values()
         x = torch.randn(batch, tokens, heads * width, device=device)

@@ -88,8 +88,10 @@ def update_case(rows: int, width: int, hidden: int, precision: str, dtype: torch
         dtype=dtype,
         precision=precision,
         reference=update_reference,
-        inputs=functools.partial(update_inputs, (), rows, width, hidden, dtype),
-        sample=functools.partial(update_inputs, CHECKED_MEMORIES, rows // 4, width, hidden, dtype),
+        inputs=functools.partial(update_inputs, rows, width, hidden, dtype),
+        sample=functools.partial(
+            update_inputs, rows // 4, width, hidden, dtype, lead=CHECKED_MEMORIES
+        ),
         bytes_moved=moved | {"fwd+bwd": sum(moved.values())},
         flops=work | {"fwd+bwd": sum(work.values())},
         forward_wall=True,
@@ -97,7 +99,12 @@ def update_case(rows: int, width: int, hidden: int, precision: str, dtype: torch
 
 
 def update_inputs(
-    lead: tuple[int, ...], rows: int, width: int, hidden: int, dtype: torch.dtype, device: str
+    rows: int,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    device: str,
+    lead: tuple[int, ...] = (),
 ) -> list[Tensor]:
     """k, v, the memories, their momentum and the gates."""
     draw = functools.partial(torch.randn, *lead, device=device)

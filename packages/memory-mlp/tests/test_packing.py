@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fusewright.memory_mlp import MemoryWeights, Reads, memory_read
-from fusewright.memory_mlp.packing import cast, pack, packed_size, unpack
+from fusewright.memory_mlp import MemoryWeights, NeuralMemory, Reads, memory_read
+from fusewright.memory_mlp.packing import cast, pack, packed, packed_size, unpack
+from torch.autograd import forward_ad
 
 HIDDEN, WIDTH = 5, 3
 Halves = tuple[MemoryWeights, MemoryWeights]
@@ -132,3 +133,85 @@ def test_output_of_joined_reads_is_that_of_the_calls(memory_of, device, masked):
     found, wanted = memory.outputs(Reads.joined(parts)), torch.cat(outputs, 1)
     torch.testing.assert_close(found, wanted, equal_nan=True)
     assert found[1, 6].isnan().all()
+
+
+class Stopped(torch.autograd.Function):
+    """A view that no gradient passes, as autograd cannot tell from the tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return 0.0 * dx
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_function_between_the_views_and_their_tensor_is_not_passed_by(leaf):
+    state = a_state().detach().requires_grad_()
+    whole = state if leaf else state * 1.0
+    weights, momentum = unpack(whole, HIDDEN, WIDTH)
+    assert pack(weights, momentum) is whole
+    assert packed(weights._replace(b2=Stopped.apply(weights.b2)), momentum) is None
+    stopped = pack(weights.map(Stopped.apply), momentum.map(Stopped.apply))
+    (grad,) = torch.autograd.grad(stopped.square().sum(), state)
+    assert not grad.any()
+
+
+def test_gradient_stopped_between_two_calls_of_a_layer_is_stopped():
+    memory = NeuralMemory(6, heads=2, chunk=2, hidden=4)
+    x = torch.randn(2, 4, 6, requires_grad=True)
+    _, state, _ = memory(x)
+    stopped = state._replace(
+        weights=state.weights.map(Stopped.apply),
+        momentum=state.momentum.map(Stopped.apply),
+        convolution=state.convolution.detach(),
+    )
+    y, *_ = memory(torch.randn(2, 4, 6), stopped)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert not grad.any()
+
+
+def test_tangent_of_a_view_is_not_dropped():
+    weights, momentum = unpack(a_state(), HIDDEN, WIDTH)
+    with forward_ad.dual_level():
+        dual = weights._replace(b2=forward_ad.make_dual(weights.b2, torch.ones_like(weights.b2)))
+        assert forward_ad.unpack_dual(pack(dual, momentum)).tangent is not None
+
+
+def test_masked_and_unmasked_reads_join():
+    memory = NeuralMemory(6, heads=2, chunk=2, hidden=4)
+    x = torch.randn(2, 6, 6)
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    first, state, _ = memory.advance(x[:, :3], mask=mask)
+    second, _, _ = memory.advance(x[:, 3:], state)
+    apart = torch.cat([memory.outputs(first), memory.outputs(second)], 1)
+    torch.testing.assert_close(memory.outputs(Reads.joined([first, second])), apart)
+    assert (apart[0, 1] == 0).all()
+
+
+def test_reads_that_do_not_fit_are_refused():
+    memory = NeuralMemory(6, heads=2, chunk=2, hidden=4)
+    reads, *_ = memory.advance(torch.randn(2, 4, 6), mask=torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="at least one Reads"):
+        Reads.joined([])
+    for wrong in (
+        reads._replace(kept=reads.kept[:1]),
+        reads._replace(kept=reads.kept[:, :3]),
+        reads._replace(mask=reads.mask[:1]),
+    ):
+        with pytest.raises(ValueError, match=r"reads\.(kept|mask) must have shape"):
+            memory.outputs(wrong)
+    with pytest.raises(TypeError, match="kept must be a bool tensor"):
+        memory.outputs(reads._replace(kept=reads.kept.float()))
+
+
+@pytest.mark.parametrize("granularity", ["chunk", "segment"])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_pooled_memory_of_no_rows(granularity, tokens):
+    options = {"granularity": granularity, "scope": "batch_pooled", "chunk": 2}
+    memory = NeuralMemory(6, heads=2, hidden=4, **options)
+    y, state, _ = memory(torch.randn(0, tokens, 6))
+    assert y.shape == (0, tokens, 6)
+    assert memory.retrieve(torch.randn(0, tokens, 6), state).shape == (0, tokens, 6)

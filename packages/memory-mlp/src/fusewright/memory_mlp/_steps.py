@@ -172,7 +172,7 @@ def pooled_step(
 
 def read(rules: Rules, q: Tensor, weights: Weights) -> Tensor:
     """M(q) for q ``[B, T, heads, D]``."""
-    rows = q.shape[0]
+    rows, tokens = q.shape[:2]
     if rules.scope == "batch_pooled":
         q = q.flatten(0, 1).unsqueeze(0)
     if isinstance(weights, MemoryWeights):
@@ -182,7 +182,7 @@ def read(rules: Rules, q: Tensor, weights: Weights) -> Tensor:
         y = memory_read(q, weights, activation=rules.activation, backend=backend)
     else:
         y = deep_memory.memory_read(q, weights, activation=rules.activation)
-    return y.squeeze(0).unflatten(0, (rows, -1)) if rules.scope == "batch_pooled" else y
+    return y.squeeze(0).unflatten(0, (rows, tokens)) if rules.scope == "batch_pooled" else y
 
 
 def weights_at_end(rules: Rules, weights: Weights, momentum: Weights, tail: Writes) -> Weights:

@@ -129,10 +129,14 @@ class Reads(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Reads]) -> Reads:
-        """Of calls that follow one another, all of them masked or none."""
+        """Of calls that follow one another, at least one."""
+        if not parts:
+            raise ValueError("wanted at least one Reads to join; got none")
         y, kept, masks = zip(*parts, strict=True)
-        given = [mask for mask in masks if mask is not None]
-        return cls(torch.cat(y, 1), torch.cat(kept, 1), torch.cat(given, 1) if given else None)
+        if all(mask is None for mask in masks):
+            return cls(torch.cat(y, 1), torch.cat(kept, 1), None)
+        filled = [kept.new_ones(kept.shape[:2]) if m is None else m for _, kept, m in parts]
+        return cls(torch.cat(y, 1), torch.cat(kept, 1), torch.cat(filled, 1))
 
 
 def fresh_state(

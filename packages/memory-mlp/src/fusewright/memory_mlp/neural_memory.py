@@ -216,10 +216,11 @@ class NeuralMemory(nn.Module):
             mask: ``[B, T]`` bool, False for padding: such a token is not written, is a zero to the
                 convolution and to its output.
 
-        A token that is not finite, or whose key, value or gates are not, is not written in those
-        heads and counted in ``skipped``; its output is NaN. Later tokens and other rows do not
-        notice: the convolution sees a zero. A pooled step whose gradient is not finite is skipped
-        and its tokens are counted.
+        A token that is not finite, or whose sum, key, value or gates are not, is not written in
+        those heads and counted in ``skipped``; its output is NaN. Other rows do not notice, nor do
+        later tokens: the convolution sees a zero. Where the token is finite and its projection is
+        not, the convolution sees that, and the tokens that it reaches are skipped too. A pooled
+        step whose gradient is not finite is skipped and its tokens are counted.
 
         Returns:
             (y ``[B, T, dim]``, in x's dtype or autocast's, without gate and residual; the new
@@ -285,7 +286,16 @@ class NeuralMemory(nn.Module):
         return Reads(moved.y.flatten(2), kept, mask), state, stats_of(writes, skipped)
 
     def outputs(self, reads: Reads) -> Tensor:
-        """``[B, T, dim]``: W_o of what was read; NaN where that is not kept, 0 where masked."""
+        """``[B, T, dim]``: W_o of what was read; NaN where that is not kept, 0 where masked.
+
+        Raises:
+            TypeError: kept or the mask is not bool.
+            ValueError: the parts of ``reads`` do not fit together.
+        """
+        tokens, device = reads.y.shape[:2], reads.y.device
+        check_mask("reads.kept", reads.kept, (*tokens, self.heads), device)
+        if reads.mask is not None:
+            check_mask("reads.mask", reads.mask, tokens, device)
         y = self.output(reads.y)
         return kept_tokens(y, reads.kept, reads.mask, torch.nan, backend=self.rules.backend)
 

@@ -5,7 +5,8 @@ transpose of w2, b1, b2 one after the other: both matrices are [hidden, D].
 
 What a scan returns are views of such a tensor. The next scan and the next read find it again
 through them, and join nothing, nor do their gradients. The gradient passes the views by, unless
-they retain it or have a hook.
+they retain it or have a hook of their own; whatever else stands between them and the tensor, such
+as a function that scales a gradient, is looked for, and then they are joined.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.autograd import forward_ad
 
 from .weights import MemoryWeights
 
 Tensor = torch.Tensor
+
+# What autograd calls the ways from a tensor to the views of it.
+VIEWS = {"ViewBackward0", "SplitWithSizesBackward0", "TransposeBackward0"}
 
 
 def pack(weights: MemoryWeights, momentum: MemoryWeights) -> Tensor:
@@ -76,8 +81,10 @@ def packed(weights: MemoryWeights, momentum: MemoryWeights | None = None) -> Ten
     makes; None where they are not.
     """
     hidden, width = weights.w1.shape[-2:]
-    # A view knows the tensor it was made of. Detached, or in a compiler's hands, it does not.
-    whole = None if torch.compiler.is_compiling() else weights.w1._base
+    # A view knows the tensor it was made of. Detached, or in a compiler's hands, it does not; a
+    # tangent is the view's own.
+    watched = torch.compiler.is_compiling() or forward_ad._current_level >= 0
+    whole = None if watched else weights.w1._base
     if whole is None or whole.shape != (*weights.b1.shape[:-1], 2, packed_size(hidden, width)):
         return None
     views = unpack(whole.detach(), hidden, width)
@@ -91,13 +98,26 @@ def is_view(x: Tensor, whole: Tensor, view: Tensor) -> bool:
     """Whether x, made of ``whole``, is the same as ``view``, and nobody asks for its gradient."""
     return (
         x._base is whole
-        and x.requires_grad == whole.requires_grad == (x.grad_fn is not None)
-        and not (x.retains_grad or x._backward_hooks)
+        and x.requires_grad == whole.requires_grad
+        and not (x.retains_grad or x._backward_hooks or x.is_neg())
         and x.dtype == view.dtype
         and x.shape == view.shape
         and x.stride() == view.stride()
         and x.storage_offset() == view.storage_offset()
+        and (not x.requires_grad or only_views_between(x, whole))
     )
+
+
+def only_views_between(x: Tensor, whole: Tensor) -> bool:
+    """Whether the gradient of x reaches ``whole`` as it is."""
+    node, end = x.grad_fn, whole.grad_fn
+    while node is not None and node is not end:
+        if end is None and getattr(node, "variable", None) is whole:
+            return True
+        if node.name() not in VIEWS:
+            return False
+        node = node.next_functions[0][0]
+    return node is not None
 
 
 def cast(weights: MemoryWeights, dtype: torch.dtype) -> MemoryWeights:

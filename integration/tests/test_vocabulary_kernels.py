@@ -83,11 +83,19 @@ def test_strange_logit_stays_in_its_row(device, strange):
 
 
 @pytest.mark.parametrize("target", [-1, 300, 2**40])
-def test_target_that_is_no_token_gives_nan_and_reads_nothing(device, target):
+def test_target_that_is_no_token_makes_its_row_nan_and_reads_nothing(device, target):
     logits, targets = drawn(3, 300, F32, device)
     targets[1] = target
     log_p = softmax_gradient_(logits, targets, with_gradient=True)
     assert log_p.isnan().tolist() == [False, True, False]
+    assert logits.isnan().all(-1).tolist() == [False, True, False]
+
+
+def test_targets_of_any_stride(device):
+    logits, targets = drawn(4, 300, F32, device)
+    spread = torch.stack([targets, 0 * targets], 1)[:, 0]
+    found = softmax_gradient_(logits.clone(), spread, with_gradient=True)
+    assert torch.equal(found, softmax_gradient_(logits, targets, with_gradient=True))
 
 
 def test_no_rows(device):

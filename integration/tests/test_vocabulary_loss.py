@@ -88,9 +88,11 @@ def test_backward_pass_may_run_twice(way):
     assert all(map(torch.equal, first, torch.autograd.grad(loss, (x, weight))))
 
 
-def test_nothing_to_predict_gives_nan(way):
+def test_nothing_to_predict_gives_nan_and_gradients_of_zero(way):
     x, weight, targets = operands(5)
-    assert vocabulary_loss(x, weight, torch.full_like(targets, IGNORED)).isnan()
+    loss = vocabulary_loss(x, weight, torch.full_like(targets, IGNORED))
+    assert loss.isnan()
+    assert not any(grad.any() for grad in torch.autograd.grad(loss, (x, weight)))
     assert vocabulary_loss(x[:0], weight, targets[:0]).isnan()
 
 

@@ -1,5 +1,5 @@
 """The softmax of a chunk of logits, and their gradient in their place: one launch, which reads
-every logit from memory once and writes it once.
+every logit twice, the second time soon after the first, and writes it once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def _softmax_gradient_kernel(
     logits_ptr += row * row_stride
     target = tl.load(target_ptr + row)
     known = (target >= 0) & (target < vocabulary)
-    # A target that is none reads nothing, and shows in the loss.
-    x_target = tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32)
+    x_target = tl.load(logits_ptr + target, mask=known, other=0.0).to(tl.float32)
     target = tl.where(known, target, -1).to(tl.int32)
     lane = tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
@@ -50,6 +49,8 @@ def _softmax_gradient_kernel(
     top = tl.max(largest, 0)
     # Apart, since their sum would round the logarithm away beside a large maximum.
     log_sum = tl.log(tl.sum(total * tl.exp(largest - top), 0))
+    # A target that is none makes the row NaN.
+    log_sum = tl.where(known, log_sum, float("nan"))
     log_p = (x_target - top) - log_sum
     tl.store(log_p_ptr + row, log_p)
 
@@ -82,14 +83,14 @@ def softmax_gradient_(logits: Tensor, targets: Tensor, *, with_gradient: bool) -
     Args:
         logits: ``[N, V]``, fp32, bf16 or fp16, rows contiguous. With ``with_gradient`` they hold
             softmax(logits) - one_hot(targets) afterwards.
-        targets: ``[N]``, int64. The result is NaN where one is no number of a column.
+        targets: ``[N]``, int64. A row is NaN where its target is no number of a column.
         with_gradient: whether the logits are written.
     """
     log_p = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _softmax_gradient_kernel[(len(logits),)](
             logits,
-            targets,
+            targets.contiguous(),
             log_p,
             logits.shape[1],
             logits.stride(0),

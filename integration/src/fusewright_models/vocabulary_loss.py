@@ -9,7 +9,7 @@ backward pass multiplies both by a number.
 
 Logits are in the operands' dtype, as torch's product makes them; log-sum-exp, loss and the sum of
 dw over chunks are fp32 (fp64 for fp64 operands). On a card g takes the logits' place in one launch,
-where torch's operations read and write them six times (docs/decisions/0006).
+where torch's operations read and write them six times (docs/decisions/0007).
 
 torch 2.13 has ``torch.nn.functional.linear_cross_entropy``, which takes chunks too. It computes the
 loss where the operands are fp32 or fp64. Of bf16 operands it returns a loss in bf16 and adds dw in
@@ -96,6 +96,8 @@ def _kernel_serves(logits: Tensor) -> bool:
     """Whether a launch of ours may take the logits; a compiler fuses torch's operations itself."""
     return (
         logits.is_cuda
+        # Not one that only stands for another.
+        and type(logits) is Tensor
         and logits.dtype in KERNEL_DTYPES
         and not torch.compiler.is_compiling()
         and _card_serves(logits.device)
@@ -122,7 +124,8 @@ def vocabulary_loss(
     Args:
         x: ``[.., d]``, one row for each target.
         weight: ``[V, d]``, in x's dtype; under autocast both are taken in its dtype.
-        targets: ``[..]``, int64, each below V (not read for a check) or ``ignore_index``.
+        targets: ``[..]``, int64, each below V or ``ignore_index``. They are not read for a check:
+            others make the loss NaN, or fail as in torch.
         ignore_index: rows with this target count for nothing and get gradients of zero.
 
     Returns:
@@ -144,7 +147,7 @@ def vocabulary_loss(
         total = _VocabularyLoss.apply(
             x, weight, targets, ignore_index, dtype, chunks, with_gradient
         )
-        return total / (targets != ignore_index).sum()
+        return _mean(total, targets, ignore_index)
 
 
 def _torchs_is_exact(dtype: torch.dtype) -> bool:
@@ -152,11 +155,21 @@ def _torchs_is_exact(dtype: torch.dtype) -> bool:
     return hasattr(F, "linear_cross_entropy") and dtype in (torch.float32, torch.float64)
 
 
+def _mean(total: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Over the rows that count: NaN where none does, through which gradients of zero still pass."""
+    count = (targets != ignore_index).sum()
+    nothing = torch.zeros_like(total).masked_fill(count == 0, torch.nan)
+    return total / count.clamp(min=1) + nothing
+
+
 def _torchs(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunks: int) -> Tensor:
     options = torch.nn.LinearCrossEntropyOptions(
         batch_chunk_size=max(1, -(-len(x) // chunks)), allow_retain_graph=True
     )
-    return F.linear_cross_entropy(x, weight, targets, ignore_index=ignore_index, options=options)
+    total = F.linear_cross_entropy(
+        x, weight, targets, ignore_index=ignore_index, reduction="sum", options=options
+    )
+    return _mean(total, targets, ignore_index)
 
 
 def _check(x: Tensor, weight: Tensor, targets: Tensor) -> None:

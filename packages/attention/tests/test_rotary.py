@@ -324,9 +324,7 @@ def test_second_derivative_is_right(rotary_op, parts, device):
     yardstick.check(slopes(whole(rotary_op.kernels)))
 
 
-@pytest.mark.parametrize(
-    "transform", [transforms.forward_mode, transforms.func_jvp, transforms.compiled_func_jvp]
-)
+@pytest.mark.parametrize("transform", [*transforms.FORWARD_MODES, transforms.compiled_func_jvp])
 def test_forward_mode_raises(rotary_op, transform, device):
     torch._dynamo.reset()
     rows, *others = rotary_op.draw(SHAPE, F32, device)

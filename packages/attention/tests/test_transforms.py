@@ -122,9 +122,7 @@ def test_inductor_gives_right_outputs_and_gradients(op, dtype, device):
     Yardstick(op.reference, op.draw(SHAPE, dtype, device)).check(compiled)
 
 
-@pytest.mark.parametrize(
-    "transform", [transforms.forward_mode, transforms.func_jvp, transforms.compiled_func_jvp]
-)
+@pytest.mark.parametrize("transform", [*transforms.FORWARD_MODES, transforms.compiled_func_jvp])
 def test_forward_mode_raises(op, transform, device):
     x, *others = op.draw(SHAPE, torch.float32, device)
     with pytest.raises(Exception, match=r"jvp|forward.mode AD"):

@@ -90,9 +90,7 @@ def test_transform_compiled_by_inductor_is_right(op, transform, device):
     hold(op, tensors, transform, torch.compile(fullgraph=True))
 
 
-@pytest.mark.parametrize(
-    "transform", [transforms.forward_mode, transforms.func_jvp, transforms.compiled_func_jvp]
-)
+@pytest.mark.parametrize("transform", [*transforms.FORWARD_MODES, transforms.compiled_func_jvp])
 def test_forward_mode_raises(op, transform, device):
     x, *others = op.draw(SHAPE, torch.float32, device)
     with pytest.raises(Exception, match=r"jvp|forward.mode AD"):

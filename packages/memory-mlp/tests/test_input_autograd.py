@@ -222,7 +222,7 @@ def test_full_graph_compilation_of_tokens_gives_eager_bits(device):
     assert same_bits(slopes((found,), [x]), slopes((expected,), [x]))
 
 
-@pytest.mark.parametrize("transform", [transforms.forward_mode, transforms.func_jvp])
+@pytest.mark.parametrize("transform", transforms.FORWARD_MODES)
 def test_forward_mode_raises(input_op, transform, device):
     joint, *others = input_op.draw(*SIZES, F32, device)
     with pytest.raises(Exception, match=r"jvp|forward.mode AD"):

@@ -115,7 +115,7 @@ def test_full_graph_compilation_gives_eager_bits(update_op, device):
     assert same_bits(slopes(found, leaves), slopes(expected, leaves))
 
 
-@pytest.mark.parametrize("transform", [transforms.forward_mode, transforms.func_jvp])
+@pytest.mark.parametrize("transform", transforms.FORWARD_MODES)
 def test_forward_mode_raises(update_op, transform, device):
     k, *others = update_op.draw(*SIZES, F32, device)
     with pytest.raises(Exception, match=r"jvp|forward.mode AD"):

@@ -80,7 +80,7 @@ def test_inductor_gives_right_outputs_and_gradients(op, dtype, device):
     Yardstick(op.reference, op.draw((100, 5), dtype, device)).check(compiled)
 
 
-@pytest.mark.parametrize("transform", [transforms.forward_mode, transforms.func_jvp])
+@pytest.mark.parametrize("transform", transforms.FORWARD_MODES)
 def test_forward_mode_raises(op, transform, device):
     x, *others = op.draw(SHAPE, torch.float32, device)
     with pytest.raises(Exception, match=r"jvp|forward.mode AD"):

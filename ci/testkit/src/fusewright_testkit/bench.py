@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib
+import io
 import pathlib
 import platform
 import re
@@ -202,7 +203,8 @@ def main(
             torch.cuda.empty_cache()
         console.print(f"{case.op} {case.sizes}")
         # After every case: a run that is cut off leaves what it has.
-        merge(folder / f"{environment_name()}.csv", found)
+        if found:
+            merge(folder / f"{environment_name()}.csv", found)
     if not found:
         raise typer.BadParameter("nothing was timed")
     show(found, console)
@@ -217,11 +219,13 @@ def merge(path: pathlib.Path, rows: list[dict]) -> None:
         with path.open(newline="") as file:
             merged = {identity(row): row for row in csv.DictReader(file)}
     merged |= {identity(row): row for row in rows}
+    # Whole before it is written: what cannot be written costs no row of the file.
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(merged.values())
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(merged.values())
+    path.write_text(text.getvalue())
 
 
 def identity(row: dict) -> tuple[str, ...]:

@@ -154,5 +154,15 @@ def func_jvp(function: Call, x: torch.Tensor) -> torch.Tensor:
     return jvp(function, (x,), (torch.ones_like(x),))[1]
 
 
+def func_jvp_of_grad(function: Call, x: torch.Tensor) -> torch.Tensor:
+    """Forward over reverse: a product with the Hessian."""
+    slope = grad(lambda x: function(x).square().sum())
+    return jvp(slope, (x,), (torch.ones_like(x),))[1]
+
+
 def compiled_func_jvp(function: Call, x: torch.Tensor) -> torch.Tensor:
     return torch.compile(lambda x: func_jvp(function, x), fullgraph=True, backend="aot_eager")(x)
+
+
+# All ways to ask for a tangent.
+FORWARD_MODES = (forward_mode, func_jvp, func_jvp_of_grad)

@@ -124,8 +124,8 @@ class Op:
             if not _are_functorch_transforms_active():
                 return self.overload(*args)
             # A Function's forward runs without recording, but the levels further out have yet to
-            # record theirs.
-            with torch.enable_grad():
+            # record theirs, and a forward-mode one to raise.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 return self.overload(*args)
 
 

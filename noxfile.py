@@ -27,6 +27,8 @@ nox.options.error_on_missing_interpreters = True
 CONSTRAINED = ("-c", "ci/constraints/tested.txt")
 RESULTS = ROOT / ".nox/results"
 PYTEST = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-m", workspace.QUICK_TIER)
+# A process a core; the tests of a file may go to several.
+SPREAD = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
 PACKAGES = workspace.packages()
 PARTS = [nox.param(p, id=p.name) for p in PACKAGES + workspace.integration()]
@@ -84,7 +86,7 @@ def run_tests(session: nox.Session, part: workspace.Project) -> None:
     """A part's tests, from an empty folder, so that only the installed wheel can be imported."""
     junit = RESULTS / f"{label(session)}.xml"
     with session.chdir(session.create_tmp()):
-        command = ("python", "-m", "pytest", str(part.tests), *PYTEST, "--durations=5")
+        command = ("python", "-m", "pytest", str(part.tests), *PYTEST, *SPREAD, "--durations=5")
         session.run(*command, f"--junitxml={junit}", *session.posargs)
 
 

@@ -33,6 +33,23 @@ TOLD_OF_TEXT = (
     "device, in ms; wall by the host's clock, graph where the whole step is replayed from a CUDA "
     "graph."
 )
+SWITCHES_HEADER = (
+    "case",
+    "ours",
+    "step",
+    "tokens/s",
+    "times before",
+    "GiB",
+    "waiting",
+    "evaluation",
+)
+SWITCHES_COLUMNS = ["case", "ours", "ms", "mem_mib", "waiting", "evaluation"]
+TOLD_OF_SWITCHES = (
+    "What each of our ways saves in an eager step of TitanMAC, by itself and all together: "
+    "[{name}](results/{name}). Waiting is the share of the host's time in a step that it reads "
+    "numbers of the device, evaluation the share of a run's time that 10 batches every 50 steps "
+    "take."
+)
 
 
 class Step(NamedTuple):
@@ -83,6 +100,26 @@ def text_rows(path: Path) -> list[tuple[str, ...]]:
             gib = f"{float(row['mem_mib']) / 1024:.1f}" if row["mem_mib"] else ""
             found = (row["timing"], f"{1e3 * tokens / ms:,.0f}", f"{ms:,.1f}", gib)
             lines.append((row["case"], row["provider"], *found))
+    # Providers of a case side by side, whatever run they are from.
+    order = list(dict.fromkeys(line[0] for line in lines))
+    return sorted(lines, key=lambda line: order.index(line[0]))
+
+
+def switch_rows(path: Path) -> list[tuple[str, ...]]:
+    """A line for each switch at each case; times before are against the case's first, none."""
+    lines = []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        before = 0.0
+        for row in reader if reader.fieldnames == SWITCHES_COLUMNS else ():
+            ms = float(row["ms"])
+            before = ms if row["ours"] == "none" else before
+            sizes = dict(word.split("=") for word in row["case"].split())
+            tokens = int(sizes["B"]) * int(sizes["T"])
+            shares = (f"{100 * float(row[name]):.1f} %" for name in ("waiting", "evaluation"))
+            gib = f"{float(row['mem_mib']) / 1024:.1f}" if row["mem_mib"] else ""
+            found = f"{ms:,.1f}", f"{1e3 * tokens / ms:,.0f}", f"{before / ms:.2f}", gib
+            lines.append((row["case"], row["ours"], *found, *shares))
     return lines
 
 
@@ -138,6 +175,11 @@ def made(folder: Path) -> str:
         if lines := text_rows(path):
             parts.append(TOLD_OF_TEXT)
             parts.append(markdown([TEXT_HEADER, ("---",) * 3 + ("---:",) * 3, *lines]))
+        switches = path.with_name(f"switches-{path.name}")
+        if switches.is_file():
+            parts.append(TOLD_OF_SWITCHES.format(name=switches.name))
+            rule = ("---",) * 2 + ("---:",) * 6
+            parts.append(markdown([SWITCHES_HEADER, rule, *switch_rows(switches)]))
     return "\n\n".join(parts) or "Nothing has been measured yet."
 
 

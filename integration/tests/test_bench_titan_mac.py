@@ -161,7 +161,10 @@ def test_switches_are_a_line_and_a_row_each(tmp_path, monkeypatch):
     result = run(*options, "--out", tmp_path, shape="1,9")
     assert result.exit_code == 0, result.output
     names = ["none", *SWITCHES, "all"]
-    assert [row["provider"] for row in rows_of(tmp_path)] == [f"switches-{name}" for name in names]
+    (file,) = tmp_path.glob("switches-*.csv")
+    rows = list(csv.DictReader(file.open(newline="")))
+    assert [row["ours"] for row in rows] == names
+    assert all(float(row["ms"]) > 0 and row["waiting"] == "0.2500" for row in rows)
     for name in names:
         (line,) = (line for line in result.output.splitlines() if line.startswith(f"│ {name} "))
         assert " 25.0 % " in line

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from fusewright_models.bench import switches
 from fusewright_testkit.report import BEGIN, COLUMNS, END
 from typer.testing import CliRunner
 
@@ -101,3 +102,19 @@ def test_steps_of_text_have_a_table_of_their_own(report, folder):
     lines = [line for line in report.made(folder).splitlines() if line.startswith("| dim=320")]
     start = "| dim=320 layers=6 B=4 T=4096 | fusewright | graph |"
     assert lines == [f"{start} 200,000 | 81.9 | 2.0 |", f"{start} 1,000,000 | 16.4 |  |"]
+
+
+def test_switches_have_a_table_with_times_before(report, folder):
+    case = "dim=320 layers=6 B=4 T=4096"
+    lines = [f"{case},none,5552.0,16384.0,0.0010,0.0570", f"{case},all,204.8,4096.0,0.0000,0.0650"]
+    head = ",".join(report.SWITCHES_COLUMNS)
+    (folder / f"results/switches-{NAME}.csv").write_text("\n".join([head, *lines, ""]))
+    found = [line for line in report.made(folder).splitlines() if line.startswith("| dim=320")]
+    assert found == [
+        f"| {case} | none | 5,552.0 | 2,951 | 1.00 | 16.0 | 0.1 % | 5.7 % |",
+        f"| {case} | all | 204.8 | 80,000 | 27.11 | 4.0 | 0.0 % | 6.5 % |",
+    ]
+
+
+def test_switches_columns_are_those_that_the_benchmark_writes(report):
+    assert report.SWITCHES_COLUMNS == switches.COLUMNS

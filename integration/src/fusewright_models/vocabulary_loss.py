@@ -18,11 +18,9 @@ bf16, so there our chunks do.
 
 from __future__ import annotations
 
-import functools
-from importlib.util import find_spec
-
 import torch
 import torch.nn.functional as F
+from fusewright.attention import available_backends
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -100,13 +98,8 @@ def _kernel_serves(logits: Tensor) -> bool:
         and type(logits) is Tensor
         and logits.dtype in KERNEL_DTYPES
         and not torch.compiler.is_compiling()
-        and _card_serves(logits.device)
+        and "triton" in available_backends()
     )
-
-
-@functools.lru_cache
-def _card_serves(device: torch.device) -> bool:
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

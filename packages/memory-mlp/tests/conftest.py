@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from fusewright.memory_mlp import (
     memory_scan,
     memory_update,
 )
+from fusewright.memory_mlp.weights import weight_shapes
 from fusewright_testkit import Yardstick
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
@@ -45,6 +46,10 @@ class FlatOp:
 
     options: dict[str, Any] = field(default_factory=dict)
 
+    def having(self, **options: Any) -> Self:
+        """The op with options of its own."""
+        return replace(self, options=self.options | options)
+
     def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         """What gradients pass through."""
         raise NotImplementedError
@@ -58,6 +63,15 @@ class FlatOp:
     def check(self, tensors: list[torch.Tensor]) -> None:
         """Hold the kernels' outputs and gradients against the yardstick."""
         Yardstick(self.reference, tensors).check(self.kernels)
+
+
+def drawn_memory(
+    normal: Callable[..., torch.Tensor], lead: tuple[int, ...], hidden: int, width: int
+) -> list[torch.Tensor]:
+    """Weights that keep what they are given at its size."""
+    spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
+    shapes = weight_shapes(lead, hidden, width)
+    return [normal(*shape, spread=s) for shape, s in zip(shapes, spreads, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -94,14 +108,12 @@ class UpdateOp(FlatOp):
         state = torch.float64 if dtype == torch.float64 else torch.float32
 
         def normal(*shape: int, spread: float = 1.0) -> torch.Tensor:
-            return spread * torch.randn(*lead, *shape, device=device, dtype=state)
+            return spread * torch.randn(*shape, device=device, dtype=state)
 
-        shapes = (hidden, width), (hidden,), (width, hidden), (width,)
-        spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
-        memory = [normal(*shape, spread=s) for shape, s in zip(shapes, spreads, strict=True)]
-        momentum = [normal(*shape, spread=0.1) for shape in shapes]
+        memory = drawn_memory(normal, lead, hidden, width)
+        momentum = [normal(*shape, spread=0.1) for shape in weight_shapes(lead, hidden, width)]
         gates = [torch.rand(lead, device=device, dtype=state) for _ in range(3)]
-        k, v = normal(rows, width).to(dtype), normal(rows, width).to(dtype)
+        k, v = (normal(*lead, rows, width).to(dtype) for _ in range(2))
         others = [torch.rand(*lead, rows, device=device, dtype=state)] if self.row_weights else []
         return [k, v, *memory, *momentum, *gates, *others]
 
@@ -111,10 +123,6 @@ class ScanOp(FlatOp):
     """memory_scan on flat lists of tensors: q, k, v, the memory, its momentum and the three gates.
     A start that all rows share is given without their axis.
     """
-
-    def having(self, **options: Any) -> ScanOp:
-        """The op with options of its own."""
-        return replace(self, options=self.options | options)
 
     def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         """y, then weights and momentum after the last token."""
@@ -152,11 +160,9 @@ class ScanOp(FlatOp):
 
         q, k, v = (normal(batch, tokens, heads, width) for _ in range(3))
         q, k = (F.normalize(x, dim=-1) for x in (q, k))
-        shapes = (hidden, width), (hidden,), (width, hidden), (width,)
-        spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
         lead = batch, heads
-        memory = [normal(*lead, *shape, spread=s) for shape, s in zip(shapes, spreads, strict=True)]
-        momentum = [normal(*lead, *shape, spread=0.01) for shape in shapes]
+        memory = drawn_memory(normal, lead, hidden, width)
+        momentum = [normal(*shape, spread=0.01) for shape in weight_shapes(lead, hidden, width)]
         gates = gate(0.0, 0.02), gate(0.85, 0.95), gate(0.0, rate)
         return [*(x.to(dtype) for x in (q, k, v)), *memory, *momentum, *gates]
 
@@ -164,10 +170,6 @@ class ScanOp(FlatOp):
 @dataclass(frozen=True)
 class ReadOp(FlatOp):
     """memory_read on flat lists of tensors: q and the memory."""
-
-    def having(self, **options: Any) -> ReadOp:
-        """The op with options of its own."""
-        return replace(self, options=self.options | options)
 
     def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         q, *weights = tensors
@@ -189,11 +191,7 @@ class ReadOp(FlatOp):
         def normal(*shape: int, spread: float = 1.0) -> torch.Tensor:
             return spread * torch.randn(*shape, device=device, dtype=state)
 
-        shapes = (hidden, width), (hidden,), (width, hidden), (width,)
-        spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
-        memory = [
-            normal(batch, heads, *shape, spread=s) for shape, s in zip(shapes, spreads, strict=True)
-        ]
+        memory = drawn_memory(normal, (batch, heads), hidden, width)
         return [normal(batch, tokens, heads, width).to(dtype), *memory]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -63,19 +64,29 @@ def merge(path: Path, new: Iterable[Row]) -> None:
     """Put rows into a result file; those of the same case, pass and provider are replaced, whatever
     attention torch took then.
     """
-    kept: dict[tuple[str, ...], Row] = {}
+
+    def identity(row: Row) -> tuple[str, ...]:
+        return (*(row[column] for column in KEY), row["provider"].partition(" (")[0])
+
+    merge_by(identity, path, COLUMNS, new)
+
+
+def merge_by(
+    identity: Callable[[Row], tuple[str, ...]], path: Path, columns: list[str], new: Iterable[Row]
+) -> None:
+    """Put rows into a file with these columns, in place of those of the same identity."""
     old: list[Row] = []
     if path.exists():
         with path.open(newline="") as file:
             old = list(csv.DictReader(file))
-    for row in [*old, *new]:
-        provider = row["provider"].partition(" (")[0]
-        kept[(*(row[column] for column in KEY), provider)] = row
+    kept = {identity(row): row for row in [*old, *new]}
+    # Whole before it is written: what cannot be written costs no row of the file.
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(kept.values())
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept.values())
+    path.write_text(text.getvalue())
 
 
 def empty_table(shape: Shape) -> Table:

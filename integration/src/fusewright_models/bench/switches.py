@@ -33,11 +33,13 @@ from torch import Tensor
 from .. import titan_mac_layers
 from ..titan_mac import TitanMAC
 from .harness import Failure, attempt
-from .results import merge
+from .results import merge_by
 from .step import Marks, Measurement, Step
-from .titan_mac import TextShape, TitanMACHarness, Unclocked, row
+from .titan_mac import TextShape, TitanMACHarness, Unclocked
 
 SWITCHES = ("syncs", "attention", "norms", "gating", "memory")
+# Of a file of its own: the shares are of no pass.
+COLUMNS = ["case", "ours", "ms", "mem_mib", "waiting", "evaluation"]
 
 
 def manual_attention(
@@ -195,8 +197,16 @@ class SwitchesHarness(NamedTuple):
                 f"{100 * shares.evaluation:.1f} %",
             )
             if harness.file is not None:
-                provider = f"switches-{name}"
-                merge(harness.file, [row(harness.config, shape, provider, "wall", measured)])
+                values = (
+                    shape.case(harness.config),
+                    name,
+                    f"{measured.step.ms:.4f}",
+                    "" if memory is None else f"{memory:.1f}",
+                    *(f"{share:.4f}" for share in shares),
+                )
+                kept = dict(zip(COLUMNS, values, strict=True))
+                file = harness.file.with_name(f"switches-{harness.file.name}")
+                merge_by(lambda row: (row["case"], row["ours"]), file, COLUMNS, [kept])
         harness.console.print(table)
         return good
 

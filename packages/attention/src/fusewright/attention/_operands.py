@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ._checks import WIDTH_MULTIPLE
 from ._launch import Kind, contiguous_strides
@@ -28,9 +29,11 @@ def present(kind: Kind | None) -> Kind:
     return kind
 
 
-def to_copy(kinds: Sequence[Kind]) -> tuple[bool, ...]:
+def to_copy(
+    kinds: Sequence[Kind | None], needs: Callable[[Any], bool] = needs_copy
+) -> tuple[bool, ...]:
     """Which operands are copied first; empty where none is."""
-    copies = tuple(needs_copy(kind) for kind in kinds)
+    copies = tuple(needs(kind) for kind in kinds)
     return copies if any(copies) else ()
 
 

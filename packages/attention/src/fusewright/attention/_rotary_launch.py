@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ import triton
 
 from ._configs import ROTARY
 from ._launch import Allocate, Kind, Launch, contiguous_strides, copied, is_current, kinds, memory
-from ._operands import Shape, present
+from ._operands import Shape, present, to_copy
 from ._rotary_kernels import _rotary_kernel
 
 # More than one access takes of any dtype, so that neighbouring threads read whole sectors.
@@ -113,7 +112,7 @@ def forward_plan(
     parts = Parts(batches, tokens, kinds, heads, width, length, beside is not None, shared)
     joint = memory(parts.joint_shape, present(rows)[0], device)
     launch = plan_launch(parts, (rows, beside, prefix, None), (cos, sin), False, device)
-    return Plan(launch, to_copy(operands), (joint,))
+    return Plan(launch, to_copy(operands, strided_last), (joint,))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -133,7 +132,7 @@ def backward_plan(
     launch = plan_launch(parts, (None, None, None, djoint), tuple(angles), True, device)
     shapes = parts.rows_shape, parts.rows_shape if beside else (0,), parts.prefix_shape
     results = tuple(memory(one, djoint[0], device) for one in shapes)
-    return Plan(launch, to_copy(operands), results)
+    return Plan(launch, to_copy(operands, strided_last), results)
 
 
 def plan_launch(
@@ -191,7 +190,7 @@ def leading(shape: Shape, kind: Kind | None) -> tuple[int, ...]:
     """Strides of all axes but the last, of an operand, of its copy or of new memory; 0 where an
     axis has one element.
     """
-    new = kind is None or needs_copy(kind)
+    new = kind is None or strided_last(kind)
     strides = contiguous_strides(shape) if new else present(kind)[1]
     return tuple(
         0 if length == 1 else stride
@@ -199,12 +198,6 @@ def leading(shape: Shape, kind: Kind | None) -> tuple[int, ...]:
     )
 
 
-def to_copy(operands: Sequence[Kind | None]) -> tuple[bool, ...]:
-    """Which operands are copied first; empty where none is."""
-    copies = tuple(needs_copy(kind) for kind in operands)
-    return copies if any(copies) else ()
-
-
-def needs_copy(kind: Kind | None) -> bool:
+def strided_last(kind: Kind | None) -> bool:
     """Whether the kernel can read an operand of this kind only from a contiguous copy."""
     return kind is not None and kind[1][-1] != 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from ._backends import Backend, launchers, uses_triton, warn_once, without_autocast
+from ._backends import Backend, decline, launchers, uses_triton, without_autocast
 from ._checks import autocast
 from ._module_checks import check_read
 from ._registration import Derivative, Op, empty_grad, second_order
@@ -161,9 +161,7 @@ def serves(q: Tensor, hidden: int, backend: Backend) -> bool:
         f"the kernels of memory_read serve heads of up to {WIDEST} columns and 1 to "
         f"{WIDEST_HIDDEN} hidden units, not {q.shape[-1]} and {hidden}"
     )
-    if backend == "triton":
-        raise RuntimeError(f'backend="triton" cannot serve this call: {obstacle}')
-    warn_once(obstacle)
+    decline(obstacle, backend)
     return False
 
 

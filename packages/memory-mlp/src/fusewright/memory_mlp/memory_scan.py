@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from . import scan_reference
-from ._backends import Backend, launchers, uses_triton, warn_once, without_autocast
+from ._backends import Backend, decline, launchers, uses_triton, without_autocast
 from ._checks import autocast, dtype_of_state
 from ._registration import Derivative, Op, second_order
 from ._scan_checks import check_scan
@@ -223,7 +223,5 @@ def serves(q: Tensor, hidden: int, chunk: int, backend: Backend) -> bool:
         f"the kernels of memory_scan serve heads of up to {WIDEST} columns, {WIDEST_HIDDEN} hidden "
         f"units and chunks of {LONGEST_CHUNK} tokens, not {q.shape[-1]}, {hidden} and {chunk}"
     )
-    if backend == "triton":
-        raise RuntimeError(f'backend="triton" cannot serve this call: {obstacle}')
-    warn_once(obstacle)
+    decline(obstacle, backend)
     return False

@@ -50,10 +50,15 @@ def uses_triton(x: torch.Tensor, backend: Backend) -> bool:
     obstacle = (triton_obstacle if compiling else known_obstacle)(x.device, x.dtype)
     if obstacle is None:
         return True
+    decline(obstacle, backend)
+    return False
+
+
+def decline(obstacle: str, backend: Backend) -> None:
+    """Say why the kernels cannot serve a call: raise for "triton", warn once for "auto"."""
     if backend == "triton":
         raise RuntimeError(f'backend="triton" cannot serve this call: {obstacle}')
     warn_once(obstacle)
-    return False
 
 
 def check_backend(backend: str) -> None:
@@ -117,7 +122,7 @@ def warn_once(obstacle: str) -> None:
     """Say why "auto" took the reference, the first time that a reason occurs."""
     if obstacle not in WARNED:
         WARNED.add(obstacle)
-        warnings.warn(f"the reference serves this call: {obstacle}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"the reference serves this call: {obstacle}", RuntimeWarning, stacklevel=5)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:

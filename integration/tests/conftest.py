@@ -110,7 +110,8 @@ class Sized(NamedTuple):
     """A TitanMAC of one size, and what its gates are asked at.
 
     Attributes:
-        model: small on the CPU in fp32, that of a preset on the card under bf16 autocast.
+        model: small or of the preset tiny on the CPU in fp32, that of another preset on the card
+            under bf16 autocast.
         tokens: of three rows.
         changes: tokens that are changed one by one, the borders of chunks and segments among them.
     """
@@ -125,6 +126,9 @@ class Sized(NamedTuple):
             model, tokens = make_titan_mac(kind), drawn_tokens(3)
             return cls(model, tokens, range(tokens.shape[1]))
         config = replace(TITAN_MAC[preset], **KINDS[kind])
+        if preset == "tiny":
+            tokens = torch.randint(config.vocab_size, (3, 70))
+            return cls(TitanMAC(config), tokens, (0, 16, 63, 64))
         tokens = torch.randint(config.vocab_size, (3, 1100), device="cuda")
         return cls(TitanMAC(config).cuda(), tokens, (0, 63, 64, 511, 512, 700, 1099))
 
@@ -173,15 +177,18 @@ def kind(request: pytest.FixtureRequest) -> str:
     params=[
         *(pytest.param(("small", kind), id=f"small-{kind}") for kind in KINDS),
         *(
-            pytest.param((preset, kind), id=f"{preset}-{kind}", marks=pytest.mark.gpu)
+            pytest.param(
+                (preset, kind),
+                id=f"{preset}-{kind}",
+                marks=() if preset == "tiny" else pytest.mark.gpu,
+            )
             for preset in TITAN_MAC
             for kind in VARIANTS
-            if preset != "tiny"
         ),
     ]
 )
 def sized(request: pytest.FixtureRequest) -> Sized:
-    """Gates hold at every size; the presets' take a card."""
+    """Gates hold at every size; those of the larger presets take a card."""
     return Sized.of(*request.param)
 
 

@@ -5,12 +5,14 @@ import shutil
 import sys
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from fusewright_models import titan_mac_command
 from fusewright_models.cli import app
 from fusewright_models.text import ByteModel, Windows
+from fusewright_models.training import Trainer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
@@ -168,11 +170,26 @@ def test_tokenizer_decides_the_vocabulary_and_bytes_the_score(tmp_path, text):
     assert weights(tmp_path / "larger")["embedding.weight"].shape == (300, 16)
 
 
-def test_options_reach_the_run(tmp_path, text):
+@pytest.fixture
+def trained(monkeypatch):
+    """What the runs train: model, source, loss function, optimizer and configuration of each."""
+    made = []
+
+    class Recorded(Trainer):
+        def __init__(self, *arguments, **options):
+            made.append(arguments)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(titan_mac_command, "Trainer", Recorded)
+    return made
+
+
+def test_options_reach_the_run(tmp_path, text, trained):
     choices = {
         "--variant": "mal",
         "--num-layers": "1",
         "--vocab-size": "257",
+        "--batch-size": "3",
         "--gradient-accumulation-steps": "3",
         "--lr": "0.002",
         "--weight-decay": "0.2",
@@ -191,7 +208,43 @@ def test_options_reach_the_run(tmp_path, text):
     for flag, value in choices.items():
         assert str(config[flag.removeprefix("--").replace("-", "_")]) == value
     assert "2,000 tokens to train on" in result.output
-    assert weights(tmp_path / "run")["embedding.weight"].shape == (257, 16)
+    checkpoint = torch.load(tmp_path / "run/checkpoint.pt")
+    assert checkpoint["model"]["embedding.weight"].shape == (257, 16)
+    blocks = {name.split(".")[1] for name in checkpoint["model"] if name.startswith("blocks.")}
+    assert blocks == {"0"}
+    matrices, vectors = checkpoint["optimizer"]["param_groups"]
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
+
+    ((model, windows, _, _, training, _),) = trained
+    shape = model.config
+    assert (shape.heads, shape.segment, shape.memory_chunk) == (2, 8, 4)
+    assert training.precision == "bf16"
+    assert windows.sample(training.batch_size).windows.shape == (3, 21)
+
+
+def test_column_of_a_parquet_file_is_trained_on(tmp_path, text, trained):
+    rows = text.read_text().splitlines()
+    table = {"text": ["another"] * len(rows), "content": rows}
+    datasets.Dataset.from_dict(table).to_parquet(str(tmp_path / "rows.parquet"))
+    flags = ["--dataset", tmp_path / "rows.parquet", "--text-column", "content", "--max-steps", "1"]
+    result = run("titan-mac", *TINY, *flags, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    ((_, windows, *_),) = trained
+    assert set(bytes(windows.stream.tolist()).decode().splitlines()) <= set(rows)
+
+
+def test_subset_of_a_named_data_set_is_asked_for(tmp_path, text, monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        return iter([{"text": text.read_text()}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    flags = ["--dataset", "somebody/something", "--dataset-subset", "part", "--max-steps", "1"]
+    result = run("titan-mac", *TINY, *flags, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert asked == [(("somebody/something", "part"), {"split": "train", "streaming": True})]
 
 
 @pytest.mark.parametrize(

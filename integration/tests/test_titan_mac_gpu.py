@@ -74,6 +74,20 @@ def test_step_waits_for_nothing_and_its_replay_has_the_same_bits(variant):
 
 @pytest.mark.gpu
 @every_variant
+def test_checkpointing_changes_no_gradient_of_the_kernels_in_bf16(variant):
+    """Blocks are computed again outside the autocast in which they were computed first."""
+    found = []
+    for checkpointing in (False, True):
+        model = make("l4", variant=variant, layers=2, checkpointing=checkpointing)
+        with bf16():
+            loss = model.loss(draw(model, 2, 1089))
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.gpu
+@every_variant
 def test_losses_in_bf16_follow_the_reference(variant):
     """The truth is the reference trained in fp64, the allowance the same in bf16, as in
     test_parity.

@@ -125,6 +125,27 @@ def test_model_equals_plain_model(titan_mac, draw_tokens, close, kind):
         assert (gradient - expected).abs().max() < close * largest
 
 
+# Granularity, chunk, reduction, clip; theta, normalisation of keys, taps.
+MEMORY_RULES = {
+    "paper": ("token", 4, "sum", None, None, "l2", 4),
+    "origin": ("chunk", 8, "mean_all", 1.0, 0.01, None, 0),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", MEMORY_RULES)
+def test_memory_rule_decides_the_memory_of_every_block(titan_mac, name, variant):
+    """Segments of 8 tokens, chunks of 4."""
+    for block in titan_mac(variant, memory_rule=name).blocks:
+        memory = block.layers[0].memory
+        rules, projections = memory.rules, memory.projections
+        taps = 0 if projections.taps is None else projections.taps.shape[1]
+        assert MEMORY_RULES[name] == (
+            *(rules.granularity, rules.chunk, rules.reduction, rules.max_grad_norm),
+            *(memory.gates.constant_theta, projections.key_norm, taps),
+        )
+
+
 def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(titan_mac, draw_tokens, close):
     model = titan_mac("mac", dtype=torch.float64)
     tokens = draw_tokens(2, 23)

@@ -96,6 +96,39 @@ def test_nothing_to_predict_gives_nan_and_gradients_of_zero(way):
     assert vocabulary_loss(x[:0], weight, targets[:0]).isnan()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "wide"),
+    [
+        (torch.float64, False, True),
+        (torch.float32, False, True),
+        (torch.float32, True, False),
+        (torch.bfloat16, False, False),
+    ],
+    ids=["float64", "float32", "float32-autocast", "bfloat16"],
+)
+def test_torchs_function_where_it_exists_takes_what_it_rounds_nowhere(
+    monkeypatch, dtype, autocast, wide
+):
+    calls = []
+
+    def counted(place, name):
+        function = getattr(place, name)
+
+        def call(*arguments, **options):
+            calls.append(name)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(place, name, call)
+
+    by_torch = wide and hasattr(F, "linear_cross_entropy")
+    counted(module, "_log_p_and_gradient")
+    if hasattr(F, "linear_cross_entropy"):
+        counted(F, "linear_cross_entropy")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        vocabulary_loss(*operands(5, dtype=dtype)).backward()
+    assert calls == ["linear_cross_entropy" if by_torch else "_log_p_and_gradient"]
+
+
 def test_no_tensor_has_all_logits(monkeypatch):
     """Of 64 rows, those of one chunk at a time."""
     monkeypatch.setattr(module, "_torchs_is_exact", lambda dtype: False)

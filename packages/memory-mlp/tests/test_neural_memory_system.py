@@ -139,13 +139,19 @@ def test_gates_are_computed_in_fp32_under_autocast(memory_of, device):
     assert_equal(found, memory.gates(x))
 
 
-@pytest.mark.parametrize("options", KINDS[:3], ids=spelled)
-def test_full_graph_compilation_gives_eager_results(options, memory_of):
+@pytest.mark.parametrize(
+    ("options", "compiler"),
+    [
+        *(pytest.param(kind, "aot_eager", id=spelled(kind)) for kind in KINDS[:3]),
+        pytest.param({"layers": 3}, "inductor", id="layers=3-inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_full_graph_compilation_gives_eager_results(options, compiler, memory_of):
     torch._dynamo.reset()
     memory = memory_of(**options)
     x = draw(memory, 6)
     results = []
-    for function in (torch.compile(memory, fullgraph=True, backend="aot_eager"), memory):
+    for function in (torch.compile(memory, fullgraph=True, backend=compiler), memory):
         # The compiled call ends the chunk that runs.
         y, state, _ = function(x[:, 5:], memory(x[:, :5])[1])
         loss = y.square().sum() + sum(w.square().sum() for w in state.weights)

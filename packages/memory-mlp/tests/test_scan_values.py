@@ -8,6 +8,7 @@ import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, memory_scan, scan_reference
 from fusewright.memory_mlp.packing import pack, unpack
+from fusewright_testkit import Yardstick
 
 F32, F16, F64 = torch.float32, torch.float16, torch.float64
 NAN = math.nan
@@ -66,6 +67,20 @@ def test_gates_of_exactly_zero_and_one_are_as_near_to_fp64_as_torch(scan_op, rea
     ):
         gate.copy_(torch.tensor(numbers, device=device).view(1, 6, 1))
     scan_op.having(chunk=4, read=read).check([*tensors, alpha, eta, theta])
+
+
+def test_gates_out_of_range_are_as_near_to_fp64_as_torch(scan_op, backend, device):
+    """The recurrence holds for any number: nothing is clamped, forward or backward."""
+
+    def recurrence(*tensors):
+        y, weights, momentum = scan_reference.memory_scan_by_token(*by_heads(tensors), chunk=2)
+        return y.transpose(1, 2), *weights, *momentum
+
+    *tensors, _, _, _ = scan_op.draw(1, 3, 1, 3, 5, F32, device)
+    outside = [-0.5, 1.5, 2.0], [-1.5, 1.25, -0.5], [-0.1, 1.5, -0.2]
+    gates = [torch.tensor(numbers, device=device).view(1, 3, 1) for numbers in outside]
+    yardstick = Yardstick(recurrence, [*tensors, *gates])
+    yardstick.check(lambda *tensors: scan_op.public(*tensors, chunk=2, backend=backend))
 
 
 def masked_out(tensors, mask, strange=NAN):
@@ -246,13 +261,19 @@ def test_tokens_cut_at_a_chunks_end_give_the_bits_of_the_whole(scan_op, read, ba
     assert same_bits([torch.cat(ys, 1), *state], [y, *end])
 
 
-def test_strange_token_stays_in_its_row_and_head(scan_op, backend, device):
+# What is spoiled, by its place among the inputs.
+STRANGE = {"key": [1], "gates": [11, 12, 13]}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_token_stays_in_its_row_and_head(scan_op, name, backend, device):
     """Outputs and gradients of the others keep their bits."""
     leaves = [x.requires_grad_() for x in scan_op.draw(2, 2, 2, 3, 5, F32, device)]
     expected = everything(scan_op, leaves, backend=backend)
-    spoiled = leaves[1].detach().clone()
-    spoiled[1, 0, 0, 2] = NAN
-    found = everything(scan_op, [leaves[0], spoiled.requires_grad_(), *leaves[2:]], backend=backend)
+    spoiled = [x.detach().clone() for x in leaves]
+    for place in STRANGE[name]:
+        spoiled[place][1, 0, 0] = NAN
+    found = everything(scan_op, [x.requires_grad_() for x in spoiled], backend=backend)
     for place, (x, truth) in enumerate(zip(found, expected, strict=True)):
         # y, the tokens' inputs and their gradients have heads on the third axis, memories on the
         # second.
@@ -261,3 +282,20 @@ def test_strange_token_stays_in_its_row_and_head(scan_op, backend, device):
         assert torch.equal(both[0][0], both[1][0])
         assert torch.equal(both[0][1, 1], both[1][1, 1])
         assert not both[0][1, 0].isfinite().all() or place > 8
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(3, 2), (6, 2), (6, 4)])
+def test_what_is_kept_beside_the_inputs_is_a_state_for_every_chunk(scan_op, tokens, chunk, device):
+    leaves = [x.requires_grad_() for x in scan_op.draw(1, tokens, 2, 3, 5, F32, device)]
+    inputs = {x.data_ptr() for x in leaves}
+    kept: list[int] = []
+
+    def seen(x):
+        kept.append(0 if x.data_ptr() in inputs else x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, lambda x: x):
+        scan_op.public(*leaves, chunk=chunk, backend="triton")
+    # And one more: the start, packed.
+    states = 1 + math.ceil(tokens / chunk)
+    assert sum(kept) == states * sum(x.numel() for x in leaves[3:11])

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, memory_update, reference
+from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INF, NAN = math.inf, math.nan
@@ -257,3 +258,44 @@ def test_step_of_alpha_one_and_eta_zero_leaves_the_gradient_alone(update_op, bac
     ).loss
     for step, slope in zip(update.weights, torch.autograd.grad(loss, leaves), strict=True):
         torch.testing.assert_close(step, -slope.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_gates_out_of_range_are_as_near_to_fp64_as_torch(update_op, backend, device):
+    """The formula holds for any number: nothing is clamped, forward or backward."""
+
+    def formula(*tensors):
+        *others, alpha, eta, theta = tensors
+        zero = torch.zeros_like(alpha)
+        *_, s1, c1, s2, c2, loss = op.reference(*others, zero, zero, torch.ones_like(alpha))
+        weights, momentum = others[2:6], others[6:10]
+        moved = [
+            reference.over(eta, s) * s + reference.over(theta, step) * step
+            for s, step in zip(momentum, (s1, c1, s2, c2), strict=True)
+        ]
+        kept = [reference.over(1 - alpha, w) * w for w in weights]
+        return *(w + s for w, s in zip(kept, moved, strict=True)), *moved, loss
+
+    op = update_op.having(max_grad_norm=1.0)
+    *tensors, _, _, _ = op.draw((3,), 5, 4, 6, F32, device)
+    outside = [-0.5, 1.5, 3.0], [-1.5, 1.25, -0.5], [-0.25, 2.0, -1.0]
+    gates = [torch.tensor(numbers, device=device) for numbers in outside]
+    yardstick = Yardstick(formula, [*tensors, *gates])
+    yardstick.check(lambda *tensors: op.public(*tensors, backend=backend))
+
+
+def test_gates_that_are_nan_stay_in_their_memory(update_op, backend, device):
+    """Its step is not skipped: the gradient is finite."""
+    tensors = update_op.draw((2, 2), 5, 4, 6, F32, device)
+    spoiled = [x.clone() for x in tensors]
+    for gate in spoiled[10:]:
+        gate[1, 0] = NAN
+    both = []
+    for inputs in (spoiled, tensors):
+        leaves = [x.requires_grad_() for x in inputs]
+        update = update_op.whole(*leaves, backend=backend)
+        assert not update.skipped.any()
+        outputs = [*update.weights, *update.momentum, update.loss]
+        both.append([*outputs, *torch.autograd.grad(sum(y.sum() for y in outputs), leaves)])
+    for found, truth in zip(*both, strict=True):
+        assert torch.equal(found.flatten(0, 1)[[0, 1, 3]], truth.flatten(0, 1)[[0, 1, 3]])
+    assert all(x[1, 0].isnan().all() for x in both[0][:8])

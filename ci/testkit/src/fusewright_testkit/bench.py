@@ -12,7 +12,9 @@ A package's ``bench`` module declares
   alone counts, ``forward_wall`` true;
 * ``providers()``: from a provider's name to its functions by op. The package's own provider is
   called ``fusewright``. A peer that does not compute the same, such as another library's layer with
-  parameters of its own, has ``inputs(device, dtype)`` of its own.
+  parameters of its own, has ``inputs(device, dtype)`` of its own. One that moves its tensors in
+  place, such as an optimizer, has ``prepare(inputs)``, which returns a step that is timed again and
+  again, and ``captures``: whether a CUDA graph may hold it. Only its outputs are checked.
 
 Every provider that computes the same is checked against the yardstick before it is timed. Ours must
 pass; a peer that does not is timed and named.
@@ -115,11 +117,36 @@ class Timer:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+class StepTimer:
+    """One provider's step, which moves its tensors in place."""
+
+    def __init__(self, case, op: Callable):
+        inputs = case.inputs("cuda")
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.captures = op.captures
+        self.step = op.prepare(inputs)
+        self.step()
+        self.peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def times(self) -> Iterator[tuple[str, str, Time]]:
+        """Pass, clock and time, one after the other."""
+        yield "step", "wall", wall_time(self.step)
+        yield "step", "event", event_time(self.step)
+        if self.captures:
+            yield "step", "graph", graph_time([self.step])
+
+    def peak_mib(self) -> float:
+        """Memory that the first step takes beyond its inputs, state included."""
+        return self.peak
+
+
 def rows_of_case(case, provider: str, op: Callable) -> Iterator[dict]:
     """Result rows of one provider on one case."""
     # A compiled backward pass may otherwise not be run twice on one graph.
     torch._functorch.config.donated_buffer = False
-    timer = Timer(case, op)
+    timer = (StepTimer if hasattr(op, "prepare") else Timer)(case, op)
     memory = timer.peak_mib()
     for name, clock, time in timer.times():
         seconds = time.ms / 1e3
@@ -155,7 +182,10 @@ def precision_of(case) -> Iterator[None]:
 def check(case, provider: str, op: Callable, console: Console) -> None:
     """Hold a provider against the yardstick. Raises for ours, names a peer that errs more."""
     draw = getattr(case, "sample", case.inputs)
-    yardstick = Yardstick(case.reference, draw("cuda"))
+    inputs = draw("cuda")
+    # A step has as many outputs as parameters, and as many gradients beside them.
+    grads = [None] * (len(inputs) // 2) if hasattr(op, "prepare") else None
+    yardstick = Yardstick(case.reference, inputs, grads)
     try:
         yardstick.check(op)
     except AssertionError as error:

@@ -1,0 +1,244 @@
+"""Kernels of AdamW: one program prepares the numbers of a step, then one launch moves every
+element.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._elements import elements_of, pointer, random_bits, read, rounded_by_chance, write
+from ._norm_kernels import root_of_sum
+
+# The numbers that hold for all elements of a tensor, one line for each tensor.
+FACTOR, RATE1, BETA2, RATE2, STEP_SIZE, ROOT, EPS, DECAY = map(tl.constexpr, range(8))
+NUMBERS = tl.constexpr(8)
+# Parameter groups' numbers, of which the kernel gets addresses.
+LR, BETA_1, BETA_2, EPSILON, WEIGHT_DECAY = map(tl.constexpr, range(5))
+GROUP_NUMBERS = tl.constexpr(5)
+
+
+@triton.jit
+def number_of(addresses, wide, group, index: tl.constexpr, mask):
+    """A number of parameter groups in fp64, from where its owner keeps it in fp64 or fp32."""
+    place = group * GROUP_NUMBERS + index
+    address = tl.load(addresses + place, mask=mask, other=0)
+    is_wide = tl.load(wide + place, mask=mask, other=0) != 0
+    in_64 = tl.load(address.to(tl.pointer_type(tl.float64)), mask=mask & is_wide, other=0.0)
+    in_32 = tl.load(address.to(tl.pointer_type(tl.float32)), mask=mask & ~is_wide, other=0.0)
+    return tl.where(is_wide, in_64, in_32.to(tl.float64))
+
+
+@triton.jit
+def _prepare_kernel(
+    partials,
+    most,
+    grad_scale,
+    found_inf,
+    group_addresses,
+    group_wide,
+    groups,
+    signs,
+    steps,
+    norm_out,
+    skipped_out,
+    skipped_count,
+    numbers,
+    partial_count,
+    tensors,
+    HAS_NORM: tl.constexpr,
+    CLIPS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_FOUND: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """The one program decides whether the step is taken, counts it, and writes for each tensor what
+    its elements need; all in fp64.
+    """
+    lanes = tl.arange(0, SIZE)
+    factor = tl.full((), 1.0, tl.float64)
+    skips = tl.full((), 0, tl.int1)
+    if HAS_SCALE:
+        factor = 1.0 / tl.load(grad_scale).to(tl.float64)
+    if HAS_FOUND:
+        skips = skips | (tl.load(found_inf) > 0.0)
+    if HAS_NORM:
+        norm = root_of_sum(partials, partial_count, SIZE) * tl.abs(factor)
+        tl.store(norm_out, norm.to(tl.float32))
+        # False for NaN too.
+        skips = skips | ~(norm < float("inf"))
+        if CLIPS:
+            # As torch.nn.utils.clip_grad_norm_ has it.
+            factor *= tl.minimum(tl.load(most) / (norm + 1e-6), 1.0)
+    tl.store(skipped_out, skips)
+    tl.store(skipped_count, tl.load(skipped_count) + skips.to(tl.int64))
+    for start in range(0, tensors, SIZE):
+        tensor = start + lanes
+        mask = tensor < tensors
+        group = tl.load(groups + tensor, mask=mask, other=0)
+        sign = tl.load(signs + tensor, mask=mask, other=1.0)
+        place = tl.load(steps + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+        step = tl.load(place, mask=mask, other=0.0) + 1.0
+        tl.store(place, step, mask=mask & ~skips)
+        step = step.to(tl.float64)
+        lr = number_of(group_addresses, group_wide, group, LR, mask)
+        beta1 = number_of(group_addresses, group_wide, group, BETA_1, mask)
+        beta2 = number_of(group_addresses, group_wide, group, BETA_2, mask)
+        eps = number_of(group_addresses, group_wide, group, EPSILON, mask)
+        decay = number_of(group_addresses, group_wide, group, WEIGHT_DECAY, mask)
+        # log 0 is -inf, and 0^step is 0.
+        bias1 = 1.0 - tl.exp(step * tl.log(beta1))
+        bias2 = 1.0 - tl.exp(step * tl.log(beta2))
+        line = numbers + tensor * NUMBERS
+        tl.store(line + FACTOR, (factor * sign).to(tl.float32), mask=mask)
+        tl.store(line + RATE1, (1.0 - beta1).to(tl.float32), mask=mask)
+        tl.store(line + BETA2, beta2.to(tl.float32), mask=mask)
+        tl.store(line + RATE2, (1.0 - beta2).to(tl.float32), mask=mask)
+        tl.store(line + STEP_SIZE, (lr / bias1).to(tl.float32), mask=mask)
+        tl.store(line + ROOT, (1.0 / tl.sqrt(bias2)).to(tl.float32), mask=mask)
+        tl.store(line + EPS, eps.to(tl.float32), mask=mask)
+        if DECOUPLED:
+            tl.store(line + DECAY, (1.0 - lr * decay).to(tl.float32), mask=mask)
+        else:
+            tl.store(line + DECAY, decay.to(tl.float32), mask=mask)
+
+
+@triton.jit
+def _adamw_kernel(
+    addresses,
+    gradients,
+    lengths,
+    first,
+    owner,
+    numbers,
+    skipped,
+    steps,
+    tensors,
+    seed,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    STATE: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    REMAINDER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One program moves ``SIZE`` elements of one tensor, with their state."""
+    block = tl.program_id(0)
+    tensor, start, length = elements_of(block, owner, first, lengths, SIZE)
+    if ~tl.load(skipped):
+        offsets = tl.arange(0, SIZE)
+        p = pointer(addresses, tensor, P, ALIGNED) + start
+        g = pointer(gradients, tensor, G, ALIGNED) + start
+        m = pointer(addresses, tensor + tensors, STATE, ALIGNED) + start
+        v = pointer(addresses, tensor + 2 * tensors, STATE, ALIGNED) + start
+        most, low = v, p
+        if AMSGRAD:
+            most = pointer(addresses, tensor + 3 * tensors, STATE, ALIGNED) + start
+        if REMAINDER:
+            low = pointer(addresses, tensor + 4 * tensors, tl.int16, ALIGNED) + start
+        bits = offsets
+        if STOCHASTIC:
+            place = tl.load(steps + tensor).to(tl.pointer_type(tl.float32))
+            bits = random_bits(seed, tl.load(place).to(tl.int32), tensor, start + offsets)
+        if length >= SIZE:
+            move_elements(
+                p,
+                g,
+                m,
+                v,
+                most,
+                low,
+                offsets,
+                length,
+                numbers + tensor * NUMBERS,
+                bits,
+                AMSGRAD,
+                DECOUPLED,
+                STOCHASTIC,
+                REMAINDER,
+                True,
+            )
+        else:
+            move_elements(
+                p,
+                g,
+                m,
+                v,
+                most,
+                low,
+                offsets,
+                length,
+                numbers + tensor * NUMBERS,
+                bits,
+                AMSGRAD,
+                DECOUPLED,
+                STOCHASTIC,
+                REMAINDER,
+                False,
+            )
+
+
+@triton.jit
+def move_elements(
+    p_base,
+    g_base,
+    m_base,
+    v_base,
+    most_base,
+    low_base,
+    offsets,
+    length,
+    numbers,
+    bits,
+    AMSGRAD: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    REMAINDER: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """m' = m + (1 - beta1)(g - m), v' = beta2 v + (1 - beta2) g^2, p' = decay p - step m' / (root
+    sqrt v' + eps).
+    """
+    p = read(p_base, offsets, length, WHOLE).to(tl.float32)
+    g = read(g_base, offsets, length, WHOLE).to(tl.float32) * tl.load(numbers + FACTOR)
+    m = read(m_base, offsets, length, WHOLE).to(tl.float32)
+    v = read(v_base, offsets, length, WHOLE).to(tl.float32)
+    decay = tl.load(numbers + DECAY)
+    if REMAINDER:
+        # The bits of the fp32 parameter are those of p, shifted, and what p was rounded by.
+        low = read(low_base, offsets, length, WHOLE).to(tl.int32)
+        p = (p.to(tl.int32, bitcast=True) + low).to(tl.float32, bitcast=True)
+    if DECOUPLED:
+        p *= decay
+    else:
+        g += decay * p
+    m += tl.load(numbers + RATE1) * (g - m)
+    v = tl.load(numbers + BETA2) * v + tl.load(numbers + RATE2) * g * g
+    bound = v
+    if AMSGRAD:
+        # NaN stays, as torch.maximum has it.
+        most = read(most_base, offsets, length, WHOLE).to(tl.float32)
+        bound = tl.maximum(most, v, propagate_nan=tl.PropagateNan.ALL)
+        write(most_base, offsets, length, in_state(bound, bits >> 8, STOCHASTIC, most_base), WHOLE)
+    root = tl.sqrt_rn(bound) * tl.load(numbers + ROOT) + tl.load(numbers + EPS)
+    p -= tl.load(numbers + STEP_SIZE) * tl.div_rn(m, root)
+    write(m_base, offsets, length, in_state(m, bits >> 16, STOCHASTIC, m_base), WHOLE)
+    write(v_base, offsets, length, in_state(v, bits >> 8, STOCHASTIC, v_base), WHOLE)
+    if REMAINDER:
+        whole = p.to(tl.int32, bitcast=True)
+        high = (whole + 0x8000) & -0x10000
+        write(low_base, offsets, length, (whole - high).to(tl.int16), WHOLE)
+        p = high.to(tl.float32, bitcast=True)
+    write(p_base, offsets, length, in_state(p, bits, STOCHASTIC, p_base), WHOLE)
+
+
+@triton.jit
+def in_state(x, bits, STOCHASTIC: tl.constexpr, base):
+    """x as it is written: to bf16 by chance where that is wanted, else to the nearest."""
+    if STOCHASTIC and base.dtype.element_ty == tl.bfloat16:
+        return rounded_by_chance(x, bits).to(tl.bfloat16)
+    return x.to(base.dtype.element_ty)

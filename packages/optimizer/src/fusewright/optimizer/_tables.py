@@ -1,0 +1,84 @@
+"""Many tensors for one launch: their addresses and lengths on the device.
+
+A kernel gets a table of addresses, one line for each role (parameter, gradient, ...), and finds the
+tensor and the elements that a program takes in two more: of each block its tensor, of each tensor
+its first block. What is uploaded is so where it has changed; what follows from lengths stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import torch
+
+Tensor = torch.Tensor
+# Accesses of several elements need addresses at multiples of so many bytes.
+ALIGNED_BYTES = 16
+
+
+def upload(numbers: Sequence[float] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host on the device, without waiting for it."""
+    return source_of(numbers, dtype, device).to(device, non_blocking=True)
+
+
+def source_of(
+    numbers: Sequence[float] | Tensor, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Numbers of the host where a copy to the device need not be waited for."""
+    found = torch.as_tensor(numbers, dtype=dtype, device="cpu")
+    return found.pin_memory() if device.type == "cuda" else found
+
+
+class Uploaded:
+    """Numbers of the host on a device, brought up to date without waiting for it.
+
+    Attributes:
+        table: they, in one axis.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.table = torch.empty(count, dtype=dtype, device=device)
+        self.host: list[float] = []
+        # A captured copy reads its source in every replay: that of a capture is kept for good.
+        self.kept: list[Tensor] = []
+
+    def hold(self, numbers: list) -> bool:
+        """Have the table hold these; whether they are others than before."""
+        if numbers == self.host:
+            return False
+        self.host = numbers
+        source = source_of(numbers, self.table.dtype, self.table.device)
+        self.table.copy_(source, non_blocking=True)
+        if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.kept.append(source)
+        return True
+
+
+class Blocks:
+    """How programs of ``size`` elements each share tensors of these lengths.
+
+    Attributes:
+        count: of all tensors together.
+        lengths: ``[tensors]``, int64.
+        first: ``[tensors]``, int64: the first block of each tensor.
+        owner: ``[count]``, int32: the tensor of each block.
+    """
+
+    def __init__(self, lengths: Sequence[int], size: int, device: torch.device) -> None:
+        of_tensor = [-(-length // size) for length in lengths]
+        firsts = [0]
+        for blocks in of_tensor:
+            firsts.append(firsts[-1] + blocks)
+        self.count = firsts.pop()
+        owner = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
+        owner = owner.repeat_interleave(source_of(of_tensor, torch.int64, owner.device))
+        self.lengths = upload(lengths, torch.int64, device)
+        self.first = upload(firsts, torch.int64, device)
+        self.owner = upload(owner, torch.int32, device)
+
+
+def aligned(addresses: Sequence[int]) -> bool:
+    """Whether all are at multiples of what wide accesses need."""
+    return not functools.reduce(operator.or_, addresses, 0) % ALIGNED_BYTES

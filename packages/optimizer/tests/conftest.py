@@ -1,0 +1,80 @@
+"""What the tests of this package share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+# Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
+torch.set_num_threads(1)
+
+# A block more than one, odd, empty and without axes.
+SHAPES = ((3,), (33, 40), (0, 4), (), (1, 1025))
+
+
+class Training:
+    """Parameters and gradients that are the same in every call, and steps with them."""
+
+    shapes = SHAPES
+
+    def parameters(
+        self, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> list[torch.nn.Parameter]:
+        generator = torch.Generator().manual_seed(7)
+        draws = [torch.randn(shape, generator=generator) for shape in self.shapes]
+        return [torch.nn.Parameter(x.to(device, dtype)) for x in draws]
+
+    def give_gradients(self, ps: Sequence[torch.Tensor], step: int, scale: float = 1.0) -> None:
+        """They depend on the step alone, and bf16 holds them."""
+        generator = torch.Generator().manual_seed(step)
+        for p in ps:
+            drawn = torch.randn(p.shape, generator=generator) * scale
+            p.grad = drawn.bfloat16().to(p.device, p.dtype)
+
+    def run(
+        self,
+        make: Callable[..., Any],
+        ps: list[torch.nn.Parameter],
+        steps: int = 5,
+        first: int = 0,
+        scale: float = 1.0,
+        **options: Any,
+    ) -> Any:
+        """Take some steps; returns the optimizer."""
+        optimizer = make(ps, **options)
+        for step in range(first, first + steps):
+            self.give_gradients(ps, step, scale)
+            optimizer.step()
+        return optimizer
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+@pytest.fixture(params=["triton", "reference"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def many_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles so small that few numbers take several, and sums several rounds."""
+    from fusewright.optimizer import _adamw_launch, _configs, _norm_launch
+
+    small = _configs.Block(size=64, num_warps=1)
+    walk = _configs.Walk(size=32, num_warps=1, programs_per_sm=2)
+    for module in (_adamw_launch, _norm_launch):
+        monkeypatch.setattr(module, "PREPARE", _configs.Block(size=2, num_warps=1))
+    monkeypatch.setattr(_adamw_launch, "ADAMW", small)
+    monkeypatch.setattr(_norm_launch, "SQUARES", walk)
+    monkeypatch.setattr(_norm_launch, "SCALE", walk)
+    for plan in (_norm_launch.gradients_plan, _norm_launch.norm_launch):
+        plan.cache_clear()
+    yield
+    for plan in (_norm_launch.gradients_plan, _norm_launch.norm_launch):
+        plan.cache_clear()

@@ -1,0 +1,136 @@
+"""Two processes with FSDP2's uneven shards train as one process trains the whole, and checkpoints
+of theirs go on in any number of processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from fusewright.optimizer import AdamW
+
+SCRIPT = pathlib.Path(__file__).parent / "sharded.py"
+SECONDS = 120
+
+
+def script():
+    """The script as a module: tests are no package."""
+    spec = importlib.util.spec_from_file_location("sharded", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return script()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    """Where the two processes have left what they found."""
+    folder = tmp_path_factory.mktemp("sharded")
+    command = [sys.executable, str(SCRIPT), str(folder)]
+    # Who waits for the other in vain gives up after a minute.
+    done = subprocess.run(command, timeout=SECONDS, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def found(folder, backend) -> list[dict]:
+    """By process."""
+    results = [torch.load(folder / f"found-{rank}.pt", weights_only=True) for rank in range(2)]
+    if backend not in results[0]:
+        pytest.skip("the kernels take CPU tensors in the interpreter alone")
+    return [result[backend] for result in results]
+
+
+def assert_near(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def assert_equal(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def unsharded(sharded, backend):
+    model = sharded.new_model()
+    return model, AdamW(model.parameters(), backend=backend, **sharded.OPTIONS)
+
+
+def test_uneven_shards_train_as_the_whole_does(sharded, found, backend):
+    model, optimizer = unsharded(sharded, backend)
+    norms = sharded.steps(model, optimizer, 0, sharded.STEPS)
+    assert min(norms) > sharded.OPTIONS["max_grad_norm"]
+    for each in found:
+        assert each["norms"] == pytest.approx(norms, rel=1e-5)
+        assert_near(each["whole"], sharded.everything(model, optimizer))
+    # Nothing is cut in halves.
+    assert [each["local"] for each in found] == [
+        [(4, 5), (4,), (1, 7), (1,)],
+        [(3, 5), (3,), (0, 7), (0,)],
+    ]
+
+
+def test_processes_agree_on_norms_and_skips(found):
+    assert found[0]["norms"] == found[1]["norms"]
+    for each in found:
+        assert each["skipped"] == (True, 1)
+        assert_equal(each["after skip"], each["resumed"])
+
+
+def test_state_is_sharded_as_its_parameter(found):
+    assert [each["placed"] for each in found] == [[True] * 4] * 2
+
+
+def test_checkpoint_of_two_processes_goes_on_in_two(found):
+    for each in found:
+        assert_equal(each["resumed"], each["whole"])
+
+
+def test_checkpoint_of_two_processes_goes_on_in_one(sharded, folder, found, backend):
+    model, optimizer = unsharded(sharded, backend)
+    torch.nn.init.zeros_(model[0].weight)
+    sharded.load(model, optimizer, folder / f"checkpoint-{backend}")
+    assert optimizer.state[model[0].weight]["step"].item() == sharded.BREAK
+    norms = sharded.steps(model, optimizer, sharded.BREAK, sharded.STEPS)
+    assert norms == pytest.approx(found[0]["norms"][sharded.BREAK :], rel=1e-5)
+    assert_near(sharded.everything(model, optimizer), found[0]["whole"])
+
+
+def test_norm_counts_every_shard_and_every_whole_tensor_once(found):
+    for each in found:
+        clipping = each["clipping"]
+        gradients = clipping["gradients"]
+        norm = torch.cat([g.double().flatten() for g in gradients]).norm().item()
+        assert clipping["norms"] == pytest.approx([norm] * 3, rel=1e-6)
+        assert norm > 0.5
+        assert_near(clipping["clipped"], [g * (0.5 / norm) for g in gradients])
+
+
+@pytest.mark.parametrize("case", ["partial", "partial-sharded", "replicated-sharded"])
+def test_gradients_placed_otherwise_than_their_parameters_count_as_wholes(found, case):
+    for each in found:
+        p, norm = each["placements"][case]
+        expected, expected_norm = each["placements"]["expected"]
+        assert norm == pytest.approx(expected_norm, rel=1e-6)
+        torch.testing.assert_close(p, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_norm_counts_shards_of_shards(found):
+    expected = math.sqrt(2 * 3.0**2 + 2 * 4.0**2)
+    assert [each["strided"] for each in found] == pytest.approx([expected] * 2)

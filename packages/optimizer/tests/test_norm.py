@@ -1,0 +1,106 @@
+"""grad_norm and clip_grad_norm_: values, sizes, what is not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.optimizer import clip_grad_norm_, grad_norm
+
+
+def whole(tensors) -> torch.Tensor:
+    return torch.cat([x.detach().double().flatten() for x in tensors]).norm()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_norm_is_that_of_fp64(training, backend, device, scale):
+    tensors = [x.detach() * scale for x in training.parameters(device=device)]
+    found = grad_norm(tensors, backend=backend)
+    assert (found.dtype, found.shape) == (torch.float32, ())
+    torch.testing.assert_close(found.double(), whole(tensors), rtol=2e-7, atol=0.0)
+
+
+def test_norm_over_many_programs_is_that_of_fp64(training, device, many_programs):
+    tensors = [x.detach() for x in training.parameters(device=device)]
+    found = grad_norm(tensors, backend="triton")
+    torch.testing.assert_close(found.double(), whole(tensors), rtol=2e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.3, 1e6, float("inf")])
+def test_clipping_is_torchs(training, backend, device, max_norm):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    for some in (ps, twin):
+        training.give_gradients(some, 0)
+    before = [p.grad.clone() for p in ps]
+    found = clip_grad_norm_(ps, max_norm, backend=backend)
+    expected = torch.nn.utils.clip_grad_norm_(twin, max_norm)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+    for p, q, g in zip(ps, twin, before, strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0.0)
+        assert max_norm < 1e3 or torch.equal(p.grad, g)
+
+
+def test_clipping_over_many_programs_is_torchs(training, device, many_programs):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    for some in (ps, twin):
+        training.give_gradients(some, 0)
+    clip_grad_norm_(ps, 0.3, backend="triton")
+    torch.nn.utils.clip_grad_norm_(twin, 0.3)
+    for p, q in zip(ps, twin, strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_what_is_not_finite_does_what_torch_does(training, backend, device, strange):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    for some in (ps, twin):
+        training.give_gradients(some, 0)
+        some[1].grad[2, 3] = strange
+    found = clip_grad_norm_(ps, 1.0, backend=backend)
+    expected = torch.nn.utils.clip_grad_norm_(twin, 1.0)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    for p, q in zip(ps, twin, strict=True):
+        torch.testing.assert_close(p.grad, q.grad, equal_nan=True)
+
+
+def test_dtypes_may_differ(backend, device):
+    dtypes = torch.float32, torch.float16, torch.float64
+    tensors = [torch.randn(40, 7, device=device).to(dtype) for dtype in dtypes]
+    if backend == "triton":
+        with pytest.raises(RuntimeError, match=r"not torch\.float64"):
+            grad_norm(tensors, backend=backend)
+        tensors.pop()
+    found = grad_norm(tensors, backend=backend)
+    torch.testing.assert_close(found.double(), whole(tensors), rtol=2e-7, atol=0.0)
+
+
+def test_strided_and_complex_tensors_count_every_element_once(backend, device):
+    x = torch.randn(12, 10, device=device)
+    tensors = [x.T, torch.view_as_complex(torch.randn(5, 2, device=device))]
+    sliced = x[::2, 1::3]
+    found = grad_norm(tensors, backend=backend)
+    expected = torch.stack([x.norm(), tensors[1].norm()]).norm()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grad_norm(sliced), sliced.norm())
+
+
+def test_nothing_has_a_norm_of_zero(backend, device):
+    assert grad_norm([], backend=backend).item() == 0.0
+    assert grad_norm(torch.empty(0, 3, device=device), backend=backend).item() == 0.0
+    without = torch.nn.Parameter(torch.ones(3, device=device))
+    assert clip_grad_norm_([without], 1.0, backend=backend).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: grad_norm([torch.ones(2, dtype=torch.int64)]), TypeError, "floating or complex"),
+        (lambda: grad_norm([torch.ones(2).to_sparse()]), TypeError, "strided .* torch.sparse_coo"),
+        (lambda: clip_grad_norm_([], -1.0), ValueError, "at least 0, got -1.0"),
+        (lambda: clip_grad_norm_([], float("nan")), ValueError, "at least 0, got nan"),
+        (lambda: grad_norm([], backend="cuda"), ValueError, "backend must be"),
+    ],
+    ids=["integers", "sparse", "negative", "nan", "backend"],
+)
+def test_bad_input_is_refused_by_what_was_wanted_and_what_came(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,190 @@
+"""AdamW's values: kernels and reference against torch's in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.optimizer import AdamW
+from fusewright_testkit import Yardstick
+
+OPTIONS = [
+    {},
+    {"amsgrad": True},
+    {"maximize": True, "weight_decay": 0.3},
+    {"betas": (0.0, 0.95), "eps": 1e-3},
+    {"betas": (0.7, 0.0), "weight_decay": 0.0},
+]
+
+
+def spelled(options: dict) -> str:
+    return "-".join(f"{name}={value}" for name, value in options.items()) or "plain"
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@pytest.mark.parametrize("options", OPTIONS, ids=spelled)
+def test_parameters_are_as_near_to_fp64_as_torchs(training, backend, device, options, decoupled):
+    twin = torch.optim.AdamW if decoupled else torch.optim.Adam
+    options = {"weight_decay": 0.01, **options}
+
+    def torchs(*tensors):
+        return stepped(twin, tensors, foreach=False, **options)
+
+    def ours(*tensors):
+        return stepped(AdamW, tensors, decoupled_weight_decay=decoupled, backend=backend, **options)
+
+    ps = training.parameters(device=device)
+    Yardstick(torchs, [p.detach() for p in ps], [None] * len(ps)).check(ours)
+
+
+def stepped(make, tensors, **options):
+    """Parameters after three steps against their own sines."""
+    ps = [torch.nn.Parameter(x.detach().clone()) for x in tensors]
+    optimizer = make(ps, lr=0.02, **options)
+    for step in range(3):
+        for p, x in zip(ps, tensors, strict=True):
+            p.grad = torch.sin(x.detach() * (5 + step))
+        optimizer.step()
+    return tuple(p.detach() for p in ps)
+
+
+def test_many_programs_give_the_bits_of_one(training, device, request):
+    expected = training.parameters(device=device)
+    training.run(AdamW, expected, max_grad_norm=1e6, backend="triton")
+    request.getfixturevalue("many_programs")
+    found = training.parameters(device=device)
+    training.run(AdamW, found, max_grad_norm=1e6, backend="triton")
+    assert all(map(torch.equal, found, expected))
+
+
+def test_same_inputs_same_bits(training, backend, device):
+    runs = [training.parameters(device=device) for _ in range(2)]
+    for ps in runs:
+        training.run(AdamW, ps, max_grad_norm=0.5, backend=backend)
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("options", OPTIONS, ids=spelled)
+def test_remainder_holds_the_bits_of_fp32_parameters(training, device, backend, options):
+    check_remainder(training, device, backend, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=spelled)
+def test_kernels_remainder_holds_the_bits_of_fp32_parameters(training, device, options):
+    check_remainder(training, device, "triton", options)
+
+
+def check_remainder(training, device, backend, options):
+    narrow = training.parameters(torch.bfloat16, device)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in narrow]
+    kept = dict(rounding="remainder", state_dtype=torch.float32)
+    optimizer = training.run(AdamW, narrow, 20, backend=backend, **kept, **options)
+    training.run(AdamW, wide, 20, backend=backend, **options)
+    for p, q in zip(narrow, wide, strict=True):
+        low = optimizer.state[p]["remainder"].to(torch.int32)
+        whole = (p.detach().float().view(torch.int32) + low).view(torch.float32)
+        assert torch.equal(whole, q.detach())
+        # To the nearest: within half a unit of bf16.
+        assert (p.detach().float() - q).abs().le(q.abs() * 2**-8).all()
+
+
+def test_stochastic_rounding_keeps_the_mean_and_lands_on_neighbours(device):
+    check_chance("reference", device)
+
+
+@pytest.mark.gpu
+def test_kernels_stochastic_rounding_keeps_the_mean_and_lands_on_neighbours(device):
+    check_chance("triton", device)
+
+
+def check_chance(backend, device):
+    """Steps that are a tenth of what separates bf16 numbers: the nearest would never move."""
+    count, lr = 20000, 0.1 * 2**-8
+    p = torch.nn.Parameter(torch.full((count,), 1.25, dtype=torch.bfloat16, device=device))
+    options = dict(lr=lr, weight_decay=0.0, rounding="stochastic", state_dtype=torch.float32)
+    optimizer = AdamW([p], backend=backend, **options)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert set(p.detach().float().unique().tolist()) == {1.25, 1.25 - 2**-7}
+    for _ in range(9):
+        optimizer.step()
+    moved = 1.25 - p.detach().double()
+    # Each step moves by a unit with a chance of a twentieth.
+    deviation = 2**-7 * (10 * 0.05 * 0.95 / count) ** 0.5
+    assert abs(moved.mean().item() - 10 * lr) < 5 * deviation
+    # Elements and steps draw apart: the spread is that of ten draws each.
+    assert moved.std().item() == pytest.approx(2**-7 * (10 * 0.05 * 0.95) ** 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e18])
+def test_gradients_of_any_size_move_as_in_fp64(training, backend, device, scale):
+    ps = training.parameters(device=device)
+    training.run(AdamW, ps, scale=scale, backend=backend, lr=0.1, eps=0.0)
+    wide = training.parameters(torch.float64, device)
+    training.run(torch.optim.AdamW, wide, scale=scale, lr=0.1, eps=0.0)
+    if scale == 1e-30:
+        # Squares are below fp32's smallest number: elements divide by zero or stay, as torch's do.
+        twin = training.parameters(device=device)
+        training.run(torch.optim.AdamW, twin, scale=scale, lr=0.1, eps=0.0, foreach=False)
+        wide = twin
+    for p, q in zip(ps, wide, strict=True):
+        torch.testing.assert_close(p.double(), q.double(), rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+def test_clipping_scales_all_gradients_to_the_norm(training, backend, device):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    ours = AdamW(ps, max_grad_norm=0.7, backend=backend)
+    theirs = torch.optim.AdamW(twin, foreach=False)
+    for step in range(4):
+        # Below the norm in the last step.
+        for some in (ps, twin):
+            training.give_gradients(some, step, 1e-3 if step == 3 else 1.0)
+        before = [p.grad.clone() for p in ps]
+        ours.step()
+        norm = torch.nn.utils.clip_grad_norm_(twin, 0.7)
+        theirs.step()
+        torch.testing.assert_close(ours.grad_norm, norm)
+        assert all(map(torch.equal, before, (p.grad for p in ps)))
+    for p, q in zip(ps, twin, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_groups_have_numbers_of_their_own(training, backend, device):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+
+    def groups(some):
+        return [
+            dict(params=some[:2], lr=0.1, betas=(0.5, 0.6), amsgrad=True),
+            dict(params=some[2:], weight_decay=0.5, maximize=True),
+        ]
+
+    training.run(AdamW, groups(ps), 0, backend=backend)
+    ours, theirs = AdamW(groups(ps), backend=backend), torch.optim.AdamW(groups(twin))
+    for step in range(4):
+        for some, optimizer in ((ps, ours), (twin, theirs)):
+            training.give_gradients(some, step)
+            # A schedule.
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            optimizer.step()
+    for p, q in zip(ps, twin, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_may_be_tensors_that_others_write(training, backend, device):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    lr = torch.tensor(0.1, device=device)
+    decay = torch.tensor(0.2, dtype=torch.float64, device=device)
+    ours = AdamW(ps, lr=lr, weight_decay=decay, backend=backend)
+    theirs = torch.optim.AdamW(twin, lr=0.1, weight_decay=0.2)
+    for step in range(4):
+        training.give_gradients(ps, step)
+        training.give_gradients(twin, step)
+        lr.fill_(0.1 / (1 + step))
+        decay.fill_(0.2 * step)
+        group = theirs.param_groups[0]
+        group["lr"], group["weight_decay"] = lr.item(), decay.item()
+        ours.step()
+        theirs.step()
+    for p, q in zip(ps, twin, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

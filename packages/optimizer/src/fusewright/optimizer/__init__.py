@@ -8,8 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ._backends import Backend, available_backends
 from .adamw import AdamW
+from .deep_momentum import DeepMomentum
+from .delta_momentum import DeltaMomentum
 from .functional import AdamWState, FunctionalAdamW
 from .grad_norm import clip_grad_norm_, grad_norm
+from .m3 import M3
+from .muon import Muon
+from .newton_schulz import newton_schulz
 
 try:
     __version__ = version("fusewright-optimizer")
@@ -17,12 +22,17 @@ except PackageNotFoundError:
     __version__ = "0+source"
 
 __all__ = [
+    "M3",
     "AdamW",
     "AdamWState",
     "Backend",
+    "DeepMomentum",
+    "DeltaMomentum",
     "FunctionalAdamW",
+    "Muon",
     "__version__",
     "available_backends",
     "clip_grad_norm_",
     "grad_norm",
+    "newton_schulz",
 ]

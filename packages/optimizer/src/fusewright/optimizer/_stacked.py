@@ -1,0 +1,269 @@
+"""Optimizers that move parameters of one shape together.
+
+Parameters of one shape, dtype and group are a stack: each piece of their state is one tensor, of
+which the parameters' own are views, and a step stacks their gradients. So the layers of a model
+take few launches, and their matrix products are batched.
+
+Whether a step is taken is decided on the device, and everything is selected by that there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ._adamw_state import keep_rate_on_device, new_results
+from ._backends import without_autocast
+from ._checks import check_gradient, check_number
+from ._members import current
+from ._parts import total_squares
+from ._stack import Stack, check_parameter, check_state
+from .grad_norm import parts_of
+
+Tensor = torch.Tensor
+# Elements of a stack at most: a step needs a few times that beside the state.
+STACKED = 1 << 26
+
+
+class StackedOptimizer(torch.optim.Optimizer):
+    """What the optimizers of this kind share: groups, state dicts, skipping and the order of a
+    step.
+
+    A subclass says what state a parameter begins with, and how a stack is moved.
+    """
+
+    # torch.amp.GradScaler sets grad_scale and found_inf before a step, and deletes them after.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Iterable, defaults: dict[str, Any], skip_nonfinite: bool) -> None:
+        self.skip_nonfinite = skip_nonfinite
+        self._results: tuple[Tensor, Tensor, Tensor] | None = None
+        self._forget_stacks()
+        super().__init__(params, defaults)
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """Raise where a group's options are out of their range."""
+        raise NotImplementedError
+
+    def _fresh(self, p: Tensor, group: dict[str, Any], place: int) -> dict[str, Tensor]:
+        """The state that a parameter begins with."""
+        raise NotImplementedError
+
+    def _begin(self, groups: list[dict[str, Any]]) -> None:
+        """Called with the groups that a step is about to move."""
+
+    def _move(self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None) -> None:
+        """Move a stack along its gradients, unless the device says that the step is skipped."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own where given."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for p in group["params"]:
+                check_parameter(p)
+            check_number("lr", group["lr"])
+            check_number("weight_decay", group["weight_decay"])
+            self._check_options(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        keep_rate_on_device(group)
+        self._forget_stacks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("skip_nonfinite", "_results")
+        return super().__getstate__() | {name: self.__dict__[name] for name in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_stacks()
+
+    def _forget_stacks(self) -> None:
+        self._stacks: list[Stack] = []
+        self._flat: list[Tensor] = []
+        self._kinds: list[tuple[torch.dtype, torch.device]] = []
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Of the last step, 0-d fp32; NaN before one and where no norm is taken."""
+        return self._last()[0]
+
+    @property
+    def skipped(self) -> Tensor:
+        """Whether the last step was skipped, 0-d bool on the device."""
+        return self._last()[1]
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were skipped, 0-d int64 on the device."""
+        return self._last()[2]
+
+    def _last(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._results is None:
+            first = next((p for _, _, p in self._members()), torch.empty(0))
+            self._results = new_results(first.device)
+        return self._results
+
+    def _members(self) -> Iterator[tuple[int, int, Tensor]]:
+        """The place of each parameter, the number of its group, and it."""
+        place = 0
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                yield place, number, p
+                place += 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; the closure, if given, computes the loss again and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stacks = self._plan()
+        if not stacks:
+            return loss
+        skips = self._decide()
+        scale = getattr(self, "grad_scale", None)
+        numbers = sorted({stack.number for stack in stacks})
+        self._begin([self.param_groups[number] for number in numbers])
+        for stack in stacks:
+            group, device = self.param_groups[stack.number], stack.device
+            factor: Tensor | float = -1.0 if group["maximize"] else 1.0
+            with current(device), without_autocast(device):
+                if scale is not None:
+                    factor = factor / scale.to(device, non_blocking=True).reshape(())
+                here = None if skips is None else skips.to(device, non_blocking=True)
+                self._move(stack, stack.gradients(factor), group, here)
+        return loss
+
+    def _decide(self) -> Tensor | None:
+        """Whether this step is skipped, where anything could make it so."""
+        norm, skipped, count = self._last()
+        gradients = [p.grad for p in self._flat if p.grad is not None]
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        skips = (
+            None
+            if found is None
+            else found.to(skipped.device, non_blocking=True).reshape(()) == 1.0
+        )
+        if self.skip_nonfinite:
+            total = total_squares(parts_of(gradients, "auto")).sum().sqrt()
+            total = total.to(norm.device, non_blocking=True)
+            if scale is not None:
+                total = total / scale.to(norm.device, non_blocking=True).abs().reshape(())
+            norm.copy_(total)
+            # False for NaN too.
+            strange = ~(total < torch.inf)
+            skips = strange if skips is None else skips | strange
+        if skips is not None:
+            skipped.copy_(skips)
+            count.add_(skips)
+        return skips
+
+    def _plan(self) -> list[Stack]:
+        """The stacks of the parameters that have gradients."""
+        members = [member for member in self._members() if member[2].grad is not None]
+        flat = [p for _, _, p in members]
+        for p in flat:
+            assert p.grad is not None
+            check_gradient(p, p.grad)
+        kinds = [(p.dtype, p.device) for p in flat]
+        # By identity: others may put parameters in the place of a group's.
+        same = len(flat) == len(self._flat) and all(map(operator.is_, flat, self._flat))
+        if same and kinds == self._kinds and all(map(self._holds, self._stacks)):
+            return self._stacks
+        found: dict[tuple, list[tuple[int, Tensor]]] = {}
+        for place, number, p in members:
+            found.setdefault((number, p.shape, p.dtype, p.device), []).append((place, p))
+        states = {p: self._state_of(p, self.param_groups[number], k) for k, number, p in members}
+        self._stacks = []
+        for (number, shape, _, device), some in found.items():
+            most = max(1, STACKED // max(1, shape.numel()))
+            for start in range(0, len(some), most):
+                params = [p for _, p in some[start : start + most]]
+                with current(device):
+                    stack = Stack(params, number, [states[p] for p in params])
+                for name, views in stack.views.items():
+                    for p, view in zip(params, views, strict=True):
+                        self.state[p][name] = view
+                self._stacks.append(stack)
+        self._flat, self._kinds = flat, kinds
+        return self._stacks
+
+    def _holds(self, stack: Stack) -> bool:
+        """Whether the optimizer's state is still that of the stack: others may have put theirs."""
+        states = [self.state[p] for p in stack.params]
+        return all(
+            state.get(name) is view
+            for name, views in stack.views.items()
+            for state, view in zip(states, views, strict=True)
+        )
+
+    def _state_of(self, p: Tensor, group: dict[str, Any], place: int) -> dict[str, Tensor]:
+        """What there is, in its dtype and on its device, and what it begins with elsewhere."""
+        state, fresh = self.state[p], self._fresh(p, group, place)
+        for name, start in fresh.items():
+            if name in state:
+                check_state(name, state[name], start, place)
+                fresh[name] = state[name].to(start)
+        return fresh
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of such an optimizer, in the dtypes that it has; options that its groups
+        lack stay as they are.
+        """
+        given: dict[str, Any] = {}
+
+        def check(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
+            given.update(self._complete(adapted))
+            return given
+
+        def take(_: Any) -> None:
+            # Once more, without torch's casts to the parameters' dtypes.
+            numbers = [k for group in given["param_groups"] for k in group["params"]]
+            for number, (_, _, p) in zip(numbers, self._members(), strict=True):
+                for name, value in given["state"].get(number, {}).items():
+                    copied = torch.is_tensor(value)
+                    self.state[p][name] = value.detach().clone() if copied else value
+            for group in self.param_groups:
+                keep_rate_on_device(group)
+            self._forget_stacks()
+
+        # Others' hooks may adapt what is loaded before it is looked at, and see what came of it.
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(take, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state dict with all options, looked through before anything is taken from it."""
+        saved = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in saved] != sizes:
+            raise ValueError(
+                f"the state dict must have groups of {sizes} parameters, got "
+                f"{[len(group['params']) for group in saved]}"
+            )
+        groups = [
+            {**mine, **old, "capturable": mine["capturable"]}
+            for mine, old in zip(self.param_groups, saved, strict=True)
+        ]
+        for old, mine in zip(groups, self.param_groups, strict=True):
+            self._check_options({**old, "params": mine["params"]})
+        numbers = [k for group in groups for k in group["params"]]
+        for number, (place, group_number, p) in zip(numbers, self._members(), strict=True):
+            held = state_dict["state"].get(number, {})
+            fresh = self._fresh(p, groups[group_number], place) if held else {}
+            for name in fresh.keys() & held.keys():
+                check_state(name, held[name], fresh[name], place)
+        return {**state_dict, "param_groups": groups}

@@ -1,0 +1,445 @@
+"""What Muon, M3, delta and deep momentum promise as torch's optimizers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from fusewright.optimizer import _stack, _stacked
+from fusewright.optimizer.deep_momentum import DeepMomentum
+from fusewright.optimizer.delta_momentum import DeltaMomentum
+from fusewright.optimizer.m3 import M3
+from fusewright.optimizer.muon import Muon
+
+SHAPES = ((6, 10), (12, 5), (6, 10), (7,), (), (4, 3, 2), (0, 4), (7,))
+# Firing in between, and every option that keeps something.
+MAKERS = {
+    "muon": functools.partial(Muon, lr=0.05),
+    "m3": functools.partial(M3, lr=0.05, frequency=2, weight_decay=0.1),
+    "delta": functools.partial(DeltaMomentum, lr=0.05, weight_decay=0.1),
+    "deep": functools.partial(DeepMomentum, lr=0.05, weight_decay=0.1),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request):
+    """Makes one of the optimizers, of matrices and of what are none."""
+
+    def of(ps, **options):
+        if request.param in ("delta", "deep"):
+            return MAKERS[request.param](ps, **options)
+        groups = [
+            dict(params=[p for p in ps if p.dim() >= 2]),
+            dict(params=[p for p in ps if p.dim() < 2], matrix=False),
+        ]
+        return MAKERS[request.param](groups, **options)
+
+    return of
+
+
+@pytest.fixture
+def training(training):
+    training.shapes = SHAPES
+    return training
+
+
+def everything(optimizer):
+    """Copies of all parameters and states."""
+    found = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            found.append(p.detach().clone())
+            found += [x.clone() for _, x in sorted(optimizer.state.get(p, {}).items())]
+    return found
+
+
+def test_same_inputs_same_bits(training, device, make):
+    runs = [training.run(make, training.parameters(device=device)) for _ in range(2)]
+    assert all(map(torch.equal, *map(everything, runs)))
+
+
+def in_full(make, ps, **options):
+    """The optimizer with all products in the parameters' dtype."""
+    optimizer = make(ps, **options)
+    for group in optimizer.param_groups:
+        if "ns_dtype" in group:
+            group["ns_dtype"] = None
+    return optimizer
+
+
+def test_matrices_in_company_move_as_alone(training, device, make):
+    """And where some have no gradient for a step, so that the company changes."""
+    ps, alone = (training.parameters(torch.float64, device) for _ in range(2))
+    company = in_full(make, ps)
+    # A deep momentum draws by the seed and the place among all.
+    drawn = "seed" in company.param_groups[0]
+    ones = [
+        in_full(make, [p], **({"seed": place} if drawn else {})) for place, p in enumerate(alone)
+    ]
+    for step in range(4):
+        for some in (ps, alone):
+            training.give_gradients(some, step)
+            if step == 2:
+                some[0].grad = some[3].grad = None
+        for optimizer in (company, *ones):
+            # M3 counts the steps in which a group moves.
+            for group in optimizer.param_groups:
+                if "steps" in group:
+                    group["steps"] = step
+            optimizer.step()
+    for p, q in zip(ps, alone, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_stacks_of_a_bounded_size_move_as_whole_ones(training, device, make, monkeypatch):
+    ps, twin = (training.parameters(torch.float64, device) for _ in range(2))
+    training.run(functools.partial(in_full, make), ps)
+    # Two of three matrices of 60 elements, and less than a filter bank.
+    monkeypatch.setattr(_stacked, "STACKED", 120)
+    training.run(functools.partial(in_full, make), twin)
+    for p, q in zip(ps, twin, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_state_that_others_have_put_there_is_taken(training, device, make):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    optimizer, other = (training.run(make, some, 2) for some in (ps, twin))
+    for p, q in zip(ps, twin, strict=True):
+        for name, x in other.state[q].items():
+            optimizer.state[p][name] = x.clone()
+    for state in optimizer.state.values():
+        for x in state.values():
+            x.mul_(0.5)
+    for state in other.state.values():
+        for x in state.values():
+            x.mul_(0.5)
+    for some, each in ((ps, optimizer), (twin, other)):
+        training.give_gradients(some, 2)
+        each.step()
+    assert all(map(torch.equal, ps, twin))
+
+
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_step_without_a_finite_norm_changes_nothing(training, device, make, strange):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    optimizer, other = make(ps, skip_nonfinite=True), make(twin)
+    for step in range(5):
+        training.give_gradients(ps, step)
+        training.give_gradients(twin, step)
+        if step in (0, 3):
+            ps[0].grad[1, 2] = strange
+            before = everything(optimizer)[:1] if step == 0 else everything(optimizer)
+            optimizer.step()
+            assert optimizer.skipped.item()
+            assert not optimizer.grad_norm.isfinite().item()
+            after = everything(optimizer)[: len(before)]
+            assert all(map(torch.equal, before, after))
+        elif step > 0:
+            optimizer.step()
+            assert not optimizer.skipped.item()
+            whole = torch.cat([p.grad.flatten() for p in ps])
+            torch.testing.assert_close(optimizer.grad_norm, whole.norm())
+    assert optimizer.skipped_steps.item() == 2
+    # M3 counts on the host; all others go on as if there had been no such step.
+    if "steps" not in optimizer.param_groups[0]:
+        for step in (1, 2, 4):
+            training.give_gradients(twin, step)
+            other.step()
+        assert all(map(torch.equal, ps, twin))
+
+
+def test_without_skipping_what_is_strange_stays_in_its_parameter(training, device, make):
+    ps, clean = (training.parameters(device=device) for _ in range(2))
+    optimizers = make(ps), make(clean)
+    for step in range(3):
+        training.give_gradients(ps, step)
+        training.give_gradients(clean, step)
+        if step == 1:
+            ps[0].grad[1, 2] = float("nan")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert ps[0].isnan().any()
+    assert all(map(torch.equal, ps[1:], clean[1:]))
+
+
+def test_gradients_are_left_as_they_are(training, device, make):
+    ps = training.parameters(device=device)
+    training.give_gradients(ps, 0)
+    before = [p.grad.clone() for p in ps]
+    make(ps, skip_nonfinite=True, maximize=True).step()
+    assert all(torch.equal(g, p.grad) for g, p in zip(before, ps, strict=True))
+
+
+@pytest.mark.parametrize("copier", ["state-dict", "deepcopy", "pickle"])
+def test_copies_go_on_with_the_same_bits(training, device, make, copier):
+    ps = training.parameters(device=device)
+    optimizer = training.run(make, ps, 3)
+    if copier == "state-dict":
+        twin = [torch.nn.Parameter(p.detach().clone()) for p in ps]
+        other = make(twin, lr=0.7)
+        other.load_state_dict(optimizer.state_dict())
+    else:
+        both = (ps, optimizer)
+        twin, other = (
+            copy.deepcopy(both) if copier == "deepcopy" else pickle.loads(pickle.dumps(both))
+        )
+    assert other.param_groups[0]["lr"] == 0.05
+    for step in range(3, 6):
+        for some, each in ((ps, optimizer), (twin, other)):
+            training.give_gradients(some, step)
+            each.step()
+    assert all(map(torch.equal, ps, twin))
+
+
+def test_narrow_parameters_have_wide_state_that_loading_keeps(training, device, make):
+    """bf16 parameters move as fp32 ones would, rounded once each step."""
+    narrow = training.parameters(torch.bfloat16, device)
+    optimizer = training.run(make, narrow, 1)
+    wide = [
+        torch.nn.Parameter(p.detach().float()) for p in training.parameters(torch.bfloat16, device)
+    ]
+    training.run(make, wide, 1)
+    for p, q in zip(narrow, wide, strict=True):
+        assert torch.equal(p, q.bfloat16())
+    other = make(training.parameters(torch.bfloat16, device))
+    other.load_state_dict(optimizer.state_dict())
+    states = zip(optimizer.state.values(), other.state.values(), strict=True)
+    for mine, loaded in states:
+        for name, x in mine.items():
+            assert x.dtype == torch.float32
+            assert torch.equal(x, loaded[name])
+            assert loaded[name].dtype == torch.float32
+
+
+def test_fp64_parameters_are_moved_in_fp64(training, device, make):
+    ps = training.parameters(torch.float64, device)
+    optimizer = training.run(make, ps, 1)
+    state = optimizer.state[ps[0]]
+    assert {x.dtype for x in state.values()} == {torch.float64}
+
+
+def test_strided_parameters_and_gradients_move_as_contiguous_ones(training, device, make):
+    ps, twin = (training.parameters(device=device)[:2] for _ in range(2))
+    twin = [torch.nn.Parameter(p.detach().T.contiguous().T) for p in twin]
+    optimizers = make(ps), make(twin)
+    for step in range(3):
+        training.give_gradients(ps, step)
+        training.give_gradients(twin, step)
+        for p in twin:
+            p.grad = p.grad.T.contiguous().T
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(map(torch.equal, ps, twin))
+
+
+def test_groups_may_be_added_and_have_options_of_their_own(training, device, make):
+    ps = training.parameters(device=device)
+    optimizer = make(ps)
+    training.give_gradients(ps, 0)
+    optimizer.step()
+    added = torch.nn.Parameter(torch.ones(6, 10, device=device))
+    optimizer.add_param_group(dict(params=[added], lr=0.0, weight_decay=0.0))
+    start, before = added.detach().clone(), ps[0].detach().clone()
+    training.give_gradients([*ps, added], 1)
+    optimizer.step()
+    assert torch.equal(added, start)
+    assert not torch.equal(ps[0], before)
+    assert "lr" in optimizer.param_groups[-1]
+    with pytest.raises(ValueError, match="lr must be at least 0"):
+        optimizer.add_param_group(dict(params=[torch.nn.Parameter(torch.ones(2, 2))], lr=-1.0))
+    optimizer.step()
+
+
+def test_learning_rate_may_be_a_tensor_that_others_write(training, device, make):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    lr = torch.tensor(0.05, device=device)
+    optimizers = make(ps, lr=lr), make(twin)
+    for step in range(3):
+        rate = 0.05 / (1 + step)
+        lr.fill_(rate)
+        for some, optimizer in zip((ps, twin), optimizers, strict=True):
+            training.give_gradients(some, step)
+            if optimizer is optimizers[1]:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+            optimizer.step()
+    for p, q in zip(ps, twin, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_scaler_unscales_and_skips_in_the_step(training, device, make):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    optimizer, other = make(ps), make(twin)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    for step in range(4):
+        training.give_gradients(twin, step)
+        optimizer.zero_grad()
+        loss = sum((p * q.grad).sum() for p, q in zip(ps, twin, strict=True))
+        scaler.scale(loss).backward()
+        if step == 1:
+            ps[1].grad[0, 0] = float("inf")
+            before = everything(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 1:
+            assert all(map(torch.equal, before, everything(optimizer)))
+            if "steps" in optimizer.param_groups[0]:
+                return
+        else:
+            other.step()
+    assert scaler.get_scale() == 512.0
+    # A scale that is a power of two rounds nothing.
+    assert all(map(torch.equal, ps, twin))
+
+
+def test_hooks_and_closures_are_called(training, device, make):
+    ps = training.parameters(device=device)
+    optimizer = make(ps)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in ps)
+        loss.backward()
+        called.append("closure")
+        return loss
+
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    assert called == ["before", "closure", "after"] * 2
+    assert second < first
+
+
+def test_nothing_happens_without_gradients(training, device, make):
+    ps = training.parameters(device=device)
+    optimizer = make(ps)
+    optimizer.step()
+    assert not optimizer.state
+    assert not optimizer.skipped.item()
+
+
+def make_sparse(p):
+    p.grad = None
+    rows = torch.tensor([0, 2], device=p.device)
+    torch.nn.functional.embedding(rows, p, sparse=True).sum().backward()
+
+
+def shorten(p):
+    p.data = p.data[:3]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (make_sparse, TypeError, "strided tensors, got one of torch.sparse_coo"),
+        (shorten, ValueError, r"shape \[3, 10\] .* gradient of \[6, 10\]"),
+    ],
+    ids=["sparse", "shape"],
+)
+def test_bad_gradients_are_refused_before_anything_is_touched(
+    training, device, make, change, error, message
+):
+    ps = training.parameters(device=device)
+    optimizer = training.run(make, ps, 1)
+    training.give_gradients(ps, 1)
+    change(ps[2])
+    before = everything(optimizer)
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert all(map(torch.equal, before, everything(optimizer)))
+
+
+@pytest.mark.parametrize(
+    ("p", "message"),
+    [
+        (torch.ones(2, 3, dtype=torch.complex64), "floating, got one of torch.complex64"),
+        (torch.ones(2, 3).to_sparse(), "strided tensors, got one of torch.sparse_coo"),
+    ],
+    ids=["complex", "sparse"],
+)
+def test_bad_parameters_are_refused(make, p, message):
+    with pytest.raises(TypeError, match=message):
+        make([torch.nn.Parameter(p)])
+
+
+def test_sharded_parameters_are_refused(make, monkeypatch):
+    monkeypatch.setattr(_stack, "is_distributed", lambda x: True)
+    with pytest.raises(TypeError, match="must be whole, got a Parameter"):
+        make([torch.nn.Parameter(torch.ones(2, 3))])
+
+
+def test_state_of_another_shape_is_refused_before_anything_is_taken(training, device, make):
+    ps = training.parameters(device=device)
+    saved = training.run(make, ps, 2).state_dict()
+    other = make(training.parameters(device=device))
+    wrong = copy.deepcopy(saved)
+    name = next(iter(wrong["state"][0]))
+    wrong["state"][0][name] = torch.ones(3, 3)
+    with pytest.raises(ValueError, match=rf"{name} of parameter 0 must .* got \[3, 3\]"):
+        other.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="must have groups of"):
+        make(training.parameters(device=device)[:3]).load_state_dict(saved)
+    assert not other.state
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_card(training, make):
+    ps = training.parameters(device="cuda")
+    optimizer = make(ps, skip_nonfinite=True)
+    training.give_gradients(ps, 0)
+    gradients = [p.grad for p in ps]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        # With the first, which plans, one that fires, and one whose gradients are fewer.
+        for step in range(4):
+            for p, g in zip(ps, gradients, strict=True):
+                p.grad = g.clone() if step else g
+            if step == 3:
+                ps[0].grad = None
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_replayed_steps_are_the_eager_ones_and_skip_and_follow_a_schedule(training, make):
+    """Two steps in a graph, which are a whole chunk of M3's."""
+    ps = training.parameters(device="cuda")
+    optimizer = make(ps, capturable=True, skip_nonfinite=True)
+    sources = [[torch.zeros_like(p) for p in ps] for _ in range(2)]
+
+    def both():
+        for source in sources:
+            for p, g in zip(ps, source, strict=True):
+                p.grad = g * 1.0
+            optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both()
+    torch.cuda.current_stream().wait_stream(stream)
+    twin = [torch.nn.Parameter(p.detach().clone()) for p in ps]
+    other = make(twin, capturable=True, skip_nonfinite=True)
+    other.load_state_dict(optimizer.state_dict())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both()
+    for replay in range(3):
+        for group, groups in zip(optimizer.param_groups, other.param_groups, strict=True):
+            for each in (group, groups):
+                each["lr"].fill_(0.05 / (1 + replay))
+        for half, source in enumerate(sources):
+            training.give_gradients(twin, 2 * replay + half)
+            if replay == 1 and half == 0:
+                twin[1].grad[2, 3] = float("nan")
+            for q, g in zip(twin, source, strict=True):
+                g.copy_(q.grad)
+            other.step()
+        graph.replay()
+        assert all(map(torch.equal, ps, twin))
+    assert optimizer.skipped_steps.item() == 1

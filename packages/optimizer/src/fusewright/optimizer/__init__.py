@@ -9,11 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 from ._backends import Backend, available_backends
 from .adamw import AdamW
 from .deep_momentum import DeepMomentum
+from .deep_nested import DeepNestedOptimizer
 from .delta_momentum import DeltaMomentum
 from .functional import AdamWState, FunctionalAdamW
 from .grad_norm import clip_grad_norm_, grad_norm
+from .group_depth import group_of, parameter_groups
 from .m3 import M3
 from .muon import Muon
+from .nested_controller import NestedController
 from .newton_schulz import newton_schulz
 
 try:
@@ -27,12 +30,16 @@ __all__ = [
     "AdamWState",
     "Backend",
     "DeepMomentum",
+    "DeepNestedOptimizer",
     "DeltaMomentum",
     "FunctionalAdamW",
     "Muon",
+    "NestedController",
     "__version__",
     "available_backends",
     "clip_grad_norm_",
     "grad_norm",
+    "group_of",
     "newton_schulz",
+    "parameter_groups",
 ]

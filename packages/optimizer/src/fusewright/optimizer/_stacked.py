@@ -146,11 +146,10 @@ class StackedOptimizer(torch.optim.Optimizer):
         norm, skipped, count = self._last()
         gradients = [p.grad for p in self._flat if p.grad is not None]
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        skips = (
-            None
-            if found is None
-            else found.to(skipped.device, non_blocking=True).reshape(()) == 1.0
-        )
+        skips = None
+        if found is not None:
+            # Of several devices with one, a scaler adds them up.
+            skips = found.to(skipped.device, non_blocking=True).reshape(()) > 0.0
         if self.skip_nonfinite:
             total = total_squares(parts_of(gradients, "auto")).sum().sqrt()
             total = total.to(norm.device, non_blocking=True)

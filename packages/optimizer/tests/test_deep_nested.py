@@ -1,0 +1,591 @@
+"""DeepNestedOptimizer: its step beside one that branches on the host, AdamW's bits before any
+training, state, copies, groups and bad input.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from fusewright.optimizer import AdamW
+from fusewright.optimizer._launch import Launch
+from fusewright.optimizer.deep_nested import DeepNestedOptimizer
+from fusewright.optimizer.group_depth import parameter_groups, relative_depths
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .nested import STEPS, Eager, assert_followed, give, model, optimizer_of
+
+ADAMW = {"exp_avg", "exp_avg_sq", "step"}
+
+
+@pytest.mark.parametrize("features", ["log", "raw"])
+@pytest.mark.parametrize("frequency", [1, 4])
+def test_step_is_the_one_with_branches(features, frequency):
+    some = model()
+    options = dict(controller_update_freq=frequency, features=features, weight_decay=0.1)
+    optimizer = optimizer_of(some, **options)
+    assert_followed(some, optimizer, Eager(some, optimizer))
+    assert optimizer.skipped_steps.item() == 6
+    assert optimizer.state[some.norm.weight]["step"].item() == STEPS - 6
+
+
+@pytest.mark.parametrize("frequency", [1, 4])
+def test_kernels_step_is_the_references(device, frequency):
+    """The same formula in fp32, rounded elsewhere."""
+    found = []
+    for backend in ("triton", "reference"):
+        some = model(torch.float32, device)
+        optimizer = optimizer_of(some, backend=backend, controller_update_freq=frequency)
+        rows = []
+        # Two bad losses and two bad gradients are among them.
+        for step in range(1, 14):
+            out = optimizer.step(give(some, step))
+            ahead = out["lr_multipliers"], out["ema_loss"].view(1), out["skipped"].float().view(1)
+            rows.append(torch.cat(ahead))
+        found.append((torch.stack(rows), *(p.detach() for p in some.parameters())))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_kernels_share_groups_out_over_programs(device, many_programs, monkeypatch):
+    """Of several programs for each group and several rounds of the controller's."""
+    from fusewright.optimizer import _configs, _group_norm_launch
+
+    walk = _configs.Walk(size=4, num_warps=1, programs_per_sm=4)
+    monkeypatch.setattr(_group_norm_launch, "SQUARES", walk)
+    monkeypatch.setattr(_group_norm_launch, "PREPARE", _configs.Block(size=2, num_warps=1))
+    some = model(torch.float32, device)
+    optimizer = optimizer_of(some, backend="triton", max_grad_norm=None)
+    loss = give(some, 1)
+    gradients = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
+    kept = [[p.detach().clone() for p in group["params"]] for group in optimizer.param_groups]
+    optimizer.step(loss)
+    rows = [
+        [torch.cat([x.double().flatten() for x in tensors]).norm() for tensors in pair]
+        for pair in zip(gradients, kept, strict=True)
+    ]
+    expected = torch.tensor(rows).float().to(device)
+    torch.testing.assert_close(optimizer._rates.statistics[:, :2], expected, rtol=3e-7, atol=0.0)
+
+
+def test_programs_cover_every_block_once():
+    from fusewright.optimizer._group_norm_launch import shared_out
+
+    for blocks in ([7, 0, 1, 100], [1], [3, 3, 3], [0, 0]):
+        for programs in (1, 2, 5, 1000):
+            bounds, groups = shared_out(blocks, programs)
+            assert bounds[0] == 0
+            assert bounds[-1] == sum(blocks)
+            spans = [stop - start for start, stop in itertools.pairwise(bounds)]
+            assert all(span > 0 for span in spans)
+            found = [0] * len(blocks)
+            for group, span in zip(groups, spans, strict=True):
+                found[group] += span
+            assert found == blocks
+            assert len(groups) <= programs + len(blocks)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_untrained_step_has_the_bits_of_adamw(device, backend):
+    some, twin = (model(torch.float32, device) for _ in range(2))
+    options = dict(weight_decay=0.1, max_grad_norm=1.0, backend=backend)
+    ours = DeepNestedOptimizer(some, 0.02, mode="explicit", **options)
+    names = {id(p): name for name, p in some.named_parameters()}
+    others = dict(twin.named_parameters())
+    theirs = AdamW([others[names[id(p)]] for p in ours._parameters()], 0.02, **options)
+    for step in (1, 2, 5, 7):
+        loss = give(some, step)
+        give(twin, step)
+        ours.step(loss)
+        theirs.step()
+        for p, q in zip(some.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+class NoNumberRead(TorchDispatchMode):
+    """Whoever asks a tensor for its value on the host fails, on any device."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.name()
+        assert not any(word in name for word in ("_local_scalar_dense", "nonzero", "is_nonzero"))
+        return operator(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("update", ["adamw", "continuum"])
+@pytest.mark.parametrize("meta", ["hypergradient", "proxy"])
+def test_no_step_reads_a_number(update, meta):
+    some = model()
+    optimizer = optimizer_of(
+        some, update=update, meta=meta, mode="simple", meta_update_freq=2, frequencies=(1, 3)
+    )
+    losses = [torch.tensor(give(some, step)) for step in range(1, 13)]
+    with NoNumberRead():
+        for loss in losses:
+            optimizer.step(loss.double())
+        optimizer.get_lr_multipliers()
+        optimizer.get_effective_lrs()
+        optimizer.get_momentum_stats()
+        optimizer.meta_update(lambda: some.norm.weight.square().sum())
+    with pytest.raises(AssertionError), NoNumberRead():
+        bool(losses[0] > 0.0)
+
+
+@pytest.mark.parametrize("frequency", [1, 100])
+def test_step_is_adamws_launches_and_one(device, frequency, monkeypatch):
+    launched = []
+    plain = Launch.__call__
+
+    def watched(self, *some):
+        launched.append((self.kernel.__name__, self.grid))
+        return plain(self, *some)
+
+    monkeypatch.setattr(Launch, "__call__", watched)
+    found = {}
+    for name in ("ours", "theirs"):
+        some = model(torch.float32, device)
+        options = dict(max_grad_norm=1.0, backend="triton")
+        if name == "ours":
+            options.update(mode="explicit", controller_update_freq=frequency)
+            optimizer = DeepNestedOptimizer(some, **options)
+        else:
+            optimizer = AdamW(some.parameters(), **options)
+        for step in (1, 2):
+            launched.clear()
+            loss = give(some, step)
+            optimizer.step(*[loss] * (name == "ours"))
+        found[name] = dict(launched)
+        assert len(found[name]) == len(launched)
+    assert list(found["theirs"]) == ["_squares_kernel", "_prepare_kernel", "_adamw_kernel"]
+    expected = ["_group_squares_kernel", "_control_kernel", "_prepare_kernel", "_adamw_kernel"]
+    assert list(found["ours"]) == expected
+    # Where multipliers stay nobody reads the parameters.
+    assert found["ours"]["_group_squares_kernel"][1] == (2 if frequency == 1 else 1)
+
+
+def test_state_is_adamws_alone():
+    some = model(torch.float32)
+    optimizer = DeepNestedOptimizer(some, meta_update_freq=2)
+    for step in (1, 2, 4):
+        optimizer.step(give(some, step))
+    assert all(set(state) == ADAMW for state in optimizer.state.values())
+    assert optimizer._mode.adamw.state is optimizer.state
+    plain = AdamW(some.parameters())
+    plain.step()
+    held = [
+        sum(x.numel() for s in o.state.values() for x in s.values()) for o in (optimizer, plain)
+    ]
+    assert held[0] == held[1]
+
+
+def test_multipliers_are_exactly_one_at_the_start(device, backend):
+    some = model(torch.float32, device)
+    optimizer = DeepNestedOptimizer(some, 0.3, backend=backend)
+    optimizer.step(give(some, 1))
+    assert all(m.item() == 1.0 for m in optimizer.get_lr_multipliers().values())
+    assert [lr.item() for lr in optimizer.get_effective_lrs().values()] == [0.3, 0.3]
+
+
+def test_loss_may_come_in_any_way():
+    runs = []
+    for way in range(4):
+        some = model()
+        optimizer = optimizer_of(some)
+        for step in (1, 2):
+            loss = torch.tensor(give(some, step)).double()
+            if way == 0:
+                optimizer.step(loss.requires_grad_())
+            elif way == 1:
+                optimizer.step(lambda kept=loss: kept)
+            elif way == 2:
+                optimizer.step(closure=lambda kept=loss: kept)
+            else:
+                optimizer.set_loss(loss.float())
+                optimizer.step()
+        runs.append(optimizer._rates.ema_loss.item())
+    assert runs[:3] == [runs[0]] * 3
+    assert runs[3] == pytest.approx(runs[0])
+
+
+def test_missing_loss_is_warned_about_once(recwarn):
+    some = model()
+    optimizer = optimizer_of(some)
+    for step in (1, 2):
+        give(some, step)
+        out = optimizer.step()
+    found = [x for x in recwarn if "set_loss" in str(x.message)]
+    assert len(found) == 1
+    assert out["ema_loss"].item() == 0.0
+    # A loss that was set serves one step.
+    optimizer.set_loss(4.0)
+    assert optimizer.step()["loss"].item() == 4.0
+    assert optimizer.step()["loss"].item() == 0.0
+
+
+@pytest.mark.parametrize("update", ["adamw", "continuum"])
+@pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy", "pickle"])
+def test_training_goes_on_from_a_copy(update, way):
+    options = dict(
+        update=update,
+        mode="simple",
+        meta_update_freq=3,
+        controller_update_freq=2,
+        meta_lr=0.05,
+        frequencies=(1, 3),
+    )
+    some = model()
+    optimizer = optimizer_of(some, **options)
+    # Of the continuum the direction before a meta step is in no state dict.
+    for step in range(1, 8):
+        optimizer.step(give(some, step))
+    if way in ("state_dict", "file"):
+        other = copy.deepcopy(some)
+        twin = DeepNestedOptimizer(other, 0.5, **options)
+        state = optimizer.state_dict()
+        if way == "file":
+            memory = io.BytesIO()
+            torch.save(state, memory)
+            memory.seek(0)
+            state = torch.load(memory, weights_only=True)
+        twin.load_state_dict(state)
+    else:
+        copies = copy.deepcopy if way == "deepcopy" else lambda x: pickle.loads(pickle.dumps(x))
+        other, twin = copies((some, optimizer))
+    assert twin.global_step == 7
+    for step in range(8, 14):
+        a = optimizer.step(give(some, step))
+        b = twin.step(give(other, step))
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        for p, q in zip(some.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)
+    for name, x in optimizer.controller.state_dict().items():
+        assert torch.equal(x, twin.controller.state_dict()[name])
+
+
+def test_state_of_torchs_adamw_is_taken():
+    some = model(torch.float32)
+    optimizer = DeepNestedOptimizer(some, 0.02)
+    plain = torch.optim.AdamW(
+        [{"params": group["params"]} for group in optimizer.param_groups], 0.1
+    )
+    give(some, 1)
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())
+    p = some.norm.weight
+    assert torch.equal(optimizer.state[p]["exp_avg"], plain.state[p]["exp_avg"])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    assert [group["name"] for group in optimizer.param_groups] == ["embed", "core"]
+    optimizer.step(give(some, 2))
+    assert optimizer.state[p]["step"].item() == 2
+
+
+def test_state_dict_of_another_shape_is_refused_and_nothing_is_taken():
+    some = model()
+    optimizer = optimizer_of(some)
+    optimizer.step(give(some, 1))
+    state = copy.deepcopy(optimizer.state_dict())
+    kept = optimizer.state[some.norm.weight]["exp_avg"].clone()
+    state["state"][0]["exp_avg"] = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match="exp_avg of parameter 0 must have shape"):
+        optimizer.load_state_dict(state)
+    assert torch.equal(optimizer.state[some.norm.weight]["exp_avg"], kept)
+
+
+def test_schedulers_scale_all_groups():
+    some = model()
+    optimizer = DeepNestedOptimizer(some, 0.8)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in (1, 2):
+        optimizer.step(give(some, step))
+        schedule.step()
+    assert [lr.item() for lr in optimizer.get_effective_lrs().values()] == [0.2, 0.2]
+    assert optimizer._rates.rates.tolist() == [0.4, 0.4]
+
+
+def test_learning_rates_may_be_tensors():
+    found = []
+    for lr in (0.3, torch.tensor(0.3, dtype=torch.float64)):
+        some = model()
+        optimizer = optimizer_of(some, base_lr=lr)
+        optimizer.step(give(some, 1))
+        found.append([p.detach() for p in some.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_hooks_run_once_a_step():
+    some = model()
+    optimizer = DeepNestedOptimizer(some)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.step(give(some, 1))
+    assert seen == ["before", "after"]
+
+
+@pytest.mark.parametrize("update", ["adamw", "continuum"])
+def test_scaler_unscales_and_skips_in_the_step(update):
+    """With the two tensors that a GradScaler gives an optimizer for the time of a step."""
+    some, twin = model(), model()
+    options = dict(update=update, frequencies=(1, 2))
+    optimizers = [optimizer_of(x, **options) for x in (some, twin)]
+    for step in (1, 2, 5, 6):
+        loss = give(some, step)
+        for p, q in zip(some.parameters(), twin.parameters(), strict=True):
+            q.grad = p.grad * 1024.0
+        out = optimizers[0].step(loss)
+        optimizers[1].set_loss(loss)
+        optimizers[1].grad_scale = torch.tensor(1024.0)
+        finite = all(q.grad.isfinite().all() for q in twin.parameters())
+        optimizers[1].found_inf = torch.tensor(0.0 if finite else 1.0)
+        other = optimizers[1].step()
+        del optimizers[1].grad_scale, optimizers[1].found_inf
+        assert out["skipped"].item() == other["skipped"].item() == (step == 5)
+        torch.testing.assert_close(out["lr_multipliers"], other["lr_multipliers"])
+        for p, q in zip(some.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_found_inf_alone_skips():
+    some = model()
+    optimizer = optimizer_of(some)
+    before = [p.detach().clone() for p in some.parameters()]
+    loss = give(some, 1)
+    optimizer.found_inf = torch.tensor(1.0)
+    assert optimizer.step(loss)["skipped"].item()
+    assert all(map(torch.equal, some.parameters(), before))
+
+
+def test_group_added_later_has_its_own_multiplier():
+    some = model()
+    optimizer = optimizer_of(some)
+    optimizer.step(give(some, 1))
+    before = optimizer.get_lr_multipliers()
+    later = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer.add_param_group({"params": [later], "lr": 0.5, "name": "later", "depth": 1.0})
+    assert list(optimizer.get_lr_multipliers()) == ["embed", "core", "later"]
+    assert torch.equal(optimizer.get_lr_multipliers()["core"], before["core"])
+    give(some, 2)
+    later.grad = torch.ones_like(later)
+    optimizer.step(1.0)
+    assert optimizer.global_step == 2
+    assert optimizer.state[later]["step"].item() == 1
+    assert optimizer.state[some.norm.weight]["step"].item() == 2
+
+
+def test_step_without_gradients_counts_alone():
+    some = model()
+    optimizer = optimizer_of(some)
+    before = [p.detach().clone() for p in some.parameters()]
+    out = optimizer.step(1.0)
+    assert out["global_step"].item() == 1
+    assert not optimizer.state
+    assert all(map(torch.equal, some.parameters(), before))
+
+
+def test_groups_and_depths_follow_from_names():
+    some = model()
+    embed, core = parameter_groups(some)
+    assert (embed["name"], core["name"]) == ("embed", "core")
+    names = {id(p): name for name, p in some.named_parameters()}
+    found = [names[id(p)] for p in core["params"]]
+    assert found == ["layers.0.weight", "layers.1.weight", "lm_head.weight"]
+    assert core["depth"] == pytest.approx((0.5 + 1.0 + 1.0) / 3)
+    # The table, two biases of layers, and the norm at the top.
+    assert embed["depth"] == pytest.approx((0.0 + 0.5 + 1.0 + 1.0 + 1.0) / 5)
+    found = relative_depths(["x.embed_tokens.weight", "blocks.3.a", "h.1.b", "conv.weight"])
+    assert found == [0.0, 1.0, 0.5, 0.5]
+
+
+def test_grouping_is_the_callers():
+    some = model()
+    optimizer = DeepNestedOptimizer(some, grouping=lambda name, p: name.split(".")[0])
+    assert list(optimizer.get_lr_multipliers()) == ["token_embedding", "layers", "norm", "lm_head"]
+    assert [group["depth"] for group in optimizer.param_groups] == [0.0, 0.75, 1.0, 1.0]
+    head = {"params": [some.lm_head.weight], "name": "head", "weight_decay": 0.3}
+    rest = {"params": list(some.layers.parameters()), "depth": 0.25}
+    optimizer = DeepNestedOptimizer(some, grouping=[head, rest])
+    assert [group["name"] for group in optimizer.param_groups] == ["head", "group_1"]
+    assert [group["depth"] for group in optimizer.param_groups] == [1.0, 0.25]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+
+
+def test_frozen_parameters_are_left_out():
+    some = model()
+    some.token_embedding.requires_grad_(False)
+    optimizer = DeepNestedOptimizer(some)
+    assert len(optimizer._parameters()) == 7
+    with pytest.raises(ValueError, match="must be parameters that need gradients"):
+        DeepNestedOptimizer(some.requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base_lr": -1.0}, "lr must be at least 0"),
+        ({"meta_lr": -1.0}, "meta_lr must be at least 0"),
+        ({"mode": "never"}, 'mode must be "simple" or "explicit"'),
+        ({"meta": "guess"}, 'meta must be "hypergradient" or "proxy"'),
+        ({"features": "square"}, 'features must be "log" or "raw"'),
+        ({"update": "sgd"}, 'update must be "adamw" or "continuum"'),
+        ({"meta_update_freq": 0}, "meta_update_freq must be whole numbers"),
+        ({"controller_update_freq": 1.5}, "controller_update_freq must be whole numbers"),
+        ({"controller_hidden_dim": True}, "controller_hidden_dim must be whole numbers"),
+        ({"frequencies": ()}, "frequencies must be of one level"),
+        ({"frequencies": (1, 0)}, "frequencies must be whole numbers"),
+        ({"momentum_hidden_dim": 1}, "momentum_hidden_dim must be at least 2"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be a finite number above 0"),
+        ({"update": "continuum", "rounding": "stochastic"}, "rounding and state_dtype are of"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"backend": "cuda"}, "backend must be"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DeepNestedOptimizer(model(), **options)
+
+
+def test_what_is_no_model_is_refused():
+    for given in (torch.ones(3), [torch.nn.Parameter(torch.ones(3))], 3):
+        with pytest.raises(TypeError, match="model must be a module or pairs"):
+            DeepNestedOptimizer(given)
+    with pytest.raises(TypeError, match='groups must be mappings with "params"'):
+        DeepNestedOptimizer(model(), grouping=[[1]])
+    with pytest.raises(TypeError, match="grouping must give the name"):
+        DeepNestedOptimizer(model(), grouping=lambda name, p: 3)
+    turned = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="real tensors of one process"):
+        DeepNestedOptimizer([("z", turned)])
+    far = torch.nn.Parameter(torch.ones(3, device="meta"))
+    with pytest.raises(ValueError, match="on one device"):
+        DeepNestedOptimizer([("a", far), ("b", torch.nn.Parameter(torch.ones(3)))])
+
+
+@pytest.mark.parametrize("update", ["adamw", "continuum"])
+def test_bad_gradients_and_losses_are_refused_before_anything_moves(update):
+    some = model()
+    optimizer = optimizer_of(some, update=update)
+    loss = give(some, 1)
+    before = [p.detach().clone() for p in some.parameters()]
+    with pytest.raises(ValueError, match="loss must be one number"):
+        optimizer.step(torch.ones(2))
+    some.lm_head.weight.grad = torch.ones(5, 3, dtype=torch.float64).to_sparse()
+    with pytest.raises(TypeError, match="gradients must be strided"):
+        optimizer.step(loss)
+    assert optimizer.global_step == 0
+    assert all(map(torch.equal, some.parameters(), before))
+
+
+def test_same_inputs_same_bits(device, backend):
+    runs = []
+    for _ in range(2):
+        some = model(torch.float32, device)
+        optimizer = optimizer_of(some, mode="simple", meta_update_freq=2, backend=backend)
+        for step in range(1, 8):
+            optimizer.step(give(some, step))
+        runs.append([*(p.detach() for p in some.parameters()), *optimizer.controller.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.fixture
+def small(request):
+    """A model on the card and its optimizer, with training in every second step."""
+    some = model(torch.float32, "cuda")
+    options = dict(mode="simple", meta_update_freq=2, frequencies=(1, 2), meta=request.param[1])
+    return some, optimizer_of(some, update=request.param[0], **options)
+
+
+KINDS = [(update, meta) for update in ("adamw", "continuum") for meta in ("hypergradient", "proxy")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("small", KINDS, indirect=True, ids="-".join)
+def test_no_step_waits_for_the_card(small):
+    some, optimizer = small
+    give(some, 1)
+    loss = torch.tensor(1.0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(12):
+            optimizer.step(loss if step % 2 else 0.5 / (1 + step))
+        optimizer.get_lr_multipliers()
+        optimizer.get_effective_lrs()
+        optimizer.get_momentum_stats()
+        if optimizer.options.meta == "hypergradient":
+            optimizer.meta_update(lambda: sum(p.square().sum() for p in some.parameters()))
+        else:
+            optimizer.meta_update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(p.isfinite().all().item() for p in some.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("update", ["adamw", "continuum"])
+def test_replayed_step_is_the_eager_one(update):
+    options = dict(update=update, frequencies=(1, 1), capturable=True)
+    some, twin = (model(torch.float32, "cuda") for _ in range(2))
+    ours, theirs = (optimizer_of(x, **options) for x in (some, twin))
+    source = [torch.zeros_like(p) for p in some.parameters()]
+    loss = torch.zeros((), device="cuda")
+
+    def step():
+        for p, g in zip(some.parameters(), source, strict=True):
+            # In memory of the graph's own, as a backward pass has it.
+            p.grad = g * 1.0
+        return ours.step(loss)
+
+    def show(number):
+        value = give(twin, number)
+        for g, q in zip(source, twin.parameters(), strict=True):
+            g.copy_(q.grad)
+        loss.fill_(value)
+        return torch.tensor(value, device="cuda")
+
+    stream = torch.cuda.Stream()
+    for number in range(1, 6):
+        value = show(number)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        theirs.step(value)
+    graph = torch.cuda.CUDAGraph()
+    at = ours.global_step
+    with torch.cuda.graph(graph):
+        step()
+    # Of the element network every fifth step trains: none of these does.
+    assert at % 5 == 0
+    for number in range(6, 10):
+        value = show(number)
+        rate = 1e-2 / number
+        for optimizer in (ours, theirs):
+            for group in optimizer.param_groups:
+                group["lr"].fill_(rate)
+        graph.replay()
+        out = theirs.step(value)
+        assert torch.equal(ours._rates.multipliers, out["lr_multipliers"])
+        assert torch.equal(ours.skipped, out["skipped"])
+        for p, q in zip(some.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.gpu
+def test_scaler_drives_the_step():
+    some = model(torch.float32, "cuda")
+    optimizer = DeepNestedOptimizer(some, 1e-2)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = sum((p * torch.cos(p.detach())).sum() for p in some.parameters())
+        scaler.scale(loss).backward()
+        if step == 2:
+            some.norm.weight.grad[0] = float("inf")
+        optimizer.set_loss(loss)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert optimizer.state[some.norm.weight]["step"].item() == 4
+    assert optimizer.skipped_steps.item() == 1

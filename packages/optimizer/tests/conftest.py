@@ -78,3 +78,50 @@ def many_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for plan in (_norm_launch.gradients_plan, _norm_launch.norm_launch):
         plan.cache_clear()
+
+
+class Learned:
+    """Networks, parameters and gradients for the learned optimizer."""
+
+    # Without axes, with one, two, three, and none of a kind.
+    kinds = ((), (5,), (3, 4), (2, 5, 3), (0, 4))
+
+    def network(self, extra: int = 0, device: str = "cpu") -> Any:
+        """One whose every weight, bias and offset matters."""
+        from fusewright.optimizer.update_mlp import UpdateMLP
+
+        generator = torch.Generator().manual_seed(3)
+        mlp = UpdateMLP(extra, exp_mult=0.3, step_mult=0.1)
+        for x in mlp.weights():
+            torch.nn.init.normal_(x, std=0.4, generator=generator)
+        for x in mlp.offsets():
+            torch.nn.init.normal_(x, std=0.05, generator=generator)
+        return mlp.to(device)
+
+    def drawn(self, shapes: Sequence[tuple[int, ...]], device: str = "cpu") -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+    def gradient(self, p: torch.Tensor, step: int) -> torch.Tensor:
+        """Of a parameter's own value, so that an error stays."""
+        return torch.sin(p.detach() * (3 + step)) + 0.1
+
+
+@pytest.fixture
+def learned() -> Learned:
+    return Learned()
+
+
+@pytest.fixture
+def small_learned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that few numbers take several programs, and sums several rounds."""
+    from fusewright.optimizer import _learned_configs as configs
+
+    stretch = configs.Stretch(size=16, num_warps=1, shortest=16, programs=2)
+    tile = configs.SumTile(lines=4, line=2, tall=2, wide=4, tiles=1, chunks=3, num_warps=1)
+    for name in ("STATISTICS", "APPLY", "BACKWARD"):
+        monkeypatch.setattr(configs, name, stretch)
+    monkeypatch.setattr(configs, "SQUARES_OVER_AXES", tile)
+    monkeypatch.setattr(configs, "MEANS", configs.Means(size=4, shares=2, span=8, num_warps=1))
+    monkeypatch.setattr(configs, "FOLD", configs.Sums(rows=2, size=32, num_warps=1))
+    monkeypatch.setattr(configs, "SHARES", configs.Sums(rows=2, size=128, num_warps=1))

@@ -14,10 +14,18 @@ from .delta_momentum import DeltaMomentum
 from .functional import AdamWState, FunctionalAdamW
 from .grad_norm import clip_grad_norm_, grad_norm
 from .group_depth import group_of, parameter_groups
+from .learned_optimizer import LearnedOptimizer
+from .learned_update import (
+    FunctionalLearnedOptimizer,
+    learned_apply,
+    learned_init,
+    learned_update,
+)
 from .m3 import M3
 from .muon import Muon
 from .nested_controller import NestedController
 from .newton_schulz import newton_schulz
+from .update_mlp import UpdateMLP, load_update_mlp
 
 try:
     __version__ = version("fusewright-optimizer")
@@ -33,13 +41,20 @@ __all__ = [
     "DeepNestedOptimizer",
     "DeltaMomentum",
     "FunctionalAdamW",
+    "FunctionalLearnedOptimizer",
+    "LearnedOptimizer",
     "Muon",
     "NestedController",
+    "UpdateMLP",
     "__version__",
     "available_backends",
     "clip_grad_norm_",
     "grad_norm",
     "group_of",
+    "learned_apply",
+    "learned_init",
+    "learned_update",
+    "load_update_mlp",
     "newton_schulz",
     "parameter_groups",
 ]

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from ._adamw_launch import KernelPart
 from ._group_norm_launch import WIDEST, Control, PartSquares
+from ._learned_launch import LearnedBatch
+from ._learned_layout import too_long
+from ._learned_part_launch import LearnedPart
 from ._norm_launch import KernelGradients
 
-__all__ = ["WIDEST", "Control", "KernelGradients", "KernelPart", "PartSquares"]
+__all__ = [
+    "WIDEST",
+    "Control",
+    "KernelGradients",
+    "KernelPart",
+    "LearnedBatch",
+    "LearnedPart",
+    "PartSquares",
+    "too_long",
+]

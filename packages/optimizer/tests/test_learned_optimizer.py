@@ -1,0 +1,474 @@
+"""The learned optimizer against its published formulas, in fp64, and its contract."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from fusewright.optimizer.learned_features import (
+    advanced,
+    decays_of,
+    element_features,
+    new_statistics,
+    normalised,
+    time_features,
+)
+from fusewright.optimizer.learned_optimizer import LearnedOptimizer
+from fusewright.optimizer.update_mlp import UpdateMLP
+from fusewright_testkit import Yardstick
+
+# Without axes, with one, the longest axis first, last, in the middle, equal ones, and none at all.
+SHAPES = ((), (5,), (1, 1), (7, 4), (3, 9), (6, 6), (2, 5, 3), (4, 2, 3, 3), (0, 4))
+
+
+def spelled(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+class Published:
+    """AdafacMLPLOpt as arXiv 2203.11860 and its published definition describe it, in NumPy and
+    fp64: statistics have the decay along a last axis, features too.
+    """
+
+    def __init__(self, mlp: UpdateMLP) -> None:
+        self.layers = [x.detach().double().numpy() for x in mlp.weights()]
+        self.multipliers = mlp.exp_mult, mlp.step_mult
+        starts = [[0.9, 0.99, 0.999], [0.999], [0.9, 0.99, 0.999]]
+        self.decays = []
+        for start, offset in zip(starts, mlp.offsets(), strict=True):
+            coordinate = np.log(1 - np.array(start)) / 10 + offset.detach().double().numpy()
+            self.decays.append(np.clip(1 - np.exp(10 * coordinate), 0, 1))
+        self.m = self.v = self.r = self.c = 0.0
+        self.t = 0
+
+    def features(self, x: np.ndarray, g: np.ndarray) -> np.ndarray:
+        b_m, b_v, b_f = self.decays
+        self.m = b_m * self.m + (1 - b_m) * g[..., None]
+        self.v = b_v * self.v + (1 - b_v) * g[..., None] ** 2
+        g2 = g[..., None] ** 2 + 1e-30
+        s = (self.v + 1e-6) ** -0.5
+        if g.ndim < 2:
+            self.r = b_f * self.r + (1 - b_f) * g2
+            r = c = self.r
+            of_g = np.maximum(r + 1e-9, 1e-9) ** -0.5
+            of_m = (r + 1e-6) ** -0.5
+        else:
+            second, longest = (int(axis) for axis in np.argsort(g.shape, kind="stable")[-2:])
+            self.r = b_f * self.r + (1 - b_f) * g2.mean(longest, keepdims=True)
+            self.c = b_f * self.c + (1 - b_f) * g2.mean(second, keepdims=True)
+            r = self.r + 0.0 * g2
+            c = self.c + 0.0 * g2
+            scaled = self.r / (self.r.mean(second, keepdims=True) + 1e-9)
+            of_g = np.maximum(scaled, 1e-9) ** -0.5 * np.maximum(self.c, 1e-9) ** -0.5
+            of_m = of_g
+        found = [
+            *(g[..., None], x[..., None], self.m, self.v, self.m * s, s, g[..., None] * of_g),
+            *(r, c, (r + 1e-8) ** -0.5, (c + 1e-8) ** -0.5, self.m * of_m),
+        ]
+        return np.concatenate(found, -1)
+
+    def update(self, x: np.ndarray, g: np.ndarray, extra: np.ndarray | None) -> np.ndarray:
+        f = self.features(x, g)
+        f = f / np.sqrt((f**2).reshape(-1, 28).mean(0) + 1e-5)
+        scales = np.array([1, 3, 10, 30, 100, 300, 1000, 3000, 10000, 30000, 100000])
+        whole = [f, np.broadcast_to(np.tanh(self.t / scales - 1), (*x.shape, 11))]
+        if extra is not None:
+            whole.append(np.broadcast_to(extra, (*x.shape, len(extra))))
+        h = np.concatenate(whole, -1)
+        w1, b1, w2, b2, w3, b3 = self.layers
+        h = np.maximum(h @ w1.T + b1, 0)
+        h = np.maximum(h @ w2.T + b2, 0)
+        direction, magnitude = np.moveaxis(h @ w3.T + b3, -1, 0)
+        self.t += 1
+        exp_mult, step_mult = self.multipliers
+        return direction * np.exp(magnitude * exp_mult) * step_mult
+
+
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=spelled)
+def test_features_are_those_of_the_published_definition(learned, shape):
+    mlp = learned.network()
+    published = Published(mlp)
+    p = learned.drawn([shape])[0].double()
+    kept = new_statistics(p)
+    for step in range(3):
+        g = learned.gradient(p, step)
+        kept = advanced(kept, g, mlp.decays())
+        found = element_features(p, g, kept)
+        expected = published.features(p.numpy(), g.numpy())
+        torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-12, atol=0.0)
+        mean = normalised(found).view(-1, 28).square().mean(0)
+        square = found.view(-1, 28).square().mean(0)
+        torch.testing.assert_close(mean, square / (square + 1e-5))
+
+
+def test_time_features_are_of_steps_taken_before():
+    scales = torch.tensor([1, 3, 10, 30, 100, 300, 1000, 3000, 10000, 30000, 100000]).double()
+    for t in (0.0, 1.0, 12345.0):
+        found = time_features(torch.tensor(t))
+        torch.testing.assert_close(found, torch.tanh(t / scales - 1.0), rtol=1e-14, atol=0.0)
+
+
+def test_decays_start_at_the_published_ones_and_stay_within_0_and_1():
+    found = torch.cat(UpdateMLP().decays())
+    expected = torch.tensor([0.9, 0.99, 0.999, 0.999, 0.9, 0.99, 0.999], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0.0)
+    large = [torch.full((n,), 5.0) for n in (3, 1, 3)]
+    assert torch.cat(decays_of(*large)).tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+def test_reference_steps_are_the_published_ones(learned, extra):
+    mlp = learned.network(extra).double()
+    ps = [torch.nn.Parameter(x.double()) for x in learned.drawn(SHAPES[:-1])]
+    published = [Published(mlp) for _ in ps]
+    given = torch.tensor([0.3, -2.0], dtype=torch.float64) if extra else None
+    # Small steps: a gradient of its own value makes a chaos of large ones.
+    options = dict(lr=0.02, weight_decay=0.5)
+    optimizer = LearnedOptimizer(ps, mlp, extra_features=given, **options)
+    expected = [p.detach().numpy().copy() for p in ps]
+    for step in range(4):
+        for place, p in enumerate(ps):
+            p.grad = learned.gradient(p, step)
+            added = None if given is None else given.numpy()
+            g = np.sin(expected[place] * (3 + step)) + 0.1
+            update = published[place].update(expected[place], g, added)
+            expected[place] = expected[place] * (1 - 0.02 * 0.5) - 0.02 * update
+        optimizer.step()
+    for p, x in zip(ps, expected, strict=True):
+        np.testing.assert_allclose(p.detach().numpy(), x, rtol=1e-11, atol=1e-12)
+
+
+def stepped(learned, mlp, backend, tensors, steps=2, **options):
+    """Parameters after some steps."""
+    ps = [torch.nn.Parameter(x.detach().clone()) for x in tensors]
+    used = mlp.double() if ps[0].dtype == torch.float64 else mlp.float()
+    optimizer = LearnedOptimizer(ps, used, lr=0.5, backend=backend, **options)
+    for step in range(steps):
+        for p in ps:
+            p.grad = learned.gradient(p, step)
+        optimizer.step()
+    return tuple(p.detach() for p in ps)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=spelled)
+@pytest.mark.usefixtures("small_learned_tiles")
+def test_kernels_are_as_near_to_fp64_as_the_reference(learned, shape, device):
+    mlp = learned.network(device=device)
+    tensors = learned.drawn([shape], device)
+
+    def reference(*some):
+        return stepped(learned, mlp, "reference", some, weight_decay=0.1)
+
+    def kernels(*some):
+        return stepped(learned, mlp, "triton", some, weight_decay=0.1)
+
+    Yardstick(reference, tensors, [None]).check(kernels)
+
+
+@pytest.mark.parametrize("permuted", [(1, 0), (0, 2, 1), (2, 0, 1), (0, 2, 3, 1)], ids=spelled)
+@pytest.mark.usefixtures("small_learned_tiles")
+def test_order_of_memory_changes_nothing(learned, permuted, device):
+    shape = (3, 4, 2, 2)[: len(permuted)]
+    stored = learned.drawn([tuple(shape[axis] for axis in permuted)])[0].to(device)
+    back = [permuted.index(axis) for axis in range(len(permuted))]
+    moved = stored.permute(back)
+    mlp = learned.network(device=device)
+    (plain,) = stepped(learned, mlp, "reference", [moved.contiguous()], steps=2)
+    for backend in ("reference", "triton"):
+        p = torch.nn.Parameter(moved.detach())
+        optimizer = LearnedOptimizer([p], mlp, lr=0.5, backend=backend)
+        start = p.detach().clone()
+        for step in range(2):
+            p.grad = learned.gradient(p, step)
+            optimizer.step()
+        torch.testing.assert_close(p.detach(), plain, rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            p.copy_(start)
+
+
+def test_parameters_with_gaps_are_moved_in_plain_torch(learned, device):
+    memory = torch.zeros(6, 4, device=device)
+    memory[::2] = learned.drawn([(3, 4)])[0].to(device)
+    mlp = learned.network(device=device)
+    (expected,) = stepped(learned, mlp, "reference", [memory[::2]], steps=1)
+    p = torch.nn.Parameter(memory[::2])
+    p.grad = learned.gradient(p, 0)
+    LearnedOptimizer([p], mlp, lr=0.5).step()
+    torch.testing.assert_close(p.detach(), expected)
+    assert memory[1::2].count_nonzero() == 0
+    other = LearnedOptimizer([p], mlp, backend="triton")
+    with pytest.raises(RuntimeError, match="gaps"):
+        other.step()
+
+
+def test_same_inputs_same_bits(learned, backend, device):
+    tensors = learned.drawn(learned.kinds, device)
+    mlp = learned.network(device=device)
+    runs = [stepped(learned, mlp, backend, tensors, max_grad_norm=0.5) for _ in range(2)]
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_statistics_are_fp32_and_never_39_times_the_parameters(learned, backend, device, dtype):
+    p = torch.nn.Parameter(learned.drawn([(24, 32)])[0].to(device, dtype))
+    p.grad = torch.ones_like(p)
+    optimizer = LearnedOptimizer([p], learned.network(device=device), backend=backend)
+    optimizer.step()
+    state = optimizer.state[p]
+    assert {x.dtype for x in state.values()} == {torch.float32}
+    assert sum(x.numel() for x in state.values()) == 4 * 24 * 32 + 3 * (24 + 32) + 1
+
+
+def test_clipping_is_a_step_with_smaller_gradients(learned, backend, device):
+    mlp = learned.network(device=device)
+    tensors = learned.drawn(learned.kinds, device)
+    clipped, plain = ([torch.nn.Parameter(x.clone()) for x in tensors] for _ in range(2))
+    ours = LearnedOptimizer(clipped, mlp, max_grad_norm=0.3, backend=backend)
+    other = LearnedOptimizer(plain, mlp, backend=backend)
+    for step in range(2):
+        for p, q in zip(clipped, plain, strict=True):
+            p.grad, q.grad = learned.gradient(p, step), learned.gradient(q, step)
+        norm = torch.nn.utils.clip_grad_norm_(plain, 0.3)
+        ours.step()
+        other.step()
+        torch.testing.assert_close(ours.grad_norm, norm)
+        for p, q in zip(clipped, plain, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_step_without_a_finite_norm_changes_nothing(learned, backend, device, bad):
+    mlp = learned.network(device=device)
+    ps = [torch.nn.Parameter(x.to(device)) for x in learned.drawn(learned.kinds)]
+    optimizer = LearnedOptimizer(ps, mlp, skip_nonfinite=True, backend=backend)
+    for p in ps:
+        p.grad = learned.gradient(p, 0)
+    optimizer.step()
+    assert not optimizer.skipped
+    before = copy.deepcopy((list(ps), list(optimizer.state.values())))
+    ps[2].grad[2, 1] = bad
+    optimizer.step()
+    assert optimizer.skipped
+    assert optimizer.skipped_steps == 1
+    assert all(map(torch.equal, ps, before[0]))
+    for state, kept in zip(optimizer.state.values(), before[1], strict=True):
+        assert all(torch.equal(state[name], kept[name]) for name in kept)
+
+
+def test_nan_stays_in_its_own_tensor_where_steps_are_not_skipped(learned, backend, device):
+    mlp = learned.network(device=device)
+    ps = [torch.nn.Parameter(x.to(device)) for x in learned.drawn([(3, 4), (5,)])]
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    ps[0].grad[0, 0] = math.nan
+    LearnedOptimizer(ps, mlp, backend=backend).step()
+    assert ps[0].isnan().all()
+    assert ps[1].isfinite().all()
+
+
+def test_groups_have_rates_and_directions_of_their_own(learned, backend, device):
+    mlp = learned.network(device=device)
+    tensors = learned.drawn([(3, 4)], device)
+    rate = torch.tensor(0.25, device=device)
+    ps = [torch.nn.Parameter(tensors[0].clone()) for _ in range(3)]
+    groups = [{"params": [p]} for p in ps]
+    groups[1]["lr"] = rate
+    groups[2]["maximize"] = True
+    optimizer = LearnedOptimizer(groups, mlp, lr=0.5, backend=backend)
+    for p, sign in zip(ps, (1.0, 1.0, -1.0), strict=True):
+        p.grad = sign * learned.gradient(p, 0)
+    optimizer.step()
+    moves = [p.detach() - tensors[0] for p in ps]
+    torch.testing.assert_close(moves[1], 0.5 * moves[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(moves[2], moves[0], rtol=1e-4, atol=1e-6)
+
+
+def test_extra_features_are_what_the_network_sees_of_each_parameter(learned, backend, device):
+    mlp = learned.network(extra=2, device=device)
+    tensors = learned.drawn([(3, 4), (5,), ()], device)
+    told = [torch.tensor([float(k), -1.0], device=device) for k in range(3)]
+    ps = [torch.nn.Parameter(x.clone()) for x in tensors]
+    numbers = dict(zip(ps, told, strict=True))
+    optimizer = LearnedOptimizer(ps, mlp, extra_features=numbers.get, backend=backend)
+    for p in ps:
+        p.grad = learned.gradient(p, 0)
+    optimizer.step()
+    # The same by a bias that has them.
+    for p, x, given in zip(ps, tensors, told, strict=True):
+        plain = learned.network(device=device)
+        with torch.no_grad():
+            for mine, theirs in zip(plain.parameters(), mlp.parameters(), strict=True):
+                mine.copy_(theirs[:, :39] if theirs.shape[-1] == 41 else theirs)
+            plain.first.bias += mlp.first.weight[:, 39:] @ given
+        q = torch.nn.Parameter(x.clone())
+        q.grad = learned.gradient(q, 0)
+        LearnedOptimizer([q], plain, backend="reference").step()
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_extra_features_of_elements_are_served_in_plain_torch(learned, device):
+    mlp = learned.network(extra=1, device=device)
+    p = torch.nn.Parameter(learned.drawn([(3, 4)])[0].to(device))
+    p.grad = torch.ones_like(p)
+    of_rows = torch.arange(3.0, device=device).view(3, 1, 1)
+    LearnedOptimizer([p], mlp, extra_features=lambda p: of_rows, backend="reference").step()
+    other = LearnedOptimizer([p], mlp, extra_features=lambda p: of_rows, backend="triton")
+    with pytest.raises(RuntimeError, match="whole tensors"):
+        other.step()
+
+
+def test_state_dict_goes_round(learned, backend, device):
+    mlp = learned.network(device=device)
+    tensors = learned.drawn(learned.kinds, device)
+
+    def make(some):
+        return LearnedOptimizer(some, mlp, lr=0.5, backend=backend)
+
+    ps = [torch.nn.Parameter(x.clone()) for x in tensors]
+    first = make(ps)
+    for step in range(2):
+        for p in ps:
+            p.grad = learned.gradient(p, step)
+        if step == 1:
+            saved = copy.deepcopy(first.state_dict())
+            twin = [torch.nn.Parameter(p.detach().clone()) for p in ps]
+            second = make(twin)
+            second.load_state_dict(saved)
+            for p in twin:
+                p.grad = learned.gradient(p, step)
+            second.step()
+        first.step()
+    assert all(map(torch.equal, ps, twin))
+
+
+def test_statistics_of_bf16_parameters_stay_fp32_when_loaded(learned, device):
+    p = torch.nn.Parameter(learned.drawn([(3, 4)])[0].to(device, torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    mlp = learned.network(device=device)
+    optimizer = LearnedOptimizer([p], mlp, backend="reference")
+    optimizer.step()
+    kept = copy.deepcopy(optimizer.state[p])
+    optimizer.load_state_dict(optimizer.state_dict())
+    for name, x in kept.items():
+        assert torch.equal(optimizer.state[p][name], x)
+
+
+def test_state_of_another_shape_is_refused(learned, device):
+    p, q = (torch.nn.Parameter(torch.ones(n, 3, device=device)) for n in (2, 4))
+    mlp = learned.network(device=device)
+    first, second = LearnedOptimizer([p], mlp), LearnedOptimizer([q], mlp)
+    p.grad = torch.ones_like(p)
+    first.step()
+    with pytest.raises(ValueError, match=r"momenta of parameter 0 must have shape \[3, 4, 3\]"):
+        second.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": -1.0}, ValueError, "lr must be at least 0"),
+        ({"weight_decay": math.nan}, ValueError, "weight_decay must be"),
+        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be"),
+        ({"backend": "cuda"}, ValueError, "backend must be"),
+        ({"extra_features": torch.ones(1)}, ValueError, "extra_features must be given"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_bad_options_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        LearnedOptimizer([torch.nn.Parameter(torch.ones(2))], UpdateMLP(), **options)
+
+
+def test_bad_parameters_and_networks_are_refused():
+    p = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match="mlp must be an UpdateMLP"):
+        LearnedOptimizer([p], torch.nn.Linear(39, 2))
+    with pytest.raises(TypeError, match="real floating"):
+        LearnedOptimizer([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))], UpdateMLP())
+    with pytest.raises(ValueError, match="empty parameter list"):
+        LearnedOptimizer([], UpdateMLP())
+    with pytest.raises(ValueError, match="extra_features must be at least 0"):
+        UpdateMLP(-1)
+    p.grad = torch.ones(2).to_sparse()
+    with pytest.raises(TypeError, match="strided"):
+        LearnedOptimizer([p], UpdateMLP()).step()
+
+
+def test_parameters_without_gradients_stay(learned, backend, device):
+    mlp = learned.network(device=device)
+    p, q = (torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
+    optimizer = LearnedOptimizer([p, q], mlp, backend=backend)
+    optimizer.step()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not torch.equal(p, torch.ones_like(p))
+    assert torch.equal(q, torch.ones_like(q))
+    assert q not in optimizer.state
+
+
+def test_parameters_of_several_dtypes_move_in_one_step(learned, backend, device):
+    mlp = learned.network(device=device)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    # Zeros before and steps of a power of two are what each of them holds.
+    with torch.no_grad():
+        mlp.last.weight.zero_()
+        mlp.last.bias.copy_(torch.tensor([2.5, 0.0]))
+    ps = [torch.nn.Parameter(torch.zeros(3, 4, dtype=x, device=device)) for x in dtypes]
+    optimizer = LearnedOptimizer(ps, mlp, max_grad_norm=1.0, backend=backend)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all((p == -0.25).all() for p in ps)
+    assert optimizer.grad_norm.item() == pytest.approx(6.0)
+
+
+def test_copies_step_alike(learned, backend, device):
+    mlp = learned.network(device=device)
+    ps = [torch.nn.Parameter(x) for x in learned.drawn(learned.kinds, device)]
+    optimizer = LearnedOptimizer(ps, mlp, skip_nonfinite=True, backend=backend)
+    for p in ps:
+        p.grad = learned.gradient(p, 0)
+    optimizer.step()
+    other = copy.deepcopy(optimizer)
+    optimizer.step()
+    twins = other.param_groups[0]["params"]
+    for p, q in zip(ps, twins, strict=True):
+        q.grad = p.grad.clone()
+    other.step()
+    assert all(map(torch.equal, ps, twins))
+
+
+def test_scaled_gradients_are_unscaled_in_the_step(learned, backend, device):
+    mlp = learned.network(device=device)
+    pairs = []
+    for scale in (1.0, 64.0):
+        ps = [torch.nn.Parameter(x) for x in learned.drawn(learned.kinds, device)]
+        optimizer = LearnedOptimizer(ps, mlp, backend=backend)
+        optimizer.grad_scale = torch.tensor(scale, device=device)
+        optimizer.found_inf = torch.zeros((), device=device)
+        for p in ps:
+            p.grad = scale * learned.gradient(p, 0)
+        optimizer.step()
+        optimizer.found_inf.fill_(1.0)
+        optimizer.step()
+        assert optimizer.skipped
+        pairs.append(ps)
+    assert all(map(torch.equal, *pairs))
+
+
+def test_state_is_kept_when_a_parameter_gets_memory_of_another_order(learned, backend, device):
+    mlp = learned.network(device=device)
+    found = []
+    for turned in (False, True):
+        p = torch.nn.Parameter(learned.drawn([(3, 4)], device)[0])
+        optimizer = LearnedOptimizer([p], mlp, backend=backend)
+        for step in range(2):
+            if step and turned:
+                p.data = p.data.t().contiguous().t()
+            p.grad = learned.gradient(p, step)
+            optimizer.step()
+        found.append(p.detach())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

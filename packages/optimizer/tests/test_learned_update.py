@@ -1,0 +1,277 @@
+"""The learned optimizer's step as a function: gradients of its network, and the public weights."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from fusewright.optimizer.learned_features import Statistics
+from fusewright.optimizer.learned_update import (
+    FunctionalLearnedOptimizer,
+    learned_apply,
+    learned_init,
+    learned_update,
+)
+from fusewright.optimizer.update_mlp import (
+    PUBLIC_NAMES,
+    PUBLIC_OFFSETS,
+    UpdateMLP,
+    load_update_mlp,
+)
+from fusewright_testkit import Yardstick
+
+KINDS = ((), (5,), (3, 4), (2, 5, 3))
+
+
+def spelled(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def updates(learned, mlp, weights, p, extra, backend, steps=2):
+    """The update of the second step as a function of weights and extra features."""
+    names = [name for name, _ in mlp.named_parameters() if "offsets" not in name]
+    given = dict(zip(names, weights, strict=True))
+    p = p.detach().to(weights[0].dtype)
+    twin = UpdateMLP(mlp.extra_features, exp_mult=mlp.exp_mult, step_mult=mlp.step_mult)
+    twin.load_state_dict(mlp.state_dict())
+    twin.to(p.device, p.dtype)
+    kept = learned_init([p])
+    for step in range(steps):
+        g = learned.gradient(p, step)
+        some = [p], [g], kept, None if extra is None else [extra.to(p.dtype)]
+        found, kept = torch.func.functional_call(twin, given, some, {"backend": backend})
+        kept = [Statistics(*(x.detach() for x in one)) for one in kept]
+    return found[0]
+
+
+@pytest.mark.parametrize("shape", KINDS, ids=spelled)
+@pytest.mark.parametrize("extra", [0, 2])
+@pytest.mark.usefixtures("small_learned_tiles")
+def test_gradients_of_the_network_are_those_of_autograd_in_fp64(learned, shape, extra, device):
+    mlp = learned.network(extra, device=device)
+    p = learned.drawn([shape])[0].to(device)
+    told = torch.tensor([0.5, -1.5], device=device) if extra else None
+    weights = [x.detach().clone() for x in mlp.weights()]
+
+    def by(backend):
+        def op(*given):
+            *some, added = given if extra else (*given, None)
+            return updates(learned, mlp, some, p, added, backend)
+
+        return op
+
+    inputs = [*weights, *([told] if extra else [])]
+    grads = [torch.cos(torch.arange(p.numel(), device=device).float()).view(shape)]
+    Yardstick(by("reference"), inputs, grads).check(by("triton"))
+
+
+def test_gradients_add_over_tensors_in_a_fixed_order(learned, device):
+    mlp = learned.network(device=device)
+    ps = learned.drawn(learned.kinds, device)
+    gs = [learned.gradient(p, 0) for p in ps]
+
+    def gradients(backend):
+        found, _ = learned_update(mlp, ps, gs, learned_init(ps), backend=backend)
+        loss = sum((u * torch.cos(p)).sum() for u, p in zip(found, ps, strict=True))
+        return torch.autograd.grad(loss, list(mlp.weights()))
+
+    kernels = gradients("triton")
+    assert all(map(torch.equal, kernels, gradients("triton")))
+    for x, y in zip(kernels, gradients("reference"), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5 * y.abs().max().item())
+
+
+def test_reference_gives_gradients_to_everything(learned):
+    mlp = learned.network(extra=1).double()
+    mlp.requires_grad_()
+    told = torch.tensor([0.4], dtype=torch.float64, requires_grad=True)
+    p = learned.drawn([(3, 4)])[0].double().requires_grad_()
+    weights = list(mlp.parameters())
+
+    def unrolled(p, told, *_):
+        kept, x = learned_init([p]), p
+        for step in range(2):
+            g = torch.sin(x * (3 + step)) + 0.1
+            found, kept = learned_update(mlp, [x], [g], kept, [told])
+            x = learned_apply([x], found, lr=0.3, weight_decay=0.1)[0]
+        return x.square().sum()
+
+    assert torch.autograd.gradcheck(unrolled, (p, told, *weights), fast_mode=True)
+
+
+def test_what_the_kernels_take_for_constant_is_not_differentiated_silently(learned, device):
+    mlp = learned.network(device=device)
+    (p,) = learned.drawn([(3, 4)], device)
+    kept = learned_init([p])
+    wanting = p.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="constants"):
+        learned_update(mlp, [wanting], [p], kept, backend="triton")
+    with pytest.raises(RuntimeError, match="constants"):
+        learned_update(mlp, [p], [wanting], kept, backend="triton")
+    mlp.momentum_offsets.requires_grad_()
+    with pytest.raises(RuntimeError, match="constants"):
+        learned_update(mlp, [p], [p], kept, backend="triton")
+    with torch.no_grad():
+        learned_update(mlp, [wanting], [p], kept, backend="triton")
+
+
+def test_backward_pass_sees_when_a_parameter_was_written_in_between(learned, device):
+    mlp = learned.network(device=device)
+    (p,) = learned.drawn([(3, 4)], device)
+    (update,), _ = learned_update(mlp, [p], [p.clone()], learned_init([p]), backend="triton")
+    p.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        update.sum().backward()
+
+
+def test_functions_write_into_nothing_they_are_given(learned, backend, device):
+    mlp = learned.network(device=device)
+    ps = learned.drawn(learned.kinds, device)
+    gs = [learned.gradient(p, 0) for p in ps]
+    _, kept = learned_update(mlp, ps, gs, learned_init(ps), backend=backend)
+    before = [x.clone() for x in (*ps, *gs, *(x for one in kept for x in one))]
+    found, _ = learned_update(mlp, ps, gs, kept, backend=backend)
+    learned_apply(ps, found)
+    after = [*ps, *gs, *(x for one in kept for x in one)]
+    assert all(map(torch.equal, before, after))
+
+
+def test_functional_steps_are_the_optimizers(learned, backend, device):
+    from fusewright.optimizer.learned_optimizer import LearnedOptimizer
+
+    mlp = learned.network(device=device)
+    xs = learned.drawn(learned.kinds, device)
+    ps = [torch.nn.Parameter(x.clone()) for x in xs]
+    optimizer = LearnedOptimizer(ps, mlp, lr=0.5, weight_decay=0.1, backend=backend)
+    kept = learned_init(xs)
+    for step in range(3):
+        gs = [learned.gradient(x, step) for x in xs]
+        found, kept = learned_update(mlp, xs, gs, kept, backend=backend)
+        xs = learned_apply(xs, [u.detach() for u in found], lr=0.5, weight_decay=0.1)
+        for p in ps:
+            p.grad = learned.gradient(p, step)
+        optimizer.step()
+    for p, x in zip(ps, xs, strict=True):
+        torch.testing.assert_close(p.detach(), x, rtol=1e-5, atol=1e-6)
+
+
+def test_steps_of_trees_are_learned_updates(learned, backend, device):
+    mlp = learned.network(device=device)
+    tree = dict(zip("abcde", learned.drawn(learned.kinds, device), strict=True))
+    optimizer = FunctionalLearnedOptimizer(mlp, lr=0.5, weight_decay=0.1, backend=backend)
+    gs = {name: learned.gradient(p, 0) for name, p in tree.items()}
+    updates, state = optimizer.update(gs, optimizer.init(tree), tree)
+    moved = optimizer.apply(tree, updates)
+    xs = list(tree.values())
+    found, kept = learned_update(mlp, xs, list(gs.values()), learned_init(xs), backend=backend)
+    for x, y in zip(moved.values(), learned_apply(xs, found, 0.5, 0.1), strict=True):
+        torch.testing.assert_close(x, y)
+    for one, other in zip(state, kept, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_gradients_of_the_network_compose_with_transforms(learned, device):
+    mlp = learned.network(device=device)
+    p = learned.drawn([(3, 4)], device)[0]
+    given = learned.gradient(p, 0)
+    weights = {name: x.detach() for name, x in mlp.named_parameters() if "offsets" not in name}
+
+    def loss(weights, backend):
+        some = [p], [given], learned_init([p])
+        found, _ = torch.func.functional_call(mlp, weights, some, {"backend": backend})
+        return found[0].square().sum()
+
+    kernels, reference = (torch.func.grad(loss)(weights, b) for b in ("triton", "reference"))
+    for name, x in reference.items():
+        torch.testing.assert_close(kernels[name], x, rtol=1e-4, atol=1e-6)
+
+
+def test_second_derivatives_of_the_kernels_are_refused(learned, device):
+    mlp = learned.network(device=device)
+    p = learned.drawn([(3, 4)], device)[0]
+    (update,), _ = learned_update(mlp, [p], [p], learned_init([p]), backend="triton")
+    (first,) = torch.autograd.grad(update.sum(), mlp.last.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(first.sum(), mlp.last.weight)
+
+
+def test_bad_arguments_are_refused(learned, device):
+    mlp = learned.network(extra=2, device=device)
+    (p,) = learned.drawn([(3, 4)], device)
+    kept = learned_init([p])
+    with pytest.raises(ValueError, match="2 extra features, got none"):
+        learned_update(mlp, [p], [p], kept)
+    with pytest.raises(ValueError, match=r"extra features must be \[2\]"):
+        learned_update(mlp, [p], [p], kept, [p.new_ones(3)])
+    with pytest.raises(ValueError, match="gradients must be 1"):
+        learned_update(mlp, [p], [], kept, [p.new_ones(2)])
+    with pytest.raises(ValueError, match="statistics of a parameter"):
+        learned_update(mlp, [p], [p], learned_init([p.t()[:2]]), [p.new_ones(2)])
+
+
+def public_file(learned, path, **changes):
+    """A file of the public format with weights of its own."""
+    safetensors = pytest.importorskip(
+        "safetensors.torch", reason="the package safetensors is not installed"
+    )
+    mlp = learned.network()
+    state = mlp.state_dict()
+    found = {public: state[name].clone() for public, name in PUBLIC_NAMES.items()}
+    found.update(changes)
+    safetensors.save_file({k: x for k, x in found.items() if x is not None}, str(path))
+    return mlp
+
+
+def test_public_file_is_loaded_with_the_decays_that_go_with_it(learned, tmp_path):
+    path = tmp_path / "model.safetensors"
+    mlp = public_file(learned, path)
+    loaded = load_update_mlp(path)
+    assert all(map(torch.equal, loaded.weights(), mlp.weights()))
+    assert loaded.step_mult == 0.01
+    assert loaded.exp_mult == 0.001
+    assert not any(x.requires_grad for x in loaded.parameters())
+    for x, values in zip(loaded.offsets(), PUBLIC_OFFSETS.values(), strict=True):
+        assert torch.equal(x, torch.tensor(values))
+    # fp32 weights and the header, as the published file has it: 10096 bytes.
+    assert sum(x.numel() for x in loaded.weights()) == 2402
+
+
+def test_file_of_another_network_is_refused(learned, tmp_path):
+    path = tmp_path / "model.safetensors"
+    public_file(learned, path, **{"network.output.weight": torch.ones(3, 32)})
+    with pytest.raises(ValueError, match=r"network.output.weight must have shape \[2, 32\]"):
+        load_update_mlp(path)
+    public_file(learned, path, **{"network.output.weight": None})
+    with pytest.raises(ValueError, match="the file must have the weights"):
+        load_update_mlp(path)
+
+
+def test_missing_safetensors_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        load_update_mlp(tmp_path / "model.safetensors")
+
+
+def test_a_live_network_learns_to_descend(device):
+    torch.manual_seed(0)
+    mlp = UpdateMLP(step_mult=0.1).to(device)
+    live = list(mlp.weights())
+    meta = torch.optim.Adam(live, lr=0.01)
+
+    def last_loss(steps):
+        """After some steps on a quadratic, each of which the network sees as a constant."""
+        x = torch.full((4, 3), 2.0, device=device)
+        kept = learned_init([x])
+        for _ in range(steps):
+            given = [x.detach()], [2.0 * x.detach()], kept
+            found, kept = learned_update(mlp, *given)
+            x = learned_apply([x], found)[0]
+        return x.square().mean()
+
+    before = last_loss(5).item()
+    for _ in range(15):
+        meta.zero_grad()
+        last_loss(5).backward()
+        meta.step()
+    assert last_loss(5).item() < 0.5 * before

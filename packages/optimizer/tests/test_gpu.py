@@ -73,6 +73,27 @@ def test_replayed_step_is_the_eager_one_and_follows_a_schedule(training, capture
     assert optimizer.state[ps[0]]["step"].item() == 5
 
 
+def test_eager_steps_and_replays_follow_one_another_in_any_order(training, captured):
+    ps, optimizer, source, graph = captured
+    twin = [torch.nn.Parameter(p.detach().clone()) for p in ps]
+    other = AdamW(twin, lr=0.1, max_grad_norm=1.0)
+    other.load_state_dict(optimizer.state_dict())
+    held = [torch.zeros_like(p) for p in ps]
+    for step, replayed in enumerate([False, True, False, False, True, True, False]):
+        training.give_gradients(twin, step)
+        for some in (source, held):
+            for g, q in zip(some, twin, strict=True):
+                g.copy_(q.grad)
+        if replayed:
+            graph.replay()
+        else:
+            for p, g in zip(ps, held, strict=True):
+                p.grad = g
+            optimizer.step()
+        other.step()
+        assert all(map(torch.equal, ps, twin)), step
+
+
 def test_replayed_step_is_skipped_by_the_device(training, captured):
     ps, optimizer, source, graph = captured
     source[1][2, 3] = float("nan")

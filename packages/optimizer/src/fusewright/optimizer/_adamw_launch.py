@@ -51,9 +51,9 @@ class KernelPart(Part):
     def point_numbers(self, groups: list[dict]) -> None:
         """Have the tables show the groups' numbers."""
         numbers = group_numbers(groups, self.device)
+        self.group_values.hold([0.0 if torch.is_tensor(x) else float(x) for x in numbers])
         size = self.group_values.table.element_size()
         base = self.group_values.table.data_ptr()
-        self.group_values.hold([0.0 if torch.is_tensor(x) else float(x) for x in numbers])
         self.group_addresses.hold(
             [
                 x.data_ptr() if torch.is_tensor(x) else base + size * place
@@ -113,7 +113,7 @@ class Batch:
         addresses = list(itertools.chain.from_iterable(lines))
         self.all_aligned = aligned(addresses)
         self.table = upload(addresses, torch.int64, part.device)
-        self.gradients = Uploaded(len(members), torch.int64, part.device)
+        self.gradients = Uploaded(len(members), torch.int64, part.device, apart=True)
         self.aligned = False
         self.launches: dict[bool, Launch] = {}
         self.shares: Squares | None = None

@@ -84,7 +84,7 @@ class BatchSquares:
         batch, blocks = self.batch, self.blocks
         kind, count = batch.members[0].kind, len(batch.members)
         if self.given is None:
-            self.given = Uploaded(count, torch.int64, self.device)
+            self.given = Uploaded(count, torch.int64, self.device, apart=True)
         addresses = [0 if g is None else g.data_ptr() for g in given]
         self.given.hold(addresses)
         key = place, batch.all_aligned and aligned(addresses)

@@ -59,10 +59,10 @@ class LearnedBatch:
         lines = [[x.data_ptr() for x in line] for line in zip(*columns, strict=True)]
         self.all_aligned = aligned(lines[0])
         lines.append([0] * len(ps) if updates is None else [x.data_ptr() for x in updates])
-        self.addresses = Uploaded(ROLES * len(ps), torch.int64, self.device)
+        self.addresses = Uploaded(ROLES * len(ps), torch.int64, self.device, apart=True)
         self.lines = list(itertools.chain.from_iterable(lines))
         self.addresses.hold([*self.lines, *[0] * len(ps)])
-        self.gradients = Uploaded(len(ps), torch.int64, self.device)
+        self.gradients = Uploaded(len(ps), torch.int64, self.device, apart=True)
         self.aligned = False
         self.plan_sums()
         self.moving = Stretches(layouts, configs.STATISTICS, self.device)

@@ -56,19 +56,17 @@ class LearnedPart(Moving):
         super().point(gradients, groups)
         for batch, places, _ in self.batches:
             batch.point(gradients[places])
+        self.group_values.hold([0.0 if isinstance(x, Tensor) else x for x in self.numbers])
         size = self.group_values.table.element_size()
         base = self.group_values.table.data_ptr()
-        values, addresses, wide = [], [], []
+        addresses, wide = [], []
         for place, x in enumerate(self.numbers):
             if isinstance(x, Tensor):
-                values.append(0.0)
                 addresses.append(x.data_ptr())
                 wide.append(int(x.dtype == torch.float64))
             else:
-                values.append(x)
                 addresses.append(base + size * place)
                 wide.append(1)
-        self.group_values.hold(values)
         self.group_addresses.hold(addresses)
         self.group_wide.hold(wide)
 

@@ -115,7 +115,7 @@ class GradientsPlan:
         self.blocks = Blocks(lengths, SCALE.size, device)
         self.dtype, self.device = dtype, device
         self.launches: dict[tuple, Launch] = {}
-        self.kept: list[Tensor] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
 
     def clip(self, table: Tensor, aligned: bool, squares: Tensor, max_norm: float) -> Tensor:
         key = aligned, len(squares)

@@ -34,26 +34,51 @@ def source_of(
 class Uploaded:
     """Numbers of the host on a device, brought up to date without waiting for it.
 
+    What a captured step uploads, its replays upload again: into memory of the capture's own, so
+    that eager steps and replays may follow one another in any order. Numbers that a capture finds
+    up to date it reads where eager steps write them, unless they are ``apart``.
+
+    Args:
+        apart: a capture has memory of its own even then: for addresses, which another step
+            exchanges.
+
     Attributes:
         table: they, in one axis.
     """
 
-    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.table = torch.empty(count, dtype=dtype, device=device)
+    def __init__(
+        self, count: int, dtype: torch.dtype, device: torch.device, *, apart: bool = False
+    ) -> None:
+        self.eager = self.table = torch.empty(count, dtype=dtype, device=device)
+        self.apart = apart
+        # Of the eager table.
         self.host: list[float] = []
-        # A captured copy reads its source in every replay: that of a capture is kept for good.
-        self.kept: list[Tensor] = []
+        # Sources and tables of captures: replays read them for good.
+        self.kept: list[tuple[Tensor, Tensor]] = []
 
     def hold(self, numbers: list) -> bool:
-        """Have the table hold these; whether they are others than before."""
+        """Have the table hold these; whether it may hold others than before."""
+        if is_captured(self.eager.device) and (self.apart or numbers != self.host):
+            self.table = torch.empty_like(self.eager)
+            self.kept.append((self._copy(numbers), self.table))
+            return True
+        switched = self.table is not self.eager
+        self.table = self.eager
         if numbers == self.host:
-            return False
+            return switched
         self.host = numbers
+        self._copy(numbers)
+        return True
+
+    def _copy(self, numbers: list) -> Tensor:
         source = source_of(numbers, self.table.dtype, self.table.device)
         self.table.copy_(source, non_blocking=True)
-        if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.kept.append(source)
-        return True
+        return source
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what is launched on the device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Blocks:

@@ -233,7 +233,8 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def refresh(self) -> None:
         """Upload the groups' numbers where they have changed: between replays of a captured step,
-        for a schedule that writes numbers rather than tensors.
+        for a schedule that writes numbers rather than tensors. It reaches captures whose numbers
+        were those of the step before; a capture that found others keeps them.
         """
         for part, _ in self._parts:
             with current(part.device):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ._elements import elements_of, pointer, random_bits, read, rounded_by_chance, write
-from ._norm_kernels import root_of_sum
+from ._step_kernels import decided, number_of
 
 # The numbers that hold for all elements of a tensor, one line for each tensor.
 FACTOR, RATE1, BETA2, RATE2, STEP_SIZE, ROOT, EPS, DECAY = map(tl.constexpr, range(8))
@@ -16,17 +16,6 @@ NUMBERS = tl.constexpr(8)
 # Parameter groups' numbers, of which the kernel gets addresses.
 LR, BETA_1, BETA_2, EPSILON, WEIGHT_DECAY = map(tl.constexpr, range(5))
 GROUP_NUMBERS = tl.constexpr(5)
-
-
-@triton.jit
-def number_of(addresses, wide, group, index: tl.constexpr, mask):
-    """A number of parameter groups in fp64, from where its owner keeps it in fp64 or fp32."""
-    place = group * GROUP_NUMBERS + index
-    address = tl.load(addresses + place, mask=mask, other=0)
-    is_wide = tl.load(wide + place, mask=mask, other=0) != 0
-    in_64 = tl.load(address.to(tl.pointer_type(tl.float64)), mask=mask & is_wide, other=0.0)
-    in_32 = tl.load(address.to(tl.pointer_type(tl.float32)), mask=mask & ~is_wide, other=0.0)
-    return tl.where(is_wide, in_64, in_32.to(tl.float64))
 
 
 @triton.jit
@@ -57,22 +46,21 @@ def _prepare_kernel(
     its elements need; all in fp64.
     """
     lanes = tl.arange(0, SIZE)
-    factor = tl.full((), 1.0, tl.float64)
-    skips = tl.full((), 0, tl.int1)
-    if HAS_SCALE:
-        factor = 1.0 / tl.load(grad_scale).to(tl.float64)
-    if HAS_FOUND:
-        skips = skips | (tl.load(found_inf) > 0.0)
-    if HAS_NORM:
-        norm = root_of_sum(partials, partial_count, SIZE) * tl.abs(factor)
-        tl.store(norm_out, norm.to(tl.float32))
-        # False for NaN too.
-        skips = skips | ~(norm < float("inf"))
-        if CLIPS:
-            # As torch.nn.utils.clip_grad_norm_ has it.
-            factor *= tl.minimum(tl.load(most) / (norm + 1e-6), 1.0)
-    tl.store(skipped_out, skips)
-    tl.store(skipped_count, tl.load(skipped_count) + skips.to(tl.int64))
+    factor, skips = decided(
+        partials,
+        most,
+        grad_scale,
+        found_inf,
+        norm_out,
+        skipped_out,
+        skipped_count,
+        partial_count,
+        HAS_NORM,
+        CLIPS,
+        HAS_SCALE,
+        HAS_FOUND,
+        SIZE,
+    )
     for start in range(0, tensors, SIZE):
         tensor = start + lanes
         mask = tensor < tensors
@@ -82,11 +70,11 @@ def _prepare_kernel(
         step = tl.load(place, mask=mask, other=0.0) + 1.0
         tl.store(place, step, mask=mask & ~skips)
         step = step.to(tl.float64)
-        lr = number_of(group_addresses, group_wide, group, LR, mask)
-        beta1 = number_of(group_addresses, group_wide, group, BETA_1, mask)
-        beta2 = number_of(group_addresses, group_wide, group, BETA_2, mask)
-        eps = number_of(group_addresses, group_wide, group, EPSILON, mask)
-        decay = number_of(group_addresses, group_wide, group, WEIGHT_DECAY, mask)
+        lr = number_of(group_addresses, group_wide, group, LR, GROUP_NUMBERS, mask)
+        beta1 = number_of(group_addresses, group_wide, group, BETA_1, GROUP_NUMBERS, mask)
+        beta2 = number_of(group_addresses, group_wide, group, BETA_2, GROUP_NUMBERS, mask)
+        eps = number_of(group_addresses, group_wide, group, EPSILON, GROUP_NUMBERS, mask)
+        decay = number_of(group_addresses, group_wide, group, WEIGHT_DECAY, GROUP_NUMBERS, mask)
         # log 0 is -inf, and 0^step is 0.
         bias1 = 1.0 - tl.exp(step * tl.log(beta1))
         bias2 = 1.0 - tl.exp(step * tl.log(beta2))

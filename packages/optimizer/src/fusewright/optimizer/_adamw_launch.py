@@ -10,6 +10,7 @@ import torch
 
 from ._adamw_kernels import GROUP_NUMBERS, NUMBERS, _adamw_kernel, _prepare_kernel
 from ._configs import ADAMW, PREPARE
+from ._group_numbers import GroupNumbers
 from ._launch import Launch
 from ._members import Member, Part, Rules, Step, group_numbers
 from ._norm_launch import Squares, triton_dtype
@@ -32,13 +33,8 @@ class KernelPart(Part):
         for _, found in itertools.groupby(keyed, key=lambda member: member.kind):
             start = sum(len(batch.members) for batch in self.batches)
             self.batches.append(Batch(list(found), start, self))
-        count = GROUP_NUMBERS.value * rules.groups
-        self.group_values = Uploaded(count, torch.float64, device)
-        self.group_addresses = Uploaded(count, torch.int64, device)
-        self.group_wide = Uploaded(count, torch.int64, device)
+        self.group_numbers = GroupNumbers(GROUP_NUMBERS.value * rules.groups, device)
         self.most = Uploaded(1, torch.float64, device)
-        # Of the groups: others' tensors, whose addresses the table has.
-        self.kept: list[Any] = []
         self.prepare: dict[tuple, Launch] = {}
 
     def point(self, gradients: list[Tensor], groups: list[dict]) -> None:
@@ -50,20 +46,7 @@ class KernelPart(Part):
 
     def point_numbers(self, groups: list[dict]) -> None:
         """Have the tables show the groups' numbers."""
-        numbers = group_numbers(groups, self.device)
-        self.group_values.hold([0.0 if torch.is_tensor(x) else float(x) for x in numbers])
-        size = self.group_values.table.element_size()
-        base = self.group_values.table.data_ptr()
-        self.group_addresses.hold(
-            [
-                x.data_ptr() if torch.is_tensor(x) else base + size * place
-                for place, x in enumerate(numbers)
-            ]
-        )
-        self.group_wide.hold(
-            [int(not torch.is_tensor(x) or x.dtype == torch.float64) for x in numbers]
-        )
-        self.kept = [x for x in numbers if torch.is_tensor(x)]
+        self.group_numbers.point(group_numbers(groups, self.device))
         self.most.hold([self.rules.max_grad_norm or 0.0])
 
     def squares(self) -> list[tuple[Any, Tensor]]:
@@ -93,7 +76,7 @@ class KernelPart(Part):
         self.prepare[key](
             (
                 *(partials, self.most.table, step.grad_scale, step.found_inf),
-                *(self.group_addresses.table, self.group_wide.table, self.groups, self.signs),
+                *(self.group_numbers.addresses, self.group_numbers.wide, self.groups, self.signs),
                 *(self.steps, step.norm, step.skipped, step.skipped_count, self.numbers),
             )
         )

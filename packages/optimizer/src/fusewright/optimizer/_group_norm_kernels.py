@@ -183,7 +183,7 @@ def _control_kernel(
         tl.store(ema, later, mask=goes_on)
         skips = ~goes_on
         if HAS_FOUND:
-            skips = skips | (tl.load(found_inf) == 1.0)
+            skips = skips | (tl.load(found_inf) > 0.0)
         tl.store(found_out, skips.to(tl.float32))
 
 

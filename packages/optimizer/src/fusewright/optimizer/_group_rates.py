@@ -111,7 +111,7 @@ class GroupRates:
         ema.copy_(torch.where(goes_on, later, ema))
         skips = ~goes_on
         if found_inf is not None:
-            skips = skips | (found_inf.reshape(()) == 1.0)
+            skips = skips | (found_inf.reshape(()) > 0.0)
         self.found_inf.copy_(skips)
 
     def by_group(self, shares: Tensor, owner: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from ._learned_tiles import (
     feature_tile,
     stretch_of,
 )
-from ._norm_kernels import root_of_sum
+from ._step_kernels import decided, number_of
 
 # Parameter groups' numbers, of which the kernel gets addresses.
 LR, WEIGHT_DECAY = map(tl.constexpr, range(2))
@@ -35,17 +35,6 @@ SUM_FIELDS = tl.constexpr(7)
 # length and inner size of what is averaged, and where the averages go; -1: nowhere.
 SUM, PLACE, COUNT, LINE_LENGTH, LINE_INNER, MIDDLES = map(tl.constexpr, range(6))
 MEAN_FIELDS = tl.constexpr(6)
-
-
-@triton.jit
-def group_number(addresses, wide, group, index: tl.constexpr, mask):
-    """A number of parameter groups in fp64, from where its owner keeps it in fp64 or fp32."""
-    place = group * GROUP_NUMBERS + index
-    address = tl.load(addresses + place, mask=mask, other=0)
-    is_wide = tl.load(wide + place, mask=mask, other=0) != 0
-    in_64 = tl.load(address.to(tl.pointer_type(tl.float64)), mask=mask & is_wide, other=0.0)
-    in_32 = tl.load(address.to(tl.pointer_type(tl.float32)), mask=mask & ~is_wide, other=0.0)
-    return tl.where(is_wide, in_64, in_32.to(tl.float64))
 
 
 @triton.jit
@@ -80,21 +69,21 @@ def _learned_prepare_kernel(
     its elements need, and the decays; all in fp64.
     """
     lanes = tl.arange(0, SIZE)
-    factor = tl.full((), 1.0, tl.float64)
-    skips = tl.full((), 0, tl.int1)
-    if HAS_SCALE:
-        factor = 1.0 / tl.load(grad_scale).to(tl.float64)
-    if HAS_FOUND:
-        skips = skips | (tl.load(found_inf) > 0.0)
-    if HAS_NORM:
-        norm = root_of_sum(partials, partial_count, SIZE) * tl.abs(factor)
-        tl.store(norm_out, norm.to(tl.float32))
-        # False for NaN too.
-        skips = skips | ~(norm < float("inf"))
-        if CLIPS:
-            factor *= tl.minimum(tl.load(most) / (norm + 1e-6), 1.0)
-    tl.store(skipped_out, skips)
-    tl.store(skipped_count, tl.load(skipped_count) + skips.to(tl.int64))
+    factor, skips = decided(
+        partials,
+        most,
+        grad_scale,
+        found_inf,
+        norm_out,
+        skipped_out,
+        skipped_count,
+        partial_count,
+        HAS_NORM,
+        CLIPS,
+        HAS_SCALE,
+        HAS_FOUND,
+        SIZE,
+    )
     which = tl.arange(0, 8)
     learned = which < DECAY_COUNT
     offset = tl.load(momentum_offsets + which, mask=which < 3, other=0.0)
@@ -113,8 +102,8 @@ def _learned_prepare_kernel(
         place = tl.load(steps + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
         step = tl.load(place, mask=mask, other=0.0)
         tl.store(place, step + 1.0, mask=mask & ~skips)
-        lr = group_number(group_addresses, group_wide, group, LR, mask)
-        decay = group_number(group_addresses, group_wide, group, WEIGHT_DECAY, mask)
+        lr = number_of(group_addresses, group_wide, group, LR, GROUP_NUMBERS, mask)
+        decay = number_of(group_addresses, group_wide, group, WEIGHT_DECAY, GROUP_NUMBERS, mask)
         line = numbers + tensor * NUMBERS
         tl.store(line + FACTOR, (factor * sign).to(tl.float32), mask=mask)
         tl.store(line + TIME, step, mask=mask)

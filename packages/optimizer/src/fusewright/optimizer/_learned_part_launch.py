@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ._configs import PREPARE
+from ._group_numbers import GroupNumbers
 from ._launch import Launch
 from ._learned_kernels import GROUP_NUMBERS, _learned_prepare_kernel
 from ._learned_launch import LearnedBatch
@@ -16,7 +17,7 @@ from ._learned_parts import LearnedRules, Moved, Moving
 from ._learned_tiles import DECAY_COUNT, NUMBERS
 from ._members import Step
 from ._norm_launch import Squares
-from ._tables import Uploaded, upload
+from ._tables import upload
 from .learned_features import FACTORED_DECAYS, MOMENTUM_DECAYS, SQUARE_DECAYS
 from .update_mlp import UpdateMLP
 
@@ -44,10 +45,7 @@ class LearnedPart(Moving):
         self.groups = upload([x.group for x in keyed], torch.int32, device)
         self.signs = upload([x.sign for x in keyed], torch.float32, device)
         self.steps = upload([x.statistics.step.data_ptr() for x in keyed], torch.int64, device)
-        count = GROUP_NUMBERS.value * rules.groups
-        self.group_values = Uploaded(count, torch.float64, device)
-        self.group_addresses = Uploaded(count, torch.int64, device)
-        self.group_wide = Uploaded(count, torch.int64, device)
+        self.group_numbers = GroupNumbers(GROUP_NUMBERS.value * rules.groups, device)
         self.most = upload([rules.max_grad_norm or 0.0], torch.float64, device)
         self.prepare: dict[tuple, Launch] = {}
 
@@ -56,19 +54,7 @@ class LearnedPart(Moving):
         super().point(gradients, groups)
         for batch, places, _ in self.batches:
             batch.point(gradients[places])
-        self.group_values.hold([0.0 if isinstance(x, Tensor) else x for x in self.numbers])
-        size = self.group_values.table.element_size()
-        base = self.group_values.table.data_ptr()
-        addresses, wide = [], []
-        for place, x in enumerate(self.numbers):
-            if isinstance(x, Tensor):
-                addresses.append(x.data_ptr())
-                wide.append(int(x.dtype == torch.float64))
-            else:
-                addresses.append(base + size * place)
-                wide.append(1)
-        self.group_addresses.hold(addresses)
-        self.group_wide.hold(wide)
+        self.group_numbers.point(self.numbers)
 
     def squares(self) -> list[tuple[Any, Tensor]]:
         """Sums of squares in fp64, as ``total_squares`` takes them."""
@@ -96,7 +82,7 @@ class LearnedPart(Moving):
         self.prepare[key](
             (
                 *(step.squares, self.most, step.grad_scale, step.found_inf),
-                *(self.group_addresses.table, self.group_wide.table, self.groups, self.signs),
+                *(self.group_numbers.addresses, self.group_numbers.wide, self.groups, self.signs),
                 *(self.steps, *mlp.offsets(), self.rests),
                 *(step.norm, step.skipped, step.skipped_count, self.table, self.decays),
             )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._members import NUMBER_DTYPES, Part, Step
+from ._members import Part, Step, number_on
 from .learned_features import Statistics, advanced, update_of
 from .reference import decide
 from .update_mlp import UpdateMLP
@@ -65,12 +65,9 @@ class Moving(Part):
 
     def point(self, gradients: list[Tensor], groups: list[dict]) -> None:
         self.gradients = gradients
-        self.numbers = []
-        for group in groups:
-            for x in (group[name] for name in GROUP_OPTIONS):
-                # What somebody has put there since; kernels read fp32 and fp64.
-                here = torch.is_tensor(x) and x.device == self.device and x.dtype in NUMBER_DTYPES
-                self.numbers.append(x if here else float(x))
+        self.numbers = [
+            number_on(self.device, group[name]) for group in groups for name in GROUP_OPTIONS
+        ]
 
     def move(self, step: Step) -> None:
         """Take the step, if it is to be taken."""

@@ -189,10 +189,15 @@ class Part:
 
 def group_numbers(groups: list[dict], device: torch.device) -> list[float | Tensor]:
     """lr, both betas, eps and weight decay of each group: numbers, or tensors on this device."""
-    found = []
-    for group in groups:
-        for x in (group["lr"], *group["betas"], group["eps"], group["weight_decay"]):
-            # What somebody has put there since; kernels read fp32 and fp64.
-            on_device = torch.is_tensor(x) and x.device == device and x.dtype in NUMBER_DTYPES
-            found.append(x if on_device else float(x))
-    return found
+    return [
+        number_on(device, x)
+        for group in groups
+        for x in (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    ]
+
+
+def number_on(device: torch.device, x: Any) -> float | Tensor:
+    """x itself where it is a tensor that kernels read on this device, else its value."""
+    # What somebody has put there since; kernels read fp32 and fp64.
+    on_device = torch.is_tensor(x) and x.device == device and x.dtype in NUMBER_DTYPES
+    return x if on_device else float(x)

@@ -98,6 +98,19 @@ class Learned:
             torch.nn.init.normal_(x, std=0.05, generator=generator)
         return mlp.to(device)
 
+    def velo_networks(self, device: str = "cpu") -> Any:
+        """VeLO's, small, whose every weight and bias matters and whose steps stay small."""
+        from fusewright.optimizer.velo_networks import VeLONetworks
+
+        generator = torch.Generator().manual_seed(3)
+        networks = VeLONetworks(8, 6, exp_mult=0.1, step_mult=0.1)
+        for x in networks.parameters():
+            torch.nn.init.normal_(x, std=0.4, generator=generator)
+        # Perceptrons are a hundred times the mean of these.
+        for x in (*networks.controls.parameters(), *networks.bank()):
+            torch.nn.init.normal_(x, std=0.1, generator=generator)
+        return networks.to(device)
+
     def drawn(self, shapes: Sequence[tuple[int, ...]], device: str = "cpu") -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(5)
         return [torch.randn(shape, generator=generator).to(device) for shape in shapes]

@@ -8,12 +8,16 @@ import pytest
 from fusewright_testkit.compiled import SHARED_KIB, compiled_in_a_process
 
 HERE = pathlib.Path(__file__).parent
+KERNELS = (
+    *("_adamw", "_prepare", "_squares", "_norm", "_clip"),
+    *("_muon_momentum", "_unit", "_muon_move", "_m3_memories", "_m3_move"),
+)
 
 
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_one_launch_of_every_kernel_compiles_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each", capability)
-    for kernel in ("_adamw", "_prepare", "_squares", "_norm", "_clip"):
+    for kernel in KERNELS:
         assert f"{kernel}_kernel" in printed
 
 

@@ -218,6 +218,7 @@ def test_whole_training_step_in_a_graph_is_the_eager_one():
             return loss
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()
             if replayed:

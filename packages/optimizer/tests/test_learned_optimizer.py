@@ -204,6 +204,15 @@ def test_parameters_with_gaps_are_moved_in_plain_torch(learned, device):
         other.step()
 
 
+def test_autocast_changes_nothing(learned, backend, device):
+    mlp = learned.network(device=device)
+    tensors = learned.drawn([(3, 4), (5,)], device)
+    plain = stepped(learned, mlp, backend, tensors)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        cast = stepped(learned, mlp, backend, tensors)
+    assert all(map(torch.equal, plain, cast))
+
+
 def test_same_inputs_same_bits(learned, backend, device):
     tensors = learned.drawn(learned.kinds, device)
     mlp = learned.network(device=device)

@@ -57,7 +57,7 @@ def algorithm_1(
     ],
     ids=["ours", "paper", "every-step"],
 )
-def test_parameters_are_as_near_to_fp64_as_the_formula(training, device, options):
+def test_parameters_are_as_near_to_fp64_as_the_formula(training, device, backend, options):
     training.shapes = SHAPES
     tensors = [p.detach() for p in training.parameters(device=device)]
     # Two firings, and steps after them.
@@ -76,7 +76,7 @@ def test_parameters_are_as_near_to_fp64_as_the_formula(training, device, options
     def ours(*tensors):
         ps = [torch.nn.Parameter(x.detach().clone()) for x in tensors]
         # Whatever is not asked for is the optimizer's own.
-        mine = {"frequency": 2, "ns_dtype": None, **options}
+        mine = {"frequency": 2, "ns_dtype": None, "backend": backend, **options}
         training.run(functools.partial(M3, lr=0.02, **mine), ps, steps)
         return tuple(p.detach() for p in ps)
 

@@ -76,7 +76,7 @@ def stepped(training, make, tensors, **options):
     ],
     ids=["plain", "without-nesterov", "adamw-rms", "ascent-cubic"],
 )
-def test_parameters_are_as_near_to_fp64_as_the_formula(training, device, options):
+def test_parameters_are_as_near_to_fp64_as_the_formula(training, device, backend, options):
     training.shapes = SHAPES
     tensors = [p.detach() for p in training.parameters(device=device)]
 
@@ -84,7 +84,8 @@ def test_parameters_are_as_near_to_fp64_as_the_formula(training, device, options
         return stepped(training, Eager, tensors, lr=0.02, **options)
 
     def ours(*tensors):
-        return stepped(training, Muon, tensors, lr=0.02, ns_dtype=None, **options)
+        mine = dict(ns_dtype=None, backend=backend, **options)
+        return stepped(training, Muon, tensors, lr=0.02, **mine)
 
     Yardstick(eager, tensors, [None] * len(tensors)).check(ours)
 
@@ -92,7 +93,7 @@ def test_parameters_are_as_near_to_fp64_as_the_formula(training, device, options
 @pytest.mark.parametrize(
     ("scale", "adjusted"), [("output_rms", "original"), ("adamw_rms", "match_rms_adamw")]
 )
-def test_errs_no_more_than_twice_as_torchs(training, device, scale, adjusted):
+def test_errs_no_more_than_twice_as_torchs(training, device, backend, scale, adjusted):
     training.shapes = ((6, 10), (12, 5), (6, 10))
     starts = [p.detach() for p in training.parameters(device=device)]
 
@@ -104,7 +105,7 @@ def test_errs_no_more_than_twice_as_torchs(training, device, scale, adjusted):
 
     truth = moved(Eager, torch.float64, scale=scale)
     theirs = moved(torch.optim.Muon, torch.float32, adjust_lr_fn=adjusted) - truth
-    ours = moved(Muon, torch.float32, scale=scale) - truth
+    ours = moved(Muon, torch.float32, scale=scale, backend=backend) - truth
     assert ours.norm() <= 2 * theirs.norm()
     # Theirs is the same formula, in bf16.
     assert theirs.norm() < 0.02 * truth.norm()
@@ -130,12 +131,12 @@ def test_state_of_torchs_goes_on(training, device):
         torch.testing.assert_close(found, expected)
 
 
-def test_groups_without_matrices_take_adamws_steps(training, device):
+def test_groups_without_matrices_take_adamws_steps(training, device, backend):
     training.shapes = ((6, 10), (3,), (), (5, 4), (3,))
     ps, twin = (training.parameters(device=device) for _ in range(2))
     options = dict(lr=0.03, weight_decay=0.2)
     groups = [dict(params=ps[:1]), dict(params=ps[1:], matrix=False, **options)]
-    optimizer = Muon(groups, adam_betas=(0.8, 0.95), adam_eps=1e-7)
+    optimizer = Muon(groups, adam_betas=(0.8, 0.95), adam_eps=1e-7, backend=backend)
     theirs = torch.optim.AdamW(twin[1:], betas=(0.8, 0.95), eps=1e-7, foreach=False, **options)
     for step in range(5):
         training.give_gradients(ps, step)

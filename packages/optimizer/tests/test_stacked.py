@@ -18,7 +18,9 @@ SHAPES = ((6, 10), (12, 5), (6, 10), (7,), (), (4, 3, 2), (0, 4), (7,))
 # Firing in between, and every option that keeps something.
 MAKERS = {
     "muon": functools.partial(Muon, lr=0.05),
+    "muon-kernels": functools.partial(Muon, lr=0.05),
     "m3": functools.partial(M3, lr=0.05, frequency=2, weight_decay=0.1),
+    "m3-kernels": functools.partial(M3, lr=0.05, frequency=2, weight_decay=0.1),
     "delta": functools.partial(DeltaMomentum, lr=0.05, weight_decay=0.1),
     "deep": functools.partial(DeepMomentum, lr=0.05, weight_decay=0.1),
 }
@@ -35,8 +37,12 @@ def make(request):
             dict(params=[p for p in ps if p.dim() >= 2]),
             dict(params=[p for p in ps if p.dim() < 2], matrix=False),
         ]
-        return MAKERS[request.param](groups, **options)
+        # The kernels serve no fp64.
+        served = of.by_kernels and ps[0].dtype != torch.float64
+        backend = "triton" if served else "reference"
+        return MAKERS[request.param](groups, backend=backend, **options)
 
+    of.by_kernels = request.param.endswith("kernels")
     return of
 
 
@@ -194,17 +200,18 @@ def test_copies_go_on_with_the_same_bits(training, device, make, copier):
     assert all(map(torch.equal, ps, twin))
 
 
-def test_narrow_parameters_have_wide_state_that_loading_keeps(training, device, make):
-    """bf16 parameters move as fp32 ones would, rounded once each step."""
-    narrow = training.parameters(torch.bfloat16, device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters_have_wide_state_that_loading_keeps(training, device, make, dtype):
+    """Narrow parameters move as fp32 ones would, rounded once each step."""
+    if make.by_kernels and device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter truncates to bf16")
+    narrow = training.parameters(dtype, device)
     optimizer = training.run(make, narrow, 1)
-    wide = [
-        torch.nn.Parameter(p.detach().float()) for p in training.parameters(torch.bfloat16, device)
-    ]
+    wide = [torch.nn.Parameter(p.detach().float()) for p in training.parameters(dtype, device)]
     training.run(make, wide, 1)
     for p, q in zip(narrow, wide, strict=True):
-        assert torch.equal(p, q.bfloat16())
-    other = make(training.parameters(torch.bfloat16, device))
+        assert torch.equal(p, q.to(dtype))
+    other = make(training.parameters(dtype, device))
     other.load_state_dict(optimizer.state_dict())
     states = zip(optimizer.state.values(), other.state.values(), strict=True)
     for mine, loaded in states:
@@ -223,7 +230,9 @@ def test_fp64_parameters_are_moved_in_fp64(training, device, make):
 
 def test_strided_parameters_and_gradients_move_as_contiguous_ones(training, device, make):
     ps, twin = (training.parameters(device=device)[:2] for _ in range(2))
-    twin = [torch.nn.Parameter(p.detach().T.contiguous().T) for p in twin]
+    # The kernels take strided gradients alone.
+    if not make.by_kernels:
+        twin = [torch.nn.Parameter(p.detach().T.contiguous().T) for p in twin]
     optimizers = make(ps), make(twin)
     for step in range(3):
         training.give_gradients(ps, step)
@@ -233,6 +242,15 @@ def test_strided_parameters_and_gradients_move_as_contiguous_ones(training, devi
         for optimizer in optimizers:
             optimizer.step()
     assert all(map(torch.equal, ps, twin))
+
+
+def test_strided_parameters_are_declined_by_the_kernels(training, device, make):
+    if not make.by_kernels:
+        pytest.skip("the reference takes them")
+    p = torch.nn.Parameter(training.parameters(device=device)[0].detach().T)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        make([p]).step()
 
 
 def test_groups_may_be_added_and_have_options_of_their_own(training, device, make):

@@ -19,7 +19,8 @@ def capture(monkeypatch):
 def replay(table):
     """What a replay does: copy each source again."""
     for source, target in table.kept:
-        target.copy_(source)
+        if source is not None:
+            target.copy_(source)
 
 
 def uploaded(**options):
@@ -46,17 +47,21 @@ def test_replays_leave_what_eager_steps_read_alone(capture):
     assert captured.tolist() == [3, 4]
 
 
-def test_capture_of_addresses_has_memory_of_its_own_where_nothing_has_changed(capture):
+def test_capture_that_finds_addresses_copies_none_and_they_are_left_to_it(capture):
     table = uploaded(apart=True)
     table.hold([1, 2])
     capture(True)
-    table.hold([1, 2])
+    assert not table.hold([1, 2])
     captured = table.table
     capture(False)
+    assert not table.kept
+    assert not table.hold([1, 2])
+    assert table.table is captured
     table.hold([7, 8])
+    table.hold([9, 8])
     replay(table)
     assert captured.tolist() == [1, 2]
-    assert table.table.tolist() == [7, 8]
+    assert table.table.tolist() == [9, 8]
 
 
 def test_capture_reads_numbers_that_are_up_to_date_where_they_are_refreshed(capture):

@@ -8,7 +8,7 @@ import os
 import sys
 
 import torch
-from fusewright.optimizer import _norm_launch
+from fusewright.optimizer import _learned_launch, _norm_launch
 from fusewright.optimizer._backends import Card
 from fusewright.optimizer.learned_optimizer import LearnedOptimizer
 from fusewright.optimizer.learned_update import learned_init, learned_update
@@ -19,8 +19,8 @@ CARD = Card(
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-_norm_launch.card_of = lambda device: CARD
-for name in ("learned_optimizer", "learned_update"):
+_norm_launch.card_of = _learned_launch.card_of = lambda device: CARD
+for name in ("_learned_base", "learned_update"):
     # Launches are recorded on CPU tensors.
     sys.modules[f"fusewright.optimizer.{name}"].uses_triton = lambda x, backend: True
 

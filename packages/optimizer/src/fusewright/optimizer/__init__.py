@@ -25,7 +25,10 @@ from .m3 import M3
 from .muon import Muon
 from .nested_controller import NestedController
 from .newton_schulz import newton_schulz
+from .trained_update_mlp import trained_update_mlp
 from .update_mlp import UpdateMLP, load_update_mlp
+from .velo import VeLO
+from .velo_networks import VeLONetworks, load_velo
 
 try:
     __version__ = version("fusewright-optimizer")
@@ -46,6 +49,8 @@ __all__ = [
     "Muon",
     "NestedController",
     "UpdateMLP",
+    "VeLO",
+    "VeLONetworks",
     "__version__",
     "available_backends",
     "clip_grad_norm_",
@@ -55,6 +60,8 @@ __all__ = [
     "learned_init",
     "learned_update",
     "load_update_mlp",
+    "load_velo",
     "newton_schulz",
     "parameter_groups",
+    "trained_update_mlp",
 ]

@@ -25,3 +25,6 @@ SQUARES = Walk(size=4096, num_warps=8, programs_per_sm=4)
 SCALE = Walk(size=4096, num_warps=8, programs_per_sm=4)
 # Of the one program that prepares a step: so many tensors, or partial sums, at a time.
 PREPARE = Block(size=512, num_warps=4)
+# Of the elements of matrices that are orthogonalised; size is of a tile, many of which a program
+# may take; unmeasured.
+MATRICES = Block(size=1024, num_warps=4)

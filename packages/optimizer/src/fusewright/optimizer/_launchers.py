@@ -7,7 +7,9 @@ from ._group_norm_launch import WIDEST, Control, PartSquares
 from ._learned_launch import LearnedBatch
 from ._learned_layout import too_long
 from ._learned_part_launch import LearnedPart
+from ._matrix_launch import MatrixLaunches, StackedAdamW
 from ._norm_launch import KernelGradients
+from ._velo_launch import VeLOPart
 
 __all__ = [
     "WIDEST",
@@ -16,6 +18,9 @@ __all__ = [
     "KernelPart",
     "LearnedBatch",
     "LearnedPart",
+    "MatrixLaunches",
     "PartSquares",
+    "StackedAdamW",
+    "VeLOPart",
     "too_long",
 ]

@@ -124,6 +124,9 @@ def _apply_kernel(
         first_w, first_b = matrix(folded + tensor * 1024, 32, 32, 32, 1), biases + tensor * 32
         second_w = matrix(w2, 32, 32, 1, 32)
         last_d, last_e = tl.load(w3 + h), tl.load(w3 + 32 + h)
+        # Before the loop: what is stored there might change what is read.
+        first_bias, second_bias = tl.load(first_b + h), tl.load(b2 + h)
+        bias_d, bias_e = tl.load(b3), tl.load(b3 + 1)
         rate = tl.load(numbers + tensor * NUMBERS + RATE)
         kept = tl.load(numbers + tensor * NUMBERS + KEPT)
         for at in range(start, stop, SIZE):
@@ -143,11 +146,12 @@ def _apply_kernel(
                 G,
                 ALIGNED,
                 False,
+                False,
             )
-            x = hidden(tile, first_w, tl.load(first_b + h), PRECISION)
-            x = hidden(x, second_w, tl.load(b2 + h), PRECISION)
-            d = tl.sum(x * last_d[None, :], 1) + tl.load(b3)
-            e = tl.sum(x * last_e[None, :], 1) + tl.load(b3 + 1)
+            x = hidden(tile, first_w, first_bias, PRECISION)
+            x = hidden(x, second_w, second_bias, PRECISION)
+            d = tl.sum(x * last_d[None, :], 1) + bias_d
+            e = tl.sum(x * last_e[None, :], 1) + bias_e
             update = d * tl.exp(exp_mult * e) * step_mult
             used = offsets < stop - at
             if IN_PLACE:
@@ -214,6 +218,7 @@ def _learned_backward_kernel(
             P,
             G,
             ALIGNED,
+            False,
             False,
         )
         # What lies behind the end has features too, and may overflow.

@@ -1,4 +1,8 @@
-"""Launch tables of the learned optimizer as data; unmeasured."""
+"""Launch tables of the learned optimizers as data.
+
+STATISTICS and APPLY are of results/tuning-learned-h200-torch2.11-triton3.6.csv, the others
+unmeasured: they take 3 % of a step, BACKWARD apart.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ from typing import NamedTuple
 
 class Stretch(NamedTuple):
     """One program takes a stretch of one tensor in tiles of ``size`` elements: at least
-    ``shortest`` elements, and more where a tensor would take over ``programs`` programs.
+    ``shortest`` elements, and more where a tensor would take over ``programs`` programs. On Hopper
+    a thread takes at most so many ``registers``, where that is said.
     """
 
     size: int
     num_warps: int
     shortest: int
     programs: int
+    registers: int | None = None
 
 
 class SumTile(NamedTuple):
@@ -50,8 +56,9 @@ class Sums(NamedTuple):
     num_warps: int
 
 
-STATISTICS = Stretch(size=128, num_warps=4, shortest=1024, programs=1024)
-APPLY = Stretch(size=64, num_warps=4, shortest=1024, programs=2048)
+STATISTICS = Stretch(size=64, num_warps=1, shortest=1024, programs=1024)
+# With more registers two programs share a multiprocessor, else three.
+APPLY = Stretch(size=128, num_warps=4, shortest=2048, programs=2048, registers=168)
 # Its products are IEEE: three of TF32 take more registers than there are.
 BACKWARD = Stretch(size=32, num_warps=4, shortest=4096, programs=128)
 SQUARES_OVER_AXES = SumTile(lines=16, line=128, tall=32, wide=64, tiles=16, chunks=64, num_warps=4)

@@ -1,9 +1,6 @@
-"""Kernels of the learned optimizer's statistics over many tensors: the numbers of a step, sums of
-squares over rows and columns, their means, then momenta and the squares of every feature.
-
-In memory a tensor of two or more axes is ``[A, X, B, Y, C]``: X and Y are its two longest axes in
-the order of memory, the others are joined. "Over Y" is the statistic without Y, ``[A, X, B, C]``,
-"over X" the one without X, ``[A, B, Y, C]``; which of them is the row is the tensor's.
+"""Kernels of the learned optimizers' statistics over many tensors: the numbers of a step, then,
+after rows and columns, momenta and the squares of every feature. With ``VELO`` weight decay is in
+the gradient, and a tensor's moments are summed too.
 """
 
 from __future__ import annotations
@@ -13,6 +10,9 @@ import triton.language as tl
 
 from ._elements import pointer
 from ._learned_tiles import (
+    AT_MOMENTA,
+    AT_SQUARE,
+    DECAY,
     DECAY_COUNT,
     FACTOR,
     KEPT,
@@ -23,18 +23,14 @@ from ._learned_tiles import (
     feature_tile,
     stretch_of,
 )
+from ._learned_tiles import LENGTH as ELEMENTS
 from ._step_kernels import decided, number_of
 
 # Parameter groups' numbers, of which the kernel gets addresses.
 LR, WEIGHT_DECAY = map(tl.constexpr, range(2))
 GROUP_NUMBERS = tl.constexpr(2)
-# Of a sum of squares over the middle axis of [groups, length, inner].
-TENSOR, GROUPS, LENGTH, INNER, CHUNKS, CHUNK, BASE = map(tl.constexpr, range(7))
-SUM_FIELDS = tl.constexpr(7)
-# Of a line of means: the sum that has it, its address' place, how many there are for each decay,
-# length and inner size of what is averaged, and where the averages go; -1: nowhere.
-SUM, PLACE, COUNT, LINE_LENGTH, LINE_INNER, MIDDLES = map(tl.constexpr, range(6))
-MEAN_FIELDS = tl.constexpr(6)
+# Sums over a tensor before the step: of p^2, three momenta, their squares, v, and v^2.
+MOMENT_SUMS = tl.constexpr(9)
 
 
 @triton.jit
@@ -63,6 +59,7 @@ def _learned_prepare_kernel(
     CLIPS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_FOUND: tl.constexpr,
+    VELO: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """The one program decides whether the step is taken, counts it, and writes for each tensor what
@@ -108,167 +105,10 @@ def _learned_prepare_kernel(
         tl.store(line + FACTOR, (factor * sign).to(tl.float32), mask=mask)
         tl.store(line + TIME, step, mask=mask)
         tl.store(line + RATE, lr.to(tl.float32), mask=mask)
-        tl.store(line + KEPT, (1.0 - lr * decay).to(tl.float32), mask=mask)
-
-
-@triton.jit
-def _sums_kernel(
-    gradients,
-    sums,
-    first,
-    owner,
-    numbers,
-    skipped,
-    partials,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    LINES: tl.constexpr,
-    LINE: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """One program adds the squares of a chunk of the middle axis of ``[groups, length, inner]``,
-    for some lines where the inner size is 1, else for some places of one group.
-    """
-    block = tl.program_id(0)
-    index = tl.load(owner + block)
-    local = block - tl.load(first + index)
-    if ~tl.load(skipped):
-        line = sums + index * SUM_FIELDS
-        tensor, groups = tl.load(line + TENSOR), tl.load(line + GROUPS)
-        length, inner = tl.load(line + LENGTH), tl.load(line + INNER)
-        chunks = tl.load(line + CHUNKS)
-        chunk = local % chunks
-        rest = local // chunks
-        start = chunk * tl.load(line + CHUNK)
-        stop = tl.minimum(start + tl.load(line + CHUNK), length)
-        factor = tl.load(numbers + tensor * NUMBERS)
-        g = pointer(gradients, tensor, G, ALIGNED)
-        out = partials + tl.load(line + BASE)
-        if inner == 1:
-            add_lines(g, out, rest, groups, length, start, stop, chunk, chunks, factor, LINES, LINE)
+        if VELO:
+            tl.store(line + DECAY, decay.to(tl.float32), mask=mask)
         else:
-            add_places(g, out, rest, inner, length, start, stop, chunk, chunks, factor, TALL, WIDE)
-
-
-@triton.jit
-def add_lines(
-    g,
-    out,
-    block,
-    groups,
-    length,
-    start,
-    stop,
-    chunk,
-    chunks,
-    factor,
-    LINES: tl.constexpr,
-    LINE: tl.constexpr,
-):
-    """Squares of some lines of ``[groups, length]``."""
-    group = block.to(tl.int64) * LINES + tl.arange(0, LINES)
-    squares = tl.zeros((LINES, LINE), tl.float32)
-    for at in range(start, stop, LINE):
-        place = at + tl.arange(0, LINE)
-        mask = (group < groups)[:, None] & (place < stop)[None, :]
-        x = tl.load(g + group[:, None] * length + place[None, :], mask=mask, other=0.0)
-        x = x.to(tl.float32) * factor
-        squares += x * x
-    tl.store(out + group * chunks + chunk, tl.sum(squares, 1), mask=group < groups)
-
-
-@triton.jit
-def add_places(
-    g,
-    out,
-    block,
-    inner,
-    length,
-    start,
-    stop,
-    chunk,
-    chunks,
-    factor,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Squares at some places of one group of ``[groups, length, inner]``."""
-    across = (inner + WIDE - 1) // WIDE
-    place = (block % across).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    group = (block // across).to(tl.int64)
-    squares = tl.zeros((TALL, WIDE), tl.float32)
-    for at in range(start, stop, TALL):
-        row = at + tl.arange(0, TALL)
-        mask = (row < stop)[:, None] & (place < inner)[None, :]
-        where = (group * length + row)[:, None] * inner + place[None, :]
-        x = tl.load(g + where, mask=mask, other=0.0).to(tl.float32) * factor
-        squares += x * x
-    out += (group * chunks + chunk) * inner
-    tl.store(out + place, tl.sum(squares, 0), mask=place < inner)
-
-
-@triton.jit
-def _means_kernel(
-    addresses,
-    sums,
-    means,
-    first,
-    owner,
-    decays,
-    skipped,
-    partials,
-    middles,
-    span,
-    SIZE: tl.constexpr,
-    SHARES: tl.constexpr,
-):
-    """One program moves the row statistics along the second longest axis and writes their mean, or
-    moves a stretch of column statistics.
-    """
-    block = tl.program_id(0)
-    index = tl.load(owner + block)
-    local = (block - tl.load(first + index)).to(tl.int64)
-    if ~tl.load(skipped):
-        line = means + index * MEAN_FIELDS
-        count, of = tl.load(line + COUNT), tl.load(line + MIDDLES)
-        source = sums + tl.load(line + SUM) * SUM_FIELDS
-        statistic = tl.load(addresses + tl.load(line + PLACE)).to(tl.pointer_type(tl.float32))
-        inner, chunks = tl.load(source + INNER), tl.load(source + CHUNKS)
-        shares = partials + tl.load(source + BASE)
-        averaged = tl.load(source + LENGTH).to(tl.float32)
-        length, stride = tl.load(line + LINE_LENGTH), tl.load(line + LINE_INNER)
-        start = (local // stride) * length * stride + local % stride
-        if of < 0:
-            start = local * span
-            stride = tl.full((), 1, tl.int64)
-            length = tl.minimum(count - start, span)
-        # [lanes, 4], of which three decays are used.
-        which = tl.arange(0, 4)
-        beta = tl.load(decays + 4 + which, mask=which < 3, other=0.0)
-        rest = tl.load(decays + DECAY_COUNT + 4 + which, mask=which < 3, other=0.0)
-        total = tl.zeros((SIZE, 4), tl.float32)
-        for at in range(0, length, SIZE):
-            lanes = at + tl.arange(0, SIZE)
-            place = start + lanes * stride
-            used = lanes < length
-            base = (place // inner) * chunks * inner + place % inner
-            squares = tl.zeros((SIZE, SHARES), tl.float32)
-            for chunk in range(0, chunks, SHARES):
-                share = chunk + tl.arange(0, SHARES)
-                mask = used[:, None] & (share < chunks)[None, :]
-                where = base[:, None] + share[None, :] * inner
-                squares += tl.load(shares + where, mask=mask, other=0.0)
-            mean = tl.sum(squares, 1) / averaged + 1e-30
-            kept = statistic + which[None, :] * count + place[:, None]
-            mask = used[:, None] & (which < 3)[None, :]
-            x = tl.load(kept, mask=mask, other=0.0)
-            x = beta[None, :] * x + rest[None, :] * mean[:, None]
-            tl.store(kept, x, mask=mask)
-            total += tl.where(mask, x, 0.0)
-        if of >= 0:
-            mean_of_line = tl.sum(total, 0) / length.to(tl.float32)
-            tl.store(middles + of + local * 3 + which, mean_of_line, mask=which < 3)
+            tl.store(line + KEPT, (1.0 - lr * decay).to(tl.float32), mask=mask)
 
 
 @triton.jit
@@ -283,14 +123,16 @@ def _statistics_kernel(
     skipped,
     middles,
     partials,
+    moments,
     tensors,
     P: tl.constexpr,
     G: tl.constexpr,
     ALIGNED: tl.constexpr,
+    VELO: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """One program moves the statistics of a stretch of one tensor and adds the squares of each of
-    its features.
+    its features; before that, with ``VELO``, what the tensor's moments are made of.
     """
     block = tl.program_id(0)
     if ~tl.load(skipped):
@@ -299,7 +141,20 @@ def _statistics_kernel(
         start, stop = stretch_of(block, tensor, first, shape)
         offsets = tl.arange(0, SIZE)
         squares = tl.zeros((SIZE, 32), tl.float32)
+        zeros = tl.zeros((SIZE,), tl.float64)
+        p2, s0, s1, s2, q0, q1, q2, sv, qv = (zeros,) * 9
         for at in range(start, stop, SIZE):
+            used = offsets < stop - at
+            if VELO:
+                p = pointer(addresses, tensor, P, ALIGNED) + at + offsets
+                m = pointer(addresses, tensor + AT_MOMENTA * tensors, tl.float32, False) + at
+                v = pointer(addresses, tensor + AT_SQUARE * tensors, tl.float32, False) + at
+                length = tl.load(shape + ELEMENTS)
+                _, p2 = with_one_more(p, used, zeros, p2)
+                s0, q0 = with_one_more(m + offsets, used, s0, q0)
+                s1, q1 = with_one_more(m + length + offsets, used, s1, q1)
+                s2, q2 = with_one_more(m + 2 * length + offsets, used, s2, q2)
+                sv, qv = with_one_more(v + offsets, used, sv, qv)
             tile = feature_tile(
                 addresses,
                 gradients,
@@ -316,8 +171,23 @@ def _statistics_kernel(
                 G,
                 ALIGNED,
                 True,
+                VELO,
             )
             # What lies behind the end has features too.
-            tile = tl.where((offsets < stop - at)[:, None], tile, 0.0)
+            tile = tl.where(used[:, None], tile, 0.0)
             squares += tile * tile
         tl.store(partials + block * 32 + tl.arange(0, 32), tl.sum(squares, 0))
+        if VELO:
+            share = moments + block * MOMENT_SUMS
+            sums = (p2, s0, s1, s2, q0, q1, q2, sv, qv)
+            for k in tl.static_range(9):
+                tl.store(share + k, tl.sum(sums[k]))
+
+
+@triton.jit
+def with_one_more(base, used, total, squares):
+    """Sums of numbers and of their squares in fp64, where squares of fp32 are exact: a variance is
+    the difference of two.
+    """
+    x = tl.load(base, mask=used, other=0.0).to(tl.float32).to(tl.float64)
+    return total + x, squares + x * x

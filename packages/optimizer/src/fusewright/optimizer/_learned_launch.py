@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import _learned_configs as configs
-from ._backends import constant_when_compiled
+from ._backends import card_of, constant_when_compiled
 from ._launch import Launch
 from ._learned_apply_kernels import (
     SHARE,
@@ -18,8 +18,9 @@ from ._learned_apply_kernels import (
     _fold_kernel,
     _learned_backward_kernel,
 )
-from ._learned_kernels import _means_kernel, _statistics_kernel, _sums_kernel
+from ._learned_kernels import _statistics_kernel
 from ._learned_layout import Layout, Stretches
+from ._learned_sums_kernels import _means_kernel, _sums_kernel
 from ._learned_tiles import AT_UPSTREAM
 from ._norm_launch import triton_dtype
 from ._tables import Blocks, Uploaded, aligned, upload
@@ -33,14 +34,19 @@ Tensor = torch.Tensor
 ROLES = AT_UPSTREAM.value + 1
 
 
-class LearnedBatch:
+class StatisticsBatch:
     """Tensors of one dtype with gradients of one dtype, their statistics, and the launches that
-    move them.
+    move these.
 
     Attributes:
+        velo: whether features and gradients are VeLO's.
+        decays: of VeLO, whether weight decay is in the gradients.
         updates: fp32, in the order of the parameters' memory; None where parameters are moved in
             place.
     """
+
+    velo = False
+    decays = False
 
     def __init__(
         self,
@@ -67,12 +73,11 @@ class LearnedBatch:
         self.plan_sums()
         self.moving = Stretches(layouts, configs.STATISTICS, self.device)
         self.applying = Stretches(layouts, configs.APPLY, self.device)
-        self.timescales = upload(TIMESCALES, torch.float64, self.device)
-        empty = self.empty
-        self.partials = empty(max(self.moving.blocks.count, 1), 32)
-        self.middles = empty(max(3 * sum(layout.middles for layout in layouts), 1))
-        self.norms, self.biases = empty(len(ps), 32), empty(len(ps), 32)
-        self.folded = empty(len(ps), 32, 32)
+        self.partials = self.empty(max(self.moving.blocks.count, 1), 32)
+        # VeLO's alone.
+        self.moment_shares = self.partials
+        self.middles = self.empty(max(3 * sum(layout.middles for layout in layouts), 1))
+        self.norms = self.empty(len(ps), 32)
         self.launches: dict[tuple, Launch] = {}
 
     def empty(self, *shape: int) -> Tensor:
@@ -121,14 +126,17 @@ class LearnedBatch:
         grid: tuple[int, ...],
         integers: tuple[int, ...],
         warps: int,
+        registers: int | None = None,
         **constants: Any,
     ) -> Launch:
         """Planned once for each alignment of the addresses."""
         key = (kernel, self.aligned, *constants.values())
         if key not in self.launches:
-            self.launches[key] = Launch(
-                kernel, grid, self.device, integers, dict(num_warps=warps), **constants
-            )
+            # Programs do other work while one reads: reading ahead only takes instructions.
+            options = dict(num_warps=warps, num_stages=1)
+            if registers is not None:
+                options["maxnreg"] = registers
+            self.launches[key] = Launch(kernel, grid, self.device, integers, options, **constants)
         return self.launches[key]
 
     def dtypes(self) -> dict[str, Any]:
@@ -146,16 +154,17 @@ class LearnedBatch:
                 (blocks.count,),
                 (),
                 tile.num_warps,
-                G=triton_dtype(self.gradient),
-                ALIGNED=self.aligned,
+                **self.dtypes(),
+                VELO=self.velo,
+                DECAYS=self.decays,
                 LINES=tile.lines,
                 LINE=tile.line,
                 TALL=tile.tall,
                 WIDE=tile.wide,
             )(
                 (
-                    *(self.gradients.table, self.sums, blocks.first, blocks.owner),
-                    *(numbers, skipped, self.squares),
+                    *(self.addresses.table, self.gradients.table, self.sums, blocks.first),
+                    *(blocks.owner, numbers, skipped, self.squares),
                 )
             )
             blocks = self.mean_blocks
@@ -180,13 +189,30 @@ class LearnedBatch:
                 (len(self.ps),),
                 stretch.num_warps,
                 **self.dtypes(),
+                VELO=self.velo,
                 SIZE=stretch.size,
             )(
                 (
                     *(self.addresses.table, self.gradients.table, *self.moving.tables()),
-                    *(numbers, decays, skipped, self.middles, self.partials),
+                    *(numbers, decays, skipped, self.middles, self.partials, self.moment_shares),
                 )
             )
+
+
+class LearnedBatch(StatisticsBatch):
+    """The batch of ``LearnedOptimizer``: its network too."""
+
+    def __init__(
+        self,
+        ps: Sequence[Tensor],
+        statistics: Sequence[Statistics],
+        gradient: torch.dtype,
+        updates: Sequence[Tensor] | None = None,
+    ) -> None:
+        super().__init__(ps, statistics, gradient, updates)
+        self.timescales = upload(TIMESCALES, torch.float64, self.device)
+        self.biases = self.empty(len(ps), 32)
+        self.folded = self.empty(len(ps), 32, 32)
 
     def fold(
         self, numbers: Tensor, weights: Sequence[Tensor], extra: Tensor | None, skipped: Tensor
@@ -222,6 +248,7 @@ class LearnedBatch:
             (blocks.count,),
             (len(self.ps),),
             stretch.num_warps,
+            stretch.registers if card_of(self.device).capability == 90 else None,
             **self.dtypes(),
             IN_PLACE=self.updates is None,
             PRECISION=precision(),

@@ -24,18 +24,26 @@ from .update_mlp import UpdateMLP
 Tensor = torch.Tensor
 
 
-class LearnedPart(Moving):
-    """The members on one device that kernels serve."""
+class KernelMoving(Moving):
+    """The members on one device that kernels serve, and the launch that prepares a step.
+
+    Attributes:
+        batch: what a batch of them is.
+        offsets: of the decays.
+    """
+
+    batch: Any
+    offsets: Sequence[Tensor] = ()
 
     def __init__(self, members: Sequence[Moved], rules: LearnedRules, device: torch.device) -> None:
         keyed = sorted(members, key=dtypes_of)
         super().__init__(keyed, rules, device)
-        self.batches: list[tuple[LearnedBatch, slice, Squares]] = []
+        self.batches: list[tuple[Any, slice, Squares]] = []
         for _, found in itertools.groupby(keyed, key=dtypes_of):
             some = list(found)
             start = sum(len(batch.ps) for batch, *_ in self.batches)
             gradient = some[0].gradient
-            batch = LearnedBatch([x.p for x in some], [x.statistics for x in some], gradient)
+            batch = self.batch([x.p for x in some], [x.statistics for x in some], gradient)
             squares = Squares([x.p.numel() for x in some], gradient, device)
             self.batches.append((batch, slice(start, start + len(some)), squares))
         self.table = torch.empty(len(keyed), NUMBERS.value, device=device)
@@ -60,10 +68,9 @@ class LearnedPart(Moving):
         """Sums of squares in fp64, as ``total_squares`` takes them."""
         return [(None, add(batch.gradients.table, batch.aligned)) for batch, _, add in self.batches]
 
-    def move(self, step: Step) -> None:
-        """Take the step, if it is to be taken."""
+    def ready(self, step: Step) -> None:
+        """Decide whether the step is taken, and have the tables show its numbers."""
         rules: LearnedRules = self.rules  # type: ignore[assignment]
-        mlp: UpdateMLP = rules.mlp
         shares = 0 if step.squares is None else len(step.squares)
         key = (shares, step.grad_scale is None, step.found_inf is None)
         if key not in self.prepare:
@@ -77,16 +84,29 @@ class LearnedPart(Moving):
                 CLIPS=rules.max_grad_norm is not None,
                 HAS_SCALE=step.grad_scale is not None,
                 HAS_FOUND=step.found_inf is not None,
+                VELO=self.batch.velo,
                 SIZE=PREPARE.size,
             )
         self.prepare[key](
             (
                 *(step.squares, self.most, step.grad_scale, step.found_inf),
                 *(self.group_numbers.addresses, self.group_numbers.wide, self.groups, self.signs),
-                *(self.steps, *mlp.offsets(), self.rests),
+                *(self.steps, *self.offsets, self.rests),
                 *(step.norm, step.skipped, step.skipped_count, self.table, self.decays),
             )
         )
+
+
+class LearnedPart(KernelMoving):
+    """The members of ``LearnedOptimizer``."""
+
+    batch = LearnedBatch
+
+    def move(self, step: Step) -> None:
+        """Take the step, if it is to be taken."""
+        mlp: UpdateMLP = self.rules.network  # type: ignore[attr-defined]
+        self.offsets = mlp.offsets()
+        self.ready(step)
         weights = [x.detach().contiguous() for x in mlp.weights()]
         extra = None if self.extra is None else torch.stack(self.extra).float()
         for batch, places, _ in self.batches:

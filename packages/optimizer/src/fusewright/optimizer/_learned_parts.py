@@ -39,12 +39,12 @@ class LearnedRules(NamedTuple):
     """What holds of all parameters of a learned optimizer.
 
     Attributes:
-        mlp: the network.
+        network: an ``UpdateMLP``, or VeLO's networks.
         max_grad_norm: None where gradients are not clipped.
         groups: how many there are.
     """
 
-    mlp: UpdateMLP
+    network: Any
     max_grad_norm: float | None
     groups: int
 
@@ -83,7 +83,7 @@ class ReferencePart(Moving):
 
     def move(self, step: Step) -> None:
         """Take the step, if it is to be taken."""
-        mlp: UpdateMLP = self.rules.mlp  # type: ignore[attr-defined]
+        mlp: UpdateMLP = self.rules.network  # type: ignore[attr-defined]
         factor = decide(step, self.rules.max_grad_norm, self.device)
         decays = mlp.decays()
         for place, (member, gradient) in enumerate(zip(self.members, self.gradients, strict=True)):

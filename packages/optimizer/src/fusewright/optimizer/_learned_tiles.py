@@ -1,4 +1,6 @@
-"""Tiles of the learned optimizer's kernels: the 28 features of some elements, and the network."""
+"""Tiles of the learned optimizers' kernels: the features of some elements, LearnedOptimizer's 28 or
+VeLO's 30, and the network of the former.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ import triton.language as tl
 
 from ._elements import pointer
 
-# The numbers that hold for all elements of a tensor, one line for each tensor.
+# The numbers that hold for all elements of a tensor, one line for each tensor: what gradients are
+# multiplied by, steps taken before, lr, and 1 - lr weight_decay, or of VeLO weight_decay itself.
 FACTOR, TIME, RATE, KEPT = map(tl.constexpr, range(4))
+DECAY = KEPT
 NUMBERS = tl.constexpr(4)
 # Decays of three momenta, the square, and three of rows and columns; then 1 minus each.
 DECAY_COUNT = tl.constexpr(7)
@@ -85,6 +89,24 @@ def factors(row, column, means, used):
 
 
 @triton.jit
+def joined(columns, start: tl.constexpr, step: tl.constexpr):
+    """Of 32 columns every ``step``-th from ``start`` on, their places in as many last axes as it
+    takes: pairs that are furthest apart are joined first.
+    """
+    if step == 32:
+        found = columns[start]
+    else:
+        found = tl.join(joined(columns, start, 2 * step), joined(columns, start + step, 2 * step))
+    return found
+
+
+@triton.jit
+def decayed(g, factor, decay, p):
+    """VeLO's gradient: the scaled one with weight decay in it, within 1000 of zero. NaN stays."""
+    return tl.clamp(g * factor + decay * p, -1000.0, 1000.0, tl.PropagateNan.ALL)
+
+
+@triton.jit
 def feature_tile(
     addresses,
     gradients,
@@ -101,16 +123,23 @@ def feature_tile(
     G: tl.constexpr,
     ALIGNED: tl.constexpr,
     MOVE: tl.constexpr,
+    VELO: tl.constexpr,
 ):
-    """``[elements, 32]``: the 28 features, not normalised, and four zeros; with ``MOVE`` momenta
-    and squares see the gradient first, and are written.
+    """``[elements, 32]``: the features, not normalised, and zeros; with ``MOVE`` momenta and
+    squares see the gradient first, and are written.
     """
     used = offsets < stop - at
     length = tl.load(shape + LENGTH)
     p = tl.load(pointer(addresses, tensor, P, ALIGNED) + at + offsets, mask=used, other=0)
     g = tl.load(pointer(gradients, tensor, G, ALIGNED) + at + offsets, mask=used, other=0)
     p = p.to(tl.float32)
-    g = g.to(tl.float32) * tl.load(numbers + tensor * NUMBERS + FACTOR)
+    line = numbers + tensor * NUMBERS
+    if VELO:
+        g = decayed(g.to(tl.float32), tl.load(line + FACTOR), tl.load(line + DECAY), p)
+    else:
+        g = g.to(tl.float32) * tl.load(line + FACTOR)
+    # Of fewer than two axes, what is added to the mean square beside m.
+    beside: tl.constexpr = 0.0 if VELO else 1e-6
     m = pointer(addresses, tensor + AT_MOMENTA * tensors, tl.float32, False) + at
     v = pointer(addresses, tensor + AT_SQUARE * tensors, tl.float32, False) + at
     row = pointer(addresses, tensor + AT_ROW * tensors, tl.float32, False)
@@ -142,51 +171,33 @@ def feature_tile(
         r0 = moved(kept, offsets, used, beta0, rest0, new, MOVE)
         c0 = r0
         of_g0 = tl.rsqrt(at_least(r0 + 1e-9, 1e-9))
-        of_m0 = tl.rsqrt(r0 + 1e-6)
+        of_m0 = tl.rsqrt(r0 + beside)
         beta1, rest1 = tl.load(decays + 5), tl.load(rest + 5)
         r1 = moved(kept + length, offsets, used, beta1, rest1, new, MOVE)
         c1 = r1
         of_g1 = tl.rsqrt(at_least(r1 + 1e-9, 1e-9))
-        of_m1 = tl.rsqrt(r1 + 1e-6)
+        of_m1 = tl.rsqrt(r1 + beside)
         beta2, rest2 = tl.load(decays + 6), tl.load(rest + 6)
         r2 = moved(kept + 2 * length, offsets, used, beta2, rest2, new, MOVE)
         c2 = r2
         of_g2 = tl.rsqrt(at_least(r2 + 1e-9, 1e-9))
-        of_m2 = tl.rsqrt(r2 + 1e-6)
+        of_m2 = tl.rsqrt(r2 + beside)
     zero = tl.zeros_like(g)
-    # Joined so that feature k is the k-th: the outermost pairs are 16 apart, the innermost 1.
-    f0 = tl.join(g, c0)
-    f1 = tl.join(p, c1)
-    f2 = tl.join(m0, c2)
-    f3 = tl.join(m1, tl.rsqrt(r0 + 1e-8))
-    f4 = tl.join(m2, tl.rsqrt(r1 + 1e-8))
-    f5 = tl.join(v, tl.rsqrt(r2 + 1e-8))
-    f6 = tl.join(m0 * s, tl.rsqrt(c0 + 1e-8))
-    f7 = tl.join(m1 * s, tl.rsqrt(c1 + 1e-8))
-    f8 = tl.join(m2 * s, tl.rsqrt(c2 + 1e-8))
-    f9 = tl.join(s, m0 * of_m0)
-    f10 = tl.join(g * of_g0, m1 * of_m1)
-    f11 = tl.join(g * of_g1, m2 * of_m2)
-    f12 = tl.join(g * of_g2, zero)
-    f13 = tl.join(r0, zero)
-    f14 = tl.join(r1, zero)
-    f15 = tl.join(r2, zero)
-    f0 = tl.join(f0, f8)
-    f1 = tl.join(f1, f9)
-    f2 = tl.join(f2, f10)
-    f3 = tl.join(f3, f11)
-    f4 = tl.join(f4, f12)
-    f5 = tl.join(f5, f13)
-    f6 = tl.join(f6, f14)
-    f7 = tl.join(f7, f15)
-    f0 = tl.join(f0, f4)
-    f1 = tl.join(f1, f5)
-    f2 = tl.join(f2, f6)
-    f3 = tl.join(f3, f7)
-    f0 = tl.join(f0, f2)
-    f1 = tl.join(f1, f3)
-    f0 = tl.join(f0, f1)
-    return tl.reshape(f0, (offsets.shape[0], 32))
+    row_roots = (tl.rsqrt(r0 + 1e-8), tl.rsqrt(r1 + 1e-8), tl.rsqrt(r2 + 1e-8))
+    column_roots = (tl.rsqrt(c0 + 1e-8), tl.rsqrt(c1 + 1e-8), tl.rsqrt(c2 + 1e-8))
+    scaled_m = (m0 * s, m1 * s, m2 * s, s)
+    factored_g = (g * of_g0, g * of_g1, g * of_g2)
+    factored_m = (m0 * of_m0, m1 * of_m1, m2 * of_m2)
+    # Triton knows sums of tuples, and none with stars in them.
+    kept = (r0, r1, r2, c0, c1, c2) + row_roots + column_roots + factored_m  # noqa: RUF005
+    if VELO:
+        clipped = tl.clamp(g, -0.1, 0.1, tl.PropagateNan.ALL)
+        whole = (g, clipped, p, m0, m1, m2, v) + scaled_m + factored_g + (g * s,)  # noqa: RUF005
+        tile = joined(whole + kept + (zero, zero), 0, 1)
+    else:
+        plain = (g, p, m0, m1, m2, v) + scaled_m + factored_g  # noqa: RUF005
+        tile = joined(plain + kept + (zero, zero, zero, zero), 0, 1)
+    return tl.reshape(tile, (offsets.shape[0], 32))
 
 
 @triton.jit
@@ -198,6 +209,29 @@ def matrix(base, rows, columns, row_stride, column_stride):
 
 
 @triton.jit
+def leading(x):
+    """What TF32 keeps of fp32."""
+    return (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(x, w, start, PRECISION: tl.constexpr):
+    """start + x w. "tf32x3" has about fp32's precision: what TF32 leaves of each factor is
+    multiplied too. Triton's own form of it guards against what is not finite, in as many
+    instructions again.
+    """
+    if PRECISION == "tf32x3":
+        x_most, w_most = leading(x), leading(w)
+        start = tl.dot(x - x_most, w_most, start, input_precision="tf32")
+        start = tl.dot(x_most, w - w_most, start, input_precision="tf32")
+        start = tl.dot(x_most, w_most, start, input_precision="tf32")
+    else:
+        start = tl.dot(x, w, start, input_precision=PRECISION)
+    return start
+
+
+@triton.jit
 def hidden(x, w, b, PRECISION: tl.constexpr):
     """relu(x w + b)."""
-    return at_least(tl.dot(x, w, input_precision=PRECISION) + b[None, :], 0.0)
+    start = tl.zeros((x.shape[0], 32), tl.float32) + b[None, :]
+    return at_least(product(x, w, start, PRECISION), 0.0)

@@ -12,10 +12,18 @@ from typing import Any
 
 import torch
 
+from ._backends import KERNEL_DTYPES, decline, launchers, uses_triton
 from ._checks import check_number
-from ._stack import Stack, check_fraction, check_switch, per_parameter, working_dtype
+from ._stack import (
+    Stack,
+    check_fraction,
+    check_switch,
+    factor_of,
+    per_parameter,
+    working_dtype,
+)
 from ._stacked import StackedOptimizer
-from .newton_schulz import check_chain, newton_schulz
+from .newton_schulz import chain, check_chain, newton_schulz
 
 Tensor = torch.Tensor
 
@@ -34,6 +42,15 @@ class MatrixOptimizer(StackedOptimizer):
         self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None
     ) -> None:
         raise NotImplementedError
+
+    def _move_matrices_by_kernels(
+        self, launches: Any, group: dict[str, Any], skips: Tensor | None
+    ) -> None:
+        raise NotImplementedError
+
+    def _scale_of(self, rows: int, columns: int, group: dict[str, Any]) -> float:
+        """What lr is multiplied by for matrices of so many rows and columns."""
+        return 1.0
 
     def _check_options(self, group: dict[str, Any]) -> None:
         check_switch("matrix", group["matrix"])
@@ -62,6 +79,43 @@ class MatrixOptimizer(StackedOptimizer):
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
         }
 
+    def _move_stack(
+        self,
+        stack: Stack,
+        sign: float,
+        scale: Tensor | None,
+        group: dict[str, Any],
+        skips: Tensor | None,
+    ) -> None:
+        if not self._uses_triton(stack):
+            super()._move_stack(stack, sign, scale, group, skips)
+        elif group["matrix"]:
+            if stack.launches is None:
+                stack.launches = launchers().MatrixLaunches(stack)
+            lr, rows = group["lr"], stack.shape[0]
+            rate = lr * self._scale_of(rows, stack.shape.numel() // rows, group)
+            kept = 1.0 - lr * group["weight_decay"]
+            stack.launches.begin(factor_of(sign, scale), kept, rate)
+            self._move_matrices_by_kernels(stack.launches, group, skips)
+        else:
+            if stack.launches is None:
+                stack.launches = launchers().StackedAdamW(stack)
+            stack.launches.move(sign, scale, group, skips)
+
+    def _uses_triton(self, stack: Stack) -> bool:
+        first = stack.params[0]
+        if not first.numel() or not uses_triton(first, self.backend):
+            return False
+        dtypes = {p.grad.dtype for p in stack.params if p.grad is not None}
+        if len(dtypes) > 1 or not dtypes <= set(KERNEL_DTYPES):
+            found = sorted(map(str, dtypes))
+            decline(f"the kernels take gradients of one narrow dtype, not {found}", self.backend)
+        elif not all(p.is_contiguous() for p in stack.params):
+            decline("the kernels take parameters that are contiguous", self.backend)
+        else:
+            return True
+        return False
+
     def _move(self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None) -> None:
         if group["matrix"]:
             self._move_matrices(stack, g, group, skips)
@@ -78,6 +132,12 @@ def orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
     """By a group's options."""
     chain = group["ns_steps"], group["ns_coefficients"]
     return newton_schulz(matrices, *chain, dtype=group["ns_dtype"])
+
+
+def orthogonal_of(unit: Tensor, group: dict[str, Any]) -> Tensor:
+    """The same of matrices of norm 1, in the dtype of the products."""
+    chained = check_chain(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"])
+    return chain(unit, chained)
 
 
 def move_by_adamw(stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None) -> None:

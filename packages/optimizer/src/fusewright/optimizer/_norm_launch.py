@@ -23,6 +23,10 @@ DTYPES: dict[torch.dtype, Any] = {
 }
 
 
+# What captured copies read in every replay: nobody says when a graph is gone.
+CAPTURED: list[Any] = []
+
+
 def triton_dtype(dtype: torch.dtype) -> Any:
     return DTYPES[dtype]
 
@@ -71,8 +75,7 @@ class KernelGradients:
         # Of this call alone: others may still read theirs.
         self.table = Uploaded(len(addresses), torch.int64, device)
         self.table.hold(addresses)
-        # A captured copy reads its source in every replay.
-        self.plan.kept += self.table.kept
+        CAPTURED.extend(self.table.kept)
 
     def squares(self) -> list[tuple[Any, Tensor]]:
         """Sums of squares in fp64, ``[shares]``, by the mesh that they are of."""
@@ -115,7 +118,6 @@ class GradientsPlan:
         self.blocks = Blocks(lengths, SCALE.size, device)
         self.dtype, self.device = dtype, device
         self.launches: dict[tuple, Launch] = {}
-        self.kept: list[tuple[Tensor, Tensor]] = []
 
     def clip(self, table: Tensor, aligned: bool, squares: Tensor, max_norm: float) -> Tensor:
         key = aligned, len(squares)

@@ -1,8 +1,4 @@
-"""Parameters of one shape that are moved together, and what is wanted of them.
-
-A stack's elementwise work is a few passes beside chains of products, which torch's own kernels do
-at the speed of memory.
-"""
+"""Parameters of one shape that are moved together, and what is wanted of them."""
 
 from __future__ import annotations
 
@@ -24,12 +20,15 @@ class Stack:
         number: of their group.
         buffers: state by name, ``[parameters, ...]``.
         views: the same for each parameter, as the optimizer's state has it.
+        launches: what moves it by kernels, once there is such.
     """
 
     def __init__(self, params: list[Tensor], number: int, states: list[dict[str, Tensor]]) -> None:
         self.params, self.number = params, number
         self.buffers = {name: torch.stack([s[name] for s in states]) for name in states[0]}
         self.views = {name: x.unbind() for name, x in self.buffers.items()}
+        # What moves it on a card.
+        self.launches: Any = None
 
     @property
     def shape(self) -> torch.Size:
@@ -60,6 +59,11 @@ class Stack:
         new = new if skips is None else torch.where(skips, old, new)
         found = new.to(self.params[0].dtype).unbind()
         torch._foreach_copy_([p.detach() for p in self.params], list(found))
+
+
+def factor_of(sign: float, scale: Tensor | None) -> float | Tensor:
+    """What gradients are multiplied by."""
+    return sign if scale is None else sign / scale.reshape(())
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ._adamw_state import keep_rate_on_device, new_results
-from ._backends import without_autocast
+from ._backends import Backend, check_backend, without_autocast
 from ._checks import check_gradient, check_number
-from ._members import current
+from ._members import current, on
 from ._parts import total_squares
-from ._stack import Stack, check_parameter, check_state
+from ._stack import Stack, check_parameter, check_state, factor_of
 from .grad_norm import parts_of
 
 Tensor = torch.Tensor
@@ -38,8 +38,15 @@ class StackedOptimizer(torch.optim.Optimizer):
     # torch.amp.GradScaler sets grad_scale and found_inf before a step, and deletes them after.
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Iterable, defaults: dict[str, Any], skip_nonfinite: bool) -> None:
-        self.skip_nonfinite = skip_nonfinite
+    def __init__(
+        self,
+        params: Iterable,
+        defaults: dict[str, Any],
+        skip_nonfinite: bool,
+        backend: Backend = "auto",
+    ) -> None:
+        check_backend(backend)
+        self.skip_nonfinite, self.backend = skip_nonfinite, backend
         self._results: tuple[Tensor, Tensor, Tensor] | None = None
         self._forget_stacks()
         super().__init__(params, defaults)
@@ -59,6 +66,17 @@ class StackedOptimizer(torch.optim.Optimizer):
         """Move a stack along its gradients, unless the device says that the step is skipped."""
         raise NotImplementedError
 
+    def _move_stack(
+        self,
+        stack: Stack,
+        sign: float,
+        scale: Tensor | None,
+        group: dict[str, Any],
+        skips: Tensor | None,
+    ) -> None:
+        """Move a stack whose gradients times the sign, over the scale, are those meant."""
+        self._move(stack, stack.gradients(factor_of(sign, scale)), group, skips)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where given."""
         super().add_param_group(param_group)
@@ -76,7 +94,7 @@ class StackedOptimizer(torch.optim.Optimizer):
         self._forget_stacks()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("skip_nonfinite", "_results")
+        own = ("skip_nonfinite", "backend", "_results")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -133,12 +151,9 @@ class StackedOptimizer(torch.optim.Optimizer):
         self._begin([self.param_groups[number] for number in numbers])
         for stack in stacks:
             group, device = self.param_groups[stack.number], stack.device
-            factor: Tensor | float = -1.0 if group["maximize"] else 1.0
+            sign = -1.0 if group["maximize"] else 1.0
             with current(device), without_autocast(device):
-                if scale is not None:
-                    factor = factor / scale.to(device, non_blocking=True).reshape(())
-                here = None if skips is None else skips.to(device, non_blocking=True)
-                self._move(stack, stack.gradients(factor), group, here)
+                self._move_stack(stack, sign, on(device, scale), group, on(device, skips))
         return loss
 
     def _decide(self) -> Tensor | None:

@@ -36,11 +36,11 @@ class Uploaded:
 
     What a captured step uploads, its replays upload again: into memory of the capture's own, so
     that eager steps and replays may follow one another in any order. Numbers that a capture finds
-    up to date it reads where eager steps write them, unless they are ``apart``.
+    up to date it reads where they are.
 
     Args:
-        apart: a capture has memory of its own even then: for addresses, which another step
-            exchanges.
+        apart: eager steps leave such to the capture, and write others elsewhere: for addresses,
+            which another step exchanges.
 
     Attributes:
         table: they, in one axis.
@@ -53,20 +53,27 @@ class Uploaded:
         self.apart = apart
         # Of the eager table.
         self.host: list[float] = []
-        # Sources and tables of captures: replays read them for good.
-        self.kept: list[tuple[Tensor, Tensor]] = []
+        # Whether a capture reads it that it is left to.
+        self.left = False
+        # What replays read for good: sources and tables of captures, and tables left to them.
+        self.kept: list[tuple[Tensor | None, Tensor]] = []
 
     def hold(self, numbers: list) -> bool:
         """Have the table hold these; whether it may hold others than before."""
-        if is_captured(self.eager.device) and (self.apart or numbers != self.host):
+        captured = is_captured(self.eager.device)
+        if captured and numbers != self.host:
             self.table = torch.empty_like(self.eager)
             self.kept.append((self._copy(numbers), self.table))
             return True
         switched = self.table is not self.eager
-        self.table = self.eager
         if numbers == self.host:
+            self.left |= captured and self.apart
+            self.table = self.eager
             return switched
-        self.host = numbers
+        if self.left:
+            self.kept.append((None, self.eager))
+            self.eager, self.left = torch.empty_like(self.eager), False
+        self.table, self.host = self.eager, numbers
         self._copy(numbers)
         return True
 

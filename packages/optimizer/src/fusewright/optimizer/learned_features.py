@@ -182,23 +182,32 @@ def element_features(p: Tensor, g: Tensor, statistics: Statistics) -> Tensor:
     """``[*shape, 28]`` before their normalisation, from statistics that have seen g."""
     dtype = statistics.square.dtype
     p, g = p.to(dtype), g.to(dtype)
-    _, m, v, row, column = statistics
+    m, v = statistics.momenta, statistics.square
     s = (v + 1e-6).rsqrt()
-    axes = factored_axes(p.shape)
-    if axes is None:
-        column = row
-        of_gradient, of_momenta = (row + 1e-9).clamp(min=1e-9).rsqrt(), (row + 1e-6).rsqrt()
-    else:
-        second, longest = (1 + axis for axis in axes)
-        row, column = row.unsqueeze(longest), column.unsqueeze(second)
-        mean = row.mean(second, keepdim=True)
-        row_factor = (row / (mean + 1e-9)).clamp(min=1e-9).rsqrt()
-        of_gradient = of_momenta = row_factor * column.clamp(min=1e-9).rsqrt()
+    row, column, of_gradient, of_momenta = factors(p.shape, statistics, 1e-6)
     found = [
         *(g, p, *m, v, *(m * s), s, *(g * of_gradient)),
         *(*row, *column, *(row + 1e-8).rsqrt(), *(column + 1e-8).rsqrt(), *(m * of_momenta)),
     ]
     return torch.stack([x.expand(p.shape) for x in found], -1)
+
+
+def factors(
+    shape: Sequence[int], statistics: Statistics, beside: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """r_i and c_i of each element, or what can be expanded to them, and what g and m_i are
+    multiplied by; of fewer than two axes that is (r_i + beside)^-1/2 for m_i.
+    """
+    row, column = statistics.row, statistics.column
+    axes = factored_axes(shape)
+    if axes is None:
+        return row, row, (row + 1e-9).clamp(min=1e-9).rsqrt(), (row + beside).rsqrt()
+    second, longest = (1 + axis for axis in axes)
+    row, column = row.unsqueeze(longest), column.unsqueeze(second)
+    mean = row.mean(second, keepdim=True)
+    row_factor = (row / (mean + 1e-9)).clamp(min=1e-9).rsqrt()
+    both = row_factor * column.clamp(min=1e-9).rsqrt()
+    return row, column, both, both
 
 
 def normalised(features: Tensor) -> Tensor:

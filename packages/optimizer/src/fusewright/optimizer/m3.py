@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ._checks import check_number
-from ._matrix_groups import MatrixOptimizer, orthogonal, zeros
+from ._backends import Backend
+from ._matrix_groups import MatrixOptimizer, orthogonal, orthogonal_of, zeros
 from ._stack import Stack, as_matrices, check_fraction, check_switch
 from .newton_schulz import QUINTIC, Coefficients
 
@@ -101,6 +101,7 @@ class M3(MatrixOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         skip_nonfinite: bool = False,
+        backend: Backend = "auto",
     ) -> None:
         defaults = dict(
             lr=lr,
@@ -121,7 +122,7 @@ class M3(MatrixOptimizer):
             capturable=capturable,
             steps=0,
         )
-        super().__init__(params, defaults, skip_nonfinite)
+        super().__init__(params, defaults, skip_nonfinite, backend)
 
     def _check_matrices(self, group: dict[str, Any]) -> None:
         for name in ("betas", "retain"):
@@ -135,7 +136,7 @@ class M3(MatrixOptimizer):
                     wanted = "from 0 to 1" if name == "retain" else "above 0 and at most 1"
                     raise ValueError(f"{name}[{number}] must be {wanted}, got {x!r}")
         check_fraction("alpha", group["alpha"], below=math.inf)
-        check_number("eps", group["eps"])
+        check_fraction("eps", group["eps"], below=math.inf)
         check_switch("relative", group["relative"])
         frequency = group["frequency"]
         if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
@@ -166,10 +167,27 @@ class M3(MatrixOptimizer):
         new = new - lr * direction / (root.view_as(p) + group["eps"])
         stack.move(skips, p, new)
         changed = dict(fast_momentum=fast, second_moment=v, slow_momentum=slow)
-        if group["steps"] % group["frequency"] == 0:
+        if fires(group):
             changed["slow_direction"] = orthogonal(as_matrices(slow), group).view_as(p)
             changed["slow_momentum"] = a3 * slow
         stack.keep(skips, **changed)
+
+    def _move_matrices_by_kernels(
+        self, launches: Any, group: dict[str, Any], skips: Tensor | None
+    ) -> None:
+        stack = launches.stack
+        unit, sums = launches.m3_memories(group, skips)
+        launches.m3_move(orthogonal_of(unit, group), sums, group, skips)
+        if fires(group):
+            slow = stack.buffers["slow_momentum"]
+            direction = orthogonal(as_matrices(slow), group).view_as(slow)
+            kept = group["retain"][2] * slow
+            stack.keep(skips, slow_direction=direction, slow_momentum=kept)
+
+
+def fires(group: dict[str, Any]) -> bool:
+    """Whether this step is the last of a chunk."""
+    return group["steps"] % group["frequency"] == 0
 
 
 def relative_to_mean_square(x: Tensor) -> Tensor:

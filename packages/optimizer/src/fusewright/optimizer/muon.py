@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import torch
 
-from ._matrix_groups import MatrixOptimizer, orthogonal, zeros
+from ._backends import Backend
+from ._matrix_groups import MatrixOptimizer, orthogonal, orthogonal_of, zeros
 from ._stack import Stack, as_matrices, check_fraction, check_switch
 from .newton_schulz import QUINTIC, Coefficients
 
@@ -83,6 +84,7 @@ class Muon(MatrixOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         skip_nonfinite: bool = False,
+        backend: Backend = "auto",
     ) -> None:
         defaults = dict(
             lr=lr,
@@ -99,7 +101,7 @@ class Muon(MatrixOptimizer):
             maximize=maximize,
             capturable=capturable,
         )
-        super().__init__(params, defaults, skip_nonfinite)
+        super().__init__(params, defaults, skip_nonfinite, backend)
 
     def _check_matrices(self, group: dict[str, Any]) -> None:
         check_fraction("momentum", group["momentum"])
@@ -116,13 +118,20 @@ class Muon(MatrixOptimizer):
         lr, mu, p = group["lr"], group["momentum"], stack.values()
         m = torch.lerp(stack.buffers["momentum_buffer"], g, 1.0 - mu)
         u = as_matrices(torch.lerp(g, m, mu) if group["nesterov"] else m)
-        factor = lr * scale_of(u.shape[-2], u.shape[-1], group["scale"])
+        factor = lr * self._scale_of(u.shape[-2], u.shape[-1], group)
         o = orthogonal(u, group).view_as(p)
         stack.move(skips, p, (1.0 - lr * group["weight_decay"]) * p - factor * o)
         stack.keep(skips, momentum_buffer=m)
 
+    def _move_matrices_by_kernels(
+        self, launches: Any, group: dict[str, Any], skips: Tensor | None
+    ) -> None:
+        m = launches.stack.buffers["momentum_buffer"]
+        options = group["momentum"], group["nesterov"], group["ns_dtype"]
+        unit = launches.muon_direction(m, *options, skips)
+        launches.muon_move(orthogonal_of(unit, group), skips)
 
-def scale_of(rows: int, columns: int, scale: str) -> float:
-    if scale == "output_rms":
-        return math.sqrt(max(1.0, rows / max(1, columns)))
-    return 0.2 * math.sqrt(max(rows, columns)) if scale == "adamw_rms" else 1.0
+    def _scale_of(self, rows: int, columns: int, group: dict[str, Any]) -> float:
+        if group["scale"] == "output_rms":
+            return math.sqrt(max(1.0, rows / max(1, columns)))
+        return 0.2 * math.sqrt(max(rows, columns)) if group["scale"] == "adamw_rms" else 1.0

@@ -66,15 +66,21 @@ def newton_schulz(
         return matrices.clone()
     with without_autocast(matrices.device):
         x, _ = unit(matrices.flatten(0, -3) if matrices.dim() > 2 else matrices.unsqueeze(0))
-        x = x.to(matrices.dtype if dtype is None else dtype)
-        tall = x.shape[-2] > x.shape[-1]
-        x = x.mT if tall else x
-        for a, b, c in triples:
-            gram = x @ x.mT
-            inner = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
-            x = torch.baddbmm(x, inner, x, beta=a)
-        x = x.mT if tall else x
+        x = chain(x.to(matrices.dtype if dtype is None else dtype), triples)
         return x.to(matrices.dtype).reshape(matrices.shape)
+
+
+def chain(x: Tensor, triples: Sequence[Coefficients]) -> Tensor:
+    """a X + (b X X^T + c (X X^T)^2) X for each triple, X ``[stack, rows, columns]`` of norm 1; with
+    X^T X on the other side where that is smaller.
+    """
+    tall = x.shape[-2] > x.shape[-1]
+    for a, b, c in triples:
+        gram = x.mT @ x if tall else x @ x.mT
+        inner = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+        factors = (x, inner) if tall else (inner, x)
+        x = torch.baddbmm(x, *factors, beta=a)
+    return x
 
 
 def unit(matrices: Tensor) -> tuple[Tensor, Tensor]:

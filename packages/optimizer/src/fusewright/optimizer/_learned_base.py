@@ -1,0 +1,281 @@
+"""What the optimizers share whose step a network makes from statistics of each parameter: their
+state, the results of a step, and plans that hold as long as parameters and gradients lie where they
+did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ._backends import KERNEL_DTYPES, Backend, check_backend, decline, uses_triton
+from ._checks import check_gradient, check_number, check_options
+from ._learned_checks import check_learnable, check_state, tensor_obstacle
+from ._learned_parts import LearnedRules, Moved, Moving
+from ._members import Step, current, on
+from ._parts import total_squares
+from .adamw import new_results
+from .learned_features import Statistics, new_statistics
+
+Tensor = torch.Tensor
+
+
+class StatisticsOptimizer(torch.optim.Optimizer):
+    """Optimizers whose state of a parameter is ``learned_features.Statistics``, and what a subclass
+    adds.
+
+    Attributes:
+        grad_norm: of the last step, 0-d fp32 on the device of the first parameter that has a
+            gradient; NaN before one and where no norm is taken.
+        skipped: whether the last step was skipped, 0-d bool there.
+        skipped_steps: how many were, 0-d int64 there.
+    """
+
+    # torch.amp.GradScaler sets grad_scale and found_inf before a step, and deletes them after.
+    _step_supports_amp_scaling = True
+    # Attributes that copies and pickles have beside torch's.
+    kept_names: tuple[str, ...] = ("backend", "max_grad_norm", "skip_nonfinite", "_results")
+
+    def _prepare(
+        self, max_grad_norm: float | None, skip_nonfinite: bool | None, backend: Backend
+    ) -> None:
+        """Before torch's own construction, which adds the parameters."""
+        check_backend(backend)
+        check_options(max_grad_norm, skip_nonfinite, None, "nearest", 0)
+        self.backend = backend
+        self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
+        self.skip_nonfinite = (
+            max_grad_norm is not None if skip_nonfinite is None else skip_nonfinite
+        )
+        self._results: tuple[Tensor, Tensor, Tensor] | None = None
+        self._forget_plans()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own where given."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for p in group["params"]:
+                check_learnable(p)
+            check_number("lr", group["lr"])
+            check_number("weight_decay", group["weight_decay"])
+            self._check_group(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._forget_plans()
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """A subclass's own options."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: self.__dict__[name] for name in self.kept_names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self._parts: list[tuple[Moving, list[int]]] = []
+        self._seen: list[Any] = []
+
+    @property
+    def grad_norm(self) -> Tensor:
+        return self._results_on(self._first_device())[0]
+
+    @property
+    def skipped(self) -> Tensor:
+        return self._results_on(self._first_device())[1]
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        return self._results_on(self._first_device())[2]
+
+    def _first_device(self) -> torch.device:
+        if self._results is not None:
+            return self._results[0].device
+        return next(iter(self._all_parameters())).device
+
+    def _results_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        if self._results is None:
+            self._results = new_results(device)
+        elif self._results[0].device != device:
+            norm, skipped, count = (x.to(device) for x in self._results)
+            self._results = norm, skipped, count
+        return self._results
+
+    def _all_parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _point(self, gradients: Sequence[Tensor | None]) -> None:
+        """Have each part see its gradients and the groups' numbers."""
+        for part, places in self._parts:
+            with current(part.device):
+                mine = [g for g in (gradients[place] for place in places) if g is not None]
+                part.point(part.gradients_of(mine), self.param_groups)
+
+    def _steps(self, found: Tensor | None) -> list[Step]:
+        """What each part decides by, and writes its results to."""
+        scale = getattr(self, "grad_scale", None)
+        squares = None
+        if self.skip_nonfinite:
+            squares = total_squares([part for part, _ in self._parts])
+        steps = []
+        for number, (part, _) in enumerate(self._parts):
+            device = part.device
+            with current(device):
+                results = new_results(device) if number else self._results_on(device)
+                given = on(device, squares), on(device, scale), on(device, found)
+                steps.append(Step(*given, *results))
+        return steps
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of such an optimizer; statistics keep their dtypes."""
+        given: dict[str, Any] = {}
+
+        def check(_: Any, adapted: dict[str, Any]) -> None:
+            for saved, group in zip(adapted["param_groups"], self.param_groups, strict=False):
+                for number, p in zip(saved["params"], group["params"], strict=False):
+                    kept = adapted["state"].get(number, {})
+                    check_state(kept, self._meta_state(p), number)
+            self._check_saved(adapted)
+            given.update(adapted)
+
+        def take(_: Any) -> None:
+            # Once more, without torch's casts to the parameters' dtypes.
+            numbers = (k for group in given["param_groups"] for k in group["params"])
+            for number, p in zip(numbers, self._all_parameters(), strict=True):
+                state = given["state"].get(number, {})
+                if state:
+                    for name, fresh in self._new_state(p.detach()).items():
+                        self.state[p][name] = fresh.copy_(torch.as_tensor(state[name]))
+            self._take_saved(given)
+            self._forget_plans()
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(take, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_saved(self, saved: dict[str, Any]) -> None:
+        """What a subclass has saved beside torch's."""
+
+    def _take_saved(self, saved: dict[str, Any]) -> None:
+        """Load that."""
+
+    def _new_state(self, p: Tensor) -> dict[str, Tensor]:
+        """A parameter's state before its first step."""
+        return new_statistics(p)._asdict()
+
+    def _meta_state(self, p: Tensor) -> dict[str, Tensor]:
+        """Shapes and strides of a parameter's state."""
+        return self._new_state(
+            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+        )
+
+    def _plan(self, context: list[Any]) -> list[Tensor | None]:
+        """Make sure that the plans are of these parameters, gradients and states, and of what else
+        they depend on; returns all gradients.
+        """
+        flat = self._all_parameters()
+        gradients = [p.grad for p in flat]
+        try:
+            kinds = [None if g is None else (g.dtype, g.stride(), g.is_neg()) for g in gradients]
+        except RuntimeError:
+            # Sparse ones have no strides.
+            self._check(flat, gradients)
+            raise
+        # What addresses and launches were planned for.
+        seen = [
+            [(p.data_ptr(), p.dtype, p.stride()) for p in flat],
+            kinds,
+            [group.get("maximize") for group in self.param_groups],
+            context,
+        ]
+        if self._seen and seen == self._seen[:-1] and self._kept(flat) == self._seen[-1]:
+            return gradients
+        self._check(flat, gradients)
+        found: dict[tuple[torch.device, bool], list[Moved]] = {}
+        place = 0
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                g = gradients[place]
+                if g is not None and self._takes(p):
+                    sign = -1.0 if group.get("maximize") else 1.0
+                    member = Moved(place, p.detach(), self._statistics_of(p), number, sign, g.dtype)
+                    key = p.device, self._uses_triton(p, g, place)
+                    found.setdefault(key, []).append(member)
+                place += 1
+        self._parts = []
+        for (device, with_kernels), members in found.items():
+            with current(device):
+                part = self._part(members, device, with_kernels)
+            self._parts.append((part, [member.place for member in part.members]))
+        # With the states that have just been made.
+        self._seen = [*seen, self._kept(flat)]
+        return gradients
+
+    def _part(self, members: list[Moved], device: torch.device, with_kernels: bool) -> Moving:
+        """Members on one device, moved by kernels or in plain torch."""
+        raise NotImplementedError
+
+    def _rules(self, network: Any) -> LearnedRules:
+        return LearnedRules(network, self.max_grad_norm, len(self.param_groups))
+
+    def _takes(self, p: Tensor) -> bool:
+        """Whether a parameter with a gradient takes part."""
+        return True
+
+    def _check(self, flat: list[Tensor], gradients: list[Tensor | None]) -> None:
+        for p, g in zip(flat, gradients, strict=True):
+            if g is not None:
+                check_gradient(p, g)
+
+    def _kept(self, flat: list[Tensor]) -> list[tuple[int, ...]]:
+        """Which tensors the state is."""
+        return [tuple(map(id, self.state.get(p, {}).values())) for p in flat]
+
+    def _uses_triton(self, p: Tensor, g: Tensor, place: int) -> bool:
+        if not uses_triton(p, self.backend):
+            return False
+        obstacle = self._obstacle(p, place) or tensor_obstacle(p)
+        if g.dtype not in KERNEL_DTYPES:
+            obstacle = f"the kernels take gradients of float32, bfloat16 and float16, not {g.dtype}"
+        if obstacle is not None:
+            decline(obstacle, self.backend)
+        return obstacle is None
+
+    def _obstacle(self, p: Tensor, place: int) -> str | None:
+        """What of a subclass the kernels cannot serve."""
+        return None
+
+    def _statistics_of(self, p: Tensor) -> Statistics:
+        state = self.state[p]
+        if not state:
+            state.update(self._new_state(p.detach()))
+        wanted = self._meta_state(p)
+        same = state.keys() == wanted.keys() and all(
+            (x.dtype, x.device, x.stride()) == (y.dtype, p.device, y.stride())
+            for x, y in ((state[name], wanted[name]) for name in wanted)
+        )
+        if not same:
+            # Others may have put it there, or given the parameter other memory since.
+            check_state(state, wanted, 0)
+            fresh = self._new_state(p.detach())
+            for name, new in fresh.items():
+                new.copy_(state[name])
+            state.update(fresh)
+        return Statistics(*(state[name] for name in Statistics._fields))
+
+
+def loss_of(closure: Callable[[], Any]) -> Any:
+    """What a closure computes, with gradients."""
+    with torch.enable_grad():
+        return closure()

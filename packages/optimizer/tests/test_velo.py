@@ -1,0 +1,329 @@
+"""VeLO against its published formulas, in fp64, its kernels against the reference, and what the
+tensors of one step see of each other.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from fusewright.optimizer.learned_features import advanced, new_statistics
+from fusewright.optimizer.velo import VeLO
+from fusewright.optimizer.velo_features import element_features, start_decays
+from fusewright.optimizer.velo_networks import VeLONetworks
+from fusewright_testkit import Yardstick
+
+# Without axes, with one, the longest axis first, last, in the middle, equal ones, and none at all.
+SHAPES = ((), (5,), (1, 1), (7, 4), (3, 9), (6, 6), (2, 5, 3), (4, 2, 3, 3), (0, 4))
+STEPS = 4
+
+
+def spelled(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def loss_at(step: int) -> float:
+    """Falling, with one that is too high."""
+    return 30.0 if step == 2 else 4.0 / (1 + step)
+
+
+class Published:
+    """One tensor of HyperV2 as arXiv 2211.09760 and its published definition describe it, in NumPy
+    and fp64: statistics have the decay along a last axis, features too.
+    """
+
+    decays = np.array([0.9, 0.99, 0.999])
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.m = np.zeros((*shape, 3))
+        self.v = np.zeros((*shape, 1))
+        self.r = self.c = 0.0
+
+    def of_tensor(self, x: np.ndarray, progress: np.ndarray, losses: np.ndarray) -> np.ndarray:
+        axes = tuple(range(x.ndim))
+        n = 1 / np.sqrt(max(np.mean(x**2), 1e-9))
+        m, v = self.m * n, self.v * n
+        mean_m = m.mean(axes, keepdims=True)
+
+        def size(value):
+            return np.clip(np.log(1e-8 + np.abs(value * 10)), -5, 5) * 0.5
+
+        rank = sum(length > 1 for length in x.shape)
+        inputs = {
+            "fraction_left": progress,
+            "loss_features": losses,
+            "var_m": size(((m - mean_m) ** 2).mean(axes)),
+            "mean_rms": size(v.mean(axes)),
+            # Around the means of m.
+            "var_rms": size(((v - mean_m) ** 2).mean(axes)),
+            "rank": np.eye(5)[rank],
+        }
+        return np.concatenate([inputs[name] for name in sorted(inputs)])
+
+    def of_elements(self, x: np.ndarray, g: np.ndarray) -> np.ndarray:
+        x, g = x[..., None], g[..., None]
+        self.m = self.decays * self.m + (1 - self.decays) * g
+        self.v = 0.999 * self.v + 0.001 * g**2
+        g2 = g**2 + 1e-30
+        s = (self.v + 1e-6) ** -0.5
+        if g.ndim < 3:
+            self.r = self.decays * self.r + (1 - self.decays) * g2
+            r = c = self.r
+            of_g = np.maximum(r + 1e-9, 1e-9) ** -0.5
+            of_m = r**-0.5
+        else:
+            second, longest = (int(axis) for axis in np.argsort(g.shape[:-1], kind="stable")[-2:])
+            keep = dict(keepdims=True)
+            self.r = self.decays * self.r + (1 - self.decays) * g2.mean(longest, **keep)
+            self.c = self.decays * self.c + (1 - self.decays) * g2.mean(second, **keep)
+            r, c = self.r + 0.0 * g2, self.c + 0.0 * g2
+            scaled = self.r / (self.r.mean(second, **keep) + 1e-9)
+            of_g = np.maximum(scaled, 1e-9) ** -0.5 * np.maximum(self.c, 1e-9) ** -0.5
+            of_m = of_g
+        found = [
+            *(g, np.clip(g, -0.1, 0.1), x, self.m, self.v, self.m * s, s, g * of_g, g * s),
+            *(r, c, (r + 1e-8) ** -0.5, (c + 1e-8) ** -0.5, self.m * of_m),
+        ]
+        return np.concatenate(found, -1)
+
+    def step(self, x, g, layers: list[np.ndarray], a: float, mult) -> np.ndarray:
+        f = self.of_elements(x, g)
+        f = f / np.sqrt((f**2).reshape(-1, 30).mean(0) + 1e-5)
+        w1, b1, w2, b2, w3, b3 = layers
+        h = np.maximum(f @ w1.T + b1, 0)
+        h = np.maximum(h @ w2.T + b2, 0)
+        direction, magnitude, _ = np.moveaxis(h @ w3.T + b3, -1, 0)
+        scale = np.sqrt(np.mean(x**2) + 1e-9)
+        return a * direction * (scale * np.exp(magnitude * mult[0])) * mult[1]
+
+
+class PublishedTraining:
+    """All tensors of a training: the losses' means, the LSTM, the mixing and the steps."""
+
+    def __init__(self, networks: VeLONetworks, shapes, num_steps: int) -> None:
+        self.weights = {
+            name: x.detach().double().numpy() for name, x in networks.named_parameters()
+        }
+        self.mult = networks.exp_mult, networks.step_mult
+        self.tensors = [Published(shape) for shape in shapes]
+        self.h, self.c = (np.stack([x] * len(shapes)) for x in self.weights["start"])
+        self.decays = np.exp(-1 / np.logspace(1, np.log10(num_steps), 10))
+        self.means, self.lowest = np.zeros(10), np.full(10, 999999999999.0)
+        self.t, self.num_steps = 0, num_steps
+
+    def losses(self, loss: float) -> np.ndarray:
+        corrected = self.means / (1 - self.decays ** (self.t + 1))
+        bound = 2 * abs(loss if self.t == 0 else corrected.max())
+        self.means = self.means * self.decays + min(bound, loss) * (1 - self.decays)
+        corrected = self.means / (1 - self.decays ** (self.t + 1))
+        self.lowest = np.minimum(self.lowest, corrected)
+        if self.t + 1 <= 2:
+            return np.zeros(9)
+        room = np.maximum(1e-8, corrected[1:] - self.lowest[:-1])
+        return np.clip((corrected[:-1] - self.lowest[:-1]) / room - 1, -1, 1)
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+
+    def step(self, xs, gs, loss: float, lr: float, decay: float) -> list[np.ndarray]:
+        loss = loss + decay * sum(np.sum(x**2) for x in xs)
+        gs = [np.clip(g + decay * x, -1000, 1000) for x, g in zip(xs, gs, strict=True)]
+        losses = self.losses(loss)
+        taus = np.array([0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1])
+        progress = np.tanh((self.t / self.num_steps - taus) * 10)
+        seen = np.stack(
+            [one.of_tensor(x, progress, losses) for one, x in zip(self.tensors, xs, strict=True)]
+        )
+        u = self.linear("own", seen) + np.maximum(self.linear("pooled", seen), 0).max(0)
+        w = self.weights
+        gates = u @ w["lstm.weight_ih"].T + w["lstm.bias_ih"]
+        gates += self.h @ w["lstm.weight_hh"].T + w["lstm.bias_hh"]
+        i, f, g, o = np.split(gates, 4, 1)
+
+        def opened(x):
+            return 1 / (1 + np.exp(-x))
+
+        self.c = opened(f) * self.c + opened(i) * np.tanh(g)
+        self.h = opened(o) * np.tanh(self.c)
+        controls, a = self.linear("controls", self.h), self.linear("multiplier", self.h)[:, 0]
+        found = []
+        for place, (one, x, g) in enumerate(zip(self.tensors, xs, gs, strict=True)):
+            bank = [w[name] for name in ("w1", "b1", "w2", "b2", "w3", "b3")]
+            layers = [100 * np.tensordot(controls[place], x, 1) / len(x) for x in bank]
+            found.append(x - lr * one.step(x, g, layers, a[place], self.mult))
+        self.t += 1
+        return found
+
+
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=spelled)
+def test_element_features_are_those_of_the_published_definition(learned, shape):
+    published = Published(shape)
+    p = learned.drawn([shape])[0].double()
+    kept = new_statistics(p)
+    for step in range(3):
+        g = 2.0 * learned.gradient(p, step)
+        kept = advanced(kept, g, start_decays(p.device))
+        expected = torch.from_numpy(published.of_elements(p.numpy(), g.numpy()))
+        torch.testing.assert_close(element_features(p, g, kept), expected, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("num_steps", [1, 7, 40])
+def test_reference_steps_are_the_published_ones(learned, num_steps):
+    networks = learned.velo_networks().double()
+    ps = [torch.nn.Parameter(x.double()) for x in learned.drawn(SHAPES)]
+    optimizer = VeLO(ps, networks, num_steps, lr=0.05, weight_decay=0.01)
+    expected = [p.detach().numpy().copy() for p in ps[:-1]]
+    published = PublishedTraining(networks, SHAPES[:-1], num_steps)
+    for step in range(STEPS):
+        for p in ps:
+            p.grad = learned.gradient(p, step)
+        gs = [np.sin(x * (3 + step)) + 0.1 for x in expected]
+        expected = published.step(expected, gs, loss_at(step), 0.05, 0.01)
+        optimizer.step(loss_at(step))
+    for p, x in zip(ps, expected, strict=False):
+        np.testing.assert_allclose(p.detach().numpy(), x, rtol=1e-10, atol=1e-11)
+    assert optimizer.losses.step.item() == STEPS
+
+
+def stepped(learned, networks, backend, tensors, steps=STEPS, **options):
+    """Parameters after some steps."""
+    ps = [torch.nn.Parameter(x.detach().clone()) for x in tensors]
+    used = networks.double() if ps[0].dtype == torch.float64 else networks.float()
+    optimizer = VeLO(ps, used, 20, lr=0.2, backend=backend, **options)
+    for step in range(steps):
+        for p, x in zip(ps, tensors, strict=True):
+            # The same for every backend: a rounded parameter must not choose it.
+            p.grad = learned.gradient(x, step).to(p.dtype)
+        optimizer.step(loss_at(step))
+    return tuple(p.detach() for p in ps)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (7, 4), (2, 5, 3), (4, 2, 3, 3)], ids=spelled)
+@pytest.mark.usefixtures("small_learned_tiles")
+def test_kernels_are_as_near_to_fp64_as_the_reference(learned, shape, device):
+    networks = learned.velo_networks(device)
+    tensors = learned.drawn([shape], device)
+
+    def by(backend):
+        return lambda *some: stepped(learned, networks, backend, some, weight_decay=0.02)
+
+    Yardstick(by("reference"), tensors, [None]).check(by("triton"))
+
+
+@pytest.mark.usefixtures("small_learned_tiles")
+def test_kernels_of_many_tensors_are_as_near_to_fp64_as_the_reference(learned, device):
+    networks = learned.velo_networks(device)
+    tensors = learned.drawn(learned.kinds, device)
+
+    def by(backend):
+        return lambda *some: stepped(learned, networks, backend, some, 3, max_grad_norm=3.0)
+
+    Yardstick(by("reference"), tensors, [None] * len(tensors)).check(by("triton"))
+
+
+@pytest.mark.parametrize("permuted", [(1, 0), (0, 2, 1), (2, 0, 1), (0, 2, 3, 1)], ids=spelled)
+@pytest.mark.usefixtures("small_learned_tiles")
+def test_order_of_memory_changes_nothing(learned, backend, permuted, device):
+    shape = (3, 4, 2, 2)[: len(permuted)]
+    stored = learned.drawn([tuple(shape[axis] for axis in permuted)])[0].to(device)
+    moved = stored.permute([permuted.index(axis) for axis in range(len(permuted))])
+    networks = learned.velo_networks(device)
+    (plain,) = stepped(learned, networks, "reference", [moved.contiguous()], weight_decay=0.1)
+    p = torch.nn.Parameter(moved.detach())
+    optimizer = VeLO([p], networks, 20, lr=0.2, weight_decay=0.1, backend=backend)
+    start = p.detach().clone()
+    for step in range(STEPS):
+        p.grad = learned.gradient(start, step)
+        optimizer.step(loss_at(step))
+    torch.testing.assert_close(p.detach(), plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_gradients_of_any_size_are_served(learned, backend, device, scale):
+    networks = learned.velo_networks(device)
+    (p,) = (torch.nn.Parameter(x) for x in learned.drawn([(3, 40)], device))
+    optimizer = VeLO([p], networks, 20, lr=0.01, backend=backend)
+    for _ in range(2):
+        p.grad = scale * torch.cos(40 * p.detach())
+        optimizer.step(1.0)
+    assert p.isfinite().all()
+    # Within 1000 of zero, of which a tenth is in the first momentum.
+    most = optimizer.state[p]["momenta"].abs().max().item()
+    assert most == pytest.approx(min(scale, 1000.0) * 0.19, rel=0.1)
+
+
+def test_moments_keep_a_small_variance_beside_a_large_mean(learned, backend, device):
+    networks = learned.velo_networks(device)
+    p = torch.nn.Parameter(torch.ones(64, 8, device=device))
+    optimizer = VeLO([p], networks, 20, backend=backend)
+    # What is left of the variance in fp32 sums of squares is noise.
+    spread = torch.linspace(-1.0, 1.0, 512, device=device).view(64, 8)
+    p.grad = 900.0 + 0.05 * spread
+    optimizer.step(1.0)
+    m = optimizer.state[p]["momenta"].double()
+    expected = m.flatten(1).var(1, correction=0)
+    (part, _), *_ = optimizer._parts
+    p.grad = torch.zeros_like(p)
+    seen = []
+    see = part.see
+    part.see = lambda step: seen.append(see(step)) or seen[-1]
+    optimizer.step(1.0)
+    torch.testing.assert_close(seen[0].var_m[0], expected, rtol=1e-3, atol=0.0)
+
+
+def test_tensors_see_the_highest_of_all_tensors(learned, backend, device):
+    networks = learned.velo_networks(device)
+    tensors = learned.drawn([(3, 4), (5,)], device)
+    together = stepped(learned, networks, backend, tensors, steps=2)
+    alone = stepped(learned, networks, backend, tensors[:1], steps=2)
+    assert not torch.equal(together[0], alone[0])
+    with torch.no_grad():
+        networks.pooled.weight.zero_()
+        networks.pooled.bias.fill_(-1.0)
+    together = stepped(learned, networks, backend, tensors, steps=2)
+    alone = stepped(learned, networks, backend, tensors[:1], steps=2)
+    torch.testing.assert_close(together[0], alone[0], rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_of_several_dtypes_and_groups_move_in_one_step(learned, backend, device):
+    networks = learned.velo_networks(device)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    (x,) = learned.drawn([(6, 4)], device)
+    ps = [torch.nn.Parameter(x.to(dtype, copy=True)) for dtype in dtypes]
+    still = torch.nn.Parameter(x.clone())
+    zero = torch.zeros((), device=device)
+    groups = [{"params": ps}, {"params": [still], "lr": zero, "weight_decay": zero}]
+    optimizer = VeLO(groups, networks, 20, lr=0.2, max_grad_norm=1.0, backend=backend)
+    for p in (*ps, still):
+        p.grad = torch.ones_like(p)
+    optimizer.step(1.0)
+    assert optimizer.grad_norm.item() == pytest.approx(math.sqrt(4 * 24))
+    moves = [p.detach().float() - x for p in ps]
+    assert moves[0].abs().max() > 0.01
+    torch.testing.assert_close(moves[1], moves[0], rtol=0.0, atol=0.02)
+    torch.testing.assert_close(moves[2], moves[0], rtol=0.0, atol=0.003)
+    assert torch.equal(still, x)
+
+
+def test_same_inputs_same_bits(learned, backend, device):
+    tensors = learned.drawn(learned.kinds, device)
+    networks = learned.velo_networks(device)
+    runs = [stepped(learned, networks, backend, tensors, max_grad_norm=0.5) for _ in range(2)]
+    assert all(map(torch.equal, *runs))
+
+
+def test_networks_are_read_as_they_are(learned, backend, device):
+    networks = learned.velo_networks(device)
+    p = torch.nn.Parameter(learned.drawn([(3, 4)], device)[0])
+    optimizer = VeLO([p], networks, 20, backend=backend)
+    p.grad = torch.ones_like(p)
+    optimizer.step(1.0)
+    before = copy.deepcopy(p)
+    with torch.no_grad():
+        networks.multiplier.weight.zero_()
+        networks.multiplier.bias.zero_()
+    optimizer.step(1.0)
+    assert torch.equal(p, before)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import report_optimizers
 import typer
 from fusewright_testkit.report import BEGIN, COLOURS, COLUMNS, Results, with_made
 
@@ -180,6 +181,7 @@ def made(folder: Path) -> str:
             parts.append(TOLD_OF_SWITCHES.format(name=switches.name))
             rule = ("---",) * 2 + ("---:",) * 6
             parts.append(markdown([SWITCHES_HEADER, rule, *switch_rows(switches)]))
+    parts += report_optimizers.parts(folder)
     return "\n\n".join(parts) or "Nothing has been measured yet."
 
 
@@ -220,10 +222,12 @@ def problems(folder: Path) -> list[str]:
     """What of README and pictures is behind the result files."""
     readme = folder / "README.md"
     text, files = readme.read_text(), result_files(folder)
-    if not files and BEGIN not in text:
+    compared = report_optimizers.files(folder)
+    if not (files or compared or BEGIN in text):
         return []
     told = [] if text == with_made(text, made(folder)) else [f"{readme} is behind its results"]
-    pictures = [path.with_suffix(".png") for path in files]
+    # Those of comparisons are drawn where they are trained.
+    pictures = [path.with_suffix(".png") for path in [*files, *compared]]
     return told + [f"{path} is missing" for path in pictures if not path.is_file()]
 
 

@@ -10,6 +10,7 @@ from fusewright_models import TransformerNP, TransformerNPConfig
 from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
 from fusewright_models.titan_mac_config import VARIANTS, TitanMACConfig
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
@@ -44,6 +45,27 @@ KINDS = {
     "mac-bare": {"persistent": 0, "convolution": 0},
     "mag-bare": {"variant": "mag", "persistent": 0, "convolution": 0},
 }
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would wait for a device: scalars read and shapes that depend on values."""
+
+    WAITING = (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+    )
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in self.WAITING
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def host_reads() -> HostReads:
+    """To be entered around what should wait for no device."""
+    return HostReads()
 
 
 @pytest.fixture

@@ -32,7 +32,10 @@ def report():
     """The script beside the sources, which is no part of the distribution."""
     spec = importlib.util.spec_from_file_location("integration_report", FOLDER / "report.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        # As where it is run as a script.
+        patch.syspath_prepend(FOLDER)
+        spec.loader.exec_module(module)
     return module
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
 from fusewright_models.titan_mac_config import VARIANTS
-from fusewright_models.training import adamw
+from fusewright_models.training import torch_adamw
 from fusewright_testkit.yardstick import Allowance, RoundedProducts, assert_within
 
 STEPS = 20
@@ -36,7 +36,7 @@ def test_step_waits_for_nothing_and_its_replay_has_the_same_bits(variant):
     found = []
     for captured in (False, True):
         model = make("l4", variant=variant, layers=2)
-        optimizer = adamw(model, lr=1e-3, weight_decay=0.1)
+        optimizer = torch_adamw(model, lr=1e-3, weight_decay=0.1)
         for group in optimizer.param_groups:
             group["capturable"] = True
         tokens = draw(model, 2, 1089)

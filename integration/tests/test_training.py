@@ -13,7 +13,6 @@ from fusewright_models.data import DATA_NAMES, make_sampler
 from fusewright_models.training import RunFolder, Trainer, TrainingConfig, adamw, warmup_cosine
 from fusewright_testkit.yardstick import MOVES, Allowance, MovedResults, assert_within
 from rich.console import Console
-from torch.utils._python_dispatch import TorchDispatchMode
 
 CONFIG = TrainingConfig(steps=12, batch_size=4, warmup_steps=2, log_every=2, evaluate_every=6)
 
@@ -65,14 +64,21 @@ def linear_trainer(path, config=CONFIG, **options) -> Trainer:
 
 
 def transformer_trainer(
-    path, config=CONFIG, *, data="digits", ragged=False, device="cpu", **options
+    path,
+    config=CONFIG,
+    *,
+    data="digits",
+    ragged=False,
+    device="cpu",
+    dtype=torch.float32,
+    **options,
 ) -> Trainer:
     torch.manual_seed(0)
     source = make_sampler(data, ragged=ragged, device=device)
     shape = TransformerNPConfig(
         x_width=source.x_width, width=16, layers=2, heads=2, feed_forward_width=21, components=3
     )
-    model = TransformerNP(shape, **options).to(device)
+    model = TransformerNP(shape, **options).to(device, dtype)
     optimizer = adamw(model, lr=1e-3, weight_decay=0.01)
     quiet = Console(file=StringIO())
     return Trainer(
@@ -101,14 +107,14 @@ def test_loss_of_transformer_np_decreases(tmp_path, data):
 def test_metrics_hold_mean_loss_rate_and_evaluations(tmp_path):
     seen = []
     trainer = linear_trainer(tmp_path, evaluate=lambda: {"score_log_likelihood": float(len(seen))})
-    plain = trainer.loss_function
+    plain = trainer.stepper.loss_function
 
     def recorded(model, batch):
         loss = plain(model, batch)
         seen.append(float(loss.detach()))
         return loss
 
-    trainer.loss_function = recorded
+    trainer.stepper.loss_function = recorded
     trainer.run()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "loss" not in line]
@@ -217,8 +223,8 @@ def test_non_finite_loss_stops_at_the_log_point_and_keeps_the_checkpoint(tmp_pat
     trainer = linear_trainer(tmp_path)
     trainer.run(until=6)
     sound = RunFolder(tmp_path).load_checkpoint()["model"]["weight"]
-    plain = trainer.loss_function
-    trainer.loss_function = lambda model, batch: plain(model, batch) * float("nan")
+    plain = trainer.stepper.loss_function
+    trainer.stepper.loss_function = lambda model, batch: plain(model, batch) * float("nan")
     with pytest.raises(FloatingPointError, match="steps 7 to 8: not finite"):
         trainer.run()
     assert torch.equal(RunFolder(tmp_path).load_checkpoint()["model"]["weight"], sound)
@@ -257,27 +263,12 @@ def test_rate_rises_linearly_then_falls_as_a_cosine():
     assert warmup_cosine(0, steps=1, warmup_steps=0) == 1.0
 
 
-class HostReads(TorchDispatchMode):
-    """Counts what would wait for a device: scalars read and shapes that depend on values."""
-
-    WAITING = (
-        torch.ops.aten._local_scalar_dense.default,
-        torch.ops.aten.nonzero.default,
-        torch.ops.aten.masked_select.default,
-    )
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in self.WAITING
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
 @pytest.mark.parametrize("data", DATA_NAMES)
-def test_steps_between_log_points_read_nothing_on_the_host(tmp_path, data, ragged):
+def test_steps_between_log_points_read_nothing_on_the_host(tmp_path, host_reads, data, ragged):
     config = replace(CONFIG, steps=100, log_every=50, evaluate_every=50)
     trainer = transformer_trainer(tmp_path, config, data=data, ragged=ragged)
-    with HostReads() as reads:
+    with host_reads as reads:
         trainer.run(until=3)
     assert reads.count == 0
     with reads:
@@ -291,6 +282,8 @@ def test_steps_between_log_points_read_nothing_on_the_host(tmp_path, data, ragge
 @pytest.mark.parametrize("data", DATA_NAMES)
 def test_steps_on_the_gpu_do_not_synchronise(tmp_path, data, ragged, precision):
     config = replace(CONFIG, steps=100, log_every=50, evaluate_every=50, precision=precision)
+    # A capture waits for the device; replays are looked at in test_captured_gpu.
+    config = replace(config, capture=False)
     trainer = transformer_trainer(tmp_path, config, data=data, ragged=ragged, device="cuda")
     trainer.run(until=3)
     torch.cuda.set_sync_debug_mode("error")
@@ -322,9 +315,7 @@ def test_compiled_training_follows_eager_training(tmp_path):
     """
 
     def losses(name: str, dtype: torch.dtype, **changes) -> torch.Tensor:
-        trainer = transformer_trainer(tmp_path / name, replace(CONFIG, **changes))
-        trainer.model.to(dtype)
-        trainer.sums = trainer.sums.to(dtype)
+        trainer = transformer_trainer(tmp_path / name, replace(CONFIG, **changes), dtype=dtype)
         trainer.run()
         return torch.tensor([line["loss"] for line in trainer.folder.read_metrics()], dtype=dtype)
 

@@ -14,13 +14,40 @@ import typer
 from fusewright.attention import Backend
 from fusewright.norm import layer_norm
 from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
 
 from .devices import checked_device
-from .training import Precision, RunFolder, Trainer
+from .training import (
+    OptimizerName,
+    Precision,
+    RunFolder,
+    Trainer,
+    TrainingConfig,
+    make_optimizer,
+)
 
 # Flags that say the same of every model.
 PeakRate = Annotated[
-    float | None, typer.Option(help="Peak rate: warm-up over a twentieth, then a cosine.")
+    float | None,
+    typer.Option(
+        help="Peak rate: warm-up over a twentieth, then a cosine. Default: the preset's; 1 of the "
+        "optimizer learned."
+    ),
+]
+OptimizerChoice = Annotated[
+    OptimizerName | None, typer.Option("--optimizer", help="Default: adamw.")
+]
+OptimizerWeights = Annotated[
+    str | None,
+    typer.Option(help="Of the optimizer learned: a safetensors file. Default: what it ships."),
+]
+CaptureChoice = Annotated[
+    bool | None,
+    typer.Option(
+        "--capture/--no-capture",
+        help="Replay steps from CUDA graphs. Default: on cuda, where that can be done.",
+    ),
 ]
 PrecisionChoice = Annotated[
     Precision | None,
@@ -53,6 +80,23 @@ class Run(Protocol):
 
     @property
     def label(self) -> str: ...
+
+    @property
+    def optimizer(self) -> OptimizerName: ...
+
+    @property
+    def optimizer_weights(self) -> str | None: ...
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+    @property
+    def capture(self) -> bool | None: ...
+
+    def training(self) -> TrainingConfig: ...
 
     @classmethod
     def from_flags(cls, flags: dict[str, Any]) -> Self: ...
@@ -111,15 +155,35 @@ def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
 
 def check_device(run: Run) -> None:
     """Fail now rather than in the first step, with the reason that torch or the norm gives."""
-    layer_norm(torch.ones(1, 8, device=checked_device(run.device)), backend=run.backend)
+    device = checked_device(run.device)
+    layer_norm(torch.ones(1, 8, device=device), backend=run.backend)
+    if run.capture and device.type != "cuda":
+        raise ValueError(f"--capture needs a CUDA device; got --device {run.device}")
 
 
-def train(trainer: Trainer, run: Run, *, resumed: bool) -> None:
+def optimizer_of(run: Run, model: nn.Module) -> Optimizer:
+    """The optimizer that the run asks for.
+
+    Raises:
+        ValueError, OSError, RuntimeError: it cannot be had.
+    """
+    return make_optimizer(
+        run.optimizer,
+        model,
+        lr=run.lr,
+        weight_decay=run.weight_decay,
+        clip_norm=run.training().clip_norm,
+        backend=run.backend,
+        weights=run.optimizer_weights,
+    )
+
+
+def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> None:
     """Begin the run or take it up where it was left, and train to its end.
 
     A run that is stopped or fails ends the program, with one sentence.
     """
-    folder, console = trainer.folder, trainer.console
+    console = trainer.console
     with usage_errors():
         if not resumed:
             config = {"model": run.model_name, "torch": torch.__version__, **asdict(run)}

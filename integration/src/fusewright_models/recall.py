@@ -10,11 +10,10 @@ held-out accuracy of every evaluation, and the curves as a picture beside it.
 from __future__ import annotations
 
 import csv
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -29,7 +28,7 @@ from .run_fields import LARGEST_SEED
 from .text.recall import KeyValueRecall, RecallBatch, recall_accuracy
 from .titan_mac import TitanMAC
 from .titan_mac_config import TitanMACConfig, Variant
-from .training import RunFolder, Trainer, TrainingConfig, adamw
+from .training import Trainer, TrainingConfig, torch_adamw
 
 SHAPE = TitanMACConfig(
     dim=64,
@@ -100,24 +99,23 @@ def train_recall(
         batches, size = EVALUATION_BATCHES, training.batch_size
         return {"accuracy": recall_accuracy(model, held_out, batches=batches, batch_size=size)}
 
-    with tempfile.TemporaryDirectory() as path:
-        folder = RunFolder(path)
-        Trainer(
-            model,
-            task,
-            recall_loss,
-            adamw(model, lr=training.lr, weight_decay=0.0),
-            TrainingConfig(
-                steps=training.steps,
-                batch_size=training.batch_size,
-                warmup_steps=training.steps // 20,
-                evaluate_every=training.evaluate_every,
-            ),
-            folder,
-            evaluate=evaluation,
-            console=console,
-        ).run()
-        lines = folder.read_metrics()
+    lines: list[dict[str, Any]] = []
+    Trainer(
+        model,
+        task,
+        recall_loss,
+        torch_adamw(model, lr=training.lr, weight_decay=0.0),
+        TrainingConfig(
+            steps=training.steps,
+            batch_size=training.batch_size,
+            warmup_steps=training.steps // 20,
+            evaluate_every=training.evaluate_every,
+        ),
+        None,
+        evaluate=evaluation,
+        console=console,
+        observe=lines.append,
+    ).run()
     return [
         RecallPoint(variant, memory, seed, line["step"], line["accuracy"], task.chance)
         for line in lines

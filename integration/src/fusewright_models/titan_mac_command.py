@@ -15,14 +15,18 @@ from torch import Tensor
 
 from .commands import (
     BackendChoice,
+    CaptureChoice,
     Compile,
     Device,
     EvaluateEvery,
     LogEvery,
+    OptimizerChoice,
+    OptimizerWeights,
     PeakRate,
     PrecisionChoice,
     check_device,
     open_run,
+    optimizer_of,
     results_in,
     train,
     usage_errors,
@@ -34,7 +38,7 @@ from .text import ByteModel, Corpus, TextBatch, evaluate_text
 from .titan_mac import TitanMAC
 from .titan_mac_config import Variant
 from .titan_mac_run import TitanMACRun
-from .training import RunFolder, Trainer, adamw, wandb_observer
+from .training import RunFolder, Trainer, wandb_observer
 
 SAMPLE = "sample.txt"
 PROMPT_TOKENS = 64
@@ -87,9 +91,11 @@ def titan_mac(
     gradient_accumulation_steps: Annotated[
         int | None, typer.Option(min=1, help="Batches per optimizer step.")
     ] = None,
+    optimizer: OptimizerChoice = None,
+    optimizer_weights: OptimizerWeights = None,
     lr: PeakRate = None,
     weight_decay: Annotated[
-        float | None, typer.Option(min=0.0, help="Of matrices. Default: 0.1.")
+        float | None, typer.Option(min=0.0, help="Of matrices. Default: 0.1; 0 of learned.")
     ] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
     mixed_precision: PrecisionChoice = None,
@@ -99,6 +105,7 @@ def titan_mac(
         typer.Option(min=0, max=LARGEST_SEED, help="Of weights and windows. Default: 0."),
     ] = None,
     compile: Compile = None,
+    capture: CaptureChoice = None,
     backend: BackendChoice = None,
     log_every: LogEvery = None,
     eval_every: EvaluateEvery = None,
@@ -139,7 +146,7 @@ def titan_mac(
         order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
         model = run.model(corpus.tokenizer.vocab_size)
         training = run.training()
-        optimizer = adamw(model, lr=run.lr, weight_decay=run.weight_decay)
+        chosen = optimizer_of(run, model)
     text_bytes = len(corpus.held_out_text)
     bytes_per_token = text_bytes / (len(corpus.held_out) - 1)
 
@@ -166,7 +173,7 @@ def titan_mac(
         model,
         windows,
         next_token_loss,
-        optimizer,
+        chosen,
         training,
         folder,
         evaluate=evaluation,
@@ -180,7 +187,7 @@ def titan_mac(
         f"{folder.path}",
         highlight=False,
     )
-    train(trainer, run, resumed=resume is not None)
+    train(trainer, run, folder, resumed=resume is not None)
     model.eval()
     _show_sample(console, folder, model, corpus, run.seed)
     reached = _report(console, folder)

@@ -13,7 +13,7 @@ from .run_fields import check_fields
 from .text import Corpus, Windows, documents, make_tokenizer, read_corpus
 from .titan_mac import TitanMAC
 from .titan_mac_config import Variant
-from .training import Precision, TrainingConfig
+from .training import OptimizerName, Precision, TrainingConfig, default_decay, default_rate
 
 # A data set is read until it has the tokens that the run reads, but at least and at most these:
 # fewer would leave too little held out, more would not fit beside the model.
@@ -45,6 +45,7 @@ class TitanMACRun:
     batch_size: int
     gradient_accumulation_steps: int
     lr: float
+    weight_decay: float
     max_steps: int
     dataset_tokens: int
     eval_every: int
@@ -55,9 +56,11 @@ class TitanMACRun:
     dataset_subset: str | None = None
     text_column: str = "text"
     tokenizer: str | None = None
-    weight_decay: float = 0.1
+    optimizer: OptimizerName = "adamw"
+    optimizer_weights: str | None = None
     seed: int = 0
     compile: bool = False
+    capture: bool | None = None
     backend: Backend = "auto"
     log_every: int = 10
     wandb: bool = False
@@ -73,6 +76,7 @@ class TitanMACRun:
         preset = TITAN_MAC_PRESETS[name]
         shape = preset.architecture
         device = flags.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+        optimizer = flags.get("optimizer", "adamw")
         defaults = {
             "preset": name,
             "variant": shape.variant,
@@ -84,7 +88,8 @@ class TitanMACRun:
             "seq_len": preset.seq_len,
             "batch_size": preset.batch_size,
             "gradient_accumulation_steps": preset.gradient_accumulation_steps,
-            "lr": preset.lr,
+            "lr": default_rate(optimizer, preset.lr),
+            "weight_decay": default_decay(optimizer, 0.1),
             "max_steps": preset.steps,
             "eval_every": preset.evaluate_every,
             "device": device,
@@ -146,6 +151,7 @@ class TitanMACRun:
             warmup_steps=self.max_steps // 20,
             precision=self.mixed_precision,
             compile=self.compile,
+            capture="auto" if self.capture is None else self.capture,
             log_every=self.log_every,
             evaluate_every=self.eval_every,
         )

@@ -13,14 +13,18 @@ from torch import Tensor
 
 from .commands import (
     BackendChoice,
+    CaptureChoice,
     Compile,
     Device,
     EvaluateEvery,
     LogEvery,
+    OptimizerChoice,
+    OptimizerWeights,
     PeakRate,
     PrecisionChoice,
     check_device,
     open_run,
+    optimizer_of,
     results_in,
     train,
     usage_errors,
@@ -29,7 +33,7 @@ from .data import DataName, Task, evaluate
 from .data.pictures import draw_predictions
 from .presets import TRANSFORMER_NP, PresetName
 from .run_fields import LARGEST_SEED
-from .training import RunFolder, Trainer, adamw
+from .training import RunFolder, Trainer
 from .transformer_np import TransformerNP
 from .transformer_np_layers import Norm
 from .transformer_np_run import TransformerNPRun
@@ -51,9 +55,11 @@ def transformer_np(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Tasks per step.")] = None,
+    optimizer: OptimizerChoice = None,
+    optimizer_weights: OptimizerWeights = None,
     lr: PeakRate = None,
     weight_decay: Annotated[
-        float | None, typer.Option(min=0.0, help="Of matrices. Default: 0.01.")
+        float | None, typer.Option(min=0.0, help="Of matrices. Default: 0.01; 0 of learned.")
     ] = None,
     precision: PrecisionChoice = None,
     device: Device = None,
@@ -62,6 +68,7 @@ def transformer_np(
         typer.Option(min=0, max=LARGEST_SEED, help="Of weights and data. Default: 0."),
     ] = None,
     compile: Compile = None,
+    capture: CaptureChoice = None,
     backend: BackendChoice = None,
     norm: Annotated[Norm | None, typer.Option(help="Before or after. Default: pre.")] = None,
     scale: Annotated[
@@ -102,7 +109,7 @@ def transformer_np(
         sampler, held_out = run.sampler(held_out=False), run.sampler(held_out=True)
         model = run.model(sampler.x_width)
         training = run.training()
-        optimizer = adamw(model, lr=run.lr, weight_decay=run.weight_decay)
+        chosen = optimizer_of(run, model)
     preset_sizes = TRANSFORMER_NP[run.preset]
 
     def evaluation() -> dict[str, float]:
@@ -122,7 +129,7 @@ def transformer_np(
         model,
         sampler,
         negative_log_likelihood,
-        optimizer,
+        chosen,
         training,
         folder,
         evaluate=evaluation,
@@ -133,7 +140,7 @@ def transformer_np(
         f"{run.precision}, into {folder.path}",
         highlight=False,
     )
-    train(trainer, run, resumed=resume is not None)
+    train(trainer, run, folder, resumed=resume is not None)
     model.eval()
     draw_predictions(model, held_out).savefig(folder.path / PREDICTIONS, dpi=120)
     _report(console, folder, held_out.reference)

@@ -12,7 +12,7 @@ from fusewright.mixture_head import Scale
 from .data import DataName, Sampler, Size, make_sampler
 from .presets import TRANSFORMER_NP, PresetName
 from .run_fields import LARGEST_SEED, check_fields
-from .training import Precision, TrainingConfig
+from .training import OptimizerName, Precision, TrainingConfig, default_decay, default_rate
 from .transformer_np import TransformerNP
 from .transformer_np_layers import Norm, TransformerNPConfig
 
@@ -35,6 +35,7 @@ class TransformerNPRun:
     steps: int
     batch_size: int
     lr: float
+    weight_decay: float
     eval_every: int
     device: str
     precision: Precision
@@ -45,9 +46,11 @@ class TransformerNPRun:
     norm: Norm = "pre"
     scale: Scale = "log_sigma"
     indicator: bool = False
-    weight_decay: float = 0.01
+    optimizer: OptimizerName = "adamw"
+    optimizer_weights: str | None = None
     seed: int = 0
     compile: bool = False
+    capture: bool | None = None
     backend: Backend = "auto"
     log_every: int = 10
 
@@ -60,11 +63,13 @@ class TransformerNPRun:
         name = flags.get("preset", "demo")
         preset = TRANSFORMER_NP[name]
         device = flags.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+        optimizer = flags.get("optimizer", "adamw")
         defaults = {
             "preset": name,
             "steps": preset.steps,
             "batch_size": preset.batch_size,
-            "lr": preset.lr,
+            "lr": default_rate(optimizer, preset.lr),
+            "weight_decay": default_decay(optimizer, 0.01),
             "eval_every": preset.evaluate_every,
             "device": device,
             "precision": "bf16" if device.startswith("cuda") else "fp32",
@@ -113,6 +118,7 @@ class TransformerNPRun:
             warmup_steps=self.steps // 20,
             precision=self.precision,
             compile=self.compile,
+            capture="auto" if self.capture is None else self.capture,
             log_every=self.log_every,
             evaluate_every=self.eval_every,
         )

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from ..data import LinearRegression, Size, Task
-from ..training import adamw
+from ..training import torch_adamw
 from ..transformer_np import TransformerNP
 from ..transformer_np_layers import TransformerNPConfig
 from .providers import Provider, plain_log_likelihood
@@ -122,7 +122,7 @@ class Harness:
             ArithmeticError: the loss of ours is not the expected one.
         """
         model = self.model()
-        optimizer = adamw(model, lr=5e-4, weight_decay=0.01)
+        optimizer = torch_adamw(model, lr=5e-4, weight_decay=0.01)
         step = Step(model, self.sampler(shape), shape.batch, provider.loss_function(), optimizer)
         taken = provider.backends_taken(model, shape)
         if warning := provider.warning(taken):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..titan_mac import TitanMAC
 from ..titan_mac_layers import TitanMACConfig
-from ..training import adamw
+from ..training import torch_adamw
 from .harness import FACTOR, SEED, ULPS, Expected, Failure, attempt
 from .results import COLUMNS, Row, merge
 from .step import Measurement, Step, Taken, Time
@@ -226,7 +226,7 @@ class TitanMACHarness:
             torch.compiler.reset()
             for block in cast(TitanMAC, model).blocks:
                 block.compile(fullgraph=True, dynamic=False)
-        optimizer = adamw(model, lr=4e-4, weight_decay=0.1)
+        optimizer = torch_adamw(model, lr=4e-4, weight_decay=0.1)
         text = Text(self.config.vocab_size, shape.length, self.device)
         loss: Callable[[Any, Tensor], Tensor] = our_loss if ours else peer_loss
         return Step(model, text, shape.batch, loss, optimizer)

@@ -1,19 +1,35 @@
-"""The training loop that all models share, and the folder that it fills."""
+"""The training loop that all models share, its optimizers, and the folder that it fills."""
 
 from __future__ import annotations
 
-from .optimization import adamw, warmup_cosine
+from .config import PRECISIONS, Precision, TrainingConfig
+from .optimization import (
+    OPTIMIZER_NAMES,
+    OptimizerName,
+    adamw,
+    default_decay,
+    default_rate,
+    make_optimizer,
+    torch_adamw,
+    warmup_cosine,
+)
 from .run_folder import RunFolder
-from .trainer import PRECISIONS, Precision, Trainer, TrainingConfig
+from .trainer import Trainer
 from .wandb import wandb_observer
 
 __all__ = [
+    "OPTIMIZER_NAMES",
     "PRECISIONS",
+    "OptimizerName",
     "Precision",
     "RunFolder",
     "Trainer",
     "TrainingConfig",
     "adamw",
+    "default_decay",
+    "default_rate",
+    "make_optimizer",
+    "torch_adamw",
     "wandb_observer",
     "warmup_cosine",
 ]

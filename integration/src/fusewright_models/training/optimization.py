@@ -1,12 +1,105 @@
-"""AdamW with decay on matrices alone, and a warm-up followed by a cosine."""
+"""Optimizers by name, and a warm-up followed by a cosine.
+
+adamw         AdamW of fusewright.optimizer, which clips and skips within its step
+nested        the same with a rate for each group, set by a network that is trained on the way
+m3, muon      momentum, orthogonalised, for the matrices between embedding and head; AdamW elsewhere
+learned       a trained network makes the step
+torch-adamw   torch's AdamW
+
+One ``lr`` serves all but "learned": steps of "muon" and "m3" are scaled to the size of AdamW's.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from fusewright.optimizer import (
+    M3,
+    AdamW,
+    Backend,
+    DeepNestedOptimizer,
+    LearnedOptimizer,
+    Muon,
+    UpdateMLP,
+    group_of,
+    load_update_mlp,
+    parameter_groups,
+    trained_update_mlp,
+)
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+OptimizerName = Literal["adamw", "nested", "m3", "muon", "learned", "torch-adamw"]
+OPTIMIZER_NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
+# Likelihoods have gradients with long tails (1 / sigma of a narrow component): the second moment
+# forgets them after some twenty steps, not a thousand.
+BETAS = (0.9, 0.95)
+# The network that is shipped was trained on models a hundred times smaller than the presets, which
+# diverge by steps of its own size; and without decay.
+LEARNED_RATE, LEARNED_DECAY = 0.1, 0.0
+# The controller of "nested" learns in every so many steps: runs of hundreds should see it move.
+META_EVERY, META_RATE = 10, 1e-3
+VECTORS = "vectors"
+
+Groups = list[dict[str, Any]]
+
+
+def default_rate(name: OptimizerName, adamws: float) -> float:
+    """The peak rate of a run that names none, where AdamW's would be ``adamws``."""
+    return LEARNED_RATE if name == "learned" else adamws
+
+
+def default_decay(name: OptimizerName, adamws: float) -> float:
+    """Likewise of the weight decay."""
+    return LEARNED_DECAY if name == "learned" else adamws
+
+
+def make_optimizer(
+    name: OptimizerName,
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    clip_norm: float,
+    backend: Backend = "auto",
+    weights: str | os.PathLike | None = None,
+) -> Optimizer:
+    """The optimizer of that name over a model that lies where it will be trained.
+
+    Args:
+        name: as above.
+        model: all its parameters that need gradients are taken.
+        lr: of the largest steps; schedules scale it.
+        weight_decay: of matrices; norm gains and the like do not decay.
+        clip_norm: what gradients are clipped to, by optimizers that clip within their step.
+        backend: of fusewright's kernels.
+        weights: of "learned": a safetensors file in the public format.
+
+    Raises:
+        ValueError: no optimizer has that name, a number is out of its range, weights are given to
+            another optimizer, or the file is none of such weights.
+        RuntimeError: backend is "triton" and kernels cannot serve; weights need a library that is
+            not installed.
+    """
+    if name not in OPTIMIZER_NAMES:
+        raise ValueError(f"optimizer must be one of {OPTIMIZER_NAMES}; got {name!r}")
+    if weights is not None and name != "learned":
+        raise ValueError(f"only the optimizer learned has weights of its own; got {name}")
+    numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+    clipped: dict[str, Any] = numbers | {"clip_norm": clip_norm, "backend": backend}
+    if name == "adamw":
+        return adamw(model, **clipped)
+    if name == "nested":
+        return nested(model, **clipped)
+    if name == "learned":
+        return learned(model, weights=weights, **clipped)
+    if name == "torch-adamw":
+        return torch_adamw(model, **numbers)
+    return muon(model, **numbers) if name == "muon" else m3(model, **numbers)
 
 
 def adamw(
@@ -14,22 +107,151 @@ def adamw(
     *,
     lr: float,
     weight_decay: float,
-    betas: tuple[float, float] = (0.9, 0.95),
-) -> Optimizer:
-    """torch's AdamW, all tensors of a group in one launch; norm gains and the like do not decay.
+    clip_norm: float | None = None,
+    backend: Backend = "auto",
+) -> AdamW:
+    """fusewright.optimizer.AdamW: all tensors in one launch.
 
-    Likelihoods have gradients with long tails (1 / sigma of a narrow component): the second moment
-    forgets them after some twenty steps, not a thousand.
+    With ``clip_norm`` it clips within the step, and skips one whose gradients have no finite norm.
     """
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=lr, betas=betas, fused=True
+    groups = _decaying(model.named_parameters(), weight_decay)
+    return AdamW(groups, lr=lr, betas=BETAS, max_grad_norm=clip_norm, backend=backend)
+
+
+def torch_adamw(model: nn.Module, *, lr: float, weight_decay: float) -> Optimizer:
+    """torch's fused AdamW, which a CUDA graph may have captured."""
+    groups = _decaying(model.named_parameters(), weight_decay)
+    on_card = any(p.is_cuda for p in model.parameters())
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True, capturable=on_card)
+
+
+def nested(
+    model: nn.Module, *, lr: float, weight_decay: float, clip_norm: float, backend: Backend = "auto"
+) -> DeepNestedOptimizer:
+    """AdamW whose rates a controller sets: for the core, for embeddings and gates, for vectors.
+
+    The controller follows how the next batch's loss depends on the rates, in every tenth step.
+    """
+    groups = parameter_groups(model, lambda name, p: group_of(name, p) if p.ndim > 1 else VECTORS)
+    for group in groups:
+        group["weight_decay"] = 0.0 if group["name"] == VECTORS else weight_decay
+    return DeepNestedOptimizer(
+        model,
+        lr,
+        META_RATE,
+        grouping=groups,
+        betas=BETAS,
+        max_grad_norm=clip_norm,
+        meta_update_freq=META_EVERY,
+        backend=backend,
     )
+
+
+def muon(model: nn.Module, *, lr: float, weight_decay: float) -> Muon:
+    """Muon on hidden matrices, its steps of the size of AdamW's, and AdamW on everything else."""
+    hidden = hidden_matrices(model)
+    matrices = [{"params": hidden, "matrix": True, "weight_decay": weight_decay}] if hidden else []
+    return Muon(
+        [*_beside(model, hidden, weight_decay), *matrices],
+        lr=lr,
+        scale="adamw_rms",
+        adam_betas=BETAS,
+        skip_nonfinite=True,
+    )
+
+
+def m3(model: nn.Module, *, lr: float, weight_decay: float) -> M3:
+    """M3 on hidden matrices and AdamW on everything else.
+
+    An orthogonal matrix [r, c] has elements of 1 / sqrt(max(r, c)), root-mean-square: the rate of
+    each shape is that of AdamW times 0.2 sqrt(max(r, c)), as Muon scales its steps, and the decay
+    is divided by it.
+    """
+    hidden = hidden_matrices(model)
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for p in hidden:
+        shapes.setdefault(p.shape, []).append(p)
+    matrices = []
+    for shape, params in shapes.items():
+        factor = 0.2 * math.sqrt(max(shape))
+        numbers = {"lr": factor * lr, "weight_decay": weight_decay / factor}
+        matrices.append({"params": params, "matrix": True, **numbers})
+    return M3(
+        [*_beside(model, hidden, weight_decay), *matrices],
+        lr=lr,
+        adam_betas=BETAS,
+        skip_nonfinite=True,
+    )
+
+
+def learned(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    clip_norm: float,
+    backend: Backend = "auto",
+    weights: str | os.PathLike | None = None,
+) -> LearnedOptimizer:
+    """The learned optimizer with the network of a file, or with the one that its package ships.
+
+    It moves parameters whose gradients are zero, too: what a model stores and does not use is set
+    to zero again within the step.
+    """
+    groups = _decaying(model.named_parameters(), weight_decay)
+    network = trained_update_mlp() if weights is None else _network_of(weights)
+    network = network.to(groups[0]["params"][0].device)
+    optimizer = LearnedOptimizer(groups, network, lr, max_grad_norm=clip_norm, backend=backend)
+    padding: Callable[[], list[Tensor]] | None = getattr(model, "padding", None)
+    if padding is not None:
+
+        def clear(*_: Any) -> None:
+            # Views are asked for anew: a model that was moved has other memory.
+            torch._foreach_zero_([unused.detach() for unused in padding()])
+
+        optimizer.register_step_post_hook(clear)
+    return optimizer
+
+
+def _network_of(weights: str | os.PathLike) -> UpdateMLP:
+    try:
+        return load_update_mlp(weights)
+    except ImportError as missing:
+        raise RuntimeError(
+            "weights of the optimizer learned need safetensors, which is not installed: "
+            'pip install "./integration[learned]" brings it'
+        ) from missing
+
+
+def hidden_matrices(model: nn.Module) -> list[Tensor]:
+    """Weights of the linear layers in ``model.blocks``, but for those that make a memory's gates:
+    a handful of numbers for each token, as a head does.
+    """
+    return [
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and name.startswith("blocks.")
+        and "gates" not in name.split(".")
+        and module.weight.requires_grad
+    ]
+
+
+def _beside(model: nn.Module, hidden: list[Tensor], weight_decay: float) -> Groups:
+    """What is no hidden matrix, to be moved by AdamW."""
+    taken = set(map(id, hidden))
+    rest = [(name, p) for name, p in model.named_parameters() if id(p) not in taken]
+    return [group | {"matrix": False} for group in _decaying(rest, weight_decay)]
+
+
+def _decaying(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> Groups:
+    """Matrices, which decay, and vectors, which do not."""
+    some = [p for _, p in named if p.requires_grad]
+    groups: Groups = [
+        {"params": [p for p in some if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in some if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def warmup_cosine(step: int, *, steps: int, warmup_steps: int) -> float:

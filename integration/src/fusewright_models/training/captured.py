@@ -1,0 +1,224 @@
+"""Training steps replayed from CUDA graphs: a step of thousands of small launches is as slow as
+the host, and its replay is not.
+
+Forward and backward pass of a batch are one graph for each shape of batches, the optimizer's step
+another for each pattern of things that happen in it. A graph is captured once its like has been
+taken eagerly, so that everything is compiled, tuned and allocated. Gradients stay in one place
+between the graphs, and batches are copied to where a graph reads them: eager and replayed parts of
+steps follow one another in any order, and have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from .config import TrainingConfig
+from .optimizer_traits import counts, kind, pattern, rate_dtype, set_counts
+from .source import Batch
+from .stepper import Stepper
+
+# The like of a graph is taken so often before it is captured.
+WARM_UP = 2
+# Each graph holds as many nodes as its step has launches: of more shapes the others stay eager.
+MOST_SHAPES = 128
+
+
+def obstacle(optimizer: Optimizer) -> str | None:
+    """Why no step of the optimizer can be captured; None where it can."""
+    first = optimizer.param_groups[0]["params"][0]
+    if not first.is_cuda:
+        return f"the parameters are on {first.device}, and CUDA graphs want a CUDA device"
+    if rate_dtype(optimizer) is None:
+        return f"a learning rate of {kind(optimizer)} is a number of the host's"
+    return None
+
+
+def make_stepper(
+    model: nn.Module,
+    loss_function: Callable[[Any, Any], Tensor],
+    optimizer: Optimizer,
+    config: TrainingConfig,
+    say: Callable[[str], None],
+) -> Stepper:
+    """Of the kind that ``config.capture`` asks for; ``say`` is told why "auto" is eager on a card.
+
+    Raises:
+        ValueError: capture is True where it cannot be.
+    """
+    reason = obstacle(optimizer)
+    if config.capture is True and reason is not None:
+        raise ValueError(f"wanted steps that are captured; {reason}")
+    if config.capture is not False and reason is None:
+        return CapturedStepper(model, loss_function, optimizer, config, say)
+    stepper = Stepper(model, loss_function, optimizer, config)
+    if config.capture == "auto" and stepper.device.type == "cuda":
+        say(f"steps are eager: {reason}")
+    return stepper
+
+
+class CapturedStepper(Stepper):
+    """Takes the same steps from CUDA graphs, where there is one.
+
+    Where a capture fails, steps stay eager and ``say`` is told why, once; with ``capture=True`` the
+    failure is raised.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_function: Callable[[Any, Any], Tensor],
+        optimizer: Optimizer,
+        config: TrainingConfig,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(model, loss_function, optimizer, config)
+        self.say = say
+        self.stream = torch.cuda.Stream(self.device)
+        self.failed = False
+        self.forget()
+
+    def forget(self) -> None:
+        super().forget()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.told = False
+        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.seen: Counter[Hashable] = Counter()
+        # The batch that the graphs of a shape read.
+        self.batches: dict[Hashable, Any] = {}
+        # Those that have gradients, and where these stay.
+        self.trained: list[nn.Parameter] = []
+        self.gradients: list[Tensor] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """On the stream that captures, evaluations too: nothing has two streams to wait for."""
+        before = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            before.wait_stream(self.stream)
+
+    def backward(self, batch: Batch, *, first: bool) -> None:
+        held = None if self.failed else self._held(batch)
+        if held is None:
+            self._backward(batch, first)
+            return
+        shape, kept = held
+        self._run((shape, first), lambda: self._backward(kept, first))
+
+    def _held(self, batch: Batch) -> tuple[Hashable, Any] | None:
+        """The batch in memory that stays, and its shape; None where it is of one shape too many."""
+        shape = shape_of(batch)
+        if shape is None:
+            self._fail(f"a {type(batch).__name__} is no dataclass of tensors", ValueError)
+            return None
+        tensors = tensors_of(batch)
+        if shape in self.batches:
+            torch._foreach_copy_(tensors_of(self.batches[shape]), tensors)
+        elif len(self.batches) < MOST_SHAPES:
+            self.batches[shape] = with_tensors(batch, [x.clone() for x in tensors])
+        else:
+            if not self.told:
+                self.say(f"of more than {MOST_SHAPES} shapes of batches the others stay eager")
+            self.told = True
+            return None
+        return shape, self.batches[shape]
+
+    def _backward(self, batch: Any, first: bool) -> None:
+        """Leaves the gradients where they stay."""
+        if first:
+            for p in self.parameters:
+                p.grad = None
+        super().backward(batch, first=first)
+        if not first:
+            return
+        trained = [p for p in self.parameters if p.grad is not None]
+        fresh = [p.grad for p in trained if p.grad is not None]
+        if not self.trained:
+            self.trained, self.gradients = trained, [torch.empty_like(g) for g in fresh]
+        if list(map(id, trained)) != list(map(id, self.trained)):
+            raise RuntimeError(
+                "wanted gradients of the same parameters in every step; got them of others: train "
+                "without capture"
+            )
+        torch._foreach_copy_(self.gradients, fresh)
+        for p, g in zip(trained, self.gradients, strict=True):
+            p.grad = g
+
+    def update(self) -> None:
+        before = counts(self.optimizer)
+        replayed = self._run(pattern(self.optimizer), self.move)
+        if replayed:
+            set_counts(self.optimizer, [number + 1 for number in before])
+
+    def _run(self, key: Hashable, work: Callable[[], None]) -> bool:
+        """Replay the graph of this key, which may have to be captured first; or do the work eagerly
+        and return False.
+        """
+        if key not in self.graphs and not self.failed and self.seen[key] >= WARM_UP:
+            self._capture(key, work)
+        if key in self.graphs:
+            self.graphs[key].replay()
+            return True
+        self.seen[key] += 1
+        work()
+        return False
+
+    def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
+        before = counts(self.optimizer), [p.grad for p in self.parameters]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                work()
+        except RuntimeError as error:
+            # Nothing of it has run: the same is done eagerly now.
+            set_counts(self.optimizer, before[0])
+            for p, g in zip(self.parameters, before[1], strict=True):
+                p.grad = g
+            # What ended the capture, rather than that it ended.
+            cause = error.__context__ or error
+            self._fail(str(cause).partition("\n")[0], RuntimeError, cause)
+            return
+        self.graphs[key] = graph
+
+    def _fail(
+        self, reason: str, error: type[Exception], cause: BaseException | None = None
+    ) -> None:
+        """Say so once; what is captured already goes on."""
+        if self.config.capture is True:
+            raise error(f"wanted steps that are captured; {reason}") from cause
+        self.failed = True
+        self.say(f"steps are eager: {reason}")
+
+
+def parts_of(batch: Any) -> dict[str, Any]:
+    return {field.name: getattr(batch, field.name) for field in fields(batch)}
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(parts_of(batch)) if isinstance(x, Tensor)]
+
+
+def with_tensors(batch: Any, tensors: list[Tensor]) -> Any:
+    """The batch with others in the place of its tensors."""
+    given = iter(tensors)
+    return replace(batch, **pytree.tree_map_only(Tensor, lambda _: next(given), parts_of(batch)))
+
+
+def shape_of(batch: Any) -> Hashable | None:
+    """Equal of batches that one graph serves; None of what is no dataclass."""
+    if not is_dataclass(batch):
+        return None
+    leaves, _ = pytree.tree_flatten_with_path(parts_of(batch))
+    return tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)

@@ -1,0 +1,145 @@
+"""One optimizer step: batches, losses, gradients, clipping, and what is told of it at a log point.
+
+Nothing in it waits for the device: losses and gradient norms are summed where they are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .config import TrainingConfig
+from .optimizer_traits import rate_dtype, take_step
+from .source import Batch
+
+
+class Means(NamedTuple):
+    """Of the steps since the last log point that were taken; NaN where none was.
+
+    Attributes:
+        loss: of a step.
+        gradient_norm: before clipping.
+        taken: how many they are.
+        skipped: how many others the optimizer skipped, for a loss or gradients that are not finite.
+    """
+
+    loss: float
+    gradient_norm: float
+    taken: int
+    skipped: int
+
+
+class Stepper:
+    """Takes steps as Python comes to them.
+
+    Args:
+        model: on the device that trains.
+        loss_function: ``(model, batch)`` to a scalar loss.
+        optimizer: over the model's parameters; its rates are the schedule's peaks. On a card an
+            optimizer that can be captured gets them as tensors, captured or not: the same bits.
+        config: how to train.
+
+    Attributes:
+        loss: of the last step, or of what there is of it so far.
+        rate: that the first group of the last step had.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_function: Callable[[Any, Any], Tensor],
+        optimizer: Optimizer,
+        config: TrainingConfig,
+    ) -> None:
+        self.model = model
+        self.loss_function = torch.compile(loss_function) if config.compile else loss_function
+        self.optimizer, self.config = optimizer, config
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.device = self.parameters[0].device
+        self.peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.rate = self.peak_rates[0]
+        dtype = rate_dtype(optimizer)
+        self.rates: list[Tensor] | None = None
+        if dtype is not None:
+            self.rates = [torch.tensor(x, dtype=dtype, device=self.device) for x in self.peak_rates]
+        wide = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        self.loss = torch.zeros((), dtype=wide, device=self.device)
+        # [loss, gradient norm, steps taken, steps skipped], summed since the last log point
+        self.sums = torch.zeros(4, dtype=wide, device=self.device)
+        self.one, self.zero = torch.ones_like(self.loss), torch.zeros_like(self.loss)
+        self.of_skipped = torch.stack([self.zero, self.zero, self.zero, self.one])
+
+    def take(self, factor: float, sample: Callable[[], Batch]) -> None:
+        """One step with ``factor`` times the peak rates."""
+        self._schedule(factor)
+        for number in range(self.config.accumulation_steps):
+            self.backward(sample(), first=number == 0)
+        self.update()
+
+    def backward(self, batch: Batch, *, first: bool) -> None:
+        """Add a batch's share to the gradients, of which the first finds none."""
+        with self.autocast():
+            loss = self.loss_function(self.model, batch)
+            share = loss / self.config.accumulation_steps
+        share.backward()
+        if first:
+            self.loss.copy_(share.detach())
+        else:
+            self.loss.add_(share.detach())
+
+    def update(self) -> None:
+        """Have the optimizer take the step, and the gradients gone."""
+        self.move()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def move(self) -> None:
+        taken = take_step(self.optimizer, self.loss, self.parameters, self.config.clip_norm)
+        numbers = torch.stack([self.loss, taken.norm.to(self.loss.dtype), self.one, self.zero])
+        if taken.skipped is not None:
+            # Selected: what is not finite has no place in a sum.
+            numbers = torch.where(taken.skipped, self.of_skipped, numbers)
+        self.sums.add_(numbers)
+
+    def autocast(self) -> torch.autocast:
+        bf16 = self.config.precision == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around everything between the first step of a run and its last."""
+        yield
+
+    def means(self) -> Means:
+        """Since the last log point, which is now; waits for the device."""
+        loss, norm, taken, skipped = torch.cat(
+            [self.sums[:2] / self.sums[2], self.sums[2:]]
+        ).tolist()  # sync: once per log point
+        self.sums.zero_()
+        return Means(loss, norm, int(taken), int(skipped))
+
+    def is_sound(self) -> bool:
+        """Whether all parameters are finite; waits for the device."""
+        finite = torch.stack([p.detach().isfinite().all() for p in self.parameters])
+        return bool(finite.all())  # sync: once per checkpoint
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """For a checkpoint: rates are the schedule's, of which the peaks are told."""
+        state = self.optimizer.state_dict()
+        for group, peak in zip(state["param_groups"], self.peak_rates, strict=True):
+            group["lr"] = peak
+        return state
+
+    def forget(self) -> None:
+        """What there is of earlier steps, where model and optimizer have been loaded."""
+        self.sums.zero_()
+
+    def _schedule(self, factor: float) -> None:
+        self.rate = factor * self.peak_rates[0]
+        for place, group in enumerate(self.optimizer.param_groups):
+            rate = factor * self.peak_rates[place]
+            group["lr"] = rate if self.rates is None else self.rates[place].fill_(rate)

@@ -1,0 +1,195 @@
+"""What is replayed and what is not, without a card: a graph is stood for by the work itself, whose
+count of steps the host forgets, as it does of a graph's.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from io import StringIO
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fusewright_models import TransformerNP, TransformerNPConfig
+from fusewright_models.cli import negative_log_likelihood
+from fusewright_models.data import make_sampler
+from fusewright_models.presets import TRANSFORMER_NP
+from fusewright_models.text import TextBatch
+from fusewright_models.training import (
+    OPTIMIZER_NAMES,
+    RunFolder,
+    Trainer,
+    TrainingConfig,
+    captured,
+    make_optimizer,
+)
+from fusewright_models.training.captured import (
+    WARM_UP,
+    CapturedStepper,
+    shape_of,
+    tensors_of,
+    with_tensors,
+)
+from fusewright_models.training.optimizer_traits import counts, set_counts
+from rich.console import Console
+
+CONFIG = TrainingConfig(steps=44, batch_size=2, warmup_steps=4, log_every=4, evaluate_every=20)
+
+
+class Stood(CapturedStepper):
+    """Graphs that are the work that they would have captured."""
+
+    fails = False
+
+    def running(self):
+        return nullcontext()
+
+    def _capture(self, key, work):
+        def replay():
+            before = counts(self.optimizer)
+            work()
+            set_counts(self.optimizer, before)
+
+        if self.fails:
+            self._fail("it cannot be", RuntimeError)
+        else:
+            self.graphs[key] = SimpleNamespace(replay=replay)
+
+
+@pytest.fixture(autouse=True)
+def no_card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
+def make(path, *, stood, name="adamw", ragged=True, **changes) -> Trainer:
+    torch.manual_seed(0)
+    source = make_sampler("digits", ragged=ragged)
+    shape = TRANSFORMER_NP["tiny"].architecture
+    model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape))
+    config = replace(CONFIG, **changes)
+    optimizer = make_optimizer(name, model, lr=1e-3, weight_decay=0.1, clip_norm=config.clip_norm)
+    folder, console = RunFolder(path), Console(file=StringIO(), width=400)
+    loss = negative_log_likelihood
+    trainer = Trainer(model, source, loss, optimizer, config, folder, console=console)
+    if stood:
+        trainer.stepper = Stood(model, loss, optimizer, config, trainer._say)
+    return trainer
+
+
+def assert_same_bits(one: Trainer, other: Trainer) -> None:
+    lines = [
+        [(x["step"], x["loss"], x["gradient_norm"], x["lr"]) for x in each.folder.read_metrics()]
+        for each in (one, other)
+    ]
+    assert lines[0] == lines[1]
+    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_replays_and_eager_steps_make_one_training(tmp_path, name):
+    trainers = [make(tmp_path / str(stood), stood=stood, name=name) for stood in (False, True)]
+    for trainer in trainers:
+        trainer.run()
+    patterns = 2 if name in ("m3", "nested") else 1
+    assert len(trainers[1].stepper.graphs) == 1 + patterns
+    assert_same_bits(*trainers)
+
+
+def test_accumulated_batches_of_many_shapes_are_replayed(tmp_path):
+    changes = {"accumulation_steps": 3, "ragged": False, "steps": 60}
+    trainers = [make(tmp_path / str(stood), stood=stood, **changes) for stood in (False, True)]
+    for trainer in trainers:
+        trainer.run()
+    kinds = {key[1] for key in trainers[1].stepper.graphs if key is not None}
+    # The first batch of a step and the others are graphs of their own.
+    assert kinds == {True, False}
+    assert_same_bits(*trainers)
+
+
+def test_shapes_beyond_the_most_stay_eager_and_are_told_of_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(captured, "MOST_SHAPES", 3)
+    trainers = [make(tmp_path / str(stood), stood=stood, ragged=False) for stood in (False, True)]
+    for trainer in trainers:
+        trainer.run()
+    assert trainers[1].console.file.getvalue().count("of more than 3 shapes of batches") == 1
+    assert len(trainers[1].stepper.batches) == 3
+    assert_same_bits(*trainers)
+
+
+def test_capture_that_fails_leaves_the_training_as_it_is(tmp_path):
+    trainers = [make(tmp_path / str(stood), stood=stood, name="m3") for stood in (False, True)]
+    trainers[1].stepper.fails = True
+    for trainer in trainers:
+        trainer.run()
+    assert not trainers[1].stepper.graphs
+    assert trainers[1].console.file.getvalue().count("steps are eager: it cannot be") == 1
+    assert_same_bits(*trainers)
+
+
+def test_capture_that_is_asked_for_and_fails_is_an_error(tmp_path):
+    trainer = make(tmp_path, stood=True)
+    trainer.stepper.fails = True
+    trainer.stepper.config = replace(CONFIG, capture=True)
+    with pytest.raises(RuntimeError, match="wanted steps that are captured; it cannot be"):
+        trainer.run()
+    assert trainer.step == WARM_UP
+
+
+def test_graphs_are_forgotten_where_a_checkpoint_is_loaded(tmp_path):
+    whole = make(tmp_path / "whole", stood=True, name="nested")
+    whole.run()
+    again = make(tmp_path / "parts", stood=True, name="nested")
+    again.run(until=27)
+    assert again.stepper.graphs
+    again.resume()
+    assert not again.stepper.graphs
+    again.run()
+    assert_same_bits(whole, again)
+
+
+def test_gradients_of_other_parameters_are_an_error(tmp_path):
+    trainer = make(tmp_path, stood=True)
+    trainer.run(until=1)
+    trainer.model.final_norm.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="wanted gradients of the same parameters in every step"):
+        trainer.run()
+
+
+def test_capture_on_the_cpu_is_refused_and_auto_is_silent(tmp_path):
+    trainer = make(tmp_path, stood=False)
+    assert not isinstance(trainer.stepper, CapturedStepper)
+    assert trainer.console.file.getvalue() == ""
+    message = "wanted steps that are captured; the parameters are on cpu, and CUDA graphs want"
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, stood=False, capture=True)
+    with pytest.raises(ValueError, match="capture must be True, False or 'auto'; got 'always'"):
+        make(tmp_path, stood=False, capture="always")
+
+
+def test_batches_of_one_shape_share_a_graph():
+    ragged = make_sampler("digits", ragged=True)
+    batches = [ragged.sample(3), ragged.sample(3), ragged.sample(2)]
+    assert shape_of(batches[0]) == shape_of(batches[1]) != shape_of(batches[2])
+    # Without lengths the model computes something else.
+    assert shape_of(batches[0]) != shape_of(replace(batches[0], context_lengths=None))
+    windows = torch.zeros(2, 5, dtype=torch.int64)
+    assert shape_of(TextBatch(windows)) != shape_of(TextBatch(windows.int()))
+    assert shape_of({"windows": windows}) is None
+
+
+def test_tensors_of_a_batch_are_put_in_their_places():
+    @dataclass(frozen=True)
+    class Nested:
+        rows: torch.Tensor
+        more: dict
+        tokens: int = 7
+
+    first, second = torch.zeros(2), torch.ones(3)
+    batch = Nested(first, {"a": second, "b": "text"})
+    assert [x is y for x, y in zip(tensors_of(batch), (first, second), strict=True)] == [True] * 2
+    other = with_tensors(batch, [second, first])
+    assert other.rows is second
+    assert other.more["a"] is first
+    assert (other.more["b"], other.tokens) == ("text", 7)

@@ -1,0 +1,215 @@
+"""Steps that are replayed from CUDA graphs have the bits of eager ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fusewright_models import TransformerNP, TransformerNPConfig
+from fusewright_models.cli import negative_log_likelihood
+from fusewright_models.data import make_sampler
+from fusewright_models.presets import TRANSFORMER_NP
+from fusewright_models.text import Windows
+from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
+from fusewright_models.titan_mac_command import next_token_loss
+from fusewright_models.training import (
+    OPTIMIZER_NAMES,
+    RunFolder,
+    Trainer,
+    TrainingConfig,
+    make_optimizer,
+)
+from fusewright_models.training.captured import CapturedStepper
+from rich.console import Console
+
+pytestmark = pytest.mark.gpu
+# Chunks of M3 and the steps in which a nested optimizer learns are captured in the third one.
+CONFIG = TrainingConfig(
+    steps=44, batch_size=4, warmup_steps=4, precision="bf16", log_every=4, evaluate_every=20
+)
+MODELS = ("titan-mac", "transformer-np")
+
+
+def make(path, model_name, *, capture, name="adamw", ragged=True, loss=None, **changes) -> Trainer:
+    torch.manual_seed(0)
+    if model_name == "titan-mac":
+        model = TitanMAC(TITAN_MAC["tiny"]).cuda()
+        text = torch.randint(97, 105, (4096,), generator=torch.Generator().manual_seed(0))
+        source, plain = Windows(text.cuda(), length=100), next_token_loss
+    else:
+        source, plain = (
+            make_sampler("digits", ragged=ragged, device="cuda"),
+            negative_log_likelihood,
+        )
+        shape = TRANSFORMER_NP["tiny"].architecture
+        model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape)).cuda()
+    config = replace(CONFIG, capture=capture, **changes)
+    optimizer = make_optimizer(name, model, lr=1e-3, weight_decay=0.1, clip_norm=config.clip_norm)
+    rows = source.sample(8)
+
+    def evaluation() -> dict[str, float]:
+        with torch.no_grad():
+            return {"score": float(plain(model, rows))}
+
+    folder, console = RunFolder(path), Console(file=StringIO(), width=400)
+    more = {"evaluate": evaluation, "console": console}
+    return Trainer(model, source, loss or plain, optimizer, config, folder, **more)
+
+
+def results(trainer: Trainer) -> SimpleNamespace:
+    lines = [
+        {name: x for name, x in line.items() if name not in ("seconds", "tokens_per_second")}
+        for line in trainer.folder.read_metrics()
+    ]
+    return SimpleNamespace(lines=lines, parameters=[p.detach() for p in trainer.model.parameters()])
+
+
+def assert_same_bits(one: Trainer, other: Trainer) -> None:
+    ours, theirs = results(one), results(other)
+    assert ours.lines == theirs.lines
+    assert all(map(torch.equal, ours.parameters, theirs.parameters))
+    assert len({line["loss"] for line in ours.lines if "loss" in line}) > 5
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+@pytest.mark.parametrize("model", MODELS)
+def test_captured_training_has_the_bits_of_eager_training(tmp_path, model, name):
+    trainers = [
+        make(tmp_path / str(capture), model, capture=capture, name=name)
+        for capture in (False, True)
+    ]
+    for trainer in trainers:
+        trainer.run()
+    stepper = trainers[1].stepper
+    assert isinstance(stepper, CapturedStepper)
+    # Forward and backward pass, and a step for each pattern; the first of "nested" comes once.
+    patterns = 2 if name in ("m3", "nested") else 1
+    assert len(stepper.graphs) == 1 + patterns
+    assert_same_bits(*trainers)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_accumulated_batches_are_captured(tmp_path, model):
+    trainers = [
+        make(tmp_path / str(capture), model, capture=capture, accumulation_steps=3)
+        for capture in (False, True)
+    ]
+    for trainer in trainers:
+        trainer.run()
+    # The first batch finds no gradients, the others do.
+    assert len(trainers[1].stepper.graphs) == 3
+    assert_same_bits(*trainers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_losses_are_captured(tmp_path, model):
+    trainers = [
+        make(tmp_path / str(capture), model, capture=capture, compile=True)
+        for capture in (False, True)
+    ]
+    for trainer in trainers:
+        trainer.run()
+    assert_same_bits(*trainers)
+
+
+def test_batches_of_many_shapes_are_captured_each(tmp_path):
+    trainers = [
+        make(tmp_path / str(capture), "transformer-np", capture=capture, ragged=False, steps=150)
+        for capture in (False, True)
+    ]
+    for trainer in trainers:
+        trainer.run()
+    assert len(trainers[1].stepper.graphs) > 10
+    assert_same_bits(*trainers)
+
+
+def test_shapes_beyond_the_most_stay_eager(tmp_path, monkeypatch):
+    monkeypatch.setattr("fusewright_models.training.captured.MOST_SHAPES", 3)
+    trainers = [
+        make(tmp_path / str(capture), "transformer-np", capture=capture, ragged=False, steps=100)
+        for capture in (False, True)
+    ]
+    for trainer in trainers:
+        trainer.run()
+    assert trainers[1].console.file.getvalue().count("more than 3 shapes of batches") == 1
+    assert_same_bits(*trainers)
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_resumed_run_equals_uninterrupted_run(tmp_path, name):
+    whole = make(tmp_path / "whole", "titan-mac", capture=True, name=name)
+    whole.run()
+    make(tmp_path / "parts", "titan-mac", capture=True, name=name).run(until=27)
+    rest = make(tmp_path / "parts", "titan-mac", capture=True, name=name)
+    rest.resume()
+    assert rest.step == 20
+    rest.run()
+    assert_same_bits(whole, rest)
+
+
+def test_trainer_that_has_captured_resumes_from_its_checkpoint(tmp_path):
+    """The graphs know memory of before."""
+    whole = make(tmp_path / "whole", "titan-mac", capture=True)
+    whole.run()
+    again = make(tmp_path / "parts", "titan-mac", capture=True)
+    again.run(until=27)
+    again.resume()
+    again.run()
+    assert_same_bits(whole, again)
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_replayed_steps_do_not_synchronise(tmp_path, name):
+    trainer = make(tmp_path, "titan-mac", capture=True, name=name, log_every=50, evaluate_every=50)
+    trainer.run(until=34)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.run(until=43)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    trainer.run()
+
+
+@pytest.mark.parametrize("capture", ["auto", True])
+def test_loss_that_waits_for_the_device_is_told_of(tmp_path, capture):
+    def waiting(model, batch):
+        loss = next_token_loss(model, batch)
+        assert float(loss) == float(loss)
+        return loss
+
+    trainer = make(tmp_path, "titan-mac", capture=capture, loss=waiting)
+    if capture is True:
+        with pytest.raises(RuntimeError, match="wanted steps that are captured"):
+            trainer.run()
+        return
+    trainer.run()
+    assert trainer.console.file.getvalue().count("steps are eager: ") == 1
+    eager = make(tmp_path / "eager", "titan-mac", capture=False)
+    eager.run()
+    assert_same_bits(eager, trainer)
+
+
+def test_optimizer_whose_rate_is_the_hosts_is_told_of(tmp_path):
+    model = torch.nn.Linear(2, 1, device="cuda")
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam([model.bias])):
+        console = Console(file=StringIO(), width=400)
+        common = (model, None, lambda model, batch: None, optimizer)
+        Trainer(*common, replace(CONFIG, capture="auto"), None, console=console)
+        told = console.file.getvalue()
+        assert f"a learning rate of torch.{type(optimizer).__name__} is a number" in told
+        with pytest.raises(ValueError, match="wanted steps that are captured; a learning rate of"):
+            Trainer(*common, replace(CONFIG, capture=True), None, console=console)
+
+
+def test_replays_train_faster_than_the_host(tmp_path):
+    """TitanMAC is some hundreds of launches a block: what a graph is for."""
+    rates = []
+    for capture in (False, True):
+        trainer = make(tmp_path / str(capture), "titan-mac", capture=capture, steps=60)
+        trainer.run()
+        rates.append(trainer.folder.read_metrics()[-2]["tokens_per_second"])
+    assert rates[1] > 1.5 * rates[0]

@@ -1,0 +1,364 @@
+"""Every optimizer of the training program trains every model, and is taken up again to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+import torch
+from fusewright.optimizer import M3, DeepNestedOptimizer, LearnedOptimizer
+from fusewright_models import TransformerNP, TransformerNPConfig
+from fusewright_models.cli import app, negative_log_likelihood
+from fusewright_models.data import make_sampler
+from fusewright_models.presets import TRANSFORMER_NP
+from fusewright_models.text import Windows
+from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
+from fusewright_models.titan_mac_command import next_token_loss
+from fusewright_models.training import (
+    OPTIMIZER_NAMES,
+    RunFolder,
+    Trainer,
+    TrainingConfig,
+    default_decay,
+    make_optimizer,
+)
+from fusewright_models.training.optimization import hidden_matrices
+from fusewright_models.training.optimizer_traits import OURS
+from rich.console import Console
+from safetensors.torch import save_file
+from torch.utils import _pytree as pytree
+from typer.testing import CliRunner
+
+CONFIG = TrainingConfig(steps=24, batch_size=4, warmup_steps=2, log_every=4, evaluate_every=12)
+MODELS = ("titan-mac", "transformer-np")
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A network by hand, in the public format: its direction is the fast momentum over the root of
+    the second moment, its step one hundredth of that.
+    """
+    sizes = {"input": (32, 39), "linear_0": (32, 32), "output": (2, 32)}
+    tensors = {f"network.{name}.weight": torch.zeros(size) for name, size in sizes.items()}
+    tensors |= {f"network.{name}.bias": torch.zeros(size[0]) for name, size in sizes.items()}
+    for row, sign in enumerate((1.0, -1.0)):
+        tensors["network.input.weight"][row, 6] = sign
+        tensors["network.linear_0.weight"][row, row] = 1.0
+        tensors["network.output.weight"][0, row] = sign
+    file = tmp_path_factory.mktemp("network") / "model.safetensors"
+    save_file(tensors, file)
+    return file
+
+
+@pytest.fixture
+def make_trainer(weights):
+    """A trainer of the smallest preset of a model, from one seed."""
+
+    def make(path, model_name, name, config=CONFIG, *, dtype=torch.float32, **options) -> Trainer:
+        torch.manual_seed(0)
+        if model_name == "titan-mac":
+            model = TitanMAC(TITAN_MAC["tiny"])
+            text = torch.randint(97, 105, (4096,), generator=torch.Generator().manual_seed(0))
+            source, loss = Windows(text, length=64), next_token_loss
+        else:
+            source, loss = make_sampler("digits"), negative_log_likelihood
+            shape = TRANSFORMER_NP["tiny"].architecture
+            model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape))
+        optimizer = make_optimizer(
+            name,
+            model.to(dtype),
+            # The network by hand moves every element by a hundredth of it.
+            lr=0.2 if name == "learned" else 2e-3,
+            weight_decay=default_decay(name, 0.1),
+            clip_norm=config.clip_norm,
+            weights=weights if name == "learned" else None,
+        )
+        folder, console = RunFolder(path), Console(file=StringIO())
+        return Trainer(model, source, loss, optimizer, config, folder, console=console, **options)
+
+    return make
+
+
+def training_lines(trainer: Trainer) -> list[dict]:
+    return [line for line in trainer.folder.read_metrics() if "loss" in line]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@every_optimizer
+def test_loss_falls(tmp_path, make_trainer, model, name):
+    config = replace(CONFIG, steps=12, evaluate_every=12)
+    trainer = make_trainer(tmp_path, model, name, config)
+    trainer.run()
+    losses = [line["loss"] for line in training_lines(trainer)]
+    assert losses == sorted(losses, reverse=True)
+    assert all(line["gradient_norm"] > 0.0 for line in training_lines(trainer))
+
+
+@every_optimizer
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path, make_trainer, name):
+    """Chunks of M3 and the steps in which a nested optimizer learns lie on both sides."""
+    whole, rest = (make_trainer(tmp_path / p, "transformer-np", name) for p in ("whole", "parts"))
+    whole.run()
+    make_trainer(tmp_path / "parts", "transformer-np", name).run(until=14)
+    rest.resume()
+    assert rest.step == 12
+    rest.run()
+    for one, other in zip(whole.model.parameters(), rest.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    kept = ("step", "loss", "gradient_norm", "lr")
+    lines = [[[x[k] for k in kept] for x in training_lines(each)] for each in (whole, rest)]
+    assert lines[0] == lines[1]
+    states = [each.optimizer.state_dict() for each in (whole, rest)]
+    ours, theirs = (
+        [x for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor)] for state in states
+    )
+    # What has not been counted yet is NaN.
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_checkpoint_of_another_optimizer_is_refused(tmp_path, make_trainer):
+    make_trainer(tmp_path, "transformer-np", "adamw").run(until=12)
+    other = make_trainer(tmp_path, "transformer-np", "torch-adamw")
+    before = [p.clone() for p in other.model.parameters()]
+    wanted = r"wanted the state of a torch\.AdamW in .*; got that of a fusewright\.AdamW"
+    with pytest.raises(ValueError, match=wanted):
+        other.resume()
+    assert all(map(torch.equal, before, other.model.parameters()))
+
+
+def test_adamw_trains_as_torchs_whose_gradients_are_clipped_before(
+    tmp_path, make_trainer, assert_same_but_for_rounding
+):
+    """Nothing is clipped twice, and the norm is the one before clipping."""
+    config = replace(CONFIG, clip_norm=0.02, steps=8, log_every=1, evaluate_every=8)
+    trainers = [
+        make_trainer(tmp_path / name, "transformer-np", name, config, dtype=torch.float64)
+        for name in ("adamw", "torch-adamw")
+    ]
+    for trainer in trainers:
+        trainer.run()
+    ours, theirs = ([p.detach() for p in trainer.model.parameters()] for trainer in trainers)
+    # Roundings of a gradient near zero are large beside it, and AdamW divides by its size.
+    assert_same_but_for_rounding(ours, theirs, condition=1e6)
+    norms = [[line["gradient_norm"] for line in training_lines(t)] for t in trainers]
+    assert min(norms[0]) > 2 * config.clip_norm
+    # fusewright's norm is told in fp32.
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def spoiled(trainer: Trainer, calls: set[int]) -> Trainer:
+    """Losses of these calls are not finite."""
+    plain, seen = trainer.stepper.loss_function, []
+
+    def loss(model, batch):
+        seen.append(batch)
+        return plain(model, batch) * (math.nan if len(seen) in calls else 1.0)
+
+    trainer.stepper.loss_function = loss
+    return trainer
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZER_NAMES if name != "torch-adamw"])
+def test_step_that_is_not_finite_is_skipped_and_told(tmp_path, make_trainer, name):
+    trainer = spoiled(make_trainer(tmp_path, "transformer-np", name), {3})
+    trainer.run(until=2)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.run(until=3)
+    assert isinstance(trainer.optimizer, OURS)
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    trainer.run(until=8)
+    assert not all(map(torch.equal, before, trainer.model.parameters()))
+    first, second = training_lines(trainer)
+    assert first["skipped_steps"] == 1
+    assert "skipped_steps" not in second
+    assert math.isfinite(first["loss"])
+    assert math.isfinite(first["gradient_norm"])
+
+
+def test_means_are_of_the_steps_that_were_taken(tmp_path, make_trainer):
+    whole = make_trainer(tmp_path / "whole", "transformer-np", "adamw")
+    skipping = make_trainer(tmp_path / "skipping", "transformer-np", "adamw")
+    whole.run(until=3)
+    spoiled(skipping, {4}).run(until=4)
+    # The first three are the same; the fourth counts for nothing.
+    means = whole.stepper.means()
+    assert training_lines(skipping)[0]["loss"] == means.loss
+    assert training_lines(skipping)[0]["gradient_norm"] == means.gradient_norm
+    assert means.taken == 3
+
+
+def test_run_whose_losses_stay_not_finite_is_stopped(tmp_path, make_trainer):
+    trainer = spoiled(make_trainer(tmp_path, "transformer-np", "adamw"), set(range(14, 99)))
+    with pytest.raises(FloatingPointError, match="over steps 17 to 20: not finite"):
+        trainer.run()
+    assert [line.get("skipped_steps") for line in training_lines(trainer)] == [None] * 3 + [3]
+    assert RunFolder(tmp_path).load_checkpoint()["step"] == 12
+
+
+def test_parameters_that_are_not_finite_reach_no_checkpoint(tmp_path, make_trainer):
+    """A last step may spoil them, which its loss does not tell."""
+    trainer = make_trainer(tmp_path, "transformer-np", "adamw")
+    trainer.run(until=11)
+    step = trainer.optimizer.step
+
+    def spoiling():
+        step()
+        with torch.no_grad():
+            next(trainer.model.parameters())[0, 0] = math.inf
+
+    trainer.optimizer.step = spoiling
+    with pytest.raises(FloatingPointError, match="parameters after step 12: not finite"):
+        trainer.run()
+    assert not trainer.folder.holds_a_checkpoint
+
+
+@every_optimizer
+def test_vectors_do_not_decay_and_every_parameter_is_taken_once(tmp_path, make_trainer, name):
+    trainer = make_trainer(tmp_path, "titan-mac", name)
+    groups = trainer.optimizer.param_groups
+    taken = Counter(id(p) for group in groups for p in group["params"])
+    assert taken == Counter(map(id, trainer.model.parameters()))
+    for group in groups:
+        for p in group["params"]:
+            if p.ndim < 2:
+                assert group["weight_decay"] == 0.0
+            elif name != "learned":
+                # What a step takes of a matrix: as M3 scales its rates.
+                decay = group["weight_decay"] * group["lr"]
+                assert decay == pytest.approx(0.1 * 2e-3)
+
+
+def test_hidden_matrices_are_those_between_embedding_and_head():
+    models = [
+        TitanMAC(TITAN_MAC["tiny"]),
+        TransformerNP(TransformerNPConfig(x_width=2, **TRANSFORMER_NP["tiny"].architecture)),
+    ]
+    found = []
+    for model in models:
+        hidden = set(map(id, hidden_matrices(model)))
+        names = [name for name, p in model.named_parameters() if id(p) in hidden]
+        found.append(
+            [name.removeprefix("blocks.0.") for name in names if name.startswith("blocks.0.")]
+        )
+        assert len(names) == 2 * len(found[-1])
+    assert found[0] == [
+        "layers.0.attention.query.weight",
+        "layers.0.attention.key_value.weight",
+        "layers.0.output.weight",
+        "layers.0.memory.projections.joint.weight",
+        "layers.0.memory.output.weight",
+        "layers.0.gate.linear.weight",
+        "feed_forward.joint.weight",
+        "feed_forward.output.weight",
+    ]
+    assert found[1] == [
+        "attention.query.weight",
+        "attention.key_value.weight",
+        "attention.output.weight",
+        "feed_forward.hidden.weight",
+        "feed_forward.output.weight",
+    ]
+
+
+@every_optimizer
+def test_stored_columns_that_are_not_used_stay_zero(tmp_path, make_trainer, name):
+    trainer = make_trainer(tmp_path, "transformer-np", name)
+    trainer.run(until=3)
+    assert sum(unused.numel() for unused in trainer.model.padding()) > 0
+    assert not any(unused.any() for unused in trainer.model.padding())
+
+
+@every_optimizer
+def test_steps_between_log_points_read_nothing_on_the_host(
+    tmp_path, make_trainer, host_reads, name
+):
+    """Among them some in which M3's slow momentum fires and a nested controller learns."""
+    config = replace(CONFIG, log_every=24, evaluate_every=24)
+    trainer = make_trainer(tmp_path, "transformer-np", name, config)
+    with host_reads:
+        trainer.run(until=12)
+    assert host_reads.count == 0
+
+
+def test_controller_of_the_nested_optimizer_learns(tmp_path, make_trainer):
+    trainer = make_trainer(tmp_path, "transformer-np", "nested")
+    trainer.run(until=24)
+    assert isinstance(trainer.optimizer, DeepNestedOptimizer)
+    multipliers = trainer.optimizer.get_lr_multipliers()
+    assert set(multipliers) == {"core", "embed", "vectors"}
+    assert all(m != 1.0 for m in multipliers.values())
+
+
+def test_slow_momentum_of_m3_moves_parameters(tmp_path, make_trainer):
+    trainer = make_trainer(tmp_path, "transformer-np", "m3")
+    trainer.run(until=12)
+    assert isinstance(trainer.optimizer, M3)
+    hidden = hidden_matrices(trainer.model)
+    assert all(trainer.optimizer.state[p]["slow_direction"].any() for p in hidden)
+
+
+def test_shipped_network_makes_the_step_where_no_file_is_given():
+    model = torch.nn.Linear(3, 2)
+    optimizer = make_optimizer("learned", model, lr=1.0, weight_decay=0.0, clip_norm=1.0)
+    assert isinstance(optimizer, LearnedOptimizer)
+    (3.0 * model(torch.ones(4, 3))).square().mean().backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def run(*arguments):
+    environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
+    return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
+
+
+TINY = ["transformer-np", "--preset", "tiny", "--steps", "2", "--log-every", "1"]
+
+
+@every_optimizer
+def test_flag_chooses_the_optimizer_and_its_rate(tmp_path, weights, name):
+    more = ["--optimizer-weights", weights] if name == "learned" else []
+    result = run(*TINY, "--optimizer", name, *more, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    learned = name == "learned"
+    assert (config["optimizer"], config["lr"]) == (name, 0.1 if learned else 2e-3)
+    assert config["weight_decay"] == (0.0 if learned else 0.01)
+    assert config["optimizer_weights"] == (str(weights) if learned else None)
+    saved = torch.load(tmp_path / "run/checkpoint.pt")
+    assert saved["optimizer_kind"].startswith("torch." if name == "torch-adamw" else "fusewright.")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optimizer", "sgd"], "'sgd' is not one of"),
+        (["--optimizer-weights", "net"], "only the optimizer learned has weights of its own; got"),
+        (["--optimizer", "learned", "--optimizer-weights", "nowhere"], "nowhere"),
+        (["--capture", "--device", "cpu"], "--capture needs a CUDA device; got --device cpu"),
+        (["--resume", "nowhere", "--optimizer", "muon"], "from its folder; got --optimizer"),
+    ],
+    ids=["name", "weights", "file", "capture", "resume"],
+)
+def test_bad_flags_get_one_clear_sentence(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    result = run(*TINY[:3], *flags) if "--resume" not in flags else run(TINY[0], *flags)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_whose_config_names_another_optimizer_is_not_resumed(tmp_path):
+    assert run(*TINY, "--out", tmp_path / "run").exit_code == 0
+    file = tmp_path / "run/config.json"
+    file.write_text(file.read_text().replace('"optimizer": "adamw"', '"optimizer": "m3"'))
+    result = run("transformer-np", "--resume", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "wanted the state of a fusewright.M3" in result.output
+    assert "got that of a fusewright.AdamW" in result.output

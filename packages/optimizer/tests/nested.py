@@ -63,7 +63,8 @@ class Eager:
     def __init__(self, some, optimizer):
         self.options = optimizer.options
         ours = {
-            id(p): q for p, q in zip(optimizer._parameters(), twins(some, optimizer), strict=True)
+            id(p): q
+            for p, q in zip(optimizer._all_parameters(), twins(some, optimizer), strict=True)
         }
         self.groups = [
             {**group, "params": [ours[id(p)] for p in group["params"]]}
@@ -131,7 +132,7 @@ def twins(some, optimizer):
     """A copy of each parameter, in the optimizer's order."""
     names = {id(p): name for name, p in some.named_parameters()}
     copied = dict(copy.deepcopy(some).double().named_parameters())
-    return [copied[names[id(p)]] for p in optimizer._parameters()]
+    return [copied[names[id(p)]] for p in optimizer._all_parameters()]
 
 
 def assert_followed(some, optimizer, eager, steps=STEPS, before=None):

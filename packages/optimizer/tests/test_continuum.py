@@ -121,7 +121,9 @@ def test_a_level_that_is_not_finite_gives_nothing_and_keeps_its_momentum(bad, pr
     optimizer = optimizer_of(some, update="continuum", **options)
     eager = EagerContinuum(some, optimizer)
     pairs = dict(
-        zip(optimizer._parameters(), (p for g in eager.groups for p in g["params"]), strict=True)
+        zip(
+            optimizer._all_parameters(), (p for g in eager.groups for p in g["params"]), strict=True
+        )
     )
     hit = some.layers[0].weight
 

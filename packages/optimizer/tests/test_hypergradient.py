@@ -24,7 +24,7 @@ def validation(parameters):
 
 def unrolled(optimizer, m, loss, max_norm=1.0):
     """L at the parameters that AdamW's next step with multipliers m leads to."""
-    ps = optimizer._parameters()
+    ps = optimizer._all_parameters()
     norm = torch.cat([p.grad.flatten() for p in ps]).norm()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     moved = []
@@ -62,9 +62,11 @@ def test_hypergradient_is_that_of_autograd_through_the_step(mode, decay, monkeyp
     m = optimizer._rates.multipliers.clone().requires_grad_()
     value = unrolled(before[1], m, validation)
     (expected,) = torch.autograd.grad(value, m)
-    assert value.item() == pytest.approx(validation(optimizer._parameters()).item(), rel=1e-12)
+    assert value.item() == pytest.approx(validation(optimizer._all_parameters()).item(), rel=1e-12)
     if mode == "explicit":
-        found = optimizer.meta_update(lambda: validation(optimizer._parameters()))["hypergradient"]
+        found = optimizer.meta_update(lambda: validation(optimizer._all_parameters()))[
+            "hypergradient"
+        ]
     else:
         seen = []
         follow = ControllerTraining.follow
@@ -74,7 +76,7 @@ def test_hypergradient_is_that_of_autograd_through_the_step(mode, decay, monkeyp
             follow(self, statistics, gradient, skipped)
 
         monkeypatch.setattr(ControllerTraining, "follow", watched)
-        ps = optimizer._parameters()
+        ps = optimizer._all_parameters()
         for p, g in zip(ps, torch.autograd.grad(validation(ps), ps), strict=True):
             p.grad = g
         # Of the next step's own learning rates nothing may depend.
@@ -93,7 +95,7 @@ def test_kernels_hypergradient_is_the_references(device, decay):
         optimizer = optimizer_of(some, backend=backend, weight_decay=decay, base_lr=0.1)
         for step in (1, 2, 4):
             optimizer.step(give(some, step))
-        ps = optimizer._parameters()
+        ps = optimizer._all_parameters()
         rows = [optimizer.meta_update(lambda ps=ps: validation(ps))["hypergradient"]]
         # One parameter has no gradient, and one's lies otherwise in its memory.
         some.lm_head.weight.grad = None
@@ -117,7 +119,7 @@ def test_kernels_hypergradient_over_many_programs_is_that_over_few(device, monke
         some = model(torch.float32, device)
         optimizer = optimizer_of(some, backend="triton")
         optimizer.step(give(some, 1))
-        ps = optimizer._parameters()
+        ps = optimizer._all_parameters()
         found.append(optimizer.meta_update(lambda ps=ps: validation(ps))["hypergradient"])
     # Sums in fp64, in another order.
     torch.testing.assert_close(*found, rtol=1e-12, atol=0.0)
@@ -127,7 +129,7 @@ def test_hypergradient_of_a_parameter_in_other_memory_is_the_references(device):
     some = model(torch.float32, device)
     optimizer = optimizer_of(some, backend="triton")
     optimizer.step(give(some, 1))
-    ps = optimizer._parameters()
+    ps = optimizer._all_parameters()
     expected = optimizer._mode.hypergradient(optimizer.param_groups, [p.grad for p in ps])
     for p in ps:
         p.data = p.data.clone()
@@ -141,7 +143,7 @@ def test_hypergradient_of_a_continuum_is_that_of_autograd():
     optimizer = optimizer_of(some, **options)
     optimizer.step(give(some, 1))
     loss = give(some, 2)
-    kept = [p.detach().clone() for p in optimizer._parameters()]
+    kept = [p.detach().clone() for p in optimizer._all_parameters()]
     optimizer.step(loss)
     m = optimizer._rates.multipliers.clone().requires_grad_()
     # The step divided by its learning rates is its direction.
@@ -152,7 +154,7 @@ def test_hypergradient_of_a_continuum_is_that_of_autograd():
             direction = (old - p.detach()) / (group["lr"] * m[number].item())
             moved.append(old - group["lr"] * m[number] * direction)
     (expected,) = torch.autograd.grad(validation(moved), m)
-    found = optimizer.meta_update(lambda: validation(optimizer._parameters()))["hypergradient"]
+    found = optimizer.meta_update(lambda: validation(optimizer._all_parameters()))["hypergradient"]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
 
 
@@ -164,7 +166,9 @@ def test_controller_follows_adam_on_the_hypergradient():
     for step in (1, 2, 4):
         optimizer.step(give(some, step))
         statistics = optimizer._rates.statistics.clone()
-        found = optimizer.meta_update(lambda: validation(optimizer._parameters()))["hypergradient"]
+        found = optimizer.meta_update(lambda: validation(optimizer._all_parameters()))[
+            "hypergradient"
+        ]
         adam.zero_grad()
         (twin(statistics) * found).sum().backward()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)

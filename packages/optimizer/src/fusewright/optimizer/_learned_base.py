@@ -10,33 +10,25 @@ from typing import Any
 
 import torch
 
+from ._adamw_state import new_results
 from ._backends import KERNEL_DTYPES, Backend, check_backend, decline, uses_triton
 from ._checks import check_gradient, check_number, check_options
+from ._contract import Contract
 from ._learned_checks import check_learnable, check_state, tensor_obstacle
 from ._learned_parts import LearnedRules, Moved, Moving
 from ._members import Step, current, on
 from ._parts import total_squares
-from .adamw import new_results
 from .learned_features import Statistics, new_statistics
 
 Tensor = torch.Tensor
 
 
-class StatisticsOptimizer(torch.optim.Optimizer):
+class StatisticsOptimizer(Contract):
     """Optimizers whose state of a parameter is ``learned_features.Statistics``, and what a subclass
     adds.
-
-    Attributes:
-        grad_norm: of the last step, 0-d fp32 on the device of the first parameter that has a
-            gradient; NaN before one and where no norm is taken.
-        skipped: whether the last step was skipped, 0-d bool there.
-        skipped_steps: how many were, 0-d int64 there.
     """
 
-    # torch.amp.GradScaler sets grad_scale and found_inf before a step, and deletes them after.
-    _step_supports_amp_scaling = True
-    # Attributes that copies and pickles have beside torch's.
-    kept_names: tuple[str, ...] = ("backend", "max_grad_norm", "skip_nonfinite", "_results")
+    copied: tuple[str, ...] = ("backend", "max_grad_norm", "skip_nonfinite")
 
     def _prepare(
         self, max_grad_norm: float | None, skip_nonfinite: bool | None, backend: Backend
@@ -49,65 +41,17 @@ class StatisticsOptimizer(torch.optim.Optimizer):
         self.skip_nonfinite = (
             max_grad_norm is not None if skip_nonfinite is None else skip_nonfinite
         )
-        self._results: tuple[Tensor, Tensor, Tensor] | None = None
-        self._forget_plans()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own where given."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            for p in group["params"]:
-                check_learnable(p)
-            check_number("lr", group["lr"])
-            check_number("weight_decay", group["weight_decay"])
-            self._check_group(group)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
         self._forget_plans()
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """A subclass's own options."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {name: self.__dict__[name] for name in self.kept_names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._forget_plans()
+        for p in group["params"]:
+            check_learnable(p)
+        check_number("lr", group["lr"])
+        check_number("weight_decay", group["weight_decay"])
 
     def _forget_plans(self) -> None:
         self._parts: list[tuple[Moving, list[int]]] = []
         self._seen: list[Any] = []
-
-    @property
-    def grad_norm(self) -> Tensor:
-        return self._results_on(self._first_device())[0]
-
-    @property
-    def skipped(self) -> Tensor:
-        return self._results_on(self._first_device())[1]
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        return self._results_on(self._first_device())[2]
-
-    def _first_device(self) -> torch.device:
-        if self._results is not None:
-            return self._results[0].device
-        return next(iter(self._all_parameters())).device
-
-    def _results_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        if self._results is None:
-            self._results = new_results(device)
-        elif self._results[0].device != device:
-            norm, skipped, count = (x.to(device) for x in self._results)
-            self._results = norm, skipped, count
-        return self._results
-
-    def _all_parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     def _point(self, gradients: Sequence[Tensor | None]) -> None:
         """Have each part see its gradients and the groups' numbers."""
@@ -131,44 +75,17 @@ class StatisticsOptimizer(torch.optim.Optimizer):
                 steps.append(Step(*given, *results))
         return steps
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of such an optimizer; statistics keep their dtypes."""
-        given: dict[str, Any] = {}
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        for given, group in zip(saved["param_groups"], self.param_groups, strict=False):
+            for number, p in zip(given["params"], group["params"], strict=False):
+                check_state(saved["state"].get(number, {}), self._meta_state(p), number)
+        return saved
 
-        def check(_: Any, adapted: dict[str, Any]) -> None:
-            for saved, group in zip(adapted["param_groups"], self.param_groups, strict=False):
-                for number, p in zip(saved["params"], group["params"], strict=False):
-                    kept = adapted["state"].get(number, {})
-                    check_state(kept, self._meta_state(p), number)
-            self._check_saved(adapted)
-            given.update(adapted)
-
-        def take(_: Any) -> None:
-            # Once more, without torch's casts to the parameters' dtypes.
-            numbers = (k for group in given["param_groups"] for k in group["params"])
-            for number, p in zip(numbers, self._all_parameters(), strict=True):
-                state = given["state"].get(number, {})
-                if state:
-                    for name, fresh in self._new_state(p.detach()).items():
-                        self.state[p][name] = fresh.copy_(torch.as_tensor(state[name]))
-            self._take_saved(given)
-            self._forget_plans()
-
-        hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(take, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _check_saved(self, saved: dict[str, Any]) -> None:
-        """What a subclass has saved beside torch's."""
-
-    def _take_saved(self, saved: dict[str, Any]) -> None:
-        """Load that."""
+    def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        for p, state in self._states_of(saved):
+            if state:
+                for name, fresh in self._new_state(p.detach()).items():
+                    self.state[p][name] = fresh.copy_(torch.as_tensor(state[name]))
 
     def _new_state(self, p: Tensor) -> dict[str, Tensor]:
         """A parameter's state before its first step."""

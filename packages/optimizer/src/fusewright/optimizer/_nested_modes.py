@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from ._adamw_state import new_results
 from ._checks import check_gradient
 from ._group_rates import GroupRates
 from ._grouped_adamw import GroupedAdamW, squares_by_group
 from ._nested_checks import Options
 from ._tables import upload
-from .adamw import new_results
 from .continuum import Continuum
 from .hypergradient import adamw_direction, dots_by_group, wide
 

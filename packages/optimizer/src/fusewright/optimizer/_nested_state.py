@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from ._adamw_state import keep_rate_on_device
 from ._checks import check_state_dict
+from ._contract import Contract
 from ._group_rates import GroupRates
 from ._nested_checks import Options
-from .adamw import keep_rate_on_device
 from .hypergradient import ControllerTraining
 from .nested_controller import NestedController
 
@@ -20,7 +21,7 @@ Tensor = torch.Tensor
 FIXED = "name", "depth", "capturable"
 
 
-class NestedState(torch.optim.Optimizer):
+class NestedState(Contract):
     """An optimizer with the state of its parameters, of its groups' numbers and of what trains
     them.
     """
@@ -70,56 +71,39 @@ class NestedState(torch.optim.Optimizer):
         if continuum is not None and kept["continuum"] is not None:
             continuum.load_state_dict(kept["continuum"])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state of this optimizer's; or one of AdamW, of this package or of torch, which has
-        nothing of the controller.
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Of this optimizer; or of AdamW, of this package or of torch, which has nothing of the
+        controller.
         """
-        before = [dict(group) for group in self.param_groups]
-        given: dict[str, Any] = {}
+        check_state_dict(saved, self.param_groups)
+        return saved
 
-        def check(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
-            check_state_dict(adapted, self.param_groups)
-            given.update(adapted)
-            # Moved below, without torch's casts to the parameters' dtypes.
-            return {**adapted, "state": {}}
-
-        def take(_: Any) -> None:
-            self._take(given, before)
-
-        # Others' hooks may adapt what is loaded before it is looked at, and see what came of it.
-        hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(take, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _take(self, given: dict[str, Any], before: list[dict[str, Any]]) -> None:
+    def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
         for group, was in zip(self.param_groups, before, strict=True):
             for name, value in was.items():
                 group.setdefault(name, value)
             for name in FIXED:
                 group[name] = was[name]
             keep_rate_on_device(group)
-        numbers = [k for group in given["param_groups"] for k in group["params"]]
-        loaded = {
-            place: given["state"][k] for place, k in enumerate(numbers) if k in given["state"]
-        }
+        states = (state for _, state in self._states_of(saved))
+        loaded = {place: state for place, state in enumerate(states) if state}
         self.state = self._mode.take(self.param_groups, self.state, loaded)
-        if "nested" in given:
-            self._take_numbers(given["nested"])
+        if "nested" in saved:
+            self._take_numbers(saved["nested"])
+
+    def _forget_plans(self) -> None:
+        """The modes look themselves whether their plans hold."""
+
+    def _last(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._mode.results
 
     def __getstate__(self) -> dict[str, Any]:
-        # Nothing else: a scheduler gives its optimizer a step of its own, which no copy may have.
         own = {"options": self.options, "controller": self.controller, "kept": self._numbers()}
-        return super().__getstate__() | own
+        return torch.optim.Optimizer.__getstate__(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = state.pop("kept", None)
-        super().__setstate__(state)
+        torch.optim.Optimizer.__setstate__(self, state)
         if kept is not None:
             self._build()
             self._take_numbers(kept)

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from ._adamw_state import keep_rate_on_device, new_results
+from ._adamw_state import keep_rate_on_device
 from ._backends import Backend, check_backend, without_autocast
 from ._checks import check_gradient, check_number
+from ._contract import Contract
 from ._members import current, on
 from ._parts import total_squares
 from ._stack import Stack, check_parameter, check_state, factor_of
@@ -28,15 +29,14 @@ Tensor = torch.Tensor
 STACKED = 1 << 26
 
 
-class StackedOptimizer(torch.optim.Optimizer):
+class StackedOptimizer(Contract):
     """What the optimizers of this kind share: groups, state dicts, skipping and the order of a
     step.
 
     A subclass says what state a parameter begins with, and how a stack is moved.
     """
 
-    # torch.amp.GradScaler sets grad_scale and found_inf before a step, and deletes them after.
-    _step_supports_amp_scaling = True
+    copied = "skip_nonfinite", "backend"
 
     def __init__(
         self,
@@ -47,8 +47,7 @@ class StackedOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_backend(backend)
         self.skip_nonfinite, self.backend = skip_nonfinite, backend
-        self._results: tuple[Tensor, Tensor, Tensor] | None = None
-        self._forget_stacks()
+        self._forget_plans()
         super().__init__(params, defaults)
 
     def _check_options(self, group: dict[str, Any]) -> None:
@@ -77,55 +76,18 @@ class StackedOptimizer(torch.optim.Optimizer):
         """Move a stack whose gradients times the sign, over the scale, are those meant."""
         self._move(stack, stack.gradients(factor_of(sign, scale)), group, skips)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own where given."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            for p in group["params"]:
-                check_parameter(p)
-            check_number("lr", group["lr"])
-            check_number("weight_decay", group["weight_decay"])
-            self._check_options(group)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            check_parameter(p)
+        check_number("lr", group["lr"])
+        check_number("weight_decay", group["weight_decay"])
+        self._check_options(group)
         keep_rate_on_device(group)
-        self._forget_stacks()
 
-    def __getstate__(self) -> dict[str, Any]:
-        own = ("skip_nonfinite", "backend", "_results")
-        return super().__getstate__() | {name: self.__dict__[name] for name in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._forget_stacks()
-
-    def _forget_stacks(self) -> None:
+    def _forget_plans(self) -> None:
         self._stacks: list[Stack] = []
         self._flat: list[Tensor] = []
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """Of the last step, 0-d fp32; NaN before one and where no norm is taken."""
-        return self._last()[0]
-
-    @property
-    def skipped(self) -> Tensor:
-        """Whether the last step was skipped, 0-d bool on the device."""
-        return self._last()[1]
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """How many steps were skipped, 0-d int64 on the device."""
-        return self._last()[2]
-
-    def _last(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self._results is None:
-            first = next((p for _, _, p in self._members()), torch.empty(0))
-            self._results = new_results(first.device)
-        return self._results
 
     def _members(self) -> Iterator[tuple[int, int, Tensor]]:
         """The place of each parameter, the number of its group, and it."""
@@ -227,57 +189,33 @@ class StackedOptimizer(torch.optim.Optimizer):
                 fresh[name] = state[name].to(start)
         return fresh
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of such an optimizer, in the dtypes that it has; options that its groups
-        lack stay as they are.
-        """
-        given: dict[str, Any] = {}
+    def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        for p, state in self._states_of(saved):
+            for name, value in state.items():
+                copied = torch.is_tensor(value)
+                self.state[p][name] = value.detach().clone() if copied else value
+        for group in self.param_groups:
+            keep_rate_on_device(group)
 
-        def check(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
-            given.update(self._complete(adapted))
-            return given
-
-        def take(_: Any) -> None:
-            # Once more, without torch's casts to the parameters' dtypes.
-            numbers = [k for group in given["param_groups"] for k in group["params"]]
-            for number, (_, _, p) in zip(numbers, self._members(), strict=True):
-                for name, value in given["state"].get(number, {}).items():
-                    copied = torch.is_tensor(value)
-                    self.state[p][name] = value.detach().clone() if copied else value
-            for group in self.param_groups:
-                keep_rate_on_device(group)
-            self._forget_stacks()
-
-        # Others' hooks may adapt what is loaded before it is looked at, and see what came of it.
-        hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(take, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with all options, looked through before anything is taken from it."""
-        saved = state_dict["param_groups"]
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """With all options: those that its groups lack stay as they are."""
+        given = saved["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in saved] != sizes:
+        if [len(group["params"]) for group in given] != sizes:
             raise ValueError(
                 f"the state dict must have groups of {sizes} parameters, got "
-                f"{[len(group['params']) for group in saved]}"
+                f"{[len(group['params']) for group in given]}"
             )
         groups = [
             {**mine, **old, "capturable": mine["capturable"]}
-            for mine, old in zip(self.param_groups, saved, strict=True)
+            for mine, old in zip(self.param_groups, given, strict=True)
         ]
         for old, mine in zip(groups, self.param_groups, strict=True):
             self._check_options({**old, "params": mine["params"]})
         numbers = [k for group in groups for k in group["params"]]
         for number, (place, group_number, p) in zip(numbers, self._members(), strict=True):
-            held = state_dict["state"].get(number, {})
+            held = saved["state"].get(number, {})
             fresh = self._fresh(p, groups[group_number], place) if held else {}
             for name in fresh.keys() & held.keys():
                 check_state(name, held[name], fresh[name], place)
-        return {**state_dict, "param_groups": groups}
+        return {**saved, "param_groups": groups}

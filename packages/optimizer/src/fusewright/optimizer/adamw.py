@@ -24,6 +24,7 @@ import torch
 from ._adamw_state import Kept, keep_rate_on_device, new_results
 from ._backends import KERNEL_DTYPES, Backend, check_backend, decline, launchers, uses_triton
 from ._checks import check_gradient, check_options, check_parameters, check_state_dict
+from ._contract import Contract
 from ._members import (
     Member,
     Rules,
@@ -41,21 +42,9 @@ from .reference import ReferencePart
 
 Tensor = torch.Tensor
 Rounding = Literal["nearest", "stochastic", "remainder"]
-# What a copy has beside what torch's optimizers copy.
-COPIED = (
-    "decoupled_weight_decay",
-    "max_grad_norm",
-    "skip_nonfinite",
-    "state_dtype",
-    "rounding",
-    "seed",
-    "backend",
-    "_kept",
-    "_results",
-)
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(Contract):
     """torch.optim.AdamW's formula, contract and state dict, in one launch for all parameters of a
     dtype.
 
@@ -100,8 +89,10 @@ class AdamW(torch.optim.Optimizer):
         RuntimeError: backend is "triton" and the kernels cannot serve a parameter.
     """
 
-    # torch.amp.GradScaler sets grad_scale and found_inf before a step, and deletes them after.
-    _step_supports_amp_scaling = True
+    copied = (
+        *("decoupled_weight_decay", "max_grad_norm", "skip_nonfinite", "state_dtype", "rounding"),
+        *("seed", "backend", "_kept"),
+    )
 
     def __init__(
         self,
@@ -144,21 +135,9 @@ class AdamW(torch.optim.Optimizer):
         )
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own where given."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            check_parameters(group)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_parameters(group)
         keep_rate_on_device(group)
-        self._forget_plans()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Nothing else: a scheduler gives its optimizer a step of its own, which no copy may have.
-        return super().__getstate__() | {name: self.__dict__[name] for name in COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -166,7 +145,6 @@ class AdamW(torch.optim.Optimizer):
             group.setdefault("amsgrad", False)
             group.setdefault("maximize", False)
             group.setdefault("capturable", False)
-        self._forget_plans()
 
     def _forget_plans(self) -> None:
         # Each with the places of its members' among all parameters.
@@ -174,34 +152,6 @@ class AdamW(torch.optim.Optimizer):
         self._flat: list[Tensor] = []
         self._sharded = False
         self._seen: list[Any] = []
-        if "_results" not in self.__dict__:
-            self._results: tuple[Tensor, Tensor, Tensor] | None = None
-
-    @property
-    def grad_norm(self) -> Tensor:
-        return self._last(0)
-
-    @property
-    def skipped(self) -> Tensor:
-        return self._last(1)
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        return self._last(2)
-
-    def _last(self, place: int) -> Tensor:
-        if self._results is None:
-            first = next(iter(self._all_parameters()), None)
-            return self._results_on(torch.device("cpu") if first is None else first.device)[place]
-        return self._results[place]
-
-    def _results_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        if self._results is None:
-            self._results = new_results(device)
-        elif self._results[0].device != device:
-            norm, skipped, count = self._results
-            self._results = norm.to(device), skipped.to(device), count.to(device)
-        return self._results
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -240,45 +190,20 @@ class AdamW(torch.optim.Optimizer):
             with current(part.device):
                 part.point_numbers(self.param_groups)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of this optimizer, of torch.optim.AdamW or torch.optim.Adam."""
-        capturable = [group["capturable"] for group in self.param_groups]
-        given: dict[str, Any] = {}
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Of this optimizer, of torch.optim.AdamW or of torch.optim.Adam."""
+        check_state_dict(saved, self.param_groups)
+        return saved
 
-        def check(_: Any, adapted: dict[str, Any]) -> None:
-            check_state_dict(adapted, self.param_groups)
-            given.update(adapted)
-
-        def take(_: Any) -> None:
-            self._take(given, capturable)
-
-        # Others' hooks may adapt what is loaded before it is looked at, and see what came of it.
-        hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(take, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _take(self, given: dict[str, Any], capturable: list[bool]) -> None:
-        """What torch has loaded once more, without its casts to the parameters' dtypes."""
-        numbers = (k for group in given["param_groups"] for k in group["params"])
-        for number, p in zip(numbers, self._all_parameters(), strict=True):
-            for name, value in given["state"].get(number, {}).items():
-                self.state[p][name] = self._kept.own(name, value, p)
-                if name == "remainder" and value.dtype != torch.int16:
-                    # Another optimizer has cast it, and moved the parameter without it.
-                    del self.state[p][name]
-        for group, was in zip(self.param_groups, capturable, strict=True):
-            group["capturable"] = was
+    def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        for p, state in self._states_of(saved):
+            for name, value in state.items():
+                # Another optimizer has cast these bits, and moved the parameter without them.
+                if name != "remainder" or value.dtype == torch.int16:
+                    self.state[p][name] = self._kept.own(name, value, p)
+        for group, was in zip(self.param_groups, before, strict=True):
+            group["capturable"] = was["capturable"]
             keep_rate_on_device(group)
-        self._forget_plans()
-
-    def _all_parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     def _plan(self) -> list[Tensor | None]:
         """Make sure that the plans are of these parameters, gradients and states; returns all

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from ._adamw_state import keep_rate_on_device
 from ._backends import Backend
 from ._checks import check_gradient, check_parameters
 from ._group_rates import GroupRates
@@ -28,7 +29,7 @@ from ._members import current
 from ._nested_checks import Options, check_members, check_nested
 from ._nested_modes import AdamWMode, ContinuumMode
 from ._nested_state import NestedState
-from .adamw import Rounding, keep_rate_on_device
+from .adamw import Rounding
 from .group_depth import UNKNOWN, Grouping, Named, parameter_groups
 from .hypergradient import ControllerTraining
 from .nested_controller import Features, NestedController
@@ -84,9 +85,6 @@ class DeepNestedOptimizer(NestedState):
         ValueError: an option is out of its range, no parameter needs a gradient, parameters are on
             several devices, two groups have one name, or a state dict has other shapes.
     """
-
-    # torch.amp.GradScaler sets grad_scale and found_inf before a step, and deletes them after.
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -183,30 +181,15 @@ class DeepNestedOptimizer(NestedState):
             name = f"group_{len(self.param_groups)}"
             param_group = {"name": name, "depth": UNKNOWN} | param_group
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            check_parameters(group)
-            check_members(self.param_groups)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-        keep_rate_on_device(group)
         if "_rates" in self.__dict__:
             kept = self._numbers()
             self._build()
             self._take_numbers(kept)
 
-    @property
-    def grad_norm(self) -> Tensor:
-        return self._mode.results[0]
-
-    @property
-    def skipped(self) -> Tensor:
-        return self._mode.results[1]
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        return self._mode.results[2]
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_parameters(group)
+        check_members(self.param_groups)
+        keep_rate_on_device(group)
 
     def set_loss(self, loss: float | Tensor) -> None:
         """The loss of the next step that is given none, such as one that a GradScaler calls."""
@@ -246,7 +229,7 @@ class DeepNestedOptimizer(NestedState):
             self._mode.follow(self.param_groups, self.state)
             trains = options.mode == "simple" and t % options.meta_update_freq == 0
             if trains and options.meta == "hypergradient" and t > 1:
-                gradients = [p.grad for p in self._parameters()]
+                gradients = [p.grad for p in self._all_parameters()]
                 self._descend(gradients, now, scale)
             rates.hold([group["lr"] for group in self.param_groups])
             looks = t == 1 or t % options.controller_update_freq == 0
@@ -278,14 +261,11 @@ class DeepNestedOptimizer(NestedState):
             return 0.0
         return self._loss
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _descend(
         self, gradients: Sequence[Tensor | None], loss: Tensor, scale: Tensor | None = None
     ) -> Tensor:
         """Move the controller against dL/dm of the last step; returns it."""
-        for p, g in zip(self._parameters(), gradients, strict=True):
+        for p, g in zip(self._all_parameters(), gradients, strict=True):
             if g is not None:
                 check_gradient(p, g)
         rates = self._rates
@@ -323,7 +303,7 @@ class DeepNestedOptimizer(NestedState):
             return {"loss": now}
         if not isinstance(value, Tensor) or not value.requires_grad:
             raise TypeError(f"meta_update needs a loss with its graph, got {value!r}")
-        gradients = torch.autograd.grad(value, self._parameters(), allow_unused=True)
+        gradients = torch.autograd.grad(value, self._all_parameters(), allow_unused=True)
         with torch.no_grad(), current(rates.device):
             self._mode.follow(self.param_groups, self.state)
             now = rates.loss_of(value)

@@ -72,7 +72,7 @@ class LearnedOptimizer(StatisticsOptimizer):
         RuntimeError: backend is "triton" and the kernels cannot serve a parameter.
     """
 
-    kept_names = (*StatisticsOptimizer.kept_names, "mlp")
+    copied = (*StatisticsOptimizer.copied, "mlp")
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class LearnedOptimizer(StatisticsOptimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
         given = group["extra_features"]
         if (given is None) != (self.mlp.extra_features == 0):
             raise ValueError(
@@ -139,12 +140,10 @@ class LearnedOptimizer(StatisticsOptimizer):
             return "the kernels take extra features of whole tensors, not of elements"
         return network_obstacle(self.mlp, p.device)
 
-    def _check_saved(self, saved: dict[str, Any]) -> None:
-        self._callables = [group["extra_features"] for group in self.param_groups]
-
-    def _take_saved(self, saved: dict[str, Any]) -> None:
-        for group, mine in zip(self.param_groups, self._callables, strict=True):
-            group["extra_features"] = mine
+    def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        super()._take(saved, before)
+        for group, was in zip(self.param_groups, before, strict=True):
+            group["extra_features"] = was["extra_features"]
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it, without the callers' extra features and the network, which

@@ -89,7 +89,7 @@ class VeLO(StatisticsOptimizer):
         RuntimeError: backend is "triton" and the kernels cannot serve a parameter.
     """
 
-    kept_names = (*StatisticsOptimizer.kept_names, "networks", "num_steps", "losses")
+    copied = (*StatisticsOptimizer.copied, "networks", "num_steps", "losses")
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class VeLO(StatisticsOptimizer):
         """
         return super().state_dict() | {"losses": self.losses._asdict()}
 
-    def _check_saved(self, saved: dict[str, Any]) -> None:
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
         losses = saved.get("losses", {})
         for name, wanted in self.losses._asdict().items():
             if name not in losses:
@@ -248,8 +248,10 @@ class VeLO(StatisticsOptimizer):
             shape = list(torch.as_tensor(losses[name]).shape)
             if shape != list(wanted.shape):
                 raise ValueError(f"{name} must have shape {list(wanted.shape)}, got {shape}")
+        return super()._checked(saved)
 
-    def _take_saved(self, saved: dict[str, Any]) -> None:
+    def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        super()._take(saved, before)
         for name, kept in self.losses._asdict().items():
             kept.copy_(torch.as_tensor(saved["losses"][name]))
 

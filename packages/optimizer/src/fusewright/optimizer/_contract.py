@@ -1,0 +1,129 @@
+"""What torch's optimizers promise, as all of ours keep it: groups that are taken whole or not at
+all, copies, state dicts that are looked through before anything is taken from them, and a step's
+results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._adamw_state import new_results
+
+Tensor = torch.Tensor
+
+
+class Contract(torch.optim.Optimizer):
+    """A subclass says what it asks of a group and of a state dict, and what a copy of it has.
+
+    Attributes:
+        grad_norm: of the last step, 0-d fp32 on the device of the first parameter that had a
+            gradient; NaN before one and where no norm is taken.
+        skipped: whether the last step was skipped, 0-d bool there.
+        skipped_steps: how many were, 0-d int64 there.
+    """
+
+    # torch.amp.GradScaler sets grad_scale and found_inf before a step, and deletes them after.
+    _step_supports_amp_scaling = True
+    # Attributes that copies and pickles have beside torch's. Nothing else: a scheduler gives its
+    # optimizer a step of its own, which no copy may have.
+    copied: tuple[str, ...] = ()
+    _results: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise where a group's parameters or options will not do."""
+        raise NotImplementedError
+
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A state dict, completed; raises where it is not of these parameters."""
+        raise NotImplementedError
+
+    def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        """The state, and what there is beside it, of a state dict whose groups are taken; these
+        were the groups ``before``.
+        """
+        raise NotImplementedError
+
+    def _forget_plans(self) -> None:
+        """Plan the next step anew."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own where given."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._forget_plans()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of such an optimizer, in the dtypes that it has."""
+        before = [dict(group) for group in self.param_groups]
+        saved: dict[str, Any] = {}
+
+        def check(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
+            saved.update(self._checked(adapted))
+            # torch would cast it to the parameters' dtypes.
+            return {**saved, "state": {}}
+
+        def take(_: Any) -> None:
+            self._take(saved, before)
+            self._forget_plans()
+
+        # Others' hooks may adapt what is loaded before it is looked at, and see what came of it.
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(take, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = (*self.copied, "_results")
+        return super().__getstate__() | {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_plans()
+
+    @property
+    def grad_norm(self) -> Tensor:
+        return self._last()[0]
+
+    @property
+    def skipped(self) -> Tensor:
+        return self._last()[1]
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        return self._last()[2]
+
+    def _last(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._results is not None:
+            return self._results
+        first = next(iter(self._all_parameters()), None)
+        return self._results_on(torch.device("cpu") if first is None else first.device)
+
+    def _results_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Where a step on this device writes them."""
+        if self._results is None:
+            self._results = new_results(device)
+        elif self._results[0].device != device:
+            norm, skipped, count = self._results
+            self._results = norm.to(device), skipped.to(device), count.to(device)
+        return self._results
+
+    def _all_parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _states_of(self, saved: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """The saved state of each parameter, which is empty where there is none."""
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        states = (saved["state"].get(number, {}) for number in numbers)
+        return list(zip(self._all_parameters(), states, strict=True))

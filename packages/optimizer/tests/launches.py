@@ -1,4 +1,7 @@
-"""Calls that launch the kernels, for the compile tests: tensors are never read."""
+"""Calls that launch the kernels, for the compile tests: tensors are never read. Of each kind of
+optimizer one launch of every kernel, and every dtype with every option that its kernels
+distinguish.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,22 @@ import os
 import sys
 
 import torch
-from fusewright.optimizer import M3, AdamW, Muon, _norm_launch, clip_grad_norm_, grad_norm
+from fusewright.optimizer import (
+    M3,
+    AdamW,
+    DeepNestedOptimizer,
+    LearnedOptimizer,
+    Muon,
+    UpdateMLP,
+    VeLO,
+    VeLONetworks,
+    _learned_launch,
+    _norm_launch,
+    clip_grad_norm_,
+    grad_norm,
+    learned_init,
+    learned_update,
+)
 from fusewright.optimizer._backends import Card
 
 CARD = Card(
@@ -14,51 +32,64 @@ CARD = Card(
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-_norm_launch.card_of = lambda device: CARD
-for name in ("adamw", "grad_norm", "_matrix_groups"):
+_norm_launch.card_of = _learned_launch.card_of = lambda device: CARD
+ASKING = "adamw", "grad_norm", "learned_update", "_group_rates", "_learned_base", "_matrix_groups"
+for name in ASKING:
     # Launches are recorded on CPU tensors.
     sys.modules[f"fusewright.optimizer.{name}"].uses_triton = lambda x, backend: True
+DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
-def step(dtype: torch.dtype, start: int = 0, **options) -> None:
-    """A step of one parameter, ``start`` elements off an aligned address."""
-    p = torch.nn.Parameter(torch.empty(4096 + start, dtype=dtype)[start:])
-    p.grad = torch.empty_like(p)
+def parameters(dtype: torch.dtype, start: int, *shapes: tuple[int, ...]) -> list:
+    """With gradients; each ``start`` elements off an aligned address."""
+    found = []
+    for shape in shapes:
+        memory = torch.empty(torch.Size(shape).numel() + start, dtype=dtype)
+        p = torch.nn.Parameter(memory[start:].view(shape))
+        p.grad = torch.empty_like(p)
+        found.append(p)
+    return found
+
+
+def adamw_step(dtype: torch.dtype, start: int = 0, **options) -> None:
+    (p,) = parameters(dtype, start, (4096,))
     AdamW([p], **options).step()
     clip_grad_norm_([p], 1.0)
     grad_norm([p.grad])
 
 
-def matrix_step(make: type, dtype: torch.dtype, start: int = 0, **options) -> None:
-    """A step of two matrices, and of a vector that AdamW moves."""
-    ps = [torch.nn.Parameter(torch.empty(4096 + start, dtype=dtype)[start:]) for _ in range(3)]
-    for p in ps[:2]:
-        p.data = p.data.view(32, 128)
-    for p in ps:
-        p.grad = torch.empty_like(p)
-    groups = [dict(params=ps[:2]), dict(params=ps[2:], matrix=False)]
-    make(groups, **options).step()
+def adamw() -> None:
+    adamw_step(torch.float32, max_grad_norm=1.0, amsgrad=True)
+    adamw_step(torch.bfloat16, rounding="remainder", state_dtype=torch.float32)
+    adamw_step(torch.bfloat16, rounding="stochastic")
 
 
-def one_of_each() -> None:
-    step(torch.float32, max_grad_norm=1.0, amsgrad=True)
-    step(torch.bfloat16, rounding="remainder", state_dtype=torch.float32)
-    step(torch.bfloat16, rounding="stochastic")
-    matrix_step(Muon, torch.float32)
-    matrix_step(M3, torch.float32, skip_nonfinite=True)
-
-
-def every_kind() -> None:
-    """Every dtype of parameters and states with every option that the kernels distinguish."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+def every_adamw() -> None:
+    for dtype in DTYPES:
         for start in (0, 1):
             for amsgrad in (False, True):
                 for decoupled in (False, True):
                     options = dict(amsgrad=amsgrad, decoupled_weight_decay=decoupled)
                     for state in (None, torch.float32, torch.bfloat16):
-                        step(dtype, start, state_dtype=state, **options)
+                        adamw_step(dtype, start, state_dtype=state, **options)
                     for rounding in ("remainder", "stochastic"):
-                        step(dtype, start, rounding=rounding, **options)
+                        adamw_step(dtype, start, rounding=rounding, **options)
+
+
+def matrix_step(make: type, dtype: torch.dtype, start: int = 0, **options) -> None:
+    """Of two matrices, and of a vector that AdamW moves."""
+    *two, vector = parameters(dtype, start, (32, 128), (32, 128), (4096,))
+    make([dict(params=two), dict(params=[vector], matrix=False)], **options).step()
+
+
+def matrices() -> None:
+    matrix_step(Muon, torch.float32)
+    matrix_step(M3, torch.float32, skip_nonfinite=True)
+
+
+def every_matrices() -> None:
+    for dtype in DTYPES:
+        for start in (0, 1):
             for skip in (False, True):
                 for ns_dtype in (None, torch.bfloat16):
                     options = dict(skip_nonfinite=skip, ns_dtype=ns_dtype)
@@ -66,3 +97,79 @@ def every_kind() -> None:
                         matrix_step(Muon, dtype, start, nesterov=nesterov, **options)
                     for relative in (False, True):
                         matrix_step(M3, dtype, start, relative=relative, **options)
+
+
+def nested_steps(dtype: torch.dtype, start: int = 0, scaled: bool = False, **options) -> None:
+    """Two steps of two groups, and a hypergradient."""
+    ps = parameters(dtype, start, (2, 4096), (2, 4096))
+    named = list(zip(("embed", "core"), ps, strict=True))
+    optimizer = DeepNestedOptimizer(named, mode="explicit", **options)
+    if scaled:
+        optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+    for _ in range(2):
+        optimizer.step(1.0)
+    optimizer._mode.hypergradient(optimizer.param_groups, [p.grad for p in ps])
+
+
+def nested() -> None:
+    nested_steps(torch.float32, controller_update_freq=3)
+    nested_steps(torch.bfloat16, controller_hidden_dim=128, scaled=True)
+
+
+def every_nested() -> None:
+    for dtype in DTYPES:
+        for start in (0, 1):
+            nested_steps(dtype, start, controller_update_freq=3)
+    for hidden in (1, 20, 128):
+        for layers in (1, 2, 4):
+            for features in ("log", "raw"):
+                options = dict(controller_hidden_dim=hidden, controller_num_layers=layers)
+                nested_steps(torch.float32, scaled=hidden == 20, features=features, **options)
+
+
+def learned_step(dtype: torch.dtype, start: int = 0, extra: int = 0, **options) -> None:
+    """Of a vector and a matrix."""
+    ps = parameters(dtype, start, (256,), (64, 64))
+    given = torch.empty(extra) if extra else None
+    LearnedOptimizer(ps, UpdateMLP(extra), extra_features=given, **options).step()
+
+
+def learned_gradient(dtype: torch.dtype, extra: int = 0) -> None:
+    """The update as a function, and its backward pass."""
+    p, g = torch.empty(64, 64, dtype=dtype), torch.empty(64, 64, dtype=dtype)
+    given = [torch.empty(extra)] if extra else None
+    (update,), _ = learned_update(UpdateMLP(extra), [p], [g], learned_init([p]), given)
+    update.sum().backward()
+
+
+def learned() -> None:
+    learned_step(torch.float32, max_grad_norm=1.0)
+    learned_gradient(torch.float32)
+
+
+def every_learned() -> None:
+    """With both kinds of products."""
+    matmul = torch.backends.cuda.matmul
+    for precision in ("ieee", "tf32"):
+        matmul.fp32_precision = precision
+        for dtype in DTYPES:
+            for start in (0, 1):
+                learned_step(dtype, start, extra=2)
+            learned_gradient(dtype, extra=1)
+
+
+def velo_step(dtype: torch.dtype, start: int = 0, **options) -> None:
+    """Of a vector and a matrix."""
+    ps = parameters(dtype, start, (256,), (64, 64))
+    VeLO(ps, VeLONetworks(8, 4), 100, **options).step(1.0)
+
+
+def velo() -> None:
+    velo_step(torch.float32, max_grad_norm=1.0, weight_decay=0.1)
+
+
+def every_velo() -> None:
+    for dtype in DTYPES:
+        for start in (0, 1):
+            for weight_decay in (0.0, 0.1):
+                velo_step(dtype, start, weight_decay=weight_decay)

@@ -13,6 +13,7 @@ from fusewright.optimizer.learned_update import (
     learned_init,
     learned_update,
 )
+from fusewright.optimizer.trained_update_mlp import trained_update_mlp
 from fusewright.optimizer.update_mlp import (
     PUBLIC_NAMES,
     PUBLIC_OFFSETS,
@@ -187,6 +188,57 @@ def test_gradients_of_the_network_compose_with_transforms(learned, device):
         torch.testing.assert_close(kernels[name], x, rtol=1e-4, atol=1e-6)
 
 
+def test_unrolled_steps_compose_with_transforms(learned):
+    """Through two steps, whose second gradient depends on the first step, by func.grad and vmap;
+    against autograd.
+    """
+    mlp = learned.network().double()
+    optimizer = FunctionalLearnedOptimizer(mlp, lr=0.5)
+    starts = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    names, weights = zip(*mlp.named_parameters(), strict=True)
+
+    def left(weights, start):
+        def steps(start):
+            p, state = {"p": start}, optimizer.init({"p": start})
+            for _ in range(2):
+                given = (p, {"p": torch.sin(p["p"])}, state)
+                updates, state = updated(dict(zip(names, weights, strict=True)), *given)
+                p = optimizer.apply(p, updates)
+            return p["p"].square().sum()
+
+        return steps(start)
+
+    def updated(named, p, g, state):
+        class Step(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.mlp = mlp
+
+            def forward(self):
+                return optimizer.update(g, state, p)
+
+        named = {f"mlp.{name}": x for name, x in named.items()}
+        return torch.func.functional_call(Step(), named, ())
+
+    found = torch.func.vmap(torch.func.grad(left), (None, 0))(weights, starts)
+    for place, start in enumerate(starts):
+        lives = [x.detach().clone().requires_grad_() for x in weights]
+        expected = torch.autograd.grad(left(lives, start), lives)
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x[place], y, rtol=1e-10, atol=1e-12)
+
+
+def test_loaded_network_whose_weights_are_live_is_served_by_the_kernels(learned, device):
+    mlp = trained_update_mlp().to(device)
+    for x in mlp.weights():
+        x.requires_grad_()
+    (p,) = learned.drawn([(5, 7)], device)
+    (update,), _ = learned_update(mlp, [p], [p.sin()], learned_init([p]), backend="triton")
+    update.sum().backward()
+    assert all(x.grad.isfinite().all() and x.grad.any() for x in mlp.weights())
+    assert all(x.grad is None for x in mlp.offsets())
+
+
 def test_second_derivatives_of_the_kernels_are_refused(learned, device):
     mlp = learned.network(device=device)
     p = learned.drawn([(3, 4)], device)[0]
@@ -235,6 +287,22 @@ def test_public_file_is_loaded_with_the_decays_that_go_with_it(learned, tmp_path
         assert torch.equal(x, torch.tensor(values))
     # fp32 weights and the header, as the published file has it: 10096 bytes.
     assert sum(x.numel() for x in loaded.weights()) == 2402
+
+
+def test_names_and_offsets_are_the_published_ones():
+    assert PUBLIC_NAMES == {
+        "network.input.weight": "first.weight",
+        "network.input.bias": "first.bias",
+        "network.linear_0.weight": "second.weight",
+        "network.linear_0.bias": "second.bias",
+        "network.output.weight": "last.weight",
+        "network.output.bias": "last.bias",
+    }
+    assert PUBLIC_OFFSETS == {
+        "momentum_offsets": (0.15216392, 0.14245212, 0.06812963),
+        "square_offsets": (0.01079706,),
+        "factored_offsets": (0.18621896, -0.10864615, -0.06185547),
+    }
 
 
 def test_file_of_another_network_is_refused(learned, tmp_path):

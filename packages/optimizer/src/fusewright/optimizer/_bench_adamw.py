@@ -12,6 +12,8 @@ from .adamw import AdamW
 from .deep_nested import DeepNestedOptimizer
 
 ADAMW, CLIPPING, NESTED = "AdamW", "AdamW with clipping", "DeepNestedOptimizer"
+# For the host, which looks where they are.
+MOVED = "AdamW, gradients in turns of two memories"
 
 
 def cases() -> list[Case]:
@@ -28,7 +30,8 @@ def cases() -> list[Case]:
         for dtype in dtypes
     ]
     plain = functools.partial(torch_step, clips=False)
-    return [*found, Case(ADAMW, SHAPES["many"], torch.float32, plain, 7)]
+    many = [Case(op, SHAPES["many"], torch.float32, plain, 7) for op in (ADAMW, MOVED)]
+    return [*found, *many]
 
 
 def torch_step(*tensors: Tensor, clips: bool) -> tuple[Tensor, ...]:
@@ -83,6 +86,7 @@ def providers() -> dict[str, dict[str, Stepped]]:
         "fusewright": {
             ADAMW: Stepped(functools.partial(AdamW, lr=LR)),
             CLIPPING: Stepped(clipping),
+            MOVED: Stepped(functools.partial(AdamW, lr=LR), captures=False, alternates=True),
             NESTED: Stepped(nested, loss=True),
         },
         # What a step whose rates are numbers takes.
@@ -94,6 +98,7 @@ def providers() -> dict[str, dict[str, Stepped]]:
         found[name] = {
             ADAMW: Stepped(make, captures=captures),
             CLIPPING: Stepped(make, clips=True, captures=captures),
+            MOVED: Stepped(make, captures=False, alternates=True),
         }
     found["compile"] = {ADAMW: Stepped(compiled, captures=False)}
     return found

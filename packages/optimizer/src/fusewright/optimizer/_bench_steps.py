@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -98,6 +99,8 @@ class Stepped:
         clips: clip_grad_norm_ before each step, for optimizers that do not clip.
         captures: a step can be captured in a CUDA graph.
         loss: each step is told a loss.
+        alternates: every other step finds its gradients in other memory, as it does where they are
+            set to None and made anew.
     """
 
     def __init__(
@@ -107,19 +110,26 @@ class Stepped:
         clips: bool = False,
         captures: bool = True,
         loss: bool = False,
+        alternates: bool = False,
     ) -> None:
         self.make, self.clips, self.captures, self.loss = make, clips, captures, loss
+        self.alternates = alternates
 
     def prepare(self, tensors: list[Tensor]) -> Callable[[], None]:
         """A step on these parameters and gradients, in place."""
         half = len(tensors) // 2
         parameters = [torch.nn.Parameter(x.detach()) for x in tensors[:half]]
-        for p, g in zip(parameters, tensors[half:], strict=True):
-            p.grad = g.detach()
+        given = [[g.detach() for g in tensors[half:]]]
+        if self.alternates:
+            given.append([g.clone() for g in given[0]])
+        turns = itertools.cycle(given)
+        point(parameters, given[0])
         optimizer = self.make(parameters)
         told = [torch.ones((), device=tensors[0].device)] if self.loss else []
 
         def step() -> None:
+            if self.alternates:
+                point(parameters, next(turns))
             if self.clips:
                 torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             optimizer.step(*told)
@@ -132,6 +142,11 @@ class Stepped:
         step()
         step()
         return tuple(copies[: len(copies) // 2])
+
+
+def point(parameters: list, gradients: list[Tensor]) -> None:
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g
 
 
 class OneByOne:

@@ -17,7 +17,7 @@ from ._launch import Launch
 from ._members import laid_out_like
 from ._norm_launch import programs_of, triton_dtype
 from ._tables import Blocks, Uploaded, aligned, upload
-from .nested_controller import START
+from .nested_controller import START, NestedController
 
 Tensor = torch.Tensor
 # A weight of the controller is one tile of the one program of a group.
@@ -147,11 +147,10 @@ class PartSquares:
 class Control:
     """The launch that gives groups their learning rates."""
 
-    def __init__(self, network: torch.nn.Module, groups: int, device: torch.device) -> None:
+    def __init__(self, network: NestedController, groups: int, device: torch.device) -> None:
         self.network, self.device, self.groups = network, device, groups
-        count = len(list(network.parameters()))
-        self.layers = Uploaded(count, torch.int64, device)
-        self.hidden_layers = count // 2 - 1
+        self.layers = Uploaded(2 * len(network.linears), torch.int64, device)
+        self.hidden_layers = len(network.linears) - 1
         self.launches: dict[tuple, Launch] = {}
 
     def __call__(
@@ -162,11 +161,12 @@ class Control:
         """
         depths, base, loss, grad_scale, found_inf, *results = tensors
         # Others may have put other memory in the parameters' place.
-        self.layers.hold([x.data_ptr() for x in self.network.parameters()])
+        linears = self.network.linears
+        self.layers.hold([x.data_ptr() for layer in linears for x in (layer.weight, layer.bias)])
         shares = 0 if squares is None else squares.shape[1]
         key = shares, squares is None, grad_scale is None, found_inf is None
         if key not in self.launches:
-            hidden: Any = self.network.hidden
+            hidden = self.network.hidden
             self.launches[key] = Launch(
                 _control_kernel,
                 (self.groups,),

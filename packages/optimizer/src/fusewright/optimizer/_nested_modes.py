@@ -75,7 +75,7 @@ class AdamWMode:
         adamw.both = updates
         adamw.control = lambda squares, owner: rates.update(squares, owner, loss, scale, found)
         adamw.grad_scale, adamw.found_inf = scale, rates.found_inf
-        adamw.step()
+        adamw._move_all()
         # It holds this step's loss.
         del adamw.control
 

@@ -160,9 +160,14 @@ class AdamW(Contract):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._move_all()
+        return loss
+
+    def _move_all(self) -> None:
+        """The step itself, without torch's hooks."""
         gradients = self._plan()
         if not self._parts:
-            return loss
+            return
         for part, places in self._parts:
             mine = [gradients[place] for place in places]
             with current(part.device):
@@ -178,7 +183,6 @@ class AdamW(Contract):
                 part.move(Step(on(device, squares), on(device, scale), on(device, found), *results))
             # Whoever sets gradients to None gets their memory back.
             part.gradients = []
-        return loss
 
     @torch.no_grad()
     def refresh(self) -> None:

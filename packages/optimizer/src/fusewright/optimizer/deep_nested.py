@@ -241,7 +241,7 @@ class DeepNestedOptimizer(NestedState):
                 self._training.follow_proxy(rates.statistics, now, self.skipped)
         self._loss, self.global_step = None, t
         return {
-            "global_step": torch.tensor(t),
+            "global_step": torch.scalar_tensor(t, dtype=torch.int64),
             "lr_multipliers": rates.multipliers,
             "ema_loss": rates.ema_loss,
             "skipped": self.skipped,

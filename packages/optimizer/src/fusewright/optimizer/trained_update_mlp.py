@@ -18,7 +18,8 @@ def trained_update_mlp() -> UpdateMLP:
     The README tells where it helps and where AdamW is better.
 
     Returns:
-        An ``UpdateMLP`` of fp32 on the CPU, without gradients; ``requires_grad_()`` makes it live.
+        An ``UpdateMLP`` of fp32 on the CPU, without gradients. ``requires_grad_()`` of its
+        ``weights()`` makes it live; with gradients to its offsets too only plain torch serves.
     """
     with files(__package__).joinpath("trained_update_mlp.pt").open("rb") as file:
         kept = torch.load(file, map_location="cpu", weights_only=True)

@@ -133,7 +133,8 @@ def load_update_mlp(path: str | os.PathLike, *, step_mult: float = 0.01) -> Upda
         step_mult: of the update; the public weights go with 0.01.
 
     Returns:
-        A network without gradients; ``requires_grad_()`` makes it live.
+        A network without gradients. ``requires_grad_()`` of its ``weights()`` makes it live; with
+        gradients to its offsets too only plain torch serves.
 
     Raises:
         ImportError: the package safetensors is not installed.

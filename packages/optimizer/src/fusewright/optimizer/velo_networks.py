@@ -174,7 +174,7 @@ def load_velo(rnn_path: str | os.PathLike, mlp_path: str | os.PathLike) -> VeLON
         rnn_path, mlp_path: of the files; nothing is fetched.
 
     Returns:
-        Networks without gradients; ``requires_grad_()`` makes them live.
+        Networks without gradients.
 
     Raises:
         ImportError: the package safetensors is not installed.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -16,12 +17,20 @@ MODELS = {
     "transformer-np": "TransformerNP on digits, minus held-out log-likelihood in nats per target",
 }
 AGAINST = "adamw"
-HEADER = ("optimizer", "peak rate", "score", "deviation", f"seeds better than {AGAINST}", "seconds")
+HEADER = (
+    "optimizer",
+    "peak rate",
+    "ended",
+    "score",
+    "deviation",
+    f"seeds better than {AGAINST}",
+    "seconds",
+)
 TOLD = (
     "{model} after {steps} steps from each of {seeds} seeds, less is better: "
     "[{name}](results/{name}). Peak rates are the best of {rates} each, by runs from other seeds, "
-    "{grid_seeds} a rate; a rate at an end of its grid is marked *. Seconds are of all steps of a "
-    "run."
+    "{grid_seeds} a rate; a rate at an end of its grid is marked *. Scores are of the seeds whose "
+    "runs ended with a finite one. Seconds are of all steps of a run."
 )
 
 
@@ -32,13 +41,16 @@ class Runs(NamedTuple):
         lr: that rate.
         rates: of the grid.
         grid_seeds: how many runs chose among them, of each.
-        scores: at the last step, by seed; without seeds whose run did not come there.
+        seeds: how many runs began.
+        scores: at the last step, by seed; without seeds whose run did not come there, or not with a
+            finite score.
         seconds: mean of those runs.
     """
 
     lr: float
     rates: list[float]
     grid_seeds: int
+    seeds: int
     scores: dict[int, float]
     seconds: float
 
@@ -59,12 +71,14 @@ def read(path: Path) -> tuple[str, int, dict[str, Runs]] | None:
     for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
         mine = [row for row in rows if row["optimizer"] == optimizer]
         runs = [row for row in mine if row["phase"] == "run"]
-        ends = [row for row in runs if int(row["step"]) == steps]
+        last = [row for row in runs if int(row["step"]) == steps]
+        ends = [row for row in last if isfinite(float(row["score"]))]
         grid = [row for row in mine if row["phase"] == "grid"]
         found[optimizer] = Runs(
             float(runs[0]["lr"]),
             sorted({float(row["lr"]) for row in grid}),
             len({row["seed"] for row in grid}),
+            len({row["seed"] for row in runs}),
             {int(row["seed"]): float(row["score"]) for row in ends},
             mean(float(row["seconds"]) for row in ends) if ends else 0.0,
         )
@@ -78,12 +92,13 @@ def lines(found: dict[str, Runs]) -> list[tuple[str, ...]]:
     def line(name: str, runs: Runs) -> tuple[str, ...]:
         rate = f"{runs.lr:g}{' *' if runs.at_end else ''}"
         scores = list(runs.scores.values())
+        ended = f"{len(scores)} of {runs.seeds}"
         if not scores:
-            return name, rate, "not finite", "", "", ""
+            return name, rate, ended, "not finite", "", "", ""
         better = sum(score < against.get(seed, score) for seed, score in runs.scores.items())
         spread = f"{stdev(scores):.4f}" if len(scores) > 1 else ""
         told = "" if name == AGAINST or not against else f"{better} of {len(scores)}"
-        return name, rate, f"{mean(scores):.4f}", spread, told, f"{runs.seconds:.1f}"
+        return name, rate, ended, f"{mean(scores):.4f}", spread, told, f"{runs.seconds:.1f}"
 
     def place(name: str) -> float:
         scores = found[name].scores.values()
@@ -99,7 +114,7 @@ def parts(folder: Path) -> list[str]:
         read_of = read(path)
         assert read_of is not None
         model, steps, found = read_of
-        seeds = max(len(runs.scores) for runs in found.values())
+        seeds = max(runs.seeds for runs in found.values())
         rates = max(len(runs.rates) for runs in found.values())
         grid_seeds = max(runs.grid_seeds for runs in found.values())
         name = MODELS[model]

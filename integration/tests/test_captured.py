@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fusewright.optimizer import DeepNestedOptimizer
 from fusewright_models import TransformerNP, TransformerNPConfig
 from fusewright_models.cli import negative_log_likelihood
 from fusewright_models.data import make_sampler
@@ -52,7 +53,7 @@ class Stood(CapturedStepper):
             set_counts(self.optimizer, before)
 
         if self.fails:
-            self._fail("it cannot be", RuntimeError)
+            self._fail(RuntimeError("it cannot be"))
         else:
             self.graphs[key] = SimpleNamespace(replay=replay)
 
@@ -126,6 +127,27 @@ def test_capture_that_fails_leaves_the_training_as_it_is(tmp_path):
     assert not trainers[1].stepper.graphs
     assert trainers[1].console.file.getvalue().count("steps are eager: it cannot be") == 1
     assert_same_bits(*trainers)
+
+
+def test_capture_that_fails_later_lets_go_of_the_graphs(tmp_path):
+    trainers = [make(tmp_path / str(stood), stood=stood, name="nested") for stood in (False, True)]
+    for trainer in trainers:
+        trainer.run(until=10)
+    stepper = trainers[1].stepper
+    assert stepper.graphs
+    # The steps in which it learns have not been captured.
+    stepper.fails = True
+    for trainer in trainers:
+        trainer.run()
+    assert stepper.failed
+    assert not stepper.graphs
+    assert not stepper.batches
+    assert_same_bits(*trainers)
+
+
+def test_levels_of_a_continuum_are_not_captured():
+    optimizer = DeepNestedOptimizer(torch.nn.Linear(2, 1), update="continuum")
+    assert "levels of a continuum fire by the host's count" in captured.obstacle(optimizer)
 
 
 def test_capture_that_is_asked_for_and_fails_is_an_error(tmp_path):

@@ -75,6 +75,17 @@ def test_rows_of_other_optimizers_are_kept(tmp_path):
     assert {point.optimizer for point in both} == {"adamw", "torch-adamw"}
 
 
+def test_rows_of_other_steps_are_refused_and_those_of_other_presets_are_apart(tmp_path):
+    file = compared(tmp_path, "transformer-np", "adamw")
+    assert "-tiny-" in file.name
+    before = file.read_bytes()
+    flags = ["--model", "transformer-np", "--preset", "tiny", "--optimizers", "torch-adamw"]
+    result = run(*flags, "--steps", "3", "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "got runs of 2: give --steps 2, or another folder" in result.output
+    assert file.read_bytes() == before
+
+
 def point(optimizer: str, seed: int, step: int, score: float, phase="run") -> Point:
     return Point("titan-mac", optimizer, phase, 0.01, seed, step, 1.0, score, 0.5)
 
@@ -111,11 +122,12 @@ def test_rate_that_spoils_the_weights_is_not_chosen(tmp_path):
     [
         (["--optimizers", "adamw,sgd"], "got sgd"),
         (["--preset", "huge"], "preset must be one of ('tiny', 'demo', "),
+        (["--grid", "1,-1"], "--grid wants positive numbers; got 1,-1"),
         (["--grid", "fast"], "could not convert string to float: 'fast'"),
         (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
         (["--optimizers", "learned", "--optimizer-weights", "nowhere"], "nowhere"),
     ],
-    ids=["optimizer", "preset", "grid", "device", "weights"],
+    ids=["optimizer", "preset", "sign", "grid", "device", "weights"],
 )
 def test_bad_flags_get_one_clear_sentence(tmp_path, flags, message):
     result = run(*flags, "--out", tmp_path)

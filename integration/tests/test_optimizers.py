@@ -27,7 +27,7 @@ from fusewright_models.training import (
     make_optimizer,
 )
 from fusewright_models.training.optimization import hidden_matrices
-from fusewright_models.training.optimizer_traits import OURS
+from fusewright_models.training.optimizer_traits import OURS, network_digest
 from rich.console import Console
 from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
@@ -131,6 +131,66 @@ def test_checkpoint_of_another_optimizer_is_refused(tmp_path, make_trainer):
     assert all(map(torch.equal, before, other.model.parameters()))
 
 
+def test_checkpoint_of_another_network_is_refused(tmp_path, make_trainer):
+    make_trainer(tmp_path, "transformer-np", "learned").run(until=12)
+    other = make_trainer(tmp_path, "transformer-np", "learned")
+    with torch.no_grad():
+        other.optimizer.mlp.last.bias[0] += 1.0
+    other = Trainer(
+        other.model, other.source, negative_log_likelihood, other.optimizer, CONFIG, other.folder
+    )
+    before = [p.clone() for p in other.model.parameters()]
+    drawn = pytree.tree_leaves(other.source.state_dict())
+    with pytest.raises(ValueError, match=r"with the network of digest \w{64} in .*; got one with"):
+        other.resume()
+    assert all(map(torch.equal, before, other.model.parameters()))
+    assert str(drawn) == str(pytree.tree_leaves(other.source.state_dict()))
+
+
+def test_digest_is_of_weights_and_multipliers(weights):
+    def digest(**changes) -> str | None:
+        model = torch.nn.Linear(2, 1)
+        numbers = {"lr": 1.0, "weight_decay": 0.0, "clip_norm": 1.0}
+        optimizer = make_optimizer("learned", model, weights=weights, **numbers)
+        vars(optimizer.mlp).update(changes)
+        return network_digest(optimizer)
+
+    assert digest() == digest()
+    assert len({digest(), digest(step_mult=0.02), digest(exp_mult=0.002)}) == 3
+    assert network_digest(torch.optim.SGD([torch.ones(1)])) is None
+
+
+def test_checkpoint_of_other_data_leaves_the_model_as_it_was(tmp_path, make_trainer):
+    make_trainer(tmp_path, "titan-mac", "adamw").run(until=12)
+    other = make_trainer(tmp_path, "titan-mac", "adamw")
+    other.source = Windows(torch.zeros(4096).long(), length=64, digest="other")
+    before = [p.clone() for p in other.model.parameters()]
+    with pytest.raises(ValueError, match="wanted the data that the run was begun with"):
+        other.resume()
+    assert all(map(torch.equal, before, other.model.parameters()))
+
+
+@pytest.mark.parametrize("spoil", [lambda state: {}, lambda state: state | {"state": 3}])
+def test_damaged_state_of_an_optimizer_is_refused(tmp_path, make_trainer, spoil):
+    trainer = make_trainer(tmp_path, "transformer-np", "torch-adamw")
+    trainer.run(until=12)
+    state = trainer.folder.load_checkpoint()
+    trainer.folder.save_checkpoint(state | {"optimizer": spoil(state["optimizer"])})
+    with pytest.raises(ValueError, match=r"wanted this model's checkpoint in .*; got: "):
+        trainer.resume()
+
+
+@pytest.mark.parametrize("name", ["m3", "muon"])
+def test_gradients_whose_squares_overflow_are_clipped(tmp_path, make_trainer, name):
+    trainer = make_trainer(tmp_path, "transformer-np", name, replace(CONFIG, log_every=1))
+    plain = trainer.stepper.loss_function
+    trainer.stepper.loss_function = lambda model, batch: plain(model, batch) * 1e25
+    trainer.run(until=1)
+    (line,) = training_lines(trainer)
+    assert "skipped_steps" not in line
+    assert 1e20 < line["gradient_norm"] < math.inf
+
+
 def test_adamw_trains_as_torchs_whose_gradients_are_clipped_before(
     tmp_path, make_trainer, assert_same_but_for_rounding
 ):
@@ -193,11 +253,36 @@ def test_means_are_of_the_steps_that_were_taken(tmp_path, make_trainer):
 
 
 def test_run_whose_losses_stay_not_finite_is_stopped(tmp_path, make_trainer):
-    trainer = spoiled(make_trainer(tmp_path, "transformer-np", "adamw"), set(range(14, 99)))
-    with pytest.raises(FloatingPointError, match="over steps 17 to 20: not finite"):
+    config = replace(CONFIG, steps=28)
+    trainer = spoiled(make_trainer(tmp_path, "transformer-np", "adamw", config), set(range(14, 99)))
+    with pytest.raises(
+        FloatingPointError, match="the last 11 steps up to 24 were skipped in a row"
+    ):
         trainer.run()
-    assert [line.get("skipped_steps") for line in training_lines(trainer)] == [None] * 3 + [3]
+    lines = trainer.folder.read_metrics()
+    assert [line.get("skipped_steps") for line in lines] == [None] * 3 + [3, 4]
+    # Of no steps there is no mean.
+    assert ["loss" in line and "gradient_norm" in line for line in lines] == [True] * 4 + [False]
     assert RunFolder(tmp_path).load_checkpoint()["step"] == 12
+
+
+def test_skipped_step_ends_no_run_whose_log_points_are_one_step_apart(tmp_path, make_trainer):
+    config = replace(CONFIG, log_every=1)
+    trainer = spoiled(make_trainer(tmp_path, "transformer-np", "muon", config), {1, *range(3, 12)})
+    trainer.run()
+    skipped = [line.get("skipped_steps", 0) for line in trainer.folder.read_metrics()]
+    assert skipped == [1, 0, *[1] * 9, *[0] * 13]
+
+
+def test_skipped_steps_are_counted_on_where_a_run_is_resumed(tmp_path, make_trainer):
+    """Seven before the checkpoint and three after it."""
+    spoiled(make_trainer(tmp_path, "transformer-np", "adamw"), {*range(6, 99)}).run(until=12)
+    rest = spoiled(make_trainer(tmp_path, "transformer-np", "adamw"), {1, 2, 3, 4})
+    rest.resume()
+    with pytest.raises(
+        FloatingPointError, match="the last 11 steps up to 16 were skipped in a row"
+    ):
+        rest.run()
 
 
 def test_parameters_that_are_not_finite_reach_no_checkpoint(tmp_path, make_trainer):

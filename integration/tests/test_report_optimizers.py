@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def points(optimizer: str, lr: float, scores: list[float], *, grid=(0.1, 0.2, 0.
 @pytest.fixture
 def folder(tmp_path):
     rows = [*points("adamw", 0.2, [2.0, 3.0, 4.0]), *points("nested", 0.4, [1.0, 2.0, 4.5])]
+    rows += points("muon", 0.2, [2.0, 3.0, math.nan])
     diverged = [p for p in points("m3", 0.1, [1.0] * 3) if p.phase == "grid" or p.step < 6]
     write(rows + diverged, tmp_path / f"results/{NAME}.csv")
     (tmp_path / "results/tuning.csv").write_text("kind,rows\nforward,8\n")
@@ -63,9 +65,11 @@ def test_line_has_mean_deviation_and_seeds_that_are_better(report, folder):
     assert picture.endswith(f"(results/{NAME}.png)")
     assert table.splitlines()[2:] == [
         # The rate is at an end of its grid.
-        "| nested | 0.4 * | 2.5000 | 1.8028 | 2 of 3 | 0.6 |",
-        "| adamw | 0.2 | 3.0000 | 1.0000 |  | 0.6 |",
-        "| m3 | 0.1 * | not finite |  |  |  |",
+        "| nested | 0.4 * | 3 of 3 | 2.5000 | 1.8028 | 2 of 3 | 0.6 |",
+        # The mean is of what is finite.
+        "| muon | 0.2 | 2 of 3 | 2.5000 | 0.7071 | 0 of 2 | 0.6 |",
+        "| adamw | 0.2 | 3 of 3 | 3.0000 | 1.0000 |  | 0.6 |",
+        "| m3 | 0.1 * | 0 of 3 | not finite |  |  |  |",
     ]
 
 

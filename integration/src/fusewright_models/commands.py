@@ -31,8 +31,8 @@ from .training import (
 PeakRate = Annotated[
     float | None,
     typer.Option(
-        help="Peak rate: warm-up over a twentieth, then a cosine. Default: the preset's; 1 of the "
-        "optimizer learned."
+        help="Peak rate: warm-up over a twentieth, then a cosine. Default: the preset's; 0.1 of "
+        "the optimizer learned."
     ),
 ]
 OptimizerChoice = Annotated[

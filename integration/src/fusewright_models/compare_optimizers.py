@@ -6,8 +6,10 @@ trains TitanMAC `tiny` on bytes of the standard library, or a TransformerNP on d
 optimizer of the training program. Each one's peak rate is the best of a small grid by the mean of
 its last held-out scores on some seeds, none of them not finite; with that rate it is trained from
 each of other seeds: a single run would choose rates at the edge of what trains. All evaluations,
-those of the grid too, go to optimizers-MODEL-ENVIRONMENT.csv, mean curves with their spread over
-the seeds to a picture beside it. Weights and data of a seed are the same for all.
+those of the grid too, go to optimizers-MODEL-ENVIRONMENT.csv, or of a preset that is not the
+default to optimizers-MODEL-PRESET-ENVIRONMENT.csv, mean curves with their spread over the seeds to
+a picture beside it. Weights and data of a seed are the same for all, and so are the steps of a
+file.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Point:
 
     Attributes:
         phase: "grid" where the rate is chosen, "run" of what is compared.
-        loss: mean of the steps since the evaluation before; NaN at step 0.
+        loss: mean of the steps since the evaluation before; NaN at step 0 and where all were
+            skipped.
         score: held out; less is better, whatever the model.
         seconds: of all steps so far, evaluations left out.
     """
@@ -145,11 +148,11 @@ def train(subject: Subject, flags: dict[str, Any], phase: Phase) -> list[Point]:
 
     def observe(line: dict[str, Any]) -> None:
         nonlocal loss, seconds
-        if "loss" in line:
-            loss, seconds = line["loss"], seconds + line["seconds"]
-        else:
+        if "score" in line:
             of_run = (run.model_name, run.optimizer, phase, run.lr, flags["seed"])
             points.append(Point(*of_run, line["step"], loss, line["score"], seconds))
+        else:
+            loss, seconds = line.get("loss", nan), seconds + line["seconds"]
 
     trainer = Trainer(
         model,
@@ -277,8 +280,12 @@ def main(
         if name not in presets:
             raise ValueError(f"preset must be one of {tuple(presets)}; got {name!r}")
         factors = [float(text) for text in grid.split(",")]
+        if not all(isfinite(factor) and factor > 0.0 for factor in factors):
+            raise ValueError(f"--grid wants positive numbers; got {grid}")
         subject = subject_of(model, {"preset": name, "device": device, "backend": backend})
-        file = out / f"optimizers-{model}-{environment_name(where)}.csv"
+        # Rows of two presets are no comparison.
+        label = model if name == PRESETS[model] else f"{model}-{name}"
+        file = out / f"optimizers-{label}-{environment_name(where)}.csv"
         chosen = [name for name in OPTIMIZER_NAMES if name in optimizers.split(",")]
         if unknown := set(optimizers.split(",")) - set(chosen):
             raise ValueError(f"optimizers are {OPTIMIZER_NAMES}; got {', '.join(sorted(unknown))}")
@@ -291,6 +298,11 @@ def main(
             # What cannot be had is said before anything is trained.
             optimizer_of(subject.run(flags[each]), nn.Linear(1, 1, device=where))
         kept = [p for p in read(file) if p.optimizer not in chosen] if file.exists() else []
+        if kept and (theirs := max(point.step for point in kept)) != steps:
+            raise ValueError(
+                f"wanted runs of {steps} steps beside those of this comparison in {file}; got runs "
+                f"of {theirs}: give --steps {theirs}, or another folder"
+            )
     for each in chosen:
         rates = [factor * default_rate(each, presets[name].lr) for factor in factors]
         say = partial(console.print, highlight=False)

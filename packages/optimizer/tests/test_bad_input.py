@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fusewright.optimizer import AdamW
+from fusewright.optimizer import AdamW, DeepNestedOptimizer, LearnedOptimizer, Muon, UpdateMLP
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -416,3 +416,24 @@ def test_the_rest_of_a_group_is_served_beside_what_kernels_do_not_take(device):
         torch.testing.assert_close(ours.grad_norm, norm.to(F32))
     for p, q in zip(ps, twin, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        AdamW,
+        Muon,
+        lambda ps: LearnedOptimizer(ps, UpdateMLP()),
+        lambda ps: DeepNestedOptimizer([("core", ps[0])]),
+    ],
+    ids=["adamw", "muon", "learned", "nested"],
+)
+@pytest.mark.parametrize(("name", "value"), [("lr", -5.0), ("weight_decay", "x")])
+def test_options_of_a_state_dict_are_held_to_their_range(make, name, value):
+    optimizer = make([torch.nn.Parameter(torch.ones(2, 3))])
+    saved = optimizer.state_dict()
+    before = {k: x for k, x in optimizer.param_groups[0].items() if k != "params"}
+    saved["param_groups"][0][name] = value
+    with pytest.raises(ValueError, match=name):
+        optimizer.load_state_dict(saved)
+    assert {k: x for k, x in optimizer.param_groups[0].items() if k != "params"} == before

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -239,6 +241,21 @@ def test_loaded_network_whose_weights_are_live_is_served_by_the_kernels(learned,
     assert all(x.grad is None for x in mlp.offsets())
 
 
+def test_nothing_of_a_call_waits_for_the_collector(learned, backend, device):
+    (p,) = learned.drawn([(5, 7)], device)
+    mlp = learned.network(device=device)
+    gc.disable()
+    try:
+        (update,), (after,) = learned_update(
+            mlp, [p], [p.sin()], learned_init([p]), backend=backend
+        )
+        seen = [weakref.ref(x) for x in (update, after.momenta, after.square)]
+        del update, after
+        assert not any(x() is not None for x in seen)
+    finally:
+        gc.enable()
+
+
 def test_second_derivatives_of_the_kernels_are_refused(learned, device):
     mlp = learned.network(device=device)
     p = learned.drawn([(3, 4)], device)[0]
@@ -303,6 +320,14 @@ def test_names_and_offsets_are_the_published_ones():
         "square_offsets": (0.01079706,),
         "factored_offsets": (0.18621896, -0.10864615, -0.06185547),
     }
+
+
+def test_file_that_is_no_safetensors_is_refused(tmp_path):
+    pytest.importorskip("safetensors", reason="the package safetensors is not installed")
+    path = tmp_path / "model.safetensors"
+    path.write_text("weights")
+    with pytest.raises(ValueError, match="load_update_mlp wants a file in the format safetensors"):
+        load_update_mlp(path)
 
 
 def test_file_of_another_network_is_refused(learned, tmp_path):

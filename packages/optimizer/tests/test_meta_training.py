@@ -226,6 +226,20 @@ def test_command_trains_all_tasks(tmp_path):
     assert len(list(path.parent.iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--out weights.csv", "--out must not end in .csv"),
+        ("--out weights.pt --every 0", "--every must be at least 1; got 0"),
+    ],
+    ids=["out", "every"],
+)
+def test_flags_that_cannot_be_served_are_refused(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        meta_training.main(flags.split())
+    assert message in capsys.readouterr().err
+
+
 class Problem:
     """A model, and the loss of batches that never repeat."""
 

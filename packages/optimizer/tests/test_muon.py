@@ -131,6 +131,16 @@ def test_state_of_torchs_goes_on(training, device):
         torch.testing.assert_close(found, expected)
 
 
+def test_scale_of_torchs_is_taken_by_its_name(training, device):
+    training.shapes = ((12, 5), (6, 10))
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    options = dict(lr=0.05, adjust_lr_fn="match_rms_adamw")
+    theirs = training.run(torch.optim.Muon, twin, 2, **options)
+    ours = Muon(ps)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["scale"] == "adamw_rms"
+
+
 def test_groups_without_matrices_take_adamws_steps(training, device, backend):
     training.shapes = ((6, 10), (3,), (), (5, 4), (3,))
     ps, twin = (training.parameters(device=device) for _ in range(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from fusewright.optimizer.deep_momentum import DeepMomentum
 from fusewright.optimizer.delta_momentum import DeltaMomentum
 from fusewright.optimizer.m3 import M3
 from fusewright.optimizer.muon import Muon
+
+from .compared import everything
 
 SHAPES = ((6, 10), (12, 5), (6, 10), (7,), (), (4, 3, 2), (0, 4), (7,))
 # Firing in between, and every option that keeps something.
@@ -50,16 +53,6 @@ def make(request):
 def training(training):
     training.shapes = SHAPES
     return training
-
-
-def everything(optimizer):
-    """Copies of all parameters and states."""
-    found = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            found.append(p.detach().clone())
-            found += [x.clone() for _, x in sorted(optimizer.state.get(p, {}).items())]
-    return found
 
 
 def test_same_inputs_same_bits(training, device, make):
@@ -251,6 +244,49 @@ def test_strided_parameters_are_declined_by_the_kernels(training, device, make):
     p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match="contiguous"):
         make([p]).step()
+
+
+def test_parameter_of_another_shape_is_refused(training, device, make):
+    (p, *_) = training.parameters(device=device)
+    optimizer = make([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.data = torch.ones(1, 5, device=device)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.step()
+
+
+def test_what_one_stack_cannot_take_moves_no_other(training, device, make):
+    if not make.by_kernels:
+        pytest.skip("the reference takes all")
+    ps = [p for p in training.parameters(device=device) if p.shape in ((6, 10), (12, 5))]
+    ps[-1].data = ps[-1].data.T.contiguous().T
+    training.give_gradients(ps, 0)
+    before = [p.detach().clone() for p in ps]
+    optimizer = make(ps)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        optimizer.step()
+    assert all(map(torch.equal, ps, before))
+    assert all(group.get("steps", 0) == 0 for group in optimizer.param_groups)
+
+
+def test_gradients_and_state_of_others_are_not_kept(training, device, make):
+    """Of a step's gradients nothing lives on; state without a gradient keeps no whole stack."""
+    training.shapes = ((6, 10),) * 4
+    ps = training.parameters(device=device)
+    optimizer = training.run(make, ps, 1)
+    training.give_gradients(ps, 1)
+    optimizer.step()
+    seen = [weakref.ref(p.grad.untyped_storage()) for p in ps]
+    for p in ps:
+        p.grad = None
+    assert not any(x() for x in seen)
+    training.give_gradients(ps[:1], 2)
+    optimizer.step()
+    for p in ps:
+        for x in optimizer.state[p].values():
+            assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
 def test_groups_may_be_added_and_have_options_of_their_own(training, device, make):

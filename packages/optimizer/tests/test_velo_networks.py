@@ -147,6 +147,13 @@ def test_files_of_other_networks_are_refused(files):
         load_velo(mlp, rnn)
 
 
+def test_file_that_is_no_safetensors_is_refused(files, tmp_path):
+    rnn, _ = files()
+    (tmp_path / "weights").write_text("weights")
+    with pytest.raises(ValueError, match="load_velo wants a file in the format safetensors"):
+        load_velo(rnn, tmp_path / "weights")
+
+
 def test_weights_that_the_original_does_not_use_may_be_absent(files):
     unused = {name: None for name in (*RNN, *MLP) if "mix_layer1" in name}
     unused |= {name: None for name in MLP if name not in BANK}

@@ -17,6 +17,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+from fusewright.optimizer import DeepNestedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -34,6 +35,9 @@ MOST_SHAPES = 128
 
 def obstacle(optimizer: Optimizer) -> str | None:
     """Why no step of the optimizer can be captured; None where it can."""
+    if isinstance(optimizer, DeepNestedOptimizer) and optimizer.options.update == "continuum":
+        # A graph would fire the levels of the step that it captured.
+        return "levels of a continuum fire by the host's count of steps"
     first = optimizer.param_groups[0]["params"][0]
     if not first.is_cuda:
         return f"the parameters are on {first.device}, and CUDA graphs want a CUDA device"
@@ -68,8 +72,8 @@ def make_stepper(
 class CapturedStepper(Stepper):
     """Takes the same steps from CUDA graphs, where there is one.
 
-    Where a capture fails, steps stay eager and ``say`` is told why, once; with ``capture=True`` the
-    failure is raised.
+    Where a capture fails, all further steps are eager and ``say`` is told why, once; with
+    ``capture=True`` the failure is raised.
     """
 
     def __init__(
@@ -88,15 +92,19 @@ class CapturedStepper(Stepper):
 
     def forget(self) -> None:
         super().forget()
-        self.pool = torch.cuda.graph_pool_handle()
+        self._drop_graphs()
         self.told = False
-        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self.seen: Counter[Hashable] = Counter()
-        # The batch that the graphs of a shape read.
-        self.batches: dict[Hashable, Any] = {}
         # Those that have gradients, and where these stay.
         self.trained: list[nn.Parameter] = []
         self.gradients: list[Tensor] = []
+
+    def _drop_graphs(self) -> None:
+        """With the memory that they keep."""
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        # The batch that the graphs of a shape read.
+        self.batches: dict[Hashable, Any] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -121,7 +129,7 @@ class CapturedStepper(Stepper):
         """The batch in memory that stays, and its shape; None where it is of one shape too many."""
         shape = shape_of(batch)
         if shape is None:
-            self._fail(f"a {type(batch).__name__} is no dataclass of tensors", ValueError)
+            self._fail(ValueError(f"a {type(batch).__name__} is no dataclass of tensors"))
             return None
         tensors = tensors_of(batch)
         if shape in self.batches:
@@ -187,18 +195,18 @@ class CapturedStepper(Stepper):
             for p, g in zip(self.parameters, before[1], strict=True):
                 p.grad = g
             # What ended the capture, rather than that it ended.
-            cause = error.__context__ or error
-            self._fail(str(cause).partition("\n")[0], RuntimeError, cause)
+            self._fail(error.__context__ or error)
             return
         self.graphs[key] = graph
 
-    def _fail(
-        self, reason: str, error: type[Exception], cause: BaseException | None = None
-    ) -> None:
-        """Say so once; what is captured already goes on."""
+    def _fail(self, error: BaseException) -> None:
+        """Say so once, and let go of what is captured: it is not replayed any more."""
+        reason = str(error).partition("\n")[0]
         if self.config.capture is True:
-            raise error(f"wanted steps that are captured; {reason}") from cause
+            kind_of = ValueError if isinstance(error, ValueError) else RuntimeError
+            raise kind_of(f"wanted steps that are captured; {reason}") from error
         self.failed = True
+        self._drop_graphs()
         self.say(f"steps are eager: {reason}")
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
-from fusewright.optimizer import M3, AdamW, DeepNestedOptimizer, LearnedOptimizer, Muon
+from fusewright.optimizer import (
+    M3,
+    AdamW,
+    DeepNestedOptimizer,
+    LearnedOptimizer,
+    Muon,
+    clip_grad_norm_,
+)
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,7 +38,9 @@ def take_step(
     optimizer: Optimizer, loss: Tensor, parameters: Sequence[nn.Parameter], clip_norm: float
 ) -> Taken:
     """One step, its gradients clipped once: by the optimizer, or before it."""
-    norm = None if clips(optimizer) else nn.utils.clip_grad_norm_(parameters, clip_norm)
+    # The squares of ours are fp64: no norm is too large for them.
+    clip = clip_grad_norm_ if isinstance(optimizer, OURS) else nn.utils.clip_grad_norm_
+    norm = None if clips(optimizer) else clip(parameters, clip_norm)
     if isinstance(optimizer, DeepNestedOptimizer):
         optimizer.step(loss)
     else:
@@ -52,6 +62,20 @@ def kind(optimizer: Optimizer) -> str:
     """Its name and whose it is, for a checkpoint."""
     cls = type(optimizer)
     return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
+
+
+def network_digest(optimizer: Optimizer) -> str | None:
+    """Of the network that makes the steps, its weights and multipliers; None where there is none.
+    Waits for the device.
+    """
+    if not isinstance(optimizer, LearnedOptimizer):
+        return None
+    mlp = optimizer.mlp
+    digest = hashlib.sha256(repr((mlp.exp_mult, mlp.step_mult)).encode())
+    for name, x in sorted(mlp.state_dict().items()):
+        digest.update(repr((name, x.dtype, tuple(x.shape))).encode())
+        digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def rate_dtype(optimizer: Optimizer) -> torch.dtype | None:

@@ -26,12 +26,14 @@ class Means(NamedTuple):
         gradient_norm: before clipping.
         taken: how many they are.
         skipped: how many others the optimizer skipped, for a loss or gradients that are not finite.
+        skipped_in_a_row: how many the last step ends, those before the last log point included.
     """
 
     loss: float
     gradient_norm: float
     taken: int
     skipped: int
+    skipped_in_a_row: int
 
 
 class Stepper:
@@ -71,6 +73,8 @@ class Stepper:
         self.loss = torch.zeros((), dtype=wide, device=self.device)
         # [loss, gradient norm, steps taken, steps skipped], summed since the last log point
         self.sums = torch.zeros(4, dtype=wide, device=self.device)
+        # Goes on over log points.
+        self.skipped_in_a_row = torch.zeros_like(self.loss)
         self.one, self.zero = torch.ones_like(self.loss), torch.zeros_like(self.loss)
         self.of_skipped = torch.stack([self.zero, self.zero, self.zero, self.one])
 
@@ -103,6 +107,7 @@ class Stepper:
         if taken.skipped is not None:
             # Selected: what is not finite has no place in a sum.
             numbers = torch.where(taken.skipped, self.of_skipped, numbers)
+            self.skipped_in_a_row.add_(1.0).mul_(taken.skipped)
         self.sums.add_(numbers)
 
     def autocast(self) -> torch.autocast:
@@ -116,11 +121,11 @@ class Stepper:
 
     def means(self) -> Means:
         """Since the last log point, which is now; waits for the device."""
-        loss, norm, taken, skipped = torch.cat(
-            [self.sums[:2] / self.sums[2], self.sums[2:]]
+        loss, norm, *numbers = torch.cat(
+            [self.sums[:2] / self.sums[2], self.sums[2:], self.skipped_in_a_row.view(1)]
         ).tolist()  # sync: once per log point
         self.sums.zero_()
-        return Means(loss, norm, int(taken), int(skipped))
+        return Means(loss, norm, *map(int, numbers))
 
     def is_sound(self) -> bool:
         """Whether all parameters are finite; waits for the device."""
@@ -137,6 +142,7 @@ class Stepper:
     def forget(self) -> None:
         """What there is of earlier steps, where model and optimizer have been loaded."""
         self.sums.zero_()
+        self.skipped_in_a_row.zero_()
 
     def _schedule(self, factor: float) -> None:
         self.rate = factor * self.peak_rates[0]

@@ -6,9 +6,9 @@ arithmetic. On a card whole steps are replayed from CUDA graphs where that can b
 
 What is not finite is noticed at the next log point. An optimizer that skips a step whose gradients
 have no finite norm leaves everything as it was: such steps are counted apart, and training stops
-where there was no other since the last log point. Any other loss or norm that is not finite stops
-it at once. A log point precedes every checkpoint, and so does a look at the parameters: the
-checkpoint on disk is always one from before.
+where the last ten and more were skipped. Any other loss or norm that is not finite stops it at
+once. A log point precedes every checkpoint, and so does a look at the parameters: the checkpoint on
+disk is always one from before.
 """
 
 from __future__ import annotations
@@ -27,13 +27,24 @@ from torch.optim import Optimizer
 from .captured import make_stepper
 from .config import TrainingConfig
 from .optimization import warmup_cosine
-from .optimizer_traits import kind
+from .optimizer_traits import kind, network_digest
 from .plots import plot_loss
 from .run_folder import RunFolder
 from .source import Batch, BatchT, Source
 
 # What every checkpoint holds.
-STATE = {"step", "model", "optimizer", "optimizer_kind", "source", "torch_rng"}
+STATE = {
+    "step",
+    "model",
+    "optimizer",
+    "optimizer_kind",
+    "network",
+    "skipped_in_a_row",
+    "source",
+    "torch_rng",
+}
+# A loss that overflows now and then is no end of a run.
+MOST_SKIPPED = 10
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -81,6 +92,8 @@ class Trainer:
         self.step = 0
         self.stepper = make_stepper(model, loss_function, optimizer, config, self._say)
         self.device = self.stepper.device
+        # Of the network that the run began with.
+        self.network = network_digest(optimizer)
         self.steps_since_log = 0
         self._start_clock()
 
@@ -88,7 +101,8 @@ class Trainer:
         """Train up to step ``until``, by default to the end of the schedule.
 
         Raises:
-            FloatingPointError: a loss, a gradient norm or a parameter was not finite.
+            FloatingPointError: a loss, a gradient norm or a parameter was not finite, or ten and
+                more steps in a row were skipped.
         """
         config = self.config
         last = config.steps if until is None else min(until, config.steps)
@@ -119,6 +133,8 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.stepper.optimizer_state(),
             "optimizer_kind": kind(self.optimizer),
+            "network": self.network,
+            "skipped_in_a_row": int(self.stepper.skipped_in_a_row),  # sync: once per checkpoint
             "source": self.source.state_dict(),
             "torch_rng": torch.get_rng_state(),
         }
@@ -135,7 +151,7 @@ class Trainer:
         Raises:
             FileNotFoundError: the folder holds no checkpoint.
             ValueError: there is no folder, the file is damaged, or the checkpoint is of another
-                model or optimizer.
+                model, optimizer or network of it, or of other data.
         """
         if self.folder is None:
             raise ValueError("wanted a run folder to resume from; got none")
@@ -150,17 +166,26 @@ class Trainer:
                 f"wanted the state of a {kind(self.optimizer)} in {file}; "
                 f"got that of a {state['optimizer_kind']}"
             )
+        if state["network"] != self.network:
+            raise ValueError(
+                f"wanted a run with the network of digest {self.network} in {file}; "
+                f"got one with that of {state['network']}"
+            )
+        # It refuses other data before the model is touched.
+        self.source.load_state_dict(state["source"])
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"wanted this model's checkpoint in {file}; got: {error}") from error
-        self.source.load_state_dict(state["source"])
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            # The text of a missing key is the key alone.
+            told = repr(error) if isinstance(error, LookupError) else error
+            raise ValueError(f"wanted this model's checkpoint in {file}; got: {told}") from error
         torch.set_rng_state(state["torch_rng"])
         if self.device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         self.step = state["step"]
         self.stepper.forget()
+        self.stepper.skipped_in_a_row.fill_(state["skipped_in_a_row"])
         self.folder.forget_metrics(after=self.step)
 
     def _take_step(self) -> None:
@@ -180,15 +205,20 @@ class Trainer:
         means = self.stepper.means()
         seconds = time.perf_counter() - self.clock
         loss, norm = means.loss, means.gradient_norm
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if means.skipped_in_a_row >= MOST_SKIPPED:
+            raise FloatingPointError(
+                f"the last {means.skipped_in_a_row} steps up to {self.step} were skipped in a row, "
+                "for losses or gradients that are not finite; lower the learning rate or look at "
+                "the data"
+            )
+        if means.taken and not (math.isfinite(loss) and math.isfinite(norm)):
             first = self.step - self.steps_since_log + 1
             raise FloatingPointError(
                 f"loss {loss} and gradient norm {norm} on average over steps {first} to "
                 f"{self.step}: not finite; lower the learning rate or look at the data"
             )
-        line = {
-            "loss": loss,
-            "gradient_norm": norm,
+        of_taken = {"loss": loss, "gradient_norm": norm} if means.taken else {}
+        line = of_taken | {
             "lr": self.stepper.rate,
             "tokens_per_second": self.tokens / seconds,
             "seconds": seconds,
@@ -196,7 +226,8 @@ class Trainer:
         self._note(line | ({"skipped_steps": means.skipped} if means.skipped else {}))
         self.steps_since_log = 0
         self._start_clock()
-        return f"loss {loss:.4f}  {line['tokens_per_second']:,.0f} tokens/s"
+        told = f"loss {loss:.4f}" if means.taken else "all skipped"
+        return f"{told}  {line['tokens_per_second']:,.0f} tokens/s"
 
     def _check_parameters(self) -> None:
         """Losses tell of the parameters before a step, not after it."""

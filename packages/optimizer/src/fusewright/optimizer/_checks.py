@@ -86,15 +86,10 @@ def check_gradient(p: Tensor, g: Tensor) -> None:
 
 
 def check_state_dict(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Shapes of a state dict's tensors against those of the parameters."""
+    """Options of a state dict, and shapes of its tensors against those of the parameters."""
     saved = state_dict["param_groups"]
-    sizes = [len(group["params"]) for group in groups]
-    if [len(group["params"]) for group in saved] != sizes:
-        raise ValueError(
-            f"the state dict must have groups of {sizes} parameters, got "
-            f"{[len(group['params']) for group in saved]}"
-        )
     for old, group in zip(saved, groups, strict=True):
+        check_parameters({**old, "params": group["params"]})
         for number, p in zip(old["params"], group["params"], strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor):

@@ -5,11 +5,13 @@ results.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ._adamw_state import new_results
+from ._tables import is_captured
 
 Tensor = torch.Tensor
 
@@ -35,8 +37,20 @@ class Contract(torch.optim.Optimizer):
         """Raise where a group's parameters or options will not do."""
         raise NotImplementedError
 
+    def _completed(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A state dict whose groups have all options: those that they lack stay as they are."""
+        given = saved["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in given] != sizes:
+            raise ValueError(
+                f"the state dict must have groups of {sizes} parameters, got "
+                f"{[len(group['params']) for group in given]}"
+            )
+        pairs = zip(self.param_groups, given, strict=True)
+        return {**saved, "param_groups": [{**mine, **old} for mine, old in pairs]}
+
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A state dict, completed; raises where it is not of these parameters."""
+        """Such a state dict; raises where it is not of these parameters."""
         raise NotImplementedError
 
     def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
@@ -48,6 +62,13 @@ class Contract(torch.optim.Optimizer):
     def _forget_plans(self) -> None:
         """Plan the next step anew."""
         raise NotImplementedError
+
+    def _keep_captured(self, planned: Sequence[Any]) -> None:
+        """Where the step is being captured: its replays read its plans for good, and nobody says
+        when a graph is gone.
+        """
+        if planned and is_captured(planned[0].device):
+            self.__dict__.setdefault("_replayed", []).append(planned)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where given."""
@@ -65,7 +86,7 @@ class Contract(torch.optim.Optimizer):
         saved: dict[str, Any] = {}
 
         def check(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
-            saved.update(self._checked(adapted))
+            saved.update(self._checked(self._completed(adapted)))
             # torch would cast it to the parameters' dtypes.
             return {**saved, "state": {}}
 

@@ -75,6 +75,9 @@ class Plan:
             some.step.add_(1.0)
         batch.fold(numbers, weights, extra, skipped)
         batch.apply(numbers, decays, weights, skipped, *self.multipliers)
+        # Outputs hold this plan: it may not hold them, or only the collector frees both. What a
+        # backward pass reads again autograd keeps; addresses are in the tables.
+        batch.updates, batch.statistics = None, ()
         self.batch, self.numbers, self.decays = batch, numbers, decays
         return (*updates, *(x for some in after for x in some))
 

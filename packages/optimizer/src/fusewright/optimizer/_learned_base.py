@@ -55,6 +55,7 @@ class StatisticsOptimizer(Contract):
 
     def _point(self, gradients: Sequence[Tensor | None]) -> None:
         """Have each part see its gradients and the groups' numbers."""
+        self._keep_captured([part for part, _ in self._parts])
         for part, places in self._parts:
             with current(part.device):
                 mine = [g for g in (gradients[place] for place in places) if g is not None]
@@ -76,8 +77,10 @@ class StatisticsOptimizer(Contract):
         return steps
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        for given, group in zip(saved["param_groups"], self.param_groups, strict=False):
-            for number, p in zip(given["params"], group["params"], strict=False):
+        for given, group in zip(saved["param_groups"], self.param_groups, strict=True):
+            check_number("lr", given["lr"])
+            check_number("weight_decay", given["weight_decay"])
+            for number, p in zip(given["params"], group["params"], strict=True):
                 check_state(saved["state"].get(number, {}), self._meta_state(p), number)
         return saved
 
@@ -114,6 +117,7 @@ class StatisticsOptimizer(Contract):
             [(p.data_ptr(), p.dtype, p.stride()) for p in flat],
             kinds,
             [group.get("maximize") for group in self.param_groups],
+            self.max_grad_norm,
             context,
         ]
         if self._seen and seen == self._seen[:-1] and self._kept(flat) == self._seen[-1]:
@@ -184,7 +188,8 @@ class StatisticsOptimizer(Contract):
         )
         if not same:
             # Others may have put it there, or given the parameter other memory since.
-            check_state(state, wanted, 0)
+            places = [place for place, q in enumerate(self._all_parameters()) if q is p]
+            check_state(state, wanted, places[0])
             fresh = self._new_state(p.detach())
             for name, new in fresh.items():
                 new.copy_(state[name])

@@ -87,7 +87,7 @@ class MatrixOptimizer(StackedOptimizer):
         group: dict[str, Any],
         skips: Tensor | None,
     ) -> None:
-        if not self._uses_triton(stack):
+        if not any(stack is served for served in self._served):
             super()._move_stack(stack, sign, scale, group, skips)
         elif group["matrix"]:
             if stack.launches is None:
@@ -97,10 +97,15 @@ class MatrixOptimizer(StackedOptimizer):
             kept = 1.0 - lr * group["weight_decay"]
             stack.launches.begin(factor_of(sign, scale), kept, rate)
             self._move_matrices_by_kernels(stack.launches, group, skips)
+            # Whoever sets gradients to None gets their memory back.
+            stack.launches.copies = []
         else:
             if stack.launches is None:
                 stack.launches = launchers().StackedAdamW(stack)
             stack.launches.move(sign, scale, group, skips)
+
+    def _check_stacks(self, stacks: list[Stack]) -> None:
+        self._served = [stack for stack in stacks if self._uses_triton(stack)]
 
     def _uses_triton(self, stack: Stack) -> bool:
         first = stack.params[0]

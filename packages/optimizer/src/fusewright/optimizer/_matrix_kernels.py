@@ -52,7 +52,7 @@ def _muon_momentum_kernel(
     SIZE: tl.constexpr,
 ):
     """m' = m + (1 - mu) (g - m), and the squares of the direction u = g + mu (m' - g), or m'."""
-    matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     factor, skipped = tl.load(numbers + FACTOR), is_skipped(skips, HAS_SKIPS)
     g_base, m_base = pointer(gradients, matrix, G, ALIGNED), momenta + matrix * n
     total = tl.zeros((SIZE,), tl.float64)
@@ -89,7 +89,7 @@ def _unit_kernel(
     """u / |u| for u = g + mu (m - g), or m; zeros stay zeros, and all is NaN where |u| is not
     finite.
     """
-    matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     norm = tl.sqrt(sum_of(squares, matrix, programs))
     # In fp64: one over the norm of small numbers has no place in fp32.
     scale = tl.where(norm < float("inf"), 1.0 / tl.where(norm == 0.0, 1.0, norm), float("nan"))
@@ -121,7 +121,7 @@ def _muon_move_kernel(
     SIZE: tl.constexpr,
 ):
     """p' = (1 - lr wd) p - rate o."""
-    matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if ~is_skipped(skips, HAS_SKIPS):
         kept, rate = tl.load(numbers + KEPT), tl.load(numbers + RATE)
         p_base, o_base = pointer(parameters, matrix, P, ALIGNED), direction + matrix * n
@@ -158,7 +158,7 @@ def _m3_memories_kernel(
     """M1' = a1 M1 + beta1 g, V' = a2 V + beta2 g^2, slow momentum plus beta3 g; sums of M1'^2 and
     of V'.
     """
-    matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     factor, skipped = tl.load(numbers + FACTOR), is_skipped(skips, HAS_SKIPS)
     g_base = pointer(gradients, matrix, G, ALIGNED)
     start = matrix * n
@@ -202,7 +202,7 @@ def _m3_move_kernel(
     """p' = (1 - lr wd) p - lr (O1 + alpha O2) / (root + eps), root = sqrt(V), or over its root mean
     square.
     """
-    matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if ~is_skipped(skips, HAS_SKIPS):
         kept, rate = tl.load(numbers + KEPT), tl.load(numbers + RATE)
         scale = tl.full((), 1.0, tl.float32)

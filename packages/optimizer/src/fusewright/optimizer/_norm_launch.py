@@ -13,7 +13,7 @@ from ._backends import card_of
 from ._configs import PREPARE, SCALE, SQUARES, Walk
 from ._launch import Launch
 from ._norm_kernels import _clip_kernel, _norm_kernel, _squares_kernel
-from ._tables import Blocks, Uploaded, aligned
+from ._tables import CAPTURED, Blocks, Uploaded, aligned, is_captured
 
 Tensor = torch.Tensor
 DTYPES: dict[torch.dtype, Any] = {
@@ -21,10 +21,6 @@ DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-
-
-# What captured copies read in every replay: nobody says when a graph is gone.
-CAPTURED: list[Any] = []
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
@@ -69,7 +65,12 @@ class KernelGradients:
 
     def __init__(self, gradients: list[Tensor], mesh: Any, device: torch.device) -> None:
         self.gradients, self.mesh, self.device = gradients, mesh, device
-        self.plan = gradients_plan(tuple(g.numel() for g in gradients), gradients[0].dtype, device)
+        # What is made in a capture is there in its replays alone.
+        captured = is_captured(device)
+        make = gradients_plan.__wrapped__ if captured else gradients_plan
+        self.plan = make(tuple(g.numel() for g in gradients), gradients[0].dtype, device)
+        if captured:
+            CAPTURED.append(self.plan)
         addresses = [g.data_ptr() for g in gradients]
         self.aligned = aligned(addresses)
         # Of this call alone: others may still read theirs.

@@ -58,6 +58,9 @@ class StackedOptimizer(Contract):
         """The state that a parameter begins with."""
         raise NotImplementedError
 
+    def _check_stacks(self, stacks: list[Stack]) -> None:
+        """Raise where one cannot be moved, before any is."""
+
     def _begin(self, groups: list[dict[str, Any]]) -> None:
         """Called with the groups that a step is about to move."""
 
@@ -87,7 +90,7 @@ class StackedOptimizer(Contract):
     def _forget_plans(self) -> None:
         self._stacks: list[Stack] = []
         self._flat: list[Tensor] = []
-        self._kinds: list[tuple[torch.dtype, torch.device]] = []
+        self._kinds: list[tuple[torch.dtype, torch.device, torch.Size]] = []
 
     def _members(self) -> Iterator[tuple[int, int, Tensor]]:
         """The place of each parameter, the number of its group, and it."""
@@ -107,6 +110,8 @@ class StackedOptimizer(Contract):
         stacks = self._plan()
         if not stacks:
             return loss
+        self._check_stacks(stacks)
+        self._keep_captured(stacks)
         skips = self._decide()
         scale = getattr(self, "grad_scale", None)
         numbers = sorted({stack.number for stack in stacks})
@@ -128,7 +133,7 @@ class StackedOptimizer(Contract):
             # Of several devices with one, a scaler adds them up.
             skips = found.to(skipped.device, non_blocking=True).reshape(()) > 0.0
         if self.skip_nonfinite:
-            total = total_squares(parts_of(gradients, "auto")).sum().sqrt()
+            total = total_squares(parts_of(gradients, self.backend)).sum().sqrt()
             total = total.to(norm.device, non_blocking=True)
             if scale is not None:
                 total = total / scale.to(norm.device, non_blocking=True).abs().reshape(())
@@ -148,7 +153,7 @@ class StackedOptimizer(Contract):
         for p in flat:
             assert p.grad is not None
             check_gradient(p, p.grad)
-        kinds = [(p.dtype, p.device) for p in flat]
+        kinds = [(p.dtype, p.device, p.shape) for p in flat]
         # By identity: others may put parameters in the place of a group's.
         same = len(flat) == len(self._flat) and all(map(operator.is_, flat, self._flat))
         if same and kinds == self._kinds and all(map(self._holds, self._stacks)):
@@ -168,8 +173,19 @@ class StackedOptimizer(Contract):
                     for p, view in zip(params, views, strict=True):
                         self.state[p][name] = view
                 self._stacks.append(stack)
+        self._leave_stacks(set(flat))
         self._flat, self._kinds = flat, kinds
         return self._stacks
+
+    def _leave_stacks(self, stacked: set[Tensor]) -> None:
+        """Give the state of other parameters memory of its own: one of theirs would keep all of a
+        stack.
+        """
+        for p, state in self.state.items():
+            if p not in stacked:
+                for name, x in state.items():
+                    if torch.is_tensor(x) and x._base is not None:
+                        state[name] = x.clone()
 
     def _holds(self, stack: Stack) -> bool:
         """Whether the optimizer's state is still that of the stack: others may have put theirs."""
@@ -198,19 +214,11 @@ class StackedOptimizer(Contract):
             keep_rate_on_device(group)
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """With all options: those that its groups lack stay as they are."""
-        given = saved["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in given] != sizes:
-            raise ValueError(
-                f"the state dict must have groups of {sizes} parameters, got "
-                f"{[len(group['params']) for group in given]}"
-            )
-        groups = [
-            {**mine, **old, "capturable": mine["capturable"]}
-            for mine, old in zip(self.param_groups, given, strict=True)
-        ]
+        pairs = zip(self.param_groups, saved["param_groups"], strict=True)
+        groups = [{**old, "capturable": mine["capturable"]} for mine, old in pairs]
         for old, mine in zip(groups, self.param_groups, strict=True):
+            check_number("lr", old["lr"])
+            check_number("weight_decay", old["weight_decay"])
             self._check_options({**old, "params": mine["params"]})
         numbers = [k for group in groups for k in group["params"]]
         for number, (place, group_number, p) in zip(numbers, self._members(), strict=True):

@@ -10,17 +10,23 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 Tensor = torch.Tensor
 # Accesses of several elements need addresses at multiples of so many bytes.
 ALIGNED_BYTES = 16
+# What replays read, and nobody else keeps: nobody says when a graph is gone.
+CAPTURED: list[Any] = []
 
 
 def upload(numbers: Sequence[float] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers of the host on the device, without waiting for it."""
-    return source_of(numbers, dtype, device).to(device, non_blocking=True)
+    source = source_of(numbers, dtype, device)
+    if is_captured(device):
+        CAPTURED.append(source)
+    return source.to(device, non_blocking=True)
 
 
 def source_of(

@@ -15,6 +15,7 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -42,6 +43,7 @@ from .reference import ReferencePart
 
 Tensor = torch.Tensor
 Rounding = Literal["nearest", "stochastic", "remainder"]
+VALUES = operator.methodcaller("values")
 
 
 class AdamW(Contract):
@@ -168,6 +170,7 @@ class AdamW(Contract):
         gradients = self._plan()
         if not self._parts:
             return
+        self._keep_captured([part for part, _ in self._parts])
         for part, places in self._parts:
             mine = [gradients[place] for place in places]
             with current(part.device):
@@ -228,14 +231,13 @@ class AdamW(Contract):
             self._check(gradients)
             raise
         seen = [
-            self.state,
-            len(self.state),
+            self._state_now(),
             [(group["amsgrad"], group["maximize"]) for group in self.param_groups],
+            self.max_grad_norm,
             [x.data_ptr() for x in (map(local, flat) if self._sharded else flat)],
             kinds,
         ]
-        # The state is compared by identity.
-        if self._seen and seen[0] is self._seen[0] and seen[1:] == self._seen[1:]:
+        if seen == self._seen:
             return gradients
         self._check(gradients)
         found: dict[tuple[torch.device, bool], list[Member]] = {}
@@ -267,9 +269,13 @@ class AdamW(Contract):
                 part = make(members, rules, device)
             self._parts.append((part, [member.place for member in part.members]))
         # With the states that have just been made.
-        seen[1] = len(self.state)
+        seen[0] = self._state_now()
         self._seen = seen
         return gradients
+
+    def _state_now(self) -> list[int]:
+        """Which tensors the state is: others may put theirs there, which live as long as plans."""
+        return list(map(id, itertools.chain.from_iterable(map(VALUES, self.state.values()))))
 
     def _uses_triton(self, member: Member) -> bool:
         if not uses_triton(member.p, self.backend):

@@ -114,6 +114,7 @@ class LearnedOptimizer(StatisticsOptimizer):
         extra = self._extra = self._extra_features()
         gradients = self._plan(
             [
+                id(self.mlp),
                 [(x.dtype, x.device) for x in self.mlp.parameters()],
                 [x.ndim for x in extra.values()],
             ]
@@ -127,7 +128,8 @@ class LearnedOptimizer(StatisticsOptimizer):
             with current(part.device), without_autocast(part.device):
                 part.move(step)
             # Whoever sets gradients to None gets their memory back.
-            part.gradients = []
+            part.gradients, part.extra = [], None
+        self._extra = {}
         return loss
 
     def _part(self, members: list[Moved], device: torch.device, with_kernels: bool) -> Moving:

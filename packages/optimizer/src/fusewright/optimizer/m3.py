@@ -192,5 +192,6 @@ def fires(group: dict[str, Any]) -> bool:
 
 def relative_to_mean_square(x: Tensor) -> Tensor:
     """Each matrix over the root mean square of its elements; zeros stay."""
-    mean = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) / (x[0].numel() ** 0.5)
+    # In fp64: squares of large ones have no place in fp32.
+    mean = x.double().square().mean((-2, -1), keepdim=True).sqrt().to(x.dtype)
     return x / torch.where(mean == 0.0, 1.0, mean)

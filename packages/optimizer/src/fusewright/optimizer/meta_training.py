@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils import parameters_to_vector
 
+from ._members import current
 from ._meta_held_out import LearnedHeldOut, Row, adamw_rows
 from ._meta_pairs import Pairs, Settings
 from ._meta_parts import Task
@@ -205,10 +206,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, default in Settings._field_defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     given = vars(parser.parse_args(arguments))
+    if given["out"].suffix == ".csv":
+        parser.error(f"--out must not end in .csv, where the rows go; got {given['out']}")
+    if given["every"] < 1:
+        parser.error(f"--every must be at least 1; got {given['every']}")
     settings = Settings(**{name: given.pop(name) for name in Settings._fields})
     path, device = given.pop("out"), torch.device(given.pop("device"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    run(path, settings, device, **given)
+    with current(device):
+        run(path, settings, device, **given)
     return 0
 
 

@@ -27,6 +27,8 @@ from .newton_schulz import QUINTIC, Coefficients
 Tensor = torch.Tensor
 Scale = Literal["output_rms", "adamw_rms", "none"]
 SCALES = ("output_rms", "adamw_rms", "none")
+# By torch.optim.Muon's adjust_lr_fn.
+TORCHS_SCALES = {None: "output_rms", "original": "output_rms", "match_rms_adamw": "adamw_rms"}
 
 
 class Muon(MatrixOptimizer):
@@ -102,6 +104,16 @@ class Muon(MatrixOptimizer):
             capturable=capturable,
         )
         super().__init__(params, defaults, skip_nonfinite, backend)
+
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        groups = []
+        for group in saved["param_groups"]:
+            if "adjust_lr_fn" in group:
+                # torch.optim.Muon's name for the scale.
+                rest = {k: x for k, x in group.items() if k != "adjust_lr_fn"}
+                group = rest | {"scale": TORCHS_SCALES[group["adjust_lr_fn"]]}
+            groups.append(group)
+        return super()._checked({**saved, "param_groups": groups})
 
     def _check_matrices(self, group: dict[str, Any]) -> None:
         check_fraction("momentum", group["momentum"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from ._backends import Backend
+from ._public_files import read_weights
 from .learned_features import (
     FACTORED_DECAYS,
     FEATURES,
@@ -138,15 +138,10 @@ def load_update_mlp(path: str | os.PathLike, *, step_mult: float = 0.01) -> Upda
 
     Raises:
         ImportError: the package safetensors is not installed.
-        ValueError: the file has other names or shapes than those of the public weights.
+        ValueError: the file is no safetensors file, or has other names or shapes than those of the
+            public weights.
     """
-    try:
-        from safetensors.torch import load_file
-    except ImportError as missing:
-        raise ImportError(
-            "load_update_mlp needs the package safetensors: pip install safetensors"
-        ) from missing
-    found: dict[str, Any] = load_file(os.fspath(path))
+    found = read_weights(path, "load_update_mlp")
     mlp = UpdateMLP(step_mult=step_mult)
     wanted = mlp.state_dict()
     if set(found) != set(PUBLIC_NAMES):

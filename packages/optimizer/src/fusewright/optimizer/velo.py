@@ -130,7 +130,8 @@ class VeLO(StatisticsOptimizer):
         """
         given = loss_of(loss) if callable(loss) else loss
         check_loss(given)
-        gradients = self._plan([(x.dtype, x.device) for x in self.networks.parameters()])
+        kinds = [(x.dtype, x.device) for x in self.networks.parameters()]
+        gradients = self._plan([id(self.networks), self.num_steps, kinds])
         if not self._parts:
             return given
         home = self.networks.start.device

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._public_files import read_weights
 from .learned_features import Weights
 from .velo_features import ELEMENT_FEATURES, OUTPUTS, TENSOR_FEATURES, WIDTH
 
@@ -178,16 +179,10 @@ def load_velo(rnn_path: str | os.PathLike, mlp_path: str | os.PathLike) -> VeLON
 
     Raises:
         ImportError: the package safetensors is not installed.
-        ValueError: a file has other names or shapes than the public ones.
+        ValueError: a file is no safetensors file, or has other names or shapes than the public
+            ones.
     """
-    try:
-        from safetensors.torch import load_file
-    except ImportError as missing:
-        raise ImportError(
-            "load_velo needs the package safetensors: pip install safetensors"
-        ) from missing
-    rnn: dict[str, Any] = load_file(os.fspath(rnn_path))
-    mlp: dict[str, Any] = load_file(os.fspath(mlp_path))
+    rnn, mlp = (read_weights(path, "load_velo") for path in (rnn_path, mlp_path))
     check_names("rnn_path", rnn, (*LSTM_NAMES, *GATES, *START))
     check_names("mlp_path", mlp, tuple(BANK_NAMES))
     networks = VeLONetworks(rnn["step_size.weight"].shape[-1], len(mlp["input_bias_"]))

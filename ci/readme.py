@@ -17,16 +17,21 @@ BEGIN, END = "<!-- packages: made by ci/readme.py -->", "<!-- end of packages --
 
 
 def operations(project: workspace.Project) -> list[str]:
-    """The public functions that compute something, by their order in ``__all__``."""
+    """The public functions that compute something, then the classes, by their order in
+    ``__all__``.
+    """
     read = public_api.folder_reader(project.import_folder)
     found = public_api.surface(read)
     names = public_api.exported(public_api.parse(read, "__init__.py"))
     # available_backends() is in every package and says nothing about one.
-    return [n for n in names if found[n].what == "def" and n != "available_backends"]
+    functions = [n for n in names if found[n].what == "def" and n != "available_backends"]
+    # A tuple with names is what a function returns.
+    kinds = {n: found[n].what for n in names if found[n].what.startswith("class")}
+    return functions + [n for n, kind in kinds.items() if kind != "class (NamedTuple)"]
 
 
 def table(projects: list[workspace.Project]) -> str:
-    lines = ["| package | computes | functions | version |", "|---|---|---|---|"]
+    lines = ["| package | computes | functions and classes | version |", "|---|---|---|---|"]
     for project in projects:
         functions = ", ".join(f"`{name}`" for name in operations(project))
         link = f"[{project.distribution}](packages/{project.name}/README.md)"

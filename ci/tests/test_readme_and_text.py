@@ -11,12 +11,13 @@ import workspace
 def test_table_names_what_computes(repository):
     (project,) = [p for p in workspace.packages(repository) if p.name == "norm"]
     (project.import_folder / "__init__.py").write_text(
-        "__all__ = ['RMSNorm', 'available_backends', 'rms_norm']\n"
+        "__all__ = ['RMSNorm', 'Results', 'available_backends', 'rms_norm']\n"
         "def available_backends(): ...\ndef rms_norm(x): ...\nclass RMSNorm: ...\n"
+        "class Results(NamedTuple): ...\n"
     )
     row = readme.table([project]).splitlines()[-1]
     link = "[fusewright-norm](packages/norm/README.md)"
-    assert row == f"| {link} | about fusewright-norm | `rms_norm` | 0.1.0 |"
+    assert row == f"| {link} | about fusewright-norm | `rms_norm`, `RMSNorm` | 0.1.0 |"
 
 
 def test_picture_is_the_first_that_a_package_has(repository):

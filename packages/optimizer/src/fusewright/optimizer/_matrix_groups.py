@@ -87,7 +87,7 @@ class MatrixOptimizer(StackedOptimizer):
         group: dict[str, Any],
         skips: Tensor | None,
     ) -> None:
-        if not any(stack is served for served in self._served):
+        if not stack.by_kernels:
             super()._move_stack(stack, sign, scale, group, skips)
         elif group["matrix"]:
             if stack.launches is None:
@@ -105,7 +105,8 @@ class MatrixOptimizer(StackedOptimizer):
             stack.launches.move(sign, scale, group, skips)
 
     def _check_stacks(self, stacks: list[Stack]) -> None:
-        self._served = [stack for stack in stacks if self._uses_triton(stack)]
+        for stack in stacks:
+            stack.by_kernels = self._uses_triton(stack)
 
     def _uses_triton(self, stack: Stack) -> bool:
         first = stack.params[0]

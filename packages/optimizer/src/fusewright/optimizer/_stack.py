@@ -20,14 +20,15 @@ class Stack:
         number: of their group.
         buffers: state by name, ``[parameters, ...]``.
         views: the same for each parameter, as the optimizer's state has it.
-        launches: what moves it by kernels, once there is such.
+        by_kernels: whether this step moves it so.
+        launches: what does, once there is such.
     """
 
     def __init__(self, params: list[Tensor], number: int, states: list[dict[str, Tensor]]) -> None:
         self.params, self.number = params, number
         self.buffers = {name: torch.stack([s[name] for s in states]) for name in states[0]}
         self.views = {name: x.unbind() for name, x in self.buffers.items()}
-        # What moves it on a card.
+        self.by_kernels = False
         self.launches: Any = None
 
     @property

@@ -164,9 +164,11 @@ def run(
     def tell() -> None:
         nonlocal lowest
         new = trial.rows(meta.updates, meta.flat)
-        mean = torch.stack(losses).mean().item() if losses else 0.0
+        mean = 0.0
         if losses:
-            left = [math.exp(x) - LOWEST for x in (mean, losses[-1].item())]
+            counted = torch.stack([torch.stack(losses).mean(), losses[-1]])
+            mean, last = counted.tolist()  # sync: once per trial
+            left = [math.exp(x) - LOWEST for x in (mean, last)]
             new.append(Row(meta.updates, "meta-training", "learned", *left))
             losses.clear()
         rows.extend(new)
@@ -184,7 +186,7 @@ def run(
         losses.append(meta.update())
         if device.type == "cuda":
             # The host would run ahead of the clock.
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # sync: once per update
         if meta.updates % every == 0:
             began = time.monotonic()
             tell()

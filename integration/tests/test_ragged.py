@@ -18,6 +18,7 @@ from fusewright_models.data import (
     make_sampler,
 )
 from fusewright_models.data.gaussian_process import NOISE
+from fusewright_testkit import capture
 from torch._dynamo.testing import CompileCounterWithBackend
 
 LENGTHS = (5, 1, 3)
@@ -224,14 +225,7 @@ def test_captured_step_serves_every_context_size(small, rows):
     def step() -> list[torch.Tensor]:
         return [*torch.autograd.grad(model.loss(*inputs, lengths), model.parameters())]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for size in sizes:
         lengths.copy_(size)
         graph.replay()

@@ -11,6 +11,7 @@ from fusewright_models import TransformerNP, TransformerNPConfig
 from fusewright_models.cli import negative_log_likelihood
 from fusewright_models.data import DATA_NAMES, make_sampler
 from fusewright_models.training import RunFolder, Trainer, TrainingConfig, adamw, warmup_cosine
+from fusewright_testkit import no_synchronisation
 from fusewright_testkit.yardstick import MOVES, Allowance, MovedResults, assert_within
 from rich.console import Console
 
@@ -286,11 +287,8 @@ def test_steps_on_the_gpu_do_not_synchronise(tmp_path, data, ragged, precision):
     config = replace(config, capture=False)
     trainer = transformer_trainer(tmp_path, config, data=data, ragged=ragged, device="cuda")
     trainer.run(until=3)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         trainer.run(until=20)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     trainer.run()
     losses = [line["loss"] for line in trainer.folder.read_metrics()]
     assert losses[1] < losses[0]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from fusewright_models import vocabulary_loss as module
 from fusewright_models.vocabulary_loss import IGNORED, vocabulary_loss
+from fusewright_testkit import capture, no_synchronisation
 
 CHUNKED = "chunked"
 WAYS = [CHUNKED]
@@ -224,17 +225,9 @@ def test_loss_on_the_gpu_is_captured_without_waiting_and_replayed():
             loss = vocabulary_loss(x, weight, targets)
         return loss, *torch.autograd.grad(loss, (x, weight))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            expected = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = step()
+    graph, found = capture(step)
     graph.replay()
     torch.cuda.synchronize()
+    with no_synchronisation():
+        expected = step()
     assert all(map(torch.equal, found, expected))

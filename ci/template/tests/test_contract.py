@@ -10,6 +10,7 @@ import fusewright.example
 import pytest
 import torch
 from fusewright.example import scale
+from fusewright_testkit import capture, no_synchronisation
 
 
 def test_public_names_are_there():
@@ -58,10 +59,7 @@ def test_function_transforms_agree_with_autograd(device):
 @pytest.mark.gpu
 def test_replay_of_a_cuda_graph_equals_eager():
     x = torch.randn(1000, device="cuda")
-    scale(x, 0.3)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = scale(x, 0.3)
+    graph, y = capture(lambda: scale(x, 0.3))
     x.normal_()
     graph.replay()
     assert torch.equal(y, scale(x, 0.3))
@@ -71,8 +69,5 @@ def test_replay_of_a_cuda_graph_equals_eager():
 def test_no_host_synchronisation():
     x = torch.randn(1000, device="cuda", requires_grad=True)
     scale(x, 0.3).backward(torch.ones_like(x))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         scale(x, 0.3).backward(torch.ones_like(x))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -289,8 +289,10 @@ def main(
         chosen = [name for name in OPTIMIZER_NAMES if name in optimizers.split(",")]
         if unknown := set(optimizers.split(",")) - set(chosen):
             raise ValueError(f"optimizers are {OPTIMIZER_NAMES}; got {', '.join(sorted(unknown))}")
+        # All eager or all replayed, as their seconds are compared.
+        shared = {"steps": steps, "capture": where.type == "cuda"}
         flags: dict[OptimizerName, dict[str, Any]] = {
-            each: {"optimizer": each, "steps": steps} for each in chosen
+            each: {"optimizer": each} | shared for each in chosen
         }
         if "learned" in flags and optimizer_weights is not None:
             flags["learned"]["optimizer_weights"] = optimizer_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.attention import rectangular_attention, reference, sdpa_backend
-from fusewright_testkit import Yardstick
+from fusewright_testkit import Yardstick, capture, no_synchronisation
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -27,14 +27,7 @@ def equal(found, expected):
 def test_replayed_graph_gives_eager_bits_of_the_values_and_lengths_of_the_replay(op, shape):
     tensors = [x.requires_grad_() for x in op.draw(shape, BF16, "cuda")]
     key_lengths = torch.full((shape[0],), 40, device="cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        gradients(op, tensors, key_lengths)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = gradients(op, tensors, key_lengths)
+    graph, captured = capture(lambda: gradients(op, tensors, key_lengths))
     with torch.no_grad():
         for tensor in tensors:
             tensor.normal_()
@@ -49,11 +42,8 @@ def test_no_call_waits_for_the_card(op, shape):
     tensors = [x.requires_grad_() for x in op.draw(shape, BF16, "cuda")]
     key_lengths = torch.full((shape[0],), 40, device="cuda")
     gradients(op, tensors, key_lengths)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         gradients(op, tensors, key_lengths)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # Each is compiled for itself: the lines of the tables, and widths that are padded.
@@ -107,19 +97,9 @@ def test_window_graph_gives_eager_bits_and_waits_for_nothing(window_op):
         return [o, *torch.autograd.grad(o, tensors, torch.ones_like(o))]
 
     everything()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = everything()
+    graph, captured = capture(everything)
     with torch.no_grad():
         for tensor in tensors:
             tensor.normal_()

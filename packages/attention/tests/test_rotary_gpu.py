@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.attention import rotary
+from fusewright_testkit import capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -59,19 +60,9 @@ def test_graph_gives_eager_bits_and_waits_for_nothing(rotary_op, case):
         return joint, *torch.autograd.grad(joint, asked, joint.detach())
 
     everything()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = everything()
+    graph, captured = capture(everything)
     with torch.no_grad():
         for tensor in tensors:
             if tensor is not None:

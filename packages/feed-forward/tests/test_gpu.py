@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusewright.feed_forward import SwiGLU, _backends, reference, silu_mul
 from fusewright.feed_forward.silu_mul import silu_mul_halves
-from fusewright_testkit import Yardstick
+from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -34,31 +34,18 @@ def test_full_size_is_as_near_to_fp64_as_torch(op, rows, cols, dtype):
 @pytest.mark.parametrize("shape", [(64, 256), (3000, 1024), (7, 20001)], ids=str)
 def test_replayed_graph_gives_eager_bits(op, shape):
     tensors = [t.requires_grad_() for t in op.draw(shape, BF16, "cuda")]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        expected = gradients(op, tensors)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = gradients(op, tensors)
+    graph, captured = capture(lambda: gradients(op, tensors))
     for value in captured:
         value.detach().fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
+    expected = gradients(op, tensors)
     assert same_bits(captured, expected)
 
 
 def test_replayed_graph_reads_the_values_of_the_replay(op):
     tensors = [t.requires_grad_() for t in op.draw((64, 256), BF16, "cuda")]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        gradients(op, tensors)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = gradients(op, tensors)
+    graph, captured = capture(lambda: gradients(op, tensors))
     with torch.no_grad():
         for tensor in tensors:
             tensor.normal_()
@@ -78,11 +65,8 @@ def test_no_call_waits_for_the_card(op):
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("rows", "cols"), [((1 << 16) + 3, (1 << 15) + 8), ((1 << 19) + 3, 4096)])

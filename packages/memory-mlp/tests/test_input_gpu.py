@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.memory_mlp import NeuralMemory, _tokens, input_reference
+from fusewright_testkit import capture, no_synchronisation
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.gpu
@@ -91,11 +92,8 @@ def test_gated_tokens_have_the_same_bits_twice_and_wait_for_nothing(gated_op):
     leaves = [x.requires_grad_() for x in gated_op.draw(4, 515, 320, 15, BF16, "cuda")]
     first = everything(gated_op, leaves)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         second = everything(gated_op, leaves)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert same_bits(first, second)
 
 
@@ -116,14 +114,7 @@ def test_counted_tokens_are_the_references(shape, masked):
 def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(input_op, dtype):
     leaves = [x.requires_grad_() for x in input_op.draw(*FIRST, dtype, "cuda")]
     others = input_op.draw(*FIRST, dtype, "cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything(input_op, leaves)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = everything(input_op, leaves)
+    graph, captured = capture(lambda: everything(input_op, leaves))
     with torch.no_grad():
         for x, other in zip(leaves, others, strict=True):
             x.copy_(other)
@@ -137,11 +128,8 @@ def test_no_call_waits_for_the_card(input_op):
     leaves = [x.requires_grad_() for x in input_op.draw(*FIRST, BF16, "cuda")]
     everything(input_op, leaves)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         everything(input_op, leaves)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_same_bits_twice_and_on_two_streams(input_op):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.memory_mlp import NeuralMemory
-from fusewright_testkit import Yardstick
+from fusewright_testkit import Yardstick, capture, no_synchronisation
 from torch.utils._pytree import tree_flatten
 
 pytestmark = pytest.mark.gpu
@@ -55,24 +55,14 @@ def test_no_call_waits_for_the_card(memory):
     mask = mask_of(x)
     step(memory, x, mask)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step(memory, x, mask)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_replayed_graph_gives_eager_bits_of_the_replays_values(memory):
     x = draw()
     mask = mask_of(x)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(memory, x, mask)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = step(memory, x, mask)
+    graph, captured = capture(lambda: step(memory, x, mask))
     x.normal_()
     graph.replay()
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, memory_read
 from fusewright.memory_mlp.packing import packed_size, unpack
-from fusewright_testkit import Yardstick, transforms
+from fusewright_testkit import Yardstick, capture, no_synchronisation, transforms
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -89,14 +89,7 @@ def test_queries_of_other_strides_and_a_packed_state_give_the_bits_of_copies(rea
 def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(read_op, dtype, sizes):
     leaves = drawn(read_op, *sizes, dtype=dtype)
     others = drawn(read_op, *sizes, dtype=dtype)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything(read_op, leaves)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = everything(read_op, leaves)
+    graph, captured = capture(lambda: everything(read_op, leaves))
     with torch.no_grad():
         for x, other in zip(leaves, others, strict=True):
             x.copy_(other)
@@ -110,11 +103,8 @@ def test_no_call_waits_for_the_card(read_op):
     leaves = drawn(read_op, *FIRST)
     everything(read_op, leaves)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         everything(read_op, leaves)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("sizes", [FIRST, (1, 3000, 2, 64, 128)])

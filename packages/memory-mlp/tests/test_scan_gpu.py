@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright_testkit import Yardstick, transforms
+from fusewright_testkit import Yardstick, capture, no_synchronisation, transforms
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -116,14 +116,7 @@ def test_future_token_changes_no_past_output(scan_op):
 def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(scan_op, dtype, hidden):
     leaves = [x.requires_grad_() for x in drawn(scan_op, 64, hidden, dtype)]
     others = drawn(scan_op, 64, hidden, dtype)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything(scan_op, leaves)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = everything(scan_op, leaves)
+    graph, captured = capture(lambda: everything(scan_op, leaves))
     with torch.no_grad():
         for x, other in zip(leaves, others, strict=True):
             x.copy_(other)
@@ -137,11 +130,8 @@ def test_no_call_waits_for_the_card(scan_op):
     leaves = [x.requires_grad_() for x in drawn(scan_op, 64, 256, BF16)]
     everything(scan_op, leaves)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         everything(scan_op, leaves)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("hidden", [128, 256])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright_testkit import Yardstick
+from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -78,14 +78,7 @@ def test_greatest_size_is_as_near_to_fp64_as_torch(update_op, clip):
 def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(update_op, dtype):
     op = update_op.having(row_weights=True, **OPTIONS)
     leaves = [x.requires_grad_() for x in op.draw(*FIRST, dtype, "cuda")]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything(op, leaves)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = everything(op, leaves)
+    graph, captured = capture(lambda: everything(op, leaves))
     with torch.no_grad():
         for x in leaves:
             x.copy_(torch.rand_like(x) * 0.1)
@@ -99,12 +92,9 @@ def test_no_call_waits_for_the_card(update_op):
     leaves = [x.requires_grad_() for x in op.draw(*FIRST, BF16, "cuda")]
     everything(op, leaves)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         everything(op, leaves)
         update_op.whole(*leaves[:-4], 0.1, 0.9, 0.01)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("sizes", [FIRST, ((), 20000, 64, 128), ((2, 3), 300, 64, 256)], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.mixture_head import GaussianMixtureHead, _configs, mixture_log_likelihood
+from fusewright_testkit import capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -26,28 +27,18 @@ def same_bits(found, truth):
 @pytest.mark.parametrize("rows", [1, 300, 20000])
 def test_replayed_graph_gives_eager_bits(op, rows):
     leaves = leaves_of(op, rows)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        expected = gradients(op, leaves)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = gradients(op, leaves)
+    graph, captured = capture(lambda: gradients(op, leaves))
     for value in captured:
         value.detach().fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
+    expected = gradients(op, leaves)
     assert same_bits(captured, expected)
 
 
 def test_replayed_graph_reads_the_values_of_the_replay(op):
     leaves = leaves_of(op, 300)
-    gradients(op, leaves)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = gradients(op, leaves)
+    graph, captured = capture(lambda: gradients(op, leaves))
     with torch.no_grad():
         for leaf in leaves:
             leaf.normal_()
@@ -62,11 +53,8 @@ def no_wait():
 
     def check(call):
         call()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronisation():
             call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     return check
 

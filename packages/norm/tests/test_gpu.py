@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusewright import norm
 from fusewright.norm import _backends, _configs
-from fusewright_testkit import Yardstick
+from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -22,29 +22,20 @@ def gradients(op, tensors):
 @pytest.mark.parametrize("shape", [(64, 256), (3000, 1024), (7, 20000)], ids=str)
 def test_replayed_graph_gives_eager_bits(op, shape):
     tensors = [t.requires_grad_() for t in op.draw(shape, BF16, "cuda")]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        expected = gradients(op, tensors)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = gradients(op, tensors)
+    graph, captured = capture(lambda: gradients(op, tensors))
     for value in captured:
         value.detach().fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
+    expected = gradients(op, tensors)
     assert all(torch.equal(c, e) for c, e in zip(captured, expected, strict=True))
 
 
 def test_no_call_waits_for_the_card(op):
     tensors = [t.requires_grad_() for t in op.draw((300, 512), BF16, "cuda")]
     gradients(op, tensors)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         gradients(op, tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("cols", sorted({c.max_cols for c in _configs.FORWARD + _configs.BACKWARD}))
@@ -106,11 +97,7 @@ def test_alignment_of_one_call_does_not_bind_the_next(op, first, fresh_plans):
 
 def test_replayed_graph_reads_the_values_of_the_replay(op):
     tensors = [t.requires_grad_() for t in op.draw((64, 256), BF16, "cuda")]
-    gradients(op, tensors)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = gradients(op, tensors)
+    graph, captured = capture(lambda: gradients(op, tensors))
     with torch.no_grad():
         for tensor in tensors:
             tensor.normal_()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.optimizer.deep_nested import DeepNestedOptimizer
+from fusewright_testkit import capture, no_synchronisation
 
 from .nested import give, model, optimizer_of
 
@@ -28,8 +29,7 @@ def test_no_step_waits_for_the_card(small):
     some, optimizer = small
     give(some, 1)
     loss = torch.tensor(1.0, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         for step in range(12):
             optimizer.step(loss if step % 2 else 0.5 / (1 + step))
         optimizer.get_lr_multipliers()
@@ -39,8 +39,6 @@ def test_no_step_waits_for_the_card(small):
             optimizer.meta_update(lambda: sum(p.square().sum() for p in some.parameters()))
         else:
             optimizer.meta_update()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(p.isfinite().all().item() for p in some.parameters())
 
 
@@ -74,10 +72,8 @@ def test_replayed_step_is_the_eager_one(update):
             step()
         torch.cuda.current_stream().wait_stream(stream)
         theirs.step(value)
-    graph = torch.cuda.CUDAGraph()
     at = ours.global_step
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step, warm_up=False)
     # Of the element network every fifth step trains: none of these does.
     assert at % 5 == 0
     for number in range(6, 10):

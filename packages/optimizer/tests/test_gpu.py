@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.optimizer import AdamW, clip_grad_norm_, grad_norm
-from fusewright_testkit import Yardstick
+from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,8 @@ def test_parameters_are_as_near_to_fp64_as_the_references(training, dtype, amsgr
 def captured(training):
     """A step in a CUDA graph: parameters, optimizer, gradients that it reads, and the graph."""
     ps = training.parameters(device="cuda")
-    optimizer = AdamW(ps, lr=torch.tensor(0.1, device="cuda"), max_grad_norm=1.0)
+    lr, beta1, beta2, eps, weight_decay = torch.tensor([0.1, 0.9, 0.99, 1e-8, 0.01], device="cuda")
+    optimizer = AdamW(ps, lr, (beta1, beta2), eps, weight_decay, max_grad_norm=1.0)
     source = [torch.zeros_like(p) for p in ps]
 
     def step():
@@ -42,14 +43,7 @@ def captured(training):
             p.grad = g * 1.0
         optimizer.step()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     return ps, optimizer, source, graph
 
 
@@ -58,14 +52,20 @@ def test_replayed_step_is_the_eager_one_and_follows_a_schedule(training, capture
     twin = [torch.nn.Parameter(p.detach().clone()) for p in ps]
     other = AdamW(twin, lr=0.1, max_grad_norm=1.0)
     other.load_state_dict(optimizer.state_dict())
-    other.param_groups[0]["lr"] = 0.1
     for step in range(4):
         for some in (ps, twin):
             training.give_gradients(some, step)
         for p, g in zip(ps, source, strict=True):
             g.copy_(p.grad)
-        optimizer.param_groups[0]["lr"].fill_(0.1 / (1 + step))
-        other.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"].item()
+        group, numbers = optimizer.param_groups[0], other.param_groups[0]
+        group["lr"].fill_(0.1 / (1 + step))
+        group["betas"][0].fill_(0.9 - 0.1 * step)
+        group["betas"][1].fill_(0.99 - 0.02 * step)
+        group["eps"].fill_(10.0 ** -(8 - 2 * step))
+        group["weight_decay"].fill_(0.02 * step)
+        for name in ("lr", "eps", "weight_decay"):
+            numbers[name] = group[name].item()
+        numbers["betas"] = tuple(beta.item() for beta in group["betas"])
         graph.replay()
         other.step()
         assert all(map(torch.equal, ps, twin))
@@ -115,8 +115,7 @@ def test_no_step_waits_for_the_card(training):
     training.give_gradients(ps, 0)
     training.give_gradients(kept, 0)
     gradients = [[p.grad for p in some] for some in (ps, kept)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         # With the first, which plans, and one whose gradients lie elsewhere and are fewer.
         for step in range(3):
             for optimizer, some, given in zip(optimizers, (ps, kept), gradients, strict=True):
@@ -127,8 +126,6 @@ def test_no_step_waits_for_the_card(training):
                 optimizer.step()
         clip_grad_norm_(ps, 1.0)
         grad_norm([p.grad for p in ps[1:]])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_step_runs_on_the_current_stream(training):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusewright.optimizer.learned_optimizer import LearnedOptimizer
 from fusewright.optimizer.learned_update import learned_init, learned_update
-from fusewright_testkit import Yardstick
+from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
 
@@ -75,14 +75,7 @@ def captured(learned):
             p.grad = g * 1.0
         optimizer.step()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     return ps, optimizer, source, graph
 
 
@@ -138,8 +131,7 @@ def test_no_step_waits_for_the_card(learned):
     plain = [p.detach().clone() for p in ps]
     kept = learned_init(plain)
     given = [told] * len(ps)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         # With the first, which plans, and one whose gradients lie elsewhere and are fewer.
         for step in range(3):
             for p, g in zip(ps, gradients, strict=True):
@@ -149,8 +141,6 @@ def test_no_step_waits_for_the_card(learned):
             optimizer.step()
         updates, _ = learned_update(mlp, plain, gradients, kept, given)
         sum(u.sum() for u in updates).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_step_runs_on_the_current_stream(learned):

@@ -14,6 +14,7 @@ from fusewright.optimizer.deep_momentum import DeepMomentum
 from fusewright.optimizer.delta_momentum import DeltaMomentum
 from fusewright.optimizer.m3 import M3
 from fusewright.optimizer.muon import Muon
+from fusewright_testkit import capture, no_synchronisation
 
 from .compared import everything
 
@@ -446,8 +447,7 @@ def test_no_step_waits_for_the_card(training, make):
     optimizer = make(ps, skip_nonfinite=True)
     training.give_gradients(ps, 0)
     gradients = [p.grad for p in ps]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         # With the first, which plans, one that fires, and one whose gradients are fewer.
         for step in range(4):
             for p, g in zip(ps, gradients, strict=True):
@@ -455,8 +455,6 @@ def test_no_step_waits_for_the_card(training, make):
             if step == 3:
                 ps[0].grad = None
             optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -472,17 +470,10 @@ def test_replayed_steps_are_the_eager_ones_and_skip_and_follow_a_schedule(traini
                 p.grad = g * 1.0
             optimizer.step()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        both()
-    torch.cuda.current_stream().wait_stream(stream)
+    graph, _ = capture(both)
     twin = [torch.nn.Parameter(p.detach().clone()) for p in ps]
     other = make(twin, capturable=True, skip_nonfinite=True)
     other.load_state_dict(optimizer.state_dict())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        both()
     for replay in range(3):
         for group, groups in zip(optimizer.param_groups, other.param_groups, strict=True):
             for each in (group, groups):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusewright.optimizer.velo import VeLO
 from fusewright.optimizer.velo_networks import VeLONetworks
-from fusewright_testkit import Yardstick
+from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
 
@@ -58,14 +58,7 @@ def captured(learned):
             p.grad = g * 1.0
         optimizer.step(loss)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     return ps, optimizer, source, loss, graph
 
 
@@ -111,8 +104,7 @@ def test_no_step_waits_for_the_card(learned):
     optimizer = VeLO(ps, networks, 20, weight_decay=0.01, max_grad_norm=1.0)
     gradients = [torch.ones_like(p) for p in ps]
     losses = (1.0, torch.ones((), device="cuda"), torch.ones(()))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         # With the first, which plans, and one whose gradients lie elsewhere and are fewer.
         for step, loss in enumerate(losses):
             for p, g in zip(ps, gradients, strict=True):
@@ -120,8 +112,6 @@ def test_no_step_waits_for_the_card(learned):
             if step == 2:
                 ps[0].grad = None
             optimizer.step(loss)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_step_runs_on_the_current_stream(learned):

@@ -4,6 +4,7 @@ at run time.
 
 from __future__ import annotations
 
+from .graphs import capture, no_synchronisation
 from .yardstick import Yardstick, assert_within
 
-__all__ = ["Yardstick", "assert_within"]
+__all__ = ["Yardstick", "assert_within", "capture", "no_synchronisation"]

@@ -10,6 +10,7 @@ steps follow one another in any order, and have the same bits.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -185,11 +186,15 @@ class CapturedStepper(Stepper):
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
         before = counts(self.optimizer), [p.grad for p in self.parameters]
+        generator = torch.cuda.default_generators[self.stream.device_index]
+        state = generator.clone_state()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            with uncollected(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 work()
         except RuntimeError as error:
+            # The state that a broken capture has used stays one that captures, and draws no more.
+            generator.graphsafe_set_state(state)
             # Nothing of it has run: the same is done eagerly now.
             set_counts(self.optimizer, before[0])
             for p, g in zip(self.parameters, before[1], strict=True):
@@ -208,6 +213,20 @@ class CapturedStepper(Stepper):
         self.failed = True
         self._drop_graphs()
         self.say(f"steps are eager: {reason}")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No cycles of other work, graphs among them, are let go of meanwhile: a capture does not bear
+    that the device is asked to free something.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def parts_of(batch: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ._group_numbers import GroupNumbers
 from ._launch import Launch
 from ._members import Member, Part, Rules, Step, group_numbers
 from ._norm_launch import Squares, triton_dtype
-from ._tables import Blocks, Uploaded, aligned, upload
+from ._tables import Blocks, Uploaded, addresses_of, aligned, upload
 
 Tensor = torch.Tensor
 
@@ -29,7 +29,7 @@ class KernelPart(Part):
         self.numbers = torch.empty(len(keyed), NUMBERS.value, dtype=torch.float32, device=device)
         self.groups = upload([x.group for x in keyed], torch.int32, device)
         self.signs = upload([x.sign for x in keyed], torch.float32, device)
-        self.steps = upload([x.step.data_ptr() for x in keyed], torch.int64, device)
+        self.steps = upload(addresses_of(x.step for x in keyed), torch.int64, device)
         for _, found in itertools.groupby(keyed, key=lambda member: member.kind):
             start = sum(len(batch.members) for batch in self.batches)
             self.batches.append(Batch(list(found), start, self))
@@ -104,7 +104,7 @@ class Batch:
         self.numbers, self.steps = part.numbers[start:after], part.steps[start:after]
 
     def point(self, gradients: list[Tensor]) -> None:
-        addresses = [g.data_ptr() for g in gradients]
+        addresses = addresses_of(gradients)
         if self.gradients.hold(addresses):
             self.aligned = self.all_aligned and aligned(addresses)
 

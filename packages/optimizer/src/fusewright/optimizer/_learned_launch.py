@@ -23,7 +23,7 @@ from ._learned_layout import Layout, Stretches
 from ._learned_sums_kernels import _means_kernel, _sums_kernel
 from ._learned_tiles import AT_UPSTREAM
 from ._norm_launch import triton_dtype
-from ._tables import Blocks, Uploaded, aligned, upload
+from ._tables import Blocks, Uploaded, addresses_of, aligned, upload
 from .learned_features import (
     TIMESCALES,
     Statistics,
@@ -62,9 +62,9 @@ class StatisticsBatch:
         columns = [
             [p, x.momenta, x.square, x.row, x.column] for p, x in zip(ps, statistics, strict=True)
         ]
-        lines = [[x.data_ptr() for x in line] for line in zip(*columns, strict=True)]
+        lines = [addresses_of(line) for line in zip(*columns, strict=True)]
         self.all_aligned = aligned(lines[0])
-        lines.append([0] * len(ps) if updates is None else [x.data_ptr() for x in updates])
+        lines.append([0] * len(ps) if updates is None else addresses_of(updates))
         self.addresses = Uploaded(ROLES * len(ps), torch.int64, self.device, apart=True)
         self.lines = list(itertools.chain.from_iterable(lines))
         self.addresses.hold([*self.lines, *[0] * len(ps)])
@@ -116,7 +116,7 @@ class StatisticsBatch:
         self.squares = self.empty(max(base, 1))
 
     def point(self, gradients: Sequence[Tensor]) -> None:
-        addresses = [g.data_ptr() for g in gradients]
+        addresses = addresses_of(gradients)
         if self.gradients.hold(addresses):
             self.aligned = self.all_aligned and aligned(addresses)
 
@@ -275,7 +275,7 @@ class LearnedBatch(StatisticsBatch):
         """
         stretches = Stretches(self.layouts, configs.BACKWARD, self.device)
         stretch, blocks, adding = stretches.stretch, stretches.blocks, configs.SHARES
-        self.addresses.hold([*self.lines, *(x.data_ptr() for x in upstream)])
+        self.addresses.hold([*self.lines, *addresses_of(upstream)])
         shares = self.empty(max(blocks.count, 1), SHARE.value)
         if blocks.count:
             self.launch(

@@ -23,7 +23,7 @@ from ._matrix_kernels import (
 from ._members import Kind, Member, Rules, Step
 from ._norm_launch import triton_dtype
 from ._stack import Stack
-from ._tables import Uploaded, aligned
+from ._tables import Uploaded, addresses_of, aligned
 
 Tensor = torch.Tensor
 # Of AdamW, whose group is given with every step.
@@ -60,7 +60,7 @@ class MatrixLaunches:
         stack = self.stack
         found = [p.grad.contiguous().resolve_neg() for p in stack.params if p.grad is not None]
         self.copies = found
-        here, there = [p.data_ptr() for p in stack.params], [g.data_ptr() for g in found]
+        here, there = addresses_of(stack.params), addresses_of(found)
         self.parameters.hold(here)
         self.gradients.hold(there)
         self.dtype = found[0].dtype

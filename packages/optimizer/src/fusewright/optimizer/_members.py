@@ -6,11 +6,12 @@ DTensors are taken by their local shards, complex parameters as pairs of real nu
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from ._tables import same
 
 Tensor = torch.Tensor
 # Of the tensors that may stand for a group's numbers.
@@ -183,7 +184,7 @@ class Part:
             laid_out_like(local(g), member.p) for g, member in zip(given, self.members, strict=True)
         ]
         # The kinds of gradients that a plan has seen do not change.
-        self.plain = all(map(operator.is_, found, given))
+        self.plain = same(found, given)
         return found
 
 

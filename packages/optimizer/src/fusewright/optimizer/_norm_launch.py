@@ -13,7 +13,7 @@ from ._backends import card_of
 from ._configs import PREPARE, SCALE, SQUARES, Walk
 from ._launch import Launch
 from ._norm_kernels import _clip_kernel, _norm_kernel, _squares_kernel
-from ._tables import CAPTURED, Blocks, Uploaded, aligned, is_captured
+from ._tables import CAPTURED, Blocks, Uploaded, addresses_of, aligned, is_captured
 
 Tensor = torch.Tensor
 DTYPES: dict[torch.dtype, Any] = {
@@ -71,7 +71,7 @@ class KernelGradients:
         self.plan = make(tuple(g.numel() for g in gradients), gradients[0].dtype, device)
         if captured:
             CAPTURED.append(self.plan)
-        addresses = [g.data_ptr() for g in gradients]
+        addresses = addresses_of(gradients)
         self.aligned = aligned(addresses)
         # Of this call alone: others may still read theirs.
         self.table = Uploaded(len(addresses), torch.int64, device)

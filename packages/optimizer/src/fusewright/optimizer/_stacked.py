@@ -9,7 +9,6 @@ Whether a step is taken is decided on the device, and everything is selected by 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from ._contract import Contract
 from ._members import current, on
 from ._parts import total_squares
 from ._stack import Stack, check_parameter, check_state, factor_of
+from ._tables import same
 from .grad_norm import parts_of
 
 Tensor = torch.Tensor
@@ -155,8 +155,8 @@ class StackedOptimizer(Contract):
             check_gradient(p, p.grad)
         kinds = [(p.dtype, p.device, p.shape) for p in flat]
         # By identity: others may put parameters in the place of a group's.
-        same = len(flat) == len(self._flat) and all(map(operator.is_, flat, self._flat))
-        if same and kinds == self._kinds and all(map(self._holds, self._stacks)):
+        known = same(flat, self._flat) and kinds == self._kinds
+        if known and all(map(self._holds, self._stacks)):
             return self._stacks
         found: dict[tuple, list[tuple[int, Tensor]]] = {}
         for place, number, p in members:

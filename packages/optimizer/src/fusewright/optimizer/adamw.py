@@ -39,11 +39,13 @@ from ._members import (
     placed_like,
 )
 from ._parts import total_squares
+from ._tables import addresses_of, same
 from .reference import ReferencePart
 
 Tensor = torch.Tensor
 Rounding = Literal["nearest", "stochastic", "remainder"]
-VALUES = operator.methodcaller("values")
+# What of a gradient a plan depends on.
+KINDS = operator.attrgetter("dtype"), Tensor.stride, Tensor.is_neg
 
 
 class AdamW(Contract):
@@ -152,6 +154,7 @@ class AdamW(Contract):
         # Each with the places of its members' among all parameters.
         self._parts: list[tuple[Any, list[int]]] = []
         self._flat: list[Tensor] = []
+        self._state: list[Any] = []
         self._sharded = False
         self._seen: list[Any] = []
 
@@ -216,25 +219,28 @@ class AdamW(Contract):
         """Make sure that the plans are of these parameters, gradients and states; returns all
         gradients.
         """
+        # By identity: others may put parameters and state in the place of these.
+        if not same(self._all_state(), self._state):
+            self._seen = []
         flat = self._all_parameters()
-        # By identity: others may put parameters in the place of a group's.
-        if len(flat) != len(self._flat) or not all(map(operator.is_, flat, self._flat)):
+        if not same(flat, self._flat):
             self._flat, self._seen = flat, []
             self._sharded = any(map(is_distributed, flat))
         gradients = [p.grad for p in flat]
         if self._sharded:
             gradients = list(map(placed_like, gradients, flat))
+        given = [g for g in gradients if g is not None]
         try:
-            kinds = [None if g is None else (g.dtype, g.stride(), g.is_neg()) for g in gradients]
+            kinds = [list(map(of, given)) for of in KINDS]
         except RuntimeError:
             # Sparse ones have no strides.
             self._check(gradients)
             raise
         seen = [
-            self._state_now(),
             [(group["amsgrad"], group["maximize"]) for group in self.param_groups],
             self.max_grad_norm,
-            [x.data_ptr() for x in (map(local, flat) if self._sharded else flat)],
+            addresses_of(map(local, flat) if self._sharded else flat),
+            len(given) == len(flat) or [g is None for g in gradients],
             kinds,
         ]
         if seen == self._seen:
@@ -269,13 +275,11 @@ class AdamW(Contract):
                 part = make(members, rules, device)
             self._parts.append((part, [member.place for member in part.members]))
         # With the states that have just been made.
-        seen[0] = self._state_now()
-        self._seen = seen
+        self._state, self._seen = self._all_state(), seen
         return gradients
 
-    def _state_now(self) -> list[int]:
-        """Which tensors the state is: others may put theirs there, which live as long as plans."""
-        return list(map(id, itertools.chain.from_iterable(map(VALUES, self.state.values()))))
+    def _all_state(self) -> list[Any]:
+        return [*itertools.chain.from_iterable(map(dict.values, self.state.values()))]
 
     def _uses_triton(self, member: Member) -> bool:
         if not uses_triton(member.p, self.backend):

@@ -4,6 +4,7 @@ count of steps the host forgets, as it does of a graph's.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -64,15 +65,26 @@ def no_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 
-def make(path, *, stood, name="adamw", ragged=True, **changes) -> Trainer:
+def make(path, *, stood, name="adamw", ragged=True, gives=None, **changes) -> Trainer:
+    """``gives`` says by batch, and by the number of it, whether one parameter more gets a
+    gradient.
+    """
     torch.manual_seed(0)
+    loss = negative_log_likelihood
     source = make_sampler("digits", ragged=ragged)
     shape = TRANSFORMER_NP["tiny"].architecture
     model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape))
+    if gives is not None:
+        model.extra = torch.nn.Parameter(torch.ones(2, 3))
+        numbers = itertools.count()
+
+        def loss(model, batch):
+            found = negative_log_likelihood(model, batch)
+            return found + model.extra.square().mean() if gives(batch, next(numbers)) else found
+
     config = replace(CONFIG, **changes)
     optimizer = make_optimizer(name, model, lr=1e-3, weight_decay=0.1, clip_norm=config.clip_norm)
     folder, console = RunFolder(path), Console(file=StringIO(), width=400)
-    loss = negative_log_likelihood
     trainer = Trainer(model, source, loss, optimizer, config, folder, console=console)
     if stood:
         trainer.stepper = Stood(model, loss, optimizer, config, trainer._say)
@@ -171,11 +183,46 @@ def test_graphs_are_forgotten_where_a_checkpoint_is_loaded(tmp_path):
     assert_same_bits(whole, again)
 
 
-def test_gradients_of_other_parameters_are_an_error(tmp_path):
-    trainer = make(tmp_path, stood=True)
-    trainer.run(until=1)
-    trainer.model.final_norm.weight.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="wanted gradients of the same parameters in every step"):
+def of_some_shapes(batch, number):
+    return batch.x_context.shape[1] % 2 == 0
+
+
+# When a parameter has gradients: in batches of some shapes; in the second one of every step; in the
+# first one of every other step; from a step on, when the others have been captured; and until it.
+SOMETIMES = {
+    "shapes": (of_some_shapes, {"ragged": False}),
+    "batches": (lambda batch, number: number % 3 == 1, {"accumulation_steps": 3}),
+    "first": (lambda batch, number: number % 6 == 0, {"accumulation_steps": 3}),
+    "late": (lambda batch, number: number >= 15, {}),
+    "not late": (lambda batch, number: number < 15, {}),
+}
+TOLD = "not all batches give gradients to the same parameters"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((kind, "adamw") for kind in SOMETIMES), ("late", "nested")]
+)
+def test_parameter_with_gradients_of_some_batches_leaves_an_eager_run(tmp_path, kind, name):
+    gives, changes = SOMETIMES[kind]
+    trainers = [
+        make(tmp_path / str(stood), stood=stood, name=name, gives=gives, steps=24, **changes)
+        for stood in (False, True)
+    ]
+    for trainer in trainers:
+        trainer.run()
+    assert trainers[1].stepper.failed
+    assert not trainers[1].stepper.graphs
+    assert not trainers[1].stepper.gradients
+    assert trainers[1].console.file.getvalue().count(f"steps are eager: {TOLD}") == 1
+    assert_same_bits(*trainers)
+
+
+@pytest.mark.parametrize("kind", SOMETIMES)
+def test_parameter_with_gradients_of_some_batches_is_an_error_of_capture(tmp_path, kind):
+    gives, changes = SOMETIMES[kind]
+    trainer = make(tmp_path, stood=True, gives=gives, **changes)
+    trainer.stepper.config = replace(trainer.config, capture=True)
+    with pytest.raises(RuntimeError, match=f"wanted steps that are captured; {TOLD}"):
         trainer.run()
 
 

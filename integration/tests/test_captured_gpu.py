@@ -34,7 +34,10 @@ CONFIG = TrainingConfig(
 MODELS = ("titan-mac", "transformer-np")
 
 
-def make(path, model_name, *, capture, name="adamw", ragged=True, loss=None, **changes) -> Trainer:
+def make(
+    path, model_name, *, capture, name="adamw", ragged=True, loss=None, extra=False, **changes
+) -> Trainer:
+    """With ``extra`` the model has a parameter of that name that the plain loss does not know."""
     torch.manual_seed(0)
     if model_name == "titan-mac":
         model = TitanMAC(TITAN_MAC["tiny"]).cuda()
@@ -47,6 +50,8 @@ def make(path, model_name, *, capture, name="adamw", ragged=True, loss=None, **c
         )
         shape = TRANSFORMER_NP["tiny"].architecture
         model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape)).cuda()
+    if extra:
+        model.extra = torch.nn.Parameter(torch.ones(2, 3, device="cuda"))
     config = replace(CONFIG, capture=capture, **changes)
     optimizer = make_optimizer(name, model, lr=1e-3, weight_decay=0.1, clip_norm=config.clip_norm)
     rows = source.sample(8)
@@ -191,6 +196,35 @@ def test_loss_that_waits_for_the_device_is_told_of(tmp_path, capture):
         return
     assert trainer.console.file.getvalue().count("steps are eager: ") == 1
     eager = make(tmp_path / "eager", "titan-mac", capture=False)
+    eager.run()
+    assert_same_bits(eager, trainer)
+
+
+def of_some_shapes(batch):
+    return batch.x_context.shape[1] % 2 == 0
+
+
+def of_captures(batch):
+    return torch.cuda.is_current_stream_capturing()
+
+
+@pytest.mark.parametrize("gives", [of_some_shapes, of_captures])
+@pytest.mark.parametrize("capture", ["auto", True])
+def test_parameter_with_gradients_of_some_batches_is_told_of(tmp_path, capture, gives):
+    def sometimes(model, batch):
+        loss = negative_log_likelihood(model, batch)
+        return loss + model.extra.square().mean() if gives(batch) else loss
+
+    common = {"loss": sometimes, "ragged": gives is of_captures, "extra": True}
+    trainer = make(tmp_path, "transformer-np", capture=capture, **common)
+    told = "not all batches give gradients to the same parameters"
+    if capture is True:
+        with pytest.raises(RuntimeError, match=f"wanted steps that are captured; {told}"):
+            trainer.run()
+        return
+    trainer.run()
+    assert trainer.console.file.getvalue().count(f"steps are eager: {told}") == 1
+    eager = make(tmp_path / "eager", "transformer-np", capture=False, **common)
     eager.run()
     assert_same_bits(eager, trainer)
 

@@ -11,7 +11,7 @@ from io import StringIO
 import pytest
 import torch
 from fusewright.optimizer import M3, DeepNestedOptimizer, LearnedOptimizer
-from fusewright_models import TransformerNP, TransformerNPConfig
+from fusewright_models import TransformerNP, TransformerNPConfig, titan_mac_command
 from fusewright_models.cli import app, negative_log_likelihood
 from fusewright_models.data import make_sampler
 from fusewright_models.presets import TRANSFORMER_NP
@@ -403,20 +403,67 @@ def run(*arguments):
 
 
 TINY = ["transformer-np", "--preset", "tiny", "--steps", "2", "--log-every", "1"]
+SMALL = "--preset tiny --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4 --seq-len 20"
+STEPS = "--max-steps 2 --batch-size 2 --log-every 1"
+TINY_TITAN_MAC = ["titan-mac", *SMALL.split(), *STEPS.split()]
+
+
+def run_with(folder, name, flags):
+    """What a run with this optimizer leaves in its folder: configuration, losses, checkpoint."""
+    result = run(*flags, "--optimizer", name, "--out", folder)
+    assert result.exit_code == 0, result.output
+    config = json.loads((folder / "config.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    return config, losses, torch.load(folder / "checkpoint.pt")
+
+
+def assert_chosen(config, saved, name, weights, *, rate, decay):
+    learned = name == "learned"
+    assert (config["optimizer"], config["lr"]) == (name, 0.1 if learned else rate)
+    assert config["weight_decay"] == (0.0 if learned else decay)
+    assert config["optimizer_weights"] == (None if weights is None else str(weights))
+    assert saved["optimizer_kind"].startswith("torch." if name == "torch-adamw" else "fusewright.")
 
 
 @every_optimizer
 def test_flag_chooses_the_optimizer_and_its_rate(tmp_path, weights, name):
-    more = ["--optimizer-weights", weights] if name == "learned" else []
-    result = run(*TINY, "--optimizer", name, *more, "--out", tmp_path / "run")
-    assert result.exit_code == 0, result.output
-    config = json.loads((tmp_path / "run/config.json").read_text())
-    learned = name == "learned"
-    assert (config["optimizer"], config["lr"]) == (name, 0.1 if learned else 2e-3)
-    assert config["weight_decay"] == (0.0 if learned else 0.01)
-    assert config["optimizer_weights"] == (str(weights) if learned else None)
-    saved = torch.load(tmp_path / "run/checkpoint.pt")
-    assert saved["optimizer_kind"].startswith("torch." if name == "torch-adamw" else "fusewright.")
+    mine = weights if name == "learned" else None
+    more = [] if mine is None else ["--optimizer-weights", mine]
+    config, _, saved = run_with(tmp_path / "run", name, [*TINY, *more])
+    assert_chosen(config, saved, name, mine, rate=2e-3, decay=0.01)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {number} of {number * number}\n" for number in range(200)))
+    return path
+
+
+@every_optimizer
+def test_titan_mac_is_trained_by_the_optimizer_of_the_flag(tmp_path, monkeypatch, text, name):
+    monkeypatch.setattr(titan_mac_command, "SAMPLE_TOKENS", 2)
+    flags = [*TINY_TITAN_MAC, "--dataset", text]
+    config, losses, saved = run_with(tmp_path / "run", name, flags)
+    assert_chosen(config, saved, name, None, rate=4e-3, decay=0.1)
+    assert len(losses) == 2
+    assert all(map(math.isfinite, losses))
+    assert saved["step"] == 2
+
+
+def test_titan_mac_is_trained_by_the_network_of_the_flag(tmp_path, monkeypatch, text, weights):
+    monkeypatch.setattr(titan_mac_command, "SAMPLE_TOKENS", 2)
+    flags = [*TINY_TITAN_MAC, "--dataset", text]
+    found = []
+    for number, more in enumerate(([], ["--optimizer-weights", weights])):
+        config, losses, saved = run_with(tmp_path / str(number), "learned", [*flags, *more])
+        assert_chosen(config, saved, "learned", more[1] if more else None, rate=4e-3, decay=0.1)
+        found.append((losses, saved))
+    # The first loss is of no step, and the second one of a step by another network.
+    assert found[0][0][0] == found[1][0][0]
+    assert found[0][0][1] != found[1][0][1]
+    assert found[0][1]["network"] != found[1][1]["network"]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from fusewright_testkit.compiled import SHARED_KIB, compiled_in_a_process
+from fusewright_testkit.compiled import QUICK, SHARED_KIB, compiled_in_a_process
 
 HERE = pathlib.Path(__file__).parent
 
 
-@pytest.mark.parametrize("capability", SHARED_KIB)
+@pytest.mark.parametrize("capability", QUICK)
 def test_one_launch_of_every_update_kernel_compiles_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each_update", capability)
     for kernel in (
@@ -45,7 +45,7 @@ def test_every_kernel_of_the_scan_compiles_and_fits_in_shared_memory(capability)
     compiled_in_a_process(HERE, "every_scan", capability, may_spill=True)
 
 
-@pytest.mark.parametrize("capability", SHARED_KIB)
+@pytest.mark.parametrize("capability", QUICK)
 def test_one_launch_of_every_read_kernel_compiles_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each_read", capability)
     for kernel in ("_read_kernel", "_read_backward_kernel", "_read_sum_kernel"):

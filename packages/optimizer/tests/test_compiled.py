@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from fusewright_testkit.compiled import SHARED_KIB, compiled_in_a_process
+from fusewright_testkit.compiled import QUICK, SHARED_KIB, compiled_in_a_process
 
 HERE = pathlib.Path(__file__).parent
 # By the functions of launches.py.
@@ -21,7 +21,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("capability", SHARED_KIB)
+@pytest.mark.parametrize("capability", QUICK)
 @pytest.mark.parametrize("kind", KERNELS)
 def test_one_launch_of_every_kernel_compiles_without_a_spill(kind, capability):
     printed = compiled_in_a_process(HERE, kind, capability)

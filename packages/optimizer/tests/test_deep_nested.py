@@ -1,13 +1,10 @@
 """DeepNestedOptimizer: its step beside one that branches on the host, AdamW's bits before any
-training, state, copies, groups and bad input.
+training, groups and bad input.
 """
 
 from __future__ import annotations
 
-import copy
-import io
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -223,75 +220,6 @@ def test_missing_loss_is_warned_about_once(recwarn):
     optimizer.set_loss(4.0)
     assert optimizer.step()["loss"].item() == 4.0
     assert optimizer.step()["loss"].item() == 0.0
-
-
-@pytest.mark.parametrize("update", ["adamw", "continuum"])
-@pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy", "pickle"])
-def test_training_goes_on_from_a_copy(update, way):
-    options = dict(
-        update=update,
-        mode="simple",
-        meta_update_freq=3,
-        controller_update_freq=2,
-        meta_lr=0.05,
-        frequencies=(1, 3),
-    )
-    some = model()
-    optimizer = optimizer_of(some, **options)
-    # Of the continuum the direction before a meta step is in no state dict.
-    for step in range(1, 8):
-        optimizer.step(give(some, step))
-    if way in ("state_dict", "file"):
-        other = copy.deepcopy(some)
-        twin = DeepNestedOptimizer(other, 0.5, **options)
-        state = optimizer.state_dict()
-        if way == "file":
-            memory = io.BytesIO()
-            torch.save(state, memory)
-            memory.seek(0)
-            state = torch.load(memory, weights_only=True)
-        twin.load_state_dict(state)
-    else:
-        copies = copy.deepcopy if way == "deepcopy" else lambda x: pickle.loads(pickle.dumps(x))
-        other, twin = copies((some, optimizer))
-    assert twin.global_step == 7
-    for step in range(8, 14):
-        a = optimizer.step(give(some, step))
-        b = twin.step(give(other, step))
-        assert all(torch.equal(a[name], b[name]) for name in a)
-        for p, q in zip(some.parameters(), other.parameters(), strict=True):
-            assert torch.equal(p, q)
-    for name, x in optimizer.controller.state_dict().items():
-        assert torch.equal(x, twin.controller.state_dict()[name])
-
-
-def test_state_of_torchs_adamw_is_taken():
-    some = model(torch.float32)
-    optimizer = DeepNestedOptimizer(some, 0.02)
-    plain = torch.optim.AdamW(
-        [{"params": group["params"]} for group in optimizer.param_groups], 0.1
-    )
-    give(some, 1)
-    plain.step()
-    optimizer.load_state_dict(plain.state_dict())
-    p = some.norm.weight
-    assert torch.equal(optimizer.state[p]["exp_avg"], plain.state[p]["exp_avg"])
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
-    assert [group["name"] for group in optimizer.param_groups] == ["embed", "core"]
-    optimizer.step(give(some, 2))
-    assert optimizer.state[p]["step"].item() == 2
-
-
-def test_state_dict_of_another_shape_is_refused_and_nothing_is_taken():
-    some = model()
-    optimizer = optimizer_of(some)
-    optimizer.step(give(some, 1))
-    state = copy.deepcopy(optimizer.state_dict())
-    kept = optimizer.state[some.norm.weight]["exp_avg"].clone()
-    state["state"][0]["exp_avg"] = torch.zeros(2, 2)
-    with pytest.raises(ValueError, match="exp_avg of parameter 0 must have shape"):
-        optimizer.load_state_dict(state)
-    assert torch.equal(optimizer.state[some.norm.weight]["exp_avg"], kept)
 
 
 def test_schedulers_scale_all_groups():

@@ -25,6 +25,9 @@ from .machine_code import FOLLOWED, listing, machine_code_usage, undefined_regis
 
 # Shared memory that one program may take, in KiB, by compute capability.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
+# Of a package with many kernels, whose launches tier slow compiles for all four: the least shared
+# memory, and the card that launches are measured on.
+QUICK = (89, 90)
 
 
 class Resources(NamedTuple):

@@ -73,8 +73,8 @@ def make_stepper(
 class CapturedStepper(Stepper):
     """Takes the same steps from CUDA graphs, where there is one.
 
-    Where a capture fails, all further steps are eager and ``say`` is told why, once; with
-    ``capture=True`` the failure is raised.
+    Where a capture fails, or a batch gives gradients to other parameters than those before, all
+    further steps are eager and ``say`` is told why, once; with ``capture=True`` that is an error.
     """
 
     def __init__(
@@ -101,7 +101,10 @@ class CapturedStepper(Stepper):
         self.gradients: list[Tensor] = []
 
     def _drop_graphs(self) -> None:
-        """With the memory that they keep."""
+        """With the memory that they keep, and what the optimizer keeps for them."""
+        forget = getattr(self.optimizer, "forget_captures", None)
+        if forget is not None:
+            forget()
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         # The batch that the graphs of a shape read.
@@ -145,25 +148,27 @@ class CapturedStepper(Stepper):
         return shape, self.batches[shape]
 
     def _backward(self, batch: Any, first: bool) -> None:
-        """Leaves the gradients where they stay."""
+        """Leaves the gradients where they stay, as long as there may be graphs of them."""
         if first:
             for p in self.parameters:
                 p.grad = None
         super().backward(batch, first=first)
-        if not first:
+        if self.failed:
             return
         trained = [p for p in self.parameters if p.grad is not None]
         fresh = [p.grad for p in trained if p.grad is not None]
         if not self.trained:
             self.trained, self.gradients = trained, [torch.empty_like(g) for g in fresh]
         if list(map(id, trained)) != list(map(id, self.trained)):
-            raise RuntimeError(
-                "wanted gradients of the same parameters in every step; got them of others: train "
-                "without capture"
-            )
-        torch._foreach_copy_(self.gradients, fresh)
-        for p, g in zip(trained, self.gradients, strict=True):
-            p.grad = g
+            error = RuntimeError("not all batches give gradients to the same parameters")
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise error
+            # Eager steps take the gradients as they are.
+            self._fail(error)
+        elif first:
+            torch._foreach_copy_(self.gradients, fresh)
+            for p, g in zip(trained, self.gradients, strict=True):
+                p.grad = g
 
     def update(self) -> None:
         before = counts(self.optimizer)
@@ -212,6 +217,7 @@ class CapturedStepper(Stepper):
             raise kind_of(f"wanted steps that are captured; {reason}") from error
         self.failed = True
         self._drop_graphs()
+        self.trained, self.gradients = [], []
         self.say(f"steps are eager: {reason}")
 
 

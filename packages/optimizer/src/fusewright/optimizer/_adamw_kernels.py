@@ -218,7 +218,9 @@ def move_elements(
     write(v_base, offsets, length, in_state(v, bits >> 8, STOCHASTIC, v_base), WHOLE)
     if REMAINDER:
         whole = p.to(tl.int32, bitcast=True)
-        high = (whole + 0x8000) & -0x10000
+        # NaN has no neighbours: rounded up, its bits would be those of zero.
+        high = tl.where(p == p, (whole + 0x8000) & -0x10000, whole & -0x10000 | 0x400000)
+        whole = tl.where(p == p, whole, high)
         write(low_base, offsets, length, (whole - high).to(tl.int16), WHOLE)
         p = high.to(tl.float32, bitcast=True)
     write(p_base, offsets, length, in_state(p, bits, STOCHASTIC, p_base), WHOLE)

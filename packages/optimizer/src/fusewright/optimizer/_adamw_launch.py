@@ -101,7 +101,9 @@ class Batch:
         self.launches: dict[bool, Launch] = {}
         self.shares: Squares | None = None
         after = start + len(members)
-        self.numbers, self.steps = part.numbers[start:after], part.steps[start:after]
+        self.numbers = part.numbers[start:after]
+        # Not a part of the part's, whose address may be that of an odd number of them.
+        self.steps = upload(addresses_of(x.step for x in members), torch.int64, part.device)
 
     def point(self, gradients: list[Tensor]) -> None:
         addresses = addresses_of(gradients)

@@ -8,6 +8,7 @@ import torch
 
 from ._checks import check_buffer
 from ._members import Kind, Member, local, mesh_of, serves
+from ._tables import check_eager
 
 Tensor = torch.Tensor
 BUFFERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder")
@@ -68,6 +69,7 @@ class Kept(NamedTuple):
         wanted += ["max_exp_avg_sq"] * group["amsgrad"] + ["remainder"] * remainder
         for name in ("step", *wanted):
             if name not in state:
+                check_eager(p.device, f"{name} of parameter {place} was to be made")
                 state[name] = self.fresh(name, p)
             else:
                 check_buffer(name, state[name], p, place)

@@ -91,7 +91,11 @@ def check_state_dict(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -
     for old, group in zip(saved, groups, strict=True):
         check_parameters({**old, "params": group["params"]})
         for number, p in zip(old["params"], group["params"], strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
+            state = state_dict["state"].get(number, {})
+            if "exp_avg" in state and "step" not in state:
+                came = ", ".join(map(str, state))
+                raise ValueError(f"the state of parameter {number} must have a step, got {came}")
+            for name, value in state.items():
                 if isinstance(value, Tensor):
                     check_buffer(name, value, p, number)
 

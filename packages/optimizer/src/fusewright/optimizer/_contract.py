@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._adamw_state import new_results
-from ._tables import is_captured
+from ._tables import is_captured, same
 
 Tensor = torch.Tensor
 
@@ -68,7 +68,22 @@ class Contract(torch.optim.Optimizer):
         when a graph is gone.
         """
         if planned and is_captured(planned[0].device):
-            self.__dict__.setdefault("_replayed", []).append(planned)
+            kept = self.__dict__.setdefault("_replayed", [])
+            if not kept or not same(kept[-1], planned):
+                kept.append(planned)
+
+    def forget_captures(self) -> None:
+        """Let go of what the replays of captured steps read: state, too, that has been replaced
+        since. For when no graph that holds a step is replayed any more.
+        """
+        self.__dict__.pop("_replayed", None)
+
+    def _nothing_moved(self) -> None:
+        """The results of a step without gradients."""
+        if self._results is not None:
+            norm, skipped, _ = self._results
+            norm.fill_(torch.nan)
+            skipped.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where given."""

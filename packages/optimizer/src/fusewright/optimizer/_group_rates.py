@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ._backends import Backend, launchers, uses_triton
+from ._members import on
 from ._tables import Uploaded, upload
 from .nested_controller import NestedController
 
@@ -79,7 +80,7 @@ class GroupRates:
             if loss.device == self.device:
                 return loss.detach().to(dtype).reshape(())
             if not loss.is_cpu:
-                return loss.detach().to(self.device, dtype, non_blocking=True).reshape(())
+                return on(self.device, loss.detach()).to(dtype).reshape(())
         self.losses.hold([float(loss)])
         return self.losses.table[0]
 

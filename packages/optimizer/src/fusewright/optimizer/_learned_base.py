@@ -18,6 +18,7 @@ from ._learned_checks import check_learnable, check_state, tensor_obstacle
 from ._learned_parts import LearnedRules, Moved, Moving
 from ._members import Step, current, on
 from ._parts import total_squares
+from ._tables import check_eager
 from .learned_features import Statistics, new_statistics
 
 Tensor = torch.Tensor
@@ -114,7 +115,7 @@ class StatisticsOptimizer(Contract):
             raise
         # What addresses and launches were planned for.
         seen = [
-            [(p.data_ptr(), p.dtype, p.stride()) for p in flat],
+            [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in flat],
             kinds,
             [group.get("maximize") for group in self.param_groups],
             self.max_grad_norm,
@@ -180,6 +181,7 @@ class StatisticsOptimizer(Contract):
     def _statistics_of(self, p: Tensor) -> Statistics:
         state = self.state[p]
         if not state:
+            check_eager(p.device, "a parameter's statistics were to be made")
             state.update(self._new_state(p.detach()))
         wanted = self._meta_state(p)
         same = state.keys() == wanted.keys() and all(

@@ -97,7 +97,8 @@ class MatrixLaunches:
                 **constants,
                 SIZE=MATRICES.size,
             )
-        self.launches[key](tensors, floats)
+        # A whole number would be compiled in.
+        self.launches[key](tensors, tuple(map(float, floats)))
 
     def of_gradients(self) -> dict[str, Any]:
         return dict(G=triton_dtype(self.dtype), ALIGNED=self.aligned[0])

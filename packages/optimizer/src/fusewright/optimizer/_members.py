@@ -158,8 +158,10 @@ def current(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def on(device: torch.device, x: Tensor | None) -> Any:
-    """x on the device, without waiting for it; None for None."""
-    return None if x is None else x.to(device, non_blocking=True)
+    """x on the device; None for None. No card is waited for but by a CPU, which would read memory
+    that is not written yet.
+    """
+    return None if x is None else x.to(device, non_blocking=device.type != "cpu")
 
 
 class Part:

@@ -1,8 +1,10 @@
-"""What is wanted of DeepNestedOptimizer's arguments; nothing is touched before it is looked at."""
+"""What is wanted of DeepNestedOptimizer's arguments and of what it loads; nothing is touched before
+it is looked at.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ import torch
 from ._backends import Backend, check_backend
 from ._checks import check_options
 from ._members import is_distributed
+from .adamw import AdamW
 
 Tensor = torch.Tensor
 
@@ -44,6 +47,8 @@ CHOICES = {
     "features": ("log", "raw"),
     "update": ("adamw", "continuum"),
 }
+# Of a parameter in AdamW's launches.
+STEP_NUMBERS = 8
 COUNTS = (
     "meta_update_freq",
     "controller_hidden_dim",
@@ -106,3 +111,110 @@ def check_members(groups: Iterable[dict[str, Any]]) -> None:
         raise ValueError(f"parameters must be on one device, got {found}")
     if len(set(names)) < len(names):
         raise ValueError(f"groups must have names of their own, got {names}")
+
+
+def check_names_of_state(
+    wanted: str, states: Iterable[Any], needed: Sequence[str], allowed: Sequence[str]
+) -> None:
+    """The state of each parameter, which may be empty."""
+    for number, state in enumerate(states):
+        if not state:
+            continue
+        if not set(needed) <= set(state) <= set(allowed):
+            raise ValueError(
+                f"the {wanted} must have {', '.join(needed)}, got {listed(state)} of parameter "
+                f"{number}"
+            )
+        for name, x in state.items():
+            if name != "step" and not isinstance(x, Tensor):
+                raise ValueError(f"{name} of parameter {number} must be a tensor, got {told(x)}")
+
+
+def check_like(name: str, x: Any, wanted: Any) -> None:
+    """A piece of a state dict that has the names, lengths and shapes of another: of an AdamW in its
+    place those that it takes, and of a function those that it lets pass.
+    """
+    if isinstance(wanted, AdamW):
+        check_adamw(name, x, wanted)
+    elif isinstance(wanted, dict):
+        if not isinstance(x, Mapping) or set(x) != set(wanted):
+            raise ValueError(f"{name} must have {listed(wanted)}, got {told(x)}")
+        for key, mine in wanted.items():
+            check_like(f"{name}.{key}", x[key], mine)
+    elif isinstance(wanted, list):
+        check_list(name, x, len(wanted))
+        for number, (each, mine) in enumerate(zip(x, wanted, strict=True)):
+            check_like(f"{name}[{number}]", each, mine)
+    elif isinstance(wanted, Tensor):
+        if not isinstance(x, Tensor) or x.shape != wanted.shape:
+            raise ValueError(f"{name} must be a tensor of {list(wanted.shape)}, got {told(x)}")
+    elif isinstance(wanted, int):
+        if isinstance(x, bool) or not isinstance(x, int) or x < 0:
+            raise ValueError(f"{name} must be a whole number of at least 0, got {told(x)}")
+    elif callable(wanted):
+        wanted(name, x)
+    elif x is not None:
+        raise ValueError(f"{name} must be None, got {told(x)}")
+
+
+def check_adamw(name: str, x: Any, optimizer: AdamW) -> None:
+    """A state dict that the optimizer would take, of parameters of its own."""
+    wanted = f"{name} must be the state dict of an AdamW over parameters like the optimizer's"
+    if not isinstance(x, Mapping) or not {"state", "param_groups"} <= set(x):
+        raise ValueError(f"{wanted}, got {told(x)}")
+    try:
+        checked = optimizer._checked(optimizer._completed(dict(x)))
+        states = [state for _, state in optimizer._states_of(checked)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{wanted}, got one with this fault: {error}") from error
+    needed = "step", "exp_avg", "exp_avg_sq"
+    check_names_of_state(f"state in {name}", states, needed, needed)
+
+
+def check_numbers(ps: Sequence[Tensor], name: str, x: Any) -> None:
+    """What the last step took of AdamW's parameters."""
+    if not isinstance(x, Mapping) or set(x) != {"gradients", "numbers"}:
+        raise ValueError(f"{name} must have gradients, numbers, got {told(x)}")
+    gradients, numbers = x["gradients"], x["numbers"]
+    if gradients is None and numbers is None:
+        return
+    check_list(f"{name}.gradients", gradients, len(ps))
+    for dtype in gradients:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name}.gradients must be floating dtypes or None, got {told(dtype)}")
+    if numbers is not None:
+        like = torch.empty(len(ps), STEP_NUMBERS, device="meta")
+        check_like(f"{name}.numbers", numbers, like)
+
+
+def check_directions(ps: Sequence[Tensor], name: str, x: Any) -> None:
+    """How the last step moved a continuum's parameters."""
+    if not isinstance(x, Mapping) or set(x) != {"directions"}:
+        raise ValueError(f"{name} must have directions, got {told(x)}")
+    check_list(f"{name}.directions", x["directions"], len(ps))
+    for number, (p, d) in enumerate(zip(ps, x["directions"], strict=True)):
+        if d is not None:
+            check_like(f"{name}.directions[{number}]", d, p)
+
+
+def check_previous(name: str, x: Any) -> None:
+    """What an element network gave before, of as many elements as it was trained on."""
+    if x is not None and not (isinstance(x, Tensor) and x.ndim == 1):
+        raise ValueError(f"{name} must be None or a tensor of one axis, got {told(x)}")
+
+
+def check_list(name: str, x: Any, length: int) -> None:
+    if not isinstance(x, (list, tuple)) or len(x) != length:
+        came = f"{len(x)}" if isinstance(x, (list, tuple)) else told(x)
+        raise ValueError(f"{name} must be a list of {length}, got {came}")
+
+
+def listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(str, names)) or "nothing"
+
+
+def told(x: Any) -> str:
+    """What came, in few words."""
+    if isinstance(x, Tensor):
+        return f"one of {list(x.shape)} in {x.dtype}"
+    return listed(x) if isinstance(x, Mapping) else repr(x)

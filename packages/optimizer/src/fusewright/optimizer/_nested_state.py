@@ -4,6 +4,7 @@ device they are.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ from ._adamw_state import keep_rate_on_device
 from ._checks import check_state_dict
 from ._contract import Contract
 from ._group_rates import GroupRates
-from ._nested_checks import Options
+from ._nested_checks import (
+    Options,
+    check_directions,
+    check_like,
+    check_names_of_state,
+    check_numbers,
+    check_previous,
+)
 from .hypergradient import ControllerTraining
 from .nested_controller import NestedController
 
@@ -49,6 +57,7 @@ class NestedState(Contract):
             "multipliers": rates.multipliers,
             "rates": rates.rates,
             "results": list(self._mode.results),
+            "last": self._mode.last(),
             "statistics": rates.statistics,
             "ema_loss": rates.ema_loss,
             "controller": self.controller.state_dict(),
@@ -65,18 +74,35 @@ class NestedState(Contract):
             value = kept[name]
             getattr(rates, name)[: len(value)].copy_(value)
         rates.ema_loss.copy_(kept["ema_loss"])
-        self._mode.put(kept["results"])
+        self._mode.put(kept["results"], kept["last"])
         self.controller.load_state_dict(kept["controller"])
         self._training.load_state_dict(kept["training"])
         if continuum is not None and kept["continuum"] is not None:
             continuum.load_state_dict(kept["continuum"])
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Of this optimizer; or of AdamW, of this package or of torch, which has nothing of the
-        controller.
+        """Of this optimizer; or, where it moves by AdamW, of AdamW, of this package or of torch,
+        which has nothing of the controller.
         """
         check_state_dict(saved, self.param_groups)
+        mode, update = self._mode, f'state of update="{self.options.update}"'
+        states = [state for _, state in self._states_of(saved)]
+        check_names_of_state(update, states, mode.needed, mode.allowed)
+        if "nested" in saved or mode.continuum is not None:
+            check_like("nested", saved.get("nested"), self._wanted_numbers())
         return saved
+
+    def _wanted_numbers(self) -> dict[str, Any]:
+        """What ``_numbers`` gives, to be held against what is loaded: an optimizer in the place of
+        its state, and a function where another look is wanted.
+        """
+        own, continuum = self._numbers(), self._mode.continuum
+        own["training"]["optimizer"] = self._training.optimizer
+        ps = self._all_parameters()
+        if continuum is None:
+            return own | {"last": functools.partial(check_numbers, ps)}
+        own["continuum"] |= {"trainer": continuum.trainer, "previous": check_previous}
+        return own | {"last": functools.partial(check_directions, ps)}
 
     def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
         for group, was in zip(self.param_groups, before, strict=True):

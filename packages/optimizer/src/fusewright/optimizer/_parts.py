@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ._members import current
+from ._members import current, on
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,7 @@ def total_squares(parts: Sequence[Any]) -> Tensor:
     first = parts[0].device
     totals: dict[Any, Tensor] = {}
     for mesh, share in found:
-        total = share.sum().to(first, non_blocking=True)
+        total = on(first, share.sum())
         totals[mesh] = totals[mesh] + total if mesh in totals else total
     for mesh, total in totals.items():
         if mesh is not None:

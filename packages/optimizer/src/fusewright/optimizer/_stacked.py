@@ -21,7 +21,7 @@ from ._contract import Contract
 from ._members import current, on
 from ._parts import total_squares
 from ._stack import Stack, check_parameter, check_state, factor_of
-from ._tables import same
+from ._tables import check_eager, same
 from .grad_norm import parts_of
 
 Tensor = torch.Tensor
@@ -37,6 +37,8 @@ class StackedOptimizer(Contract):
     """
 
     copied = "skip_nonfinite", "backend"
+    # A step whose gradients' norm is not below it is no step.
+    norm_below = torch.inf
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class StackedOptimizer(Contract):
                 loss = closure()
         stacks = self._plan()
         if not stacks:
+            self._nothing_moved()
             return loss
         self._check_stacks(stacks)
         self._keep_captured(stacks)
@@ -131,17 +134,19 @@ class StackedOptimizer(Contract):
         skips = None
         if found is not None:
             # Of several devices with one, a scaler adds them up.
-            skips = found.to(skipped.device, non_blocking=True).reshape(()) > 0.0
+            skips = on(skipped.device, found).reshape(()) > 0.0
         if self.skip_nonfinite:
             total = total_squares(parts_of(gradients, self.backend)).sum().sqrt()
-            total = total.to(norm.device, non_blocking=True)
+            total = on(norm.device, total)
             if scale is not None:
-                total = total / scale.to(norm.device, non_blocking=True).abs().reshape(())
+                total = total / on(norm.device, scale).abs().reshape(())
             norm.copy_(total)
             # False for NaN too.
-            strange = ~(total < torch.inf)
+            strange = ~(total < self.norm_below)
             skips = strange if skips is None else skips | strange
-        if skips is not None:
+        if skips is None:
+            skipped.zero_()
+        else:
             skipped.copy_(skips)
             count.add_(skips)
         return skips
@@ -159,6 +164,8 @@ class StackedOptimizer(Contract):
         if known and all(map(self._holds, self._stacks)):
             return self._stacks
         found: dict[tuple, list[tuple[int, Tensor]]] = {}
+        for p in flat[:1]:
+            check_eager(p.device, "state was to be stacked")
         for place, number, p in members:
             found.setdefault((number, p.shape, p.dtype, p.device), []).append((place, p))
         states = {p: self._state_of(p, self.param_groups[number], k) for k, number, p in members}

@@ -96,6 +96,15 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def check_eager(device: torch.device, what: str) -> None:
+    """Raise where the device captures: what is made once would be made anew by every replay."""
+    if is_captured(device):
+        raise RuntimeError(
+            f"{what} in the capture of a CUDA graph, whose every replay would begin with it anew: "
+            "take a step of the same parameters before"
+        )
+
+
 class Blocks:
     """How programs of ``size`` elements each share tensors of these lengths.
 

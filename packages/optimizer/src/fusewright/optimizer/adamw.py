@@ -172,6 +172,7 @@ class AdamW(Contract):
         """The step itself, without torch's hooks."""
         gradients = self._plan()
         if not self._parts:
+            self._nothing_moved()
             return
         self._keep_captured([part for part, _ in self._parts])
         for part, places in self._parts:
@@ -216,9 +217,7 @@ class AdamW(Contract):
             keep_rate_on_device(group)
 
     def _plan(self) -> list[Tensor | None]:
-        """Make sure that the plans are of these parameters, gradients and states; returns all
-        gradients.
-        """
+        """Have the plans be of these parameters, gradients and states; returns all gradients."""
         # By identity: others may put parameters and state in the place of these.
         if not same(self._all_state(), self._state):
             self._seen = []
@@ -240,6 +239,7 @@ class AdamW(Contract):
             [(group["amsgrad"], group["maximize"]) for group in self.param_groups],
             self.max_grad_norm,
             addresses_of(map(local, flat) if self._sharded else flat),
+            list(map(Tensor.numel, flat)),
             len(given) == len(flat) or [g is None for g in gradients],
             kinds,
         ]

@@ -42,6 +42,8 @@ class Continuum:
 
     Attributes:
         network: it.
+        buffers: names in the state of a parameter: its momenta, and sums where a level takes more
+            than one gradient.
         previous: ``[parameters, elements]``, what the element network gave when it was trained
             last, of those that it is trained on.
     """
@@ -50,6 +52,11 @@ class Continuum:
         self, frequencies: Sequence[int], preprocessing: bool, hidden: int, layers: int, **like: Any
     ) -> None:
         self.frequencies = tuple(frequencies)
+        self.buffers = [
+            name
+            for level, f in enumerate(self.frequencies)
+            for name in (f"momentum_{level}",) + (f"sum_{level}",) * (f > 1)
+        ]
         make = ElementNetwork if preprocessing else ScalarNetwork
         self.network: Any = make(hidden, layers, **like)
         self.trainer: Any = None
@@ -63,11 +70,10 @@ class Continuum:
         return [level for level, f in enumerate(self.frequencies) if t % f == 0]
 
     def prepare(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Give a parameter its momentum, and sums where a level takes more than one gradient."""
-        for level, f in enumerate(self.frequencies):
-            for name in (f"momentum_{level}",) + (f"sum_{level}",) * (f > 1):
-                if name not in state:
-                    state[name] = torch.zeros_like(wide(p), memory_format=torch.preserve_format)
+        """Give a parameter its buffers."""
+        for name in self.buffers:
+            if name not in state:
+                state[name] = torch.zeros_like(wide(p), memory_format=torch.preserve_format)
 
     def step(
         self,

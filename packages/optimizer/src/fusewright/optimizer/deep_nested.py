@@ -27,7 +27,8 @@ from ._checks import check_gradient, check_parameters
 from ._group_rates import GroupRates
 from ._members import current
 from ._nested_checks import Options, check_members, check_nested
-from ._nested_modes import AdamWMode, ContinuumMode
+from ._nested_continuum import ContinuumMode
+from ._nested_modes import AdamWMode
 from ._nested_state import NestedState
 from .adamw import Rounding
 from .group_depth import UNKNOWN, Grouping, Named, parameter_groups
@@ -60,7 +61,8 @@ class DeepNestedOptimizer(NestedState):
         controller_update_freq: multipliers change at the first step and every so many; the squares
             of parameters are read then alone.
         update: "adamw"; or "continuum", a learned update of momenta at several frequencies, which
-            keeps up to two fp32 numbers a level for each parameter: see ``Continuum``.
+            keeps up to two fp32 numbers a level for each parameter: see ``Continuum``; and one more
+            from a step to the hypergradient through it, in every step of mode "explicit".
         frequencies, preprocessing, momentum_hidden_dim, momentum_num_layers: of "continuum".
         capturable: keep learning rates on the device, so that schedulers reach a captured step.
         backend: as AdamW has it.
@@ -83,7 +85,8 @@ class DeepNestedOptimizer(NestedState):
     Raises:
         TypeError: model or grouping is neither; a parameter is complex, sparse or a DTensor.
         ValueError: an option is out of its range, no parameter needs a gradient, parameters are on
-            several devices, two groups have one name, or a state dict has other shapes.
+            several devices, two groups have one name; or a state dict is of another update, of
+            other networks or shapes, and nothing is taken of it.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import torch
 
 from ._backends import Backend, check_backend, decline, launchers, uses_triton
 from ._checks import check_clipped
-from ._members import current, is_dense, local, mesh_of
+from ._members import current, is_dense, local, mesh_of, on
 from ._parts import total_squares
 
 Tensor = torch.Tensor
@@ -130,5 +130,5 @@ def clip_grad_norm_(
     norms = []
     for part in parts:
         with current(part.device):
-            norms.append(part.clip(squares.to(part.device, non_blocking=True), max_norm))
+            norms.append(part.clip(on(part.device, squares), float(max_norm)))
     return norms[0]

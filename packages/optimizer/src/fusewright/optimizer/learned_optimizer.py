@@ -120,6 +120,7 @@ class LearnedOptimizer(StatisticsOptimizer):
             ]
         )
         if not self._parts:
+            self._nothing_moved()
             return loss
         self._point(gradients)
         steps = self._steps(getattr(self, "found_inf", None))

@@ -118,8 +118,9 @@ def move(
     if most_kept is not None:
         keep(most_kept, bound, SHIFTS[2])
     if low_kept is not None:
-        whole = p.view(torch.int32)
-        high = (whole + 0x8000) & -0x10000
+        # NaN has no neighbours: rounded up, its bits would be those of zero.
+        whole = torch.where(p.isnan(), torch.nan, p).view(torch.int32)
+        high = torch.where(p.isnan(), whole, (whole + 0x8000) & -0x10000)
         keep(low_kept, (whole - high).to(torch.int16), 0)
         p = high.view(torch.float32)
     keep(member.p, p, SHIFTS[0])

@@ -133,6 +133,7 @@ class VeLO(StatisticsOptimizer):
         kinds = [(x.dtype, x.device) for x in self.networks.parameters()]
         gradients = self._plan([id(self.networks), self.num_steps, kinds])
         if not self._parts:
+            self._nothing_moved()
             return given
         home = self.networks.start.device
         with without_autocast(home):
@@ -273,5 +274,5 @@ def check_loss(loss: Any) -> None:
 def loss_on(device: torch.device, loss: Loss) -> Tensor:
     """0-d in fp64, without waiting for it."""
     if isinstance(loss, Tensor) and (loss.device.type != "cpu" or device.type == "cpu"):
-        return loss.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+        return on(device, loss.detach()).double().reshape(())
     return torch.full((), float(loss), dtype=torch.float64, device=device)

@@ -1,0 +1,288 @@
+"""DeepNestedOptimizer's state: copies and resumed training to the bit, state dicts of others, and
+bad ones, of which nothing is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from fusewright.optimizer import AdamW
+from fusewright.optimizer.deep_nested import DeepNestedOptimizer
+from torch.utils import _pytree as pytree
+
+from .compared import assert_equal
+from .nested import NAN, give, model, optimizer_of
+
+UPDATES = ("adamw", "continuum")
+TRAINING = dict(mode="simple", meta_update_freq=3, meta_lr=0.05, frequencies=(1, 3))
+
+
+def as_file(state):
+    """As a file gives it back."""
+    memory = io.BytesIO()
+    torch.save(state, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=True)
+
+
+def copied(some, optimizer, way, **options):
+    """Model and optimizer anew, in the way of a copy."""
+    if way == "deepcopy":
+        return copy.deepcopy((some, optimizer))
+    if way == "pickle":
+        return pickle.loads(pickle.dumps((some, optimizer)))
+    other = copy.deepcopy(some)
+    twin = DeepNestedOptimizer(other, 0.5, **options)
+    state = optimizer.state_dict()
+    twin.load_state_dict(as_file(state) if way == "file" else state)
+    return other, twin
+
+
+def numbers(optimizer):
+    """Copies of everything that a state dict has."""
+    return copy.deepcopy(pytree.tree_leaves(optimizer.state_dict()))
+
+
+def assert_same(found, expected):
+    tensors = [[x for x in some if isinstance(x, torch.Tensor)] for some in (found, expected)]
+    torch.testing.assert_close(*tensors, rtol=0.0, atol=0.0, equal_nan=True)
+    others = [[x for x in some if not isinstance(x, torch.Tensor)] for some in (found, expected)]
+    assert others[0] == others[1]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy", "pickle"])
+@pytest.mark.parametrize("saved", [4, 6], ids=["after-4", "before-training"])
+def test_training_goes_on_from_a_copy(update, way, saved):
+    options = TRAINING | dict(update=update, controller_update_freq=2, meta_update_freq=7)
+    some = model()
+    optimizer = optimizer_of(some, **options)
+    for step in range(1, saved + 1):
+        optimizer.step(give(some, step))
+    other, twin = copied(some, optimizer, way, **options)
+    assert twin.global_step == saved
+    untrained = [x.detach().clone() for x in optimizer.controller.parameters()]
+    for step in range(saved + 1, 16):
+        a = optimizer.step(give(some, step))
+        b = twin.step(give(other, step))
+        assert_same([*a.values()], [*b.values()])
+        assert_equal(some.parameters(), other.parameters())
+        assert_equal(optimizer.controller.parameters(), twin.controller.parameters())
+    assert not any(map(torch.equal, untrained, optimizer.controller.parameters()))
+
+
+@pytest.mark.parametrize("way", ["file", "deepcopy"])
+@pytest.mark.parametrize("without", [(), ("norm.weight", "layers.0.bias")], ids=["all", "some"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_training_goes_on_from_a_copy_right_before_it_learns(device, dtype, without, way):
+    """Whose hypergradient is through the step before the copy, of the parameters that it moved."""
+    options = dict(backend="triton", weight_decay=0.1, state_dtype=torch.float32, **TRAINING)
+    some = model(dtype, device)
+    # Of two dtypes are two launches.
+    some.norm.float()
+    optimizer = optimizer_of(some, **options)
+    for step in (1, 2):
+        loss = give(some, step)
+        for name in without if step == 2 else ():
+            some.get_parameter(name).grad = None
+        optimizer.step(loss)
+    other, twin = copied(some, optimizer, way, **options)
+    # A copy of what was loaded and not yet used.
+    other, twin = copied(other, twin, way, **options)
+    found = []
+    for each, its in ((some, optimizer), (other, twin)):
+        loss = give(each, 4)
+        gradients = [p.grad for p in its._all_parameters()]
+        found.append(its._mode.hypergradient(its.param_groups, gradients))
+        its.step(loss)
+        its.step(give(each, 6))
+    assert found[0].abs().min().item() > 0.0
+    assert torch.equal(*found)
+    assert_equal(optimizer.controller.parameters(), twin.controller.parameters())
+    assert_equal(some.parameters(), other.parameters())
+
+
+def test_numbers_of_a_step_are_those_of_the_kernels():
+    from fusewright.optimizer._adamw_kernels import NUMBERS
+    from fusewright.optimizer._nested_checks import STEP_NUMBERS
+
+    assert NUMBERS.value == STEP_NUMBERS
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_group_added_before_training_leaves_the_others_hypergradient(device, update):
+    some = model(torch.float32, device)
+    optimizer = optimizer_of(some, update=update, **TRAINING)
+    for step in (1, 2):
+        optimizer.step(give(some, step))
+    gradients = [p.grad for p in optimizer._all_parameters()]
+    expected = optimizer._mode.hypergradient(optimizer.param_groups, gradients)
+    later = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer.add_param_group({"params": [later], "name": "later", "depth": 1.0})
+    gradients.append(torch.ones_like(later))
+    found = optimizer._mode.hypergradient(optimizer.param_groups, gradients)
+    assert torch.equal(found[:2], expected)
+    assert found[2].item() == 0.0
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_step_without_gradients_has_no_norm_and_no_hypergradient(device, update, backend):
+    some = model(torch.float32, device)
+    optimizer = optimizer_of(some, update=update, backend=backend)
+    optimizer.step(give(some, 1))
+    gradients = [p.grad for p in optimizer._all_parameters()]
+    assert optimizer._mode.hypergradient(optimizer.param_groups, gradients).all()
+    assert optimizer.step(NAN)["skipped"].item()
+    optimizer.zero_grad()
+    out = optimizer.step(1.0)
+    assert not out["skipped"].item()
+    assert out["grad_norm"].isnan().item()
+    assert optimizer.skipped_steps.item() == 1
+    _, twin = copied(some, optimizer, "deepcopy")
+    for each in (optimizer, twin):
+        assert not each._mode.hypergradient(each.param_groups, gradients).any()
+
+
+def test_state_of_torchs_adamw_is_taken():
+    some = model(torch.float32)
+    optimizer = DeepNestedOptimizer(some, 0.02)
+    plain = torch.optim.AdamW(
+        [{"params": group["params"]} for group in optimizer.param_groups], 0.1
+    )
+    give(some, 1)
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())
+    p = some.norm.weight
+    assert torch.equal(optimizer.state[p]["exp_avg"], plain.state[p]["exp_avg"])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    assert [group["name"] for group in optimizer.param_groups] == ["embed", "core"]
+    optimizer.step(give(some, 2))
+    assert optimizer.state[p]["step"].item() == 2
+
+
+def taken(update="adamw", **options):
+    """An optimizer after two steps, right before it learns."""
+    some = model()
+    optimizer = optimizer_of(some, update=update, **TRAINING | options)
+    for step in (1, 2):
+        optimizer.step(give(some, step))
+    return optimizer
+
+
+def assert_refused(optimizer, state, message):
+    before = numbers(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    assert_same(numbers(optimizer), before)
+
+
+@pytest.mark.parametrize("options", [{"controller_hidden_dim": 16}, {"controller_num_layers": 1}])
+@pytest.mark.parametrize("update", UPDATES)
+def test_state_of_another_controller_is_refused(update, options):
+    state = taken(update, **options).state_dict()
+    assert_refused(taken(update), state, r"nested\.controller.* must .*got")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"frequencies": (1, 2, 4)}, "must have momentum_0, momentum_1, sum_1, got momentum_0,"),
+        ({"frequencies": (1, 1)}, "must have momentum_0, momentum_1, sum_1, got momentum_0,"),
+        ({"momentum_hidden_dim": 4}, r"nested\.continuum\.network\.layers\.0\.weight must be"),
+        ({"preprocessing": False}, r"nested\.continuum\.network.* must"),
+    ],
+    ids=str,
+)
+def test_state_of_another_continuum_is_refused(options, message):
+    assert_refused(taken("continuum"), taken("continuum", **options).state_dict(), message)
+
+
+def test_state_of_another_update_is_refused():
+    adamw, continuum = taken("adamw"), taken("continuum")
+    wanted = 'state of update="adamw" must have step, exp_avg, exp_avg_sq, got momentum_0,'
+    assert_refused(adamw, continuum.state_dict(), wanted)
+    wanted = 'state of update="continuum" must have momentum_0, momentum_1, sum_1, got step,'
+    assert_refused(continuum, adamw.state_dict(), wanted)
+    groups = [{"params": group["params"]} for group in continuum.param_groups]
+    assert_refused(continuum, AdamW(groups).state_dict(), "nested must have .*, got None")
+    # Before the first step there is no state that tells.
+    fresh = [optimizer_of(model(), update=update) for update in UPDATES]
+    assert_refused(adamw, fresh[1].state_dict(), r"nested\.\w+ must .*got")
+    assert_refused(continuum, fresh[0].state_dict(), r"nested\.\w+ must .*got")
+
+
+BAD = {
+    "shape": (("state", 0, "exp_avg", torch.ones(2, 2)), "exp_avg of parameter 0 must have shape"),
+    "no tensor": (("state", 0, "exp_avg", 3.0), "exp_avg of parameter 0 must be a tensor, got 3.0"),
+    "name": (
+        ("state", 0, "momentum", torch.ones(4, 3)),
+        "state of .* must have step, exp_avg, exp_avg_sq, got .*momentum of parameter 0",
+    ),
+    "lacking": (
+        ("state", 0, {"step": torch.ones(()), "exp_avg": torch.ones(4, 3)}),
+        "must have step, exp_avg, exp_avg_sq, got step, exp_avg of parameter 0",
+    ),
+    "nested": (
+        ("nested", {"global_step": 3}),
+        "nested must have global_step, multipliers,.* got g",
+    ),
+    "no nested": (("nested", None), "nested must have .* got None"),
+    "step": (
+        ("nested", "global_step", -1),
+        "nested.global_step must be a whole number of at least",
+    ),
+    "groups": (
+        ("nested", "rates", torch.ones(3)),
+        r"rates must be a tensor of \[2\], got one of \[",
+    ),
+    "results": (("nested", "results", []), "nested.results must be a list of 3, got 0"),
+    "result": (("nested", "results", 0, torch.ones(1)), r"results\[0\] must be a tensor of \[\],"),
+    "training": (("nested", "training", "optimizer", {}), "must be the state dict of an AdamW"),
+    "trained": (
+        ("nested", "training", "optimizer", "param_groups", [{"lr": 1.0}]),
+        "must be the state dict of an AdamW over parameters like .* got one with this fault",
+    ),
+    "record": (("nested", "training", "losses", torch.ones(2)), "training.losses must be a tensor"),
+    "continuum": (("nested", "continuum", {}), "nested.continuum must be None"),
+    "last": (("nested", "last", None), "nested.last must have gradients, numbers, got None"),
+    "gradients": (("nested", "last", "gradients", [None]), "last.gradients must be a list of 8,"),
+    "dtype": (("nested", "last", "gradients", 3 * [1, None] + [1, 1]), "must be floating dtypes"),
+    "numbers": (
+        ("nested", "last", "numbers", torch.ones(8)),
+        r"numbers must be a tensor of \[8, 8",
+    ),
+}
+BAD_CONTINUA = {
+    "continuum": (("nested", "continuum", None), "continuum must have network, trainer, previous"),
+    "network": (("nested", "continuum", "network", {}), "continuum.network must have layers.0.wei"),
+    "trainer": (("nested", "continuum", "trainer", None), "must be the state dict of an AdamW"),
+    "previous": (("nested", "continuum", "previous", torch.ones(2, 2)), "must be None or a tensor"),
+    "directions": (("nested", "last", "directions", []), "directions must be a list of 8, got 0"),
+    "direction": (
+        ("nested", "last", "directions", 0, torch.ones(1)),
+        r"directions\[0\] must be a tensor of \[4, 3\], got one of \[1\] in torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("update", "bad"),
+    [("adamw", name) for name in BAD] + [("continuum", name) for name in BAD_CONTINUA],
+)
+def test_bad_state_is_refused_and_nothing_is_taken(update, bad):
+    (*names, value), message = (BAD if update == "adamw" else BAD_CONTINUA)[bad]
+    optimizer, other = taken(update), taken(update)
+    other.step(give(model(), 4))
+    other.param_groups[0]["lr"] = 0.7
+    state = copy.deepcopy(other.state_dict())
+    *way, last = names
+    place = state
+    for name in way:
+        place = place[name]
+    place[last] = value
+    assert_refused(optimizer, state, message)

@@ -1,0 +1,243 @@
+"""A stack of layers that runs backwards: its states are computed anew from the last two.
+
+With f_l(p) = layer_l(p) - p, h the step and a the carry,
+
+    p_1     = p_0 + h/2 f_0(p_0)
+    p_{l+1} = a p_{l-1} + (1 - a) p_l + 2 h f_l(p_l)        l = 1 ... L-1
+
+is solved for p_{l-1}, so that a backward pass needs p_L and p_{L-1} alone, whatever the depth. In
+floating point it would not come back: for a = 1/2 each layer doubles the error on the way. States
+are therefore whole numbers of 2^-F: the force is rounded to such, and sums of whole numbers are
+undone to the bit. For a = 1/2 the bit that halving drops is kept, one for each number of a state.
+Gradients pass rounding as if it were not there.
+
+What a layer chose (Tape), its autocast, its persistent buffers and, where it drops out, its random
+numbers are those of the forward pass when it is computed anew.
+
+Midpoint rule: arXiv 2512.02056, eq. 2.4; with a carry: eq. 3.6, whose gain is h where ours is 2 h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from .fixed_point import FixedPoint, wide
+from .replay import Forced, Surroundings, Tape
+
+Mode = Literal["exact", "stored", "plain"]
+MODES = get_args(Mode)
+
+
+class Passed(NamedTuple):
+    """What came of a stack.
+
+    Attributes:
+        x: the last state, fp32; NaN where the stack saturated.
+        aux: sum of what the layers add to the loss, 0-d fp32.
+        saturated: whether a state left the range, or a force was not finite: 0-d bool on the
+            device. Gradients are NaN then.
+        tape_bytes: what is kept besides states for the backward pass.
+    """
+
+    x: Tensor
+    aux: Tensor
+    saturated: Tensor
+    tape_bytes: int
+
+
+class MidpointStack(nn.Module):
+    """Layers whose states are not stored.
+
+    Args:
+        layers: modules with ``force(x, *, tape, **context) -> (delta, aux)``: x and delta
+            ``[...]`` of one shape, x in fp32; aux 0-d, or None; ``tape`` a `Tape` for its choices,
+            or None. Its parameters get gradients, ``context`` does not.
+        step: h.
+        carry: a, 1 or 1/2.
+        mode: "exact" computes states anew by the inverse; "stored" keeps them, and computes only
+            what is inside a layer anew; "plain" is ordinary autograd. All have the same states to
+            the bit.
+        fraction_bits: F. The range is +-2^(30 - F).
+
+    Raises:
+        ValueError: no layers, or an option out of its range.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        step: float = 0.25,
+        carry: float = 1.0,
+        mode: Mode = "exact",
+        fraction_bits: int = 20,
+    ) -> None:
+        super().__init__()
+        if not layers:
+            raise ValueError("wanted at least one layer; got none")
+        if carry not in (1.0, 0.5):
+            raise ValueError(f"carry must be 1 or 0.5, which have an exact inverse; got {carry}")
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {MODES}; got {mode!r}")
+        self.layers = nn.ModuleList(layers)
+        self.step, self.mode = step, mode
+        self.states = FixedPoint(fraction_bits, halves=carry == 0.5)
+
+    def forward(self, x: Tensor, **context: Any) -> Passed:
+        """The last state of the stack that starts at ``x``, and what the layers add to the loss."""
+        if not torch.is_grad_enabled() or self.mode == "plain":
+            return self._plainly(x, context)
+        run = Run(self, context)
+        last, aux, saturated = Reversed.apply(run, x, *run.parameters)
+        return Passed(last, aux, saturated, run.bytes)
+
+    def gain(self, number: int) -> float:
+        """Of the force of a layer in its step."""
+        return 2.0 * self.step if number else 0.5 * self.step
+
+    def _plainly(self, x: Tensor, context: dict[str, Any]) -> Passed:
+        states = self.states
+        before = after = states.rounded(x.detach())
+        saturated = states.outside(before)
+        x_before = x_after = states.straight(x, before)
+        aux = torch.zeros((), device=x.device)
+        for number, layer in enumerate(self.layers):
+            force: Any = layer.force
+            delta, more = force(x_after, tape=None, **context)
+            delta = delta.to(x_after.dtype)
+            kick = states.rounded(self.gain(number) * delta.detach())
+            new, _ = states.advanced(before, after, kick, first=number == 0)
+            saturated = saturated | states.outside(kick) | states.outside(new)
+            carried = states.carried(x_before, x_after, first=number == 0)
+            x_new = states.straight(carried + self.gain(number) * delta, new)
+            before, after, x_before, x_after = after, new, x_after, x_new
+            aux = aux if more is None else aux + more
+        return Passed(spoiled(x_after, saturated), aux, saturated, 0)
+
+
+class Run:
+    """One pass through a stack: what its backward pass needs beside states."""
+
+    def __init__(self, stack: MidpointStack, context: dict[str, Any]) -> None:
+        given = [x for x in pytree.tree_leaves(context) if isinstance(x, Tensor)]
+        if any(x.requires_grad for x in given):
+            raise ValueError("wanted a context without gradients, which a stack has for x alone")
+        self.stack, self.states, self.context = stack, stack.states, context
+        self.parameters = [p for p in stack.parameters() if p.requires_grad]
+        place_of = {p: place for place, p in enumerate(self.parameters)}
+        # Of each layer's, by their names in `Forced`.
+        self.places = [
+            {f"layer.{name}": place_of[p] for name, p in layer.named_parameters() if p in place_of}
+            for layer in stack.layers
+        ]
+        self.drops = any(isinstance(m, nn.Dropout) and m.p > 0.0 for m in stack.modules())
+        self.tapes: list[Tape] = []
+        self.surroundings: list[Surroundings] = []
+        self.dropped: list[Tensor | None] = []
+        self.bytes = 0
+
+    def forward(self, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        """All states that the backward pass wants, the last two at least; aux; saturated."""
+        states = self.states
+        before = after = states.rounded(x)
+        saturated = states.outside(before)
+        aux = torch.zeros((), device=x.device)
+        kept = [before]
+        for number, layer in enumerate(self.stack.layers):
+            self.tapes.append(Tape())
+            self.surroundings.append(Surroundings(layer, x.device, self.drops))
+            force: Any = layer.force
+            shown = states.floating(after, wide(x.dtype))
+            delta, more = force(shown, tape=self.tapes[-1], **self.context)
+            kick = states.rounded(self.stack.gain(number) * delta.to(shown.dtype))
+            new, dropped = states.advanced(before, after, kick, first=number == 0)
+            saturated = saturated | states.outside(kick) | states.outside(new)
+            self.dropped.append(dropped)
+            before, after = after, new
+            kept = [*kept, after] if self.stack.mode == "stored" else [before, after]
+            aux = aux if more is None else aux + more
+        if self.stack.mode == "stored":
+            self.dropped = []
+        self.bytes = sum(tape.bytes for tape in self.tapes)
+        self.bytes += sum(bits.nbytes for bits in self.dropped if bits is not None)
+        return kept, aux, saturated
+
+    def backward(
+        self, kept: list[Tensor], parameters: list[Tensor], g: Tensor, g_aux: Tensor
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The gradients of x and of the parameters, from those of the last state and of aux."""
+        states = self.states
+        carry = 0.5 if states.halves else 1.0
+        gradients: list[Tensor | None] = [None] * len(parameters)
+        g_before = torch.zeros_like(g)
+        *kept, before, after = kept
+        for number in reversed(range(len(self.stack.layers))):
+            gain = self.stack.gain(number)
+            x = states.floating(before, g.dtype).requires_grad_()
+            mine = {name: parameters[place] for name, place in self.places[number].items()}
+            delta, aux = self._again(number, x, mine)
+            through, *of_mine = torch.autograd.grad(
+                [delta] if aux is None else [delta, aux],
+                [x, *mine.values()],
+                [(gain * g).to(delta.dtype)] + ([] if aux is None else [g_aux.to(aux.dtype)]),
+                allow_unused=True,
+            )
+            for place, dp in zip(self.places[number].values(), of_mine, strict=True):
+                so_far = gradients[place]
+                if dp is not None:
+                    gradients[place] = dp if so_far is None else so_far + dp
+            kicked = g_before if through is None else g_before + through
+            if number == 0:
+                return kicked + g, gradients
+            g, g_before = kicked + (1.0 - carry) * g, carry * g
+            if kept:
+                before, after = kept.pop(), before
+            else:
+                kick = states.rounded(gain * delta.detach().to(g.dtype))
+                dropped = self.dropped[number]
+                before, after = states.undone(after, before, kick, dropped), before
+        raise AssertionError("a stack has a first layer")
+
+    def _again(self, number: int, x: Tensor, mine: dict[str, Tensor]) -> tuple[Tensor, Any]:
+        """The force of a layer once more, with its graph."""
+        around = self.surroundings[number]
+        forced = Forced(self.stack.layers[number])
+        given = {**mine, **around.buffers}
+        with torch.enable_grad(), around.restored():
+            delta, aux = functional_call(
+                forced, given, (x, self.tapes[number].rewind()), self.context
+            )
+        return delta, aux if aux is not None and aux.requires_grad else None
+
+
+class Reversed(torch.autograd.Function):
+    """A run through a stack, differentiable in x and in the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        kept, aux, saturated = run.forward(x)
+        ctx.run, ctx.dtype = run, x.dtype
+        ctx.states = len(kept)
+        ctx.save_for_backward(saturated, *kept, *parameters)
+        ctx.mark_non_differentiable(saturated)
+        return spoiled(run.states.floating(kept[-1], wide(x.dtype)), saturated), aux, saturated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor, g_aux: Tensor, _: Any) -> tuple[Any, ...]:
+        saturated, *saved = ctx.saved_tensors
+        kept, parameters = saved[: ctx.states], saved[ctx.states :]
+        g_x, gradients = ctx.run.backward(kept, parameters, spoiled(g, saturated), g_aux)
+        return None, g_x.to(ctx.dtype), *gradients
+
+
+def spoiled(x: Tensor, saturated: Tensor) -> Tensor:
+    """NaN, its gradient too, where the states are not those of the stack."""
+    return x + torch.where(saturated, torch.nan, 0.0) * x

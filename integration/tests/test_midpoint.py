@@ -1,0 +1,247 @@
+"""The reversible stack: states come back to the bit, gradients are those of plain autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright_models.fixed_point import LIMIT, FixedPoint, packed, unpacked
+from fusewright_models.midpoint import MODES, MidpointStack
+from fusewright_models.replay import Tape
+from fusewright_testkit import Yardstick
+from torch import Tensor, nn
+from torch.func import functional_call
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    """x -> W2 tanh(W1 x) with what a layer may have besides: a choice, dropout, a mean that it
+    keeps, and something to add to the loss.
+    """
+
+    def __init__(self, *, drop: float = 0.0, keeps: bool = False, chooses: bool = False) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+        self.dropout = nn.Dropout(drop)
+        self.keeps, self.chooses = keeps, chooses
+        self.calls: list[bool] = []
+        if keeps:
+            self.register_buffer("mean", torch.ones(()))
+        self.register_buffer("table", torch.ones(WIDTH), persistent=False)
+
+    def force(
+        self, x: Tensor, *, tape: Tape | None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        self.calls.append(torch.is_grad_enabled())
+        y = self.outer(self.dropout(torch.tanh(self.inner(x * self.table))))
+        if self.keeps:
+            y = y * self.mean.clone()
+            with torch.no_grad():
+                self.mean.mul_(0.5).add_(0.5 * x.detach().abs().mean())
+        if self.chooses:
+            choose = lambda: torch.randint(0, WIDTH, (WIDTH,))  # noqa: E731
+            y = y[..., choose() if tape is None else tape.keep(choose)]
+        return scale * y, y.square().mean()
+
+
+def make(mode="exact", layers=5, carry=1.0, **options):
+    torch.manual_seed(3)
+    return MidpointStack([Layer(**options) for _ in range(layers)], carry=carry, mode=mode)
+
+
+def results(stack: MidpointStack, x: Tensor, **context: object) -> list[Tensor]:
+    """Last state, aux, and the gradients of x and of the parameters."""
+    torch.manual_seed(11)
+    x = x.clone().requires_grad_()
+    passed = stack(x, **context)
+    loss = (passed.x * torch.cos(passed.x.detach())).sum() + 0.3 * passed.aux
+    grads = torch.autograd.grad(loss, [x, *stack.parameters()])
+    assert not passed.saturated.item()
+    return [passed.x.detach(), passed.aux.detach(), *grads]
+
+
+def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(map(torch.equal, some, others))
+
+
+@pytest.mark.parametrize("carry", [1.0, 0.5])
+@pytest.mark.parametrize("layers", [1, 2, 3, 32])
+def test_states_come_back_to_the_bit(layers, carry):
+    """Gradients from states computed anew are those from states that were stored."""
+    x = torch.randn(4, 7, WIDTH)
+    exact, stored = (results(make(mode, layers, carry), x) for mode in ("exact", "stored"))
+    assert same_bits(exact, stored)
+
+
+@pytest.mark.parametrize("carry", [1.0, 0.5])
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_gradients_are_those_of_plain_autograd(mode, carry):
+    stacks = {name: make(name, 8, carry) for name in (mode, "plain")}
+    names = [name for name, _ in stacks[mode].named_parameters()]
+
+    def through(name):
+        def op(x, *parameters):
+            given = dict(zip(names, parameters, strict=True))
+            passed = functional_call(stacks[name], {**given, **tables(stacks[name], x.dtype)}, (x,))
+            return passed.x, passed.aux
+
+        return op
+
+    inputs = [torch.randn(3, 5, WIDTH), *(p.detach() for p in stacks[mode].parameters())]
+    Yardstick(through("plain"), inputs).check(through(mode))
+
+
+def tables(stack, dtype):
+    return {name: x.to(dtype) for name, x in stack.named_buffers()}
+
+
+@pytest.mark.parametrize("carry", [1.0, 0.5])
+def test_all_modes_have_the_same_states(carry):
+    x = torch.randn(2, 3, WIDTH)
+    found = [results(make(mode, 6, carry), x)[:2] for mode in MODES]
+    with torch.no_grad():
+        passed = make("exact", 6, carry)(x)
+    for state, aux in found:
+        assert torch.equal(state, passed.x)
+        assert torch.equal(aux, passed.aux)
+
+
+def test_recurrence_is_the_midpoint_rule():
+    stack = make("plain", 4, carry=0.5)
+    x = torch.randn(2, WIDTH)
+    h, forces = stack.step, [lambda p, f=f: f.force(p, tape=None)[0] for f in stack.layers]
+    before, after = x, x + h / 2 * forces[0](x)
+    for force in forces[1:]:
+        before, after = after, 0.5 * before + 0.5 * after + 2 * h * force(after)
+    # Half a unit of rounding a layer, and what the layers after make of it.
+    torch.testing.assert_close(stack(x).x, after, rtol=0, atol=4 * 2 * 2.0**-20)
+
+
+@pytest.mark.parametrize("what", ["chooses", "keeps", "drop"])
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_layer_is_computed_anew_as_it_was(mode, what):
+    """Its choices, its random numbers, and the state that it keeps, which is not kept twice."""
+    options = {what: 0.4 if what == "drop" else True}
+    x = torch.randn(3, 4, WIDTH)
+    stack, plain = make(mode, **options), make("plain", **options)
+    found, expected = results(stack, x), results(plain, x)
+    for value, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, truth)
+    assert all(layer.calls == [False, True] for layer in stack.layers)
+    assert same_bits(list(stack.buffers()), list(plain.buffers()))
+
+
+def test_choices_are_counted_and_kept_once():
+    stack = make(chooses=True)
+    passed = stack(torch.randn(2, WIDTH, requires_grad=True))
+    assert passed.tape_bytes == 5 * WIDTH * 8
+    assert make(carry=0.5)(torch.randn(2, WIDTH, requires_grad=True)).tape_bytes == 4 * 2
+    with torch.no_grad():
+        assert stack(torch.randn(2, WIDTH)).tape_bytes == 0
+
+
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_autocast_of_the_forward_pass_is_that_of_the_backward_pass(mode):
+    found = []
+    for each in (mode, "plain"):
+        stack = make(each)
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = stack(x).x.square().sum()
+        found.append(torch.autograd.grad(loss, [x, *stack.parameters()]))
+    for value, truth in zip(*found, strict=True):
+        assert value.dtype == truth.dtype == torch.float32
+        torch.testing.assert_close(value, truth)
+
+
+def test_states_that_are_kept_do_not_grow_with_depth():
+    def kept(mode, layers):
+        sizes: list[int] = []
+        stack = make(mode, layers)
+
+        def size(x):
+            sizes.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(size, lambda x: x):
+            stack(torch.randn(50, WIDTH, requires_grad=True))
+        return sum(n for n in sizes if n >= 50 * WIDTH) / (50 * WIDTH)
+
+    assert [kept("exact", layers) for layers in (8, 16, 32)] == [2.0] * 3
+    assert [kept("stored", layers) for layers in (8, 16)] == [9.0, 17.0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [1e4, float("nan"), float("inf")])
+def test_state_out_of_range_spoils_the_loss_and_every_gradient(mode, bad):
+    stack = make(mode)
+    x = torch.randn(3, WIDTH)
+    x[1, 2] = bad
+    x.requires_grad_()
+    passed = stack(x)
+    assert passed.saturated.item()
+    assert passed.x.isnan().all()
+    passed.x.sum().backward()
+    for p in stack.parameters():
+        assert p.grad.isnan().all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_force_out_of_range_is_told_of_too(mode):
+    for factor in (1e6, float("nan")):
+        stack = make(mode)
+        with torch.no_grad():
+            stack.layers[2].outer.bias.mul_(factor)
+        assert stack(torch.randn(3, WIDTH, requires_grad=True)).saturated.item()
+
+
+def test_layers_that_share_parameters_add_their_gradients():
+    found = []
+    for mode in MODES:
+        torch.manual_seed(5)
+        layer = Layer()
+        found.append(
+            results(MidpointStack([layer, Layer(), layer], mode=mode), torch.ones(2, WIDTH))
+        )
+    assert same_bits(found[0], found[1])
+    for value, truth in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(value, truth)
+
+
+def test_every_parameter_has_a_gradient_and_frozen_ones_none():
+    stack = make()
+    stack.layers[1].inner.weight.requires_grad_(False)
+    stack(torch.randn(3, WIDTH), scale=2.0).x.sum().backward()
+    for name, p in stack.named_parameters():
+        assert (p.grad is not None and bool(p.grad.any())) == (name != "layers.1.inner.weight")
+
+
+def test_bad_options_are_refused():
+    layers = [Layer()]
+    for options, message in (
+        (dict(carry=0.25), "carry must be 1 or 0.5"),
+        (dict(mode="fast"), "mode must be one of"),
+        (dict(fraction_bits=30), "fraction_bits must be from 1 to 29; got 30"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MidpointStack(layers, **options)
+    with pytest.raises(ValueError, match="at least one layer"):
+        MidpointStack([])
+    with pytest.raises(ValueError, match="a context without gradients"):
+        MidpointStack(layers)(torch.ones(WIDTH), scale=torch.ones((), requires_grad=True))
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 100])
+def test_bits_are_packed_and_come_back(count):
+    bits = torch.randint(0, 2, (count,), dtype=torch.int32)
+    assert packed(bits).numel() == -(-count // 8)
+    assert torch.equal(unpacked(packed(bits), bits), bits)
+
+
+def test_steps_at_the_ends_of_the_range_do_not_wrap():
+    ends = torch.tensor([LIMIT - 1, 1 - LIMIT, 0, 1 - LIMIT], dtype=torch.int32)
+    kick = torch.tensor([LIMIT, -LIMIT, 5, LIMIT], dtype=torch.int32)
+    for halves in (False, True):
+        states = FixedPoint(20, halves=halves)
+        new, _ = states.advanced(ends, ends, kick, first=False)
+        assert torch.equal(new, (ends.long() + kick).clamp(-LIMIT, LIMIT).int())

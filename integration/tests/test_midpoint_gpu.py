@@ -1,0 +1,99 @@
+"""What only a card shows of the reversible stack: memory, no waiting, replays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright_models.midpoint import MidpointStack
+from fusewright_models.streams import StreamMixer
+from fusewright_testkit import capture, no_synchronisation
+from torch import nn
+
+pytestmark = pytest.mark.gpu
+
+DIM, STREAMS = 256, 4
+
+
+class Layer(nn.Module):
+    """A block of two layers on streams, with a choice of columns that is replayed."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.first, self.second = (StreamMixer(STREAMS, DIM, place=place) for _ in range(2))
+        self.inner, self.outer = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.project = nn.Linear(DIM, DIM)
+
+    def force(self, x, *, tape):
+        def chosen(u):
+            found = self.project(u)
+            choose = lambda: found.detach().topk(8, -1).indices  # noqa: E731
+            places = choose() if tape is None else tape.keep(choose)
+            return found.gather(-1, places).mean(-1, keepdim=True) * found, None
+
+        def fed(u):
+            return self.outer(torch.relu(self.inner(u))), None
+
+        y, _ = self.first(x, chosen)
+        z, _ = self.second(y, fed)
+        return z - x, (z - y).square().mean()
+
+
+def make(layers, mode="exact"):
+    torch.manual_seed(0)
+    return MidpointStack([Layer(place) for place in range(layers)], mode=mode).cuda()
+
+
+def stepped(stack, x):
+    passed = stack(x)
+    loss = passed.x.square().mean() + 0.1 * passed.aux
+    return [loss.detach(), passed.saturated, *torch.autograd.grad(loss, [x, *stack.parameters()])]
+
+
+def peak_mib(mode, layers):
+    """Of a step, gradients and choices apart."""
+    stack = make(layers, mode)
+    x = torch.randn(4, 512, STREAMS, DIM, device="cuda", requires_grad=True)
+    tape = stack(x).tape_bytes
+    stepped(stack, x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = stepped(stack, x)
+    gradients = sum(g.nbytes for g in found)
+    peak = torch.cuda.max_memory_allocated() - before - gradients - tape
+    print(f"{mode} {layers} layers: {peak / 2**20:.1f} MiB, choices {tape / 2**20:.1f} MiB")
+    return peak / 2**20
+
+
+def test_peak_memory_of_states_is_flat_in_depth():
+    peaks = [peak_mib("exact", layers) for layers in (8, 16, 32)]
+    state = 4 * 512 * STREAMS * DIM * 4 / 2**20
+    assert max(peaks) - min(peaks) < 0.5 * state
+    # And where states are stored it grows by each.
+    stored = [peak_mib("stored", layers) for layers in (8, 16)]
+    assert stored[1] - stored[0] > 7 * state
+
+
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_steps_wait_for_nothing_and_have_the_same_bits_in_a_graph(mode):
+    stack = make(4, mode)
+    x = torch.randn(2, 64, STREAMS, DIM, device="cuda", requires_grad=True)
+    expected = stepped(stack, x)
+    with no_synchronisation():
+        again = stepped(stack, x)
+    assert all(map(torch.equal, expected, again))
+    del expected, again
+    graph, captured = capture(lambda: stepped(stack, x))
+    with torch.no_grad():
+        x.normal_()
+    graph.replay()
+    found = [value.clone() for value in captured]
+    assert not found[1].item()
+    assert all(map(torch.equal, found, stepped(stack, x)))
+
+
+def test_exact_gradients_are_those_of_stored_states_to_the_bit():
+    x = torch.randn(2, 128, STREAMS, DIM, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = [stepped(make(12, mode), x) for mode in ("exact", "stored")]
+    assert all(map(torch.equal, *found))

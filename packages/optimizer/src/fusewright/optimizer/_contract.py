@@ -5,6 +5,7 @@ results.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,7 +157,7 @@ class Contract(torch.optim.Optimizer):
         return self._results
 
     def _all_parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return [*itertools.chain.from_iterable(group["params"] for group in self.param_groups)]
 
     def _states_of(self, saved: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
         """The saved state of each parameter, which is empty where there is none."""

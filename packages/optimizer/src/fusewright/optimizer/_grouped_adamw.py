@@ -31,7 +31,7 @@ class GroupedAdamW(AdamW):
     both = True
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    _measured: list[tuple[Any, list[int]]] | None = None
+    _measured: list[tuple[Any, Sequence[int]]] | None = None
 
     def _plan(self) -> list[Tensor | None]:
         gradients = super()._plan()

@@ -19,6 +19,7 @@ Tensor = torch.Tensor
 ALIGNED_BYTES = 16
 # Called by map, in half of a comprehension's time: each step asks this of every parameter.
 ADDRESS = Tensor.data_ptr
+DTYPE = operator.attrgetter("dtype")
 # What replays read, and nobody else keeps: nobody says when a graph is gone.
 CAPTURED: list[Any] = []
 
@@ -130,6 +131,14 @@ class Blocks:
 
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(ADDRESS, tensors))
+
+
+def kinds_of(gradients: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What of them a plan depends on: dtypes, strides where not all are contiguous, and whether any
+    is a view of what it is the negative of.
+    """
+    strides = all(map(Tensor.is_contiguous, gradients)) or list(map(Tensor.stride, gradients))
+    return list(map(DTYPE, gradients)), strides, any(map(Tensor.is_neg, gradients))
 
 
 def same(some: Sequence[Any], others: Sequence[Any]) -> bool:

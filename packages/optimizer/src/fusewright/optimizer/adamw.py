@@ -16,8 +16,7 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101.
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -39,13 +38,11 @@ from ._members import (
     placed_like,
 )
 from ._parts import total_squares
-from ._tables import addresses_of, same
+from ._tables import addresses_of, kinds_of, same
 from .reference import ReferencePart
 
 Tensor = torch.Tensor
 Rounding = Literal["nearest", "stochastic", "remainder"]
-# What of a gradient a plan depends on.
-KINDS = operator.attrgetter("dtype"), Tensor.stride, Tensor.is_neg
 
 
 class AdamW(Contract):
@@ -151,8 +148,8 @@ class AdamW(Contract):
             group.setdefault("capturable", False)
 
     def _forget_plans(self) -> None:
-        # Each with the places of its members' among all parameters.
-        self._parts: list[tuple[Any, list[int]]] = []
+        # Each with the places of its members' among all parameters; a range where it has all.
+        self._parts: list[tuple[Any, Sequence[int]]] = []
         self._flat: list[Tensor] = []
         self._state: list[Any] = []
         self._sharded = False
@@ -176,7 +173,8 @@ class AdamW(Contract):
             return
         self._keep_captured([part for part, _ in self._parts])
         for part, places in self._parts:
-            mine = [gradients[place] for place in places]
+            in_order = isinstance(places, range)
+            mine = gradients if in_order else [gradients[place] for place in places]
             with current(part.device):
                 part.point(part.gradients_of(mine), self.param_groups)
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -230,7 +228,7 @@ class AdamW(Contract):
             gradients = list(map(placed_like, gradients, flat))
         given = [g for g in gradients if g is not None]
         try:
-            kinds = [list(map(of, given)) for of in KINDS]
+            kinds = kinds_of(given)
         except RuntimeError:
             # Sparse ones have no strides.
             self._check(gradients)
@@ -273,7 +271,8 @@ class AdamW(Contract):
             make = launchers().KernelPart if with_kernels else ReferencePart
             with current(device):
                 part = make(members, rules, device)
-            self._parts.append((part, [member.place for member in part.members]))
+            places, every = [member.place for member in part.members], range(len(flat))
+            self._parts.append((part, every if places == [*every] else places))
         # With the states that have just been made.
         self._state, self._seen = self._all_state(), seen
         return gradients

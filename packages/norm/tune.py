@@ -167,7 +167,7 @@ def agrees(kind: str, cols: int) -> bool:
     y, _, _, rstd = launch_norm_forward(x, None, weight, None, EPS, 0.0, center=False)
     pairs = [(y, truth)]
     if kind.endswith("backward"):
-        dx, dweight, _ = launch_norm_backward(
+        dx, _, dweight, _ = launch_norm_backward(
             dy, None, x, weight, None, None, rstd, 0.0, weight_grad=True, bias_grad=False
         )
         pairs = list(

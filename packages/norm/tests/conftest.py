@@ -29,6 +29,9 @@ class NormOp:
     rows: int
     vectors: int
     twin: Callable
+    outputs: int = 1
+    # Tensors of x's size that the derivative keeps.
+    saved: int = 1
 
     def kernels(self, *tensors: torch.Tensor | None, **options: Any) -> Any:
         """The Triton kernels."""
@@ -71,6 +74,10 @@ def torch_add_rms_norm(x, residual, weight=None, eps=EPS):
     return torch_rms_norm(x + residual, weight, eps), x + residual
 
 
+def torch_rms_norm_gated(x, gate, weight=None, eps=EPS):
+    return torch_rms_norm(x, weight, eps) * F.silu(gate)
+
+
 def torch_layer_norm(x, weight=None, bias=None, eps=EPS):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -79,7 +86,8 @@ OPS = {
     op.name: op
     for op in (
         NormOp("rms_norm", rows=1, vectors=1, twin=torch_rms_norm),
-        NormOp("add_rms_norm", rows=2, vectors=1, twin=torch_add_rms_norm),
+        NormOp("add_rms_norm", rows=2, vectors=1, twin=torch_add_rms_norm, outputs=2),
+        NormOp("rms_norm_gated", rows=2, vectors=1, twin=torch_rms_norm_gated, saved=2),
         NormOp("layer_norm", rows=1, vectors=2, twin=torch_layer_norm),
     )
 }
@@ -97,13 +105,18 @@ def fresh_plans() -> Iterator[None]:
     if "triton" not in norm.available_backends():
         yield
         return
-    from fusewright.norm._backward import backward_plan
-    from fusewright.norm._forward import forward_plan
+    from fusewright.norm import _backward, _forward, _sinkhorn
 
-    for plan in (forward_plan, backward_plan):
+    plans = (
+        _forward.forward_plan,
+        _backward.backward_plan,
+        _sinkhorn.forward_plan,
+        _sinkhorn.backward_plan,
+    )
+    for plan in plans:
         plan.cache_clear()
     yield
-    for plan in (forward_plan, backward_plan):
+    for plan in plans:
         plan.cache_clear()
 
 

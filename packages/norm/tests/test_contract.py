@@ -19,6 +19,7 @@ SHAPE = (5, 40)
 REGISTERED = {
     "rms_norm": (1, 1, (1e-6, 1.0)),
     "add_rms_norm": (2, 1, (1e-6, 0.0)),
+    "rms_norm_gated": (2, 1, (1e-6, 0.0, "silu")),
     "layer_norm": (1, 2, (1e-6, F32)),
 }
 
@@ -32,11 +33,14 @@ def test_public_names_are_what_the_package_offers():
         "Backend",
         "LayerNorm",
         "RMSNorm",
+        "RMSNormGated",
         "__version__",
         "add_rms_norm",
         "available_backends",
         "layer_norm",
         "rms_norm",
+        "rms_norm_gated",
+        "sinkhorn_knopp",
     }
     assert all(hasattr(norm, name) for name in norm.__all__)
 
@@ -81,6 +85,10 @@ def test_registered_backward_ops_pass_opcheck(vectors, device):
     )
     torch.library.opcheck(ops.rms_norm_backward.default, (dy, x, x, weight, rstd, 1e-6, 0.0, False))
     torch.library.opcheck(
+        ops.rms_norm_gated_backward.default,
+        (dy, x, dy, weight, rstd, 1e-6, 0.0, "sigmoid", vectors),
+    )
+    torch.library.opcheck(
         ops.layer_norm_backward.default,
         (dy, x, weight, bias, mean, rstd, 1e-6, vectors, vectors),
     )
@@ -88,8 +96,9 @@ def test_registered_backward_ops_pass_opcheck(vectors, device):
 
 def test_no_other_op_is_registered():
     found = {name for name in torch._C._dispatch_get_all_op_names() if "fusewright_norm" in name}
-    backward = {"rms_norm_backward", "layer_norm_backward"}
-    assert found == {f"fusewright_norm::{name}" for name in {*REGISTERED, *backward}}
+    others = {"rms_norm_backward", "rms_norm_gated_backward", "layer_norm_backward"}
+    others |= {"sinkhorn_knopp", "sinkhorn_knopp_backward"}
+    assert found == {f"fusewright_norm::{name}" for name in {*REGISTERED, *others}}
 
 
 @pytest.mark.parametrize("name", REGISTERED)

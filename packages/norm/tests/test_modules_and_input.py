@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from fusewright import norm
-from fusewright.norm import LayerNorm, RMSNorm, _backends
+from fusewright.norm import LayerNorm, RMSNorm, RMSNormGated, _backends, rms_norm_gated
 from fusewright_testkit import Yardstick
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,6 +64,22 @@ def test_fresh_rms_norm_module_scales_by_one(weight_offset, device):
     assert bool((module.weight == 1.0 - weight_offset).all())
 
 
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("shape", [40, (4, 10)], ids=str)
+def test_gated_module_is_its_function(shape, activation, device):
+    module = RMSNormGated(shape, 1e-5, activation=activation, backend="triton", device=device)
+    torch.nn.init.normal_(module.weight)
+    x, gate = torch.randn(2, 6, *module.normalized_shape, device=device)
+    options = dict(eps=1e-5, activation=activation, backend="triton")
+    expected = rms_norm_gated(
+        x.view(6, 40), gate.view(6, 40), module.weight.view(40), **options
+    ).view_as(x)
+    assert torch.equal(module(x, gate), expected)
+    other = RMSNorm(shape)
+    other.load_state_dict(module.state_dict())
+    assert f"activation={activation!r}" in repr(copy.deepcopy(module))
+
+
 @pytest.mark.parametrize(
     "module", [RMSNorm(8, weight_offset=1.0), LayerNorm(8, backend="reference")]
 )
@@ -99,6 +115,11 @@ BAD = [
     (lambda: norm.rms_norm(X, torch.zeros(8, device="meta")), ValueError, "device cpu, got meta"),
     (lambda: norm.add_rms_norm(X, torch.zeros(3, 9)), ValueError, r"shape \(3, 8\).*\(3, 9\)"),
     (lambda: norm.add_rms_norm(X, X.half()), ValueError, "dtype torch.float32.*float16"),
+    (lambda: norm.rms_norm_gated(X, X[0]), ValueError, r"gate must have.*\(3, 8\).*\(8,\)"),
+    (lambda: norm.rms_norm_gated(X, X.half()), ValueError, "gate must have x's dtype"),
+    (lambda: norm.rms_norm_gated(X, X, activation="swish"), ValueError, '"silu" or "sigmoid"'),
+    (lambda: RMSNormGated(8, activation="gelu"), ValueError, "got 'gelu'"),
+    (lambda: RMSNormGated(8)(X, X[:2]), ValueError, r"gate must have x's shape \(3, 8\)"),
     (lambda: norm.rms_norm(X, eps=-1.0), ValueError, "eps must be"),
     (lambda: norm.layer_norm(X, eps=float("nan")), ValueError, "eps must be"),
     (lambda: norm.rms_norm(X, eps="a"), TypeError, "eps must be a number, got str"),
@@ -111,6 +132,20 @@ BAD = [
     (lambda: norm.rms_norm(X.to_sparse()), TypeError, "strided tensor, got layout"),
     (lambda: norm.rms_norm(X, backend="cuda"), ValueError, "got 'cuda'"),
     (lambda: norm.rms_norm(X.double(), backend="triton"), RuntimeError, "float64"),
+    (lambda: norm.sinkhorn_knopp(X), ValueError, r"square matrices.*got shape \(3, 8\)"),
+    (lambda: norm.sinkhorn_knopp(X[0]), ValueError, r"square matrices.*got shape \(8,\)"),
+    (lambda: norm.sinkhorn_knopp(X[:, :3].int()), TypeError, "int32"),
+    (lambda: norm.sinkhorn_knopp(X[:, :3], iterations=0), ValueError, "at least 1, got 0"),
+    (lambda: norm.sinkhorn_knopp(X[:, :3], iterations=2.0), TypeError, "whole number, got float"),
+    (lambda: norm.sinkhorn_knopp(X[:, :3], iterations=True), TypeError, "whole number, got bool"),
+    (lambda: norm.sinkhorn_knopp(X[:, :3], eps=-1e-6), ValueError, "eps must be"),
+    (lambda: norm.sinkhorn_knopp(X[:, :3], domain="exp"), ValueError, '"linear" or "log", got'),
+    (lambda: norm.sinkhorn_knopp(X[:, :3], backend="cuda"), ValueError, "'cuda'"),
+    (
+        lambda: norm.sinkhorn_knopp(torch.zeros(65, 65), backend="triton"),
+        RuntimeError,
+        "n up to 64, not 65",
+    ),
     (lambda: RMSNorm(7)(X), ValueError, r"must be \(7,\), got x of shape \(3, 8\)"),
     (lambda: LayerNorm((2, 3, 8))(X), ValueError, r"must be \(2, 3, 8\)"),
     (lambda: RMSNorm(8)([1.0]), TypeError, "x must be a tensor, got list"),

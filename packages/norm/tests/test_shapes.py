@@ -127,14 +127,14 @@ SHAPE = (2, 3, 2, 24)
 def test_any_strides_are_read_as_they_are(op, layout, device):
     rows = [layout(SHAPE, BF16, device) for _ in range(op.rows)]
     vectors = op.draw(rows[0].shape, BF16, device)[op.rows :]
-    op.check([*rows, *vectors], [layout(SHAPE, BF16, device) for _ in range(op.rows)])
+    op.check([*rows, *vectors], [layout(SHAPE, BF16, device) for _ in range(op.outputs)])
 
 
 @pytest.mark.parametrize("layout", [query_of_fused_projection, at_an_odd_offset])
 def test_kernels_of_every_scheme_read_any_strides(op, scheme, layout, device):
     rows = [layout((2, 2, 1, 70), BF16, device) for _ in range(op.rows)]
     vectors = op.draw(rows[0].shape, BF16, device)[op.rows :]
-    op.check([*rows, *vectors], [layout((2, 2, 1, 70), BF16, device) for _ in range(op.rows)])
+    op.check([*rows, *vectors], [layout((2, 2, 1, 70), BF16, device) for _ in range(op.outputs)])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
@@ -155,12 +155,12 @@ def test_strides_change_no_bit_and_outputs_are_contiguous(op, layout, device):
 def test_rows_in_one_memory_may_be_gradient_and_input(op, device):
     """dy is x itself: both are read only, with the same strides."""
     tensors = op.draw((6, 50), F32, device)
-    op.check(tensors, tensors[: op.rows])
+    op.check(tensors, tensors[: op.outputs])
 
 
 def test_gradient_of_a_sum_is_read_with_strides_of_zero(op, device):
     tensors = op.draw((6, 50), F32, device)
-    op.check(tensors, [torch.ones((), device=device).expand(6, 50)] * op.rows)
+    op.check(tensors, [torch.ones((), device=device).expand(6, 50)] * op.outputs)
 
 
 def test_vectors_may_be_strided(op, device):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.norm import add_rms_norm, layer_norm, reference, rms_norm
+from fusewright.norm import add_rms_norm, layer_norm, reference, rms_norm, rms_norm_gated
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -15,7 +15,7 @@ INF, NAN = math.inf, math.nan
 KERNELS_AND_REFERENCE = pytest.mark.parametrize("backend", ["triton", "reference"])
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"], indirect=True)
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "rms_norm_gated"], indirect=True)
 @pytest.mark.parametrize("vector_dtype", [F32, BF16])
 def test_weight_offset_is_added_in_fp32(op, vector_dtype, device):
     *rows, weight = op.draw((5, 60), F32, device)
@@ -26,6 +26,27 @@ def test_weight_offset_is_added_in_fp32(op, vector_dtype, device):
         yardstick = Yardstick(lambda *t: op.reference(*t, weight_offset=1.0), tensors)
         with pytest.raises(AssertionError, match="largest error"):
             yardstick.check(lambda *t: op.kernels(*t[:-1], t[-1] + 1.0))
+
+
+@pytest.mark.parametrize("op", ["rms_norm_gated"], indirect=True)
+def test_gate_may_be_a_sigmoid_alone(op, device, scheme):
+    tensors = op.draw((9, 70), F32, device)
+    tensors[1] *= 4
+    op.check(tensors, activation="sigmoid")
+
+
+@KERNELS_AND_REFERENCE
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gate_of_any_size_opens_and_closes(activation, backend, device):
+    x = torch.randn(2, 40, device=device)
+    gate = torch.tensor([1e4, -1e4], device=device)[:, None].expand(2, 40)
+    leaves = [t.clone().requires_grad_() for t in (x, gate)]
+    y = rms_norm_gated(*leaves, activation=activation, backend=backend)
+    factor = 1e4 if activation == "silu" else 1.0
+    torch.testing.assert_close(y[0], factor * rms_norm(x[0]))
+    assert not y[1].any()
+    grads = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert all(g.isfinite().all() for g in grads)
 
 
 @pytest.mark.parametrize("used", ["y", "sum"])

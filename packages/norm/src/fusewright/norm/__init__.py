@@ -1,5 +1,5 @@
 """RMSNorm and LayerNorm in Triton, with a fused residual addition and a deterministic backward
-pass.
+pass, and Sinkhorn-Knopp normalisation of small matrices.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from ._backends import Backend, available_backends
 from .layer_norm import LayerNorm, layer_norm
 from .rms_norm import RMSNorm, add_rms_norm, rms_norm
+from .rms_norm_gated import RMSNormGated, rms_norm_gated
+from .sinkhorn_knopp import sinkhorn_knopp
 
 try:
     __version__ = version("fusewright-norm")
@@ -19,9 +21,12 @@ __all__ = [
     "Backend",
     "LayerNorm",
     "RMSNorm",
+    "RMSNormGated",
     "__version__",
     "add_rms_norm",
     "available_backends",
     "layer_norm",
     "rms_norm",
+    "rms_norm_gated",
+    "sinkhorn_knopp",
 ]

@@ -1,5 +1,5 @@
-"""The backward pass of rms_norm, add_rms_norm and layer_norm: plans its launches, allocates and
-launches.
+"""The backward pass of rms_norm, add_rms_norm, rms_norm_gated and layer_norm: plans its launches,
+allocates and launches.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from ._rows import count_rows, to_copy, walk
 class BackwardPlan(NamedTuple):
     """One backward pass: its launches, which operands it copies first, and its memory.
 
-    Small rows and columns share one launch. Else ``rows`` computes dx and, where a row fits in
-    registers, the shares of dweight and dbias too; for wide rows ``weight_parts`` does that.
+    Small rows and columns share one launch. Else ``rows`` computes dx, dgate and, where a row fits
+    in registers, the shares of dweight and dbias too; for wide rows ``weight_parts`` does that.
     ``add_parts`` adds the shares. Without elements there is no launch.
     """
 
     launches: Launches | None
     copies: tuple[bool, ...]
     dx: Allocate
+    dgate: Allocate | None
     dweight: Allocate | None
     dbias: Allocate | None
 
@@ -65,7 +66,9 @@ def launch_norm_backward(
     weight_offset: float,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    gate: torch.Tensor | None = None,
+    activation: str = "",
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of a norm of the rows of ``x``.
 
     Args:
@@ -76,26 +79,29 @@ def launch_norm_backward(
         mean, rstd: as the forward pass returned them.
         weight_offset: what the forward pass added to the weight.
         weight_grad, bias_grad: whether anybody wants these gradients.
+        gate, activation: what the forward pass multiplied by, if anything.
 
     Returns:
-        ``(dx, dweight, dbias)``, dx contiguous in x's shape and dtype.
+        ``(dx, dgate, dweight, dbias)``, dx and dgate contiguous in x's shape and dtype.
     """
     if not is_current(x.device):
         with torch.cuda.device(x.device):
             return launch_norm_backward(
                 *(dy, dsum, x, weight, bias, mean, rstd),
-                *(weight_offset, weight_grad, bias_grad),
+                *(weight_offset, weight_grad, bias_grad, gate, activation),
             )
-    operands = dy, dsum, x, weight
+    operands = dy, dsum, x, gate, weight
     plan = backward_plan(
         x.shape,
-        kinds(dy, dsum, x, weight, bias),
+        kinds(*operands, bias),
         mean is not None,
         weight_grad,
         bias_grad,
+        activation,
         x.device,
     )
     dx = plan.dx()
+    dgate = None if plan.dgate is None else plan.dgate()
     dweight = None if plan.dweight is None else plan.dweight()
     dbias = None if plan.dbias is None else plan.dbias()
     launches = plan.launches
@@ -103,20 +109,20 @@ def launch_norm_backward(
         for grad in (dweight, dbias):
             if grad is not None:
                 grad.zero_()
-        return dx, dweight, dbias
+        return dx, dgate, dweight, dbias
     if plan.copies:
         operands = copied(operands, plan.copies)
-    tensors = (*operands, mean, rstd, dx)
+    tensors = (*operands, mean, rstd, dx, dgate)
     if launches.scheme == "small":
         launches.rows((*tensors, dweight, dbias), (weight_offset,))
-        return dx, dweight, dbias
+        return dx, dgate, dweight, dbias
     shares = None if launches.shares is None else launches.shares()
     launches.rows(tensors if launches.scheme == "wide" else (*tensors, shares), (weight_offset,))
     if launches.weight_parts is not None:
-        launches.weight_parts((operands[0], operands[2], mean, rstd, shares))
+        launches.weight_parts((operands[0], operands[2], operands[3], mean, rstd, shares))
     if launches.add_parts is not None:
         launches.add_parts((shares, dweight, dbias))
-    return dx, dweight, dbias
+    return dx, dgate, dweight, dbias
 
 
 @functools.lru_cache(maxsize=4096)
@@ -126,11 +132,12 @@ def backward_plan(
     center: bool,
     weight_grad: bool,
     bias_grad: bool,
+    activation: str,
     device: torch.device,
 ) -> BackwardPlan:
-    """The plan for operands of these kinds: dy, dsum, x, weight and bias."""
+    """The plan for operands of these kinds: dy, dsum, x, gate, weight and bias."""
     *read, bias = operands
-    _, _, x, weight = read
+    _, _, x, gate, weight = read
     assert x is not None
     dweight, dbias = (
         memory(shape[-1:], vector[0], device) if wanted and vector is not None else None
@@ -138,10 +145,10 @@ def backward_plan(
     )
     launches = None
     if math.prod(shape):
-        launches = plan_launches(shape, read, center, weight_grad, bias_grad, device)
-    return BackwardPlan(
-        launches, to_copy(shape, *read), memory(shape, x[0], device), dweight, dbias
-    )
+        launches = plan_launches(shape, read, center, weight_grad, bias_grad, activation, device)
+    dx = memory(shape, x[0], device)
+    dgate = None if gate is None else memory(shape, gate[0], device)
+    return BackwardPlan(launches, to_copy(shape, *read), dx, dgate, dweight, dbias)
 
 
 def plan_launches(
@@ -150,22 +157,28 @@ def plan_launches(
     center: bool,
     weight_grad: bool,
     bias_grad: bool,
+    activation: str,
     device: torch.device,
 ) -> Launches:
-    dy, dsum, x, weight = operands
+    dy, dsum, x, gate, weight = operands
     assert dy is not None
     assert x is not None
     *_, cols = shape
     rows = count_rows(shape)
-    dy_rows, x_rows = walk(shape, dy), walk(shape, x)
+    dy_rows, x_rows, gate_rows = walk(shape, dy), walk(shape, x), walk(shape, gate)
     integers = (
         *dy_rows,
         *walk(shape, dsum),
         *x_rows,
+        *gate_rows,
         rows,
     )
     constants = dict(
-        cols=cols, CENTER=center, HAS_DSUM=dsum is not None, HAS_WEIGHT=weight is not None
+        cols=cols,
+        CENTER=center,
+        HAS_DSUM=dsum is not None,
+        HAS_WEIGHT=weight is not None,
+        ACTIVATION=activation,
     )
     wanted = dict(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad)
     card = card_of(device)
@@ -191,7 +204,8 @@ def plan_launches(
             PART_COLS=BACKWARD_SMALL.part_cols,
         )
         return Launches("small", launch)
-    config = backward_config(cols, itemsize, 2 if dsum is None else 3, center, card.shared_bytes)
+    read = sum(operand is not None for operand in (dy, dsum, x, gate))
+    config = backward_config(cols, itemsize, read, center, gate is not None, card.shared_bytes)
     scheme: Literal["rows", "wide"] = "wide" if config is None else "rows"
     weight_parts = None
     if config is None:
@@ -209,11 +223,13 @@ def plan_launches(
             _weight_parts_kernel,
             (parts, triton.cdiv(cols, BACKWARD_WIDE.part_cols)),
             device,
-            (*dy_rows, *x_rows, rows),
-            dict(num_warps=4),
+            (*dy_rows, *x_rows, *gate_rows, rows),
+            # A third operand beside the sums would spill with four.
+            dict(num_warps=4 if gate is None else 8),
             cols=cols,
             CENTER=center,
             **wanted,
+            ACTIVATION=activation,
             BLOCK_ROWS=BACKWARD_WIDE.block_rows,
             BLOCK_COLS=BACKWARD_WIDE.part_cols,
         )

@@ -1,4 +1,5 @@
-"""Triton kernels of the backward pass, shared by rms_norm, add_rms_norm and layer_norm.
+"""Triton kernels of the backward pass, shared by rms_norm, add_rms_norm, rms_norm_gated and
+layer_norm.
 
 A fixed number of programs walks over the rows; each keeps its share of the weight's gradient in
 registers and writes it once, and a second launch adds the shares in a fixed order. A small tensor
@@ -11,8 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._backward_tiles import column_sums, load_wide, normalized, row_means, store_parts
-from ._forward_kernels import affine_weight, row_offset
+from ._backward_tiles import (
+    column_sums,
+    gate_slope,
+    load_wide,
+    normalized,
+    row_means,
+    store_parts,
+)
+from ._forward_kernels import activated, affine_weight, row_offset
 
 
 @triton.jit
@@ -20,10 +28,12 @@ def _norm_backward_kernel(
     dy_ptr,
     dsum_ptr,
     x_ptr,
+    gate_ptr,
     weight_ptr,
     mean_ptr,
     rstd_ptr,
     dx_ptr,
+    dgate_ptr,
     parts_ptr,
     weight_offset,
     dy_inner_rows,
@@ -35,11 +45,15 @@ def _norm_backward_kernel(
     x_inner_rows,
     x_outer_stride,
     x_inner_stride,
+    gate_inner_rows,
+    gate_outer_stride,
+    gate_inner_stride,
     rows,
     cols: tl.constexpr,
     CENTER: tl.constexpr,
     HAS_DSUM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
     EVEN_ROWS: tl.constexpr,
@@ -48,8 +62,8 @@ def _norm_backward_kernel(
     NUM_STAGES: tl.constexpr,
     READ_AGAIN: tl.constexpr,
 ):
-    """One program takes every num_programs-th block of rows: dx of those rows, and its share of
-    dweight and dbias.
+    """One program takes every num_programs-th block of rows: dx and dgate of those rows, and its
+    share of dweight and dbias.
     """
     first = tl.program_id(0)
     col = tl.arange(0, BLOCK_COLS)
@@ -73,6 +87,14 @@ def _norm_backward_kernel(
 
         x_hat = normalized(x, mean, rstd, inside, CENTER, "evict_last" if READ_AGAIN else "")
         dy_here = load_wide(dy, inside, "evict_last" if READ_AGAIN else "")
+        out = row.to(tl.int64)[:, None] * cols + col[None, :]
+        if ACTIVATION != "":
+            gate_offset = row_offset(row, gate_inner_rows, gate_outer_stride, gate_inner_stride)
+            gate_at = gate_ptr + gate_offset[:, None] + col[None, :]
+            gate = load_wide(gate_at, inside, "evict_last" if READ_AGAIN else "")
+            dgate = dy_here * x_hat * weight * gate_slope(gate, ACTIVATION)
+            tl.store(dgate_ptr + out, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+            dy_here *= activated(gate, ACTIVATION)
         dx_hat = dy_here * weight
         along, across = row_means(x_hat, dx_hat, cols, CENTER)
         if READ_AGAIN:
@@ -80,6 +102,8 @@ def _norm_backward_kernel(
             # the L1 cache.
             x_hat = normalized(x, mean, rstd, inside, CENTER, "evict_first")
             dy_here = load_wide(dy, inside, "evict_first")
+            if ACTIVATION != "":
+                dy_here *= activated(load_wide(gate_at, inside, "evict_first"), ACTIVATION)
             dx_hat = dy_here * weight
         dx = (dx_hat - x_hat * along - across) * rstd
         if WEIGHT_GRAD:
@@ -89,7 +113,6 @@ def _norm_backward_kernel(
         if HAS_DSUM:
             dsum_offset = row_offset(row, dsum_inner_rows, dsum_outer_stride, dsum_inner_stride)
             dx += load_wide(dsum_ptr + dsum_offset[:, None] + col[None, :], inside, "")
-        out = row.to(tl.int64)[:, None] * cols + col[None, :]
         tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
     store_parts(parts_ptr, dweight, dbias, col, cols, WEIGHT_GRAD, BIAS_GRAD)
@@ -100,10 +123,12 @@ def _norm_backward_small_kernel(
     dy_ptr,
     dsum_ptr,
     x_ptr,
+    gate_ptr,
     weight_ptr,
     mean_ptr,
     rstd_ptr,
     dx_ptr,
+    dgate_ptr,
     dweight_ptr,
     dbias_ptr,
     weight_offset,
@@ -116,11 +141,15 @@ def _norm_backward_small_kernel(
     x_inner_rows,
     x_outer_stride,
     x_inner_stride,
+    gate_inner_rows,
+    gate_outer_stride,
+    gate_inner_stride,
     rows,
     cols: tl.constexpr,
     CENTER: tl.constexpr,
     HAS_DSUM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -128,7 +157,8 @@ def _norm_backward_small_kernel(
     PART_ROWS: tl.constexpr,
     PART_COLS: tl.constexpr,
 ):
-    """One program computes dweight and dbias of PART_COLS columns, or dx of BLOCK_ROWS rows.
+    """One program computes dweight and dbias of PART_COLS columns, or dx and dgate of BLOCK_ROWS
+    rows.
 
     dweight needs nothing of dx, so where the cache holds x and dy one launch does both.
     """
@@ -139,6 +169,7 @@ def _norm_backward_small_kernel(
         dweight, dbias = column_sums(
             dy_ptr,
             x_ptr,
+            gate_ptr,
             mean_ptr,
             rstd_ptr,
             dy_inner_rows,
@@ -147,6 +178,9 @@ def _norm_backward_small_kernel(
             x_inner_rows,
             x_outer_stride,
             x_inner_stride,
+            gate_inner_rows,
+            gate_outer_stride,
+            gate_inner_stride,
             0,
             1,
             part_col,
@@ -155,6 +189,7 @@ def _norm_backward_small_kernel(
             CENTER,
             WEIGHT_GRAD,
             BIAS_GRAD,
+            ACTIVATION,
             PART_ROWS,
             PART_COLS,
         )
@@ -178,13 +213,19 @@ def _norm_backward_small_kernel(
         x = x_ptr + x_offset[:, None] + col[None, :]
         x_hat = normalized(x, mean, rstd, inside, CENTER, "")
         weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)[None, :]
+        out = row.to(tl.int64)[:, None] * cols + col[None, :]
+        if ACTIVATION != "":
+            gate_offset = row_offset(row, gate_inner_rows, gate_outer_stride, gate_inner_stride)
+            gate = load_wide(gate_ptr + gate_offset[:, None] + col[None, :], inside, "")
+            dgate = dy * x_hat * weight * gate_slope(gate, ACTIVATION)
+            tl.store(dgate_ptr + out, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+            dy *= activated(gate, ACTIVATION)
         dx_hat = dy * weight
         along, across = row_means(x_hat, dx_hat, cols, CENTER)
         dx = (dx_hat - x_hat * along - across) * rstd
         if HAS_DSUM:
             dsum_offset = row_offset(row, dsum_inner_rows, dsum_outer_stride, dsum_inner_stride)
             dx += load_wide(dsum_ptr + dsum_offset[:, None] + col[None, :], inside, "")
-        out = row.to(tl.int64)[:, None] * cols + col[None, :]
         tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 

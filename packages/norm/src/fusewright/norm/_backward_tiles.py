@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._forward_kernels import row_offset
+from ._forward_kernels import activated, row_offset
 
 
 @triton.jit
@@ -34,9 +34,20 @@ def row_means(x_hat, dx_hat, cols, CENTER: tl.constexpr):
 
 
 @triton.jit
+def gate_slope(gate, ACTIVATION: tl.constexpr):
+    """The derivative of what a gate multiplies by."""
+    factor = tl.sigmoid(gate)
+    if ACTIVATION == "silu":
+        return factor * (1.0 + gate * (1.0 - factor))
+    else:
+        return factor * (1.0 - factor)
+
+
+@triton.jit
 def column_sums(
     dy_ptr,
     x_ptr,
+    gate_ptr,
     mean_ptr,
     rstd_ptr,
     dy_inner_rows,
@@ -45,6 +56,9 @@ def column_sums(
     x_inner_rows,
     x_outer_stride,
     x_inner_stride,
+    gate_inner_rows,
+    gate_outer_stride,
+    gate_inner_stride,
     first,
     step,
     col,
@@ -53,10 +67,13 @@ def column_sums(
     CENTER: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """dy * x_hat and dy of the columns ``col``, added over every step-th block of rows."""
+    """dy * x_hat and dy of the columns ``col``, added over every step-th block of rows; dy is what
+    passes the gate, where there is one.
+    """
     dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     for block in range(first, tl.cdiv(rows, BLOCK_ROWS), step):
@@ -64,6 +81,10 @@ def column_sums(
         inside = (row < rows)[:, None] & (col < cols)[None, :]
         dy_offset = row_offset(row, dy_inner_rows, dy_outer_stride, dy_inner_stride)
         dy = load_wide(dy_ptr + dy_offset[:, None] + col[None, :], inside, "")
+        if ACTIVATION != "":
+            gate_offset = row_offset(row, gate_inner_rows, gate_outer_stride, gate_inner_stride)
+            gate = load_wide(gate_ptr + gate_offset[:, None] + col[None, :], inside, "")
+            dy *= activated(gate, ACTIVATION)
         if WEIGHT_GRAD:
             rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
             mean = 0.0

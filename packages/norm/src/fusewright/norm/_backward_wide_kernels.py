@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._backward_tiles import column_sums, store_parts
-from ._forward_kernels import affine_weight, row_offset
+from ._backward_tiles import column_sums, gate_slope, store_parts
+from ._forward_kernels import activated, affine_weight, row_offset
 
 
 @triton.jit
@@ -18,10 +18,12 @@ def _norm_backward_wide_kernel(
     dy_ptr,
     dsum_ptr,
     x_ptr,
+    gate_ptr,
     weight_ptr,
     mean_ptr,
     rstd_ptr,
     dx_ptr,
+    dgate_ptr,
     weight_offset,
     dy_inner_rows,
     dy_outer_stride,
@@ -32,19 +34,28 @@ def _norm_backward_wide_kernel(
     x_inner_rows,
     x_outer_stride,
     x_inner_stride,
+    gate_inner_rows,
+    gate_outer_stride,
+    gate_inner_stride,
     rows,
     cols: tl.constexpr,
     CENTER: tl.constexpr,
     HAS_DSUM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program computes dx of one row that does not fit in registers, in two walks of BLOCK_COLS
-    columns.
+    """One program computes dx and dgate of one row that does not fit in registers, in two walks of
+    BLOCK_COLS columns.
     """
     row = tl.program_id(0)
     x_row = x_ptr + row_offset(row, x_inner_rows, x_outer_stride, x_inner_stride)
     dy_row = dy_ptr + row_offset(row, dy_inner_rows, dy_outer_stride, dy_inner_stride)
+    gate_row = gate_ptr
+    dgate_row = dgate_ptr
+    if ACTIVATION != "":
+        gate_row += row_offset(row, gate_inner_rows, gate_outer_stride, gate_inner_stride)
+        dgate_row += row.to(tl.int64) * cols
     lane = tl.arange(0, BLOCK_COLS)
     rstd = tl.load(rstd_ptr + row)
     mean = 0.0
@@ -58,6 +69,11 @@ def _norm_backward_wide_kernel(
         weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)
         x = tl.load(x_row + col, mask=col < cols, other=0.0).to(tl.float32)
         dx_hat = tl.load(dy_row + col, mask=col < cols, other=0.0).to(tl.float32) * weight
+        if ACTIVATION != "":
+            gate = tl.load(gate_row + col, mask=col < cols, other=0.0).to(tl.float32)
+            dgate = (x - mean) * rstd * dx_hat * gate_slope(gate, ACTIVATION)
+            tl.store(dgate_row + col, dgate.to(dgate_ptr.dtype.element_ty), mask=col < cols)
+            dx_hat *= activated(gate, ACTIVATION)
         along += (x - mean) * rstd * dx_hat
         across += dx_hat
     along = tl.sum(along) / cols
@@ -68,6 +84,9 @@ def _norm_backward_wide_kernel(
         weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)
         x = tl.load(x_row + col, mask=col < cols, other=0.0).to(tl.float32)
         dx_hat = tl.load(dy_row + col, mask=col < cols, other=0.0).to(tl.float32) * weight
+        if ACTIVATION != "":
+            gate = tl.load(gate_row + col, mask=col < cols, other=0.0).to(tl.float32)
+            dx_hat *= activated(gate, ACTIVATION)
         dx = dx_hat - (x - mean) * rstd * along
         if CENTER:
             dx -= across
@@ -83,6 +102,7 @@ def _norm_backward_wide_kernel(
 def _weight_parts_kernel(
     dy_ptr,
     x_ptr,
+    gate_ptr,
     mean_ptr,
     rstd_ptr,
     parts_ptr,
@@ -92,11 +112,15 @@ def _weight_parts_kernel(
     x_inner_rows,
     x_outer_stride,
     x_inner_stride,
+    gate_inner_rows,
+    gate_outer_stride,
+    gate_inner_stride,
     rows,
     cols: tl.constexpr,
     CENTER: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -105,6 +129,7 @@ def _weight_parts_kernel(
     dweight, dbias = column_sums(
         dy_ptr,
         x_ptr,
+        gate_ptr,
         mean_ptr,
         rstd_ptr,
         dy_inner_rows,
@@ -113,6 +138,9 @@ def _weight_parts_kernel(
         x_inner_rows,
         x_outer_stride,
         x_inner_stride,
+        gate_inner_rows,
+        gate_outer_stride,
+        gate_inner_stride,
         tl.program_id(0),
         tl.num_programs(0),
         col,
@@ -121,6 +149,7 @@ def _weight_parts_kernel(
         CENTER,
         WEIGHT_GRAD,
         BIAS_GRAD,
+        ACTIVATION,
         BLOCK_ROWS,
         BLOCK_COLS,
     )

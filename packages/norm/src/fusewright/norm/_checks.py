@@ -20,6 +20,13 @@ def check_rows(x: torch.Tensor) -> None:
         raise ValueError("x must have at least one axis to normalise, got a scalar")
 
 
+def check_square(x: torch.Tensor) -> None:
+    """x must be a floating tensor of square matrices."""
+    check_floating("x", x)
+    if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
+        raise ValueError(f"x must hold square matrices [..., n, n], got shape {tuple(x.shape)}")
+
+
 def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
     """A weight or bias must hold one floating number for each column of x, on x's device."""
     check_floating(name, vector)
@@ -70,6 +77,21 @@ def checked_number(name: str, value: float, lowest: float = -math.inf) -> float:
         bound = "" if lowest == -math.inf else f" of at least {lowest:g}"
         raise ValueError(f"{name} must be a finite number{bound}, got {value}")
     return float(value)
+
+
+def checked_count(name: str, value: int) -> int:
+    """``value`` as an int; it must be a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return int(value)
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        wanted = " or ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
 def check_module(normalized_shape: int | Sequence[int], backend: str) -> None:

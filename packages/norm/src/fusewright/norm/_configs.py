@@ -77,6 +77,18 @@ class AddPartsConfig(NamedTuple):
     num_warps: int
 
 
+class SinkhornConfig(NamedTuple):
+    """One program holds ``matrices`` square matrices of up to ``max_n`` rows in registers; in the
+    backward pass ``programs_per_sm`` programs stay on each multiprocessor and walk over blocks of
+    them.
+    """
+
+    max_n: int
+    matrices: int
+    num_warps: int
+    programs_per_sm: int = 0
+
+
 FORWARD_NARROW = (
     ForwardConfig(max_cols=64, block_rows=32, num_warps=4),
     ForwardConfig(max_cols=256, block_rows=8, num_warps=4),
@@ -88,6 +100,7 @@ FORWARD = (
     ForwardConfig(max_cols=8192, block_rows=1, num_warps=8),
     ForwardConfig(max_cols=16384, block_rows=1, num_warps=16),
 )
+# rms_norm_gated reads two tensors as well and takes these lines, unmeasured.
 FORWARD_ADD = (*FORWARD_NARROW, ForwardConfig(max_cols=16384, block_rows=1, num_warps=16))
 FORWARD_LAYER = (*FORWARD_NARROW, ForwardConfig(max_cols=16384, block_rows=1, num_warps=8))
 # Up to so many elements the rows that were read make room in the cache for those that are written.
@@ -128,6 +141,26 @@ REDUCTION_BYTES = 2048
 
 ADD_PARTS = AddPartsConfig(block_parts=128, block_cols=8, num_warps=8)
 
+# Small matrices lie many to a warp, so that the sums of a row or column are a few steps inside the
+# warp. Of 4 and 64 rows from results/tuning-sinkhorn-h200-torch2.11-triton3.6.csv, unmeasured of
+# others.
+SINKHORN_FORWARD = (
+    SinkhornConfig(max_n=2, matrices=64, num_warps=1),
+    SinkhornConfig(max_n=4, matrices=32, num_warps=1),
+    SinkhornConfig(max_n=8, matrices=8, num_warps=1),
+    SinkhornConfig(max_n=16, matrices=4, num_warps=2),
+    SinkhornConfig(max_n=32, matrices=1, num_warps=2),
+    SinkhornConfig(max_n=64, matrices=1, num_warps=4),
+)
+SINKHORN_BACKWARD = (
+    SinkhornConfig(max_n=2, matrices=64, num_warps=1, programs_per_sm=16),
+    SinkhornConfig(max_n=4, matrices=32, num_warps=1, programs_per_sm=16),
+    SinkhornConfig(max_n=8, matrices=8, num_warps=1, programs_per_sm=16),
+    SinkhornConfig(max_n=16, matrices=4, num_warps=2, programs_per_sm=8),
+    SinkhornConfig(max_n=32, matrices=1, num_warps=2, programs_per_sm=8),
+    SinkhornConfig(max_n=64, matrices=1, num_warps=4, programs_per_sm=4),
+)
+
 
 def forward_config(cols: int, residual: bool, center: bool) -> ForwardConfig | None:
     """The launch of a row of ``cols`` columns; None where it does not fit in registers."""
@@ -136,20 +169,26 @@ def forward_config(cols: int, residual: bool, center: bool) -> ForwardConfig | N
 
 
 def backward_config(
-    cols: int, itemsize: int, operands: int, center: bool, shared_bytes: int
+    cols: int, itemsize: int, operands: int, center: bool, gated: bool, shared_bytes: int
 ) -> BackwardConfig | None:
     """The launch of a row of ``cols`` columns of ``operands`` tensors; None where it does not fit
     in registers.
     """
     config = next((config for config in BACKWARD if cols <= config.max_cols), None)
-    if config is None or (config.read_again and (itemsize > 2 or center)):
-        # Beside a centred row's two gradients, or a row in fp32, even one load of the row spills.
+    if config is None or (config.read_again and (itemsize > 2 or center or gated)):
+        # Beside a centred row's two gradients, a gate, or a row in fp32, even one load of the row
+        # spills.
         return None
     tile = config.block_rows * power_of_2(cols) * itemsize * operands
     # Of the stages, one is in registers and the others wait in shared memory; some of it goes to
     # reductions.
     stages = 1 + max(0, shared_bytes - REDUCTION_BYTES) // tile
     return config._replace(num_stages=min(config.num_stages, stages))
+
+
+def sinkhorn_config(table: tuple[SinkhornConfig, ...], n: int) -> SinkhornConfig:
+    """The launch of matrices of n rows."""
+    return next(config for config in table if n <= config.max_n)
 
 
 def power_of_2(cols: int) -> int:

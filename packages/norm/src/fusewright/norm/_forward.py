@@ -1,5 +1,5 @@
-"""The forward pass of rms_norm, add_rms_norm and layer_norm: plans its launch, allocates and
-launches.
+"""The forward pass of rms_norm, add_rms_norm, rms_norm_gated and layer_norm: plans its launch,
+allocates and launches.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ def launch_norm_forward(
     center: bool,
     statistics: bool = True,
     dtype: torch.dtype | None = None,
+    gate: torch.Tensor | None = None,
+    activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Normalise the rows of ``x``, or of ``x + residual``.
+    """Normalise the rows of ``x``, or of ``x + residual``, and multiply by the activation of a
+    gate, where there is one.
 
     Returns:
         ``(y, sum, mean, rstd)``: y and sum contiguous in x's shape and dtype (y in ``dtype`` where
@@ -51,10 +54,13 @@ def launch_norm_forward(
     if not is_current(x.device):
         with torch.cuda.device(x.device):
             return launch_norm_forward(
-                x, residual, weight, bias, eps, weight_offset, center, statistics, dtype
+                *(x, residual, weight, bias, eps, weight_offset, center, statistics, dtype),
+                *(gate, activation),
             )
-    operands = x, residual, weight, bias
-    plan = forward_plan(x.shape, kinds(*operands), dtype or x.dtype, center, statistics, x.device)
+    operands = x, residual, gate, weight, bias
+    plan = forward_plan(
+        x.shape, kinds(*operands), dtype or x.dtype, center, statistics, activation, x.device
+    )
     y = plan.y()
     total = None if plan.total is None else plan.total()
     mean = None if plan.mean is None else plan.mean()
@@ -78,14 +84,17 @@ def forward_plan(
     dtype: torch.dtype,
     center: bool,
     statistics: bool,
+    activation: str,
     device: torch.device,
 ) -> ForwardPlan:
-    """The plan for operands of these kinds: x, residual, weight and bias."""
-    x, residual, _, _ = operands
+    """The plan for operands of these kinds: x, residual, gate, weight and bias."""
+    x, residual, *_ = operands
     assert x is not None
     statistic = memory(shape[:-1], torch.float32, device) if statistics else None
     return ForwardPlan(
-        plan_launch(shape, operands, center, statistics, device) if math.prod(shape) else None,
+        plan_launch(shape, operands, center, statistics, activation, device)
+        if math.prod(shape)
+        else None,
         to_copy(shape, *operands),
         y=memory(shape, dtype, device),
         total=None if residual is None else memory(shape, x[0], device),
@@ -99,14 +108,16 @@ def plan_launch(
     operands: tuple[Kind | None, ...],
     center: bool,
     statistics: bool,
+    activation: str,
     device: torch.device,
 ) -> Launch:
-    x, residual, weight, bias = operands
+    x, residual, gate, weight, bias = operands
     *_, cols = shape
     rows = count_rows(shape)
     integers = (
         *walk(shape, x),
         *walk(shape, residual),
+        *walk(shape, gate),
         rows,
     )
     constants = dict(
@@ -116,8 +127,9 @@ def plan_launch(
         HAS_RESIDUAL=residual is not None,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
+        ACTIVATION=activation,
     )
-    config = forward_config(cols, residual is not None, center)
+    config = forward_config(cols, residual is not None or gate is not None, center)
     if config is None:
         return Launch(
             _norm_forward_wide_kernel,

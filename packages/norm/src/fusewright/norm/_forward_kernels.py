@@ -1,8 +1,10 @@
-"""Triton kernels of the forward pass, shared by rms_norm, add_rms_norm and layer_norm.
+"""Triton kernels of the forward pass, shared by rms_norm, add_rms_norm, rms_norm_gated and
+layer_norm.
 
-The three are one formula: layer_norm centres the row first (``CENTER``), add_rms_norm adds a
-residual first. Rows up to the width of the launch table stay in registers; wider ones are walked in
-blocks, with the second and third walk served by the L2 cache.
+The four are one formula: layer_norm centres the row first (``CENTER``), add_rms_norm adds a
+residual first, rms_norm_gated multiplies by a gate last (``ACTIVATION``, "" without one). Rows up
+to the width of the launch table stay in registers; wider ones are walked in blocks, with the second
+and third walk served by the L2 cache.
 """
 
 from __future__ import annotations
@@ -30,9 +32,19 @@ def affine_weight(weight_ptr, col, within, weight_offset, HAS_WEIGHT: tl.constex
 
 
 @triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    """What a gate multiplies by."""
+    factor = tl.sigmoid(gate)
+    if ACTIVATION == "silu":
+        factor *= gate
+    return factor
+
+
+@triton.jit
 def _norm_forward_kernel(
     x_ptr,
     residual_ptr,
+    gate_ptr,
     weight_ptr,
     bias_ptr,
     y_ptr,
@@ -47,6 +59,9 @@ def _norm_forward_kernel(
     residual_inner_rows,
     residual_outer_stride,
     residual_inner_stride,
+    gate_inner_rows,
+    gate_outer_stride,
+    gate_inner_stride,
     rows,
     cols: tl.constexpr,
     CENTER: tl.constexpr,
@@ -54,6 +69,7 @@ def _norm_forward_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_ROWS: tl.constexpr,
     INPUT_EVICTION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -98,6 +114,15 @@ def _norm_forward_kernel(
     y = x * rstd[:, None] * weight[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION != "":
+        gate_offset = row_offset(row, gate_inner_rows, gate_outer_stride, gate_inner_stride)
+        gate = tl.load(
+            gate_ptr + gate_offset[:, None] + col[None, :],
+            mask=inside,
+            other=0.0,
+            eviction_policy=INPUT_EVICTION,
+        )
+        y *= activated(gate.to(tl.float32), ACTIVATION)
 
     if STATISTICS:
         tl.store(rstd_ptr + row, rstd, mask=row_inside)
@@ -108,6 +133,7 @@ def _norm_forward_kernel(
 def _norm_forward_wide_kernel(
     x_ptr,
     residual_ptr,
+    gate_ptr,
     weight_ptr,
     bias_ptr,
     y_ptr,
@@ -122,6 +148,9 @@ def _norm_forward_wide_kernel(
     residual_inner_rows,
     residual_outer_stride,
     residual_inner_stride,
+    gate_inner_rows,
+    gate_outer_stride,
+    gate_inner_stride,
     rows,
     cols: tl.constexpr,
     CENTER: tl.constexpr,
@@ -129,6 +158,7 @@ def _norm_forward_wide_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """One program normalises one row that does not fit in registers, in walks of BLOCK_COLS
@@ -180,4 +210,10 @@ def _norm_forward_wide_kernel(
         y = (x - mean) * rstd * weight
         if HAS_BIAS:
             y += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
+        if ACTIVATION != "":
+            gate_row = gate_ptr + row_offset(
+                row, gate_inner_rows, gate_outer_stride, gate_inner_stride
+            )
+            gate = tl.load(gate_row + col, mask=col < cols, other=0.0).to(tl.float32)
+            y *= activated(gate, ACTIVATION)
         tl.store(y_ptr + out + col, y.to(y_ptr.dtype.element_ty), mask=col < cols)

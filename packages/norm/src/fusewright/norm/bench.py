@@ -15,15 +15,26 @@ import torch._dynamo
 import torch._functorch.config
 import torch.nn.functional as F
 
-from . import add_rms_norm, layer_norm, reference, rms_norm
+from . import add_rms_norm, layer_norm, reference, rms_norm, rms_norm_gated, sinkhorn_knopp
 
 EPS = 1e-6
 SHAPES = ((1024, 1024), (8192, 512), (16384, 2048), (16384, 4096), (4096, 16384))
+NORM_SHAPES = {
+    "rms_norm": SHAPES,
+    "add_rms_norm": SHAPES,
+    # Heads of 128 columns, as behind linear attention, and whole rows of a model.
+    "rms_norm_gated": ((131072, 128), (16384, 2048)),
+    "layer_norm": SHAPES,
+}
+MATRICES = ((16384, 4), (1024, 64))
+ITERATIONS = 20
 # Passes over a tensor of x's size, each input read once and each output written once.
 TRAFFIC = {
     "rms_norm": {"fwd": 2, "bwd": 3, "fwd+bwd": 5},
     "add_rms_norm": {"fwd": 4, "bwd": 4, "fwd+bwd": 8},
+    "rms_norm_gated": {"fwd": 3, "bwd": 5, "fwd+bwd": 8},
     "layer_norm": {"fwd": 2, "bwd": 3, "fwd+bwd": 5},
+    "sinkhorn_knopp": {"fwd": 2, "bwd": 3, "fwd+bwd": 5},
 }
 
 Tensor = torch.Tensor
@@ -43,11 +54,12 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Every op at every shape, in bf16."""
-    return [case_of(op, *shape) for op in TRAFFIC for shape in SHAPES]
+    """Every norm at every shape, in bf16, and sinkhorn_knopp in fp32."""
+    norms = [norm_case(op, *shape) for op, shapes in NORM_SHAPES.items() for shape in shapes]
+    return norms + [sinkhorn_case(*sizes) for sizes in MATRICES]
 
 
-def case_of(op: str, rows: int, cols: int) -> Case:
+def norm_case(op: str, rows: int, cols: int) -> Case:
     dtype = torch.bfloat16
     size = rows * cols * dtype.itemsize
     return Case(
@@ -61,10 +73,26 @@ def case_of(op: str, rows: int, cols: int) -> Case:
     )
 
 
+def sinkhorn_case(batch: int, n: int) -> Case:
+    dtype = torch.float32
+    size = batch * n * n * dtype.itemsize
+    return Case(
+        op="sinkhorn_knopp",
+        sizes={"batch": batch, "n": n},
+        dtype=dtype,
+        reference=functools.partial(reference.sinkhorn_knopp, iterations=ITERATIONS, eps=EPS),
+        inputs=lambda device: [torch.randn(batch, n, n, dtype=dtype, device=device)],
+        bytes_moved={name: passes * size for name, passes in TRAFFIC["sinkhorn_knopp"].items()},
+        flops={},
+    )
+
+
 def inputs(op: str, rows: int, cols: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """x, then residual for add_rms_norm, then weight, then bias for layer_norm."""
+    """x, then residual for add_rms_norm or gate for rms_norm_gated, then weight, then bias for
+    layer_norm.
+    """
     draw = functools.partial(torch.randn, dtype=dtype, device=device)
-    wide = [draw(rows, cols) for _ in range(2 if op == "add_rms_norm" else 1)]
+    wide = [draw(rows, cols) for _ in range(2 if op in ("add_rms_norm", "rms_norm_gated") else 1)]
     return wide + [draw(cols) for _ in range(2 if op == "layer_norm" else 1)]
 
 
@@ -74,12 +102,14 @@ def providers() -> dict[str, dict[str, Norm]]:
         "fusewright": {
             "rms_norm": functools.partial(rms_norm, eps=EPS),
             "add_rms_norm": functools.partial(add_rms_norm, eps=EPS),
+            "rms_norm_gated": functools.partial(rms_norm_gated, eps=EPS),
             "layer_norm": functools.partial(layer_norm, eps=EPS),
+            "sinkhorn_knopp": functools.partial(sinkhorn_knopp, iterations=ITERATIONS, eps=EPS),
         },
         "torch": torch_ops(),
         "compile": compiled_ops(),
     }
-    for load in (liger, quack):
+    for load in (liger, quack, fla):
         try:
             name, ops = load()
         except ImportError:
@@ -98,13 +128,26 @@ def torch_ops() -> dict[str, Norm]:
         total = x + residual
         return torch_rms_norm(total, weight), total
 
+    def torch_rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return torch_rms_norm(x, weight) * F.silu(gate)
+
     def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+    def torch_sinkhorn_knopp(x: Tensor) -> Tensor:
+        matrix = torch.softmax(x, -1)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
+        for _ in range(1, ITERATIONS):
+            matrix = matrix / (matrix.sum(-1, keepdim=True) + EPS)
+            matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
+        return matrix
 
     return {
         "rms_norm": torch_rms_norm,
         "add_rms_norm": torch_add_rms_norm,
+        "rms_norm_gated": torch_rms_norm_gated,
         "layer_norm": torch_layer_norm,
+        "sinkhorn_knopp": torch_sinkhorn_knopp,
     }
 
 
@@ -145,6 +188,15 @@ def quack() -> tuple[str, dict[str, Norm]]:
     }
 
 
+def fla() -> tuple[str, dict[str, Norm]]:
+    """Flash-linear-attention's gated norm."""
+    from fla.modules.fused_norm_gate import rms_norm_gated
+
+    return f"fla-{importlib.metadata.version('fla-core')}", {
+        "rms_norm_gated": lambda x, g, w: rms_norm_gated(x, g, w, None, eps=EPS)
+    }
+
+
 def main() -> int:
     """Print what each op and its peers take on this machine's GPU."""
     if not torch.cuda.is_available():
@@ -153,15 +205,16 @@ def main() -> int:
     # A compiled backward pass may otherwise not run twice over one forward pass.
     torch._functorch.config.donated_buffer = False
     rivals = providers()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16. Microseconds of one")
-    print("call with a cold L2 cache, in small cases the host's time to launch it included.")
-    print(f"{'':13}{'rows × cols':>15}     ", *(f"{name:>12}" for name in rivals))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16 (sinkhorn_knopp")
+    print("fp32). Microseconds of one call with a cold L2 cache, in small cases the host's time to")
+    print("launch it included.")
+    print(f"{'':15}{'rows × cols':>15}     ", *(f"{name:>12}" for name in rivals))
     for case in cases():
         size = " × ".join(map(str, case.sizes.values()))
         times = [microseconds(name, ops.get(case.op), case) for name, ops in rivals.items()]
         for direction, column in zip(("fwd", "bwd"), zip(*times, strict=True), strict=True):
             told = (f"{time:12.1f}" if time else f"{'-':>12}" for time in column)
-            print(f"{case.op:13}{size:>15} {direction:4}", *told, flush=True)
+            print(f"{case.op:15}{size:>15} {direction:4}", *told, flush=True)
     return 0
 
 

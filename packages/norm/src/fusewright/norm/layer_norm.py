@@ -48,7 +48,7 @@ def _forward_fake(x, weight, bias, eps, dtype):
 
 
 def _backward_triton(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
-    dx, dweight, dbias = launchers().launch_norm_backward(
+    dx, _, dweight, dbias = launchers().launch_norm_backward(
         dy, None, x, weight, bias, mean, rstd, 0.0, weight_grad, bias_grad
     )
     return dx, *(empty_grad(x) if grad is None else grad for grad in (dweight, dbias))

@@ -8,7 +8,13 @@ the derivatives of the ops, first and second.
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+# In the linear domain of sinkhorn_knopp an element so far below its row's maximum is zero: fp32
+# could hold it, but not in full precision through the steps that follow.
+LOWEST_LOGIT = -70.0
 
 
 def rms_norm(
@@ -36,6 +42,22 @@ def add_rms_norm(
     """s = x + residual, rounded to x's dtype; y = rms_norm(s). Returns (y, s)."""
     total = (wide(x) + wide(residual)).to(x.dtype).contiguous()
     return rms_norm(total, weight, eps=eps, weight_offset=weight_offset), total
+
+
+def rms_norm_gated(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """y = rms_norm(x) * activation(gate), rounded once."""
+    x_wide = wide(x)
+    x_hat = x_wide * rstd_of(x_wide, eps)
+    y = affine(x_hat, weight, None, weight_offset) * activated(wide(gate), activation)
+    return y.to(x.dtype).contiguous()
 
 
 def layer_norm(
@@ -79,6 +101,31 @@ def rms_norm_backward(
     return dx.to(x.dtype).contiguous(), summed_over_rows(wide(dy) * x_hat, weight)
 
 
+def rms_norm_gated_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    activation: str = "silu",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(dx, dgate, dweight) of rms_norm_gated."""
+    x_wide, gate_wide = wide(x), wide(gate)
+    normalised = affine(x_wide * rstd_of(x_wide, eps), weight, None, weight_offset)
+    factor = torch.sigmoid(gate_wide)
+    slope = factor * (1 - factor)
+    if activation == "silu":
+        slope = factor * (1 + gate_wide * (1 - factor))
+    dgate = (wide(dy) * normalised * slope).to(gate.dtype).contiguous()
+    dnormalised = wide(dy) * activated(gate_wide, activation)
+    dx, dweight = rms_norm_backward(
+        dnormalised, None, x, weight, eps=eps, weight_offset=weight_offset
+    )
+    return dx, dgate, dweight
+
+
 def layer_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -99,6 +146,52 @@ def layer_norm_backward(
         summed_over_rows(wide(dy) * x_hat, weight),
         summed_over_rows(wide(dy), bias),
     )
+
+
+def sinkhorn_knopp(
+    x: torch.Tensor, *, iterations: int, eps: float, domain: str = "linear"
+) -> torch.Tensor:
+    """exp(x), its rows and then its columns divided by their sums, ``iterations`` times over."""
+    *_, logs = sinkhorn_steps(x, iterations, eps, domain)
+    return logs.exp().to(x.dtype).contiguous()
+
+
+def sinkhorn_steps(x: torch.Tensor, iterations: int, eps: float, domain: str) -> list[torch.Tensor]:
+    """The logarithms of the matrices after each step, rows and columns in turn.
+
+    In logarithms in the linear domain too, whose step M / (sum(M) + eps) is L - log(sum(exp(L)) +
+    eps): the derivatives of that divide by nothing.
+    """
+    x = wide(x)
+    if domain == "linear" and x.shape[-1]:
+        x = x.masked_fill(x - x.amax(-1, keepdim=True) < LOWEST_LOGIT, -math.inf)
+    logs = torch.log_softmax(x, -1)
+    steps = [logs]
+    for step in range(1, 2 * iterations):
+        axis = axis_of(step)
+        if domain == "linear":
+            sums = (logs.exp().sum(axis, keepdim=True) + eps).log()
+        else:
+            sums = logs.logsumexp(axis, keepdim=True)
+        logs = logs - sums
+        steps.append(logs)
+    return steps
+
+
+def sinkhorn_knopp_backward(
+    dy: torch.Tensor, x: torch.Tensor, *, iterations: int, eps: float, domain: str
+) -> torch.Tensor:
+    """dx of sinkhorn_knopp, back through every step."""
+    steps = [logs.exp() for logs in sinkhorn_steps(x, iterations, eps, domain)]
+    grad = wide(dy) * steps[-1]
+    for step in reversed(range(2 * iterations)):
+        grad = grad - steps[step] * grad.sum(axis_of(step), keepdim=True)
+    return grad.to(x.dtype).contiguous()
+
+
+def axis_of(step: int) -> int:
+    """Even steps of sinkhorn_knopp divide rows, odd ones columns."""
+    return -2 if step % 2 else -1
 
 
 def mean_of(x: torch.Tensor) -> torch.Tensor:
@@ -130,6 +223,12 @@ def affine(
     if bias is not None:
         x_hat = x_hat + wide(bias)
     return x_hat
+
+
+def activated(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """What a gate multiplies by: sigmoid(gate), or gate * sigmoid(gate)."""
+    factor = torch.sigmoid(gate)
+    return gate * factor if activation == "silu" else factor
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""Launch tables as data: how much of a head one program takes, and which backend is faster.
+
+Source: unmeasured.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# What "auto" takes for CUDA tensors where fla can serve too: by whether gradients are wanted.
+FASTER = {"forward": "fla", "training": "fla"}
+
+
+class RuleConfig(NamedTuple):
+    """A program takes at most ``block_k`` columns of keys and ``block_v`` of values at a time; on
+    cards without Hopper's products at most ``elsewhere`` of both, with eight warps.
+    """
+
+    block_k: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+    elsewhere: int = 128
+
+
+class SerialConfig(NamedTuple):
+    """A program carries ``block_v`` columns of a head's state over all chunks; eight warps of it on
+    cards without Hopper's products.
+    """
+
+    block_v: int
+    num_warps: int
+    num_stages: int
+
+
+PREPARE = RuleConfig(block_k=64, block_v=64, num_warps=4, num_stages=2)
+OUTPUTS = RuleConfig(block_k=128, block_v=128, num_warps=4, num_stages=2)
+LOCAL = RuleConfig(block_k=64, block_v=64, num_warps=4, num_stages=2)
+INPUTS = RuleConfig(block_k=64, block_v=64, num_warps=4, num_stages=2, elsewhere=32)
+THROUGH = RuleConfig(block_k=64, block_v=64, num_warps=4, num_stages=2)
+
+# From the line of the fewest programs to that of the most: the first serves of which every
+# multiprocessor gets one.
+STATES = (
+    SerialConfig(block_v=64, num_warps=4, num_stages=2),
+    SerialConfig(block_v=32, num_warps=4, num_stages=2),
+    SerialConfig(block_v=16, num_warps=4, num_stages=2),
+)
+STATE_GRADIENTS = (
+    SerialConfig(block_v=64, num_warps=4, num_stages=2),
+    SerialConfig(block_v=32, num_warps=4, num_stages=2),
+    SerialConfig(block_v=16, num_warps=4, num_stages=2),
+)
+# How many columns of a state one program of the decode step takes.
+STEP_BLOCK_V = 16
+
+
+class ConvolutionConfig(NamedTuple):
+    """A program takes ``elements`` elements of one head, or of so many ``channels``."""
+
+    elements: int
+    channels: int
+    num_warps: int
+
+
+CONVOLUTION = ConvolutionConfig(elements=2048, channels=128, num_warps=4)
+CONVOLUTION_BACKWARD = ConvolutionConfig(elements=2048, channels=128, num_warps=4)
+
+# How many elements a program of the gated norm takes, in whole rows.
+NORM_ELEMENTS = 2048
+NORM_WARPS = 4

@@ -1,0 +1,108 @@
+"""The rule by fla-core, which the extra ``[fla]`` installs, and when it serves a call."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch._C import _are_functorch_transforms_active
+
+from ._backends import WARNED, constant_when_compiled
+from ._configs import FASTER
+
+Tensor = torch.Tensor
+
+FLA_DTYPES = (torch.bfloat16, torch.float16)
+FLA_WIDEST_KEY = 256
+# fla's issue 640: what triton made of its backward pass on Hopper was wrong from 3.4.0 on and is
+# right again in 3.7.1. In between fla raises.
+REFUSED_FROM, REFUSED_BELOW = (3, 4, 0), (3, 7, 1)
+
+
+def fla_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The rule and the state after the last token; gradients are fla's own."""
+    function: Any = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    return function(
+        *(q, k, v, g, beta),
+        scale=scale,
+        initial_state=state,
+        output_final_state=True,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
+    )
+
+
+def takes_fla(q: Tensor, differentiates: bool) -> bool:
+    """Whether "auto" has fla serve a call: where it is installed and measured to be faster, and
+    nothing watches the call that would need a registered op. Where only its backward pass is
+    refused, one warning says so.
+    """
+    if not q.is_cuda or torch.compiler.is_compiling() or _are_functorch_transforms_active():
+        return False
+    if FASTER["training" if differentiates else "forward"] != "fla" or not has_fla():
+        return False
+    if fla_obstacle(q, differentiates=False) is not None:
+        return False
+    obstacle = fla_obstacle(q, differentiates)
+    if obstacle is not None:
+        warn_once(obstacle)
+    return obstacle is None
+
+
+def fla_obstacle(q: Tensor, differentiates: bool) -> str | None:
+    """Why fla cannot serve a call; None where it can."""
+    if not has_fla():
+        return "fla-core is not installed, which the extra [fla] asks for"
+    if not q.is_cuda:
+        return f"tensors are on {q.device}, fla needs CUDA"
+    if q.dtype not in FLA_DTYPES:
+        return f"fla takes bfloat16 and float16, not {q.dtype}"
+    if q.shape[-1] > FLA_WIDEST_KEY:
+        return f"fla takes keys of up to {FLA_WIDEST_KEY} columns, not {q.shape[-1]}"
+    if differentiates and refuses_backward(q.device):
+        return (
+            "fla refuses its backward pass on Hopper with a triton from 3.4.0 to below 3.7.1, "
+            "whose gradients were wrong (its issue 640)"
+        )
+    return None
+
+
+@functools.cache
+def refuses_backward(device: torch.device) -> bool:
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and REFUSED_FROM <= triton_version() < REFUSED_BELOW
+
+
+def triton_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("triton"))[:3])
+
+
+@functools.cache
+def has_fla() -> bool:
+    try:
+        return importlib.util.find_spec("fla") is not None
+    except ValueError:
+        # sys.modules["fla"] is None: somebody has switched it off.
+        return False
+
+
+@constant_when_compiled
+def warn_once(obstacle: str) -> None:
+    """Say why "auto" did not take fla, the first time that a reason occurs."""
+    if obstacle not in WARNED:
+        WARNED.add(obstacle)
+        warnings.warn(f"the package's own kernels serve this call: {obstacle}", stacklevel=5)

@@ -1,0 +1,105 @@
+"""The gated norm of Gated DeltaNet.
+
+    y = o / sqrt(mean(o^2) + eps) weight silu(gate)
+
+Over the last axis, everything in fp32, y rounded once to o's dtype. Saved for the backward pass:
+the inputs. The gradient of the weight is shares of every program, added in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import layer_reference as reference
+from ._backends import Backend, launchers, uses_triton, without_autocast
+from ._registration import Derivative, Op, empty_grad, second_order
+
+Tensor = torch.Tensor
+
+
+def _forward_triton(o, weight, gate, eps):
+    return launchers().launch_gated_norm(o, weight, gate, eps)
+
+
+def _forward_fake(o, weight, gate, eps):
+    return o.new_empty(o.shape)
+
+
+def _backward_triton(dy, o, weight, gate, eps):
+    return launchers().launch_gated_norm_backward(dy, o, weight, gate, eps)
+
+
+def _backward_reference(dy, o, weight, gate, eps):
+    grads = reference.gated_norm_backward(dy, o, weight, gate, eps)
+    return grads if gate is not None else (*grads, empty_grad(o))
+
+
+def _backward_fake(dy, o, weight, gate, eps):
+    dgate = empty_grad(o) if gate is None else gate.new_empty(gate.shape)
+    return o.new_empty(o.shape), weight.new_empty(weight.shape), dgate
+
+
+_forward = Op(
+    "gated_norm(Tensor o, Tensor weight, Tensor? gate, float eps) -> Tensor",
+    triton=_forward_triton,
+    reference=reference.gated_norm,
+    fake=_forward_fake,
+)
+_backward = Op(
+    "gated_norm_backward(Tensor dy, Tensor o, Tensor weight, Tensor? gate, float eps)"
+    " -> (Tensor do, Tensor dweight, Tensor dgate)",
+    triton=_backward_triton,
+    reference=_backward_reference,
+    fake=_backward_fake,
+)
+
+
+@_forward.derivative
+class _GatedNorm(Derivative):
+    @staticmethod
+    def forward(ctx, run, o, weight, gate, eps):
+        ctx.save_for_backward(o, weight, gate)
+        ctx.eps = eps
+        return run(o, weight, gate, eps)
+
+    @staticmethod
+    def backward(ctx, dy):
+        o, weight, gate = ctx.saved_tensors
+        do, dweight, dgate = _backward(dy, o, weight, gate, ctx.eps)
+        return None, do, dweight, None if gate is None else dgate, None
+
+
+@_backward.derivative
+class _GatedNormBackward(Derivative):
+    @staticmethod
+    def forward(ctx, run, dy, o, weight, gate, eps):
+        ctx.save_for_backward(dy, o, weight, gate)
+        ctx.eps = eps
+        return run(dy, o, weight, gate, eps)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        def backward(dy, o, weight, gate):
+            return reference.gated_norm_backward(dy, o, weight, gate, ctx.eps)
+
+        inputs = ctx.saved_tensors
+        cotangents = cotangents[:2] if inputs[3] is None else cotangents
+        return None, *second_order(backward, inputs, cotangents), None
+
+
+def gated_norm(
+    o: Tensor, weight: Tensor, gate: Tensor | None, eps: float, *, backend: Backend = "auto"
+) -> Tensor:
+    """RMSNorm(o) weight silu(gate) in o's dtype; without a gate the norm alone.
+
+    Args:
+        o: ``[.., V]``.
+        weight: ``[V]``.
+        gate: of o's shape, or None.
+        eps: beside the mean square.
+        backend: as everywhere.
+    """
+    if uses_triton(o, backend):
+        return _forward(o, weight, gate, eps)
+    with without_autocast(o.device):
+        return reference.gated_norm(o, weight, gate, eps)

@@ -1,0 +1,296 @@
+r"""The gated delta rule: a linear recurrence whose state forgets, and corrects what it returns
+for a key.
+
+For every row and value head, with the state S [K, V] in fp32, alpha_t = exp(g_t):
+
+    S' = alpha_t S_(t-1)
+    u_t = beta_t (v_t - S'^T k_t)
+    S_t = S' + k_t u_t^T
+    o_t = scale S_t^T q_t
+
+Tokens are taken in chunks of 64, within which everything is products of matrices: with G the
+cumulated g and L_ij = exp(G_i - G_j), A = the part of (beta k) k^T * L below the diagonal and
+T = (I + A)^-1, a chunk that begins with S has
+
+    V' = T (beta v) - T (beta exp(G) k) S
+    o = scale ((exp(G) q) S + (q k^T * L) V')
+    S <- exp(G_C) S + (exp(G_C - G) k)^T V'
+
+Only the last line goes from chunk to chunk. Saved for the backward pass: the inputs, T, G and the
+state with which every chunk began, T and states in q's dtype. Sums have a fixed order. Operands of
+products are in q's dtype (fp32: exact, unless torch multiplies fp32 matrices in TF32); sums, T
+before it is rounded and the state that is carried are fp32.
+
+Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from . import reference
+from ._backends import Backend as OwnBackend
+from ._backends import available_backends as kernel_backends
+from ._backends import decline, launchers, uses_triton, without_autocast
+from ._checks import (
+    autocast,
+    check_backend_or_fla,
+    check_floating,
+    check_residual,
+    check_rule,
+    checked_scale,
+    dtype_of_state,
+)
+from ._fla import fla_obstacle, fla_rule, has_fla, takes_fla
+from ._registration import Derivative, Op, empty_grad, second_order
+
+Tensor = torch.Tensor
+Backend = Literal["auto", "fla", "triton", "reference"]
+Residual = Literal["none", "qk", "v"]
+
+OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, Tensor? cu_seqlens"
+SAVED = "Tensor inverses, Tensor states, Tensor decays"
+# What one program holds of a state.
+WIDEST = 256
+# An alpha below it counts as it: its logarithm and its gradient stay finite.
+LEAST_ALPHA = 1e-6
+
+
+class GatedDeltaRule(NamedTuple):
+    """What :func:`gated_delta_rule` returns.
+
+    Attributes:
+        o: ``[B, T, HV, V]``, in q's dtype.
+        state: ``[N, HV, K, V]`` after the last token, in fp32; None unless asked for.
+    """
+
+    o: Tensor
+    state: Tensor | None
+
+
+def available_backends() -> tuple[str, ...]:
+    """What this machine can run: always "reference"; "triton" with a supported GPU or under
+    ``TRITON_INTERPRET=1``; "fla" with a GPU and fla-core installed.
+    """
+    own = kernel_backends()
+    return ("fla", *own) if has_fla() and torch.cuda.is_available() else own
+
+
+def _forward_triton(q, k, v, g, beta, state, cu_seqlens, scale):
+    return launchers().launch_rule(q, k, v, g, beta, state, cu_seqlens, scale)
+
+
+def _forward_fake(q, k, v, g, beta, state, cu_seqlens, scale):
+    heads, width = v.shape[2:]
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    chunks = reference.most_chunks(q, cu_seqlens)
+    return (
+        q.new_empty(v.shape),
+        g.new_empty(sequences, heads, q.shape[3], width),
+        q.new_empty(chunks, heads, reference.CHUNK, reference.CHUNK),
+        q.new_empty(chunks, heads, q.shape[3], width),
+        g.new_empty(chunks, heads, reference.CHUNK),
+    )
+
+
+def _backward_triton(do, dend, *tensors_and_scale):
+    return launchers().launch_rule_backward(do, dend, *tensors_and_scale)
+
+
+def _backward_reference(do, dend, q, k, v, g, beta, state, cu_seqlens, *saved_and_scale):
+    tensors = (q, k, v, g, beta, state, cu_seqlens)
+    grads = reference.rule_backward(do, dend, *tensors, saved_and_scale[-1])
+    return grads if state is not None else (*grads, empty_grad(g))
+
+
+def _backward_fake(do, dend, q, k, v, g, beta, state, *others):
+    dstate = empty_grad(g) if state is None else state.new_empty(state.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), dstate
+
+
+_forward = Op(
+    f"gated_delta_rule({OPERANDS}, float scale) -> (Tensor o, Tensor end, {SAVED})",
+    triton=_forward_triton,
+    reference=reference.chunked_rule,
+    fake=_forward_fake,
+)
+_backward = Op(
+    f"gated_delta_rule_backward(Tensor do, Tensor dend, {OPERANDS}, {SAVED}, float scale)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dstate)",
+    triton=_backward_triton,
+    reference=_backward_reference,
+    fake=_backward_fake,
+)
+
+
+@_forward.derivative
+class _GatedDeltaRule(Derivative):
+    @staticmethod
+    def forward(ctx, run, q, k, v, g, beta, state, cu_seqlens, scale):
+        o, end, *saved = run(q, k, v, g, beta, state, cu_seqlens, scale)
+        ctx.save_for_backward(q, k, v, g, beta, state, cu_seqlens, *saved)
+        ctx.scale, ctx.end = scale, (end.shape, end.dtype, end.device)
+        ctx.set_materialize_grads(False)
+        return o, end, *_forward.statistics(ctx, run, *saved)
+
+    @staticmethod
+    def backward(ctx, do, dend, *_):
+        if do is None and dend is None:
+            return (None,) * 9
+        saved = q, _, v, _, _, state, *_ = ctx.saved_tensors
+        if do is None:
+            do = q.new_zeros(v.shape)
+        if dend is None:
+            shape, dtype, device = ctx.end
+            dend = torch.zeros(shape, dtype=dtype, device=device)
+        *grads, dstate = _backward(do, dend, *saved, ctx.scale)
+        return None, *grads, None if state is None else dstate, None, None
+
+
+@_backward.derivative
+class _GatedDeltaRuleBackward(Derivative):
+    @staticmethod
+    def forward(ctx, run, do, dend, q, k, v, g, beta, state, cu_seqlens, *saved_and_scale):
+        ctx.save_for_backward(do, dend, q, k, v, g, beta, state, cu_seqlens)
+        ctx.scale = saved_and_scale[-1]
+        return run(do, dend, q, k, v, g, beta, state, cu_seqlens, *saved_and_scale)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        *inputs, state, cu_seqlens = ctx.saved_tensors
+
+        def backward(do, dend, q, k, v, g, beta, state):
+            tensors = (q, k, v, g, beta, state, cu_seqlens)
+            return reference.rule_backward(do, dend, *tensors, ctx.scale)
+
+        cotangents = cotangents[:5] if state is None else cotangents
+        # What is saved stands for what the inputs say, and has no gradients of its own.
+        return None, *second_order(backward, (*inputs, state), cotangents), *(None,) * 5
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    d_residual: Residual = "none",
+    d_weight: Tensor | None = None,
+    alpha: Tensor | None = None,
+    backend: Backend = "auto",
+) -> GatedDeltaRule:
+    """Read and write a state for every token, by the gated delta rule.
+
+    Args:
+        q, k: ``[B, T, H, K]``, of one dtype with v, fp32, bf16 or fp16 (the reference takes fp64
+            too). Any strides; only a tensor whose last axis is not contiguous is copied. Under
+            autocast they are cast to its dtype. Keys of length 1 are wanted: with longer ones
+            nothing bounds the state.
+        v: ``[B, T, HV, V]``, HV a multiple of H: every HV / H value heads in turn share a head of
+            q and k.
+        g: ``[B, T, HV]``, the log decay, not above 0, floating point; -inf forgets the state. None
+            where ``alpha`` is given.
+        beta: the same; how much of the difference is corrected, 0 to 1, or 2 for negative
+            eigenvalues. Gates are not looked at.
+        scale: a number for o; K ** -0.5 where left out.
+        initial_state: ``[N, HV, K, V]``, fp32 (fp64 beside fp64 q), zeros where left out; N is B,
+            or the number of sequences.
+        output_final_state: also return the state after the last token.
+        cu_seqlens: ``[N + 1]``, int32 or int64, where sequences of different lengths begin and end
+            that lie one after the other in the only row: from 0 to T, never decreasing. It is not
+            read by the host, except by the reference.
+        d_residual: what o gets beside it: "none", "qk" for D (q_t . k_t) v_t, "v" for D v_t, for
+            every head; scale is no part of it.
+        d_weight: ``[HV]``, D; ones where left out.
+        alpha: the decay itself in place of g, as exp(g); below 1e-6 it counts as that. g is more
+            precise near 0 and 1.
+        backend: "auto" takes fla for CUDA tensors where it is installed, can serve and is faster,
+            else the kernels, and the reference for CPU tensors; "fla" and "triton" raise where
+            they cannot serve.
+
+    Returns:
+        A :class:`GatedDeltaRule`; o is contiguous.
+        What is not finite stays within its sequence and head.
+
+    Differentiable in every tensor but cu_seqlens; twice, except by fla: the second derivative runs
+    in plain torch.
+
+    Raises:
+        TypeError: a tensor is not floating point or not strided, cu_seqlens does not hold integers.
+        ValueError: the shapes, dtypes or devices are not as above, not one of g and alpha is given,
+            or an option is unknown.
+        RuntimeError: backend is "fla" or "triton" and cannot serve this call.
+    """
+    check_backend_or_fla(backend)
+    g = log_decay(g, alpha)
+    check_rule(q, k, v, g, beta, initial_state, cu_seqlens)
+    check_residual(d_residual, d_weight, v)
+    scale = checked_scale(scale, q)
+    q, k, v = autocast(q, k, v)
+    g, beta = (x.to(dtype_of_state(q)) for x in (g, beta))
+    tensors = (q, k, v, g, beta, initial_state)
+    served = served_by(q, v, tensors, backend)
+    if served == "fla":
+        o, state = fla_rule(*tensors, cu_seqlens, scale)
+    elif served == "triton":
+        o, state, *_ = _forward(*tensors, cu_seqlens, scale)
+    else:
+        with without_autocast(q.device):
+            o, state = reference.gated_delta_rule(*tensors, cu_seqlens, scale=scale)
+    if d_residual != "none":
+        o = with_residual(o, q, k, v, d_residual, d_weight)
+    return GatedDeltaRule(o, state if output_final_state else None)
+
+
+def log_decay(g: Tensor | None, alpha: Tensor | None) -> Tensor:
+    """g, or the logarithm of alpha."""
+    if g is None:
+        if alpha is None:
+            raise ValueError("one of g and alpha must be given, got neither")
+        check_floating("alpha", alpha)
+        return reference.wide(alpha).clamp(min=LEAST_ALPHA).log()
+    if alpha is not None:
+        raise ValueError("one of g and alpha must be given, got both")
+    return g
+
+
+def served_by(q: Tensor, v: Tensor, tensors: Sequence[Tensor | None], backend: Backend) -> str:
+    """Which of "fla", "triton" and "reference" serves a call on ``tensors``."""
+    if backend in ("auto", "fla"):
+        differentiates = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in tensors
+        )
+        if backend == "fla":
+            obstacle = fla_obstacle(q, differentiates)
+            if obstacle is not None:
+                raise RuntimeError(f'backend="fla" cannot serve this call: {obstacle}')
+            return "fla"
+        if takes_fla(q, differentiates):
+            return "fla"
+    own: OwnBackend = "auto" if backend == "fla" else backend
+    if not uses_triton(q, own):
+        return "reference"
+    widths = q.shape[-1], v.shape[-1]
+    if max(widths) > WIDEST:
+        decline(f"the kernels serve keys and values of up to {WIDEST} columns, not {widths}", own)
+        return "reference"
+    return "triton"
+
+
+def with_residual(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, d_residual: Residual, d_weight: Tensor | None
+) -> Tensor:
+    """o + D (q . k) v or o + D v, in fp32, rounded once more."""
+    weight = o.new_ones(v.shape[2]) if d_weight is None else d_weight
+    if d_residual == "qk":
+        matches = (reference.wide(q) * reference.wide(k)).sum(-1)
+        weight = weight * matches.repeat_interleave(v.shape[2] // q.shape[2], 2)
+    return (reference.wide(o) + weight.unsqueeze(-1) * reference.wide(v)).to(o.dtype)

@@ -1,0 +1,98 @@
+"""Calls that launch the kernels, for the compile tests: tensors are never read."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from fusewright.deltanet import _problem
+from fusewright.deltanet._backends import Card
+from fusewright.deltanet._backward import launch_rule_backward
+from fusewright.deltanet._convolution import (
+    launch_short_convolution,
+    launch_short_convolution_backward,
+)
+from fusewright.deltanet._forward import launch_rule
+from fusewright.deltanet._gated_norm_kernels import (
+    launch_gated_norm,
+    launch_gated_norm_backward,
+)
+from fusewright.deltanet._step_kernels import launch_step
+
+# So many that the lines of the most programs are taken.
+CARD = Card(
+    multiprocessors=132,
+    shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
+    capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
+)
+_problem.card_of = lambda device: CARD
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def launch(
+    dtype: torch.dtype,
+    keys: int = 128,
+    width: int = 128,
+    *,
+    heads: tuple[int, int] = (8, 8),
+    batch: int = 4,
+    lengths: bool = False,
+    starts: bool = True,
+) -> None:
+    """Forward and backward with every gradient."""
+    q = torch.empty(batch, 128, heads[0], keys, dtype=dtype)
+    v = torch.empty(batch, 128, heads[1], width, dtype=dtype)
+    g = torch.empty(batch, 128, heads[1])
+    cu_seqlens = torch.tensor([0, 128]) if lengths else None
+    state = torch.empty(batch, heads[1], keys, width) if starts else None
+    operands = (q, q, v, g, g, state, cu_seqlens)
+    o, end, *saved = launch_rule(*operands, 0.1)
+    launch_rule_backward(o, end, *operands, *saved, 0.1)
+
+
+def launch_one_step(dtype: torch.dtype, keys: int = 128, width: int = 128) -> None:
+    q, v = torch.empty(2, 2, keys, dtype=dtype), torch.empty(2, 4, width, dtype=dtype)
+    gate = torch.empty(2, 4)
+    launch_step(q, q, v, gate, gate, torch.empty(2, 4, keys, width), 0.1)
+
+
+def launch_the_layer(dtype: torch.dtype, heads: int = 8, width: int = 128) -> None:
+    """What a layer does before and after the rule."""
+    x, weight = torch.empty(2, 64, heads * width, dtype=dtype), torch.empty(heads * width, 4)
+    for unit in (0, heads):
+        launch_short_convolution(x, weight, None, None, unit)
+        launch_short_convolution_backward(x, x, weight, None, None, unit)
+    rows, gain = x.view(2, 64, heads, width), torch.empty(width)
+    launch_gated_norm(rows, gain, rows, 1e-5)
+    launch_gated_norm_backward(rows, rows, gain, rows, 1e-5)
+
+
+def one_of_each() -> None:
+    """Every kernel once, at the width of a model's heads."""
+    launch(BF16)
+    launch_one_step(BF16)
+    launch_the_layer(BF16)
+
+
+def every_launch() -> None:
+    """Widths of 32 to 256 in bf16, values wider than keys, shared heads, sequences, few heads."""
+    for width in (32, 64, 96, 256):
+        launch(BF16, width, width)
+    launch(BF16, 256, 512 // 2)
+    launch(BF16, 64, 128, heads=(4, 8))
+    launch(BF16, batch=1, lengths=True, starts=False)
+    launch(BF16, batch=64)
+    launch(F16)
+    launch_one_step(BF16, 256, 256)
+    launch_the_layer(BF16, 4, 256)
+    launch_the_layer(F32)
+
+
+def every_exact_launch() -> None:
+    """fp32, whose operands are twice as large, in both precisions."""
+    for precision in ("ieee", "tf32"):
+        torch.backends.cuda.matmul.fp32_precision = precision
+        for width in (64, 128):
+            launch(F32, width, width)
+    launch_one_step(F32)

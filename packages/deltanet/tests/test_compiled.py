@@ -1,0 +1,39 @@
+"""Every kernel compiles for every supported card, within its shared memory."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from fusewright_testkit.compiled import SHARED_KIB, compiled_in_a_process
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_one_launch_of_every_kernel_compiles(capability):
+    """On Hopper, which the tables are for, without a spill."""
+    may_spill = capability != 90
+    printed = compiled_in_a_process(HERE, "one_of_each", capability, may_spill=may_spill)
+    for kernel in (
+        "_prepare_kernel",
+        "_states_kernel",
+        "_outputs_kernel",
+        "_local_kernel",
+        "_state_gradients_kernel",
+        "_inputs_kernel",
+        "_through_kernel",
+        "_step_kernel",
+        "_convolution_kernel",
+        "_convolution_backward_kernel",
+        "_gated_norm_kernel",
+        "_gated_norm_backward_kernel",
+    ):
+        assert kernel in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
+@pytest.mark.parametrize("launches", ["every_launch", "every_exact_launch"])
+def test_every_launch_compiles_and_fits_in_shared_memory(launches, capability):
+    compiled_in_a_process(HERE, launches, capability, may_spill=True)

@@ -1,0 +1,280 @@
+"""What only a card can show: full sizes, graphs, synchronisation, streams, fla beside us."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.deltanet import GatedDeltaNet, _fla, gated_delta_rule
+from fusewright.deltanet._gated_norm import gated_norm
+from fusewright.deltanet._short_convolution import short_convolution
+from fusewright_testkit import Yardstick, capture, no_synchronisation
+
+pytestmark = pytest.mark.gpu
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+# Rows, tokens, heads, K, V; the tokens are no multiple of a chunk.
+FULL = 2, 300, 3, 128, 128
+WIDTHS = [(32, 32), (64, 64), (64, 128), (96, 80), (128, 128), (256, 256)]
+
+
+def everything(op, leaves, **options):
+    """Outputs and gradients."""
+    outputs = op.public(*leaves, **dict(backend="triton") | options)
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])]
+
+
+def same_bits(found, truth):
+    return all(torch.equal(f, t) for f, t in zip(found, truth, strict=True))
+
+
+@pytest.fixture(params=["ieee", "tf32"])
+def fp32_precision(request):
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = request.param
+    yield request.param
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(
+    "widths", [(32, 32), (64, 64), (64, 128), (96, 80), (128, 128), (256, 256)]
+)
+def test_every_width_is_as_near_to_fp64_as_torch(rule_op, widths, dtype):
+    rule_op.check(rule_op.draw(*FULL[:3], *widths, dtype, "cuda"))
+
+
+@pytest.mark.parametrize("widths", [(16, 16), (64, 64), (128, 128), (200, 256)])
+def test_fp32_is_as_near_to_fp64_as_torch_in_each_precision(rule_op, widths, fp32_precision):
+    rule_op.check(rule_op.draw(*FULL[:3], *widths, F32, "cuda"))
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130, 1000])
+def test_every_number_of_tokens_is_as_near_to_fp64_as_torch(rule_op, tokens):
+    rule_op.check(rule_op.draw(2, tokens, 2, 64, 64, BF16, "cuda"))
+
+
+@pytest.mark.parametrize("forget", [0.0, 0.01, 5.0, 200.0])
+def test_every_decay_is_as_near_to_fp64_as_torch(rule_op, forget):
+    rule_op.check(rule_op.draw(*FULL, BF16, "cuda", forget=forget))
+
+
+def test_keys_all_alike_are_as_near_to_fp64_as_torch(rule_op):
+    tensors = rule_op.draw(*FULL, BF16, "cuda", forget=0.01)
+    tensors[1] = tensors[1][:, :1].expand_as(tensors[1]).contiguous()
+    rule_op.check(tensors)
+
+
+def test_shared_heads_are_as_near_to_fp64_as_torch(rule_op):
+    rule_op.check(rule_op.draw(2, 300, (2, 6), 64, 64, BF16, "cuda"))
+
+
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_every_number_of_programs_is_as_near_to_fp64_as_torch(rule_op, batch):
+    """Each line of the tables of the serial kernels."""
+    rule_op.check(rule_op.draw(batch, 130, 4, 64, 64, BF16, "cuda"))
+
+
+def test_sequences_in_one_row_are_as_near_to_fp64_as_torch(rule_op):
+    lengths = torch.tensor([0, 1, 66, 66, 300], device="cuda")
+    op = rule_op.having(cu_seqlens=lengths)
+    op.check(op.draw(1, 300, 3, 64, 64, BF16, "cuda", sequences=4))
+
+
+def test_future_token_changes_no_past_output(rule_op):
+    tensors = rule_op.draw(*FULL, BF16, "cuda")
+    o, _ = rule_op.kernels(*tensors)
+    for token in (0, 63, 64, 200, 299):
+        changed = [x.clone() for x in tensors]
+        for x in changed[1:5]:
+            x[:, token] *= 0.5
+        later, _ = rule_op.kernels(*changed)
+        assert torch.equal(later[:, :token], o[:, :token])
+        assert not torch.equal(later, o)
+
+
+def test_slices_of_one_projection_give_the_bits_of_copies(rule_op):
+    q, k, v, *others = rule_op.draw(*FULL, BF16, "cuda")
+    expected = rule_op.kernels(q, k, v, *others)
+    slices = torch.cat([q, k, v], 2).split(q.shape[2], 2)
+    assert same_bits(rule_op.kernels(*slices, *others), expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("varlen", [False, True], ids=["rows", "sequences"])
+def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(rule_op, varlen, dtype):
+    lengths = torch.tensor([0, 100, 300], device="cuda") if varlen else None
+    op = rule_op.having(cu_seqlens=lengths)
+    sizes = (1, 300, 3, 64, 64, dtype, "cuda")
+    leaves = [x.requires_grad_() for x in op.draw(*sizes, sequences=2 if varlen else 1)]
+    others = op.draw(*sizes, sequences=2 if varlen else 1)
+    graph, captured = capture(lambda: everything(op, leaves))
+    with torch.no_grad():
+        for x, other in zip(leaves, others, strict=True):
+            x.copy_(other)
+        if varlen:
+            lengths[1] = 37
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(captured, everything(op, leaves))
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["rows", "sequences"])
+def test_no_call_waits_for_the_card(rule_op, varlen):
+    lengths = torch.tensor([0, 100, 300], device="cuda") if varlen else None
+    op = rule_op.having(cu_seqlens=lengths)
+    leaves = [x.requires_grad_() for x in op.draw(1, 300, 3, 64, 64, BF16, "cuda",
+                                                  sequences=2 if varlen else 1)]  # fmt: skip
+    everything(op, leaves)
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        everything(op, leaves)
+
+
+def test_same_bits_twice_and_on_two_streams(rule_op):
+    leaves = [x.requires_grad_() for x in rule_op.draw(*FULL, BF16, "cuda")]
+    expected = everything(rule_op, leaves)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(everything(rule_op, leaves))
+    torch.cuda.synchronize()
+    assert all(same_bits(values, expected) for values in found)
+
+
+def test_inductor_compiles_forward_and_backward(rule_op):
+    torch._dynamo.reset()
+    leaves = [x.requires_grad_() for x in rule_op.draw(*FULL, BF16, "cuda")]
+    expected = everything(rule_op, leaves)
+    outputs = torch.compile(rule_op.kernels, fullgraph=True)(*leaves)
+    grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])
+    assert same_bits([*outputs, *grads], expected)
+
+
+@pytest.mark.parametrize("sizes", [(3, (2, 4), 128, 128), (1, (1, 1), 200, 72)])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_step_is_as_near_to_fp64_as_torch(step_op, sizes, dtype):
+    Yardstick(step_op.reference, step_op.draw(*sizes, dtype, "cuda")).check(step_op.kernels)
+
+
+def test_fla_computes_the_same(rule_op):
+    """And its outputs pass the same yardstick; gradients where it does not refuse them."""
+    pytest.importorskip("fla")
+    tensors = rule_op.draw(2, 300, 4, 64, 64, BF16, "cuda")
+    refused = _fla.refuses_backward(tensors[0].device)
+    yardstick = Yardstick(rule_op.reference, tensors, [None, None] if refused else None)
+
+    def fla(*leaves):
+        leaves = [x.detach() for x in leaves] if refused else leaves
+        return rule_op.public(*leaves, backend="fla")
+
+    yardstick.check(fla)
+    if refused:
+        tensors[0].requires_grad_()
+        with pytest.raises(RuntimeError, match="issue 640"):
+            rule_op.public(*tensors, backend="fla")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("sizes", [(2, 300, 4, 128), (1, 70, 3, 256), (3, 33, 5, 20)])
+@pytest.mark.parametrize("unit", [False, True], ids=["silu", "unit"])
+def test_convolution_is_as_near_to_fp64_as_torch(unit, sizes, dtype):
+    batch, tokens, heads, width = sizes
+    x = torch.randn(batch, tokens, heads * width, device="cuda").to(dtype)
+    weight = torch.randn(heads * width, 4, device="cuda")
+    place = torch.arange(tokens, device="cuda") % 50
+
+    def call(backend):
+        options = dict(place=place, heads=heads if unit else 0, backend=backend)
+        return lambda x, weight: short_convolution(x, weight, None, **options)
+
+    Yardstick(call("reference"), [x, weight]).check(call("triton"))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("shape", [(2, 300, 4, 128), (3, 33, 5, 20), (7, 256)])
+def test_gated_norm_is_as_near_to_fp64_as_torch(shape, dtype):
+    o, gate = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
+    weight = torch.randn(shape[-1], device="cuda")
+
+    def call(backend):
+        return lambda o, weight, gate: gated_norm(o, weight, gate, 1e-5, backend=backend)
+
+    Yardstick(call("reference"), [o, weight, gate]).check(call("triton"))
+
+
+def test_layer_decodes_what_it_computes_as_a_whole():
+    """In bf16 no worse than the whole, computed by the reference."""
+    layer = GatedDeltaNet(256, 1.0, 64, 4, device="cuda", dtype=BF16, backend="triton")
+    x = torch.randn(2, 100, 256, device="cuda", dtype=BF16)
+    exact = GatedDeltaNet(256, 1.0, 64, 4, device="cuda", dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    plain = GatedDeltaNet(256, 1.0, 64, 4, device="cuda", dtype=BF16, backend="reference")
+    plain.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        truth = exact(x.double())
+        y, cache = layer.decode(x[:, :90])
+        found = [y]
+        for token in x[:, 90:].split(1, 1):
+            y, cache = layer.decode(token, cache)
+            found.append(y)
+        allowed = (plain(x).double() - truth).square().mean().sqrt()
+    assert (torch.cat(found, 1).double() - truth).square().mean().sqrt() <= 2 * allowed
+
+
+def test_training_step_of_the_layer_waits_for_nothing():
+    layer = GatedDeltaNet(256, 1.0, 64, 4, device="cuda", dtype=BF16, backend="triton")
+    x = torch.randn(2, 100, 256, device="cuda", dtype=BF16)
+    layer(x).square().mean().backward()
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        layer(x).square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_kernels_run_on_the_device_of_the_tensor(rule_op):
+    leaves = [x.requires_grad_() for x in rule_op.draw(*FULL, BF16, "cuda:1")]
+    assert same_bits(everything(rule_op, leaves), everything(rule_op, leaves))
+
+
+def test_first_call_of_all_kernels_takes_no_longer_than_twenty_seconds(tmp_path):
+    """With an empty cache, in a process of its own; fla's first call tunes for over a minute."""
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "import time, torch\n"
+        "from fusewright.deltanet import gated_delta_rule\n"
+        "q, k, v = (torch.randn(1, 128, 2, 128, device='cuda', dtype=torch.bfloat16,"
+        " requires_grad=True) for _ in range(3))\n"
+        "g, beta = -torch.rand(1, 128, 2, device='cuda'), torch.rand(1, 128, 2, device='cuda')\n"
+        "start = time.perf_counter()\n"
+        "gated_delta_rule(q, k / 12, v, g, beta, backend='triton').o.sum().backward()\n"
+        "torch.cuda.synchronize()\n"
+        "print(time.perf_counter() - start)\n"
+    )
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 20.0
+
+
+def test_memory_of_a_training_step_is_what_the_readme_says():
+    """Beside the inputs: T, G and the states; and in the backward pass what it hands over."""
+    q, k, v = (torch.randn(1, 4096, 8, 128, device="cuda", dtype=BF16) for _ in range(3))
+    k = k / 12
+    g, beta = -0.1 * torch.rand(1, 4096, 8, device="cuda"), torch.rand(1, 4096, 8, device="cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    before = torch.cuda.memory_allocated()
+    o = gated_delta_rule(*leaves, g, beta, backend="triton").o
+    size = q.numel() * q.element_size()
+    assert torch.cuda.memory_allocated() - before < 3.8 * size
+    torch.cuda.reset_peak_memory_stats()
+    o.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 16 * size

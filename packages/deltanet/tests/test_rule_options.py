@@ -1,0 +1,252 @@
+"""Scale, alpha, the residual of gated_delta_rule, its input errors, and who serves a call."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from fusewright.deltanet import _fla, available_backends, gated_delta_rule, reference
+from fusewright.deltanet._backends import WARNED
+from fusewright.deltanet.gated_delta_rule import served_by
+
+q, k = torch.randn(2, 2, 5, 2, 4)
+v = torch.randn(2, 5, 4, 3)
+g, beta = -torch.rand(2, 5, 4), torch.rand(2, 5, 4)
+state = torch.randn(2, 4, 4, 3)
+one_row = dict(q=q[:1], k=k[:1], v=v[:1], g=g[:1], beta=beta[:1])
+lengths = torch.tensor([0, 2, 5])
+
+
+def rule(**changed):
+    return gated_delta_rule(**dict(q=q, k=k, v=v, g=g, beta=beta) | changed)
+
+
+def test_scale_is_a_factor_of_the_output(backend, device):
+    tensors = dict(one_row, backend=backend)
+    tensors = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in tensors.items()}
+    default, twice = (rule(**tensors, scale=scale).o for scale in (None, 2 * q.shape[-1] ** -0.5))
+    torch.testing.assert_close(twice, 2.0 * default)
+
+
+def test_alpha_is_the_decay_itself_down_to_its_floor():
+    alpha = g.exp()
+    torch.testing.assert_close(rule(g=None, alpha=alpha).o, rule().o)
+    alpha[0, 2] = 0.0
+    alpha.requires_grad_()
+    o = rule(g=None, alpha=alpha).o
+    torch.testing.assert_close(o, rule(g=alpha.detach().clamp(min=1e-6).log()).o)
+    o.sum().backward()
+    assert alpha.grad.isfinite().all()
+    assert not alpha.grad[0, 2].any()
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("kind", ["qk", "v"])
+def test_residual_is_added_to_the_output(kind, weighed):
+    weight = torch.randn(4, requires_grad=True) if weighed else None
+    plain, found = rule().o, rule(d_residual=kind, d_weight=weight).o
+    d = torch.ones(4) if weight is None else weight
+    times = d.expand(2, 5, 4)
+    if kind == "qk":
+        times = times * (q * k).sum(-1).repeat_interleave(2, 2)
+    torch.testing.assert_close(found, plain + times.unsqueeze(-1) * v)
+    if weighed:
+        found.sum().backward()
+        assert weight.grad.all()
+
+
+def test_final_state_is_given_where_it_is_asked_for():
+    assert rule().state is None
+    assert rule(output_final_state=True).state.shape == (2, 4, 4, 3)
+    o, end = rule(initial_state=state, output_final_state=True)
+    expected = reference.gated_delta_rule(q, k, v, g, beta, state, scale=0.5)
+    assert torch.equal(o, expected[0])
+    assert torch.equal(end, expected[1])
+
+
+# What is given otherwise than in a good call, the error, and what it says.
+BAD = {
+    "list as q": (dict(q=q.tolist()), TypeError, "q must be a tensor, got list"),
+    "integers": (dict(v=v.int()), TypeError, "float64, got torch.int32"),
+    "sparse": (dict(k=k.to_sparse()), TypeError, "k must be a strided tensor"),
+    "three axes": (dict(q=q[0]), ValueError, r"q must be \[B, T, H, K\] with a width of at least"),
+    "no width": (dict(v=v[..., :0]), ValueError, r"v must be \[B, T, HV, V\] with a width"),
+    "fewer keys": (
+        *(dict(k=k[:, :4]), ValueError),
+        r"k must have q's shape \(2, 5, 2, 4\), got \(2, 4, 2, 4\)",
+    ),
+    "dtypes": (dict(v=v.half()), ValueError, "v must have q's dtype torch.float32, got"),
+    "devices": (dict(k=k.to("meta")), ValueError, "k must be on q's device cpu, got meta"),
+    "three value heads": (
+        *(dict(v=v[:, :, :3], g=g[..., :3], beta=beta[..., :3]), ValueError),
+        "HV a multiple of its heads",
+    ),
+    "values of fewer tokens": (dict(v=v[:, :4]), ValueError, "v must be"),
+    "neither gate": (dict(g=None), ValueError, "one of g and alpha must be given, got neither"),
+    "both gates": (dict(alpha=g.exp()), ValueError, "one of g and alpha must be given, got both"),
+    "number as alpha": (dict(g=None, alpha=0.5), TypeError, "alpha must be a tensor, got float"),
+    "number as beta": (dict(beta=0.1), TypeError, "beta must be a tensor, got float"),
+    "gates by head": (
+        *(dict(g=g.mT), ValueError),
+        r"g must be \[B, T, HV\] = \(2, 5, 4\), got \(2, 4, 5\)",
+    ),
+    "state of one row": (
+        *(dict(initial_state=state[:1]), ValueError),
+        r"initial_state must be \[N, HV, K, V\] = \(2, 4, 4, 3\), got \(1, 4, 4, 3\)",
+    ),
+    "half a state": (
+        *(dict(initial_state=state.half()), ValueError),
+        "initial_state must be torch.float32 beside q of torch.float32, got torch.float16",
+    ),
+    "state elsewhere": (
+        *(dict(initial_state=state.to("meta")), ValueError),
+        "initial_state must be on q's device cpu, got meta",
+    ),
+    "lengths of two rows": (dict(cu_seqlens=lengths), ValueError, "q must have one row, B = 1"),
+    "list as lengths": (one_row | dict(cu_seqlens=[0, 5]), TypeError, "must be a tensor, got list"),
+    "real lengths": (
+        *(one_row | dict(cu_seqlens=lengths.float()), TypeError),
+        "cu_seqlens must be int32 or int64, got torch.float32",
+    ),
+    "no length": (one_row | dict(cu_seqlens=lengths[:1]), ValueError, "with N at least 1"),
+    "states of rows": (
+        *(one_row | dict(cu_seqlens=lengths, initial_state=state[:1]), ValueError),
+        r"= \(2, 4, 4, 3\), got \(1, 4, 4, 3\)",
+    ),
+    "word as scale": (dict(scale="1"), TypeError, "scale must be a number, got str"),
+    "scale without end": (dict(scale=math.inf), ValueError, "scale must be finite, got inf"),
+    "residual": (dict(d_residual="kv"), ValueError, "d_residual must be one of none, qk, v"),
+    "weight alone": (dict(d_weight=torch.ones(4)), ValueError, 'd_weight needs d_residual="qk"'),
+    "weight of keys": (
+        *(dict(d_residual="v", d_weight=torch.ones(2)), ValueError),
+        r"d_weight must be \[HV\]",
+    ),
+    "backend": (dict(backend="cuda"), ValueError, '"auto", "fla", "triton" or "reference"'),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    changed, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        rule(**changed)
+
+
+def test_triton_says_why_it_cannot_serve():
+    doubles = {name: x.double() for name, x in dict(q=q, k=k, v=v).items()}
+    with pytest.raises(RuntimeError, match=r"not torch\.float64"):
+        rule(**doubles, backend="triton")
+
+
+def test_triton_says_which_widths_it_serves():
+    wide = torch.randn(1, 1, 1, 257)
+    one = torch.zeros(1, 1, 1)
+    with pytest.raises(RuntimeError, match=r"up to 256 columns, not \(257, 257\)"):
+        gated_delta_rule(wide, wide, wide, one, one, backend="triton")
+
+
+def test_fla_says_why_it_cannot_serve(monkeypatch):
+    monkeypatch.setattr(_fla, "has_fla", lambda: False)
+    with pytest.raises(RuntimeError, match=r"fla-core is not installed, which the extra \[fla\]"):
+        rule(backend="fla")
+    monkeypatch.setattr(_fla, "has_fla", lambda: True)
+    with pytest.raises(RuntimeError, match="fla needs CUDA"):
+        rule(backend="fla")
+
+
+class OnACard:
+    """What of a tensor the choice of a backend looks at."""
+
+    is_cuda, is_cpu, is_meta, dtype = True, False, False, torch.bfloat16
+    device, shape, requires_grad = torch.device("cuda", 0), (1, 4, 1, 8), False
+
+
+@pytest.fixture
+def hopper_with(monkeypatch):
+    """Makes a machine with fla, a Hopper card and a version of triton."""
+
+    def make(version: str, faster: str = "fla"):
+        monkeypatch.setattr(_fla, "has_fla", lambda: True)
+        monkeypatch.setattr(_fla, "triton_version", lambda: tuple(map(int, version.split("."))))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(_fla, "FASTER", dict(forward=faster, training=faster))
+        module = "fusewright.deltanet.gated_delta_rule"
+        monkeypatch.setattr(sys.modules[module], "uses_triton", lambda q, backend: True)
+        WARNED.clear()
+        _fla.refuses_backward.cache_clear()
+
+    yield make
+    WARNED.clear()
+    _fla.refuses_backward.cache_clear()
+
+
+def served(backend="auto", training=False, **changed):
+    tensor = OnACard()
+    vars(tensor).update(requires_grad=training, **changed)
+    return served_by(tensor, tensor, (tensor,) * 5 + (None,), backend)
+
+
+def test_auto_takes_fla_where_it_is_faster_and_may(hopper_with):
+    hopper_with("3.7.1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert served() == served(training=True) == "fla"
+        assert served(dtype=torch.float32) == "triton"
+    hopper_with("3.7.1", faster="triton")
+    assert served() == served(training=True) == "triton"
+    assert served(backend="fla", training=True) == "fla"
+
+
+def test_auto_takes_our_kernels_where_fla_refuses_its_gradients_and_says_so_once(hopper_with):
+    hopper_with("3.6.0")
+    with pytest.warns(UserWarning, match=r"own kernels serve this call: fla refuses its backward"):
+        assert served(training=True) == "triton"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert served(training=True) == "triton"
+        with torch.no_grad():
+            assert served(training=True) == "fla"
+        assert served() == "fla"
+    with pytest.raises(RuntimeError, match=r"below 3\.7\.1"):
+        served(backend="fla", training=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("3.3.1", False), ("3.4.0", True), ("3.7.0", True), ("3.7.1", False)]
+)
+def test_refusal_is_flas_own(hopper_with, version, refused):
+    hopper_with(version)
+    assert _fla.refuses_backward(torch.device("cuda", 0)) is refused
+
+
+def test_fla_is_called_with_its_own_names(monkeypatch):
+    """A function with fla's signature, that computes by the reference."""
+
+    def chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens
+    ):
+        assert output_final_state
+        assert cu_seqlens.dtype == torch.int64
+        return reference.gated_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, scale=scale)
+
+    module = types.ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = chunk_gated_delta_rule
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
+    monkeypatch.setattr(sys.modules["fusewright.deltanet.gated_delta_rule"], "fla_obstacle", none)
+    options = one_row | dict(cu_seqlens=lengths.int(), initial_state=state, output_final_state=True)
+    found, expected = rule(**options, backend="fla"), rule(**options, backend="reference")
+    assert torch.equal(found.o, expected.o)
+    assert torch.equal(found.state, expected.state)
+
+
+def none(*args, **kwargs):
+    return None
+
+
+def test_available_backends_are_told(monkeypatch):
+    assert "reference" in available_backends()
+    assert "fla" not in available_backends() or torch.cuda.is_available()

@@ -1,0 +1,124 @@
+"""gated_delta_rule_step: one token of the recurrence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.deltanet import gated_delta_rule, gated_delta_rule_step
+from fusewright_testkit import Yardstick, transforms
+from fusewright_testkit.transforms import hold
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+SIZES = 2, (1, 2), 3, 5
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    "sizes", [SIZES, (1, (1, 1), 1, 1), (3, (2, 2), 24, 40)], ids=["small", "one", "several-tiles"]
+)
+def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(step_op, sizes, dtype, device):
+    tensors = step_op.draw(*sizes, dtype, device)
+    Yardstick(step_op.reference, tensors).check(step_op.kernels)
+
+
+def test_reference_passes_gradcheck(step_op):
+    leaves = [x.requires_grad_() for x in step_op.draw(*SIZES, F64)]
+    assert torch.autograd.gradcheck(step_op.reference, leaves)
+
+
+def test_steps_are_the_rule(step_op, rule_op, backend, device):
+    *tensors, state = rule_op.draw(2, 5, (1, 2), 4, 4, F32, device)
+    o, end = rule_op.public(*tensors, state, backend=backend)
+    found = []
+    for t in range(5):
+        y, state = gated_delta_rule_step(*(x[:, t] for x in tensors), state, backend=backend)
+        found.append(y)
+    torch.testing.assert_close(torch.stack(found, 1), o)
+    torch.testing.assert_close(state, end)
+
+
+def test_given_state_stays_as_it_was(step_op, backend, device):
+    tensors = step_op.draw(*SIZES, F32, device)
+    before = tensors[5].clone()
+    _, after = gated_delta_rule_step(*tensors, backend=backend)
+    assert torch.equal(tensors[5], before)
+    assert not torch.equal(after, before)
+
+
+def test_strange_state_stays_in_its_row_and_head(step_op, backend, device):
+    tensors = step_op.draw(*SIZES, F32, device)
+    expected = step_op.public(*tensors, backend=backend)
+    tensors[5][1, 0, 0, 0] = float("nan")
+    for found, truth in zip(step_op.public(*tensors, backend=backend), expected, strict=True):
+        assert torch.equal(found[0], truth[0])
+        assert torch.equal(found[1, 1], truth[1, 1])
+        assert found[1, 0].isnan().any()
+
+
+def test_registered_op_passes_opcheck(step_op, device):
+    leaves = [x.requires_grad_() for x in step_op.draw(*SIZES, F32, device)]
+    torch.library.opcheck(
+        torch.ops.fusewright_deltanet.gated_delta_rule_step.default, (*leaves, 0.3)
+    )
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [transforms.func_grad, transforms.mapped, transforms.mapped_func_grad],
+    ids=lambda transform: transform.__name__,
+)
+def test_transform_is_right(step_op, transform, device):
+    hold(step_op, step_op.draw(*SIZES, F32, device), transform)
+
+
+def test_compiles_to_one_graph_with_eager_bits(step_op, device):
+    torch._dynamo.reset()
+    tensors = step_op.draw(*SIZES, BF16, device)
+    found = torch.compile(step_op.kernels, fullgraph=True, backend="aot_eager")(*tensors)
+    expected = step_op.kernels(*tensors)
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_without_rows_all_is_empty(step_op, backend, device):
+    o, state = step_op.public(*step_op.draw(0, (1, 2), 3, 5, F32, device), backend=backend)
+    assert o.shape == (0, 2, 5)
+    assert state.shape == (0, 2, 3, 5)
+
+
+q, k = torch.randn(2, 2, 1, 4)
+v, g, beta = torch.randn(2, 2, 3), torch.zeros(2, 2), torch.rand(2, 2)
+state = torch.zeros(2, 2, 4, 3)
+BAD = {
+    "tokens": (dict(q=q[:, None]), ValueError, r"q must be \[B, H, K\] with a width"),
+    "gate": (dict(g=g[:1]), ValueError, r"g must be \[B, HV\] = \(2, 2\), got \(1, 2\)"),
+    "state": (dict(state=state.mT), ValueError, r"state must be \[N, HV, K, V\] = \(2, 2, 4, 3\)"),
+    "backend": (dict(backend="fla"), ValueError, '"auto", "triton" or "reference"'),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    changed, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        gated_delta_rule_step(**dict(q=q, k=k, v=v, g=g, beta=beta, state=state) | changed)
+
+
+def test_triton_says_which_widths_it_serves():
+    wide, one = torch.randn(1, 1, 257), torch.zeros(1, 1)
+    with pytest.raises(RuntimeError, match="keys of up to 256 columns, not 257"):
+        gated_delta_rule_step(
+            wide, wide, wide, one, one, torch.zeros(1, 1, 257, 257), backend="triton"
+        )
+
+
+def test_rule_of_one_token_is_the_step(step_op, device):
+    tensors = step_op.draw(*SIZES, F32, device)
+    o, state = gated_delta_rule_step(*tensors, scale=0.7)
+    whole = gated_delta_rule(
+        *(x[:, None] for x in tensors[:5]),
+        scale=0.7,
+        initial_state=tensors[5],
+        output_final_state=True,
+    )
+    torch.testing.assert_close(whole.o[:, 0], o)
+    torch.testing.assert_close(whole.state, state)

@@ -1,0 +1,36 @@
+"""Gated sparse attention in Triton: an indexer that scores keys, the exact selection by its scores,
+attention to the selected keys, the loss that the indexer learns by, and the layer of them.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from ._backends import Backend, available_backends
+from ._checks import Law
+from .gated_indexer import gated_indexer
+from .gated_sparse_attention import GatedSparseAttention, KeyCache, Selection
+from .indexer_kl_loss import indexer_kl_loss
+from .indexer_topk import SelectionStats, indexer_topk
+from .sparse_attention import sparse_attention, sparse_attention_with_lse
+
+try:
+    __version__ = version("fusewright-gsa")
+except PackageNotFoundError:
+    __version__ = "0+source"
+
+__all__ = [
+    "Backend",
+    "GatedSparseAttention",
+    "KeyCache",
+    "Law",
+    "Selection",
+    "SelectionStats",
+    "__version__",
+    "available_backends",
+    "gated_indexer",
+    "indexer_kl_loss",
+    "indexer_topk",
+    "sparse_attention",
+    "sparse_attention_with_lse",
+]

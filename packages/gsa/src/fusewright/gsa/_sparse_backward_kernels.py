@@ -1,0 +1,161 @@
+"""Triton kernels of the gradients of keys and values: each key goes through the queries that have
+selected it, in their order, so that no two programs add to one number.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._configs import SMALLEST_TILE as SMALLEST
+from ._tiles import LOG2_E, product
+
+SMALLEST_TILE = tl.constexpr(SMALLEST)
+
+
+@triton.jit
+def times_row(rows, x, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of rows with one row, as the other passes compute them: in the first of the columns
+    that a product of tiles takes at least.
+    """
+    first = tl.arange(0, SMALLEST_TILE) == 0
+    column = tl.where(first[None, :], x[:, None], 0.0).to(x.dtype)
+    return tl.sum(product(rows, column, UPCAST, PRECISION), 1)
+
+
+@triton.jit
+def _sparse_dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    softmax_ptr,
+    delta_ptr,
+    lists_ptr,
+    key_ptr,
+    first_ptr,
+    last_ptr,
+    part_ptr,
+    dk_ptr,
+    dv_ptr,
+    dk_parts_ptr,
+    dv_parts_ptr,
+    scale,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    groups,
+    shared,
+    selections,
+    list_length,
+    segments,
+    most_parts,
+    rows,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program goes through one segment of a key's list, for the ROWS heads of a group, and
+    writes dk and dv, or a part of them.
+    """
+    group = tl.program_id(0) % groups
+    segment = tl.program_id(0) // groups % segments
+    batch = (tl.program_id(0) // groups // segments).to(tl.int64)
+    # All groups share a selection, or each has its own.
+    selection = batch * selections + group % selections
+    at = selection * segments + segment
+    key = tl.load(key_ptr + at)
+    if key < keys:
+        first, last = tl.load(first_ptr + at), tl.load(last_ptr + at)
+        part = tl.load(part_ptr + at)
+        key_head = (group // shared).to(tl.int64)
+        col = tl.arange(0, BLOCK_D)
+        of_head = col < D
+        k_at = k_ptr + batch * k_batch_stride + key_head * k_head_stride
+        v_at = v_ptr + batch * v_batch_stride + key_head * v_head_stride
+        k_at += key.to(tl.int64) * k_row_stride
+        v_at += key.to(tl.int64) * v_row_stride
+        k = tl.load(k_at + col, mask=of_head, other=0.0)
+        v = tl.load(v_at + col, mask=of_head, other=0.0)
+
+        dk = tl.zeros([BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_D], tl.float32)
+        row = tl.arange(0, BLOCK_T * BLOCK_G)
+        head = (group * ROWS + row % BLOCK_G).to(tl.int64)
+        for start in tl.range(first, last, BLOCK_T, num_stages=NUM_STAGES):
+            place = start + row // BLOCK_G
+            there = (place < last) & (row % BLOCK_G < ROWS)
+            query = tl.load(lists_ptr + selection * list_length + place, mask=there, other=0)
+            query = query.to(tl.int64)
+            inside = there[:, None] & of_head[None, :]
+            to_q = batch * q_batch_stride + query * q_row_stride + head * q_head_stride
+            to_do = ((batch * queries + query) * heads + head) * D
+            q = tl.load(q_ptr + to_q[:, None] + col[None, :], mask=inside, other=0.0)
+            do = tl.load(do_ptr + to_do[:, None] + col[None, :], mask=inside, other=0.0)
+            to_row = (batch * heads + head) * queries + query
+            m = tl.load(softmax_ptr + to_row, mask=there, other=0.0)
+            share = tl.load(softmax_ptr + rows + to_row, mask=there, other=0.0)
+            delta = tl.load(delta_ptr + to_row, mask=there, other=0.0)
+            s = times_row(q, k, UPCAST, PRECISION) * (scale * LOG2_E)
+            p = tl.where(there, tl.exp2(s - m) * share, 0.0)
+            ds = p * (times_row(do, v, UPCAST, PRECISION) - delta)
+            dv += tl.sum(p[:, None] * do.to(tl.float32), 0)
+            dk += tl.sum(ds[:, None] * q.to(tl.float32), 0)
+
+        dk = dk * scale
+        if part < 0:
+            out = ((batch * keys + key) * groups + group) * D + col
+            tl.store(dk_ptr + out, dk.to(dk_ptr.dtype.element_ty), mask=of_head)
+            tl.store(dv_ptr + out, dv.to(dv_ptr.dtype.element_ty), mask=of_head)
+        else:
+            out = ((batch * groups + group) * most_parts + part) * D + col
+            tl.store(dk_parts_ptr + out, dk, mask=of_head)
+            tl.store(dv_parts_ptr + out, dv, mask=of_head)
+
+
+@triton.jit
+def _add_parts_kernel(
+    parts_ptr,
+    dk_parts_ptr,
+    dv_parts_ptr,
+    dk_ptr,
+    dv_ptr,
+    keys,
+    groups,
+    selections,
+    most_parts,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program adds the parts of one key's dk and dv, for one group, in their order."""
+    group = tl.program_id(0) % groups
+    key = tl.program_id(0) // groups % keys
+    batch = (tl.program_id(0) // groups // keys).to(tl.int64)
+    selection = batch * selections + group % selections
+    at = parts_ptr + selection * (keys + 1) + key
+    first, last = tl.load(at), tl.load(at + 1)
+    if first < last:
+        col = tl.arange(0, BLOCK_D)
+        dk = tl.zeros([BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_D], tl.float32)
+        for part in range(first, last):
+            to_part = ((batch * groups + group) * most_parts + part) * D + col
+            dk += tl.load(dk_parts_ptr + to_part, mask=col < D, other=0.0)
+            dv += tl.load(dv_parts_ptr + to_part, mask=col < D, other=0.0)
+        out = ((batch * keys + key) * groups + group) * D + col
+        tl.store(dk_ptr + out, dk.to(dk_ptr.dtype.element_ty), mask=col < D)
+        tl.store(dv_ptr + out, dv.to(dv_ptr.dtype.element_ty), mask=col < D)

@@ -1,0 +1,259 @@
+"""What is timed and against whom: ``python -m fusewright.gsa.bench`` prints a short table of this
+machine's GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from . import SelectionStats, gated_indexer, indexer_topk, reference, sparse_attention
+
+BF16 = torch.bfloat16
+INDEX_HEADS, INDEX_WIDTH = 4, 64
+# Tokens and selected keys.
+SELECTIONS = ((4096, 512), (16384, 1024), (32768, 1024))
+# Tokens, selected keys, heads, heads of keys, width.
+ATTENTIONS = (
+    (4096, 256, 16, 16, 64),
+    (4096, 512, 16, 4, 64),
+    (16384, 1024, 16, 16, 64),
+    (16384, 1024, 16, 2, 64),
+)
+# The reference holds all scores, and in fp64.
+SAMPLE_TOKENS = 1024
+
+Tensor = torch.Tensor
+Op = Callable[..., Tensor]
+
+
+class Case(NamedTuple):
+    """One op at one size; it is checked at fewer tokens."""
+
+    op: str
+    sizes: dict[str, int]
+    dtype: torch.dtype
+    reference: Callable
+    inputs: Callable[[str], list[Tensor]]
+    sample: Callable[[str], list[Tensor]]
+    bytes_moved: dict[str, int]
+    flops: dict[str, int]
+
+
+class Selecting:
+    """A selection as a step that is timed: it has no backward pass. What is checked is the variance
+    of the scores and the number of keys, which ``look`` tells of what was selected.
+    """
+
+    captures = True
+
+    def __init__(self, select: Callable, look: Callable):
+        self.select, self.look = select, look
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return self.look(*self.select(*tensors))
+
+    def prepare(self, tensors: list[Tensor]) -> Callable[[], object]:
+        def step() -> object:
+            with torch.no_grad():
+                return self.select(*tensors)
+
+        return step
+
+
+def cases() -> list[Case]:
+    """Scores, selections of them, and attention to selected keys, in bf16."""
+    found = [indexer_case("gated_indexer", 4096)]
+    found += [indexer_case("indexer_topk", tokens, slots) for tokens, slots in SELECTIONS]
+    return found + [attention_case(*sizes) for sizes in ATTENTIONS]
+
+
+def indexer_case(op: str, tokens: int, slots: int = 0) -> Case:
+    flops = tokens * tokens * INDEX_HEADS * INDEX_WIDTH
+    operands = 2 * tokens * (INDEX_HEADS + 1) * (INDEX_WIDTH + 1)
+    size = operands + 4 * tokens * (slots or tokens)
+    sizes = {"B": 1, "T": tokens, "H": INDEX_HEADS, "D": INDEX_WIDTH}
+    formula = functools.partial(reference.gated_indexer, scale=1 / math.sqrt(INDEX_WIDTH))
+    return Case(
+        op,
+        sizes | ({"k": slots} if slots else {}),
+        BF16,
+        reference=statistics if slots else formula,
+        inputs=functools.partial(indexer_inputs, tokens),
+        sample=functools.partial(indexer_inputs, SAMPLE_TOKENS),
+        bytes_moved={"step": size, "fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
+        # A causal half of all products; the backward pass computes them anew.
+        flops={"step": flops, "fwd": flops, "bwd": 3 * flops, "fwd+bwd": 4 * flops},
+    )
+
+
+def indexer_inputs(tokens: int, device: str) -> list[Tensor]:
+    """q, k, w and bias."""
+    draw = functools.partial(torch.randn, dtype=BF16, device=device)
+    return [
+        draw(1, tokens, INDEX_HEADS, INDEX_WIDTH),
+        draw(1, tokens, INDEX_WIDTH),
+        draw(1, tokens, INDEX_HEADS),
+        draw(INDEX_HEADS),
+    ]
+
+
+def counts(tokens: int) -> dict[str, Any]:
+    """How many of so many tokens a row selects."""
+    slots = dict(SELECTIONS).get(tokens, tokens // 8)
+    return dict(law="fixed", k_base=slots, k_min=min(slots, 16), k_max=slots, sinks=4)
+
+
+def statistics(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    places: dict[str, Any] = dict(scale=1 / math.sqrt(INDEX_WIDTH), causal=True, q_offset=0)
+    q, k, w, bias = tensors
+    found = reference.indexer_topk(q, k, w, bias, **places, **counts(k.shape[1]))
+    return found[2], found[1].to(found[2].dtype)
+
+
+def attention_case(tokens: int, slots: int, heads: int, key_heads: int, width: int) -> Case:
+    flops = 4 * tokens * slots * heads * width
+    size = 2 * tokens * width * 2 * (heads + key_heads) + 4 * tokens * slots
+    inputs = functools.partial(attention_inputs, slots, heads, key_heads, width)
+    return Case(
+        "sparse_attention",
+        {"B": 1, "T": tokens, "H": heads, "Hkv": key_heads, "D": width, "k": slots},
+        BF16,
+        reference=functools.partial(reference_attention, scale=1 / math.sqrt(width)),
+        inputs=functools.partial(inputs, tokens),
+        sample=functools.partial(inputs, SAMPLE_TOKENS),
+        bytes_moved={"fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
+        flops={"fwd": flops, "bwd": 5 * flops // 2, "fwd+bwd": 7 * flops // 2},
+    )
+
+
+def attention_inputs(
+    slots: int, heads: int, key_heads: int, width: int, tokens: int, device: str
+) -> list[Tensor]:
+    """q, k, v, and the selection of an indexer: indices and count."""
+    draw = functools.partial(torch.randn, dtype=BF16, device=device)
+    k, v = (draw(1, tokens, key_heads, width) for _ in "kv")
+    law: dict[str, Any] = dict(
+        law="fixed", k_base=slots, k_min=min(slots, 16), k_max=slots, sinks=4
+    )
+    of_indexer = indexer_inputs(tokens, device)
+    indices, count, _ = indexer_topk(*of_indexer[:4], **law)
+    return [draw(1, tokens, heads, width), k, v, indices, count]
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, count: Tensor, *, scale: float
+) -> Tensor:
+    selection = indices.unsqueeze(1), count.unsqueeze(1)
+    return reference.sparse_attention_with_lse(q, k, v, *selection, scale=scale)[0]
+
+
+def providers() -> dict[str, dict[str, Callable]]:
+    """Ours; torch with all scores at once, eager and compiled; attention by gathered copies of the
+    keys; and dense attention, which computes something else and is there to be compared with.
+    """
+    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    scored = functools.partial(reference.gated_indexer, scale=1 / math.sqrt(INDEX_WIDTH))
+    return {
+        "fusewright": {
+            "gated_indexer": gated_indexer,
+            "indexer_topk": Selecting(ours, statistics_of_ours),
+            "sparse_attention": sparse_attention,
+        },
+        "torch": {
+            "gated_indexer": scored,
+            "indexer_topk": Selecting(functools.partial(scores_and_topk, scored), of_scores),
+            "sparse_attention": gathered_attention,
+        },
+        "compile": {
+            "gated_indexer": compiled(scored),
+            "indexer_topk": Selecting(
+                functools.partial(scores_and_topk, compiled(scored)), of_scores
+            ),
+        },
+        "dense": {"sparse_attention": dense_attention},
+    }
+
+
+def ours(*tensors: Tensor) -> tuple:
+    q, k, w, bias = tensors
+    return indexer_topk(q, k, w, bias, **counts(k.shape[1]))
+
+
+def statistics_of_ours(indices: Tensor, count: Tensor, stats: SelectionStats) -> tuple:
+    return stats.variance, count.float()
+
+
+def scores_and_topk(score: Op, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    scores = score(*tensors)
+    slots = counts(tensors[1].shape[1])["k_max"]
+    return scores, scores.topk(slots, sorted=False).values
+
+
+def of_scores(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    variance = reference.spread(scores, scores.isfinite())[0]
+    return variance, values.isfinite().sum(-1).float()
+
+
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+    """Copies of the selected keys and values for each query."""
+    batch = torch.arange(q.shape[0], device=q.device)[:, None, None]
+    there = torch.arange(indices.shape[-1], device=q.device) < count[..., None]
+    chosen = (batch, indices.clamp(min=0).long())
+    k, v = (x[chosen].repeat_interleave(q.shape[2] // k.shape[2], 3) for x in (k, v))
+    scores = torch.einsum("bthd,btkhd->bhtk", q, k) / math.sqrt(q.shape[-1])
+    p = scores.masked_fill(~there.unsqueeze(1), float("-inf")).softmax(-1)
+    return torch.einsum("bhtk,btkhd->bthd", p, v)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+    """Causal attention to every key, by torch."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return o.transpose(1, 2)
+
+
+def main() -> int:
+    """Print what each op and its peers take on this machine's GPU."""
+    if not torch.cuda.is_available():
+        print("fusewright.gsa.bench: needs a CUDA device, and torch sees none", file=sys.stderr)
+        return 1
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}. Microseconds of one call in")
+    print("a CUDA graph, forward, for no gradient; a dash where a peer does not run.")
+    rivals = providers()
+    print(f"{'':58}", *(f"{name:>12}" for name in rivals))
+    for case in cases():
+        told = (microseconds(name, ops.get(case.op), case) for name, ops in rivals.items())
+        sizes = " ".join(f"{key}={value}" for key, value in case.sizes.items())
+        print(f"{case.op:17}{sizes:41}", *(f"{time:>12}" for time in told), flush=True)
+    return 0
+
+
+def microseconds(provider: str, op: Callable | None, case: Case) -> str:
+    """The median; a dash where a peer has no such op or cannot run it here."""
+    from triton.testing import do_bench_cudagraph
+
+    if op is None:
+        return "-"
+    inputs = case.inputs("cuda")
+    call = op.prepare(inputs) if isinstance(op, Selecting) else functools.partial(op, *inputs)
+    try:
+        with torch.no_grad():
+            return f"{1e3 * do_bench_cudagraph(call, return_mode='median'):.1f}"
+    except Exception as error:
+        if provider == "fusewright":
+            raise
+        print(f"{provider} did not run {case.op}: {type(error).__name__}", file=sys.stderr)
+        return "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

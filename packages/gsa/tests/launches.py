@@ -1,0 +1,102 @@
+"""Calls that launch the kernels, for the compile tests: tensors are never read."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from fusewright.gsa import _divergence, _indexer_problem, _selection, _sparse
+from fusewright.gsa._backends import Card
+from fusewright.gsa._configs import SCORES, SPARSE
+from fusewright.gsa._divergence import launch_divergence
+from fusewright.gsa._scores import launch_scores, launch_scores_backward
+from fusewright.gsa._selection import launch_selection
+from fusewright.gsa._sparse import launch_sparse, launch_sparse_backward
+
+# The card that is compiled for.
+CARD = Card(
+    multiprocessors=132,
+    shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
+    capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
+)
+for module in (_divergence, _indexer_problem, _selection, _sparse):
+    module.card_of = lambda device: CARD
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+TOKENS, HEADS = 8192, 4
+
+
+def launch_indexer(width: int, dtype: torch.dtype, causal: bool = True) -> None:
+    """Scores and all their gradients."""
+    operands = indexer(TOKENS, width, dtype)
+    dscores = launch_scores(*operands, 0.125, causal, 0)
+    launch_scores_backward(dscores, *operands, 0.125, causal, 0)
+
+
+def launch_topk(tokens: int, law: str, causal: bool = True) -> None:
+    """One selection of so many tokens, which is cut into parts."""
+    operands = indexer(tokens, 64, BF16)
+    counts = (1024, 128, 2048, 4)
+    launch_selection(*operands, torch.empty(()), 0.125, law, *counts, causal, 0)
+
+
+def launch_attention(
+    width: int, dtype: torch.dtype, heads: int = 8, key_heads: int = 8, per_head: bool = False
+) -> None:
+    """Attention to a selection, and all its gradients."""
+    q = torch.empty(1, TOKENS, heads, width, dtype=dtype)
+    k = torch.empty(1, TOKENS, key_heads, width, dtype=dtype)
+    # The lists of keys are sorted, so that these are read.
+    indices = torch.zeros(1, heads if per_head else 1, TOKENS, 8, dtype=torch.int32)
+    count = None if per_head else indices[..., 0].contiguous()
+    o, lse, softmax, _ = launch_sparse(q, k, k, indices, count, 0.125)
+    assert softmax is not None
+    dlse = lse if per_head else None
+    launch_sparse_backward(o, dlse, q, k, k, indices, count, o.float(), softmax, 0.125)
+
+
+def launch_loss(width: int, dtype: torch.dtype, selected: bool) -> None:
+    """The loss of an indexer of 64 columns and its slopes, and the loss alone."""
+    q = torch.empty(1, 300, 8, width, dtype=dtype)
+    lse = torch.empty(1, 8, 300)
+    indices = torch.zeros(1, 300, 8, dtype=torch.int32) if selected else None
+    operands = (*indexer(300, 64, dtype), torch.empty(()), q, q, lse, indices, None)
+    launch_divergence(*operands, 0.125, 0.125, True, 0)
+
+
+def indexer(tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return (
+        torch.empty(1, tokens, HEADS, width, dtype=dtype),
+        torch.empty(1, tokens, width, dtype=dtype),
+        torch.empty(1, tokens, HEADS, dtype=dtype),
+        torch.empty(HEADS),
+    )
+
+
+def one_of_each() -> None:
+    """Every kernel once, at the sizes of the model."""
+    launch_indexer(64, BF16)
+    launch_topk(2048, "inverse")
+    launch_attention(128, BF16)
+    launch_loss(128, BF16, selected=True)
+
+
+def every_line() -> None:
+    """Every line of the tables in every form."""
+    for config in SCORES:
+        for dtype in (F32, BF16, F16):
+            if dtype.itemsize <= config.max_bytes:
+                launch_indexer(config.max_width, dtype)
+    launch_indexer(20, F32, causal=False)
+    for gather in SPARSE:
+        for dtype in (F32, BF16, F16):
+            if dtype.itemsize <= gather.max_bytes:
+                launch_attention(gather.max_width, dtype)
+                launch_attention(gather.max_width, dtype, key_heads=1)
+    launch_attention(20, F32, key_heads=2, per_head=True)
+    for width in (64, 128, 256):
+        for dtype in (F32, BF16, F16):
+            launch_loss(width, dtype, selected=False)
+    # A row that is held whole, of each size, and one that is not.
+    for law in ("inverse", "proportional", "entropy", "fixed"):
+        launch_topk(20_000, law)
+    launch_topk(4096, "inverse", causal=False)

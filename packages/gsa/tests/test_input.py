@@ -1,0 +1,154 @@
+"""What bad input is answered with, before anything is touched, and which backend serves."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from fusewright.gsa import (
+    _backends,
+    gated_indexer,
+    indexer_kl_loss,
+    indexer_topk,
+    sparse_attention,
+)
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+F32, BF16 = torch.float32, torch.bfloat16
+Q, K, W, B = torch.zeros(1, 3, 2, 4), torch.zeros(1, 5, 4), torch.zeros(1, 3, 2), torch.zeros(2)
+X, Y = torch.zeros(1, 3, 4, 8), torch.zeros(1, 5, 2, 8)
+S, N = torch.zeros(1, 3, 2, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
+LSE = torch.zeros(1, 4, 3)
+META = torch.device("meta")
+
+
+def topk(*tensors, **options):
+    counts = dict(k_base=2, k_min=1, k_max=3)
+    return indexer_topk(*(tensors or (Q, K, W, B)), **counts | options)
+
+
+def kl(q=X, k=Y, lse=LSE, *selection, **options):
+    return indexer_kl_loss(Q, K, W, B, q, k, lse, *selection, **options)
+
+
+BAD = [
+    (lambda: gated_indexer([1.0], K, W, B), TypeError, "q must be a tensor, got list"),
+    (lambda: gated_indexer(Q, K.int(), W, B), TypeError, "k must be.*int32"),
+    (lambda: gated_indexer(Q.to_sparse(), K, W, B), TypeError, "strided tensor, got layout"),
+    (lambda: gated_indexer(Q[0], K, W, B), ValueError, r"heads, width\], got \(3, 2, 4\)"),
+    (lambda: gated_indexer(Q, K[..., :3], W, B), ValueError, r"\(1, 5, 4\).*got \(1, 5, 3\)"),
+    (lambda: gated_indexer(Q, K, W[:, :2], B), ValueError, r"w must.*\(1, 3, 2\).*got \(1, 2, 2\)"),
+    (lambda: gated_indexer(Q, K, W, B[:1]), ValueError, r"bias must.*\(2,\).*got \(1,\)"),
+    (lambda: gated_indexer(Q, K.to(META), W, B), ValueError, "q's device cpu, got meta"),
+    (lambda: gated_indexer(Q, K.half(), W, B), ValueError, "q's dtype.*got torch.float16"),
+    (lambda: gated_indexer(Q[:, :, :0], K, W, B), ValueError, "at least one head, got 0"),
+    (lambda: gated_indexer(Q[..., :0], K, W, B), ValueError, "from 1 to 256, got 0"),
+    (lambda: gated_indexer(Q, K, W, B, scale="1"), TypeError, "scale must be a number, got str"),
+    (lambda: gated_indexer(Q, K, W, B, scale=0.0), ValueError, "scale must be from.*got 0"),
+    (lambda: gated_indexer(Q, K, W, B, q_offset=1.0), TypeError, "whole number, got float"),
+    (lambda: gated_indexer(Q, K, W, B, q_offset=-1), ValueError, "at least 0, got -1"),
+    (lambda: gated_indexer(Q, K, W, B, backend="cuda"), ValueError, "got 'cuda'"),
+    (lambda: topk(law="best"), ValueError, "inverse, proportional, entropy, fixed, got 'best'"),
+    (lambda: topk(k_base=0), ValueError, "k_base must be at least 1, got 0"),
+    (lambda: topk(k_base=1.5), TypeError, "k_base must be a whole number, got float"),
+    (lambda: topk(k_min=4), ValueError, "k_min must be from 1 to k_max, 3, got 4"),
+    (lambda: topk(k_min=0), ValueError, "k_min must be from 1 to k_max, 3, got 0"),
+    (lambda: topk(sinks=2), ValueError, "sinks must be from 0 to k_min, 1, got 2"),
+    (lambda: topk(sinks=-1), ValueError, "sinks must be from 0 to k_min, 1, got -1"),
+    (lambda: topk(variance_ema=0.5), TypeError, "variance_ema must be a tensor, got float"),
+    (lambda: topk(variance_ema=B), ValueError, r"one number in float32, got \(2,\)"),
+    (lambda: topk(variance_ema=B[0].double()), ValueError, "one number.*float64"),
+    (lambda: topk(variance_ema=B[0].to(META)), ValueError, "device cpu, got meta"),
+    (lambda: topk(Q, K, W, B[:1]), ValueError, r"bias must.*got \(1,\)"),
+    (lambda: sparse_attention(X, Y, 1.0, S), TypeError, "v must be a tensor, got float"),
+    (lambda: sparse_attention(X, Y, Y[0], S), ValueError, r"v must.*got \(5, 2, 8\)"),
+    (lambda: sparse_attention(X, Y, Y[:, :4], S), ValueError, r"one Tkv.*v \(1, 4, 2, 8\)"),
+    (lambda: sparse_attention(X[:, :, :3], Y, Y, S), ValueError, "multiple.*got 3 and 2"),
+    (lambda: sparse_attention(X[..., :0], Y, Y, S), ValueError, "from 1 to 256, got 0"),
+    (lambda: sparse_attention(X, Y.half(), Y, S), ValueError, "q's dtype.*got torch.float16"),
+    (lambda: sparse_attention(X, Y, Y, S.float()), TypeError, "indices must be int32.*float32"),
+    (lambda: sparse_attention(X, Y, Y, [0]), TypeError, "indices must be a tensor, got list"),
+    (lambda: sparse_attention(X, Y, Y, S[:, :2]), ValueError, r"indices must be.*\(1, 2, 2\)"),
+    (lambda: sparse_attention(X, Y, Y, S[:, None]), ValueError, r"\[1, 4, 3, K\].*\(1, 1, 3, 2\)"),
+    (lambda: sparse_attention(X, Y, Y, S.to(META)), ValueError, "indices must.*got meta"),
+    (lambda: sparse_attention(X, Y, Y, S, N.float()), TypeError, "count must be int32.*float32"),
+    (lambda: sparse_attention(X, Y, Y, S, N[:, :2]), ValueError, r"count.*\(1, 3\).*got \(1, 2\)"),
+    (lambda: sparse_attention(X, Y, Y, S, None, N), TypeError, "boolean or floating.*int32"),
+    (lambda: sparse_attention(X, Y, Y, S, None, [1]), TypeError, "mask must be a tensor, got list"),
+    (lambda: sparse_attention(X, Y, Y, S, mask=W[..., :1]), ValueError, r"mask.*got \(1, 3, 1\)"),
+    (lambda: sparse_attention(X.double(), Y.double(), Y.double(), S, backend="triton"),
+     RuntimeError, "float64"),
+    (lambda: kl(q=X[:, :2]), ValueError, r"tokens of q_index, \(1, 3\), got \(1, 2\)"),
+    (lambda: kl(k=Y[:, :2]), ValueError, r"tokens of k_index, \(1, 5\), got \(1, 2\)"),
+    (lambda: kl(lse=LSE.mT), ValueError, r"lse must have shape \(1, 4, 3\), got \(1, 3, 4\)"),
+    (lambda: kl(lse=LSE.int()), TypeError, "lse must be.*int32"),
+    (lambda: kl(X, Y, LSE, S[:, None].expand(1, 4, 3, 2)), ValueError, r"\[batch, tokens, K\]"),
+    (lambda: kl(temperature="hot"), TypeError, "temperature must be a number, got str"),
+    (lambda: kl(temperature=B), ValueError, r"one number, got shape \(2,\)"),
+    (lambda: kl(index_scale=-1.0), ValueError, "scale must be from.*got -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD, ids=[m for *_, m in BAD])
+def test_bad_input_is_told_what_was_wanted_and_what_came(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+class NothingRuns(TorchDispatchMode):
+    """Fail at the first operation on a tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} ran before the input was refused")
+
+
+def test_refused_input_touches_no_memory():
+    with NothingRuns():
+        for call in (gated_indexer, topk):
+            with pytest.raises(TypeError, match="got NoneType"):
+                call(Q, K, W, None)
+        with pytest.raises(TypeError, match="got NoneType"):
+            sparse_attention(X, Y, None, S)
+        with pytest.raises(ValueError, match="got 'cuda'"):
+            gated_indexer(Q, K, W, B, backend="cuda")
+
+
+def test_kernels_on_the_cpu_without_the_interpreter_say_so(op, monkeypatch):
+    _backends.known_obstacle.cache_clear()
+    monkeypatch.setattr(_backends, "interpreted", lambda: False)
+    try:
+        with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+            op.kernels(*op.draw())
+    finally:
+        _backends.known_obstacle.cache_clear()
+
+
+def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
+    monkeypatch.setattr(_backends, "WARNED", set())
+    monkeypatch.setattr(_backends, "known_obstacle", lambda device, dtype: "no such card")
+    with FakeTensorMode():
+        q = torch.empty(Q.shape, device="cuda")
+    with pytest.warns(RuntimeWarning, match="no such card"):
+        assert not _backends.uses_triton(q, "auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not _backends.uses_triton(q, "auto")
+
+
+@pytest.mark.filterwarnings("error")
+def test_meta_tensors_get_a_shape_and_a_dtype():
+    q, k, w, bias, x, y, indices = (t.to(META) for t in (Q, K, W, B, X, Y, S))
+    assert gated_indexer(q, k, w, bias).shape == (1, 3, 5)
+    found, count, stats = topk(q, k, w, bias, law="entropy")
+    assert (found.shape, found.dtype, count.shape) == ((1, 3, 3), torch.int32, (1, 3))
+    assert stats.entropy.shape == stats.variance.shape == (1, 3)
+    o = sparse_attention(x.to(BF16), y.to(BF16), y.to(BF16), indices)
+    assert (o.shape, o.dtype, o.device.type) == (X.shape, BF16, "meta")
+
+
+@pytest.mark.gpu
+def test_tensors_on_two_devices_are_refused():
+    with pytest.raises(ValueError, match="device cuda:0, got cpu"):
+        gated_indexer(Q.cuda(), K, W, B)

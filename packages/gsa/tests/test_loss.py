@@ -1,0 +1,123 @@
+"""indexer_kl_loss: the divergence of both phases, with all gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusewright.gsa import gated_indexer, indexer_kl_loss, sparse_attention_with_lse
+from fusewright_testkit import Yardstick
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+def selection(tokens, slots, device):
+    """Different keys of the past for each of so many tokens; fewer than ``slots`` of the first."""
+    indices = torch.rand(1, tokens, tokens, device=device).argsort(-1)[..., :slots]
+    return torch.where(indices <= torch.arange(tokens, device=device)[:, None], indices, -1)
+
+
+def attention_over(indices, tokens, device):
+    q, k = (torch.randn(1, tokens, heads, 8, device=device) for heads in (4, 2))
+    _, lse = sparse_attention_with_lse(q, k, k, indices, backend="reference")
+    return q, k, lse
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 20, 33, 3, 20)])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+def test_loss_and_gradients_are_as_near_to_fp64_as_torch(loss, shape, causal, device):
+    loss.check(loss.draw(shape, F32, device), causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_low_precision_is_as_near_to_fp64_as_torch(loss, dtype, device):
+    loss.check(loss.draw((1, 20, 33, 2, 8), dtype, device), causal=True, q_offset=13)
+
+
+def test_selected_keys_alone_count(loss, device):
+    tensors = loss.draw((1, 20, 20, 2, 8), F32, device)
+    indices = selection(20, 6, device)
+    indices[0, 5] = -1
+    count = torch.randint(1, 7, (1, 20), device=device)
+    attention = (*attention_over(indices, 20, device), indices, count)
+
+    def of(backend):
+        def call(*tensors):
+            wide = (x.to(tensors[0].dtype) for x in attention[:3])
+            return loss.public(
+                *tensors, attention=(*wide, *attention[3:]), causal=True, backend=backend
+            )
+
+        return call
+
+    Yardstick(of("reference"), tensors).check(of("triton"))
+
+
+def test_loss_is_that_of_torch(loss, backend, device):
+    q_index, k_index, w, bias, temperature = loss.draw((1, 9, 9, 2, 5), F32, device)
+    slots = torch.arange(9, device=device)
+    dense = torch.where(slots <= slots[:, None], slots, -1)[None]
+    q, k, lse = attention_over(dense, 9, device)
+    found = indexer_kl_loss(
+        *(q_index, k_index, w, bias, q, k, lse), temperature=temperature, backend=backend
+    )
+    unseen = torch.ones(9, 9, device=device).triu(1) > 0
+    scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, 2)) / math.sqrt(8)
+    target = scores.masked_fill(unseen, -math.inf).softmax(-1).mean(1)
+    log_r = (temperature * gated_indexer(q_index, k_index, w, bias)).log_softmax(-1)
+    expected = F.kl_div(log_r.masked_fill(unseen, 0.0), target, reduction="sum") / 9
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_gets_no_gradient(loss, backend, device):
+    leaves = [x.requires_grad_() for x in loss.draw((1, 9, 9, 2, 5), F32, device)]
+    attention = [x.detach().requires_grad_() for x in loss.attention(*leaves[:2])]
+    found = loss.public(*leaves, attention=tuple(attention), backend=backend)
+    grads = torch.autograd.grad(found, [*leaves, *attention], allow_unused=True)
+    assert all(g.isfinite().all() and g.any() for g in grads[:5])
+    assert grads[5:] == (None, None, None)
+
+
+def test_rows_without_keys_add_nothing(loss, backend, device):
+    leaves = [x.requires_grad_() for x in loss.draw((1, 4, 6, 2, 5), F32, device)]
+    indices = torch.full((1, 4, 3), -1, device=device)
+    attention = (*loss.attention(*leaves[:2])[:2], torch.full((1, 4, 4), -math.inf, device=device))
+    found = loss.public(*leaves, attention=(*attention, indices), backend=backend)
+    assert found.item() == 0.0
+    assert not any(g.any() for g in torch.autograd.grad(found, leaves))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2, 5), (1, 0, 4, 2, 5), (1, 3, 0, 2, 5)])
+def test_no_rows_or_no_keys_are_a_loss_of_zero(loss, shape, backend, device):
+    leaves = [x.requires_grad_() for x in loss.draw(shape, F32, device)]
+    found = loss.public(*leaves, backend=backend)
+    assert found.item() == 0.0
+    grads = torch.autograd.grad(found, leaves)
+    assert [g.shape for g in grads] == [x.shape for x in leaves]
+    assert not any(g.any() for g in grads)
+
+
+def test_temperature_may_be_a_number(loss, backend, device):
+    *tensors, _ = loss.draw((1, 9, 9, 2, 5), F32, device)
+    one = loss.public(*tensors, 2.5, backend=backend)
+    assert torch.equal(
+        one, loss.public(*tensors, torch.tensor(2.5, device=device), backend=backend)
+    )
+
+
+def test_descent_reaches_the_selection_that_attention_wants(loss, device):
+    """The indexer learns: a fixed target, a hundred steps of the reference."""
+    torch.manual_seed(1)
+    leaves = [x.double().requires_grad_() for x in loss.draw((1, 12, 12, 3, 8), F32)]
+    optimizer = torch.optim.Adam(leaves, lr=0.05)
+    attention = tuple(x.double() for x in loss.attention(*leaves[:2]))
+    history = []
+    for _ in range(100):
+        found = loss.reference(*leaves, attention=attention)
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+        history.append(found.item())
+    assert history[-1] < 0.3 * history[0]

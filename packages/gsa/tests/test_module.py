@@ -1,0 +1,179 @@
+"""GatedSparseAttention: causality, replay of a selection, decoding, positions, what learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.gsa import GatedSparseAttention, KeyCache
+from fusewright.gsa.gated_sparse_attention import rotated
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+
+
+def layer(backend="reference", dtype=F32, device="cpu", **options):
+    torch.manual_seed(0)
+    options = dict(key_heads=2, index_heads=2, index_width=8, sinks=1) | options
+    counts = dict(k_base=5, k_min=2, k_max=8)
+    place = dict(backend=backend, dtype=dtype, device=device)
+    built = GatedSparseAttention(24, 4, head_width=8, **counts | options | place)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(10.0)
+    return built
+
+
+def tokens(count=11, dtype=F32, device="cpu", batches=1):
+    return torch.randn(batches, count, 24, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("law", ["inverse", "entropy"])
+def test_future_tokens_change_no_bit_of_the_past(backend, law, device):
+    attention = layer(backend, device=device, law=law).eval()
+    attention.variance_ema.fill_(0.03)
+    x = tokens(device=device)
+    before, chosen = attention(x)
+    for token in (1, 6):
+        later = x.clone()
+        later[:, token:] = torch.randn_like(later[:, token:])
+        after, selection = attention(later)
+        assert torch.equal(before[:, :token], after[:, :token])
+        assert torch.equal(chosen.indices[:, :token], selection.indices[:, :token])
+
+
+def test_replayed_selection_gives_the_same_bits(backend, device):
+    attention = layer(backend, device=device)
+    x = tokens(device=device).requires_grad_()
+    y, selection, loss = attention.forward_with_loss(x)
+    average = attention.variance_ema.clone()
+    again, same, loss_again = attention.forward_with_loss(x, selection)
+    assert torch.equal(y, again)
+    assert torch.equal(loss, loss_again)
+    assert same is selection
+    assert torch.equal(attention.variance_ema, average)
+    one, other = (torch.autograd.grad(out.square().sum(), x)[0] for out in (y, again))
+    assert torch.equal(one, other)
+
+
+def test_kernels_follow_the_reference(device):
+    x = tokens(device=device)
+    ours, plain = (layer(name, device=device) for name in ("triton", "reference"))
+    y, selection, loss = ours.forward_with_loss(x)
+    expected = plain.forward_with_loss(x, selection)
+    torch.testing.assert_close(y, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss, expected[2], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [[1] * 11, [11], [5, 1, 5]], ids=str)
+def test_decoding_equals_the_full_forward_pass(steps):
+    attention = layer(dtype=F64).eval()
+    attention.variance_ema.fill_(0.03)
+    x = tokens(dtype=F64)
+    expected, _ = attention(x)
+    cache = attention.new_cache(1, 11)
+    found = torch.cat([attention.decode(part, cache) for part in x.split(steps, 1)], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="holds 11 tokens, got 12"):
+        attention.decode(x[:, :1], cache)
+
+
+def test_cache_takes_tokens_in_their_order():
+    cache = KeyCache(torch.zeros(1, 4, 1, 2), torch.zeros(1, 4, 1, 2), torch.zeros(1, 4, 3))
+    new = torch.ones(1, 3, 1, 2), 2 * torch.ones(1, 3, 1, 2), 3 * torch.ones(1, 3, 3)
+    keys, values, index_keys = cache.extend(*new)
+    assert (cache.length, cache.capacity) == (3, 4)
+    assert torch.equal(keys, new[0])
+    assert torch.equal(values, new[1])
+    assert torch.equal(index_keys, new[2])
+
+
+def test_every_parameter_learns_and_the_indexer_by_its_loss_alone(backend, device):
+    attention = layer(backend, device=device)
+    x = tokens(device=device).requires_grad_()
+    y, _, loss = attention.forward_with_loss(x)
+    of_indexer = {n: p for n, p in attention.named_parameters() if n.startswith("index")}
+    others = {n: p for n, p in attention.named_parameters() if n not in of_indexer}
+    everything = [*of_indexer.values(), *others.values(), x]
+    by_loss = torch.autograd.grad(loss, everything, allow_unused=True, retain_graph=True)
+    by_output = torch.autograd.grad(y.square().sum(), everything, allow_unused=True)
+    few = len(of_indexer)
+    assert all(g is not None and g.any() for g in by_loss[:few])
+    assert by_loss[few:] == (None,) * (len(others) + 1)
+    assert by_output[:few] == (None,) * few
+    assert all(g is not None and g.any() for g in by_output[few:])
+
+
+def test_products_of_rotated_rows_know_the_distance_alone():
+    q, k = (torch.randn(1, 1, 1, 8, dtype=F64) for _ in "qk")
+
+    def score(m, n):
+        at = (torch.tensor([p]) for p in (m, n))
+        return (rotated(q, next(at), 100.0) * rotated(k, next(at), 100.0)).sum()
+
+    for distance in (0, 3, 40):
+        expected = score(distance, 0)
+        for n in (1, 17, 5000):
+            torch.testing.assert_close(score(n + distance, n), expected, rtol=1e-9, atol=1e-12)
+    assert not torch.isclose(score(3, 0), score(4, 0))
+
+
+def test_average_of_the_variance_starts_with_the_first_and_then_follows(device):
+    attention = layer(device=device, ema_decay=0.75)
+    x, z = tokens(device=device), tokens(device=device)
+    attention(x)
+    first = attention.variance_ema.clone()
+    assert first > 0
+    variance = attention._select(attention._index(z), 0)[1]
+    attention(z)
+    expected = 0.75 * first + 0.25 * variance.mean()
+    torch.testing.assert_close(attention.variance_ema, expected)
+    attention.eval()
+    attention(x)
+    torch.testing.assert_close(attention.variance_ema, expected)
+
+
+def test_closed_gates_let_nothing_through(backend, device):
+    x = tokens(device=device).abs()
+    for gate in ("value_gate", "output_gate"):
+        attention = layer(backend, device=device)
+        with torch.no_grad():
+            getattr(attention, gate).weight.fill_(-1000.0)
+        assert not attention(x)[0].any()
+
+
+def test_state_is_loaded_again(device):
+    one, other = layer(device=device), layer(device=device)
+    x = tokens(device=device)
+    with torch.no_grad():
+        for parameter in one.parameters():
+            parameter.normal_()
+    one(x)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one.eval()(x)[0], other.eval()(x)[0])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_tokens_are_all_attended_to(backend, count, device):
+    attention = layer(backend, device=device)
+    y, selection = attention(tokens(count, device=device))
+    assert y.shape == (1, count, 24)
+    assert selection.count.tolist() == [list(range(1, count + 1))]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(key_heads=3), "multiple of key_heads, got 4, 3"),
+        (dict(head_width=7), "even, got 7"),
+        (dict(k_min=9), "k_min must be from 1 to k_max, 8, got 9"),
+        (dict(sinks=3), "sinks must be from 0 to k_min, 2, got 3"),
+        (dict(law="best"), "got 'best'"),
+        (dict(backend="cuda"), "got 'cuda'"),
+        (dict(index_width=0), "index_width must be at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_told_what_was_wanted_and_what_came(options, message):
+    counts = dict(k_base=5, k_min=2, k_max=8, sinks=1)
+    with pytest.raises(ValueError, match=message):
+        GatedSparseAttention(32, 4, **counts | options)

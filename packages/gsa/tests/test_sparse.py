@@ -1,0 +1,198 @@
+"""sparse_attention: sizes, groups of heads, selections of every kind, with all gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusewright.gsa import sparse_attention, sparse_attention_with_lse
+from fusewright.gsa._inverse import inverse_of
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+def drawn(shape, keys, device, dtype=torch.int32):
+    """Different keys for each of ``shape[:-1]`` queries."""
+    return torch.rand(*shape[:-1], keys, device=device).argsort(-1)[..., : shape[-1]].to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 4, 13, 4, 20), (1, 3, 40, 2, 64)])
+def test_values_and_gradients_are_as_near_to_fp64_as_torch(sparse, shape, device):
+    sparse.check(sparse.draw(shape, F32, device))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_low_precision_is_as_near_to_fp64_as_torch(sparse, dtype, device):
+    sparse.check(sparse.draw((1, 5, 9, 4, 20), dtype, device))
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per-head"])
+def test_heads_share_keys_and_selections(sparse, heads, key_heads, per_head, device):
+    op = dataclasses.replace(sparse, key_heads=key_heads)
+    tensors = op.draw((1, 4, 9, heads, 8), F32, device)
+    leading = (1, heads, 4) if per_head else (1, 4)
+    indices = drawn((*leading, 4), 9, device, torch.int64)
+    count = torch.randint(0, 5, leading, device=device)
+    op.check(tensors, indices=indices, count=count)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 12])
+def test_selection_of_all_keys_is_dense_attention(sparse, tokens, backend, device):
+    leaves = [x.requires_grad_() for x in sparse.draw((1, tokens, tokens, 2, 16), F32, device)]
+    slot = torch.arange(tokens, device=device, dtype=torch.int32)
+    indices = torch.where(slot <= slot[:, None], slot, -1).expand(1, -1, -1)
+    o, _ = sparse.public(*leaves, indices, None, scale=None, backend=backend)
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    dense = dense.transpose(1, 2)
+    torch.testing.assert_close(o, dense, rtol=1e-5, atol=2e-6)
+    do = torch.randn_like(o)
+    pairs = zip(*(torch.autograd.grad(y, leaves, do) for y in (o, dense)), strict=True)
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=4e-6)
+
+
+def test_queries_without_keys_are_zero(sparse, backend, device):
+    leaves = [x.requires_grad_() for x in sparse.draw((1, 4, 9, 2, 8), F32, device)]
+    indices = drawn((1, 4, 5), 9, device)
+    indices[0, 1] = -1
+    indices[0, 2] = 9
+    count = torch.tensor([[5, 5, 5, 0]], device=device)
+    o, lse = sparse.public(*leaves, indices, count, backend=backend)
+    assert not o[0, 1:].any()
+    assert (lse[0, :, 1:] == -math.inf).all()
+    assert lse[0, :, 0].isfinite().all()
+    grads = torch.autograd.grad((o * torch.randn_like(o)).sum() + lse[0, :, 0].sum(), leaves)
+    assert all(g.isfinite().all() for g in grads)
+    assert not grads[0][0, 1:].any()
+
+
+def test_slots_that_hold_no_key_read_nothing(sparse, device):
+    q, k, v = sparse.draw((1, 3, 9, 2, 8), F32, device)
+    indices = torch.tensor([[[1, -5, 4, 2**31 - 1, 7, 9]] * 3], device=device, dtype=torch.int32)
+    plain = torch.tensor([[[1, 4, 7]] * 3], device=device, dtype=torch.int32)
+    found, expected = (sparse.kernels(q, k, v, x)[0] for x in (indices, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    for x in (k, v):
+        x[:, [0, 2, 3, 5, 6, 8]] = math.nan
+    assert torch.equal(sparse.kernels(q, k, v, indices)[0], found)
+
+
+def test_mask_and_count_leave_out_the_same_slots(sparse, backend, device):
+    tensors = sparse.draw((2, 5, 9, 2, 8), F32, device)
+    indices = drawn((2, 5, 6), 9, device)
+    count = torch.randint(0, 7, (2, 5), device=device)
+    mask = torch.arange(6, device=device) < count[..., None]
+    expected = sparse.public(*tensors, indices, count, backend=backend)
+    for each in (mask, mask.float()):
+        found = sparse.public(*tensors, indices, None, mask=each, backend=backend)
+        assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_order_of_the_slots_does_not_matter(sparse, backend, device):
+    tensors = sparse.draw((1, 5, 20, 2, 8), F32, device)
+    indices = drawn((1, 5, 18), 20, device)
+    one, other = (
+        sparse.public(*tensors, x, None, backend=backend)[0] for x in (indices, indices.flip(-1))
+    )
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_key_that_is_named_twice_counts_twice(sparse, device):
+    tensors = sparse.draw((1, 4, 6, 2, 8), F32, device)
+    indices = torch.tensor([[[1, 4, 1, 5]] * 4], device=device)
+    sparse.check(tensors, indices=indices, count=None)
+
+
+def test_many_queries_of_one_key_are_added_in_parts(sparse, device):
+    """Every query selects key 0, so that its list has many segments."""
+    tensors = sparse.draw((1, 8, 5, 2, 8), F32, device)
+    indices = 1 + drawn((1, 8, 3), 4, device)
+    indices[..., 0] = 0
+    sparse.check(tensors, indices=indices, count=None)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2, 5), (1, 0, 4, 2, 5), (1, 3, 0, 2, 5)])
+def test_nothing_to_attend_to_is_zero(sparse, shape, backend, device):
+    leaves = [x.requires_grad_() for x in sparse.draw(shape, F32, device)]
+    indices = torch.zeros(*shape[:2], 2, dtype=torch.int32, device=device)
+    o, lse = sparse.public(*leaves, indices, None, backend=backend)
+    assert o.shape == leaves[0].shape
+    assert not o.any()
+    assert lse.shape == (shape[0], shape[3], shape[1])
+    grads = torch.autograd.grad(o.sum(), leaves)
+    assert [g.shape for g in grads] == [x.shape for x in leaves]
+    assert not any(g.any() for g in grads)
+
+
+def test_no_slots_are_no_keys(sparse, backend, device):
+    tensors = sparse.draw((1, 3, 4, 2, 5), F32, device)
+    indices = torch.zeros(1, 3, 0, dtype=torch.int32, device=device)
+    assert not sparse.public(*tensors, indices, None, backend=backend)[0].any()
+
+
+def test_any_strides_are_read_as_they_are(sparse, device):
+    q = torch.randn(2, 4, 5, 8, device=device).transpose(1, 2)
+    k = torch.randn(2, 18, 2, 8, device=device)[:, ::2]
+    v = torch.randn(2, 2, 8, 9, device=device).permute(0, 3, 1, 2)
+    indices = drawn((5, 2, 4), 9, device).transpose(0, 1)
+    count = torch.randint(0, 5, (5, 2), device=device).T
+    sparse.check([q, k, v], indices=indices, count=count)
+    every_head = indices[:, None].expand(-1, 4, -1, -1)
+    found = sparse.kernels(q, k, v, every_head, count[:, None].expand(-1, 4, -1))
+    expected = sparse.kernels(q, k, v, indices, count)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_lse_alone_has_gradients(sparse, device):
+    leaves = [x.requires_grad_() for x in sparse.draw((1, 4, 6, 2, 8), F32, device)]
+    indices = drawn((1, 4, 3), 6, device)
+
+    def gradients(backend):
+        lse = sparse.public(*leaves, indices, None, backend=backend)[1]
+        return torch.autograd.grad(lse.square().sum(), leaves, materialize_grads=True)
+
+    for found, expected in zip(gradients("triton"), gradients("reference"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_both_functions_return_the_same(device):
+    q, k, v = (torch.randn(1, 4, 2, 8, device=device) for _ in "qkv")
+    indices = drawn((1, 4, 3), 4, device)
+    o = sparse_attention(q, k, v, indices, backend="triton")
+    assert torch.equal(o, sparse_attention_with_lse(q, k, v, indices, backend="triton")[0])
+
+
+@pytest.mark.parametrize("length", [1, 3, 100])
+def test_inverse_lists_the_queries_of_every_key_in_their_order(length, device):
+    indices = drawn((2, 9, 4), 6, device)
+    indices[0, 3] = -1
+    indices[..., 0] = 2
+    count = torch.randint(1, 5, (2, 9), device=device)
+    inverse = inverse_of(indices, count, 6, length)
+    for selection in range(2):
+        lists = {key: [] for key in range(6)}
+        parts = {key: [] for key in range(6)}
+        segments = (x[selection].tolist() for x in inverse[1:5])
+        for key, first, last, part in zip(*segments, strict=True):
+            if key < 6:
+                assert last - first <= length
+                lists[key] += inverse.queries[selection, first:last].tolist()
+                parts[key] += [part]
+        for key in range(6):
+            expected = [
+                query
+                for query in range(9)
+                for slot in range(count[selection, query])
+                if indices[selection, query, slot] == key
+            ]
+            assert lists[key] == expected
+            first, last = inverse.parts[selection, key : key + 2].tolist()
+            several = len(parts[key]) > 1
+            assert parts[key] == ([*range(first, last)] if several else [-1])
+            assert several or first == last
+        assert inverse.parts[selection, -1] <= inverse.most_parts

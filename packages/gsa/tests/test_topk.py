@@ -1,0 +1,203 @@
+"""indexer_topk: exact against a stable sort of the same scores, whatever the ties; causal; the laws
+of how many keys a row selects.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fusewright.gsa import indexer_topk, reference
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+LAWS = ("inverse", "proportional", "entropy", "fixed")
+COUNTS = dict(k_base=6, k_min=3, k_max=9)
+
+
+def topk(tensors, backend="triton", **options):
+    ema = options.pop("variance_ema", None)
+    options = dict(scale=0.3, law="fixed", backend=backend, variance_ema=ema) | COUNTS | options
+    return indexer_topk(*tensors, **options)
+
+
+def hold(tensors, selected, backend="triton", **options):
+    """The selection is that of a stable sort of the same backend's scores."""
+    options = dict(law="fixed") | COUNTS | options
+    indices, count, stats = topk(tensors, backend, **options)
+    expected = selected(tensors, backend, **options)
+    assert torch.equal(count, expected[1])
+    assert torch.equal(indices, expected[0])
+    torch.testing.assert_close(stats.variance, expected[2], rtol=1e-5, atol=1e-7)
+    assert (stats.entropy is None) == (options["law"] != "entropy")
+    return indices, count, stats
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((2, 9, 24, 3, 20), dict(q_offset=5, sinks=2)), ((1, 12, 19, 2, 8), dict(causal=False))],
+    ids=str,
+)
+def test_selection_is_that_of_a_stable_sort(indexer, selected, search, shape, options, device):
+    hold(indexer.draw(shape, F32, device), selected, **options)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_is_that_of_the_reference(indexer, selected, search, law, device):
+    ema = torch.tensor(0.02, device=device)
+    tensors = indexer.draw((1, 10, 30, 2, 8), BF16, device)
+    counts = dict(k_base=14, k_min=3, k_max=25)
+    options = dict(law=law, q_offset=20, sinks=1, variance_ema=ema)
+    _, count, _ = hold(tensors, selected, **options, **counts)
+    if law in ("inverse", "proportional"):
+        assert count.unique().numel() > 1
+
+
+@pytest.mark.parametrize("ties", ["all", "most", "zeros"])
+def test_ties_go_to_the_lowest_index(indexer, selected, search, ties, device):
+    q, k, w, bias = indexer.draw((1, 14, 22, 2, 8), F32, device)
+    if ties == "all":
+        k = k[:, :1].expand(-1, 22, -1)
+    elif ties == "most":
+        k = torch.where(torch.arange(22, device=device)[:, None] % 7 == 3, k, k[:, :1])
+    else:
+        w = torch.full_like(w, -200.0)
+    indices, count, _ = hold([q, k, w, bias], selected, sinks=1, q_offset=3)
+    if ties != "most":
+        slots = torch.arange(9, device=device)
+        assert torch.equal(indices, torch.where(slots < count[..., None], slots, -1).int())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_fewer_keys_than_wanted_are_all_selected(indexer, selected, backend, tokens, device):
+    tensors = indexer.draw((1, tokens, tokens, 2, 8), F32, device)
+    indices, count, _ = hold(tensors, selected, backend, sinks=3, law="inverse")
+    assert count.tolist() == [[min(t + 1, 6) for t in range(tokens)]]
+    for row in range(tokens):
+        assert indices[0, row].tolist() == [*range(min(row + 1, 6)), *[-1] * (8 - min(row, 5))]
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2, 5), (1, 0, 4, 2, 5), (1, 3, 0, 2, 5)])
+def test_nothing_to_select_is_an_empty_selection(indexer, backend, shape, device):
+    indices, count, stats = topk(indexer.draw(shape, F32, device), backend, causal=False)
+    assert (indices.shape, count.shape) == ((*shape[:2], 9), shape[:2])
+    assert (indices == -1).all()
+    assert not count.any()
+    assert not stats.variance.any()
+
+
+def test_indices_ascend_and_end_with_nothing(indexer, backend, device):
+    tensors = indexer.draw((2, 20, 20, 2, 8), F32, device)
+    indices, count, _ = topk(tensors, backend, law="proportional", sinks=2)
+    assert (indices.dtype, count.dtype) == (torch.int32, torch.int32)
+    valid = torch.arange(9, device=device) < count[..., None]
+    assert torch.equal(indices >= 0, valid)
+    assert (indices.diff(dim=-1)[valid[..., 1:]] > 0).all()
+    rows = torch.arange(20, device=device)
+    assert (indices.amax(-1) <= rows).all()
+    assert torch.equal(indices[:, 2:, :2], torch.tensor([0, 1]).to(indices).expand(2, 18, 2))
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_future_tokens_change_no_selection(indexer, backend, law, device):
+    ema = torch.tensor(0.04, device=device)
+    q, k, w, bias = indexer.draw((1, 12, 12, 2, 8), F32, device)
+    before = topk([q, k, w, bias], backend, law=law, sinks=1, variance_ema=ema)
+    for token in (1, 9):
+        later = [x.clone() for x in (q, k, w)]
+        for x in later:
+            x[:, token:] = torch.randn_like(x[:, token:])
+        after = topk([*later, bias], backend, law=law, sinks=1, variance_ema=ema)
+        assert torch.equal(before[0][:, :token], after[0][:, :token])
+        assert torch.equal(before[1][:, :token], after[1][:, :token])
+        assert torch.equal(before[2].variance[:, :token], after[2].variance[:, :token])
+
+
+def test_parts_of_a_sequence_select_as_the_whole(indexer, backend, device):
+    ema = torch.tensor(0.04, device=device)
+    q, k, w, bias = indexer.draw((1, 16, 16, 2, 8), F32, device)
+    options = dict(law="inverse", sinks=1, variance_ema=ema)
+    whole = topk([q, k, w, bias], backend, **options)
+    for first, last in ((0, 7), (7, 16)):
+        part = topk(
+            [q[:, first:last], k[:, :last], w[:, first:last], bias],
+            *(backend,),
+            q_offset=first,
+            **options,
+        )
+        assert torch.equal(part[0], whole[0][:, first:last])
+        assert torch.equal(part[1], whole[1][:, first:last])
+
+
+def test_variance_is_of_the_keys_that_a_row_sees(indexer, backend, device):
+    tensors = indexer.draw((1, 12, 12, 2, 8), F32, device)
+    stats = topk(tensors, backend, law="entropy")[2]
+    for row in range(12):
+        seen = indexer.public(*tensors, backend=backend)[0, row, : row + 1].double()
+        p = seen.softmax(-1)
+        entropy = -(p * p.log()).sum() / math.log(row + 2)
+        variance = seen.var(correction=0)
+        torch.testing.assert_close(stats.variance[0, row], variance.float(), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(stats.entropy[0, row], entropy.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("law", ["inverse", "proportional"])
+def test_count_follows_from_the_variance(indexer, backend, law, device):
+    ema = torch.tensor(0.04, device=device)
+    tensors = indexer.draw((1, 20, 20, 2, 8), F32, device)
+    _, count, stats = topk(tensors, backend, law=law, variance_ema=ema, k_base=8, k_max=15, k_min=1)
+    ratio = stats.variance / ema
+    factor = ratio if law == "proportional" else 0.5 + 1.0 / (1.0 + ratio)
+    expected = (8 * factor).floor().clamp(1, 15).int()
+    assert torch.equal(count, expected.minimum(torch.arange(1, 21, device=device).int()))
+
+
+@pytest.mark.parametrize("ema", [None, 0.0, math.nan])
+@pytest.mark.parametrize("law", ["inverse", "proportional"])
+def test_without_an_average_every_row_is_typical(indexer, backend, law, ema, device):
+    tensors = indexer.draw((1, 12, 12, 2, 8), F32, device)
+    ema = None if ema is None else torch.tensor(ema, device=device)
+    _, count, _ = topk(tensors, backend, law=law, variance_ema=ema)
+    assert count.tolist() == [[min(t + 1, 6) for t in range(12)]]
+
+
+def test_nan_counts_as_zero(indexer, selected, search, device):
+    tensors = indexer.draw((1, 12, 12, 2, 8), F32, device)
+    tensors[1][:, [2, 7]] = math.nan
+    tensors[0][:, 10] = math.nan
+    indices, _, stats = hold(tensors, selected)
+    assert not ((indices[0, 8:10] == 2) | (indices[0, 8:10] == 7)).any()
+    assert indices[0, 10, :6].tolist() == [0, 1, 2, 3, 4, 5]
+    assert stats.variance.isfinite().all()
+
+
+def test_rows_do_not_see_one_another(indexer, backend, device):
+    tensors = indexer.draw((3, 12, 12, 2, 8), F32, device)
+    together = topk(tensors, backend)
+    alone = topk([x[1:2] for x in tensors[:3]] + tensors[3:], backend)
+    assert torch.equal(together[0][1:2], alone[0])
+
+
+def test_selection_has_no_gradient(indexer, backend, device):
+    tensors = [x.requires_grad_() for x in indexer.draw((1, 12, 12, 2, 8), F32, device)]
+    indices, count, stats = topk(tensors, backend, law="entropy")
+    assert not any(x.requires_grad for x in (indices, count, *stats))
+
+
+def test_kernels_and_reference_differ_only_where_scores_nearly_tie(indexer, device):
+    tensors = indexer.draw((1, 30, 30, 2, 8), F32, device)
+    found, expected = (topk(tensors, b)[0] for b in ("triton", "reference"))
+    scores = indexer.reference(*[x.double() for x in tensors])[0]
+    for row in range(30):
+        one, other = (set(x[0, row].tolist()) for x in (found, expected))
+        odd = scores[row, list(one ^ other)]
+        assert not len(odd) or odd.max() - odd.min() < 1e-6
+
+
+def test_sorting_the_reference_is_the_definition():
+    scores = torch.tensor([[[0.5, 0.25, 0.5, 1.0, 0.25, 2.0]]])
+    seen = torch.ones(1, 6, dtype=torch.bool)
+    indices, count, _, _ = reference.select(
+        *(scores, seen), law="fixed", k_base=4, k_min=1, k_max=5, sinks=2
+    )
+    assert (indices.tolist(), count.tolist()) == ([[[0, 1, 3, 5, -1]]], [[4]])

@@ -39,8 +39,12 @@ class Layer(nn.Module):
             with torch.no_grad():
                 self.mean.mul_(0.5).add_(0.5 * x.detach().abs().mean())
         if self.chooses:
-            choose = lambda: torch.randint(0, WIDTH, (WIDTH,))  # noqa: E731
-            y = y[..., choose() if tape is None else tape.keep(choose)]
+            columns = None if tape is None else tape.replayed()
+            if columns is None:
+                columns = torch.randint(0, WIDTH, (WIDTH,))
+            if tape is not None:
+                tape.record(columns)
+            y = y[..., columns]
         return scale * y, y.square().mean()
 
 

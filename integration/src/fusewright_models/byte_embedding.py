@@ -45,13 +45,13 @@ class ByteEmbedding(nn.Module):
         if empty:
             raise ValueError(f"wanted bytes of every token; token {empty[0]} has none")
         cut = [beginning(written) for written in token_bytes]
-        rows = torch.full((len(cut), POSITIONS), ROWS)
-        for token, written in enumerate(cut):
-            places = torch.arange(len(written)) * BYTES
-            rows[token, : len(written)] = torch.tensor(list(written)) + places
+        counts = torch.tensor([len(written) for written in cut])
+        padded = bytearray(b"".join(written.ljust(POSITIONS, b"\0") for written in cut))
+        table = torch.frombuffer(padded, dtype=torch.uint8).view(len(cut), POSITIONS)
+        place = torch.arange(POSITIONS)
+        rows = torch.where(place < counts[:, None], table.to(place) + BYTES * place, ROWS)
         # Of the tokenizer, not of the training: no state.
         self.register_buffer("rows", rows.int(), persistent=False)
-        counts = torch.tensor([len(written) for written in cut])
         self.register_buffer("counts", counts.float(), persistent=False)
         self.weight = nn.Parameter(torch.empty(ROWS, dim).normal_(std=STD / ROWS**0.5))
         self.norm = RMSNorm(dim, eps=EPS, backend=backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -23,13 +23,17 @@ class Tape:
         self.kept: list[Any] = []
         self.place: int | None = None
 
-    def keep(self, choose: Callable[[], Value]) -> Value:
-        """What was chosen at this place of the layer; chosen now where nothing is replayed."""
+    def replayed(self) -> Any:
+        """What was chosen at this place of the layer; None where nothing is replayed."""
+        return None if self.place is None else self.kept[self.place]
+
+    def record(self, choice: Value) -> Value:
+        """Go on to the layer's next choice, after this one."""
         if self.place is None:
-            self.kept.append(choose())
-            return self.kept[-1]
-        self.place += 1
-        return self.kept[self.place - 1]
+            self.kept.append(choice)
+        else:
+            self.place += 1
+        return choice
 
     def rewind(self) -> Tape:
         """Replay from the start."""

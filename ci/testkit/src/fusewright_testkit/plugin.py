@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils import _device
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -24,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # The packages' plans keep what allocates their memory: it is poisoned before any plan is made,
     # for the whole run.
     guards = torch._C._dynamo.guards
+    # A default device knows functions that allocate by what they are when it first looks.
+    _device._device_constructors()
     for name in ("_empty_strided_cpu", "_empty_strided_cuda"):
         setattr(guards, name, poisoned(getattr(guards, name)))
 

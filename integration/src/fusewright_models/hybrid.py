@@ -1,0 +1,177 @@
+"""HybridLM: three layers of Gated DeltaNet to one of gated sparse attention, on residual streams,
+in a stack whose states are computed anew.
+
+    p_0 = n copies of the embedding of each token
+    p   = midpoint stack of L layers D D D G D D D G ... over p_0          [B, T, n, C]
+    h_t = mean over streams of p_t
+    next token:         logits = W RMSNorm(h_t)
+    token after next:   z_t = W_f [h_t ; embedding of token t+1], through one layer G of its own,
+                        logits = W RMSNorm(mean over streams)
+
+    loss = CE(next) + 0.3 CE(token after next) + sum over layers G of the indexer's KL
+
+A token sees none after it: the delta rule is a recurrence, and selection and attention are causal.
+
+Gated DeltaNet: arXiv 2412.06464. Gated Sparse Attention: arXiv 2601.15305. mHC: arXiv 2512.24880.
+Reversible stack: arXiv 2512.02056. A second token's prediction: DeepSeek-V3, arXiv 2412.19437.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
+
+import torch
+from fusewright.norm import Backend, RMSNorm
+from torch import Tensor, nn
+
+from .byte_embedding import ByteEmbedding
+from .hybrid_config import HybridConfig
+from .hybrid_layers import NORM_EPS, HybridLayer, drawn
+from .midpoint import MidpointStack
+from .streams import replicated
+from .vocabulary_loss import vocabulary_loss
+
+BACKENDS = get_args(Backend)
+STD = 0.02
+
+
+class Losses(NamedTuple):
+    """Of a batch, 0-d in fp32.
+
+    Attributes:
+        total: what is trained on; not finite where the stack saturated.
+        following: mean cross entropy of the next token, in nats.
+        second: of the token after next.
+        indexer: sum of the indexers' losses.
+        saturated: whether a state left its range, 0-d bool.
+        tape_bytes: what is kept for the backward pass beside two states.
+    """
+
+    total: Tensor
+    following: Tensor
+    second: Tensor
+    indexer: Tensor
+    saturated: Tensor
+    tape_bytes: int
+
+
+class HybridLM(nn.Module):
+    """Language model of gated delta rule and gated sparse attention.
+
+    Args:
+        config: the shape of the model.
+        backend: who computes: "auto" (Triton for CUDA tensors, plain torch for CPU ones), "triton"
+            or "reference".
+        token_bytes: of each token, for ``embedding="bytes"``; left out, token i is the byte i of a
+            vocabulary of up to 256.
+
+    Parameters are fp32 on the default device; train them as they are, under autocast for bf16.
+
+    Example:
+        >>> model = HybridLM(HYBRID["tiny"])
+        >>> model.loss(tokens).backward()                           # tokens [B, T + 1]
+        >>> logits = model.logits(model(tokens))                    # [B, T + 1, V]
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        *,
+        backend: Backend = "auto",
+        token_bytes: Sequence[bytes] | None = None,
+    ) -> None:
+        super().__init__()
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS}; got {backend!r}")
+        self.config = config
+        self.embedding = self._make_embedding(token_bytes, backend)
+        layers = [
+            HybridLayer(config, place, sparse=config.is_sparse(place), backend=backend)
+            for place in range(config.layers)
+        ]
+        self.stack = MidpointStack(
+            layers,
+            step=config.step,
+            carry=config.carry,
+            mode=config.mode,
+            fraction_bits=config.fraction_bits,
+        )
+        self.fusion = nn.Linear(2 * config.dim, config.dim, bias=False)
+        self.second = HybridLayer(config, config.layers, sparse=True, backend=backend)
+        self.final_norm = RMSNorm(config.dim, eps=NORM_EPS, backend=backend)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        drawn(self, STD)
+
+    def _make_embedding(self, token_bytes: Sequence[bytes] | None, backend: Backend) -> nn.Module:
+        config = self.config
+        if config.embedding == "plain":
+            if token_bytes is not None:
+                raise ValueError('token_bytes are for embedding="bytes"; got them with "plain"')
+            embedding = nn.Embedding(config.vocab_size, config.dim)
+            nn.init.normal_(embedding.weight, std=STD)
+            return embedding
+        if token_bytes is None and config.vocab_size <= 256:
+            token_bytes = [bytes([byte]) for byte in range(config.vocab_size)]
+        if token_bytes is None or len(token_bytes) != config.vocab_size:
+            came = "none" if token_bytes is None else f"those of {len(token_bytes)}"
+            raise ValueError(f"wanted the bytes of {config.vocab_size} tokens; got {came}")
+        return ByteEmbedding(token_bytes, config.dim, backend=backend)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """What the model makes of each token ``[B, T]`` and those before it: ``[B, T, C]``, normed.
+
+        Raises:
+            TypeError: tokens are no tensor of integers.
+            ValueError: they are not [B, T], or on another device than the model.
+        """
+        self._check(tokens, least=0)
+        return self.final_norm(self._hidden(tokens)[0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the next token, ``[.., V]`` of ``hidden [.., C]``."""
+        return self.head(hidden)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """What to train on: `losses`' total."""
+        return self.losses(tokens).total
+
+    def losses(self, tokens: Tensor) -> Losses:
+        """All losses of ``tokens [B, T + 1]``, each token after the first given those before it.
+
+        Raises:
+            As `forward`; ValueError: fewer than three tokens.
+        """
+        self._check(tokens, least=3)
+        h, indexer, saturated, tape_bytes = self._hidden(tokens[:, :-1])
+        following = self._cross_entropy(h, tokens[:, 1:])
+        joined = torch.cat([h[:, :-1], self.embedding(tokens[:, 1:-1]).to(h.dtype)], -1)
+        streams = replicated(self.fusion(joined).to(h.dtype), self.config.streams)
+        delta, own = self.second.force(streams, tape=None)
+        second = self._cross_entropy((streams + delta).mean(-2), tokens[:, 2:])
+        indexer = indexer if own is None else indexer + own
+        total = following + self.config.second_weight * second + self.config.index_weight * indexer
+        return Losses(total, following, second, indexer, saturated, tape_bytes)
+
+    def _hidden(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """h ``[B, T, C]`` before the norm, the indexers' losses, what the stack says besides."""
+        passed = self.stack(replicated(self.embedding(tokens), self.config.streams))
+        return passed.x.mean(-2), passed.aux, passed.saturated, passed.tape_bytes
+
+    def _cross_entropy(self, h: Tensor, targets: Tensor) -> Tensor:
+        return vocabulary_loss(self.final_norm(h), self.head.weight, targets.long())
+
+    def _check(self, tokens: Tensor, least: int) -> None:
+        """Refuse what does not fit, before anything is computed."""
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"wanted tokens as a tensor; got {type(tokens).__name__}")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"wanted tokens in int64 or int32; got {tokens.dtype}")
+        if tokens.ndim != 2 or tokens.shape[1] < least:
+            wanted = "[B, T]" if not least else f"[B, T + 1], at least {least} in a row"
+            raise ValueError(f"wanted tokens {wanted}; got {list(tokens.shape)}")
+        if tokens.device != self.head.weight.device:
+            raise ValueError(
+                f"wanted tokens on the model's device, {self.head.weight.device}; got them on "
+                f"{tokens.device}"
+            )

@@ -1,0 +1,191 @@
+"""HybridLM at its smallest: no leak, every gradient, the same function in every mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fusewright.gsa import GatedSparseAttention
+from fusewright_models.hybrid import HybridLM
+from fusewright_models.hybrid_config import HYBRID, HybridConfig
+from fusewright_models.midpoint import MODES
+from fusewright_testkit.yardstick import Allowance, assert_within
+
+TINY = HYBRID["tiny"]
+TOKENS = 40
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 256, (2, TOKENS + 1), generator=torch.Generator().manual_seed(2))
+
+
+def make(dtype=torch.float32, backend="reference", **options):
+    torch.manual_seed(0)
+    return HybridLM(replace(TINY, **options), backend=backend).to(dtype)
+
+
+def trained(mode, tokens, steps, dtype=torch.float32):
+    """Losses of some steps of AdamW."""
+    model = make(dtype, mode=mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model.loss(tokens.roll(step, 0) if step % 2 else tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_future_token_changes_nothing_before_it(tokens):
+    model = make(layers=4).eval()
+    with torch.no_grad():
+        before = model(tokens)
+        for place in (1, 5, 17, TOKENS - 1):
+            changed = tokens.clone()
+            changed[0, place] = (changed[0, place] + 7) % 256
+            after = model(changed)
+            assert torch.equal(after[0, :place], before[0, :place])
+            assert not torch.equal(after[0, place:], before[0, place:])
+            assert torch.equal(after[1], before[1])
+
+
+def test_future_token_changes_no_loss_before_it(tokens):
+    """Of the token after next, too: its logits at t know the token t + 1 and none after."""
+    model = make()
+    embedded = model.embedding.weight
+    for place in (10, 25):
+        losses = model.losses(tokens[:1, : place + 1])
+        grad = torch.autograd.grad(losses.second + losses.following, embedded)[0]
+        # The last token is predicted and never read.
+        last = tokens[0, place]
+        if last not in tokens[0, :place]:
+            assert not grad[last].any()
+
+
+def test_every_parameter_has_had_a_gradient_within_three_steps(tokens):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    had: set[str] = set()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.loss(tokens).backward()
+        had |= {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+        optimizer.step()
+    assert {name for name, _ in model.named_parameters()} == had
+    assert any("index_temperature" in name for name in had)
+
+
+def test_same_inputs_same_bits(tokens):
+    assert torch.equal(trained("exact", tokens, 3), trained("exact", tokens, 3))
+
+
+def test_modes_train_alike(tokens):
+    """Exact and stored to the bit; plain as nearly as plain is to itself in fp64."""
+    tokens = tokens[:, :21]
+    found = {mode: trained(mode, tokens, 20) for mode in MODES}
+    assert torch.equal(found["exact"], found["stored"])
+    assert found["exact"][-1] < found["exact"][0] - 0.5
+    truth = trained("plain", tokens, 20, torch.float64)
+    assert_within(found["exact"], truth, Allowance.of(truth, found["plain"]), "losses")
+
+
+def test_selection_is_replayed_and_kept_once(tokens):
+    model = make()
+    attention = next(m for m in model.stack.modules() if isinstance(m, GatedSparseAttention))
+    before = attention.variance_ema.clone()
+    losses = model.losses(tokens)
+    moved = attention.variance_ema.clone()
+    assert not torch.equal(before, moved)
+    assert losses.tape_bytes == 2 * TOKENS * (TINY.k_max + 1) * 4
+    losses.total.backward()
+    assert torch.equal(attention.variance_ema, moved)
+
+
+def test_losses_are_near_those_of_guessing_at_the_start(tokens):
+    losses = make().losses(tokens)
+    for loss in (losses.following, losses.second):
+        assert abs(loss.item() - torch.log(torch.tensor(256.0)).item()) < 0.3
+    assert losses.indexer.item() > 0.0
+    assert not losses.saturated.item()
+    total = losses.following + 0.3 * losses.second + losses.indexer
+    assert torch.equal(losses.total, total)
+
+
+def test_indexer_learns_from_its_own_loss_alone(tokens):
+    model = make()
+    losses = model.losses(tokens)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    of_model = torch.autograd.grad(
+        losses.following + losses.second, parameters, retain_graph=True, allow_unused=True
+    )
+    of_indexer = torch.autograd.grad(losses.indexer, parameters, allow_unused=True)
+    for name, mine, others in zip(names, of_indexer, of_model, strict=True):
+        learns = mine is not None and bool(mine.any())
+        assert learns == ("index_" in name), name
+        assert "index_" not in name or others is None or not others.any(), name
+
+
+def test_bytes_serve_for_an_embedding(tokens):
+    model = make(embedding="bytes")
+    model.loss(tokens).backward()
+    assert model.embedding.weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("embedding", "billions"), [("plain", 2.15), ("bytes", 1.65)], ids=["plain", "bytes"]
+)
+def test_greatest_preset_has_as_many_parameters_as_it_says(embedding, billions):
+    config = replace(HYBRID["1b"], embedding=embedding)
+    given = None if embedding == "plain" else [b"x"] * config.vocab_size
+    with torch.device("meta"):
+        model = HybridLM(config, token_bytes=given)
+    count = sum(p.numel() for p in model.parameters())
+    assert round(count / 1e9, 2) == billions
+
+
+@pytest.mark.parametrize("name", ["tiny", "mini", "1b"])
+def test_every_fourth_layer_is_sparse(name):
+    config = HYBRID[name]
+    kinds = "".join("DG"[config.is_sparse(place)] for place in range(config.layers))
+    assert kinds == "DDDG" * (config.layers // 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(layers=0), "layers must be a whole number of at least 1; got 0"),
+        (dict(dim=2.5), "dim must be a whole number of at least 1; got 2.5"),
+        (dict(mode="fast"), "mode must be one of"),
+        (dict(embedding="x"), "embedding must be one of"),
+        (dict(k_min=9), "wanted sinks <= k_min <= k_base <= k_max; got 2, 9, 8, 16"),
+        (dict(sparse_width=3), "sparse_width must be even; got 3"),
+        (dict(sparse_heads=3, key_heads=2), "sparse_heads must be a multiple of key_heads"),
+        (dict(second_weight=-1.0), "second_weight must be at least 0 and finite; got -1.0"),
+    ],
+)
+def test_bad_shapes_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        HybridConfig(**options)
+
+
+def test_bad_input_is_refused(tokens):
+    model = make()
+    for given, error, message in (
+        ([1, 2], TypeError, "wanted tokens as a tensor; got list"),
+        (tokens.float(), TypeError, "wanted tokens in int64 or int32"),
+        (tokens[0], ValueError, r"wanted tokens \[B, T \+ 1\], at least 3 in a row"),
+        (tokens[:, :2], ValueError, r"at least 3 in a row; got \[2, 2\]"),
+        (tokens.to("meta"), ValueError, "wanted tokens on the model's device, cpu; got them on m"),
+    ):
+        with pytest.raises(error, match=message):
+            model.loss(given)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        HybridLM(TINY, backend="cuda")
+    with pytest.raises(ValueError, match="wanted the bytes of 300 tokens; got none"):
+        HybridLM(replace(TINY, vocab_size=300, embedding="bytes"))
+    with pytest.raises(ValueError, match='token_bytes are for embedding="bytes"'):
+        HybridLM(TINY, token_bytes=[b"a"])

@@ -29,6 +29,8 @@ RESULTS = ROOT / ".nox/results"
 PYTEST = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-m", workspace.QUICK_TIER)
 # A process a core; the tests of a file may go to several.
 SPREAD = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
+# numpy's threads, which the interpreter multiplies matrices with, would wait for one another's.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 PACKAGES = workspace.packages()
 PARTS = [nox.param(p, id=p.name) for p in PACKAGES + workspace.integration()]
@@ -87,7 +89,7 @@ def run_tests(session: nox.Session, part: workspace.Project) -> None:
     junit = RESULTS / f"{label(session)}.xml"
     with session.chdir(session.create_tmp()):
         command = ("python", "-m", "pytest", str(part.tests), *PYTEST, *SPREAD, "--durations=5")
-        session.run(*command, f"--junitxml={junit}", *session.posargs)
+        session.run(*command, f"--junitxml={junit}", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from fusewright_testkit.compiled import SHARED_KIB, compiled_in_a_process
+from fusewright_testkit.compiled import QUICK, SHARED_KIB, compiled_in_a_process
 
 HERE = pathlib.Path(__file__).parent
 
 
-@pytest.mark.parametrize("capability", SHARED_KIB)
+@pytest.mark.parametrize("capability", QUICK)
 def test_one_launch_of_every_kernel_compiles_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each", capability)
     for kernel in (

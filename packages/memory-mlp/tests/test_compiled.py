@@ -58,7 +58,7 @@ def test_every_read_kernel_compiles_without_a_spill(capability):
     compiled_in_a_process(HERE, "every_read", capability)
 
 
-@pytest.mark.parametrize("capability", SHARED_KIB)
+@pytest.mark.parametrize("capability", QUICK)
 def test_one_launch_of_every_input_kernel_compiles_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each_input", capability)
     for kernel in (

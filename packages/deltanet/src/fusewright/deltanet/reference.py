@@ -150,7 +150,7 @@ def by_sequence(
         state = wide(q).new_zeros(sequences, v.shape[2], q.shape[3], v.shape[3])
     if cu_seqlens is None:
         return function(*tensors, state)
-    bounds = cu_seqlens.tolist()
+    bounds = cu_seqlens.tolist()  # sync: plain torch cuts sequences apart on the host
     parts = [
         function(*(x[:, first:end] for x in tensors), state[index : index + 1])
         for index, (first, end) in enumerate(itertools.pairwise(bounds))

@@ -90,6 +90,13 @@ def keep_rate_on_device(group: dict[str, Any]) -> None:
         group["lr"] = torch.tensor(lr, dtype=torch.float32, device=local(params[0]).device)
 
 
+def clear_results(results: tuple[Tensor, Tensor, Tensor]) -> None:
+    """After a step without gradients: no norm, nothing skipped."""
+    norm, skipped, _ = results
+    norm.fill_(torch.nan)
+    skipped.zero_()
+
+
 def new_results(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """grad_norm, skipped and skipped_steps before any step."""
     return (

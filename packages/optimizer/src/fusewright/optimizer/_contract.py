@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._adamw_state import new_results
+from ._adamw_state import clear_results, new_results
 from ._tables import is_captured, same
 
 Tensor = torch.Tensor
@@ -82,9 +82,7 @@ class Contract(torch.optim.Optimizer):
     def _nothing_moved(self) -> None:
         """The results of a step without gradients."""
         if self._results is not None:
-            norm, skipped, _ = self._results
-            norm.fill_(torch.nan)
-            skipped.zero_()
+            clear_results(self._results)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where given."""
@@ -158,6 +156,9 @@ class Contract(torch.optim.Optimizer):
 
     def _all_parameters(self) -> list[Tensor]:
         return [*itertools.chain.from_iterable(group["params"] for group in self.param_groups)]
+
+    def _all_state(self) -> list[Any]:
+        return [*itertools.chain.from_iterable(map(dict.values, self.state.values()))]
 
     def _states_of(self, saved: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
         """The saved state of each parameter, which is empty where there is none."""

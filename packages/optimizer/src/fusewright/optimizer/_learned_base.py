@@ -18,7 +18,7 @@ from ._learned_checks import check_learnable, check_state, tensor_obstacle
 from ._learned_parts import LearnedRules, Moved, Moving
 from ._members import Step, current, on
 from ._parts import total_squares
-from ._tables import check_eager
+from ._tables import addresses_of, check_eager, kinds_of, same
 from .learned_features import Statistics, new_statistics
 
 Tensor = torch.Tensor
@@ -52,6 +52,7 @@ class StatisticsOptimizer(Contract):
 
     def _forget_plans(self) -> None:
         self._parts: list[tuple[Moving, list[int]]] = []
+        self._state: list[Any] = []
         self._seen: list[Any] = []
 
     def _point(self, gradients: Sequence[Tensor | None]) -> None:
@@ -107,21 +108,25 @@ class StatisticsOptimizer(Contract):
         """
         flat = self._all_parameters()
         gradients = [p.grad for p in flat]
+        given = [g for g in gradients if g is not None]
         try:
-            kinds = [None if g is None else (g.dtype, g.stride(), g.is_neg()) for g in gradients]
+            kinds = kinds_of(given)
         except RuntimeError:
             # Sparse ones have no strides.
             self._check(flat, gradients)
             raise
         # What addresses and launches were planned for.
         seen = [
-            [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in flat],
+            addresses_of(flat),
+            [(p.dtype, p.shape, p.stride()) for p in flat],
+            len(given) == len(flat) or [g is None for g in gradients],
             kinds,
             [group.get("maximize") for group in self.param_groups],
             self.max_grad_norm,
             context,
         ]
-        if self._seen and seen == self._seen[:-1] and self._kept(flat) == self._seen[-1]:
+        # By identity: others may put state in the place of this.
+        if seen == self._seen and same(self._all_state(), self._state):
             return gradients
         self._check(flat, gradients)
         found: dict[tuple[torch.device, bool], list[Moved]] = {}
@@ -141,7 +146,7 @@ class StatisticsOptimizer(Contract):
                 part = self._part(members, device, with_kernels)
             self._parts.append((part, [member.place for member in part.members]))
         # With the states that have just been made.
-        self._seen = [*seen, self._kept(flat)]
+        self._state, self._seen = self._all_state(), seen
         return gradients
 
     def _part(self, members: list[Moved], device: torch.device, with_kernels: bool) -> Moving:
@@ -159,10 +164,6 @@ class StatisticsOptimizer(Contract):
         for p, g in zip(flat, gradients, strict=True):
             if g is not None:
                 check_gradient(p, g)
-
-    def _kept(self, flat: list[Tensor]) -> list[tuple[int, ...]]:
-        """Which tensors the state is."""
-        return [tuple(map(id, self.state.get(p, {}).values())) for p in flat]
 
     def _uses_triton(self, p: Tensor, g: Tensor, place: int) -> bool:
         if not uses_triton(p, self.backend):

@@ -23,7 +23,7 @@ from ._matrix_kernels import (
 from ._members import Kind, Member, Rules, Step
 from ._norm_launch import triton_dtype
 from ._stack import Stack
-from ._tables import Uploaded, addresses_of, aligned
+from ._tables import Uploaded, addresses_of, aligned, kinds_of
 
 Tensor = torch.Tensor
 # Of AdamW, whose group is given with every step.
@@ -189,7 +189,7 @@ class StackedAdamW:
         stack = self.stack
         pairs = [(p.detach(), p.grad) for p in stack.params if p.grad is not None]
         gradients = [g for _, g in pairs]
-        seen = [sign, [(p.data_ptr(), g.dtype, g.stride(), g.is_neg()) for p, g in pairs]]
+        seen = [sign, addresses_of(p for p, _ in pairs), kinds_of(gradients)]
         if seen != self.seen:
             views = stack.views
             kind = Kind(pairs[0][0].dtype, gradients[0].dtype, torch.float32, False, False, 0)

@@ -7,6 +7,7 @@ task, and then replayed; elsewhere the same code runs operation by operation.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -210,6 +211,8 @@ def stepping(several: Sequence[Runs]) -> Callable[[], None]:
         for _ in range(2):
             in_branches()
     torch.cuda.current_stream().wait_stream(apart)
+    # Garbage that holds a graph must not be let go of during a capture.
+    gc.collect()
     with torch.cuda.graph(graph):
         in_branches()
     for runs in several:

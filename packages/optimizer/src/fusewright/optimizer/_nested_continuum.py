@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._adamw_state import new_results
+from ._adamw_state import clear_results, new_results
 from ._checks import check_gradient
 from ._group_rates import GroupRates
 from ._grouped_adamw import squares_by_group
@@ -66,11 +66,10 @@ class ContinuumMode:
         for _, p in pairs:
             check_gradient(p, p.grad)
         self.moved = {}
-        norm, skipped, count = self.results
         if not pairs:
-            norm.fill_(torch.nan)
-            skipped.zero_()
+            clear_results(self.results)
             return
+        norm, skipped, count = self.results
         numbers = [number for number, _ in pairs]
         ps = [p.detach() for _, p in pairs]
         gs = [p.grad.detach() for _, p in pairs]

@@ -15,7 +15,6 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -276,9 +275,6 @@ class AdamW(Contract):
         # With the states that have just been made.
         self._state, self._seen = self._all_state(), seen
         return gradients
-
-    def _all_state(self) -> list[Any]:
-        return [*itertools.chain.from_iterable(map(dict.values, self.state.values()))]
 
     def _uses_triton(self, member: Member) -> bool:
         if not uses_triton(member.p, self.backend):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fusewright.optimizer import AdamW, DeepNestedOptimizer, LearnedOptimizer, Muon, UpdateMLP
+from fusewright.optimizer._checks import check_gradient
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -238,6 +239,15 @@ def test_one_beta_may_be_a_number_and_the_other_a_tensor(training, backend, devi
     training.run(AdamW, ps, betas=betas, backend=backend)
     training.run(AdamW, twin, betas=(0.5, 0.75), backend=backend)
     assert all(map(torch.equal, ps, twin))
+
+
+def test_gradients_on_another_device_are_refused():
+    p = parameter()
+    # By torch, where it sees them.
+    with pytest.raises(RuntimeError, match="device"):
+        p.grad = torch.zeros(5, device="meta")
+    with pytest.raises(ValueError, match=r"\[5\] on cpu has a gradient of \[5\] on meta"):
+        check_gradient(p, torch.zeros(5, device="meta"))
 
 
 def test_numbers_of_numpy_are_numbers():

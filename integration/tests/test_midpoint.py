@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 import torch
 from fusewright_models.fixed_point import LIMIT, FixedPoint, packed, unpacked
 from fusewright_models.midpoint import MODES, MidpointStack
 from fusewright_models.replay import Tape
 from fusewright_testkit import Yardstick
+from fusewright_testkit.compiled import SHARED_KIB, compiled_in_a_process
 from torch import Tensor, nn
 from torch.func import functional_call
 
 WIDTH = 6
+HERE = pathlib.Path(__file__).parent
 
 
 class Layer(nn.Module):
@@ -240,6 +244,53 @@ def test_bits_are_packed_and_come_back(count):
     bits = torch.randint(0, 2, (count,), dtype=torch.int32)
     assert packed(bits).numel() == -(-count // 8)
     assert torch.equal(unpacked(packed(bits), bits), bits)
+
+
+def stepped_by(backend, halves, first=False):
+    """A step and the step back, of numbers as a layer may give them."""
+    torch.manual_seed(7)
+    states = FixedPoint(20, halves=halves, backend=backend)
+    before, state = (torch.randint(-LIMIT, LIMIT, (3, 701), dtype=torch.int32) for _ in range(2))
+    delta = torch.randn(3, 701)
+    # Halves, which are rounded to even numbers, and what has no place.
+    delta[0] = (delta[0] * 8).round() * 2.0**-20
+    delta[1] *= 1e-5
+    delta[2, :6] = torch.tensor([1e9, -1e9, 1e38, torch.inf, -torch.inf, torch.nan])
+    saturated = torch.zeros((), dtype=torch.bool)
+    new = states.step(before, state, delta, 0.5, saturated, first=first)
+    back = states.step_back(new.state, state, delta, 0.5, new.dropped)
+    calm = torch.zeros_like(saturated)
+    slow = before[:2] // 4, state[:2] // 4, delta[:2]
+    tame = states.step(*slow, 0.5, calm, first=first)
+    return [*new, *back, saturated, tame.shown, calm]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("halves", [False, True])
+def test_one_launch_has_the_same_states_to_the_bit(halves, first):
+    found, expected = (stepped_by(name, halves, first) for name in ("triton", "reference"))
+    assert found[-3].item()
+    assert not found[-1].item()
+    for value, truth in zip(found, expected, strict=True):
+        assert (value is None) == (truth is None)
+        assert value is None or torch.equal(value, truth)
+
+
+@pytest.mark.parametrize("carry", [1.0, 0.5])
+def test_one_launch_a_step_passes_a_stack(carry):
+    x = torch.randn(3, 5, WIDTH)
+    found = []
+    for backend in ("triton", "reference"):
+        stack = make(layers=4, carry=carry)
+        stack.states.backend = backend
+        found.append(results(stack, x))
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_steps_compile_without_a_spill(capability):
+    printed = compiled_in_a_process(HERE, "steps_of_states", capability)
+    assert (printed.count("_advance_kernel"), printed.count("_undo_kernel")) == (2, 2)
 
 
 def test_steps_at_the_ends_of_the_range_do_not_wrap():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from fusewright.norm import Backend, available_backends
 from torch import Tensor
 
 # Sums of two numbers below it stay within int32.
@@ -12,21 +13,95 @@ LIMIT = 1 << 30
 BITS_OF_BYTE = 8
 
 
+class Stepped(NamedTuple):
+    """What a step leads to.
+
+    Attributes:
+        state: the next one.
+        shown: as it is shown to a layer.
+        dropped: the bits that halving drops, eight to a byte, where it does.
+    """
+
+    state: Tensor
+    shown: Tensor
+    dropped: Tensor | None
+
+
 class FixedPoint:
-    """Numbers of 2^-F in int32, and the step of a midpoint stack on them.
+    """Numbers of 2^-F in int32, and the step of a midpoint stack on them: on a card one launch.
 
     Args:
         fraction_bits: F.
         halves: the mean of the two states before is carried on, rather than the earlier.
+        backend: "auto", "triton" or "reference"; all have the same states to the bit.
 
     Raises:
         ValueError: no F from 1 to 29.
     """
 
-    def __init__(self, fraction_bits: int, *, halves: bool) -> None:
+    def __init__(self, fraction_bits: int, *, halves: bool, backend: Backend = "auto") -> None:
         if not 1 <= fraction_bits <= 29:
             raise ValueError(f"fraction_bits must be from 1 to 29; got {fraction_bits}")
-        self.one, self.halves = float(1 << fraction_bits), halves
+        self.one, self.halves, self.backend = float(1 << fraction_bits), halves, backend
+
+    def start(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The state of x, twice, and whether it is out of range, 0-d bool."""
+        state = self.rounded(x.detach())
+        return state, state, self.outside(state)
+
+    def step(
+        self,
+        before: Tensor,
+        state: Tensor,
+        delta: Tensor,
+        gain: float,
+        saturated: Tensor,
+        *,
+        first: bool,
+    ) -> Stepped:
+        """From the states ``before`` and ``state`` on by ``gain`` times ``delta``, in the dtype
+        that states are shown in. Sets ``saturated``, 0-d bool, where that leaves the range.
+        """
+        both = self.halves and not first
+        if self._kernels_serve(delta):
+            from ._fixed_point_kernels import advance
+
+            with torch.cuda.device_of(delta):
+                earlier = state if both else None
+                return Stepped(
+                    *advance(before, earlier, delta.contiguous(), gain, self.one, saturated)
+                )
+        kick = self.rounded(gain * delta)
+        new, dropped = self.advanced(before, state, kick, first=first)
+        saturated |= self.outside(kick) | self.outside(new)
+        return Stepped(new, self.floating(new, delta.dtype), dropped)
+
+    def step_back(
+        self, after: Tensor, state: Tensor, delta: Tensor, gain: float, dropped: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The state before ``state``, whose step by ``gain`` times ``delta`` led to ``after``, and
+        as it is shown.
+        """
+        if self._kernels_serve(delta):
+            from ._fixed_point_kernels import undo
+
+            with torch.cuda.device_of(delta):
+                later = None if dropped is None else state
+                return undo(after, later, delta.contiguous(), gain, self.one, dropped)
+        before = self.undone(after, state, self.rounded(gain * delta), dropped)
+        return before, self.floating(before, delta.dtype)
+
+    def _kernels_serve(self, delta: Tensor) -> bool:
+        """Whether a launch of ours may take it; a compiler fuses torch's operations itself."""
+        return (
+            self.backend != "reference"
+            and (delta.is_cuda or self.backend == "triton")
+            and type(delta) is Tensor
+            and delta.dtype == torch.float32
+            and delta.numel() > 0
+            and not torch.compiler.is_compiling()
+            and "triton" in available_backends()
+        )
 
     def rounded(self, x: Tensor) -> Tensor:
         """x in whole numbers; what has no place there, NaN too, is `outside`."""
@@ -60,13 +135,9 @@ class FixedPoint:
         """What a step adds its force to, in real numbers."""
         return 0.5 * (before + state) if self.halves and not first else before
 
-    def straight(self, x: Tensor, state: Tensor) -> Tensor:
-        """The numbers of ``state`` with the gradient of ``x``, which they round."""
-        return Straight.apply(x, self.floating(state, wide(x.dtype)))
-
 
 class Straight(torch.autograd.Function):
-    """The second argument, with the first's gradient."""
+    """The second argument, what the first is rounded to, with the first's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:

@@ -23,12 +23,13 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from fusewright.norm import Backend
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from .fixed_point import FixedPoint, wide
+from .fixed_point import FixedPoint, Stepped, Straight, wide
 from .replay import Forced, Surroundings, Tape
 
 Mode = Literal["exact", "stored", "plain"]
@@ -65,6 +66,7 @@ class MidpointStack(nn.Module):
             what is inside a layer anew; "plain" is ordinary autograd. All have the same states to
             the bit.
         fraction_bits: F. The range is +-2^(30 - F).
+        backend: of the states' steps, as in `FixedPoint`.
 
     Raises:
         ValueError: no layers, or an option out of its range.
@@ -78,6 +80,7 @@ class MidpointStack(nn.Module):
         carry: float = 1.0,
         mode: Mode = "exact",
         fraction_bits: int = 20,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         if not layers:
@@ -88,7 +91,7 @@ class MidpointStack(nn.Module):
             raise ValueError(f"mode must be one of {MODES}; got {mode!r}")
         self.layers = nn.ModuleList(layers)
         self.step, self.mode = step, mode
-        self.states = FixedPoint(fraction_bits, halves=carry == 0.5)
+        self.states = FixedPoint(fraction_bits, halves=carry == 0.5, backend=backend)
 
     def forward(self, x: Tensor, **context: Any) -> Passed:
         """The last state of the stack that starts at ``x``, and what the layers add to the loss."""
@@ -102,22 +105,28 @@ class MidpointStack(nn.Module):
         """Of the force of a layer in its step."""
         return 2.0 * self.step if number else 0.5 * self.step
 
+    def stepped(
+        self, number: int, before: Tensor, state: Tensor, delta: Tensor, saturated: Tensor
+    ) -> Stepped:
+        """The step of a layer whose force is ``delta``."""
+        gain = self.gain(number)
+        return self.states.step(before, state, delta.detach(), gain, saturated, first=number == 0)
+
     def _plainly(self, x: Tensor, context: dict[str, Any]) -> Passed:
         states = self.states
-        before = after = states.rounded(x.detach())
-        saturated = states.outside(before)
-        x_before = x_after = states.straight(x, before)
+        before, after, saturated = states.start(x)
+        shown = states.floating(after, wide(x.dtype))
+        x_before = x_after = Straight.apply(x, shown)
         aux = torch.zeros((), device=x.device)
         for number, layer in enumerate(self.layers):
             force: Any = layer.force
             delta, more = force(x_after, tape=None, **context)
-            delta = delta.to(x_after.dtype)
-            kick = states.rounded(self.gain(number) * delta.detach())
-            new, _ = states.advanced(before, after, kick, first=number == 0)
-            saturated = saturated | states.outside(kick) | states.outside(new)
+            delta = delta.to(shown.dtype)
+            new = self.stepped(number, before, after, delta, saturated)
+            before, after = after, new.state
             carried = states.carried(x_before, x_after, first=number == 0)
-            x_new = states.straight(carried + self.gain(number) * delta, new)
-            before, after, x_before, x_after = after, new, x_after, x_new
+            moved = carried + self.gain(number) * delta
+            x_before, x_after = x_after, Straight.apply(moved, new.shown)
             aux = aux if more is None else aux + more
         return Passed(spoiled(x_after, saturated), aux, saturated, 0)
 
@@ -143,44 +152,42 @@ class Run:
         self.dropped: list[Tensor | None] = []
         self.bytes = 0
 
-    def forward(self, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-        """All states that the backward pass wants, the last two at least; aux; saturated."""
-        states = self.states
-        before = after = states.rounded(x)
-        saturated = states.outside(before)
+    def forward(self, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """All states that the backward pass wants, the last two at least; the last as it is shown;
+        aux; saturated.
+        """
+        before, after, saturated = self.states.start(x)
+        shown = self.states.floating(after, wide(x.dtype))
         aux = torch.zeros((), device=x.device)
-        kept = [before]
+        kept = [after]
         for number, layer in enumerate(self.stack.layers):
             self.tapes.append(Tape())
             self.surroundings.append(Surroundings(layer, x.device, self.drops))
             force: Any = layer.force
-            shown = states.floating(after, wide(x.dtype))
             delta, more = force(shown, tape=self.tapes[-1], **self.context)
-            kick = states.rounded(self.stack.gain(number) * delta.to(shown.dtype))
-            new, dropped = states.advanced(before, after, kick, first=number == 0)
-            saturated = saturated | states.outside(kick) | states.outside(new)
-            self.dropped.append(dropped)
-            before, after = after, new
+            new = self.stack.stepped(number, before, after, delta.to(shown.dtype), saturated)
+            self.dropped.append(new.dropped)
+            before, after, shown = after, new.state, new.shown
             kept = [*kept, after] if self.stack.mode == "stored" else [before, after]
             aux = aux if more is None else aux + more
         if self.stack.mode == "stored":
             self.dropped = []
         self.bytes = sum(tape.bytes for tape in self.tapes)
         self.bytes += sum(bits.nbytes for bits in self.dropped if bits is not None)
-        return kept, aux, saturated
+        return kept, shown, aux, saturated
 
     def backward(
         self, kept: list[Tensor], parameters: list[Tensor], g: Tensor, g_aux: Tensor
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The gradients of x and of the parameters, from those of the last state and of aux."""
         states = self.states
-        carry = 0.5 if states.halves else 1.0
         gradients: list[Tensor | None] = [None] * len(parameters)
-        g_before = torch.zeros_like(g)
+        g_before: Tensor | None = None
         *kept, before, after = kept
+        shown = states.floating(before, g.dtype)
         for number in reversed(range(len(self.stack.layers))):
             gain = self.stack.gain(number)
-            x = states.floating(before, g.dtype).requires_grad_()
+            x = shown.detach().requires_grad_()
             mine = {name: parameters[place] for name, place in self.places[number].items()}
             delta, aux = self._again(number, x, mine)
             through, *of_mine = torch.autograd.grad(
@@ -193,16 +200,19 @@ class Run:
                 so_far = gradients[place]
                 if dp is not None:
                     gradients[place] = dp if so_far is None else so_far + dp
-            kicked = g_before if through is None else g_before + through
             if number == 0:
-                return kicked + g, gradients
-            g, g_before = kicked + (1.0 - carry) * g, carry * g
+                return added(added(g_before, through), g), gradients
+            # Of the two states that the step comes from, what they are carried by apart.
+            of_before, of_state = (0.5 * g, 0.5 * g) if states.halves else (g, None)
+            g_state = added(added(g_before, through), of_state)
+            g, g_before = torch.zeros_like(g) if g_state is None else g_state, of_before
             if kept:
                 before, after = kept.pop(), before
+                shown = states.floating(before, g.dtype)
             else:
-                kick = states.rounded(gain * delta.detach().to(g.dtype))
-                dropped = self.dropped[number]
-                before, after = states.undone(after, before, kick, dropped), before
+                force, dropped = delta.detach().to(g.dtype), self.dropped[number]
+                earlier, shown = states.step_back(after, before, force, gain, dropped)
+                before, after = earlier, before
         raise AssertionError("a stack has a first layer")
 
     def _again(self, number: int, x: Tensor, mine: dict[str, Tensor]) -> tuple[Tensor, Any]:
@@ -222,12 +232,12 @@ class Reversed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Run, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        kept, aux, saturated = run.forward(x)
+        kept, last, aux, saturated = run.forward(x)
         ctx.run, ctx.dtype = run, x.dtype
         ctx.states = len(kept)
         ctx.save_for_backward(saturated, *kept, *parameters)
         ctx.mark_non_differentiable(saturated)
-        return spoiled(run.states.floating(kept[-1], wide(x.dtype)), saturated), aux, saturated
+        return spoiled(last, saturated), aux, saturated
 
     @staticmethod
     @once_differentiable
@@ -236,6 +246,13 @@ class Reversed(torch.autograd.Function):
         kept, parameters = saved[: ctx.states], saved[ctx.states :]
         g_x, gradients = ctx.run.backward(kept, parameters, spoiled(g, saturated), g_aux)
         return None, g_x.to(ctx.dtype), *gradients
+
+
+def added(some: Tensor | None, other: Tensor | None) -> Any:
+    """Their sum, where None is zero."""
+    if some is None or other is None:
+        return other if some is None else some
+    return some + other
 
 
 def spoiled(x: Tensor, saturated: Tensor) -> Tensor:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-Value = TypeVar("Value")
 
 
 class Tape:
@@ -27,13 +25,12 @@ class Tape:
         """What was chosen at this place of the layer; None where nothing is replayed."""
         return None if self.place is None else self.kept[self.place]
 
-    def record(self, choice: Value) -> Value:
+    def record(self, choice: Any) -> None:
         """Go on to the layer's next choice, after this one."""
         if self.place is None:
             self.kept.append(choice)
         else:
             self.place += 1
-        return choice
 
     def rewind(self) -> Tape:
         """Replay from the start."""

@@ -130,7 +130,7 @@ def typing(session: nox.Session, part: workspace.Project | None) -> None:
 
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
-    """Train a small TransformerNP on digits, then a small TitanMAC on Python's own sources."""
+    """Train a small TransformerNP on digits, a TitanMAC and a HybridLM on Python's own sources."""
     (models,) = workspace.integration()
     install_isolated(session, models)
     if session.posargs:
@@ -138,6 +138,7 @@ def demo(session: nox.Session) -> None:
         return
     session.run("fusewright-train", "transformer-np")
     session.run("fusewright-train", "titan-mac", "--margin", "0.15")
+    session.run("fusewright-train", "hybrid", "--margin", "0.15")
 
 
 @nox.session(default=False)

@@ -100,6 +100,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"fusewright": "index.md"},
         {"Packages": [entry(package) for package in workspace.packages()]},
         *[{"Models": entry(models)["integration"]} for models in workspace.integration()],
+        {"From other names": "migration.md"},
         {"Decisions": ["decisions/index.md", *(f"decisions/{path.name}" for path in written)]},
         {"Contributing": "CONTRIBUTING.md"},
     ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import report_optimizers
+import report_selection
 import typer
 from fusewright_testkit.report import BEGIN, COLOURS, COLUMNS, Results, with_made
 
@@ -30,10 +31,11 @@ TOLD = (
 )
 TEXT_HEADER = ("case", "provider", "timing", "tokens/s", "step", "GiB")
 TOLD_OF_TEXT = (
-    "TitanMAC: a step is forward pass, loss, backward pass and AdamW on B T tokens that lie on the "
+    "{op}: a step is forward pass, loss, backward pass and AdamW on B T tokens that lie on the "
     "device, in ms; wall by the host's clock, graph where the whole step is replayed from a CUDA "
     "graph."
 )
+LANGUAGE_MODELS = ("TitanMAC", "HybridLM")
 SWITCHES_HEADER = (
     "case",
     "ours",
@@ -89,12 +91,12 @@ def read(path: Path) -> Cases | None:
     return cases
 
 
-def text_rows(path: Path) -> list[tuple[str, ...]]:
-    """A line for every step of TitanMAC that the file has."""
+def text_rows(path: Path, op: str) -> list[tuple[str, ...]]:
+    """A line for every step of a language model that the file has."""
     lines = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            if row["op"] != "TitanMAC":
+            if row["op"] != op:
                 continue
             sizes = dict(word.split("=") for word in row["case"].split())
             tokens, ms = int(sizes["B"]) * int(sizes["T"]), float(row["ms"])
@@ -173,15 +175,16 @@ def made(folder: Path) -> str:
         parts.append(table(cases))
         if missing := gaps(cases):
             parts.append(missing)
-        if lines := text_rows(path):
-            parts.append(TOLD_OF_TEXT)
-            parts.append(markdown([TEXT_HEADER, ("---",) * 3 + ("---:",) * 3, *lines]))
+        for op in LANGUAGE_MODELS:
+            if lines := text_rows(path, op):
+                parts.append(TOLD_OF_TEXT.format(op=op))
+                parts.append(markdown([TEXT_HEADER, ("---",) * 3 + ("---:",) * 3, *lines]))
         switches = path.with_name(f"switches-{path.name}")
         if switches.is_file():
             parts.append(TOLD_OF_SWITCHES.format(name=switches.name))
             rule = ("---",) * 2 + ("---:",) * 6
             parts.append(markdown([SWITCHES_HEADER, rule, *switch_rows(switches)]))
-    parts += report_optimizers.parts(folder)
+    parts += report_optimizers.parts(folder) + report_selection.parts(folder)
     return "\n\n".join(parts) or "Nothing has been measured yet."
 
 
@@ -222,11 +225,11 @@ def problems(folder: Path) -> list[str]:
     """What of README and pictures is behind the result files."""
     readme = folder / "README.md"
     text, files = readme.read_text(), result_files(folder)
-    compared = report_optimizers.files(folder)
+    compared = report_optimizers.files(folder) + report_selection.files(folder)
     if not (files or compared or BEGIN in text):
         return []
     told = [] if text == with_made(text, made(folder)) else [f"{readme} is behind its results"]
-    # Those of comparisons are drawn where they are trained.
+    # Those of trainings are drawn where they are trained.
     pictures = [path.with_suffix(".png") for path in [*files, *compared]]
     return told + [f"{path} is missing" for path in pictures if not path.is_file()]
 

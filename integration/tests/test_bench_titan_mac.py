@@ -17,7 +17,8 @@ from fusewright_models.bench.switches import (
     taken_back,
     waiting_share,
 )
-from fusewright_models.bench.titan_mac import Text, TextShape, TitanMACHarness
+from fusewright_models.bench.text import Text, TextShape
+from fusewright_models.bench.titan_mac import TitanMACHarness
 from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
 from typer.testing import CliRunner
 

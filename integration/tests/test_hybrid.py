@@ -129,6 +129,61 @@ def test_indexer_learns_from_its_own_loss_alone(tokens):
         assert "index_" not in name or others is None or not others.any(), name
 
 
+def test_dense_losses_are_those_of_all_keys(tokens):
+    """A selection of every key is none at all: fp64, where sums of both orders are alike."""
+    wide = dict(k_base=TOKENS, k_min=TOKENS, k_max=TOKENS)
+    model, all_selected = make(torch.float64), make(torch.float64, **wide)
+    all_selected.load_state_dict(model.state_dict())
+    dense, expected = model.losses(tokens, dense=True), all_selected.losses(tokens)
+    for name in ("total", "following", "second", "indexer"):
+        found, wanted = getattr(dense, name), getattr(expected, name)
+        assert (found - wanted).abs() < 1e-12
+    # Half of the queries of T see more, half fewer; the last layer has one query less.
+    assert dense.selected == expected.selected == (TOKENS + 0.5) / 2
+    sparse = model.losses(tokens)
+    assert abs(dense.following - sparse.following) > 1e-6
+    assert sparse.selected < TINY.k_max
+    dense.total.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_indexers_hear_dense_keys_and_no_average_moves(tokens):
+    model, heard = make(), []
+    model.losses(tokens, dense=True, heard=lambda *told: heard.append(told)).total.backward()
+    assert len(heard) == 2
+    for attention, u, selection in heard:
+        assert attention.variance_ema == 0.0
+        assert u.shape[0] == tokens.shape[0]
+        length = u.shape[1]
+        assert selection.count.tolist() == [list(range(1, length + 1))] * 2
+        assert selection.indices[1, 3].tolist() == [0, 1, 2, 3] + [-1] * (length - 4)
+    assert [u.shape[1] for _, u, _ in heard] == [TOKENS, TOKENS - 1]
+
+
+def test_sequence_read_in_pieces_is_read_whole(tokens):
+    model = make(torch.float64).eval()
+    with torch.no_grad():
+        whole = model(tokens)
+    for pieces in ([TOKENS + 1], [7, 1, 1, 20, TOKENS - 28], [1] * 9):
+        caches, found = None, []
+        for piece in tokens[:, : sum(pieces)].split(pieces, 1):
+            hidden, caches = model.read(piece, caches)
+            found.append(hidden)
+        found = torch.cat(found, 1)
+        # States are rounded: a layer may come to the neighbouring number.
+        unit = 2.0**-TINY.fraction_bits
+        assert (found - whole[:, : found.shape[1]]).abs().max() < TINY.layers * unit
+
+
+def test_loss_of_the_next_token_is_that_of_all_losses(tokens):
+    model = make().eval()
+    with torch.no_grad():
+        assert torch.equal(model.next_token_loss(tokens), model.losses(tokens).following)
+        assert model.next_token_loss(tokens[:, :2]).isfinite()
+    with pytest.raises(ValueError, match="at least 2 in a row"):
+        model.next_token_loss(tokens[:, :1])
+
+
 def test_bytes_serve_for_an_embedding(tokens):
     model = make(embedding="bytes")
     model.loss(tokens).backward()
@@ -147,7 +202,13 @@ def test_greatest_preset_has_as_many_parameters_as_it_says(embedding, billions):
     assert round(count / 1e9, 2) == billions
 
 
-@pytest.mark.parametrize("name", ["tiny", "mini", "1b"])
+def test_variant_of_350_million_has_as_many_parameters():
+    with torch.device("meta"):
+        model = HybridLM(HYBRID["350m"])
+    assert sum(p.numel() for p in model.parameters()) == 351_480_713
+
+
+@pytest.mark.parametrize("name", HYBRID)
 def test_every_fourth_layer_is_sparse(name):
     config = HYBRID[name]
     kinds = "".join("DG"[config.is_sparse(place)] for place in range(config.layers))

@@ -11,7 +11,7 @@ from io import StringIO
 import pytest
 import torch
 from fusewright.optimizer import M3, DeepNestedOptimizer, LearnedOptimizer
-from fusewright_models import TransformerNP, TransformerNPConfig, titan_mac_command
+from fusewright_models import TransformerNP, TransformerNPConfig, text_command
 from fusewright_models.cli import app, negative_log_likelihood
 from fusewright_models.data import make_sampler
 from fusewright_models.presets import TRANSFORMER_NP
@@ -443,7 +443,7 @@ def text(tmp_path_factory):
 
 @every_optimizer
 def test_titan_mac_is_trained_by_the_optimizer_of_the_flag(tmp_path, monkeypatch, text, name):
-    monkeypatch.setattr(titan_mac_command, "SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 2)
     flags = [*TINY_TITAN_MAC, "--dataset", text]
     config, losses, saved = run_with(tmp_path / "run", name, flags)
     assert_chosen(config, saved, name, None, rate=4e-3, decay=0.1)
@@ -453,7 +453,7 @@ def test_titan_mac_is_trained_by_the_optimizer_of_the_flag(tmp_path, monkeypatch
 
 
 def test_titan_mac_is_trained_by_the_network_of_the_flag(tmp_path, monkeypatch, text, weights):
-    monkeypatch.setattr(titan_mac_command, "SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 2)
     flags = [*TINY_TITAN_MAC, "--dataset", text]
     found = []
     for number, more in enumerate(([], ["--optimizer-weights", weights])):

@@ -107,6 +107,16 @@ def test_steps_of_text_have_a_table_of_their_own(report, folder):
     assert lines == [f"{start} 200,000 | 81.9 | 2.0 |", f"{start} 1,000,000 | 16.4 |  |"]
 
 
+def test_each_language_model_has_its_own_table(report, folder):
+    row = "{op},dim=512 layers=12 B=4 T=4096,step,reference,bf16,wall,81.92,1,1,,,\n"
+    with (folder / f"results/{NAME}.csv").open("a") as file:
+        file.write(row.format(op="HybridLM") + row.format(op="TitanMAC"))
+    made = report.made(folder)
+    titan_mac, hybrid = made.split("HybridLM: a step is")
+    for part in (titan_mac, hybrid):
+        assert part.count("| dim=512 layers=12 B=4 T=4096 | reference | wall | 200,000") == 1
+
+
 def test_switches_have_a_table_with_times_before(report, folder):
     case = "dim=320 layers=6 B=4 T=4096"
     lines = [f"{case},none,5552.0,16384.0,0.0010,0.0570", f"{case},all,204.8,4096.0,0.0000,0.0650"]

@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from fusewright_models import titan_mac_command
+from fusewright_models import text_command
 from fusewright_models.cli import app
 from fusewright_models.text import ByteModel, Windows
 from fusewright_models.training import Trainer
@@ -30,7 +30,7 @@ def run(*arguments):
 
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch):
-    monkeypatch.setattr(titan_mac_command, "SAMPLE_TOKENS", 8)
+    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 8)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def trained(monkeypatch):
             made.append(arguments)
             super().__init__(*arguments, **options)
 
-    monkeypatch.setattr(titan_mac_command, "Trainer", Recorded)
+    monkeypatch.setattr(text_command, "Trainer", Recorded)
     return made
 
 
@@ -292,7 +292,7 @@ def finished(tmp_path_factory, text):
     """The folder of a short run, which is only read."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(titan_mac_command, "SAMPLE_TOKENS", 8)
+        patch.setattr(text_command, "SAMPLE_TOKENS", 8)
         assert run("titan-mac", *TINY, "--dataset", text, "--out", folder).exit_code == 0
     return folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .generate_command import generate_text
+from .hybrid_command import hybrid
 from .titan_mac_command import titan_mac
 from .transformer_np_command import negative_log_likelihood, transformer_np
 
@@ -20,4 +21,5 @@ def main() -> None:
 
 app.command("transformer-np")(transformer_np)
 app.command("titan-mac")(titan_mac)
+app.command("hybrid")(hybrid)
 app.command("generate")(generate_text)

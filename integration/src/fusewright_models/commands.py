@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -96,6 +96,9 @@ class Run(Protocol):
     @property
     def capture(self) -> bool | None: ...
 
+    @property
+    def rate_factors(self) -> Mapping[str, float]: ...
+
     def training(self) -> TrainingConfig: ...
 
     @classmethod
@@ -175,6 +178,7 @@ def optimizer_of(run: Run, model: nn.Module) -> Optimizer:
         clip_norm=run.training().clip_norm,
         backend=run.backend,
         weights=run.optimizer_weights,
+        rate_factors=run.rate_factors,
     )
 
 

@@ -19,7 +19,7 @@ Reversible stack: arXiv 2512.02056. A second token's prediction: DeepSeek-V3, ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from fusewright.norm import Backend, RMSNorm
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from .byte_embedding import ByteEmbedding
 from .hybrid_config import HybridConfig
-from .hybrid_layers import NORM_EPS, HybridLayer, drawn
-from .midpoint import MidpointStack
+from .hybrid_layers import NORM_EPS, Caches, Heard, HybridLayer, all_keys, drawn
+from .midpoint import MidpointStack, Passed
 from .streams import replicated
 from .vocabulary_loss import vocabulary_loss
 
@@ -44,6 +44,7 @@ class Losses(NamedTuple):
         following: mean cross entropy of the next token, in nats.
         second: of the token after next.
         indexer: sum of the indexers' losses.
+        selected: keys that a query attends to, its mean over queries and layers.
         saturated: whether a state left its range, 0-d bool.
         tape_bytes: what is kept for the backward pass beside two states.
     """
@@ -52,6 +53,7 @@ class Losses(NamedTuple):
     following: Tensor
     second: Tensor
     indexer: Tensor
+    selected: Tensor
     saturated: Tensor
     tape_bytes: int
 
@@ -96,6 +98,7 @@ class HybridLM(nn.Module):
             carry=config.carry,
             mode=config.mode,
             fraction_bits=config.fraction_bits,
+            backend=backend,
         )
         self.fusion = nn.Linear(2 * config.dim, config.dim, bias=False)
         self.second = HybridLayer(config, config.layers, sparse=True, backend=backend)
@@ -126,7 +129,19 @@ class HybridLM(nn.Module):
             ValueError: they are not [B, T], or on another device than the model.
         """
         self._check(tokens, least=0)
-        return self.final_norm(self._hidden(tokens)[0])
+        return self.final_norm(self._hidden(tokens).x.mean(-2))
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, caches: Caches | None = None) -> tuple[Tensor, Caches]:
+        """:meth:`forward` of the tokens ``[B, T]`` that follow what the caches have read, none at
+        first, and the caches then, which are the given ones. No gradients.
+
+        Raises:
+            As `forward`.
+        """
+        self._check(tokens, least=0)
+        caches = {} if caches is None else caches
+        return self.final_norm(self._hidden(tokens, caches=caches).x.mean(-2)), caches
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token, ``[.., V]`` of ``hidden [.., C]``."""
@@ -136,27 +151,56 @@ class HybridLM(nn.Module):
         """What to train on: `losses`' total."""
         return self.losses(tokens).total
 
-    def losses(self, tokens: Tensor) -> Losses:
+    def next_token_loss(self, tokens: Tensor) -> Tensor:
+        """Of ``tokens [B, T + 1]`` the mean cross entropy of each after the first, given those
+        before it, in nats.
+
+        Raises:
+            As `forward`; ValueError: fewer than two tokens.
+        """
+        self._check(tokens, least=2)
+        return self._cross_entropy(self._hidden(tokens[:, :-1]).x.mean(-2), tokens[:, 1:])
+
+    def losses(self, tokens: Tensor, *, dense: bool = False, heard: Heard | None = None) -> Losses:
         """All losses of ``tokens [B, T + 1]``, each token after the first given those before it.
+
+        Args:
+            tokens: as above.
+            dense: attention goes to all keys that a query sees, and the indexers learn from that.
+            heard: is told of each sparse attention, its input and its selection.
 
         Raises:
             As `forward`; ValueError: fewer than three tokens.
         """
         self._check(tokens, least=3)
-        h, indexer, saturated, tape_bytes = self._hidden(tokens[:, :-1])
+        counts: list[Tensor] = []
+
+        def listen(attention: Any, u: Tensor, selection: Any) -> None:
+            counts.append(selection.count.float().mean())
+            if heard is not None:
+                heard(attention, u, selection)
+
+        batches, length = tokens.shape[0], tokens.shape[1] - 1
+        every, most = (
+            all_keys(batches, n, tokens.device) if dense else None for n in (length, length - 1)
+        )
+        passed = self._hidden(tokens[:, :-1], given=every, heard=listen)
+        h = passed.x.mean(-2)
         following = self._cross_entropy(h, tokens[:, 1:])
         joined = torch.cat([h[:, :-1], self.embedding(tokens[:, 1:-1]).to(h.dtype)], -1)
         streams = replicated(self.fusion(joined).to(h.dtype), self.config.streams)
-        delta, own = self.second.force(streams, tape=None)
+        delta, own = self.second.force(streams, tape=None, given=most, heard=listen)
         second = self._cross_entropy((streams + delta).mean(-2), tokens[:, 2:])
-        indexer = indexer if own is None else indexer + own
+        indexer = passed.aux if own is None else passed.aux + own
         total = following + self.config.second_weight * second + self.config.index_weight * indexer
-        return Losses(total, following, second, indexer, saturated, tape_bytes)
+        selected = torch.stack(counts).mean()
+        return Losses(
+            total, following, second, indexer, selected, passed.saturated, passed.tape_bytes
+        )
 
-    def _hidden(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """h ``[B, T, C]`` before the norm, the indexers' losses, what the stack says besides."""
-        passed = self.stack(replicated(self.embedding(tokens), self.config.streams))
-        return passed.x.mean(-2), passed.aux, passed.saturated, passed.tape_bytes
+    def _hidden(self, tokens: Tensor, **context: Any) -> Passed:
+        """What the stack makes of the tokens' streams."""
+        return self.stack(replicated(self.embedding(tokens), self.config.streams), **context)
 
     def _cross_entropy(self, h: Tensor, targets: Tensor) -> Tensor:
         return vocabulary_loss(self.final_norm(h), self.head.weight, targets.long())

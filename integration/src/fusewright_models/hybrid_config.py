@@ -31,6 +31,8 @@ class HybridConfig:
         key_heads: heads of keys that these share; None is as many.
         index_heads, index_width: of the indexer.
         k_base, k_min, k_max, law, sinks: how many keys a query selects.
+        index_temperature: where the indexers' learned temperatures start; about the logarithm of
+            the tokens of a row.
         feed_forward_width: of each layer's SwiGLU.
         streams: n, residual streams.
         sinkhorn_iterations: of their mixing.
@@ -56,6 +58,7 @@ class HybridConfig:
     k_max: int = 16
     law: Law = "inverse"
     sinks: int = 2
+    index_temperature: float = 8.0
     feed_forward_width: int = 128
     streams: int = 4
     sinkhorn_iterations: int = 20
@@ -122,6 +125,22 @@ HYBRID: dict[str, HybridConfig] = {
         k_max=128,
         sinks=4,
         feed_forward_width=1376,
+    ),
+    "350m": HybridConfig(
+        vocab_size=32_000,
+        dim=1024,
+        layers=24,
+        delta_heads=8,
+        delta_width=128,
+        sparse_heads=8,
+        sparse_width=128,
+        index_heads=4,
+        index_width=64,
+        k_base=256,
+        k_min=32,
+        k_max=512,
+        sinks=4,
+        feed_forward_width=1792,
     ),
     "1b": HybridConfig(
         vocab_size=131_072,

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from fusewright.deltanet import GatedDeltaNet
 from fusewright.feed_forward import SwiGLU
-from fusewright.gsa import GatedSparseAttention
+from fusewright.gsa import GatedSparseAttention, KeyCache, Selection
 from fusewright.norm import Backend, RMSNorm
 from torch import Tensor, nn
 
 from .hybrid_config import HybridConfig
 from .replay import Tape
 from .streams import StreamMixer
-from .vocabulary_loss import autocast_dtype
 
 NORM_EPS = 1e-6
+# Tokens that a first cache has room for.
+ROOM = 128
+
+Heard = Callable[[GatedSparseAttention, Tensor, Selection], None]
+Caches = dict[int, Any]
 
 
 class HybridLayer(nn.Module):
@@ -33,6 +39,7 @@ class HybridLayer(nn.Module):
         self, config: HybridConfig, place: int, *, sparse: bool, backend: Backend = "auto"
     ) -> None:
         super().__init__()
+        self.place = place
         dim = config.dim
         options: dict[str, Any] = dict(iterations=config.sinkhorn_iterations, backend=backend)
         self.mixing = StreamMixer(config.streams, dim, place=2 * place, **options)
@@ -53,6 +60,7 @@ class HybridLayer(nn.Module):
                 law=config.law,
                 sinks=config.sinks,
                 rope_base=config.rope_base,
+                temperature=config.index_temperature,
                 backend=backend,
             )
             if sparse
@@ -66,28 +74,69 @@ class HybridLayer(nn.Module):
         )
         self.feed_forward = SwiGLU(dim, config.feed_forward_width, backend=backend)
 
-    def force(self, x: Tensor, *, tape: Tape | None) -> tuple[Tensor, Tensor | None]:
-        """What the layer adds to the streams ``[B, T, n, C]``, and the loss of its indexer."""
-        mixed, loss = self.mixing(x, lambda u: self._mix(self._normed(u, self.mixing_norm), tape))
-        fed, _ = self.feeding(
-            mixed, lambda u: (self.feed_forward(self._normed(u, self.feeding_norm)), None)
-        )
-        return fed - x, loss
+    def force(
+        self,
+        x: Tensor,
+        *,
+        tape: Tape | None,
+        given: Selection | None = None,
+        heard: Heard | None = None,
+        caches: Caches | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the layer adds to the streams ``[B, T, n, C]``, and the loss of its indexer.
 
-    def _mix(self, u: Tensor, tape: Tape | None) -> tuple[Tensor, Tensor | None]:
+        Args:
+            x: the streams.
+            tape: of its choices.
+            given: the keys that each query attends to, in the place of choices.
+            heard: is told of a sparse attention, its input and what it selected, once.
+            caches: what the layers have read before, by their place; x is what follows. There are
+                neither gradients nor losses then.
+        """
+
+        reading = self.mixing.read(x)
+        y, loss = self._mix(self.mixing_norm(reading.u), tape, given, heard, caches)
+        mixed = self.feeding.read(self.mixing.write(reading, y))
+        fed = self.feed_forward(self.feeding_norm(mixed.u))
+        return self.feeding.write(mixed, fed, origin=reading.origin), loss
+
+    def _mix(
+        self,
+        u: Tensor,
+        tape: Tape | None,
+        given: Selection | None,
+        heard: Heard | None,
+        caches: Caches | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the tokens have of one another, and the loss of the indexer."""
+        if caches is not None:
+            return self._read(u, caches), None
         if isinstance(self.mixer, GatedDeltaNet):
             return self.mixer(u), None
+        return self._attend(u, tape, given, heard)
+
+    def _attend(
+        self, u: Tensor, tape: Tape | None, given: Selection | None, heard: Heard | None
+    ) -> tuple[Tensor, Tensor]:
         attention = cast(GatedSparseAttention, self.mixer)
-        if tape is None:
-            y, _, loss = attention.forward_with_loss(u)
-            return y, loss
-        y, selection, loss = attention.forward_with_loss(u, tape.replayed())
-        tape.record(selection)
+        replayed = None if tape is None else tape.replayed()
+        known = given if replayed is None else replayed
+        y, selection, loss = attention.forward_with_loss(u, known)
+        if tape is not None:
+            tape.record(selection)
+        if heard is not None and replayed is None:
+            heard(attention, u, selection)
         return y, loss
 
-    def _normed(self, u: Tensor, norm: nn.Module) -> Tensor:
-        # Streams are fp32: what follows is in the dtype of the layer's products.
-        return norm(u.to(autocast_dtype(u.device) or u.dtype))
+    def _read(self, u: Tensor, caches: Caches) -> Tensor:
+        """The tokens that follow what the cache has read, which takes them up."""
+        cache = caches.get(self.place)
+        if isinstance(self.mixer, GatedDeltaNet):
+            y, caches[self.place] = self.mixer.decode(u, cache)
+            return y
+        attention = cast(GatedSparseAttention, self.mixer)
+        caches[self.place] = cache = with_room(attention, cache, *u.shape[:2])
+        return attention.decode(u, cache)
 
 
 def drawn(module: nn.Module, std: float) -> None:
@@ -97,3 +146,28 @@ def drawn(module: nn.Module, std: float) -> None:
             nn.init.normal_(child.weight, std=std)
         elif not isinstance(child, SwiGLU):
             drawn(child, std)
+
+
+def with_room(
+    attention: GatedSparseAttention, cache: KeyCache | None, batches: int, tokens: int
+) -> KeyCache:
+    """The cache where it has room for so many tokens more, or one of twice the size with what it
+    holds: a token is copied no more than twice on average.
+    """
+    length = 0 if cache is None else cache.length
+    if cache is not None and length + tokens <= cache.capacity:
+        return cache
+    roomy = attention.new_cache(batches, max(2 * (length + tokens), ROOM))
+    if cache is not None:
+        held = cache.keys, cache.values, cache.index_keys
+        roomy.extend(*(memory[:, :length] for memory in held))
+    return roomy
+
+
+def all_keys(batches: int, tokens: int, device: torch.device) -> Selection:
+    """Of each query all keys that it sees: attention that is dense."""
+    place = torch.arange(tokens, device=device, dtype=torch.int32)
+    seen = torch.where(place <= place[:, None], place, -1)
+    return Selection(
+        seen.expand(batches, tokens, tokens), (place + 1).expand(batches, tokens).contiguous()
+    )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
+from .hybrid_config import HYBRID, HybridConfig
 from .titan_mac import TITAN_MAC
 from .titan_mac_config import TitanMACConfig
 
 PresetName = Literal["tiny", "demo", "base"]
 PRESET_NAMES = get_args(PresetName)
 TitanMACPresetName = Literal["tiny", "demo", "l4", "profile", "170m"]
+HybridPresetName = Literal["tiny", "demo", "mini", "350m", "1b"]
+ShapeT = TypeVar("ShapeT")
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ TRANSFORMER_NP: dict[PresetName, TransformerNPPreset] = {
 
 
 @dataclass(frozen=True)
-class TitanMACPreset:
-    """Defaults that the flags of ``fusewright-train titan-mac`` override one by one.
+class TextPreset(Generic[ShapeT]):
+    """Defaults that the flags of a language model's command override one by one.
 
     Attributes:
         architecture: of the model; its vocabulary is that of the tokenizer.
@@ -97,7 +100,7 @@ class TitanMACPreset:
         held_out_bytes: at most so many bytes are held out, all of which an evaluation reads.
     """
 
-    architecture: TitanMACConfig
+    architecture: ShapeT
     steps: int
     batch_size: int
     gradient_accumulation_steps: int
@@ -107,9 +110,9 @@ class TitanMACPreset:
     held_out_bytes: int
 
 
-TITAN_MAC_PRESETS: dict[TitanMACPresetName, TitanMACPreset] = {
+TITAN_MAC_PRESETS: dict[TitanMACPresetName, TextPreset[TitanMACConfig]] = {
     # Seconds on anything: for tests and for a first look at the files of a run.
-    "tiny": TitanMACPreset(
+    "tiny": TextPreset(
         architecture=TITAN_MAC["tiny"],
         steps=100,
         batch_size=4,
@@ -120,7 +123,7 @@ TITAN_MAC_PRESETS: dict[TitanMACPresetName, TitanMACPreset] = {
         held_out_bytes=2**12,
     ),
     # Minutes on two CPU cores.
-    "demo": TitanMACPreset(
+    "demo": TextPreset(
         architecture=replace(TITAN_MAC["tiny"], dim=128, memory_chunk=32, memory_hidden=32),
         steps=800,
         batch_size=8,
@@ -131,7 +134,7 @@ TITAN_MAC_PRESETS: dict[TitanMACPresetName, TitanMACPreset] = {
         held_out_bytes=2**17,
     ),
     # Half a million tokens a step, for a GPU of 22 GB.
-    "l4": TitanMACPreset(
+    "l4": TextPreset(
         architecture=TITAN_MAC["l4"],
         steps=10_000,
         batch_size=4,
@@ -142,7 +145,7 @@ TITAN_MAC_PRESETS: dict[TitanMACPresetName, TitanMACPreset] = {
         held_out_bytes=2**22,
     ),
     # Short windows: what a profiler looks at.
-    "profile": TitanMACPreset(
+    "profile": TextPreset(
         architecture=TITAN_MAC["profile"],
         steps=1000,
         batch_size=4,
@@ -152,13 +155,70 @@ TITAN_MAC_PRESETS: dict[TitanMACPresetName, TitanMACPreset] = {
         evaluate_every=500,
         held_out_bytes=2**20,
     ),
-    "170m": TitanMACPreset(
+    "170m": TextPreset(
         architecture=TITAN_MAC["170m"],
         steps=30_000,
         batch_size=8,
         gradient_accumulation_steps=16,
         seq_len=4096,
         lr=4e-4,
+        evaluate_every=1000,
+        held_out_bytes=2**22,
+    ),
+}
+
+
+HYBRID_PRESETS: dict[HybridPresetName, TextPreset[HybridConfig]] = {
+    # Seconds on anything: for tests and for a first look at the files of a run.
+    "tiny": TextPreset(
+        architecture=HYBRID["tiny"],
+        steps=100,
+        batch_size=4,
+        gradient_accumulation_steps=1,
+        seq_len=128,
+        lr=4e-3,
+        evaluate_every=50,
+        held_out_bytes=2**12,
+    ),
+    # Minutes on two CPU cores.
+    "demo": TextPreset(
+        architecture=replace(HYBRID["tiny"], dim=96, delta_width=48, sparse_width=48),
+        steps=400,
+        batch_size=8,
+        gradient_accumulation_steps=1,
+        seq_len=128,
+        lr=4e-3,
+        evaluate_every=200,
+        held_out_bytes=2**15,
+    ),
+    "mini": TextPreset(
+        architecture=HYBRID["mini"],
+        steps=10_000,
+        batch_size=16,
+        gradient_accumulation_steps=1,
+        seq_len=1024,
+        lr=1e-3,
+        evaluate_every=1000,
+        held_out_bytes=2**20,
+    ),
+    # Half a million tokens a step.
+    "350m": TextPreset(
+        architecture=HYBRID["350m"],
+        steps=30_000,
+        batch_size=8,
+        gradient_accumulation_steps=16,
+        seq_len=4096,
+        lr=4e-4,
+        evaluate_every=1000,
+        held_out_bytes=2**22,
+    ),
+    "1b": TextPreset(
+        architecture=HYBRID["1b"],
+        steps=50_000,
+        batch_size=4,
+        gradient_accumulation_steps=32,
+        seq_len=4096,
+        lr=2e-4,
         evaluate_every=1000,
         held_out_bytes=2**22,
     ),

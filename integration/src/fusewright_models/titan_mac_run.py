@@ -5,34 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from fusewright.attention import Backend
-
 from .presets import TITAN_MAC_PRESETS, TitanMACPresetName
-from .run_fields import check_fields
-from .text import Corpus, Windows, documents, make_tokenizer, read_corpus
+from .text_run import TextRun
 from .titan_mac import TitanMAC
-from .titan_mac_config import Variant
-from .training import OptimizerName, Precision, TrainingConfig, default_decay, default_rate
-
-# A data set is read until it has the tokens that the run reads, but at least and at most these:
-# fewer would leave too little held out, more would not fit beside the model.
-FEWEST_TOKENS, MOST_TOKENS = 2**26, 2**30
+from .titan_mac_config import TitanMACConfig, Variant
 
 
-@dataclass(frozen=True)
-class TitanMACRun:
-    """One run with nothing left open: what config.json holds and what --resume takes up again.
-
-    ``vocab_size`` None is that of the tokenizer, ``dataset`` None the standard library,
-    ``tokenizer`` None bytes.
-
-    Raises:
-        TypeError: a field is of another type.
-        ValueError: a field has a value that it cannot have, whatever the others are.
-    """
+@dataclass(frozen=True, kw_only=True)
+class TitanMACRun(TextRun):
+    """A `TextRun` of TitanMAC."""
 
     model_name: ClassVar[str] = "titan-mac"
+    title: ClassVar[str] = "TitanMAC"
+    presets: ClassVar = TITAN_MAC_PRESETS
 
     preset: TitanMACPresetName
     variant: Variant
@@ -41,98 +26,25 @@ class TitanMACRun:
     num_heads: int
     chunk_size: int
     memory_chunk: int
-    seq_len: int
-    batch_size: int
-    gradient_accumulation_steps: int
-    lr: float
-    weight_decay: float
-    max_steps: int
-    dataset_tokens: int
-    eval_every: int
-    device: str
-    mixed_precision: Precision
-    vocab_size: int | None = None
-    dataset: str | None = None
-    dataset_subset: str | None = None
-    text_column: str = "text"
-    tokenizer: str | None = None
-    optimizer: OptimizerName = "adamw"
-    optimizer_weights: str | None = None
-    seed: int = 0
-    compile: bool = False
-    capture: bool | None = None
-    backend: Backend = "auto"
-    log_every: int = 10
-    wandb: bool = False
-    wandb_project: str = "fusewright"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @classmethod
-    def from_flags(cls, flags: dict[str, Any]) -> TitanMACRun:
-        """The given flags over the preset's values."""
-        name = flags.get("preset", "demo")
-        preset = TITAN_MAC_PRESETS[name]
-        shape = preset.architecture
-        device = flags.get("device", "cuda" if torch.cuda.is_available() else "cpu")
-        optimizer = flags.get("optimizer", "adamw")
-        defaults = {
-            "preset": name,
+    def own_defaults(cls, shape: TitanMACConfig, steps: int) -> dict[str, Any]:
+        return {
             "variant": shape.variant,
             "dim": shape.dim,
             "num_layers": shape.layers,
             "num_heads": shape.heads,
             "chunk_size": shape.segment,
             "memory_chunk": shape.memory_chunk,
-            "seq_len": preset.seq_len,
-            "batch_size": preset.batch_size,
-            "gradient_accumulation_steps": preset.gradient_accumulation_steps,
-            "lr": default_rate(optimizer, preset.lr),
-            "weight_decay": default_decay(optimizer, 0.1),
-            "max_steps": preset.steps,
-            "eval_every": preset.evaluate_every,
-            "device": device,
-            "mixed_precision": "bf16" if device.startswith("cuda") else "fp32",
         }
-        chosen = defaults | flags
-        sizes = ("max_steps", "gradient_accumulation_steps", "batch_size", "seq_len")
-        steps, batches, windows, length = (chosen[size] for size in sizes)
-        read = min(max(steps * batches * windows * length, FEWEST_TOKENS), MOST_TOKENS)
-        return cls(**({"dataset_tokens": read} | chosen))
 
     @property
     def label(self) -> str:
-        """What tells it from other runs of its model, in a folder's name."""
         return self.variant
 
-    def corpus(self) -> Corpus:
-        return read_corpus(
-            documents(self.dataset, subset=self.dataset_subset, column=self.text_column),
-            make_tokenizer(self.tokenizer),
-            most_tokens=self.dataset_tokens,
-            held_out_bytes=TITAN_MAC_PRESETS[self.preset].held_out_bytes,
-            device=self.device,
-        )
-
-    def windows(self, corpus: Corpus) -> Windows:
-        return Windows(corpus.training, length=self.seq_len, seed=self.seed, digest=corpus.digest)
-
-    def model(self, tokens: int, *, device: torch.device | str | None = None) -> TitanMAC:
-        """The model of this run, over a tokenizer's vocabulary of that size, on the run's device
-        or another.
-
-        Raises:
-            ValueError: ``vocab_size`` is smaller, or the sizes do not go together.
-        """
-        vocab_size = tokens if self.vocab_size is None else self.vocab_size
-        if vocab_size < tokens:
-            raise ValueError(
-                f"the tokenizer has {tokens} tokens; got --vocab-size {vocab_size}, which is less"
-            )
-        torch.manual_seed(self.seed)
+    def built(self, vocab_size: int) -> TitanMAC:
         config = replace(
-            TITAN_MAC_PRESETS[self.preset].architecture,
+            self.presets[self.preset].architecture,
             vocab_size=vocab_size,
             variant=self.variant,
             dim=self.dim,
@@ -141,17 +53,4 @@ class TitanMACRun:
             segment=self.chunk_size,
             memory_chunk=self.memory_chunk,
         )
-        return TitanMAC(config, backend=self.backend).to(device or self.device)
-
-    def training(self) -> TrainingConfig:
-        return TrainingConfig(
-            steps=self.max_steps,
-            batch_size=self.batch_size,
-            accumulation_steps=self.gradient_accumulation_steps,
-            warmup_steps=self.max_steps // 20,
-            precision=self.mixed_precision,
-            compile=self.compile,
-            capture="auto" if self.capture is None else self.capture,
-            log_every=self.log_every,
-            evaluate_every=self.eval_every,
-        )
+        return TitanMAC(config, backend=self.backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ class TransformerNPRun:
     """
 
     model_name: ClassVar[str] = "transformer-np"
+    rate_factors: ClassVar[Mapping[str, float]] = {}
 
     preset: PresetName
     steps: int

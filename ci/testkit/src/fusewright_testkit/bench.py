@@ -14,7 +14,9 @@ A package's ``bench`` module declares
   called ``fusewright``. A peer that does not compute the same, such as another library's layer with
   parameters of its own, has ``inputs(device, dtype)`` of its own. One that moves its tensors in
   place, such as an optimizer, has ``prepare(inputs)``, which returns a step that is timed again and
-  again, and ``captures``: whether a CUDA graph may hold it. Only its outputs are checked.
+  again, and ``captures``: whether a CUDA graph may hold it. Only its outputs are checked. One that
+  has no backward pass here has ``forward_only`` true: its outputs are checked, its forward pass is
+  timed.
 
 Every provider that computes the same is checked against the yardstick before it is timed. Ours must
 pass; a peer that does not is timed and named.
@@ -62,6 +64,7 @@ class Timer:
 
     def __init__(self, case, op: Callable):
         self.case, self.op = case, op
+        self.forward_only = getattr(op, "forward_only", False)
         self.stream = torch.cuda.Stream()
         bytes_of_one_call = case.bytes_moved["fwd+bwd"]
         self.inputs = []
@@ -100,6 +103,8 @@ class Timer:
             if name == "fwd" and getattr(self.case, "forward_wall", False):
                 yield name, "wall", wall_time(calls[0])
             del calls
+            if self.forward_only:
+                return
         with torch.cuda.stream(self.stream):
             calls = [self.both(inputs) for inputs in self.inputs]
         yield "fwd+bwd", "graph", graph_time(calls, stream=self.stream)
@@ -107,8 +112,10 @@ class Timer:
         yield "fwd+bwd", "wall", wall_time(self.both(self.inputs[0]))
 
     def peak_mib(self) -> float:
-        """Memory that one forward and backward takes beyond its inputs."""
-        call = self.both(self.inputs[0])
+        """Memory that one forward and backward takes beyond its inputs; the forward alone where
+        there is no other.
+        """
+        call = (self.forward if self.forward_only else self.both)(self.inputs[0])
         call()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -186,8 +193,13 @@ def check(case, provider: str, op: Callable, console: Console) -> None:
     """Hold a provider against the yardstick. Raises for ours, names a peer that errs more."""
     draw = getattr(case, "sample", case.inputs)
     inputs = draw("cuda")
-    # A step has as many outputs as parameters, and as many gradients beside them.
-    grads = [None] * (len(inputs) // 2) if hasattr(op, "prepare") else None
+    grads = None
+    if hasattr(op, "prepare"):
+        # A step has as many outputs as parameters, and as many gradients beside them.
+        grads = [None] * (len(inputs) // 2)
+    elif getattr(op, "forward_only", False):
+        with torch.no_grad():
+            grads = [None] * len(as_tuple(case.reference(*inputs)))
     yardstick = Yardstick(case.reference, inputs, grads)
     try:
         yardstick.check(op)

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
+import torch
 import typer
 from rich.console import Console
 
 from ..devices import checked_device
+from ..hybrid_config import HYBRID
 from ..presets import TRANSFORMER_NP, PresetName
 from ..titan_mac import TITAN_MAC
 from ..titan_mac_layers import Variant
 from ..transformer_np_layers import TransformerNPConfig
 from .harness import Harness
+from .hybrid import PROVIDER_NAMES as HYBRID_PROVIDERS
+from .hybrid import SHAPES as HYBRID_SHAPES
+from .hybrid import HybridHarness
 from .providers import PROVIDER_NAMES, SDPA_CHOICES, by_comma, chosen_providers
 from .results import environment_name
 from .shapes import SHAPES, Shape
 from .switches import SwitchesHarness
+from .text import TextHarness, TextShape
 from .titan_mac import PROVIDER_NAMES as TITAN_MAC_PROVIDERS
 from .titan_mac import SHAPES as TEXT_SHAPES
-from .titan_mac import TextShape, TitanMACHarness
+from .titan_mac import TitanMACHarness
 
 Device = Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")]
 Seconds = Annotated[
@@ -124,17 +130,7 @@ def titan_mac(
         where = checked_device(device)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    console = Console(width=160)
-    name = environment_name(where)
-    console.print(f"{name}: bf16 autocast over fp32 weights, AdamW", highlight=False)
-    harness = TitanMACHarness(
-        config=config,
-        device=where,
-        seconds=seconds,
-        check=check,
-        file=out / f"{name}.csv" if out else None,
-        console=console,
-    )
+    harness = made(TitanMACHarness, config, where, seconds, check, out)
     if switches:
         switched = SwitchesHarness(harness, evaluate_every, evaluation_batches)
         good = [switched.bench(each) for each in shapes]
@@ -143,9 +139,64 @@ def titan_mac(
     raise typer.Exit(not all(good))
 
 
+def hybrid(
+    preset: Annotated[str, typer.Option(help=f"Of {', '.join(HYBRID)}.")] = "mini",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="B,T: rows and their tokens; repeatable. Default: the preset's."),
+    ] = None,
+    provider: Annotated[
+        str, typer.Option(help=f"By comma, of {', '.join(HYBRID_PROVIDERS)}.")
+    ] = "all",
+    device: Device = "cuda",
+    seconds: Seconds = 6.0,
+    check: Annotated[
+        bool, typer.Option(help="Hold our first loss against fp32, at a slow forward pass a shape.")
+    ] = True,
+    out: Out = None,
+) -> None:
+    """Time training steps of HybridLM: ours, eager and replayed from a CUDA graph; the same model
+    in plain torch, eager and compiled; and fla's Gated DeltaNet of equal size where it is
+    installed.
+
+    The exit code is 1 where ours fails.
+    """
+    try:
+        if preset not in HYBRID:
+            raise ValueError(f"preset must be of {', '.join(HYBRID)}; got {preset!r}")
+        shapes = [TextShape.parse(text) for text in shape or ()] or list(HYBRID_SHAPES[preset])
+        providers = by_comma("provider", provider, HYBRID_PROVIDERS)
+        where = checked_device(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    harness = made(HybridHarness, HYBRID[preset], where, seconds, check, out)
+    good = [harness.bench(each, providers) for each in shapes]
+    raise typer.Exit(not all(good))
+
+
+HarnessT = TypeVar("HarnessT", bound=TextHarness)
+
+
+def made(
+    kind: type[HarnessT],
+    config: Any,
+    device: torch.device,
+    seconds: float,
+    check: bool,
+    out: Path | None,
+) -> HarnessT:
+    """The harness of a language model, once its environment has been printed."""
+    console = Console(width=160)
+    name = environment_name(device)
+    console.print(f"{name}: bf16 autocast over fp32 weights, AdamW", highlight=False)
+    file = out / f"{name}.csv" if out else None
+    return kind(config, device, seconds, check, file, console)
+
+
 app = typer.Typer()
 app.callback(invoke_without_command=True)(main)
 app.command("titan-mac")(titan_mac)
+app.command("hybrid")(hybrid)
 
 if __name__ == "__main__":
     app()

@@ -35,7 +35,8 @@ from ..titan_mac import TitanMAC
 from .harness import Failure, attempt
 from .results import merge_by
 from .step import Marks, Measurement, Step
-from .titan_mac import TextShape, TitanMACHarness, Unclocked
+from .text import TextShape, Unclocked
+from .titan_mac import TitanMACHarness
 
 SWITCHES = ("syncs", "attention", "norms", "gating", "memory")
 # Of a file of its own: the shares are of no pass.

@@ -14,6 +14,7 @@ from .optimization import (
     warmup_cosine,
 )
 from .run_folder import RunFolder
+from .source import Told
 from .trainer import Trainer
 from .wandb import wandb_observer
 
@@ -23,6 +24,7 @@ __all__ = [
     "OptimizerName",
     "Precision",
     "RunFolder",
+    "Told",
     "Trainer",
     "TrainingConfig",
     "adamw",

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from .config import TrainingConfig
 from .optimizer_traits import counts, kind, pattern, rate_dtype, set_counts
-from .source import Batch
+from .source import Batch, Told
 from .stepper import Stepper
 
 # The like of a graph is taken so often before it is captured.
@@ -49,7 +49,7 @@ def obstacle(optimizer: Optimizer) -> str | None:
 
 def make_stepper(
     model: nn.Module,
-    loss_function: Callable[[Any, Any], Tensor],
+    loss_function: Callable[[Any, Any], Tensor | Told],
     optimizer: Optimizer,
     config: TrainingConfig,
     say: Callable[[str], None],
@@ -80,7 +80,7 @@ class CapturedStepper(Stepper):
     def __init__(
         self,
         model: nn.Module,
-        loss_function: Callable[[Any, Any], Tensor],
+        loss_function: Callable[[Any, Any], Tensor | Told],
         optimizer: Optimizer,
         config: TrainingConfig,
         say: Callable[[str], None],
@@ -94,7 +94,7 @@ class CapturedStepper(Stepper):
     def forget(self) -> None:
         super().forget()
         self._drop_graphs()
-        self.told = False
+        self.many_told = False
         self.seen: Counter[Hashable] = Counter()
         # Those that have gradients, and where these stay.
         self.trained: list[nn.Parameter] = []
@@ -141,9 +141,9 @@ class CapturedStepper(Stepper):
         elif len(self.batches) < MOST_SHAPES:
             self.batches[shape] = with_tensors(batch, [x.clone() for x in tensors])
         else:
-            if not self.told:
+            if not self.many_told:
                 self.say(f"of more than {MOST_SHAPES} shapes of batches the others stay eager")
-            self.told = True
+            self.many_told = True
             return None
         return shape, self.batches[shape]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -44,6 +44,11 @@ LEARNED_RATE, LEARNED_DECAY = 0.1, 0.0
 # The controller of "nested" learns in every so many steps: runs of hundreds should see it move.
 META_EVERY, META_RATE = 10, 1e-3
 VECTORS = "vectors"
+# Where models keep the layers between embedding and head, and which matrices of these make a few
+# numbers for each token, as a head does, or have a loss of their own.
+HIDDEN = ("blocks.", "stack.layers.", "second.")
+BESIDE = {"gates", "a_proj", "b_proj", "index_q", "index_k", "index_w"}
+NO_FACTORS: Mapping[str, float] = {}
 
 Groups = list[dict[str, Any]]
 
@@ -67,6 +72,7 @@ def make_optimizer(
     clip_norm: float,
     backend: Backend = "auto",
     weights: str | os.PathLike | None = None,
+    rate_factors: Mapping[str, float] = NO_FACTORS,
 ) -> Optimizer:
     """The optimizer of that name over a model that lies where it will be trained.
 
@@ -78,10 +84,12 @@ def make_optimizer(
         clip_norm: what gradients are clipped to, by optimizers that clip within their step.
         backend: of fusewright's kernels.
         weights: of "learned": a safetensors file in the public format.
+        rate_factors: what the rate of parameters with such in their names is multiplied by, where
+            AdamW moves them and nothing sets the rates of groups.
 
     Raises:
-        ValueError: no optimizer has that name, a number is out of its range, weights are given to
-            another optimizer, or the file is none of such weights.
+        ValueError: no optimizer has that name, a number is out of its range, weights or factors are
+            given to an optimizer that takes none, or the file is none of such weights.
         RuntimeError: backend is "triton" and kernels cannot serve; weights need a library that is
             not installed.
     """
@@ -89,14 +97,17 @@ def make_optimizer(
         raise ValueError(f"optimizer must be one of {OPTIMIZER_NAMES}; got {name!r}")
     if weights is not None and name != "learned":
         raise ValueError(f"only the optimizer learned has weights of its own; got {name}")
+    if rate_factors and name in ("nested", "learned"):
+        raise ValueError(f"the optimizer {name} takes one rate for all parameters; got factors")
     numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     clipped: dict[str, Any] = numbers | {"clip_norm": clip_norm, "backend": backend}
-    if name == "adamw":
-        return adamw(model, **clipped)
     if name == "nested":
         return nested(model, **clipped)
     if name == "learned":
         return learned(model, weights=weights, **clipped)
+    numbers["rate_factors"] = clipped["rate_factors"] = rate_factors
+    if name == "adamw":
+        return adamw(model, **clipped)
     if name == "torch-adamw":
         return torch_adamw(model, **numbers)
     return muon(model, **numbers) if name == "muon" else m3(model, **numbers)
@@ -109,18 +120,25 @@ def adamw(
     weight_decay: float,
     clip_norm: float | None = None,
     backend: Backend = "auto",
+    rate_factors: Mapping[str, float] = NO_FACTORS,
 ) -> AdamW:
     """fusewright.optimizer.AdamW: all tensors in one launch.
 
     With ``clip_norm`` it clips within the step, and skips one whose gradients have no finite norm.
     """
-    groups = _decaying(model.named_parameters(), weight_decay)
+    groups = _decaying(model.named_parameters(), lr, weight_decay, rate_factors)
     return AdamW(groups, lr=lr, betas=BETAS, max_grad_norm=clip_norm, backend=backend)
 
 
-def torch_adamw(model: nn.Module, *, lr: float, weight_decay: float) -> Optimizer:
+def torch_adamw(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    rate_factors: Mapping[str, float] = NO_FACTORS,
+) -> Optimizer:
     """torch's fused AdamW, which a CUDA graph may have captured."""
-    groups = _decaying(model.named_parameters(), weight_decay)
+    groups = _decaying(model.named_parameters(), lr, weight_decay, rate_factors)
     on_card = any(p.is_cuda for p in model.parameters())
     return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True, capturable=on_card)
 
@@ -147,12 +165,18 @@ def nested(
     )
 
 
-def muon(model: nn.Module, *, lr: float, weight_decay: float) -> Muon:
+def muon(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    rate_factors: Mapping[str, float] = NO_FACTORS,
+) -> Muon:
     """Muon on hidden matrices, its steps of the size of AdamW's, and AdamW on everything else."""
     hidden = hidden_matrices(model)
     matrices = [{"params": hidden, "matrix": True, "weight_decay": weight_decay}] if hidden else []
     return Muon(
-        [*_beside(model, hidden, weight_decay), *matrices],
+        [*_beside(model, hidden, lr, weight_decay, rate_factors), *matrices],
         lr=lr,
         scale="adamw_rms",
         adam_betas=BETAS,
@@ -160,7 +184,13 @@ def muon(model: nn.Module, *, lr: float, weight_decay: float) -> Muon:
     )
 
 
-def m3(model: nn.Module, *, lr: float, weight_decay: float) -> M3:
+def m3(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    rate_factors: Mapping[str, float] = NO_FACTORS,
+) -> M3:
     """M3 on hidden matrices and AdamW on everything else.
 
     An orthogonal matrix [r, c] has elements of 1 / sqrt(max(r, c)), root-mean-square: the rate of
@@ -177,7 +207,7 @@ def m3(model: nn.Module, *, lr: float, weight_decay: float) -> M3:
         numbers = {"lr": factor * lr, "weight_decay": weight_decay / factor}
         matrices.append({"params": params, "matrix": True, **numbers})
     return M3(
-        [*_beside(model, hidden, weight_decay), *matrices],
+        [*_beside(model, hidden, lr, weight_decay, rate_factors), *matrices],
         lr=lr,
         adam_betas=BETAS,
         skip_nonfinite=True,
@@ -198,7 +228,7 @@ def learned(
     It moves parameters whose gradients are zero, too: what a model stores and does not use is set
     to zero again within the step.
     """
-    groups = _decaying(model.named_parameters(), weight_decay)
+    groups = _decaying(model.named_parameters(), lr, weight_decay)
     network = trained_update_mlp() if weights is None else _network_of(weights)
     network = network.to(groups[0]["params"][0].device)
     optimizer = LearnedOptimizer(groups, network, lr, max_grad_norm=clip_norm, backend=backend)
@@ -224,33 +254,52 @@ def _network_of(weights: str | os.PathLike) -> UpdateMLP:
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
-    """Weights of the linear layers in ``model.blocks``, but for those that make a memory's gates:
-    a handful of numbers for each token, as a head does.
+    """Weights of the linear layers between embedding and head, but for those that make a few
+    numbers for each token, and the indexers'.
     """
     return [
         module.weight
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        and name.startswith("blocks.")
-        and "gates" not in name.split(".")
+        and name.startswith(HIDDEN)
+        and not BESIDE.intersection(name.split("."))
         and module.weight.requires_grad
     ]
 
 
-def _beside(model: nn.Module, hidden: list[Tensor], weight_decay: float) -> Groups:
+def _beside(
+    model: nn.Module,
+    hidden: list[Tensor],
+    lr: float,
+    weight_decay: float,
+    rate_factors: Mapping[str, float],
+) -> Groups:
     """What is no hidden matrix, to be moved by AdamW."""
     taken = set(map(id, hidden))
     rest = [(name, p) for name, p in model.named_parameters() if id(p) not in taken]
-    return [group | {"matrix": False} for group in _decaying(rest, weight_decay)]
+    groups = _decaying(rest, lr, weight_decay, rate_factors)
+    return [group | {"matrix": False} for group in groups]
 
 
-def _decaying(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> Groups:
-    """Matrices, which decay, and vectors, which do not."""
-    some = [p for _, p in named if p.requires_grad]
-    groups: Groups = [
-        {"params": [p for p in some if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in some if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+def _decaying(
+    named: Iterable[tuple[str, nn.Parameter]],
+    lr: float,
+    weight_decay: float,
+    rate_factors: Mapping[str, float] = NO_FACTORS,
+) -> Groups:
+    """Matrices, which decay, and vectors, which do not; those with a rate of their own apart."""
+    of_factor: dict[float, list[nn.Parameter]] = {1.0: []}
+    for name, p in named:
+        found = [factor for part, factor in rate_factors.items() if part in name]
+        if p.requires_grad:
+            of_factor.setdefault(math.prod(found), []).append(p)
+    groups: Groups = []
+    for factor, some in of_factor.items():
+        rate = {} if factor == 1.0 else {"lr": factor * lr}
+        groups += [
+            {"params": [p for p in some if p.ndim > 1], "weight_decay": weight_decay, **rate},
+            {"params": [p for p in some if p.ndim <= 1], "weight_decay": 0.0, **rate},
+        ]
     return [group for group in groups if group["params"]]
 
 

@@ -1,8 +1,11 @@
-"""What the training loop asks of data."""
+"""What the training loop asks of data and of losses."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
 
 
 class Batch(Protocol):
@@ -24,3 +27,23 @@ class Source(Protocol[BatchT_co]):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Told(NamedTuple):
+    """What a loss function returns that has more to say than its loss; every time the same names.
+
+    Attributes:
+        loss: to train on, 0-d.
+        means: further numbers of the batch, 0-d, of which a log point shows the mean over the steps
+            that were taken.
+        counts: numbers of the batch, 0-d, of which a log point shows the sum over all steps, those
+            that were skipped too, where it is not zero.
+    """
+
+    loss: Tensor
+    means: Mapping[str, Tensor]
+    counts: Mapping[str, Tensor]
+
+
+def told_of(found: Tensor | Told) -> Told:
+    return found if isinstance(found, Told) else Told(found, {}, {})

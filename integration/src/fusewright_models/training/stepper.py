@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .config import TrainingConfig
 from .optimizer_traits import rate_dtype, take_step
-from .source import Batch
+from .source import Batch, Told, told_of
 
 
 class Means(NamedTuple):
@@ -27,6 +27,8 @@ class Means(NamedTuple):
         taken: how many they are.
         skipped: how many others the optimizer skipped, for a loss or gradients that are not finite.
         skipped_in_a_row: how many the last step ends, those before the last log point included.
+        means: of what else the loss function told, by name.
+        counts: likewise, sums over all steps.
     """
 
     loss: float
@@ -34,6 +36,8 @@ class Means(NamedTuple):
     taken: int
     skipped: int
     skipped_in_a_row: int
+    means: dict[str, float]
+    counts: dict[str, float]
 
 
 class Stepper:
@@ -41,7 +45,7 @@ class Stepper:
 
     Args:
         model: on the device that trains.
-        loss_function: ``(model, batch)`` to a scalar loss.
+        loss_function: ``(model, batch)`` to a scalar loss, or to all that is `Told`.
         optimizer: over the model's parameters; its rates are the schedule's peaks. On a card an
             optimizer that can be captured gets them as tensors, captured or not: the same bits.
         config: how to train.
@@ -54,7 +58,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        loss_function: Callable[[Any, Any], Tensor],
+        loss_function: Callable[[Any, Any], Tensor | Told],
         optimizer: Optimizer,
         config: TrainingConfig,
     ) -> None:
@@ -77,6 +81,9 @@ class Stepper:
         self.skipped_in_a_row = torch.zeros_like(self.loss)
         self.one, self.zero = torch.ones_like(self.loss), torch.zeros_like(self.loss)
         self.of_skipped = torch.stack([self.zero, self.zero, self.zero, self.one])
+        # What else is told: means of the last step so far, their sums, and sums of counts.
+        self.names: tuple[list[str], list[str]] = [], []
+        self.told = self.told_sums = self.counts = self.sums[:0]
 
     def take(self, factor: float, sample: Callable[[], Batch]) -> None:
         """One step with ``factor`` times the peak rates."""
@@ -88,13 +95,36 @@ class Stepper:
     def backward(self, batch: Batch, *, first: bool) -> None:
         """Add a batch's share to the gradients, of which the first finds none."""
         with self.autocast():
-            loss = self.loss_function(self.model, batch)
-            share = loss / self.config.accumulation_steps
+            told = told_of(self.loss_function(self.model, batch))
+            share = told.loss / self.config.accumulation_steps
         share.backward()
         if first:
             self.loss.copy_(share.detach())
         else:
             self.loss.add_(share.detach())
+        self._note(told, first)
+
+    @torch.no_grad()
+    def _note(self, told: Told, first: bool) -> None:
+        """Add up what else a batch has to say."""
+        names = [*told.means], [*told.counts]
+        if names != self.names:
+            if any(self.names):
+                raise ValueError(f"wanted a loss function that tells {self.names}; got {names}")
+            # At the first batch of all, which is no captured one.
+            self.names = names
+            self.told, self.told_sums, self.counts = (
+                self.sums.new_zeros(len(some)) for some in (names[0], names[0], names[1])
+            )
+        if told.means:
+            fresh = torch.stack([x.to(self.told) for x in told.means.values()])
+            fresh = fresh / self.config.accumulation_steps
+            if first:
+                self.told.copy_(fresh)
+            else:
+                self.told.add_(fresh)
+        if told.counts:
+            self.counts.add_(torch.stack([x.to(self.counts) for x in told.counts.values()]))
 
     def update(self) -> None:
         """Have the optimizer take the step, and the gradients gone."""
@@ -104,11 +134,14 @@ class Stepper:
     def move(self) -> None:
         taken = take_step(self.optimizer, self.loss, self.parameters, self.config.clip_norm)
         numbers = torch.stack([self.loss, taken.norm.to(self.loss.dtype), self.one, self.zero])
+        told = self.told
         if taken.skipped is not None:
             # Selected: what is not finite has no place in a sum.
             numbers = torch.where(taken.skipped, self.of_skipped, numbers)
+            told = torch.where(taken.skipped, self.zero, told)
             self.skipped_in_a_row.add_(1.0).mul_(taken.skipped)
         self.sums.add_(numbers)
+        self.told_sums.add_(told)
 
     def autocast(self) -> torch.autocast:
         bf16 = self.config.precision == "bf16"
@@ -121,11 +154,19 @@ class Stepper:
 
     def means(self) -> Means:
         """Since the last log point, which is now; waits for the device."""
-        loss, norm, *numbers = torch.cat(
-            [self.sums[:2] / self.sums[2], self.sums[2:], self.skipped_in_a_row.view(1)]
-        ).tolist()  # sync: once per log point
-        self.sums.zero_()
-        return Means(loss, norm, *map(int, numbers))
+        of_steps = torch.cat([self.sums[:2], self.told_sums]) / self.sums[2]
+        parts = [of_steps, self.sums[2:], self.skipped_in_a_row.view(1), self.counts]
+        loss, norm, *numbers = torch.cat(parts).tolist()  # sync: once per log point
+        self._zero_sums()
+        told, numbers = numbers[: len(self.told)], numbers[len(self.told) :]
+        taken, skipped, in_a_row, *counted = numbers
+        means = dict(zip(self.names[0], told, strict=True))
+        counts = dict(zip(self.names[1], counted, strict=True))
+        return Means(loss, norm, int(taken), int(skipped), int(in_a_row), means, counts)
+
+    def _zero_sums(self) -> None:
+        for sums in (self.sums, self.told_sums, self.counts):
+            sums.zero_()
 
     def is_sound(self) -> bool:
         """Whether all parameters are finite; waits for the device."""
@@ -141,7 +182,7 @@ class Stepper:
 
     def forget(self) -> None:
         """What there is of earlier steps, where model and optimizer have been loaded."""
-        self.sums.zero_()
+        self._zero_sums()
         self.skipped_in_a_row.zero_()
 
     def _schedule(self, factor: float) -> None:

@@ -30,7 +30,7 @@ from .optimization import warmup_cosine
 from .optimizer_traits import kind, network_digest
 from .plots import plot_loss
 from .run_folder import RunFolder
-from .source import Batch, BatchT, Source
+from .source import Batch, BatchT, Source, Told
 
 # What every checkpoint holds.
 STATE = {
@@ -55,7 +55,8 @@ class Trainer:
     Args:
         model: on the device that trains.
         source: gives the batches.
-        loss_function: ``(model, batch)`` to a scalar loss, the mean over whatever counts.
+        loss_function: ``(model, batch)`` to a scalar loss, the mean over whatever counts, or to
+            all that is `Told`.
         optimizer: over the model's parameters; its rates are the schedule's peaks.
         config: how to train.
         folder: where metrics, loss curve and checkpoint go; None keeps nothing.
@@ -72,7 +73,7 @@ class Trainer:
         self,
         model: ModelT,
         source: Source[BatchT],
-        loss_function: Callable[[ModelT, BatchT], Tensor],
+        loss_function: Callable[[ModelT, BatchT], Tensor | Told],
         optimizer: Optimizer,
         config: TrainingConfig,
         folder: RunFolder | None,
@@ -205,29 +206,31 @@ class Trainer:
         means = self.stepper.means()
         seconds = time.perf_counter() - self.clock
         loss, norm = means.loss, means.gradient_norm
+        counts = {name: int(count) for name, count in means.counts.items() if count}
+        counted = "".join(f"; {count} {_read(name)}" for name, count in counts.items())
         if means.skipped_in_a_row >= MOST_SKIPPED:
             raise FloatingPointError(
                 f"the last {means.skipped_in_a_row} steps up to {self.step} were skipped in a row, "
                 "for losses or gradients that are not finite; lower the learning rate or look at "
-                "the data"
+                f"the data{counted}"
             )
         if means.taken and not (math.isfinite(loss) and math.isfinite(norm)):
             first = self.step - self.steps_since_log + 1
             raise FloatingPointError(
                 f"loss {loss} and gradient norm {norm} on average over steps {first} to "
-                f"{self.step}: not finite; lower the learning rate or look at the data"
+                f"{self.step}: not finite; lower the learning rate or look at the data{counted}"
             )
-        of_taken = {"loss": loss, "gradient_norm": norm} if means.taken else {}
+        of_taken = {"loss": loss, **means.means, "gradient_norm": norm} if means.taken else {}
         line = of_taken | {
             "lr": self.stepper.rate,
             "tokens_per_second": self.tokens / seconds,
             "seconds": seconds,
         }
-        self._note(line | ({"skipped_steps": means.skipped} if means.skipped else {}))
+        self._note(line | ({"skipped_steps": means.skipped} if means.skipped else {}) | counts)
         self.steps_since_log = 0
         self._start_clock()
         told = f"loss {loss:.4f}" if means.taken else "all skipped"
-        return f"{told}  {line['tokens_per_second']:,.0f} tokens/s"
+        return f"{told}  {line['tokens_per_second']:,.0f} tokens/s{counted}"
 
     def _check_parameters(self) -> None:
         """Losses tell of the parameters before a step, not after it."""
@@ -253,9 +256,7 @@ class Trainer:
             numbers = self.evaluate()
         self.model.train()
         self._note(numbers)
-        shown = ", ".join(
-            f"{name.replace('_', ' ')} {value:.4f}" for name, value in numbers.items()
-        )
+        shown = ", ".join(f"{_read(name)} {value:.4f}" for name, value in numbers.items())
         progress.console.print(f"step {self.step}: {shown}", highlight=False)
 
     def _note(self, numbers: dict[str, float]) -> None:
@@ -274,3 +275,7 @@ class Trainer:
             TimeRemainingColumn(),
             console=self.console,
         )
+
+
+def _read(name: str) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,135 @@
+"""Training steps of HybridLM: ours, the same model in plain torch, and fla's Gated DeltaNet.
+
+fusewright           the reversible stack: eager, and replayed from a CUDA graph
+fusewright-plain     the same kernels under ordinary autograd, which keeps everything
+reference            plain torch, under ordinary autograd
+reference-compile    that with each layer through torch.compile
+fla                  flash-linear-attention's GatedDeltaNetForCausalLM of as many parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..hybrid import HybridLM
+from ..hybrid_config import HybridConfig
+from ..training import torch_adamw
+from .harness import FACTOR, SEED, ULPS, Expected
+from .step import Step
+from .text import Text, TextHarness, TextShape, version_of
+
+ProviderName = Literal["fusewright", "fusewright-plain", "reference", "reference-compile", "fla"]
+PROVIDER_NAMES = get_args(ProviderName)
+PEER = "fla"
+
+SHAPES = {
+    "tiny": (TextShape(4, 256),),
+    "mini": (TextShape(4, 4096),),
+    "350m": (TextShape(2, 4096),),
+    "1b": (TextShape(1, 4096),),
+}
+
+
+def our_loss(model: HybridLM, tokens: Tensor) -> Tensor:
+    return model.losses(tokens).total
+
+
+def peer_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """fla shifts labels itself: it reads the last token, too, and predicts nothing for it."""
+    return model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+
+
+def peer_model(config: HybridConfig) -> nn.Module:
+    """Every layer a Gated DeltaNet, with the heads of ours; the width of the feed-forward layers
+    makes the number of parameters ours, as nearly as multiples of 32 do.
+    """
+    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+
+    def made(width: int) -> nn.Module:
+        return GatedDeltaNetForCausalLM(
+            GatedDeltaNetConfig(
+                vocab_size=config.vocab_size,
+                hidden_size=config.dim,
+                num_hidden_layers=config.layers,
+                num_heads=config.delta_heads,
+                head_dim=config.delta_width,
+                expand_v=1.0,
+                intermediate_size=width,
+                tie_word_embeddings=False,
+                use_cache=False,
+            )
+        )
+
+    def count(build: Callable[[], nn.Module]) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in build().parameters())
+
+    least, more = count(lambda: made(32)), count(lambda: made(64))
+    wanted = count(lambda: HybridLM(config))
+    return made(32 * max(1, round(1 + (wanted - least) / (more - least))))
+
+
+class HybridHarness(TextHarness):
+    """What all measurements of HybridLM have in common."""
+
+    op: ClassVar[str] = "HybridLM"
+    config: HybridConfig
+
+    def row_name(self, provider: ProviderName) -> str:
+        if provider != PEER:
+            return provider
+        versions = version_of("fla-core"), version_of("triton")
+        return f"fla-{versions[0]} (triton {versions[1]})"
+
+    def step(self, shape: TextShape, provider: ProviderName) -> Step:
+        torch.manual_seed(SEED)
+        text = Text(self.config.vocab_size, shape.length, self.device)
+        loss: Callable[[Any, Tensor], Tensor] = our_loss
+        if provider == PEER:
+            model, loss = peer_model(self.config).to(self.device), peer_loss
+        else:
+            model = self.model(provider)
+        optimizer = torch_adamw(model, lr=4e-4, weight_decay=0.1)
+        return Step(model, text, shape.batch, loss, optimizer)
+
+    def model(self, provider: ProviderName) -> HybridLM:
+        plain = provider.startswith("reference")
+        config = self.config if provider == "fusewright" else replace(self.config, mode="plain")
+        model = HybridLM(config, backend="reference" if plain else "auto").to(self.device)
+        if provider == "reference-compile":
+            torch.compiler.reset()
+            for layer in [*model.stack.layers, model.second]:
+                layer.force = torch.compile(layer.force, dynamic=False)
+        return model
+
+    @torch.no_grad()
+    def expected(self, shape: TextShape) -> Expected:
+        """The reference's first loss in fp32, and how far from it bf16 may be: twice what the
+        reference's tokens err by under autocast, root-mean-square, in both their losses, and twice
+        what its indexers' loss does.
+        """
+        torch.manual_seed(SEED)
+        config = replace(self.config, mode="plain")
+        model = HybridLM(config, backend="reference").to(self.device)
+        tokens = Text(config.vocab_size, shape.length, self.device).sample(shape.batch)
+        truth, per_token = model.losses(tokens), token_losses(model, tokens)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            eager, rounded = model.losses(tokens), token_losses(model, tokens)
+        of_tokens = float((rounded - per_token).square().mean().sqrt())
+        of_indexers = abs(float(eager.indexer - truth.indexer))
+        error = (1.0 + config.second_weight) * of_tokens + config.index_weight * of_indexers
+        loss = float(truth.total)
+        return Expected(loss, FACTOR * error + ULPS * torch.finfo(torch.float32).eps * loss)
+
+
+def token_losses(model: HybridLM, tokens: Tensor) -> Tensor:
+    """Of each next token, in fp64; from all logits of one row after the other."""
+    pairs = zip(model(tokens[:, :-1]), tokens[:, 1:], strict=True)
+    losses = [F.cross_entropy(model.logits(x).float(), t, reduction="none") for x, t in pairs]
+    return torch.stack(losses).double()

@@ -1,0 +1,271 @@
+"""Does the indexer learn to select? The keys that it chooses against others, as HybridLM trains.
+
+    python -m fusewright_models.selection --device cuda --out integration/results
+
+trains HybridLM `mini` on bytes of the standard library. At every evaluation, on held-out text that
+the model reads as it is used, sparse, it measures what of the attention that a query would give if
+it saw all keys falls on the selected keys, on a window of as many, and on as many drawn before that
+window (`attention_mass`). Beside these stand the Kullback-Leibler divergences from that attention
+of the indexer's softmax over all keys, and of one that tells no key from another: attention that
+looks at nothing in particular is easy to follow.
+
+All evaluations go to selection-ENVIRONMENT.csv, their curves to a picture beside it.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from fusewright.attention import Backend
+from fusewright.gsa import GatedSparseAttention, Selection
+from matplotlib.figure import Figure
+from rich.console import Console
+from torch import Tensor
+
+from .attention_mass import MASSES, layer_sums
+from .bench.results import environment_name
+from .commands import optimizer_of, usage_errors
+from .devices import checked_device
+from .hybrid import HybridLM
+from .hybrid_command import all_losses
+from .hybrid_run import HybridRun
+from .presets import HybridPresetName
+from .training import Trainer
+
+Phase = Literal["dense", "sparse"]
+# Of the layer that predicts the token after next, which stands behind the stack.
+LAST = "last"
+COLOURS = {"selected": "C0", "window": "C1", "random": "C2", "sinks": "0.6"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One layer at one evaluation: a row of the result file.
+
+    Attributes:
+        seconds: of training so far.
+        phase: what the steps before it were.
+        layer: its number from 1, or "last".
+        bits_per_byte: of the next byte, held out; the model's.
+        kl, kl_uniform: divergences in nats, means over queries.
+        keys: mean of k_t.
+    """
+
+    step: int
+    seconds: float
+    phase: Phase
+    layer: str
+    bits_per_byte: float
+    kl: float
+    kl_uniform: float
+    keys: float
+    selected: float
+    window: float
+    random: float
+    sinks: float
+
+
+COLUMNS = [field.name for field in fields(Point)]
+
+
+@torch.no_grad()
+def evaluate_selection(
+    model: HybridLM, text: Tensor, *, length: int, windows: int, batch_size: int
+) -> dict[str, float]:
+    """Masses and divergences of each layer over the first windows of a held-out text of bytes, and
+    the model's bits per byte, by name: "4 selected" is of the fourth layer.
+    """
+    some = text[: windows * length + 1].unfold(0, length + 1, length).long()
+    config = model.config
+    names = [str(place + 1) for place in range(config.layers) if config.is_sparse(place)]
+    sums: list[Any] = [0.0] * (len(names) + 1)
+    nats = torch.zeros((), dtype=torch.float64, device=text.device)
+    queries = [0] * len(sums)
+    for batch in some.split(batch_size):
+        layer = 0
+
+        def listen(attention: GatedSparseAttention, u: Tensor, selection: Selection) -> None:
+            nonlocal layer
+            sums[layer] = sums[layer] + torch.cat(layer_sums(attention, u, selection))
+            queries[layer] += u.shape[0] * u.shape[1]
+            layer += 1
+
+        losses = model.losses(batch, heard=listen)
+        nats += losses.following.double() * batch.shape[0]
+    found = {"bits_per_byte": float(nats) / len(some) / math.log(2.0)}
+    for name, numbers, count in zip([*names, LAST], sums, queries, strict=True):
+        *masses, counted, kl, uniform = numbers.tolist()  # sync: the result of the evaluation
+        of_layer = dict(
+            zip((*MASSES, "keys"), (x / max(counted, 1.0) for x in masses), strict=True)
+        )
+        of_layer |= {"kl": kl / count, "kl_uniform": uniform / count}
+        found |= {f"{name} {what}": x for what, x in of_layer.items()}
+    return found
+
+
+def points_of(line: dict[str, Any], seconds: float, phase: Phase) -> list[Point]:
+    """A point for each layer of an evaluation."""
+    names = dict.fromkeys(name.partition(" ")[0] for name in line if name.endswith(" selected"))
+    what = ("kl", "kl_uniform", "keys", *MASSES)
+    shared = dict(step=line["step"], seconds=seconds, phase=phase)
+    return [
+        Point(
+            **shared,
+            layer=name,
+            bits_per_byte=line["bits_per_byte"],
+            **{each: line[f"{name} {each}"] for each in what},
+        )
+        for name in names
+    ]
+
+
+def train_and_evaluate(
+    run: HybridRun, *, windows: int, minutes: float, console: Console
+) -> list[Point]:
+    """Train until the run's end, or to the first evaluation after so many minutes of it all."""
+    begun = time.monotonic()
+    corpus = run.corpus()
+    model = run.model(corpus.tokenizer.vocab_size)
+    points: list[Point] = []
+    seconds = 0.0
+
+    def observe(line: dict[str, Any]) -> None:
+        nonlocal seconds
+        if "bits_per_byte" in line:
+            phase: Phase = "dense" if line["step"] <= run.indexer_warmup else "sparse"
+            points.extend(points_of(line, seconds, phase))
+        else:
+            seconds += line["seconds"]
+            told = ", ".join(f"{name} {x:.4g}" for name, x in line.items())
+            console.print(told, highlight=False)
+
+    def evaluation() -> dict[str, float]:
+        return evaluate_selection(
+            model, corpus.held_out, length=run.seq_len, windows=windows, batch_size=4
+        )
+
+    trainer = Trainer(
+        model,
+        run.windows(corpus),
+        all_losses,
+        optimizer_of(run, model),
+        run.training(),
+        None,
+        evaluate=evaluation,
+        console=console,
+        observe=observe,
+    )
+    while True:
+        trainer.run(until=trainer.step + run.eval_every)
+        if trainer.step >= run.max_steps or time.monotonic() - begun >= 60.0 * minutes:
+            return points
+
+
+def write(points: list[Point], file: Path) -> None:
+    """The points as CSV, and their curves as a picture of the same name."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for point in points:
+            row = asdict(point)
+            writer.writerow({k: f"{x:.5g}" if isinstance(x, float) else x for k, x in row.items()})
+    # Without the library's version, the same results give the same bytes.
+    draw(points).savefig(file.with_suffix(".png"), dpi=120, metadata={"Software": None})
+
+
+def draw(points: list[Point]) -> Figure:
+    """Divergences and masses over steps: means over the layers of the stack, each layer thin."""
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    stack = [point for point in points if point.layer != LAST]
+    steps = sorted({point.step for point in stack})
+    layers = list(dict.fromkeys(point.layer for point in stack))
+
+    def curve(axes: Any, name: str, label: str, colour: str) -> None:
+        for layer in layers:
+            mine = [point for point in stack if point.layer == layer]
+            some = [getattr(point, name) for point in mine]
+            axes.plot([point.step for point in mine], some, color=colour, alpha=0.3, linewidth=0.7)
+        of_step = [[getattr(p, name) for p in stack if p.step == step] for step in steps]
+        axes.plot(steps, [sum(some) / len(some) for some in of_step], color=colour, label=label)
+
+    curve(left, "kl", "indexer", "C0")
+    curve(left, "kl_uniform", "no key from another", "0.6")
+    for name in MASSES:
+        curve(right, name, name, COLOURS[name])
+    dense = [point.step for point in points if point.phase == "dense"]
+    for axes in (left, right):
+        if dense and max(dense) > 0:
+            axes.axvspan(0, max(dense), color="k", alpha=0.06, linewidth=0.0)
+        axes.set(xlabel="step", ylim=(0.0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    left.set_ylabel("divergence from the attention, nats")
+    right.set_ylabel("mass of the dense attention")
+    return figure
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of CSV and picture.")] = Path("."),
+    preset: Annotated[HybridPresetName, typer.Option()] = "mini",
+    steps: Annotated[int, typer.Option(min=1)] = 3000,
+    minutes: Annotated[
+        float, typer.Option(min=0.0, help="Stop at the first evaluation after them.")
+    ] = 7.0,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    seq_len: Annotated[int, typer.Option(min=8)] = 1024,
+    lr: Annotated[float, typer.Option()] = 1e-3,
+    indexer_warmup: Annotated[int | None, typer.Option(help="Default: a third of all.")] = None,
+    indexer_rate: Annotated[float, typer.Option()] = 1.0,
+    indexer_temperature: Annotated[float | None, typer.Option()] = None,
+    selected_keys: Annotated[int | None, typer.Option()] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Of an evaluation.")] = 32,
+    eval_every: Annotated[int | None, typer.Option(help="Default: a 20th of all.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Default: the standard library.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str, typer.Option()] = "cpu",
+    backend: Annotated[Backend, typer.Option()] = "auto",
+) -> None:
+    """Train HybridLM and see what its indexers select; write all evaluations and their curves."""
+    console = Console(width=200)
+    every = eval_every or max(1, steps // 20)
+    flags = {
+        "preset": preset,
+        "max_steps": steps,
+        "batch_size": batch_size,
+        "gradient_accumulation_steps": 1,
+        "seq_len": seq_len,
+        "lr": lr,
+        "indexer_warmup": steps // 3 if indexer_warmup is None else indexer_warmup,
+        "indexer_rate": indexer_rate,
+        "eval_every": every,
+        "log_every": max(1, every // 2),
+        "dataset_tokens": 2**24,
+        "seed": seed,
+        "device": device,
+        "backend": backend,
+    }
+    optional = {
+        "indexer_temperature": indexer_temperature,
+        "selected_keys": selected_keys,
+        "dataset": dataset,
+    }
+    with usage_errors():
+        where = checked_device(device)
+        run = HybridRun.from_flags(flags | {k: x for k, x in optional.items() if x is not None})
+    points = train_and_evaluate(run, windows=windows, minutes=minutes, console=console)
+    file = out / f"selection-{environment_name(where)}.csv"
+    write(points, file)
+    console.print(f"results in {file}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,281 @@
+"""HybridLM through the training program: what its command adds to that of other models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from fusewright_models import text_command
+from fusewright_models.cli import app
+from fusewright_models.hybrid import HybridLM
+from fusewright_models.hybrid_command import all_losses
+from fusewright_models.hybrid_config import HYBRID
+from fusewright_models.hybrid_run import HybridBatch, HybridRun, WarmedWindows
+from fusewright_models.text import Windows
+from fusewright_models.training import Trainer, TrainingConfig, adamw, make_optimizer
+from rich.console import Console
+from typer.testing import CliRunner
+
+FILES = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt"}
+TINY = "--preset tiny --seq-len 20 --batch-size 2 --max-steps 5 --log-every 2 --eval-every 3"
+TINY = [*TINY.split(), "--indexer-warmup", "2", "--backend", "reference"]
+TOLD = {"next_token_loss", "second_token_loss", "indexer_loss", "selected_keys"}
+
+
+def run(*arguments):
+    environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
+    return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_samples():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_command, "SAMPLE_TOKENS", 8)
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {number} of {number * number}\n" for number in range(400)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text):
+    """The folder of a short run, which is only read, and what it printed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    result = run("hybrid", *TINY, "--dataset", text, "--out", folder)
+    assert result.exit_code == 0, result.output
+    return folder, result.output
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return torch.load(folder / "checkpoint.pt")["model"]
+
+
+def test_five_steps_leave_every_file_and_report_the_scores(finished):
+    folder, output = finished
+    assert {path.name for path in folder.iterdir()} == FILES
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model"], config["preset"], config["indexer_warmup"]) == ("hybrid", "tiny", 2)
+    scores = [line for line in metrics(folder) if "held_out_bits_per_byte" in line]
+    assert [line["step"] for line in scores] == [0, 3, 5]
+    assert abs(scores[0]["held_out_bits_per_byte"] - 8.0) < 0.3
+    assert scores[-1]["held_out_bits_per_byte"] < scores[0]["held_out_bits_per_byte"]
+    assert f"{scores[-1]['held_out_bits_per_byte']:.4f}" in output
+    assert f"{scores[0]['order_2_bits_per_byte']:.4f}" in output
+
+
+def test_log_points_tell_the_parts_of_the_loss_and_the_keys(finished):
+    lines = [line for line in metrics(finished[0]) if "loss" in line]
+    assert [line["step"] for line in lines] == [2, 3, 4, 5]
+    for line in lines:
+        assert line.keys() >= TOLD
+        assert "saturated_batches" not in line
+        parts = line["next_token_loss"] + 0.3 * line["second_token_loss"] + line["indexer_loss"]
+        assert line["loss"] == pytest.approx(parts, rel=1e-6)
+    # Two dense steps, whose queries see 1 to 20 keys, those of the last layer 1 to 19.
+    assert lines[0]["selected_keys"] == pytest.approx((10.5 + 10.0) / 2)
+    assert lines[1]["selected_keys"] < HYBRID["tiny"].k_max
+
+
+def test_interrupted_run_resumes_to_the_bit_in_its_phase(tmp_path, text, finished, monkeypatch):
+    """Stopped in the third step, the first that is not dense, and without a checkpoint of it."""
+    whole, _ = finished
+    parts = tmp_path / "parts"
+    sample = WarmedWindows.sample
+    kinds = []
+
+    def interrupted(self, batch):
+        if len(kinds) == 4:
+            raise KeyboardInterrupt
+        found = sample(self, batch)
+        kinds.append(found.dense)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WarmedWindows, "sample", interrupted)
+        stopped = run("hybrid", *TINY, "--dataset", text, "--out", parts)
+    assert stopped.exit_code == 130
+    assert f"fusewright-train hybrid --resume {parts}" in stopped.output
+    assert kinds == [True, True, False, False]
+    resumed = run("hybrid", "--resume", parts)
+    assert resumed.exit_code == 0, resumed.output
+    one, other = weights(whole), weights(parts)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    timed = ("tokens_per_second", "seconds")
+    kept = [
+        [{name: line[name] for name in line if name not in timed} for line in metrics(folder)]
+        for folder in (whole, parts)
+    ]
+    assert kept[0] == kept[1]
+
+
+def test_warm_up_counts_steps_and_not_batches():
+    flags = {"preset": "tiny", "device": "cpu", "indexer_warmup": 2, "max_steps": 40}
+    made = HybridRun.from_flags(flags | {"gradient_accumulation_steps": 3})
+    windows = Windows(torch.zeros(500, dtype=torch.uint8), length=9)
+    source = WarmedWindows(windows, made.indexer_warmup * made.gradient_accumulation_steps)
+    assert [source.sample(1).dense for _ in range(8)] == [True] * 6 + [False] * 2
+    assert HybridRun.from_flags({"preset": "tiny", "device": "cpu"}).indexer_warmup == 10
+
+
+def test_options_reach_the_model_and_its_optimizer(tmp_path, text):
+    flags = "--num-layers 2 --selected-keys 5 --mode plain --indexer-rate 4 --lr 0.002"
+    flags = [*TINY, *flags.split(), "--max-steps", "1", "--dataset", text]
+    result = run("hybrid", *flags, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    state = torch.load(tmp_path / "run/checkpoint.pt")
+    assert {name.split(".")[2] for name in state["model"] if "stack" in name} == {"0", "1"}
+    rates = {group["lr"] for group in state["optimizer"]["param_groups"]}
+    assert rates == {0.002, 0.008}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--preset", "huge"], "'huge' is not one of"),
+        (["--mode", "fast"], "'fast' is not one of"),
+        (["--selected-keys", "99"], "wanted sinks <= k_min <= k_base <= k_max; got 2, 4, 99, 16"),
+        (["--indexer-warmup", "-1"], "Invalid value for '--indexer-warmup'"),
+        (
+            ["--optimizer", "nested", "--indexer-rate", "2"],
+            "the optimizer nested takes one rate for all parameters",
+        ),
+    ],
+)
+def test_bad_flags_get_one_clear_sentence(tmp_path, monkeypatch, text, flags, message):
+    monkeypatch.chdir(tmp_path)
+    result = run("hybrid", *TINY, "--dataset", text, *flags)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_margin_that_is_not_reached_is_a_failure(tmp_path, finished):
+    shutil.copytree(finished[0], tmp_path / "run")
+    result = run("hybrid", "--resume", tmp_path / "run", "--margin", "0.15")
+    assert result.exit_code == 1, result.output
+    assert "wanted 0.15 bits per byte or more below the order-2 byte model" in result.output
+
+
+def test_trained_model_continues_a_prompt(finished):
+    flags = ["--prompt", "line 7", "--tokens", "6"]
+    first = run("generate", finished[0], *flags)
+    assert first.exit_code == 0, first.output
+    assert first.output.startswith("line 7")
+    assert run("generate", finished[0], *flags).output == first.output
+    assert "wanted a run of titan-mac; " in run("titan-mac", "--resume", finished[0]).output
+
+
+def test_run_that_writes_no_text_is_not_continued(tmp_path):
+    (tmp_path / "config.json").write_text('{"model": "transformer-np"}')
+    result = run("generate", tmp_path)
+    assert result.exit_code == 2
+    assert "wanted a run of titan-mac or hybrid; " in result.output
+
+
+class Batches:
+    """The same batch again and again, sparse."""
+
+    def __init__(self) -> None:
+        tokens = torch.randint(0, 256, (2, 21), generator=torch.Generator().manual_seed(0))
+        self.batch = HybridBatch(tokens, dense=False)
+
+    def sample(self, batch):
+        return self.batch
+
+    def state_dict(self):
+        return {}
+
+
+def trained(model, optimizer, steps, log_every, folder=None):
+    """The lines of metrics."""
+    lines = []
+    config = TrainingConfig(steps=steps, batch_size=2, log_every=log_every, evaluate_every=steps)
+    trainer = Trainer(
+        model,
+        Batches(),
+        all_losses,
+        optimizer,
+        config,
+        folder,
+        console=Console(quiet=True),
+        observe=lines.append,
+    )
+    return trainer, lines
+
+
+def test_saturated_steps_are_skipped_and_told_at_the_next_log_point(host_reads):
+    """Embeddings beyond the range of the states for two steps of four."""
+    torch.manual_seed(0)
+    model = HybridLM(replace(HYBRID["tiny"], fraction_bits=24), backend="reference")
+    limit = 2.0 ** (30 - 24)
+    optimizer = adamw(model, lr=1e-3, weight_decay=0.0, clip_norm=1.0)
+    trainer, lines = trained(model, optimizer, steps=8, log_every=2)
+    trainer.run(until=2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        model.embedding.weight.mul_(limit / model.embedding.weight.abs().max() * 100.0)
+    broken = model.embedding.weight.detach().clone()
+    trainer.run(until=4)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, broken if name == "embedding.weight" else before[name])
+    with torch.no_grad():
+        model.embedding.weight.copy_(before["embedding.weight"])
+    trainer.run(until=6)
+    good, saturated, again = lines
+    assert "saturated_batches" not in good
+    assert (saturated["saturated_batches"], saturated["skipped_steps"]) == (2, 2)
+    assert "loss" not in saturated
+    assert saturated.keys().isdisjoint(TOLD)
+    assert "saturated_batches" not in again
+    assert again["next_token_loss"] < good["next_token_loss"]
+    with host_reads:
+        trainer._take_step()
+    assert host_reads.count == 0
+
+
+def test_run_that_saturates_on_and_on_stops_and_says_why():
+    torch.manual_seed(0)
+    model = HybridLM(replace(HYBRID["tiny"], fraction_bits=24), backend="reference")
+    with torch.no_grad():
+        model.embedding.weight.mul_(1e6)
+    optimizer = adamw(model, lr=1e-3, weight_decay=0.0, clip_norm=1.0)
+    trainer, _ = trained(model, optimizer, steps=20, log_every=10)
+    with pytest.raises(FloatingPointError, match=r"skipped in a row.*; 10 saturated batches"):
+        trainer.run()
+    # Torch's optimizer does not skip.
+    optimizer = make_optimizer("torch-adamw", model, lr=1e-3, weight_decay=0.0, clip_norm=1.0)
+    trainer, _ = trained(model, optimizer, steps=2, log_every=1)
+    with pytest.raises(FloatingPointError, match=r"not finite.*; 1 saturated batches"):
+        trainer.run()
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "m3", "nested", "learned"])
+def test_every_optimizer_trains_it(optimizer):
+    torch.manual_seed(0)
+    model = HybridLM(HYBRID["tiny"], backend="reference")
+    chosen = make_optimizer(optimizer, model, lr=1e-3, weight_decay=0.1, clip_norm=1.0)
+    trainer, lines = trained(model, chosen, steps=3, log_every=1)
+    trainer.run()
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.gpu
+def test_training_on_the_gpu_in_bf16_leaves_every_file(tmp_path, text):
+    """Dense steps and sparse ones, both replayed from graphs."""
+    flags = "--preset tiny --seq-len 128 --batch-size 2 --max-steps 20 --log-every 5 --eval-every 9"
+    flags = [*flags.split(), "--device", "cuda", "--indexer-warmup", "8", "--capture"]
+    result = run("hybrid", *flags, "--dataset", text, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (tmp_path / "run").iterdir()} == FILES

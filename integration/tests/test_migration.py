@@ -1,0 +1,93 @@
+"""Every line of docs/migration.md runs, and no name that one may come with is missing there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from fusewright_models.bench.__main__ import app as bench
+from fusewright_models.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/migration.md"
+SECTIONS = PAGE.read_text().split("\n## ")[1:] if PAGE.exists() else []
+NAMES = """
+HAS_TRITON HAS_FLA triton_sparse_attention pytorch_sparse_attention triton_gated_indexer
+pytorch_gated_indexer triton_sinkhorn_knopp pytorch_sinkhorn_knopp triton_rmsnorm pytorch_rmsnorm
+TritonRMSNorm fla_gated_delta_rule chunk_gated_delta_rule use_triton_kernel delta_recurrence_mode
+_saved_selection force() fused_indexer_topk model_1b
+memory_mlp_forward_loss_kernel memory_mlp_backward_update_kernel fused_adamw_kernel
+fused_layernorm_linear_kernel nested_controller.py deep_nested_optimizer.py
+neural_memory_update_kernel lo_kernel velo_kernel torchopt titans::memory_update
+pretrain.py benchmark_optimizations.py rms_norm_kernel fused_silu_mul_kernel SlidingWindowAttention
+cuda_optimizations.py
+model.py attention_sdpa.py triton_fwd.py triton_bwd.py triton_fused_attn.py triton_fp8_attn.py
+triton_fused_mlp.py grouped_gemm.py triton_gmm_logprob.py checkpoint.py cuda_graphs.py
+run_benchmark.py
+"""
+
+# Wheels are tested without the sources beside them.
+pytestmark = pytest.mark.skipif(not SECTIONS, reason="docs/ is not beside these tests")
+
+
+def lines_of(section: str) -> list[tuple[str, str]]:
+    """The two columns of the section's tables, without the code's marks."""
+    rows = [row for row in section.splitlines() if row.startswith("|")]
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
+    assert all(len(row) == 2 and re.fullmatch("`[^`]+`", row[1]) for row in cells)
+    return [(there, here.strip("`")) for there, here in cells]
+
+
+def parsed(command: list[str], program: typer.Typer, name: str) -> None:
+    """By the program's own flags; nothing is run."""
+    found, rest = typer.main.get_command(program), command
+    if command and command[0] in found.commands:
+        found, rest = found.commands[command[0]], command[1:]
+    found.make_context(name, list(rest))
+
+
+def run(line: str, namespace: dict) -> None:
+    words = shlex.split(line)
+    if words[:2] == ["pip", "install"]:
+        assert all((ROOT / folder / "pyproject.toml").is_file() for folder in words[2:])
+    elif words[0] == "fusewright-train":
+        parsed(words[1:], app, words[0])
+    elif words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2])
+        parsed(words[3:], bench, words[2])
+    else:
+        exec(compile(line, str(PAGE), "exec"), namespace)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.partition(":")[0])
+def test_every_line_runs(section):
+    torch.manual_seed(0)
+    namespace: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+        exec(compile(block, str(PAGE), "exec"), namespace)
+    lines = lines_of(section)
+    assert len(lines) >= 8
+    for _, here in lines:
+        run(here, namespace)
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_name_is_on_the_page(name):
+    there = [there for section in SECTIONS for there, _ in lines_of(section)]
+    told = PAGE.read_text() if name in ("triton_fp8_attn.py", "checkpoint.py") else " ".join(there)
+    assert name in told
+
+
+def test_line_that_does_not_run_is_noticed():
+    for line, error in (
+        ("fusewright-train hybrid --presto", Exception),
+        ("pip install ./packages/none", AssertionError),
+        ("rms_norm(1)", NameError),
+    ):
+        with pytest.raises(error):
+            run(line, {})

@@ -1,0 +1,174 @@
+"""What the indexers select: the measures themselves, the experiment's files, the README's words."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fusewright.gsa import GatedSparseAttention, sparse_attention_with_lse
+from fusewright_models import selection
+from fusewright_models.attention_mass import dense_attention, layer_sums, row_masses, row_scores
+from fusewright_models.hybrid import HybridLM
+from fusewright_models.hybrid_config import HYBRID
+from fusewright_models.hybrid_layers import all_keys
+from fusewright_models.selection import COLUMNS, Point, evaluate_selection, write
+from typer.testing import CliRunner
+
+FOLDER = Path(__file__).resolve().parents[1]
+TOKENS = 24
+
+
+@pytest.fixture
+def attention():
+    torch.manual_seed(0)
+    made = GatedSparseAttention(
+        *(16, 4), key_heads=2, index_heads=2, index_width=8, k_base=4, k_min=2, k_max=6, sinks=2
+    )
+    for p in made.parameters():
+        if p.ndim == 2:
+            # Attention that looks at something.
+            torch.nn.init.normal_(p, std=0.5)
+    return made.double().eval()
+
+
+@pytest.fixture
+def u():
+    return torch.randn(2, TOKENS, 16, dtype=torch.float64)
+
+
+def test_masses_of_a_query_are_those_of_its_keys():
+    """By enumeration of every random choice."""
+    p = torch.tril(torch.rand(7, 7, dtype=torch.float64))
+    p /= p.sum(1, keepdim=True)
+    count = torch.tensor([1, 2, 2, 2, 3, 3, 2])
+    indices = torch.tensor([[0, -1, -1], [0, 1, -1], [0, 2, -1], [1, 3, -1], [0, 1, 4]] * 2)[:7]
+    indices[5], indices[6] = torch.tensor([0, 2, 4]), torch.tensor([0, 3, -1])
+    found = row_masses(p, indices, count, 1)
+    for t in range(7):
+        k = int(count[t])
+        if t + 1 < 2 * k:
+            assert not found[:, t].any()
+            continue
+        before = p[t, : t + 1 - k].tolist()
+        drawn = [sum(some) for some in itertools.combinations(before, k)]
+        expected = [
+            float(p[t, indices[t, :k]].sum()),
+            float(p[t, t + 1 - k : t + 1].sum()),
+            sum(drawn) / len(drawn),
+            float(p[t, 0]),
+            k,
+            1.0,
+        ]
+        assert found[:, t].tolist() == pytest.approx(expected, rel=1e-12)
+    assert found[-1].tolist() == [0, 0, 0, 1, 0, 1, 1]
+
+
+def test_selected_mass_is_what_the_attention_itself_gives(attention, u):
+    """exp(lse over the selected keys - lse over all), of each head."""
+    with torch.no_grad():
+        _, chosen = attention(u)
+        q, k, lse = dense_attention(attention, u)
+        _, of_all = sparse_attention_with_lse(q, k, k, *all_keys(2, TOKENS, u.device))
+        assert (lse - of_all).abs().max() < 1e-12
+        _, of_chosen = sparse_attention_with_lse(q, k, k, *chosen)
+        share = (of_chosen - of_all).exp().mean(1)
+        counts = torch.arange(1, TOKENS + 1) >= 2 * chosen.count
+        masses, _ = layer_sums(attention, u, chosen)
+    assert masses[0] == pytest.approx(float(share[counts].sum()), rel=1e-12)
+    assert masses[-1] == counts.sum()
+    assert masses[-2] == chosen.count[counts].sum()
+
+
+def test_indexer_that_tells_no_key_from_another_diverges_as_the_uniform_one(attention, u):
+    with torch.no_grad():
+        _, chosen = attention(u)
+        attention.index_temperature.zero_()
+        _, (kl, uniform) = layer_sums(attention, u, chosen)
+        attention.index_temperature.fill_(2.0)
+        _, (other, same) = layer_sums(attention, u, chosen)
+        p = torch.stack(
+            [s.softmax(-1).mean(0) for s in row_scores(*dense_attention(attention, u)[:2])]
+        )
+    seen = torch.arange(1, TOKENS + 1, dtype=torch.float64)
+    expected = torch.xlogy(p, p * seen[:, None]).sum()
+    assert kl == pytest.approx(float(uniform), rel=1e-12)
+    assert uniform == same == pytest.approx(float(expected), rel=1e-12)
+    assert other != pytest.approx(float(uniform), rel=1e-3)
+
+
+def test_every_layer_is_evaluated_and_the_model_is_scored():
+    torch.manual_seed(0)
+    model = HybridLM(replace(HYBRID["tiny"], layers=8), backend="reference").eval()
+    text = torch.randint(0, 256, (200,), dtype=torch.uint8)
+    options = dict(length=40, windows=3, batch_size=2)
+    found = evaluate_selection(model, text, **options)
+    layers = {name.partition(" ")[0] for name in found if " " in name}
+    assert layers == {"4", "8", "last"}
+    assert abs(found["bits_per_byte"] - 8.0) < 0.3
+    for layer in layers:
+        # At the start attention is nearly uniform: a share of the keys has a share of the mass.
+        for other in ("window", "random"):
+            assert found[f"{layer} selected"] == pytest.approx(found[f"{layer} {other}"], rel=0.1)
+        assert 0.0 < found[f"{layer} kl"] < 0.01
+        assert HYBRID["tiny"].k_min <= found[f"{layer} keys"] <= HYBRID["tiny"].k_max
+    assert found == evaluate_selection(model, text, **options)
+
+
+def test_command_leaves_a_table_and_a_picture(tmp_path):
+    app = selection.typer.Typer()
+    app.command()(selection.main)
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(400)))
+    flags = "--preset tiny --steps 4 --eval-every 2 --batch-size 2 --seq-len 32 --windows 2"
+    flags = [*flags.split(), "--indexer-warmup", "2", "--backend", "reference"]
+    flags += ["--dataset", str(tmp_path / "text.txt"), "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, flags)
+    assert result.exit_code == 0, result.output
+    (file,) = tmp_path.glob("selection-*.csv")
+    with file.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert list(rows[0]) == COLUMNS
+    found = [(row["step"], row["phase"], row["layer"]) for row in rows]
+    phases = {"0": "dense", "2": "dense", "4": "sparse"}
+    assert found == [(s, phases[s], layer) for s in phases for layer in ("4", "last")]
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    # Time is over at the first evaluation.
+    result = CliRunner().invoke(app, [*flags, "--minutes", "0"])
+    assert result.exit_code == 0, result.output
+    with file.open(newline="") as stream:
+        assert [row["step"] for row in csv.DictReader(stream)] == ["0", "0", "2", "2"]
+
+
+def point(step: int, layer: str, kl: float, selected: float) -> Point:
+    return Point(
+        *(step, 2.0 * step, "sparse", layer, 2.0, kl, 1.0, 60.0),
+        *(selected, 0.25, 0.125, 0.05),
+    )
+
+
+def test_readme_says_what_the_file_says(tmp_path):
+    rows = [point(0, "4", 0.1, 0.2), point(0, "8", 0.1, 0.2), point(0, "last", 0.1, 0.2)]
+    rows += [point(5, "4", 0.8, 0.4), point(5, "8", 0.6, 0.4), point(5, "last", 0.6, 0.4)]
+    rows += [point(9, "4", 0.5, 0.5), point(9, "8", 0.3, 0.7), point(9, "last", 9.0, 0.1)]
+    write(rows, tmp_path / "results/selection-card.csv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        spec = importlib.util.spec_from_file_location(
+            "integration_report_selection", FOLDER / "report_selection.py"
+        )
+        report = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(report)
+    told, picture, table = report.parts(tmp_path)
+    assert "after 9 steps in 18 s" in told
+    assert "hold 0.600 of the dense" in told
+    assert "2.4 times as much as a window of as many and 4.8 times" in told
+    assert "is 0.400 nats, 0.40 of that" in told
+    assert "at its highest, at step 5, it is 0.700" in told
+    assert picture == "![What HybridLM's indexers select](results/selection-card.png)"
+    assert "| 8 | 60 | 0.700 | 0.250 | 0.125 | 0.050 | 0.300 | 1.000 |" in table.splitlines()
+    (tmp_path / "results/other.csv").write_text("a,b\n1,2\n")
+    assert report.files(tmp_path) == [tmp_path / "results/selection-card.csv"]

@@ -125,6 +125,7 @@ def test_command_leaves_a_table_and_a_picture(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(400)))
     flags = "--preset tiny --steps 4 --eval-every 2 --batch-size 2 --seq-len 32 --windows 2"
     flags = [*flags.split(), "--indexer-warmup", "2", "--backend", "reference"]
+    flags += ["--selected-keys", "8"]
     flags += ["--dataset", str(tmp_path / "text.txt"), "--out", str(tmp_path)]
     result = CliRunner().invoke(app, flags)
     assert result.exit_code == 0, result.output

@@ -67,7 +67,6 @@ TILES = (
         read_backward=Tile(16, 32, warps=8, stages=2, programs=2),
     ),
 )
-WIDEST = TILES[-1].streams
 
 
 def tiles_of(streams: int) -> Tiles:

@@ -93,6 +93,6 @@ def every_exact_launch() -> None:
     """fp32, whose operands are twice as large, in both precisions."""
     for precision in ("ieee", "tf32"):
         torch.backends.cuda.matmul.fp32_precision = precision
-        for width in (64, 128):
+        for width in (64, 128, 256):
             launch(F32, width, width)
     launch_one_step(F32)

@@ -201,16 +201,19 @@ def test_auto_takes_fla_where_it_is_faster_and_may(hopper_with):
     assert served(backend="fla", training=True) == "fla"
 
 
-def test_auto_takes_our_kernels_where_fla_refuses_its_gradients_and_says_so_once(hopper_with):
-    hopper_with("3.6.0")
+@pytest.mark.parametrize("faster", ["fla", "triton"])
+def test_auto_takes_our_kernels_where_fla_refuses_its_gradients_and_says_so_once(
+    hopper_with, faster
+):
+    hopper_with("3.6.0", faster)
     with pytest.warns(UserWarning, match=r"own kernels serve this call: fla refuses its backward"):
         assert served(training=True) == "triton"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert served(training=True) == "triton"
         with torch.no_grad():
-            assert served(training=True) == "fla"
-        assert served() == "fla"
+            assert served(training=True) == faster
+        assert served() == faster
     with pytest.raises(RuntimeError, match=r"below 3\.7\.1"):
         served(backend="fla", training=True)
 

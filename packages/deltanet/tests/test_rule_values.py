@@ -44,7 +44,21 @@ def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(rule_op, name, devic
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_short_numbers_are_as_near_to_fp64_as_torch(rule_op, dtype, device):
-    rule_op.check(rule_op.draw(1, 70, 1, 20, 24, dtype, device))
+    rule_op.check(rule_op.draw(1, 70, 3, 20, 24, dtype, device))
+
+
+def test_decay_of_one_token_is_as_near_to_fp64_as_torch(rule_op, device):
+    """All of dg comes from the state that was given, and from the gradient of the one after it."""
+    rule_op.check(rule_op.draw(1, 1, 4, 16, 16, BF16, device))
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_decays_of_parallel_keys_are_as_near_to_fp64_as_torch(rule_op, seed, device):
+    """Every pair of tokens says much of the decays between them; added to one token and taken off
+    the other, most of it would cancel, and what is left would err more.
+    """
+    torch.manual_seed(seed)
+    rule_op.check(rule_op.draw(1, 130, 1, 1, 1, F32, device, forget=0.02))
 
 
 def test_without_a_state_it_is_zero(rule_op, backend, device):

@@ -166,7 +166,15 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
     if device == "cuda":
         yield
         return
-    from fusewright.gsa import _configs, _divergence, _scores, _selection, _sparse
+    from fusewright.gsa import (
+        _configs,
+        _divergence,
+        _scores,
+        _selection,
+        _sparse,
+        _sparse_backward,
+        _unions,
+    )
 
     tile = (_configs.TileConfig(256, 4, queries=16, keys=16, num_warps=4, num_stages=1),)
     rows = (_configs.GatherConfig(256, 4, rows=16, num_warps=4, num_stages=1),)
@@ -177,19 +185,26 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
     ):
         for name in names:
             monkeypatch.setattr(module, name, tile)
-    for name in ("SPARSE", "SPARSE_DQ", "SPARSE_DKDV"):
-        monkeypatch.setattr(_sparse, name, rows)
-    monkeypatch.setattr(_sparse, "LIST_SEGMENT", 3)
-    for module in (_selection, _divergence):
-        monkeypatch.setattr(module, "SCORES_AT_A_TIME", 1000)
+    union = _configs.UnionConfig(256, 4, rows=16, columns=16, num_warps=4, num_stages=1, stack=4)
+    monkeypatch.setattr(_sparse, "SPARSE", rows)
+    monkeypatch.setattr(_sparse, "UNION", (union,))
+    for name in ("SPARSE_DQ", "SPARSE_DKDV"):
+        monkeypatch.setattr(_sparse_backward, name, rows)
+    for name in ("UNION_DQ", "UNION_DKDV"):
+        monkeypatch.setattr(_sparse_backward, name, (union,))
+    monkeypatch.setattr(_sparse_backward, "LIST_SEGMENT", 3)
+    for name in ("MEMBERS", "KEYS_OF_TILES", "QUERIES_OF_TILES"):
+        monkeypatch.setattr(_unions, name, _configs.ListConfig(block=32, num_warps=1))
+    monkeypatch.setattr(_selection, "SCORES_TO_SELECT", 1000)
+    monkeypatch.setattr(_divergence, "SCORES_AT_A_TIME", 1000)
     monkeypatch.setattr(_divergence, "ROWS", 16)
     monkeypatch.setattr(_divergence, "DIVERGENCE", _configs.RowConfig(block=16, num_warps=1))
     monkeypatch.setattr(_selection, "SCORES_IN_LINE", 16)
-    select = _configs.SelectConfig(float("inf"), 64, True, 16, num_warps=4, max_registers=80)
+    select = _configs.SelectConfig(float("inf"), 64, num_warps=4, max_registers=80)
     monkeypatch.setattr(_configs, "SELECT", (select,))
     plans = (
         *(_scores.scores_plan, _scores.gradients_plan, _selection.selection_plan),
-        *(_sparse.sparse_plan, _sparse.sparse_gradients_plan),
+        *(_sparse.sparse_plan, _sparse_backward.sparse_gradients_plan),
         *(_divergence.target_plan, _divergence.plan_divergence),
     )
     for plan in plans:
@@ -199,24 +214,20 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
         plan.cache_clear()
 
 
-@pytest.fixture(params=["halved", "counted", "streamed"])
+@pytest.fixture(params=["held", "streamed", "listed"])
 def search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the kernels find the last selected score: scores held, by halving a bracket or by
-    histograms; or scores read anew for each use.
+    """Where the kernels find the last selected score: among scores that are held, among scores that
+    are read anew for each use, or in a list of those in question.
     """
     from fusewright.gsa import _configs, _selection
 
-    held = request.param != "streamed"
+    held = request.param == "held"
     line = _configs.SelectConfig(
-        float("inf"),
-        64 if held else 16,
-        held,
-        16,
-        num_warps=4,
-        max_registers=80,
-        halving=request.param == "halved",
+        float("inf"), 64 if held else 16, num_warps=4, max_registers=80, held=held
     )
     monkeypatch.setattr(_configs, "SELECT", (line,))
+    # So many times the most keys of a row: more than there are, or so few that rows are cut.
+    monkeypatch.setattr(_selection, "LISTED", 1 if request.param == "listed" else 1 << 20)
     _selection.selection_plan.cache_clear()
     return request.param
 

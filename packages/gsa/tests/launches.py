@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 
 import torch
-from fusewright.gsa import _divergence, _indexer_problem, _selection, _sparse
+from fusewright.gsa import _divergence, _indexer_problem, _selection, _sparse_problem
 from fusewright.gsa._backends import Card
-from fusewright.gsa._configs import SCORES, SPARSE
+from fusewright.gsa._configs import SCORES, SPARSE, UNION
 from fusewright.gsa._divergence import launch_divergence
 from fusewright.gsa._scores import launch_scores, launch_scores_backward
 from fusewright.gsa._selection import launch_selection
-from fusewright.gsa._sparse import launch_sparse, launch_sparse_backward
+from fusewright.gsa._sparse import launch_sparse
+from fusewright.gsa._sparse_backward import launch_sparse_backward
 
 # The card that is compiled for.
 CARD = Card(
@@ -19,7 +20,7 @@ CARD = Card(
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-for module in (_divergence, _indexer_problem, _selection, _sparse):
+for module in (_divergence, _indexer_problem, _selection, _sparse_problem):
     module.card_of = lambda device: CARD
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOKENS, HEADS = 8192, 4
@@ -40,7 +41,12 @@ def launch_topk(tokens: int, law: str, causal: bool = True) -> None:
 
 
 def launch_attention(
-    width: int, dtype: torch.dtype, heads: int = 8, key_heads: int = 8, per_head: bool = False
+    width: int,
+    dtype: torch.dtype,
+    heads: int = 8,
+    key_heads: int = 8,
+    per_head: bool = False,
+    path: str = "queries",
 ) -> None:
     """Attention to a selection, and all its gradients."""
     q = torch.empty(1, TOKENS, heads, width, dtype=dtype)
@@ -48,10 +54,11 @@ def launch_attention(
     # The lists of keys are sorted, so that these are read.
     indices = torch.zeros(1, heads if per_head else 1, TOKENS, 8, dtype=torch.int32)
     count = None if per_head else indices[..., 0].contiguous()
-    o, lse, softmax, _ = launch_sparse(q, k, k, indices, count, 0.125)
+    o, lse, softmax, _ = launch_sparse(q, k, k, indices, count, 0.125, path)
     assert softmax is not None
     dlse = lse if per_head else None
-    launch_sparse_backward(o, dlse, q, k, k, indices, count, o.float(), softmax, 0.125)
+    saved = (o.float(), softmax)
+    launch_sparse_backward(o, dlse, q, k, k, indices, count, *saved, 0.125, path)
 
 
 def launch_loss(width: int, dtype: torch.dtype, selected: bool) -> None:
@@ -77,6 +84,7 @@ def one_of_each() -> None:
     launch_indexer(64, BF16)
     launch_topk(2048, "inverse")
     launch_attention(128, BF16)
+    launch_attention(64, BF16, heads=16, path="tiles")
     launch_loss(128, BF16, selected=True)
 
 
@@ -93,6 +101,13 @@ def every_line() -> None:
                 launch_attention(gather.max_width, dtype)
                 launch_attention(gather.max_width, dtype, key_heads=1)
     launch_attention(20, F32, key_heads=2, per_head=True)
+    for union in UNION:
+        for dtype in (F32, BF16, F16):
+            if dtype.itemsize <= union.max_bytes:
+                for key_heads in (8, 2, 1):
+                    launch_attention(union.max_width, dtype, key_heads=key_heads, path="tiles")
+    for dtype in (F32, BF16):
+        launch_attention(20, dtype, key_heads=2, per_head=True, path="tiles")
     for width in (64, 128, 256):
         for dtype in (F32, BF16, F16):
             launch_loss(width, dtype, selected=False)

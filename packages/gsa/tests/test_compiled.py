@@ -22,6 +22,12 @@ def test_one_launch_of_every_kernel_compiles_without_a_spill(capability):
         "_sparse_dq_kernel",
         "_sparse_dkdv_kernel",
         "_add_parts_kernel",
+        "_members_kernel",
+        "_keys_of_tiles_kernel",
+        "_queries_of_tiles_kernel",
+        "_union_forward_kernel",
+        "_union_dq_kernel",
+        "_union_dkdv_kernel",
         "_target_kernel",
         "_divergence_kernel",
     ):

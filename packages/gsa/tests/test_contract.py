@@ -31,6 +31,7 @@ def test_public_names_are_what_the_package_offers():
         "GatedSparseAttention",
         "KeyCache",
         "Law",
+        "Path",
         "Selection",
         "SelectionStats",
         "__version__",
@@ -79,15 +80,16 @@ def test_selection_passes_opcheck(indexer, law, device):
     torch.library.opcheck(OPS.indexer_topk.default, (*leaves, ema, 0.3, law, 3, 2, 4, 1, True, 2))
 
 
-def test_sparse_ops_pass_opcheck(sparse, device):
+@pytest.mark.parametrize("path", ["tiles", "queries"])
+def test_sparse_ops_pass_opcheck(sparse, path, device):
     """The forward op without what may be left out, the backward op with it."""
     leaves = [t.requires_grad_() for t in sparse.draw((1, 2, 3, 2, 3), device=device)]
     indices, count = (x.unsqueeze(1).contiguous() for x in sparse.selection(*leaves[:2]))
-    torch.library.opcheck(OPS.sparse_attention.default, (*leaves, indices, None, 0.3))
+    torch.library.opcheck(OPS.sparse_attention.default, (*leaves, indices, None, 0.3, path))
     do = torch.randn_like(leaves[0]).requires_grad_()
     dlse = torch.randn(1, 2, 2, device=device, requires_grad=True)
-    o, _, softmax, _ = OPS.sparse_attention(*leaves, indices, count, 0.3)
-    arguments = (do, dlse, *leaves, indices, count, o.detach(), softmax, 0.3)
+    o, _, softmax, _ = OPS.sparse_attention(*leaves, indices, count, 0.3, path)
+    arguments = (do, dlse, *leaves, indices, count, o.detach(), softmax, 0.3, path)
     torch.library.opcheck(OPS.sparse_attention_backward.default, arguments)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from fusewright.gsa import (
@@ -12,7 +14,7 @@ from fusewright.gsa import (
     reference,
     sparse_attention,
 )
-from fusewright_testkit import capture, no_synchronisation
+from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
 F32, BF16 = torch.float32, torch.bfloat16
@@ -33,7 +35,7 @@ def same_bits(found, truth):
 
 
 def selection_of(tensors, **options):
-    ema = torch.tensor(0.05, device="cuda")
+    ema = torch.full((), 0.05, device="cuda")
     counts = dict(k_base=1024, k_min=128, k_max=1024, sinks=4, variance_ema=ema)
     indices, count, stats = indexer_topk(*tensors, **counts | options)
     return indices, count, stats.variance
@@ -103,7 +105,7 @@ def test_rows_of_every_length_select_as_a_stable_sort(indexer, law, tokens):
     tensors = indexer.draw((1, 100, tokens, 4, 64), BF16, "cuda")
     # Rows that differ little, so that scores tie.
     tensors[1][:, ::3] = tensors[1][:, :1]
-    ema = torch.tensor(0.05, device="cuda")
+    ema = torch.full((), 0.05, device="cuda")
     options = dict(k_base=700, k_min=50, k_max=1500, sinks=4, law=law, q_offset=tokens - 100)
     indices, count, stats = indexer_topk(*tensors, variance_ema=ema, scale=0.3, **options)
     scores = gated_indexer(*tensors, scale=0.3, q_offset=tokens - 100)
@@ -162,7 +164,7 @@ def test_attention_takes_memory_of_its_operands_alone():
     tokens, heads, width, slots = 8192, 8, 64, 256
     q, k, v = (torch.randn(1, tokens, heads, width, device="cuda", dtype=BF16) for _ in "qkv")
     indices = torch.randint(0, tokens, (1, tokens, slots), device="cuda").sort(-1).values.int()
-    beside = memory_beside(lambda: (sparse_attention(q, k, v, indices),))
+    beside = memory_beside(lambda: (sparse_attention(q, k, v, indices, path="queries"),))
     assert beside <= 2 * heads * tokens * 4
 
 
@@ -173,6 +175,73 @@ def test_many_queries_of_one_key_are_added_in_parts(sparse):
     sparse.check(tensors, indices=indices, count=None)
 
 
+@pytest.mark.parametrize("width", [20, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+@pytest.mark.parametrize("key_heads", [4, 1])
+def test_every_line_of_tiles_is_as_near_to_fp64_as_torch(sparse, width, dtype, key_heads):
+    op = dataclasses.replace(sparse, key_heads=key_heads)
+    op.check(op.draw((2, 300, 333, 4, width), dtype, "cuda"), path="tiles")
+
+
+def sparse_gradients(sparse, leaves, selection, **options):
+    o, lse = sparse.kernels(*leaves, *selection, **options)
+    return [o, lse, *torch.autograd.grad(o.float().square().sum() + lse.sum(), leaves)]
+
+
+def test_paths_agree_and_repeat_at_full_size(sparse):
+    op = dataclasses.replace(sparse, key_heads=2)
+    leaves = leaves_of(op, (1, 5000, 5000, 8, 64))
+    key = torch.arange(5000, device="cuda")
+    scores = torch.rand(1, 5000, 5000, device="cuda").masked_fill(key > key[:, None], -1.0)
+    found = scores.topk(300)
+    selection = torch.where(found.values >= 0, found.indices, -1).int(), None
+    queries = sparse_gradients(op, leaves, selection, path="queries")
+    tiles = sparse_gradients(op, leaves, selection, path="tiles")
+    for one, other in zip(tiles, queries, strict=True):
+        # Both round to bf16 at the end, and their weights before.
+        apart = (one.double() - other.double()).square().mean().sqrt()
+        assert apart <= torch.finfo(BF16).eps * other.double().square().mean().sqrt()
+    assert same_bits(tiles, sparse_gradients(op, leaves, selection, path="tiles"))
+
+
+def test_tiles_are_captured_and_never_wait(sparse):
+    leaves = leaves_of(sparse)
+    selection = sparse.selection(*leaves[:2])
+
+    def call():
+        return sparse_gradients(sparse, leaves, selection, path="tiles")
+
+    # Without their graph, whose leaves get their gradients on the stream of this call.
+    expected = [value.detach() for value in call()]
+    with no_synchronisation():
+        call()
+    graph, captured = capture(call)
+    for value in captured:
+        value.detach().fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(captured, expected)
+
+
+def test_bits_and_lists_of_tiles_stay_small():
+    """Of 65536 tokens, whose bits of all pairs would be 512 MiB."""
+    tokens, heads, width, slots = 65536, 4, 64, 64
+    q, k, v = (torch.randn(1, tokens, heads, width, device="cuda", dtype=BF16) for _ in "qkv")
+    indices = torch.randint(0, tokens // slots, (1, tokens, slots), device="cuda").int()
+    # Different keys in every slot.
+    indices += tokens // slots * torch.arange(slots, device="cuda", dtype=torch.int32)
+    found = []
+
+    def call():
+        found[:] = [sparse_attention(q, k, v, indices, path="tiles")]
+        return found
+
+    # 128 MiB of bits, and lists of at most the slots of a tile's queries.
+    assert memory_beside(call) <= 200e6
+    gathered = sparse_attention(q, k, v, indices, path="queries")
+    torch.testing.assert_close(found[0], gathered, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_kernels_run_on_the_device_of_the_tensor(op):
     leaves = leaves_of(op, device="cuda:1")
@@ -181,7 +250,5 @@ def test_kernels_run_on_the_device_of_the_tensor(op):
 
 def test_inductor_compiles_forward_and_backward(op):
     torch._dynamo.reset()
-    leaves = leaves_of(op)
-    y = torch.compile(op.kernels, fullgraph=True)(*leaves)
-    found = [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
-    assert same_bits(found, gradients(op, leaves))
+    compiled = torch.compile(op.kernels, fullgraph=True)
+    Yardstick(op.reference, op.draw(SHAPE, BF16, "cuda")).check(compiled)

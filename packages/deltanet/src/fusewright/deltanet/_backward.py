@@ -30,9 +30,10 @@ class Plan(NamedTuple):
     keys: Allocate
     values: Allocate
     dstates: Allocate
+    kept: Allocate
     other_dk: Allocate
     squares: Allocate
-    ddecays: Allocate
+    dgates: Allocate
     dq: Allocate
     dk: Allocate
     dv: Allocate
@@ -72,17 +73,18 @@ def launch_rule_backward(
     g, beta, dend = g.contiguous(), beta.contiguous(), dend.contiguous()
     keys, values, dvalues, dstates = plan.keys(), plan.values(), plan.values(), plan.dstates()
     dstate, dq, dk, dv = made(plan.dstate), plan.dq(), plan.dk(), plan.dv()
-    other_dk, ddecays, dg, dbeta = plan.other_dk(), plan.ddecays(), plan.dgate(), plan.dgate()
-    squares = plan.squares()
+    other_dk, dgates, dg, dbeta = plan.other_dk(), plan.dgates(), plan.dgate(), plan.dgate()
+    squares, kept = plan.squares(), plan.kept()
+    state = None if state is None else state.contiguous()
     chunks = (decays, tables.chunks)
     found = (keys, values, dvalues, squares)
     plan.again((do, q, k, v, beta, inverses, states, *chunks, *found), (scale,))
-    ends = (decays, tables.sequences, dvalues, dstates, dstate)
-    plan.walk((do, dend, q, k, keys, *ends), (scale,))
+    began = (decays, tables.sequences, states, state)
+    plan.walk((do, dend, q, k, keys, *began, dvalues, dstates, kept, dstate), (scale,))
     # dW takes the place of W.
-    taken = (values, dvalues, states, dstates, *chunks)
-    plan.inputs((do, q, k, *taken, dq, other_dk, keys, ddecays), (scale,))
-    known = (dvalues, keys, decays, ddecays, tables.chunks, other_dk, squares)
+    taken = (values, dvalues, states, dstates, kept, *chunks)
+    plan.inputs((do, q, k, *taken, dq, other_dk, keys, dgates), (scale,))
+    known = (dvalues, keys, decays, dgates, tables.chunks, other_dk, squares)
     plan.through((k, v, g, beta, inverses, *known, dk, dv, dg, dbeta))
     if problem.group > 1:
         dq, dk = (of_shared_heads(x, problem) for x in (dq, dk))
@@ -100,7 +102,7 @@ def backward_plan(problem: Problem, operands: tuple[Kind, ...]) -> Plan:
     of_q, of_k, of_v = shapes_of(problem)
     copies, (do, q, k, v) = walks(operands, (of_v, of_q, of_k, of_v))
     units, serial = problem.units, problem.serial(STATE_GRADIENTS)
-    heads = problem.sequences * problem.value_heads
+    heads, tiles = problem.sequences * problem.value_heads, problem.tiles_v(serial)
     keys, width, shares = problem.keys, problem.width, problem.tiles_k(INPUTS)
     # What value heads share is added up before it is rounded.
     partial = problem.dtype if problem.group == 1 else torch.float32
@@ -108,16 +110,15 @@ def backward_plan(problem: Problem, operands: tuple[Kind, ...]) -> Plan:
     return Plan(
         copies,
         problem.launch(_local_kernel, units, (do, q, k, v), LOCAL),
-        problem.launch(
-            _state_gradients_kernel, heads * problem.tiles_v(serial), (do, q, k), serial
-        ),
-        problem.launch(_inputs_kernel, units * shares, (do, q, k), INPUTS),
+        problem.launch(_state_gradients_kernel, heads * tiles, (do, q, k), serial),
+        problem.launch(_inputs_kernel, units * shares, (do, q, k), INPUTS, SERIAL=tiles),
         problem.launch(_through_kernel, units, (k, v), THROUGH, SHARES=shares),
         problem.of_units(CHUNK, keys),
         problem.of_units(CHUNK, width),
         problem.of_units(keys, width),
+        problem.of_units(tiles, keys, dtype=torch.float32),
         problem.of_units(CHUNK, keys, dtype=torch.float32),
-        problem.of_units(2, CHUNK, CHUNK),
+        problem.of_units(CHUNK, CHUNK),
         problem.of_units(shares, CHUNK, dtype=torch.float32),
         problem.of_tokens(keys, dtype=partial),
         problem.of_tokens(keys, dtype=partial),

@@ -8,8 +8,8 @@ P = q k^T * L and dS' the gradient of the state with which it ended:
     dS = exp(G_C) dS' + scale (exp(G) q)^T do - W^T dV'
     dW = -dV' S^T,  dT = dV' (beta v)^T + dW (beta exp(G) k)^T,  dA = -T^T dT T^T
 
-Wherever exp(G_i) stands with a row of q or k, dG_i is that row times its gradient, so that no
-product is needed for it.
+dg_t is what all terms say that decay over t: a pair of tokens i >= t > j through P and A, what is
+read from t on of S, and what is left at the end of S and of tokens before t.
 """
 
 from __future__ import annotations
@@ -135,8 +135,11 @@ def _state_gradients_kernel(
     keys_ptr,
     decays_ptr,
     table_ptr,
+    states_ptr,
+    state_ptr,
     dvalues_ptr,
     dstates_ptr,
+    kept_ptr,
     dstate_ptr,
     scale,
     tokens,
@@ -161,8 +164,9 @@ def _state_gradients_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """One program carries BLOCK_V columns of the gradient of the state of one head of one sequence
-    from the last chunk to the first: it writes that of the state with which each ended, and dV' in
-    the place of what is known of it.
+    from the last chunk to the first: it writes that of the state with which each ended, its
+    products with what the state began with, summed over the columns, and dV' in the place of what
+    is known of it.
     """
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     own = (tl.program_id(0) // TILES).to(tl.int64)
@@ -173,6 +177,8 @@ def _state_gradients_kernel(
     key = tl.arange(0, BLOCK_K)
     col = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
     dstate = unit_tile(dend_ptr, own, key, col, K, V)
+    if state_ptr is not None:
+        start = unit_tile(state_ptr, own, key, col, K, V)
     last = tl.cdiv(length, C) - 1
     for step in range(0, last + 1):
         chunk = last - step
@@ -194,6 +200,13 @@ def _state_gradients_kernel(
         dvalues = unit_tile(dvalues_ptr, unit, row, col, C, V)
         decay = tl.load(decays_ptr + unit * C + row)
         whole = tl.load(decays_ptr + unit * C + C - 1)
+        # With dS' before it is rounded, and the first state as it was given: the decay of what is
+        # kept is no product of matrices, whose operands are rounded anyway.
+        began = unit_tile(states_ptr, unit, key, col, K, V).to(tl.float32)
+        if state_ptr is not None:
+            began = tl.where(chunk == 0, start, began)
+        at = (unit * TILES + tl.program_id(0) % TILES) * K + key
+        tl.store(kept_ptr + at, tl.sum(began * dstate, 1), mask=key < K)
         ended = as_operand(dstate, keys.dtype, UPCAST)
         store_unit_tile(dstates_ptr, ended, unit, key, col, K, V, False)
         left = product(k, ended, UPCAST, PRECISION)

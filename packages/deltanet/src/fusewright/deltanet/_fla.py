@@ -48,19 +48,18 @@ def fla_rule(
 
 def takes_fla(q: Tensor, differentiates: bool) -> bool:
     """Whether "auto" has fla serve a call: where it is installed and measured to be faster, and
-    nothing watches the call that would need a registered op. Where only its backward pass is
-    refused, one warning says so.
+    nothing watches the call that would need a registered op. Where it is installed and only its
+    backward pass is refused, one warning says so.
     """
     if not q.is_cuda or torch.compiler.is_compiling() or _are_functorch_transforms_active():
-        return False
-    if FASTER["training" if differentiates else "forward"] != "fla" or not has_fla():
         return False
     if fla_obstacle(q, differentiates=False) is not None:
         return False
     obstacle = fla_obstacle(q, differentiates)
     if obstacle is not None:
         warn_once(obstacle)
-    return obstacle is None
+        return False
+    return FASTER["training" if differentiates else "forward"] == "fla"
 
 
 def fla_obstacle(q: Tensor, differentiates: bool) -> str | None:

@@ -12,8 +12,10 @@ from ._tiles import (
     LEAST_DECAY,
     C,
     as_operand,
+    between_tokens,
     decay_between,
     decay_between_turned,
+    from_token_on,
     place_of_chunk,
     product,
     product_onto,
@@ -36,12 +38,13 @@ def _inputs_kernel(
     dvalues_ptr,
     states_ptr,
     dstates_ptr,
+    kept_ptr,
     decays_ptr,
     table_ptr,
     dq_ptr,
     dk_ptr,
     dkeys_ptr,
-    ddecays_ptr,
+    dgates_ptr,
     scale,
     tokens,
     heads,
@@ -63,9 +66,10 @@ def _inputs_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SERIAL: tl.constexpr,
 ):
     """One program computes BLOCK_K columns of dq, of dW, and of what of dk does not come through T,
-    for one unit, and their share of dG.
+    for one unit, and their share of dg.
     """
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     unit = (tl.program_id(0) // TILES).to(tl.int64)
@@ -103,14 +107,18 @@ def _inputs_kernel(
         dkeys = product_onto(dkeys, dvalues, state, UPCAST, PRECISION)
         weights = product_onto(weights, do, tl.trans(values), UPCAST, PRECISION)
     store_unit_tile(dkeys_ptr, -dkeys, unit, row, key, C, K, UPCAST)
-    weights = as_operand(scale * weights * decay_between(decay), q.dtype, UPCAST)
-    dq = product_onto(scale * tl.exp(decay)[:, None] * dq, weights, k, UPCAST, PRECISION)
+    weights = scale * weights * decay_between(decay)
+    matches = product(q, tl.trans(k), UPCAST, PRECISION)
+    pairs = tl.where(row[:, None] > row[None, :], weights * matches, 0.0)
+    dgate = between_tokens(pairs)
+    dq *= scale * tl.exp(decay)[:, None]
+    dgate += from_token_on(tl.sum(dq * q.to(tl.float32), 1))
+    weights = as_operand(weights, q.dtype, UPCAST)
+    dq = product_onto(dq, weights, k, UPCAST, PRECISION)
     store_token_tile(dq_ptr, dq, batch, head, first, count, tokens, heads, key, K, UPCAST)
-    ddecay = tl.sum(dq * q.to(tl.float32), 1)
 
     dk = tl.zeros([C, BLOCK_K], tl.float32)
     weights = tl.zeros([C, C], tl.float32)
-    kept = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, V, BLOCK_V):
         col = start + tl.arange(0, BLOCK_V)
         do = token_tile(
@@ -118,20 +126,23 @@ def _inputs_kernel(
             batch, head, first, count, col, V,
         )  # fmt: skip
         values = unit_tile(values_ptr, unit, row, col, C, V)
-        state = unit_tile(states_ptr, unit, key, col, K, V)
         dstate = unit_tile(dstates_ptr, unit, key, col, K, V)
-        kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
         dk = product_onto(dk, values, tl.trans(dstate), UPCAST, PRECISION)
         # Not the transpose of the former: what a product has made is not turned.
         weights = product_onto(weights, values, tl.trans(do), UPCAST, PRECISION)
     dk *= tl.exp(whole - decay)[:, None]
-    ended = tl.sum(tl.sum(dk * k.to(tl.float32), 1), 0) + tl.exp(whole) * tl.sum(kept, 0)
+    left = tl.sum(dk * k.to(tl.float32), 1)
+    kept = tl.zeros([BLOCK_K], tl.float32)
+    for tile in tl.static_range(SERIAL):
+        at = (unit * SERIAL + tile) * K + key
+        kept += tl.load(kept_ptr + at, mask=key < K, other=0.0)
+    # What is left of a token, and of the state, decays with every g that follows.
+    dgate += tl.cumsum(left, 0) - left + tl.exp(whole) * tl.sum(kept, 0)
     weights = as_operand(scale * weights * decay_between_turned(decay), q.dtype, UPCAST)
     dk = product_onto(dk, weights, q, UPCAST, PRECISION)
     store_unit_tile(dk_ptr, dk, unit, row, key, C, K, UPCAST)
-    ddecay += tl.where(row == C - 1, ended, 0.0) - tl.sum(dk * k.to(tl.float32), 1)
     share = unit * TILES + tl.program_id(0) % TILES
-    tl.store(ddecays_ptr + share * C + row, ddecay)
+    tl.store(dgates_ptr + share * C + row, dgate)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -144,7 +155,7 @@ def _through_kernel(
     dvalues_ptr,
     dkeys_ptr,
     decays_ptr,
-    ddecays_ptr,
+    dgates_ptr,
     table_ptr,
     other_dk_ptr,
     squares_ptr,
@@ -202,23 +213,34 @@ def _through_kernel(
         k = token_tile(
             k_ptr, k_batch_stride, k_token_stride, k_head_stride,
             batch, head // GROUP, first, count, key, K,
-        ).to(tl.float32)  # fmt: skip
+        )  # fmt: skip
         dkeys = unit_tile(dkeys_ptr, unit, row, key, C, K)
-        weighed = as_operand((beta * since)[:, None] * k, found.dtype, UPCAST)
+        weighed = (beta * since)[:, None] * k.to(tl.float32)
+        weighed = as_operand(weighed, found.dtype, UPCAST)
         dfound = product_onto(dfound, dkeys, tl.trans(weighed), UPCAST, PRECISION)
 
-    # dA = -T^T dT T^T, as a gradient of k k^T, without and with beta of the later token.
+    # dA = -T^T dT T^T, as a gradient of k k^T, but for beta of the later token.
     dfound = as_operand(dfound, found.dtype, UPCAST)
     da = product(tl.trans(found), dfound, UPCAST, PRECISION)
     da = as_operand(da, found.dtype, UPCAST)
     da = product(da, tl.trans(found), UPCAST, PRECISION)
     da = tl.where(row[:, None] > row[None, :], -da * decay_between(decay), 0.0)
-    through_memory(squares_ptr, da, 2 * unit, UPCAST)
-    through_memory(squares_ptr, beta[:, None] * da, 2 * unit + 1, UPCAST)
+    through_memory(squares_ptr, beta[:, None] * da, unit, UPCAST)
+    matches = tl.zeros([C, C], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        key = start + tl.arange(0, BLOCK_K)
+        k = token_tile(
+            k_ptr, k_batch_stride, k_token_stride, k_head_stride,
+            batch, head // GROUP, first, count, key, K,
+        )  # fmt: skip
+        matches = product_onto(matches, k, tl.trans(k), UPCAST, PRECISION)
+    matches *= da
+    dbeta += tl.sum(matches, 1)
+    dgate = between_tokens(beta[:, None] * matches)
 
-    ddecay = tl.zeros([C], tl.float32)
     for share in tl.static_range(SHARES):
-        ddecay += tl.load(ddecays_ptr + (unit * SHARES + share) * C + row)
+        dgate += tl.load(dgates_ptr + (unit * SHARES + share) * C + row)
+    slope = tl.zeros([C], tl.float32)
     for start in range(0, K, BLOCK_K):
         key = start + tl.arange(0, BLOCK_K)
         k = token_tile(
@@ -228,23 +250,16 @@ def _through_kernel(
         dkeys = unit_tile(dkeys_ptr, unit, row, key, C, K)
         # Loaded again, or they would fill the registers all along.
         found = unit_tile(inverses_ptr, unit, row, row, C, C)
-        square = unit_tile(squares_ptr, 2 * unit, row, row, C, C)
-        weighed = unit_tile(squares_ptr, 2 * unit + 1, row, row, C, C)
-        # One tile for both gradients of k k^T, so that what cancels in dG does.
-        later = product(weighed, k, UPCAST, PRECISION)
-        earlier = product(tl.trans(weighed), k, UPCAST, PRECISION)
-        unweighed = product(square, k, UPCAST, PRECISION)
+        weighed = unit_tile(squares_ptr, unit, row, row, C, C)
         through = since[:, None] * product(tl.trans(found), dkeys, UPCAST, PRECISION)
-        k = k.to(tl.float32)
-        slope = tl.sum(through * k, 1)
-        dbeta += slope + tl.sum(unweighed * k, 1)
-        ddecay += beta * slope + tl.sum((later - earlier) * k, 1)
-        dk = unit_tile(other_dk_ptr, unit, row, key, C, K)
-        dk += beta[:, None] * through + later + earlier
+        slope += tl.sum(through * k.to(tl.float32), 1)
+        dk = unit_tile(other_dk_ptr, unit, row, key, C, K) + beta[:, None] * through
+        dk = product_onto(dk, weighed, k, UPCAST, PRECISION)
+        dk = product_onto(dk, tl.trans(weighed), k, UPCAST, PRECISION)
         store_token_tile(dk_ptr, dk, batch, head, first, count, tokens, heads, key, K, UPCAST)
-    # Every token's g is in the G of all tokens from it on.
-    dg = tl.sum(tl.where(row[None, :] >= row[:, None], ddecay[None, :], 0.0), 1)
+    dbeta += slope
+    dgate += from_token_on(beta * slope)
     g = token_numbers(g_ptr, batch, head, first, count, tokens, heads)
-    dg = tl.where(g < LEAST_DECAY, 0.0, dg)
-    store_token_numbers(dg_ptr, dg, batch, head, first, count, tokens, heads)
+    dgate = tl.where(g < LEAST_DECAY, 0.0, dgate)
+    store_token_numbers(dg_ptr, dgate, batch, head, first, count, tokens, heads)
     store_token_numbers(dbeta_ptr, dbeta, batch, head, first, count, tokens, heads)

@@ -23,6 +23,8 @@ SMALLEST_TILE = 16
 LONG_ROW = 512
 # Columns of keys and of values that the kernels serve.
 WIDEST = 256
+# Columns of a tile of fp32: a wider one fills the registers, and with loads ahead shared memory.
+WIDEST_EXACT = 64
 # Products of fewer rows take other instructions on Hopper, and where one kernel has both kinds
 # triton 3.6 reads past the end of its shared memory.
 FEWEST_ROWS = SMALLEST_TILE if interpreted() else 64
@@ -72,9 +74,10 @@ class Problem(NamedTuple):
 
     def widest(self, config: RuleConfig | SerialConfig) -> int:
         """The most columns of a tile."""
-        if self.on_hopper or isinstance(config, SerialConfig):
+        if isinstance(config, SerialConfig):
             return WIDEST
-        return config.elsewhere
+        most = WIDEST if self.on_hopper else config.elsewhere
+        return min(most, WIDEST_EXACT) if self.dtype == torch.float32 else most
 
     def block_k(self, config: RuleConfig | SerialConfig) -> int:
         whole = max(FEWEST_ROWS, triton.next_power_of_2(self.keys))
@@ -101,7 +104,8 @@ class Problem(NamedTuple):
         """
         row = self.dtype.itemsize * max(FEWEST_ROWS, triton.next_power_of_2(self.keys))
         if row >= LONG_ROW:
-            return configs[-1]._replace(num_stages=1) if row > LONG_ROW else configs[-1]
+            fits = row == LONG_ROW and (self.on_hopper or self.dtype.itemsize == 2)
+            return configs[-1] if fits else configs[-1]._replace(num_stages=1)
         heads = self.sequences * self.value_heads
         wanted = 0.75 * card_of(self.device).multiprocessors
         enough = (line for line in configs if heads * self.tiles_v(line) >= wanted)

@@ -194,6 +194,24 @@ def decay_between_turned(decay):
 
 
 @triton.jit
+def between_tokens(x):
+    """For every token t the sum of x_ij over i >= t > j: of what pairs of tokens say of the decay
+    between them, g_t's part. Each pair is added where it belongs; added to one of its tokens and
+    taken off the other's, most of what is summed would only cancel.
+    """
+    row = tl.arange(0, C)
+    before = tl.cumsum(x, 1) - x
+    return tl.sum(tl.where(row[:, None] >= row[None, :], before, 0.0), 0)
+
+
+@triton.jit
+def from_token_on(x):
+    """For every token the sum of x over it and all later ones."""
+    row = tl.arange(0, C)
+    return tl.sum(tl.where(row[None, :] >= row[:, None], x[None, :], 0.0), 1)
+
+
+@triton.jit
 def inverse(a, PRECISION: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a.
 

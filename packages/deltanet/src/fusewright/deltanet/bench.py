@@ -4,40 +4,47 @@ short table of this machine's GPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
 
 from . import reference
-from ._fla import fla_rule
+from ._fla import fla_rule, refuses_backward
+from .gated_delta_net import GatedDeltaNet
 from .gated_delta_rule import gated_delta_rule
 from .gated_delta_rule_step import gated_delta_rule_step
 
 Tensor = torch.Tensor
 Op = Callable[..., tuple[Tensor, ...]]
 
-# Rows, tokens, heads of keys and of values, columns of keys and of values.
+# Rows, tokens, heads, columns of keys and of values.
 RULES = (
     dict(B=4, T=4096, H=8, D=128),
-    dict(B=1, T=32768, H=16, D=128),
-    dict(B=8, T=2048, H=8, D=64),
-    dict(B=4, T=4096, H=4, HV=8, D=128),
+    dict(B=1, T=16384, H=16, D=128),
+    dict(B=8, T=2048, H=16, D=64),
     dict(B=4, T=4096, H=4, D=256),
 )
+# Rows that are decoded, a token at a time.
 STEPS = (dict(B=64, H=8, D=128),)
-# What the rule is checked at: all chunks of the whole in fp64 would take minutes.
+LAYER = dict(B=4, T=4096, dim=1024, H=8, D=128)
+# What has tokens is checked at fewer: all chunks of the whole in fp64 would take minutes.
 CHECKED = dict(B=1, T=300)
 DTYPE = torch.bfloat16
 
 
 class Case(NamedTuple):
-    """One op at one size; ``sample``: inputs of the same kind at which it is checked."""
+    """One op at one size; ``sample``: inputs of the same kind at which it is checked;
+    ``forward_wall``: whether the host's time of the forward pass alone is taken too.
+    """
 
     op: str
     sizes: dict[str, int]
@@ -47,28 +54,52 @@ class Case(NamedTuple):
     bytes_moved: dict[str, int]
     flops: dict[str, int]
     sample: Callable[[str], list[Tensor]]
+    forward_wall: bool = True
+
+
+class ForwardOnly:
+    """An op without a backward pass, or with one that it refuses here."""
+
+    forward_only = True
+
+    def __init__(self, op: Op):
+        self.op = op
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return self.op(*tensors)
 
 
 def cases() -> list[Case]:
-    """The rule at sizes of models, in bf16, and the step of a batch that is decoded."""
-    return [*map(rule_case, RULES), *map(step_case, STEPS)]
+    """The rule at sizes of models, the step of a batch that is decoded, and the layer, in bf16."""
+    return [*map(rule_case, RULES), *map(step_case, STEPS), layer_case()]
+
+
+def by_pass(forward: int) -> dict[str, int]:
+    """Of a formula's forward pass, and twice as much on the way back."""
+    return {"fwd": forward, "bwd": 2 * forward, "fwd+bwd": 3 * forward}
+
+
+def rule_costs(sizes: dict[str, int]) -> tuple[int, int]:
+    """Bytes and operations of a forward pass. Backward reads the gradient of o, too, and writes
+    three gradients and two of gates.
+    """
+    tokens, heads, width = sizes["B"] * sizes["T"], sizes["H"], sizes["D"]
+    moved = tokens * (2 * 4 * heads * width + 2 * 4 * heads)
+    # Of a head and token: in a chunk, and with the state.
+    products = reference.CHUNK * 5 * width + reference.CHUNK**2 // 3 + 3 * width**2
+    return moved, 2 * tokens * heads * products
 
 
 def rule_case(sizes: dict[str, int]) -> Case:
-    tokens = sizes["B"] * sizes["T"]
-    heads, width = sizes.get("HV", sizes["H"]), sizes["D"]
-    moved = tokens * (2 * (2 * sizes["H"] + 2 * heads) * width + 8 * heads)
-    # Of a head and token: in a chunk, and with the state.
-    products = reference.CHUNK * 5 * width + reference.CHUNK**2 // 3 + 3 * width**2
+    moved, flops = rule_costs(sizes)
     return Case(
         op="gated_delta_rule",
         sizes=sizes,
         dtype=DTYPE,
         reference=chunked_rule,
         inputs=functools.partial(rule_inputs, sizes),
-        # Backward reads the gradient of o, too, and writes three gradients and two of gates.
-        bytes_moved={"fwd": moved, "bwd": 2 * moved, "fwd+bwd": 3 * moved},
-        flops={"fwd": 2 * tokens * heads * products},
+        bytes_moved=by_pass(moved),
+        flops=by_pass(flops),
         sample=functools.partial(rule_inputs, sizes | CHECKED),
     )
 
@@ -82,9 +113,25 @@ def step_case(sizes: dict[str, int]) -> Case:
         dtype=DTYPE,
         reference=reference_step,
         inputs=inputs,
-        bytes_moved={"fwd": 2 * state, "bwd": 4 * state, "fwd+bwd": 6 * state},
+        bytes_moved=by_pass(2 * state),
         flops={},
         sample=inputs,
+    )
+
+
+def layer_case() -> Case:
+    moved, flops = rule_costs(LAYER)
+    # x is read and y written; q, k, v, the gate and y are products with square matrices.
+    rows, width = LAYER["B"] * LAYER["T"], LAYER["dim"]
+    return Case(
+        op="GatedDeltaNet",
+        sizes=LAYER,
+        dtype=DTYPE,
+        reference=reference_layer,
+        inputs=functools.partial(reference_layer.draw, LAYER),
+        bytes_moved=by_pass(moved + 2 * 2 * rows * width),
+        flops=by_pass(flops + 2 * 5 * rows * width**2),
+        sample=functools.partial(reference_layer.draw, LAYER | CHECKED),
     )
 
 
@@ -100,8 +147,7 @@ def reference_step(
 
 def rule_inputs(sizes: dict[str, int], device: str) -> list[Tensor]:
     """q and k of length 1, v, decays of a trained layer's size, rates."""
-    lead = sizes["B"], sizes["T"]
-    return drawn(lead, sizes, device)
+    return drawn((sizes["B"], sizes["T"]), sizes, device)
 
 
 def step_inputs(sizes: dict[str, int], device: str) -> list[Tensor]:
@@ -110,17 +156,50 @@ def step_inputs(sizes: dict[str, int], device: str) -> list[Tensor]:
 
 
 def drawn(lead: tuple[int, ...], sizes: dict[str, int], device: str) -> list[Tensor]:
-    heads, width = sizes.get("HV", sizes["H"]), sizes["D"]
-    q, k = (torch.randn(*lead, sizes["H"], width, device=device) for _ in range(2))
-    v = torch.randn(*lead, heads, width, device=device)
+    heads, width = sizes["H"], sizes["D"]
+    q, k, v = (torch.randn(*lead, heads, width, device=device) for _ in range(3))
     g = F.logsigmoid(torch.randn(*lead, heads, device=device) + 3.0)
     beta = torch.rand(*lead, heads, device=device)
     rows = (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v)
     return [*(x.to(DTYPE) for x in rows), g, beta]
 
 
+class Layer:
+    """A layer as an op on x and on its parameters, in the order of their names, which ours shares
+    with fla's.
+    """
+
+    def __init__(self, make: Callable[..., nn.Module]):
+        self.make: Callable[..., nn.Module] = make
+
+    @functools.cached_property
+    def layer(self) -> nn.Module:
+        """On the card, with parameters that nobody reads."""
+        return self.make(device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def draw(self, sizes: dict[str, int], device: str) -> list[Tensor]:
+        """x of unit size and fresh parameters, of decays in fp32."""
+        x = torch.randn(sizes["B"], sizes["T"], sizes["dim"], device=device).to(DTYPE)
+        parameters = dict(self.make(device=device).named_parameters())
+        return [x, *(parameters[name].detach() for name in sorted(parameters))]
+
+    def __call__(self, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        names = sorted(name for name, _ in self.layer.named_parameters())
+        given = dict(zip(names, parameters, strict=True))
+        y = functional_call(self.layer, given, (x,))
+        return (y[0] if isinstance(y, tuple) else y,)
+
+
+def our_layer(backend: Any, device: str) -> nn.Module:
+    sizes = LAYER["dim"], 1.0, LAYER["D"], LAYER["H"]
+    return GatedDeltaNet(*sizes, backend=backend, device=device, dtype=DTYPE)
+
+
+reference_layer: Layer = Layer(functools.partial(our_layer, "reference"))
+
+
 def providers() -> dict[str, dict[str, Op]]:
-    """Ours, the chunks in plain torch, eager and compiled, and fla where it is installed."""
+    """Ours, plain torch, the step compiled, and fla where it is installed."""
 
     def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
         return (gated_delta_rule(*tensors, backend="triton").o,)
@@ -129,26 +208,55 @@ def providers() -> dict[str, dict[str, Op]]:
         return tuple(gated_delta_rule_step(*tensors, backend="triton"))  # type: ignore[arg-type]
 
     found: dict[str, dict[str, Op]] = {
-        "fusewright": {"gated_delta_rule": ours, "gated_delta_rule_step": our_step},
-        "torch": {"gated_delta_rule": chunked_rule, "gated_delta_rule_step": reference_step},
+        "fusewright": {
+            "gated_delta_rule": ours,
+            "gated_delta_rule_step": our_step,
+            "GatedDeltaNet": Layer(functools.partial(our_layer, "triton")),
+        },
+        "torch": {
+            "gated_delta_rule": chunked_rule,
+            "gated_delta_rule_step": reference_step,
+            "GatedDeltaNet": reference_layer,
+        },
         # The loop over chunks would be unrolled, which takes a compiler minutes.
         "compile": {"gated_delta_rule_step": torch.compile(reference_step, fullgraph=True)},
     }
-    try:
-        name, op = fla()
-    except ImportError:
-        return found
-    return found | {name: {"gated_delta_rule": op}}
+    with contextlib.suppress(ImportError):
+        name, ops = fla()
+        found[name] = ops
+    return found
 
 
-def fla() -> tuple[str, Op]:
-    """fla-core's function. Its backward pass raises on Hopper with triton 3.4.0 to 3.7.0."""
-    import fla.ops.gated_delta_rule  # noqa: F401
+def fla() -> tuple[str, dict[str, Op]]:
+    """fla-core's functions and, where flash-linear-attention is installed too, its layer; their
+    forward passes alone where it refuses to go back. Raises ImportError where there is none.
+    """
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
     def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor]:
         return (fla_rule(q, k, v, g, beta, None, None, q.shape[-1] ** -0.5)[0],)
 
-    return f"fla-{importlib.metadata.version('fla-core')}", rule
+    def step(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta = (x.unsqueeze(1) for x in tensors[:5])
+        o, end = fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta=beta, initial_state=tensors[5], output_final_state=True
+        )
+        return o.squeeze(1), end
+
+    ops: dict[str, Op] = {"gated_delta_rule": rule}
+    with contextlib.suppress(ImportError):
+        from fla.layers import GatedDeltaNet as PeerLayer
+
+        def make(device: str) -> nn.Module:
+            sizes = dict(expand_v=1.0, head_dim=LAYER["D"], num_heads=LAYER["H"])
+            return PeerLayer(LAYER["dim"], **sizes).to(device)
+
+        ops["GatedDeltaNet"] = Layer(make)
+    if torch.cuda.is_available() and refuses_backward(torch.device("cuda")):
+        ops = {name: ForwardOnly(op) for name, op in ops.items()}
+    return f"fla-{importlib.metadata.version('fla-core')}", ops | {
+        "gated_delta_rule_step": ForwardOnly(step)
+    }
 
 
 def main() -> int:
@@ -178,6 +286,8 @@ def microseconds(provider: str, op: Op, case: Case) -> list[float]:
     try:
         with torch.no_grad():
             times.append(1e3 * do_bench(lambda: op(*leaves), return_mode="median"))
+        if isinstance(op, ForwardOnly):
+            return times
         outputs = op(*leaves)
         grads = [torch.randn_like(y) for y in outputs]
         backward = functools.partial(torch.autograd.grad, outputs, leaves, grads, retain_graph=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from ._backends import Backend, available_backends
-from ._checks import Law
+from ._checks import Law, Path
 from .gated_indexer import gated_indexer
 from .gated_sparse_attention import GatedSparseAttention, KeyCache, Selection
 from .indexer_kl_loss import indexer_kl_loss
@@ -24,6 +24,7 @@ __all__ = [
     "GatedSparseAttention",
     "KeyCache",
     "Law",
+    "Path",
     "Selection",
     "SelectionStats",
     "__version__",

@@ -13,6 +13,8 @@ MAX_WIDTH = 256
 INDICES = (torch.int32, torch.int64)
 Law = Literal["inverse", "proportional", "entropy", "fixed"]
 LAWS = get_args(Law)
+Path = Literal["auto", "tiles", "queries"]
+PATHS = get_args(Path)
 # The kernels take it in fp32, times log2(e).
 LOWEST_SCALE = torch.finfo(torch.float32).tiny
 HIGHEST_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
@@ -97,6 +99,46 @@ def check_selection(
         if mask.dtype != torch.bool and mask.dtype not in FLOATING:
             raise TypeError(f"mask must be boolean or floating point, got {mask.dtype}")
         check_like("mask", mask, indices.shape, q)
+
+
+def check_selected(indices: torch.Tensor, count: torch.Tensor | None, keys: int) -> None:
+    """In the slots that count, of indices [B, R, T, K], must be keys or -1, and no key twice."""
+    slot = torch.arange(indices.shape[-1], device=indices.device)
+    counts = slot < (indices.shape[-1] if count is None else count.unsqueeze(-1))
+    outside = counts & ((indices < -1) | (indices >= keys))
+    for place in outside.nonzero()[:1].tolist():
+        raise ValueError(
+            f"indices must be from -1 to {keys - 1}, got {indices[tuple(place)].item()} at "
+            f"[batch, head, query, slot] {place}"
+        )
+    # Slots without a key differ from each other.
+    apart = torch.where(counts & (indices >= 0), indices, -1 - slot).sort(-1).values
+    for batch, head, query, slot in (apart.diff(dim=-1) == 0).nonzero()[:1].tolist():
+        key = apart[batch, head, query, slot].item()
+        raise ValueError(
+            f"the keys of a query must differ, got {key} twice at [batch, head, query] "
+            f"{[batch, head, query]}"
+        )
+
+
+def check_path(path: str) -> None:
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
+
+
+def checked_dense_below(dense_below: int, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether attention to these keys is to be dense."""
+    check_whole("dense_below", dense_below)
+    if dense_below < 0:
+        raise ValueError(f"dense_below must be at least 0, got {dense_below}")
+    if not dense_below or k.shape[1] >= dense_below:
+        return False
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(
+            f"dense_below asks for as many keys as queries at least, got {q.shape[1]} queries and "
+            f"{k.shape[1]} keys"
+        )
+    return True
 
 
 def check_loss(

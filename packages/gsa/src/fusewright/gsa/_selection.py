@@ -1,7 +1,7 @@
 """The launches of indexer_topk: plans, allocates and launches.
 
-The scores of a part of the rows are computed into memory that a card's L2 cache holds, and the
-selection of these rows reads them from there; then the next rows take their place.
+The scores of a part of the rows are computed into memory, and the selection of these rows reads
+them from there; then the next rows take their place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import torch
 import triton
 
 from ._backends import card_of
-from ._configs import SCORES, SCORES_AT_A_TIME, SCORES_IN_LINE, select_config
+from ._configs import (
+    LISTED,
+    SCORES,
+    SCORES_IN_LINE,
+    SCORES_TO_SELECT,
+    SHORT_ROW,
+    SelectConfig,
+    select_config,
+)
 from ._indexer_problem import Indexer, Shape, grid_of, indexer_of, precision_of
 from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, made, memory
 from ._scores import plan_scores
@@ -38,6 +46,7 @@ class SelectionPlan(NamedTuple):
     parts: tuple[tuple[Launch | None, Launch], ...]
     copies: tuple[bool, ...]
     scores: Allocate
+    listed: Allocate | None
     indices: Allocate
     counts: Allocate
     variance: Allocate
@@ -84,11 +93,12 @@ def launch_selection(
         if plan.copies:
             operands = copied(operands, plan.copies)
         scores = plan.scores()
+        listed = made(plan.listed)
         outputs = (indices, count, variance, entropy)
         for of_scores, of_selection in plan.parts:
             if of_scores is not None:
                 of_scores((*operands, scores), (scale,))
-            of_selection((scores, variance_ema, *outputs))
+            of_selection((scores, listed, variance_ema, *outputs))
     return indices, count, variance, entropy
 
 
@@ -107,16 +117,21 @@ def selection_plan(
     """The plan for operands of these kinds: q, k, w and bias."""
     indexer = indexer_of(shape, keys, operands, causal, offset, precision, device)
     rows = shape[:2]
-    parts, most = [], 1
-    for first, last, width in parts_of(indexer):
+    lean = card_of(device).capability == 90 and law.law != "entropy"
+    parts, most, most_listed = [], 1, 0
+    for first, last, width in parts_of(indexer, lean):
         of_scores = plan_scores(indexer, first, last, width, fill=False) if width else None
-        of_selection = plan_select(indexer, first, last, width, law, has_ema)
+        of_selection = plan_select(indexer, first, last, width, law, has_ema, lean)
         parts.append((of_scores, of_selection))
-        most = max(most, indexer.batches * (last - first) * width)
+        programs = indexer.batches * (last - first)
+        most = max(most, programs * width)
+        if of_selection.constants["LISTED"]:
+            most_listed = max(most_listed, programs * of_selection.constants["BLOCK"])
     return SelectionPlan(
         tuple(parts),
         indexer.copies,
-        scores=memory((most,), torch.float32, device),
+        memory((most,), torch.float32, device),
+        memory((most_listed,), torch.int32, device) if most_listed else None,
         indices=memory((*rows, law.k_max), torch.int32, device),
         counts=memory(rows, torch.int32, device),
         variance=memory(rows, torch.float32, device),
@@ -124,9 +139,10 @@ def selection_plan(
     )
 
 
-def parts_of(indexer: Indexer) -> list[tuple[int, int, int]]:
+def parts_of(indexer: Indexer, lean: bool) -> list[tuple[int, int, int]]:
     """Rows from the first to before the second number, whose scores of so many keys fit the
-    memory; and at least a tile of rows.
+    memory; and at least a tile of rows. A part ends before rows that need another line of the
+    table, unless these are short.
     """
     tile = indexer.line(SCORES).queries
     parts: list[tuple[int, int, int]] = []
@@ -135,16 +151,23 @@ def parts_of(indexer: Indexer) -> list[tuple[int, int, int]]:
     first = 0
     while first < indexer.queries:
         last = first + tile
-        while (
-            last < indexer.queries
-            and indexer.batches * (last + tile - first) * keys_before(indexer, last + tile)
-            <= SCORES_AT_A_TIME
-        ):
+        line = line_for(indexer, last, lean)
+        while last < indexer.queries:
+            longer = keys_before(indexer, last + tile)
+            if indexer.batches * (last + tile - first) * longer > SCORES_TO_SELECT:
+                break
+            if line_for(indexer, last + tile, lean) != line:
+                break
             last += tile
         last = min(last, indexer.queries)
         parts.append((first, last, keys_before(indexer, last)))
         first = last
     return parts
+
+
+def line_for(indexer: Indexer, last: int, lean: bool) -> SelectConfig:
+    """The line that selects of rows before ``last`` at least: short rows share one."""
+    return select_config(max(keys_before(indexer, last), SHORT_ROW), lean)
 
 
 def keys_before(indexer: Indexer, last: int) -> int:
@@ -154,10 +177,15 @@ def keys_before(indexer: Indexer, last: int) -> int:
 
 
 def plan_select(
-    indexer: Indexer, first: int, last: int, width: int, law: SelectionLaw, has_ema: bool
+    indexer: Indexer,
+    first: int,
+    last: int,
+    width: int,
+    law: SelectionLaw,
+    has_ema: bool,
+    lean: bool,
 ) -> Launch:
     """The launch that selects of rows from ``first`` to before ``last``, with ``width`` scores."""
-    lean = card_of(indexer.device).capability == 90 and law.law != "entropy"
     config = select_config(width, lean)
     return Launch(
         _select_kernel,
@@ -172,7 +200,7 @@ def plan_select(
         LAW=law.law,
         HAS_EMA=has_ema,
         HELD=config.held,
-        HALVING=config.halving,
+        LISTED=not config.held and LISTED * law.k_max <= config.block,
         BLOCK=config.block,
-        BLOCK_OUT=config.written,
+        RUNS=config.runs,
     )

@@ -1,9 +1,7 @@
 """Triton kernel of the selection: the k greatest of a row of scores, exactly.
 
-Scores are not negative, so their bits, taken for an integer, are in their order: the image of a
-score. The k-th greatest image is found by halving a bracket of images, or by histograms of a few
-bits at a time; then the indices are written in ascending order, by the prefix sums of what is
-chosen.
+A bracket of images is made narrower until it splits them off, or until those inside are equal; of
+these the first are taken. The chosen are written in ascending order, by prefix sums.
 """
 
 from __future__ import annotations
@@ -11,211 +9,152 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tiles import LOG2_E, LOG_2
+from ._bracket_kernels import end_of_ties, first_bounds, narrowed
+from ._row_kernels import (
+    SINK,
+    entropy_of,
+    images_of,
+    is_less,
+    load_images,
+    load_scores,
+    statistics_of,
+    streamed_statistics,
+    to_image,
+    to_score,
+    wanted_keys,
+)
 
-# The image of what cannot be chosen by its score: below that of every score.
-NO_SCORE = tl.constexpr(-1)
-BINS = tl.constexpr(256)
-BIN_BITS = tl.constexpr(8)
+# One in each of four fields of 16 bits: a product with it adds to a field those below.
+FIELDS = tl.constexpr(0x0001000100010001)
 
 
 @triton.jit
-def load_scores(corner, start, visible, BLOCK: tl.constexpr):
-    """Scores ``start``, ``start + 1``, ... of a row, 0 for NaN and for what the row does not
-    see.
+def sums_before(x, RUNS: tl.constexpr, BLOCK: tl.constexpr):
+    """For each of the small numbers [RUNS, BLOCK] the sum of what stands before it, row by row, and
+    the sum of all. Four rows share one scan: each has 16 bits of 64.
     """
-    key = start + tl.arange(0, BLOCK)
-    x = tl.load(corner + key, mask=key < visible, other=0.0)
-    return tl.where(x == x, x, 0.0)
+    ROWS: tl.constexpr = min(RUNS, 4)
+    GROUPS: tl.constexpr = RUNS // ROWS
+    shift = 16 * (tl.arange(0, RUNS) % ROWS).to(tl.int64)
+    wide = tl.reshape(x.to(tl.int64) << shift[:, None], [GROUPS, ROWS, BLOCK])
+    packed = tl.sum(wide, 1)
+    # Of each group's rows: the sum of one and of those before it.
+    sums = tl.sum(packed, 1) * FIELDS
+    before = tl.cumsum(packed, 1) - packed + (sums << 16)[:, None]
+    before = tl.broadcast_to(before[:, None, :], [GROUPS, ROWS, BLOCK])
+    before = (tl.reshape(before, [RUNS, BLOCK]) >> shift[:, None]).to(tl.int32) & 0xFFFF
+    total = sums >> 48
+    if GROUPS > 1:
+        sums = tl.sum(total << (16 * tl.arange(0, GROUPS)), 0) * FIELDS << 16
+        group = tl.arange(0, RUNS) // ROWS
+        before += ((sums >> (16 * group)).to(tl.int32) & 0xFFFF)[:, None]
+    return before, tl.sum(total, 0).to(tl.int32)
 
 
 @triton.jit
-def images_of(x, start, visible, sinks, BLOCK: tl.constexpr):
-    """The images of scores; NO_SCORE for sinks and for what the row does not see."""
-    key = start + tl.arange(0, BLOCK)
-    by_score = (key >= sinks) & (key < visible)
-    return tl.where(by_score, x.to(tl.int32, bitcast=True), NO_SCORE)
-
-
-@triton.jit
-def load_images(corner, start, visible, sinks, BLOCK: tl.constexpr):
-    x = load_scores(corner, start, visible, BLOCK)
-    return images_of(x, start, visible, sinks, BLOCK)
-
-
-@triton.jit
-def mean_and_highest(corner, x, visible, BLOCK: tl.constexpr, HELD: tl.constexpr):
-    """Mean and maximum of a row's scores."""
-    totals, greatest = x, x
-    if not HELD:
-        for start in range(BLOCK, visible, BLOCK):
-            part = load_scores(corner, start, visible, BLOCK)
-            totals += part
-            greatest = tl.maximum(greatest, part)
-    return tl.sum(totals, 0) / tl.maximum(visible, 1), tl.max(greatest, 0)
-
-
-@triton.jit
-def squares_of(x, start, visible, mean, BLOCK: tl.constexpr):
-    """Squared distances of scores to the mean; zeros for what the row does not see."""
-    distance = tl.where(start + tl.arange(0, BLOCK) < visible, x - mean, 0.0)
-    return distance * distance
-
-
-@triton.jit
-def variance_of(corner, x, visible, mean, BLOCK: tl.constexpr, HELD: tl.constexpr):
-    """The population variance of a row's scores."""
-    squares = squares_of(x, 0, visible, mean, BLOCK)
-    if not HELD:
-        for start in range(BLOCK, visible, BLOCK):
-            part = load_scores(corner, start, visible, BLOCK)
-            squares += squares_of(part, start, visible, mean, BLOCK)
-    return tl.sum(squares, 0) / tl.maximum(visible, 1)
-
-
-@triton.jit
-def weights_of(x, start, visible, highest, BLOCK: tl.constexpr):
-    """The weights of scores in a softmax, and these times their logarithms."""
-    log_weight = x - highest
-    weight = tl.exp2(log_weight * LOG2_E)
-    weight = tl.where(start + tl.arange(0, BLOCK) < visible, weight, 0.0)
-    return weight, weight * log_weight
-
-
-@triton.jit
-def entropy_of(corner, x, visible, highest, BLOCK: tl.constexpr, HELD: tl.constexpr):
-    """The entropy of the softmax of a row's n scores over log(n + 1)."""
-    weights, logs = weights_of(x, 0, visible, highest, BLOCK)
-    if not HELD:
-        for start in range(BLOCK, visible, BLOCK):
-            part = load_scores(corner, start, visible, BLOCK)
-            weight, log = weights_of(part, start, visible, highest, BLOCK)
-            weights += weight
-            logs += log
-    total = tl.sum(weights, 0)
-    entropy = tl.log2(total) * LOG_2 - tl.sum(logs, 0) / total
-    most = tl.log2(tl.cast(visible + 1, tl.float32)) * LOG_2
-    return tl.where(visible > 0, tl.div_rn(entropy, most), 0.0)
-
-
-@triton.jit
-def wanted_keys(
-    variance, entropy, ema_ptr, k_base, k_min, k_max, LAW: tl.constexpr, HAS_EMA: tl.constexpr
+def store_chosen(
+    out,
+    keys_ptr,
+    chosen,
+    start,
+    items,
+    BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
-    """How many keys the law gives a row, if it sees as many."""
-    factor = tl.full([], 1.0, tl.float32)
-    if LAW == "entropy":
-        factor = 0.5 + entropy
-    elif LAW != "fixed":
-        ratio = factor
-        if HAS_EMA:
-            ema = tl.load(ema_ptr)
-            ratio = tl.div_rn(variance, tl.maximum(ema, 1e-6))
-            ratio = tl.where(ema > 0.0, ratio, 1.0)
-        factor = ratio
-        if LAW == "inverse":
-            factor = 0.5 + tl.div_rn(1.0, 1.0 + ratio)
-    wanted = tl.floor(k_base * factor)
-    return tl.minimum(tl.maximum(wanted, k_min), k_max).to(tl.int32)
+    """Store the keys of those chosen, 1 or 0 for each place from ``start`` on, one behind the
+    other, and return how many they are. A key is its place, or stands there in a list of them.
+    """
+    FOURS: tl.constexpr = BLOCK // 4
+    # A thread has four neighbours: as bits they are one register, and one sum serves them.
+    chosen = tl.reshape(chosen, [RUNS, FOURS // RUNS, 4])
+    bits = tl.reshape(tl.sum(chosen << tl.arange(0, 4), 2), [FOURS])
+    place, total = sums_before(tl.sum(chosen, 2), RUNS, FOURS // RUNS)
+    place = tl.reshape(place, [FOURS])
+    at = start + 4 * tl.arange(0, FOURS)
+    for _ in range(0, tl.minimum(items, 4)):
+        here = (bits & 1) > 0
+        key = at
+        if LISTED:
+            key = tl.load(keys_ptr + at, mask=here, other=0)
+        tl.store(out + place, key, mask=here)
+        place += bits & 1
+        bits >>= 1
+        at += 1
+    return total
 
 
 @triton.jit
-def count_from(corner, images, bound, visible, sinks, BLOCK: tl.constexpr, HELD: tl.constexpr):
-    """How many images are not below ``bound``."""
-    if HELD:
-        found = (images >= bound).to(tl.int32)
-    else:
-        found = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, visible, BLOCK):
-            part = load_images(corner, start, visible, sinks, BLOCK)
-            found += (part >= bound).to(tl.int32)
-    return tl.sum(found, 0)
+def raised(images, start, low, end, BLOCK: tl.constexpr):
+    """Images, those of ``low`` before place ``end`` raised above all bounds."""
+    place = start + tl.arange(0, BLOCK)
+    return tl.where((images == low) & (place < end), SINK, images)
 
 
 @triton.jit
-def histogram_of(images, low, shift, bins):
-    """How many images are in each of ``bins`` bins of 2**shift from ``low`` on."""
-    place = (images - low) >> shift
-    inside = (images >= low) & (place < bins)
-    return tl.histogram(tl.where(inside, place, 0), BINS, mask=inside)
-
-
-@triton.jit
-def narrowed(
-    corner,
+def write_held(
+    out,
+    keys_ptr,
     images,
+    items,
     low,
+    high,
+    reach,
     above,
-    shift,
-    bins,
+    lower,
+    upper,
     count,
-    visible,
-    sinks,
     BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
+    RUNS: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
-    """The start of the bin that holds the image in question, and how many images lie above that
-    bin, ``above`` of them above all bins.
-    """
-    if HELD:
-        found = histogram_of(images, low, shift, bins)
-    else:
-        found = tl.zeros([BINS], tl.int32)
-        for start in range(0, visible, BLOCK):
-            part = load_images(corner, start, visible, sinks, BLOCK)
-            found += histogram_of(part, low, shift, bins)
-    place = tl.arange(0, BINS)
-    # How many lie in a bin or above it.
-    total = above + tl.cumsum(found, 0, reverse=True)
-    reached = tl.max(tl.where(total >= count, place, 0), 0)
-    above = tl.sum(tl.where(place == reached, total - found, 0), 0)
-    return low + (reached << shift), above
+    """Narrow the bracket of images that are held, and write the ``count`` greatest's keys."""
+    low, high, reach, above, _, _ = narrowed(
+        *(out, images, items, 0, low, high, reach, above, lower, upper, count, 0),
+        *(BLOCK, RUNS, True),
+    )
+    if above < count:
+        end = end_of_ties(out, images, items, 0, low, count - above, BLOCK, True)
+        images = raised(images, 0, low, end, BLOCK)
+    store_chosen(out, keys_ptr, is_less(high - 1, images), 0, items, BLOCK, RUNS, LISTED)
 
 
 @triton.jit
-def bound_of(
-    corner,
-    images,
-    highest,
-    count,
-    visible,
-    sinks,
-    BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-    HALVING: tl.constexpr,
+def write_streamed(
+    out, corner, items, sinks, low, high, above, count, BLOCK: tl.constexpr, RUNS: tl.constexpr
 ):
-    """An image that splits off the ``count`` greatest of more: how many are above it, at most
-    ``count``; the others are among those that have it. No image is above ``highest``.
+    """Write the keys of the ``count`` greatest of a row that is read again, its bracket narrow."""
+    end = 0 * count
+    if above < count:
+        end = end_of_ties(corner, 0, items, sinks, low, count - above, BLOCK, False)
+    for start in range(0, items, BLOCK):
+        images = raised(load_images(corner, start, items, sinks, BLOCK), start, low, end, BLOCK)
+        chosen = is_less(high - 1, images)
+        out += store_chosen(out, out, chosen, start, items, BLOCK, RUNS, False)
+
+
+@triton.jit
+def list_reaching(listed, corner, items, sinks, low, BLOCK: tl.constexpr, RUNS: tl.constexpr):
+    """List the keys of what reaches ``low``, no more than BLOCK, and return their images and how
+    many they are.
     """
-    above = count * 0
-    low = above
-    if HALVING:
-        high = highest + 1
-        # More than ``count`` images reach low; ``above``, not more than ``count``, reach high.
-        while (high - low > 1) & (above < count):
-            middle = low + (high - low) // 2
-            reach = count_from(corner, images, middle, visible, sinks, BLOCK, HELD)
-            more = reach > count
-            low = tl.where(more, middle, low)
-            high = tl.where(more, high, middle)
-            above = tl.where(more, above, reach)
-        low = high - 1
-    else:
-        # One bit more than the logarithm says, which is rounded.
-        bits = tl.minimum(tl.log2(highest.to(tl.float32) + 1.0).to(tl.int32) + 2, 31)
-        while bits > 0:
-            shift = tl.maximum(bits - BIN_BITS, 0)
-            low, above = narrowed(
-                *(corner, images, low, above, shift, 1 << (bits - shift), count, visible, sinks),
-                *(BLOCK, HELD),
-            )
-            bits = shift
-    return low, above
+    found = 0 * items
+    for start in range(0, items, BLOCK):
+        chosen = is_less(low - 1, load_images(corner, start, items, sinks, BLOCK))
+        found += store_chosen(listed + found, listed, chosen, start, items, BLOCK, RUNS, False)
+    # What other threads have stored is read from here on.
+    tl.debug_barrier()
+    place = tl.arange(0, BLOCK)
+    key = tl.load(listed + place, mask=place < found, other=0)
+    x = tl.load(corner + key, mask=place < found, other=0.0)
+    image = to_image(tl.where(x == x, x, 0.0)) | (-is_less(key, sinks) & SINK)
+    return image | -is_less(found - 1, place), found
 
 
 @triton.jit
 def _select_kernel(
     scores_ptr,
+    listed_ptr,
     ema_ptr,
     indices_ptr,
     count_ptr,
@@ -235,64 +174,69 @@ def _select_kernel(
     LAW: tl.constexpr,
     HAS_EMA: tl.constexpr,
     HELD: tl.constexpr,
-    HALVING: tl.constexpr,
+    LISTED: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     """One program selects the keys of one row, whose scores, [B, rows, last_key], it holds or, if
-    they are too many, reads again for each use.
+    they are too many, reads again for each use until it may hold those in question, LISTED.
     """
-    place = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
     row = first_row + tl.program_id(0) % rows
     visible = keys
     if CAUSAL:
         visible = tl.minimum(keys, offset + row + 1)
-    corner = scores_ptr + place * last_key
-    x = load_scores(corner, 0, visible, BLOCK)
-
-    mean, highest = mean_and_highest(corner, x, visible, BLOCK, HELD)
-    variance = variance_of(corner, x, visible, mean, BLOCK, HELD)
+    corner = scores_ptr + program * last_key
+    sinks = tl.minimum(sinks, visible)
+    if HELD:
+        x = load_scores(corner, 0, visible, BLOCK)
+        mean, variance, low, highest = statistics_of(x, visible)
+    else:
+        x = corner
+        mean, variance, low, highest = streamed_statistics(corner, visible, BLOCK, RUNS)
     entropy = variance
-    at = place // rows * queries + row
-    tl.store(variance_ptr + at, variance)
     if LAW == "entropy":
-        entropy = entropy_of(corner, x, visible, highest, BLOCK, HELD)
-        tl.store(entropy_ptr + at, entropy)
+        entropy = entropy_of(corner, x, visible, to_score(highest), BLOCK, RUNS, HELD)
+    if HELD:
+        images = to_image(x)
+        if sinks > 0:
+            # A block of its own: 32 masks beside 32 scores are more registers than there are.
+            images = images_of(x, 0, sinks, BLOCK)
     count = wanted_keys(variance, entropy, ema_ptr, k_base, k_min, k_max, LAW, HAS_EMA)
     count = tl.minimum(count, visible)
+    at = tl.program_id(0) // rows * queries + row
     tl.store(count_ptr + at, count)
+    tl.store(variance_ptr + at, variance)
+    if LAW == "entropy":
+        tl.store(entropy_ptr + at, entropy)
 
-    # All that a row sees have images above this one, but for sinks, which are chosen anyway.
-    by_score = count - tl.minimum(sinks, visible)
-    bound, above = 0 * count + NO_SCORE, by_score
-    if visible > count:
-        bound, above = bound_of(
-            *(corner, images_of(x, 0, visible, sinks, BLOCK), highest.to(tl.int32, bitcast=True)),
-            *(by_score, visible, sinks, BLOCK, HELD, HALVING),
+    # A row that sees no more than it may have has them all: nothing is in question.
+    more = visible > count
+    high, above = tl.where(more, highest + 1, 0), tl.where(more, sinks, count)
+    share = (count - sinks).to(tl.float32) / (visible - sinks).to(tl.float32)
+    lower, upper = first_bounds(mean, variance, share)
+    reach = visible
+    out = indices_ptr + at.to(tl.int64) * k_max
+    if HELD:
+        write_held(
+            *(out, out, images, visible, low, high, reach, above, lower, upper, count),
+            *(BLOCK, RUNS, False),
         )
-    needed = by_score - above
-
-    out = indices_ptr + at * k_max
-    step = tl.arange(0, BLOCK_OUT)
-    # How many have been met above the bound, and at it.
-    met_above, met_at = 0 * count, 0 * count
-    for start in range(0, visible, BLOCK_OUT):
-        key = start + step
-        images = load_images(corner, start, visible, sinks, BLOCK_OUT)
-        is_above = ((images > bound) | (key < tl.minimum(sinks, visible))).to(tl.int32)
-        is_at = ((images == bound) & (images > NO_SCORE)).to(tl.int32)
-        # Both sums in one scan.
-        both = (is_above << 16) | is_at
-        sums = tl.cumsum(both, 0)
-        above_before = met_above + (sums >> 16) - is_above
-        at_before = met_at + (sums & 0xFFFF) - is_at
-        chosen = (is_above > 0) | ((is_at > 0) & (at_before < needed))
-        tl.store(out + above_before + tl.minimum(at_before, needed), key, mask=chosen)
-        met = tl.sum(both, 0)
-        met_above += met >> 16
-        met_at += met & 0xFFFF
-    for start in range(0, k_max, BLOCK_OUT):
+    else:
+        low, high, reach, above, lower, upper = narrowed(
+            *(corner, 0, visible, sinks, low, high, reach, above, lower, upper),
+            *(count, BLOCK if LISTED else 0, BLOCK, RUNS, False),
+        )
+        if LISTED and reach <= BLOCK:
+            listed = listed_ptr + program * BLOCK
+            images, found = list_reaching(listed, corner, visible, sinks, low, BLOCK, RUNS)
+            write_held(
+                *(out, listed, images, found, low, high, reach, above, lower, upper, count),
+                *(BLOCK, RUNS, True),
+            )
+        else:
+            write_streamed(*(out, corner, visible, sinks, low, high, above, count, BLOCK, RUNS))
+    step = tl.arange(0, BLOCK // RUNS)
+    for start in range(count, k_max, BLOCK // RUNS):
         slot = start + step
-        tl.store(
-            out + slot, tl.full([BLOCK_OUT], -1, tl.int32), mask=(slot >= count) & (slot < k_max)
-        )
+        tl.store(out + slot, tl.full([BLOCK // RUNS], -1, tl.int32), mask=slot < k_max)

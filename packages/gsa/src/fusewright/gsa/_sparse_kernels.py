@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tiles import LOG2_E, LOG_2, product
+from ._tiles import LOG2_E, LOG_2, product, product_with_rows
 
 
 @triton.jit
@@ -251,9 +251,9 @@ def _sparse_dq_kernel(
         key, there = load_selected(indices_at, start, last, keys, BLOCK_K)
         k = gather_rows(k_corner, key, there, k_row_stride, D, BLOCK_D)
         v = gather_rows(v_corner, key, there, v_row_stride, D, BLOCK_D)
-        s = product(q, tl.trans(k), UPCAST, PRECISION) * (scale * LOG2_E)
+        s = product_with_rows(q, k, UPCAST, PRECISION) * (scale * LOG2_E)
         p = tl.where(there[None, :], tl.exp2(s - m[:, None]) * share[:, None], 0.0)
-        dp = product(do, tl.trans(v), UPCAST, PRECISION)
+        dp = product_with_rows(do, v, UPCAST, PRECISION)
         ds = tl.where(there[None, :], p * (dp - delta[:, None]), 0.0)
         dq += product(ds.to(k.dtype), k, UPCAST, PRECISION)
 

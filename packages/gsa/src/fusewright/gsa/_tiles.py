@@ -58,6 +58,19 @@ def product(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def product_with_rows(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """a b^T, for a loop in which b changes. fp32 tiles that no tensor core takes are multiplied
+    from registers: a stays in them for the whole loop where it stands on the left, and not on the
+    right.
+    """
+    if a.dtype == tl.float32 and PRECISION == "ieee":
+        ab = tl.trans(product(b, tl.trans(a), UPCAST, PRECISION))
+    else:
+        ab = product(a, tl.trans(b), UPCAST, PRECISION)
+    return ab
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + tl.exp2(-x * LOG2_E))

@@ -1,0 +1,203 @@
+"""Time every candidate launch of the rule's kernels on this card; the fastest lines go to
+``_configs.py``.
+
+    PYTHONPATH=packages/deltanet/src:ci/testkit/src python packages/deltanet/tune.py --out
+    packages/deltanet/results
+
+Needs a GPU. One kernel's line changes at a time, the others are as committed; the pass that the
+kernel belongs to is timed as a whole. Every candidate is checked before that.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import csv
+import functools
+import itertools
+import multiprocessing
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import typer
+from fusewright.deltanet import (
+    _backward,
+    _configs,
+    _forward,
+    _step_kernels,
+    bench,
+    gated_delta_rule,
+    gated_delta_rule_step,
+)
+from fusewright_testkit import Yardstick
+from fusewright_testkit.bench import environment_name
+from fusewright_testkit.compiled import compile_launch, recorded_launches
+from fusewright_testkit.timing import copies_needed, graph_time
+
+MODEL, LONG, NARROW, HALF = *bench.RULES[:3], dict(B=4, T=4096, H=16, D=128)
+STEP = bench.STEPS[0]
+# What the carried state is cut into depends on how many rows and heads there are.
+SERIAL = (MODEL, LONG, NARROW, HALF)
+
+
+class Kind(NamedTuple):
+    """A line of the tables: the module that reads it, its name there, whether it is of the backward
+    pass, and the sizes at which it is timed.
+    """
+
+    module: Any
+    name: str
+    backward: bool
+    sizes: tuple[dict[str, int], ...]
+
+
+KINDS = {
+    "prepare": Kind(_forward, "PREPARE", False, (MODEL, NARROW)),
+    "states": Kind(_forward, "STATES", False, SERIAL),
+    "outputs": Kind(_forward, "OUTPUTS", False, (MODEL, NARROW)),
+    "local": Kind(_backward, "LOCAL", True, (MODEL, NARROW)),
+    "state_gradients": Kind(_backward, "STATE_GRADIENTS", True, SERIAL),
+    "inputs": Kind(_backward, "INPUTS", True, (MODEL, NARROW)),
+    "through": Kind(_backward, "THROUGH", True, (MODEL, NARROW)),
+    "step": Kind(_step_kernels, "STEP_BLOCK_V", False, (STEP,)),
+}
+
+
+def candidates(kind: str, width: int) -> Iterator[Any]:
+    """What may stand in the place of the committed line."""
+    line = getattr(_configs, KINDS[kind].name)
+    if kind == "step":
+        yield from (8, 16, 32, 64)
+    elif isinstance(line, tuple) and not isinstance(line, _configs.RuleConfig):
+        for block_v, warps, stages in itertools.product((16, 32, 64), (4, 8), (1, 2, 3)):
+            if block_v <= width:
+                yield (_configs.SerialConfig(block_v, warps, stages),)
+    else:
+        blocks = (64, 128) if width >= 128 else (64,)
+        for block_k, block_v, warps, stages in itertools.product(blocks, blocks, (4, 8), (1, 2, 3)):
+            yield line._replace(
+                block_k=block_k, block_v=block_v, num_warps=warps, num_stages=stages
+            )
+
+
+@contextlib.contextmanager
+def configured(kind: str, line: Any) -> Iterator[None]:
+    """The launchers with one candidate in place of its line, and no plan made before."""
+    plans = _forward.forward_plan, _backward.backward_plan, _step_kernels.step_plan
+    for plan in plans:
+        plan.cache_clear()
+    with mock.patch.object(KINDS[kind].module, KINDS[kind].name, line):
+        yield
+    for plan in plans:
+        plan.cache_clear()
+
+
+def rule(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (gated_delta_rule(*tensors, backend="triton").o,)
+
+
+def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(gated_delta_rule_step(*tensors, backend="triton"))
+
+
+def op_of(kind: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    return step if kind == "step" else rule
+
+
+def case_of(kind: str, sizes: dict[str, int]) -> bench.Case:
+    return (bench.step_case if kind == "step" else bench.rule_case)(sizes)
+
+
+@functools.cache
+def yardstick(kind: str, width: int) -> Yardstick:
+    case = case_of(kind, dict(B=2, T=130, H=4, D=width))
+    return Yardstick(case.reference, case.inputs("cuda"))
+
+
+def calls(kind: str, sizes: dict[str, int]) -> list[Callable[[], object]]:
+    """The pass of a kind on cold copies of its inputs, forward passes done before where it is the
+    backward one: those of the line that is in force.
+    """
+    case, op = case_of(kind, sizes), op_of(kind)
+    copies = [case.inputs("cuda") for _ in range(copies_needed(case.bytes_moved["fwd"]))]
+    if not KINDS[kind].backward:
+        return [functools.partial(op, *inputs) for inputs in copies]
+    found = []
+    for inputs in copies:
+        leaves = [x.requires_grad_() for x in inputs]
+        outputs = op(*leaves)
+        grads = [torch.randn_like(y) for y in outputs]
+        found.append(
+            functools.partial(torch.autograd.grad, outputs, leaves, grads, retain_graph=True)
+        )
+    return found
+
+
+def precompile(jobs: list[tuple[str, dict[str, int], Any]]) -> None:
+    """Fill triton's cache on all cores; nothing is launched."""
+    with concurrent.futures.ProcessPoolExecutor(
+        mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        list(pool.map(compile_one, jobs, chunksize=2))
+
+
+def compile_one(job: tuple[str, dict[str, int], Any]) -> None:
+    """Compile what one candidate launches, where the card holds it."""
+    kind, sizes, line = job
+    inputs = case_of(kind, sizes | ({} if kind == "step" else dict(T=64))).inputs("cpu")
+    scale = 0.1
+    with configured(kind, line), recorded_launches() as recorded:
+        if kind == "step":
+            _step_kernels.launch_step(*inputs, scale)
+        else:
+            o, end, *saved = _forward.launch_rule(*inputs, None, None, scale)
+            if KINDS[kind].backward:
+                operands = (*inputs, None, None, *saved)
+                _backward.launch_rule_backward(o, end, *operands, scale)
+    for launch in recorded:
+        if launch.function.fn.__name__ == f"_{kind}_kernel":  # type: ignore[attr-defined]
+            with contextlib.suppress(Exception):
+                compile_launch(launch, 90)
+
+
+def main(
+    out: pathlib.Path = typer.Option(pathlib.Path("."), help="folder of the CSV"),
+    kinds: str = typer.Option(",".join(KINDS), help="kernels to tune"),
+    best: int = typer.Option(4, help="candidates to print for each size"),
+) -> None:
+    """Time the candidates and print the best of each size."""
+    chosen = [(kind, sizes) for kind in kinds.split(",") for sizes in KINDS[kind].sizes]
+    precompile([(*each, line) for each in chosen for line in candidates(each[0], each[1]["D"])])
+    table = []
+    for kind, sizes in chosen:
+        found = []
+        timed = calls(kind, sizes)
+        committed = getattr(_configs, KINDS[kind].name)
+        for line in (committed, *candidates(kind, sizes["D"])):
+            with configured(kind, line):
+                try:
+                    yardstick(kind, sizes["D"]).check(op_of(kind))
+                    ms = graph_time(timed, replays=7, warm_seconds=0.01).ms
+                except Exception as error:
+                    print("failed", kind, line, repr(error)[:80])
+                    continue
+            found.append((ms, "committed" if line is committed else str(line)))
+        del timed
+        case = " ".join(f"{key}={value}" for key, value in sizes.items())
+        found.sort()
+        for rank, (ms, line) in enumerate(found):
+            table.append(dict(kind=kind, case=case, ms=f"{ms:.5f}", line=line))
+            if rank < best or line == "committed":
+                print(f"{kind:16} {case} {ms * 1e3:8.1f} us {line}", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f"tuning-{environment_name()}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, table[0].keys())
+        writer.writeheader()
+        writer.writerows(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,176 @@
+"""Where attention to selected keys is faster than attention to all: both, over tokens, keys, heads.
+
+    PYTHONPATH=packages/gsa/src:ci/testkit/src python packages/gsa/crossover.py --out
+    packages/gsa/results
+
+Needs a GPU. Writes crossover-ENVIRONMENT.csv and its picture. Selections are of two kinds: keys
+drawn at random, of which neighbouring queries share few, and clusters: half of the keys in a window
+and half in blocks of 32 keys that 64 neighbouring queries have in common. Both have four sinks.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import pathlib
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import torch
+import typer
+from fusewright.gsa import bench, sparse_attention
+from fusewright_testkit.bench import environment_name
+from matplotlib.figure import Figure
+
+BF16 = torch.bfloat16
+HEADS, WIDTH = 16, 64
+KEY_HEADS = (16, 4, 2)
+# Tokens, and the selected keys of each query.
+SIZES = {
+    4096: (256, 512, 1024),
+    16384: (256, 512, 1024, 2048),
+    32768: (512, 1024, 2048),
+    65536: (512, 1024, 2048),
+    131072: (512, 2048),
+}
+KINDS = ("random", "clustered")
+COLUMNS = ["tokens", "slots", "heads", "key_heads", "width", "selection", "pass", "provider", "ms"]
+SINKS, BLOCK, NEIGHBOURS, ROWS = 4, 32, 64, 1024
+# Copies of the selected keys and values in bytes, beyond which the gather-based reference is not
+# run: its backward pass holds several.
+MOST_COPIES = 12 << 30
+
+Tensor = torch.Tensor
+
+
+def selection(tokens: int, slots: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Indices ``[1, T, slots]`` and count ``[1, T]`` of causal queries."""
+    torch.manual_seed(1)
+    found = torch.empty(1, tokens, slots, dtype=torch.int32, device="cuda")
+    key = torch.arange(tokens, device="cuda")
+    for first in range(0, tokens, ROWS):
+        row = torch.arange(first, first + ROWS, device="cuda")[:, None]
+        score = torch.rand(ROWS, tokens, device="cuda")
+        if kind == "clustered":
+            blocks = torch.rand(ROWS // NEIGHBOURS, tokens // BLOCK, device="cuda")
+            score *= 0.15
+            score += blocks.repeat_interleave(NEIGHBOURS, 0).repeat_interleave(BLOCK, 1)
+            score[row - key < slots // 2] = 3.0
+        score[:, :SINKS] = 4.0
+        score.masked_fill_(key > row, -1.0)
+        best = score.topk(slots, sorted=False)
+        chosen = torch.where(best.values >= 0.0, best.indices, tokens).sort(-1).values
+        found[0, first : first + ROWS] = torch.where(chosen < tokens, chosen, -1)
+    return found, (found >= 0).sum(-1).int()
+
+
+def passes(op: Callable[..., Tensor], tensors: list[Tensor]) -> Iterator[tuple[str, float]]:
+    """Medians of the forward pass and of both, in milliseconds, each of eager calls."""
+    q, k, v, *others = tensors
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.no_grad():
+        yield "fwd", milliseconds(lambda: op(q, k, v, *others))
+    g = torch.randn_like(q)
+    yield (
+        "fwd+bwd",
+        milliseconds(lambda: torch.autograd.grad(op(*leaves, *others), leaves, g)),
+    )
+
+
+def milliseconds(call: Callable[[], object], calls: int = 5) -> float:
+    call()
+    times = []
+    for _ in range(calls):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def measured(sizes: dict[int, tuple[int, ...]]) -> Iterator[dict[str, object]]:
+    """Dense attention at each size, ours at each selection, and the gather-based reference where
+    its copies have room.
+    """
+    for tokens, counts in sizes.items():
+        q = torch.randn(1, tokens, HEADS, WIDTH, device="cuda", dtype=BF16)
+        of_heads = {
+            heads: [torch.randn(1, tokens, heads, WIDTH, device="cuda", dtype=BF16) for _ in "kv"]
+            for heads in KEY_HEADS
+        }
+        for k, v in of_heads.values():
+            # Dense attention asks for no selection.
+            yield from rows("dense", bench.dense_attention, "", [q, k, v, None, None])
+        for slots, kind in itertools.product(counts, KINDS):
+            chosen = selection(tokens, slots, kind)
+            copies = 4 * tokens * slots * HEADS * WIDTH
+            for k, v in of_heads.values():
+                tensors = [q, k, v, *chosen]
+                yield from rows("fusewright", sparse_attention, kind, tensors)
+                if copies <= MOST_COPIES and kind == "random":
+                    yield from rows("gather", bench.gathered_attention, kind, tensors)
+                torch.cuda.empty_cache()
+
+
+def rows(
+    provider: str, op: Callable[..., Tensor], kind: str, tensors: list
+) -> Iterator[dict[str, object]]:
+    q, k, _, indices, _ = tensors
+    slots = "" if indices is None else indices.shape[-1]
+    sizes = dict(tokens=q.shape[1], slots=slots, heads=HEADS, key_heads=k.shape[2], width=WIDTH)
+    for name, ms in passes(op, tensors):
+        yield sizes | {"selection": kind, "pass": name, "provider": provider, "ms": ms}
+
+
+def draw(rows: list[dict[str, str]]) -> Figure:
+    """Dense attention's time over ours, of both passes: above one selecting pays."""
+    figure = Figure(figsize=(10.0, 3.4), layout="constrained")
+    all_axes = figure.subplots(1, len(KEY_HEADS), sharey=True)
+    both = [row for row in rows if row["pass"] == "fwd+bwd"]
+    for axes, key_heads in zip(all_axes, KEY_HEADS, strict=True):
+        mine = [row for row in both if int(row["key_heads"]) == key_heads]
+        dense = {int(r["tokens"]): float(r["ms"]) for r in mine if r["provider"] == "dense"}
+        ours = [row for row in mine if row["provider"] == "fusewright"]
+        for colour, slots in enumerate(sorted({int(row["slots"]) for row in ours})):
+            for kind, style in zip(KINDS, ("--", "-"), strict=True):
+                some = [r for r in ours if int(r["slots"]) == slots and r["selection"] == kind]
+                some.sort(key=lambda row: int(row["tokens"]))
+                tokens = [int(row["tokens"]) for row in some]
+                gain = [dense[int(row["tokens"])] / float(row["ms"]) for row in some]
+                label = f"{slots} keys" if kind == "clustered" else None
+                axes.plot(tokens, gain, style, color=f"C{colour}", marker=".", label=label)
+        axes.axhline(1.0, color="k", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="tokens", title=f"{HEADS}/{key_heads} heads")
+        axes.set_xticks(list(dense), [f"{n // 1024}k" for n in dense])
+        axes.set_yticks([0.5, 1.0, 2.0, 4.0], ["½", "1", "2", "4"])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    all_axes[0].set_ylabel("dense over selected, both passes")
+    all_axes[-1].legend(frameon=False, fontsize="small", title="solid: clustered\ndashed: random")
+    return figure
+
+
+def main(
+    out: Annotated[pathlib.Path, typer.Option(help="Folder of CSV and picture.")],
+    most: Annotated[int, typer.Option(help="The greatest number of tokens.")] = 131072,
+) -> None:
+    """Time both and write the table and its picture."""
+    file = out / f"crossover-{environment_name()}.csv"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for row in measured({tokens: counts for tokens, counts in SIZES.items() if tokens <= most}):
+            writer.writerow(row | {"ms": f"{row['ms']:.4f}"})
+            stream.flush()
+    with file.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    # Without the library's version, the same results give the same bytes.
+    draw(rows).savefig(file.with_suffix(".png"), dpi=120, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    typer.run(main)

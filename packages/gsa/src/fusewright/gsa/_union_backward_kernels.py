@@ -1,0 +1,116 @@
+"""Triton kernel of the gradients of keys and values by tiles of keys, with the union of the queries
+that have selected them as columns, in their order: no two programs add to one number.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._tiles import LOG2_E, product, product_with_rows
+from ._union_kernels import are_members
+
+
+@triton.jit
+def _union_dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    list_ptr,
+    members_ptr,
+    length_ptr,
+    softmax_ptr,
+    do_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    scale,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    shared,
+    selections,
+    tiles,
+    capacity,
+    rows,
+    D: tl.constexpr,
+    ADDS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STACK: tl.constexpr,
+    TILE: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program computes dk and dv of TILE keys of one head of keys, from all heads that share
+    it, or ADDS them to what earlier queries gave.
+    """
+    key_heads = heads // shared
+    tile = tl.program_id(0) % tiles
+    key_head = (tl.program_id(0) // tiles % key_heads).to(tl.int64)
+    batch = (tl.program_id(0) // tiles // key_heads).to(tl.int64)
+    place, col = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    key = (tile * TILE + place).to(tl.int64)
+    inside = (key < keys)[:, None] & (col < D)[None, :]
+    to_k = batch * k_batch_stride + key * k_row_stride + key_head * k_head_stride
+    to_v = batch * v_batch_stride + key * v_row_stride + key_head * v_head_stride
+    k = tl.load(k_ptr + to_k[:, None] + col[None, :], mask=inside, other=0.0)
+    v = tl.load(v_ptr + to_v[:, None] + col[None, :], mask=inside, other=0.0)
+    factor = scale * LOG2_E
+    column = tl.arange(0, BLOCK_Q * STACK)
+
+    dk = tl.zeros([TILE, BLOCK_D], tl.float32)
+    dv = tl.zeros([TILE, BLOCK_D], tl.float32)
+    longest = 0
+    for block in range(0, shared // STACK):
+        first_head = key_head * shared + block * STACK
+        number = (batch * selections + first_head % selections) * tiles + tile
+        length = tl.load(length_ptr + number)
+        longest = tl.maximum(longest, length)
+        list_at = list_ptr + number * capacity
+        members_at = members_ptr + number * WORDS * capacity
+        head = first_head + column % STACK
+        q_at = q_ptr + (batch * q_batch_stride + head * q_head_stride)[:, None] + col[None, :]
+        do_at = do_ptr + ((batch * queries * heads + head) * D)[:, None] + col[None, :]
+        of_head = (batch * heads + head) * queries
+        for start in tl.range(0, length, BLOCK_Q, num_stages=NUM_STAGES):
+            slot = start + column // STACK
+            query = tl.load(list_at + slot).to(tl.int64)
+            to_do = (query * heads * D)[:, None]
+            if D == BLOCK_D:
+                q = tl.load(q_at + (query * q_row_stride)[:, None])
+                do = tl.load(do_at + to_do)
+            else:
+                wide = (col < D)[None, :]
+                q = tl.load(q_at + (query * q_row_stride)[:, None], mask=wide, other=0.0)
+                do = tl.load(do_at + to_do, mask=wide, other=0.0)
+            m = tl.load(softmax_ptr + of_head + query)
+            share = tl.load(softmax_ptr + rows + of_head + query)
+            delta = tl.load(delta_ptr + of_head + query)
+            s = product_with_rows(k, q, UPCAST, PRECISION)
+            s = tl.where(are_members(members_at, slot, place, capacity, WORDS), s, float("-inf"))
+            p = tl.exp2(s * factor - m[None, :]) * share[None, :]
+            dv += product(p.to(do.dtype), do, UPCAST, PRECISION)
+            dp = product_with_rows(v, do, UPCAST, PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk += product(ds.to(q.dtype), q, UPCAST, PRECISION)
+
+    dk = dk * scale
+    at = (((batch * keys + key) * key_heads + key_head) * D)[:, None] + col[None, :]
+    if ADDS:
+        inside = inside & (longest > 0)
+        dk += tl.load(dk_ptr + at, mask=inside, other=0.0)
+        dv += tl.load(dv_ptr + at, mask=inside, other=0.0)
+    tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,95 @@
+"""The selection's kernel on made-up rows of scores: exact whatever the scores, where a guess of the
+bound from mean and deviation, or from evenly spread scores, goes wrong.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fusewright.gsa import _configs, reference
+
+KEYS = 64
+NOISE = torch.rand(KEYS, generator=torch.Generator().manual_seed(0))
+NUMBER = torch.arange(KEYS)
+ROWS = {
+    "equal": torch.full((KEYS,), 0.7),
+    "zeros": torch.zeros(KEYS),
+    "two values": torch.where(NOISE < 0.1, 2.0, 0.5),
+    "few values": (NOISE * 5).floor() / 5,
+    "outliers": torch.where(NUMBER % 29 == 5, 1e30, NOISE),
+    "one as great as can be": torch.where(NUMBER == 31, torch.finfo(torch.float32).max, NOISE),
+    "infinite": torch.where(NUMBER % 40 == 7, math.inf, NOISE),
+    "denormals": torch.where(NOISE < 0.5, 1e-44 * (NUMBER % 9), 1e-39 * NOISE),
+    "decades": 10.0 ** (-40 * NOISE),
+    "ascending": NUMBER / KEYS,
+    "descending": 1 - NUMBER / KEYS,
+    "neighbours in their last bit": 1 + (NOISE * 30).floor() * 2.0**-23,
+    "some NaN": torch.where(NOISE < 0.3, math.nan, NOISE),
+    "all NaN": torch.full((KEYS,), math.nan),
+    "one above zeros": torch.where(NUMBER == KEYS - 2, 1.0, 0.0),
+    "far from even": torch.where(NOISE < 0.05, 1 + NOISE, 1e-6 * NOISE),
+}
+
+
+def select(scores: torch.Tensor, count: int, sinks: int = 0) -> torch.Tensor:
+    """What the kernel selects of rows ``[R, N]`` that are seen whole."""
+    from fusewright.gsa import _indexer_problem, _selection
+
+    rows, keys = scores.shape
+    operands = [scores.new_empty(s) for s in ((1, rows, 1, 16), (1, keys, 16), (1, rows, 1), (1,))]
+    indexer = _indexer_problem.indexer_of(
+        *(operands[0].shape, keys, _selection.kinds(*operands), False, 0, "ieee", scores.device)
+    )
+    law = _selection.SelectionLaw("fixed", count, max(sinks, 1), count, sinks)
+    launch = _selection.plan_select(indexer, 0, rows, keys, law, False, lean=False)
+    listed = scores.new_empty(rows * launch.constants["BLOCK"], dtype=torch.int32)
+    indices = scores.new_empty((1, rows, count), dtype=torch.int32)
+    counts, variance = indices[..., 0].clone(), scores.new_empty(1, rows)
+    listed = listed if launch.constants["LISTED"] else None
+    launch((scores, listed, None, indices, counts, variance, None))
+    assert torch.equal(counts, torch.full_like(counts, min(count, keys)))
+    return indices
+
+
+def hold(scores: torch.Tensor, count: int, sinks: int = 0) -> None:
+    """The kernel's selection is that of a stable sort."""
+    scores = scores.float()
+    seen = torch.ones_like(scores, dtype=torch.bool)[None]
+    counts = torch.full(seen.shape[:2], min(count, scores.shape[1]), device=scores.device)
+    clean = torch.where(scores.isnan(), 0.0, scores)[None]
+    expected = reference.greatest(clean, seen, counts, count, sinks)
+    found = select(scores, count, sinks)
+    for row, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
+        assert torch.equal(one, other.to(one)), list(ROWS)[row]
+
+
+@pytest.mark.parametrize(("count", "sinks"), [(1, 0), (13, 2)])
+def test_any_scores_are_selected_from_exactly(search, count, sinks, device):
+    hold(torch.stack(list(ROWS.values())).to(device), count, sinks)
+
+
+@pytest.mark.parametrize("count", [KEYS - 1, KEYS, KEYS + 3])
+def test_nearly_all_keys_of_a_row(search, count, device):
+    rows = ("few values", "decades", "some NaN", "infinite")
+    hold(torch.stack([ROWS[row] for row in rows]).to(device), count)
+
+
+@pytest.mark.parametrize("warps", [1, 2])
+def test_places_are_those_of_all_runs_before(warps, device, monkeypatch):
+    line = _configs.SelectConfig(math.inf, 2048, num_warps=warps, max_registers=128)
+    assert line.runs > 4
+    monkeypatch.setattr(_configs, "SELECT", (line,))
+    generator = torch.Generator().manual_seed(1)
+    hold(torch.rand(1, 1500, generator=generator).to(device), 1300, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [1024, 4096, 16384, 40960])
+@pytest.mark.parametrize(("count", "sinks"), [(1, 0), (1000, 4), (9000, 0)])
+def test_long_rows_are_selected_from_exactly(keys, count, sinks):
+    scores = torch.stack(list(ROWS.values())).to("cuda").repeat(1, keys // KEYS)
+    hold(scores, count, sinks)
+    # Hardly a score is that of another.
+    hold(scores * torch.linspace(0.9, 1.0, keys, device="cuda"), count, sinks)

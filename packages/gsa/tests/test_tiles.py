@@ -1,0 +1,283 @@
+"""sparse_attention by tiles: values, what tiles list, who takes this path."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusewright.gsa import _configs, _sparse, _sparse_backward, _unions, sparse_attention
+from fusewright.gsa._backends import available_backends
+from fusewright.gsa._launch import kinds
+from fusewright.gsa._paths import goes_by_tiles
+from fusewright.gsa._sparse_problem import Sparse, sparse_of
+from fusewright.gsa._unions import plan_keys_tiles, plan_members, plan_queries_tiles
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+TILES = dict(path="tiles")
+needs_kernels = pytest.mark.skipif("triton" not in available_backends(), reason="needs the kernels")
+
+
+def drawn(shape, keys, device, dtype=torch.int32):
+    """Different keys for each of ``shape[:-1]`` queries."""
+    return torch.rand(*shape[:-1], keys, device=device).argsort(-1)[..., : shape[-1]].to(dtype)
+
+
+@pytest.fixture
+def tiles_of(monkeypatch, device):
+    """Sets the one line of the tables of tiles, on a CPU; a card has its own."""
+
+    def change(**fields):
+        if device == "cpu":
+            line = _sparse.UNION[0]._replace(**fields)
+            for module, name in (
+                (_sparse, "UNION"),
+                (_sparse_backward, "UNION_DQ"),
+                (_sparse_backward, "UNION_DKDV"),
+            ):
+                monkeypatch.setattr(module, name, (line,))
+
+    return change
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 5, 21, 4, 20)])
+def test_values_and_gradients_are_as_near_to_fp64_as_torch(sparse, shape, device):
+    sparse.check(sparse.draw(shape, F32, device), **TILES)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_low_precision_is_as_near_to_fp64_as_torch(sparse, dtype, device):
+    sparse.check(sparse.draw((1, 7, 19, 4, 20), dtype, device), **TILES)
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (4, 1), (6, 1)])
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per-head"])
+def test_heads_share_keys_and_selections(sparse, heads, key_heads, per_head, device):
+    """Four heads are stacked four at a time, six two at a time, heads of their own not at all."""
+    op = dataclasses.replace(sparse, key_heads=key_heads)
+    tensors = op.draw((1, 6, 9, heads, 8), F32, device)
+    leading = (1, heads, 6) if per_head else (1, 6)
+    indices = drawn((*leading, 4), 9, device, torch.int64)
+    count = torch.randint(0, 5, leading, device=device)
+    op.check(tensors, indices=indices, count=count, **TILES)
+
+
+def test_bits_of_a_tile_may_take_several_words(sparse, tiles_of, device):
+    tiles_of(rows=64)
+    op = dataclasses.replace(sparse, key_heads=1)
+    tensors = op.draw((1, 70, 70, 1, 4), F32, device)
+    op.check(tensors, indices=drawn((1, 70, 5), 70, device), count=None, **TILES)
+
+
+def test_stretches_of_queries_give_the_gradients_of_the_whole(sparse, monkeypatch, device):
+    leaves = [x.requires_grad_() for x in sparse.draw((2, 20, 18, 2, 8), F32, device)]
+    indices = drawn((2, 20, 5), 18, device)
+
+    def everything():
+        o, lse = sparse.kernels(*leaves, indices, None, **TILES)
+        return [o, lse, *torch.autograd.grad(o.square().sum() + lse.sum(), leaves)]
+
+    whole = everything()
+    monkeypatch.setattr(_unions, "MEMBERS_AT_A_TIME", 1)
+    _sparse.sparse_plan.cache_clear()
+    _sparse_backward.sparse_gradients_plan.cache_clear()
+    found = everything()
+    for name, one, other in zip(("o", "lse", "dq", "dk", "dv"), found, whole, strict=True):
+        assert torch.equal(one, other) or name in ("dk", "dv")
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 18])
+def test_selection_of_all_keys_is_dense_attention(sparse, tokens, device):
+    q, k, v = sparse.draw((1, tokens, tokens, 2, 16), F32, device)
+    slot = torch.arange(tokens, device=device, dtype=torch.int32)
+    indices = torch.where(slot <= slot[:, None], slot, -1).expand(1, -1, -1)
+    o, _ = sparse.kernels(q, k, v, indices, None, scale=None, **TILES)
+    torch.testing.assert_close(o, dense(q, k, v), rtol=1e-5, atol=2e-6)
+
+
+def dense(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    position = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+    seen = torch.arange(k.shape[2], device=q.device) <= position
+    return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 7, 2, 8), (2, 3, 9, 4, 8)])
+def test_dense_below_is_causal_attention_to_all_keys(sparse, shape, backend, device):
+    leaves = [x.requires_grad_() for x in sparse.draw(shape, F32, device)]
+    keys = shape[2]
+    indices = torch.zeros(*shape[:2], 1, dtype=torch.int32, device=device)
+    options = dict(scale=None, backend=backend)
+    expected = dense(*leaves)
+    o, lse = sparse.public(*leaves, indices, None, dense_below=keys + 1, **options)
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=2e-6)
+    assert lse.isfinite().all()
+    do = torch.randn_like(o)
+    pairs = zip(*(torch.autograd.grad(y, leaves, do) for y in (o, expected)), strict=True)
+    for found, grad in pairs:
+        torch.testing.assert_close(found, grad, rtol=1e-5, atol=4e-6)
+    # Never without being asked.
+    selected = sparse.public(*leaves, indices, None, dense_below=keys, **options)[0]
+    assert torch.equal(selected, sparse.public(*leaves, indices, None, **options)[0])
+    assert not torch.allclose(selected, expected)
+
+
+def test_queries_without_keys_are_zero(sparse, device):
+    leaves = [x.requires_grad_() for x in sparse.draw((1, 20, 9, 2, 8), F32, device)]
+    indices = drawn((1, 20, 5), 9, device)
+    indices[0, 1] = -1
+    indices[0, 2] = 9
+    count = torch.full((1, 20), 5, device=device)
+    # A whole tile of queries without keys, and one key that nobody has selected.
+    count[0, 3] = 0
+    count[0, 16:] = 0
+    indices[indices == 4] = -1
+    o, lse = sparse.kernels(*leaves, indices, count, **TILES)
+    without = [1, 2, 3, *range(16, 20)]
+    assert not o[0, without].any()
+    assert (lse[0, :, without] == -math.inf).all()
+    assert lse[0, :, 0].isfinite().all()
+    loss = (o * torch.randn_like(o)).sum() + lse[0, :, 0].sum()
+    dq, dk, dv = torch.autograd.grad(loss, leaves)
+    assert all(g.isfinite().all() for g in (dq, dk, dv))
+    assert not dq[0, without].any()
+    assert not dk[0, 4].any()
+    assert not dv[0, 4].any()
+
+
+def test_keys_that_nobody_has_selected_are_not_read(sparse, device):
+    q, k, v = sparse.draw((1, 3, 9, 2, 8), F32, device)
+    indices = torch.tensor([[[1, -5, 4, 2**31 - 1, 7, 9]] * 3], device=device, dtype=torch.int32)
+    found = sparse.kernels(q, k, v, indices, None, **TILES)[0]
+    for x in (k, v):
+        x[:, [0, 2, 3, 5, 6, 8]] = math.nan
+    assert torch.equal(sparse.kernels(q, k, v, indices, None, **TILES)[0], found)
+
+
+def test_same_inputs_same_bits(sparse, device):
+    leaves = [x.requires_grad_() for x in sparse.draw((1, 18, 20, 4, 8), BF16, device)]
+
+    def everything():
+        o, lse = sparse.kernels(*leaves, **TILES)
+        return [o, lse, *torch.autograd.grad(o.float().square().sum(), leaves)]
+
+    pairs = zip(everything(), everything(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("order", [("queries", "tiles"), ("tiles", "queries")])
+def test_each_pass_may_take_its_own_path(sparse, order, device):
+    leaves = [x.requires_grad_() for x in sparse.draw((1, 6, 20, 4, 8), F32, device)]
+    indices, count = (x.unsqueeze(1) for x in sparse.selection(*leaves[:2]))
+    operands = (*(x.detach() for x in leaves), indices, count)
+    forward, backward = order
+    o, lse, softmax, _ = _sparse.launch_sparse(*operands, 0.3, forward)
+    truth = sparse.reference(*leaves, indices[:, 0], count[:, 0])
+    torch.testing.assert_close((o, lse), tuple(truth), rtol=1e-5, atol=2e-6)
+    do = torch.randn_like(o)
+    gradients = (do, None, *operands, o, softmax, 0.3, backward)
+    found = _sparse_backward.launch_sparse_backward(*gradients)
+    expected = torch.autograd.grad(truth[0], leaves, do)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("tile", "queries", "keys"), [(8, 22, 40), (64, 70, 100)])
+def test_lists_are_the_unions_of_selections(tile, queries, keys, device):
+    """Each name once, ascending, with its members; further slots of a block without any."""
+    slots = 6
+    indices = drawn((2, 1, queries, slots), keys, device)
+    count = torch.randint(0, slots + 1, (2, 1, queries), device=device)
+    count[:, :, 10:20] = 0
+    q, k = torch.zeros(2, queries, 1, 4, device=device), torch.zeros(2, keys, 1, 4, device=device)
+    operands = (q, k, k, indices, count)
+    problem = sparse_of((q.shape, k.shape, indices.shape), kinds(*operands), "ieee", q.device)
+    config = _configs.UnionConfig(256, 4, rows=tile, columns=16, num_warps=4, num_stages=1)
+    first, part = 2, queries - 2
+    members = plan_members(problem, first, part)
+    bits = members.of(indices, count)
+    for sequence in range(2):
+        chosen = [
+            set(indices[sequence, 0, query, : count[sequence, 0, query]].tolist())
+            for query in range(queries)
+        ]
+        for of_keys, tiled in (
+            (False, plan_queries_tiles(None, problem, config, members)),
+            (True, plan_keys_tiles(None, problem, config, members)),
+        ):
+            number_of_tiles = tiled.lists // 2
+            names, held, lengths = (
+                x.unflatten(0, (2, number_of_tiles))[sequence].tolist() for x in tiled.of(bits)
+            )
+            for number in range(number_of_tiles):
+                expected = {}
+                for query in range(first, queries):
+                    for key in chosen[query]:
+                        name, place = (query, key) if of_keys else (key, query - first)
+                        if place // tile == number:
+                            expected.setdefault(name, set()).add(place % tile)
+                length = lengths[number]
+                assert names[number][:length] == sorted(expected)
+                for slot in range(-(-length // 16) * 16):
+                    found = {
+                        32 * word + bit
+                        for word in range(tiled.words)
+                        for bit in range(32)
+                        if held[number][word][slot] >> bit & 1
+                    }
+                    wanted = expected[names[number][slot]] if slot < length else set()
+                    assert found == wanted
+                    assert names[number][slot] in expected
+
+
+def problem_of(queries, keys, slots, heads, key_heads, dtype=BF16):
+    sizes = (1, queries, keys, heads, key_heads, 64, 1, slots)
+    return Sparse(*sizes, dtype, torch.device("cuda"), (), (), (), False, "ieee")
+
+
+def test_rule_follows_the_sizes():
+    line = _configs.UnionConfig(64, 2, rows=128, columns=64, num_warps=4, num_stages=3)
+
+    def tiles(of, *sizes, path="auto"):
+        return goes_by_tiles(problem_of(*sizes), of, path, line)
+
+    assert tiles("forward", 16384, 16384, 1024, 16, 16)
+    assert not tiles("forward", 131072, 131072, 64, 16, 1)
+    assert not tiles("forward", 1, 16384, 1024, 16, 16)
+    assert tiles("dkdv", 32768, 32768, 512, 16, 2)
+    assert tiles("forward", 1, 16384, 1024, 16, 16, path="tiles")
+    assert not tiles("dq", 16384, 16384, 1024, 16, 16, path="queries")
+    # Without a key or a slot there is nothing to list.
+    assert not tiles("forward", 4, 0, 4, 2, 2, path="tiles")
+    assert not tiles("forward", 4, 4, 0, 2, 2, path="tiles")
+
+
+BAD_SELECTIONS = [
+    (dict(indices=[[0, 9]]), r"from -1 to 8, got 9 at .* \[0, 0, 0, 1\]"),
+    (dict(indices=[[0, -2]]), "from -1 to 8, got -2"),
+    (dict(indices=[[3, 5, 3]]), r"must differ, got 3 twice at .* \[0, 0, 0\]"),
+]
+
+
+@pytest.mark.parametrize(("selection", "message"), BAD_SELECTIONS)
+def test_checked_selection_is_refused(sparse, selection, message, device):
+    tensors = sparse.draw((1, 1, 9, 2, 8), F32, device)
+    indices = torch.tensor([selection["indices"]], device=device)
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(*tensors, indices, check=True)
+
+
+def test_slots_that_do_not_count_are_not_checked(sparse, device):
+    tensors = sparse.draw((1, 1, 9, 2, 8), F32, device)
+    indices = torch.tensor([[[3, -1, -1, 5, 3, 77]]], device=device)
+    count = torch.tensor([[4]], device=device)
+    expected = sparse_attention(*tensors, indices, count)
+    assert torch.equal(sparse_attention(*tensors, indices, count, check=True), expected)
+    mask = torch.arange(6, device=device) < 4
+    found = sparse_attention(*tensors, indices, mask=mask.expand(1, 1, -1), check=True)
+    assert torch.equal(found, expected)

@@ -100,6 +100,7 @@ def assert_same_bits(one: Trainer, other: Trainer) -> None:
     assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_replays_and_eager_steps_make_one_training(tmp_path, name):
     trainers = [make(tmp_path / str(stood), stood=stood, name=name) for stood in (False, True)]
@@ -199,6 +200,7 @@ SOMETIMES = {
 TOLD = "not all batches give gradients to the same parameters"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "name"), [*((kind, "adamw") for kind in SOMETIMES), ("late", "nested")]
 )

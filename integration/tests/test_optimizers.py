@@ -88,6 +88,7 @@ def training_lines(trainer: Trainer) -> list[dict]:
     return [line for line in trainer.folder.read_metrics() if "loss" in line]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", MODELS)
 @every_optimizer
 def test_loss_falls(tmp_path, make_trainer, model, name):
@@ -99,6 +100,7 @@ def test_loss_falls(tmp_path, make_trainer, model, name):
     assert all(line["gradient_norm"] > 0.0 for line in training_lines(trainer))
 
 
+@pytest.mark.sampled
 @every_optimizer
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path, make_trainer, name):
     """Chunks of M3 and the steps in which a nested optimizer learns lie on both sides."""
@@ -358,6 +360,7 @@ def test_stored_columns_that_are_not_used_stay_zero(tmp_path, make_trainer, name
     assert not any(unused.any() for unused in trainer.model.padding())
 
 
+@pytest.mark.sampled
 @every_optimizer
 def test_steps_between_log_points_read_nothing_on_the_host(
     tmp_path, make_trainer, host_reads, name
@@ -426,6 +429,7 @@ def assert_chosen(config, saved, name, weights, *, rate, decay):
     assert saved["optimizer_kind"].startswith("torch." if name == "torch-adamw" else "fusewright.")
 
 
+@pytest.mark.sampled
 @every_optimizer
 def test_flag_chooses_the_optimizer_and_its_rate(tmp_path, weights, name):
     mine = weights if name == "learned" else None
@@ -441,6 +445,7 @@ def text(tmp_path_factory):
     return path
 
 
+@pytest.mark.sampled
 @every_optimizer
 def test_titan_mac_is_trained_by_the_optimizer_of_the_flag(tmp_path, monkeypatch, text, name):
     monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 2)

@@ -7,6 +7,7 @@ import torch
 from fusewright_models.titan_mac_config import VARIANTS
 
 
+@pytest.mark.sampled
 def test_future_token_changes_no_past_output(sized):
     before = sized.read(sized.tokens)
     for t in sized.changes:
@@ -15,6 +16,7 @@ def test_future_token_changes_no_past_output(sized):
         assert (before[:, t] != after[:, t]).any()
 
 
+@pytest.mark.sampled
 def test_every_parameter_gets_a_gradient_within_three_steps(sized):
     optimizer = torch.optim.AdamW(sized.model.parameters(), lr=1e-3)
     seen = {name: False for name, _ in sized.model.named_parameters()}

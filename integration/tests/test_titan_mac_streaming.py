@@ -22,6 +22,7 @@ def read_in_pieces(model: TitanMAC, tokens: Tensor, ends: list[int]) -> Tensor:
     return torch.cat(found, 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "ends",
     [list(range(1, LENGTH + 1)), [3, 8, 9, 19, 19, LENGTH], [16, LENGTH]],

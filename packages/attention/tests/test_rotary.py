@@ -44,6 +44,7 @@ def bits(x):
     return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
 
 
+@pytest.mark.sampled
 @each_part
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_values_and_gradients(rotary_op, small_programs, parts, dtype, device):

@@ -56,6 +56,7 @@ def equal(found, expected):
     return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("tokens", "rows", "window", "prefix"), BANDS)
 def test_values_and_gradients(window_op, tiles, tokens, rows, window, prefix, device):
     tensors = draw(window_op, tokens, rows, device=device)

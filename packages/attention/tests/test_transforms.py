@@ -24,6 +24,7 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", transforms.EAGER, ids=lambda transform: transform.__name__)
 def test_transform_is_right(op, transform, device):
     hold(op, op.draw(SHAPE, torch.float32, device), transform)

@@ -20,6 +20,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients(lse_op, any_scheme, shape, device):
     lse_op.check(lse_op.draw(shape, F32, device))
@@ -123,6 +124,7 @@ def strided(op, kind: str, device: str) -> list[torch.Tensor]:
     return [q, k, v]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind",
     [

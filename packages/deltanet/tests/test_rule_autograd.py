@@ -76,6 +76,7 @@ def test_registered_backward_op_passes_opcheck(rule_op, name, device):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", transforms.EAGER, ids=lambda transform: transform.__name__)
 def test_transform_is_right(rule_op, transform, device):
     hold(rule_op, rule_op.draw(*SIZES, F32, device), transform)

@@ -37,6 +37,7 @@ def everything(op, leaves, **options):
     return [*outputs, *torch.autograd.grad(total, leaves)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(rule_op, name, device):
     rule_op.check(rule_op.draw(*CASES[name], F32, device))

@@ -65,6 +65,7 @@ def hold(scores: torch.Tensor, count: int, sinks: int = 0) -> None:
         assert torch.equal(one, other.to(one)), list(ROWS)[row]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("count", "sinks"), [(1, 0), (13, 2)])
 def test_any_scores_are_selected_from_exactly(search, count, sinks, device):
     hold(torch.stack(list(ROWS.values())).to(device), count, sinks)

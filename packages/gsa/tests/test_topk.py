@@ -42,6 +42,7 @@ def test_selection_is_that_of_a_stable_sort(indexer, selected, search, shape, op
     hold(indexer.draw(shape, F32, device), selected, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("law", LAWS)
 def test_every_law_is_that_of_the_reference(indexer, selected, search, law, device):
     ema = torch.tensor(0.02, device=device)

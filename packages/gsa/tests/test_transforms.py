@@ -17,6 +17,7 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", transforms.EAGER, ids=lambda transform: transform.__name__)
 def test_transform_is_right(op, transform, device):
     hold(op, op.draw(SHAPE, torch.float32, device), transform)
@@ -28,6 +29,7 @@ def test_mapping_over_no_samples_gives_none(op, device):
     assert found.shape == (0, *op.kernels(x, *others).shape)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", [transforms.func_grad, transforms.mapped_func_grad])
 def test_transform_compiled_to_one_graph_is_right(op, transform, device):
     compiler = torch.compile(fullgraph=True, backend="aot_eager")

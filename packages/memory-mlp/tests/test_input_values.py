@@ -29,6 +29,7 @@ def same_bits(found, truth):
     return all(torch.equal(f, t) for f, t in zip(found, truth, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("many_input_programs")
 def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(input_op, name, device):
@@ -59,6 +60,7 @@ def test_projection_of_any_strides_is_read(input_op, device):
     assert same_bits(input_op.kernels(turned, *others), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("taps", "lengths"), [(4, [1] * 5), (4, [2, 0, 3]), (4, [4, 1]), (1, [2, 3])], ids=str
 )
@@ -87,6 +89,7 @@ def test_next_history_is_the_last_rows_of_both(input_op, device):
         assert last.data_ptr() not in (joint.data_ptr(), history.data_ptr())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0)])
 @pytest.mark.parametrize("taps", [0, 1, 4])
 def test_empty_calls_pass_and_hand_the_history_on(input_op, shape, taps, backend, device):
@@ -233,6 +236,7 @@ GATED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.usefixtures("many_input_programs")

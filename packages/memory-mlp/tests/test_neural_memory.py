@@ -206,6 +206,7 @@ def assert_close(found, truth, name=None):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [

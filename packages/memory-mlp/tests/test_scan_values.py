@@ -50,6 +50,7 @@ def everything(op, leaves, **options):
     return [*outputs, *torch.autograd.grad(total, leaves)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(scan_op, name, device):
     *sizes, dtype, options = CASES[name]
@@ -265,6 +266,7 @@ def test_tokens_cut_at_a_chunks_end_give_the_bits_of_the_whole(scan_op, read, ba
 STRANGE = {"key": [1], "gates": [11, 12, 13]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STRANGE)
 def test_strange_token_stays_in_its_row_and_head(scan_op, name, backend, device):
     """Outputs and gradients of the others keep their bits."""

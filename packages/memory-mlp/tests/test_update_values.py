@@ -44,6 +44,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(update_op, name, device):
     *sizes, dtype, options = CASES[name]
@@ -163,6 +164,7 @@ def spoiled_inputs(op, name, device):
     return tensors
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("name", STRANGE_INPUTS)
 def test_skipped_memory_hands_on_its_gradients_and_nothing_else(

@@ -145,6 +145,7 @@ def test_component_without_weight_does_not_move_quantiles(draw_mixtures):
     assert close(found, mixture_quantiles(params[:, [0, 2]], LEVELS))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("function", ["mean", "variance", "cdf", "quantiles"])
 def test_gradients_are_the_derivatives(function, scale, draw_mixtures):
     params, y = draw_mixtures((2, 3), F64, y_dtype=F64)

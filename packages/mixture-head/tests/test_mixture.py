@@ -16,6 +16,7 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 INF, NAN = math.inf, math.nan
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 2), (65, 3), (130, 10), (64, 16), (33, 17)])
 def test_values_and_gradients_are_as_near_to_fp64_as_torch(
     mixture, scale, shape, device, draw_mixtures

@@ -17,6 +17,7 @@ def test_rows_and_gradients_are_as_near_to_fp64_as_torch(op, rows, cols, dtype, 
     op.check(op.draw((rows, cols), dtype, device))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rows", "cols", "dtype"), [(1, 1, F32), (21, 64, BF16), (6, 150, F32)])
 def test_kernels_of_every_scheme_are_as_near_to_fp64_as_torch(
     op, scheme, rows, cols, dtype, device
@@ -29,6 +30,7 @@ def test_programs_walk_over_more_rows_than_they_hold(op, scheme, device):
     op.check(op.draw((300, 10), F32, device))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("rows", "cols", "dtype"),
     [
@@ -123,6 +125,7 @@ LAYOUTS = [
 SHAPE = (2, 3, 2, 24)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_any_strides_are_read_as_they_are(op, layout, device):
     rows = [layout(SHAPE, BF16, device) for _ in range(op.rows)]

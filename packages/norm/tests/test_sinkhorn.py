@@ -80,6 +80,7 @@ def test_matrices_and_gradients_are_as_near_to_fp64_as_torch(n, dtype, domain, d
     check(torch.randn(3, n, n, device=device).to(dtype), domain=domain)
 
 
+@pytest.mark.sampled
 @DOMAINS
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
 @pytest.mark.parametrize("n", [4, 20])

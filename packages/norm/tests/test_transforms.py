@@ -17,6 +17,7 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", transforms.EAGER, ids=lambda transform: transform.__name__)
 def test_transform_is_right(op, transform, device):
     hold(op, op.draw(SHAPE, torch.float32, device), transform)
@@ -32,12 +33,14 @@ def test_mapping_over_no_samples_gives_none(op, device):
     assert op.first(vmap(op.kernels, in_dims)(x[None][:0], *others)).shape == (0, *SHAPE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", [transforms.func_grad, transforms.mapped_func_grad])
 def test_transform_compiled_to_one_graph_is_right(op, transform, device):
     compiler = torch.compile(fullgraph=True, backend="aot_eager")
     hold(op, op.draw(SHAPE, torch.float32, device), transform, compiler)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fullgraph", [True, False], ids=["fullgraph", "breaks-allowed"])
 def test_transform_of_tensors_that_require_gradients_compiles_right(op, fullgraph, device):
     """A module's own parameters reach a compiled torch.func.grad like this."""

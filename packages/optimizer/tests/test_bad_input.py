@@ -46,6 +46,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}], ids=["", "amsgrad"])
 def test_memory_of_any_order_is_moved_as_torch_moves_it(kind, options, backend, device):

@@ -101,6 +101,7 @@ class EagerContinuum(Eager):
         self.adam.step()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("preprocessing", [True, False], ids=["elements", "scalars"])
 @pytest.mark.parametrize("frequencies", [(1, 10, 100), (1, 5, 7), (4, 8), (3,), (2, 1)], ids=str)
 def test_step_is_the_one_with_branches(frequencies, preprocessing):

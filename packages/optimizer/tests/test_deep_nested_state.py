@@ -54,6 +54,7 @@ def assert_same(found, expected):
     assert others[0] == others[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy", "pickle"])
 @pytest.mark.parametrize("saved", [4, 6], ids=["after-4", "before-training"])
@@ -75,6 +76,7 @@ def test_training_goes_on_from_a_copy(update, way, saved):
     assert not any(map(torch.equal, untrained, optimizer.controller.parameters()))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["file", "deepcopy"])
 @pytest.mark.parametrize("without", [(), ("norm.weight", "layers.0.bias")], ids=["all", "some"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

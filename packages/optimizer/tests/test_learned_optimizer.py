@@ -153,6 +153,7 @@ def stepped(learned, mlp, backend, tensors, steps=2, **options):
     return tuple(p.detach() for p in ps)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES, ids=spelled)
 @pytest.mark.usefixtures("small_learned_tiles")
 def test_kernels_are_as_near_to_fp64_as_the_reference(learned, shape, device):

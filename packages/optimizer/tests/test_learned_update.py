@@ -48,6 +48,7 @@ def updates(learned, mlp, weights, p, extra, backend, steps=2):
     return found[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", KINDS, ids=spelled)
 @pytest.mark.parametrize("extra", [0, 2])
 @pytest.mark.usefixtures("small_learned_tiles")

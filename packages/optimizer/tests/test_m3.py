@@ -48,6 +48,7 @@ def algorithm_1(
     return w
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [

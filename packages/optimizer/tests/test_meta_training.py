@@ -31,6 +31,7 @@ def flat(mlp: UpdateMLP) -> torch.Tensor:
     return nn.utils.parameters_to_vector(mlp.parameters()).detach()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("task", ALL, ids=lambda task: task.name.replace(" ", "-"))
 def test_task_is_learned_by_adamw(task):
     torch.manual_seed(0)
@@ -137,6 +138,7 @@ class Crossings(TorchDispatchMode):
         return result
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("task", ALL, ids=lambda task: task.name.replace(" ", "-"))
 def test_step_is_of_the_device_alone(task):
     """On the device without contents, where whatever asks for a number raises."""

@@ -66,6 +66,7 @@ def stepped(training, make, tensors, **options):
     return tuple(p.detach() for p in ps)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [

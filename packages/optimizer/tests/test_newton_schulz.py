@@ -61,6 +61,7 @@ def in_products(x):
     return torch.stack(found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(3, 20, 20), (2, 33, 12), (2, 12, 33)])
 def test_errs_about_as_the_formula_does(shape, dtype, device):

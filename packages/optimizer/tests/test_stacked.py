@@ -56,6 +56,7 @@ def training(training):
     return training
 
 
+@pytest.mark.sampled
 def test_same_inputs_same_bits(training, device, make):
     runs = [training.run(make, training.parameters(device=device)) for _ in range(2)]
     assert all(map(torch.equal, *map(everything, runs)))
@@ -122,6 +123,7 @@ def test_state_that_others_have_put_there_is_taken(training, device, make):
     assert all(map(torch.equal, ps, twin))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
 def test_step_without_a_finite_norm_changes_nothing(training, device, make, strange):
     ps, twin = (training.parameters(device=device) for _ in range(2))
@@ -173,6 +175,7 @@ def test_gradients_are_left_as_they_are(training, device, make):
     assert all(torch.equal(g, p.grad) for g, p in zip(before, ps, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("copier", ["state-dict", "deepcopy", "pickle"])
 def test_copies_go_on_with_the_same_bits(training, device, make, copier):
     ps = training.parameters(device=device)

@@ -88,6 +88,7 @@ OWN = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dtype", "options", "how"),
     [*((*own, "file") for own in OWN), (*OWN[1], "deepcopy"), (*OWN[3], "pickle")],

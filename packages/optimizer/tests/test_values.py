@@ -20,6 +20,7 @@ def spelled(options: dict) -> str:
     return "-".join(f"{name}={value}" for name, value in options.items()) or "plain"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("options", OPTIONS, ids=spelled)
 def test_parameters_are_as_near_to_fp64_as_torchs(training, backend, device, options, decoupled):

@@ -201,6 +201,7 @@ def stepped(learned, networks, backend, tensors, steps=STEPS, **options):
     return tuple(p.detach() for p in ps)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(), (5,), (7, 4), (2, 5, 3), (4, 2, 3, 3)], ids=spelled)
 @pytest.mark.usefixtures("small_learned_tiles")
 def test_kernels_are_as_near_to_fp64_as_the_reference(learned, shape, device):
@@ -224,6 +225,7 @@ def test_kernels_of_many_tensors_are_as_near_to_fp64_as_the_reference(learned, d
     Yardstick(by("reference"), tensors, [None] * len(tensors)).check(by("triton"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("permuted", [(1, 0), (0, 2, 1), (2, 0, 1), (0, 2, 3, 1)], ids=spelled)
 @pytest.mark.usefixtures("small_learned_tiles")
 def test_order_of_memory_changes_nothing(learned, backend, permuted, device):

@@ -36,6 +36,7 @@ def everything(ps, optimizer) -> list[torch.Tensor]:
     return [x.detach().clone() for x in (*ps, *states, *optimizer.losses)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["number", "tensor of one", "closure"])
 def test_losses_of_every_kind_are_the_same_loss(learned, backend, device, kind):
     ps, optimizer = trained(learned, backend, device)
@@ -70,6 +71,7 @@ def test_steps_depend_on_the_loss(learned, backend, device):
     assert not torch.equal(*found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["loss nan", "loss inf", "gradient nan", "scaler"])
 def test_skipped_step_changes_nothing(learned, backend, device, what):
     ps, optimizer = trained(learned, backend, device, skip_nonfinite=True, weight_decay=0.1)
@@ -259,6 +261,7 @@ def test_bad_options_are_refused(learned, options, error, message):
         VeLO(**(given | options))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("loss", "error", "message"),
     [

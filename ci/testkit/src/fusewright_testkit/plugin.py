@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +17,8 @@ import torch
 from torch.utils import _device
 
 HAS_GPU = torch.cuda.is_available()
+# Of the cases of a test that is sampled, one in so many is in no tier.
+SAMPLE = 3
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -22,6 +26,7 @@ if not HAS_GPU:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes minutes; left out unless asked for with -m")
+    config.addinivalue_line("markers", "sampled: but for one case in three, slow")
     # The packages' plans keep what allocates their memory: it is poisoned before any plan is made,
     # for the whole run.
     guards = torch._C._dynamo.guards
@@ -31,13 +36,31 @@ def pytest_configure(config: pytest.Config) -> None:
         setattr(guards, name, poisoned(getattr(guards, name)))
 
 
+# Before pytest looks at marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen = config.getoption("-m")
+    mark_samples(items)
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slow") and "slow" not in chosen:
             item.add_marker(pytest.mark.skip(reason="slow; ask for it with -m slow"))
+
+
+def mark_samples(items: list[pytest.Item]) -> None:
+    """Of each test that is sampled, have the cases be slow but for some: by their names, so that
+    they are the same in every run, and no parameter's values all fall away with another's.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for some in cases.values():
+        kept = [x for x in some if zlib.crc32(x.name.encode()) % SAMPLE == 0] or some[:1]
+        for item in some:
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

@@ -101,6 +101,7 @@ def test_every_step_reads_the_same_tokens():
     assert 0 <= tokens.min() <= tokens.max() < 11
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", ["mac", "mal"])
 @pytest.mark.parametrize("plain", [*((name,) for name in SWITCHES), SWITCHES], ids="-".join)
 def test_plain_ways_give_the_same_loss_and_gradients(monkeypatch, variant, plain):

@@ -22,6 +22,7 @@ def run(*arguments):
     return CliRunner().invoke(app, command, env=environment)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("data", DATA_NAMES)
 def test_five_steps_leave_every_file_and_report_the_scores(tmp_path, data):
     out = tmp_path / "run"
@@ -229,6 +230,7 @@ def test_results_join_other_files_of_an_existing_folder(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"notes.txt"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("scale", ["log_sigma", "softplus"])
 def test_one_task_of_one_context_point_and_one_target_trains(tmp_path, norm, scale):

@@ -32,6 +32,7 @@ def little_text(monkeypatch):
     monkeypatch.setattr(compare_optimizers, "TRAINING_TOKENS", 50_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["titan-mac", "transformer-np"])
 def test_optimizers_train_from_the_same_seeds_with_the_rate_of_their_grid(tmp_path, model):
     file = compared(tmp_path, model, "adamw,nested")

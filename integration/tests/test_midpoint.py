@@ -10,7 +10,7 @@ from fusewright_models.fixed_point import LIMIT, FixedPoint, packed, unpacked
 from fusewright_models.midpoint import MODES, MidpointStack
 from fusewright_models.replay import Tape
 from fusewright_testkit import Yardstick
-from fusewright_testkit.compiled import SHARED_KIB, compiled_in_a_process
+from fusewright_testkit.compiled import CARDS, compiled_in_a_process
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -287,7 +287,7 @@ def test_one_launch_a_step_passes_a_stack(carry):
     assert same_bits(*found)
 
 
-@pytest.mark.parametrize("capability", SHARED_KIB)
+@pytest.mark.parametrize("capability", CARDS)
 def test_steps_compile_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "steps_of_states", capability)
     assert (printed.count("_advance_kernel"), printed.count("_undo_kernel")) == (2, 2)

@@ -100,6 +100,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("leading", "streams", "width"), SIZES, ids=str)
 def test_values_and_gradients_are_as_near_to_fp64_as_torch(leading, streams, width, device):
     inputs = operands(leading, streams, width, device)

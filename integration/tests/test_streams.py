@@ -37,6 +37,7 @@ def by_the_formula(x, phi, alpha, bias):
     return mixed + torch.einsum("...i,...c->...ic", post, torch.tanh(u))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("streams", [1, 2, 4])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_streams_are_mixed_by_the_formula(streams, backend):

@@ -50,6 +50,7 @@ def weights(folder):
     return torch.load(folder / "checkpoint.pt")["model"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal", "lmm"])
 def test_five_steps_leave_every_file_and_report_the_scores(tmp_path, text, variant):
     out = tmp_path / "run"

@@ -339,6 +339,7 @@ def test_gates_are_the_formula(input_op, device):
     torch.testing.assert_close(found[2], torch.full_like(alpha, 0.03))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("granularity", ["token", "chunk"])
 def test_layer_on_the_kernels_is_as_near_to_fp64_as_on_the_reference(granularity, device):
     """In two calls, with queries of its own, a token left out and one that is not finite."""

@@ -139,6 +139,7 @@ def test_gates_are_computed_in_fp32_under_autocast(memory_of, device):
     assert_equal(found, memory.gates(x))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "compiler"),
     [

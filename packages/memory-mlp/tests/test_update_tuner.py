@@ -52,6 +52,7 @@ def launched_before(monkeypatch):
 TIMED = {"bf16": ("ROUND", "HIDDEN", "GRADIENTS", "COTANGENTS", "DWEIGHTS"), "tf32": ("TURN",)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TIMED)
 def test_every_kind_of_launch_is_timed(tuner, launched_before, dtype, capsys):
     size = 7, 5, 6

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from unittest import mock
 
+import pytest
 import typer
 
 from .machine_code import FOLLOWED, listing, machine_code_usage, undefined_registers
@@ -28,6 +29,11 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
 # What tests of no tier compile for: the card whose launches are measured. Tier slow compiles for
 # all four.
 QUICK = (90,)
+# All four as parameters of one test.
+CARDS = [
+    capability if capability in QUICK else pytest.param(capability, marks=pytest.mark.slow)
+    for capability in SHARED_KIB
+]
 
 
 class Resources(NamedTuple):

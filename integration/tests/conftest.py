@@ -62,6 +62,25 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory):
+    """A network by hand, in the public format: its direction is the fast momentum over the root of
+    the second moment, its step one hundredth of that.
+    """
+    from safetensors.torch import save_file
+
+    sizes = {"input": (32, 39), "linear_0": (32, 32), "output": (2, 32)}
+    tensors = {f"network.{name}.weight": torch.zeros(size) for name, size in sizes.items()}
+    tensors |= {f"network.{name}.bias": torch.zeros(size[0]) for name, size in sizes.items()}
+    for row, sign in enumerate((1.0, -1.0)):
+        tensors["network.input.weight"][row, 6] = sign
+        tensors["network.linear_0.weight"][row, row] = 1.0
+        tensors["network.output.weight"][0, row] = sign
+    file = tmp_path_factory.mktemp("network") / "model.safetensors"
+    save_file(tensors, file)
+    return file
+
+
 @pytest.fixture
 def host_reads() -> HostReads:
     """To be entered around what should wait for no device."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -11,8 +10,8 @@ from io import StringIO
 import pytest
 import torch
 from fusewright.optimizer import M3, DeepNestedOptimizer, LearnedOptimizer
-from fusewright_models import TransformerNP, TransformerNPConfig, text_command
-from fusewright_models.cli import app, negative_log_likelihood
+from fusewright_models import TransformerNP, TransformerNPConfig
+from fusewright_models.cli import negative_log_likelihood
 from fusewright_models.data import make_sampler
 from fusewright_models.presets import TRANSFORMER_NP
 from fusewright_models.text import Windows
@@ -29,30 +28,11 @@ from fusewright_models.training import (
 from fusewright_models.training.optimization import hidden_matrices
 from fusewright_models.training.optimizer_traits import OURS, network_digest
 from rich.console import Console
-from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
-from typer.testing import CliRunner
 
 CONFIG = TrainingConfig(steps=24, batch_size=4, warmup_steps=2, log_every=4, evaluate_every=12)
 MODELS = ("titan-mac", "transformer-np")
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """A network by hand, in the public format: its direction is the fast momentum over the root of
-    the second moment, its step one hundredth of that.
-    """
-    sizes = {"input": (32, 39), "linear_0": (32, 32), "output": (2, 32)}
-    tensors = {f"network.{name}.weight": torch.zeros(size) for name, size in sizes.items()}
-    tensors |= {f"network.{name}.bias": torch.zeros(size[0]) for name, size in sizes.items()}
-    for row, sign in enumerate((1.0, -1.0)):
-        tensors["network.input.weight"][row, 6] = sign
-        tensors["network.linear_0.weight"][row, row] = 1.0
-        tensors["network.output.weight"][0, row] = sign
-    file = tmp_path_factory.mktemp("network") / "model.safetensors"
-    save_file(tensors, file)
-    return file
 
 
 @pytest.fixture
@@ -398,104 +378,3 @@ def test_shipped_network_makes_the_step_where_no_file_is_given():
     before = model.weight.detach().clone()
     optimizer.step()
     assert not torch.equal(model.weight, before)
-
-
-def run(*arguments):
-    environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
-    return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
-
-
-TINY = ["transformer-np", "--preset", "tiny", "--steps", "2", "--log-every", "1"]
-SMALL = "--preset tiny --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4 --seq-len 20"
-STEPS = "--max-steps 2 --batch-size 2 --log-every 1"
-TINY_TITAN_MAC = ["titan-mac", *SMALL.split(), *STEPS.split()]
-
-
-def run_with(folder, name, flags):
-    """What a run with this optimizer leaves in its folder: configuration, losses, checkpoint."""
-    result = run(*flags, "--optimizer", name, "--out", folder)
-    assert result.exit_code == 0, result.output
-    config = json.loads((folder / "config.json").read_text())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    return config, losses, torch.load(folder / "checkpoint.pt")
-
-
-def assert_chosen(config, saved, name, weights, *, rate, decay):
-    learned = name == "learned"
-    assert (config["optimizer"], config["lr"]) == (name, 0.1 if learned else rate)
-    assert config["weight_decay"] == (0.0 if learned else decay)
-    assert config["optimizer_weights"] == (None if weights is None else str(weights))
-    assert saved["optimizer_kind"].startswith("torch." if name == "torch-adamw" else "fusewright.")
-
-
-@pytest.mark.sampled
-@every_optimizer
-def test_flag_chooses_the_optimizer_and_its_rate(tmp_path, weights, name):
-    mine = weights if name == "learned" else None
-    more = [] if mine is None else ["--optimizer-weights", mine]
-    config, _, saved = run_with(tmp_path / "run", name, [*TINY, *more])
-    assert_chosen(config, saved, name, mine, rate=2e-3, decay=0.01)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {number} of {number * number}\n" for number in range(200)))
-    return path
-
-
-@pytest.mark.sampled
-@every_optimizer
-def test_titan_mac_is_trained_by_the_optimizer_of_the_flag(tmp_path, monkeypatch, text, name):
-    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 2)
-    flags = [*TINY_TITAN_MAC, "--dataset", text]
-    config, losses, saved = run_with(tmp_path / "run", name, flags)
-    assert_chosen(config, saved, name, None, rate=4e-3, decay=0.1)
-    assert len(losses) == 2
-    assert all(map(math.isfinite, losses))
-    assert saved["step"] == 2
-
-
-def test_titan_mac_is_trained_by_the_network_of_the_flag(tmp_path, monkeypatch, text, weights):
-    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 2)
-    flags = [*TINY_TITAN_MAC, "--dataset", text]
-    found = []
-    for number, more in enumerate(([], ["--optimizer-weights", weights])):
-        config, losses, saved = run_with(tmp_path / str(number), "learned", [*flags, *more])
-        assert_chosen(config, saved, "learned", more[1] if more else None, rate=4e-3, decay=0.1)
-        found.append((losses, saved))
-    # The first loss is of no step, and the second one of a step by another network.
-    assert found[0][0][0] == found[1][0][0]
-    assert found[0][0][1] != found[1][0][1]
-    assert found[0][1]["network"] != found[1][1]["network"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--optimizer", "sgd"], "'sgd' is not one of"),
-        (["--optimizer-weights", "net"], "only the optimizer learned has weights of its own; got"),
-        (["--optimizer", "learned", "--optimizer-weights", "nowhere"], "nowhere"),
-        (["--capture", "--device", "cpu"], "--capture needs a CUDA device; got --device cpu"),
-        (["--resume", "nowhere", "--optimizer", "muon"], "from its folder; got --optimizer"),
-    ],
-    ids=["name", "weights", "file", "capture", "resume"],
-)
-def test_bad_flags_get_one_clear_sentence(tmp_path, monkeypatch, flags, message):
-    monkeypatch.chdir(tmp_path)
-    result = run(*TINY[:3], *flags) if "--resume" not in flags else run(TINY[0], *flags)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert "Traceback" not in result.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_run_whose_config_names_another_optimizer_is_not_resumed(tmp_path):
-    assert run(*TINY, "--out", tmp_path / "run").exit_code == 0
-    file = tmp_path / "run/config.json"
-    file.write_text(file.read_text().replace('"optimizer": "adamw"', '"optimizer": "m3"'))
-    result = run("transformer-np", "--resume", tmp_path / "run")
-    assert result.exit_code == 2
-    assert "wanted the state of a fusewright.M3" in result.output
-    assert "got that of a fusewright.AdamW" in result.output

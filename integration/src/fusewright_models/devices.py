@@ -1,8 +1,10 @@
-"""The device that a command line names."""
+"""The device that a command line names, and what serves a tensor on its device."""
 
 from __future__ import annotations
 
 import torch
+from fusewright.norm import available_backends
+from torch import Tensor
 
 
 def checked_device(name: str) -> torch.device:
@@ -22,3 +24,13 @@ def checked_device(name: str) -> torch.device:
         # The lines below the first are advice to programmers.
         reason = str(error).partition("\n")[0]
         raise ValueError(f"--device {name}: {reason}") from error
+
+
+def takes_launches(x: Tensor) -> bool:
+    """Whether launches of ours may stand for torch's operations on x; a compiler fuses these
+    itself.
+    """
+    return (
+        # Not one that only stands for another.
+        type(x) is Tensor and not torch.compiler.is_compiling() and "triton" in available_backends()
+    )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from fusewright.norm import Backend, available_backends
+from fusewright.norm import Backend
 from torch import Tensor
+
+from .devices import takes_launches
 
 # Sums of two numbers below it stay within int32.
 LIMIT = 1 << 30
@@ -92,15 +94,13 @@ class FixedPoint:
         return before, self.floating(before, delta.dtype)
 
     def _kernels_serve(self, delta: Tensor) -> bool:
-        """Whether a launch of ours may take it; a compiler fuses torch's operations itself."""
+        """Whether a launch of ours may take it."""
         return (
             self.backend != "reference"
             and (delta.is_cuda or self.backend == "triton")
-            and type(delta) is Tensor
             and delta.dtype == torch.float32
             and delta.numel() > 0
-            and not torch.compiler.is_compiling()
-            and "triton" in available_backends()
+            and takes_launches(delta)
         )
 
     def rounded(self, x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from .hybrid_config import HybridConfig
 from .hybrid_layers import NORM_EPS, Caches, Heard, HybridLayer, all_keys, drawn
 from .midpoint import MidpointStack, Passed
 from .streams import replicated
+from .token_input import check_tokens
 from .vocabulary_loss import vocabulary_loss
 
 BACKENDS = get_args(Backend)
@@ -128,7 +129,7 @@ class HybridLM(nn.Module):
             TypeError: tokens are no tensor of integers.
             ValueError: they are not [B, T], or on another device than the model.
         """
-        self._check(tokens, least=0)
+        check_tokens(tokens, self.head.weight.device)
         return self.final_norm(self._hidden(tokens).x.mean(-2))
 
     @torch.no_grad()
@@ -139,7 +140,7 @@ class HybridLM(nn.Module):
         Raises:
             As `forward`.
         """
-        self._check(tokens, least=0)
+        check_tokens(tokens, self.head.weight.device)
         caches = {} if caches is None else caches
         return self.final_norm(self._hidden(tokens, caches=caches).x.mean(-2)), caches
 
@@ -158,7 +159,7 @@ class HybridLM(nn.Module):
         Raises:
             As `forward`; ValueError: fewer than two tokens.
         """
-        self._check(tokens, least=2)
+        check_tokens(tokens, self.head.weight.device, least=2)
         return self._cross_entropy(self._hidden(tokens[:, :-1]).x.mean(-2), tokens[:, 1:])
 
     def losses(self, tokens: Tensor, *, dense: bool = False, heard: Heard | None = None) -> Losses:
@@ -172,7 +173,7 @@ class HybridLM(nn.Module):
         Raises:
             As `forward`; ValueError: fewer than three tokens.
         """
-        self._check(tokens, least=3)
+        check_tokens(tokens, self.head.weight.device, least=3)
         counts: list[Tensor] = []
 
         def listen(attention: Any, u: Tensor, selection: Any) -> None:
@@ -204,18 +205,3 @@ class HybridLM(nn.Module):
 
     def _cross_entropy(self, h: Tensor, targets: Tensor) -> Tensor:
         return vocabulary_loss(self.final_norm(h), self.head.weight, targets.long())
-
-    def _check(self, tokens: Tensor, least: int) -> None:
-        """Refuse what does not fit, before anything is computed."""
-        if not isinstance(tokens, Tensor):
-            raise TypeError(f"wanted tokens as a tensor; got {type(tokens).__name__}")
-        if tokens.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"wanted tokens in int64 or int32; got {tokens.dtype}")
-        if tokens.ndim != 2 or tokens.shape[1] < least:
-            wanted = "[B, T]" if not least else f"[B, T + 1], at least {least} in a row"
-            raise ValueError(f"wanted tokens {wanted}; got {list(tokens.shape)}")
-        if tokens.device != self.head.weight.device:
-            raise ValueError(
-                f"wanted tokens on the model's device, {self.head.weight.device}; got them on "
-                f"{tokens.device}"
-            )

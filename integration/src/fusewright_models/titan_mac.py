@@ -49,6 +49,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .titan_mac_config import TitanMACConfig
 from .titan_mac_layers import Attention, Block, LayerState, Rotation
+from .token_input import check_tokens
 from .vocabulary_loss import autocast_dtype, vocabulary_loss
 
 BACKENDS = get_args(Backend)
@@ -218,17 +219,7 @@ class TitanMAC(nn.Module):
 
     def _check(self, tokens: Tensor, state: TitanMACState | None) -> None:
         """Refuse what does not fit, before anything is computed."""
-        if not isinstance(tokens, Tensor):
-            raise TypeError(f"wanted tokens as a tensor; got {type(tokens).__name__}")
-        if tokens.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"wanted tokens in int64 or int32; got {tokens.dtype}")
-        if tokens.ndim != 2:
-            raise ValueError(f"wanted tokens [B, T]; got {list(tokens.shape)}")
-        device = self.embedding.weight.device
-        if tokens.device != device:
-            raise ValueError(
-                f"wanted tokens on the model's device, {device}; got them on {tokens.device}"
-            )
+        check_tokens(tokens, self.embedding.weight.device)
         if state is None:
             return
         if not isinstance(state, TitanMACState):

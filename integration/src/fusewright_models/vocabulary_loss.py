@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from fusewright.attention import available_backends
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .devices import takes_launches
 from .transformer_np_layers import without_autocast
 
 IGNORED = -100
@@ -91,15 +91,8 @@ def _log_p_and_gradient(
 
 
 def _kernel_serves(logits: Tensor) -> bool:
-    """Whether a launch of ours may take the logits; a compiler fuses torch's operations itself."""
-    return (
-        logits.is_cuda
-        # Not one that only stands for another.
-        and type(logits) is Tensor
-        and logits.dtype in KERNEL_DTYPES
-        and not torch.compiler.is_compiling()
-        and "triton" in available_backends()
-    )
+    """Whether a launch of ours may take the logits."""
+    return logits.is_cuda and logits.dtype in KERNEL_DTYPES and takes_launches(logits)
 
 
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -56,6 +56,18 @@ def training() -> Training:
     return Training()
 
 
+@pytest.fixture
+def capture(monkeypatch):
+    """Makes tables and steps believe, or not, that a graph is captured."""
+    from fusewright.optimizer import _contract, _tables
+
+    def believe(on):
+        for module in (_contract, _tables):
+            monkeypatch.setattr(module, "is_captured", lambda device: on)
+
+    return believe
+
+
 @pytest.fixture(params=["triton", "reference"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param

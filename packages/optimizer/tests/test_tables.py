@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def capture(monkeypatch):
-    """Makes tables believe, or not, that a graph is captured."""
-    from fusewright.optimizer import _tables
-
-    return lambda on: monkeypatch.setattr(_tables, "is_captured", lambda device: on)
 
 
 def replay(table):

@@ -32,18 +32,6 @@ def make(request, learned):
     return of
 
 
-@pytest.fixture
-def capture(monkeypatch):
-    """Makes steps believe, or not, that a graph is captured."""
-    from fusewright.optimizer import _contract, _tables
-
-    def believe(on):
-        for module in (_contract, _tables):
-            monkeypatch.setattr(module, "is_captured", lambda device: on)
-
-    return believe
-
-
 def matrices():
     ps = [torch.nn.Parameter(torch.cos(torch.arange(30.0)).view(6, 5)) for _ in range(2)]
     for p in ps:

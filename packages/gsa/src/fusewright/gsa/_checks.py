@@ -106,15 +106,17 @@ def check_selected(indices: torch.Tensor, count: torch.Tensor | None, keys: int)
     slot = torch.arange(indices.shape[-1], device=indices.device)
     counts = slot < (indices.shape[-1] if count is None else count.unsqueeze(-1))
     outside = counts & ((indices < -1) | (indices >= keys))
-    for place in outside.nonzero()[:1].tolist():
+    for place in outside.nonzero()[:1].tolist():  # sync: check=True says that it waits
+        found = indices[tuple(place)].item()  # sync: of what is about to be refused
         raise ValueError(
-            f"indices must be from -1 to {keys - 1}, got {indices[tuple(place)].item()} at "
-            f"[batch, head, query, slot] {place}"
+            f"indices must be from -1 to {keys - 1}, got {found} at [batch, head, query, slot] "
+            f"{place}"
         )
     # Slots without a key differ from each other.
     apart = torch.where(counts & (indices >= 0), indices, -1 - slot).sort(-1).values
-    for batch, head, query, slot in (apart.diff(dim=-1) == 0).nonzero()[:1].tolist():
-        key = apart[batch, head, query, slot].item()
+    twice = (apart.diff(dim=-1) == 0).nonzero()[:1]
+    for batch, head, query, slot in twice.tolist():  # sync: as above
+        key = apart[batch, head, query, slot].item()  # sync: of what is about to be refused
         raise ValueError(
             f"the keys of a query must differ, got {key} twice at [batch, head, query] "
             f"{[batch, head, query]}"

@@ -3,8 +3,9 @@ the rates by which sparse attention chooses its path.
 
 Each table is read from the top; the first line that fits serves. The results depend on a line only
 by rounding.
-Source: SCORES, SCORES_DQ and SCORES_DK for widths up to 64 by trial on an H200, of which no file is
-kept yet; the others are unmeasured.
+Source: SELECT and the size of its parts: docs/decisions/0014-selection-h200.csv; UNION tables for
+widths up to 64 and those of lists: 0014-tiles-h200.csv; SCORES, SCORES_DQ and SCORES_DK for widths
+up to 64 by trial on an H200, of which no file is kept yet; the others are unmeasured.
 """
 
 from __future__ import annotations

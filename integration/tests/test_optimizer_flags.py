@@ -1,0 +1,116 @@
+"""The flag that chooses an optimizer: its rate, its weights, and what does not go with it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from fusewright_models import text_command
+from fusewright_models.cli import app
+from fusewright_models.training import OPTIMIZER_NAMES
+from typer.testing import CliRunner
+
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+
+
+def run(*arguments):
+    environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
+    return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
+
+
+TINY = ["transformer-np", "--preset", "tiny", "--steps", "2", "--log-every", "1"]
+SMALL = "--preset tiny --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4 --seq-len 20"
+STEPS = "--max-steps 2 --batch-size 2 --log-every 1"
+TINY_TITAN_MAC = ["titan-mac", *SMALL.split(), *STEPS.split()]
+
+
+def run_with(folder, name, flags):
+    """What a run with this optimizer leaves in its folder: configuration, losses, checkpoint."""
+    result = run(*flags, "--optimizer", name, "--out", folder)
+    assert result.exit_code == 0, result.output
+    config = json.loads((folder / "config.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    return config, losses, torch.load(folder / "checkpoint.pt")
+
+
+def assert_chosen(config, saved, name, weights, *, rate, decay):
+    learned = name == "learned"
+    assert (config["optimizer"], config["lr"]) == (name, 0.1 if learned else rate)
+    assert config["weight_decay"] == (0.0 if learned else decay)
+    assert config["optimizer_weights"] == (None if weights is None else str(weights))
+    assert saved["optimizer_kind"].startswith("torch." if name == "torch-adamw" else "fusewright.")
+
+
+@pytest.mark.sampled
+@every_optimizer
+def test_flag_chooses_the_optimizer_and_its_rate(tmp_path, weights, name):
+    mine = weights if name == "learned" else None
+    more = [] if mine is None else ["--optimizer-weights", mine]
+    config, _, saved = run_with(tmp_path / "run", name, [*TINY, *more])
+    assert_chosen(config, saved, name, mine, rate=2e-3, decay=0.01)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {number} of {number * number}\n" for number in range(200)))
+    return path
+
+
+@pytest.mark.sampled
+@every_optimizer
+def test_titan_mac_is_trained_by_the_optimizer_of_the_flag(tmp_path, monkeypatch, text, name):
+    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 2)
+    flags = [*TINY_TITAN_MAC, "--dataset", text]
+    config, losses, saved = run_with(tmp_path / "run", name, flags)
+    assert_chosen(config, saved, name, None, rate=4e-3, decay=0.1)
+    assert len(losses) == 2
+    assert all(map(math.isfinite, losses))
+    assert saved["step"] == 2
+
+
+def test_titan_mac_is_trained_by_the_network_of_the_flag(tmp_path, monkeypatch, text, weights):
+    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 2)
+    flags = [*TINY_TITAN_MAC, "--dataset", text]
+    found = []
+    for number, more in enumerate(([], ["--optimizer-weights", weights])):
+        config, losses, saved = run_with(tmp_path / str(number), "learned", [*flags, *more])
+        assert_chosen(config, saved, "learned", more[1] if more else None, rate=4e-3, decay=0.1)
+        found.append((losses, saved))
+    # The first loss is of no step, and the second one of a step by another network.
+    assert found[0][0][0] == found[1][0][0]
+    assert found[0][0][1] != found[1][0][1]
+    assert found[0][1]["network"] != found[1][1]["network"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optimizer", "sgd"], "'sgd' is not one of"),
+        (["--optimizer-weights", "net"], "only the optimizer learned has weights of its own; got"),
+        (["--optimizer", "learned", "--optimizer-weights", "nowhere"], "nowhere"),
+        (["--capture", "--device", "cpu"], "--capture needs a CUDA device; got --device cpu"),
+        (["--resume", "nowhere", "--optimizer", "muon"], "from its folder; got --optimizer"),
+    ],
+    ids=["name", "weights", "file", "capture", "resume"],
+)
+def test_bad_flags_get_one_clear_sentence(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    result = run(*TINY[:3], *flags) if "--resume" not in flags else run(TINY[0], *flags)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_whose_config_names_another_optimizer_is_not_resumed(tmp_path):
+    assert run(*TINY, "--out", tmp_path / "run").exit_code == 0
+    file = tmp_path / "run/config.json"
+    file.write_text(file.read_text().replace('"optimizer": "adamw"', '"optimizer": "m3"'))
+    result = run("transformer-np", "--resume", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "wanted the state of a fusewright.M3" in result.output
+    assert "got that of a fusewright.AdamW" in result.output

@@ -157,6 +157,14 @@ def test_sequences_in_one_row_are_sequences_apart(layer):
         torch.testing.assert_close(y[:, first:last], layer(x[:, first:last]))
 
 
+def test_lengths_out_of_order_are_those_that_are_nearest(layer):
+    x = torch.randn(1, 9, 7, dtype=F64)
+    found, expected = (
+        layer(x, cu_seqlens=torch.tensor(bounds)) for bounds in ([-9, 4, 99, 2], [0, 4, 9, 9])
+    )
+    assert torch.equal(found, expected)
+
+
 def test_future_token_changes_no_past_output(layer):
     x = torch.randn(1, 6, 7, dtype=F64)
     y, later = layer(x), x.clone()
@@ -196,6 +204,15 @@ def test_low_precision_keeps_decays_and_autocast_casts_the_rest():
     assert {p.grad.dtype for p in layer.parameters()} == {F32}
 
 
+def test_decays_are_as_exact_as_their_parameters_in_low_precision():
+    """A_log that was cast to bf16 with everything else is taken to the exponent in fp32."""
+    layer, exact = layer_of(dtype=BF16), layer_of()
+    layer.to(BF16)
+    exact.load_state_dict(layer.state_dict())
+    x = torch.zeros(1, 1, 7, dtype=BF16)
+    torch.testing.assert_close(layer.gates(x)[1], exact.gates(x.double())[1].float())
+
+
 x = torch.randn(2, 5, 8)
 layer_8 = GatedDeltaNet(8, head_dim=4, num_heads=2)
 BAD = {
@@ -215,11 +232,24 @@ BAD = {
     ),
     "half a column": (
         *(lambda: GatedDeltaNet(8, 1.3, 4), ValueError),
-        r"expand_v \* head_dim must be a whole number, got 1.3 \* 4",
+        r"expand_v \* head_dim must be a whole number, at least 1, got 1.3 \* 4",
     ),
     "value heads": (
         *(lambda: GatedDeltaNet(8, num_heads=4, num_v_heads=6), ValueError),
         "num_v_heads must be a multiple of num_heads 4, got 6",
+    ),
+    "no value": (lambda: GatedDeltaNet(8, 0, 4), ValueError, r"at least 1, got 0 \* 4"),
+    "no head": (
+        *(lambda: GatedDeltaNet(8, num_heads=0), ValueError),
+        "num_heads must be at least 1, got 0",
+    ),
+    "mask elsewhere": (
+        *(lambda: layer_8(x, torch.ones(2, 5, dtype=torch.bool, device="meta")), ValueError),
+        "mask must be on x's device cpu, got meta",
+    ),
+    "cache of one row": (
+        *(lambda: layer_8.decode(x, layer_8.decode(x[:1])[1]), ValueError),
+        "cache must be of x's 2 rows, got one of 1",
     ),
     "no tap": (lambda: GatedDeltaNet(8, conv_size=0), ValueError, "conv_size must be at least 1"),
     "odd rotary": (

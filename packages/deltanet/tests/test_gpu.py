@@ -213,6 +213,14 @@ def test_fla_computes_the_same(rule_op):
         assert_within(ours[place], truth, Allowance.of(truth, found[place]), name)
 
 
+def test_fla_forgets_all_where_it_is_told_to(rule_op):
+    pytest.importorskip("fla")
+    tensors = rule_op.draw(*MODEL, BF16, "cuda")
+    tensors[3][:, 5] = -float("inf")
+    with torch.no_grad():
+        assert all(x.isfinite().all() for x in rule_op.public(*tensors, backend="fla"))
+
+
 @pytest.mark.parametrize("faster", ["fla", "triton"])
 def test_auto_takes_what_is_faster_and_never_a_refused_gradient(rule_op, faster, monkeypatch):
     """Told apart by the bits of o; where fla refuses, one warning says so."""

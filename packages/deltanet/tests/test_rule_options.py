@@ -89,6 +89,10 @@ BAD = {
     "neither gate": (dict(g=None), ValueError, "one of g and alpha must be given, got neither"),
     "both gates": (dict(alpha=g.exp()), ValueError, "one of g and alpha must be given, got both"),
     "number as alpha": (dict(g=None, alpha=0.5), TypeError, "alpha must be a tensor, got float"),
+    "fewer tokens of alpha": (
+        *(dict(g=None, alpha=g[:, :4].exp()), ValueError),
+        r"alpha must be \[B, T, HV\] = \(2, 5, 4\), got \(2, 4, 4\)",
+    ),
     "number as beta": (dict(beta=0.1), TypeError, "beta must be a tensor, got float"),
     "gates by head": (
         *(dict(g=g.mT), ValueError),
@@ -221,9 +225,31 @@ def test_auto_takes_our_kernels_where_fla_refuses_its_gradients_and_says_so_once
 @pytest.mark.parametrize(
     ("version", "refused"), [("3.3.1", False), ("3.4.0", True), ("3.7.0", True), ("3.7.1", False)]
 )
-def test_refusal_is_flas_own(hopper_with, version, refused):
+def test_refusal_is_flas_own(hopper_with, version, refused, monkeypatch):
     hopper_with(version)
     assert _fla.refuses_backward(torch.device("cuda", 0)) is refused
+    _fla.refuses_backward.cache_clear()
+    monkeypatch.setattr(_fla, "has", lambda package: package == "tilelang")
+    assert not _fla.refuses_backward(torch.device("cuda", 0))
+
+
+def test_version_of_triton_is_that_which_fla_sees(monkeypatch):
+    """Not that of a distribution, which builds of torch call by other names."""
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.1+git0a1b"))
+    assert _fla.triton_version() == (3, 7, 1)
+
+
+@pytest.mark.parametrize("parts", ["ops/gated_delta_rule", "", None], ids=str)
+def test_only_a_package_that_has_the_rule_is_fla(parts, tmp_path, monkeypatch):
+    """None: no package of the name at all."""
+    monkeypatch.delitem(sys.modules, "fla", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    if parts is not None:
+        (tmp_path / "fla" / parts).mkdir(parents=True)
+        (tmp_path / "fla" / "__init__.py").touch()
+    _fla.has_fla.cache_clear()
+    assert _fla.has_fla() is bool(parts)
+    _fla.has_fla.cache_clear()
 
 
 def test_fla_is_called_with_its_own_names(monkeypatch):
@@ -234,6 +260,8 @@ def test_fla_is_called_with_its_own_names(monkeypatch):
     ):
         assert output_final_state
         assert cu_seqlens.dtype == torch.int64
+        # Of -inf fla would take differences.
+        assert g.isfinite().all()
         return reference.gated_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, scale=scale)
 
     module = types.ModuleType("fla.ops.gated_delta_rule")
@@ -241,6 +269,8 @@ def test_fla_is_called_with_its_own_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
     monkeypatch.setattr(sys.modules["fusewright.deltanet.gated_delta_rule"], "fla_obstacle", none)
     options = one_row | dict(cu_seqlens=lengths.int(), initial_state=state, output_final_state=True)
+    options["g"] = options["g"].clone()
+    options["g"][:, 1] = -math.inf
     found, expected = rule(**options, backend="fla"), rule(**options, backend="reference")
     assert torch.equal(found.o, expected.o)
     assert torch.equal(found.state, expected.state)

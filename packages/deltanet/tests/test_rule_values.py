@@ -155,6 +155,16 @@ def test_future_token_changes_no_past_output(rule_op, token, backend, device):
     assert (changed[:, token:] != o[:, token:]).flatten(2).any(-1).all()
 
 
+def test_what_is_not_finite_reaches_no_earlier_chunk(rule_op, backend, device):
+    tensors = rule_op.draw(1, 70, 1, 8, 8, F32, device)
+    o, _ = rule_op.public(*tensors, backend=backend)
+    tensors[1][:, 66] = math.nan
+    changed, end = rule_op.public(*tensors, backend=backend)
+    assert torch.equal(changed[:, :64], o[:, :64])
+    assert not changed[:, 66:].isfinite().any()
+    assert not end.isfinite().any()
+
+
 def test_rows_and_heads_do_not_see_one_another(rule_op, backend, device):
     """Outputs and gradients of the others keep their bits beside a NaN."""
     leaves = [x.requires_grad_() for x in rule_op.draw(2, 5, 2, 4, 4, F32, device)]
@@ -198,13 +208,26 @@ def test_sequences_in_one_row_give_the_bits_of_sequences_apart(rule_op, backend,
         assert torch.equal(found[7], grads[5][index : index + 1])
 
 
-def test_tokens_behind_the_last_sequence_have_no_output_and_no_gradient(rule_op, device):
-    lengths = torch.tensor([0, 3], device=device)
+def test_tokens_that_no_sequence_holds_have_no_output_and_no_gradient(rule_op, backend, device):
+    lengths = torch.tensor([1, 3], device=device)
     op = rule_op.having(cu_seqlens=lengths)
     leaves = [x.requires_grad_() for x in op.draw(1, 5, 1, 4, 4, F32, device)]
-    o, _, *grads = everything(op, leaves, backend="triton")
-    assert not o[:, 3:].any()
-    assert not any(x[:, 3:].any() for x in grads[:5])
+    o, _, *grads = everything(op, leaves, backend=backend)
+    assert o.shape == leaves[2].shape
+    for x in (o, *grads[:5]):
+        assert x[:, 1:3].any()
+        assert not x[:, :1].any()
+        assert not x[:, 3:].any()
+
+
+def test_lengths_out_of_order_lead_out_of_no_memory(rule_op, backend, device):
+    """Nobody reads them before; they count as the nearest that are in range and order."""
+    leaves = [x.requires_grad_() for x in rule_op.draw(1, 70, 1, 4, 4, F32, device, sequences=4)]
+    both = []
+    for bounds in ([-70, 3, 900, 2, 70], [0, 3, 70, 70, 70]):
+        op = rule_op.having(cu_seqlens=torch.tensor(bounds, device=device))
+        both.append(everything(op, leaves, backend=backend))
+    assert same_bits(*both)
 
 
 @pytest.mark.parametrize("cut", [64, 5])
@@ -230,6 +253,8 @@ def test_without_tokens_the_state_stays_and_without_rows_all_is_empty(
     o, end = rule_op.public(*leaves, backend=backend)
     assert o.shape == leaves[2].shape
     assert torch.equal(end, leaves[5])
+    assert end is not leaves[5]
+    assert not end.numel() or end.data_ptr() != leaves[5].data_ptr()
     upstream = [torch.ones_like(x) for x in (o, end)]
     grads = torch.autograd.grad([o, end], leaves, upstream, materialize_grads=True)
     assert torch.equal(grads[5], torch.ones_like(end))

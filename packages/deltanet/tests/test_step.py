@@ -79,6 +79,17 @@ def test_compiles_to_one_graph_with_eager_bits(step_op, device):
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
+def test_autocast_casts_rows_as_the_rule_does(step_op, backend, device):
+    tensors = step_op.draw(*SIZES, F32, device)
+    with torch.autocast(device, BF16):
+        o, end = step_op.public(*tensors, backend=backend)
+    rows = [x.to(BF16) for x in tensors[:3]]
+    expected = step_op.public(*rows, *tensors[3:], backend=backend)
+    assert o.dtype == BF16
+    assert end.dtype == F32
+    assert all(torch.equal(f, e) for f, e in zip((o, end), expected, strict=True))
+
+
 def test_without_rows_all_is_empty(step_op, backend, device):
     o, state = step_op.public(*step_op.draw(0, (1, 2), 3, 5, F32, device), backend=backend)
     assert o.shape == (0, 2, 5)

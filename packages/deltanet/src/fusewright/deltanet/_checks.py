@@ -20,16 +20,15 @@ def check_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    gates: dict[str, Tensor],
     state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], state [N, HV, K, V], cu_seqlens
+    """q, k [B, T, H, K], v [B, T, HV, V], gates [B, T, HV], state [N, HV, K, V], cu_seqlens
     [N + 1] over the tokens of one row.
     """
     check_rows(q, k, v, "B, T, ")
-    for name, x in (("g", g), ("beta", beta)):
+    for name, x in gates.items():
         check_gate(name, x, v, "B, T, HV")
     sequences = q.shape[0]
     if cu_seqlens is not None:
@@ -45,6 +44,17 @@ def check_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     for name, x in (("g", g), ("beta", beta)):
         check_gate(name, x, v, "B, HV")
     check_state("state", state, q, v, q.shape[0])
+
+
+def given_decay(g: Tensor | None, alpha: Tensor | None) -> dict[str, Tensor]:
+    """The one of g and alpha that is given, under its name."""
+    if g is not None and alpha is not None:
+        raise ValueError("one of g and alpha must be given, got both")
+    if alpha is not None:
+        return {"alpha": alpha}
+    if g is None:
+        raise ValueError("one of g and alpha must be given, got neither")
+    return {"g": g}
 
 
 def check_rows(q: Tensor, k: Tensor, v: Tensor, lead: str) -> None:
@@ -99,9 +109,13 @@ def check_lengths(cu_seqlens: Tensor, q: Tensor) -> None:
     check_device("cu_seqlens", cu_seqlens, q)
 
 
-def check_residual(d_residual: str, d_weight: Tensor | None, v: Tensor) -> None:
+def check_residual_name(d_residual: str) -> None:
     if d_residual not in RESIDUALS:
         raise ValueError(f"d_residual must be one of {', '.join(RESIDUALS)}, got {d_residual!r}")
+
+
+def check_residual(d_residual: str, d_weight: Tensor | None, v: Tensor) -> None:
+    check_residual_name(d_residual)
     if d_weight is None:
         return
     if d_residual == "none":
@@ -110,6 +124,42 @@ def check_residual(d_residual: str, d_weight: Tensor | None, v: Tensor) -> None:
     if d_weight.shape != v.shape[2:3]:
         raise ValueError(f"d_weight must be [HV] = {v.shape[2:3]}, got {tuple(d_weight.shape)}")
     check_device("d_weight", d_weight, v)
+
+
+def check_layer(
+    sizes: dict[str, int], expand_v: float, rope_theta: float | None, d_residual: str
+) -> None:
+    """Sizes of GatedDeltaNet, by the names of its arguments."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    width, heads, value_heads = (sizes[x] for x in ("head_dim", "num_heads", "num_v_heads"))
+    columns = width * expand_v
+    if not math.isclose(round(columns), columns, rel_tol=1e-5) or columns < 1:
+        raise ValueError(
+            f"expand_v * head_dim must be a whole number, at least 1, got {expand_v} * {width}"
+        )
+    if value_heads % heads:
+        raise ValueError(f"num_v_heads must be a multiple of num_heads {heads}, got {value_heads}")
+    if rope_theta is not None and width % 2:
+        raise ValueError(f"rotary positions need an even head_dim, got {width}")
+    check_residual_name(d_residual)
+
+
+def check_tokens(x: Tensor, mask: Tensor | None, hidden_size: int) -> None:
+    """x [B, T, hidden_size], mask [B, T]."""
+    check_floating("x", x)
+    if x.ndim != 3 or x.shape[-1] != hidden_size:
+        raise ValueError(f"x must be [B, T, {hidden_size}], got {tuple(x.shape)}")
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        found = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(f"mask must be a bool tensor, got {found}")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"mask must be [B, T] = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+    if mask.device != x.device:
+        raise ValueError(f"mask must be on x's device {x.device}, got {mask.device}")
 
 
 def check_backend_or_fla(backend: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
+import pathlib
 import re
 import warnings
 from typing import Any
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 FLA_DTYPES = (torch.bfloat16, torch.float16)
 FLA_WIDEST_KEY = 256
 # fla's issue 640: what triton made of its backward pass on Hopper was wrong from 3.4.0 on and is
-# right again in 3.7.1. In between fla raises.
+# right again in 3.7.1. In between fla raises, unless tilelang is there to compute it.
 REFUSED_FROM, REFUSED_BELOW = (3, 4, 0), (3, 7, 1)
 
 
@@ -75,7 +75,7 @@ def fla_obstacle(q: Tensor, differentiates: bool) -> str | None:
     if differentiates and refuses_backward(q.device):
         return (
             "fla refuses its backward pass on Hopper with a triton from 3.4.0 to below 3.7.1, "
-            "whose gradients were wrong (its issue 640)"
+            "whose gradients were wrong (its issue 640), and without tilelang"
         )
     return None
 
@@ -83,19 +83,30 @@ def fla_obstacle(q: Tensor, differentiates: bool) -> str | None:
 @functools.cache
 def refuses_backward(device: torch.device) -> bool:
     hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and REFUSED_FROM <= triton_version() < REFUSED_BELOW
+    return hopper and REFUSED_FROM <= triton_version() < REFUSED_BELOW and not has("tilelang")
 
 
 def triton_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("triton"))[:3])
+    """What fla looks at; the distribution has other names, too."""
+    version: str = importlib.import_module("triton").__version__
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 @functools.cache
 def has_fla() -> bool:
+    """Whether fla-core is installed, which is not imported for it. There are other packages of the
+    name.
+    """
+    found = importlib.util.find_spec("fla") if has("fla") else None
+    folders = (found and found.submodule_search_locations) or ()
+    return any((pathlib.Path(folder) / "ops" / "gated_delta_rule").is_dir() for folder in folders)
+
+
+def has(package: str) -> bool:
     try:
-        return importlib.util.find_spec("fla") is not None
+        return importlib.util.find_spec(package) is not None
     except ValueError:
-        # sys.modules["fla"] is None: somebody has switched it off.
+        # It is None in sys.modules: somebody has switched it off.
         return False
 
 

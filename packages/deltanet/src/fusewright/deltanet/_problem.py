@@ -185,17 +185,18 @@ class Tables(NamedTuple):
 def tables_of(problem: Problem, cu_seqlens: Tensor | None) -> Tables:
     if cu_seqlens is None:
         return Tables(None, None)
-    begin, end = cu_seqlens[:-1].int(), cu_seqlens[1:].int()
-    ends = (end - begin + CHUNK - 1).div(CHUNK, rounding_mode="floor").cumsum(0)
+    # Nobody has read them: what is out of order must not lead out of memory.
+    bounds = cu_seqlens.clamp(0, problem.tokens).int().cummax(0).values
+    begin, end = bounds[:-1], bounds[1:]
+    length = end - begin
+    count = (length + (CHUNK - 1)).div(CHUNK, rounding_mode="floor")
+    ends = count.cumsum(0, dtype=torch.int32)
     first_chunk = torch.nn.functional.pad(ends[:-1], (1, 0))
-    chunk = torch.arange(problem.chunks, device=ends.device)
+    chunk = torch.arange(problem.chunks, dtype=torch.int32, device=ends.device)
     sequence = torch.searchsorted(ends, chunk, right=True).clamp(max=problem.sequences - 1)
-    first = begin[sequence] + CHUNK * (chunk - first_chunk[sequence])
-    count = (end[sequence] - first).clamp(0, CHUNK)
-    return Tables(
-        torch.stack((first, count), 1).int(),
-        torch.stack((begin, end - begin, first_chunk), 1).int(),
-    )
+    first = (begin - CHUNK * first_chunk)[sequence] + CHUNK * chunk
+    inside = (end[sequence] - first).clamp(0, CHUNK)
+    return Tables(torch.stack((first, inside), 1), torch.stack((begin, length, first_chunk), 1))
 
 
 def walks(operands: tuple[Kind, ...], shapes: Sequence[Strides]) -> tuple[tuple[bool, ...], list]:

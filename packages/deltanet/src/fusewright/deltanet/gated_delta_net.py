@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ._checks import RESIDUALS, check_backend_or_fla, check_floating, check_lengths
+from ._checks import check_backend_or_fla, check_layer, check_lengths, check_tokens
 from ._layers import GatedRMSNorm, ShortConvolution
 from .gated_delta_rule import Backend, Residual, gated_delta_rule
 from .gated_delta_rule_step import gated_delta_rule_step
@@ -96,12 +96,14 @@ class GatedDeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         check_backend_or_fla(backend)
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
         self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        sizes = dict(hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads)
+        sizes |= dict(num_v_heads=self.num_v_heads, conv_size=conv_size)
+        check_layer(sizes, expand_v, rope_theta, d_residual)
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
         self.head_v_dim = round(head_dim * expand_v)
         self.allow_neg_eigval, self.rope_theta = allow_neg_eigval, rope_theta
         self.d_residual, self.backend = d_residual, backend
-        self.check_sizes(expand_v, conv_size)
         keys, values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         linear: dict[str, Any] = dict(bias=False, **factory)
@@ -129,25 +131,6 @@ class GatedDeltaNet(nn.Module):
         self.reset_decays()
         for parameter in (self.A_log, self.dt_bias, self.o_norm.weight, *self.residual_weight()):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
-
-    def check_sizes(self, expand_v: float, conv_size: int) -> None:
-        if not math.isclose(self.head_v_dim, self.head_dim * expand_v, rel_tol=1e-5):
-            raise ValueError(
-                f"expand_v * head_dim must be a whole number, got {expand_v} * {self.head_dim}"
-            )
-        if self.num_v_heads % self.num_heads:
-            raise ValueError(
-                f"num_v_heads must be a multiple of num_heads {self.num_heads}, "
-                f"got {self.num_v_heads}"
-            )
-        if conv_size < 1:
-            raise ValueError(f"conv_size must be at least 1, got {conv_size}")
-        if self.rope_theta is not None and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
-        if self.d_residual not in RESIDUALS:
-            raise ValueError(
-                f"d_residual must be one of {', '.join(RESIDUALS)}, got {self.d_residual!r}"
-            )
 
     @torch.no_grad()
     def reset_decays(self) -> None:
@@ -177,7 +160,7 @@ class GatedDeltaNet(nn.Module):
         Raises:
             TypeError, ValueError: x, mask or cu_seqlens are not as above.
         """
-        self.check_input(x, mask)
+        check_tokens(x, mask, self.hidden_size)
         if cu_seqlens is not None:
             check_lengths(cu_seqlens, x)
         return self.run(x, mask, cu_seqlens, None)[0]
@@ -190,9 +173,18 @@ class GatedDeltaNet(nn.Module):
 
         Padding may stand before a row's first token; behind its last one it would count as tokens
         of zeros for the convolutions that follow.
+
+        Raises:
+            TypeError, ValueError: x or mask are not as in forward, or the cache is of another
+                number of rows.
         """
-        self.check_input(x, mask)
-        return self.run(x, mask, None, self.empty_cache(x) if cache is None else cache)
+        check_tokens(x, mask, self.hidden_size)
+        if cache is None:
+            cache = self.empty_cache(x)
+        elif cache.state.shape[0] != x.shape[0]:
+            rows = cache.state.shape[0]
+            raise ValueError(f"cache must be of x's {x.shape[0]} rows, got one of {rows}")
+        return self.run(x, mask, None, cache)
 
     def empty_cache(self, x: Tensor) -> DeltaNetCache:
         """What has read nothing, for rows like x's."""
@@ -206,19 +198,6 @@ class GatedDeltaNet(nn.Module):
 
     def convolutions(self) -> tuple[ShortConvolution, ...]:
         return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.use_short_conv else ()
-
-    def check_input(self, x: Tensor, mask: Tensor | None) -> None:
-        check_floating("x", x)
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x must be [B, T, {self.hidden_size}], got {tuple(x.shape)}")
-        if mask is not None:
-            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                found = getattr(mask, "dtype", type(mask).__name__)
-                raise TypeError(f"mask must be a bool tensor, got {found}")
-            if mask.shape != x.shape[:2]:
-                raise ValueError(
-                    f"mask must be [B, T] = {tuple(x.shape[:2])}, got {tuple(mask.shape)}"
-                )
 
     def run(
         self,
@@ -288,7 +267,7 @@ class GatedDeltaNet(nn.Module):
         if self.allow_neg_eigval:
             beta = 2.0 * beta
         dt = F.softplus(wide(self.a_proj(x)) + self.dt_bias)
-        return beta, -self.A_log.exp() * dt
+        return beta, -wide(self.A_log).exp() * dt
 
     def recurrence(
         self,

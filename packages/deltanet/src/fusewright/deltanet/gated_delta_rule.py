@@ -38,11 +38,11 @@ from ._backends import decline, launchers, uses_triton, without_autocast
 from ._checks import (
     autocast,
     check_backend_or_fla,
-    check_floating,
     check_residual,
     check_rule,
     checked_scale,
     dtype_of_state,
+    given_decay,
 )
 from ._fla import fla_obstacle, fla_rule, has_fla, takes_fla
 from ._registration import Derivative, Op, empty_grad, second_order
@@ -205,8 +205,9 @@ def gated_delta_rule(
             or the number of sequences.
         output_final_state: also return the state after the last token.
         cu_seqlens: ``[N + 1]``, int32 or int64, where sequences of different lengths begin and end
-            that lie one after the other in the only row: from 0 to T, never decreasing. It is not
-            read by the host, except by the reference.
+            that lie one after the other in the only row: from 0 to T, never decreasing; a number
+            out of range or order counts as the nearest that is not. Tokens that no sequence holds
+            have an o of zeros. Only the reference and fla have the host read it.
         d_residual: what o gets beside it: "none", "qk" for D (q_t . k_t) v_t, "v" for D v_t, for
             every head; scale is no part of it.
         d_weight: ``[HV]``, D; ones where left out.
@@ -218,7 +219,8 @@ def gated_delta_rule(
 
     Returns:
         A :class:`GatedDeltaRule`; o is contiguous.
-        What is not finite stays within its sequence and head.
+        What is not finite stays within its sequence and head, but may reach earlier tokens of its
+        own chunk.
 
     Differentiable in every tensor but cu_seqlens; twice, except by fla: the second derivative runs
     in plain torch.
@@ -230,16 +232,19 @@ def gated_delta_rule(
         RuntimeError: backend is "fla" or "triton" and cannot serve this call.
     """
     check_backend_or_fla(backend)
-    g = log_decay(g, alpha)
-    check_rule(q, k, v, g, beta, initial_state, cu_seqlens)
+    decay = given_decay(g, alpha)
+    check_rule(q, k, v, decay | {"beta": beta}, initial_state, cu_seqlens)
     check_residual(d_residual, d_weight, v)
     scale = checked_scale(scale, q)
     q, k, v = autocast(q, k, v)
+    g = decay["g"] if "g" in decay else log_decay(decay["alpha"])
     g, beta = (x.to(dtype_of_state(q)) for x in (g, beta))
     tensors = (q, k, v, g, beta, initial_state)
     served = served_by(q, v, tensors, backend)
     if served == "fla":
-        o, state = fla_rule(*tensors, cu_seqlens, scale)
+        # Of -inf fla would take differences, which are NaN.
+        finite = g.clamp(min=reference.least_decay(g.dtype))
+        o, state = fla_rule(q, k, v, finite, beta, initial_state, cu_seqlens, scale)
     elif served == "triton":
         o, state, *_ = _forward(*tensors, cu_seqlens, scale)
     else:
@@ -250,16 +255,9 @@ def gated_delta_rule(
     return GatedDeltaRule(o, state if output_final_state else None)
 
 
-def log_decay(g: Tensor | None, alpha: Tensor | None) -> Tensor:
-    """g, or the logarithm of alpha."""
-    if g is None:
-        if alpha is None:
-            raise ValueError("one of g and alpha must be given, got neither")
-        check_floating("alpha", alpha)
-        return reference.wide(alpha).clamp(min=LEAST_ALPHA).log()
-    if alpha is not None:
-        raise ValueError("one of g and alpha must be given, got both")
-    return g
+def log_decay(alpha: Tensor) -> Tensor:
+    """g of a decay."""
+    return reference.wide(alpha).clamp(min=LEAST_ALPHA).log()
 
 
 def served_by(q: Tensor, v: Tensor, tensors: Sequence[Tensor | None], backend: Backend) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from . import reference
 from ._backends import Backend, check_backend, decline, launchers, uses_triton, without_autocast
-from ._checks import check_step, checked_scale, dtype_of_state
+from ._checks import autocast, check_step, checked_scale, dtype_of_state
 from ._registration import Derivative, Op, second_order
 from .gated_delta_rule import WIDEST, GatedDeltaRule
 
@@ -70,7 +70,8 @@ def gated_delta_rule_step(
     """Read and write a state for one token of every row, by the gated delta rule.
 
     Args:
-        q, k: ``[B, H, K]``, of one dtype with v, fp32, bf16 or fp16 (the reference takes fp64 too).
+        q, k: ``[B, H, K]``, of one dtype with v, fp32, bf16 or fp16 (the reference takes fp64
+            too). Under autocast they are cast to its dtype.
         v: ``[B, HV, V]``, HV a multiple of H.
         g, beta: ``[B, HV]``, as in :func:`gated_delta_rule`.
         state: ``[B, HV, K, V]``, fp32 (fp64 beside fp64 q).
@@ -92,6 +93,7 @@ def gated_delta_rule_step(
     check_backend(backend)
     check_step(q, k, v, g, beta, state)
     scale = checked_scale(scale, q)
+    q, k, v = autocast(q, k, v)
     g, beta = (x.to(dtype_of_state(q)) for x in (g, beta))
     if uses_triton(q, backend) and serves(q, backend):
         return GatedDeltaRule(*_step(q, k, v, g, beta, state, scale))

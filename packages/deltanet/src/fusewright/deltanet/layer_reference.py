@@ -96,6 +96,8 @@ def rotated(x: Tensor, place: Tensor, theta: float) -> Tensor:
 def place_in_sequence(tokens: int, cu_seqlens: Tensor) -> Tensor:
     """``[T]``: how many tokens of its own sequence stand before each token."""
     token = torch.arange(tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    # As for the rule: nobody has read whether they are in order.
+    bounds = cu_seqlens.clamp(0, tokens).cummax(0).values
+    sequence = torch.searchsorted(bounds[1:].contiguous(), token, right=True)
     # Tokens behind the last sequence belong to none.
-    return token - cu_seqlens[sequence.clamp(max=cu_seqlens.numel() - 2)]
+    return token - bounds[sequence.clamp(max=bounds.numel() - 2)]

@@ -150,13 +150,17 @@ def by_sequence(
         state = wide(q).new_zeros(sequences, v.shape[2], q.shape[3], v.shape[3])
     if cu_seqlens is None:
         return function(*tensors, state)
-    bounds = cu_seqlens.tolist()  # sync: plain torch cuts sequences apart on the host
+    read = cu_seqlens.tolist()  # sync: plain torch cuts sequences apart on the host
+    # Out of order they are what the kernels make of them.
+    bounds = list(itertools.accumulate((min(max(x, 0), v.shape[1]) for x in read), max))
     parts = [
         function(*(x[:, first:end] for x in tensors), state[index : index + 1])
         for index, (first, end) in enumerate(itertools.pairwise(bounds))
     ]
     o, *others = zip(*parts, strict=True)
-    return torch.cat(o, 1), *(torch.cat(each) for each in others)
+    # Tokens that no sequence holds have zeros.
+    outside = 0, 0, 0, 0, bounds[0], v.shape[1] - bounds[-1]
+    return F.pad(torch.cat(o, 1), outside), *(torch.cat(each) for each in others)
 
 
 def chunked(
@@ -211,6 +215,9 @@ def chunked(
         state = kept + leaving[:, :, c].mT @ fresh
     o = (scale * torch.cat(out, 2)[:, :, :tokens]).transpose(1, 2).to(dtype)
     began = torch.stack(states, 2) if states else state.unsqueeze(2)[:, :, :0]
+    if not states:
+        # What is returned is nobody's operand.
+        state = state.clone()
 
     def of_chunks(x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(0, 1)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import itertools
 import pathlib
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
@@ -21,6 +20,7 @@ import torch
 import typer
 from fusewright.gsa import bench, sparse_attention
 from fusewright_testkit.bench import environment_name
+from fusewright_testkit.timing import event_time
 from matplotlib.figure import Figure
 
 BF16 = torch.bfloat16
@@ -70,25 +70,12 @@ def passes(op: Callable[..., Tensor], tensors: list[Tensor]) -> Iterator[tuple[s
     q, k, v, *others = tensors
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.no_grad():
-        yield "fwd", milliseconds(lambda: op(q, k, v, *others))
+        yield "fwd", event_time(lambda: op(q, k, v, *others)).ms
     g = torch.randn_like(q)
     yield (
         "fwd+bwd",
-        milliseconds(lambda: torch.autograd.grad(op(*leaves, *others), leaves, g)),
+        event_time(lambda: torch.autograd.grad(op(*leaves, *others), leaves, g)).ms,
     )
-
-
-def milliseconds(call: Callable[[], object], calls: int = 5) -> float:
-    call()
-    times = []
-    for _ in range(calls):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def measured(sizes: dict[int, tuple[int, ...]]) -> Iterator[dict[str, object]]:

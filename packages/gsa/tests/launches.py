@@ -67,7 +67,8 @@ def launch_loss(width: int, dtype: torch.dtype, selected: bool) -> None:
     lse = torch.empty(1, 8, 300)
     indices = torch.zeros(1, 300, 8, dtype=torch.int32) if selected else None
     operands = (*indexer(300, 64, dtype), torch.empty(()), q, q, lse, indices, None)
-    launch_divergence(*operands, 0.125, 0.125, True, 0)
+    for slopes in (True, False):
+        launch_divergence(*operands, 0.125, 0.125, True, 0, slopes=slopes)
 
 
 def indexer(tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

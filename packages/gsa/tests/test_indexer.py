@@ -83,6 +83,26 @@ def test_parts_of_a_sequence_are_the_whole(indexer, device):
         torch.testing.assert_close(part, whole[:, first:last, :last], rtol=0, atol=5e-7)
 
 
+@pytest.mark.parametrize("q_offset", [6, 2**31 - 2, 2**40])
+def test_rows_beyond_all_keys_see_all_of_them(indexer, backend, q_offset, device):
+    leaves = [x.requires_grad_() for x in indexer.draw((1, 5, 6, 2, 5), F32, device)]
+
+    def of(**options):
+        scores = indexer.public(*leaves, backend=backend, **options)
+        return [scores, *torch.autograd.grad(scores.square().sum(), leaves)]
+
+    for found, expected in zip(of(causal=True, q_offset=q_offset), of(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_gates_of_fp64_do_not_widen_the_scores(indexer, backend, device):
+    q, k, w, bias = indexer.draw((1, 5, 6, 2, 5), F32, device)
+    leaves = [x.double().requires_grad_() for x in (w, bias)]
+    scores = indexer.public(q, k, *leaves, backend=backend)
+    assert scores.dtype == F32
+    assert all(g.dtype == F64 for g in torch.autograd.grad(scores.sum(), leaves))
+
+
 def test_gradient_of_a_score_that_nobody_sees_counts_for_nothing(indexer, backend, device):
     leaves = [x.requires_grad_() for x in indexer.draw((1, 9, 9, 2, 5), F32, device)]
     g = torch.randn(1, 9, 9, device=device)

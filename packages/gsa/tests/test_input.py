@@ -91,6 +91,7 @@ BAD = [
     (lambda: kl(lse=LSE.int()), TypeError, "lse must be.*int32"),
     (lambda: kl(X, Y, LSE, S[:, None].expand(1, 4, 3, 2)), ValueError, r"\[batch, tokens, K\]"),
     (lambda: kl(temperature="hot"), TypeError, "temperature must be a number, got str"),
+    (lambda: kl(temperature=float("inf")), ValueError, "temperature must be from.*got inf"),
     (lambda: kl(temperature=B), ValueError, r"one number, got shape \(2,\)"),
     (lambda: kl(index_scale=-1.0), ValueError, "scale must be from.*got -1"),
 ]  # fmt: skip

@@ -7,10 +7,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.gsa import gated_indexer, indexer_kl_loss, sparse_attention_with_lse
+from fusewright.gsa import (
+    _divergence,
+    gated_indexer,
+    indexer_kl_loss,
+    sparse_attention_with_lse,
+)
+from fusewright.gsa._backends import available_backends
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+needs_kernels = pytest.mark.skipif("triton" not in available_backends(), reason="needs the kernels")
 
 
 def selection(tokens, slots, device):
@@ -34,6 +41,19 @@ def test_loss_and_gradients_are_as_near_to_fp64_as_torch(loss, shape, causal, de
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_low_precision_is_as_near_to_fp64_as_torch(loss, dtype, device):
     loss.check(loss.draw((1, 20, 33, 2, 8), dtype, device), causal=True, q_offset=13)
+
+
+@pytest.mark.parametrize("temperature", [40.0, -40.0])
+def test_peaked_softmax_is_as_near_to_fp64_as_torch(loss, temperature, device):
+    """Its differences to the target cancel: an error that all weights of a row share does not."""
+    torch.manual_seed(2)
+    *tensors, _ = loss.draw((1, 16, 130, 2, 8), F32, device)
+    loss.check([*tensors, torch.tensor(temperature, device=device)])
+
+
+def test_temperature_of_zero_is_an_even_softmax(loss, device):
+    *tensors, _ = loss.draw((1, 20, 33, 2, 8), F32, device)
+    loss.check([*tensors, torch.tensor(0.0, device=device)], causal=True, q_offset=13)
 
 
 def test_selected_keys_alone_count(loss, device):
@@ -97,6 +117,45 @@ def test_no_rows_or_no_keys_are_a_loss_of_zero(loss, shape, backend, device):
     grads = torch.autograd.grad(found, leaves)
     assert [g.shape for g in grads] == [x.shape for x in leaves]
     assert not any(g.any() for g in grads)
+
+
+@needs_kernels
+def test_rows_that_lie_far_apart_are_copied(loss, monkeypatch, device):
+    """Offsets inside a tile are 32-bit numbers."""
+    strides = []
+
+    def recorded(q, k, *others):
+        strides.extend((q.stride(1), k.stride(1)))
+        return launch_target(q, k, *others)
+
+    launch_target = _divergence.launch_target
+    monkeypatch.setattr(_divergence, "launch_target", recorded)
+    monkeypatch.setattr(_divergence, "MAX_ROW_STRIDE", 40)
+    tensors = loss.draw((1, 5, 6, 2, 5), F32, device)
+    q, k, lse = loss.attention(*tensors[:2])
+    far = [torch.cat([x, x], -2)[..., : x.shape[-2], :] for x in (q, k)]
+    found = loss.kernels(*tensors, attention=(*far, lse))
+    assert torch.equal(found, loss.kernels(*tensors, attention=(q, k, lse)))
+    assert max(strides) <= 40
+
+
+@pytest.mark.parametrize("wide", ["q", "lse", "w"])
+def test_loss_is_in_the_precision_of_the_indexer(loss, wide, device):
+    tensors = loss.draw((1, 5, 6, 2, 5), F32, device)
+    q, k, lse = loss.attention(*tensors[:2])
+    if wide == "q":
+        q, k = q.double(), k.double()
+        with pytest.raises(RuntimeError, match=r"not torch\.float64"):
+            loss.kernels(*tensors, attention=(q, k, lse))
+    elif wide == "lse":
+        lse = lse.double()
+    else:
+        tensors[2], tensors[3] = tensors[2].double(), tensors[3].double()
+    leaves = [x.requires_grad_() for x in tensors]
+    found = loss.public(*leaves, attention=(q, k, lse), backend="auto")
+    assert found.dtype == F32
+    grads = torch.autograd.grad(found, leaves)
+    assert [g.dtype for g in grads] == [x.dtype for x in leaves]
 
 
 def test_temperature_may_be_a_number(loss, backend, device):

@@ -87,6 +87,57 @@ def test_cache_takes_tokens_in_their_order():
     assert torch.equal(index_keys, new[2])
 
 
+def test_cache_refuses_other_sequences_and_stays_as_it_is():
+    attention = layer().eval()
+    cache = attention.new_cache(4, 7)
+    for batches in (1, 2):
+        with pytest.raises(ValueError, match=rf"takes \(4, 3, 2, 8\), got \({batches}, 3, 2, 8\)"):
+            attention.decode(tokens(3, batches=batches), cache)
+    assert (cache.length, cache.keys.any()) == (0, False)
+
+
+@pytest.mark.parametrize("shape", [(7, 24), (1, 7, 23), (24,)])
+def test_tokens_of_another_shape_are_refused(shape):
+    attention = layer()
+    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 24\], got"):
+        attention(torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 24\], got"):
+        attention.decode(torch.zeros(shape), attention.new_cache(1, 9))
+
+
+@pytest.mark.parametrize("convert", [torch.nn.Module.bfloat16, torch.nn.Module.half])
+def test_average_of_the_variance_stays_in_fp32(convert):
+    attention = layer()
+    attention(tokens())
+    average = attention.variance_ema.clone()
+    converted = convert(attention)
+    assert converted.q_proj.weight.dtype != F32
+    assert converted.variance_ema.dtype == F32
+    assert torch.equal(converted.variance_ema, average)
+    assert torch.equal(converted.state_dict()["variance_ema"], average)
+    assert converted.to("meta").variance_ema.is_meta
+
+
+@pytest.mark.parametrize("path", ["queries", "tiles"])
+def test_path_is_that_of_the_caller(path, device, monkeypatch):
+    from fusewright.gsa import gated_sparse_attention
+
+    paths = []
+
+    def recorded(*arguments, path="auto", **options):
+        paths.append(path)
+        return attend(*arguments, path=path, **options)
+
+    attend = gated_sparse_attention.sparse_attention_with_lse
+    monkeypatch.setattr(gated_sparse_attention, "sparse_attention_with_lse", recorded)
+    attention = layer("triton", device=device, path=path).eval()
+    x = tokens(device=device)
+    y, _ = attention(x)
+    torch.testing.assert_close(y, layer("triton", device=device).eval()(x)[0])
+    attention.decode(x, attention.new_cache(1, 11))
+    assert paths == [path, "auto", "auto"]
+
+
 def test_every_parameter_learns_and_the_indexer_by_its_loss_alone(backend, device):
     attention = layer(backend, device=device)
     x = tokens(device=device).requires_grad_()
@@ -170,10 +221,24 @@ def test_few_tokens_are_all_attended_to(backend, count, device):
         (dict(law="best"), "got 'best'"),
         (dict(backend="cuda"), "got 'cuda'"),
         (dict(index_width=0), "index_width must be at least 1, got 0"),
+        (dict(index_width=257), "index_width must be from 1 to 256, got 257"),
+        (dict(head_width=258), "head_width must be from 1 to 256, got 258"),
+        (dict(head_width=0), "head_width must be at least 1, got 0"),
+        (dict(key_heads=0), "key_heads must be at least 1, got 0"),
+        (dict(width=30), "width must be a multiple of heads .*, got 30, 4"),
+        (dict(ema_decay=1.5), "ema_decay must be from 0 to 1, got 1.5"),
+        (dict(rope_base=-1.0), "rope_base must be from .*, got -1"),
+        (dict(temperature=float("nan")), "temperature must be from .*, got nan"),
+        (dict(path="rows"), "got 'rows'"),
     ],
     ids=str,
 )
 def test_bad_options_are_told_what_was_wanted_and_what_came(options, message):
     counts = dict(k_base=5, k_min=2, k_max=8, sinks=1)
     with pytest.raises(ValueError, match=message):
-        GatedSparseAttention(32, 4, **counts | options)
+        GatedSparseAttention(**dict(width=32, heads=4) | counts | options)
+
+
+def test_temperature_that_is_no_number_is_refused():
+    with pytest.raises(TypeError, match="temperature must be a number, got str"):
+        GatedSparseAttention(32, 4, temperature="hot")

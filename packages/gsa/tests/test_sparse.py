@@ -71,6 +71,24 @@ def test_queries_without_keys_are_zero(sparse, backend, device):
     assert not grads[0][0, 1:].any()
 
 
+@pytest.mark.parametrize("path", ["queries", "tiles"])
+def test_infinite_scores_do_what_is_written(sparse, path, backend, device):
+    """-inf weighs nothing, nothing else is no key; inf and NaN make their query NaN, none other."""
+    q = torch.full((1, 5, 1, 8), 1e20, device=device)
+    k, v = (torch.rand(1, 6, 1, 8, device=device) / 1e20 for _ in "kv")
+    k[0, 1:3], k[0, 3], q[0, 4] = -1e20, 1e20, math.nan
+    indices = torch.tensor([[[0, 1], [1, 2], [0, 3], [0, 5], [0, 5]]], device=device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, lse = sparse.public(*leaves, indices, None, path=path, backend=backend)
+    assert torch.equal(o[0, 0], v[0, 0])
+    assert not o[0, 1].any()
+    assert lse[0, 0, 1] == -math.inf
+    assert o[0, [2, 4]].isnan().all()
+    assert lse[0, 0, [2, 4]].isnan().all()
+    assert o[0, 3].isfinite().all()
+    assert not torch.autograd.grad(o[0, [0, 1, 3]].sum(), q)[0][0, 1].any()
+
+
 def test_slots_that_hold_no_key_read_nothing(sparse, device):
     q, k, v = sparse.draw((1, 3, 9, 2, 8), F32, device)
     indices = torch.tensor([[[1, -5, 4, 2**31 - 1, 7, 9]] * 3], device=device, dtype=torch.int32)

@@ -87,6 +87,16 @@ def test_nothing_to_select_is_an_empty_selection(indexer, backend, shape, device
     assert not stats.variance.any()
 
 
+@pytest.mark.parametrize("law", LAWS)
+def test_same_inputs_same_bits(indexer, search, law, device):
+    ema = torch.tensor(0.04, device=device)
+    tensors = indexer.draw((1, 5, 30, 2, 8), BF16, device)
+    one, other = (topk(tensors, law=law, q_offset=25, variance_ema=ema) for _ in range(2))
+    pairs = [(one[0], other[0]), (one[1], other[1]), (one[2].variance, other[2].variance)]
+    assert all(torch.equal(found, again) for found, again in pairs)
+    assert law != "entropy" or torch.equal(one[2].entropy, other[2].entropy)
+
+
 def test_indices_ascend_and_end_with_nothing(indexer, backend, device):
     tensors = indexer.draw((2, 20, 20, 2, 8), F32, device)
     indices, count, _ = topk(tensors, backend, law="proportional", sinks=2)
@@ -128,6 +138,15 @@ def test_parts_of_a_sequence_select_as_the_whole(indexer, backend, device):
         )
         assert torch.equal(part[0], whole[0][:, first:last])
         assert torch.equal(part[1], whole[1][:, first:last])
+
+
+@pytest.mark.parametrize("q_offset", [2**31 - 2, 2**40])
+def test_rows_beyond_all_keys_select_among_all_of_them(indexer, backend, q_offset, device):
+    tensors = indexer.draw((1, 5, 20, 2, 8), F32, device)
+    found = topk(tensors, backend, q_offset=q_offset, sinks=1)
+    expected = topk(tensors, backend, causal=False, sinks=1)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
 
 
 def test_variance_is_of_the_keys_that_a_row_sees(indexer, backend, device):

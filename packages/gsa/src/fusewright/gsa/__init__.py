@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from ._backends import Backend, available_backends
 from ._checks import Law, Path
 from .gated_indexer import gated_indexer
-from .gated_sparse_attention import GatedSparseAttention, KeyCache, Selection
+from .gated_sparse_attention import GatedSparseAttention, Selection
 from .indexer_kl_loss import indexer_kl_loss
 from .indexer_topk import SelectionStats, indexer_topk
+from .key_cache import KeyCache
 from .sparse_attention import sparse_attention, sparse_attention_with_lse
 
 try:

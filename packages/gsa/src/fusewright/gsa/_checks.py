@@ -180,8 +180,7 @@ def checked_temperature(temperature: torch.Tensor | float, q: torch.Tensor) -> t
             )
         check_device("temperature", temperature, q)
         return temperature
-    if isinstance(temperature, bool) or not isinstance(temperature, (float, numbers.Real)):
-        raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
+    check_between("temperature", temperature, -HIGHEST_SCALE, HIGHEST_SCALE)
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.full((), float(temperature), dtype=wide, device=q.device)
 
@@ -253,6 +252,19 @@ def check_whole(name: str, number: int) -> None:
         raise TypeError(f"{name} must be a whole number, got {type(number).__name__}")
 
 
+def check_between(name: str, number: float, lowest: float, highest: float) -> None:
+    """A number that is neither below the one nor above the other."""
+    if isinstance(number, bool) or not isinstance(number, (float, numbers.Real)):
+        raise TypeError(f"{name} must be a number, got {type(number).__name__}")
+    if not lowest <= number <= highest:
+        raise ValueError(f"{name} must be from {lowest:.3g} to {highest:.3g}, got {number:.3g}")
+
+
+def check_tokens(x: torch.Tensor, width: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != width:
+        raise ValueError(f"x must be [batch, tokens, {width}], got {tuple(x.shape)}")
+
+
 def check_floating(name: str, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -276,12 +288,7 @@ def checked_scale(scale: float | None, width: int) -> float:
     """The factor of the products as a float; 1 / sqrt(width) where it is left out."""
     if scale is None:
         return 1.0 / math.sqrt(width)
-    if isinstance(scale, bool) or not isinstance(scale, (float, numbers.Real)):
-        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    if not LOWEST_SCALE <= scale <= HIGHEST_SCALE:
-        raise ValueError(
-            f"scale must be from {LOWEST_SCALE:.3g} to {HIGHEST_SCALE:.3g}, got {scale:.3g}"
-        )
+    check_between("scale", scale, LOWEST_SCALE, HIGHEST_SCALE)
     return float(scale)
 
 

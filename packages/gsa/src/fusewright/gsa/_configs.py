@@ -130,7 +130,10 @@ SCORES_DQ = (
 )
 SCORES_DK = (
     TileConfig(64, 2, queries=64, keys=32, num_warps=4, num_stages=2, hopper=True),
-    *SCORES_DQ[1:],
+    *SCORES_DQ[1:3],
+    TileConfig(64, 4, queries=32, keys=16, num_warps=4, num_stages=1, hopper=True),
+    TileConfig(256, 4, queries=16, keys=16, num_warps=8, num_stages=1, hopper=True),
+    TileConfig(256, 4, queries=16, keys=16, num_warps=4, num_stages=1),
 )
 # So many are computed before they are used, and stay in the L2 cache of a card.
 SCORES_AT_A_TIME = 1 << 23
@@ -179,7 +182,8 @@ SPARSE_DQ = (
 SPARSE_DKDV = (
     GatherConfig(64, 4, rows=32, num_warps=4, num_stages=2),
     GatherConfig(128, 4, rows=16, num_warps=4, num_stages=2),
-    GatherConfig(256, 4, rows=16, num_warps=4, num_stages=1),
+    GatherConfig(256, 4, rows=16, num_warps=4, num_stages=1, hopper=True),
+    GatherConfig(256, 4, rows=8, num_warps=4, num_stages=1),
 )
 # So many queries of a key are one program's; the sums of more are added afterwards.
 LIST_SEGMENT = 4096
@@ -197,7 +201,8 @@ UNION_DQ = (
     UnionConfig(128, 2, rows=64, columns=64, num_warps=4, num_stages=2, hopper=True),
     UnionConfig(128, 2, rows=64, columns=32, num_warps=8, num_stages=2),
     UnionConfig(256, 2, rows=32, columns=32, num_warps=4, num_stages=1),
-    UnionConfig(64, 4, rows=16, columns=32, num_warps=4, num_stages=1),
+    UnionConfig(64, 4, rows=16, columns=32, num_warps=4, num_stages=1, hopper=True),
+    UnionConfig(64, 4, rows=16, columns=32, num_warps=8, num_stages=1),
     UnionConfig(256, 4, rows=16, columns=16, num_warps=8, num_stages=1),
 )
 UNION_DKDV = (
@@ -205,14 +210,16 @@ UNION_DKDV = (
     UnionConfig(128, 2, rows=64, columns=32, num_warps=4, num_stages=2, hopper=True),
     UnionConfig(128, 2, rows=64, columns=32, num_warps=8, num_stages=2),
     UnionConfig(256, 2, rows=32, columns=16, num_warps=4, num_stages=1),
-    UnionConfig(64, 4, rows=32, columns=16, num_warps=4, num_stages=1),
-    UnionConfig(256, 4, rows=16, columns=32, num_warps=8, num_stages=1),
+    UnionConfig(64, 4, rows=32, columns=16, num_warps=4, num_stages=1, hopper=True),
+    UnionConfig(64, 4, rows=32, columns=32, num_warps=8, num_stages=1),
+    UnionConfig(256, 4, rows=16, columns=32, num_warps=8, num_stages=1, hopper=True),
+    UnionConfig(256, 4, rows=16, columns=32, num_warps=4, num_stages=1),
 )
 MEMBERS = ListConfig(block=512, num_warps=4)
 KEYS_OF_TILES = ListConfig(block=1024, num_warps=8)
 QUERIES_OF_TILES = ListConfig(block=1024, num_warps=4)
-# Bits for so many pairs of a query and a key are held at a time, and lists of about twice their
-# size beside them: 128 MiB of bits.
+# Bits for so many pairs of a query and a key are held at a time, 128 MiB of bits, and lists beside
+# them: no more than five times the int32 indices of these queries, or four times the bits.
 MEMBERS_AT_A_TIME = 1 << 30
 # The rule that chooses a path, in bytes gathered and operations multiplied a second. For short
 # numbers: docs/decisions/0014-tiles-h200.csv, products of selections drawn at random and of as many

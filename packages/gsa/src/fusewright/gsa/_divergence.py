@@ -12,7 +12,7 @@ import triton
 from ._backends import card_of, interpreted
 from ._configs import DIVERGENCE, SCORES_AT_A_TIME, TARGET, block_width, line_of
 from ._divergence_kernels import _divergence_kernel, _target_kernel
-from ._indexer_problem import Shape, grid_of, precision_of
+from ._indexer_problem import MAX_ROW_STRIDE, Shape, grid_of, precision_of
 from ._launch import Kind, Launch, is_current, kinds
 from ._scores import launch_scores, launch_scores_backward
 
@@ -48,7 +48,8 @@ def launch_divergence(
                 *(index_scale, scale, causal, q_offset, slopes),
             )
     batches, queries = q.shape[:2]
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q_offset = min(q_offset, k.shape[1])
+    q, k = (x if has_near_rows(x) else x.contiguous() for x in (q, k))
     temperature = temperature.detach().float().contiguous()
     divergences: list[Tensor] = []
     steepness: list[Tensor] = []
@@ -96,6 +97,11 @@ def launch_divergence(
         torch.stack(dbias).sum(0) * factor,
         torch.cat(steepness, 1).sum() * share,
     )
+
+
+def has_near_rows(x: Tensor) -> bool:
+    """Whether the kernels can read q or k as it is."""
+    return x.stride(-1) == 1 and x.stride(1) <= MAX_ROW_STRIDE
 
 
 def parts_of(

@@ -9,6 +9,9 @@ import triton.language as tl
 
 from ._tiles import LOG2_E, LOG_2, load_rows, product
 
+# Below every score, and finite: its distance to itself is zero.
+LOWEST = tl.constexpr(-1e30)
+
 
 @triton.jit
 def _target_kernel(
@@ -109,8 +112,13 @@ def _divergence_kernel(
     to_member = row * members_stride
     step = tl.arange(0, BLOCK)
     temperature = tl.load(temperature_ptr).to(tl.float32)
+    # Exponents are distances of scores to the one that weighs most: rounding a logarithm of z, or a
+    # score times the temperature, would move all weights of a row at once, and their differences to
+    # the target cancel.
+    sign = tl.where(temperature < 0.0, -1.0, 1.0)
+    factor = sign * temperature * LOG2_E
 
-    m = tl.full([BLOCK], float("-inf"), tl.float32)
+    highest = tl.full([BLOCK], LOWEST, tl.float32)
     z = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -118,26 +126,26 @@ def _divergence_kernel(
         key = start + step
         counts = counted_keys(members_ptr, to_member, key, visible, HAS_MEMBERS)
         score = tl.load(scores_at + key, mask=counts, other=0.0)
-        x = tl.where(counts, score * temperature * LOG2_E, float("-inf"))
-        m_next = tl.maximum(m, x)
-        finite = tl.where(m_next == float("-inf"), 0.0, m_next)
-        rescale, weight = tl.exp2(m - finite), tl.exp2(x - finite)
+        height = tl.where(counts, sign * score, LOWEST)
+        next_highest = tl.maximum(highest, height)
+        rescale = tl.exp2((highest - next_highest) * factor)
+        weight = tl.where(counts, tl.exp2((height - next_highest) * factor), 0.0)
         z = z * rescale + weight
         weighted = weighted * rescale + weight * score
-        m = m_next
+        highest = next_highest
         total += tl.load(target_at + key, mask=counts, other=0.0)
-    highest = tl.max(m, 0)
-    finite = tl.where(highest == float("-inf"), 0.0, highest)
-    rescale = tl.exp2(m - finite)
+    top = tl.max(highest, 0)
+    rescale = tl.exp2((highest - top) * factor)
     z_all = tl.sum(z * rescale, 0)
-    z_all = tl.where(z_all == 0.0, 1.0, z_all)
-    log_z = finite + tl.log2(z_all)
+    # A row without keys has no sum, and nothing to take distances to.
+    top, z_all = tl.where(z_all == 0.0, 0.0, top), tl.where(z_all == 0.0, 1.0, z_all)
+    log_z, share_z = tl.log2(z_all), tl.div_rn(1.0, z_all)
     # The differences of a row add to zero: against the mean of its scores none of their rounding
     # errors is multiplied by a whole score.
-    middle = tl.sum(weighted * rescale, 0) / z_all
+    middle = tl.sum(weighted * rescale, 0) * share_z
     mass = tl.sum(total, 0)
     # A row without target asks for nothing.
-    share = tl.where(mass > 0.0, 1.0 / tl.where(mass > 0.0, mass, 1.0), 0.0)
+    share = tl.where(mass > 0.0, tl.div_rn(1.0, tl.where(mass > 0.0, mass, 1.0)), 0.0)
 
     loss = tl.zeros([BLOCK], tl.float32)
     slope = tl.zeros([BLOCK], tl.float32)
@@ -145,11 +153,11 @@ def _divergence_kernel(
         key = start + step
         counts = counted_keys(members_ptr, to_member, key, visible, HAS_MEMBERS)
         score = tl.load(scores_at + key, mask=counts, other=0.0)
-        x = score * temperature * LOG2_E - log_z
+        x = (sign * score - top) * factor
         p = tl.load(target_at + key, mask=counts, other=0.0) * share
-        loss += tl.where(p > 0.0, p * (tl.log2(tl.where(p > 0.0, p, 1.0)) - x), 0.0)
+        loss += tl.where(p > 0.0, p * (tl.log2(tl.where(p > 0.0, p, 1.0)) - x + log_z), 0.0)
         if WITH_SLOPES:
-            g = tl.where(counts, tl.exp2(x) - p, 0.0)
+            g = tl.where(counts, tl.exp2(x) * share_z - p, 0.0)
             g = tl.where(mass > 0.0, g, 0.0)
             slope += g * (score - middle)
             tl.store(scores_at + key, g, mask=key < keys)

@@ -70,7 +70,8 @@ def indexer_of(
     copies += [False, bias[1] != (1,)]
     strides += w[1]
     return Indexer(
-        *(batches, queries, keys, heads, width, causal, offset),
+        # From there on a row sees every key: sums of positions stay below 2**31.
+        *(batches, queries, keys, heads, width, causal, min(offset, keys)),
         # What the tiles are multiplied in is that of q and k.
         dtype=q[0],
         device=device,

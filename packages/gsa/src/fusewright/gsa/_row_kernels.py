@@ -150,8 +150,10 @@ def entropy_of(
             weight, log = weights_of(load_scores(corner, start, visible, BLOCK), highest)
             weights += sum_of_runs(weight, BLOCK, RUNS)
             logs += sum_of_runs(log, BLOCK, RUNS)
-    total = tl.sum(weights, 0)
-    entropy = tl.log2(total) * LOG_2 - tl.sum(logs, 0) / total
+    both = tl.sum(tl.join(weights, logs), 0)
+    first = tl.arange(0, 2) == 0
+    total, logs = tl.sum(tl.where(first, both, 0.0), 0), tl.sum(tl.where(first, 0.0, both), 0)
+    entropy = tl.log2(total) * LOG_2 - logs / total
     most = tl.log2(tl.cast(visible + 1, tl.float32)) * LOG_2
     return tl.where(visible > 0, tl.div_rn(entropy, most), 0.0)
 

@@ -42,7 +42,7 @@ def selection_of(
     last = slots
     if HAS_COUNT:
         count_ptr, batch_stride, head_stride, row_stride = count_source
-        count_at = count_ptr + batch * batch_stride + group * head_stride
+        count_at = count_ptr + batch * batch_stride + group.to(tl.int64) * head_stride
         count = tl.load(count_at + query.to(tl.int64) * row_stride)
         last = tl.minimum(count, slots).to(tl.int32)
     return at, last

@@ -14,16 +14,27 @@ Gated Sparse Attention, arXiv 2601.15305; Su et al., RoFormer, arXiv 2104.09864.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ._backends import Backend, check_backend
-from ._checks import Law, check_law, checked_count
+from ._checks import (
+    HIGHEST_SCALE,
+    LOWEST_SCALE,
+    MAX_WIDTH,
+    Law,
+    Path,
+    check_between,
+    check_law,
+    check_path,
+    check_tokens,
+    checked_count,
+)
 from .indexer_kl_loss import indexer_kl_loss
 from .indexer_topk import indexer_topk
+from .key_cache import KeyCache
 from .sparse_attention import sparse_attention_with_lse
 
 Tensor = torch.Tensor
@@ -41,35 +52,6 @@ class Selection(NamedTuple):
     count: Tensor  # type: ignore[assignment]
 
 
-@dataclass
-class KeyCache:
-    """Keys, values and indexer keys of the tokens so far, in memory for ``capacity`` of them."""
-
-    keys: Tensor
-    values: Tensor
-    index_keys: Tensor
-    length: int = 0
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[1]
-
-    def extend(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append tokens; all tokens' keys, values and indexer keys.
-
-        Raises:
-            ValueError: more tokens than there is memory for.
-        """
-        first, last = self.length, self.length + new[0].shape[1]
-        if last > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} tokens, got {last}")
-        memory = (self.keys, self.values, self.index_keys)
-        for held, x in zip(memory, new, strict=True):
-            held[:, first:last] = x
-        self.length = last
-        return tuple(held[:, :last] for held in memory)
-
-
 class GatedSparseAttention(nn.Module):
     """Causal self-attention of ``[B, T, width]`` to the keys that an indexer selects.
 
@@ -77,15 +59,21 @@ class GatedSparseAttention(nn.Module):
         width: of the input and the output.
         heads, key_heads: query heads, and the heads of keys that they share in groups (None: as
             many).
-        head_width: None takes width / heads; even, up to 256.
-        index_heads, index_width: the indexer's.
+        head_width: None takes width / heads, which must be whole; even, up to 256.
+        index_heads, index_width: the indexer's; the width is up to 256.
         k_base, k_min, k_max, law, sinks: how many keys a query selects, see :func:`indexer_topk`.
         rope_base: base of the rotary frequencies.
         temperature: where the indexer's learned temperature starts, about the logarithm of the
             number of tokens.
         ema_decay: of the running average of the scores' variance, which follows what is selected in
-            training mode.
+            training mode. It stays in fp32 whatever the parameters are converted to.
+        path: as in :func:`sparse_attention`, of whole sequences: "tiles" where neighbouring tokens
+            select alike, as a trained indexer's often do. Decoding chooses by itself.
         backend: as in :func:`sparse_attention`.
+
+    Raises:
+        TypeError: a number is of a wrong kind.
+        ValueError: a number is out of its range; law, path or backend is unknown.
     """
 
     variance_ema: Tensor
@@ -107,27 +95,43 @@ class GatedSparseAttention(nn.Module):
         rope_base: float = 10_000.0,
         temperature: float = 8.0,
         ema_decay: float = 0.99,
+        path: Path = "auto",
         backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_backend(backend)
+        check_path(path)
         check_law(law, k_base, k_min, k_max, sinks)
         for name, number in (("width", width), ("heads", heads), ("index_heads", index_heads)):
             checked_count(name, number)
-        self.heads, self.key_heads = heads, checked_count("key_heads", key_heads or heads)
+        self.heads = heads
+        self.key_heads = checked_count("key_heads", heads if key_heads is None else key_heads)
         if heads % self.key_heads:
             raise ValueError(f"heads must be a multiple of key_heads, got {heads}, {key_heads}")
-        self.head_width = checked_count("head_width", head_width or width // heads)
+        if head_width is None and width % heads:
+            raise ValueError(
+                f"width must be a multiple of heads beside no head_width, got {width}, {heads}"
+            )
+        self.width = width
+        self.head_width = checked_count(
+            "head_width", width // heads if head_width is None else head_width
+        )
         if self.head_width % 2:
             raise ValueError(f"head_width must be even, got {self.head_width}")
         self.index_heads = index_heads
         self.index_width = checked_count("index_width", index_width)
+        check_between("head_width", self.head_width, 1, MAX_WIDTH)
+        check_between("index_width", index_width, 1, MAX_WIDTH)
+        check_between("ema_decay", ema_decay, 0.0, 1.0)
+        check_between("rope_base", rope_base, LOWEST_SCALE, HIGHEST_SCALE)
+        check_between("temperature", temperature, -HIGHEST_SCALE, HIGHEST_SCALE)
         self.counts: dict[str, Any] = dict(
             k_base=k_base, k_min=k_min, k_max=k_max, law=law, sinks=sinks
         )
-        self.rope_base, self.ema_decay, self.backend = rope_base, ema_decay, backend
+        self.rope_base, self.ema_decay = rope_base, ema_decay
+        self.path, self.backend = path, backend
 
         place: dict[str, Any] = dict(device=device, dtype=dtype)
         inner, shared = self.heads * self.head_width, self.key_heads * self.head_width
@@ -187,6 +191,7 @@ class GatedSparseAttention(nn.Module):
         """What :meth:`forward` in evaluation mode gives for the next tokens ``[B, t, width]`` of
         sequences whose first tokens are in the cache, which takes these up. No gradients.
         """
+        check_tokens(x, self.width)
         position = cache.length
         q, k, v = self._heads(x, position)
         q_index, k_index, w = self._index(x)
@@ -199,14 +204,25 @@ class GatedSparseAttention(nn.Module):
         counts = ", ".join(f"{name}={value}" for name, value in self.counts.items())
         return f"heads={self.heads}, key_heads={self.key_heads}, {counts}"
 
+    def _apply(self, fn, recurse=True):
+        average = self.variance_ema
+        super()._apply(fn, recurse)
+        if self.variance_ema.dtype != average.dtype:
+            # In bf16 an average that moves by a hundredth would stand still.
+            self.variance_ema = average.to(self.variance_ema.device)
+        return self
+
     def _attend(self, x, selection):
+        check_tokens(x, self.width)
         q, k, v = self._heads(x, 0)
         index = self._index(x)
         if selection is None:
             selection, variance = self._select(index, 0)
             if self.training:
                 self._follow(variance)
-        o, lse = sparse_attention_with_lse(q, k, v, *selection, backend=self.backend)
+        o, lse = sparse_attention_with_lse(
+            q, k, v, *selection, path=self.path, backend=self.backend
+        )
         return self._output(o, x), selection, index, q, k, lse
 
     def _heads(self, x: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,7 +248,7 @@ class GatedSparseAttention(nn.Module):
         indices, count, stats = indexer_topk(
             *(q, k, w, self.index_bias),
             **self.counts,
-            variance_ema=self.variance_ema.float(),
+            variance_ema=self.variance_ema,
             q_offset=position,
             backend=self.backend,
         )

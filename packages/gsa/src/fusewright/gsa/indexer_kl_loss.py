@@ -171,8 +171,8 @@ def indexer_kl_loss(
             keys that count here.
         indices, count: ``[B, T, K]`` and ``[B, T]`` as in :func:`sparse_attention`: only the
             selected keys count, of those that a row sees. None: all that it sees.
-        temperature: what the scores are multiplied with, one number or a tensor of one, which may
-            learn.
+        temperature: what the scores are multiplied with, one finite number or a tensor of one,
+            which may learn.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve. The reference holds all scores.
 
@@ -204,7 +204,7 @@ def indexer_kl_loss(
     q, k, lse = (x.detach() for x in (q, k, lse))
     operands = (q_index, k_index, w, bias, temperature, q, k, lse, indices, count)
     options = (index_scale, scale, bool(causal), q_offset)
-    if not uses_triton(q_index, backend):
+    if not (uses_triton(q_index, backend) and uses_triton(q, backend)):
         with without_autocast(q.device):
             return reference.indexer_kl_loss(*operands, **_named(options))
     return _loss(*operands, *options)[0]

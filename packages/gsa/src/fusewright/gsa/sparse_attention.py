@@ -178,9 +178,10 @@ def sparse_attention(
         scale: factor of the scores, positive; None takes 1 / sqrt(D).
         path: "queries" gathers the keys of each query, "tiles" multiplies tiles of queries and the
             union of their keys; "auto" chooses for each pass by the sizes alone, as the rates in
-            ``_configs.PATHS`` say: about tiles where T is below 80 K Hkv / H. A key with an
-            infinity or a NaN reaches by tiles neighbouring queries that have not selected it. The
-            reference knows no paths.
+            ``_configs.PATHS`` say, as if every query had selected at random: about tiles where T is
+            below 80 K Hkv / H. Whose neighbouring queries select alike says "tiles" for longer
+            sequences too. A key or value with an infinity or a NaN reaches by tiles neighbouring
+            queries that have not selected it, and all in the reference, which knows no paths.
         dense_below: where Tkv is below it, the selection is set aside and each query attends to all
             keys up to its position, the last of the queries standing at the last key: dense causal
             attention, another function than the selection's. 0: never.
@@ -192,7 +193,9 @@ def sparse_attention(
 
     Returns:
         ``[B, T, H, D]``, contiguous, in q's dtype. Zero, with gradients of zero, for a query
-        without keys. Nothing here is causal: a query attends to what was selected for it.
+        without keys. A score of -inf weighs nothing, and a query without any other is one without
+        keys; a score that is inf or NaN makes its query NaN. Nothing here is causal: a query
+        attends to what was selected for it.
 
     fp32 products are exact unless torch multiplies fp32 matrices in TF32
     (``torch.backends.cuda.matmul.fp32_precision``). Differentiable in q, k and v, twice; the second

@@ -120,6 +120,7 @@ def test_peer_has_as_many_parameters_as_ours(monkeypatch, preset):
     ("arguments", "message"),
     [
         (["--shape", "64"], "a shape is B,T such as 4,4096; got '64'"),
+        (["--shape", "4,1"], "T must be at least 2, for a token after next; got 1"),
         (["--provider", "jax"], "provider must be of fusewright, .*; got 'jax'"),
         (["--preset", "huge"], "preset must be of tiny, .*; got 'huge'"),
     ],

@@ -18,9 +18,9 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
 
 
-def compared(out: Path, model: str, optimizers: str) -> Path:
-    flags = ["--preset", "tiny", "--seeds", "2", "--steps", "2", "--grid", "0.5,1"]
-    flags += ["--grid-seeds", "2"]
+def compared(out: Path, model: str, optimizers: str, *, seeds: int, grid: str) -> Path:
+    flags = ["--preset", "tiny", "--seeds", seeds, "--steps", "2", "--grid", grid]
+    flags += ["--grid-seeds", seeds]
     result = run("--model", model, *flags, "--optimizers", optimizers, "--out", out)
     assert result.exit_code == 0, result.output
     (file,) = out.glob("*.csv")
@@ -35,7 +35,7 @@ def little_text(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["titan-mac", "transformer-np"])
 def test_optimizers_train_from_the_same_seeds_with_the_rate_of_their_grid(tmp_path, model):
-    file = compared(tmp_path, model, "adamw,nested")
+    file = compared(tmp_path, model, "adamw,nested", seeds=2, grid="0.5,1")
     assert file.name.startswith(f"optimizers-{model}-")
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     with file.open(newline="") as stream:
@@ -69,15 +69,15 @@ def test_optimizers_train_from_the_same_seeds_with_the_rate_of_their_grid(tmp_pa
 
 
 def test_rows_of_other_optimizers_are_kept(tmp_path):
-    first = read(compared(tmp_path, "transformer-np", "adamw"))
-    both = read(compared(tmp_path, "transformer-np", "torch-adamw"))
+    first = read(compared(tmp_path, "transformer-np", "adamw", seeds=1, grid="1"))
+    both = read(compared(tmp_path, "transformer-np", "torch-adamw", seeds=1, grid="1"))
     # As text: the loss of no steps is NaN.
     assert [str(point) for point in both if point.optimizer == "adamw"] == list(map(str, first))
     assert {point.optimizer for point in both} == {"adamw", "torch-adamw"}
 
 
 def test_rows_of_other_steps_are_refused_and_those_of_other_presets_are_apart(tmp_path):
-    file = compared(tmp_path, "transformer-np", "adamw")
+    file = compared(tmp_path, "transformer-np", "adamw", seeds=1, grid="1")
     assert "-tiny-" in file.name
     before = file.read_bytes()
     flags = ["--model", "transformer-np", "--preset", "tiny", "--optimizers", "torch-adamw"]

@@ -53,17 +53,36 @@ def test_future_token_changes_nothing_before_it(tokens):
             assert torch.equal(after[1], before[1])
 
 
-def test_future_token_changes_no_loss_before_it(tokens):
-    """Of the token after next, too: its logits at t know the token t + 1 and none after."""
+@torch.no_grad()
+def predicted_from(model, tokens):
+    """What the next tokens are predicted from, what the tokens after next are, and selections."""
+    found, chosen = [], []
+    of_loss = model._cross_entropy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_cross_entropy", lambda h, t: (found.append(h), of_loss(h, t))[1])
+        model.losses(tokens, heard=lambda _, u, selection: chosen.append(selection.indices))
+    return [*found, *chosen]
+
+
+def test_future_token_changes_no_prediction_before_it(tokens):
+    """Of the token after next, too: what it is predicted from at t knows the token t + 1 and none
+    after. With an average of the variance, as in training, so that rows select unlike numbers.
+    """
     model = make()
-    embedded = model.embedding.weight
-    for place in (10, 25):
-        losses = model.losses(tokens[:1, : place + 1])
-        grad = torch.autograd.grad(losses.second + losses.following, embedded)[0]
-        # The last token is predicted and never read.
-        last = tokens[0, place]
-        if last not in tokens[0, :place]:
-            assert not grad[last].any()
+    model.losses(tokens)
+    model.eval()
+    before = predicted_from(model, tokens)
+    for place in (1, 2, 9, 17, TOKENS - 1, TOKENS):
+        changed = tokens.clone()
+        changed[0, place] = (changed[0, place] + 7) % 256
+        after = predicted_from(model, changed)
+        for kind, (value, usual) in enumerate(zip(after, before, strict=True)):
+            known = place - kind % 2
+            assert torch.equal(value[0, :known], usual[0, :known])
+            assert torch.equal(value[1], usual[1])
+            # The last token is predicted and never read.
+            same = torch.equal(value[0, known:], usual[0, known:])
+            assert kind > 1 or same == (place == TOKENS)
 
 
 def test_every_parameter_has_had_a_gradient_within_three_steps(tokens):
@@ -184,6 +203,20 @@ def test_loss_of_the_next_token_is_that_of_all_losses(tokens):
         model.next_token_loss(tokens[:, :1])
 
 
+@pytest.mark.slow
+def test_compiled_losses_are_the_eager_ones(tokens):
+    """A reversible stack within what is compiled is no part of it."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda model: model.loss(tokens[:, :12]), backend="aot_eager")
+    found = []
+    for loss_of in (compiled, lambda model: model.loss(tokens[:, :12])):
+        model = make(layers=1)
+        loss = loss_of(model)
+        found.append([loss, *torch.autograd.grad(loss, model.parameters())])
+    for value, truth in zip(*found, strict=True):
+        torch.testing.assert_close(value, truth)
+
+
 def test_bytes_serve_for_an_embedding(tokens):
     model = make(embedding="bytes")
     model.loss(tokens).backward()
@@ -218,8 +251,11 @@ def test_every_fourth_layer_is_sparse(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(layers=0), "layers must be a whole number of at least 1; got 0"),
-        (dict(dim=2.5), "dim must be a whole number of at least 1; got 2.5"),
+        (dict(layers=0), "layers must be at least 1; got 0"),
+        (dict(sinks=-1), "sinks must be at least 0; got -1"),
+        (dict(key_heads=0), "key_heads must be at least 1; got 0"),
+        (dict(rope_base=1.0), "rope_base must be above 1 and finite; got 1.0"),
+        (dict(step=float("nan")), "step must be at least 0 and finite; got nan"),
         (dict(mode="fast"), "mode must be one of"),
         (dict(embedding="x"), "embedding must be one of"),
         (dict(k_min=9), "wanted sinks <= k_min <= k_base <= k_max; got 2, 9, 8, 16"),
@@ -233,6 +269,27 @@ def test_bad_shapes_are_refused(options, message):
         HybridConfig(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(dim=2.5), "dim must be an int; got 2.5"),
+        (dict(layers=True), "layers must be an int; got True"),
+        (dict(layers=None), "layers must be an int; got None"),
+        (dict(key_heads="2"), "key_heads must be an int; got '2'"),
+        (dict(step="h"), "step must be a number; got 'h'"),
+        (dict(second_weight=True), "second_weight must be a number; got True"),
+    ],
+)
+def test_values_of_another_kind_are_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        HybridConfig(**options)
+
+
+def test_more_streams_than_can_be_mixed_are_refused():
+    with pytest.raises(ValueError, match="streams must be from 1 to 64; got 65"):
+        HybridLM(replace(TINY, streams=65))
+
+
 def test_bad_input_is_refused(tokens):
     model = make()
     for given, error, message in (
@@ -244,6 +301,9 @@ def test_bad_input_is_refused(tokens):
     ):
         with pytest.raises(error, match=message):
             model.loss(given)
+    _, caches = model.read(tokens)
+    with pytest.raises(ValueError, match="the 2 rows that the caches have read; got 1 rows"):
+        model.read(tokens[:1], caches)
     with pytest.raises(ValueError, match="backend must be one of"):
         HybridLM(TINY, backend="cuda")
     with pytest.raises(ValueError, match="wanted the bytes of 300 tokens; got none"):

@@ -144,7 +144,8 @@ def test_options_reach_the_model_and_its_optimizer(tmp_path, text):
     [
         (["--preset", "huge"], "'huge' is not one of"),
         (["--mode", "fast"], "'fast' is not one of"),
-        (["--selected-keys", "99"], "wanted sinks <= k_min <= k_base <= k_max; got 2, 4, 99, 16"),
+        (["--selected-keys", "99"], "selected_keys must be from 4 to 16 in preset tiny; got 99"),
+        (["--seq-len", "1"], "seq_len must be at least 2, for a window to hold a token after next"),
         (["--indexer-warmup", "-1"], "Invalid value for '--indexer-warmup'"),
         (
             ["--optimizer", "nested", "--indexer-rate", "2"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,15 @@ from torch.func import functional_call
 
 WIDTH = 6
 HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture
+def uncollected():
+    """What is let go of is let go of at once, not by the collector of cycles."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Layer(nn.Module):
@@ -148,6 +159,39 @@ def test_choices_are_counted_and_kept_once():
         assert stack(torch.randn(2, WIDTH)).tape_bytes == 0
 
 
+def test_what_is_kept_in_several_places_is_counted_once():
+    chosen = torch.randperm(WIDTH)
+    stack = make(chooses=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randint", lambda *_: chosen)
+        assert stack(torch.randn(2, WIDTH, requires_grad=True)).tape_bytes == WIDTH * 8
+
+
+def test_what_is_kept_goes_with_the_backward_pass(uncollected):
+    """While the loss is still held, and with all the rest once it is not."""
+    stack = make(chooses=True, carry=0.5)
+    kept = []
+    record = Tape.record
+
+    def recorded(tape, choice):
+        kept.append(weakref.ref(choice))
+        record(tape, choice)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tape, "record", recorded)
+        for _ in range(2):
+            kept.clear()
+            loss = stack(torch.randn(2, WIDTH)).x.sum()
+            here = weakref.ref(loss.grad_fn.next_functions[0][0])
+            assert all(choice() is not None for choice in kept)
+            loss.backward()
+            assert all(choice() is None for choice in kept)
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+        del loss
+        assert here() is None
+
+
 @pytest.mark.parametrize("mode", ["exact", "stored"])
 def test_autocast_of_the_forward_pass_is_that_of_the_backward_pass(mode):
     found = []
@@ -224,6 +268,53 @@ def test_every_parameter_has_a_gradient_and_frozen_ones_none():
         assert (p.grad is not None and bool(p.grad.any())) == (name != "layers.1.inner.weight")
 
 
+def test_numbers_of_every_kind_of_dropout_are_drawn_once():
+    found = []
+    for mode in MODES:
+        stack = make(mode, drop=0.4)
+        for layer in stack.layers:
+            layer.dropout = nn.Dropout1d(0.4)
+        found.append(results(stack, torch.randn(3, 4, WIDTH, generator=torch.manual_seed(2))))
+    assert same_bits(found[0], found[1])
+    for value, truth in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(value, truth)
+
+
+def test_compiled_stack_equals_the_eager_one():
+    torch._dynamo.reset()
+    found = []
+    for compiles in (False, True):
+        stack = make(layers=2, chooses=True)
+        call = torch.compile(stack, backend="aot_eager") if compiles else stack
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        torch.manual_seed(4)
+        passed = call(x)
+        loss = passed.x.square().sum() + passed.aux
+        found.append([loss, *torch.autograd.grad(loss, [x, *stack.parameters()])])
+    for value, truth in zip(*found, strict=True):
+        torch.testing.assert_close(value, truth)
+
+
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_frozen_parameters_are_those_of_the_forward_pass(mode):
+    """Others' for one call, as of an average; and none that have changed meanwhile."""
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    found = []
+    for each in (mode, "plain"):
+        stack = make(each)
+        drawn = torch.Generator().manual_seed(8)
+        given = {
+            name: torch.randn(p.shape, generator=drawn) for name, p in stack.named_parameters()
+        }
+        found.append(torch.autograd.grad(functional_call(stack, given, (x,)).x.sum(), x)[0])
+    torch.testing.assert_close(*found)
+    stack = make(mode).requires_grad_(False)
+    passed = stack(x)
+    stack.layers[1].outer.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        passed.x.sum().backward()
+
+
 def test_bad_options_are_refused():
     layers = [Layer()]
     for options, message in (
@@ -285,6 +376,20 @@ def test_one_launch_a_step_passes_a_stack(carry):
         stack.states.backend = backend
         found.append(results(stack, x))
     assert same_bits(*found)
+
+
+@pytest.mark.parametrize("carry", [1.0, 0.5])
+@pytest.mark.parametrize("mode", MODES)
+def test_states_are_those_of_a_start_laid_out_otherwise(mode, carry):
+    """Columns of a table, the same row again and again: the launches take states as they lie."""
+    for x in (torch.randn(WIDTH, 7).t(), torch.randn(1, WIDTH).expand(7, WIDTH)):
+        found = []
+        for backend in ("triton", "reference"):
+            for start in (x, x.contiguous()):
+                stack = make(mode, 3, carry)
+                stack.states.backend = backend
+                found.append(results(stack, start))
+        assert all(same_bits(found[0], other) for other in found[1:])
 
 
 @pytest.mark.parametrize("capability", CARDS)

@@ -144,7 +144,8 @@ def test_one_compiled_step_serves_every_context_size(small, assert_same_but_for_
     torch._dynamo.reset()
     loss_function = torch.compile(negative_log_likelihood, fullgraph=True, backend=counter)
     sampler = LinearRegression(context_size=Size(1, 9), target_size=Size(4, 4), ragged=True)
-    model, plain = (small(x_width=sampler.x_width, dtype=torch.float64) for _ in range(2))
+    shape = {"x_width": sampler.x_width, "layers": 1}
+    model, plain = (small(dtype=torch.float64, **shape) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     lengths = set()
     for _ in range(6):

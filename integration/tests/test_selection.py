@@ -144,6 +144,28 @@ def test_command_leaves_a_table_and_a_picture(tmp_path):
         assert [row["step"] for row in csv.DictReader(stream)] == ["0", "0", "2", "2"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dataset", "none.txt"], "wanted a file, a folder or a data set's name; none.txt is"),
+        (["--seq-len", "900"], "wanted a held-out text of more than 900 bytes; got"),
+        (["--selected-keys", "99"], "selected_keys must be from 4 to 16 in preset tiny; got 99"),
+    ],
+    ids=["data", "length", "keys"],
+)
+def test_bad_flags_get_one_clear_sentence(tmp_path, flags, message):
+    app = selection.typer.Typer()
+    app.command()(selection.main)
+    (tmp_path / "text.txt").write_text("a line\n" * 1000)
+    given = ["--preset", "tiny", "--selected-keys", "8", "--backend", "reference"]
+    given += ["--dataset", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), *flags]
+    environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
+    result = CliRunner().invoke(app, given, env=environment)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not (tmp_path / "out").exists()
+
+
 def point(step: int, layer: str, kl: float, selected: float) -> Point:
     return Point(
         *(step, 2.0 * step, "sparse", layer, 2.0, kl, 1.0, 60.0),

@@ -20,6 +20,8 @@ from torch.func import functional_call
 HERE = pathlib.Path(__file__).parent
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = ("phi", "alpha", "bias")
+# Of the mixing, whose launch has tests of its own: in the interpreter each takes as long as a read.
+FEW = 3
 # Several programs of each launch for few tokens, several steps for few columns.
 SMALL = Tiles(
     streams=8,
@@ -40,7 +42,7 @@ def tiles(device, monkeypatch) -> None:
 
 def drawn(streams, width, device="cpu", backend="triton"):
     """A mixer of which every parameter matters, with logits of about 1."""
-    made = StreamMixer(streams, width, backend=backend)
+    made = StreamMixer(streams, width, iterations=FEW, backend=backend)
     torch.manual_seed(4)
     with torch.no_grad():
         made.phi.normal_(std=(streams * width) ** -0.5)
@@ -61,7 +63,7 @@ def called(backend, autocast=None):
     """u, post, res, the streams after a writing, and less those before: of x, y and parameters."""
 
     def op(x, y, *parameters):
-        made = StreamMixer(x.shape[-2], x.shape[-1], backend=backend)
+        made = StreamMixer(x.shape[-2], x.shape[-1], iterations=FEW, backend=backend)
         given = dict(zip(NAMES, parameters, strict=True))
 
         def around(x, y):

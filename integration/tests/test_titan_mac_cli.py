@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
 FILES = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt"}
-SMALL = "--preset tiny --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4 --seq-len 20"
+SIZES = "--num-layers 1 --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4"
+SMALL = f"--preset tiny {SIZES} --seq-len 20"
 STEPS = "--batch-size 2 --max-steps 5 --log-every 2 --eval-every 3"
 TINY = [*SMALL.split(), *STEPS.split()]
 
@@ -85,7 +86,8 @@ def test_scores_are_of_the_end_of_the_file_which_no_step_sees(tmp_path, text, mo
         return sample(self, batch)
 
     monkeypatch.setattr(Windows, "sample", recorded)
-    assert run("titan-mac", *TINY, "--dataset", text, "--out", tmp_path / "run").exit_code == 0
+    flags = [*TINY, "--max-steps", "1", "--dataset", text]
+    assert run("titan-mac", *flags, "--out", tmp_path / "run").exit_code == 0
     whole = text.read_bytes()
     assert whole.startswith(seen[0])
     held_out = whole[len(seen[0]) :]
@@ -143,7 +145,8 @@ def test_same_seed_same_run_and_interrupted_run_resumes_to_it(tmp_path, text, mo
 def test_run_over_data_that_has_changed_is_not_resumed(tmp_path):
     data = tmp_path / "data.txt"
     data.write_text("some text\n" * 200)
-    assert run("titan-mac", *TINY, "--dataset", data, "--out", tmp_path / "run").exit_code == 0
+    flags = [*TINY, "--max-steps", "1", "--dataset", data]
+    assert run("titan-mac", *flags, "--out", tmp_path / "run").exit_code == 0
     data.write_text("other text\n" * 200)
     result = run("titan-mac", "--resume", tmp_path / "run")
     assert result.exit_code == 2
@@ -167,7 +170,8 @@ def test_tokenizer_decides_the_vocabulary_and_bytes_the_score(tmp_path, text):
     per_token = -first["held_out_log_likelihood"] / torch.tensor(2.0).log().item()
     assert first["held_out_bits_per_byte"] < 0.8 * per_token
 
-    larger = run("titan-mac", *flags, "--vocab-size", "300", "--out", tmp_path / "larger")
+    flags += ["--vocab-size", "300", "--max-steps", "1"]
+    larger = run("titan-mac", *flags, "--out", tmp_path / "larger")
     assert larger.exit_code == 0, larger.output
     assert weights(tmp_path / "larger")["embedding.weight"].shape == (300, 16)
 
@@ -189,7 +193,7 @@ def trained(monkeypatch):
 def test_options_reach_the_run(tmp_path, text, trained):
     choices = {
         "--variant": "mal",
-        "--num-layers": "1",
+        "--num-layers": "2",
         "--vocab-size": "257",
         "--batch-size": "3",
         "--gradient-accumulation-steps": "3",
@@ -216,7 +220,7 @@ def test_options_reach_the_run(tmp_path, text, trained):
     checkpoint = torch.load(tmp_path / "run/checkpoint.pt")
     assert checkpoint["model"]["embedding.weight"].shape == (257, 16)
     blocks = {name.split(".")[1] for name in checkpoint["model"] if name.startswith("blocks.")}
-    assert blocks == {"0"}
+    assert blocks == {"0", "1"}
     matrices, vectors = checkpoint["optimizer"]["param_groups"]
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
 

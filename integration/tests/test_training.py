@@ -96,6 +96,7 @@ def test_loop_trains_any_model(tmp_path):
     assert losses[-1] < 0.01 * losses[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("data", DATA_NAMES)
 def test_loss_of_transformer_np_decreases(tmp_path, data):
     config = replace(CONFIG, steps=60, batch_size=16, log_every=20, evaluate_every=60)

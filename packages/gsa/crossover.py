@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated
 
 import torch
@@ -26,14 +26,9 @@ from matplotlib.figure import Figure
 BF16 = torch.bfloat16
 HEADS, WIDTH = 16, 64
 KEY_HEADS = (16, 4, 2)
-# Tokens, and the selected keys of each query.
-SIZES = {
-    4096: (256, 512, 1024),
-    16384: (256, 512, 1024, 2048),
-    32768: (512, 1024, 2048),
-    65536: (512, 1024, 2048),
-    131072: (512, 2048),
-}
+TOKENS = (4096, 16384, 32768, 65536, 131072)
+# Selected keys of each query.
+SLOTS = (256, 512, 1024, 2048)
 KINDS = ("random", "clustered")
 COLUMNS = ["tokens", "slots", "heads", "key_heads", "width", "selection", "pass", "provider", "ms"]
 SINKS, BLOCK, NEIGHBOURS, ROWS = 4, 32, 64, 1024
@@ -78,11 +73,11 @@ def passes(op: Callable[..., Tensor], tensors: list[Tensor]) -> Iterator[tuple[s
     )
 
 
-def measured(sizes: dict[int, tuple[int, ...]]) -> Iterator[dict[str, object]]:
+def measured(all_tokens: Iterable[int]) -> Iterator[dict[str, object]]:
     """Dense attention at each size, ours at each selection, and the gather-based reference where
     its copies have room.
     """
-    for tokens, counts in sizes.items():
+    for tokens in all_tokens:
         q = torch.randn(1, tokens, HEADS, WIDTH, device="cuda", dtype=BF16)
         of_heads = {
             heads: [torch.randn(1, tokens, heads, WIDTH, device="cuda", dtype=BF16) for _ in "kv"]
@@ -91,7 +86,7 @@ def measured(sizes: dict[int, tuple[int, ...]]) -> Iterator[dict[str, object]]:
         for k, v in of_heads.values():
             # Dense attention asks for no selection.
             yield from rows("dense", bench.dense_attention, "", [q, k, v, None, None])
-        for slots, kind in itertools.product(counts, KINDS):
+        for slots, kind in itertools.product(SLOTS, KINDS):
             chosen = selection(tokens, slots, kind)
             copies = 4 * tokens * slots * HEADS * WIDTH
             for k, v in of_heads.values():
@@ -150,7 +145,7 @@ def main(
     with file.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for row in measured({tokens: counts for tokens, counts in SIZES.items() if tokens <= most}):
+        for row in measured(tokens for tokens in TOKENS if tokens <= most):
             writer.writerow(row | {"ms": f"{row['ms']:.4f}"})
             stream.flush()
     with file.open(newline="") as stream:

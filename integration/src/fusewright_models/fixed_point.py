@@ -48,7 +48,8 @@ class FixedPoint:
 
     def start(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The state of x, twice, and whether it is out of range, 0-d bool."""
-        state = self.rounded(x.detach())
+        # States follow one another in memory as they stand: all are laid out like the first.
+        state = self.rounded(x.detach()).contiguous()
         return state, state, self.outside(state)
 
     def step(

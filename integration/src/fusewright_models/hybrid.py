@@ -138,10 +138,16 @@ class HybridLM(nn.Module):
         first, and the caches then, which are the given ones. No gradients.
 
         Raises:
-            As `forward`.
+            As `forward`; ValueError: the caches have read another number of rows.
         """
         check_tokens(tokens, self.head.weight.device)
         caches = {} if caches is None else caches
+        # The first layer is no sparse one.
+        if caches and len(caches[0].state) != len(tokens):
+            raise ValueError(
+                f"wanted tokens of the {len(caches[0].state)} rows that the caches have read; "
+                f"got {len(tokens)} rows"
+            )
         return self.final_norm(self._hidden(tokens, caches=caches).x.mean(-2)), caches
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
-from .midpoint import MODES, Mode
+from .config_checks import check_config
+from .midpoint import Mode
 
 Embedding = Literal["plain", "bytes"]
-EMBEDDINGS = get_args(Embedding)
 Law = Literal["inverse", "proportional", "entropy", "fixed"]
-LAWS = get_args(Law)
-CHOICES = {"embedding": EMBEDDINGS, "law": LAWS, "mode": MODES}
 # Every so many layers one is sparse attention.
 SPARSE_EVERY = 4
 
@@ -41,6 +38,10 @@ class HybridConfig:
         step, carry, mode, fraction_bits: of the midpoint stack.
         second_weight: of the loss of the token after next.
         index_weight: of the loss that the indexers learn by.
+
+    Raises:
+        TypeError: a size is no int, or a number no number.
+        ValueError: a field is out of its range, or they do not go together.
     """
 
     vocab_size: int = 256
@@ -72,19 +73,7 @@ class HybridConfig:
     index_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in CHOICES and value not in CHOICES[field.name]:
-                raise ValueError(
-                    f"{field.name} must be one of {CHOICES[field.name]}; got {value!r}"
-                )
-            if field.type == "int" and (not isinstance(value, int) or value < self.least(field)):
-                raise ValueError(
-                    f"{field.name} must be a whole number of at least {self.least(field)}; "
-                    f"got {value!r}"
-                )
-            if field.type == "float" and not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"{field.name} must be at least 0 and finite; got {value!r}")
+        check_config(self, from_zero=("sinks",), above_one=("rope_base",))
         if not self.sinks <= self.k_min <= self.k_base <= self.k_max:
             raise ValueError(
                 "wanted sinks <= k_min <= k_base <= k_max; got "
@@ -97,10 +86,6 @@ class HybridConfig:
                 f"sparse_heads must be a multiple of key_heads; got {self.sparse_heads} and "
                 f"{self.key_heads}"
             )
-
-    @staticmethod
-    def least(field: object) -> int:
-        return 0 if getattr(field, "name", "") == "sinks" else 1
 
     def is_sparse(self, place: int) -> bool:
         """Whether the layer of this place mixes tokens by sparse attention."""

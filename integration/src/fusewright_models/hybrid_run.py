@@ -90,6 +90,20 @@ class HybridRun(TextRun):
     indexer_temperature: float
     mode: Mode
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seq_len < 2:
+            raise ValueError(
+                "seq_len must be at least 2, for a window to hold a token after next; "
+                f"got {self.seq_len}"
+            )
+        shape = self.presets[self.preset].architecture
+        if not shape.k_min <= self.selected_keys <= shape.k_max:
+            raise ValueError(
+                f"selected_keys must be from {shape.k_min} to {shape.k_max} in preset "
+                f"{self.preset}; got {self.selected_keys}"
+            )
+
     @classmethod
     def own_defaults(cls, shape: HybridConfig, steps: int) -> dict[str, Any]:
         return {

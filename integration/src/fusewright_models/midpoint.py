@@ -20,6 +20,7 @@ Midpoint rule: arXiv 2512.02056, eq. 2.4; with a carry: eq. 3.6, whose gain is h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -27,10 +28,11 @@ from fusewright.norm import Backend
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from .fixed_point import FixedPoint, Stepped, Straight, wide
-from .replay import Forced, Surroundings, Tape
+from .replay import Forced, Surroundings, Tape, apart, together
 
 Mode = Literal["exact", "stored", "plain"]
 MODES = get_args(Mode)
@@ -97,6 +99,11 @@ class MidpointStack(nn.Module):
         """The last state of the stack that starts at ``x``, and what the layers add to the loss."""
         if not torch.is_grad_enabled() or self.mode == "plain":
             return self._plainly(x, context)
+        return self._reversibly(x, context)
+
+    @torch.compiler.disable(recursive=False)
+    def _reversibly(self, x: Tensor, context: dict[str, Any]) -> Passed:
+        """Layers may be compiled, what keeps account of them not."""
         run = Run(self, context)
         last, aux, saturated = Reversed.apply(run, x, *run.parameters)
         return Passed(last, aux, saturated, run.bytes)
@@ -139,14 +146,15 @@ class Run:
         if any(x.requires_grad for x in given):
             raise ValueError("wanted a context without gradients, which a stack has for x alone")
         self.stack, self.states, self.context = stack, stack.states, context
-        self.parameters = [p for p in stack.parameters() if p.requires_grad]
+        # Frozen ones too: they may be another call's, or change before the backward pass.
+        self.parameters = list(stack.parameters())
         place_of = {p: place for place, p in enumerate(self.parameters)}
         # Of each layer's, by their names in `Forced`.
         self.places = [
-            {f"layer.{name}": place_of[p] for name, p in layer.named_parameters() if p in place_of}
+            {f"layer.{name}": place_of[p] for name, p in layer.named_parameters()}
             for layer in stack.layers
         ]
-        self.drops = any(isinstance(m, nn.Dropout) and m.p > 0.0 for m in stack.modules())
+        self.drops = any(isinstance(m, _DropoutNd) and m.p > 0.0 for m in stack.modules())
         self.tapes: list[Tape] = []
         self.surroundings: list[Surroundings] = []
         self.dropped: list[Tensor | None] = []
@@ -172,15 +180,30 @@ class Run:
             aux = aux if more is None else aux + more
         if self.stack.mode == "stored":
             self.dropped = []
-        self.bytes = sum(tape.bytes for tape in self.tapes)
-        self.bytes += sum(bits.nbytes for bits in self.dropped if bits is not None)
         return kept, shown, aux, saturated
 
+    def put_aside(self) -> list[Tensor]:
+        """What is kept beside states, for autograd to keep: it lets go of it after the backward
+        pass, whoever still holds the loss.
+        """
+        self.hollow, tensors = apart(([tape.kept for tape in self.tapes], self.dropped))
+        self.tapes, self.dropped = [], []
+        # What is in several places is kept once.
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+        self.bytes = sum(storage.nbytes() for storage in storages.values())
+        return tensors
+
     def backward(
-        self, kept: list[Tensor], parameters: list[Tensor], g: Tensor, g_aux: Tensor
+        self,
+        kept: list[Tensor],
+        parameters: list[Tensor],
+        beside: list[Tensor],
+        g: Tensor,
+        g_aux: Tensor,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The gradients of x and of the parameters, from those of the last state and of aux."""
         states = self.states
+        choices, dropped = together(self.hollow, beside)
         gradients: list[Tensor | None] = [None] * len(parameters)
         g_before: Tensor | None = None
         *kept, before, after = kept
@@ -189,14 +212,16 @@ class Run:
             gain = self.stack.gain(number)
             x = shown.detach().requires_grad_()
             mine = {name: parameters[place] for name, place in self.places[number].items()}
-            delta, aux = self._again(number, x, mine)
+            trained = [name for name, p in mine.items() if p.requires_grad]
+            delta, aux = self._again(number, x, mine, Tape(choices[number]))
             through, *of_mine = torch.autograd.grad(
                 [delta] if aux is None else [delta, aux],
-                [x, *mine.values()],
+                [x, *(mine[name] for name in trained)],
                 [(gain * g).to(delta.dtype)] + ([] if aux is None else [g_aux.to(aux.dtype)]),
                 allow_unused=True,
             )
-            for place, dp in zip(self.places[number].values(), of_mine, strict=True):
+            for name, dp in zip(trained, of_mine, strict=True):
+                place = self.places[number][name]
                 so_far = gradients[place]
                 if dp is not None:
                     gradients[place] = dp if so_far is None else so_far + dp
@@ -210,20 +235,20 @@ class Run:
                 before, after = kept.pop(), before
                 shown = states.floating(before, g.dtype)
             else:
-                force, dropped = delta.detach().to(g.dtype), self.dropped[number]
-                earlier, shown = states.step_back(after, before, force, gain, dropped)
+                force = delta.detach().to(g.dtype)
+                earlier, shown = states.step_back(after, before, force, gain, dropped[number])
                 before, after = earlier, before
         raise AssertionError("a stack has a first layer")
 
-    def _again(self, number: int, x: Tensor, mine: dict[str, Tensor]) -> tuple[Tensor, Any]:
+    def _again(
+        self, number: int, x: Tensor, mine: dict[str, Tensor], tape: Tape
+    ) -> tuple[Tensor, Any]:
         """The force of a layer once more, with its graph."""
         around = self.surroundings[number]
         forced = Forced(self.stack.layers[number])
         given = {**mine, **around.buffers}
         with torch.enable_grad(), around.restored():
-            delta, aux = functional_call(
-                forced, given, (x, self.tapes[number].rewind()), self.context
-            )
+            delta, aux = functional_call(forced, given, (x, tape.rewind()), self.context)
         return delta, aux if aux is not None and aux.requires_grad else None
 
 
@@ -234,17 +259,19 @@ class Reversed(torch.autograd.Function):
     def forward(ctx: Any, run: Run, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
         kept, last, aux, saturated = run.forward(x)
         ctx.run, ctx.dtype = run, x.dtype
-        ctx.states = len(kept)
-        ctx.save_for_backward(saturated, *kept, *parameters)
+        ctx.counts = len(kept), len(parameters)
+        ctx.save_for_backward(saturated, *kept, *parameters, *run.put_aside())
         ctx.mark_non_differentiable(saturated)
         return spoiled(last, saturated), aux, saturated
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, g_aux: Tensor, _: Any) -> tuple[Any, ...]:
-        saturated, *saved = ctx.saved_tensors
-        kept, parameters = saved[: ctx.states], saved[ctx.states :]
-        g_x, gradients = ctx.run.backward(kept, parameters, spoiled(g, saturated), g_aux)
+        saved = iter(ctx.saved_tensors)
+        saturated = next(saved)
+        kept, parameters = (list(islice(saved, count)) for count in ctx.counts)
+        g = spoiled(g, saturated)
+        g_x, gradients = ctx.run.backward(kept, parameters, list(saved), g, g_aux)
         return None, g_x.to(ctx.dtype), *gradients
 
 

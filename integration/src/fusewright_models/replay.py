@@ -17,8 +17,8 @@ class Tape:
     another function's.
     """
 
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
+    def __init__(self, kept: list[Any] | None = None) -> None:
+        self.kept: list[Any] = [] if kept is None else kept
         self.place: int | None = None
 
     def replayed(self) -> Any:
@@ -37,10 +37,21 @@ class Tape:
         self.place = 0
         return self
 
-    @property
-    def bytes(self) -> int:
-        leaves = pytree.tree_leaves(self.kept)
-        return sum(x.untyped_storage().nbytes() for x in leaves if isinstance(x, Tensor))
+
+class Slot:
+    """Where a tensor was."""
+
+
+def apart(tree: Any) -> tuple[Any, list[Tensor]]:
+    """The tree with slots for its tensors, and these."""
+    tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return pytree.tree_map_only(Tensor, lambda _: Slot(), tree), tensors
+
+
+def together(hollow: Any, tensors: list[Tensor]) -> Any:
+    """The tree again."""
+    given = iter(tensors)
+    return pytree.tree_map_only(Slot, lambda _: next(given), hollow)
 
 
 class Forced(nn.Module):

@@ -75,13 +75,23 @@ class Point:
 COLUMNS = [field.name for field in fields(Point)]
 
 
+def check_text(text: Tensor, length: int) -> None:
+    """Refuse a held-out text that has no window of so many bytes and the one after."""
+    if len(text) <= length:
+        raise ValueError(f"wanted a held-out text of more than {length} bytes; got {len(text)}")
+
+
 @torch.no_grad()
 def evaluate_selection(
     model: HybridLM, text: Tensor, *, length: int, windows: int, batch_size: int
 ) -> dict[str, float]:
     """Masses and divergences of each layer over the first windows of a held-out text of bytes, and
     the model's bits per byte, by name: "4 selected" is of the fourth layer.
+
+    Raises:
+        ValueError: the text has no whole window.
     """
+    check_text(text, length)
     some = text[: windows * length + 1].unfold(0, length + 1, length).long()
     config = model.config
     names = [str(place + 1) for place in range(config.layers) if config.is_sparse(place)]
@@ -129,10 +139,17 @@ def points_of(line: dict[str, Any], seconds: float, phase: Phase) -> list[Point]
 def train_and_evaluate(
     run: HybridRun, *, windows: int, minutes: float, console: Console
 ) -> list[Point]:
-    """Train until the run's end, or to the first evaluation after so many minutes of it all."""
+    """Train until the run's end, or to the first evaluation after so many minutes of it all.
+
+    Raises:
+        typer.BadParameter: the run cannot be served.
+    """
     begun = time.monotonic()
-    corpus = run.corpus()
-    model = run.model(corpus.tokenizer.vocab_size)
+    with usage_errors():
+        corpus = run.corpus()
+        model = run.model(corpus.tokenizer.vocab_size)
+        source, optimizer = run.windows(corpus), optimizer_of(run, model)
+        check_text(corpus.held_out, run.seq_len)
     points: list[Point] = []
     seconds = 0.0
 
@@ -153,9 +170,9 @@ def train_and_evaluate(
 
     trainer = Trainer(
         model,
-        run.windows(corpus),
+        source,
         all_losses,
-        optimizer_of(run, model),
+        optimizer,
         run.training(),
         None,
         evaluate=evaluation,

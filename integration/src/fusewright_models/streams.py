@@ -37,6 +37,8 @@ from .transformer_np_layers import without_autocast
 from .vocabulary_loss import autocast_dtype
 
 EPS = 1e-6
+# Streams that can be mixed.
+MOST = 64
 # Streams that the kernels are made for.
 WIDEST = 8
 START_ALPHA = 0.01
@@ -74,6 +76,9 @@ class StreamMixer(nn.Module):
             "triton" raises where the kernels cannot serve.
 
     Parameters are fp32; mixing is done in fp32, under autocast too.
+
+    Raises:
+        ValueError: n is not from 1 to 64.
     """
 
     def __init__(
@@ -86,6 +91,8 @@ class StreamMixer(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
+        if not 1 <= streams <= MOST:
+            raise ValueError(f"streams must be from 1 to {MOST}; got {streams}")
         self.streams, self.iterations, self.backend = streams, iterations, backend
         self.parts = [streams, streams, streams * streams]
         self.phi = nn.Parameter(torch.zeros(sum(self.parts), streams * dim))

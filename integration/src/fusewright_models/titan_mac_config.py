@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from fusewright.attention import sliding_window_attention
 
+from .config_checks import check_config
+
 Variant = Literal["mac", "mag", "mal", "lmm"]
 VARIANTS = get_args(Variant)
 Gate = Literal["sigmoid", "normalized"]
-GATES = get_args(Gate)
 MemoryRule = Literal["paper", "origin"]
-MEMORY_RULES = get_args(MemoryRule)
 OuterGrad = Literal["full", "detach_state", "none"]
-OUTER_GRADS = get_args(OuterGrad)
-CHOICES = {
-    "variant": VARIANTS,
-    "gate": GATES,
-    "memory_rule": MEMORY_RULES,
-    "outer_grad": OUTER_GRADS,
-}
 
 FEED_FORWARD_MULTIPLE = 32
 MEMORY_HEAD_WIDTH = 64
@@ -87,21 +80,7 @@ class TitanMACConfig:
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, kind = getattr(self, field.name), str(field.type)
-            if kind == "bool" and not isinstance(value, bool):
-                raise TypeError(f"{field.name} must be True or False; got {value!r}")
-            if kind == "int" or (kind == "int | None" and value is not None):
-                _check_size(
-                    field.name, value, least=field.name not in ("persistent", "convolution")
-                )
-        for name, names in CHOICES.items():
-            if getattr(self, name) not in names:
-                raise ValueError(f"{name} must be one of {names}; got {getattr(self, name)!r}")
-        if isinstance(self.rope_base, bool) or not isinstance(self.rope_base, int | float):
-            raise TypeError(f"rope_base must be a number; got {self.rope_base!r}")
-        if not 1.0 < self.rope_base < math.inf:
-            raise ValueError(f"rope_base must be above 1 and finite; got {self.rope_base}")
+        check_config(self, from_zero=("persistent", "convolution"), above_one=("rope_base",))
         for name, count in (("heads", self.heads), ("memory_heads", self.number_of_memories)):
             if self.dim % count:
                 raise ValueError(
@@ -143,11 +122,3 @@ class TitanMACConfig:
     def number_of_memories(self) -> int:
         """Memories of a block, whether given or not."""
         return self.memory_heads or max(1, self.dim // MEMORY_HEAD_WIDTH)
-
-
-def _check_size(name: str, value: Any, *, least: int) -> None:
-    # True is an int to Python.
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int; got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {int(least)}; got {value}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,9 @@ from fusewright.mixture_head import Scale
 from fusewright.norm import LayerNorm
 from torch import Tensor, nn
 
+from .config_checks import check_config
+
 Norm = Literal["pre", "post"]
-NORMS = get_args(Norm)
-SCALES = get_args(Scale)
 
 STORED_MULTIPLE = 32
 
@@ -57,24 +57,12 @@ class TransformerNPConfig:
     indicator: bool = False
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.type == "int"):
-            value = getattr(self, name)
-            # True is an int to Python.
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int; got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1; got {value}")
-        if not isinstance(self.indicator, bool):
-            raise TypeError(f"indicator must be True or False; got {self.indicator!r}")
+        check_config(self)
         if self.width % self.heads:
             raise ValueError(
                 f"width must be divisible by heads; got width {self.width}, heads {self.heads}"
             )
         self._check_head_width()
-        if self.norm not in NORMS:
-            raise ValueError(f"norm must be one of {NORMS}; got {self.norm!r}")
-        if self.scale not in SCALES:
-            raise ValueError(f"scale must be one of {SCALES}; got {self.scale!r}")
 
     def _check_head_width(self) -> None:
         """Ask the attention, which alone knows what it takes; nothing is computed."""

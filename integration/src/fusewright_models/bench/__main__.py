@@ -165,6 +165,9 @@ def hybrid(
         if preset not in HYBRID:
             raise ValueError(f"preset must be of {', '.join(HYBRID)}; got {preset!r}")
         shapes = [TextShape.parse(text) for text in shape or ()] or list(HYBRID_SHAPES[preset])
+        short = [each for each in shapes if each.length < 2]
+        if short:
+            raise ValueError(f"T must be at least 2, for a token after next; got {short[0].length}")
         providers = by_comma("provider", provider, HYBRID_PROVIDERS)
         where = checked_device(device)
     except ValueError as error:

@@ -33,7 +33,7 @@ TEXT_HEADER = ("case", "provider", "timing", "tokens/s", "step", "GiB")
 TOLD_OF_TEXT = (
     "{op}: a step is forward pass, loss, backward pass and AdamW on B T tokens that lie on the "
     "device, in ms; wall by the host's clock, graph where the whole step is replayed from a CUDA "
-    "graph."
+    "graph. GiB is the peak of a step."
 )
 LANGUAGE_MODELS = ("TitanMAC", "HybridLM")
 SWITCHES_HEADER = (
@@ -103,9 +103,13 @@ def text_rows(path: Path, op: str) -> list[tuple[str, ...]]:
             gib = f"{float(row['mem_mib']) / 1024:.1f}" if row["mem_mib"] else ""
             found = (row["timing"], f"{1e3 * tokens / ms:,.0f}", f"{ms:,.1f}", gib)
             lines.append((row["case"], row["provider"], *found))
-    # Providers of a case side by side, whatever run they are from.
+    # Providers of a case side by side, ours first, whatever run they are from.
     order = list(dict.fromkeys(line[0] for line in lines))
-    return sorted(lines, key=lambda line: order.index(line[0]))
+    return sorted(lines, key=lambda line: (order.index(line[0]), not is_ours(line[1])))
+
+
+def is_ours(provider: str) -> bool:
+    return provider.startswith("fusewright")
 
 
 def switch_rows(path: Path) -> list[tuple[str, ...]]:
@@ -127,8 +131,14 @@ def switch_rows(path: Path) -> list[tuple[str, ...]]:
 
 
 def result_files(folder: Path) -> dict[Path, Cases]:
+    """Files with a benchmark's columns; one of language models alone has no cases."""
     found = {path: read(path) for path in sorted(folder.glob("results/*.csv"))}
     return {path: cases for path, cases in found.items() if cases is not None}
+
+
+def pictures(folder: Path) -> dict[Path, Cases]:
+    """The files that are drawn."""
+    return {path: cases for path, cases in result_files(folder).items() if cases}
 
 
 def table(cases: Cases) -> str:
@@ -170,9 +180,11 @@ def made(folder: Path) -> str:
     parts = []
     for path, cases in result_files(folder).items():
         environment = Results(path, {}).environment
-        parts.append(f"**{environment}**, bf16: [{path.name}](results/{path.name}). {TOLD}")
-        parts.append(f"![{environment}: tokens per second](results/{path.stem}.png)")
-        parts.append(table(cases))
+        told = f"**{environment}**, bf16: [{path.name}](results/{path.name})."
+        parts.append(f"{told} {TOLD}" if cases else told)
+        if cases:
+            parts.append(f"![{environment}: tokens per second](results/{path.stem}.png)")
+            parts.append(table(cases))
         if missing := gaps(cases):
             parts.append(missing)
         for op in LANGUAGE_MODELS:
@@ -194,7 +206,7 @@ def draw(path: Path, cases: Cases) -> Any:
 
     providers = dict.fromkeys(itertools.chain.from_iterable(cases.values()))
     # Ours has the colour that it has in the packages' pictures.
-    order = sorted(providers, key=lambda name: not name.startswith("fusewright"))
+    order = sorted(providers, key=lambda name: not is_ours(name))
     colours = dict(zip(order, itertools.cycle(COLOURS), strict=False))
     figure = Figure(figsize=(3.6 * len(cases) + 0.6, 3.8), layout="constrained")
     panels = figure.subplots(1, len(cases), squeeze=False)[0]
@@ -230,8 +242,8 @@ def problems(folder: Path) -> list[str]:
         return []
     told = [] if text == with_made(text, made(folder)) else [f"{readme} is behind its results"]
     # Those of trainings are drawn where they are trained.
-    pictures = [path.with_suffix(".png") for path in [*files, *compared]]
-    return told + [f"{path} is missing" for path in pictures if not path.is_file()]
+    drawn = [path.with_suffix(".png") for path in [*pictures(folder), *compared]]
+    return told + [f"{path} is missing" for path in drawn if not path.is_file()]
 
 
 def main(
@@ -246,7 +258,7 @@ def main(
         raise typer.Exit(bool(told))
     readme = folder / "README.md"
     readme.write_text(with_made(readme.read_text(), made(folder)))
-    for path, cases in result_files(folder).items():
+    for path, cases in pictures(folder).items():
         # Without the library's version, the same results give the same bytes.
         draw(path, cases).savefig(path.with_suffix(".png"), dpi=150, metadata={"Software": None})
 

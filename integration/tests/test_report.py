@@ -117,6 +117,20 @@ def test_each_language_model_has_its_own_table(report, folder):
         assert part.count("| dim=512 layers=12 B=4 T=4096 | reference | wall | 200,000") == 1
 
 
+def test_file_of_a_language_model_alone_has_its_table_and_no_picture(report, folder):
+    row = "HybridLM,dim=512 layers=12 B=4 T=4096,step,{provider},bf16,wall,81.92,1,1,,,\n"
+    head = (folder / f"results/{NAME}.csv").read_text().splitlines()[0]
+    alone = folder / "results/h100-torch2.11-triton3.7.csv"
+    steps = [row.format(provider=provider) for provider in ("fla", "fusewright")]
+    alone.write_text("".join([f"{head}\n", *steps]))
+    assert run(report, folder).exit_code == 0
+    assert run(report, folder, "--check").exit_code == 0
+    assert not alone.with_suffix(".png").exists()
+    made = report.made(folder)
+    # Ours first, whatever the file's order.
+    assert made.index("| fusewright | wall | 200,000") < made.index("| fla | wall | 200,000")
+
+
 def test_switches_have_a_table_with_times_before(report, folder):
     case = "dim=320 layers=6 B=4 T=4096"
     lines = [f"{case},none,5552.0,16384.0,0.0010,0.0570", f"{case},all,204.8,4096.0,0.0000,0.0650"]

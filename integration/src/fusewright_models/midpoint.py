@@ -270,8 +270,10 @@ class Reversed(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         saturated = next(saved)
         kept, parameters = (list(islice(saved, count)) for count in ctx.counts)
-        g = spoiled(g, saturated)
-        g_x, gradients = ctx.run.backward(kept, parameters, list(saved), g, g_aux)
+        # Without a name here the gradient of the last state goes when it has been used.
+        g_x, gradients = ctx.run.backward(
+            kept, parameters, list(saved), spoiled(g, saturated), g_aux
+        )
         return None, g_x.to(ctx.dtype), *gradients
 
 

@@ -110,9 +110,9 @@ def lint(session: nox.Session) -> None:
     session.run("codespell")
     session.run("python", "ci/check_text.py")
     session.run("python", "ci/readme.py", "--check")
-    session.run(
-        "python", "-m", "pytest", "ci/tests", f"--junitxml={RESULTS / 'lint.xml'}", *session.posargs
-    )
+    junit = RESULTS / "lint.xml"
+    command = ("python", "-m", "pytest", "ci/tests", *SPREAD)
+    session.run(*command, f"--junitxml={junit}", *session.posargs)
 
 
 @nox.session

@@ -54,7 +54,8 @@ def ensure(layer: Path, lines: list[str], constraints: Path = CONSTRAINTS) -> Pa
         listing = layer / "requirements.txt"
         listing.write_text("\n".join(lines) + "\n")
         python = Path(sysconfig.get_path("scripts", "venv", {"base": str(layer)})) / "python"
-        pip = [str(python), "-m", "pip", "install", "--quiet"]
+        # What is imported is compiled then. Compiling all of it takes a minute.
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile"]
         subprocess.run([*pip, "-r", str(listing), "-c", str(constraints)], check=True)
         # Written last, so that an interrupted build is done again.
         stamp.write_text(wanted)

@@ -121,6 +121,7 @@ def test_layer_in_half_precision(dtype, device):
     Yardstick(plain(BF16), inputs, dtype=F32).check(called("triton", autocast=BF16))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("used", range(5), ids=["u", "post", "res", "written", "delta"])
 def test_gradient_of_one_result_alone(used, device):
     inputs = operands((7,), 3, 20, device)

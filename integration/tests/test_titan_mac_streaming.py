@@ -72,6 +72,7 @@ def test_state_holds_no_more_than_a_window(titan_mac, draw_tokens, kind):
             assert layer.seen.untyped_storage().nbytes() == layer.seen.nbytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0), (2, 1), (1, 3)], ids=str)
 def test_short_and_empty_sequences_are_read(titan_mac, draw_tokens, kind, shape):
     model = titan_mac(kind)

@@ -55,6 +55,7 @@ def test_nan_reaches_no_key_past_the_length(op, scheme, backend, device):
         assert grad[0].isfinite().all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("where", ["query", "upstream gradient"])
 def test_task_without_keys_gives_zeros_for_nan(op, scheme, where, backend, device):

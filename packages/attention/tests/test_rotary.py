@@ -52,6 +52,7 @@ def test_values_and_gradients(rotary_op, small_programs, parts, dtype, device):
     rotary_op.check(rotary_op.draw((2, 4, 2, 2, 40), dtype, device, beside, prefix))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
 @pytest.mark.parametrize(
     "shape", [(2, 1, 2, 1, 2), (1, 5, 1, 3, 6), (2, 33, 2, 2, 64), (2, 3, 2, 1, 256)], ids=str
@@ -293,6 +294,7 @@ def test_one_compiled_graph_serves_any_length(rotary_op, device):
     assert counter.frame_count == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", transforms.EAGER, ids=lambda transform: transform.__name__)
 def test_transform_is_right(rotary_op, transform, device):
     hold(rotary_op, rotary_op.draw((2, 2, 2, 1, 4), F32, device, prefix=(1,)), transform)

@@ -63,6 +63,7 @@ def test_values_and_gradients(window_op, tiles, tokens, rows, window, prefix, de
     window_op.check(tensors, window=window, prefix=prefix)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("tokens", "rows", "window", "prefix", "every"), SPARSE_BANDS)
 def test_values_and_gradients_of_every_so_many_rows(
     window_op, tiles, tokens, rows, window, prefix, every, device

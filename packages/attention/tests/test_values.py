@@ -32,6 +32,7 @@ def test_a_few_keys(op, shape, device):
     op.check(op.draw(shape, F32, device))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_low_precision(lse_op, any_scheme, dtype, device):
     lse_op.check(lse_op.draw((1, 20, 70, 1, 32), dtype, device))

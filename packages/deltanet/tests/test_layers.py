@@ -53,12 +53,14 @@ def op():
     return ConvolutionOp()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("heads", [0, 1, 3])
 def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(op, heads, dtype, device):
     op.having(heads=heads).check(op.draw(2, 19, 15, 4, dtype, device))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 40, 7), (1, 5, 300), (3, 2, 4)])
 @pytest.mark.parametrize("taps", [1, 3, 4])
 def test_every_size_is_as_near_to_fp64_as_torch(op, taps, sizes, device):
@@ -163,6 +165,7 @@ class NormOp:
         return [o, draw(shape[-1]), *([z] if gate else [])]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("gate", [False, True], ids=["norm", "gated"])
 @pytest.mark.parametrize("shape", [(2, 3, 2, 12), (1, 1), (70, 40), (2, 0, 5), (2, 3000)])

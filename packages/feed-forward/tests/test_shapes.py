@@ -15,6 +15,7 @@ DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, F16])
 
 
 @DTYPES
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("rows", "cols"), [(1, 1), (3, 1), (1, 2), (3, 63), (33, 40), (5, 1376), (2, 4097)]
 )

@@ -71,6 +71,7 @@ def test_any_scores_are_selected_from_exactly(search, count, sinks, device):
     hold(torch.stack(list(ROWS.values())).to(device), count, sinks)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [KEYS - 1, KEYS, KEYS + 3])
 def test_nearly_all_keys_of_a_row(search, count, device):
     rows = ("few values", "decades", "some NaN", "infinite")

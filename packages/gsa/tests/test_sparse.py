@@ -29,6 +29,7 @@ def test_low_precision_is_as_near_to_fp64_as_torch(sparse, dtype, device):
     sparse.check(sparse.draw((1, 5, 9, 4, 20), dtype, device))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per-head"])
 def test_heads_share_keys_and_selections(sparse, heads, key_heads, per_head, device):
@@ -40,6 +41,7 @@ def test_heads_share_keys_and_selections(sparse, heads, key_heads, per_head, dev
     op.check(tensors, indices=indices, count=count)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [1, 7, 12])
 def test_selection_of_all_keys_is_dense_attention(sparse, tokens, backend, device):
     leaves = [x.requires_grad_() for x in sparse.draw((1, tokens, tokens, 2, 16), F32, device)]

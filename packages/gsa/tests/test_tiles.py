@@ -52,6 +52,7 @@ def test_low_precision_is_as_near_to_fp64_as_torch(sparse, dtype, device):
     sparse.check(sparse.draw((1, 7, 19, 4, 20), dtype, device), **TILES)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (4, 1), (6, 1)])
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per-head"])
 def test_heads_share_keys_and_selections(sparse, heads, key_heads, per_head, device):

@@ -33,6 +33,7 @@ def hold(tensors, selected, backend="triton", **options):
     return indices, count, stats
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shape", "options"),
     [((2, 9, 24, 3, 20), dict(q_offset=5, sinks=2)), ((1, 12, 19, 2, 8), dict(causal=False))],
@@ -54,6 +55,7 @@ def test_every_law_is_that_of_the_reference(indexer, selected, search, law, devi
         assert count.unique().numel() > 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ties", ["all", "most", "zeros"])
 def test_ties_go_to_the_lowest_index(indexer, selected, search, ties, device):
     q, k, w, bias = indexer.draw((1, 14, 22, 2, 8), F32, device)
@@ -87,6 +89,7 @@ def test_nothing_to_select_is_an_empty_selection(indexer, backend, shape, device
     assert not stats.variance.any()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("law", LAWS)
 def test_same_inputs_same_bits(indexer, search, law, device):
     ema = torch.tensor(0.04, device=device)
@@ -109,6 +112,7 @@ def test_indices_ascend_and_end_with_nothing(indexer, backend, device):
     assert torch.equal(indices[:, 2:, :2], torch.tensor([0, 1]).to(indices).expand(2, 18, 2))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("law", LAWS)
 def test_future_tokens_change_no_selection(indexer, backend, law, device):
     ema = torch.tensor(0.04, device=device)
@@ -172,6 +176,7 @@ def test_count_follows_from_the_variance(indexer, backend, law, device):
     assert torch.equal(count, expected.minimum(torch.arange(1, 21, device=device).int()))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ema", [None, 0.0, math.nan])
 @pytest.mark.parametrize("law", ["inverse", "proportional"])
 def test_without_an_average_every_row_is_typical(indexer, backend, law, ema, device):

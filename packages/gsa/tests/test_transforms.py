@@ -85,6 +85,7 @@ def test_forward_mode_raises(op, transform, device):
         transform(lambda x: op.kernels(x, *others), x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_autocast_multiplies_in_its_dtype(op, compiles, device):
     leaves = [t.requires_grad_() for t in op.draw(SHAPE, torch.float32, device)]

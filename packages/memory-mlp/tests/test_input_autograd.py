@@ -229,6 +229,7 @@ def test_forward_mode_raises(input_op, transform, device):
         transform(lambda joint: input_op.kernels(joint, *others)[0], joint)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("used", [slice(0, 1), slice(4, 5), slice(6, 7)], ids=["q", "eta", "last"])
 def test_part_of_the_outputs_gives_part_of_the_gradients(input_op, used, backend, device):
     """What is not used weighs nothing, what does not ask gets nothing and changes nothing."""

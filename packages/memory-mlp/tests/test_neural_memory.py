@@ -183,6 +183,7 @@ def spelled(options):
     return "-".join(f"{name}={value}" for name, value in options.items()) or "default"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", OPTIONS, ids=spelled)
 def test_values_and_gradients_are_those_of_the_plain_recurrence(options, memory_of, device):
     memory = memory_of(**options)

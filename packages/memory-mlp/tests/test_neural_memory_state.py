@@ -56,6 +56,7 @@ def assert_same_state(found, truth):
         assert_same(one, other)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lengths", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("options", STREAMED, ids=spelled)
 def test_sequence_in_parts_is_the_sequence(options, lengths, memory_of):

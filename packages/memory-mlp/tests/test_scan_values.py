@@ -189,6 +189,7 @@ def assert_close(found, truth):
         assert bool(((value - expected).abs() <= 1e-10 * largest).all())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("chunk", [1, 4, 64])
 @pytest.mark.parametrize("activation", ["silu", "relu", "gelu"])
@@ -233,6 +234,7 @@ def test_backward_pass_chunk_by_chunk_is_autograds(scan_op, masked, read):
     assert_close(scan_reference.packed_scan_backward(dy, dend, *detached, *options), truth)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("token", [2, 4])
 @pytest.mark.parametrize("read", ["after", "before"])
 def test_future_token_changes_no_past_output(scan_op, read, token, backend, device):

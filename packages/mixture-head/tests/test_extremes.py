@@ -16,6 +16,7 @@ INF, NAN = math.inf, math.nan
 LARGEST = torch.finfo(F32).max
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [30.0, -30.0, 1e30, -1e30])
 def test_extreme_scales_are_as_near_to_fp64_as_torch(mixture, scale, value, device, draw_mixtures):
     params, y = draw_mixtures((12, 5), F32, device)
@@ -33,6 +34,7 @@ def test_gradient_passes_at_the_ends_of_the_range_as_in_torch(
     mixture.check([params, y])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [-1e4, 1e8, 3e38])
 def test_distant_targets_are_as_near_to_fp64_as_torch(mixture, scale, value, device, draw_mixtures):
     params, y = draw_mixtures((8, 5), F32, device)
@@ -88,6 +90,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize(
 
 
 @IMPLEMENTATIONS
+@pytest.mark.sampled
 @pytest.mark.parametrize("nearest", [1, 2])
 @pytest.mark.parametrize("distance", [1e2, -1e14])
 def test_slopes_of_distant_targets_are_those_of_the_nearest_components(
@@ -161,6 +164,7 @@ def test_equal_logits_count_as_zeros_whatever_they_are(
         assert all(torch.equal(of_zeros, other) for other in others)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [-50.0, -200.0, -LARGEST, -INF])
 def test_component_without_weight_has_no_say(
     mixture, scale, value, device, draw_mixtures, values_and_gradients

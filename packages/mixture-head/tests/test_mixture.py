@@ -24,6 +24,7 @@ def test_values_and_gradients_are_as_near_to_fp64_as_torch(
     mixture.check(draw_mixtures(shape, F32, device), scale=scale)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_low_precision_is_as_near_to_fp64_as_torch(mixture, scale, dtype, device, draw_mixtures):
     mixture.check(draw_mixtures((130, 10), dtype, device), scale=scale)
@@ -91,6 +92,7 @@ def at_an_odd_offset(shape, draw):
     return draw(1 + math.prod(shape))[1:].view(shape)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "layout",
     [of_longer_sequences, every_other_row, repeated, reversed_axes, at_an_odd_offset],

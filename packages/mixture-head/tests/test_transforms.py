@@ -89,6 +89,7 @@ def test_forward_mode_raises(op, transform, device):
         transform(lambda x: op.kernels(x, *others), x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_leaves_results_in_fp32_and_gradients_in_the_dtypes_of_the_inputs(

@@ -104,6 +104,7 @@ def test_hooks_see_and_replace_what_is_saved(op, device):
     assert same_bits(slopes(y, leaves), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("use", ["forward", "backward", "twice"])
 def test_nothing_holds_on_to_tensors(op, use, device):
     gc.collect()

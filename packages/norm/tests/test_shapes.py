@@ -11,6 +11,7 @@ from fusewright_testkit.yardstick import as_tuple
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 1), (1, 2), (3, 63), (33, 40)])
 def test_rows_and_gradients_are_as_near_to_fp64_as_torch(op, rows, cols, dtype, device):
@@ -50,11 +51,13 @@ def test_long_rows_are_as_near_to_fp64_as_torch(op, rows, cols, dtype, device, f
     op.check(op.draw((rows, cols), dtype, device))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cols", [1, 2, 3])
 def test_many_narrow_rows_are_as_near_to_fp64_as_torch(op, cols, device):
     op.check(op.draw((1000, cols), F32, device))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 1, 3, 33), (2, 3, 1, 2, 5)])
 def test_every_leading_axis_counts_rows(op, shape, device):
     tensors = op.draw(shape, F32, device)
@@ -133,6 +136,7 @@ def test_any_strides_are_read_as_they_are(op, layout, device):
     op.check([*rows, *vectors], [layout(SHAPE, BF16, device) for _ in range(op.outputs)])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", [query_of_fused_projection, at_an_odd_offset])
 def test_kernels_of_every_scheme_read_any_strides(op, scheme, layout, device):
     rows = [layout((2, 2, 1, 70), BF16, device) for _ in range(op.rows)]
@@ -171,6 +175,7 @@ def test_vectors_may_be_strided(op, device):
     op.check([*rows, *(torch.randn(50, 3, device=device)[:, i] for i in range(op.vectors))])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dtype", "vector_dtype"), [(BF16, F32), (F32, BF16), (F16, F16), (BF16, F16)]
 )

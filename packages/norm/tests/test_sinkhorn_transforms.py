@@ -42,6 +42,7 @@ def slope(y, leaf):
     return torch.autograd.grad(y.cos().sum(), leaf)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", transforms.EAGER, ids=lambda transform: transform.__name__)
 def test_transform_is_right(op, transform, device):
     hold(op, [torch.randn(SHAPE, device=device)], transform)

@@ -53,6 +53,7 @@ def test_transform_of_tensors_that_require_gradients_compiles_right(op, fullgrap
     yardstick.check(lambda *leaves: compiled(*leaves))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("vectors", [True, False], ids=["vectors", "no-vectors"])
 def test_second_derivative_is_right(op, vectors, device):
     tensors = op.draw(SHAPE, torch.float32, device)
@@ -110,6 +111,7 @@ def test_forward_mode_of_the_reference_is_right(op, transform):
     torch.testing.assert_close(transform(function, x), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_gives_the_dtypes_of_torch_and_gradients_in_those_of_the_inputs(

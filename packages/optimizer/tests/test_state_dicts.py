@@ -45,6 +45,7 @@ def as_file(state_dict):
 TORCHS = [dict(foreach=False), dict(fused=True), dict(foreach=False, amsgrad=True)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "arranged"),
     [*((options, flat) for options in TORCHS), (TORCHS[0], groups), (TORCHS[1], named)],

@@ -151,6 +151,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("scheduler", "rate"),
     [

@@ -136,11 +136,6 @@ def result_files(folder: Path) -> dict[Path, Cases]:
     return {path: cases for path, cases in found.items() if cases is not None}
 
 
-def pictures(folder: Path) -> dict[Path, Cases]:
-    """The files that are drawn."""
-    return {path: cases for path, cases in result_files(folder).items() if cases}
-
-
 def table(cases: Cases) -> str:
     """A markdown table, a line for each provider at each case."""
     lines = [HEADER, ("---", "---", *["---:"] * (len(HEADER) - 2))]
@@ -242,8 +237,9 @@ def problems(folder: Path) -> list[str]:
         return []
     told = [] if text == with_made(text, made(folder)) else [f"{readme} is behind its results"]
     # Those of trainings are drawn where they are trained.
-    drawn = [path.with_suffix(".png") for path in [*pictures(folder), *compared]]
-    return told + [f"{path} is missing" for path in drawn if not path.is_file()]
+    drawn = [path for path, cases in files.items() if cases]
+    pictures = [path.with_suffix(".png") for path in [*drawn, *compared]]
+    return told + [f"{path} is missing" for path in pictures if not path.is_file()]
 
 
 def main(
@@ -258,9 +254,11 @@ def main(
         raise typer.Exit(bool(told))
     readme = folder / "README.md"
     readme.write_text(with_made(readme.read_text(), made(folder)))
-    for path, cases in pictures(folder).items():
-        # Without the library's version, the same results give the same bytes.
-        draw(path, cases).savefig(path.with_suffix(".png"), dpi=150, metadata={"Software": None})
+    for path, cases in result_files(folder).items():
+        if cases:
+            # Without the library's version, the same results give the same bytes.
+            picture = path.with_suffix(".png")
+            draw(path, cases).savefig(picture, dpi=150, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def test_refusal_is_flas_own(hopper_with, version, refused, monkeypatch):
     hopper_with(version)
     assert _fla.refuses_backward(torch.device("cuda", 0)) is refused
     _fla.refuses_backward.cache_clear()
-    monkeypatch.setattr(_fla, "has", lambda package: package == "tilelang")
+    monkeypatch.setattr(_fla, "spec_of", lambda package: package == "tilelang")
     assert not _fla.refuses_backward(torch.device("cuda", 0))
 
 

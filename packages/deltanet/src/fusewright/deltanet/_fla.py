@@ -8,6 +8,7 @@ import importlib.util
 import pathlib
 import re
 import warnings
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def fla_obstacle(q: Tensor, differentiates: bool) -> str | None:
 @functools.cache
 def refuses_backward(device: torch.device) -> bool:
     hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and REFUSED_FROM <= triton_version() < REFUSED_BELOW and not has("tilelang")
+    return hopper and REFUSED_FROM <= triton_version() < REFUSED_BELOW and not spec_of("tilelang")
 
 
 def triton_version() -> tuple[int, ...]:
@@ -97,17 +98,18 @@ def has_fla() -> bool:
     """Whether fla-core is installed, which is not imported for it. There are other packages of the
     name.
     """
-    found = importlib.util.find_spec("fla") if has("fla") else None
+    found = spec_of("fla")
     folders = (found and found.submodule_search_locations) or ()
     return any((pathlib.Path(folder) / "ops" / "gated_delta_rule").is_dir() for folder in folders)
 
 
-def has(package: str) -> bool:
+def spec_of(package: str) -> ModuleSpec | None:
+    """Of a package that can be imported."""
     try:
-        return importlib.util.find_spec(package) is not None
+        return importlib.util.find_spec(package)
     except ValueError:
         # It is None in sys.modules: somebody has switched it off.
-        return False
+        return None
 
 
 @constant_when_compiled

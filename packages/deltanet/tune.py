@@ -27,20 +27,24 @@ from fusewright.deltanet import (
     _backward,
     _configs,
     _forward,
+    _problem,
     _step_kernels,
     bench,
     gated_delta_rule,
     gated_delta_rule_step,
 )
+from fusewright.deltanet._backends import Card
 from fusewright_testkit import Yardstick
 from fusewright_testkit.bench import environment_name
-from fusewright_testkit.compiled import compile_launch, recorded_launches
+from fusewright_testkit.compiled import SHARED_KIB, compile_launch, recorded_launches
 from fusewright_testkit.timing import copies_needed, graph_time
 
-MODEL, LONG, NARROW, HALF = *bench.RULES[:3], dict(B=4, T=4096, H=16, D=128)
+# What candidates are compiled for before they are launched.
+CARD = Card(multiprocessors=132, shared_bytes=SHARED_KIB[90] << 10, capability=90)
+MODEL, LONG, NARROW, WIDE, MANY = *bench.RULES, dict(B=4, T=4096, H=16, D=128)
 STEP = bench.STEPS[0]
 # What the carried state is cut into depends on how many rows and heads there are.
-SERIAL = (MODEL, LONG, NARROW, HALF)
+SERIAL = (MODEL, LONG, NARROW, WIDE, MANY)
 
 
 class Kind(NamedTuple):
@@ -66,13 +70,21 @@ KINDS = {
 }
 
 
+class Job(NamedTuple):
+    """A line that may stand in the place of a kind's committed one, and the sizes of its launch."""
+
+    kind: str
+    sizes: dict[str, int]
+    line: Any
+
+
 def candidates(kind: str, width: int) -> Iterator[Any]:
     """What may stand in the place of the committed line."""
     line = getattr(_configs, KINDS[kind].name)
     if kind == "step":
         yield from (8, 16, 32, 64)
     elif isinstance(line, tuple) and not isinstance(line, _configs.RuleConfig):
-        for block_v, warps, stages in itertools.product((16, 32, 64), (4, 8), (1, 2, 3)):
+        for block_v, warps, stages in itertools.product((16, 32, 64), (4, 8), (2, 3, 4)):
             if block_v <= width:
                 yield (_configs.SerialConfig(block_v, warps, stages),)
     else:
@@ -117,39 +129,46 @@ def yardstick(kind: str, width: int) -> Yardstick:
     return Yardstick(case.reference, case.inputs("cuda"))
 
 
-def calls(kind: str, sizes: dict[str, int]) -> list[Callable[[], object]]:
-    """The pass of a kind on cold copies of its inputs, forward passes done before where it is the
-    backward one: those of the line that is in force.
+def calls(
+    kind: str, sizes: dict[str, int], stream: torch.cuda.Stream
+) -> list[Callable[[], object]]:
+    """The pass of a kind on cold copies of its inputs, forward passes done before, on the stream,
+    where it is the backward one: those of the line that is in force.
     """
     case, op = case_of(kind, sizes), op_of(kind)
     copies = [case.inputs("cuda") for _ in range(copies_needed(case.bytes_moved["fwd"]))]
     if not KINDS[kind].backward:
         return [functools.partial(op, *inputs) for inputs in copies]
     found = []
-    for inputs in copies:
-        leaves = [x.requires_grad_() for x in inputs]
-        outputs = op(*leaves)
-        grads = [torch.randn_like(y) for y in outputs]
-        found.append(
-            functools.partial(torch.autograd.grad, outputs, leaves, grads, retain_graph=True)
-        )
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for inputs in copies:
+            leaves = [x.requires_grad_() for x in inputs]
+            outputs = op(*leaves)
+            grads = [torch.randn_like(y) for y in outputs]
+            found.append(
+                functools.partial(torch.autograd.grad, outputs, leaves, grads, retain_graph=True)
+            )
     return found
 
 
-def precompile(jobs: list[tuple[str, dict[str, int], Any]]) -> None:
-    """Fill triton's cache on all cores; nothing is launched."""
+def sound(jobs: list[Job]) -> list[Job]:
+    """The candidates whose machine code may be launched, compiled on all cores."""
     with concurrent.futures.ProcessPoolExecutor(
         mp_context=multiprocessing.get_context("spawn")
     ) as pool:
-        list(pool.map(compile_one, jobs, chunksize=2))
+        return list(itertools.compress(jobs, pool.map(is_sound, jobs, chunksize=2)))
 
 
-def compile_one(job: tuple[str, dict[str, int], Any]) -> None:
-    """Compile what one candidate launches, where the card holds it."""
+def is_sound(job: Job) -> bool:
+    """Whether what a candidate launches compiles, fits, spills nothing and reads no register that
+    nothing has written: an address made of one would end the process, and all candidates after it.
+    """
     kind, sizes, line = job
     inputs = case_of(kind, sizes | ({} if kind == "step" else dict(T=64))).inputs("cpu")
     scale = 0.1
-    with configured(kind, line), recorded_launches() as recorded:
+    tuned = mock.patch.object(_problem, "card_of", return_value=CARD)
+    with tuned, configured(kind, line), recorded_launches() as recorded:
         if kind == "step":
             _step_kernels.launch_step(*inputs, scale)
         else:
@@ -157,10 +176,17 @@ def compile_one(job: tuple[str, dict[str, int], Any]) -> None:
             if KINDS[kind].backward:
                 operands = (*inputs, None, None, *saved)
                 _backward.launch_rule_backward(o, end, *operands, scale)
-    for launch in recorded:
-        if launch.function.fn.__name__ == f"_{kind}_kernel":  # type: ignore[attr-defined]
-            with contextlib.suppress(Exception):
-                compile_launch(launch, 90)
+    own = f"_{kind}_kernel"
+    (launch,) = (each for each in recorded if each.function.fn.__name__ == own)  # type: ignore[attr-defined]
+    try:
+        found = compile_launch(launch, CARD.capability)
+    except Exception as error:
+        print("failed", kind, line, repr(error)[:80])
+        return False
+    if found.spilled or found.undefined or found.shared > CARD.shared_bytes:
+        print("not sound", found)
+        return False
+    return True
 
 
 def main(
@@ -170,17 +196,20 @@ def main(
 ) -> None:
     """Time the candidates and print the best of each size."""
     chosen = [(kind, sizes) for kind in kinds.split(",") for sizes in KINDS[kind].sizes]
-    precompile([(*each, line) for each in chosen for line in candidates(each[0], each[1]["D"])])
+    jobs = sound(
+        [Job(*each, line) for each in chosen for line in candidates(each[0], each[1]["D"])]
+    )
     table = []
     for kind, sizes in chosen:
         found = []
-        timed = calls(kind, sizes)
+        stream = torch.cuda.Stream()
+        timed = calls(kind, sizes, stream)
         committed = getattr(_configs, KINDS[kind].name)
-        for line in (committed, *candidates(kind, sizes["D"])):
+        for line in (committed, *(job.line for job in jobs if job[:2] == (kind, sizes))):
             with configured(kind, line):
                 try:
                     yardstick(kind, sizes["D"]).check(op_of(kind))
-                    ms = graph_time(timed, replays=7, warm_seconds=0.01).ms
+                    ms = graph_time(timed, replays=7, stream=stream, warm_seconds=0.01).ms
                 except Exception as error:
                     print("failed", kind, line, repr(error)[:80])
                     continue
@@ -194,7 +223,7 @@ def main(
                 print(f"{kind:16} {case} {ms * 1e3:8.1f} us {line}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     with (out / f"tuning-{environment_name()}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, table[0].keys())
+        writer = csv.DictWriter(file, table[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)
 

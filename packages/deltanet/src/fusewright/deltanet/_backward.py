@@ -101,7 +101,7 @@ def backward_plan(problem: Problem, operands: tuple[Kind, ...]) -> Plan:
     """The plan for operands of these kinds: do, q, k and v."""
     of_q, of_k, of_v = shapes_of(problem)
     copies, (do, q, k, v) = walks(operands, (of_v, of_q, of_k, of_v))
-    units, serial = problem.units, problem.serial(STATE_GRADIENTS)
+    units, serial = problem.units, problem.serial(STATE_GRADIENTS, 3, 2)
     heads, tiles = problem.sequences * problem.value_heads, problem.tiles_v(serial)
     keys, width, shares = problem.keys, problem.width, problem.tiles_k(INPUTS)
     # What value heads share is added up before it is rounded.

@@ -72,7 +72,7 @@ def copy_of_start(end: Tensor, state: Tensor | None) -> Tensor:
 def forward_plan(problem: Problem, operands: tuple[Kind, ...]) -> Plan:
     """The plan for operands of these kinds: q, k and v."""
     copies, (q, k, v) = walks(operands, shapes_of(problem))
-    units, serial = problem.units, problem.serial(STATES)
+    units, serial = problem.units, problem.serial(STATES, 2, 1)
     heads = problem.sequences * problem.value_heads
     state = (problem.keys, problem.width)
     return Plan(

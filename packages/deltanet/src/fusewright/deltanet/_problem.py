@@ -19,8 +19,8 @@ Strides = tuple[int, ...]
 
 # tl.dot multiplies no tiles of fewer columns.
 SMALLEST_TILE = 16
-# In bytes.
-LONG_ROW = 512
+# Numbers of a state, times the square of an operand's bytes: a larger tile fills the registers.
+LARGEST_STATE = 128 * 64 * 2**2
 # Columns of keys and of values that the kernels serve.
 WIDEST = 256
 # Columns of a tile of fp32: a wider one fills the registers, and with loads ahead shared memory.
@@ -97,19 +97,30 @@ class Problem(NamedTuple):
     def tiles_k(self, config: RuleConfig) -> int:
         return triton.cdiv(self.keys, self.block_k(config))
 
-    def serial(self, configs: tuple[SerialConfig, ...]) -> SerialConfig:
-        """The first of the lines whose programs are as many as the card's multiprocessors, but for
-        a few; the last one, and no loads ahead, where rows of keys are so long that shared memory
-        would not do.
+    def serial(
+        self, configs: tuple[SerialConfig, ...], key_rows: int, value_rows: int
+    ) -> SerialConfig:
+        """The first of the lines whose state registers hold and whose programs are as many as the
+        card's multiprocessors, but for a few. It loads as far ahead as shared memory has room,
+        ``key_rows`` rows as long as keys and ``value_rows`` as values of every token.
         """
-        row = self.dtype.itemsize * max(FEWEST_ROWS, triton.next_power_of_2(self.keys))
-        if row >= LONG_ROW:
-            fits = row == LONG_ROW and (self.on_hopper or self.dtype.itemsize == 2)
-            return configs[-1] if fits else configs[-1]._replace(num_stages=1)
         heads = self.sequences * self.value_heads
-        wanted = 0.75 * card_of(self.device).multiprocessors
-        enough = (line for line in configs if heads * self.tiles_v(line) >= wanted)
-        return next(enough, configs[-1])
+        card, size = card_of(self.device), self.dtype.itemsize
+        wanted = 0.75 * card.multiprocessors
+        held = (line for line in configs if self.state_tile(line) * size**2 <= LARGEST_STATE)
+        enough = (line for line in held if heads * self.tiles_v(line) >= wanted)
+        line = next(enough, configs[-1])
+        # Hopper's products of 16-bit tiles take them where they lie in shared memory. Others take
+        # what was loaded away first, and have the state there twice.
+        in_place = self.on_hopper and size == 2
+        copies, taken, most = (1, 0, line.num_stages) if in_place else (2, 1, 2)
+        ahead = CHUNK * (key_rows * self.block_k(line) + value_rows * self.block_v(line))
+        room = (card.shared_bytes // size - copies * self.state_tile(line)) // ahead
+        return line._replace(num_stages=max(1, min(most, room + taken)))
+
+    def state_tile(self, config: SerialConfig) -> int:
+        """Numbers of a state that one program carries."""
+        return self.block_k(config) * self.block_v(config)
 
     def launch(
         self,

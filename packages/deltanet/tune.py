@@ -178,6 +178,9 @@ def is_sound(job: Job) -> bool:
                 _backward.launch_rule_backward(o, end, *operands, scale)
     own = f"_{kind}_kernel"
     (launch,) = (each for each in recorded if each.function.fn.__name__ == own)  # type: ignore[attr-defined]
+    # Where shared memory has no room, fewer stages are launched than the line has.
+    if kind in ("states", "state_gradients") and launch.kwargs["num_stages"] < line[0].num_stages:
+        return False
     try:
         found = compile_launch(launch, CARD.capability)
     except Exception as error:
@@ -205,7 +208,8 @@ def main(
         stream = torch.cuda.Stream()
         timed = calls(kind, sizes, stream)
         committed = getattr(_configs, KINDS[kind].name)
-        for line in (committed, *(job.line for job in jobs if job[:2] == (kind, sizes))):
+        lines = [job.line for job in jobs if job[:2] == (kind, sizes)]
+        for place, line in enumerate((committed, *lines)):
             with configured(kind, line):
                 try:
                     yardstick(kind, sizes["D"]).check(op_of(kind))
@@ -213,7 +217,7 @@ def main(
                 except Exception as error:
                     print("failed", kind, line, repr(error)[:80])
                     continue
-            found.append((ms, "committed" if line is committed else str(line)))
+            found.append((ms, "committed" if place == 0 else str(line)))
         del timed
         case = " ".join(f"{key}={value}" for key, value in sizes.items())
         found.sort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -39,10 +40,20 @@ def launch(
     batch: int = 4,
     lengths: bool = False,
     starts: bool = True,
+    first: int = 0,
+    gap: int = 0,
 ) -> None:
-    """Forward and backward with every gradient."""
-    q = torch.empty(batch, 128, heads[0], keys, dtype=dtype)
-    v = torch.empty(batch, 128, heads[1], width, dtype=dtype)
+    """Forward and backward with every gradient; q and v begin ``first`` numbers into their memory,
+    and have ``gap`` between heads.
+    """
+
+    def within(*shape: int) -> torch.Tensor:
+        wide = *shape[:-1], shape[-1] + gap
+        memory = torch.empty(first + math.prod(wide), dtype=dtype)
+        return memory[first:].view(wide)[..., : shape[-1]]
+
+    q = within(batch, 128, heads[0], keys)
+    v = within(batch, 128, heads[1], width)
     g = torch.empty(batch, 128, heads[1])
     cu_seqlens = torch.tensor([0, 128]) if lengths else None
     state = torch.empty(batch, heads[1], keys, width) if starts else None
@@ -83,6 +94,8 @@ def every_launch() -> None:
     launch(BF16, 64, 128, heads=(4, 8))
     launch(BF16, batch=1, lengths=True, starts=False)
     launch(BF16, batch=64)
+    launch(BF16, batch=1, first=1)
+    launch(BF16, 64, 64, batch=1, gap=8)
     launch(F16)
     launch_one_step(BF16, 256, 256)
     launch_the_layer(BF16, 4, 256)

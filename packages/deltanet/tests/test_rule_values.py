@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from fusewright.deltanet import gated_delta_rule, reference
+from fusewright.deltanet._launch import Launch
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -263,7 +264,7 @@ def test_without_tokens_the_state_stays_and_without_rows_all_is_empty(
 
 def test_operands_of_any_strides_give_the_bits_of_contiguous_ones(rule_op, device):
     """Slices of one projection are read where they lie, columns apart are not."""
-    tensors = rule_op.draw(1, 3, 2, 4, 4, F32, device)
+    tensors = rule_op.draw(1, 3, 2, 16, 16, F32, device)
     expected = everything(rule_op, [x.requires_grad_() for x in tensors], backend="triton")
     q, k, v, *others = (x.detach() for x in tensors)
     q, k, v = torch.cat([q, k, v], 2).split(2, 2)
@@ -271,3 +272,31 @@ def test_operands_of_any_strides_give_the_bits_of_contiguous_ones(rule_op, devic
     others = [x.mT.contiguous().mT for x in others]
     leaves = [x.detach().requires_grad_() for x in (q, k, v, *others)]
     assert same_bits(everything(rule_op, leaves, backend="triton"), expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "width", "first", "gap"), [(20, 7, 0, 0), (16, 32, 1, 0), (16, 32, 0, 8)]
+)
+def test_kernels_load_whole_vectors(rule_op, keys, width, first, gap, device, monkeypatch):
+    """Whatever the widths are, where tensors begin, and how far apart their rows are."""
+    seen = []
+
+    def spy(launch, tensors, floats=()):
+        addresses = [x.data_ptr() for x in tensors if x is not None]
+        # After the counts of tokens, heads and chunks.
+        seen.append([*addresses, *launch.integers[3:]])
+        launch.dispatch(tensors, floats)
+
+    def elsewhere(x):
+        """The same numbers in memory that begins and goes on otherwise."""
+        memory = x.new_zeros(first + x[..., 0].numel() * (x.shape[-1] + gap))
+        place = memory[first:].view(*x.shape[:-1], -1)[..., : x.shape[-1]]
+        return place.copy_(x).detach().requires_grad_()
+
+    drawn = rule_op.draw(1, 70, 2, keys, width, F32, device)
+    expected = everything(rule_op, [x.requires_grad_() for x in drawn], backend="triton")
+    monkeypatch.setattr(Launch, "__call__", spy)
+    leaves = [elsewhere(x.detach()) for x in drawn]
+    assert same_bits(everything(rule_op, leaves, backend="triton"), expected)
+    assert len(seen) == 7
+    assert not any(number % 16 for numbers in seen for number in numbers)

@@ -12,7 +12,7 @@ from ._configs import INPUTS, LOCAL, STATE_GRADIENTS, THROUGH
 from ._forward import shapes_of
 from ._input_gradients_kernels import _inputs_kernel, _through_kernel
 from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, made, memory
-from ._problem import Problem, problem_of, tables_of, walks
+from ._problem import Problem, aligned, problem_of, tables_of, walks
 from ._registration import empty_grad
 from .reference import CHUNK
 
@@ -66,6 +66,7 @@ def launch_rule_backward(
     if not v.numel():
         grads = (torch.zeros_like(x) for x in (q, k, v, g, beta))
         return *grads, empty_grad(g) if state is None else dend.clone()
+    do, dend, q, k, v, g, beta, state = aligned(do, dend, q, k, v, g, beta, state)
     problem = problem_of(q, v, state, cu_seqlens)
     plan = backward_plan(problem, kinds(do, q, k, v))
     do, q, k, v = copied((do, q, k, v), plan.copies)
@@ -101,7 +102,7 @@ def backward_plan(problem: Problem, operands: tuple[Kind, ...]) -> Plan:
     """The plan for operands of these kinds: do, q, k and v."""
     of_q, of_k, of_v = shapes_of(problem)
     copies, (do, q, k, v) = walks(operands, (of_v, of_q, of_k, of_v))
-    units, serial = problem.units, problem.serial(STATE_GRADIENTS, 3, 2)
+    units, serial = problem.units, problem.serial(STATE_GRADIENTS, key_rows=3, value_rows=2)
     heads, tiles = problem.sequences * problem.value_heads, problem.tiles_v(serial)
     keys, width, shares = problem.keys, problem.width, problem.tiles_k(INPUTS)
     # What value heads share is added up before it is rounded.

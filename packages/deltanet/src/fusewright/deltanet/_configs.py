@@ -14,6 +14,12 @@ from typing import NamedTuple
 FASTER = {"forward": "triton", "training": "triton"}
 
 
+# Strides and widths in numbers, and addresses in bytes, that are multiples of it are loaded as
+# whole vectors. Of others ptxas makes serial kernels for Hopper that read registers which nothing
+# has written: such tensors are copied first.
+VECTOR = 16
+
+
 class RuleConfig(NamedTuple):
     """A program takes at most ``block_k`` columns of keys and ``block_v`` of values at a time; on
     cards without Hopper's products at most ``elsewhere`` of both, with eight warps.
@@ -54,7 +60,8 @@ STATE_GRADIENTS = (
     SerialConfig(block_v=32, num_warps=4, num_stages=3),
     SerialConfig(block_v=16, num_warps=4, num_stages=3),
 )
-# How many columns of a state one program of the decode step takes.
+# How many columns of a state one program of the decode step takes. For 64 rows of 8 heads 32 are
+# 3 % faster, with half as many programs.
 STEP_BLOCK_V = 16
 
 

@@ -10,7 +10,7 @@ import torch
 from ._configs import OUTPUTS, PREPARE, STATES
 from ._forward_kernels import _outputs_kernel, _prepare_kernel, _states_kernel
 from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
-from ._problem import Problem, problem_of, tables_of, walks
+from ._problem import Problem, aligned, problem_of, tables_of, walks
 from .reference import CHUNK
 
 Tensor = torch.Tensor
@@ -46,6 +46,7 @@ def launch_rule(
     if not is_current(q.device):
         with torch.cuda.device(q.device):
             return launch_rule(q, k, v, g, beta, state, cu_seqlens, scale)
+    q, k, v, g, beta, state = aligned(q, k, v, g, beta, state)
     problem = problem_of(q, v, state, cu_seqlens)
     plan = forward_plan(problem, kinds(q, k, v))
     o, end, inverses = plan.o(), plan.end(), plan.inverses()
@@ -72,7 +73,7 @@ def copy_of_start(end: Tensor, state: Tensor | None) -> Tensor:
 def forward_plan(problem: Problem, operands: tuple[Kind, ...]) -> Plan:
     """The plan for operands of these kinds: q, k and v."""
     copies, (q, k, v) = walks(operands, shapes_of(problem))
-    units, serial = problem.units, problem.serial(STATES, 2, 1)
+    units, serial = problem.units, problem.serial(STATES, key_rows=2, value_rows=1)
     heads = problem.sequences * problem.value_heads
     state = (problem.keys, problem.width)
     return Plan(

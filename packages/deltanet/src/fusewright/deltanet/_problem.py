@@ -10,7 +10,7 @@ import torch
 import triton
 
 from ._backends import card_of, interpreted
-from ._configs import RuleConfig, SerialConfig
+from ._configs import VECTOR, RuleConfig, SerialConfig
 from ._launch import Allocate, Kind, Launch, memory
 from .reference import CHUNK, most_chunks
 
@@ -19,8 +19,9 @@ Strides = tuple[int, ...]
 
 # tl.dot multiplies no tiles of fewer columns.
 SMALLEST_TILE = 16
-# Numbers of a state, times the square of an operand's bytes: a larger tile fills the registers.
-LARGEST_STATE = 128 * 64 * 2**2
+# In bytes: a row of keys, and a tile of a state as it is multiplied.
+LONG_ROW = 512
+LARGEST_STATE = 16384
 # Columns of keys and of values that the kernels serve.
 WIDEST = 256
 # Columns of a tile of fp32: a wider one fills the registers, and with loads ahead shared memory.
@@ -98,25 +99,29 @@ class Problem(NamedTuple):
         return triton.cdiv(self.keys, self.block_k(config))
 
     def serial(
-        self, configs: tuple[SerialConfig, ...], key_rows: int, value_rows: int
+        self, configs: tuple[SerialConfig, ...], *, key_rows: int, value_rows: int
     ) -> SerialConfig:
-        """The first of the lines whose state registers hold and whose programs are as many as the
-        card's multiprocessors, but for a few. It loads as far ahead as shared memory has room,
-        ``key_rows`` rows as long as keys and ``value_rows`` as values of every token.
+        """The first of the lines whose programs are as many as the card's multiprocessors, but for
+        a few; of lines with larger tiles of a state than registers should hold the last. A chunk
+        loads ``key_rows`` rows as long as keys and ``value_rows`` as values for each token.
         """
-        heads = self.sequences * self.value_heads
         card, size = card_of(self.device), self.dtype.itemsize
-        wanted = 0.75 * card.multiprocessors
-        held = (line for line in configs if self.state_tile(line) * size**2 <= LARGEST_STATE)
-        enough = (line for line in held if heads * self.tiles_v(line) >= wanted)
-        line = next(enough, configs[-1])
-        # Hopper's products of 16-bit tiles take them where they lie in shared memory. Others take
-        # what was loaded away first, and have the state there twice.
+        row = size * self.block_k(configs[0])
+        # Hopper multiplies 16-bit tiles where they lie in shared memory.
         in_place = self.on_hopper and size == 2
-        copies, taken, most = (1, 0, line.num_stages) if in_place else (2, 1, 2)
-        ahead = CHUNK * (key_rows * self.block_k(line) + value_rows * self.block_v(line))
-        room = (card.shared_bytes // size - copies * self.state_tile(line)) // ahead
-        return line._replace(num_stages=max(1, min(most, room + taken)))
+        small = [line for line in configs if size * self.state_tile(line) <= LARGEST_STATE]
+        lines = small if in_place or row < LONG_ROW else configs[-1:]
+        heads, wanted = self.sequences * self.value_heads, 0.75 * card.multiprocessors
+        enough = (line for line in lines if heads * self.tiles_v(line) >= wanted)
+        line = next(enough, configs[-1])
+        if in_place:
+            token = size * (key_rows * self.block_k(line) + value_rows * self.block_v(line))
+            stages = (card.shared_bytes - size * self.state_tile(line)) // (CHUNK * token)
+        else:
+            # Of longer rows loads ahead would take more shared memory than there is.
+            longest = LONG_ROW if self.on_hopper or size == 2 else LONG_ROW // 2
+            stages = 2 if row <= longest else 1
+        return line._replace(num_stages=max(1, min(line.num_stages, stages)))
 
     def state_tile(self, config: SerialConfig) -> int:
         """Numbers of a state that one program carries."""
@@ -210,12 +215,21 @@ def tables_of(problem: Problem, cu_seqlens: Tensor | None) -> Tables:
     return Tables(torch.stack((first, inside), 1), torch.stack((begin, length, first_chunk), 1))
 
 
+def aligned(*tensors: Tensor | None) -> list[Any]:
+    """The tensors, in the place of each that starts within a vector a contiguous copy."""
+    contiguous = torch.contiguous_format
+    return [
+        x if x is None or x.data_ptr() % VECTOR == 0 else x.clone(memory_format=contiguous)
+        for x in tensors
+    ]
+
+
 def walks(operands: tuple[Kind, ...], shapes: Sequence[Strides]) -> tuple[tuple[bool, ...], list]:
     """Which operands [B, T, heads, width] are copied first, and the strides of batch, tokens and
     heads of all, as they are read.
     """
     copies = tuple(
-        strides[-1] != 1 and shape[-1] > 1
+        (strides[-1] != 1 and shape[-1] > 1) or any(stride % VECTOR for stride in strides[:-1])
         for (_, strides), shape in zip(operands, shapes, strict=True)
     )
     return copies, [

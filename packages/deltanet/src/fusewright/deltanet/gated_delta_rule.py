@@ -34,7 +34,7 @@ import torch
 from . import reference
 from ._backends import Backend as OwnBackend
 from ._backends import available_backends as kernel_backends
-from ._backends import decline, launchers, uses_triton, without_autocast
+from ._backends import decline, uses_triton, without_autocast
 from ._checks import (
     autocast,
     check_backend_or_fla,
@@ -45,14 +45,12 @@ from ._checks import (
     given_decay,
 )
 from ._fla import fla_obstacle, fla_rule, has_fla, takes_fla
-from ._registration import Derivative, Op, empty_grad, second_order
+from ._rule_op import by_kernels
 
 Tensor = torch.Tensor
 Backend = Literal["auto", "fla", "triton", "reference"]
 Residual = Literal["none", "qk", "v"]
 
-OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, Tensor? cu_seqlens"
-SAVED = "Tensor inverses, Tensor states, Tensor decays"
 # What one program holds of a state.
 WIDEST = 256
 # An alpha below it counts as it: its logarithm and its gradient stay finite.
@@ -77,98 +75,6 @@ def available_backends() -> tuple[str, ...]:
     """
     own = kernel_backends()
     return ("fla", *own) if has_fla() and torch.cuda.is_available() else own
-
-
-def _forward_triton(q, k, v, g, beta, state, cu_seqlens, scale):
-    return launchers().launch_rule(q, k, v, g, beta, state, cu_seqlens, scale)
-
-
-def _forward_fake(q, k, v, g, beta, state, cu_seqlens, scale):
-    heads, width = v.shape[2:]
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    chunks = reference.most_chunks(q, cu_seqlens)
-    return (
-        q.new_empty(v.shape),
-        g.new_empty(sequences, heads, q.shape[3], width),
-        q.new_empty(chunks, heads, reference.CHUNK, reference.CHUNK),
-        q.new_empty(chunks, heads, q.shape[3], width),
-        g.new_empty(chunks, heads, reference.CHUNK),
-    )
-
-
-def _backward_triton(do, dend, *tensors_and_scale):
-    return launchers().launch_rule_backward(do, dend, *tensors_and_scale)
-
-
-def _backward_reference(do, dend, q, k, v, g, beta, state, cu_seqlens, *saved_and_scale):
-    tensors = (q, k, v, g, beta, state, cu_seqlens)
-    grads = reference.rule_backward(do, dend, *tensors, saved_and_scale[-1])
-    return grads if state is not None else (*grads, empty_grad(g))
-
-
-def _backward_fake(do, dend, q, k, v, g, beta, state, *others):
-    dstate = empty_grad(g) if state is None else state.new_empty(state.shape)
-    return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), dstate
-
-
-_forward = Op(
-    f"gated_delta_rule({OPERANDS}, float scale) -> (Tensor o, Tensor end, {SAVED})",
-    triton=_forward_triton,
-    reference=reference.chunked_rule,
-    fake=_forward_fake,
-)
-_backward = Op(
-    f"gated_delta_rule_backward(Tensor do, Tensor dend, {OPERANDS}, {SAVED}, float scale)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dstate)",
-    triton=_backward_triton,
-    reference=_backward_reference,
-    fake=_backward_fake,
-)
-
-
-@_forward.derivative
-class _GatedDeltaRule(Derivative):
-    @staticmethod
-    def forward(ctx, run, q, k, v, g, beta, state, cu_seqlens, scale):
-        o, end, *saved = run(q, k, v, g, beta, state, cu_seqlens, scale)
-        ctx.save_for_backward(q, k, v, g, beta, state, cu_seqlens, *saved)
-        ctx.scale, ctx.end = scale, (end.shape, end.dtype, end.device)
-        ctx.set_materialize_grads(False)
-        return o, end, *_forward.statistics(ctx, run, *saved)
-
-    @staticmethod
-    def backward(ctx, do, dend, *_):
-        if do is None and dend is None:
-            return (None,) * 9
-        saved = q, _, v, _, _, state, *_ = ctx.saved_tensors
-        if do is None:
-            do = q.new_zeros(v.shape)
-        if dend is None:
-            shape, dtype, device = ctx.end
-            dend = torch.zeros(shape, dtype=dtype, device=device)
-        *grads, dstate = _backward(do, dend, *saved, ctx.scale)
-        return None, *grads, None if state is None else dstate, None, None
-
-
-@_backward.derivative
-class _GatedDeltaRuleBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, do, dend, q, k, v, g, beta, state, cu_seqlens, *saved_and_scale):
-        ctx.save_for_backward(do, dend, q, k, v, g, beta, state, cu_seqlens)
-        ctx.scale = saved_and_scale[-1]
-        return run(do, dend, q, k, v, g, beta, state, cu_seqlens, *saved_and_scale)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        *inputs, state, cu_seqlens = ctx.saved_tensors
-
-        def backward(do, dend, q, k, v, g, beta, state):
-            tensors = (q, k, v, g, beta, state, cu_seqlens)
-            return reference.rule_backward(do, dend, *tensors, ctx.scale)
-
-        cotangents = cotangents[:5] if state is None else cotangents
-        # What is saved stands for what the inputs say, and has no gradients of its own.
-        return None, *second_order(backward, (*inputs, state), cotangents), *(None,) * 5
 
 
 def gated_delta_rule(
@@ -246,7 +152,7 @@ def gated_delta_rule(
         finite = g.clamp(min=reference.least_decay(g.dtype))
         o, state = fla_rule(q, k, v, finite, beta, initial_state, cu_seqlens, scale)
     elif served == "triton":
-        o, state, *_ = _forward(*tensors, cu_seqlens, scale)
+        o, state = by_kernels(*tensors, cu_seqlens, scale)
     else:
         with without_autocast(q.device):
             o, state = reference.gated_delta_rule(*tensors, cu_seqlens, scale=scale)

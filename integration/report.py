@@ -53,6 +53,14 @@ TOLD_OF_SWITCHES = (
     "numbers of the device, evaluation the share of a run's time that 10 batches every 50 steps "
     "take."
 )
+DEPTH_HEADER = ("case", "mode", "activations", "choices", "gradients", "peak")
+DEPTH_COLUMNS = ["case", "mode", "peak_mib", "gradients_mib", "choices_mib", "activations_mib"]
+TOLD_OF_DEPTH = (
+    "Memory of an eager training step of HybridLM by its number of layers, in MiB, beside weights "
+    "and optimizer: [{name}](results/{name}). Activations are the peak of both passes without "
+    "choices, which are the selections that are kept for the backward pass, and without the "
+    "gradients of layers that are done."
+)
 
 
 class Step(NamedTuple):
@@ -130,6 +138,16 @@ def switch_rows(path: Path) -> list[tuple[str, ...]]:
     return lines
 
 
+def depth_rows(path: Path) -> list[tuple[str, ...]]:
+    """A line for each mode at each depth."""
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader) if reader.fieldnames == DEPTH_COLUMNS else []
+    names = [f"{name}_mib" for name in DEPTH_HEADER[2:]]
+    mib = [[f"{float(row[name]):,.1f}" if row[name] else "" for name in names] for row in rows]
+    return [(row["case"], row["mode"], *found) for row, found in zip(rows, mib, strict=True)]
+
+
 def result_files(folder: Path) -> dict[Path, Cases]:
     """Files with a benchmark's columns; one of language models alone has no cases."""
     found = {path: read(path) for path in sorted(folder.glob("results/*.csv"))}
@@ -191,6 +209,11 @@ def made(folder: Path) -> str:
             parts.append(TOLD_OF_SWITCHES.format(name=switches.name))
             rule = ("---",) * 2 + ("---:",) * 6
             parts.append(markdown([SWITCHES_HEADER, rule, *switch_rows(switches)]))
+        depth = path.with_name(f"depth-{path.name}")
+        if depth.is_file():
+            parts.append(TOLD_OF_DEPTH.format(name=depth.name))
+            rule = ("---",) * 2 + ("---:",) * 4
+            parts.append(markdown([DEPTH_HEADER, rule, *depth_rows(depth)]))
     parts += report_optimizers.parts(folder) + report_selection.parts(folder)
     return "\n\n".join(parts) or "Nothing has been measured yet."
 

@@ -3,13 +3,14 @@ from __future__ import annotations
 import csv
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fusewright_models.bench import hybrid
+from fusewright_models.bench import depth, hybrid
 from fusewright_models.bench.__main__ import app
+from fusewright_models.bench.depth import Memory, Peaks, nbytes
 from fusewright_models.bench.hybrid import HybridHarness, peer_model
 from fusewright_models.bench.text import TextShape
 from fusewright_models.hybrid import HybridLM
@@ -116,12 +117,91 @@ def test_peer_has_as_many_parameters_as_ours(monkeypatch, preset):
     assert abs(theirs - ours) <= 3 * 16 * config.dim * config.layers
 
 
+def test_depths_are_a_row_for_each_mode_with_the_choices_that_are_kept(tmp_path):
+    result = run("--depths", "1,4", "--out", tmp_path, shape="1,9")
+    assert result.exit_code == 0, result.output
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("depth-")
+    rows = rows_of(tmp_path)
+    modes = ("exact", "stored", "plain")
+    found = [(row["mode"], row["case"]) for row in rows]
+    assert found == [(mode, f"dim=64 layers={n} B=1 T=9") for mode in modes for n in (1, 4)]
+    # Indices and a count for each query of the one sparse layer, in 4 bytes.
+    kept, none = f"{9 * (TINY.k_max + 1) * 4 / 2**20:.3f}", "0.000"
+    assert [row["choices_mib"] for row in rows] == [none, kept, none, kept, none, none]
+    count = sum(p.numel() for p in HybridLM(TINY).parameters())
+    assert rows[1]["gradients_mib"] == f"{4 * count / 2**20:.3f}"
+    assert {(row["peak_mib"], row["activations_mib"]) for row in rows} == {("", "")}
+
+
+def test_depth_that_fails_is_a_line_and_plain_autograd_may(tmp_path, monkeypatch):
+    def measured(harness, shape):
+        if (harness.config.mode, harness.config.layers) == (failing, 16):
+            raise torch.OutOfMemoryError
+        return Memory(2**22, 2**20, 0, 2**21)
+
+    monkeypatch.setattr(depth, "measured", measured)
+    # A collection of garbage takes longer than all else here.
+    monkeypatch.setattr(HybridHarness, "let_go", lambda harness: None)
+    for failing, code in (("plain", 0), ("exact", 1)):
+        # Rows that the file has are replaced.
+        for _ in range(2):
+            result = run("--depths", "8,16", "--out", tmp_path / failing, shape="1,9")
+        assert result.exit_code == code, result.output
+        assert re.search(rf"16 +│ {failing} +│ out of memory", result.output)
+        rows = rows_of(tmp_path / failing)
+        assert [row["mode"] for row in rows].count(failing) == 1
+        assert len(rows) == 5
+        assert {(row["peak_mib"], row["activations_mib"]) for row in rows} == {("4.000", "2.000")}
+
+
+@pytest.mark.parametrize("mode", ["exact", "plain"])
+def test_gradients_that_lie_there_are_no_activations(monkeypatch, mode):
+    """With a meter that shows 1000 bytes before the step and 10^9 at every look after it."""
+    of_layers, looks = [], []
+    readings = {"memory_allocated": 1000, "max_memory_allocated": 1000 + 10**9}
+    for name, value in readings.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", looks.append)
+    harness = HybridHarness(replace(TINY, mode=mode), CPU, 0.0, False, None, None)
+    step = harness.step(TextShape(1, 9), "fusewright")
+    peaks, look = Peaks(CPU), Peaks.look
+    monkeypatch.setattr(
+        Peaks, "look", lambda self, gradients: (of_layers.append(gradients), look(self, gradients))
+    )
+    peaks.watch(step.model)
+    step.run(peaks)
+    layers = step.model.stack.layers
+    behind = nbytes(step.model) - sum(map(nbytes, layers))
+    later = [behind + sum(map(nbytes, layers[place + 1 :])) for place in (3, 2, 1, 0)]
+    # The marks before data, both passes and the optimizer, and after it.
+    assert of_layers == [0, 0, 0, *(later if mode == "exact" else []), 0, 0]
+    assert (peaks.before, peaks.highest, peaks.activations) == (1000, 10**9, 10**9)
+
+
+def test_stretch_of_a_step_has_its_own_gradients(monkeypatch):
+    readings = iter([100, 150, 700, 900, 950, 5000])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(readings))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    peaks = Peaks(CPU)
+    for _ in range(3):
+        peaks.mark()
+    peaks.look(300)
+    peaks.mark()
+    # The optimizer's is no part.
+    peaks.mark()
+    assert (peaks.highest, peaks.activations) == (850, 800)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--shape", "64"], "a shape is B,T such as 4,4096; got '64'"),
         (["--shape", "4,1"], "T must be at least 2, for a token after next; got 1"),
         (["--provider", "jax"], "provider must be of fusewright, .*; got 'jax'"),
+        (["--depths", "8,x"], "depths are numbers of layers such as 8,16,32; got '8,x'"),
+        (["--depths", "8,0"], "depths must be at least 1; got '8,0'"),
         (["--preset", "huge"], "preset must be of tiny, .*; got 'huge'"),
     ],
 )
@@ -138,3 +218,17 @@ def test_eager_steps_and_replayed_ones_are_measured_on_the_gpu(tmp_path):
     rows = rows_of(tmp_path)
     assert [row["timing"] for row in rows] == ["wall", "graph"]
     assert all(float(row["mem_mib"]) > 0.0 for row in rows)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_step_is_flat_in_depth_on_the_gpu(tmp_path):
+    """What is computed anew is one layer; what is stored is a state for each."""
+    result = run("--depths", "4,8,16", "--out", tmp_path, device="cuda", shape="8,2048")
+    assert result.exit_code == 0, result.output
+    state = 8 * 2048 * TINY.streams * TINY.dim * 4 / 2**20
+    found: dict[str, list[float]] = {}
+    for row in rows_of(tmp_path):
+        found.setdefault(row["mode"], []).append(float(row["activations_mib"]))
+    assert max(found["exact"]) - min(found["exact"]) < 0.5 * state
+    assert found["stored"][2] - found["stored"][1] > 7 * state
+    assert found["plain"][2] - found["plain"][1] > found["stored"][2] - found["stored"][1]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from fusewright.gsa import GatedSparseAttention
+from fusewright.deltanet import GatedDeltaNet
+from fusewright.gsa import GatedSparseAttention, Selection, gated_indexer
 from fusewright_models.hybrid import HybridLM
 from fusewright_models.hybrid_config import HYBRID, HybridConfig
 from fusewright_models.midpoint import MODES
@@ -124,6 +125,52 @@ def test_selection_is_replayed_and_kept_once(tokens):
     assert torch.equal(attention.variance_ema, moved)
 
 
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_backward_pass_selects_nothing(tokens, mode, monkeypatch):
+    """Were a layer to select once more it would find each query's own key alone: gradients are
+    still those of ordinary autograd, which selects once.
+    """
+    select, calls = GatedSparseAttention._select, []
+
+    def selects(attention, index, position):
+        calls.append(attention)
+        (indices, count), variance = select(attention, index, position)
+        if calls.count(attention) > 1:
+            indices = torch.full_like(indices, -1)
+            indices[..., 0] = torch.arange(indices.shape[1])
+            count = torch.ones_like(count)
+        return Selection(indices, count), variance
+
+    monkeypatch.setattr(GatedSparseAttention, "_select", selects)
+    found = []
+    for kind in ("plain", mode):
+        model = make(torch.float64, mode=kind)
+        loss = model.loss(tokens)
+        selected = len(calls)
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+        assert len(calls) == selected == 2
+        calls.clear()
+    for gradient, expected in zip(*found, strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_every_stream_starts_with_the_embedding(tokens, monkeypatch):
+    model, given = make(), []
+    for module in (model.stack.layers[0], model.second):
+        force = module.force
+        told = lambda x, force=force, **known: (given.append(x), force(x, **known))[1]  # noqa: E731
+        monkeypatch.setattr(module, "force", told)
+    with torch.no_grad():
+        model.losses(tokens)
+        unit = 2.0**-TINY.fraction_bits
+        embedded = (model.embedding(tokens[:, :-1]) / unit).round() * unit
+    first, second = given
+    assert len(first.unbind(-2)) == len(second.unbind(-2)) == TINY.streams
+    assert all(torch.equal(stream, embedded) for stream in first.unbind(-2))
+    assert all(torch.equal(stream, second[..., 0, :]) for stream in second.unbind(-2))
+    assert second.any(-1).all()
+
+
 def test_losses_are_near_those_of_guessing_at_the_start(tokens):
     losses = make().losses(tokens)
     for loss in (losses.following, losses.second):
@@ -164,6 +211,34 @@ def test_dense_losses_are_those_of_all_keys(tokens):
     assert sparse.selected < TINY.k_max
     dense.total.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def divergence(attention, u, selection):
+    """Of the indexer's softmax from the mean of the heads' probabilities, both over the selected
+    keys alone, in the mean over queries.
+    """
+    q, k, _ = attention._heads(u, 0)
+    length = u.shape[1]
+    selected = torch.zeros(*u.shape[:2], length + 1, dtype=torch.bool)
+    selected = selected.scatter(2, selection.indices.long() % (length + 1), True)[..., :length]
+    products = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    p = products.masked_fill(~selected[:, None], -torch.inf).softmax(-1).mean(1)
+    scores = gated_indexer(*attention._index(u), attention.index_bias, backend="reference")
+    scores = (attention.index_temperature * scores).masked_fill(~selected, -torch.inf)
+    log_softmax = scores.log_softmax(-1).masked_fill(~selected, 0.0)
+    return (torch.xlogy(p, p) - p * log_softmax).sum(-1).mean()
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["warm-up", "sparse"])
+def test_indexers_learn_over_all_keys_in_the_warm_up_and_over_selected_ones_after_it(tokens, dense):
+    model, heard = make(torch.float64), []
+    losses = model.losses(tokens, dense=dense, heard=lambda *told: heard.append(told))
+    with torch.no_grad():
+        expected = sum(divergence(*told) for told in heard)
+    seen = [torch.arange(1, u.shape[1] + 1).expand(u.shape[:2]) for _, u, _ in heard]
+    counts = [selection.count for *_, selection in heard]
+    assert all(map(torch.equal, counts, seen)) == dense
+    assert (losses.indexer - expected).abs() < 1e-12
 
 
 def test_indexers_hear_dense_keys_and_no_average_moves(tokens):
@@ -243,9 +318,43 @@ def test_variant_of_350_million_has_as_many_parameters():
 
 @pytest.mark.parametrize("name", HYBRID)
 def test_every_fourth_layer_is_sparse(name):
-    config = HYBRID[name]
-    kinds = "".join("DG"[config.is_sparse(place)] for place in range(config.layers))
-    assert kinds == "DDDG" * (config.layers // 4)
+    """Of the layers that are built."""
+    with torch.device("meta"):
+        model = HybridLM(HYBRID[name])
+    letters = {GatedDeltaNet: "D", GatedSparseAttention: "G"}
+    kinds = "".join(letters[type(layer.mixer)] for layer in model.stack.layers)
+    assert kinds == "DDDG" * (model.config.layers // 4)
+    assert letters[type(model.second.mixer)] == "G"
+
+
+def test_smallest_preset_is_that_of_the_specification():
+    """Whose dropout is none, and whose predictions are two: of the next token and the one after."""
+    wanted = dict(
+        vocab_size=256,
+        dim=64,
+        layers=4,
+        delta_heads=2,
+        delta_width=32,
+        sparse_heads=2,
+        sparse_width=32,
+        key_heads=None,
+        index_heads=2,
+        index_width=16,
+        k_base=8,
+        k_min=4,
+        k_max=16,
+        sinks=2,
+        feed_forward_width=128,
+        streams=4,
+        sinkhorn_iterations=20,
+        rope_base=10_000.0,
+    )
+    assert wanted.items() <= asdict(TINY).items()
+    model = make()
+    convolutions = [m for m in model.modules() if type(m).__name__ == "ShortConvolution"]
+    assert len(convolutions) == 3 * 3
+    assert {m.weight.shape[-1] for m in convolutions} == {4}
+    assert not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ cuda_optimizations.py
 model.py attention_sdpa.py triton_fwd.py triton_bwd.py triton_fused_attn.py triton_fp8_attn.py
 triton_fused_mlp.py grouped_gemm.py triton_gmm_logprob.py checkpoint.py cuda_graphs.py
 run_benchmark.py
+triton_sparse_attn.py triton_indexer.py triton_sinkhorn.py triton_rmsnorm.py fla_deltanet.py
+neural_memory.py kernels/adamw.py kernels/memory_mlp.py kernels/layernorm_linear.py
+triton_kernels.py `attention.py` bench/harness.py bench/shapes.py donated_buffer compiled_autograd
+_dynamo.disable torchopt.implicit.custom_root learned_optimizer.cu velo_kernel.cu
 """
 
 # Wheels are tested without the sources beside them.
@@ -60,6 +64,8 @@ def run(line: str, namespace: dict) -> None:
     elif words[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(words[2])
         parsed(words[3:], bench, words[2])
+    elif words[0] == "python":
+        assert (ROOT / words[1]).is_file()
     else:
         exec(compile(line, str(PAGE), "exec"), namespace)
 
@@ -87,6 +93,7 @@ def test_line_that_does_not_run_is_noticed():
     for line, error in (
         ("fusewright-train hybrid --presto", Exception),
         ("pip install ./packages/none", AssertionError),
+        ("python packages/none.py", AssertionError),
         ("rms_norm(1)", NameError),
     ):
         with pytest.raises(error):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from fusewright_models.bench import switches
+from fusewright_models.bench import depth, switches
 from fusewright_testkit.report import BEGIN, COLUMNS, END
 from typer.testing import CliRunner
 
@@ -145,3 +145,19 @@ def test_switches_have_a_table_with_times_before(report, folder):
 
 def test_switches_columns_are_those_that_the_benchmark_writes(report):
     assert report.SWITCHES_COLUMNS == switches.COLUMNS
+
+
+def test_depths_have_a_table_of_their_own(report, folder):
+    case = "dim=512 layers=8 B=4 T=4096"
+    lines = [f"{case},exact,1400.5,300,24,1076.5", f"{case},plain,,300,0,"]
+    head = ",".join(report.DEPTH_COLUMNS)
+    (folder / f"results/depth-{NAME}.csv").write_text("\n".join([head, *lines, ""]))
+    found = [line for line in report.made(folder).splitlines() if line.startswith("| dim=512")]
+    assert found == [
+        f"| {case} | exact | 1,076.5 | 24.0 | 300.0 | 1,400.5 |",
+        f"| {case} | plain |  | 0.0 | 300.0 |  |",
+    ]
+
+
+def test_columns_of_depths_are_those_that_the_benchmark_writes(report):
+    assert report.DEPTH_COLUMNS == depth.COLUMNS

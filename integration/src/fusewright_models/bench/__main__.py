@@ -16,6 +16,7 @@ from ..presets import TRANSFORMER_NP, PresetName
 from ..titan_mac import TITAN_MAC
 from ..titan_mac_layers import Variant
 from ..transformer_np_layers import TransformerNPConfig
+from .depth import DepthHarness, parsed_depths
 from .harness import Harness
 from .hybrid import PROVIDER_NAMES as HYBRID_PROVIDERS
 from .hybrid import SHAPES as HYBRID_SHAPES
@@ -148,6 +149,10 @@ def hybrid(
     provider: Annotated[
         str, typer.Option(help=f"By comma, of {', '.join(HYBRID_PROVIDERS)}.")
     ] = "all",
+    depths: Annotated[
+        str | None,
+        typer.Option(help="By comma: the memory of a step of so many layers, in place of times."),
+    ] = None,
     device: Device = "cuda",
     seconds: Seconds = 6.0,
     check: Annotated[
@@ -157,7 +162,8 @@ def hybrid(
 ) -> None:
     """Time training steps of HybridLM: ours, eager and replayed from a CUDA graph; the same model
     in plain torch, eager and compiled; and fla's Gated DeltaNet of equal size where it is
-    installed.
+    installed. Or the peaks of memory at several depths, where states are computed anew, stored and
+    kept with all that autograd keeps.
 
     The exit code is 1 where ours fails.
     """
@@ -169,11 +175,16 @@ def hybrid(
         if short:
             raise ValueError(f"T must be at least 2, for a token after next; got {short[0].length}")
         providers = by_comma("provider", provider, HYBRID_PROVIDERS)
+        layers = parsed_depths(depths) if depths is not None else []
         where = checked_device(device)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     harness = made(HybridHarness, HYBRID[preset], where, seconds, check, out)
-    good = [harness.bench(each, providers) for each in shapes]
+    if layers:
+        deep = DepthHarness(harness, layers)
+        good = [deep.bench(each) for each in shapes]
+    else:
+        good = [harness.bench(each, providers) for each in shapes]
     raise typer.Exit(not all(good))
 
 

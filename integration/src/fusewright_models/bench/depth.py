@@ -1,0 +1,185 @@
+"""Memory of a training step of HybridLM by its number of layers: is it flat?
+
+exact       states are computed anew from the last two
+stored      states are kept, and what is inside a layer is computed anew
+plain       ordinary autograd, which keeps everything
+
+One eager step each, after a first one that compiles, tunes and makes the optimizer's state. What
+lies there before it (weights, optimizer, tokens) is no part of its peak, which is that of forward
+and backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from ..hybrid import HybridLM
+from ..midpoint import MODES, Mode
+from .harness import Failure, attempt
+from .hybrid import HybridHarness
+from .results import merge_by
+from .text import TextShape, Unclocked
+
+# Of a file of its own: nothing is timed.
+COLUMNS = ["case", "mode", "peak_mib", "gradients_mib", "choices_mib", "activations_mib"]
+# Of a step, while its backward pass runs: those before data, forward pass and backward pass.
+BACKWARD = 3
+
+
+def parsed_depths(text: str) -> list[int]:
+    """Read "8,16,32"."""
+    try:
+        depths = [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"depths are numbers of layers such as 8,16,32; got {text!r}") from error
+    if min(depths) < 1:
+        raise ValueError(f"depths must be at least 1; got {text!r}")
+    return depths
+
+
+class Peaks:
+    """Marks of a step that read the peaks of memory between them, in bytes.
+
+    Attributes:
+        before: what lies there before the step.
+        highest: the peak of the step, less ``before``.
+        activations: that without gradients: of each stretch between two looks those are taken off
+            that lie there when it begins.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks = self.before = self.highest = self.activations = self.gradients = 0
+
+    def mark(self) -> None:
+        if self.marks == 0:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+        self.look(0)
+        self.marks += 1
+
+    def look(self, gradients: int) -> None:
+        """Read the peak; so many bytes of gradients lie there from now on."""
+        if self.marks <= BACKWARD:
+            peak = torch.cuda.max_memory_allocated(self.device) - self.before
+            self.highest = max(self.highest, peak)
+            self.activations = max(self.activations, peak - self.gradients)
+            self.gradients = gradients
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def watch(self, model: HybridLM) -> None:
+        """Look where a layer of the stack is computed anew: the gradients of all after it lie there
+        by then, and of what stands behind the stack.
+        """
+        later = nbytes(model)
+        for layer in model.stack.layers:
+            later -= nbytes(layer)
+        for layer in reversed(model.stack.layers):
+            self._watch(layer, later)
+            later += nbytes(layer)
+
+    def _watch(self, layer: Any, later: int) -> None:
+        force = layer.force
+
+        def looked(x: Tensor, **context: Any) -> tuple[Tensor, Tensor | None]:
+            if self.marks == BACKWARD:
+                self.look(later)
+            return force(x, **context)
+
+        layer.force = looked
+
+
+class Memory(NamedTuple):
+    """Bytes of one step.
+
+    Attributes:
+        peak: less what lay there before the step; None on the CPU.
+        gradients: of all parameters.
+        choices: `Losses.tape_bytes`, kept for the backward pass beside states.
+        activations: the peak without both; None on the CPU.
+    """
+
+    peak: int | None
+    gradients: int
+    choices: int
+    activations: int | None
+
+    def mib(self) -> tuple[str, ...]:
+        """The numbers of a row."""
+        return tuple("" if count is None else f"{count / 2**20:.3f}" for count in self)
+
+
+class DepthHarness(NamedTuple):
+    """Measures memory at several depths.
+
+    Attributes:
+        harness: everything but the depths.
+        depths: numbers of layers.
+    """
+
+    harness: HybridHarness
+    depths: list[int]
+
+    def bench(self, shape: TextShape) -> bool:
+        """Measure one shape, print its table, keep its rows; False where a mode fails that does not
+        keep everything.
+        """
+        harness = self.harness
+        table = Table(title=f"{harness.op} B={shape.batch} T={shape.length}", caption="MiB, eager")
+        table.add_column("layers")
+        table.add_column("mode")
+        for name in COLUMNS[2:]:
+            table.add_column(name.removesuffix("_mib"), justify="right")
+        good = True
+        for mode in MODES:
+            for layers in self.depths:
+                deep = replace(harness, config=replace(harness.config, layers=layers, mode=mode))
+                found = attempt(measured, deep, shape)
+                harness.let_go()
+                if isinstance(found, Failure):
+                    good &= mode == "plain"
+                    table.add_row(str(layers), mode, found.reason)
+                    continue
+                table.add_row(str(layers), mode, *found.mib())
+                self.keep(shape.case(deep.config), mode, found)
+        harness.console.print(table)
+        return good
+
+    def keep(self, case: str, mode: Mode, found: Memory) -> None:
+        """In a file beside the harness's."""
+        if self.harness.file is not None:
+            kept = dict(zip(COLUMNS, (case, mode, *found.mib()), strict=True))
+            file = self.harness.file.with_name(f"depth-{self.harness.file.name}")
+            merge_by(lambda row: (row["case"], row["mode"]), file, COLUMNS, [kept])
+
+
+def measured(harness: HybridHarness, shape: TextShape) -> Memory:
+    """A step of a new model; on a card a second one, whose peaks are read."""
+    choices = 0
+
+    def loss(model: HybridLM, tokens: Tensor) -> Tensor:
+        nonlocal choices
+        losses = model.losses(tokens)
+        choices = losses.tape_bytes
+        return losses.total
+
+    step = harness.step(shape, "fusewright")
+    step.loss_function = loss
+    step.run(Unclocked())
+    gradients = nbytes(step.model)
+    if harness.device.type != "cuda":
+        return Memory(None, gradients, choices, None)
+    peaks = Peaks(harness.device)
+    peaks.watch(cast(HybridLM, step.model))
+    step.run(peaks)
+    return Memory(peaks.highest, gradients, choices, peaks.activations - choices)
+
+
+def nbytes(module: nn.Module) -> int:
+    """Of its parameters, and of their gradients."""
+    return sum(p.nbytes for p in module.parameters())

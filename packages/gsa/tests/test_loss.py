@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from fusewright.gsa import (
     _divergence,
+    _scores,
     gated_indexer,
     indexer_kl_loss,
     sparse_attention_with_lse,
@@ -117,6 +118,99 @@ def test_no_rows_or_no_keys_are_a_loss_of_zero(loss, shape, backend, device):
     grads = torch.autograd.grad(found, leaves)
     assert [g.shape for g in grads] == [x.shape for x in leaves]
     assert not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("name", ["q_index", "k_index", "w", "bias", "temperature"])
+def test_nan_of_the_indexer_is_one_of_the_loss(loss, backend, name, device):
+    leaves = loss.draw((1, 9, 9, 2, 5), F32, device)
+    place = ("q_index", "k_index", "w", "bias", "temperature").index(name)
+    leaves[place][(0, 4) if place < 3 else ...] = math.nan
+    leaves = [x.requires_grad_() for x in leaves]
+    found = loss.public(*leaves, causal=True, backend=backend)
+    assert found.isnan()
+    assert all(g.isnan().any() for g in torch.autograd.grad(found, leaves))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_head_without_a_finite_lse_is_left_out_of_its_row(loss, backend, value, device):
+    tensors = loss.draw((1, 9, 9, 2, 5), F32, device)
+    q, k, lse = loss.attention(*tensors[:2])
+
+    def found(rows, heads, q=q):
+        """With the value for all rows' heads but these."""
+        odd = torch.full_like(lse, value)
+        odd[:, heads, rows] = lse[:, heads, rows]
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        one = loss.public(*leaves, attention=(q, k, odd), backend=backend)
+        return one, torch.autograd.grad(one, leaves)
+
+    rows = torch.tensor([0, 1, 2, 3, 5, 6, 7, 8], device=device)
+    everything = slice(None)
+    alone, grads = found(rows, everything)
+    assert not grads[0][0, 4].any()
+    assert all(g.isfinite().all() for g in grads)
+    fewer = [x[:, rows] if x.ndim in (3, 4) and i != 1 else x for i, x in enumerate(tensors)]
+    expected = loss.public(*fewer, attention=(q[:, rows], k, lse[..., rows]), backend=backend)
+    torch.testing.assert_close(alone, expected * 8 / 9, rtol=1e-5, atol=1e-6)
+    # Two heads of one head of keys.
+    two = loss.public(*tensors, attention=(q[:, :, :2], k[:, :, :1], lse[:, :2]), backend=backend)
+    torch.testing.assert_close(found(everything, slice(2))[0], two, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["w", "bias"])
+def test_minus_infinity_closes_its_head(loss, backend, name, device):
+    leaves = loss.draw((1, 9, 9, 2, 5), F32, device)
+    leaves["qkwb".find(name[0])][..., 1] = -math.inf
+    leaves = [x.requires_grad_() for x in leaves]
+    found = loss.public(*leaves, backend=backend)
+    q, k, w, bias, temperature = leaves
+    one = loss.public(
+        *(q[:, :, :1], k, w[..., :1], bias[:1], temperature),
+        attention=loss.attention(q, k),
+        backend=backend,
+    )
+    torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-6)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(found, leaves))
+
+
+def largest_allocation(call):
+    """Bytes of the largest piece of memory that torch allocates meanwhile."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+@needs_kernels
+@pytest.mark.parametrize("phase", ["dense", "selected"])
+def test_neither_pass_holds_a_byte_for_each_query_and_key(loss, phase, monkeypatch, device):
+    monkeypatch.setattr(_divergence, "SCORES_AT_A_TIME", 1000)
+    if device == "cpu":
+        # Larger tiles, of which the interpreter runs fewer.
+        line = (_scores.SCORES[0]._replace(keys=64),)
+        for module, table in (
+            *((_scores, name) for name in ("SCORES", "SCORES_DQ", "SCORES_DK")),
+            (_divergence, "TARGET"),
+        ):
+            monkeypatch.setattr(module, table, line)
+        monkeypatch.setattr(_divergence, "DIVERGENCE", _divergence.DIVERGENCE._replace(block=256))
+    tokens = 160 if device == "cpu" else 1024
+    leaves = [x.requires_grad_() for x in loss.draw((1, tokens, tokens, 1, 8), F32, device)]
+    attention = (
+        *loss.attention(*leaves[:2]),
+        *([] if phase == "dense" else [selection(tokens, 6, device)]),
+    )
+
+    def both_passes(backend):
+        def call():
+            found = loss.public(*leaves, attention=attention, causal=True, backend=backend)
+            torch.autograd.grad(found, leaves)
+
+        return call
+
+    assert largest_allocation(both_passes("triton")) < tokens * tokens
+    assert largest_allocation(both_passes("reference")) >= 4 * tokens * tokens
 
 
 @needs_kernels

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from fusewright.gsa import GatedSparseAttention, KeyCache
+from fusewright.gsa import GatedSparseAttention, KeyCache, Selection, gated_indexer
 from fusewright.gsa.gated_sparse_attention import rotated
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -25,6 +27,73 @@ def layer(backend="reference", dtype=F32, device="cpu", **options):
 
 def tokens(count=11, dtype=F32, device="cpu", batches=1):
     return torch.randn(batches, count, 24, device=device, dtype=dtype)
+
+
+def by_hand(layer, x, counted):
+    """The docstring's formula over the keys that ``counted`` [B, T, T] names: y, and the heads'
+    probabilities.
+    """
+    q, k, v, gate = (
+        getattr(layer, name)(x).unflatten(-1, (-1, layer.head_width))
+        for name in ("q_proj", "k_proj", "v_proj", "value_gate")
+    )
+    step = torch.arange(layer.head_width // 2, dtype=F64, device=x.device) * 2 / layer.head_width
+    angle = torch.arange(x.shape[1], device=x.device)[:, None, None] / layer.rope_base**step
+    turn = torch.polar(torch.ones_like(angle), angle)
+    q, k = (torch.complex(*z.chunk(2, -1)) * turn for z in (q, k))
+    group = layer.heads // layer.key_heads
+    k, v = (z.repeat_interleave(group, 2) for z in (k, v * gate.sigmoid()))
+    scores = torch.einsum("bthd,bshd->bhts", q, k.conj()).real / math.sqrt(layer.head_width)
+    p = scores.masked_fill(~counted[:, None], -math.inf).softmax(-1)
+    o = torch.einsum("bhts,bshd->bthd", p, v).flatten(2)
+    return layer.o_proj(o * layer.output_gate(x).sigmoid()), p
+
+
+def counted_of(selection, tokens):
+    """Which keys each query has selected, [B, T, T]."""
+    return (selection.indices[..., None] == torch.arange(tokens)).any(-2)
+
+
+def everything(tokens):
+    """All keys up to each query's position, as a selection."""
+    slot = torch.arange(tokens)
+    indices = torch.where(slot <= slot[:, None], slot, -1).int()
+    return Selection(indices[None], 1 + slot.int()[None])
+
+
+def test_it_computes_its_formula():
+    attention, x = layer(dtype=F64, rope_base=5.0), tokens(dtype=F64)
+    y, selection = attention(x)
+    counted = counted_of(selection, 11)
+    assert torch.equal(counted.sum(-1), selection.count)
+    assert counted[:, -1].sum() < 11
+    torch.testing.assert_close(y, by_hand(attention, x, counted)[0])
+
+
+@pytest.mark.parametrize("chosen", [None, everything(11)], ids=["sparse phase", "dense warm-up"])
+def test_loss_is_the_divergence_over_the_selected_keys(chosen):
+    attention, x = layer(dtype=F64), tokens(dtype=F64)
+    _, selection, loss = attention.forward_with_loss(x, chosen)
+    counted = counted_of(selection, 11) if chosen is None else torch.ones(1, 11, 11).tril() > 0
+    target = by_hand(attention, x, counted)[1].mean(1)
+    scores = gated_indexer(*attention._index(x), attention.index_bias)
+    logits = (attention.index_temperature * scores).masked_fill(~counted, -math.inf)
+    ratio = target.log() - logits.log_softmax(-1)
+    expected = torch.where(counted, target * ratio, 0.0).sum() / 11
+    torch.testing.assert_close(loss, expected)
+
+
+def test_law_is_inverse_unless_another_is_asked_for():
+    x = tokens(16)
+
+    def count_of(**law):
+        attention = layer(**law).eval()
+        attention.variance_ema.fill_(0.03)
+        return attention(x)[1].count
+
+    assert torch.equal(count_of(), count_of(law="inverse"))
+    for law in ("proportional", "entropy", "fixed"):
+        assert not torch.equal(count_of(), count_of(law=law))
 
 
 @pytest.mark.parametrize("law", ["inverse", "entropy"])
@@ -75,6 +144,16 @@ def test_decoding_equals_the_full_forward_pass(steps):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     with pytest.raises(ValueError, match="holds 11 tokens, got 12"):
         attention.decode(x[:, :1], cache)
+
+
+def test_decoding_by_the_kernels_equals_their_full_forward_pass(device):
+    attention = layer("triton", device=device).eval()
+    attention.variance_ema.fill_(0.03)
+    x = tokens(device=device, batches=2)
+    expected, _ = attention(x)
+    cache = attention.new_cache(2, 11)
+    found = torch.cat([attention.decode(part, cache) for part in x.split([6, 1, 4], 1)], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_cache_takes_tokens_in_their_order():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fusewright.gsa._launch import kinds
 from fusewright.gsa._paths import goes_by_tiles
 from fusewright.gsa._sparse_problem import Sparse, sparse_of
 from fusewright.gsa._unions import plan_keys_tiles, plan_members, plan_queries_tiles
+from fusewright_testkit import Yardstick
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TILES = dict(path="tiles")
@@ -88,6 +90,17 @@ def test_stretches_of_queries_give_the_gradients_of_the_whole(sparse, monkeypatc
     for name, one, other in zip(("o", "lse", "dq", "dk", "dv"), found, whole, strict=True):
         assert torch.equal(one, other) or name in ("dk", "dv")
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_key_that_is_named_twice_counts_once(sparse, device):
+    tensors = sparse.draw((1, 20, 9, 2, 8), F32, device)
+    indices = drawn((1, 20, 4), 9, device)
+    twice = torch.cat([indices, indices[..., :2]], -1)
+
+    def once(*tensors):
+        return sparse.reference(*tensors, indices, None)
+
+    Yardstick(once, tensors).check(partial(sparse.kernels, indices=twice, **TILES))
 
 
 @pytest.mark.parametrize("tokens", [1, 18])

@@ -176,6 +176,17 @@ def test_count_follows_from_the_variance(indexer, backend, law, device):
     assert torch.equal(count, expected.minimum(torch.arange(1, 21, device=device).int()))
 
 
+def test_law_is_inverse_unless_another_is_asked_for(indexer, backend, device):
+    ema = torch.tensor(0.04, device=device)
+    tensors = indexer.draw((1, 20, 20, 2, 8), F32, device)
+    options = dict(k_base=8, k_max=15, k_min=1, variance_ema=ema, scale=0.3, backend=backend)
+    _, count, stats = indexer_topk(*tensors, **options)
+    expected = (8 * (0.5 + 1.0 / (1.0 + stats.variance / ema))).floor().int()
+    assert torch.equal(count, expected.minimum(torch.arange(1, 21, device=device).int()))
+    for law in ("proportional", "entropy", "fixed"):
+        assert not torch.equal(count, indexer_topk(*tensors, law=law, **options)[1])
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("ema", [None, 0.0, math.nan])
 @pytest.mark.parametrize("law", ["inverse", "proportional"])
@@ -194,6 +205,28 @@ def test_nan_counts_as_zero(indexer, selected, search, device):
     assert not ((indices[0, 8:10] == 2) | (indices[0, 8:10] == 7)).any()
     assert indices[0, 10, :6].tolist() == [0, 1, 2, 3, 4, 5]
     assert stats.variance.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["w", "k", "bias", "q"])
+def test_minus_infinity_closes_its_head(indexer, backend, name, device):
+    """Scores of 0 then, of which the lowest index is selected first."""
+    tensors = indexer.draw((1, 12, 12, 2, 8), F32, device)
+    tensors[0].abs_()
+    tensors[1].abs_()
+    plain = topk(tensors, backend)[0]
+    at = dict(q=(0, [9, 10]), k=(0, [2, 7]), w=(0, [9, 10]), bias=slice(None))[name]
+    tensors["qkw".find(name)][at] = -math.inf
+    indices, count, stats = topk(tensors, backend)
+    assert stats.variance.isfinite().all()
+    assert count.tolist() == [[min(t + 1, 6) for t in range(12)]]
+    if name == "k":
+        assert not ((indices[0, 8:] == 2) | (indices[0, 8:] == 7)).any()
+        return
+    rows = [9, 10] if name in "qw" else range(5, 12)
+    others = [row for row in range(12) if row not in rows]
+    assert all(indices[0, row].tolist() == [*range(6), -1, -1, -1] for row in rows)
+    assert torch.equal(indices[0, others], plain[0, others])
+    assert not stats.variance[0, rows].any()
 
 
 def test_rows_do_not_see_one_another(indexer, backend, device):

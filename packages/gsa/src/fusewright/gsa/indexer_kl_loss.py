@@ -178,7 +178,10 @@ def indexer_kl_loss(
 
     Returns:
         One number in nats, in fp32 (fp64 for fp64 inputs), under autocast too. A row without keys
-        adds nothing.
+        adds nothing. A NaN score of a key that counts makes the loss and its gradients NaN; a w or
+        bias of -inf closes its head; an attention head whose lse is infinite or NaN is left out of
+        its row, and a row without any other adds nothing. What a NaN in q or k does beside a finite
+        lse is not defined.
 
     Differentiable in q_index, k_index, w, bias and temperature, twice; the second derivative runs
     in plain torch. q, k and lse get no gradient: the attention does not learn from it.

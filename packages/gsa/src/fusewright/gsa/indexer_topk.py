@@ -134,7 +134,8 @@ def indexer_topk(
         ``(indices, count, stats)``: indices ``[B, Tq, k_max]`` in int32, the first ``count`` of a
         row ascending and no two the same, the rest -1; count ``[B, Tq]`` in int32; stats, see
         :class:`SelectionStats`. A row selects no key that it does not see, and all where it sees no
-        more than its law gives it. A score that is NaN counts as 0, in the variance too.
+        more than its law gives it. A score that is NaN counts as 0, in the variance too; a head
+        whose w, bias or product with a key is -inf adds 0 to the score.
 
     The kernels select from their own fp32 scores, exactly: two backends may order keys differently
     whose scores differ by rounding. A call that is cut into parts by ``q_offset`` selects the same.

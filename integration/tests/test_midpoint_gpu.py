@@ -95,6 +95,25 @@ def test_steps_wait_for_nothing_and_have_the_same_bits_in_a_graph(mode):
     assert all(map(torch.equal, found, stepped(stack, x)))
 
 
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_random_numbers_of_the_card_are_drawn_again(mode):
+    """With others in the backward pass gradients would be of other columns."""
+    x = torch.randn(2, 64, STREAMS, DIM, device="cuda", requires_grad=True)
+
+    def stepped_with_dropout(mode):
+        stack = make(4, mode)
+        for layer in stack.layers:
+            layer.inner = nn.Sequential(layer.inner, nn.Dropout(0.5))
+        torch.cuda.manual_seed(1)
+        loss, _, *gradients = stepped(stack, x)
+        return [loss, *gradients]
+
+    for found, expected in zip(
+        stepped_with_dropout(mode), stepped_with_dropout("plain"), strict=True
+    ):
+        assert (found - expected).double().norm() <= 1e-3 * expected.double().norm()
+
+
 def test_exact_gradients_are_those_of_stored_states_to_the_bit():
     x = torch.randn(2, 128, STREAMS, DIM, device="cuda", requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16):

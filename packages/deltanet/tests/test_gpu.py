@@ -39,9 +39,22 @@ def test_short_numbers_are_as_near_to_fp64_as_torch(rule_op, widths, dtype):
     rule_op.check(rule_op.draw(*FULL[:3], *widths, dtype, "cuda"))
 
 
-@pytest.mark.parametrize("widths", [(32, 32), (64, 128), (96, 80), (256, 256)])
+@pytest.mark.parametrize(
+    "widths", [(1, 3), (20, 24), (32, 32), (36, 100), (64, 128), (96, 80), (256, 256)]
+)
 def test_every_width_is_as_near_to_fp64_as_torch(rule_op, widths):
     rule_op.check(rule_op.draw(*FULL[:3], *widths, BF16, "cuda"))
+
+
+@pytest.mark.parametrize(("first", "gap"), [(1, 0), (0, 8)])
+def test_operands_within_others_are_as_near_to_fp64_as_torch(rule_op, first, gap):
+    """Operands that begin within a vector, and rows that do."""
+
+    def elsewhere(x):
+        memory = x.new_zeros(first + x[..., 0].numel() * (x.shape[-1] + gap))
+        return memory[first:].view(*x.shape[:-1], -1)[..., : x.shape[-1]].copy_(x)
+
+    rule_op.check([elsewhere(x) for x in rule_op.draw(*FULL[:3], 64, 64, BF16, "cuda")])
 
 
 @pytest.mark.parametrize(
@@ -300,6 +313,25 @@ def test_training_step_of_the_layer_waits_for_nothing():
     with no_synchronisation():
         layer(x).square().mean().backward()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_layer_and_flas_load_each_others_state():
+    """With one state fla's layer errs at most twice as much as ours."""
+    layers = pytest.importorskip("fla.layers")
+    sizes = dict(hidden_size=256, expand_v=1.0, head_dim=64, num_heads=4)
+    peer = layers.GatedDeltaNet(**sizes).to("cuda", BF16)
+    ours = GatedDeltaNet(**sizes, device="cuda", dtype=BF16, backend="triton")
+    exact = GatedDeltaNet(**sizes, device="cuda", dtype=torch.float64)
+    for layer in (ours, exact):
+        layer.load_state_dict(peer.state_dict())
+    peer.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 100, 256, device="cuda", dtype=BF16)
+    with torch.no_grad():
+        truth = exact(x.double())
+        error, allowed = (
+            (y.double() - truth).square().mean().sqrt() for y in (peer(x)[0], ours(x))
+        )
+    assert error <= 2 * allowed
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -240,6 +240,22 @@ def test_logits_within_a_projection_are_not_copied():
 
 
 @DOMAINS
+def test_all_iterations_are_one_launch_each_way(domain, device, monkeypatch):
+    pytest.importorskip("triton", reason="plans are made for Triton's kernels")
+    from fusewright.norm._launch import Launch
+
+    launch, launched = Launch.__call__, []
+
+    def counted(self, *operands):
+        launched.append(self)
+        return launch(self, *operands)
+
+    monkeypatch.setattr(Launch, "__call__", counted)
+    value_and_slope(torch.randn(9, 5, 5, device=device), iterations=20, domain=domain)
+    assert len(launched) == 2
+
+
+@DOMAINS
 def test_programs_walk_over_more_matrices_than_they_hold(domain, device, fresh_plans, monkeypatch):
     from fusewright.norm import _sinkhorn
     from fusewright.norm._backends import Card

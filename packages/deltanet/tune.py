@@ -78,12 +78,17 @@ class Job(NamedTuple):
     line: Any
 
 
+def is_serial(kind: str) -> bool:
+    """Whether it carries a state over chunks, by one of a table's lines."""
+    return kind in ("states", "state_gradients")
+
+
 def candidates(kind: str, width: int) -> Iterator[Any]:
     """What may stand in the place of the committed line."""
     line = getattr(_configs, KINDS[kind].name)
     if kind == "step":
         yield from (8, 16, 32, 64)
-    elif isinstance(line, tuple) and not isinstance(line, _configs.RuleConfig):
+    elif is_serial(kind):
         for block_v, warps, stages in itertools.product((16, 32, 64), (4, 8), (2, 3, 4)):
             if block_v <= width:
                 yield (_configs.SerialConfig(block_v, warps, stages),)
@@ -179,7 +184,7 @@ def is_sound(job: Job) -> bool:
     own = f"_{kind}_kernel"
     (launch,) = (each for each in recorded if each.function.fn.__name__ == own)  # type: ignore[attr-defined]
     # Where shared memory has no room, fewer stages are launched than the line has.
-    if kind in ("states", "state_gradients") and launch.kwargs["num_stages"] < line[0].num_stages:
+    if is_serial(kind) and launch.kwargs["num_stages"] < line[0].num_stages:
         return False
     try:
         found = compile_launch(launch, CARD.capability)

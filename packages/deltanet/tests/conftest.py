@@ -55,6 +55,12 @@ class RuleOp:
     def reference(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return self.public(*tensors, backend="reference")
 
+    @staticmethod
+    def laid(x: Tensor, first: int, gap: int) -> Tensor:
+        """The same numbers, ``first`` numbers into their memory and with ``gap`` between rows."""
+        memory = x.new_zeros(first + x[..., 0].numel() * (x.shape[-1] + gap))
+        return memory[first:].view(*x.shape[:-1], -1)[..., : x.shape[-1]].copy_(x)
+
     def recurrence(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The definition where the truth is asked for, in fp64; the chunked form elsewhere, whose
         error is the yardstick.

@@ -287,16 +287,10 @@ def test_kernels_load_whole_vectors(rule_op, keys, width, first, gap, device, mo
         seen.append([*addresses, *launch.integers[3:]])
         launch.dispatch(tensors, floats)
 
-    def elsewhere(x):
-        """The same numbers in memory that begins and goes on otherwise."""
-        memory = x.new_zeros(first + x[..., 0].numel() * (x.shape[-1] + gap))
-        place = memory[first:].view(*x.shape[:-1], -1)[..., : x.shape[-1]]
-        return place.copy_(x).detach().requires_grad_()
-
     drawn = rule_op.draw(1, 70, 2, keys, width, F32, device)
     expected = everything(rule_op, [x.requires_grad_() for x in drawn], backend="triton")
     monkeypatch.setattr(Launch, "__call__", spy)
-    leaves = [elsewhere(x.detach()) for x in drawn]
+    leaves = [rule_op.laid(x.detach(), first, gap).requires_grad_() for x in drawn]
     assert same_bits(everything(rule_op, leaves, backend="triton"), expected)
     assert len(seen) == 7
     assert not any(number % 16 for numbers in seen for number in numbers)

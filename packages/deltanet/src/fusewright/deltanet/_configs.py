@@ -14,6 +14,8 @@ from typing import NamedTuple
 FASTER = {"forward": "triton", "training": "triton"}
 
 
+# Columns of keys and of values that the kernels serve: what one program holds of a state.
+WIDEST = 256
 # Strides and widths in numbers, and addresses in bytes, that are multiples of it are loaded as
 # whole vectors. Of others ptxas makes serial kernels for Hopper that read registers which nothing
 # has written: such tensors are copied first.

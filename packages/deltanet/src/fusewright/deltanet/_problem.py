@@ -10,7 +10,7 @@ import torch
 import triton
 
 from ._backends import card_of, interpreted
-from ._configs import VECTOR, RuleConfig, SerialConfig
+from ._configs import VECTOR, WIDEST, RuleConfig, SerialConfig
 from ._launch import Allocate, Kind, Launch, memory
 from .reference import CHUNK, most_chunks
 
@@ -22,8 +22,6 @@ SMALLEST_TILE = 16
 # In bytes: a row of keys, and a tile of a state as it is multiplied.
 LONG_ROW = 512
 LARGEST_STATE = 16384
-# Columns of keys and of values that the kernels serve.
-WIDEST = 256
 # Columns of a tile of fp32: a wider one fills the registers, and with loads ahead shared memory.
 WIDEST_EXACT = 64
 # Products of fewer rows take other instructions on Hopper, and where one kernel has both kinds

@@ -44,6 +44,7 @@ from ._checks import (
     dtype_of_state,
     given_decay,
 )
+from ._configs import WIDEST
 from ._fla import fla_obstacle, fla_rule, has_fla, takes_fla
 from ._rule_op import by_kernels
 
@@ -51,8 +52,6 @@ Tensor = torch.Tensor
 Backend = Literal["auto", "fla", "triton", "reference"]
 Residual = Literal["none", "qk", "v"]
 
-# What one program holds of a state.
-WIDEST = 256
 # An alpha below it counts as it: its logarithm and its gradient stay finite.
 LEAST_ALPHA = 1e-6
 

@@ -13,8 +13,9 @@ import torch
 from . import reference
 from ._backends import Backend, check_backend, decline, launchers, uses_triton, without_autocast
 from ._checks import autocast, check_step, checked_scale, dtype_of_state
+from ._configs import WIDEST
 from ._registration import Derivative, Op, second_order
-from .gated_delta_rule import WIDEST, GatedDeltaRule
+from .gated_delta_rule import GatedDeltaRule
 
 Tensor = torch.Tensor
 

@@ -18,17 +18,22 @@ TOLD = (
     "HybridLM `mini`, what its indexers select after {steps} steps in {seconds:.0f} s, held out: "
     "[{name}](results/{name}). In the mean over the layers of the stack the selected keys hold "
     "{selected:.3f} of the dense attention's mass, {of_window:.1f} times as much as a window of as "
-    "many and {of_random:.1f} times as much as a random choice before that window. The indexers' "
-    "divergence from the attention is {kl:.3f} nats, {share:.2f} of that of an indexer that tells "
-    "no key from another; at its highest, at step {worst}, it is {highest:.3f}."
+    "many and {of_random:.1f} times as much as a random choice before that window. The indexers "
+    "learn from step {start} on; then their divergence from the attention is {begin:.3f} nats and "
+    "at the end {kl:.3f}, {share:.2f} of that of an indexer that tells no key from another. "
+    "In between it is at most {highest:.3f}, at step {worst}, and at least {lowest:.3f}, at step "
+    "{best}."
 )
 
 
 class Result(NamedTuple):
-    """A result file: rows of the last evaluation by layer, means over the stack by step."""
+    """A result file: rows of the last evaluation by layer, means over the stack by step, and the
+    step from which on the indexers learn.
+    """
 
     last: list[dict[str, Any]]
     means: dict[int, dict[str, float]]
+    start: int
 
 
 def read(path: Path) -> Result | None:
@@ -47,7 +52,8 @@ def read(path: Path) -> Result | None:
         step: {name: mean(row[name] for row in stack if row["step"] == step) for name in numbers}
         for step in steps
     }
-    return Result([row for row in rows if row["step"] == steps[-1]], means)
+    start = max((row["step"] for row in rows if row["phase"] == "alone"), default=0)
+    return Result([row for row in rows if row["step"] == steps[-1]], means, start)
 
 
 def parts(folder: Path) -> list[str]:
@@ -58,7 +64,9 @@ def parts(folder: Path) -> list[str]:
         assert result is not None
         last_step = max(result.means)
         final = result.means[last_step]
-        worst = max(result.means, key=lambda step: result.means[step]["kl"])
+        divergence = {step: found["kl"] for step, found in result.means.items()}
+        later = [step for step in divergence if step > result.start]
+        worst, best = max(later, key=divergence.__getitem__), min(later, key=divergence.__getitem__)
         numbers = dict(
             steps=last_step,
             seconds=final["seconds"],
@@ -67,8 +75,12 @@ def parts(folder: Path) -> list[str]:
             of_random=final["selected"] / final["random"],
             kl=final["kl"],
             share=final["kl"] / final["kl_uniform"],
+            start=result.start,
+            begin=divergence[result.start],
             worst=worst,
-            highest=result.means[worst]["kl"],
+            highest=divergence[worst],
+            best=best,
+            lowest=divergence[best],
         )
         told.append(TOLD.format(name=path.name, **numbers))
         told.append(f"![What HybridLM's indexers select](results/{path.stem}.png)")

@@ -223,12 +223,12 @@ def test_eager_steps_and_replayed_ones_are_measured_on_the_gpu(tmp_path):
 @pytest.mark.gpu
 def test_memory_of_a_step_is_flat_in_depth_on_the_gpu(tmp_path):
     """What is computed anew is one layer; what is stored is a state for each."""
-    result = run("--depths", "4,8,16", "--out", tmp_path, device="cuda", shape="8,2048")
+    result = run("--depths", "8,16,32", "--out", tmp_path, device="cuda", shape="8,2048")
     assert result.exit_code == 0, result.output
     state = 8 * 2048 * TINY.streams * TINY.dim * 4 / 2**20
     found: dict[str, list[float]] = {}
     for row in rows_of(tmp_path):
         found.setdefault(row["mode"], []).append(float(row["activations_mib"]))
     assert max(found["exact"]) - min(found["exact"]) < 0.5 * state
-    assert found["stored"][2] - found["stored"][1] > 7 * state
+    assert found["stored"][2] - found["stored"][1] > 15 * state
     assert found["plain"][2] - found["plain"][1] > found["stored"][2] - found["stored"][1]

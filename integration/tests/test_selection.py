@@ -16,7 +16,9 @@ from fusewright_models.attention_mass import dense_attention, layer_sums, row_ma
 from fusewright_models.hybrid import HybridLM
 from fusewright_models.hybrid_config import HYBRID
 from fusewright_models.hybrid_layers import all_keys
-from fusewright_models.selection import COLUMNS, Point, evaluate_selection, write
+from fusewright_models.late_indexers import LateBatch, late_losses
+from fusewright_models.selection import evaluate_selection, write
+from fusewright_models.selection_points import COLUMNS, Point
 from typer.testing import CliRunner
 
 FOLDER = Path(__file__).resolve().parents[1]
@@ -119,13 +121,31 @@ def test_every_layer_is_evaluated_and_the_model_is_scored():
     assert found == evaluate_selection(model, text, **options)
 
 
+def test_indexers_learn_nothing_of_what_is_not_followed():
+    """All else learns the same."""
+    torch.manual_seed(0)
+    model = HybridLM(HYBRID["tiny"], backend="reference")
+    windows = torch.randint(0, 256, (2, 33))
+    learned = {}
+    for followed in (True, False):
+        model.zero_grad()
+        late_losses(model, LateBatch(windows, dense=True, followed=followed)).loss.backward()
+        learned[followed] = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for name, grad in learned[False].items():
+        if ".index_" in name:
+            assert not grad.any()
+            assert learned[True][name].any()
+        else:
+            assert torch.equal(grad, learned[True][name])
+
+
 def test_command_leaves_a_table_and_a_picture(tmp_path):
     app = selection.typer.Typer()
     app.command()(selection.main)
     (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(400)))
-    flags = "--preset tiny --steps 4 --eval-every 2 --batch-size 2 --seq-len 32 --windows 2"
-    flags = [*flags.split(), "--indexer-warmup", "2", "--backend", "reference"]
-    flags += ["--selected-keys", "8"]
+    flags = "--preset tiny --steps 6 --eval-every 2 --batch-size 2 --seq-len 32 --windows 2"
+    flags += " --indexer-start 2 --indexer-warmup 4 --backend reference --selected-keys 8"
+    flags = flags.split()
     flags += ["--dataset", str(tmp_path / "text.txt"), "--out", str(tmp_path)]
     result = CliRunner().invoke(app, flags)
     assert result.exit_code == 0, result.output
@@ -134,7 +154,7 @@ def test_command_leaves_a_table_and_a_picture(tmp_path):
         rows = list(csv.DictReader(stream))
     assert list(rows[0]) == COLUMNS
     found = [(row["step"], row["phase"], row["layer"]) for row in rows]
-    phases = {"0": "dense", "2": "dense", "4": "sparse"}
+    phases = {"0": "alone", "2": "alone", "4": "dense", "6": "sparse"}
     assert found == [(s, phases[s], layer) for s in phases for layer in ("4", "last")]
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     # Time is over at the first evaluation.
@@ -150,14 +170,25 @@ def test_command_leaves_a_table_and_a_picture(tmp_path):
         (["--dataset", "none.txt"], "wanted a file, a folder or a data set's name; none.txt is"),
         (["--seq-len", "900"], "wanted a held-out text of more than 900 bytes; got"),
         (["--selected-keys", "99"], "selected_keys must be from 4 to 16 in preset tiny; got 99"),
+        (["--indexer-start", "9"], "indexer_start must be at most indexer_warmup, 2; got 9"),
     ],
-    ids=["data", "length", "keys"],
+    ids=["data", "length", "keys", "start"],
 )
 def test_bad_flags_get_one_clear_sentence(tmp_path, flags, message):
     app = selection.typer.Typer()
     app.command()(selection.main)
     (tmp_path / "text.txt").write_text("a line\n" * 1000)
-    given = ["--preset", "tiny", "--selected-keys", "8", "--backend", "reference"]
+    given = [
+        "--preset",
+        "tiny",
+        "--selected-keys",
+        "8",
+        "--backend",
+        "reference",
+        "--indexer-start",
+        "0",
+    ]
+    given += ["--indexer-warmup", "2"]
     given += ["--dataset", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), *flags]
     environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
     result = CliRunner().invoke(app, given, env=environment)
@@ -167,8 +198,9 @@ def test_bad_flags_get_one_clear_sentence(tmp_path, flags, message):
 
 
 def point(step: int, layer: str, kl: float, selected: float) -> Point:
+    phase = "alone" if step <= 5 else "sparse"
     return Point(
-        *(step, 2.0 * step, "sparse", layer, 2.0, kl, 1.0, 60.0),
+        *(step, 2.0 * step, phase, layer, 2.0, kl, 1.0, 60.0),
         *(selected, 0.25, 0.125, 0.05),
     )
 
@@ -176,6 +208,7 @@ def point(step: int, layer: str, kl: float, selected: float) -> Point:
 def test_readme_says_what_the_file_says(tmp_path):
     rows = [point(0, "4", 0.1, 0.2), point(0, "8", 0.1, 0.2), point(0, "last", 0.1, 0.2)]
     rows += [point(5, "4", 0.8, 0.4), point(5, "8", 0.6, 0.4), point(5, "last", 0.6, 0.4)]
+    rows += [point(7, "4", 0.3, 0.4), point(7, "8", 0.2, 0.4), point(7, "last", 0.6, 0.4)]
     rows += [point(9, "4", 0.5, 0.5), point(9, "8", 0.3, 0.7), point(9, "last", 9.0, 0.1)]
     write(rows, tmp_path / "results/selection-card.csv")
     with pytest.MonkeyPatch.context() as patch:
@@ -189,8 +222,9 @@ def test_readme_says_what_the_file_says(tmp_path):
     assert "after 9 steps in 18 s" in told
     assert "hold 0.600 of the dense" in told
     assert "2.4 times as much as a window of as many and 4.8 times" in told
-    assert "is 0.400 nats, 0.40 of that" in told
-    assert "at its highest, at step 5, it is 0.700" in told
+    assert "learn from step 5 on; then their divergence from the attention is 0.700 nats" in told
+    assert "at the end 0.400, 0.40 of that" in told
+    assert "at most 0.400, at step 9, and at least 0.250, at step 7." in told
     assert picture == "![What HybridLM's indexers select](results/selection-card.png)"
     assert "| 8 | 60 | 0.700 | 0.250 | 0.125 | 0.050 | 0.300 | 1.000 |" in table.splitlines()
     (tmp_path / "results/other.csv").write_text("a,b\n1,2\n")

@@ -230,8 +230,13 @@ def main(
             table.append(dict(kind=kind, case=case, ms=f"{ms:.5f}", line=line))
             if rank < best or line == "committed":
                 print(f"{kind:16} {case} {ms * 1e3:8.1f} us {line}", flush=True)
+    write_table(out, "tuning", table)
+
+
+def write_table(out: pathlib.Path, name: str, table: list[dict[str, str]]) -> None:
+    """A CSV of this environment."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / f"tuning-{environment_name()}.csv").open("w", newline="") as file:
+    with (out / f"{name}-{environment_name()}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, table[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)

@@ -34,7 +34,7 @@ COLUMNS = ["tokens", "slots", "heads", "key_heads", "width", "selection", "pass"
 SINKS, BLOCK, NEIGHBOURS, ROWS = 4, 32, 64, 1024
 # Copies of the selected keys and values in bytes, beyond which the gather-based reference is not
 # run: its backward pass holds several.
-MOST_COPIES = 12 << 30
+MOST_COPIES = 16 << 30
 
 Tensor = torch.Tensor
 

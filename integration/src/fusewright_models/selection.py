@@ -2,12 +2,13 @@
 
     python -m fusewright_models.selection --device cuda --out integration/results
 
-trains HybridLM `mini` on bytes of the standard library. At every evaluation, on held-out text that
-the model reads as it is used, sparse, it measures what of the attention that a query would give if
-it saw all keys falls on the selected keys, on a window of as many, and on as many drawn before that
-window (`attention_mass`). Beside these stand the Kullback-Leibler divergences from that attention
-of the indexer's softmax over all keys, and of one that tells no key from another: attention that
-looks at nothing in particular is easy to follow.
+trains HybridLM `mini` on bytes of the standard library: first alone, while its indexers learn
+nothing, then with them, attention still dense, and then sparse. At every evaluation, on held-out
+text that the model reads as it is used, sparse, it measures what of the attention that a query
+would give if it saw all keys falls on the selected keys, on a window of as many, and on as many
+drawn before that window (`attention_mass`). Beside these stand the Kullback-Leibler divergences
+from that attention of the indexer's softmax over all keys, and of one that tells no key from
+another: attention that looks at nothing in particular is easy to follow.
 
 All evaluations go to selection-ENVIRONMENT.csv, their curves to a picture beside it.
 """
@@ -17,15 +18,14 @@ from __future__ import annotations
 import csv
 import math
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
 from fusewright.attention import Backend
 from fusewright.gsa import GatedSparseAttention, Selection
-from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
@@ -34,45 +34,11 @@ from .bench.results import environment_name
 from .commands import optimizer_of, usage_errors
 from .devices import checked_device
 from .hybrid import HybridLM
-from .hybrid_command import all_losses
 from .hybrid_run import HybridRun
+from .late_indexers import LateWindows, late_losses
 from .presets import HybridPresetName
+from .selection_points import COLUMNS, LAST, Phase, Point, draw
 from .training import Trainer
-
-Phase = Literal["dense", "sparse"]
-# Of the layer that predicts the token after next, which stands behind the stack.
-LAST = "last"
-COLOURS = {"selected": "C0", "window": "C1", "random": "C2", "sinks": "0.6"}
-
-
-@dataclass(frozen=True)
-class Point:
-    """One layer at one evaluation: a row of the result file.
-
-    Attributes:
-        seconds: of training so far.
-        phase: what the steps before it were.
-        layer: its number from 1, or "last".
-        bits_per_byte: of the next byte, held out; the model's.
-        kl, kl_uniform: divergences in nats, means over queries.
-        keys: mean of k_t.
-    """
-
-    step: int
-    seconds: float
-    phase: Phase
-    layer: str
-    bits_per_byte: float
-    kl: float
-    kl_uniform: float
-    keys: float
-    selected: float
-    window: float
-    random: float
-    sinks: float
-
-
-COLUMNS = [field.name for field in fields(Point)]
 
 
 def check_text(text: Tensor, length: int) -> None:
@@ -137,9 +103,10 @@ def points_of(line: dict[str, Any], seconds: float, phase: Phase) -> list[Point]
 
 
 def train_and_evaluate(
-    run: HybridRun, *, windows: int, minutes: float, console: Console
+    run: HybridRun, *, alone: int, windows: int, minutes: float, console: Console
 ) -> list[Point]:
-    """Train until the run's end, or to the first evaluation after so many minutes of it all.
+    """Train until the run's end, or to the first evaluation after so many minutes of it all; of the
+    first ``alone`` steps the indexers learn nothing.
 
     Raises:
         typer.BadParameter: the run cannot be served.
@@ -148,7 +115,7 @@ def train_and_evaluate(
     with usage_errors():
         corpus = run.corpus()
         model = run.model(corpus.tokenizer.vocab_size)
-        source, optimizer = run.windows(corpus), optimizer_of(run, model)
+        source, optimizer = LateWindows(run.windows(corpus), alone), optimizer_of(run, model)
         check_text(corpus.held_out, run.seq_len)
     points: list[Point] = []
     seconds = 0.0
@@ -156,8 +123,9 @@ def train_and_evaluate(
     def observe(line: dict[str, Any]) -> None:
         nonlocal seconds
         if "bits_per_byte" in line:
-            phase: Phase = "dense" if line["step"] <= run.indexer_warmup else "sparse"
-            points.extend(points_of(line, seconds, phase))
+            ends: dict[Phase, int] = {"alone": alone, "dense": run.indexer_warmup}
+            phases = (phase for phase, end in ends.items() if line["step"] <= end)
+            points.extend(points_of(line, seconds, next(phases, "sparse")))
         else:
             seconds += line["seconds"]
             told = ", ".join(f"{name} {x:.4g}" for name, x in line.items())
@@ -171,7 +139,7 @@ def train_and_evaluate(
     trainer = Trainer(
         model,
         source,
-        all_losses,
+        late_losses,
         optimizer,
         run.training(),
         None,
@@ -198,49 +166,22 @@ def write(points: list[Point], file: Path) -> None:
     draw(points).savefig(file.with_suffix(".png"), dpi=120, metadata={"Software": None})
 
 
-def draw(points: list[Point]) -> Figure:
-    """Divergences and masses over steps: means over the layers of the stack, each layer thin."""
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    stack = [point for point in points if point.layer != LAST]
-    steps = sorted({point.step for point in stack})
-    layers = list(dict.fromkeys(point.layer for point in stack))
-
-    def curve(axes: Any, name: str, label: str, colour: str) -> None:
-        for layer in layers:
-            mine = [point for point in stack if point.layer == layer]
-            some = [getattr(point, name) for point in mine]
-            axes.plot([point.step for point in mine], some, color=colour, alpha=0.3, linewidth=0.7)
-        of_step = [[getattr(p, name) for p in stack if p.step == step] for step in steps]
-        axes.plot(steps, [sum(some) / len(some) for some in of_step], color=colour, label=label)
-
-    curve(left, "kl", "indexer", "C0")
-    curve(left, "kl_uniform", "no key from another", "0.6")
-    for name in MASSES:
-        curve(right, name, name, COLOURS[name])
-    dense = [point.step for point in points if point.phase == "dense"]
-    for axes in (left, right):
-        if dense and max(dense) > 0:
-            axes.axvspan(0, max(dense), color="k", alpha=0.06, linewidth=0.0)
-        axes.set(xlabel="step", ylim=(0.0, None))
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    left.set_ylabel("divergence from the attention, nats")
-    right.set_ylabel("mass of the dense attention")
-    return figure
-
-
 def main(
     out: Annotated[Path, typer.Option(help="Folder of CSV and picture.")] = Path("."),
     preset: Annotated[HybridPresetName, typer.Option()] = "mini",
-    steps: Annotated[int, typer.Option(min=1)] = 1500,
+    steps: Annotated[int, typer.Option(min=1)] = 3000,
     minutes: Annotated[
         float, typer.Option(min=0.0, help="Stop at the first evaluation after them.")
     ] = 7.0,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     seq_len: Annotated[int, typer.Option(min=8)] = 1024,
     lr: Annotated[float, typer.Option()] = 1e-3,
-    indexer_warmup: Annotated[int, typer.Option(min=0)] = 20,
+    indexer_start: Annotated[
+        int, typer.Option(min=0, help="Steps of which the indexers learn nothing.")
+    ] = 300,
+    indexer_warmup: Annotated[
+        int, typer.Option(min=0, help="Dense steps, those that the indexers learn nothing of too.")
+    ] = 450,
     indexer_rate: Annotated[float, typer.Option()] = 1.0,
     indexer_temperature: Annotated[float | None, typer.Option()] = None,
     selected_keys: Annotated[int | None, typer.Option()] = 32,
@@ -276,9 +217,16 @@ def main(
         "dataset": dataset,
     }
     with usage_errors():
+        if indexer_start > indexer_warmup:
+            raise ValueError(
+                f"indexer_start must be at most indexer_warmup, {indexer_warmup}; "
+                f"got {indexer_start}"
+            )
         where = checked_device(device)
         run = HybridRun.from_flags(flags | {k: x for k, x in optional.items() if x is not None})
-    points = train_and_evaluate(run, windows=windows, minutes=minutes, console=console)
+    points = train_and_evaluate(
+        run, alone=indexer_start, windows=windows, minutes=minutes, console=console
+    )
     file = out / f"selection-{environment_name(where)}.csv"
     write(points, file)
     console.print(f"results in {file}", highlight=False, soft_wrap=True)

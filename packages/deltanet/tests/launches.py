@@ -6,7 +6,7 @@ import math
 import os
 
 import torch
-from fusewright.deltanet import _problem
+from fusewright.deltanet import _convolution, _problem
 from fusewright.deltanet._backends import Card
 from fusewright.deltanet._backward import launch_rule_backward
 from fusewright.deltanet._convolution import (
@@ -26,7 +26,7 @@ CARD = Card(
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-_problem.card_of = lambda device: CARD
+_problem.card_of = _convolution.card_of = lambda device: CARD
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -73,7 +73,8 @@ def launch_the_layer(dtype: torch.dtype, heads: int = 8, width: int = 128) -> No
     x, weight = torch.empty(2, 64, heads * width, dtype=dtype), torch.empty(heads * width, 4)
     for unit in (0, heads):
         launch_short_convolution(x, weight, None, None, unit)
-        launch_short_convolution_backward(x, x, weight, None, None, unit)
+        for rows in (x, torch.empty(4, 4096, *x.shape[2:], dtype=dtype)):
+            launch_short_convolution_backward(rows, rows, weight, None, None, unit)
     rows, gain = x.view(2, 64, heads, width), torch.empty(width)
     launch_gated_norm(rows, gain, rows, 1e-5)
     launch_gated_norm_backward(rows, rows, gain, rows, 1e-5)

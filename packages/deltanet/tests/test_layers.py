@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.deltanet import layer_reference
+from fusewright.deltanet import _convolution, layer_reference
+from fusewright.deltanet._configs import STRIPS
 from fusewright.deltanet._gated_norm import gated_norm
 from fusewright.deltanet._short_convolution import short_convolution
 from fusewright_testkit import Yardstick, transforms
@@ -65,6 +66,15 @@ def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(op, heads, dtype, de
 @pytest.mark.parametrize("taps", [1, 3, 4])
 def test_every_size_is_as_near_to_fp64_as_torch(op, taps, sizes, device):
     op.check(op.draw(*sizes, taps, F32, device, bias=False))
+
+
+@pytest.mark.parametrize("length", STRIPS)
+def test_every_length_of_strips_is_as_near_to_fp64_as_torch(op, length, monkeypatch, device):
+    """Backward; more strips than one program's, and a last one that is not full."""
+    monkeypatch.setattr(_convolution, "STRIPS", (length,))
+    monkeypatch.setattr(_convolution, "plan", _convolution.plan.__wrapped__)
+    place = torch.arange(70, device=device) % 33
+    op.having(heads=2, place=place).check(op.draw(3, 70, 6, 4, F32, device))
 
 
 def test_sequences_in_one_row_see_zeros_before_them(op, backend, device):

@@ -1,7 +1,7 @@
 """Launch tables as data: how much of a head one program takes, and which backend is faster.
 
-Lines of the rule are an H200's under triton 3.6, results/tuning-h200-torch2.11-triton3.6.csv, by
-tune.py; those of the convolution and the norm, and other cards, are unmeasured.
+Lines of the rule and of the convolution are an H200's under triton 3.6, results/tuning-*.csv, by
+tune.py and tune_convolution.py; those of the norm, and other cards, are unmeasured.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ STEP_BLOCK_V = 16
 
 
 class ConvolutionConfig(NamedTuple):
-    """A program takes ``elements`` elements of one head, or of so many ``channels``."""
+    """A program takes ``elements`` elements of one head, or of so many ``channels``, at a time."""
 
     elements: int
     channels: int
@@ -76,7 +76,11 @@ class ConvolutionConfig(NamedTuple):
 
 
 CONVOLUTION = ConvolutionConfig(elements=2048, channels=128, num_warps=4)
-CONVOLUTION_BACKWARD = ConvolutionConfig(elements=2048, channels=128, num_warps=4)
+CONVOLUTION_BACKWARD = ConvolutionConfig(elements=256, channels=128, num_warps=2)
+# Backward a program walks over so many tokens: the first number serves of which every
+# multiprocessor gets six programs, and else the last.
+STRIPS = (64, 32, 16)
+STRIPS_PROGRAMS = 6
 
 # How many elements a program of the gated norm takes, in whole rows.
 NORM_ELEMENTS = 2048

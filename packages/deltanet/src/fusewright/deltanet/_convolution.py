@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from ._backends import interpreted
-from ._configs import CONVOLUTION, CONVOLUTION_BACKWARD
+from ._backends import card_of, interpreted
+from ._configs import CONVOLUTION, CONVOLUTION_BACKWARD, STRIPS, STRIPS_PROGRAMS
 from ._convolution_kernels import _convolution_backward_kernel, _convolution_kernel
 from ._launch import Allocate, Launch, is_current, memory
 from ._registration import empty_grad
@@ -74,20 +74,30 @@ def plan(
     config = CONVOLUTION_BACKWARD if backward else CONVOLUTION
     batch, tokens, channels = shape
     width = channels // heads if heads else config.channels
+    groups = triton.cdiv(channels, width)
     block_d = triton.next_power_of_2(width)
-    block_t = max(1, config.elements // block_d)
-    rows = batch * triton.cdiv(tokens, block_t)
+    block = max(1, config.elements // block_d)
+    constants: dict[str, Any] = dict(UPCAST=interpreted(), UNIT=heads > 0, TAPS=taps)
+    if backward:
+        wanted = STRIPS_PROGRAMS * card_of(device).multiprocessors
+        programs_of = {x: triton.cdiv(batch * triton.cdiv(tokens, x), block) for x in STRIPS}
+        enough = (x for x in STRIPS if programs_of[x] * groups >= wanted)
+        length = next(enough, STRIPS[-1])
+        programs, kernel = programs_of[length], _convolution_backward_kernel
+        sizes: tuple[int, ...] = (batch, tokens, triton.cdiv(tokens, length), channels, width)
+        constants |= dict(LENGTH=length, BLOCK_S=block)
+    else:
+        programs, kernel = batch * triton.cdiv(tokens, block), _convolution_kernel
+        sizes = (tokens, channels, width)
+        constants |= dict(BLOCK_T=block)
     run = Launch(
-        _convolution_backward_kernel if backward else _convolution_kernel,
-        (rows, triton.cdiv(channels, width)),
+        kernel,
+        (programs, groups),
         device,
-        (tokens, channels, width),
+        sizes,
         dict(num_warps=config.num_warps),
-        UPCAST=interpreted(),
-        UNIT=heads > 0,
-        TAPS=taps,
-        BLOCK_T=block_t,
+        **constants,
         BLOCK_D=block_d,
     )
-    shares = memory((max(rows, 1), taps + 1, channels), torch.float32, device)
+    shares = memory((max(programs, 1), taps + 1, channels), torch.float32, device)
     return Plan(run, memory(shape, dtype, device), shares)

@@ -1,0 +1,54 @@
+"""Training in which the indexers learn nothing at first, so that one sees what they learn later.
+
+Attention sharpens while a model trains, and the more it does, the harder it is to follow. An
+indexer that learns beside it from the first step is never far away; one that begins when there is
+something to follow has to come nearer. It is the order in which sparse attention is put into models
+that were trained dense (DeepSeek-V3.2): first attention, then its indexers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .hybrid import HybridLM
+from .hybrid_command import all_losses
+from .hybrid_run import HybridBatch, WarmedWindows
+from .training import Told
+
+
+@dataclass(frozen=True)
+class LateBatch(HybridBatch):
+    """
+    Attributes:
+        followed: the indexers learn from it.
+    """
+
+    followed: bool
+
+
+class LateWindows:
+    """`WarmedWindows` of whose first batches the indexers learn nothing."""
+
+    def __init__(self, source: WarmedWindows, unfollowed: int) -> None:
+        self.source, self.unfollowed = source, unfollowed
+
+    def sample(self, batch: int) -> LateBatch:
+        followed = self.source.windows.batches >= self.unfollowed
+        some = self.source.sample(batch)
+        return LateBatch(some.windows, some.dense, followed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.source.load_state_dict(state)
+
+
+def late_losses(model: HybridLM, batch: LateBatch) -> Told:
+    """`all_losses`, that of the indexers without weight where they learn nothing."""
+    told = all_losses(model, batch)
+    if batch.followed:
+        return told
+    # Taken off again, so that the indexers' gradients are zeros and not missing.
+    return told._replace(loss=told.loss - model.config.index_weight * told.means["indexer_loss"])

@@ -81,7 +81,9 @@ def test_case_labels_name_what_changes():
     cases = ["B=4 M=100 N=10", "B=4 M=200 N=20"]
     assert report.case_labels(cases) == (["100×10", "200×20"], "M × N", "B=4")
     assert report.case_labels(cases[:1]) == (["4×100×10"], "B × M × N", "")
-    assert report.case_labels(["B=4 M=100", "B=4"]) == (["B=4\nM=100", "B=4"], "", "")
+    assert report.case_labels(["B=4 M=100", "B=4"]) == (["100", "–"], "M", "B=4")
+    cases = ["B=4 M=100", "B=4 M=100 law=inverse"]
+    assert report.case_labels(cases) == (["–", "inverse"], "law", "B=4 M=100")
 
 
 def test_written_readme_and_picture_are_no_longer_behind(package):

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from fusewright_models import text_command
 from fusewright_models.bench.__main__ import app as bench
 from fusewright_models.cli import app
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/migration.md"
@@ -34,6 +36,13 @@ neural_memory.py kernels/adamw.py kernels/memory_mlp.py kernels/layernorm_linear
 triton_kernels.py `attention.py` bench/harness.py bench/shapes.py donated_buffer compiled_autograd
 _dynamo.disable torchopt.implicit.custom_root learned_optimizer.cu velo_kernel.cu
 """
+
+# What makes a command's run a short one, behind its own flags.
+SMALL = {
+    "hybrid": "--preset tiny --seq-len 20 --batch-size 2 --max-steps 1 --backend reference",
+    "titan-mac": "--preset tiny --seq-len 32 --batch-size 2 --max-steps 1 --backend reference",
+    "transformer-np": "--preset tiny --steps 1 --batch-size 2 --no-capture",
+}
 
 # Wheels are tested without the sources beside them.
 pytestmark = pytest.mark.skipif(not SECTIONS, reason="docs/ is not beside these tests")
@@ -80,6 +89,26 @@ def test_every_line_runs(section):
     assert len(lines) >= 8
     for _, here in lines:
         run(here, namespace)
+
+
+def commands() -> list[str]:
+    """Those of the training program that fetch nothing."""
+    lines = [here for section in SECTIONS for _, here in lines_of(section)]
+    return [x for x in lines if x.startswith("fusewright-train") and "--wandb" not in x]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_training_command_runs(line, tmp_path, monkeypatch):
+    """One step of the smallest preset; its own flags stand before those."""
+    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 8)
+    (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(2000)))
+    _, name, *flags = shlex.split(line)
+    flags += [*SMALL[name].split(), "--out", str(tmp_path / "run")]
+    if name != "transformer-np":
+        flags += ["--dataset", str(tmp_path / "text.txt")]
+    result = CliRunner().invoke(app, [name, *flags])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "run/metrics.jsonl").is_file()
 
 
 @pytest.mark.parametrize("name", NAMES.split())

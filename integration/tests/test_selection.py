@@ -16,9 +16,11 @@ from fusewright_models.attention_mass import dense_attention, layer_sums, row_ma
 from fusewright_models.hybrid import HybridLM
 from fusewright_models.hybrid_config import HYBRID
 from fusewright_models.hybrid_layers import all_keys
+from fusewright_models.hybrid_run import HybridRun
 from fusewright_models.late_indexers import LateBatch, late_losses
 from fusewright_models.selection import evaluate_selection, write
 from fusewright_models.selection_points import COLUMNS, Point
+from rich.console import Console
 from typer.testing import CliRunner
 
 FOLDER = Path(__file__).resolve().parents[1]
@@ -139,6 +141,25 @@ def test_indexers_learn_nothing_of_what_is_not_followed():
             assert torch.equal(grad, learned[True][name])
 
 
+def test_steps_are_counted_and_not_their_batches(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {n} of {n * n}\n" for n in range(400)))
+    sizes = dict(batch_size=1, gradient_accumulation_steps=2, seq_len=32, lr=1e-3)
+    counts = dict(max_steps=3, eval_every=3, indexer_warmup=2, seed=0)
+    flags = dict(preset="tiny", dataset=str(text), device="cpu", backend="reference")
+    run = HybridRun.from_flags(sizes | counts | flags)
+    batches = []
+
+    def losses(model, batch):
+        batches.append((batch.followed, batch.dense))
+        return late_losses(model, batch)
+
+    monkeypatch.setattr(selection, "late_losses", losses)
+    options = dict(windows=1, minutes=1.0, console=Console(quiet=True))
+    selection.train_and_evaluate(run, alone=1, **options)
+    assert batches == [(False, True)] * 2 + [(True, True)] * 2 + [(True, False)] * 2
+
+
 def test_command_leaves_a_table_and_a_picture(tmp_path):
     app = selection.typer.Typer()
     app.command()(selection.main)
@@ -222,10 +243,15 @@ def test_readme_says_what_the_file_says(tmp_path):
     assert "after 9 steps in 18 s" in told
     assert "hold 0.600 of the dense" in told
     assert "2.4 times as much as a window of as many and 4.8 times" in told
+    assert "the token after next, 0.4 and 0.8 times." in told
     assert "learn from step 5 on; then their divergence from the attention is 0.700 nats" in told
     assert "at the end 0.400, 0.40 of that" in told
     assert "at most 0.400, at step 9, and at least 0.250, at step 7." in told
     assert picture == "![What HybridLM's indexers select](results/selection-card.png)"
-    assert "| 8 | 60 | 0.700 | 0.250 | 0.125 | 0.050 | 0.300 | 1.000 |" in table.splitlines()
+    row = "| 8 | 60 | 0.700 | 0.250 | 0.125 | 0.050 | 0.300 | 1.000 | 0.60 | 0.30 |"
+    assert row in table.splitlines()
+    # A run that was over before the indexers began.
+    write(rows[:6], tmp_path / "results/selection-card.csv")
+    assert "at most 0.700, at step 5, and at least 0.700, at step 5." in report.parts(tmp_path)[0]
     (tmp_path / "results/other.csv").write_text("a,b\n1,2\n")
     assert report.files(tmp_path) == [tmp_path / "results/selection-card.csv"]

@@ -115,7 +115,8 @@ def train_and_evaluate(
     with usage_errors():
         corpus = run.corpus()
         model = run.model(corpus.tokenizer.vocab_size)
-        source, optimizer = LateWindows(run.windows(corpus), alone), optimizer_of(run, model)
+        unfollowed = alone * run.gradient_accumulation_steps
+        source, optimizer = LateWindows(run.windows(corpus), unfollowed), optimizer_of(run, model)
         check_text(corpus.held_out, run.seq_len)
     points: list[Point] = []
     seconds = 0.0

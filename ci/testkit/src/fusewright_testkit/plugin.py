@@ -1,4 +1,4 @@
-"""The pytest plugin of the fusewright packages: interpreter, seed, poison and tiers.
+"""The pytest plugin of the fusewright packages: interpreter, seed, poison, kinds and tiers.
 
 Without a GPU the Triton kernels run in the interpreter, which must be chosen before triton is first
 imported.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -110,6 +111,26 @@ def quicker_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "_patch_lang", prepare_once)
         patch.setattr(interpreter.GridExecutor, "__call__", launch_afresh)
         yield
+
+
+@pytest.fixture(autouse=True)
+def launches_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch keeps the kernel that it compiled first, and a card would read tensors of another
+    kind as those: a plan that is kept under too short a key fails here, where nothing is compiled.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fusewright.") and name.endswith("._launch"):
+            monkeypatch.setattr(module.Launch, "__call__", of_one_kind(module.Launch.__call__))
+
+
+def of_one_kind(call):
+    def call_of_one_kind(launch, tensors, floats=()):
+        kind = tuple(None if x is None else x.dtype for x in tensors)
+        first = launch.__dict__.setdefault("first_kind", kind)
+        assert first == kind, f"{launch.kernel} was launched for {first}, and then for {kind}"
+        return call(launch, tensors, floats)
+
+    return call_of_one_kind
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import csv
 import itertools
 import math
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ UNITS = {
 }
 # Okabe and Ito's colours, which colour-blind readers tell apart too; the first provider is ours.
 COLOURS = ("#D55E00", "#999999", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#E69F00", "#000000")
+# Characters that a panel's title has room for.
+TITLE_WIDTH = 48
 
 
 class Key(NamedTuple):
@@ -158,41 +161,49 @@ def with_made(text: str, new: str) -> str:
 def case_labels(cases: list[str]) -> tuple[list[str], str, str]:
     """Short labels of an op's cases, what the labels count, and what is the same in all cases."""
     pairs = [dict(word.split("=") for word in case.split()) for case in cases]
-    if any(pair.keys() != pairs[0].keys() for pair in pairs):
-        return [case.replace(" ", "\n") for case in cases], "", ""
-    moving = [name for name in pairs[0] if len({p[name] for p in pairs}) > 1] or list(pairs[0])
-    same = " ".join(f"{name}={value}" for name, value in pairs[0].items() if name not in moving)
-    return ["×".join(pair[name] for name in moving) for pair in pairs], " × ".join(moving), same
+    names = list(dict.fromkeys(name for pair in pairs for name in pair))
+    moving = [name for name in names if len({p.get(name) for p in pairs}) > 1] or names
+    same = " ".join(f"{name}={pairs[0][name]}" for name in names if name not in moving)
+    labels = ["×".join(pair[name] for name in moving if name in pair) or "–" for pair in pairs]
+    return labels, " × ".join(moving), same
 
 
 def draw(results: Results, copy: tuple[float, str] | None = None) -> Any:
-    """A row of panels for each op, a column for each pass; ``copy`` is a rate and its source."""
+    """A row of panels for each op, one for each pass that it has, those of one unit to one scale;
+    ``copy`` is a rate and its source.
+    """
     from matplotlib.figure import Figure
 
     lines = results.kernels()
     handles: dict[str, Any] = {}
-    ops = list(dict.fromkeys(key[:2] for key in lines))
-    passes = list(dict.fromkeys(key.passed for key in lines))
-    figure = Figure(figsize=(5.2 * len(passes), 2.8 * len(ops) + 0.9), layout="constrained")
-    panels = figure.subplots(len(ops), len(passes), sharey="row", squeeze=False)
-    for row, column in itertools.product(range(len(ops)), range(len(passes))):
-        panel, group = panels[row, column], (*ops[row], passes[column])
-        groups = {key: cells for key, cells in lines.items() if key[:3] == group}
-        if not groups:
+    rows: dict[tuple[str, str], dict[str, dict[Any, dict[str, Cell]]]] = {}
+    for key, cells in lines.items():
+        rows.setdefault(key[:2], {}).setdefault(key.passed, {})[key] = cells
+    columns = max(map(len, rows.values()))
+    figure = Figure(figsize=(5.2 * columns, 2.8 * len(rows) + 0.9), layout="constrained")
+    for panels, (op, passes) in zip(
+        figure.subplots(len(rows), columns, squeeze=False), rows.items(), strict=True
+    ):
+        first: dict[str, Any] = {}
+        for panel in panels[len(passes) :]:
             panel.set_axis_off()
-            continue
-        unit = next(iter(groups)).unit
-        bars(panel, list(groups.values()), results.providers, handles)
-        if copy and unit == "TB/s":
-            line = panel.axhline(copy[0], color="black", linestyle="--", linewidth=1)
-            handles[f"copy at {copy[0]:g} TB/s, {copy[1]}"] = line
-        labels, counted, same = case_labels([key.case for key in groups])
-        panel.set(title=" ".join((*group, same)), xlabel=counted, ylabel=unit)
-        panel.set_xticks(range(len(labels)), labels)
-        panel.tick_params(labelsize=9, labelleft=True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", linewidth=0.5, alpha=0.5)
-        panel.set_axisbelow(True)
+        for panel, (passed, groups) in zip(panels, passes.items(), strict=False):
+            unit = next(iter(groups)).unit
+            if unit in first:
+                panel.sharey(first[unit])
+            first.setdefault(unit, panel)
+            bars(panel, list(groups.values()), results.providers, handles)
+            if copy and unit == "TB/s":
+                line = panel.axhline(copy[0], color="black", linestyle="--", linewidth=1)
+                handles[f"copy at {copy[0]:g} TB/s, {copy[1]}"] = line
+            labels, counted, same = case_labels([key.case for key in groups])
+            title = textwrap.fill(" ".join((*op, passed, same)), TITLE_WIDTH)
+            panel.set(title=title, xlabel=counted, ylabel=unit)
+            panel.set_xticks(range(len(labels)), labels)
+            panel.tick_params(labelsize=9, labelleft=True)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.grid(axis="y", linewidth=0.5, alpha=0.5)
+            panel.set_axisbelow(True)
     figure.suptitle(f"{results.environment}: rate of the kernels (higher is better)")
     # The line of the copy comes last.
     names = sorted(handles, key=[*results.providers, *handles].index)

@@ -11,7 +11,7 @@ import triton
 from ._backends import card_of, interpreted
 from ._configs import CONVOLUTION, CONVOLUTION_BACKWARD, STRIPS, STRIPS_PROGRAMS
 from ._convolution_kernels import _convolution_backward_kernel, _convolution_kernel
-from ._launch import Allocate, Launch, is_current, memory
+from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
 from ._registration import empty_grad
 
 Tensor = torch.Tensor
@@ -32,11 +32,12 @@ def launch_short_convolution(
     if not is_current(x.device):
         with torch.cuda.device(x.device):
             return launch_short_convolution(x, weight, bias, place, heads)
-    x, weight = x.contiguous(), weight.contiguous()
-    forward = plan(x.shape, x.dtype, x.device, weight.shape[1], heads, backward=False)
+    operands = copied((x, weight, bias, place), (True,) * 4)
+    sizes = x.shape, weight.shape[1], heads
+    forward = plan(*sizes, x.dtype, kinds(*operands), x.device, backward=False)
     y = forward.y()
     if y.numel():
-        forward.run((x, weight, bias, place, y))
+        forward.run((*operands, y))
     return y
 
 
@@ -47,11 +48,12 @@ def launch_short_convolution_backward(
     if not is_current(x.device):
         with torch.cuda.device(x.device):
             return launch_short_convolution_backward(dy, x, weight, bias, place, heads)
-    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
-    backward = plan(x.shape, x.dtype, x.device, weight.shape[1], heads, backward=True)
+    operands = copied((dy, x, weight, bias, place), (True,) * 5)
+    sizes = x.shape, weight.shape[1], heads
+    backward = plan(*sizes, x.dtype, kinds(*operands), x.device, backward=True)
     dx, shares = backward.y(), backward.shares()
     if dx.numel():
-        backward.run((dy, x, weight, bias, place, dx, shares))
+        backward.run((*operands, dx, shares))
     else:
         shares.zero_()
     dweight = shares[:, :-1].sum(0).T.contiguous().to(weight.dtype)
@@ -63,14 +65,17 @@ def launch_short_convolution_backward(
 @functools.lru_cache(maxsize=4096)
 def plan(
     shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
     taps: int,
     heads: int,
+    dtype: torch.dtype,
+    operands: tuple[Kind | None, ...],
+    device: torch.device,
     *,
     backward: bool,
 ) -> Plan:
-    """The plan for contiguous tensors of this shape; without ``heads`` the table cuts channels."""
+    """The plan for contiguous operands of these kinds; without ``heads`` the table cuts
+    channels.
+    """
     config = CONVOLUTION_BACKWARD if backward else CONVOLUTION
     batch, tokens, channels = shape
     width = channels // heads if heads else config.channels

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ._backends import interpreted
 from ._configs import NORM_ELEMENTS, NORM_WARPS
-from ._launch import Allocate, Launch, is_current, memory
+from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
 from ._registration import empty_grad
 from ._tiles import as_operand
 
@@ -105,12 +105,11 @@ def launch_gated_norm(o: Tensor, weight: Tensor, gate: Tensor | None, eps: float
     if not is_current(o.device):
         with torch.cuda.device(o.device):
             return launch_gated_norm(o, weight, gate, eps)
-    o, weight = o.contiguous(), weight.contiguous()
-    gate = None if gate is None else gate.contiguous()
-    found = plan(o.shape, o.dtype, o.dtype if gate is None else gate.dtype, o.device)
+    operands = copied((o, weight, gate), (True,) * 3)
+    found = plan(o.shape, o.dtype, kinds(*operands), o.device)
     y = found.rows()
     if y.numel():
-        found.forward((o, weight, gate, y), (eps,))
+        found.forward((*operands, y), (eps,))
     return y
 
 
@@ -121,13 +120,12 @@ def launch_gated_norm_backward(
     if not is_current(o.device):
         with torch.cuda.device(o.device):
             return launch_gated_norm_backward(dy, o, weight, gate, eps)
-    dy, o, weight = dy.contiguous(), o.contiguous(), weight.contiguous()
-    gate = None if gate is None else gate.contiguous()
-    found = plan(o.shape, o.dtype, o.dtype if gate is None else gate.dtype, o.device)
+    operands = copied((dy, o, weight, gate), (True,) * 4)
+    found = plan(o.shape, o.dtype, kinds(*operands), o.device)
     do, shares = found.rows(), found.shares()
     dgate = empty_grad(o) if gate is None else found.gate()
     if do.numel():
-        found.backward((dy, o, weight, gate, do, None if gate is None else dgate, shares), (eps,))
+        found.backward((*operands, do, None if gate is None else dgate, shares), (eps,))
     else:
         shares.zero_()
     return do, shares.sum(0).to(weight.dtype), dgate
@@ -135,9 +133,13 @@ def launch_gated_norm_backward(
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    shape: torch.Size, dtype: torch.dtype, gate_dtype: torch.dtype, device: torch.device
+    shape: torch.Size,
+    dtype: torch.dtype,
+    operands: tuple[Kind | None, ...],
+    device: torch.device,
 ) -> Plan:
-    """The plan for contiguous tensors of this shape."""
+    """The plan for contiguous operands of these kinds, the gate last."""
+    gate = operands[-1]
     width = shape[-1]
     rows = shape[:-1].numel()
     block_d = triton.next_power_of_2(width)
@@ -152,6 +154,6 @@ def plan(
         launch(_gated_norm_kernel),
         launch(_gated_norm_backward_kernel),
         memory(shape, dtype, device),
-        memory(shape, gate_dtype, device),
+        memory(shape, dtype if gate is None else gate[0], device),
         memory((max(programs, 1), width), torch.float32, device),
     )

@@ -137,9 +137,9 @@ def indexer_topk(
         more than its law gives it. A score that is NaN counts as 0, in the variance too; a head
         whose w, bias or product with a key is -inf adds 0 to the score.
 
-    The kernels select from their own fp32 scores, exactly: two backends may order keys differently
-    whose scores differ by rounding. A call that is cut into parts by ``q_offset`` selects the same.
-    There is no gradient.
+    The kernels select from their own fp32 scores, exactly, and hold a few rows of them at a time;
+    the reference holds all. Two backends may order keys differently whose scores differ by
+    rounding. A call that is cut into parts by ``q_offset`` selects the same. There is no gradient.
 
     Raises:
         TypeError: a tensor is not floating point or not strided, or an option is no number.

@@ -1,0 +1,24 @@
+"""What the pytest plugin of the packages watches over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright_testkit.plugin import of_one_kind
+
+
+class Launch:
+    kernel = "a kernel"
+
+    @of_one_kind
+    def __call__(self, tensors, floats=()):
+        return len(tensors)
+
+
+@pytest.mark.parametrize("other", [None, torch.ones(2, dtype=torch.bfloat16)])
+def test_launch_serves_one_kind_of_tensors(other):
+    launch, x = Launch(), torch.ones(2)
+    assert [launch((x, x)), launch((torch.ones(3), x), (0.5,))] == [2, 2]
+    with pytest.raises(AssertionError, match="a kernel was launched for"):
+        launch((x, other))
+    assert Launch()((x, other)) == 2

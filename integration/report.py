@@ -204,16 +204,15 @@ def made(folder: Path) -> str:
             if lines := text_rows(path, op):
                 parts.append(TOLD_OF_TEXT.format(op=op))
                 parts.append(markdown([TEXT_HEADER, ("---",) * 3 + ("---:",) * 3, *lines]))
-        switches = path.with_name(f"switches-{path.name}")
-        if switches.is_file():
-            parts.append(TOLD_OF_SWITCHES.format(name=switches.name))
-            rule = ("---",) * 2 + ("---:",) * 6
-            parts.append(markdown([SWITCHES_HEADER, rule, *switch_rows(switches)]))
-        depth = path.with_name(f"depth-{path.name}")
-        if depth.is_file():
-            parts.append(TOLD_OF_DEPTH.format(name=depth.name))
-            rule = ("---",) * 2 + ("---:",) * 4
-            parts.append(markdown([DEPTH_HEADER, rule, *depth_rows(depth)]))
+        for name, about, header, lines_of in (
+            ("switches", TOLD_OF_SWITCHES, SWITCHES_HEADER, switch_rows),
+            ("depth", TOLD_OF_DEPTH, DEPTH_HEADER, depth_rows),
+        ):
+            beside = path.with_name(f"{name}-{path.name}")
+            if beside.is_file():
+                parts.append(about.format(name=beside.name))
+                rule = ("---",) * 2 + ("---:",) * (len(header) - 2)
+                parts.append(markdown([header, rule, *lines_of(beside)]))
     parts += report_optimizers.parts(folder) + report_selection.parts(folder)
     return "\n\n".join(parts) or "Nothing has been measured yet."
 

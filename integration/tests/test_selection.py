@@ -199,17 +199,8 @@ def test_bad_flags_get_one_clear_sentence(tmp_path, flags, message):
     app = selection.typer.Typer()
     app.command()(selection.main)
     (tmp_path / "text.txt").write_text("a line\n" * 1000)
-    given = [
-        "--preset",
-        "tiny",
-        "--selected-keys",
-        "8",
-        "--backend",
-        "reference",
-        "--indexer-start",
-        "0",
-    ]
-    given += ["--indexer-warmup", "2"]
+    given = ["--preset", "tiny", "--selected-keys", "8", "--backend", "reference"]
+    given += ["--indexer-start", "0", "--indexer-warmup", "2"]
     given += ["--dataset", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), *flags]
     environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
     result = CliRunner().invoke(app, given, env=environment)

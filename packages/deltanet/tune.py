@@ -225,12 +225,17 @@ def main(
             found.append((ms, "committed" if place == 0 else str(line)))
         del timed
         case = " ".join(f"{key}={value}" for key, value in sizes.items())
-        found.sort()
-        for rank, (ms, line) in enumerate(found):
-            table.append(dict(kind=kind, case=case, ms=f"{ms:.5f}", line=line))
-            if rank < best or line == "committed":
-                print(f"{kind:16} {case} {ms * 1e3:8.1f} us {line}", flush=True)
+        table += ranked(kind, case, found, best)
     write_table(out, "tuning", table)
+
+
+def ranked(kind: str, case: str, found: list[tuple[float, str]], best: int) -> list[dict[str, str]]:
+    """Rows of a size, the fastest line first; the best are printed, and the committed one."""
+    found.sort()
+    for rank, (ms, line) in enumerate(found):
+        if rank < best or line == "committed":
+            print(f"{kind:16} {case} {ms * 1e3:8.1f} us {line}", flush=True)
+    return [dict(kind=kind, case=case, ms=f"{ms:.5f}", line=line) for ms, line in found]
 
 
 def write_table(out: pathlib.Path, name: str, table: list[dict[str, str]]) -> None:

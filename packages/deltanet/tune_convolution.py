@@ -23,7 +23,7 @@ from fusewright.deltanet import _configs, _convolution
 from fusewright.deltanet._short_convolution import short_convolution
 from fusewright_testkit import Yardstick
 from fusewright_testkit.timing import copies_needed, graph_time
-from tune import write_table
+from tune import ranked, write_table
 
 # Rows, tokens, heads, columns of one: many programs, a few and hardly any.
 SIZES = ((4, 4096, 8, 128), (1, 4096, 8, 128), (1, 512, 8, 128))
@@ -54,11 +54,7 @@ def configured(name: str, line: object) -> Iterator[None]:
 
 
 def op(heads: int, backend: str) -> Callable[..., torch.Tensor]:
-    return functools.partial(_op, heads=heads, backend=backend)
-
-
-def _op(x: torch.Tensor, weight: torch.Tensor, *, heads: int, backend: str) -> torch.Tensor:
-    return short_convolution(x, weight, None, heads=heads, backend=backend)
+    return functools.partial(short_convolution, bias=None, heads=heads, backend=backend)
 
 
 def inputs(batch: int, tokens: int, heads: int, width: int) -> list[torch.Tensor]:
@@ -98,11 +94,7 @@ def main(out: pathlib.Path = typer.Option(pathlib.Path("."), help="folder of the
                     yardstick.check(op(heads if unit else 0, "triton"))
                     ms = graph_time(timed[backward], replays=7, warm_seconds=0.01).ms
                 found.append((ms, f"{name}={line}" if found else "committed"))
-            for rank, (ms, line) in enumerate(sorted(found)):
-                kind = "backward" if backward else "forward"
-                table.append(dict(kind=kind, case=case, ms=f"{ms:.5f}", line=line))
-                if rank < 3 or line == "committed":
-                    print(f"{kind:9} {case} {ms * 1e3:8.1f} us {line}", flush=True)
+            table += ranked("backward" if backward else "forward", case, found, best=3)
     write_table(out, "tuning-convolution", table)
 
 

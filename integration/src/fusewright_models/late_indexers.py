@@ -9,7 +9,6 @@ that were trained dense (DeepSeek-V3.2): first attention, then its indexers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from .hybrid import HybridLM
 from .hybrid_command import all_losses
@@ -27,22 +26,17 @@ class LateBatch(HybridBatch):
     followed: bool
 
 
-class LateWindows:
+class LateWindows(WarmedWindows):
     """`WarmedWindows` of whose first batches the indexers learn nothing."""
 
-    def __init__(self, source: WarmedWindows, unfollowed: int) -> None:
-        self.source, self.unfollowed = source, unfollowed
+    def __init__(self, warmed: WarmedWindows, unfollowed: int) -> None:
+        super().__init__(warmed.windows, warmed.dense)
+        self.unfollowed = unfollowed
 
     def sample(self, batch: int) -> LateBatch:
-        followed = self.source.windows.batches >= self.unfollowed
-        some = self.source.sample(batch)
+        followed = self.windows.batches >= self.unfollowed
+        some = super().sample(batch)
         return LateBatch(some.windows, some.dense, followed)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.source.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.source.load_state_dict(state)
 
 
 def late_losses(model: HybridLM, batch: LateBatch) -> Told:

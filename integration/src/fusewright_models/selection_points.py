@@ -70,7 +70,7 @@ def draw(points: list[Point]) -> Figure:
     for axes in (left, right):
         for phase in ("alone", "dense"):
             end = max((point.step for point in points if point.phase == phase), default=0)
-            axes.axvspan(0, end, color="k", alpha=0.06 if end else 0.0, linewidth=0.0)
+            axes.axvspan(0, end, color="k", alpha=0.06, linewidth=0.0)
         axes.set(xlabel="step", ylim=(0.0, None))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)

@@ -191,7 +191,8 @@ def draw(results: Results, copy: tuple[float, str] | None = None) -> Any:
             unit = next(iter(groups)).unit
             if unit in first:
                 panel.sharey(first[unit])
-            first.setdefault(unit, panel)
+            else:
+                first[unit] = panel
             bars(panel, list(groups.values()), results.providers, handles)
             if copy and unit == "TB/s":
                 line = panel.axhline(copy[0], color="black", linestyle="--", linewidth=1)

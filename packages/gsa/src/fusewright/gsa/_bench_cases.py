@@ -106,10 +106,14 @@ def indexer_inputs(tokens: int, device: str) -> list[Tensor]:
 
 def counts(tokens: int, average: Tensor | None = None) -> dict[str, Any]:
     """How many of so many tokens a row selects; by the variance where there is an average."""
-    slots = dict(SELECTIONS).get(tokens, tokens // 8)
+    return limits(dict(SELECTIONS).get(tokens, tokens // 8), average)
+
+
+def limits(slots: int, average: Tensor | None = None) -> dict[str, Any]:
+    """Of rows that select ``slots`` keys, or a typical one as many."""
     law, most = ("fixed", slots) if average is None else ("inverse", 2 * slots)
-    limits = dict(k_base=slots, k_min=min(slots, 16), k_max=most, sinks=4)
-    return dict(law=law, variance_ema=average, **limits)
+    bounds = dict(k_base=slots, k_min=min(slots, 16), k_max=most, sinks=4)
+    return dict(law=law, variance_ema=average, **bounds)
 
 
 def statistics(
@@ -149,11 +153,7 @@ def attention_inputs(
     """q, k, v, and the selection of an indexer: indices and count."""
     draw = functools.partial(torch.randn, dtype=BF16, device=device)
     k, v = (draw(1, tokens, key_heads, width) for _ in "kv")
-    law: dict[str, Any] = dict(
-        law="fixed", k_base=slots, k_min=min(slots, 16), k_max=slots, sinks=4
-    )
-    of_indexer = indexer_inputs(tokens, device)
-    indices, count, _ = indexer_topk(*of_indexer[:4], **law)
+    indices, count, _ = indexer_topk(*indexer_inputs(tokens, device), **limits(slots))
     return [draw(1, tokens, heads, width), k, v, indices, count]
 
 

@@ -1,5 +1,5 @@
-"""Time every candidate launch of the norm kernels on this card; the fastest lines go to
-``_configs.py``.
+"""Time every candidate launch of the norm kernels on this GPU; the fastest lines go to
+``launch.py`` and ``launch_backward.py``.
 
     PYTHONPATH=packages/norm/src:ci/testkit/src python packages/norm/tune.py --out
     packages/norm/results
@@ -22,10 +22,14 @@ from unittest import mock
 
 import torch
 import typer
-from fusewright.norm import _backward, _configs, reference
-from fusewright.norm._backward import backward_plan, launch_norm_backward
-from fusewright.norm._configs import BackwardConfig, BackwardSmallConfig, ForwardConfig
-from fusewright.norm._forward import forward_plan, launch_norm_forward
+from fusewright.norm.row_norm import launch, launch_backward, reference
+from fusewright.norm.row_norm.launch import ForwardConfig, forward_plan, norm_forward
+from fusewright.norm.row_norm.launch_backward import (
+    BackwardConfig,
+    BackwardSmallConfig,
+    backward_plan,
+    norm_backward,
+)
 from fusewright_testkit.bench import environment_name
 from fusewright_testkit.compiled import compile_launch, recorded_launches
 from fusewright_testkit.timing import copies_needed, graph_time
@@ -80,7 +84,7 @@ def small_candidates(cols: int) -> Iterator[BackwardSmallConfig]:
     ):
         per_thread = part_rows * part_cols / (32 * num_warps)
         if tile >= cols and 8 <= per_thread <= 32 and 16 <= tile / (32 * num_warps) <= 64:
-            yield _configs.BACKWARD_SMALL._replace(
+            yield launch_backward.BACKWARD_SMALL._replace(
                 tile_elements=tile,
                 part_rows=part_rows,
                 part_cols=part_cols,
@@ -108,8 +112,8 @@ def compile_one(job: tuple[str, int, int, NamedTuple]) -> None:
     with configured(kind, config), recorded_launches() as recorded:
         for call in launches(kind, rows, cols, device="cpu", copies=1):
             call()
-    for launch in recorded:
-        compile_launch(launch, 90)
+    for recorded_launch in recorded:
+        compile_launch(recorded_launch, 90)
 
 
 @contextlib.contextmanager
@@ -120,13 +124,12 @@ def configured(kind: str, config: NamedTuple) -> Iterator[None]:
     forward = kind.endswith("forward")
     plan = forward_plan if forward else backward_plan
     small = kind == "small_backward"
-    in_force = config if small else _configs.BACKWARD_SMALL._replace(max_elements=0)
+    in_force = config if small else launch_backward.BACKWARD_SMALL._replace(max_elements=0)
     names = ("FORWARD", "FORWARD_ADD", "FORWARD_LAYER") if forward else ("BACKWARD",)
     tables = {} if small else dict.fromkeys(names, (config,))
-    with (
-        mock.patch.multiple(_configs, **tables, BACKWARD_SMALL=in_force),
-        mock.patch.object(_backward, "BACKWARD_SMALL", in_force),
-    ):
+    if not forward:
+        tables["BACKWARD_SMALL"] = in_force
+    with mock.patch.multiple(launch if forward else launch_backward, **tables):
         plan.cache_clear()
         yield
     plan.cache_clear()
@@ -147,13 +150,13 @@ def launches(
         if kind.endswith("forward"):
             residual = other if kind == "add_forward" else None
             args = (x, residual, weight, bias if center else None, EPS, 0.0)
-            calls.append(lambda args=args: launch_norm_forward(*args, center=center))
+            calls.append(lambda args=args: norm_forward(*args, center=center))
         else:
             mean = make(rows) if center else None
             rstd = make(rows)
             args = (other, second, x, weight, bias, mean, rstd, 0.0)
             grads = dict(weight_grad=True, bias_grad=center)
-            calls.append(lambda args=args, grads=grads: launch_norm_backward(*args, **grads))
+            calls.append(lambda args=args, grads=grads: norm_backward(*args, **grads))
     return calls
 
 
@@ -164,10 +167,10 @@ def agrees(kind: str, cols: int) -> bool:
     dy = torch.randn_like(x)
     leaves = [t.double().requires_grad_() for t in (x, weight)]
     truth = reference.rms_norm(*leaves, eps=EPS)
-    y, _, _, rstd = launch_norm_forward(x, None, weight, None, EPS, 0.0, center=False)
+    y, _, _, rstd = norm_forward(x, None, weight, None, EPS, 0.0, center=False)
     pairs = [(y, truth)]
     if kind.endswith("backward"):
-        dx, _, dweight, _ = launch_norm_backward(
+        dx, _, dweight, _ = norm_backward(
             dy, None, x, weight, None, None, rstd, 0.0, weight_grad=True, bias_grad=False
         )
         pairs = list(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusewright import norm
-from fusewright.norm import reference
+from fusewright.norm.row_norm import reference
 from fusewright_testkit import Yardstick
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
@@ -105,13 +105,15 @@ def fresh_plans() -> Iterator[None]:
     if "triton" not in norm.available_backends():
         yield
         return
-    from fusewright.norm import _backward, _forward, _sinkhorn
+    from fusewright.norm.row_norm import launch as forward
+    from fusewright.norm.row_norm import launch_backward as backward
+    from fusewright.norm.sinkhorn import launch as sinkhorn
 
     plans = (
-        _forward.forward_plan,
-        _backward.backward_plan,
-        _sinkhorn.forward_plan,
-        _sinkhorn.backward_plan,
+        forward.forward_plan,
+        backward.backward_plan,
+        sinkhorn.forward_plan,
+        sinkhorn.backward_plan,
     )
     for plan in plans:
         plan.cache_clear()
@@ -126,12 +128,12 @@ def few_programs(device: str, fresh_plans: None, monkeypatch: pytest.MonkeyPatch
     however little that does.
     """
     if device == "cpu":
-        from fusewright.norm import _backward
+        from fusewright.norm.row_norm import launch_backward
 
-        add_parts = _backward.ADD_PARTS._replace(block_parts=4, block_cols=4096)
-        small = _backward.BACKWARD_SMALL._replace(part_cols=512)
-        monkeypatch.setattr(_backward, "ADD_PARTS", add_parts)
-        monkeypatch.setattr(_backward, "BACKWARD_SMALL", small)
+        add_parts = launch_backward.ADD_PARTS._replace(block_parts=4, block_cols=4096)
+        small = launch_backward.BACKWARD_SMALL._replace(part_cols=512)
+        monkeypatch.setattr(launch_backward, "ADD_PARTS", add_parts)
+        monkeypatch.setattr(launch_backward, "BACKWARD_SMALL", small)
 
 
 @pytest.fixture(params=["small", "rows", "wide"])
@@ -141,18 +143,18 @@ def scheme(
     """Send tensors of every size to the kernels of one scheme: those of small tensors, of rows that
     fit in registers, and of wide rows with several blocks and shares.
     """
-    from fusewright.norm import _backward, _configs, _forward
+    from fusewright.norm.row_norm import launch, launch_backward
 
     if request.param != "small":
-        monkeypatch.setattr(_backward, "fits_small", lambda rows, cols: False)
+        monkeypatch.setattr(launch_backward, "fits_small", lambda rows, cols: False)
     if request.param == "wide":
         for table in ("FORWARD", "FORWARD_ADD", "FORWARD_LAYER"):
-            monkeypatch.setattr(_configs, table, ())
-        monkeypatch.setattr(_configs, "BACKWARD", ())
-        forward = _forward.FORWARD_WIDE._replace(block_cols=64, num_warps=2)
-        backward = _backward.BACKWARD_WIDE._replace(
+            monkeypatch.setattr(launch, table, ())
+        monkeypatch.setattr(launch_backward, "BACKWARD", ())
+        forward = launch.FORWARD_WIDE._replace(block_cols=64, num_warps=2)
+        backward = launch_backward.BACKWARD_WIDE._replace(
             block_cols=64, num_warps=2, parts=3, block_rows=4, part_cols=32
         )
-        monkeypatch.setattr(_forward, "FORWARD_WIDE", forward)
-        monkeypatch.setattr(_backward, "BACKWARD_WIDE", backward)
+        monkeypatch.setattr(launch, "FORWARD_WIDE", forward)
+        monkeypatch.setattr(launch_backward, "BACKWARD_WIDE", backward)
     return request.param

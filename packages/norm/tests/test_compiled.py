@@ -1,4 +1,4 @@
-"""Every kernel compiles for every supported card, without a spill and within its shared memory."""
+"""Every kernel compiles for every supported GPU, without a spill and within its shared memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ HERE = pathlib.Path(__file__).parent
 def test_one_launch_of_every_kernel_compiles_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each", capability)
     for kernel in (
-        "_norm_forward_kernel",
-        "_norm_forward_wide_kernel",
-        "_norm_backward_kernel",
-        "_norm_backward_small_kernel",
-        "_norm_backward_wide_kernel",
-        "_weight_parts_kernel",
-        "_add_parts_kernel",
-        "_sinkhorn_forward_kernel",
-        "_sinkhorn_backward_kernel",
+        "norm_forward_kernel",
+        "norm_forward_wide_kernel",
+        "norm_backward_kernel",
+        "norm_backward_small_kernel",
+        "norm_backward_wide_kernel",
+        "weight_parts_kernel",
+        "add_parts_kernel",
+        "sinkhorn_forward_kernel",
+        "sinkhorn_backward_kernel",
     ):
         assert kernel in printed
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from fusewright import norm
-from fusewright.norm import reference
+from fusewright.norm.row_norm import reference
 from fusewright_testkit import Yardstick
 from torch.utils.checkpoint import checkpoint
 

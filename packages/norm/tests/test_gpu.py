@@ -1,4 +1,4 @@
-"""What only a card can show: graphs, synchronisation, streams, great sizes, the tuned tables."""
+"""What only a GPU can show: graphs, synchronisation, streams, great sizes, the tuned tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 from fusewright import norm
-from fusewright.norm import _backends, _configs
+from fusewright.norm._core import backends
+from fusewright.norm.row_norm import launch, launch_backward, reference
 from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +39,9 @@ def test_no_call_waits_for_the_card(op):
         gradients(op, tensors)
 
 
-@pytest.mark.parametrize("cols", sorted({c.max_cols for c in _configs.FORWARD + _configs.BACKWARD}))
+@pytest.mark.parametrize(
+    "cols", sorted({c.max_cols for c in launch.FORWARD + launch_backward.BACKWARD})
+)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_every_width_of_the_tables_is_as_near_to_fp64_as_torch(op, cols, dtype):
     op.check(op.draw((3000, cols), dtype, "cuda"))
@@ -72,7 +75,7 @@ def test_gradients_reach_rows_past_31_bits_of_elements(rows, cols):
         y = norm.rms_norm(rest.index_copy(0, chosen, x), weight, eps=1e-6, backend="triton")
         return y.index_select(0, chosen)
 
-    Yardstick(lambda *t: norm.reference.rms_norm(*t, eps=1e-6), [x, weight]).check(amid_the_rest)
+    Yardstick(lambda *t: reference.rms_norm(*t, eps=1e-6), [x, weight]).check(amid_the_rest)
 
 
 def test_full_size_is_as_near_to_fp64_as_torch(op):
@@ -108,7 +111,7 @@ def test_replayed_graph_reads_the_values_of_the_replay(op):
 
 
 def test_auto_takes_the_reference_for_fp64_and_says_so(op, monkeypatch):
-    monkeypatch.setattr(_backends, "WARNED", set())
+    monkeypatch.setattr(backends, "WARNED", set())
     tensors = op.draw((3, 8), torch.float64, "cuda")
     with pytest.warns(RuntimeWarning, match="not torch.float64"):
         y = op.first(op.public(*tensors))

@@ -9,7 +9,8 @@ import warnings
 import pytest
 import torch
 from fusewright import norm
-from fusewright.norm import LayerNorm, RMSNorm, RMSNormGated, _backends, rms_norm_gated
+from fusewright.norm import LayerNorm, RMSNorm, RMSNormGated, rms_norm_gated
+from fusewright.norm._core import backends
 from fusewright_testkit import Yardstick
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -178,26 +179,26 @@ def test_refused_input_touches_no_memory(op, device):
 
 
 def test_kernels_on_the_cpu_without_the_interpreter_say_so(monkeypatch):
-    _backends.known_obstacle.cache_clear()
-    monkeypatch.setattr(_backends, "interpreted", lambda: False)
+    backends.known_obstacle.cache_clear()
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
     try:
         with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
             norm.rms_norm(X, backend="triton")
     finally:
-        _backends.known_obstacle.cache_clear()
+        backends.known_obstacle.cache_clear()
 
 
 def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
-    _backends.WARNED.clear()
-    monkeypatch.setattr(_backends, "known_obstacle", lambda device, dtype: "no such card")
+    backends.WARNED.clear()
+    monkeypatch.setattr(backends, "known_obstacle", lambda device, dtype: "no such GPU")
     with FakeTensorMode():
         on_card = torch.empty(3, 8, device="cuda")
-        with pytest.warns(RuntimeWarning, match="no such card"):
+        with pytest.warns(RuntimeWarning, match="no such GPU"):
             norm.rms_norm(on_card)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             norm.rms_norm(on_card)
-    _backends.WARNED.clear()
+    backends.WARNED.clear()
 
 
 @pytest.mark.filterwarnings("error")
@@ -208,11 +209,11 @@ def test_meta_tensors_get_a_shape_and_a_dtype(op):
 
 def test_more_rows_than_the_kernels_count_are_refused():
     pytest.importorskip("triton", reason="plans are made for Triton's kernels")
-    from fusewright.norm import _rows
+    from fusewright.norm.common import rows
 
-    assert _rows.count_rows((_rows.MAX_ROWS, 1)) == _rows.MAX_ROWS
+    assert rows.count_rows((rows.MAX_ROWS, 1)) == rows.MAX_ROWS
     with pytest.raises(ValueError, match="rows, got 2147483648"):
-        _rows.count_rows((2**31, 1))
+        rows.count_rows((2**31, 1))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from fusewright.norm import reference, sinkhorn_knopp
+from fusewright.norm import sinkhorn_knopp
+from fusewright.norm.sinkhorn import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -232,17 +233,17 @@ def test_any_strides_are_read_as_they_are(layout, device):
 
 def test_logits_within_a_projection_are_not_copied():
     pytest.importorskip("triton", reason="plans are made for Triton's kernels")
-    from fusewright.norm._launch import kinds
-    from fusewright.norm._sinkhorn import backward_plan
+    from fusewright.norm._core.launches import layouts
+    from fusewright.norm.sinkhorn.launch import backward_plan
 
     x = of_a_projection(BF16, "cpu")
-    assert backward_plan(x.shape, kinds(x, x), 20, "linear", x.device).copies == ()
+    assert backward_plan(x.shape, layouts(x, x), 20, "linear", x.device).copies == ()
 
 
 @DOMAINS
 def test_all_iterations_are_one_launch_each_way(domain, device, monkeypatch):
     pytest.importorskip("triton", reason="plans are made for Triton's kernels")
-    from fusewright.norm._launch import Launch
+    from fusewright.norm._core.launches import Launch
 
     launch, launched = Launch.__call__, []
 
@@ -257,13 +258,14 @@ def test_all_iterations_are_one_launch_each_way(domain, device, monkeypatch):
 
 @DOMAINS
 def test_programs_walk_over_more_matrices_than_they_hold(domain, device, fresh_plans, monkeypatch):
-    from fusewright.norm import _sinkhorn
-    from fusewright.norm._backends import Card
-    from fusewright.norm._configs import SinkhornConfig
+    from fusewright.norm._core.backends import DeviceProperties
+    from fusewright.norm.sinkhorn import launch
 
-    few = (SinkhornConfig(max_n=64, matrices=2, num_warps=1, programs_per_sm=1),)
-    monkeypatch.setattr(_sinkhorn, "SINKHORN_BACKWARD", few)
-    monkeypatch.setattr(_sinkhorn, "card_of", lambda device: Card(2, 99 << 10, 90))
+    few = (launch.SinkhornConfig(max_n=64, matrices=2, num_warps=1, programs_per_sm=1),)
+    monkeypatch.setattr(launch, "SINKHORN_BACKWARD", few)
+    monkeypatch.setattr(
+        launch, "device_properties", lambda device: DeviceProperties(2, 99 << 10, 90)
+    )
     check(torch.randn(21, 3, 3, device=device), domain=domain)
 
 

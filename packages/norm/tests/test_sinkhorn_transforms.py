@@ -1,4 +1,4 @@
-"""sinkhorn_knopp as a registered op: transforms, compilers, autograd, what only a card can show."""
+"""sinkhorn_knopp as a registered op: transforms, compilers, autograd, what only a GPU can show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 from fusewright import norm
-from fusewright.norm import reference, sinkhorn_knopp
+from fusewright.norm import sinkhorn_knopp
+from fusewright.norm.sinkhorn import reference
 from fusewright_testkit import Yardstick, capture, no_synchronisation, transforms
 from fusewright_testkit.transforms import hold
 from torch.utils.checkpoint import checkpoint
@@ -232,7 +233,7 @@ def test_no_call_waits_for_the_card(op):
 @pytest.mark.parametrize("n", [*range(1, 18), 31, 32, 33, 63, 64])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_every_size_is_as_near_to_fp64_as_torch(op, n, dtype):
-    """More matrices than programs stay on the card."""
+    """More matrices than programs stay on the GPU."""
     x = torch.randn(40000 // n + 3, n, n, device="cuda").to(dtype)
     Yardstick(op.reference, [x]).check(op.kernels)
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.norm import add_rms_norm, layer_norm, reference, rms_norm, rms_norm_gated
+from fusewright.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_gated
+from fusewright.norm.row_norm import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

@@ -4,7 +4,8 @@ at run time.
 
 from __future__ import annotations
 
+from .cases import Case
 from .graphs import capture, no_synchronisation
 from .yardstick import Yardstick, assert_within
 
-__all__ = ["Yardstick", "assert_within", "capture", "no_synchronisation"]
+__all__ = ["Case", "Yardstick", "assert_within", "capture", "no_synchronisation"]

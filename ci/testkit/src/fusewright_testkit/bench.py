@@ -2,14 +2,9 @@
 
     python -m fusewright_testkit.bench norm
 
-A package's ``bench`` module declares
+A package's ``bench.py``, or folder ``bench``, beside its source declares
 
-* ``cases()``: objects with ``op``, ``sizes`` (name to number, in the order of the op's arguments),
-  ``dtype``, ``inputs(device)`` (what the op takes; floating tensors get gradients), ``reference``
-  (the op in plain torch), ``bytes_moved`` and ``flops`` (by pass); where the reference cannot take
-  the inputs, for their size, ``sample(device)``, others at which the op is checked; where fp32
-  matrices are multiplied in TF32, ``precision`` "tf32"; where the host's time of the forward pass
-  alone counts, ``forward_wall`` true;
+* ``cases()``: what is timed, each a :class:`fusewright_testkit.Case`;
 * ``providers()``: from a provider's name to its functions by op. The package's own provider is
   called ``fusewright``. A peer that does not compute the same, such as another library's layer with
   parameters of its own, has ``inputs(device, dtype)`` of its own. One that moves its tensors in
@@ -27,18 +22,21 @@ from __future__ import annotations
 import contextlib
 import csv
 import gc
-import importlib
+import importlib.util
 import io
 import pathlib
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from .cases import Case
 from .report import COLUMNS
 from .timing import Time, copies_needed, event_time, graph_time, wall_time
 from .yardstick import Yardstick, as_leaf, as_tuple
@@ -62,7 +60,7 @@ def environment_name() -> str:
 class Timer:
     """One provider's function on one case: calls on cold copies of the inputs, on one stream."""
 
-    def __init__(self, case, op: Callable):
+    def __init__(self, case: Case, op: Callable):
         self.case, self.op = case, op
         self.forward_only = getattr(op, "forward_only", False)
         self.stream = torch.cuda.Stream()
@@ -100,7 +98,7 @@ class Timer:
             yield name, "graph", graph_time(calls, stream=self.stream)
             torch.cuda.current_stream().wait_stream(self.stream)
             yield name, "event", event_time(calls[0])
-            if name == "fwd" and getattr(self.case, "forward_wall", False):
+            if name == "fwd" and self.case.forward_wall:
                 yield name, "wall", wall_time(calls[0])
             del calls
             if self.forward_only:
@@ -128,7 +126,7 @@ class Timer:
 class StepTimer:
     """One provider's step, which moves its tensors in place."""
 
-    def __init__(self, case, op: Callable):
+    def __init__(self, case: Case, op: Callable):
         # What another provider left would be counted off.
         gc.collect()
         inputs = case.inputs("cuda")
@@ -152,7 +150,7 @@ class StepTimer:
         return self.peak
 
 
-def rows_of_case(case, provider: str, op: Callable) -> Iterator[dict]:
+def rows_of_case(case: Case, provider: str, op: Callable) -> Iterator[dict]:
     """Result rows of one provider on one case."""
     # A compiled backward pass may otherwise not be run twice on one graph.
     torch._functorch.config.donated_buffer = False
@@ -166,7 +164,7 @@ def rows_of_case(case, provider: str, op: Callable) -> Iterator[dict]:
             "case": " ".join(f"{key}={value}" for key, value in case.sizes.items()),
             "pass": name,
             "provider": provider,
-            "dtype": getattr(case, "precision", DTYPES[case.dtype]),
+            "dtype": case.precision or DTYPES[case.dtype],
             "timing": clock,
             "ms": f"{time.ms:.5f}",
             "ms_p20": f"{time.ms_p20:.5f}",
@@ -178,10 +176,10 @@ def rows_of_case(case, provider: str, op: Callable) -> Iterator[dict]:
 
 
 @contextlib.contextmanager
-def precision_of(case) -> Iterator[None]:
+def precision_of(case: Case) -> Iterator[None]:
     """torch multiplies fp32 matrices as the case says."""
     before = torch.backends.cuda.matmul.fp32_precision
-    if getattr(case, "precision", "") == "tf32":
+    if case.precision == "tf32":
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         yield
@@ -189,10 +187,9 @@ def precision_of(case) -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def check(case, provider: str, op: Callable, console: Console) -> None:
+def check(case: Case, provider: str, op: Callable, console: Console) -> None:
     """Hold a provider against the yardstick. Raises for ours, names a peer that errs more."""
-    draw = getattr(case, "sample", case.inputs)
-    inputs = draw("cuda")
+    inputs = (case.sample or case.inputs)("cuda")
     grads = None
     if hasattr(op, "prepare"):
         # A step has as many outputs as parameters, and as many gradients beside them.
@@ -209,8 +206,27 @@ def check(case, provider: str, op: Callable, console: Console) -> None:
         console.print(f"  {provider} errs more than the yardstick allows: {error}")
 
 
+def load(folder: pathlib.Path) -> ModuleType:
+    """A package's ``bench.py`` or ``bench/``, which no wheel holds."""
+    name = f"bench_of_{folder.resolve().name.replace('-', '_')}"
+    if name in sys.modules:
+        return sys.modules[name]
+    paths = [folder / "bench.py", folder / "bench" / "__init__.py"]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"wanted bench.py or bench/__init__.py in {folder}, found neither")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs: modules of a folder import one another through it.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def main(
-    package: str = typer.Argument(help="folder name of the package, such as norm"),
+    package: str = typer.Argument(help="folder name of the package, such as norm; run at the root"),
     out: pathlib.Path = typer.Option(None, help="folder of the result file; its own results/"),
     op: str = typer.Option("", help="only ops whose name contains this"),
     provider: str = typer.Option("", help="only these providers, by comma"),
@@ -219,12 +235,13 @@ def main(
     if not torch.cuda.is_available():
         raise typer.BadParameter("benchmarks need a CUDA device, and torch sees none")
     console = Console(width=160)
-    bench = importlib.import_module(f"fusewright.{package.replace('-', '_')}.bench")
+    folder = pathlib.Path("packages") / package
+    bench = load(folder)
     providers = bench.providers()
     if provider:
         providers = {name: ops for name, ops in providers.items() if name in provider.split(",")}
     console.print(f"{environment_name()}: {', '.join(providers)}")
-    folder = out or pathlib.Path("packages") / package / "results"
+    out = out or folder / "results"
     found: list[dict] = []
     for case in bench.cases():
         if op not in case.op:
@@ -249,7 +266,7 @@ def main(
         console.print(f"{case.op} {case.sizes}")
         # After every case: a run that is cut off leaves what it has.
         if found:
-            merge(folder / f"{environment_name()}.csv", found)
+            merge(out / f"{environment_name()}.csv", found)
     if not found:
         raise typer.BadParameter("nothing was timed")
     show(found, console)

@@ -119,7 +119,7 @@ def launches_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     kind as those: a plan that is kept under too short a key fails here, where nothing is compiled.
     """
     for name, module in list(sys.modules.items()):
-        if name.startswith("fusewright.") and name.endswith("._launch"):
+        if name.startswith("fusewright.") and name.endswith("._core.launches"):
             monkeypatch.setattr(module.Launch, "__call__", of_one_kind(module.Launch.__call__))
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import Backend, available_backends
-from .layer_norm import LayerNorm, layer_norm
-from .rms_norm import RMSNorm, add_rms_norm, rms_norm
-from .rms_norm_gated import RMSNormGated, rms_norm_gated
-from .sinkhorn_knopp import sinkhorn_knopp
+from ._core.backends import Backend, available_backends
+from .row_norm.layer_norm import LayerNorm, layer_norm
+from .row_norm.rms_norm import RMSNorm, add_rms_norm, rms_norm
+from .row_norm.rms_norm_gated import RMSNormGated, rms_norm_gated
+from .sinkhorn.sinkhorn_knopp import sinkhorn_knopp
 
 try:
     __version__ = version("fusewright-norm")

@@ -1,21 +1,18 @@
-"""What is timed and against whom: ``python -m fusewright.norm.bench`` prints a short table of this
-machine's GPU.
-"""
+"""What is timed and against whom: ``python -m fusewright_testkit.bench norm``."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
-import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch._dynamo
-import torch._functorch.config
 import torch.nn.functional as F
-
-from . import add_rms_norm, layer_norm, reference, rms_norm, rms_norm_gated, sinkhorn_knopp
+from fusewright.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_gated, sinkhorn_knopp
+from fusewright.norm.row_norm import reference as norm_reference
+from fusewright.norm.sinkhorn import reference as sinkhorn_reference
+from fusewright_testkit import Case
 
 EPS = 1e-6
 SHAPES = ((1024, 1024), (8192, 512), (16384, 2048), (16384, 4096), (4096, 16384))
@@ -41,18 +38,6 @@ Tensor = torch.Tensor
 Norm = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
-class Case(NamedTuple):
-    """One op at one size."""
-
-    op: str
-    sizes: dict[str, int]
-    dtype: torch.dtype
-    reference: Norm
-    inputs: Callable[[str], list[Tensor]]
-    bytes_moved: dict[str, int]
-    flops: dict[str, int]
-
-
 def cases() -> list[Case]:
     """Every norm at every shape, in bf16, and sinkhorn_knopp in fp32."""
     norms = [norm_case(op, *shape) for op, shapes in NORM_SHAPES.items() for shape in shapes]
@@ -66,10 +51,9 @@ def norm_case(op: str, rows: int, cols: int) -> Case:
         op=op,
         sizes={"rows": rows, "cols": cols},
         dtype=dtype,
-        reference=functools.partial(getattr(reference, op), eps=EPS),
+        reference=functools.partial(getattr(norm_reference, op), eps=EPS),
         inputs=functools.partial(inputs, op, rows, cols, dtype),
         bytes_moved={name: passes * size for name, passes in TRAFFIC[op].items()},
-        flops={},
     )
 
 
@@ -80,10 +64,11 @@ def sinkhorn_case(batch: int, n: int) -> Case:
         op="sinkhorn_knopp",
         sizes={"batch": batch, "n": n},
         dtype=dtype,
-        reference=functools.partial(reference.sinkhorn_knopp, iterations=ITERATIONS, eps=EPS),
+        reference=functools.partial(
+            sinkhorn_reference.sinkhorn_knopp, iterations=ITERATIONS, eps=EPS
+        ),
         inputs=lambda device: [torch.randn(batch, n, n, dtype=dtype, device=device)],
         bytes_moved={name: passes * size for name, passes in TRAFFIC["sinkhorn_knopp"].items()},
-        flops={},
     )
 
 
@@ -195,57 +180,3 @@ def fla() -> tuple[str, dict[str, Norm]]:
     return f"fla-{importlib.metadata.version('fla-core')}", {
         "rms_norm_gated": lambda x, g, w: rms_norm_gated(x, g, w, None, eps=EPS)
     }
-
-
-def main() -> int:
-    """Print what each op and its peers take on this machine's GPU."""
-    if not torch.cuda.is_available():
-        print("fusewright.norm.bench: needs a CUDA device, and torch sees none", file=sys.stderr)
-        return 1
-    # A compiled backward pass may otherwise not run twice over one forward pass.
-    torch._functorch.config.donated_buffer = False
-    rivals = providers()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16 (sinkhorn_knopp")
-    print("fp32). Microseconds of one call with a cold L2 cache, in small cases the host's time to")
-    print("launch it included.")
-    print(f"{'':15}{'rows × cols':>15}     ", *(f"{name:>12}" for name in rivals))
-    for case in cases():
-        size = " × ".join(map(str, case.sizes.values()))
-        times = [microseconds(name, ops.get(case.op), case) for name, ops in rivals.items()]
-        for direction, column in zip(("fwd", "bwd"), zip(*times, strict=True), strict=True):
-            told = (f"{time:12.1f}" if time else f"{'-':>12}" for time in column)
-            print(f"{case.op:15}{size:>15} {direction:4}", *told, flush=True)
-    return 0
-
-
-def microseconds(
-    provider: str, op: Norm | None, case: Case
-) -> tuple[float, float] | tuple[None, None]:
-    """Medians of one forward and one backward pass; None where a peer has no such op or cannot run
-    it here.
-    """
-    from triton.testing import do_bench
-
-    if op is None:
-        return None, None
-    leaves = [x.requires_grad_() for x in case.inputs("cuda")]
-    try:
-        result = op(*leaves)
-        outputs = result if isinstance(result, tuple) else (result,)
-        grads = [torch.randn_like(y) for y in outputs]
-        with torch.no_grad():
-            forward = do_bench(lambda: op(*leaves), return_mode="median")
-        backward = do_bench(
-            lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True),
-            return_mode="median",
-        )
-    except Exception as error:
-        if provider == "fusewright":
-            raise
-        print(f"{provider} did not run {case.op}: {type(error).__name__}", file=sys.stderr)
-        return None, None
-    return 1e3 * forward, 1e3 * backward
-
-
-if __name__ == "__main__":
-    sys.exit(main())

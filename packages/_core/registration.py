@@ -1,10 +1,13 @@
-"""How an op of this package is registered with torch: the idiom of docs/decisions/0001, the same in
-every package.
+"""How an op is registered with torch: the idiom of docs/decisions/0001.
 
-An op is defined in the package's torch.library namespace with an implementation for CUDA (the
+An op is defined in its package's torch.library namespace with an implementation for CUDA (the
 launcher), for the CPU (the reference, or the interpreted launcher) and for fake tensors. Its
 derivative is its Autograd kernel, so the compiler and the torch.func transforms see one opaque op
 that knows how to differentiate itself. A plain eager call skips the dispatcher.
+
+Where a private name of torch is missing that this takes (``internals``), an op is called through
+the dispatcher and its derivative is an ordinary autograd.Function around that call: eager,
+autograd and torch.compile work as before, torch.func's transforms of the kernels raise.
 """
 
 from __future__ import annotations
@@ -13,34 +16,38 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C import (
-    _any_requires_grad,
-    _are_functorch_transforms_active,
-    _has_storage,
-    _is_tracing,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
-from ._backends import interpreted, without_autocast
+from .backends import interpreted
+from .internals import FOUND, REGISTERS_AUTOGRAD
+from .precision import without_autocast
 
 __all__ = ["Derivative", "Op", "empty_grad", "second_order"]
 
-NAMESPACE = "fusewright_norm"
+# "fusewright.norm._core" registers into "fusewright_norm".
+NAMESPACE = __package__.rpartition(".")[0].replace(".", "_")
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 
+_any_requires_grad = FOUND["_any_requires_grad"]
+_are_functorch_transforms_active = FOUND["_are_functorch_transforms_active"]
+_has_storage = FOUND["_has_storage"]
+_is_tracing = FOUND["_is_tracing"]
+_len_torch_dispatch_stack = FOUND["_len_torch_dispatch_stack"]
+_len_torch_function_stack = FOUND["_len_torch_function_stack"]
+Function: Any = FOUND["_SingleLevelFunction"] if REGISTERS_AUTOGRAD else torch.autograd.Function
 
-class Derivative(_SingleLevelFunction):
+
+class Derivative(Function):
     """An autograd.Function for one torch.func level, the one that its Autograd kernel runs at."""
 
-    @staticmethod
-    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
-        # Compiled autograd tells Functions apart by this; torch gives it to full Functions only.
-        return (ctx._autograd_function_id,)
+    if REGISTERS_AUTOGRAD:
+
+        @staticmethod
+        def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+            # Compiled autograd distinguishes Functions by this; torch gives it to full Functions
+            # only.
+            return (ctx._autograd_function_id,)
 
 
 class Op:
@@ -52,12 +59,12 @@ class Op:
         triton: the launcher.
         reference: the same op, saved statistics included, in plain torch.
         fake: allocates the outputs.
-        untracked: the launcher for an eager call that no gradient passes through; it may return
-            None for an output that only the derivative needs. ``triton`` where left out.
+        inference: the launcher for an eager call without gradients; it may return None for an
+            output that only the derivative needs. ``triton`` where left out.
     """
 
     # The derivative; torch's stubs do not know that it has apply.
-    function: Any
+    function: Any = None
 
     def __init__(
         self,
@@ -66,7 +73,7 @@ class Op:
         triton: Callable,
         reference: Callable,
         fake: Callable,
-        untracked: Callable | None = None,
+        inference: Callable | None = None,
     ):
         name = signature.partition("(")[0]
         LIBRARY.define(signature)
@@ -74,39 +81,47 @@ class Op:
         self.operands = signature.partition(") ->")[0].count("Tensor")
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         self.on_cuda, self.on_cpu = triton, triton if interpreted() else reference
-        self.untracked = {True: untracked or triton, False: self.on_cpu}
+        self.inference = {True: inference or triton, False: self.on_cpu}
         LIBRARY.impl(name, self.on_cuda, "CUDA")
         LIBRARY.impl(name, self.on_cpu, "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
         torch.library.register_vmap(self.overload, one_sample_at_a_time(self.overload), lib=LIBRARY)
 
     def derivative(self, function: type[Derivative]) -> type[Derivative]:
-        """Class decorator: the op's derivative. Its forward gets, before the op's arguments, what
-        computes the outputs.
+        """Class decorator: the op's derivative. Its forward gets, before the op's arguments, the
+        function that computes the outputs.
         """
         self.function = function
-        LIBRARY.impl(self.overload.name().partition("::")[2], self.autograd, "Autograd")
+        if REGISTERS_AUTOGRAD:
+            LIBRARY.impl(self.overload.name().partition("::")[2], self.autograd, "Autograd")
         return function
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or not plain(args[: self.operands]):
+        if not REGISTERS_AUTOGRAD:
+            return self.dispatched(args)
+        if torch.compiler.is_compiling() or not is_plain_call(args[: self.operands]):
             return self.overload(*args)
         on_cuda = args[0].is_cuda
         if torch.is_grad_enabled() and _any_requires_grad(*args):
             return self.function.apply(self.on_cuda if on_cuda else self.on_cpu, *args)
-        return self.untracked[on_cuda](*args)
+        return self.inference[on_cuda](*args)
 
-    def statistics(self, ctx: Any, run: Callable, *found: torch.Tensor) -> tuple:
-        """What the derivative's forward returns of its saved statistics, which nobody may
-        differentiate.
+    def dispatched(self, args: Sequence[Any]) -> Any:
+        """A call through the dispatcher, for an op that is not its own Autograd kernel."""
+        if self.function is not None and needs_derivative(args):
+            return self.function.apply(self.overload, *args)
+        return self.overload(*args)
 
-        Only the registered op must show them; autograd would wrap them for nothing in a direct
-        call.
+    def statistics(self, ctx: Any, run: Callable, *saved: torch.Tensor) -> tuple:
+        """What the derivative's forward returns for its saved statistics, which have no derivative.
+
+        Only the registered op has to return them; in a direct call autograd would wrap them for
+        nothing.
         """
         if run is self.on_cuda or run is self.on_cpu:
-            return (None,) * len(found)
-        ctx.mark_non_differentiable(*found)
-        return found
+            return (None,) * len(saved)
+        ctx.mark_non_differentiable(*saved)
+        return saved
 
     def autograd(self, *args: Any) -> Any:
         """The op's Autograd kernel; under a torch.func transform it runs once at each level that
@@ -116,11 +131,11 @@ class Op:
             return self.below_autograd(*args)
         if not _are_functorch_transforms_active():
             return self.function.apply(self.below_autograd, *args)
-        with enable_single_level_autograd_function():
+        with FOUND["enable_single_level_autograd_function"]():
             return self.function.apply(self.below_autograd, *args)
 
     def below_autograd(self, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with FOUND["_AutoDispatchBelowAutograd"]():
             if not _are_functorch_transforms_active():
                 return self.overload(*args)
             # A Function's forward runs without recording, but the levels further out have yet to
@@ -129,10 +144,10 @@ class Op:
                 return self.overload(*args)
 
 
-def plain(operands: Sequence[Any]) -> bool:
-    """Whether nothing watches a call and raw memory holds its operands: no transform, mode, tracer
-    or forward-mode level, no tensor subclass, no wrapper that outlived its transform, no pending
-    negation.
+def is_plain_call(operands: Sequence[Any]) -> bool:
+    """Whether a call may skip the dispatcher: no transform, mode, tracer or forward-mode level is
+    active, and each operand has storage of its own, so is no tensor subclass, no wrapper that
+    outlived its transform, and no pending negation.
     """
     for x in operands:
         if x is not None and (type(x) not in TENSORS or x.is_neg() or not _has_storage(x)):
@@ -147,12 +162,20 @@ def plain(operands: Sequence[Any]) -> bool:
 
 
 def records_gradients(args: Sequence[Any]) -> bool:
-    """Whether autograd wants this call. Forward mode always does: there the derivative raises where
-    a tangent arrives.
+    """Whether autograd records this call. Forward mode always does: there the derivative raises
+    where a tangent arrives.
     """
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and _any_requires_grad(*args)
+
+
+def needs_derivative(args: Sequence[Any]) -> bool:
+    """The same by public names, slower."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return True
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def one_sample_at_a_time(overload: Callable) -> Callable:
@@ -166,7 +189,7 @@ def one_sample_at_a_time(overload: Callable) -> Callable:
             )
 
         if not info.batch_size:
-            # Only the shapes are wanted: of one sample, which is made up.
+            # Only the shapes matter: those of one sample of zeros.
             args = tuple(
                 arg if dim is None else arg.new_zeros((*arg.shape[:dim], 1, *arg.shape[dim + 1 :]))
                 for arg, dim in zip(args, in_dims, strict=True)
@@ -183,7 +206,7 @@ def one_sample_at_a_time(overload: Callable) -> Callable:
 
 
 def empty_grad(x: torch.Tensor) -> torch.Tensor:
-    """What a backward op returns for a gradient that nobody asked for: an op cannot return None."""
+    """What a backward op returns for a gradient that is not needed: an op cannot return None."""
     return x.new_empty(0)
 
 
@@ -205,5 +228,5 @@ def second_order(
             torch.zeros_like(y) if g is None else g
             for y, g in zip(outputs, cotangents, strict=True)
         )
-        found = iter(pullback(filled))
-    return [None if x is None else next(found) for x in inputs]
+        gradients = iter(pullback(filled))
+    return [None if x is None else next(gradients) for x in inputs]

@@ -12,14 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def row_offset(row, inner_rows, outer_stride, inner_stride):
-    """Element offset of each row. Rows are counted through two leading axes; 64-bit, for tensors
-    past 2**31 elements.
-    """
-    outer = (row // inner_rows).to(tl.int64) * outer_stride
-    return outer + (row % inner_rows).to(tl.int64) * inner_stride
+from ..common.tiles import row_offset
 
 
 @triton.jit
@@ -41,7 +34,7 @@ def activated(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _norm_forward_kernel(
+def norm_forward_kernel(
     x_ptr,
     residual_ptr,
     gate_ptr,
@@ -130,7 +123,7 @@ def _norm_forward_kernel(
 
 
 @triton.jit
-def _norm_forward_wide_kernel(
+def norm_forward_wide_kernel(
     x_ptr,
     residual_ptr,
     gate_ptr,

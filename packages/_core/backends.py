@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -67,7 +65,7 @@ def check_backend(backend: str) -> None:
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """Decorator: a compiler calls the function once and keeps what it returned.
+    """Decorator: torch.compile calls the function once and keeps what it returned.
 
     What torch.compiler.assume_constant_result does, without its import of the whole compiler and
     of triton.
@@ -113,7 +111,7 @@ def has_triton() -> bool:
     try:
         return importlib.util.find_spec("triton") is not None
     except ValueError:
-        # sys.modules["triton"] is None: somebody has switched it off.
+        # sys.modules["triton"] is None: triton is switched off in this process.
         return False
 
 
@@ -125,38 +123,23 @@ def warn_once(obstacle: str) -> None:
         warnings.warn(f"the reference serves this call: {obstacle}", RuntimeWarning, stacklevel=5)
 
 
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Plain torch in the precision of its operands, whatever autocast holds."""
-    # Autocast knows no meta tensors.
-    if device.type == "meta":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
-@functools.cache
-def launchers() -> ModuleType:
-    """The module that needs triton, imported by the first call that runs a kernel."""
-    from . import _launchers
-
-    return _launchers
-
-
-class Card(NamedTuple):
-    """What the launchers ask of a device."""
+class DeviceProperties(NamedTuple):
+    """What a launch depends on of its device."""
 
     multiprocessors: int
+    # Shared memory that one program may take.
     shared_bytes: int
     # 90 for compute capability 9.0.
     capability: int
 
 
 @functools.cache
-def card_of(device: torch.device) -> Card:
-    """The card that serves tensors on ``device``; for the interpreter a small one, on which several
+def device_properties(device: torch.device) -> DeviceProperties:
+    """The GPU that serves tensors on ``device``; for the interpreter a small one, on which several
     programs run.
     """
     if device.type != "cuda":
-        return Card(multiprocessors=2, shared_bytes=99 << 10, capability=90)
-    found = torch.cuda.get_device_properties(device)
-    shared_bytes = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Card(found.multi_processor_count, shared_bytes, 10 * found.major + found.minor)
+        return DeviceProperties(multiprocessors=2, shared_bytes=99 << 10, capability=90)
+    gpu = torch.cuda.get_device_properties(device)
+    shared_bytes = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return DeviceProperties(gpu.multi_processor_count, shared_bytes, 10 * gpu.major + gpu.minor)

@@ -22,18 +22,12 @@ from typing import Literal
 
 import torch
 
-from . import reference
-from ._backends import Backend, launchers, uses_triton
-from ._checks import (
-    check_choice,
-    check_rows,
-    check_same,
-    check_vector,
-    checked_eps,
-    checked_number,
-    flat_rows,
-)
-from ._registration import Derivative, Op, empty_grad, second_order
+from .._core.backends import Backend, uses_triton
+from .._core.checks import check_option, check_same, checked_number
+from .._core.precision import wide
+from .._core.registration import Derivative, Op, empty_grad, second_order
+from . import launch, launch_backward, reference
+from .checks import check_rows, check_vector, checked_eps, flat_rows
 from .rms_norm import RMSNorm
 
 Tensor = torch.Tensor
@@ -42,7 +36,7 @@ ACTIVATIONS = ("silu", "sigmoid")
 
 
 def _forward_triton(x, gate, weight, eps, weight_offset, activation, statistics=True):
-    y, _, _, rstd = launchers().launch_norm_forward(
+    y, _, _, rstd = launch.norm_forward(
         *(x, None, weight, None, eps, weight_offset, False, statistics),
         gate=gate,
         activation=activation,
@@ -54,7 +48,7 @@ def _forward_reference(x, gate, weight, eps, weight_offset, activation):
     y = reference.rms_norm_gated(
         x, gate, weight, eps=eps, weight_offset=weight_offset, activation=activation
     )
-    return y, reference.rstd_of(reference.wide(x), eps).squeeze(-1).float()
+    return y, reference.rstd_of(wide(x), eps).squeeze(-1).float()
 
 
 def _forward_fake(x, gate, weight, eps, weight_offset, activation):
@@ -62,7 +56,7 @@ def _forward_fake(x, gate, weight, eps, weight_offset, activation):
 
 
 def _backward_triton(dy, x, gate, weight, rstd, eps, weight_offset, activation, weight_grad):
-    dx, dgate, dweight, _ = launchers().launch_norm_backward(
+    dx, dgate, dweight, _ = launch_backward.norm_backward(
         *(dy, None, x, weight, None, None, rstd, weight_offset, weight_grad, False),
         gate=gate,
         activation=activation,
@@ -88,7 +82,7 @@ _forward = Op(
     triton=_forward_triton,
     reference=_forward_reference,
     fake=_forward_fake,
-    untracked=functools.partial(_forward_triton, statistics=False),
+    inference=functools.partial(_forward_triton, statistics=False),
 )
 _backward = Op(
     "rms_norm_gated_backward(Tensor dy, Tensor x, Tensor gate, Tensor? weight, Tensor rstd,"
@@ -168,11 +162,11 @@ def rms_norm_gated(
         RuntimeError: as :func:`fusewright.norm.rms_norm`.
     """
     check_rows(x)
-    check_same("gate", gate, x)
+    check_same("gate", gate, "x", x)
     if weight is not None:
         check_vector("weight", weight, x)
     eps, weight_offset = checked_eps(eps, x), checked_number("weight_offset", weight_offset)
-    check_choice("activation", activation, ACTIVATIONS)
+    check_option("activation", activation, ACTIVATIONS)
     if not uses_triton(x, backend):
         return reference.rms_norm_gated(
             x, gate, weight, eps=eps, weight_offset=weight_offset, activation=activation
@@ -203,7 +197,7 @@ class RMSNormGated(RMSNorm):
         weight_offset: float = 0.0,
         backend: Backend = "auto",
     ) -> None:
-        check_choice("activation", activation, ACTIVATIONS)
+        check_option("activation", activation, ACTIVATIONS)
         super().__init__(
             *(normalized_shape, eps, elementwise_affine, device, dtype),
             weight_offset=weight_offset,
@@ -214,7 +208,7 @@ class RMSNormGated(RMSNorm):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """``x``, ``gate``: ``[..., *normalized_shape]``; returns the same shape."""
         rows, *vectors = flat_rows(x, self.normalized_shape, self.weight)
-        check_same("gate", gate, x)
+        check_same("gate", gate, "x", x)
         y = rms_norm_gated(
             rows,
             gate.reshape(rows.shape),

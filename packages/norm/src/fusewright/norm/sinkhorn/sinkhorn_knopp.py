@@ -31,10 +31,10 @@ from typing import Literal
 
 import torch
 
-from . import reference
-from ._backends import Backend, decline, launchers, uses_triton
-from ._checks import check_choice, check_square, checked_count, checked_number
-from ._registration import Derivative, Op, second_order
+from .._core.backends import Backend, decline, uses_triton
+from .._core.checks import check_floating, check_option, checked_count, checked_number
+from .._core.registration import Derivative, Op, second_order
+from . import launch, reference
 
 Tensor = torch.Tensor
 Domain = Literal["linear", "log"]
@@ -43,7 +43,7 @@ WIDEST = 64
 
 
 def _forward_triton(x, iterations, eps, domain):
-    return launchers().launch_sinkhorn_forward(x, iterations, eps, domain)
+    return launch.sinkhorn_forward(x, iterations, eps, domain)
 
 
 def _forward_reference(x, iterations, eps, domain):
@@ -55,7 +55,7 @@ def _forward_fake(x, iterations, eps, domain):
 
 
 def _backward_triton(dy, x, iterations, eps, domain):
-    return launchers().launch_sinkhorn_backward(dy, x, iterations, eps, domain)
+    return launch.sinkhorn_backward(dy, x, iterations, eps, domain)
 
 
 def _backward_reference(dy, x, iterations, eps, domain):
@@ -158,10 +158,17 @@ def sinkhorn_knopp(
     check_square(x)
     iterations = checked_count("iterations", iterations)
     eps = checked_number("eps", eps, lowest=0.0)
-    check_choice("domain", domain, DOMAINS)
+    check_option("domain", domain, DOMAINS)
     if uses_triton(x, backend) and serves(x.shape[-1], backend):
         return _forward(x, iterations, eps, domain)
     return reference.sinkhorn_knopp(x, iterations=iterations, eps=eps, domain=domain)
+
+
+def check_square(x: Tensor) -> None:
+    """x must be a floating tensor of square matrices."""
+    check_floating("x", x)
+    if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
+        raise ValueError(f"x must hold square matrices [..., n, n], got shape {tuple(x.shape)}")
 
 
 def serves(n: int, backend: Backend) -> bool:

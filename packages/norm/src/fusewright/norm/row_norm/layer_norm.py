@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import torch
 
-from . import reference
-from ._backends import Backend, launchers, uses_triton
-from ._checks import check_module, check_rows, check_vector, checked_number, flat_rows
-from ._registration import Derivative, Op, empty_grad, second_order
+from .._core.backends import Backend, uses_triton
+from .._core.checks import checked_number
+from .._core.precision import wide
+from .._core.registration import Derivative, Op, empty_grad, second_order
+from . import launch, launch_backward, reference
+from .checks import check_module, check_rows, check_vector, flat_rows
 
 Tensor = torch.Tensor
 
 
 def _forward_triton(x, weight, bias, eps, dtype):
-    y, _, mean, rstd = launchers().launch_norm_forward(
+    y, _, mean, rstd = launch.norm_forward(
         x, None, weight, bias, eps, 0.0, center=True, dtype=dtype
     )
     return y, mean, rstd
@@ -37,8 +39,8 @@ def _forward_triton(x, weight, bias, eps, dtype):
 
 def _forward_reference(x, weight, bias, eps, dtype):
     y = reference.layer_norm(x, weight, bias, eps=eps, dtype=dtype)
-    mean = reference.mean_of(reference.wide(x))
-    rstd = reference.rstd_of(reference.wide(x) - mean, eps)
+    mean = reference.mean_of(wide(x))
+    rstd = reference.rstd_of(wide(x) - mean, eps)
     return y, mean.squeeze(-1).float(), rstd.squeeze(-1).float()
 
 
@@ -48,7 +50,7 @@ def _forward_fake(x, weight, bias, eps, dtype):
 
 
 def _backward_triton(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
-    dx, _, dweight, dbias = launchers().launch_norm_backward(
+    dx, _, dweight, dbias = launch_backward.norm_backward(
         dy, None, x, weight, bias, mean, rstd, 0.0, weight_grad, bias_grad
     )
     return dx, *(empty_grad(x) if grad is None else grad for grad in (dweight, dbias))

@@ -22,24 +22,18 @@ import functools
 
 import torch
 
-from . import reference
-from ._backends import Backend, launchers, uses_triton
-from ._checks import (
-    check_module,
-    check_rows,
-    check_same,
-    check_vector,
-    checked_eps,
-    checked_number,
-    flat_rows,
-)
-from ._registration import Derivative, Op, empty_grad, second_order
+from .._core.backends import Backend, uses_triton
+from .._core.checks import check_same, checked_number
+from .._core.precision import wide
+from .._core.registration import Derivative, Op, empty_grad, second_order
+from . import launch, launch_backward, reference
+from .checks import check_module, check_rows, check_vector, checked_eps, flat_rows
 
 Tensor = torch.Tensor
 
 
 def _forward_triton(x, weight, eps, weight_offset, statistics=True):
-    y, _, _, rstd = launchers().launch_norm_forward(
+    y, _, _, rstd = launch.norm_forward(
         x, None, weight, None, eps, weight_offset, False, statistics
     )
     return y, rstd
@@ -47,7 +41,7 @@ def _forward_triton(x, weight, eps, weight_offset, statistics=True):
 
 def _forward_reference(x, weight, eps, weight_offset):
     y = reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
-    return y, reference.rstd_of(reference.wide(x), eps).squeeze(-1).float()
+    return y, reference.rstd_of(wide(x), eps).squeeze(-1).float()
 
 
 def _forward_fake(x, weight, eps, weight_offset):
@@ -55,7 +49,7 @@ def _forward_fake(x, weight, eps, weight_offset):
 
 
 def _add_forward_triton(x, residual, weight, eps, weight_offset, statistics=True):
-    y, total, _, rstd = launchers().launch_norm_forward(
+    y, total, _, rstd = launch.norm_forward(
         x, residual, weight, None, eps, weight_offset, center=False, statistics=statistics
     )
     return y, total, rstd
@@ -73,7 +67,7 @@ def _add_forward_fake(x, residual, weight, eps, weight_offset):
 
 
 def _backward_triton(dy, dsum, x, weight, rstd, eps, weight_offset, weight_grad):
-    dx, _, dweight, _ = launchers().launch_norm_backward(
+    dx, _, dweight, _ = launch_backward.norm_backward(
         dy, dsum, x, weight, None, None, rstd, weight_offset, weight_grad, False
     )
     return dx, empty_grad(x) if dweight is None else dweight
@@ -95,7 +89,7 @@ _forward = Op(
     triton=_forward_triton,
     reference=_forward_reference,
     fake=_forward_fake,
-    untracked=functools.partial(_forward_triton, statistics=False),
+    inference=functools.partial(_forward_triton, statistics=False),
 )
 _add_forward = Op(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset)"
@@ -103,7 +97,7 @@ _add_forward = Op(
     triton=_add_forward_triton,
     reference=_add_forward_reference,
     fake=_add_forward_fake,
-    untracked=functools.partial(_add_forward_triton, statistics=False),
+    inference=functools.partial(_add_forward_triton, statistics=False),
 )
 _backward = Op(
     "rms_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, float eps,"
@@ -246,7 +240,7 @@ def add_rms_norm(
         RuntimeError: as :func:`rms_norm`.
     """
     check_rows(x)
-    check_same("residual", residual, x)
+    check_same("residual", residual, "x", x)
     if weight is not None:
         check_vector("weight", weight, x)
     eps, weight_offset = checked_eps(eps, x), checked_number("weight_offset", weight_offset)

@@ -1,5 +1,5 @@
-"""The backward pass of rms_norm, add_rms_norm, rms_norm_gated and layer_norm: plans its launches,
-allocates and launches.
+"""The launches of the backward pass of rms_norm, add_rms_norm, rms_norm_gated and layer_norm: their
+configurations and their plan.
 """
 
 from __future__ import annotations
@@ -7,28 +7,120 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
-import triton
 
-from ._backends import card_of
-from ._backward_kernels import (
-    _add_parts_kernel,
-    _norm_backward_kernel,
-    _norm_backward_small_kernel,
+from .._core.backends import device_properties
+from .._core.launches import (
+    Allocator,
+    Launch,
+    Layout,
+    allocate,
+    allocator,
+    cdiv,
+    contiguous_where,
+    is_current,
+    layouts,
 )
-from ._backward_wide_kernels import _norm_backward_wide_kernel, _weight_parts_kernel
-from ._configs import (
-    ADD_PARTS,
-    BACKWARD_SMALL,
-    BACKWARD_WIDE,
-    backward_config,
-    fits_small,
-    power_of_2,
+from .._core.lazy import lazy_module
+from .._core.precision import power_of_2
+from ..common.rows import count_rows, row_strides, to_copy
+
+if TYPE_CHECKING:
+    from . import kernels_backward, kernels_backward_wide
+else:
+    kernels_backward = lazy_module(__package__, "kernels_backward")
+    kernels_backward_wide = lazy_module(__package__, "kernels_backward_wide")
+
+
+class BackwardConfig(NamedTuple):
+    """``programs_per_sm`` programs stay on each multiprocessor and walk over blocks of
+    ``block_rows`` rows.
+
+    With ``read_again`` they fetch the row a second time after its reduction instead of keeping it
+    in registers. What of ``num_stages`` does not fit in a GPU's shared memory is left out.
+    """
+
+    max_cols: int
+    block_rows: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    read_again: bool = False
+
+
+class BackwardSmallConfig(NamedTuple):
+    """Up to ``max_elements`` and ``max_rows`` of ``max_cols``, one launch serves: programs of
+    ``tile_elements`` (whole rows) compute dx, others, ``part_rows`` by ``part_cols`` at a time,
+    dweight and dbias.
+    """
+
+    max_elements: int
+    max_rows: int
+    max_cols: int
+    tile_elements: int
+    part_rows: int
+    part_cols: int
+    num_warps: int
+
+
+class BackwardWideConfig(NamedTuple):
+    """dx as in the forward pass; dweight in ``parts`` shares, by tiles of ``block_rows`` and
+    ``part_cols``.
+    """
+
+    block_cols: int
+    num_warps: int
+    parts: int
+    block_rows: int
+    part_cols: int
+
+
+class AddPartsConfig(NamedTuple):
+    """One program adds ``block_cols`` columns, ``block_parts`` shares at a time."""
+
+    block_parts: int
+    block_cols: int
+    num_warps: int
+
+
+# Each table is read from the top: the first line whose ``max_cols`` is not below the row's width
+# serves it. Source: results/tuning-h200-torch2.11-triton3.6.csv for rows of 512 to 16384 columns
+# and for the small backward pass; unmeasured for narrower and for wider rows.
+BACKWARD = (
+    BackwardConfig(max_cols=64, block_rows=32, num_warps=4, num_stages=2, programs_per_sm=2),
+    BackwardConfig(max_cols=256, block_rows=16, num_warps=4, num_stages=3, programs_per_sm=2),
+    BackwardConfig(max_cols=512, block_rows=4, num_warps=4, num_stages=4, programs_per_sm=2),
+    BackwardConfig(max_cols=1024, block_rows=4, num_warps=4, num_stages=3, programs_per_sm=2),
+    BackwardConfig(max_cols=2048, block_rows=4, num_warps=8, num_stages=3, programs_per_sm=1),
+    BackwardConfig(max_cols=4096, block_rows=2, num_warps=8, num_stages=3, programs_per_sm=1),
+    BackwardConfig(max_cols=8192, block_rows=1, num_warps=8, num_stages=3, programs_per_sm=1),
+    BackwardConfig(
+        max_cols=16384,
+        block_rows=1,
+        num_warps=32,
+        num_stages=1,
+        programs_per_sm=1,
+        read_again=True,
+    ),
 )
-from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
-from ._rows import count_rows, to_copy, walk
+BACKWARD_SMALL = BackwardSmallConfig(
+    max_elements=1 << 20,
+    max_rows=2048,
+    max_cols=2048,
+    tile_elements=8192,
+    part_rows=256,
+    part_cols=8,
+    num_warps=8,
+)
+BACKWARD_WIDE = BackwardWideConfig(
+    block_cols=4096, num_warps=8, parts=32, block_rows=8, part_cols=512
+)
+# What the reductions of a program may take of the shared memory beside its stages.
+REDUCTION_BYTES = 2048
+
+ADD_PARTS = AddPartsConfig(block_parts=128, block_cols=8, num_warps=8)
 
 
 class BackwardPlan(NamedTuple):
@@ -41,10 +133,10 @@ class BackwardPlan(NamedTuple):
 
     launches: Launches | None
     copies: tuple[bool, ...]
-    dx: Allocate
-    dgate: Allocate | None
-    dweight: Allocate | None
-    dbias: Allocate | None
+    dx: Allocator
+    dgate: Allocator | None
+    dweight: Allocator | None
+    dbias: Allocator | None
 
 
 class Launches(NamedTuple):
@@ -52,10 +144,10 @@ class Launches(NamedTuple):
     rows: Launch
     weight_parts: Launch | None = None
     add_parts: Launch | None = None
-    shares: Allocate | None = None
+    shares: Allocator | None = None
 
 
-def launch_norm_backward(
+def norm_backward(
     dy: torch.Tensor,
     dsum: torch.Tensor | None,
     x: torch.Tensor,
@@ -86,14 +178,14 @@ def launch_norm_backward(
     """
     if not is_current(x.device):
         with torch.cuda.device(x.device):
-            return launch_norm_backward(
+            return norm_backward(
                 *(dy, dsum, x, weight, bias, mean, rstd),
                 *(weight_offset, weight_grad, bias_grad, gate, activation),
             )
     operands = dy, dsum, x, gate, weight
     plan = backward_plan(
         x.shape,
-        kinds(*operands, bias),
+        layouts(*operands, bias),
         mean is not None,
         weight_grad,
         bias_grad,
@@ -101,9 +193,7 @@ def launch_norm_backward(
         x.device,
     )
     dx = plan.dx()
-    dgate = None if plan.dgate is None else plan.dgate()
-    dweight = None if plan.dweight is None else plan.dweight()
-    dbias = None if plan.dbias is None else plan.dbias()
+    dgate, dweight, dbias = allocate(plan.dgate), allocate(plan.dweight), allocate(plan.dbias)
     launches = plan.launches
     if launches is None:
         for grad in (dweight, dbias):
@@ -111,12 +201,12 @@ def launch_norm_backward(
                 grad.zero_()
         return dx, dgate, dweight, dbias
     if plan.copies:
-        operands = copied(operands, plan.copies)
+        operands = contiguous_where(operands, plan.copies)
     tensors = (*operands, mean, rstd, dx, dgate)
     if launches.scheme == "small":
         launches.rows((*tensors, dweight, dbias), (weight_offset,))
         return dx, dgate, dweight, dbias
-    shares = None if launches.shares is None else launches.shares()
+    shares = allocate(launches.shares)
     launches.rows(tensors if launches.scheme == "wide" else (*tensors, shares), (weight_offset,))
     if launches.weight_parts is not None:
         launches.weight_parts((operands[0], operands[2], operands[3], mean, rstd, shares))
@@ -128,32 +218,32 @@ def launch_norm_backward(
 @functools.lru_cache(maxsize=4096)
 def backward_plan(
     shape: tuple[int, ...],
-    operands: tuple[Kind | None, ...],
+    operands: tuple[Layout | None, ...],
     center: bool,
     weight_grad: bool,
     bias_grad: bool,
     activation: str,
     device: torch.device,
 ) -> BackwardPlan:
-    """The plan for operands of these kinds: dy, dsum, x, gate, weight and bias."""
+    """The plan for operands of these layouts: dy, dsum, x, gate, weight and bias."""
     *read, bias = operands
     _, _, x, gate, weight = read
     assert x is not None
     dweight, dbias = (
-        memory(shape[-1:], vector[0], device) if wanted and vector is not None else None
+        allocator(shape[-1:], vector[0], device) if wanted and vector is not None else None
         for vector, wanted in ((weight, weight_grad), (bias, bias_grad))
     )
     launches = None
     if math.prod(shape):
         launches = plan_launches(shape, read, center, weight_grad, bias_grad, activation, device)
-    dx = memory(shape, x[0], device)
-    dgate = None if gate is None else memory(shape, gate[0], device)
+    dx = allocator(shape, x[0], device)
+    dgate = None if gate is None else allocator(shape, gate[0], device)
     return BackwardPlan(launches, to_copy(shape, *read), dx, dgate, dweight, dbias)
 
 
 def plan_launches(
     shape: tuple[int, ...],
-    operands: Sequence[Kind | None],
+    operands: Sequence[Layout | None],
     center: bool,
     weight_grad: bool,
     bias_grad: bool,
@@ -165,10 +255,14 @@ def plan_launches(
     assert x is not None
     *_, cols = shape
     rows = count_rows(shape)
-    dy_rows, x_rows, gate_rows = walk(shape, dy), walk(shape, x), walk(shape, gate)
+    dy_rows, x_rows, gate_rows = (
+        row_strides(shape, dy),
+        row_strides(shape, x),
+        row_strides(shape, gate),
+    )
     integers = (
         *dy_rows,
-        *walk(shape, dsum),
+        *row_strides(shape, dsum),
         *x_rows,
         *gate_rows,
         rows,
@@ -181,17 +275,17 @@ def plan_launches(
         ACTIVATION=activation,
     )
     wanted = dict(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad)
-    card = card_of(device)
+    gpu = device_properties(device)
     itemsize = max(x[0].itemsize, dy[0].itemsize)
     # A row of one column centres to zero, and so must its gradient: fused multiply-adds would leave
     # a rounding error there.
     options = dict(enable_fp_fusion=not center)
     if (weight_grad or bias_grad) and fits_small(rows, cols):
         block_rows = max(1, BACKWARD_SMALL.tile_elements // power_of_2(cols))
-        column_programs = triton.cdiv(cols, BACKWARD_SMALL.part_cols)
+        column_programs = cdiv(cols, BACKWARD_SMALL.part_cols)
         launch = Launch(
-            _norm_backward_small_kernel,
-            (column_programs + triton.cdiv(rows, block_rows),),
+            kernels_backward.norm_backward_small_kernel,
+            (column_programs + cdiv(rows, block_rows),),
             device,
             integers,
             options | dict(num_warps=BACKWARD_SMALL.num_warps),
@@ -205,13 +299,13 @@ def plan_launches(
         )
         return Launches("small", launch)
     read = sum(operand is not None for operand in (dy, dsum, x, gate))
-    config = backward_config(cols, itemsize, read, center, gate is not None, card.shared_bytes)
+    config = backward_config(cols, itemsize, read, center, gate is not None, gpu.shared_bytes)
     scheme: Literal["rows", "wide"] = "wide" if config is None else "rows"
     weight_parts = None
     if config is None:
-        parts = min(triton.cdiv(rows, BACKWARD_WIDE.block_rows), BACKWARD_WIDE.parts)
+        parts = min(cdiv(rows, BACKWARD_WIDE.block_rows), BACKWARD_WIDE.parts)
         launch_rows = Launch(
-            _norm_backward_wide_kernel,
+            kernels_backward_wide.norm_backward_wide_kernel,
             (rows,),
             device,
             integers,
@@ -220,8 +314,8 @@ def plan_launches(
             BLOCK_COLS=BACKWARD_WIDE.block_cols,
         )
         weight_parts = Launch(
-            _weight_parts_kernel,
-            (parts, triton.cdiv(cols, BACKWARD_WIDE.part_cols)),
+            kernels_backward_wide.weight_parts_kernel,
+            (parts, cdiv(cols, BACKWARD_WIDE.part_cols)),
             device,
             (*dy_rows, *x_rows, *gate_rows, rows),
             # A third operand beside the sums would spill with four.
@@ -234,10 +328,10 @@ def plan_launches(
             BLOCK_COLS=BACKWARD_WIDE.part_cols,
         )
     else:
-        blocks = triton.cdiv(rows, config.block_rows)
-        parts = min(blocks, config.programs_per_sm * card.multiprocessors)
+        blocks = cdiv(rows, config.block_rows)
+        parts = min(blocks, config.programs_per_sm * gpu.multiprocessors)
         launch_rows = Launch(
-            _norm_backward_kernel,
+            kernels_backward.norm_backward_kernel,
             (parts,),
             device,
             integers,
@@ -253,8 +347,8 @@ def plan_launches(
     if not (weight_grad or bias_grad):
         return Launches(scheme, launch_rows)
     add_parts = Launch(
-        _add_parts_kernel,
-        (triton.cdiv(cols, ADD_PARTS.block_cols),),
+        kernels_backward.add_parts_kernel,
+        (cdiv(cols, ADD_PARTS.block_cols),),
         device,
         (parts,),
         dict(num_warps=ADD_PARTS.num_warps),
@@ -263,5 +357,31 @@ def plan_launches(
         BLOCK_PARTS=ADD_PARTS.block_parts,
         BLOCK_COLS=ADD_PARTS.block_cols,
     )
-    shares = memory((2, parts, cols), torch.float32, device)
+    shares = allocator((2, parts, cols), torch.float32, device)
     return Launches(scheme, launch_rows, weight_parts, add_parts, shares)
+
+
+def backward_config(
+    cols: int, itemsize: int, operands: int, center: bool, gated: bool, shared_bytes: int
+) -> BackwardConfig | None:
+    """The launch of a row of ``cols`` columns of ``operands`` tensors; None where it does not fit
+    in registers.
+    """
+    config = next((config for config in BACKWARD if cols <= config.max_cols), None)
+    if config is None or (config.read_again and (itemsize > 2 or center or gated)):
+        # Beside a centred row's two gradients, a gate, or a row in fp32, even one load of the row
+        # spills.
+        return None
+    tile = config.block_rows * power_of_2(cols) * itemsize * operands
+    # Of the stages, one is in registers and the others wait in shared memory; some of it goes to
+    # reductions.
+    stages = 1 + max(0, shared_bytes - REDUCTION_BYTES) // tile
+    return config._replace(num_stages=min(config.num_stages, stages))
+
+
+def fits_small(rows: int, cols: int) -> bool:
+    """Whether one launch serves the backward pass of a tensor of this size."""
+    limits = BACKWARD_SMALL
+    return (
+        rows * cols <= limits.max_elements and rows <= limits.max_rows and cols <= limits.max_cols
+    )

@@ -1,8 +1,11 @@
 """Launches that are planned once for each kind of call and then repeated cheaply.
 
 Triton's own dispatch inspects every argument of every call, which takes the host longer than a
-small kernel takes the card. Here everything but the tensors and the floats is fixed when a plan is
+small kernel takes the GPU. Here everything but the tensors and the floats is fixed when a plan is
 made, so a repeated call goes straight to the compiled kernel.
+
+A plan is kept under a key of everything that it depends on: shapes, options, device, and the
+``layouts`` of all operands, their dtypes, strides and absences.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 
-HOOKS = triton.knobs.runtime
-Kind = tuple[torch.dtype, tuple[int, ...]]
-Allocate = Callable[[], torch.Tensor]
+from .internals import FOUND, can_rerun, launch_hooks
+
+Layout = tuple[torch.dtype, tuple[int, ...]]
+Allocator = Callable[[], torch.Tensor]
+
+_current_stream = FOUND.get("_cuda_getCurrentRawStream")
+_current_device = FOUND.get("_cuda_getDevice") or torch.cuda.current_device
 
 
 class Launch:
@@ -26,7 +32,7 @@ class Launch:
 
     A launch serves tensors of the dtypes, and integers of the values, that it was made for, on one
     device, which is the current one. Tensors that do not start at a multiple of 16 bytes, launches
-    that somebody hooks into and the interpreter take Triton's own dispatch.
+    with hooks and the interpreter take Triton's own dispatch.
     """
 
     def __init__(
@@ -43,13 +49,16 @@ class Launch:
         self.grid = (*grid, 1, 1)[:3]
         self.device_index = device.index
         self.tail = (*integers, *constants.values())
+        hooks = launch_hooks()
+        self.repeats = self.device_index is not None and bool(hooks and _current_stream)
+        self.enter_hook, self.exit_hook = hooks or (None, None)
         # Triton's compiled kernel, from the first launch on.
         self.compiled: Any = None
 
     def __call__(
         self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...] = ()
     ) -> None:
-        if self.device_index is None:
+        if not self.repeats:
             self.dispatch(tensors, floats)
             return
         addresses: list[int | None] = []
@@ -61,18 +70,15 @@ class Launch:
                 address = tensor.data_ptr()
                 addresses.append(address)
                 bits |= address
-        if bits & 15 or HOOKS.launch_enter_hook.calls or HOOKS.launch_exit_hook.calls:
+        if bits & 15 or self.enter_hook.calls or self.exit_hook.calls:
             self.dispatch(tensors, floats)
         elif self.compiled is None:
-            compiled = self.dispatch(tensors, floats)
-            self.run, self.function = compiled.run, compiled.function
-            # Last: another thread takes it for a sign that all is there.
-            self.compiled = compiled
+            self.keep(self.dispatch(tensors, floats))
         else:
             # The three None: no metadata for hooks, and no hooks.
             self.run(
                 *self.grid,
-                torch._C._cuda_getCurrentRawStream(self.device_index),
+                _current_stream(self.device_index),
                 self.function,
                 self.compiled.packed_metadata,
                 None,
@@ -84,28 +90,38 @@ class Launch:
             )
 
     def dispatch(self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...]) -> Any:
+        """Triton's own launch; returns the compiled kernel."""
         return self.kernel[self.grid](
             *tensors, *floats, *self.integers, **self.constants, **self.options
         )
 
+    def keep(self, compiled: Any) -> None:
+        """Launch this compiled kernel from now on."""
+        if not can_rerun(compiled):
+            self.repeats = False
+            return
+        self.run, self.function = compiled.run, compiled.function
+        # Last: another thread that sees it finds the other two.
+        self.compiled = compiled
 
-def memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Allocate:
+
+def allocator(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Allocator:
     """What a plan calls for an output or an intermediate result: contiguous, on the current
     device.
     """
-    guards: Any = torch._C._dynamo.guards
-    # What torch's own compiler allocates with, in a third of the time of torch.empty.
-    empty = guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
+    empty = FOUND.get("_empty_strided_cuda" if device.type == "cuda" else "_empty_strided_cpu")
+    if empty is None:
+        return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=device)
     return functools.partial(empty, tuple(shape), contiguous_strides(shape), dtype)
 
 
-def made(allocate: Allocate | None) -> torch.Tensor | None:
-    """The memory of a plan; None where it plans none."""
-    return None if allocate is None else allocate()
+def allocate(allocator: Allocator | None) -> torch.Tensor | None:
+    """A tensor of a plan; None where it plans none."""
+    return None if allocator is None else allocator()
 
 
-def copied(operands: Sequence, copies: Sequence[bool]) -> tuple:
-    """The operands, contiguous copies of those that a plan copies among them."""
+def contiguous_where(operands: Sequence, copies: Sequence[bool]) -> tuple:
+    """The operands, those that a plan copies as contiguous copies."""
     return tuple(
         x.contiguous() if copy and x is not None else x
         for x, copy in zip(operands, copies, strict=True)
@@ -114,14 +130,19 @@ def copied(operands: Sequence, copies: Sequence[bool]) -> tuple:
 
 def is_current(device: torch.device) -> bool:
     """Whether plans for this device may run now: they allocate and launch on the current one."""
-    # Of the devices that plans are made for, only a card has an index.
-    return device.index is None or device.index == torch._C._cuda_getDevice()
+    # Of the devices that plans are made for, only a GPU has an index.
+    return device.index is None or device.index == _current_device()
 
 
-def kinds(*tensors: torch.Tensor | None) -> tuple[Kind | None, ...]:
-    """What of the tensors a plan depends on: dtype and strides."""
+def layouts(*tensors: torch.Tensor | None) -> tuple[Layout | None, ...]:
+    """Dtype and strides of each tensor, None for one that is absent: a part of a plan's key."""
     return tuple([None if x is None else (x.dtype, x.stride()) for x in tensors])
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def cdiv(number: int, size: int) -> int:
+    """How many blocks of ``size`` cover ``number``."""
+    return -(-number // size)

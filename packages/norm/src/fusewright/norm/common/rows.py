@@ -1,11 +1,11 @@
-"""How the kernels walk over the rows of a tensor, whatever its leading axes and their strides."""
+"""How the kernels reach the rows of a tensor, whatever its leading axes and their strides."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from ._launch import Kind
+from .._core.launches import Layout
 
 # The largest block of rows that a launch table may name is left free below 2**31.
 MAX_ROWS = 2**31 - 2**13
@@ -23,26 +23,26 @@ def count_rows(shape: Sequence[int]) -> int:
     return rows
 
 
-def walk(shape: tuple[int, ...], kind: Kind | None) -> tuple[int, int, int]:
-    """The row strides of an operand, or of the contiguous copy that is read in its place; for one
-    that is missing, any.
+def row_strides(shape: tuple[int, ...], layout: Layout | None) -> tuple[int, int, int]:
+    """The strides by which a kernel reaches the rows of an operand, or of the contiguous copy that
+    is read in its place; any for an operand that is absent.
     """
-    strides = None if kind is None else row_strides(shape, kind[1])
+    strides = None if layout is None else two_strides(shape, layout[1])
     return strides or (1, shape[-1], 0)
 
 
-def to_copy(shape: tuple[int, ...], *operands: Kind | None) -> tuple[bool, ...]:
-    """Which operands of these kinds, of this shape or vectors of its columns, the kernels can only
-    read from a contiguous copy; empty where there is none.
+def to_copy(shape: tuple[int, ...], *operands: Layout | None) -> tuple[bool, ...]:
+    """Which operands of these layouts, of this shape or vectors of its columns, the kernels can
+    only read from a contiguous copy; empty where there is none.
     """
     copies = tuple(
-        kind is not None and row_strides(shape[-len(kind[1]) :], kind[1]) is None
-        for kind in operands
+        layout is not None and two_strides(shape[-len(layout[1]) :], layout[1]) is None
+        for layout in operands
     )
     return copies if any(copies) else ()
 
 
-def row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
+def two_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
     """How the rows along the last axis of a tensor are reached.
 
     Returns:

@@ -1,20 +1,71 @@
-"""The forward pass of rms_norm, add_rms_norm, rms_norm_gated and layer_norm: plans its launch,
-allocates and launches.
+"""The launch of the forward pass of rms_norm, add_rms_norm, rms_norm_gated and layer_norm: its
+configurations and its plan.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
 
-from ._configs import EVICT_ELEMENTS, FORWARD_WIDE, forward_config, power_of_2
-from ._forward_kernels import _norm_forward_kernel, _norm_forward_wide_kernel
-from ._launch import Allocate, Kind, Launch, copied, is_current, kinds, memory
-from ._rows import count_rows, to_copy, walk
+from .._core.launches import (
+    Allocator,
+    Launch,
+    Layout,
+    allocate,
+    allocator,
+    cdiv,
+    contiguous_where,
+    is_current,
+    layouts,
+)
+from .._core.lazy import lazy_module
+from .._core.precision import power_of_2
+from ..common.rows import count_rows, row_strides, to_copy
+
+if TYPE_CHECKING:
+    from . import kernels
+else:
+    kernels = lazy_module(__package__, "kernels")
+
+
+class ForwardConfig(NamedTuple):
+    """One program holds ``block_rows`` whole rows in registers."""
+
+    max_cols: int
+    block_rows: int
+    num_warps: int
+
+
+class ForwardWideConfig(NamedTuple):
+    """Rows too wide for registers are walked in blocks of ``block_cols`` columns."""
+
+    block_cols: int
+    num_warps: int
+
+
+# Each table is read from the top: the first line whose ``max_cols`` is not below the row's width
+# serves it. Source: results/tuning-h200-torch2.11-triton3.6.csv for rows of 512 to 16384 columns;
+# unmeasured for narrower and for wider rows.
+FORWARD_NARROW = (
+    ForwardConfig(max_cols=64, block_rows=32, num_warps=4),
+    ForwardConfig(max_cols=256, block_rows=8, num_warps=4),
+    ForwardConfig(max_cols=512, block_rows=2, num_warps=1),
+    ForwardConfig(max_cols=2048, block_rows=1, num_warps=4),
+)
+FORWARD = (
+    *FORWARD_NARROW,
+    ForwardConfig(max_cols=8192, block_rows=1, num_warps=8),
+    ForwardConfig(max_cols=16384, block_rows=1, num_warps=16),
+)
+# rms_norm_gated reads two tensors as well and takes these lines, unmeasured.
+FORWARD_ADD = (*FORWARD_NARROW, ForwardConfig(max_cols=16384, block_rows=1, num_warps=16))
+FORWARD_LAYER = (*FORWARD_NARROW, ForwardConfig(max_cols=16384, block_rows=1, num_warps=8))
+# Up to so many elements the rows that were read make room in the cache for those that are written.
+EVICT_ELEMENTS = 1 << 22
+FORWARD_WIDE = ForwardWideConfig(block_cols=8192, num_warps=16)
 
 
 class ForwardPlan(NamedTuple):
@@ -24,13 +75,13 @@ class ForwardPlan(NamedTuple):
 
     launch: Launch | None
     copies: tuple[bool, ...]
-    y: Allocate
-    total: Allocate | None
-    mean: Allocate | None
-    rstd: Allocate | None
+    y: Allocator
+    total: Allocator | None
+    mean: Allocator | None
+    rstd: Allocator | None
 
 
-def launch_norm_forward(
+def norm_forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
@@ -53,21 +104,19 @@ def launch_norm_forward(
     """
     if not is_current(x.device):
         with torch.cuda.device(x.device):
-            return launch_norm_forward(
+            return norm_forward(
                 *(x, residual, weight, bias, eps, weight_offset, center, statistics, dtype),
                 *(gate, activation),
             )
     operands = x, residual, gate, weight, bias
     plan = forward_plan(
-        x.shape, kinds(*operands), dtype or x.dtype, center, statistics, activation, x.device
+        x.shape, layouts(*operands), dtype or x.dtype, center, statistics, activation, x.device
     )
     y = plan.y()
-    total = None if plan.total is None else plan.total()
-    mean = None if plan.mean is None else plan.mean()
-    rstd = None if plan.rstd is None else plan.rstd()
+    total, mean, rstd = allocate(plan.total), allocate(plan.mean), allocate(plan.rstd)
     if plan.launch is not None:
         if plan.copies:
-            operands = copied(operands, plan.copies)
+            operands = contiguous_where(operands, plan.copies)
         plan.launch((*operands, y, total, mean, rstd), (eps, weight_offset))
     else:
         # Rows without columns have nothing to average.
@@ -80,24 +129,24 @@ def launch_norm_forward(
 @functools.lru_cache(maxsize=4096)
 def forward_plan(
     shape: tuple[int, ...],
-    operands: tuple[Kind | None, ...],
+    operands: tuple[Layout | None, ...],
     dtype: torch.dtype,
     center: bool,
     statistics: bool,
     activation: str,
     device: torch.device,
 ) -> ForwardPlan:
-    """The plan for operands of these kinds: x, residual, gate, weight and bias."""
+    """The plan for operands of these layouts: x, residual, gate, weight and bias."""
     x, residual, *_ = operands
     assert x is not None
-    statistic = memory(shape[:-1], torch.float32, device) if statistics else None
+    statistic = allocator(shape[:-1], torch.float32, device) if statistics else None
     return ForwardPlan(
         plan_launch(shape, operands, center, statistics, activation, device)
         if math.prod(shape)
         else None,
         to_copy(shape, *operands),
-        y=memory(shape, dtype, device),
-        total=None if residual is None else memory(shape, x[0], device),
+        y=allocator(shape, dtype, device),
+        total=None if residual is None else allocator(shape, x[0], device),
         mean=statistic if center else None,
         rstd=statistic,
     )
@@ -105,7 +154,7 @@ def forward_plan(
 
 def plan_launch(
     shape: tuple[int, ...],
-    operands: tuple[Kind | None, ...],
+    operands: tuple[Layout | None, ...],
     center: bool,
     statistics: bool,
     activation: str,
@@ -115,9 +164,9 @@ def plan_launch(
     *_, cols = shape
     rows = count_rows(shape)
     integers = (
-        *walk(shape, x),
-        *walk(shape, residual),
-        *walk(shape, gate),
+        *row_strides(shape, x),
+        *row_strides(shape, residual),
+        *row_strides(shape, gate),
         rows,
     )
     constants = dict(
@@ -132,7 +181,7 @@ def plan_launch(
     config = forward_config(cols, residual is not None or gate is not None, center)
     if config is None:
         return Launch(
-            _norm_forward_wide_kernel,
+            kernels.norm_forward_wide_kernel,
             (rows,),
             device,
             integers,
@@ -141,8 +190,8 @@ def plan_launch(
             BLOCK_COLS=FORWARD_WIDE.block_cols,
         )
     return Launch(
-        _norm_forward_kernel,
-        (triton.cdiv(rows, config.block_rows),),
+        kernels.norm_forward_kernel,
+        (cdiv(rows, config.block_rows),),
         device,
         integers,
         dict(num_warps=config.num_warps),
@@ -152,3 +201,9 @@ def plan_launch(
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLS=power_of_2(cols),
     )
+
+
+def forward_config(cols: int, residual: bool, center: bool) -> ForwardConfig | None:
+    """The launch of a row of ``cols`` columns; None where it does not fit in registers."""
+    table = FORWARD_ADD if residual else FORWARD_LAYER if center else FORWARD
+    return next((config for config in table if cols <= config.max_cols), None)

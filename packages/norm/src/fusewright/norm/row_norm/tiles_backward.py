@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._forward_kernels import activated, row_offset
+from ..common.tiles import row_offset
+from .kernels import activated
 
 
 @triton.jit

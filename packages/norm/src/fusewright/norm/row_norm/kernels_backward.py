@@ -4,7 +4,7 @@ layer_norm.
 A fixed number of programs walks over the rows; each keeps its share of the weight's gradient in
 registers and writes it once, and a second launch adds the shares in a fixed order. A small tensor
 takes one launch, whose programs compute either. No atomics: the same inputs give the same bits on
-one card.
+one GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._backward_tiles import (
+from ..common.tiles import row_offset
+from .kernels import activated, affine_weight
+from .tiles_backward import (
     column_sums,
     gate_slope,
     load_wide,
@@ -20,11 +22,10 @@ from ._backward_tiles import (
     row_means,
     store_parts,
 )
-from ._forward_kernels import activated, affine_weight, row_offset
 
 
 @triton.jit
-def _norm_backward_kernel(
+def norm_backward_kernel(
     dy_ptr,
     dsum_ptr,
     x_ptr,
@@ -119,7 +120,7 @@ def _norm_backward_kernel(
 
 
 @triton.jit
-def _norm_backward_small_kernel(
+def norm_backward_small_kernel(
     dy_ptr,
     dsum_ptr,
     x_ptr,
@@ -230,7 +231,7 @@ def _norm_backward_small_kernel(
 
 
 @triton.jit
-def _add_parts_kernel(
+def add_parts_kernel(
     parts_ptr,
     dweight_ptr,
     dbias_ptr,

@@ -1,7 +1,7 @@
 """Triton kernels of the backward pass for rows that do not fit in registers.
 
 dx takes two walks over the row, the second served by the L2 cache; dweight and dbias are summed by
-tiles of columns, in shares that _add_parts_kernel adds in a fixed order.
+tiles of columns, in shares that add_parts_kernel adds in a fixed order.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._backward_tiles import column_sums, gate_slope, store_parts
-from ._forward_kernels import activated, affine_weight, row_offset
+from ..common.tiles import row_offset
+from .kernels import activated, affine_weight
+from .tiles_backward import column_sums, gate_slope, store_parts
 
 
 @triton.jit
-def _norm_backward_wide_kernel(
+def norm_backward_wide_kernel(
     dy_ptr,
     dsum_ptr,
     x_ptr,
@@ -99,7 +100,7 @@ def _norm_backward_wide_kernel(
 
 
 @triton.jit
-def _weight_parts_kernel(
+def weight_parts_kernel(
     dy_ptr,
     x_ptr,
     gate_ptr,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._forward_kernels import row_offset
+from ..common.tiles import row_offset
 from .reference import LOWEST_LOGIT
 
 LOWEST = tl.constexpr(LOWEST_LOGIT)
@@ -99,7 +99,7 @@ def undone(grad, state, AXIS: tl.constexpr, LOG: tl.constexpr):
 
 
 @triton.jit
-def _sinkhorn_forward_kernel(
+def sinkhorn_forward_kernel(
     x_ptr,
     y_ptr,
     eps,
@@ -129,7 +129,7 @@ def _sinkhorn_forward_kernel(
 
 
 @triton.jit
-def _sinkhorn_backward_kernel(
+def sinkhorn_backward_kernel(
     dy_ptr,
     x_ptr,
     dx_ptr,

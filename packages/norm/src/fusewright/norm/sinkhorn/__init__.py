@@ -1,0 +1,1 @@
+"""Sinkhorn-Knopp normalisation of small square matrices."""

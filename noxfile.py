@@ -25,6 +25,7 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.error_on_missing_interpreters = True
 
 CONSTRAINED = ("-c", "ci/constraints/tested.txt")
+CORE = "core"
 RESULTS = ROOT / ".nox/results"
 PYTEST = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-m", workspace.QUICK_TIER)
 # A process a core; the tests of a file may go to several.
@@ -38,7 +39,9 @@ PARTS = [nox.param(p, id=p.name) for p in PACKAGES + workspace.integration()]
 each_package = nox.parametrize("part", PARTS[: len(PACKAGES)])
 each_part = nox.parametrize("part", PARTS)
 # What `nox -s new` lays out has to pass like any other package.
-each_part_and_new = nox.parametrize("part", [*PARTS, nox.param(None, id="new")])
+NEW = nox.param(None, id="new")
+each_part_and_new = nox.parametrize("part", [*PARTS, NEW])
+each_part_new_and_core = nox.parametrize("part", [*PARTS, NEW, nox.param(CORE, id="core")])
 
 
 def label(session: nox.Session) -> str:
@@ -84,21 +87,22 @@ def install_isolated(session: nox.Session, part: workspace.Project) -> None:
     session.run("python", "ci/check_env.py", str(part.folder))
 
 
-def run_tests(session: nox.Session, part: workspace.Project) -> None:
-    """A part's tests, from an empty folder, so that only the installed wheel can be imported."""
+def run_tests(session: nox.Session, folder: Path) -> None:
+    """Tests of a folder, from an empty one, so that only the installed wheel can be imported."""
     junit = RESULTS / f"{label(session)}.xml"
     with session.chdir(session.create_tmp()):
-        command = ("python", "-m", "pytest", str(part.tests), *PYTEST, *SPREAD, "--durations=5")
+        command = ("python", "-m", "pytest", str(folder), *PYTEST, *SPREAD, "--durations=5")
         session.run(*command, f"--junitxml={junit}", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
-@each_part_and_new
-def tests(session: nox.Session, part: workspace.Project | None) -> None:
+@each_part_new_and_core
+def tests(session: nox.Session, part: workspace.Project | str | None) -> None:
     """Build a part's wheel, hold it to its contract, install it alone of ours, run its tests."""
-    part = part or laid_out(session)
+    # The core is tested as a part of a new package's wheel.
+    core, part = part == CORE, part if isinstance(part, workspace.Project) else laid_out(session)
     install_isolated(session, part)
-    run_tests(session, part)
+    run_tests(session, ROOT / "ci/tests/core" if core else part.tests)
 
 
 @nox.session
@@ -111,7 +115,7 @@ def lint(session: nox.Session) -> None:
     session.run("python", "ci/check_text.py")
     session.run("python", "ci/readme.py", "--check")
     junit = RESULTS / "lint.xml"
-    command = ("python", "-m", "pytest", "ci/tests", *SPREAD)
+    command = ("python", "-m", "pytest", "ci/tests", "--ignore=ci/tests/core", *SPREAD)
     session.run(*command, f"--junitxml={junit}", *session.posargs)
 
 
@@ -169,7 +173,7 @@ def wheels(session: nox.Session, part: workspace.Project) -> None:
     session.install(*files, *CONSTRAINED)
     session.run("python", "ci/check_env.py", str(part.folder), "--alone")
     session.install("./ci/testkit", *part.groups["test"], *CONSTRAINED)
-    run_tests(session, part)
+    run_tests(session, part.tests)
 
 
 @nox.session(default=False)
@@ -182,7 +186,7 @@ def minimums(session: nox.Session, part: workspace.Project) -> None:
     projects = [*workspace.needed_for(part), workspace.kit()]
     session.install("-r", str(floors), "-c", str(floors), *build_wheels(session, projects))
     session.run("python", "ci/check_env.py", str(part.folder))
-    run_tests(session, part)
+    run_tests(session, part.tests)
 
 
 @nox.session(default=False)

@@ -7,8 +7,8 @@
 
 ``tests(new)`` and ``typing(new)`` try what ``nox -s new`` lays out. Prose, pictures and result
 tables change nothing that runs: lint and docs look at them, and they always run. Tests of a package
-wake that package, its source wakes the models too; packages have no edges among themselves. A file
-that no rule knows wakes everything.
+wake that package, its source wakes the models too; packages have no edges among themselves. The
+core is a part of every package. A file that no rule knows wakes everything.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ READ_ONLY = {".md", ".png", ".csv"}
 
 
 def parts_for(path: str, packages: list[str]) -> set[str]:
-    """The packages, "integration" and "new", that a changed file concerns."""
-    everything = {*packages, "integration", "new"}
+    """The packages, "integration", "new" and "core", that a changed file concerns."""
+    everything = {*packages, "integration", "new", "core"}
     file = PurePosixPath(path)
     match file.parts:
         case _ if file.suffix in READ_ONLY or file.name == "LICENSE":
@@ -38,17 +38,22 @@ def parts_for(path: str, packages: list[str]) -> set[str]:
         case ("packages", name, "tests", _, *_) if name in packages:
             return {name}
         case ("packages", name, _, *_) if name in packages:
-            return {name, "integration"} | ({"new"} if name == workspace.MODEL else set())
+            return {name, "integration"}
         case ("integration", _, *_):
             return {"integration"}
+        case ("ci", "tests", "core", *_):
+            return {"core"}
+        case ("ci", "template", *_):
+            return {"new", "core"}
     return everything
 
 
 def sessions(paths: list[str], packages: list[str], names: list[str]) -> list[str]:
     """``names`` × the concerned parts, in the order of the workspace."""
     concerned = set().union(*(parts_for(path, packages) for path in paths))
-    order = [part for part in (*packages, "integration", "new") if part in concerned]
-    return [f"{n}({part})" for n in names for part in order if part != "new" or n in TRY_NEW]
+    order = [part for part in (*packages, "integration", "new", "core") if part in concerned]
+    tried = {"new": TRY_NEW, "core": ("tests",)}
+    return [f"{n}({part})" for n in names for part in order if n in tried.get(part, names)]
 
 
 def changed_files(base: str) -> list[str]:

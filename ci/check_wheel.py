@@ -4,7 +4,7 @@
 
 checks the wheel of each named part. A package's wheel holds ``fusewright/<package>/`` and its
 metadata and nothing else: no file that two wheels would share, no tests, no requirement on a
-sibling.
+sibling. Its ``_core`` holds the files of ``packages/_core``, byte for byte.
 """
 
 from __future__ import annotations
@@ -29,6 +29,20 @@ def file_problems(project: workspace.Project, names: list[str]) -> list[str]:
     told += [f"holds the test {n}" for n in names if is_test(n)]
     wanted = [f"{code}__init__.py", f"{code}py.typed", f"{stem}licenses/LICENSE"]
     return told + [f"lacks {n}" for n in wanted if n not in names]
+
+
+def core_problems(project: workspace.Project, wheel: zipfile.ZipFile) -> list[str]:
+    """Which files of the core the wheel lacks, or holds with another text."""
+    core = workspace.core(project.folder.parent.parent)
+    if not project.is_package or not core.is_dir():
+        return []
+    prefix = project.import_name.replace(".", "/") + "/_core/"
+    wanted = {prefix + path.name: path.read_bytes() for path in core.glob("*.py")}
+    held = {name: wheel.read(name) for name in wheel.namelist() if name.startswith(prefix)}
+    told = [f"lacks {name}" for name in sorted(wanted.keys() - held.keys())]
+    told += [f"holds {name}, which is not in packages/_core" for name in held.keys() - wanted.keys()]
+    same = held.keys() & wanted.keys()
+    return told + [f"holds another text of {n}" for n in sorted(same) if held[n] != wanted[n]]
 
 
 def is_test(name: str) -> bool:
@@ -66,7 +80,8 @@ def problems(project: workspace.Project, folder: Path) -> list[str]:
     with zipfile.ZipFile(folder / wanted) as wheel:
         names = wheel.namelist()
         metadata = wheel.read(f"{stem}-{project.version}.dist-info/METADATA").decode()
-    told = file_problems(project, names) + metadata_problems(project, metadata)
+        told = core_problems(project, wheel)
+    told += file_problems(project, names) + metadata_problems(project, metadata)
     return [f"{wanted} {problem}" for problem in told]
 
 

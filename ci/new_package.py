@@ -2,13 +2,14 @@
 
     python ci/new_package.py memory-mlp
 
-``template/`` is that package under the name "example". How ops are registered and backends chosen
-is the same in every package, so those modules are taken from norm as it is today.
+``template/`` is that package under the name "example". Its ``_core`` is a relative symbolic link to
+the modules that every package carries.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +20,6 @@ import workspace
 TEMPLATE = workspace.ROOT / "ci/template"
 # What nox calls the parts that are no packages.
 TAKEN = ("integration", "new", "testkit")
-SHARED = ("_backends.py", "_launch.py", "_registration.py")
 
 
 def renamed(text: str, old: str, new: str) -> str:
@@ -46,10 +46,12 @@ def lay_out(name: str, root: Path = workspace.ROOT) -> workspace.Project:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(renamed(source.read_text(), "example", name))
     shutil.copy(workspace.ROOT / "LICENSE", folder)
-    project, model = workspace.load(folder), workspace.find(workspace.MODEL)
-    for file in SHARED:
-        text = (model.import_folder / file).read_text()
-        (project.import_folder / file).write_text(renamed(text, model.name, name))
+    project, core = workspace.load(folder), workspace.core(root)
+    if not core.exists():
+        # Laid out elsewhere to be tried: that place gets its own copy of the core.
+        shutil.copytree(workspace.core(), core, ignore=shutil.ignore_patterns("__pycache__"))
+    link = project.import_folder / "_core"
+    link.symlink_to(os.path.relpath(core, link.parent), target_is_directory=True)
     return project
 
 

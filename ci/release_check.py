@@ -20,6 +20,7 @@ import workspace
 
 Version = tuple[int, int, int]
 HEADING = re.compile(r"^## \[?(?P<version>\d+\.\d+\.\d+)\]?(?P<rest>.*)$", re.M)
+CORE = workspace.core().relative_to(workspace.ROOT).as_posix()
 DATE = re.compile(r"\b\d{4}-\d{2}-\d{2}\b")
 
 
@@ -54,8 +55,10 @@ def package_of(tag: str, packages: list[workspace.Project]) -> str:
     return name
 
 
-def changelog_problems(text: str, version: str) -> list[str]:
-    """The newest entry must be this version's, dated, and say something."""
+def changelog_problems(text: str, version: str, core_changed: bool = False) -> list[str]:
+    """The newest entry must be this version's, dated, and say something; of the core too, a line
+    "- Core: ...", where that changed since the last release.
+    """
     headings = list(HEADING.finditer(text))
     if not headings or headings[0]["version"] != version:
         newest = headings[0]["version"] if headings else "none"
@@ -66,6 +69,8 @@ def changelog_problems(text: str, version: str) -> list[str]:
         told.append(f"wanted a date in CHANGELOG.md's heading of {version}, got none")
     if not re.search(r"^\s*[-*] ", text[headings[0].end() : end], re.M):
         told.append(f"wanted at least one line about {version} in CHANGELOG.md, got none")
+    if core_changed and not re.search(r"^- Core: ", text[headings[0].end() : end], re.M):
+        told.append(f'wanted a line "- Core: ..." about {version} in CHANGELOG.md, got none')
     return told
 
 
@@ -88,10 +93,11 @@ def version_problems(
 
 def tagged_reader(tag: str, project: workspace.Project) -> public_api.Reader:
     folder = project.import_folder.relative_to(workspace.ROOT).as_posix()
-    names = set(git("ls-tree", "-r", "--name-only", tag, "--", folder).splitlines())
+    names = set(git("ls-tree", "-r", "--name-only", tag, "--", folder, CORE).splitlines())
 
     def read(name: str) -> str | None:
-        path = f"{folder}/{name}"
+        # git follows no link: what a package carries as _core stands at its own place.
+        path = f"{CORE}/{name[6:]}" if name.startswith("_core/") else f"{folder}/{name}"
         return git("show", f"{tag}:{path}") if path in names else None
 
     return read
@@ -99,7 +105,7 @@ def tagged_reader(tag: str, project: workspace.Project) -> public_api.Reader:
 
 def check(project: workspace.Project, tag: str | None) -> list[str]:
     """Prints the API's changes; returns what speaks against the release."""
-    told = changelog_problems((project.folder / "CHANGELOG.md").read_text(), project.version)
+    told = []
     if tag is not None and tag != project.tag:
         told.append(f"wanted the tag {project.tag}, got {tag}")
     tags = git("tag", "--list", f"{project.name}-v*").splitlines()
@@ -108,6 +114,9 @@ def check(project: workspace.Project, tag: str | None) -> list[str]:
     if tag is None and project.tag in tags:
         told.append(f"{project.tag} is released already: raise the version")
         last = project.tag
+    core_changed = last is not None and bool(git("diff", "--name-only", last, "--", CORE))
+    changelog = (project.folder / "CHANGELOG.md").read_text()
+    told += changelog_problems(changelog, project.version, core_changed)
     if last is None:
         print(f"{project.tag}: the first release")
         return told

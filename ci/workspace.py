@@ -25,8 +25,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILY = "fusewright"
-# The package that the others follow; a new one takes modules from it.
-MODEL = "norm"
 WORD = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 # The tests that every machine runs: pytest's expression for what carries neither marker.
 QUICK_TIER = "not gpu and not slow"
@@ -134,6 +132,11 @@ def integration(root: Path = ROOT) -> list[Project]:
 
 def kit(root: Path = ROOT) -> Project:
     return load(root / "ci/testkit")
+
+
+def core(root: Path = ROOT) -> Path:
+    """The modules that every package carries as its subpackage ``_core``."""
+    return root / "packages/_core"
 
 
 def find(name: str, root: Path = ROOT) -> Project:

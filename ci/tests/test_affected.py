@@ -6,13 +6,16 @@ import affected
 import pytest
 
 PACKAGES = ["memory-mlp", "norm"]
-EVERYTHING = {"memory-mlp", "norm", "integration", "new"}
+EVERYTHING = {"memory-mlp", "norm", "integration", "new", "core"}
 
 
 @pytest.mark.parametrize(
     ("path", "parts"),
     [
-        ("packages/norm/src/fusewright/norm/rms_norm.py", {"norm", "integration", "new"}),
+        ("packages/norm/src/fusewright/norm/rms_norm.py", {"norm", "integration"}),
+        ("packages/_core/registration.py", EVERYTHING),
+        ("ci/tests/core/test_internals.py", {"core"}),
+        ("ci/template/src/fusewright/example/__init__.py", {"new", "core"}),
         ("packages/memory-mlp/src/fusewright/memory_mlp/a.py", {"memory-mlp", "integration"}),
         ("packages/memory-mlp/pyproject.toml", {"memory-mlp", "integration"}),
         ("packages/norm/tests/test_rms_norm.py", {"norm"}),
@@ -42,8 +45,9 @@ def test_file_wakes_what_it_can_break(path, parts):
 def test_sessions_come_in_the_order_of_the_workspace():
     paths = ["packages/norm/src/a.py", "packages/norm/README.md"]
     told = affected.sessions(paths, PACKAGES, ["tests", "typing"])
-    assert told[:3] == ["tests(norm)", "tests(integration)", "tests(new)"]
-    assert told[3:] == ["typing(norm)", "typing(integration)", "typing(new)"]
+    assert told == ["tests(norm)", "tests(integration)", "typing(norm)", "typing(integration)"]
+    told = affected.sessions(["ci/template/README.md", "ci/template/a.py"], PACKAGES, ["tests", "typing"])
+    assert told == ["tests(new)", "tests(core)", "typing(new)"]
     assert affected.sessions(paths, PACKAGES, ["gpu"]) == ["gpu(norm)", "gpu(integration)"]
 
 

@@ -43,6 +43,13 @@ def test_changelog_speaks_of_the_version(text, problem):
     assert told == [] if problem is None else problem in told[0]
 
 
+def test_changelog_speaks_of_a_core_that_changed():
+    (told,) = release_check.changelog_problems(LOG, "0.2.0", core_changed=True)
+    assert 'wanted a line "- Core: ..." about 0.2.0' in told
+    log = LOG.replace("- Rows of zeros.\n", "- Core: launches on a torch without its allocator.\n")
+    assert release_check.changelog_problems(log, "0.2.0", core_changed=True) == []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "breaking", "adding", "good"),
     [

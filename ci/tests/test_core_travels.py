@@ -73,8 +73,7 @@ def test_pip_installs_the_core_from_the_packages_folder(tmp_path):
 
 
 def test_pip_installs_the_core_from_a_git_subdirectory(tmp_path):
-    repository = f"git+{workspace.ROOT.as_uri()}"
-    pip_install(f"fusewright-norm @ {repository}#subdirectory=packages/norm", tmp_path)
+    pip_install(f"git+{workspace.ROOT.as_uri()}#subdirectory=packages/norm", tmp_path)
     committed = subprocess.run(
         ["git", "-C", str(workspace.ROOT), "archive", "HEAD", "packages/_core"],
         check=True,
@@ -92,10 +91,17 @@ def test_editable_installation_reaches_the_core(tmp_path):
     subprocess.run(command, cwd=NORM.folder, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        (pth,) = (name for name in archive.namelist() if name.endswith(".pth"))
-        source = Path(archive.read(pth).decode().strip())
-    found = (source / HELD).glob("*.py")
-    assert {path.name: path.read_bytes() for path in found} == CORE
+        archive.extractall(tmp_path / "site")
+    # Where Python finds the package with this site folder, which holds a piece of it too.
+    look = (
+        "import importlib.util, site, sys; site.addsitedir(sys.argv[1]); "
+        "print(importlib.util.find_spec('fusewright.norm').origin)"
+    )
+    command = [sys.executable, "-c", look, str(tmp_path / "site")]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    package = Path(told.strip()).parent
+    assert package == NORM.import_folder
+    assert {path.name: path.read_bytes() for path in (package / "_core").glob("*.py")} == CORE
 
 
 def test_a_checkout_without_links_builds_no_wheel(tmp_path):

@@ -40,7 +40,9 @@ def core_problems(project: workspace.Project, wheel: zipfile.ZipFile) -> list[st
     wanted = {prefix + path.name: path.read_bytes() for path in core.glob("*.py")}
     held = {name: wheel.read(name) for name in wheel.namelist() if name.startswith(prefix)}
     told = [f"lacks {name}" for name in sorted(wanted.keys() - held.keys())]
-    told += [f"holds {name}, which is not in packages/_core" for name in held.keys() - wanted.keys()]
+    told += [
+        f"holds {name}, which is not in packages/_core" for name in held.keys() - wanted.keys()
+    ]
     same = held.keys() & wanted.keys()
     return told + [f"holds another text of {n}" for n in sorted(same) if held[n] != wanted[n]]
 

@@ -102,7 +102,9 @@ def reach(arrows: Arrows, start: str) -> set[str]:
 
 
 def circles(arrows: Arrows) -> list[str]:
-    return [f"{name} imports itself, through others" for name in arrows if name in reach(arrows, name)]
+    return [
+        f"{name} imports itself, through others" for name in arrows if name in reach(arrows, name)
+    ]
 
 
 def between_folders(arrows: Arrows) -> Arrows:
@@ -130,11 +132,9 @@ def problems(part: workspace.Project) -> list[str]:
     if not part.is_package:
         return sorted([*told, *siblings])
     told += [f"folder {line}" for line in circles(between_folders(arrows))]
-    operations = {
-        target for target in arrows[""] if not target.startswith(("_core", "common"))
-    }
+    operations = {target for target in arrows[""] if not target.startswith(("_core", "common"))}
     roles = {name: role(name, operations) for name in known}
-    for name, targets in arrows.items():
+    for name in arrows:
         forbidden = FORBIDDEN.get(roles[name], set())
         told += [
             f"{name} ({roles[name]}) reaches {target} ({roles[target]})"

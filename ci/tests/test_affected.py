@@ -46,7 +46,9 @@ def test_sessions_come_in_the_order_of_the_workspace():
     paths = ["packages/norm/src/a.py", "packages/norm/README.md"]
     told = affected.sessions(paths, PACKAGES, ["tests", "typing"])
     assert told == ["tests(norm)", "tests(integration)", "typing(norm)", "typing(integration)"]
-    told = affected.sessions(["ci/template/README.md", "ci/template/a.py"], PACKAGES, ["tests", "typing"])
+    told = affected.sessions(
+        ["ci/template/README.md", "ci/template/a.py"], PACKAGES, ["tests", "typing"]
+    )
     assert told == ["tests(new)", "tests(core)", "typing(new)"]
     assert affected.sessions(paths, PACKAGES, ["gpu"]) == ["gpu(norm)", "gpu(integration)"]
 

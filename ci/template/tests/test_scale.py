@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.example import reference, scale
+from fusewright.example import scale
+from fusewright.example.elementwise import reference
 from fusewright_testkit import Yardstick
 
 SHAPES = [(), (1,), (0, 3), (7,), (33, 65), (3, 1, 1025)]
@@ -66,14 +67,14 @@ def test_infinity_and_nan_pass_through(device):
 @pytest.mark.parametrize(
     ("x", "factor", "error", "message"),
     [
-        (3.0, 2.0, TypeError, "x must be a floating tensor, got float"),
+        (3.0, 2.0, TypeError, "x must be a tensor, got float"),
         (
             torch.ones(3, dtype=torch.int64),
             2.0,
             TypeError,
-            "x must be a floating tensor, got torch.int64",
+            "x must be float32, bfloat16, float16 or float64, got torch.int64",
         ),
-        (torch.ones(3), float("nan"), ValueError, "factor must be finite, got nan"),
+        (torch.ones(3), float("nan"), ValueError, "factor must be a finite number, got nan"),
     ],
     ids=["number", "integer-tensor", "nan-factor"],
 )

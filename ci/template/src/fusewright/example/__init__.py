@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import available_backends
-from .scale import scale
+from ._core.backends import available_backends
+from .elementwise.scale import scale
 
 try:
     __version__ = version("fusewright-example")

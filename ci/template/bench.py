@@ -1,28 +1,16 @@
-"""What `nox -s bench` times, and against whom."""
+"""What is timed and against whom: ``python -m fusewright_testkit.bench example``."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-
-from . import reference, scale
+from fusewright.example import scale
+from fusewright.example.elementwise import reference
+from fusewright_testkit import Case
 
 FACTOR = 0.3
-
-
-class Case(NamedTuple):
-    """One op at one size."""
-
-    op: str
-    sizes: dict[str, int]
-    dtype: torch.dtype
-    reference: Callable[..., torch.Tensor]
-    inputs: Callable[[str], list[torch.Tensor]]
-    bytes_moved: dict[str, int]
-    flops: dict[str, int]
 
 
 def cases() -> list[Case]:
@@ -39,7 +27,6 @@ def case(elements: int) -> Case:
         reference=functools.partial(reference.scale, factor=FACTOR),
         inputs=functools.partial(inputs, elements),
         bytes_moved={"fwd": traffic, "bwd": traffic, "fwd+bwd": 2 * traffic},
-        flops={},
     )
 
 

@@ -8,19 +8,12 @@ nothing but the factor is saved. The product is fp32, rounded once to x's dtype.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from . import reference
-from ._backends import Backend, launchers, uses_triton
-from ._registration import Derivative, Op
-
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def _scale_triton(x, factor):
-    return launchers().launch_scale(x, factor)
+from .._core.backends import Backend, uses_triton
+from .._core.checks import check_floating, checked_number
+from .._core.registration import Derivative, Op
+from . import launch, reference
 
 
 def _scale_fake(x, factor):
@@ -29,7 +22,7 @@ def _scale_fake(x, factor):
 
 _scale = Op(
     "scale(Tensor x, float factor) -> Tensor",
-    triton=_scale_triton,
+    triton=launch.scale,
     reference=reference.scale,
     fake=_scale_fake,
 )
@@ -60,15 +53,12 @@ def scale(x: torch.Tensor, factor: float, *, backend: Backend = "auto") -> torch
         factor * x, contiguous, in x's shape and dtype. Differentiable in x, twice.
 
     Raises:
-        TypeError: x is not a floating tensor.
+        TypeError: x is not a floating tensor, or factor no number.
         ValueError: factor is not finite.
         RuntimeError: backend is "triton" and the kernel cannot serve this call.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype not in FLOATING:
-        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise TypeError(f"x must be a floating tensor, got {got}")
-    if not math.isfinite(factor):
-        raise ValueError(f"factor must be finite, got {factor}")
+    check_floating("x", x)
+    factor = checked_number("factor", factor)
     if not uses_triton(x, backend):
         return reference.scale(x, factor).contiguous()
-    return _scale(x, float(factor))
+    return _scale(x, factor)

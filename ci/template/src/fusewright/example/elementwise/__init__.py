@@ -1,0 +1,1 @@
+"""Operations on each element of a tensor by itself: scale."""

@@ -12,7 +12,7 @@ from fusewright_models.fixed_point import LIMIT, FixedPoint, packed, unpacked
 from fusewright_models.midpoint import MODES, MidpointStack
 from fusewright_models.replay import Tape
 from fusewright_testkit import Yardstick
-from fusewright_testkit.compiled import CARDS, compiled_in_a_process
+from fusewright_testkit.compiled import GPUS, compiled_in_a_process
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -392,7 +392,7 @@ def test_states_are_those_of_a_start_laid_out_otherwise(mode, carry):
         assert all(same_bits(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("capability", GPUS)
 def test_steps_compile_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "steps_of_states", capability)
     assert (printed.count("_advance_kernel"), printed.count("_undo_kernel")) == (2, 2)

@@ -9,7 +9,7 @@ import torch
 from fusewright_models import vocabulary_loss as module
 from fusewright_models._vocabulary_kernels import softmax_gradient_
 from fusewright_models.vocabulary_loss import vocabulary_loss
-from fusewright_testkit.compiled import CARDS, compiled_in_a_process
+from fusewright_testkit.compiled import GPUS, compiled_in_a_process
 
 HERE = pathlib.Path(__file__).parent
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -124,7 +124,7 @@ def test_loss_by_the_launch_is_the_loss_by_torch(device, monkeypatch):
         assert ours <= 2 * eager + unit
 
 
-@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("capability", GPUS)
 def test_kernel_compiles_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "softmax_gradients", capability)
     assert printed.count("_softmax_gradient_kernel") == 4

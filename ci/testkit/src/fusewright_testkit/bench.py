@@ -46,15 +46,15 @@ OURS = "fusewright"
 
 
 def environment_name() -> str:
-    """The name of a result file: card, torch and triton, such as ``h200-torch2.11-triton3.6``."""
+    """The name of a result file: GPU, torch and triton, such as ``h200-torch2.11-triton3.6``."""
     import triton
 
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    card = re.sub(r"[^a-z0-9]+", "-", card.lower().replace("nvidia", "")).strip("-")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    gpu = re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia", "")).strip("-")
     torch_version, triton_version = (
         ".".join(module.__version__.split(".")[:2]) for module in (torch, triton)
     )
-    return f"{card}-torch{torch_version}-triton{triton_version}"
+    return f"{gpu}-torch{torch_version}-triton{triton_version}"
 
 
 class Timer:

@@ -1,4 +1,4 @@
-"""Compile kernels for cards that are not there, and read what the machine code takes.
+"""Compile kernels for GPUs that are not there, and read what the machine code takes.
 
 A package's launchers are called on CPU tensors while every Triton launch is recorded instead of
 run; each recorded launch is then compiled for the asked capability. What is compiled is thus what a
@@ -26,11 +26,11 @@ from .machine_code import FOLLOWED, listing, machine_code_usage, undefined_regis
 
 # Shared memory that one program may take, in KiB, by compute capability.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
-# What tests of no tier compile for: the card whose launches are measured. Tier slow compiles for
+# What tests of no tier compile for: the GPU whose launches are measured. Tier slow compiles for
 # all four.
 QUICK = (90,)
 # All four as parameters of one test.
-CARDS = [
+GPUS = [
     capability if capability in QUICK else pytest.param(capability, marks=pytest.mark.slow)
     for capability in SHARED_KIB
 ]
@@ -115,7 +115,7 @@ def compiled_in_a_process(
     """Compile what a function of ``folder``'s module ``launches`` launches for a compute capability
     in a process whose triton is not the interpreter, and return what ``main`` prints.
 
-    The module finds the card in the environment: FUSEWRIGHT_CAPABILITY, such as 90, and
+    The module finds the GPU in the environment: FUSEWRIGHT_CAPABILITY, such as 90, and
     FUSEWRIGHT_SHARED_KIB.
 
     Raises:

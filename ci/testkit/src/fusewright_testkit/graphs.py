@@ -1,4 +1,4 @@
-"""What tests ask of the host beside a card: a call in a CUDA graph, and one that never waits."""
+"""What tests ask of the host beside a GPU: a call in a CUDA graph, and one that never waits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def capture(
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Raise where torch would have the host wait for the card."""
+    """Raise where torch would have the host wait for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -115,7 +115,7 @@ def quicker_interpreter() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def launches_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch keeps the kernel that it compiled first, and a card would read tensors of another
+    """A launch keeps the kernel that it compiled first, and a GPU would read tensors of another
     kind as those: a plan that is kept under too short a key fails here, where nothing is compiled.
     """
     for name, module in list(sys.modules.items()):
@@ -135,7 +135,7 @@ def of_one_kind(call):
 
 @pytest.fixture
 def device() -> str:
-    """Where the kernels of this run live: the card, or the CPU under the interpreter."""
+    """Where the kernels of this run live: the GPU, or the CPU under the interpreter."""
     return "cuda" if HAS_GPU else "cpu"
 
 

@@ -1,7 +1,7 @@
 """Three clocks: a replayed CUDA graph, device events around one call, and the host's wall clock.
 
 Below 100 microseconds the host is slower than the kernels, so events measure Python; the graph
-measures the card.
+measures the GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def graph_time(
     stream: torch.cuda.Stream | None = None,
     warm_seconds: float = 0.1,
 ) -> Time:
-    """Time of one call on the card, from replays of a CUDA graph that holds all ``calls`` one after
+    """Time of one call on the GPU, from replays of a CUDA graph that holds all ``calls`` one after
     the other.
 
     The results of the calls stay alive until the capture ends, so that each writes to memory of its
@@ -68,7 +68,7 @@ def graph_time(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         kept = [call() for call in calls]
-    # A card that has just done other work takes a while to come back to its clocks.
+    # A GPU that has just done other work takes a while to come back to its clocks.
     warm = time.perf_counter() + warm_seconds
     while time.perf_counter() < warm:
         graph.replay()
@@ -94,7 +94,7 @@ def event_time(call: Callable[[], object]) -> Time:
 
 
 def wall_time(call: Callable[[], object], calls: int = 200, rounds: int = 11) -> Time:
-    """Host time of one eager call in a long run of them, the card's own work included; of fewer
+    """Host time of one eager call in a long run of them, the GPU's own work included; of fewer
     than ``calls`` where these would take long.
     """
     for _ in range(3):
@@ -106,7 +106,7 @@ def wall_time(call: Callable[[], object], calls: int = 200, rounds: int = 11) ->
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """What the host waits for some work, the card's included."""
+    """What the host waits for some work, the GPU's included."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     synchronize()
     start = time.perf_counter()

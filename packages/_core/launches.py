@@ -22,8 +22,8 @@ from .internals import FOUND, can_rerun, launch_hooks
 Layout = tuple[torch.dtype, tuple[int, ...]]
 Allocator = Callable[[], torch.Tensor]
 
-_current_stream = FOUND.get("_cuda_getCurrentRawStream")
-_current_device = FOUND.get("_cuda_getDevice") or torch.cuda.current_device
+_current_stream: Any = FOUND.get("_cuda_getCurrentRawStream")
+_current_device: Any = FOUND.get("_cuda_getDevice") or torch.cuda.current_device
 
 
 class Launch:
@@ -51,6 +51,8 @@ class Launch:
         self.tail = (*integers, *constants.values())
         hooks = launch_hooks()
         self.repeats = self.device_index is not None and bool(hooks and _current_stream)
+        self.enter_hook: Any
+        self.exit_hook: Any
         self.enter_hook, self.exit_hook = hooks or (None, None)
         # Triton's compiled kernel, from the first launch on.
         self.compiled: Any = None

@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
-from fusewright.deltanet import gated_delta_rule, reference
-from fusewright.deltanet._launch import Launch
+from fusewright.deltanet import gated_delta_rule
+from fusewright.deltanet._core.launches import Launch
+from fusewright.deltanet.rule import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -170,9 +171,9 @@ def test_rows_and_heads_do_not_see_one_another(rule_op, backend, device):
     """Outputs and gradients of the others keep their bits beside a NaN."""
     leaves = [x.requires_grad_() for x in rule_op.draw(2, 5, 2, 4, 4, F32, device)]
     expected = everything(rule_op, leaves, backend=backend)
-    spoiled = [x.detach().clone() for x in leaves]
-    spoiled[1][1, 2, 0] = math.nan
-    found = everything(rule_op, [x.requires_grad_() for x in spoiled], backend=backend)
+    with_nan = [x.detach().clone() for x in leaves]
+    with_nan[1][1, 2, 0] = math.nan
+    found = everything(rule_op, [x.requires_grad_() for x in with_nan], backend=backend)
     for place, (x, truth) in enumerate(zip(found, expected, strict=True)):
         # Only states have their heads on the second axis.
         both = [z if place in (1, 7) else z.transpose(1, 2) for z in (x, truth)]
@@ -222,7 +223,7 @@ def test_tokens_that_no_sequence_holds_have_no_output_and_no_gradient(rule_op, b
 
 
 def test_lengths_out_of_order_lead_out_of_no_memory(rule_op, backend, device):
-    """Nobody reads them before; they count as the nearest that are in range and order."""
+    """No check reads them; they count as the nearest that are in range and order."""
     leaves = [x.requires_grad_() for x in rule_op.draw(1, 70, 1, 4, 4, F32, device, sequences=4)]
     both = []
     for bounds in ([-70, 3, 900, 2, 70], [0, 3, 70, 70, 70]):

@@ -142,17 +142,17 @@ def calls(
     copies = [case.inputs("cuda") for _ in range(copies_needed(case.bytes_moved["fwd"]))]
     if not KINDS[kind].backward:
         return [functools.partial(op, *inputs) for inputs in copies]
-    found = []
+    backward_passes = []
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for inputs in copies:
             leaves = [x.requires_grad_() for x in inputs]
             outputs = op(*leaves)
             grads = [torch.randn_like(y) for y in outputs]
-            found.append(
+            backward_passes.append(
                 functools.partial(torch.autograd.grad, outputs, leaves, grads, retain_graph=True)
             )
-    return found
+    return backward_passes
 
 
 def sound(jobs: list[Job]) -> list[Job]:
@@ -185,12 +185,12 @@ def is_sound(job: Job) -> bool:
     if is_serial(kind) and tuned_launch.kwargs["num_stages"] < line[0].num_stages:
         return False
     try:
-        found = compile_launch(tuned_launch, GPU.capability)
+        resources = compile_launch(tuned_launch, GPU.capability)
     except Exception as error:
         print("failed", kind, line, repr(error)[:80])
         return False
-    if found.spilled or found.undefined or found.shared > GPU.shared_bytes:
-        print("not sound", found)
+    if resources.spilled or resources.undefined or resources.shared > GPU.shared_bytes:
+        print("not sound", resources)
         return False
     return True
 
@@ -207,7 +207,7 @@ def main(
     )
     table = []
     for kind, sizes in chosen:
-        found = []
+        results = []
         stream = torch.cuda.Stream()
         timed = calls(kind, sizes, stream)
         lines = [job.line for job in jobs if job[:2] == (kind, sizes)]
@@ -219,20 +219,22 @@ def main(
                 except Exception as error:
                     print("failed", kind, line, repr(error)[:80])
                     continue
-            found.append((ms, "committed" if place == 0 else str(line)))
+            results.append((ms, "committed" if place == 0 else str(line)))
         del timed
         case = " ".join(f"{key}={value}" for key, value in sizes.items())
-        table += ranked(kind, case, found, best)
+        table += ranked(kind, case, results, best)
     write_table(out, "tuning", table)
 
 
-def ranked(kind: str, case: str, found: list[tuple[float, str]], best: int) -> list[dict[str, str]]:
+def ranked(
+    kind: str, case: str, results: list[tuple[float, str]], best: int
+) -> list[dict[str, str]]:
     """Rows of a size, the fastest line first; the best are printed, and the committed one."""
-    found.sort()
-    for rank, (ms, line) in enumerate(found):
+    results.sort()
+    for rank, (ms, line) in enumerate(results):
         if rank < best or line == "committed":
             print(f"{kind:16} {case} {ms * 1e3:8.1f} us {line}", flush=True)
-    return [dict(kind=kind, case=case, ms=f"{ms:.5f}", line=line) for ms, line in found]
+    return [dict(kind=kind, case=case, ms=f"{ms:.5f}", line=line) for ms, line in results]
 
 
 def write_table(out: pathlib.Path, name: str, table: list[dict[str, str]]) -> None:

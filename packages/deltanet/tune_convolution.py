@@ -88,13 +88,13 @@ def main(out: pathlib.Path = typer.Option(pathlib.Path("."), help="folder of the
         for backward in (False, True):
             names = ("CONVOLUTION_BACKWARD", "STRIPS") if backward else ("CONVOLUTION",)
             lines = [each for each in candidates() if each[0] in names]
-            found = []
+            results = []
             for name, line in [(names[0], getattr(launch, names[0])), *lines]:
                 with configured(name, line):
                     yardstick.check(op(heads if unit else 0, "triton"))
                     ms = graph_time(timed[backward], replays=7, warm_seconds=0.01).ms
-                found.append((ms, f"{name}={line}" if found else "committed"))
-            table += ranked("backward" if backward else "forward", case, found, best=3)
+                results.append((ms, f"{name}={line}" if results else "committed"))
+            table += ranked("backward" if backward else "forward", case, results, best=3)
     write_table(out, "tuning-convolution", table)
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: full sizes, graphs, synchronisation, streams, fla beside us."""
+"""What only a GPU can show: full sizes, graphs, synchronisation, streams, fla as a peer."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(rule_op, va
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["rows", "sequences"])
-def test_no_call_waits_for_the_card(rule_op, varlen):
+def test_no_call_waits_for_the_gpu(rule_op, varlen):
     lengths = torch.tensor([0, 100, 300], device="cuda") if varlen else None
     op = rule_op.having(cu_seqlens=lengths)
     leaves = [x.requires_grad_() for x in op.draw(1, 300, 3, 64, 64, BF16, "cuda",

@@ -68,7 +68,7 @@ def test_final_state_is_given_where_it_is_asked_for():
     assert torch.equal(end, expected[1])
 
 
-# What is given otherwise than in a good call, the error, and what it says.
+# The arguments that differ from a good call, the error, and its message.
 BAD = {
     "list as q": (dict(q=q.tolist()), TypeError, "q must be a tensor, got list"),
     "integers": (dict(v=v.int()), TypeError, "float64, got torch.int32"),
@@ -104,7 +104,7 @@ BAD = {
     ),
     "half a state": (
         *(dict(initial_state=state.half()), ValueError),
-        "initial_state must be torch.float32 beside q of torch.float32, got torch.float16",
+        "initial_state must be torch.float32 for q of torch.float32, got torch.float16",
     ),
     "state elsewhere": (
         *(dict(initial_state=state.to("meta")), ValueError),

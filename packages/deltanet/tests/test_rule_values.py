@@ -51,7 +51,7 @@ def test_short_numbers_are_as_near_to_fp64_as_torch(rule_op, dtype, device):
 
 
 def test_decay_of_one_token_is_as_near_to_fp64_as_torch(rule_op, device):
-    """All of dg comes from the state that was given, and from the gradient of the one after it."""
+    """All of dg comes from the initial state, and from the gradient of the one after it."""
     rule_op.check(rule_op.draw(1, 1, 4, 16, 16, BF16, device))
 
 
@@ -168,7 +168,7 @@ def test_what_is_not_finite_reaches_no_earlier_chunk(rule_op, backend, device):
 
 
 def test_rows_and_heads_do_not_see_one_another(rule_op, backend, device):
-    """Outputs and gradients of the others keep their bits beside a NaN."""
+    """Outputs and gradients of the others keep their bits where another holds a NaN."""
     leaves = [x.requires_grad_() for x in rule_op.draw(2, 5, 2, 4, 4, F32, device)]
     expected = everything(rule_op, leaves, backend=backend)
     with_nan = [x.detach().clone() for x in leaves]
@@ -264,7 +264,7 @@ def test_without_tokens_the_state_stays_and_without_rows_all_is_empty(
 
 
 def test_operands_of_any_strides_give_the_bits_of_contiguous_ones(rule_op, device):
-    """Slices of one projection are read where they lie, columns apart are not."""
+    """Slices of one projection are read where they lie, strided columns are copied."""
     tensors = rule_op.draw(1, 3, 2, 16, 16, F32, device)
     expected = everything(rule_op, [x.requires_grad_() for x in tensors], backend="triton")
     q, k, v, *others = (x.detach() for x in tensors)
@@ -279,7 +279,7 @@ def test_operands_of_any_strides_give_the_bits_of_contiguous_ones(rule_op, devic
     ("keys", "width", "first", "gap"), [(20, 7, 0, 0), (16, 32, 1, 0), (16, 32, 0, 8)]
 )
 def test_kernels_load_whole_vectors(rule_op, keys, width, first, gap, device, monkeypatch):
-    """Whatever the widths are, where tensors begin, and how far apart their rows are."""
+    """Whatever the widths, the addresses and the gaps between rows are."""
     seen = []
 
     def spy(launch, tensors, floats=()):

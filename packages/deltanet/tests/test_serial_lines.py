@@ -54,7 +54,7 @@ def problem(keys, width, heads, dtype):
     [(128, 16, (16, 4), (16, 3)), (128, 32, (32, 4), (32, 3)), (128, 64, (64, 4), (64, 3)),
      (64, 128, (64, 4), (64, 3)), (256, 16, (32, 3), (32, 2)), (256, 4, (16, 3), (16, 2))],
 )  # fmt: skip
-def test_bf16_heads_are_cut_as_finely_as_the_card_has_multiprocessors(
+def test_bf16_heads_are_cut_as_finely_as_the_gpu_has_multiprocessors(
     gpu, keys, heads, states, gradients
 ):
     gpu(90)

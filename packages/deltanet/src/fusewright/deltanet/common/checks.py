@@ -10,7 +10,7 @@ LENGTHS = (torch.int32, torch.int64)
 
 
 def check_lengths(cu_seqlens: torch.Tensor, q: torch.Tensor) -> None:
-    """cu_seqlens [N + 1] must be integers beside a q of one row."""
+    """cu_seqlens [N + 1] must be integers, and q one row."""
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in LENGTHS:

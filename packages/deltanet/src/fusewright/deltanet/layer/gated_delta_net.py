@@ -1,6 +1,6 @@
 """Gated DeltaNet: projections, short convolutions, the gated delta rule, a gated norm.
 
-With x [B, T, C], for every head:
+With x [B, T, C], for each head:
 
     q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x)),  q and k of length 1
     beta = sigmoid(W_b x),  g = -exp(A_log) softplus(W_a x + dt_bias)
@@ -174,7 +174,7 @@ class GatedDeltaNet(nn.Module):
         self, x: Tensor, cache: DeltaNetCache | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, DeltaNetCache]:
         """y of the tokens that follow what the cache has read, and the next cache: what forward
-        gives for all tokens together. A single token is one step of the recurrence.
+        gives for all tokens at once. A single token is one step of the recurrence.
 
         Padding may stand before a row's first token; behind its last one it would count as tokens
         of zeros for the convolutions that follow.

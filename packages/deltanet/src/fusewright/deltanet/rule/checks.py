@@ -65,10 +65,10 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, lead: str) -> None:
         check_device(name, x, "q", q)
     if k.shape != q.shape:
         raise ValueError(f"k must have q's shape {tuple(q.shape)}, got {tuple(k.shape)}")
-    heads = q.shape[-2]
-    if v.shape[:-2] != q.shape[:-2] or not heads or v.shape[-2] % heads:
+    key_heads = q.shape[-2]
+    if v.shape[:-2] != q.shape[:-2] or not key_heads or v.shape[-2] % key_heads:
         raise ValueError(
-            f"v must be [{lead}HV, V] beside q {tuple(q.shape)}, HV a multiple of its heads, "
+            f"v must be [{lead}HV, V] with q {tuple(q.shape)}, HV a multiple of its heads, "
             f"got {tuple(v.shape)}"
         )
 
@@ -87,12 +87,12 @@ def check_state(name: str, state: Tensor, q: Tensor, v: Tensor, sequences: int) 
         raise ValueError(f"{name} must be [N, HV, K, V] = {shape}, got {tuple(state.shape)}")
     wanted = wide_dtype(q)
     if state.dtype != wanted:
-        raise ValueError(f"{name} must be {wanted} beside q of {q.dtype}, got {state.dtype}")
+        raise ValueError(f"{name} must be {wanted} for q of {q.dtype}, got {state.dtype}")
     check_device(name, state, "q", q)
 
 
 def check_residual(d_residual: str, d_weight: Tensor | None, v: Tensor) -> None:
-    """d_weight [HV] must stand beside a residual."""
+    """d_weight [HV] needs a residual."""
     if d_weight is None:
         return
     if d_residual == "none":

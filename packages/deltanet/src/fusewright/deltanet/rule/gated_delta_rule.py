@@ -1,7 +1,7 @@
 r"""The gated delta rule: a linear recurrence whose state decays, and corrects the value that it
 returns for a key.
 
-For every row and value head, with the state S [K, V] in fp32, alpha_t = exp(g_t):
+For each row and value head, with the state S [K, V] in fp32, alpha_t = exp(g_t):
 
     S' = alpha_t S_(t-1)
     u_t = beta_t (v_t - S'^T k_t)
@@ -173,21 +173,21 @@ def gated_delta_rule(
     alpha: Tensor | None = None,
     backend: Backend = "auto",
 ) -> GatedDeltaRule:
-    """Read and write a state for every token, by the gated delta rule.
+    """Read and write a state for each token, by the gated delta rule.
 
     Args:
         q, k: ``[B, T, H, K]``, of one dtype with v, fp32, bf16 or fp16 (the reference takes fp64
             too). Any strides; only a tensor whose last axis is not contiguous is copied. Under
             autocast they are cast to its dtype. Keys of length 1 are wanted: with longer ones
             nothing bounds the state.
-        v: ``[B, T, HV, V]``, HV a multiple of H: every HV / H value heads in turn share a head of
-            q and k.
+        v: ``[B, T, HV, V]``, HV a multiple of H: HV / H value heads in a row share a head of q
+            and k.
         g: ``[B, T, HV]``, the log decay, not above 0, floating point; -inf forgets the state. None
             where ``alpha`` is given.
         beta: the same; how much of the difference is corrected, 0 to 1, or 2 for negative
             eigenvalues. The range of g and beta is not checked.
         scale: a number for o; K ** -0.5 where left out.
-        initial_state: ``[N, HV, K, V]``, fp32 (fp64 beside fp64 q), zeros where left out; N is B,
+        initial_state: ``[N, HV, K, V]``, fp32 (fp64 for fp64 q), zeros where left out; N is B,
             or the number of sequences.
         output_final_state: also return the state after the last token.
         cu_seqlens: ``[N + 1]``, int32 or int64, where sequences of different lengths begin and end
@@ -195,7 +195,7 @@ def gated_delta_rule(
             out of range or order counts as the nearest that is not. Tokens outside all sequences
             have an o of zeros. Only the reference and fla have the host read it.
         d_residual: what is added to o: "none", "qk" for D (q_t . k_t) v_t, "v" for D v_t, for
-            every head; scale is no part of it.
+            each head, without scale.
         d_weight: ``[HV]``, D; ones where left out.
         alpha: the decay itself in place of g, as exp(g); below 1e-6 it counts as that. g is more
             precise near 0 and 1.

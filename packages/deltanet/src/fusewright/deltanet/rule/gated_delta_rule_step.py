@@ -64,14 +64,14 @@ def gated_delta_rule_step(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> GatedDeltaRule:
-    """Read and write a state for one token of every row, by the gated delta rule.
+    """Read and write a state for one token of each row, by the gated delta rule.
 
     Args:
         q, k: ``[B, H, K]``, of one dtype with v, fp32, bf16 or fp16 (the reference takes fp64
             too). Under autocast they are cast to its dtype.
         v: ``[B, HV, V]``, HV a multiple of H.
         g, beta: ``[B, HV]``, as in :func:`gated_delta_rule`.
-        state: ``[B, HV, K, V]``, fp32 (fp64 beside fp64 q).
+        state: ``[B, HV, K, V]``, fp32 (fp64 for fp64 q).
         scale: a number for o; K ** -0.5 where left out.
         backend: "auto" takes the kernel for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernel cannot serve.

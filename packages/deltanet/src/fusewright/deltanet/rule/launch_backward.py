@@ -109,7 +109,7 @@ def rule_backward(
     dstate, dq, dk, dv = allocate(plan.dstate), plan.dq(), plan.dk(), plan.dv()
     dg, dbeta, partial_dgates = plan.dgate(), plan.dgate(), plan.partial_dgates()
     partial_dk, state_products, scratch = plan.partial_dk(), plan.state_products(), plan.scratch()
-    inputs = (do, q, k, v, beta, inverses, states, decays, chunks)
+    inputs: tuple[Tensor | None, ...] = (do, q, k, v, beta, inverses, states, decays, chunks)
     plan.local_launch((*inputs, w, values, dvalues, scratch), (scale,))
     inputs = (do, dend, q, k, w, decays, sequences, states, state)
     plan.state_gradients_launch((*inputs, dvalues, dstates, state_products, dstate), (scale,))

@@ -29,9 +29,9 @@ class Chunked(NamedTuple):
     Attributes:
         o: ``[B, T, HV, V]``, in q's dtype.
         end: ``[N, HV, K, V]``, the state after the last token.
-        inverses: ``[chunks, HV, C, C]``, (I + A)^-1 of every chunk, one sequence after the other.
+        inverses: ``[chunks, HV, C, C]``, (I + A)^-1 of each chunk, one sequence after the other.
         states: ``[chunks, HV, K, V]``, the state at the start of each chunk.
-        decays: ``[chunks, HV, C]``, the cumulated log decay of every chunk.
+        decays: ``[chunks, HV, C]``, the cumulated log decay of each chunk.
     """
 
     o: Tensor
@@ -124,8 +124,8 @@ def chunked_rule(
 
 
 def count_chunks(q: Tensor, cu_seqlens: Tensor | None) -> int:
-    """How many chunks all sequences have together; where only the device knows their lengths, how
-    many they have at most.
+    """The number of chunks of all sequences; where only the device knows their lengths, its upper
+    bound.
     """
     batch, tokens = q.shape[:2]
     if cu_seqlens is None:
@@ -148,7 +148,7 @@ def by_sequence(
         state = wide(q).new_zeros(sequences, v.shape[2], q.shape[3], v.shape[3])
     if cu_seqlens is None:
         return function(*tensors, state)
-    read = cu_seqlens.tolist()  # sync: plain torch cuts sequences apart on the host
+    read = cu_seqlens.tolist()  # sync: plain torch slices sequences on the host
     # Bounds out of order or range are moved as the kernels move them.
     bounds = list(itertools.accumulate((min(max(x, 0), v.shape[1]) for x in read), max))
     parts = [

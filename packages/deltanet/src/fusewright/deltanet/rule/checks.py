@@ -61,8 +61,10 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, lead: str) -> None:
             raise ValueError(
                 f"{name} must be [{lead}{heads}] with a width of at least 1, got {tuple(x.shape)}"
             )
-        check_dtype(name, x, "q", q)
-        check_device(name, x, "q", q)
+        # Compared here first: the checks run in each call of an op, where calls cost host time.
+        if x.dtype != q.dtype or x.device != q.device:
+            check_dtype(name, x, "q", q)
+            check_device(name, x, "q", q)
     if k.shape != q.shape:
         raise ValueError(f"k must have q's shape {tuple(q.shape)}, got {tuple(k.shape)}")
     key_heads = q.shape[-2]
@@ -91,10 +93,8 @@ def check_state(name: str, state: Tensor, q: Tensor, v: Tensor, sequences: int) 
     check_device(name, state, "q", q)
 
 
-def check_residual(d_residual: str, d_weight: Tensor | None, v: Tensor) -> None:
-    """d_weight [HV] needs a residual."""
-    if d_weight is None:
-        return
+def check_residual_weight(d_weight: Tensor, d_residual: str, v: Tensor) -> None:
+    """d_weight must be [HV], and needs a residual."""
     if d_residual == "none":
         raise ValueError('d_weight needs d_residual="qk" or "v", got "none"')
     check_floating("d_weight", d_weight)

@@ -38,7 +38,7 @@ from .._core.checks import check_option
 from .._core.precision import autocast, wide, wide_dtype, without_autocast
 from .._core.registration import Derivative, Op, empty_grad, second_order
 from . import launch, launch_backward, reference
-from .checks import check_residual, check_rule, checked_decay, checked_scale
+from .checks import check_residual_weight, check_rule, checked_decay, checked_scale
 from .fla import fla_obstacle, fla_rule, has_fla
 
 Tensor = torch.Tensor
@@ -220,11 +220,13 @@ def gated_delta_rule(
     decay = checked_decay(g, alpha)
     check_rule(q, k, v, decay | {"beta": beta}, initial_state, cu_seqlens)
     check_option("d_residual", d_residual, RESIDUALS)
-    check_residual(d_residual, d_weight, v)
+    if d_weight is not None:
+        check_residual_weight(d_weight, d_residual, v)
     scale = checked_scale(scale, q)
     q, k, v = autocast(q, k, v)
     g = decay["g"] if "g" in decay else log_decay(decay["alpha"])
-    g, beta = (x.to(wide_dtype(q)) for x in (g, beta))
+    gate_dtype = wide_dtype(q)
+    g, beta = g.to(gate_dtype), beta.to(gate_dtype)
     tensors = (q, k, v, g, beta, initial_state)
     served = served_by(q, v, tensors, backend)
     if served == "fla":

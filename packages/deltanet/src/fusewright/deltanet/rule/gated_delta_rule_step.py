@@ -91,17 +91,17 @@ def gated_delta_rule_step(
     check_step(q, k, v, g, beta, state)
     scale = checked_scale(scale, q)
     q, k, v = autocast(q, k, v)
-    g, beta = (x.to(wide_dtype(q)) for x in (g, beta))
-    if uses_triton(q, backend) and serves(q, backend):
-        return GatedDeltaRule(*_step(q, k, v, g, beta, state, scale))
+    gate_dtype = wide_dtype(q)
+    g, beta = g.to(gate_dtype), beta.to(gate_dtype)
+    if uses_triton(q, backend):
+        if q.shape[-1] <= launch.WIDEST:
+            return GatedDeltaRule(*_step(q, k, v, g, beta, state, scale))
+        decline_width(q, backend)
     with without_autocast(q.device):
         return GatedDeltaRule(*reference.gated_delta_rule_step(q, k, v, g, beta, state, scale))
 
 
-def serves(q: Tensor, backend: Backend) -> bool:
-    """Whether the kernel serves keys of this width."""
-    if q.shape[-1] <= launch.WIDEST:
-        return True
+def decline_width(q: Tensor, backend: Backend) -> None:
+    """Say that the kernel does not serve keys of this width: raise for "triton", warn for "auto"."""
     obstacle = f"the kernel serves keys of up to {launch.WIDEST} columns, not {q.shape[-1]}"
     decline(obstacle, backend)
-    return False

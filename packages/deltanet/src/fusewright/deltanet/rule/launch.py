@@ -271,9 +271,10 @@ class Tables(NamedTuple):
     sequences: Tensor | None
 
 
-def tables_of(problem: Problem, cu_seqlens: Tensor | None) -> Tables:
-    if cu_seqlens is None:
-        return Tables(None, None)
+NO_TABLES = Tables(None, None)
+
+
+def tables_of(problem: Problem, cu_seqlens: Tensor) -> Tables:
     # No check has read them: bounds out of order must not lead out of memory.
     bounds = cu_seqlens.clamp(0, problem.tokens).int().cummax(0).values
     begin, end = bounds[:-1], bounds[1:]
@@ -359,7 +360,7 @@ def rule_forward(
     q, k, v = contiguous_where((q, k, v), plan.copies)
     g, beta = g.contiguous(), beta.contiguous()
     state = None if state is None else state.contiguous()
-    tables = tables_of(problem, cu_seqlens)
+    tables = NO_TABLES if cu_seqlens is None else tables_of(problem, cu_seqlens)
     w, values = plan.w(), plan.values()
     plan.prepare_launch((k, v, g, beta, tables.chunks, w, values, inverses, decays))
     plan.states_launch((k, w, values, decays, state, tables.sequences, states, end))

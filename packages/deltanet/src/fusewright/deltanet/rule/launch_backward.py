@@ -19,6 +19,7 @@ from .._core.launches import (
 from .._core.lazy import lazy_module
 from .._core.registration import empty_grad
 from .launch import (
+    NO_TABLES,
     Problem,
     RuleConfig,
     SerialConfig,
@@ -102,7 +103,8 @@ def rule_backward(
     problem = problem_of(q, v, state, cu_seqlens)
     plan = backward_plan(problem, layouts(do, q, k, v))
     do, q, k, v = contiguous_where((do, q, k, v), plan.copies)
-    chunks, sequences = tables_of(problem, cu_seqlens)
+    tables = NO_TABLES if cu_seqlens is None else tables_of(problem, cu_seqlens)
+    chunks, sequences = tables
     g, beta, dend = g.contiguous(), beta.contiguous(), dend.contiguous()
     state = None if state is None else state.contiguous()
     w, values, dvalues, dstates = plan.w(), plan.values(), plan.values(), plan.dstates()

@@ -102,6 +102,6 @@ def gated_delta_rule_step(
 
 
 def decline_width(q: Tensor, backend: Backend) -> None:
-    """Say that the kernel does not serve keys of this width: raise for "triton", warn for "auto"."""
+    """Say that keys of this width are too wide: raise for "triton", warn for "auto"."""
     obstacle = f"the kernel serves keys of up to {launch.WIDEST} columns, not {q.shape[-1]}"
     decline(obstacle, backend)

@@ -1,5 +1,5 @@
-"""Time every candidate launch of the rule's kernels on this card; the fastest lines go to
-``_configs.py``.
+"""Time every candidate launch of the rule's kernels on this GPU; the fastest lines go to
+``launch.py``, ``launch_backward.py`` and ``launch_step.py`` of ``rule``.
 
     PYTHONPATH=packages/deltanet/src:ci/testkit/src python packages/deltanet/tune.py --out
     packages/deltanet/results
@@ -23,24 +23,17 @@ from unittest import mock
 
 import torch
 import typer
-from fusewright.deltanet import (
-    _backward,
-    _configs,
-    _forward,
-    _problem,
-    _step_kernels,
-    bench,
-    gated_delta_rule,
-    gated_delta_rule_step,
-)
-from fusewright.deltanet._backends import Card
-from fusewright_testkit import Yardstick
-from fusewright_testkit.bench import environment_name
+from fusewright.deltanet import gated_delta_rule, gated_delta_rule_step
+from fusewright.deltanet._core.backends import DeviceProperties
+from fusewright.deltanet.rule import launch, launch_backward, launch_step
+from fusewright_testkit import Case, Yardstick
+from fusewright_testkit.bench import environment_name, load
 from fusewright_testkit.compiled import SHARED_KIB, compile_launch, recorded_launches
 from fusewright_testkit.timing import copies_needed, graph_time
 
+bench = load(pathlib.Path(__file__).parent)
 # What candidates are compiled for before they are launched.
-CARD = Card(multiprocessors=132, shared_bytes=SHARED_KIB[90] << 10, capability=90)
+GPU = DeviceProperties(multiprocessors=132, shared_bytes=SHARED_KIB[90] << 10, capability=90)
 MODEL, LONG, NARROW, WIDE, MANY = *bench.RULES, dict(B=4, T=4096, H=16, D=128)
 STEP = bench.STEPS[0]
 # What the carried state is cut into depends on how many rows and heads there are.
@@ -48,8 +41,8 @@ SERIAL = (MODEL, LONG, NARROW, WIDE, MANY)
 
 
 class Kind(NamedTuple):
-    """A line of the tables: the module that reads it, its name there, whether it is of the backward
-    pass, and the sizes at which it is timed.
+    """A line of the tables: its module and name, whether it is of the backward pass, and the sizes
+    at which it is timed.
     """
 
     module: Any
@@ -59,14 +52,14 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "prepare": Kind(_forward, "PREPARE", False, (MODEL, NARROW)),
-    "states": Kind(_forward, "STATES", False, SERIAL),
-    "outputs": Kind(_forward, "OUTPUTS", False, (MODEL, NARROW)),
-    "local": Kind(_backward, "LOCAL", True, (MODEL, NARROW)),
-    "state_gradients": Kind(_backward, "STATE_GRADIENTS", True, SERIAL),
-    "inputs": Kind(_backward, "INPUTS", True, (MODEL, NARROW)),
-    "through": Kind(_backward, "THROUGH", True, (MODEL, NARROW)),
-    "step": Kind(_step_kernels, "STEP_BLOCK_V", False, (STEP,)),
+    "prepare": Kind(launch, "PREPARE", False, (MODEL, NARROW)),
+    "states": Kind(launch, "STATES", False, SERIAL),
+    "outputs": Kind(launch, "OUTPUTS", False, (MODEL, NARROW)),
+    "local": Kind(launch_backward, "LOCAL", True, (MODEL, NARROW)),
+    "state_gradients": Kind(launch_backward, "STATE_GRADIENTS", True, SERIAL),
+    "inputs": Kind(launch_backward, "INPUTS", True, (MODEL, NARROW)),
+    "through": Kind(launch_backward, "THROUGH", True, (MODEL, NARROW)),
+    "step": Kind(launch_step, "STEP_BLOCK_V", False, (STEP,)),
 }
 
 
@@ -78,20 +71,25 @@ class Job(NamedTuple):
     line: Any
 
 
+def committed(kind: str) -> Any:
+    """The line or lines of the tables as they are."""
+    return getattr(KINDS[kind].module, KINDS[kind].name)
+
+
 def is_serial(kind: str) -> bool:
     """Whether it carries a state over chunks, by one of a table's lines."""
     return kind in ("states", "state_gradients")
 
 
 def candidates(kind: str, width: int) -> Iterator[Any]:
-    """What may stand in the place of the committed line."""
-    line = getattr(_configs, KINDS[kind].name)
+    """Candidates for the place of the committed line."""
+    line = committed(kind)
     if kind == "step":
         yield from (8, 16, 32, 64)
     elif is_serial(kind):
         for block_v, warps, stages in itertools.product((16, 32, 64), (4, 8), (2, 3, 4)):
             if block_v <= width:
-                yield (_configs.SerialConfig(block_v, warps, stages),)
+                yield (launch.SerialConfig(block_v, warps, stages),)
     else:
         blocks = (64, 128) if width >= 128 else (64,)
         for block_k, block_v, warps, stages in itertools.product(blocks, blocks, (4, 8), (1, 2, 3)):
@@ -103,7 +101,7 @@ def candidates(kind: str, width: int) -> Iterator[Any]:
 @contextlib.contextmanager
 def configured(kind: str, line: Any) -> Iterator[None]:
     """The launchers with one candidate in place of its line, and no plan made before."""
-    plans = _forward.forward_plan, _backward.backward_plan, _step_kernels.step_plan
+    plans = launch.forward_plan, launch_backward.backward_plan, launch_step.step_plan
     for plan in plans:
         plan.cache_clear()
     with mock.patch.object(KINDS[kind].module, KINDS[kind].name, line):
@@ -124,7 +122,7 @@ def op_of(kind: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     return step if kind == "step" else rule
 
 
-def case_of(kind: str, sizes: dict[str, int]) -> bench.Case:
+def case_of(kind: str, sizes: dict[str, int]) -> Case:
     return (bench.step_case if kind == "step" else bench.rule_case)(sizes)
 
 
@@ -137,24 +135,24 @@ def yardstick(kind: str, width: int) -> Yardstick:
 def calls(
     kind: str, sizes: dict[str, int], stream: torch.cuda.Stream
 ) -> list[Callable[[], object]]:
-    """The pass of a kind on cold copies of its inputs, forward passes done before, on the stream,
-    where it is the backward one: those of the line that is in force.
+    """The pass of a kind on cold copies of its inputs. For a backward pass the forward passes are
+    done before, on the stream, by the lines that are in force.
     """
     case, op = case_of(kind, sizes), op_of(kind)
     copies = [case.inputs("cuda") for _ in range(copies_needed(case.bytes_moved["fwd"]))]
     if not KINDS[kind].backward:
         return [functools.partial(op, *inputs) for inputs in copies]
-    found = []
+    backward_passes = []
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for inputs in copies:
             leaves = [x.requires_grad_() for x in inputs]
             outputs = op(*leaves)
             grads = [torch.randn_like(y) for y in outputs]
-            found.append(
+            backward_passes.append(
                 functools.partial(torch.autograd.grad, outputs, leaves, grads, retain_graph=True)
             )
-    return found
+    return backward_passes
 
 
 def sound(jobs: list[Job]) -> list[Job]:
@@ -172,27 +170,27 @@ def is_sound(job: Job) -> bool:
     kind, sizes, line = job
     inputs = case_of(kind, sizes | ({} if kind == "step" else dict(T=64))).inputs("cpu")
     scale = 0.1
-    tuned = mock.patch.object(_problem, "card_of", return_value=CARD)
+    tuned = mock.patch.object(launch, "device_properties", return_value=GPU)
     with tuned, configured(kind, line), recorded_launches() as recorded:
         if kind == "step":
-            _step_kernels.launch_step(*inputs, scale)
+            launch_step.step_forward(*inputs, scale)
         else:
-            o, end, *saved = _forward.launch_rule(*inputs, None, None, scale)
+            o, end, *saved = launch.rule_forward(*inputs, None, None, scale)
             if KINDS[kind].backward:
                 operands = (*inputs, None, None, *saved)
-                _backward.launch_rule_backward(o, end, *operands, scale)
-    own = f"_{kind}_kernel"
-    (launch,) = (each for each in recorded if each.function.fn.__name__ == own)  # type: ignore[attr-defined]
+                launch_backward.rule_backward(o, end, *operands, scale)
+    name = f"{kind}_kernel"
+    (tuned_launch,) = (each for each in recorded if each.function.fn.__name__ == name)  # type: ignore[attr-defined]
     # Where shared memory has no room, fewer stages are launched than the line has.
-    if is_serial(kind) and launch.kwargs["num_stages"] < line[0].num_stages:
+    if is_serial(kind) and tuned_launch.kwargs["num_stages"] < line[0].num_stages:
         return False
     try:
-        found = compile_launch(launch, CARD.capability)
+        resources = compile_launch(tuned_launch, GPU.capability)
     except Exception as error:
         print("failed", kind, line, repr(error)[:80])
         return False
-    if found.spilled or found.undefined or found.shared > CARD.shared_bytes:
-        print("not sound", found)
+    if resources.spilled or resources.undefined or resources.shared > GPU.shared_bytes:
+        print("not sound", resources)
         return False
     return True
 
@@ -209,12 +207,11 @@ def main(
     )
     table = []
     for kind, sizes in chosen:
-        found = []
+        results = []
         stream = torch.cuda.Stream()
         timed = calls(kind, sizes, stream)
-        committed = getattr(_configs, KINDS[kind].name)
         lines = [job.line for job in jobs if job[:2] == (kind, sizes)]
-        for place, line in enumerate((committed, *lines)):
+        for place, line in enumerate((committed(kind), *lines)):
             with configured(kind, line):
                 try:
                     yardstick(kind, sizes["D"]).check(op_of(kind))
@@ -222,20 +219,22 @@ def main(
                 except Exception as error:
                     print("failed", kind, line, repr(error)[:80])
                     continue
-            found.append((ms, "committed" if place == 0 else str(line)))
+            results.append((ms, "committed" if place == 0 else str(line)))
         del timed
         case = " ".join(f"{key}={value}" for key, value in sizes.items())
-        table += ranked(kind, case, found, best)
+        table += ranked(kind, case, results, best)
     write_table(out, "tuning", table)
 
 
-def ranked(kind: str, case: str, found: list[tuple[float, str]], best: int) -> list[dict[str, str]]:
+def ranked(
+    kind: str, case: str, results: list[tuple[float, str]], best: int
+) -> list[dict[str, str]]:
     """Rows of a size, the fastest line first; the best are printed, and the committed one."""
-    found.sort()
-    for rank, (ms, line) in enumerate(found):
+    results.sort()
+    for rank, (ms, line) in enumerate(results):
         if rank < best or line == "committed":
             print(f"{kind:16} {case} {ms * 1e3:8.1f} us {line}", flush=True)
-    return [dict(kind=kind, case=case, ms=f"{ms:.5f}", line=line) for ms, line in found]
+    return [dict(kind=kind, case=case, ms=f"{ms:.5f}", line=line) for ms, line in results]
 
 
 def write_table(out: pathlib.Path, name: str, table: list[dict[str, str]]) -> None:

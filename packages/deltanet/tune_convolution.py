@@ -1,5 +1,5 @@
-"""Time every candidate launch of the short convolution on this card; the fastest lines go to
-``_configs.py``.
+"""Time every candidate launch of the short convolution on this GPU; the fastest lines go to
+``launch.py`` of ``convolution``.
 
     PYTHONPATH=packages/deltanet/src:ci/testkit/src python packages/deltanet/tune_convolution.py
     --out packages/deltanet/results
@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 import typer
-from fusewright.deltanet import _configs, _convolution
-from fusewright.deltanet._short_convolution import short_convolution
+from fusewright.deltanet.convolution import launch
+from fusewright.deltanet.convolution.short_convolution import short_convolution
 from fusewright_testkit import Yardstick
 from fusewright_testkit.timing import copies_needed, graph_time
 from tune import ranked, write_table
@@ -31,13 +31,13 @@ TAPS = 4
 
 
 def candidates() -> Iterator[tuple[str, object]]:
-    """What may stand in the place of one of the three lines."""
+    """Candidates for the place of one of the three lines."""
     for elements, warps in itertools.product((256, 512, 1024, 2048, 4096), (2, 4, 8)):
         # Between four numbers of a thread and sixteen.
         if not 4 <= elements // (32 * warps) <= 16:
             continue
         for name in ("CONVOLUTION", "CONVOLUTION_BACKWARD"):
-            line = getattr(_configs, name)
+            line = getattr(launch, name)
             if elements >= 512 if name == "CONVOLUTION" else elements <= 1024:
                 yield name, line._replace(elements=elements, num_warps=warps)
     for length in (16, 32, 64, 128):
@@ -47,10 +47,10 @@ def candidates() -> Iterator[tuple[str, object]]:
 @contextlib.contextmanager
 def configured(name: str, line: object) -> Iterator[None]:
     """The launchers with one candidate in place of its line, and no plan made before."""
-    _convolution.plan.cache_clear()
-    with mock.patch.object(_convolution, name, line):
+    launch.convolution_plan.cache_clear()
+    with mock.patch.object(launch, name, line):
         yield
-    _convolution.plan.cache_clear()
+    launch.convolution_plan.cache_clear()
 
 
 def op(heads: int, backend: str) -> Callable[..., torch.Tensor]:
@@ -66,7 +66,7 @@ def passes(sizes: tuple[int, ...], unit: bool) -> dict[bool, list[Callable[[], o
     """Both passes on cold copies of their inputs, the backward ones by themselves."""
     heads, moved = sizes[2] if unit else 0, 3 * 2 * sizes[0] * sizes[1] * sizes[2] * sizes[3]
     copies = [inputs(*sizes) for _ in range(copies_needed(moved))]
-    backward = _convolution.launch_short_convolution_backward
+    backward = launch.convolution_backward
     return {
         False: [functools.partial(op(heads, "triton"), *each) for each in copies],
         True: [
@@ -88,13 +88,13 @@ def main(out: pathlib.Path = typer.Option(pathlib.Path("."), help="folder of the
         for backward in (False, True):
             names = ("CONVOLUTION_BACKWARD", "STRIPS") if backward else ("CONVOLUTION",)
             lines = [each for each in candidates() if each[0] in names]
-            found = []
-            for name, line in [(names[0], getattr(_configs, names[0])), *lines]:
+            results = []
+            for name, line in [(names[0], getattr(launch, names[0])), *lines]:
                 with configured(name, line):
                     yardstick.check(op(heads if unit else 0, "triton"))
                     ms = graph_time(timed[backward], replays=7, warm_seconds=0.01).ms
-                found.append((ms, f"{name}={line}" if found else "committed"))
-            table += ranked("backward" if backward else "forward", case, found, best=3)
+                results.append((ms, f"{name}={line}" if results else "committed"))
+            table += ranked("backward" if backward else "forward", case, results, best=3)
     write_table(out, "tuning-convolution", table)
 
 

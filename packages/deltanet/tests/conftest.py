@@ -1,4 +1,4 @@
-"""What the tests of this package share."""
+"""The ops of the package as functions of flat lists of tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.deltanet import gated_delta_rule, gated_delta_rule_step, reference
+from fusewright.deltanet import gated_delta_rule, gated_delta_rule_step
+from fusewright.deltanet.rule import reference
 from fusewright_testkit import Yardstick
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.

@@ -6,27 +6,20 @@ import math
 import os
 
 import torch
-from fusewright.deltanet import _convolution, _problem
-from fusewright.deltanet._backends import Card
-from fusewright.deltanet._backward import launch_rule_backward
-from fusewright.deltanet._convolution import (
-    launch_short_convolution,
-    launch_short_convolution_backward,
-)
-from fusewright.deltanet._forward import launch_rule
-from fusewright.deltanet._gated_norm_kernels import (
-    launch_gated_norm,
-    launch_gated_norm_backward,
-)
-from fusewright.deltanet._step_kernels import launch_step
+from fusewright.deltanet._core.backends import DeviceProperties
+from fusewright.deltanet.convolution import launch as convolution
+from fusewright.deltanet.gated_norm import launch as gated_norm
+from fusewright.deltanet.rule import launch as rule
+from fusewright.deltanet.rule.launch_backward import rule_backward
+from fusewright.deltanet.rule.launch_step import step_forward
 
 # So many that the lines of the most programs are taken.
-CARD = Card(
+GPU = DeviceProperties(
     multiprocessors=132,
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-_problem.card_of = _convolution.card_of = lambda device: CARD
+rule.device_properties = convolution.device_properties = lambda device: GPU
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -43,8 +36,8 @@ def launch(
     first: int = 0,
     gap: int = 0,
 ) -> None:
-    """Forward and backward with every gradient; q and v begin ``first`` numbers into their memory,
-    and have ``gap`` between heads.
+    """Forward and backward with every gradient; q and v begin ``first`` numbers into their memory
+    and have ``gap`` numbers between heads.
     """
 
     def within(*shape: int) -> torch.Tensor:
@@ -58,26 +51,26 @@ def launch(
     cu_seqlens = torch.tensor([0, 128]) if lengths else None
     state = torch.empty(batch, heads[1], keys, width) if starts else None
     operands = (q, q, v, g, g, state, cu_seqlens)
-    o, end, *saved = launch_rule(*operands, 0.1)
-    launch_rule_backward(o, end, *operands, *saved, 0.1)
+    o, end, *saved = rule.rule_forward(*operands, 0.1)
+    rule_backward(o, end, *operands, *saved, 0.1)
 
 
 def launch_one_step(dtype: torch.dtype, keys: int = 128, width: int = 128) -> None:
     q, v = torch.empty(2, 2, keys, dtype=dtype), torch.empty(2, 4, width, dtype=dtype)
     gate = torch.empty(2, 4)
-    launch_step(q, q, v, gate, gate, torch.empty(2, 4, keys, width), 0.1)
+    step_forward(q, q, v, gate, gate, torch.empty(2, 4, keys, width), 0.1)
 
 
 def launch_the_layer(dtype: torch.dtype, heads: int = 8, width: int = 128) -> None:
-    """What a layer does before and after the rule."""
+    """The launches of a layer before and after the rule."""
     x, weight = torch.empty(2, 64, heads * width, dtype=dtype), torch.empty(heads * width, 4)
     for unit in (0, heads):
-        launch_short_convolution(x, weight, None, None, unit)
+        convolution.convolution_forward(x, weight, None, None, unit)
         for rows in (x, torch.empty(4, 4096, *x.shape[2:], dtype=dtype)):
-            launch_short_convolution_backward(rows, rows, weight, None, None, unit)
+            convolution.convolution_backward(rows, rows, weight, None, None, unit)
     rows, gain = x.view(2, 64, heads, width), torch.empty(width)
-    launch_gated_norm(rows, gain, rows, 1e-5)
-    launch_gated_norm_backward(rows, rows, gain, rows, 1e-5)
+    gated_norm.norm_forward(rows, gain, rows, 1e-5)
+    gated_norm.norm_backward(rows, rows, gain, rows, 1e-5)
 
 
 def one_of_each() -> None:

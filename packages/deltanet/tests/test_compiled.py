@@ -1,4 +1,4 @@
-"""Every kernel compiles for every supported card, within its shared memory."""
+"""Every kernel compiles for every supported GPU, within its shared memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def test_one_launch_of_every_kernel_compiles(capability):
     may_spill = capability != 90
     printed = compiled_in_a_process(HERE, "one_of_each", capability, may_spill=may_spill)
     for kernel in (
-        "_prepare_kernel",
-        "_states_kernel",
-        "_outputs_kernel",
-        "_local_kernel",
-        "_state_gradients_kernel",
-        "_inputs_kernel",
-        "_through_kernel",
-        "_step_kernel",
-        "_convolution_kernel",
-        "_convolution_backward_kernel",
-        "_gated_norm_kernel",
-        "_gated_norm_backward_kernel",
+        "prepare_kernel",
+        "states_kernel",
+        "outputs_kernel",
+        "local_kernel",
+        "state_gradients_kernel",
+        "inputs_kernel",
+        "through_kernel",
+        "step_kernel",
+        "convolution_kernel",
+        "convolution_backward_kernel",
+        "gated_norm_kernel",
+        "gated_norm_backward_kernel",
     ):
         assert kernel in printed
 

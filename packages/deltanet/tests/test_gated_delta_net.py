@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.deltanet import GatedDeltaNet, reference
+from fusewright.deltanet import GatedDeltaNet
+from fusewright.deltanet.rule import reference
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 NAN = float("nan")
@@ -256,7 +257,7 @@ BAD = {
         *(lambda: GatedDeltaNet(8, 1, 3, 1, rope_theta=1e4), ValueError),
         "rotary positions need an even head_dim, got 3",
     ),
-    "residual": (lambda: GatedDeltaNet(8, d_residual="k"), ValueError, "d_residual must be one of"),
+    "residual": (lambda: GatedDeltaNet(8, d_residual="k"), ValueError, "d_residual must be"),
     "backend": (lambda: GatedDeltaNet(8, backend="cuda"), ValueError, "backend must be"),
 }
 

@@ -1,4 +1,4 @@
-"""What only a card can show: full sizes, graphs, synchronisation, streams, fla beside us."""
+"""What only a GPU can show: full sizes, graphs, synchronisation, streams, fla as a peer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import warnings
 
 import pytest
 import torch
-from fusewright.deltanet import GatedDeltaNet, _fla, gated_delta_rule
-from fusewright.deltanet._gated_norm import gated_norm
-from fusewright.deltanet._short_convolution import short_convolution
+from fusewright.deltanet import GatedDeltaNet, gated_delta_rule
+from fusewright.deltanet.convolution.short_convolution import short_convolution
+from fusewright.deltanet.gated_norm.gated_norm import gated_norm
+from fusewright.deltanet.rule.fla import refuses_backward
 from fusewright_testkit import Yardstick, assert_within, capture, no_synchronisation
 from fusewright_testkit.yardstick import Allowance
 
@@ -155,7 +156,7 @@ def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(rule_op, va
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["rows", "sequences"])
-def test_no_call_waits_for_the_card(rule_op, varlen):
+def test_no_call_waits_for_the_gpu(rule_op, varlen):
     lengths = torch.tensor([0, 100, 300], device="cuda") if varlen else None
     op = rule_op.having(cu_seqlens=lengths)
     leaves = [x.requires_grad_() for x in op.draw(1, 300, 3, 64, 64, BF16, "cuda",
@@ -201,7 +202,7 @@ def test_fla_computes_the_same(rule_op):
     """
     pytest.importorskip("fla")
     tensors = rule_op.draw(*MODEL, BF16, "cuda")
-    refused = _fla.refuses_backward(tensors[0].device)
+    refused = refuses_backward(tensors[0].device)
     yardstick = Yardstick(rule_op.reference, tensors, [None, None] if refused else None)
 
     def fla(*leaves):
@@ -230,27 +231,20 @@ def test_fla_forgets_all_where_it_is_told_to(rule_op):
         assert all(x.isfinite().all() for x in rule_op.public(*tensors, backend="fla"))
 
 
-@pytest.mark.parametrize("faster", ["fla", "triton"])
-def test_auto_takes_what_is_faster_and_never_a_refused_gradient(rule_op, faster, monkeypatch):
-    """Told apart by the bits of o; where fla refuses, one warning says so."""
+def test_auto_takes_the_kernels_where_fla_is_installed_too(rule_op):
+    """Recognised by the bits of o, without a warning, with and without gradients."""
     pytest.importorskip("fla")
-    monkeypatch.setattr(_fla, "FASTER", dict(forward=faster, training=faster))
     tensors = rule_op.draw(*MODEL, BF16, "cuda")
-    refused = _fla.refuses_backward(tensors[0].device)
     with torch.no_grad():
-        expected = {name: rule_op.public(*tensors, backend=name)[0] for name in ("fla", "triton")}
-    assert not torch.equal(expected["fla"], expected["triton"])
+        fla, kernels = (rule_op.public(*tensors, backend=name)[0] for name in ("fla", "triton"))
+    assert not torch.equal(fla, kernels)
     leaves = [x.requires_grad_() for x in tensors]
-    monkeypatch.setattr(_fla, "WARNED", set())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         with torch.no_grad():
-            assert torch.equal(rule_op.public(*leaves)[0], expected[faster])
-        for _ in range(2):
-            o, _ = rule_op.public(*leaves)
-            assert torch.equal(o, expected["triton" if refused else faster])
-    about_fla = [str(each.message) for each in told if "issue 640" in str(each.message)]
-    assert len(about_fla) == refused
+            assert torch.equal(rule_op.public(*leaves)[0], kernels)
+        o, _ = rule_op.public(*leaves)
+    assert torch.equal(o, kernels)
     assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), leaves[:5]))
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.deltanet import _convolution, layer_reference
-from fusewright.deltanet._configs import STRIPS
-from fusewright.deltanet._gated_norm import gated_norm
-from fusewright.deltanet._short_convolution import short_convolution
+from fusewright.deltanet.convolution import launch
+from fusewright.deltanet.convolution.short_convolution import short_convolution
+from fusewright.deltanet.gated_norm import reference as norm_reference
+from fusewright.deltanet.gated_norm.gated_norm import gated_norm
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.transforms import hold
 
@@ -69,11 +69,11 @@ def test_every_size_is_as_near_to_fp64_as_torch(op, taps, sizes, device):
     op.check(op.draw(*sizes, taps, F32, device, bias=False))
 
 
-@pytest.mark.parametrize("length", STRIPS)
+@pytest.mark.parametrize("length", launch.STRIPS)
 def test_every_length_of_strips_is_as_near_to_fp64_as_torch(op, length, monkeypatch, device):
     """Backward; more strips than one program's, and a last one that is not full."""
-    monkeypatch.setattr(_convolution, "STRIPS", (length,))
-    monkeypatch.setattr(_convolution, "plan", _convolution.plan.__wrapped__)
+    monkeypatch.setattr(launch, "STRIPS", (length,))
+    monkeypatch.setattr(launch, "convolution_plan", launch.convolution_plan.__wrapped__)
     place = torch.arange(70, device=device) % 33
     op.having(heads=2, place=place).check(op.draw(3, 70, 6, 4, F32, device))
 
@@ -221,7 +221,7 @@ def test_every_kind_of_norm_has_launches_of_its_own(device):
 def test_gated_norm_passes_gradcheck_and_is_torchs_norm_times_silu():
     o, gate = (torch.randn(2, 3, 4, dtype=F64, requires_grad=True) for _ in range(2))
     weight = torch.randn(4, dtype=F64, requires_grad=True)
-    norm = functools.partial(layer_reference.gated_norm, eps=1e-5)
+    norm = functools.partial(norm_reference.gated_norm, eps=1e-5)
     assert torch.autograd.gradcheck(norm, (o, weight, gate))
     assert torch.autograd.gradgradcheck(norm, (o, weight, gate))
     expected = F.rms_norm(o, (4,), weight, 1e-5)

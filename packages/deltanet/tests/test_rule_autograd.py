@@ -40,7 +40,7 @@ def test_reference_passes_gradcheck_over_two_chunks(rule_op):
     assert torch.autograd.gradcheck(rule_op.reference, leaves)
 
 
-# With a state, without, and with sequences of which together no chunk is left over.
+# With a state, without, and with sequences that fill all chunks that are launched.
 OPERANDS = {
     "state": (2, True, None),
     "zeros": (2, False, None),
@@ -68,7 +68,7 @@ def test_registered_backward_op_passes_opcheck(rule_op, name, device):
     upstream = [torch.randn_like(x).requires_grad_() for x in (o, end)]
     leaves = [x if x is None else x.requires_grad_() for x in (*operands[:6], *saved)]
     leaves.insert(6, operands[6])
-    # The derivative of the backward pass takes what is saved for given.
+    # The derivative of the backward pass treats the saved tensors as constants.
     torch.library.opcheck(
         OPS.gated_delta_rule_backward.default,
         (*upstream, *leaves, 0.3),

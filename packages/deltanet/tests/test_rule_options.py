@@ -1,4 +1,4 @@
-"""Scale, alpha, the residual of gated_delta_rule, its input errors, and who serves a call."""
+"""Scale, alpha, the residual of gated_delta_rule, its input errors, and which backend serves."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import warnings
 
 import pytest
 import torch
-from fusewright.deltanet import _fla, available_backends, gated_delta_rule, reference
-from fusewright.deltanet._backends import WARNED
-from fusewright.deltanet.gated_delta_rule import served_by
+from fusewright.deltanet import available_backends, gated_delta_rule
+from fusewright.deltanet.rule import fla, reference
+from fusewright.deltanet.rule import gated_delta_rule as operation
 
 q, k = torch.randn(2, 2, 5, 2, 4)
 v = torch.randn(2, 5, 4, 3)
@@ -68,7 +68,7 @@ def test_final_state_is_given_where_it_is_asked_for():
     assert torch.equal(end, expected[1])
 
 
-# What is given otherwise than in a good call, the error, and what it says.
+# The arguments that differ from a good call, the error, and its message.
 BAD = {
     "list as q": (dict(q=q.tolist()), TypeError, "q must be a tensor, got list"),
     "integers": (dict(v=v.int()), TypeError, "float64, got torch.int32"),
@@ -104,7 +104,7 @@ BAD = {
     ),
     "half a state": (
         *(dict(initial_state=state.half()), ValueError),
-        "initial_state must be torch.float32 beside q of torch.float32, got torch.float16",
+        "initial_state must be torch.float32 for q of torch.float32, got torch.float16",
     ),
     "state elsewhere": (
         *(dict(initial_state=state.to("meta")), ValueError),
@@ -122,14 +122,22 @@ BAD = {
         r"= \(2, 4, 4, 3\), got \(1, 4, 4, 3\)",
     ),
     "word as scale": (dict(scale="1"), TypeError, "scale must be a number, got str"),
-    "scale without end": (dict(scale=math.inf), ValueError, "scale must be finite, got inf"),
-    "residual": (dict(d_residual="kv"), ValueError, "d_residual must be one of none, qk, v"),
+    "scale without end": (
+        dict(scale=math.inf),
+        ValueError,
+        "scale must be a finite number, got inf",
+    ),
+    "residual": (
+        dict(d_residual="kv"),
+        ValueError,
+        'd_residual must be "none" or "qk" or "v", got',
+    ),
     "weight alone": (dict(d_weight=torch.ones(4)), ValueError, 'd_weight needs d_residual="qk"'),
     "weight of keys": (
         *(dict(d_residual="v", d_weight=torch.ones(2)), ValueError),
         r"d_weight must be \[HV\]",
     ),
-    "backend": (dict(backend="cuda"), ValueError, '"auto", "fla", "triton" or "reference"'),
+    "backend": (dict(backend="cuda"), ValueError, '"auto" or "fla" or "triton" or "reference"'),
 }
 
 
@@ -154,16 +162,16 @@ def test_triton_says_which_widths_it_serves():
 
 
 def test_fla_says_why_it_cannot_serve(monkeypatch):
-    monkeypatch.setattr(_fla, "has_fla", lambda: False)
+    monkeypatch.setattr(fla, "has_fla", lambda: False)
     with pytest.raises(RuntimeError, match=r"fla-core is not installed, which the extra \[fla\]"):
         rule(backend="fla")
-    monkeypatch.setattr(_fla, "has_fla", lambda: True)
+    monkeypatch.setattr(fla, "has_fla", lambda: True)
     with pytest.raises(RuntimeError, match="fla needs CUDA"):
         rule(backend="fla")
 
 
-class OnACard:
-    """What of a tensor the choice of a backend looks at."""
+class OnAGPU:
+    """The attributes of a tensor that the choice of a backend reads."""
 
     is_cuda, is_cpu, is_meta, dtype = True, False, False, torch.bfloat16
     device, shape, requires_grad = torch.device("cuda", 0), (1, 4, 1, 8), False
@@ -171,55 +179,48 @@ class OnACard:
 
 @pytest.fixture
 def hopper_with(monkeypatch):
-    """Makes a machine with fla, a Hopper card and a version of triton."""
+    """Makes a machine with fla, a Hopper GPU and a version of triton."""
 
-    def make(version: str, faster: str = "fla"):
-        monkeypatch.setattr(_fla, "has_fla", lambda: True)
-        monkeypatch.setattr(_fla, "triton_version", lambda: tuple(map(int, version.split("."))))
+    def make(version: str):
+        monkeypatch.setattr(fla, "has_fla", lambda: True)
+        monkeypatch.setattr(fla, "triton_version", lambda: tuple(map(int, version.split("."))))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        monkeypatch.setattr(_fla, "FASTER", dict(forward=faster, training=faster))
-        module = "fusewright.deltanet.gated_delta_rule"
-        monkeypatch.setattr(sys.modules[module], "uses_triton", lambda q, backend: True)
-        WARNED.clear()
-        _fla.refuses_backward.cache_clear()
+        monkeypatch.setattr(operation, "uses_triton", lambda q, backend: True)
+        fla.refuses_backward.cache_clear()
 
     yield make
-    WARNED.clear()
-    _fla.refuses_backward.cache_clear()
+    fla.refuses_backward.cache_clear()
 
 
 def served(backend="auto", training=False, **changed):
-    tensor = OnACard()
+    tensor = OnAGPU()
     vars(tensor).update(requires_grad=training, **changed)
-    return served_by(tensor, tensor, (tensor,) * 5 + (None,), backend)
+    return operation.served_by(tensor, tensor, (tensor,) * 5 + (None,), backend)
 
 
-def test_auto_takes_fla_where_it_is_faster_and_may(hopper_with):
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_auto_takes_the_kernels_where_fla_is_installed_too(hopper_with, version):
+    """And says nothing of fla, whether it refuses its gradients or not."""
+    hopper_with(version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert served() == served(training=True) == served(dtype=torch.float32) == "triton"
+
+
+def test_fla_serves_where_it_is_asked_for_and_may(hopper_with):
     hopper_with("3.7.1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert served() == served(training=True) == "fla"
-        assert served(dtype=torch.float32) == "triton"
-    hopper_with("3.7.1", faster="triton")
-    assert served() == served(training=True) == "triton"
-    assert served(backend="fla", training=True) == "fla"
+    assert served(backend="fla") == served(backend="fla", training=True) == "fla"
+    with pytest.raises(RuntimeError, match="fla takes bfloat16 and float16"):
+        served(backend="fla", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("faster", ["fla", "triton"])
-def test_auto_takes_our_kernels_where_fla_refuses_its_gradients_and_says_so_once(
-    hopper_with, faster
-):
-    hopper_with("3.6.0", faster)
-    with pytest.warns(UserWarning, match=r"own kernels serve this call: fla refuses its backward"):
-        assert served(training=True) == "triton"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert served(training=True) == "triton"
-        with torch.no_grad():
-            assert served(training=True) == faster
-        assert served() == faster
+def test_fla_says_where_it_refuses_its_gradients(hopper_with):
+    hopper_with("3.6.0")
     with pytest.raises(RuntimeError, match=r"below 3\.7\.1"):
         served(backend="fla", training=True)
+    with torch.no_grad():
+        assert served(backend="fla", training=True) == "fla"
+    assert served(backend="fla") == "fla"
 
 
 @pytest.mark.parametrize(
@@ -227,16 +228,16 @@ def test_auto_takes_our_kernels_where_fla_refuses_its_gradients_and_says_so_once
 )
 def test_refusal_is_flas_own(hopper_with, version, refused, monkeypatch):
     hopper_with(version)
-    assert _fla.refuses_backward(torch.device("cuda", 0)) is refused
-    _fla.refuses_backward.cache_clear()
-    monkeypatch.setattr(_fla, "spec_of", lambda package: package == "tilelang")
-    assert not _fla.refuses_backward(torch.device("cuda", 0))
+    assert fla.refuses_backward(torch.device("cuda", 0)) is refused
+    fla.refuses_backward.cache_clear()
+    monkeypatch.setattr(fla, "spec_of", lambda package: package == "tilelang")
+    assert not fla.refuses_backward(torch.device("cuda", 0))
 
 
 def test_version_of_triton_is_that_which_fla_sees(monkeypatch):
     """Not that of a distribution, which builds of torch call by other names."""
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.1+git0a1b"))
-    assert _fla.triton_version() == (3, 7, 1)
+    assert fla.triton_version() == (3, 7, 1)
 
 
 @pytest.mark.parametrize("parts", ["ops/gated_delta_rule", "", None], ids=str)
@@ -247,9 +248,9 @@ def test_only_a_package_that_has_the_rule_is_fla(parts, tmp_path, monkeypatch):
     if parts is not None:
         (tmp_path / "fla" / parts).mkdir(parents=True)
         (tmp_path / "fla" / "__init__.py").touch()
-    _fla.has_fla.cache_clear()
-    assert _fla.has_fla() is bool(parts)
-    _fla.has_fla.cache_clear()
+    fla.has_fla.cache_clear()
+    assert fla.has_fla() is bool(parts)
+    fla.has_fla.cache_clear()
 
 
 def test_fla_is_called_with_its_own_names(monkeypatch):
@@ -267,7 +268,7 @@ def test_fla_is_called_with_its_own_names(monkeypatch):
     module = types.ModuleType("fla.ops.gated_delta_rule")
     module.chunk_gated_delta_rule = chunk_gated_delta_rule
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
-    monkeypatch.setattr(sys.modules["fusewright.deltanet.gated_delta_rule"], "fla_obstacle", none)
+    monkeypatch.setattr(operation, "fla_obstacle", none)
     options = one_row | dict(cu_seqlens=lengths.int(), initial_state=state, output_final_state=True)
     options["g"] = options["g"].clone()
     options["g"][:, 1] = -math.inf

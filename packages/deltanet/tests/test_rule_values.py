@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
-from fusewright.deltanet import gated_delta_rule, reference
-from fusewright.deltanet._launch import Launch
+from fusewright.deltanet import gated_delta_rule
+from fusewright.deltanet._core.launches import Launch
+from fusewright.deltanet.rule import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -50,7 +51,7 @@ def test_short_numbers_are_as_near_to_fp64_as_torch(rule_op, dtype, device):
 
 
 def test_decay_of_one_token_is_as_near_to_fp64_as_torch(rule_op, device):
-    """All of dg comes from the state that was given, and from the gradient of the one after it."""
+    """All of dg comes from the initial state, and from the gradient of the one after it."""
     rule_op.check(rule_op.draw(1, 1, 4, 16, 16, BF16, device))
 
 
@@ -167,12 +168,12 @@ def test_what_is_not_finite_reaches_no_earlier_chunk(rule_op, backend, device):
 
 
 def test_rows_and_heads_do_not_see_one_another(rule_op, backend, device):
-    """Outputs and gradients of the others keep their bits beside a NaN."""
+    """Outputs and gradients of the others keep their bits where another holds a NaN."""
     leaves = [x.requires_grad_() for x in rule_op.draw(2, 5, 2, 4, 4, F32, device)]
     expected = everything(rule_op, leaves, backend=backend)
-    spoiled = [x.detach().clone() for x in leaves]
-    spoiled[1][1, 2, 0] = math.nan
-    found = everything(rule_op, [x.requires_grad_() for x in spoiled], backend=backend)
+    with_nan = [x.detach().clone() for x in leaves]
+    with_nan[1][1, 2, 0] = math.nan
+    found = everything(rule_op, [x.requires_grad_() for x in with_nan], backend=backend)
     for place, (x, truth) in enumerate(zip(found, expected, strict=True)):
         # Only states have their heads on the second axis.
         both = [z if place in (1, 7) else z.transpose(1, 2) for z in (x, truth)]
@@ -222,7 +223,7 @@ def test_tokens_that_no_sequence_holds_have_no_output_and_no_gradient(rule_op, b
 
 
 def test_lengths_out_of_order_lead_out_of_no_memory(rule_op, backend, device):
-    """Nobody reads them before; they count as the nearest that are in range and order."""
+    """No check reads them; they count as the nearest that are in range and order."""
     leaves = [x.requires_grad_() for x in rule_op.draw(1, 70, 1, 4, 4, F32, device, sequences=4)]
     both = []
     for bounds in ([-70, 3, 900, 2, 70], [0, 3, 70, 70, 70]):
@@ -263,7 +264,7 @@ def test_without_tokens_the_state_stays_and_without_rows_all_is_empty(
 
 
 def test_operands_of_any_strides_give_the_bits_of_contiguous_ones(rule_op, device):
-    """Slices of one projection are read where they lie, columns apart are not."""
+    """Slices of one projection are read where they lie, strided columns are copied."""
     tensors = rule_op.draw(1, 3, 2, 16, 16, F32, device)
     expected = everything(rule_op, [x.requires_grad_() for x in tensors], backend="triton")
     q, k, v, *others = (x.detach() for x in tensors)
@@ -278,7 +279,7 @@ def test_operands_of_any_strides_give_the_bits_of_contiguous_ones(rule_op, devic
     ("keys", "width", "first", "gap"), [(20, 7, 0, 0), (16, 32, 1, 0), (16, 32, 0, 8)]
 )
 def test_kernels_load_whole_vectors(rule_op, keys, width, first, gap, device, monkeypatch):
-    """Whatever the widths are, where tensors begin, and how far apart their rows are."""
+    """Whatever the widths, the addresses and the gaps between rows are."""
     seen = []
 
     def spy(launch, tensors, floats=()):

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from .gated_delta_net import DeltaNetCache, GatedDeltaNet
-from .gated_delta_rule import Backend, GatedDeltaRule, available_backends, gated_delta_rule
-from .gated_delta_rule_step import gated_delta_rule_step
+from .layer.gated_delta_net import DeltaNetCache, GatedDeltaNet
+from .rule.gated_delta_rule import Backend, GatedDeltaRule, available_backends, gated_delta_rule
+from .rule.gated_delta_rule_step import gated_delta_rule_step
 
 try:
     __version__ = version("fusewright-deltanet")

@@ -1,0 +1,1 @@
+"""The norm of the rule's outputs, gated."""

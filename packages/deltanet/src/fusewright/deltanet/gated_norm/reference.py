@@ -1,0 +1,32 @@
+"""The gated norm in plain torch: the specification, the yardstick of the tests and the CPU
+implementation. Everything is computed in fp32 (in fp64 for fp64 inputs).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .._core.precision import wide
+
+Tensor = torch.Tensor
+
+
+def gated_norm(o: Tensor, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:
+    """o / sqrt(mean(o^2) + eps) weight silu(gate), over the last axis, in o's dtype."""
+    normed = F.rms_norm(wide(o), o.shape[-1:], None, eps) * weight
+    if gate is not None:
+        normed = normed * F.silu(wide(gate))
+    return normed.to(o.dtype)
+
+
+def gated_norm_backward(
+    dy: Tensor, o: Tensor, weight: Tensor, gate: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    """Gradients of o, weight and, where there is one, of the gate."""
+    present = (o, weight) if gate is None else (o, weight, gate)
+
+    def forward(o, weight, gate=None):
+        return gated_norm(o, weight, gate, eps)
+
+    return torch.func.vjp(forward, *present)[1](dy)

@@ -1,0 +1,1 @@
+"""GatedDeltaNet: projections, short convolutions, the rule and the gated norm."""

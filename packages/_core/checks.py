@@ -21,7 +21,9 @@ def check_floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in FLOATING:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {tensor.dtype}")
-    check_strided(name, tensor)
+    # A call less for each operand of a small kernel.
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        check_strided(name, tensor)
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
@@ -49,8 +51,10 @@ def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> Non
         raise ValueError(
             f"{name} must have {other_name}'s shape {tuple(other.shape)}, got {tuple(tensor.shape)}"
         )
-    check_dtype(name, tensor, other_name, other)
-    check_device(name, tensor, other_name, other)
+    if tensor.dtype != other.dtype:
+        check_dtype(name, tensor, other_name, other)
+    if tensor.device != other.device:
+        check_device(name, tensor, other_name, other)
 
 
 def check_option(name: str, value: str, options: Sequence[str]) -> None:

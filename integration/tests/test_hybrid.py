@@ -10,8 +10,9 @@ from fusewright.deltanet import GatedDeltaNet
 from fusewright.gsa import GatedSparseAttention, Selection, gated_indexer
 from fusewright_models.hybrid import HybridLM
 from fusewright_models.hybrid_config import HYBRID, HybridConfig
-from fusewright_models.midpoint import MODES
-from fusewright_testkit.yardstick import Allowance, assert_within
+
+from .steps import SEEDS, check_final_losses, check_steps
+from .steps import trained as losses_of
 
 TINY = HYBRID["tiny"]
 TOKENS = 40
@@ -103,14 +104,58 @@ def test_same_inputs_same_bits(tokens):
     assert torch.equal(trained("exact", tokens, 3), trained("exact", tokens, 3))
 
 
-def test_modes_train_alike(tokens):
-    """Exact and stored to the bit; plain as nearly as plain is to itself in fp64."""
-    tokens = tokens[:, :21]
-    found = {mode: trained(mode, tokens, 20) for mode in MODES}
-    assert torch.equal(found["exact"], found["stored"])
-    assert found["exact"][-1] < found["exact"][0] - 0.5
-    truth = trained("plain", tokens, 20, torch.float64)
-    assert_within(found["exact"], truth, Allowance.of(truth, found["plain"]), "losses")
+def test_modes_of_a_reversible_stack_train_to_the_same_bits(tokens):
+    exact, stored = (trained(mode, tokens[:, :21], 20) for mode in ("exact", "stored"))
+    assert torch.equal(exact, stored)
+    assert exact[-1] < exact[0]
+
+
+def loss_of_tokens(tokens):
+    """The same rows in every step."""
+    return lambda model, step: model.loss(tokens)
+
+
+@pytest.fixture
+def same_selections(monkeypatch):
+    """Makes of a loss the same whose selections are those of its first call at a step: what a
+    query selects is no continuous function of anything.
+    """
+    select, at, chosen = GatedSparseAttention._select, {}, {}
+
+    def selects(attention, index, position):
+        selection, variance = select(attention, index, position)
+        at["place"] += 1
+        return chosen.setdefault((at["step"], at["place"]), selection), variance
+
+    def same(loss_of):
+        def loss_of_step(model, step):
+            at.update(step=step, place=0)
+            return loss_of(model, step)
+
+        return loss_of_step
+
+    monkeypatch.setattr(GatedSparseAttention, "_select", selects)
+    return same
+
+
+def test_steps_of_a_training_are_as_near_to_fp64_as_plain_ones(tokens, same_selections):
+    """The loss and every gradient, from equal states, before anything is learned and after."""
+    models = (make(mode=mode, sinkhorn_iterations=4) for mode in ("exact", "plain"))
+    loss_of = same_selections(loss_of_tokens(tokens[:, :13]))
+    losses = check_steps(*models, loss_of, (0, 10), steps=11)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_trainings_end_where_plain_ones_end(tokens):
+    found = {"exact": [], "plain": []}
+    for seed in range(SEEDS):
+        for mode, losses in found.items():
+            torch.manual_seed(seed)
+            config = replace(TINY, mode=mode, sinkhorn_iterations=4)
+            model = HybridLM(config, backend="reference")
+            losses.append(losses_of(model, loss_of_tokens(tokens[:, :13]), 40))
+    check_final_losses(*found.values())
 
 
 def test_selection_is_replayed_and_kept_once(tokens):

@@ -13,17 +13,18 @@ from fusewright_models.hybrid_run import WarmedWindows
 from fusewright_models.text import Windows
 from fusewright_models.training import Trainer, TrainingConfig, adamw
 from fusewright_testkit import no_synchronisation
-from fusewright_testkit.yardstick import Allowance, RoundedProducts, assert_within
 from rich.console import Console
+
+from .steps import SEEDS, check_final_losses, check_steps, trained
 
 pytestmark = pytest.mark.gpu
 
-LENGTH, STEPS = 520, 20
+LENGTH = 520
 
 
-def make(backend: str = "auto", **changes) -> HybridLM:
+def make(backend: str = "auto", seed: int = 1, **changes) -> HybridLM:
     """Four layers of the preset mini over bytes, if nothing else is asked for."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     sizes = {"layers": 4, "vocab_size": 256} | changes
     return HybridLM(replace(HYBRID["mini"], **sizes), backend=backend).cuda()
 
@@ -84,36 +85,32 @@ def test_same_inputs_same_bits_whether_states_are_stored_or_not(dense):
     assert all(map(torch.equal, first, stored))
 
 
-def test_losses_in_bf16_follow_the_reference():
-    """The truth is the reference trained in fp64, the allowance the same in bf16, as for TitanMAC.
-    Attention is dense: what a query selects is no continuous function of anything.
-    """
-    sizes = {"dim": 128, "delta_heads": 2, "sparse_heads": 2, "feed_forward_width": 256}
-    models = {backend: make(backend, **sizes) for backend in ("triton", "reference")}
-    start = {name: value.clone() for name, value in models["reference"].state_dict().items()}
-    batches = [draw(length=130).roll(step, 1) for step in range(STEPS)]
+SIZES = {"dim": 128, "delta_heads": 2, "sparse_heads": 2, "feed_forward_width": 256}
 
-    def trained(backend: str, *, wide: bool = False) -> torch.Tensor:
-        model = models[backend]
-        model.load_state_dict(start)
-        model = model.double() if wide else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        losses = []
-        for tokens in batches:
-            with torch.autocast("cuda", torch.bfloat16, enabled=not wide):
-                loss = model.losses(tokens, dense=True).total
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return torch.stack(losses)
 
-    found, eager = trained("triton"), trained("reference")
-    with RoundedProducts(torch.bfloat16):
-        rounded = trained("reference")
-    truth = trained("reference", wide=True)
-    assert_within(found, truth, Allowance.of(truth, eager, rounded), "losses")
-    assert truth[-1] < truth[0]
+def test_steps_in_bf16_follow_the_reference():
+    """Attention is dense: what a query selects is no continuous function of anything."""
+    models = (make(backend, **SIZES) for backend in ("triton", "reference"))
+    tokens = draw(length=130)
+    losses = check_steps(
+        *models,
+        lambda model, step: model.losses(tokens.roll(step, 1), dense=True).total,
+        (0, 1, 10, 20),
+        steps=21,
+        dtype=torch.bfloat16,
+    )
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_trainings_in_bf16_end_where_the_references_end():
+    tokens = draw(length=130)
+    found = {"triton": [], "reference": []}
+    for seed in range(SEEDS):
+        for backend, losses in found.items():
+            model = make(backend, seed=seed, **SIZES)
+            losses.append(trained(model, lambda model, _: model.loss(tokens), 60, torch.bfloat16))
+    check_final_losses(*found.values())
 
 
 def test_step_waits_for_nothing():

@@ -1,4 +1,6 @@
-"""The Triton kernels train as the reference does."""
+"""The Triton kernels train as the reference does: steps from equal states, and where trainings
+end.
+"""
 
 from __future__ import annotations
 
@@ -8,86 +10,109 @@ import pytest
 import torch
 from fusewright_models import TransformerNP, TransformerNPConfig
 from fusewright_models.data import LinearRegression, Size
-from fusewright_testkit.yardstick import Allowance, RoundedProducts, assert_within
 
-STEPS = 100
+from .steps import ENDS, SEEDS, LossOf, check_final_losses, check_steps, trained
+
+STEPS = 21
+# Before anything is learned, and when AdamW has moved all of it some way.
+LOOKED_AT = (0, 1, 10, 20)
 Batch = tuple[torch.Tensor, ...]
+Make = Callable[..., TransformerNP]
+
+every_norm = pytest.mark.parametrize("norm", ["pre", "post"])
 
 
-def losses_of(
-    model: TransformerNP, batches: list[Batch], dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """The loss of every AdamW step, each on a batch of its own, under autocast to ``dtype``."""
-    device = batches[0][0].device.type
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for batch in batches:
-        with torch.autocast(device, dtype, enabled=dtype is not None):
-            loss = model.loss(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+def loss_of_batches(batches: list[Batch]) -> LossOf:
+    def loss_of(model: TransformerNP, step: int) -> torch.Tensor:
+        dtype = next(model.parameters()).dtype
+        return model.loss(*(x.to(dtype) if x.is_floating_point() else x for x in batches[step]))
+
+    return loss_of
 
 
-def check_training(
-    make: Callable[[str], TransformerNP], batches: list[Batch], dtype: torch.dtype
-) -> None:
-    """The truth is the reference trained in fp64, the allowance the same in the working dtype.
-
-    Rounding in one step moves all later ones, and one training is one draw of that: the allowance
-    is the larger error of two, with every operand of a product rounded and as the reference is.
-    """
-    device = batches[0][0].device
-    models = {backend: make(backend).to(device) for backend in ("reference", "triton")}
-    start = {name: value.clone() for name, value in models["reference"].state_dict().items()}
-
-    def trained(backend: str) -> torch.Tensor:
-        models[backend].load_state_dict(start)
-        return losses_of(models[backend], batches, None if dtype == torch.float32 else dtype)
-
-    found, eager = trained("triton"), trained("reference")
-    with RoundedProducts(dtype):
-        rounded = trained("reference")
-    wide = [tuple(x.double() if x.is_floating_point() else x for x in b) for b in batches]
-    models["reference"].load_state_dict(start)
-    truth = losses_of(models["reference"].double(), wide)
-    assert_within(found, truth, Allowance.of(truth, eager, rounded), "losses")
-    assert truth[0] != truth[-1]
+def check_losses(make: Make, batches: list[Batch], dtype: torch.dtype = torch.float32) -> None:
+    models = [make(backend=backend).to(batches[0][0].device) for backend in ("triton", "reference")]
+    losses = check_steps(*models, loss_of_batches(batches), LOOKED_AT, steps=STEPS, dtype=dtype)
+    assert losses[-1] != losses[0]
 
 
-@pytest.mark.parametrize("norm", ["post", pytest.param("pre", marks=pytest.mark.slow)])
-def test_losses_of_100_steps_follow_the_reference(small, rows, device, norm):
+def check_trainings(make: Make, batches: list[Batch], dtype: torch.dtype = torch.float32) -> None:
+    """All seeds of the parameters see the same few batches again and again."""
+    loss_of = loss_of_batches([batches[step % ENDS] for step in range(40)])
+    found = {backend: [] for backend in ("triton", "reference")}
+    for seed in range(SEEDS):
+        for backend, losses in found.items():
+            torch.manual_seed(seed)
+            model = make(backend=backend).to(batches[0][0].device)
+            losses.append(trained(model, loss_of, 40, dtype))
+    check_final_losses(found["triton"], found["reference"])
+
+
+@pytest.fixture
+def smallest(small) -> Make:
     """As small as a model gets: the interpreter takes a while for each program."""
-    batches = [tuple(x.to(device) for x in rows(1, 3, 2)) for _ in range(STEPS)]
-    shape = {"norm": norm, "layers": 1, "heads": 1, "components": 2}
-    check_training(lambda backend: small(backend=backend, **shape), batches, torch.float32)
+    return lambda **options: small(layers=1, heads=1, components=2, **options)
 
 
-@pytest.mark.parametrize(
-    ("norm", "steps"),
-    [("pre", 3), *(pytest.param(norm, STEPS, marks=pytest.mark.slow) for norm in ("pre", "post"))],
-)
-def test_losses_of_ragged_batches_follow_the_reference(small, rows, device, norm, steps):
-    batches = [
+@pytest.fixture
+def batches(rows, device) -> list[Batch]:
+    return [tuple(x.to(device) for x in rows(1, 3, 2)) for _ in range(STEPS)]
+
+
+@pytest.fixture
+def ragged(rows, device) -> list[Batch]:
+    return [
         tuple(x.to(device) for x in (*rows(2, 5, 4), torch.randint(1, 6, (2,))))
-        for _ in range(steps)
+        for _ in range(STEPS)
     ]
-    check_training(lambda backend: small(backend=backend, norm=norm), batches, torch.float32)
+
+
+@every_norm
+def test_steps_of_a_training_follow_the_reference(smallest, batches, norm):
+    check_losses(lambda **given: smallest(norm=norm, **given), batches)
+
+
+@every_norm
+def test_steps_with_ragged_batches_follow_the_reference(small, ragged, norm):
+    check_losses(lambda **given: small(norm=norm, **given), ragged)
+
+
+@pytest.mark.slow
+@every_norm
+def test_trainings_end_where_the_references_end(smallest, batches, norm):
+    check_trainings(lambda **given: smallest(norm=norm, **given), batches)
+
+
+@pytest.mark.slow
+@every_norm
+def test_trainings_with_ragged_batches_end_where_the_references_end(small, ragged, norm):
+    check_trainings(lambda **given: small(norm=norm, **given), ragged)
+
+
+@pytest.fixture(params=[64, 300], ids=lambda context: f"M{context}")
+def tasks(request) -> list[Batch]:
+    """Up to 128 keys are one tile of the attention; more are streamed."""
+    sampler = LinearRegression(
+        context_size=Size(request.param // 2, request.param),
+        target_size=Size(64, 64),
+        ragged=True,
+        device="cuda",
+    )
+    drawn = [sampler.sample(16) for _ in range(STEPS)]
+    return [(t.x_context, t.y_context, t.x_target, t.y_target, t.context_lengths) for t in drawn]
+
+
+def wide(*, backend: str) -> TransformerNP:
+    config = TransformerNPConfig(width=128, layers=4, heads=2, feed_forward_width=341)
+    return TransformerNP(config, backend=backend)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("context", [64, 300], ids=lambda context: f"M{context}")
-def test_losses_in_bf16_follow_the_reference(device, context):
-    """Up to 128 keys are one tile of the attention; more are streamed."""
-    config = TransformerNPConfig(width=128, layers=4, heads=2, feed_forward_width=341)
-    sampler = LinearRegression(
-        context_size=Size(context // 2, context),
-        target_size=Size(64, 64),
-        ragged=True,
-        device=device,
-    )
-    tasks = [sampler.sample(16) for _ in range(STEPS)]
-    batches = [(t.x_context, t.y_context, t.x_target, t.y_target, t.context_lengths) for t in tasks]
-    check_training(lambda backend: TransformerNP(config, backend=backend), batches, torch.bfloat16)
+def test_steps_in_bf16_follow_the_reference(tasks):
+    check_losses(wide, tasks, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_trainings_in_bf16_end_where_the_references_end(tasks):
+    check_trainings(wide, tasks, torch.bfloat16)

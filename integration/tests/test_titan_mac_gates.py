@@ -73,12 +73,51 @@ def test_checkpointing_keeps_less_for_the_backward_pass(titan_mac, draw_tokens):
     assert kept[1] < kept[0] / 4
 
 
-@pytest.mark.parametrize("outer_grad", ["detach_state", "none"])
-def test_gradient_through_the_memory_ends_where_asked(titan_mac, draw_tokens, outer_grad):
-    gradients = []
-    for chosen in ("full", outer_grad):
-        model = titan_mac("mac", outer_grad=chosen)
-        model.loss(draw_tokens(2)).backward()
-        gradients.append(model.blocks[0].layers[0].memory.projections.joint.weight.grad)
-    full, cut = gradients
-    assert (full != cut).any()
+def test_gradient_through_the_memory_ends_where_asked(
+    titan_mac, draw_tokens, assert_same_but_for_rounding
+):
+    """As if each segment were read by itself, and its memory's state cut off after it."""
+    tokens = draw_tokens(2)
+    cut = titan_mac("mac", dtype=torch.float64, outer_grad="detach_state")
+    full = titan_mac("mac", dtype=torch.float64)
+    state, parts = None, []
+    for piece in tokens.split(full.config.segment, 1):
+        hidden, state = full(piece, state)
+        parts.append(hidden)
+        blocks = tuple(
+            tuple(
+                layer._replace(
+                    memory=layers.memory.detach_state(layer.memory),
+                    earlier=layers.memory.detach_state(layer.earlier),
+                )
+                for layers, layer in zip(block.layers, states, strict=True)
+            )
+            for block, states in zip(full.blocks, state.blocks, strict=True)
+        )
+        state = state._replace(blocks=blocks)
+    found, expected, others = (
+        torch.autograd.grad(hidden.square()[..., :3].sum(), model.parameters())
+        for model, hidden in (
+            (cut, cut(tokens)[0]),
+            (full, torch.cat(parts, 1)),
+            (full, full(tokens)[0]),
+        )
+    )
+    assert_same_but_for_rounding(found, expected)
+    with pytest.raises(AssertionError):
+        assert_same_but_for_rounding(found, others)
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_no_gradient_reaches_what_the_memory_writes_where_none_is_asked(
+    titan_mac, draw_tokens, kind
+):
+    model = titan_mac(kind, outer_grad="none")
+    model.loss(draw_tokens(2)).backward()
+    for block in model.blocks:
+        memory = next(layer.memory for layer in block.layers if hasattr(layer, "memory"))
+        width = memory.heads * memory.head_dim
+        weight = memory.projections.joint.weight
+        assert weight.grad[:width].any()
+        assert not weight.grad[width:].any()
+        assert all(p.grad is None for p in (*memory.gates.parameters(), *memory.initial.values()))

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fusewright_models import TransformerNP, TransformerNPConfig
 from fusewright_models.bench import plain
 from torch import Tensor
+from torch.distributions import Categorical, MixtureSameFamily, Normal
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -237,6 +239,23 @@ def test_two_outputs_have_a_mixture_each(small, rows):
     assert model(x_context, y_context, x_target).shape == (3, 6, 2, 4, 3)
     assert model.log_likelihood(x_context, y_context, x_target, y_target).shape == (3, 6, 2)
     assert all(p.shape == (3, 6, 2) for p in model.predict(x_context, y_context, x_target))
+
+
+@pytest.mark.parametrize("scale", ["log_sigma", "softplus"])
+def test_prediction_holds_the_moments_and_a_draw_of_the_mixture(
+    small, rows, assert_same_but_for_rounding, scale
+):
+    model = small(scale=scale, y_width=2, dtype=torch.float64)
+    inputs = rows(3, 5, 6, dtype=torch.float64, y_width=2)[:3]
+    params = model(*inputs)
+    logits, mean, raw = params.unbind(-1)
+    sigma = raw.exp() if scale == "log_sigma" else F.softplus(raw) + 1e-3
+    mixture = MixtureSameFamily(Categorical(logits=logits), Normal(mean, sigma))
+    found = model.predict(*inputs, generator=torch.Generator().manual_seed(1))
+    assert_same_but_for_rounding([found.mean], [mixture.mean])
+    assert_same_but_for_rounding([found.variance], [mixture.variance])
+    draw = model.head.sample(params, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(found.sample, draw)
 
 
 def test_same_generator_seed_same_sample(small, rows):

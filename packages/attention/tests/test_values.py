@@ -176,6 +176,29 @@ def test_great_scores(lse_op, scheme, dtype, device):
     lse_op.check([30 * q, 30 * k, v], scale=0.25)
 
 
+def test_gradients_vanish_where_one_key_takes_all(lse_op, scheme, device):
+    """do v^T and do o are then the same sum, and nearly zero: whatever rounds them apart is left in
+    dq and dk, where eager torch, which has one of them only, leaves nothing.
+    """
+    q, k, v = lse_op.draw((1, 20, 24, 1, 64), F32, device)
+    tensors = [30 * q, 30 * k, v]
+    o = lse_op.reference(*(x.double() for x in tensors))[0]
+    do = torch.randn_like(o)
+    do = (do - (do * o).sum(-1, keepdim=True) / o.square().sum(-1, keepdim=True) * o).float()
+    Yardstick(lse_op.reference, tensors, [do, None]).check(lse_op.kernels)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_gradients_do_not_see_how_the_output_was_rounded(lse_op, scheme, dtype, device):
+    """The greater part of do times any value, and so times o, is nearly zero; of the o that was
+    written, it would take the rounding.
+    """
+    q, k, v = lse_op.draw((1, 20, 40, 1, 64), dtype, device)
+    v = v - v.mean(-1, keepdim=True)
+    do = 16.0 + torch.randn_like(q)
+    Yardstick(lse_op.reference, [q, k, v], [do, None]).check(lse_op.kernels)
+
+
 def test_equal_scores_average_the_values(lse_op, scheme, device):
     q, k, v = lse_op.draw((1, 20, 24, 1, 16), F32, device)
 

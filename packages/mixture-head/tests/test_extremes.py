@@ -25,6 +25,14 @@ def test_extreme_scales_are_as_near_to_fp64_as_torch(mixture, scale, value, devi
     mixture.check([params, y], scale=scale)
 
 
+def test_small_softplus_scales_keep_their_last_places(mixture, device, draw_mixtures):
+    """log(1 + exp(s)) of a small exp(s), which 1 + exp(s) would round away."""
+    params, y = draw_mixtures((12, 5), F32, device)
+    params[:, :, 2] -= 9.0
+    y = params[:, 0, 1] + y * 1e-4
+    mixture.check([params, y], scale="softplus", eps=1e-6)
+
+
 @pytest.mark.parametrize("value", [-7.0, 5.0])
 def test_gradient_passes_at_the_ends_of_the_range_as_in_torch(
     mixture, value, device, draw_mixtures

@@ -48,35 +48,39 @@ def test_tasks_that_judge_are_others_than_those_that_train():
 
 @pytest.mark.parametrize("task", SMALL, ids=lambda task: task.name)
 def test_runs_are_those_of_the_functional_optimizer(learned, task):
-    """Each with the weights of its own, on the same batches."""
+    """Each with the weights of its own, on the same batches, every step from equal parameters."""
     networks = [learned.network(), trained_update_mlp()]
     multipliers = dict(exp_mult=networks[0].exp_mult, step_mult=networks[0].step_mult)
     weights = torch.stack([flat(mlp) for mlp in networks])
     torch.manual_seed(1)
     runs = runs_of.Runs(task, runs_of.LearnedSteps(UpdateMLP(**multipliers), weights), 1, 2, CPU)
-    starts, state = [[x[place].clone() for x in runs._params] for place in (0, 1)], None
     problems, _, unit, gain = runs._drawn
-    before = torch.get_rng_state()
-    for _ in range(3):
-        runs.step()
-    for place, mlp in enumerate(networks):
+    for mlp in networks:
         mlp.exp_mult, mlp.step_mult = multipliers.values()
-        optimizer = FunctionalLearnedOptimizer(mlp)
-        params = starts[place]
-        state = optimizer.init(params)
-        torch.set_rng_state(before)
-        losses = []
-        for _ in range(3):
+    optimizers = [FunctionalLearnedOptimizer(mlp) for mlp in networks]
+    starts = [[x[place].clone() for x in runs._params] for place in (0, 1)]
+    states = [optimizer.init(p) for optimizer, p in zip(optimizers, starts, strict=True)]
+    losses = [[], []]
+    for _ in range(3):
+        starts = [[x[place].clone() for x in runs._params] for place in (0, 1)]
+        before = torch.get_rng_state()
+        runs.step()
+        after = torch.get_rng_state()
+        for place, optimizer in enumerate(optimizers):
+            torch.set_rng_state(before)
             batch = tuple(x[0] for x in task.batch(problems))
-            given = [p.requires_grad_() for p in params]
+            given = [p.requires_grad_() for p in starts[place]]
             loss = gain[0] * task.loss([unit[0] * p for p in given], batch)
-            losses.append(loss.item())
+            losses[place].append(loss.item())
+            gradients = torch.autograd.grad(loss, given)
             with torch.no_grad():
-                updates, state = optimizer.update(torch.autograd.grad(loss, given), state, params)
-                params = optimizer.apply(params, updates)
-        for p, found in zip(params, runs._params, strict=True):
-            torch.testing.assert_close(found[place], p.detach(), rtol=1e-4, atol=1e-5)
-        assert runs.ratio[place, 0].item() == pytest.approx(losses[-1] / losses[0], rel=1e-4)
+                updates, states[place] = optimizer.update(gradients, states[place], given)
+                params = optimizer.apply(given, updates)
+            for p, found in zip(params, runs._params, strict=True):
+                torch.testing.assert_close(found[place], p.detach(), rtol=1e-4, atol=1e-5)
+        torch.set_rng_state(after)
+    for place, some in enumerate(losses):
+        assert runs.ratio[place, 0].item() == pytest.approx(some[-1] / some[0], rel=1e-4)
 
 
 def pairs_of(settings: Settings) -> tuple[Pairs, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from fusewright.optimizer import AdamW
@@ -116,6 +118,33 @@ def check_chance(backend, device):
     assert abs(moved.mean().item() - 10 * lr) < 5 * deviation
     # Elements and steps draw apart: the spread is that of ten draws each.
     assert moved.std().item() == pytest.approx(2**-7 * (10 * 0.05 * 0.95) ** 0.5, rel=0.05)
+
+
+def test_stochastic_rounding_draws_apart_for_all_that_it_rounds(backend, device):
+    """p, m and v of two parameters, and those of another seed, all halfway between two numbers of
+    bf16: how often two go the same way is how often two coins fall alike.
+    """
+    count, half = 20000, 0.5 + 2**-9
+    options = dict(lr=2**-8, betas=(1 - half, 1 - half), eps=1e-30, weight_decay=0.0)
+    ups = []
+    for seed in (0, 1):
+        ps = [
+            torch.nn.Parameter(torch.full((count,), 1.25, device=device).bfloat16()) for _ in "ab"
+        ]
+        optimizer = AdamW(ps, backend=backend, rounding="stochastic", seed=seed, **options)
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        for p in ps:
+            state = optimizer.state[p]
+            assert set(p.detach().float().unique().tolist()) == {1.25, 1.25 - 2**-7}
+            ups.append(p.detach() == 1.25)
+            for kept in (state["exp_avg"], state["exp_avg_sq"]):
+                assert set(kept.float().unique().tolist()) == {0.5, 0.5 + 2**-8}
+                ups.append(kept > half)
+    for one, other in itertools.combinations(ups, 2):
+        alike = (one == other).sum().item()
+        assert abs(alike - count / 2) < 5 * (count / 4) ** 0.5
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e18])

@@ -143,6 +143,20 @@ def test_gradients_whose_squares_have_no_place_are_skipped_by_m3(backend):
         assert all(p.isfinite().all() for p in ps)
 
 
+def test_m3_skips_from_the_norm_that_it_says(backend):
+    """Whose square still has a place in fp32, unlike that of twice as much."""
+    p = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = M3([p], skip_nonfinite=True, backend=backend)
+    for below in (1.0, 1.0 - 2**-20):
+        p.grad = torch.full_like(p, 2.0**62 * below)
+        before = p.detach().clone()
+        optimizer.step()
+        assert optimizer.grad_norm.item() == 2.0**63 * below
+        assert optimizer.skipped.item() == (below == 1.0)
+        assert torch.equal(p, before) == (below == 1.0)
+        assert all(x.isfinite().all() for x in (p, *optimizer.state[p].values()))
+
+
 def test_state_without_its_count_of_steps_is_refused():
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)

@@ -1,4 +1,4 @@
-"""Every op of the package in plain torch: the specification, the yardstick of the tests and the CPU
+"""The gating in plain torch: the specification, the yardstick of the tests and the CPU
 implementation.
 
 Everything is computed in fp32 (in fp64 for fp64 inputs) and rounded once, to the input's dtype;
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+from .._core.precision import wide
 
 Tensor = torch.Tensor
 
@@ -24,11 +26,6 @@ def silu_mul_halves(joint: Tensor) -> Tensor:
     return silu_mul(*joint.tensor_split(2, -1))
 
 
-def swiglu(x: Tensor, joint_weight: Tensor, output_weight: Tensor) -> Tensor:
-    """(SiLU(x A^T) * x B^T) C^T, A above B in ``joint_weight``, C ``output_weight``."""
-    return F.linear(silu_mul_halves(F.linear(x, joint_weight)), output_weight)
-
-
 def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(dgate, dup) of silu_mul."""
     dy_wide, gate_wide = wide(dy), wide(gate)
@@ -41,8 +38,3 @@ def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 def silu_mul_halves_backward(dy: Tensor, joint: Tensor) -> Tensor:
     """The gradient of both halves, in one tensor as they are."""
     return torch.cat(silu_mul_backward(dy, *joint.tensor_split(2, -1)), -1)
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in the precision of the products: fp64 stays, everything else becomes fp32."""
-    return x if x.dtype == torch.float64 else x.float()

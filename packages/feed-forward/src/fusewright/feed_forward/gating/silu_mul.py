@@ -10,8 +10,8 @@ and, with s = sigmoid(gate), the backward pass, both gradients in one launch:
 Saved for it: gate and up; y's factor SiLU(gate) is computed again. Everything is computed in fp32
 and rounded once, to the inputs' dtype.
 
-Where gate and up are the halves of one product, ``silu_mul_halves`` writes their gradients where
-they lie in one tensor, so that autograd joins nothing.
+Where gate and up are the halves of one product, ``silu_mul_halves`` writes their gradients into the
+halves of one tensor, so that autograd has none to concatenate.
 
 Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
 """
@@ -20,40 +20,24 @@ from __future__ import annotations
 
 import torch
 
-from . import reference
-from ._backends import Backend, launchers, uses_triton
-from ._checks import check_floating, check_same
-from ._registration import Derivative, Op, second_order
+from .._core.backends import Backend, uses_triton
+from .._core.checks import check_floating, check_same
+from .._core.registration import Derivative, Op, second_order
+from . import launch, reference
 
 Tensor = torch.Tensor
-
-
-def _forward_triton(gate, up):
-    return launchers().launch_silu_mul(gate, up)
 
 
 def _forward_fake(gate, up):
     return gate.new_empty(gate.shape)
 
 
-def _backward_triton(dy, gate, up):
-    return launchers().launch_silu_mul_backward(dy, gate, up)
-
-
 def _backward_fake(dy, gate, up):
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _halves_forward_triton(joint):
-    return launchers().launch_silu_mul_halves(joint)
-
-
 def _halves_forward_fake(joint):
     return joint.new_empty((*joint.shape[:-1], joint.shape[-1] // 2))
-
-
-def _halves_backward_triton(dy, joint):
-    return launchers().launch_silu_mul_halves_backward(dy, joint)
 
 
 def _halves_backward_fake(dy, joint):
@@ -62,25 +46,25 @@ def _halves_backward_fake(dy, joint):
 
 _forward = Op(
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
-    triton=_forward_triton,
+    triton=launch.silu_mul,
     reference=reference.silu_mul,
     fake=_forward_fake,
 )
 _backward = Op(
     "silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor dgate, Tensor dup)",
-    triton=_backward_triton,
+    triton=launch.silu_mul_backward,
     reference=reference.silu_mul_backward,
     fake=_backward_fake,
 )
 _halves_forward = Op(
     "silu_mul_halves(Tensor joint) -> Tensor",
-    triton=_halves_forward_triton,
+    triton=launch.silu_mul_halves,
     reference=reference.silu_mul_halves,
     fake=_halves_forward_fake,
 )
 _halves_backward = Op(
     "silu_mul_halves_backward(Tensor dy, Tensor joint) -> Tensor",
-    triton=_halves_backward_triton,
+    triton=launch.silu_mul_halves_backward,
     reference=reference.silu_mul_halves_backward,
     fake=_halves_backward_fake,
 )
@@ -142,7 +126,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, backend: Backend = "auto") -> Tensor:
 
     Args:
         gate, up: ``[..., N]``, of one shape and dtype, fp32, bf16 or fp16 (the reference takes fp64
-            too). Any strides: the halves of one tensor are read where they lie. The kernels copy
+            too). Any strides: the halves of one tensor are read in place. The kernels copy
             only a tensor whose last axis is not contiguous, or whose leading axes need three
             strides.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;

@@ -1,22 +1,19 @@
-"""What is timed and against whom: ``python -m fusewright.feed_forward.bench`` prints a short table
-of this machine's GPU.
-"""
+"""What is timed and against whom: ``python -m fusewright_testkit.bench feed-forward``."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
-import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch._dynamo
-import torch._functorch.config
 import torch.nn.functional as F
-
-from . import reference, silu_mul
-from .silu_mul import silu_mul_halves
+from fusewright.feed_forward import silu_mul
+from fusewright.feed_forward.gating import reference as gating_reference
+from fusewright.feed_forward.gating.silu_mul import silu_mul_halves
+from fusewright.feed_forward.swiglu import reference as layer_reference
+from fusewright_testkit import Case
 
 SHAPES = ((1024, 1024), (4096, 1376), (8192, 4096), (16384, 5504))
 # Rows, width, hidden width and what it is stored as.
@@ -26,18 +23,6 @@ TRAFFIC = {"fwd": 3, "bwd": 5, "fwd+bwd": 8}
 
 Tensor = torch.Tensor
 Op = Callable[..., Tensor]
-
-
-class Case(NamedTuple):
-    """One op at one size."""
-
-    op: str
-    sizes: dict[str, int]
-    dtype: torch.dtype
-    reference: Op
-    inputs: Callable[[str], list[Tensor]]
-    bytes_moved: dict[str, int]
-    flops: dict[str, int]
 
 
 def cases() -> list[Case]:
@@ -52,10 +37,9 @@ def gating_case(rows: int, cols: int) -> Case:
         op="silu_mul",
         sizes={"rows": rows, "cols": cols},
         dtype=dtype,
-        reference=reference.silu_mul,
+        reference=gating_reference.silu_mul,
         inputs=functools.partial(gating_inputs, rows, cols, dtype),
         bytes_moved={name: passes * size for name, passes in TRAFFIC.items()},
-        flops={},
     )
 
 
@@ -74,7 +58,7 @@ def layer_case(rows: int, width: int, hidden: int, stored: int) -> Case:
         op="SwiGLU",
         sizes={"L": rows, "D": width, "F": hidden},
         dtype=dtype,
-        reference=reference.swiglu,
+        reference=layer_reference.swiglu,
         inputs=functools.partial(layer_inputs, rows, width, hidden, stored, dtype),
         bytes_moved={"fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
         flops={"fwd": flops, "bwd": 2 * flops, "fwd+bwd": 3 * flops},
@@ -99,7 +83,7 @@ def providers() -> dict[str, dict[str, Op]]:
     limit = 4 * (len(SHAPES) + len(LAYERS))
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    found = {
+    ops_of = {
         "fusewright": {"silu_mul": silu_mul, "SwiGLU": layer_of(silu_mul_halves)},
         "torch": plain,
         "compile": {name: compiled(op) for name, op in plain.items()},
@@ -107,8 +91,8 @@ def providers() -> dict[str, dict[str, Op]]:
     try:
         name, ops = liger()
     except ImportError:
-        return found
-    return found | {name: ops}
+        return ops_of
+    return ops_of | {name: ops}
 
 
 def torch_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -139,57 +123,3 @@ def liger() -> tuple[str, dict[str, Op]]:
         "silu_mul": lambda gate, up: LigerSiLUMulFunction.apply(gate, up),
         "SwiGLU": layer_of(lambda joint: LigerFusedGateUpSiLUMulFunction.apply(joint)),
     }
-
-
-def main() -> int:
-    """Print what each op and its peers take on this machine's GPU."""
-    if not torch.cuda.is_available():
-        print(
-            "fusewright.feed_forward.bench: needs a CUDA device, and torch sees none",
-            file=sys.stderr,
-        )
-        return 1
-    # A compiled backward pass may otherwise not run twice over one forward pass.
-    torch._functorch.config.donated_buffer = False
-    rivals = providers()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16. Microseconds of one")
-    print("call with a cold L2 cache, in small cases the host's time to launch it included.")
-    print(f"{'':9}{'sizes':>18}     ", *(f"{name:>12}" for name in rivals))
-    for case in cases():
-        size = " × ".join(map(str, case.sizes.values()))
-        times = [microseconds(name, ops.get(case.op), case) for name, ops in rivals.items()]
-        for direction, column in zip(("fwd", "bwd"), zip(*times, strict=True), strict=True):
-            told = (f"{time:12.1f}" if time else f"{'-':>12}" for time in column)
-            print(f"{case.op:9}{size:>18} {direction:4}", *told, flush=True)
-    return 0
-
-
-def microseconds(
-    provider: str, op: Op | None, case: Case
-) -> tuple[float, float] | tuple[None, None]:
-    """Medians of one forward and one backward pass; None where a peer has no such op or cannot run
-    it here.
-    """
-    from triton.testing import do_bench
-
-    if op is None:
-        return None, None
-    leaves = [x.requires_grad_() for x in case.inputs("cuda")]
-    try:
-        y = op(*leaves)
-        dy = torch.randn_like(y)
-        with torch.no_grad():
-            forward = do_bench(lambda: op(*leaves), return_mode="median")
-        backward = do_bench(
-            lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True), return_mode="median"
-        )
-    except Exception as error:
-        if provider == "fusewright":
-            raise
-        print(f"{provider} did not run {case.op}: {type(error).__name__}", file=sys.stderr)
-        return None, None
-    return 1e3 * forward, 1e3 * backward
-
-
-if __name__ == "__main__":
-    sys.exit(main())

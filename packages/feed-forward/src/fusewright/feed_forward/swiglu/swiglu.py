@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._backends import Backend, check_backend
-from ._checks import check_count, check_rows
-from .silu_mul import silu_mul_halves
-
-# Rows of the hidden layer start at multiples of 64 bytes in bf16.
-STORED_MULTIPLE = 32
+from .._core.backends import Backend, check_backend
+from .._core.checks import check_device, check_floating, checked_count
+from .._core.padding import clear_after_loading, padded_width, set_to_zero
+from .._core.precision import autocasts
+from ..gating.silu_mul import silu_mul_halves
 
 
 class SwiGLU(nn.Module):
@@ -47,18 +46,17 @@ class SwiGLU(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_count("dim", dim)
-        check_count("hidden_width", hidden_width)
+        dim = checked_count("dim", dim)
+        hidden_width = checked_count("hidden_width", hidden_width)
         check_backend(backend)
         super().__init__()
         self.hidden_width = hidden_width
         self.backend: Backend = backend
-        stored = math.ceil(hidden_width / STORED_MULTIPLE) * STORED_MULTIPLE
+        stored = padded_width(hidden_width)
         options: dict[str, Any] = dict(bias=False, device=device, dtype=dtype)
         self.joint: nn.Linear = nn.Linear(dim, 2 * stored, **options)
         self.output: nn.Linear = nn.Linear(stored, dim, **options)
-        # Weights of another F that is stored as wide as this one load without a word.
-        self.register_load_state_dict_post_hook(_clear_padding)
+        clear_after_loading(self)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -72,13 +70,11 @@ class SwiGLU(nn.Module):
         nn.init.uniform_(self.output.weight, -bound, bound)
         self.clear_padding()
 
-    @torch.no_grad()
     def clear_padding(self) -> None:
         """Set the stored weights beyond F to zero, as loading a state dict does, whose F may be
         another: with ``assign=True`` in the tensors of the state dict itself.
         """
-        for unused in self.padding():
-            unused.zero_()
+        set_to_zero(self.padding())
 
     def padding(self) -> list[Tensor]:
         """Views of the stored weights that are not part of the model."""
@@ -104,5 +100,16 @@ class SwiGLU(nn.Module):
         )
 
 
-def _clear_padding(layer: SwiGLU, _: object) -> None:
-    layer.clear_padding()
+def check_rows(x: Tensor, weight: Tensor) -> None:
+    """x must hold rows that ``weight [..., d]`` can multiply, on its device and, unless autocast
+    makes them so, in its dtype.
+    """
+    check_floating("x", x)
+    dim = weight.shape[-1]
+    if x.ndim == 0 or x.shape[-1] != dim:
+        raise ValueError(f"x must be [..., {dim}], got shape {tuple(x.shape)}")
+    check_device("x", x, "weight", weight)
+    if x.dtype != weight.dtype and not autocasts(x.device.type):
+        raise ValueError(
+            f"x must have weight's dtype {weight.dtype} outside autocast, got {x.dtype}"
+        )

@@ -1,4 +1,4 @@
-"""The head that turns a row into the parameters of Gaussian mixtures, and asks them."""
+"""The head that turns a row into the parameters of Gaussian mixtures, and evaluates them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._backends import Backend, check_backend
-from ._checks import EPS, LOG_SIGMA_RANGE, Scale, checked_count, checked_scale
-from .distribution import (
+from .._core.backends import Backend, check_backend
+from .._core.checks import checked_count
+from .._core.padding import clear_after_loading, padded_width, set_to_zero
+from ..common.scale import EPS, LOG_SIGMA_RANGE, Scale, checked_scale
+from ..heads.grouped_heads import grouped_heads
+from ..mixture.distribution import (
     mixture_cdf,
     mixture_mean,
     mixture_quantiles,
     mixture_sample,
     mixture_variance,
 )
-from .grouped_heads import grouped_heads
-from .mixture_nll import mixture_log_likelihood, mixture_nll
-
-# Rows of the hidden layer start at multiples of 64 bytes in bf16.
-STORED_MULTIPLE = 32
+from ..mixture.mixture_nll import mixture_log_likelihood, mixture_nll
 
 
 class GaussianMixtureHead(nn.Module):
     """K networks SiLU(t A_k^T) C_k for each output: parameters (w, mu, s) of a mixture.
 
-    Calling the head makes the parameters; its methods take them, so that one set serves many
-    questions.
+    Calling the head computes the parameters; its methods take them, so that one set serves many
+    calls.
 
     Args:
         width: d, width of the input.
@@ -68,16 +67,14 @@ class GaussianMixtureHead(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, value in (
-            ("width", width),
-            ("hidden_width", hidden_width),
-            ("components", components),
-            ("outputs", outputs),
-        ):
-            checked_count(name, value)
+        width = checked_count("width", width)
+        hidden_width = checked_count("hidden_width", hidden_width)
+        components = checked_count("components", components)
+        outputs = checked_count("outputs", outputs)
         if stored_width is None:
-            stored_width = math.ceil(hidden_width / STORED_MULTIPLE) * STORED_MULTIPLE
-        if checked_count("stored_width", stored_width) < hidden_width:
+            stored_width = padded_width(hidden_width)
+        stored_width = checked_count("stored_width", stored_width)
+        if stored_width < hidden_width:
             raise ValueError(
                 f"stored_width must be at least hidden_width, {hidden_width}, got {stored_width}"
             )
@@ -92,7 +89,7 @@ class GaussianMixtureHead(nn.Module):
         options: dict[str, Any] = dict(device=device, dtype=dtype)
         self.hidden: nn.Linear = nn.Linear(width, heads * stored_width, bias=False, **options)
         self.output: nn.Parameter = nn.Parameter(torch.empty(heads, stored_width, 3, **options))
-        self.register_load_state_dict_post_hook(_clear_padding)
+        clear_after_loading(self)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -106,13 +103,11 @@ class GaussianMixtureHead(nn.Module):
         nn.init.uniform_(self.output, -bound, bound)
         self.clear_padding()
 
-    @torch.no_grad()
     def clear_padding(self) -> None:
         """Set the stored weights beyond F to zero, as loading a state dict does, whose F may be
         another: with ``assign=True`` in the tensors of the state dict itself.
         """
-        for unused in self.padding():
-            unused.zero_()
+        set_to_zero(self.padding())
 
     def padding(self) -> list[Tensor]:
         """Views of the stored weights that are not part of the model."""
@@ -159,7 +154,3 @@ class GaussianMixtureHead(nn.Module):
             f"stored_width={self.output.shape[1]}, scale={self.scale_options['scale']!r}, "
             f"backend={self.backend!r}"
         )
-
-
-def _clear_padding(head: GaussianMixtureHead, _: object) -> None:
-    head.clear_padding()

@@ -1,6 +1,10 @@
 """Triton kernels of the narrow second layer of grouped heads: SiLU and three columns for each head.
 
-The hidden layer is by far the largest tensor of the heads. The forward pass reads it once, the
+    out_g = SiLU(u_g) C_g                 u [rows, G, S], C [G, S, 3], out [rows, G, 3]
+    du    = dSiLU * s * (1 + u * (1 - s)),  dSiLU_g = dout_g C_g^T,  s = sigmoid(u)
+    dC_g  = sum over rows of SiLU(u_g)^T dout_g
+
+The hidden layer u is by far the largest tensor of the heads. The forward pass reads it once, the
 backward pass reads it once more and writes its gradient; its activation is never stored.
 """
 
@@ -12,12 +16,12 @@ import triton.language as tl
 
 @triton.jit
 def hidden_offsets(row, head, col, HEADS: tl.constexpr, STORED: tl.constexpr):
-    """Where the hidden units of a head lie in u, [rows, HEADS, STORED]."""
+    """Offsets of the hidden units of a head in u, [rows, HEADS, STORED]."""
     return row.to(tl.int64)[:, None] * (HEADS * STORED) + (head * STORED + col)[None, :]
 
 
 @triton.jit
-def _silu_heads_kernel(
+def silu_heads_kernel(
     u_ptr,
     weight_ptr,
     out_ptr,
@@ -53,7 +57,7 @@ def _silu_heads_kernel(
 
 
 @triton.jit
-def _silu_heads_backward_kernel(
+def silu_heads_backward_kernel(
     dparams_ptr,
     u_ptr,
     weight_ptr,
@@ -67,8 +71,8 @@ def _silu_heads_backward_kernel(
     BLOCK_COLS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program walks over part_rows rows at BLOCK_COLS hidden units of one head: du of these,
-    and this share of dweight.
+    """One program computes du at part_rows rows and BLOCK_COLS hidden units of one head, and the
+    partial sums of dweight over these rows.
     """
     parts = tl.cdiv(rows, part_rows)
     part, head = tl.program_id(0) % parts, tl.program_id(0) // parts
@@ -102,18 +106,18 @@ def _silu_heads_backward_kernel(
         first += hidden * first_dparam
         second += hidden * second_dparam
         third += hidden * third_dparam
-    share = parts_ptr + ((part * HEADS + head).to(tl.int64) * STORED + col) * 3
-    tl.store(share, tl.sum(first, 0), mask=within)
-    tl.store(share + 1, tl.sum(second, 0), mask=within)
-    tl.store(share + 2, tl.sum(third, 0), mask=within)
+    sums = parts_ptr + ((part * HEADS + head).to(tl.int64) * STORED + col) * 3
+    tl.store(sums, tl.sum(first, 0), mask=within)
+    tl.store(sums + 1, tl.sum(second, 0), mask=within)
+    tl.store(sums + 2, tl.sum(third, 0), mask=within)
 
 
 @triton.jit
-def _add_parts_kernel(parts_ptr, dweight_ptr, size, parts, BLOCK: tl.constexpr):
-    """One program adds the shares of BLOCK weights, in the order of the rows."""
+def add_parts_kernel(parts_ptr, dweight_ptr, size, parts, BLOCK: tl.constexpr):
+    """One program adds the partial sums of BLOCK weights, in the order of the rows."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for part in range(parts):
-        share = parts_ptr + tl.cast(part, tl.int64) * size
-        total += tl.load(share + at, mask=at < size, other=0.0)
+        sums = parts_ptr + tl.cast(part, tl.int64) * size
+        total += tl.load(sums + at, mask=at < size, other=0.0)
     tl.store(dweight_ptr + at, total.to(dweight_ptr.dtype.element_ty), mask=at < size)

@@ -1,8 +1,8 @@
-"""What one asks of Gaussian mixtures: mean, variance, distribution function, quantiles, draws.
+"""Mean, variance, distribution function, quantiles and samples of Gaussian mixtures.
 
 ``params [..., K, 3]``, ``scale``, ``log_sigma_range`` and ``eps`` are those of
 :func:`mixture_log_likelihood`, and so are the errors. Plain torch, in fp32 (fp64 for fp64 params),
-under autocast too, without a host synchronisation. NaN in what an answer depends on, as weights are
+under autocast too, without a host synchronisation. NaN in what a result depends on, as weights are
 where every logit is -inf, makes it NaN.
 """
 
@@ -12,17 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ._checks import (
-    EPS,
-    LOG_SIGMA_RANGE,
-    Scale,
-    check_device,
-    check_floating,
-    check_params,
-    check_points,
-    checked_real,
-    checked_scale,
-)
+from .._core.checks import check_device, check_floating, checked_real
+from ..common.scale import EPS, LOG_SIGMA_RANGE, Scale, checked_scale
+from .checks import check_params, check_points
 from .reference import Components, log_joint, mixture_components, standardised
 
 Tensor = torch.Tensor
@@ -110,40 +102,40 @@ def mixture_quantiles(
     levels = _checked_levels(levels, params)
     components = _components(params, scale, log_sigma_range, eps)
     with torch.no_grad():
-        found = _first_reaching(levels, components)
-    finite = found.isfinite()
-    of_levels = _of_levels(components)
+        quantiles = _bracketed_quantiles(levels, components)
+    finite = quantiles.isfinite()
+    with_levels = _with_level_axis(components)
     # A Newton step that moves nothing gives the first derivative; another one, from a centre that
     # has the first, gives the second too.
-    center, levels = torch.where(finite, found, 0.0), torch.where(finite, levels, 0.5)
+    center, levels = torch.where(finite, quantiles, 0.0), torch.where(finite, levels, 0.5)
     for _ in range(2):
-        center = center + _newton_step(levels, center, of_levels)
-    return torch.where(finite, center, found)
+        center = center + _newton_step(levels, center, with_levels)
+    return torch.where(finite, center, quantiles)
 
 
-def _first_reaching(levels: Tensor, components: Components) -> Tensor:
-    """The quantiles ``[..., Q]`` as numbers."""
+def _bracketed_quantiles(levels: Tensor, components: Components) -> Tensor:
+    """The quantiles ``[..., Q]``, without a derivative."""
     log_weight, mean, sigma, _ = components
-    # A component without weight has no say.
+    # A component without weight does not count.
     counts = (log_weight != -torch.inf)[..., None]
     own = mean[..., None] + sigma[..., None] * torch.special.ndtri(levels)
     low = torch.where(counts, own, torch.inf).amin(-2)
     high = torch.where(counts, own, -torch.inf).amax(-2)
-    log_weight, mean, sigma, _ = _of_levels(components)
+    log_weight, mean, sigma, _ = _with_level_axis(components)
     for _ in range(torch.finfo(mean.dtype).bits + SPARE_HALVINGS):
-        middle = _between(low, high)
-        below = _weighted(log_weight, (middle[..., None] - mean) / sigma) < levels
+        middle = _midpoint(low, high)
+        below = _weighted_cdf(log_weight, (middle[..., None] - mean) / sigma) < levels
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     is_level = (levels >= 0.0) & (levels <= 1.0)
-    return torch.where(_strange(components)[..., None] | ~is_level, torch.nan, high)
+    return torch.where(_has_nan(components)[..., None] | ~is_level, torch.nan, high)
 
 
-def _newton_step(levels: Tensor, center: Tensor, of_levels: Components) -> Tensor:
+def _newton_step(levels: Tensor, center: Tensor, components: Components) -> Tensor:
     """Zero, with the derivatives of (level - F(center)) / p(center)."""
-    density = log_joint(of_levels, center).exp().sum(-1)
+    density = log_joint(components, center).exp().sum(-1)
     vanishes = density < torch.finfo(density.dtype).tiny
-    rest = levels - _cdf(of_levels, center)
-    return (rest - rest.detach()) / torch.where(vanishes, torch.inf, density)
+    remainder = levels - _cdf(components, center)
+    return (remainder - remainder.detach()) / torch.where(vanishes, torch.inf, density)
 
 
 def mixture_sample(
@@ -169,7 +161,7 @@ def mixture_sample(
     first = log_time.argmin(-1, keepdim=True)
     center, spread = (x.gather(-1, first).squeeze(-1) for x in (mean, sigma))
     draw = center + spread * torch.empty_like(center).normal_(generator=generator)
-    return torch.where(_strange(components), torch.nan, draw)
+    return torch.where(_has_nan(components), torch.nan, draw)
 
 
 def _components(
@@ -191,28 +183,28 @@ def _checked_levels(levels: Tensor | Sequence[float], params: Tensor) -> Tensor:
     if not isinstance(levels, Sequence):
         raise TypeError(f"levels must be a tensor or numbers, got {type(levels).__name__}")
     numbers = [checked_real("levels", level) for level in levels]
-    # Filled in, because a copy from the host would wait for the card.
-    found = params.new_empty(len(numbers), dtype=dtype)
+    # Filled in: a copy from the host would synchronise with the GPU.
+    vector = params.new_empty(len(numbers), dtype=dtype)
     for index, number in enumerate(numbers):
-        found[index].fill_(number)
-    return found
+        vector[index].fill_(number)
+    return vector
 
 
-def _of_levels(components: Components) -> Components:
-    """Components beside a new axis of levels before their own."""
+def _with_level_axis(components: Components) -> Components:
+    """The components with a new axis for the levels before their own: ``[..., 1, K]``."""
     log_weight, mean, sigma, log_sigma = (x.unsqueeze(-2) for x in components)
     return log_weight, mean, sigma, log_sigma
 
 
-def _strange(components: Components) -> Tensor:
+def _has_nan(components: Components) -> Tensor:
     """Where a parameter of a mixture is NaN, or its weights are."""
     log_weight, mean, sigma, _ = components
     return (log_weight.isnan() | mean.isnan() | sigma.isnan()).any(-1)
 
 
-def _between(low: Tensor, high: Tensor) -> Tensor:
+def _midpoint(low: Tensor, high: Tensor) -> Tensor:
     """A number in the bracket with about as many floating-point numbers on either side: 0 between
-    signs; the geometric mean of numbers far apart, the mean of others.
+    signs; the geometric mean of numbers of different sizes, the mean of others.
     """
     info = torch.finfo(low.dtype)
     a, b = low.clamp(info.min, info.max), high.clamp(info.min, info.max)
@@ -229,9 +221,9 @@ def _between(low: Tensor, high: Tensor) -> Tensor:
 def _cdf(components: Components, y: Tensor) -> Tensor:
     log_weight, mean, sigma, _ = components
     z, far = standardised(y, mean, sigma)
-    return _weighted(log_weight, z + far)
+    return _weighted_cdf(log_weight, z + far)
 
 
-def _weighted(log_weight: Tensor, z: Tensor) -> Tensor:
+def _weighted_cdf(log_weight: Tensor, z: Tensor) -> Tensor:
     """The sum of pi Phi(z) over the components."""
     return (log_weight.exp() * torch.special.ndtr(z)).sum(-1)

@@ -1,5 +1,5 @@
-"""Every op of the package in plain torch: the specification, the yardstick of the tests and the CPU
-implementation.
+"""The log-likelihood of mixtures in plain torch: the specification, the yardstick of the tests and
+the CPU implementation.
 
 Everything is computed in fp32 (in fp64 for fp64 parameters), under autocast too. Gradients are
 autograd's. The backward passes stand here for the derivatives of the ops, first and second.
@@ -12,7 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from ._backends import without_autocast
+from .._core.precision import wide
 
 Tensor = torch.Tensor
 Components = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -129,13 +129,6 @@ def mixture_backward(
     return (g[..., None, None] * slope).to(params.dtype), (g * slope_y).to(y.dtype)
 
 
-def slope_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which slopes of parameters of ``dtype`` wait for the backward pass: they pass
-    fp16's range where the gradient of a mean does not.
-    """
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
 def without_masked(params: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Zeros in place of what must not count: NaN times a gradient of zero would be NaN."""
     if mask is None:
@@ -177,35 +170,3 @@ def finite(x: Tensor) -> Tensor:
     to themselves are NaN; NaN stays.
     """
     return x.nan_to_num(nan=torch.nan)
-
-
-def grouped_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:
-    """SiLU(x A^T) C: x ``[..., d]``, weights ``[G * S, d]`` and ``[G, S, 3]`` to ``[..., G, 3]``.
-
-    The dense product has the dtype of x, or that of autocast; the second layer is fp32.
-    """
-    u = F.linear(x, hidden_weight).unflatten(-1, output_weight.shape[:2])
-    return silu_heads(u, output_weight)
-
-
-def silu_heads(u: Tensor, weight: Tensor) -> Tensor:
-    """SiLU(u) C: u ``[..., G, S]`` and weight ``[G, S, 3]`` to ``[..., G, 3]``, head by head."""
-    with without_autocast(u.device):
-        return torch.einsum("...gs,gsp->...gp", F.silu(wide(u)), wide(weight).to(wide(u).dtype))
-
-
-def silu_heads_backward(dparams: Tensor, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(du, dweight) of silu_heads."""
-    with without_autocast(u.device):
-        u_wide = wide(u)
-        dparams = dparams.to(u_wide.dtype)
-        gate = u_wide.sigmoid()
-        dhidden = torch.einsum("...gp,gsp->...gs", dparams, weight.to(u_wide.dtype))
-        du = dhidden * gate * (1.0 + u_wide * (1.0 - gate))
-        dweight = torch.einsum("...gs,...gp->gsp", u_wide * gate, dparams)
-    return du.to(u.dtype), dweight.to(weight.dtype)
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in the precision of the computation: fp64 stays, everything else becomes fp32."""
-    return x if x.dtype == torch.float64 else x.float()

@@ -10,9 +10,9 @@ pass, which reads u once more, write du and dC; the activation is never stored:
     dSiLU_g = dout_g C_g^T,  du = dSiLU * sigmoid(u) * (1 + u * (1 - sigmoid(u)))
     dC_g    = sum over rows of SiLU(u_g)^T dout_g
 
-Saved for it: u and C. Products and sums of the second layer are fp32, dC adds shares of the rows in
-a fixed order. Of a width F that is stored as S > F, rows of A and of C beyond F that are zero give
-and get exactly zero.
+Saved for it: u and C. Products and sums of the second layer are fp32, dC adds partial sums over
+the rows in a fixed order. Of a width F that is stored as S > F, rows of A and of C beyond F that
+are zero give and get exactly zero.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from . import reference
-from ._backends import Backend, launchers, uses_triton
-from ._checks import check_heads
-from ._registration import Derivative, Op, second_order
+from .._core.backends import Backend, uses_triton
+from .._core.checks import check_device, check_floating
+from .._core.precision import autocasts
+from .._core.registration import Derivative, Op, second_order
+from . import launch, reference
 
 Tensor = torch.Tensor
-
-
-def _forward_triton(u, weight):
-    return launchers().launch_silu_heads(u, weight)
 
 
 def _forward_reference(u, weight):
@@ -39,10 +36,6 @@ def _forward_reference(u, weight):
 def _forward_fake(u, weight):
     dtype = torch.promote_types(u.dtype, torch.float32)
     return u.new_empty((*u.shape[:-1], 3), dtype=dtype)
-
-
-def _backward_triton(dparams, u, weight):
-    return launchers().launch_silu_heads_backward(dparams, u, weight)
 
 
 def _backward_reference(dparams, u, weight):
@@ -56,13 +49,13 @@ def _backward_fake(dparams, u, weight):
 
 _forward = Op(
     "silu_heads(Tensor u, Tensor weight) -> Tensor",
-    triton=_forward_triton,
+    triton=launch.silu_heads,
     reference=_forward_reference,
     fake=_forward_fake,
 )
 _backward = Op(
     "silu_heads_backward(Tensor dparams, Tensor u, Tensor weight) -> (Tensor du, Tensor dweight)",
-    triton=_backward_triton,
+    triton=launch.silu_heads_backward,
     reference=_backward_reference,
     fake=_backward_fake,
 )
@@ -127,3 +120,34 @@ def grouped_heads(
         return reference.grouped_heads(x, hidden_weight, output_weight)
     u = F.linear(x, hidden_weight).unflatten(-1, output_weight.shape[:2])
     return _forward(u, output_weight)
+
+
+def check_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> None:
+    """``[..., d]``, ``[G * S, d]`` and ``[G, S, 3]``, floating and on one device; the first two of
+    one dtype, unless autocast makes them so.
+    """
+    for name, tensor in (
+        ("x", x),
+        ("hidden_weight", hidden_weight),
+        ("output_weight", output_weight),
+    ):
+        check_floating(name, tensor)
+        check_device(name, tensor, "x", x)
+    if x.ndim == 0:
+        raise ValueError("x must have at least one axis, got a scalar")
+    if output_weight.ndim != 3 or output_weight.shape[-1] != 3:
+        raise ValueError(
+            f"output_weight must be [heads, S, 3], got shape {tuple(output_weight.shape)}"
+        )
+    heads, stored, _ = output_weight.shape
+    wanted = (heads * stored, x.shape[-1])
+    if tuple(hidden_weight.shape) != wanted:
+        raise ValueError(
+            f"hidden_weight must have shape {wanted}, heads * S rows of x's width, "
+            f"got {tuple(hidden_weight.shape)}"
+        )
+    if hidden_weight.dtype != x.dtype and not autocasts(x.device.type):
+        raise ValueError(
+            f"hidden_weight must have x's dtype {x.dtype} outside autocast, "
+            f"got {hidden_weight.dtype}"
+        )

@@ -1,10 +1,16 @@
 """Triton kernels of the log-likelihood: values and slopes in one pass, the mean's second stage, and
 the backward pass, which multiplies the slopes.
 
-One thread has a row and walks over its components. The parameters of a row, (w, mu, s) of each
-component, lie one after the other in memory: what the first load of a thread brings from there, the
-next ones find in the cache. Slopes lie the other way round, ``[K, 3, rows]``, so that neighbouring
-threads write neighbouring numbers; the backward kernel turns them.
+    log p(y) = logsumexp_k [ log pi_k - z_k^2 / 2 - log sigma_k - log(2 pi) / 2 ]
+    d log p / dw = r - pi,              d log p / dmu = r z / sigma,
+    d log p / dlog sigma = r (z^2 - 1),  d log p / dy = -sum_k r z / sigma
+
+with z = (y - mu) / sigma and the responsibilities r = softmax(log pi + log N(y; mu, sigma)).
+
+One thread has a row and loops over its components. The parameters of a row, (w, mu, s) of each
+component, are consecutive in memory: the first load of a thread brings those that the next ones
+read from the cache. Slopes are stored transposed, ``[K, 3, rows]``, so that neighbouring threads
+write neighbouring numbers; the backward kernel transposes them back.
 """
 
 from __future__ import annotations
@@ -30,8 +36,8 @@ def exp_exact(x):
     doubling of x.
     """
     whole = tl.floor(x * LOG2_E + 0.5)
-    rest = (x - whole * LOG_2_HEAD) - whole * LOG_2_TAIL
-    return tl.exp2(whole) * tl.exp(rest)
+    remainder = (x - whole * LOG_2_HEAD) - whole * LOG_2_TAIL
+    return tl.exp2(whole) * tl.exp(remainder)
 
 
 @triton.jit
@@ -43,9 +49,9 @@ def log1p_exact(x):
 
 
 @triton.jit
-def added(total, lost, x):
-    """(total + x, what its rounding lost): Kahan's sum, whose error does not grow with the number
-    of additions.
+def kahan_add(total, lost, x):
+    """(total + x, the rounding error of that): Kahan's sum, whose error does not grow with the
+    number of additions.
     """
     x -= lost
     grown = total + x
@@ -72,7 +78,7 @@ def scale_of(raw, low, high, eps, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit
-def loaded(param_ptrs, k, counts):
+def load_component(param_ptrs, k, counts):
     """(w, mu, s) of component k of every row, in fp32."""
     w = tl.load(param_ptrs + 3 * k, mask=counts, other=0.0).to(tl.float32)
     mean = tl.load(param_ptrs + (3 * k + 1), mask=counts, other=0.0).to(tl.float32)
@@ -81,25 +87,25 @@ def loaded(param_ptrs, k, counts):
 
 
 @triton.jit
-def loaded_all(param_ptrs, counts, K: tl.constexpr):
+def load_components(param_ptrs, counts, K: tl.constexpr):
     """The 3K parameters of every row, in fp32. Each load of a warp touches as many lines of the
     cache as it has rows, so an even number of parameters comes two at a time.
     """
-    found: tl.tuple = ()
+    params: tl.tuple = ()
     if K % 2 == 0:
         pair = tl.arange(0, 2)[None, :]
         for i in tl.static_range(3 * K // 2):
             read = tl.load(param_ptrs[:, None] + (2 * i + pair), mask=counts[:, None], other=0.0)
             even, odd = tl.split(read.to(tl.float32))
-            found += (even, odd)
+            params += (even, odd)
     else:
         for i in tl.static_range(3 * K):
-            found += (tl.load(param_ptrs + i, mask=counts, other=0.0).to(tl.float32),)
-    return found
+            params += (tl.load(param_ptrs + i, mask=counts, other=0.0).to(tl.float32),)
+    return params
 
 
 @triton.jit
-def normal(y, mean, raw, low, high, eps, SOFTPLUS: tl.constexpr):
+def log_density(y, mean, raw, low, high, eps, SOFTPLUS: tl.constexpr):
     """log N(y; mu, sigma) + log(2 pi) / 2 and its slopes by mu and s."""
     log_sigma, inverse, raw_slope = scale_of(raw, low, high, eps, SOFTPLUS)
     # Of halves, because the difference of two finite numbers may overflow.
@@ -122,7 +128,7 @@ def store_slopes(slope_ptrs, plane, within, by_w, by_mean, by_raw):
 
 
 @triton.jit
-def _mixture_kernel(
+def mixture_forward_kernel(
     params_ptr,
     y_ptr,
     mask_ptr,
@@ -154,8 +160,8 @@ def _mixture_kernel(
     within = first + row < rows
     counts = within
     if HAS_MASK:
-        marks = mask_ptr + (first + row) * mask_stride
-        counts = counts & (tl.load(marks, mask=counts, other=0) != 0)
+        mask_ptrs = mask_ptr + (first + row) * mask_stride
+        counts = counts & (tl.load(mask_ptrs, mask=counts, other=0) != 0)
     # Offsets inside the block are 32-bit numbers that the compiler knows: they cost nothing.
     param_ptrs = params_ptr + first * PARAMS_STRIDE + row * PARAMS_STRIDE
     y = tl.load(y_ptr + (first + row) * y_stride, mask=counts, other=0.0).to(tl.float32)
@@ -166,13 +172,13 @@ def _mixture_kernel(
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     evidence = tl.zeros([BLOCK_ROWS], tl.float32)
     if HELD:
-        read = loaded_all(param_ptrs, counts, K)
+        read = load_components(param_ptrs, counts, K)
         for k in tl.static_range(K):
             top = tl.maximum(top, read[3 * k])
         held: tl.tuple = ()
         for k in tl.static_range(K):
             w, mean, raw = read[3 * k], read[3 * k + 1], read[3 * k + 2]
-            log_n, by_mean, by_raw = normal(y, mean, raw, low, high, eps, SOFTPLUS)
+            log_n, by_mean, by_raw = log_density(y, mean, raw, low, high, eps, SOFTPLUS)
             weight = tl.exp(w - top)
             joint = w - top + log_n
             total += weight
@@ -182,24 +188,24 @@ def _mixture_kernel(
             evidence += tl.exp(held[k][1] - largest)
     else:
         for k in range(K):
-            w, _, _ = loaded(param_ptrs, k, counts)
+            w, _, _ = load_component(param_ptrs, k, counts)
             top = tl.maximum(top, w)
         lost_total = tl.zeros([BLOCK_ROWS], tl.float32)
         lost = tl.zeros([BLOCK_ROWS], tl.float32)
         for k in range(K):
-            w, mean, raw = loaded(param_ptrs, k, counts)
-            log_n, by_mean, by_raw = normal(y, mean, raw, low, high, eps, SOFTPLUS)
-            total, lost_total = added(total, lost_total, tl.exp(w - top))
+            w, mean, raw = load_component(param_ptrs, k, counts)
+            log_n, by_mean, by_raw = log_density(y, mean, raw, low, high, eps, SOFTPLUS)
+            total, lost_total = kahan_add(total, lost_total, tl.exp(w - top))
             joint = w - top + log_n
             before = largest
             largest = tl.maximum(largest, joint)
             shrunk = tl.exp(before - largest)
-            evidence, lost = added(evidence * shrunk, lost * shrunk, tl.exp(joint - largest))
+            evidence, lost = kahan_add(evidence * shrunk, lost * shrunk, tl.exp(joint - largest))
     log_p = largest + (tl.log(evidence) - tl.log(total)) - HALF_LOG_2_PI
     log_p = tl.where(counts, log_p, 0.0)
 
     if SLOPES:
-        # r: responsibilities. Masked rows are read as zeros; they get no share in anything.
+        # r: responsibilities. Masked rows are read as zeros; their slopes are zeros.
         per_evidence = tl.where(counts, 1.0 / evidence, 0.0)
         per_total = tl.where(counts, 1.0 / total, 0.0)
         y_slope = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -217,17 +223,17 @@ def _mixture_kernel(
         else:
             lost = tl.zeros([BLOCK_ROWS], tl.float32)
             for k in range(K):
-                w, mean, raw = loaded(param_ptrs, k, counts)
-                log_n, by_mean, by_raw = normal(y, mean, raw, low, high, eps, SOFTPLUS)
+                w, mean, raw = load_component(param_ptrs, k, counts)
+                log_n, by_mean, by_raw = log_density(y, mean, raw, low, high, eps, SOFTPLUS)
                 r = tl.exp(w - top + log_n - largest) * per_evidence
                 by_mean *= r
-                y_slope, lost = added(y_slope, lost, -by_mean)
+                y_slope, lost = kahan_add(y_slope, lost, -by_mean)
                 by_w = r - tl.exp(w - top) * per_total
                 store_slopes(slope_ptrs, plane, within, by_w, by_mean, r * by_raw)
                 slope_ptrs += 3 * plane
         tl.store(y_slope_ptr + first + row, y_slope, mask=within)
 
-    # Last, when the sum over the block may have the registers that held the components.
+    # Last, when the sum over the block may use the registers that held the components.
     if MEAN:
         tl.store(sums_ptr + tl.program_id(0), tl.sum(log_p, 0))
         if HAS_MASK:
@@ -237,7 +243,7 @@ def _mixture_kernel(
 
 
 @triton.jit
-def _mean_kernel(
+def mean_kernel(
     sums_ptr,
     counts_ptr,
     loss_ptr,
@@ -247,7 +253,9 @@ def _mean_kernel(
     HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The one program adds the partial sums in their order and divides by how many rows count."""
+    """One program, the only one, adds the partial sums in their order and divides by the number of
+    rows that count.
+    """
     sums = tl.zeros([BLOCK], tl.float64)
     counts = tl.zeros([BLOCK], tl.int64)
     for start in range(0, parts, BLOCK):
@@ -265,7 +273,7 @@ def _mean_kernel(
 
 
 @triton.jit
-def _mixture_backward_kernel(
+def mixture_backward_kernel(
     upstream_ptr,
     mask_ptr,
     factor_ptr,
@@ -283,8 +291,8 @@ def _mixture_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program turns a tile of the slopes of the parameters and multiplies it by the upstream
-    gradient; the programs of the first columns do so with those of y.
+    """One program transposes a tile of the slopes of the parameters and multiplies it by the
+    upstream gradient; the programs of the first columns do so with those of y.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     row = tl.arange(0, BLOCK_ROWS)
@@ -297,9 +305,9 @@ def _mixture_backward_kernel(
         upstream_ptrs = upstream_ptr + (first + row) * upstream_stride
         upstream = tl.load(upstream_ptrs, mask=within, other=0.0).to(tl.float32)
     if HAS_MASK:
-        # The slopes of masked rows are zeros, but an upstream NaN would spoil them.
-        marks = mask_ptr + (first + row) * mask_stride
-        counts = tl.load(marks, mask=within, other=0) != 0
+        # The slopes of masked rows are zeros, but times an upstream NaN they would be NaN.
+        mask_ptrs = mask_ptr + (first + row) * mask_stride
+        counts = tl.load(mask_ptrs, mask=within, other=0) != 0
         upstream = tl.where(counts, upstream, 0.0)
 
     slope_ptrs = params_slope_ptr + col.to(tl.int64)[:, None] * rows + (first + row)[None, :]

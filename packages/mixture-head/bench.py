@@ -1,23 +1,20 @@
-"""What is timed and against whom: ``python -m fusewright.mixture_head.bench`` prints a short table
-of this machine's GPU.
-"""
+"""What is timed and against whom: ``python -m fusewright_testkit.bench mixture-head``."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch._dynamo
-import torch._functorch.config
 import torch.nn.functional as F
+from fusewright.mixture_head import grouped_heads, mixture_nll
+from fusewright.mixture_head.common.scale import checked_scale
+from fusewright.mixture_head.heads import reference as heads_reference
+from fusewright.mixture_head.mixture import reference as mixture_reference
+from fusewright_testkit import Case
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.utils.checkpoint import checkpoint
-
-from . import grouped_heads, mixture_nll, reference
-from ._checks import checked_scale
 
 ROWS = (4000, 128000)
 COMPONENTS = 10
@@ -27,18 +24,6 @@ REFERENCE_ROWS = 8192
 
 Tensor = torch.Tensor
 Op = Callable[..., Tensor]
-
-
-class Case(NamedTuple):
-    """One op at one size."""
-
-    op: str
-    sizes: dict[str, int]
-    dtype: torch.dtype
-    reference: Op
-    inputs: Callable[[str], list[Tensor]]
-    bytes_moved: dict[str, int]
-    flops: dict[str, int]
 
 
 def cases() -> list[Case]:
@@ -53,11 +38,10 @@ def mixture_case(rows: int) -> Case:
         op="mixture_nll",
         sizes={"L": rows, "K": COMPONENTS},
         dtype=torch.float32,
-        reference=functools.partial(reference.mixture_nll, **form._asdict()),
+        reference=functools.partial(mixture_reference.mixture_nll, **form._asdict()),
         inputs=functools.partial(mixture_inputs, rows),
         # The loss itself is one number; each gradient is as large as what it belongs to.
         bytes_moved={"fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
-        flops={},
     )
 
 
@@ -99,7 +83,11 @@ def heads_by_rows(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Te
     return torch.cat(
         [
             checkpoint(
-                reference.grouped_heads, part, hidden_weight, output_weight, use_reentrant=False
+                heads_reference.grouped_heads,
+                part,
+                hidden_weight,
+                output_weight,
+                use_reentrant=False,
             )
             for part in x.split(REFERENCE_ROWS)
         ]
@@ -128,12 +116,14 @@ def torch_mixture_nll(params: Tensor, y: Tensor) -> Tensor:
     logits, mean, raw = params.unbind(-1)
     log_sigma = raw.clamp(-7.0, 5.0)
     z = (y[..., None] - mean) * torch.exp(-log_sigma)
-    component = logits.log_softmax(-1) - 0.5 * z.square() - log_sigma - reference.HALF_LOG_2_PI
+    component = (
+        logits.log_softmax(-1) - 0.5 * z.square() - log_sigma - mixture_reference.HALF_LOG_2_PI
+    )
     return -component.logsumexp(-1).mean()
 
 
 def distributions_mixture_nll(params: Tensor, y: Tensor) -> Tensor:
-    """The loss from torch's own mixture; arguments unchecked, as a check waits for the card."""
+    """The loss from torch's own mixture; arguments unchecked, as a check waits for the GPU."""
     logits, mean, raw = params.unbind(-1)
     mixture = MixtureSameFamily(
         Categorical(logits=logits, validate_args=False),
@@ -153,64 +143,3 @@ def looped_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Ten
     """One head after the other."""
     heads = zip(hidden_weight.unflatten(0, output_weight.shape[:2]), output_weight, strict=True)
     return torch.stack([F.silu(F.linear(x, a)) @ c for a, c in heads], -2).float()
-
-
-def main() -> int:
-    """Print what each op and its peers take on this machine's GPU."""
-    if not torch.cuda.is_available():
-        print(
-            "fusewright.mixture_head.bench: needs a CUDA device, and torch sees none",
-            file=sys.stderr,
-        )
-        return 1
-    # A compiled backward pass may otherwise not run twice over one forward pass.
-    torch._functorch.config.donated_buffer = False
-    rivals = providers()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}. Microseconds of one call in a"
-    )
-    print(
-        "CUDA graph, its inputs in the L2 cache where they fit; the forward pass for no gradient."
-    )
-    print(f"{'':13}{'rows':>8}         ", *(f"{name:>13}" for name in rivals))
-    for case in cases():
-        times = [microseconds(name, ops.get(case.op), case) for name, ops in rivals.items()]
-        for direction in ("fwd", "fwd+bwd"):
-            told = (f"{t[direction]:13.1f}" if t else f"{'-':>13}" for t in times)
-            print(f"{case.op:13}{case.sizes['L']:>8} {direction:8}", *told, flush=True)
-    return 0
-
-
-def microseconds(provider: str, op: Op | None, case: Case) -> dict[str, float]:
-    """Medians of the forward pass and of both passes; nothing where a peer has no such op or cannot
-    run it here.
-    """
-    from triton.testing import do_bench_cudagraph
-
-    if op is None:
-        return {}
-    leaves = [x.requires_grad_() for x in case.inputs("cuda")]
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return op(*leaves)
-
-    def both() -> tuple[Tensor, ...]:
-        y = op(*leaves)
-        return torch.autograd.grad(y, leaves, torch.ones_like(y))
-
-    try:
-        calls = {"fwd": forward, "fwd+bwd": both}
-        found = {
-            name: do_bench_cudagraph(call, return_mode="median") for name, call in calls.items()
-        }
-    except Exception as error:
-        if provider == "fusewright":
-            raise
-        print(f"{provider} did not run {case.op}: {type(error).__name__}", file=sys.stderr)
-        return {}
-    return {name: 1e3 * time for name, time in found.items()}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

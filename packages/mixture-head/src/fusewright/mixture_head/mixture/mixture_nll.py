@@ -27,18 +27,11 @@ from collections.abc import Sequence
 
 import torch
 
-from . import reference
-from ._backends import Backend, launchers, uses_triton
-from ._checks import (
-    EPS,
-    LOG_SIGMA_RANGE,
-    Scale,
-    check_params,
-    check_targets,
-    checked_mask,
-    checked_scale,
-)
-from ._registration import Derivative, Op, empty_grad, second_order
+from .._core.backends import Backend, uses_triton
+from .._core.registration import Derivative, Op, empty_grad, second_order
+from ..common.scale import EPS, LOG_SIGMA_RANGE, Scale, checked_scale
+from . import launch, reference
+from .checks import check_params, check_targets, checked_mask
 
 Tensor = torch.Tensor
 SCALE = "bool softplus, float low, float high, float eps"
@@ -51,21 +44,23 @@ def _scale(softplus, low, high, eps):
 def _slopes_reference(params, y, mask, scale):
     slope, slope_y = reference.mixture_slopes(params, y, mask, **_scale(*scale))
     # The kernels' layout: [K, 3, ...].
-    slope = slope.to(reference.slope_dtype(params.dtype)).movedim((-2, -1), (0, 1))
+    slope = slope.to(launch.slope_dtype(params.dtype)).movedim((-2, -1), (0, 1))
     return slope.contiguous(), slope_y.contiguous()
 
 
 def _slopes_fake(params, y):
     wide = torch.promote_types(params.dtype, torch.float32)
     return (
-        params.new_empty((*params.shape[-2:], *y.shape), dtype=reference.slope_dtype(params.dtype)),
+        params.new_empty((*params.shape[-2:], *y.shape), dtype=launch.slope_dtype(params.dtype)),
         params.new_empty(y.shape, dtype=wide),
         wide,
     )
 
 
-def _rows_triton(params, y, mask, *scale, slopes=True):
-    return launchers().launch_mixture(params, y, mask, *scale, mean=False, slopes=slopes)[:3]
+def _rows_triton(params, y, mask, softplus, low, high, eps, slopes=True):
+    return launch.mixture_forward(
+        params, y, mask, softplus, low, high, eps, mean=False, slopes=slopes
+    )[:3]
 
 
 def _rows_reference(params, y, mask, *scale):
@@ -78,8 +73,10 @@ def _rows_fake(params, y, mask, *scale):
     return params.new_empty(y.shape, dtype=wide), params_slope, y_slope
 
 
-def _mean_triton(params, y, mask, *scale, slopes=True):
-    return launchers().launch_mixture(params, y, mask, *scale, mean=True, slopes=slopes)
+def _mean_triton(params, y, mask, softplus, low, high, eps, slopes=True):
+    return launch.mixture_forward(
+        params, y, mask, softplus, low, high, eps, mean=True, slopes=slopes
+    )
 
 
 def _mean_reference(params, y, mask, *scale):
@@ -96,7 +93,7 @@ def _mean_fake(params, y, mask, *scale):
 
 def _backward_triton(upstream, factor, params, y, mask, params_slope, y_slope, *options):
     *_, y_grad = options
-    dparams, dy = launchers().launch_mixture_backward(
+    dparams, dy = launch.mixture_backward(
         upstream, factor, mask, params_slope, y_slope, params.dtype, y.dtype, y_grad
     )
     return dparams, empty_grad(y) if dy is None else dy
@@ -119,7 +116,7 @@ _rows = Op(
     triton=_rows_triton,
     reference=_rows_reference,
     fake=_rows_fake,
-    untracked=functools.partial(_rows_triton, slopes=False),
+    inference=functools.partial(_rows_triton, slopes=False),
 )
 _mean = Op(
     f"mixture_nll(Tensor params, Tensor y, Tensor? mask, {SCALE})"
@@ -127,7 +124,7 @@ _mean = Op(
     triton=_mean_triton,
     reference=_mean_reference,
     fake=_mean_fake,
-    untracked=functools.partial(_mean_triton, slopes=False),
+    inference=functools.partial(_mean_triton, slopes=False),
 )
 _backward = Op(
     "mixture_backward(Tensor upstream, Tensor? factor, Tensor params, Tensor y, Tensor? mask,"

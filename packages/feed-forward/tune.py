@@ -1,5 +1,5 @@
-"""Time every candidate launch of the gating kernels on this card; the fastest lines go to
-``_configs.py``.
+"""Time every candidate launch of the gating kernels on this GPU; the fastest lines go to
+``gating/launch.py``.
 
     PYTHONPATH=packages/feed-forward/src:ci/testkit/src python packages/feed-forward/tune.py --out
     packages/feed-forward/results
@@ -22,8 +22,8 @@ from unittest import mock
 
 import torch
 import typer
-from fusewright.feed_forward import _silu_mul_launch, reference
-from fusewright.feed_forward._configs import ElementsConfig
+from fusewright.feed_forward.gating import launch, reference
+from fusewright.feed_forward.gating.launch import ElementsConfig
 from fusewright_testkit.bench import environment_name
 from fusewright_testkit.compiled import compile_launch, recorded_launches
 from fusewright_testkit.timing import copies_needed, graph_time
@@ -86,8 +86,8 @@ def compile_one(candidate: tuple[Job, ElementsConfig]) -> None:
     with configured(job.kind, config), recorded_launches() as recorded:
         for call in launches(job, device="cpu", copies=1):
             call()
-    for launch in recorded:
-        compile_launch(launch, 90)
+    for recorded_launch in recorded:
+        compile_launch(recorded_launch, 90)
 
 
 @contextlib.contextmanager
@@ -95,8 +95,8 @@ def configured(kind: str, config: ElementsConfig) -> Iterator[None]:
     """The launcher of ``kind`` with one candidate in place of its table, and no plan made
     before.
     """
-    plans = (_silu_mul_launch.forward_plan, _silu_mul_launch.backward_plan)
-    with mock.patch.object(_silu_mul_launch, KINDS[kind].table, config):
+    plans = (launch.forward_plan, launch.backward_plan)
+    with mock.patch.object(launch, KINDS[kind].table, config):
         for plan in plans:
             plan.cache_clear()
         yield
@@ -114,15 +114,13 @@ def launches(job: Job, device: str = "cuda", copies: int | None = None) -> list[
     for _ in range(copies or copies_needed(moved)):
         joint = make(job.rows, 2 * job.cols)
         operands = (joint,) if halves else tuple(joint.view(2, job.rows, job.cols))
-        launch = _silu_mul_launch.launch_silu_mul
+        forward, backward = launch.silu_mul, launch.silu_mul_backward
         if halves:
-            launch = _silu_mul_launch.launch_silu_mul_halves
+            forward, backward = launch.silu_mul_halves, launch.silu_mul_halves_backward
         if job.kind.endswith("backward"):
-            operands = (make(job.rows, job.cols), *operands)
-            launch = _silu_mul_launch.launch_silu_mul_backward
-            if halves:
-                launch = _silu_mul_launch.launch_silu_mul_halves_backward
-        calls.append(functools.partial(launch, *operands))
+            calls.append(functools.partial(backward, make(job.rows, job.cols), *operands))
+        else:
+            calls.append(functools.partial(forward, *operands))
     return calls
 
 
@@ -153,7 +151,7 @@ def main(
     precompile(list(itertools.product(jobs, candidates())))
     table = []
     for job in jobs:
-        found = []
+        times = []
         calls = launches(job)
         for config in candidates():
             with configured(job.kind, config):
@@ -161,12 +159,12 @@ def main(
                     if not agrees(job):
                         print("WRONG", job, config)
                         continue
-                    found.append((graph_time(calls, replays=7, warm_seconds=0.01).ms, config))
+                    times.append((graph_time(calls, replays=7, warm_seconds=0.01).ms, config))
                 except Exception as error:
                     print("failed", job, config, repr(error)[:80])
-        found.sort(key=lambda pair: pair[0])
+        times.sort(key=lambda pair: pair[0])
         size = job.rows * job.cols * DTYPES[job.dtype].itemsize
-        for rank, (ms, config) in enumerate(found):
+        for rank, (ms, config) in enumerate(times):
             tbps = KINDS[job.kind].passes * size / ms / 1e9
             table.append(dict(**job._asdict(), ms=f"{ms:.5f}", tbps=f"{tbps:.3f}", config=config))
             if rank < best:

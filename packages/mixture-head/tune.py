@@ -1,5 +1,5 @@
-"""Time every candidate launch of the mixture and head kernels on this card; the fastest lines go to
-``_configs.py``.
+"""Time every candidate launch of the mixture and head kernels on this GPU; the fastest lines go to
+``mixture/launch.py`` and ``heads/launch.py``.
 
     PYTHONPATH=packages/mixture-head/src:ci/testkit/src python packages/mixture-head/tune.py --out
     packages/mixture-head/results
@@ -22,13 +22,10 @@ from unittest import mock
 
 import torch
 import typer
-from fusewright.mixture_head import _configs, _heads_launch, _mixture_launch, reference
-from fusewright.mixture_head._configs import (
-    BackwardConfig,
-    HeadsBackwardConfig,
-    HeadsConfig,
-    MixtureConfig,
-)
+from fusewright.mixture_head.heads import launch as heads
+from fusewright.mixture_head.heads import reference as heads_reference
+from fusewright.mixture_head.mixture import launch as mixture
+from fusewright.mixture_head.mixture import reference as mixture_reference
 from fusewright_testkit.bench import environment_name
 from fusewright_testkit.compiled import compile_launch, recorded_launches
 from fusewright_testkit.timing import copies_needed, graph_time
@@ -50,10 +47,10 @@ class Kind(NamedTuple):
 
 MIXTURE_BYTES, HIDDEN_BYTES = (3 * COMPONENTS + 1) * 4, COMPONENTS * STORED * 2
 KINDS = {
-    "forward": Kind(_configs, "MIXTURE", 2 * MIXTURE_BYTES),
-    "backward": Kind(_mixture_launch, "BACKWARD", 2 * MIXTURE_BYTES),
-    "heads_forward": Kind(_heads_launch, "HEADS", HIDDEN_BYTES),
-    "heads_backward": Kind(_heads_launch, "HEADS_BACKWARD", 2 * HIDDEN_BYTES),
+    "forward": Kind(mixture, "FORWARD", 2 * MIXTURE_BYTES),
+    "backward": Kind(mixture, "BACKWARD", 2 * MIXTURE_BYTES),
+    "heads_forward": Kind(heads, "FORWARD", HIDDEN_BYTES),
+    "heads_backward": Kind(heads, "BACKWARD", 2 * HIDDEN_BYTES),
 }
 
 
@@ -61,7 +58,7 @@ def candidates_of(kind: str) -> list[NamedTuple]:
     """Launches of 4 to 32 elements a thread; for mixtures, one or two rows a thread."""
     if kind == "forward":
         return [
-            MixtureConfig(float("inf"), block_rows, num_warps, held)
+            mixture.ForwardConfig(float("inf"), block_rows, num_warps, held)
             for block_rows, num_warps, held in itertools.product(
                 (32, 64, 128, 256), (1, 2, 4, 8), (True, False)
             )
@@ -69,7 +66,7 @@ def candidates_of(kind: str) -> list[NamedTuple]:
         ]
     if kind == "backward":
         return [
-            BackwardConfig(block_rows, block_cols, num_warps)
+            mixture.BackwardConfig(block_rows, block_cols, num_warps)
             for block_rows, block_cols, num_warps in itertools.product(
                 (16, 32, 64, 128, 256), (16, 32), (1, 2, 4, 8)
             )
@@ -78,9 +75,9 @@ def candidates_of(kind: str) -> list[NamedTuple]:
     tiles = itertools.product((8, 16, 32), (64, 128, 256), (4, 8), (1, 2, 3, 4))
     tiles = (t for t in tiles if 4 <= t[0] * t[1] / (32 * t[2]) <= 32)
     if kind == "heads_forward":
-        return [HeadsConfig(*tile) for tile in tiles]
+        return [heads.ForwardConfig(*tile) for tile in tiles]
     return [
-        HeadsBackwardConfig(*tile, max_parts, min_rows=128)
+        heads.BackwardConfig(*tile, max_parts, min_rows=128)
         for tile, max_parts in itertools.product(tiles, (32, 64))
     ]
 
@@ -106,10 +103,10 @@ def compile_one(job: tuple[str, NamedTuple]) -> None:
 def forget_plans() -> None:
     """Let the next launch read the tables again."""
     for plan in (
-        _mixture_launch.mixture_plan,
-        _mixture_launch.backward_plan,
-        _heads_launch.heads_plan,
-        _heads_launch.heads_backward_plan,
+        mixture.forward_plan,
+        mixture.backward_plan,
+        heads.forward_plan,
+        heads.backward_plan,
     ):
         plan.cache_clear()
 
@@ -136,20 +133,19 @@ def launches(
     for _ in range(copies or copies_needed(KINDS[kind].row_bytes * rows)):
         if kind == "forward":
             args = make(rows, COMPONENTS, 3), make(rows), None, *SCALE, True
-            calls.append(functools.partial(_mixture_launch.launch_mixture, *args))
+            calls.append(functools.partial(mixture.mixture_forward, *args))
         elif kind == "backward":
             slopes = make(COMPONENTS, 3, rows), make(rows)
             args = make(()), make(()), None, *slopes, torch.float32, torch.float32, True
-            calls.append(functools.partial(_mixture_launch.launch_mixture_backward, *args))
+            calls.append(functools.partial(mixture.mixture_backward, *args))
         else:
             u = make(rows, COMPONENTS, STORED, dtype=torch.bfloat16)
             weight = make(COMPONENTS, STORED, 3)
-            launch = _heads_launch.launch_silu_heads
-            args = u, weight
             if kind == "heads_backward":
-                launch = _heads_launch.launch_silu_heads_backward
-                args = make(rows, COMPONENTS, 3), u, weight
-            calls.append(functools.partial(launch, *args))
+                dparams = make(rows, COMPONENTS, 3)
+                calls.append(functools.partial(heads.silu_heads_backward, dparams, u, weight))
+            else:
+                calls.append(functools.partial(heads.silu_heads, u, weight))
     return calls
 
 
@@ -160,7 +156,7 @@ def agrees(kind: str) -> bool:
             torch.randn(301, COMPONENTS, STORED, device="cuda", dtype=torch.bfloat16),
             torch.randn(COMPONENTS, STORED, 3, device="cuda"),
         ]
-        truth, found = reference.silu_heads, OPS.silu_heads
+        truth, op = heads_reference.silu_heads, OPS.silu_heads
     else:
         inputs = [
             torch.randn(301, COMPONENTS, 3, device="cuda"),
@@ -168,14 +164,14 @@ def agrees(kind: str) -> bool:
         ]
         softplus, low, high, eps = SCALE
         truth = functools.partial(
-            reference.mixture_nll, softplus=softplus, low=low, high=high, eps=eps
+            mixture_reference.mixture_nll, softplus=softplus, low=low, high=high, eps=eps
         )
 
-        def found(params: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def op(params: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return OPS.mixture_nll(params, y, None, *SCALE)[0]
 
     try:
-        Yardstick(truth, inputs).check(found)
+        Yardstick(truth, inputs).check(op)
     except AssertionError:
         return False
     return True
@@ -191,7 +187,7 @@ def main(
     precompile([(kind, config) for kind in kinds.split(",") for config in candidates_of(kind)])
     table = []
     for kind, rows in chosen:
-        found = []
+        times = []
         calls = launches(kind, rows)
         for config in candidates_of(kind):
             with configured(kind, config):
@@ -199,11 +195,11 @@ def main(
                     if not agrees(kind):
                         print("WRONG", kind, rows, config)
                         continue
-                    found.append((graph_time(calls, replays=7, warm_seconds=0.01).ms, config))
+                    times.append((graph_time(calls, replays=7, warm_seconds=0.01).ms, config))
                 except Exception as error:
                     print("failed", kind, config, repr(error)[:80])
-        found.sort(key=lambda pair: pair[0])
-        for rank, (ms, config) in enumerate(found):
+        times.sort(key=lambda pair: pair[0])
+        for rank, (ms, config) in enumerate(times):
             tbps = KINDS[kind].row_bytes * rows / ms / 1e9
             table.append(
                 dict(

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusewright import feed_forward
-from fusewright.feed_forward import reference
-from fusewright.feed_forward.silu_mul import silu_mul, silu_mul_halves
+from fusewright.feed_forward.gating import reference
+from fusewright.feed_forward.gating.silu_mul import silu_mul, silu_mul_halves
 from fusewright_testkit import Yardstick
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
@@ -92,7 +92,7 @@ def fresh_plans() -> Iterator[None]:
     if "triton" not in feed_forward.available_backends():
         yield
         return
-    from fusewright.feed_forward._silu_mul_launch import backward_plan, forward_plan
+    from fusewright.feed_forward.gating.launch import backward_plan, forward_plan
 
     for plan in (forward_plan, backward_plan):
         plan.cache_clear()
@@ -104,8 +104,8 @@ def fresh_plans() -> Iterator[None]:
 @pytest.fixture
 def many_programs(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs so small that few elements take several, which begin amid rows."""
-    from fusewright.feed_forward import _silu_mul_launch
+    from fusewright.feed_forward.gating import launch
 
     for table in ("FORWARD", "BACKWARD"):
-        config = getattr(_silu_mul_launch, table)._replace(block=64, num_warps=1)
-        monkeypatch.setattr(_silu_mul_launch, table, config)
+        config = getattr(launch, table)._replace(block=64, num_warps=1)
+        monkeypatch.setattr(launch, table, config)

@@ -5,12 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from fusewright.feed_forward._silu_mul_launch import (
-    launch_silu_mul,
-    launch_silu_mul_backward,
-    launch_silu_mul_halves,
-    launch_silu_mul_halves_backward,
-)
+from fusewright.feed_forward.gating import launch as gating
 
 BF16 = torch.bfloat16
 DTYPES = (BF16, torch.float16, torch.float32)
@@ -19,19 +14,19 @@ DTYPES = (BF16, torch.float16, torch.float32)
 def launch(rows: int, cols: int, dtype: torch.dtype) -> None:
     """Forward and backward of two tensors, each one run of elements."""
     gate, up = torch.empty(2, rows, cols, dtype=dtype)
-    launch_silu_mul_backward(launch_silu_mul(gate, up), gate, up)
+    gating.silu_mul_backward(gating.silu_mul(gate, up), gate, up)
 
 
 def launch_halves(rows: int, cols: int, dtype: torch.dtype) -> None:
-    """Forward and backward of the halves of one tensor, whose rows lie apart."""
+    """Forward and backward of the halves of one tensor, whose rows have gaps between them."""
     joint = torch.empty(rows, 2 * cols, dtype=dtype)
-    launch_silu_mul_halves_backward(launch_silu_mul_halves(joint), joint)
+    gating.silu_mul_halves_backward(gating.silu_mul_halves(joint), joint)
 
 
 def launch_heads(dtype: torch.dtype) -> None:
     """Forward and backward of rows that two strides reach."""
     gate, up = (torch.empty(8, 64, 12, 128, dtype=dtype)[:, :, 0] for _ in range(2))
-    launch_silu_mul_backward(launch_silu_mul(gate, up).transpose(0, 1), gate, up)
+    gating.silu_mul_backward(gating.silu_mul(gate, up).transpose(0, 1), gate, up)
 
 
 def one_of_each() -> None:

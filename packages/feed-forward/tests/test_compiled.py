@@ -1,4 +1,4 @@
-"""Every kernel compiles for every supported card, without a spill and within its shared memory."""
+"""Every kernel compiles for every supported GPU, without a spill and within its shared memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = pathlib.Path(__file__).parent
 @pytest.mark.parametrize("capability", QUICK)
 def test_every_kernel_compiles_in_both_forms_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each", capability)
-    for kernel in ("_silu_mul_kernel", "_silu_mul_backward_kernel"):
+    for kernel in ("silu_mul_kernel", "silu_mul_backward_kernel"):
         assert f"{kernel} " in printed
         # Elements in one run, and rows of 5504 counted in vectors of 16.
         for form in ("cols=0", "cols=344"):

@@ -1,4 +1,4 @@
-"""What only a card can show: graphs, synchronisation, streams, great sizes, alignment."""
+"""What only a GPU can show: graphs, synchronisation, streams, great sizes, alignment."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
-from fusewright.feed_forward import SwiGLU, _backends, reference, silu_mul
-from fusewright.feed_forward.silu_mul import silu_mul_halves
+from fusewright.feed_forward import SwiGLU, silu_mul
+from fusewright.feed_forward._core import backends
+from fusewright.feed_forward.gating.silu_mul import silu_mul_halves
+from fusewright.feed_forward.swiglu import reference
 from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
@@ -140,7 +142,7 @@ def test_kernels_run_on_the_device_of_the_tensor(op):
 
 
 def test_auto_takes_the_reference_for_fp64_and_says_so(op, monkeypatch):
-    monkeypatch.setattr(_backends, "WARNED", set())
+    monkeypatch.setattr(backends, "WARNED", set())
     tensors = op.draw((3, 8), torch.float64, "cuda")
     with pytest.warns(RuntimeWarning, match="not torch.float64"):
         y = op.public(*tensors)

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from fusewright.feed_forward import SwiGLU, _backends, silu_mul
+from fusewright.feed_forward import SwiGLU, silu_mul
+from fusewright.feed_forward._core import backends
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,15 +27,15 @@ BAD = [
     (lambda: silu_mul(X.to(F64), X.to(F64), backend="triton"), RuntimeError, "not torch.float64"),
     (lambda: SwiGLU(0, 5), ValueError, "dim must be at least 1, got 0"),
     (lambda: SwiGLU(8, -1), ValueError, "hidden_width must be at least 1, got -1"),
-    (lambda: SwiGLU(8, 5.0), TypeError, "hidden_width must be an integer, got float"),
-    (lambda: SwiGLU(True, 5), TypeError, "dim must be an integer, got bool"),
+    (lambda: SwiGLU(8, 5.0), TypeError, "hidden_width must be a whole number, got float"),
+    (lambda: SwiGLU(True, 5), TypeError, "dim must be a whole number, got bool"),
     (lambda: SwiGLU(8, 5, backend="cuda"), ValueError, "got 'cuda'"),
     (lambda: SwiGLU(7, 5)(X), ValueError, r"x must be \[..., 7\], got shape \(3, 8\)"),
     (lambda: SwiGLU(8, 5)(torch.zeros(())), ValueError, r"got shape \(\)"),
     (lambda: SwiGLU(8, 5)([1.0]), TypeError, "x must be a tensor, got list"),
     (lambda: SwiGLU(8, 5)(X.int()), TypeError, "x must be.*int32"),
     (lambda: SwiGLU(8, 5)(X.half()), ValueError, "dtype torch.float32 outside autocast, got.*16"),
-    (lambda: SwiGLU(8, 5)(X.to("meta")), ValueError, "weights' device cpu, got meta"),
+    (lambda: SwiGLU(8, 5)(X.to("meta")), ValueError, "weight's device cpu, got meta"),
 ]
 
 
@@ -67,26 +68,26 @@ def test_layer_that_the_kernels_cannot_serve_says_so(device):
 
 
 def test_kernels_on_the_cpu_without_the_interpreter_say_so(monkeypatch):
-    _backends.known_obstacle.cache_clear()
-    monkeypatch.setattr(_backends, "interpreted", lambda: False)
+    backends.known_obstacle.cache_clear()
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
     try:
         with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
             silu_mul(X, X, backend="triton")
     finally:
-        _backends.known_obstacle.cache_clear()
+        backends.known_obstacle.cache_clear()
 
 
 def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
-    _backends.WARNED.clear()
-    monkeypatch.setattr(_backends, "known_obstacle", lambda device, dtype: "no such card")
+    backends.WARNED.clear()
+    monkeypatch.setattr(backends, "known_obstacle", lambda device, dtype: "no such GPU")
     with FakeTensorMode():
-        on_card = torch.empty(3, 8, device="cuda")
-        with pytest.warns(RuntimeWarning, match="no such card"):
-            silu_mul(on_card, on_card)
+        on_gpu = torch.empty(3, 8, device="cuda")
+        with pytest.warns(RuntimeWarning, match="no such GPU"):
+            silu_mul(on_gpu, on_gpu)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            silu_mul(on_card, on_card)
-    _backends.WARNED.clear()
+            silu_mul(on_gpu, on_gpu)
+    backends.WARNED.clear()
 
 
 @pytest.mark.filterwarnings("error")

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from fusewright.feed_forward import reference, silu_mul
-from fusewright.feed_forward.silu_mul import silu_mul_halves
+from fusewright.feed_forward import silu_mul
+from fusewright.feed_forward.gating import reference
+from fusewright.feed_forward.gating.silu_mul import silu_mul_halves
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -147,12 +148,12 @@ def test_strides_change_no_bit_and_results_are_contiguous(op, layout, device, ma
 
 @pytest.mark.parametrize("layout", READ_AS_THEY_ARE, ids=lambda layout: layout.__name__)
 def test_rows_that_two_strides_reach_are_not_copied(op, layout, device, monkeypatch):
-    from fusewright.feed_forward import _silu_mul_launch
+    from fusewright.feed_forward.gating import launch
 
     def no_copies(*_):
         raise AssertionError("an operand was copied")
 
-    monkeypatch.setattr(_silu_mul_launch, "copied", no_copies)
+    monkeypatch.setattr(launch, "contiguous_where", no_copies)
     tensors = [layout(op.shape(SHAPE), BF16, device) for _ in range(op.operands)]
     leaves = [t.detach().requires_grad_() for t in tensors]
     torch.autograd.grad(op.kernels(*leaves), leaves, layout(SHAPE, BF16, device))
@@ -162,12 +163,12 @@ def test_rows_that_two_strides_reach_are_not_copied(op, layout, device, monkeypa
     ("rows", "cols", "vector"), [(4, 5504, 16), (4, 1000, 8), (4, 1364, 4), (4, 1365, 1)]
 )
 def test_halves_of_a_product_are_read_in_the_longest_vectors(rows, cols, vector, device):
-    from fusewright.feed_forward._launch import kinds
-    from fusewright.feed_forward._silu_mul_launch import backward_plan
+    from fusewright.feed_forward._core.launches import layouts
+    from fusewright.feed_forward.gating.launch import backward_plan
 
     dy = torch.empty(rows, cols, device=device, dtype=BF16)
     gate, up = torch.empty(rows, 2 * cols, device=device, dtype=BF16).tensor_split(2, -1)
-    plan = backward_plan(gate.shape, kinds(dy, gate, up), True, gate.device)
+    plan = backward_plan(gate.shape, layouts(dy, gate, up), True, gate.device)
     assert plan.copies == ()
     assert plan.launch.constants["VECTOR"] == vector
 
@@ -210,15 +211,14 @@ def test_one_input_alone_may_require_a_gradient(kept, device):
 
 def test_more_rows_than_the_kernels_count_are_refused_where_they_lie_apart():
     pytest.importorskip("triton", reason="plans are made for Triton's kernels")
-    from fusewright.feed_forward._rows import MAX_COLS, MAX_ROWS
-    from fusewright.feed_forward._silu_mul_launch import forward_plan
+    from fusewright.feed_forward.gating.launch import MAX_COLS, MAX_ROWS, forward_plan
 
     device = torch.device("cpu")
     for rows, cols in [(MAX_ROWS, 1), (2, MAX_COLS)]:
-        apart = ((BF16, (2 * cols, 1)),) * 2
-        assert forward_plan((rows, cols), apart, device).launch is not None
+        gaps = ((BF16, (2 * cols, 1)),) * 2
+        assert forward_plan((rows, cols), gaps, device).launch is not None
     for rows, cols in [(MAX_ROWS + 1, 1), (2, MAX_COLS + 1)]:
-        apart, together = (((BF16, (stride, 1)),) * 2 for stride in (2 * cols, cols))
+        gaps, flat = (((BF16, (stride, 1)),) * 2 for stride in (2 * cols, cols))
         with pytest.raises(ValueError, match=f"got {rows} of {cols}"):
-            forward_plan((rows, cols), apart, device)
-        assert forward_plan((rows, cols), together, device).launch is not None
+            forward_plan((rows, cols), gaps, device)
+        assert forward_plan((rows, cols), flat, device).launch is not None

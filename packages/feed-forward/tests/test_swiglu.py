@@ -8,7 +8,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.feed_forward import SwiGLU, reference
+from fusewright.feed_forward import SwiGLU
+from fusewright.feed_forward.swiglu import reference
 from fusewright_testkit import Yardstick
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.feed_forward import reference, silu_mul
+from fusewright.feed_forward import silu_mul
+from fusewright.feed_forward.gating import reference
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.transforms import hold
 from torch.func import vmap

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.feed_forward import reference, silu_mul
+from fusewright.feed_forward import silu_mul
+from fusewright.feed_forward.gating import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from fusewright import mixture_head
-from fusewright.mixture_head import reference
-from fusewright.mixture_head._checks import checked_scale
+from fusewright.mixture_head.common.scale import checked_scale
+from fusewright.mixture_head.heads import reference as heads_reference
+from fusewright.mixture_head.mixture import reference as mixture_reference
 from fusewright_testkit import Yardstick
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
@@ -39,9 +40,9 @@ class HeadOp:
         self, *tensors: torch.Tensor, mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         if self.name == "grouped_heads":
-            return reference.grouped_heads(*tensors)
+            return heads_reference.grouped_heads(*tensors)
         form = checked_scale(**SCALE | options)
-        return getattr(reference, self.name)(*tensors, mask, **form._asdict())
+        return getattr(mixture_reference, self.name)(*tensors, mask, **form._asdict())
 
     def check(self, tensors: Tensors, **options: Any) -> None:
         """Hold the kernels' output and gradients against the yardstick."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from fusewright.mixture_head._configs import MIXTURE
-from fusewright.mixture_head._heads_launch import launch_silu_heads, launch_silu_heads_backward
-from fusewright.mixture_head._mixture_launch import launch_mixture, launch_mixture_backward
+from fusewright.mixture_head.heads import launch as heads_launch
+from fusewright.mixture_head.mixture import launch as mixture_launch
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROWS = 4096
@@ -16,16 +15,20 @@ def launch(components: int, dtype: torch.dtype, softplus: bool, masked: bool, me
     params, y = torch.empty(ROWS, components, 3, dtype=dtype), torch.empty(ROWS)
     mask = torch.empty(ROWS, dtype=torch.bool) if masked else None
     scale = (softplus, -7.0, 5.0, 1e-3)
-    value, params_slope, y_slope, factor = launch_mixture(params, y, mask, *scale, mean)
+    value, params_slope, y_slope, factor = mixture_launch.mixture_forward(
+        params, y, mask, *scale, mean
+    )
     assert params_slope is not None
     assert y_slope is not None
     for y_grad in (True, False):
-        launch_mixture_backward(value, factor, mask, params_slope, y_slope, dtype, F32, y_grad)
+        mixture_launch.mixture_backward(
+            value, factor, mask, params_slope, y_slope, dtype, F32, y_grad
+        )
 
 
 def launch_heads(heads: int, stored: int, dtype: torch.dtype) -> None:
     u, weight = torch.empty(ROWS, heads, stored, dtype=dtype), torch.empty(heads, stored, 3)
-    launch_silu_heads_backward(launch_silu_heads(u, weight), u, weight)
+    heads_launch.silu_heads_backward(heads_launch.silu_heads(u, weight), u, weight)
 
 
 def one_of_each() -> None:
@@ -36,7 +39,9 @@ def one_of_each() -> None:
 
 def every_line() -> None:
     """Every line of the table in every form; the last one serves any number of components."""
-    for components in [int(config.max_components) for config in MIXTURE[:-1]] + [100]:
+    for components in [int(config.max_components) for config in mixture_launch.FORWARD[:-1]] + [
+        100
+    ]:
         for dtype in (BF16, F16, F32):
             for form in range(8):
                 launch(components, dtype, bool(form & 1), bool(form & 2), form > 3)

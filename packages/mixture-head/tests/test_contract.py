@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 import torch
 from fusewright import mixture_head
-from fusewright.mixture_head import reference
+from fusewright.mixture_head.heads import reference as heads_reference
+from fusewright.mixture_head.mixture import reference
 from fusewright_testkit import Yardstick
 from torch.utils.checkpoint import checkpoint
 
@@ -112,8 +113,8 @@ def test_reference_gradients_are_the_derivatives(mixture, masked, scale, draw_mi
 def test_reference_gradients_of_heads_are_the_derivatives():
     shapes = ((3, 2), (8, 2), (2, 4, 3))
     leaves = [torch.randn(shape, dtype=F64, requires_grad=True) for shape in shapes]
-    assert torch.autograd.gradcheck(reference.grouped_heads, leaves)
-    assert torch.autograd.gradgradcheck(reference.grouped_heads, leaves)
+    assert torch.autograd.gradcheck(heads_reference.grouped_heads, leaves)
+    assert torch.autograd.gradgradcheck(heads_reference.grouped_heads, leaves)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.mixture_head import mixture_log_likelihood, mixture_nll, reference
-from fusewright.mixture_head._checks import checked_scale
+from fusewright.mixture_head import mixture_log_likelihood, mixture_nll
+from fusewright.mixture_head.common.scale import checked_scale
+from fusewright.mixture_head.mixture import reference
 from fusewright_testkit import Yardstick
 
 F32, F16 = torch.float32, torch.float16

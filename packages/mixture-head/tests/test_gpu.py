@@ -1,10 +1,11 @@
-"""What only a card can show: graphs, synchronisation, streams, great sizes, the launch tables."""
+"""What only a GPU can show: graphs, synchronisation, streams, great sizes, the launch tables."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.mixture_head import GaussianMixtureHead, _configs, mixture_log_likelihood
+from fusewright.mixture_head import GaussianMixtureHead, mixture_log_likelihood
+from fusewright.mixture_head.mixture import launch
 from fusewright_testkit import capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +50,7 @@ def test_replayed_graph_reads_the_values_of_the_replay(op):
 
 @pytest.fixture
 def no_wait():
-    """Fail where the host waits for the card; what a first call does has been done before."""
+    """Fail where the host waits for the GPU; what a first call does has been done before."""
 
     def check(call):
         call()
@@ -86,7 +87,7 @@ def test_no_question_to_a_head_waits_for_the_card(backend, scale, no_wait):
 
 
 @pytest.mark.parametrize(
-    "components", [int(config.max_components) for config in _configs.MIXTURE[:-1]] + [17, 1500]
+    "components", [int(config.max_components) for config in launch.FORWARD[:-1]] + [17, 1500]
 )
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_every_line_of_the_table_is_as_near_to_fp64_as_torch(

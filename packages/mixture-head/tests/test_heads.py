@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.mixture_head import grouped_heads, reference
+from fusewright.mixture_head import grouped_heads
+from fusewright.mixture_head.heads import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -94,12 +95,12 @@ def test_nan_in_a_row_stays_in_that_row(backend, device, draw_heads):
 
 
 def test_no_number_of_heads_passes_the_limits_of_a_grid():
-    from fusewright.mixture_head._heads_launch import heads_backward_plan, heads_plan
+    from fusewright.mixture_head.heads.launch import backward_plan, forward_plan
 
     shape, device = (3, 70_000, 5), torch.device("cpu")
     for plan in (
-        heads_plan(shape, F32, F32, device),
-        heads_backward_plan(shape, F32, F32, F32, device),
+        forward_plan(shape, F32, F32, device),
+        backward_plan(shape, F32, F32, F32, device),
     ):
         assert plan.launch.grid[0] >= 70_000
         assert max(plan.launch.grid[1:]) < 2**16

@@ -8,7 +8,6 @@ import pytest
 import torch
 from fusewright.mixture_head import (
     GaussianMixtureHead,
-    _backends,
     grouped_heads,
     mixture_cdf,
     mixture_mean,
@@ -17,6 +16,7 @@ from fusewright.mixture_head import (
     mixture_sample,
     mixture_variance,
 )
+from fusewright.mixture_head._core import backends
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,7 +78,11 @@ BAD = [
     (lambda: grouped_heads(X, HIDDEN, OUTPUT.to("meta")), ValueError, "x's device cpu, got meta"),
     (lambda: grouped_heads(X, HIDDEN.half(), OUTPUT), ValueError, "x's dtype.*got torch.float16"),
     (lambda: GaussianMixtureHead(4, 0, 3), ValueError, "hidden_width must be at least 1, got 0"),
-    (lambda: GaussianMixtureHead(4, 6, 3.0), TypeError, "components must be an integer, got float"),
+    (
+        lambda: GaussianMixtureHead(4, 6, 3.0),
+        TypeError,
+        "components must be a whole.*got float",
+    ),
     (lambda: GaussianMixtureHead(4, 6, True), TypeError, "components must be.*got bool"),
     (lambda: GaussianMixtureHead(4, 6, 3, stored_width=5), ValueError, "hidden_width, 6, got 5"),
     (lambda: GaussianMixtureHead(4, 6, 3, scale="sigma"), ValueError, "got 'sigma'"),
@@ -108,21 +112,21 @@ def test_refused_input_touches_no_memory(op, device):
 
 
 def test_kernels_on_the_cpu_without_the_interpreter_say_so(op, monkeypatch):
-    _backends.known_obstacle.cache_clear()
-    monkeypatch.setattr(_backends, "interpreted", lambda: False)
+    backends.known_obstacle.cache_clear()
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
     try:
         with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
             op.kernels(*op.draw())
     finally:
-        _backends.known_obstacle.cache_clear()
+        backends.known_obstacle.cache_clear()
 
 
 def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
-    monkeypatch.setattr(_backends, "WARNED", set())
-    monkeypatch.setattr(_backends, "known_obstacle", lambda device, dtype: "no such card")
+    monkeypatch.setattr(backends, "WARNED", set())
+    monkeypatch.setattr(backends, "known_obstacle", lambda device, dtype: "no such GPU")
     with FakeTensorMode():
         tensors = [torch.empty(t.shape, device="cuda") for t in (X, HIDDEN, OUTPUT)]
-        with pytest.warns(RuntimeWarning, match="no such card"):
+        with pytest.warns(RuntimeWarning, match="no such GPU"):
             grouped_heads(*tensors)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from fusewright import mixture_head
-from fusewright.mixture_head import mixture_log_likelihood, mixture_nll, reference
-from fusewright.mixture_head._checks import checked_scale
+from fusewright.mixture_head import mixture_log_likelihood, mixture_nll
+from fusewright.mixture_head.common.scale import checked_scale
+from fusewright.mixture_head.mixture import reference
 from fusewright_testkit import Yardstick
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
@@ -53,16 +54,15 @@ def test_every_leading_axis_counts_mixtures(mixture, shape, device, draw_mixture
 def test_mean_over_more_programs_than_one_round_adds(
     device, monkeypatch, scale, draw_mixtures, nll
 ):
-    from fusewright.mixture_head import _mixture_launch
+    from fusewright.mixture_head.mixture import launch
 
-    _mixture_launch.mixture_plan.cache_clear()
-    finish = _mixture_launch.FINISH._replace(block=2)
-    monkeypatch.setattr(_mixture_launch, "FINISH", finish)
+    launch.forward_plan.cache_clear()
+    monkeypatch.setattr(launch, "MEAN", launch.MEAN._replace(block=2))
     tensors = draw_mixtures((300, 10), F32, device)
     mask = torch.rand(300, device=device) < 0.5
     for marks in (None, mask):
         nll.check(tensors, scale=scale, mask=marks)
-    _mixture_launch.mixture_plan.cache_clear()
+    launch.forward_plan.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from fusewright.feed_forward import swiglu
+from fusewright.feed_forward.swiglu import swiglu
 from fusewright.memory_mlp import NeuralMemory, scan_reference
 from fusewright.memory_mlp.reference import Rows, activated, linear
 from fusewright.memory_mlp.weights import MemoryWeights

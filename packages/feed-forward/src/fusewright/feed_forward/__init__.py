@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import Backend, available_backends
-from .silu_mul import silu_mul
-from .swiglu import SwiGLU
+from ._core.backends import Backend, available_backends
+from .gating.silu_mul import silu_mul
+from .swiglu.swiglu import SwiGLU
 
 try:
     __version__ = version("fusewright-feed-forward")

@@ -1,23 +1,23 @@
 """Gaussian mixture heads in Triton: the log-likelihood with its gradients in one kernel, grouped
-heads over a shared input, and what one asks of a mixture afterwards.
+heads over a shared input, and moments, distribution function, quantiles and samples of mixtures.
 """
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import Backend, available_backends
-from ._checks import Scale
-from .distribution import (
+from ._core.backends import Backend, available_backends
+from .common.scale import Scale
+from .heads.grouped_heads import grouped_heads
+from .layer.gaussian_mixture_head import GaussianMixtureHead
+from .mixture.distribution import (
     mixture_cdf,
     mixture_mean,
     mixture_quantiles,
     mixture_sample,
     mixture_variance,
 )
-from .gaussian_mixture_head import GaussianMixtureHead
-from .grouped_heads import grouped_heads
-from .mixture_nll import mixture_log_likelihood, mixture_nll
+from .mixture.mixture_nll import mixture_log_likelihood, mixture_nll
 
 try:
     __version__ = version("fusewright-mixture-head")

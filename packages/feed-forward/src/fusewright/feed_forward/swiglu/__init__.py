@@ -1,0 +1,1 @@
+"""The gated feed-forward layer around the gating."""

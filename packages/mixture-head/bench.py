@@ -1,0 +1,145 @@
+"""What is timed and against whom: ``python -m fusewright_testkit.bench mixture-head``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from fusewright.mixture_head import grouped_heads, mixture_nll
+from fusewright.mixture_head.common.scale import checked_scale
+from fusewright.mixture_head.heads import reference as heads_reference
+from fusewright.mixture_head.mixture import reference as mixture_reference
+from fusewright_testkit import Case
+from torch.distributions import Categorical, MixtureSameFamily, Normal
+from torch.utils.checkpoint import checkpoint
+
+ROWS = (4000, 128000)
+COMPONENTS = 10
+WIDTH, HIDDEN, STORED = 512, 1365, 1376
+# fp64 hidden layers of so many rows fit beside what is timed.
+REFERENCE_ROWS = 8192
+
+Tensor = torch.Tensor
+Op = Callable[..., Tensor]
+
+
+def cases() -> list[Case]:
+    """The mean log-likelihood in fp32 and the heads in bf16, at the sizes of the model."""
+    return [case_of(rows) for case_of in (mixture_case, heads_case) for rows in ROWS]
+
+
+def mixture_case(rows: int) -> Case:
+    size = rows * (3 * COMPONENTS + 1) * torch.float32.itemsize
+    form = checked_scale("log_sigma", (-7.0, 5.0), 1e-3)
+    return Case(
+        op="mixture_nll",
+        sizes={"L": rows, "K": COMPONENTS},
+        dtype=torch.float32,
+        reference=functools.partial(mixture_reference.mixture_nll, **form._asdict()),
+        inputs=functools.partial(mixture_inputs, rows),
+        # The loss itself is one number; each gradient is as large as what it belongs to.
+        bytes_moved={"fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
+    )
+
+
+def mixture_inputs(rows: int, device: str) -> list[Tensor]:
+    """params and y."""
+    return [torch.randn(rows, COMPONENTS, 3, device=device), torch.randn(rows, device=device)]
+
+
+def heads_case(rows: int) -> Case:
+    dtype = torch.bfloat16
+    units = COMPONENTS * STORED
+    weights = (units * (WIDTH + 3)) * dtype.itemsize
+    size = rows * (WIDTH * dtype.itemsize + 3 * COMPONENTS * torch.float32.itemsize) + weights
+    # The dense product and the narrow layer, of the width that is used.
+    flops = 2 * rows * COMPONENTS * HIDDEN * (WIDTH + 3)
+    return Case(
+        op="grouped_heads",
+        sizes={"L": rows, "D": WIDTH, "F": HIDDEN, "K": COMPONENTS},
+        dtype=dtype,
+        reference=heads_by_rows,
+        inputs=functools.partial(heads_inputs, rows, dtype),
+        # The hidden layer is no input and no output.
+        bytes_moved={"fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
+        flops={"fwd": flops, "bwd": 2 * flops, "fwd+bwd": 3 * flops},
+    )
+
+
+def heads_inputs(rows: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """x, and the weights of both layers, stored padded."""
+    draw = functools.partial(torch.randn, dtype=dtype, device=device)
+    hidden, output = draw(COMPONENTS, STORED, WIDTH), draw(COMPONENTS, STORED, 3)
+    for weight in (hidden, output):
+        weight[:, HIDDEN:] = 0.0
+    return [draw(rows, WIDTH), hidden.flatten(0, 1) / WIDTH**0.5, output / HIDDEN**0.5]
+
+
+def heads_by_rows(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:
+    """The reference, which keeps the hidden layer of a part of the rows alone."""
+    return torch.cat(
+        [
+            checkpoint(
+                heads_reference.grouped_heads,
+                part,
+                hidden_weight,
+                output_weight,
+                use_reentrant=False,
+            )
+            for part in x.split(REFERENCE_ROWS)
+        ]
+    )
+
+
+def providers() -> dict[str, dict[str, Op]]:
+    """Ours, torch, torch.compile, torch.distributions, and the loop over the heads that one writes
+    first, compiled.
+    """
+    plain: dict[str, Op] = {"mixture_nll": torch_mixture_nll, "grouped_heads": torch_heads}
+    # Every case is compiled with and without gradients, more often than torch allows by default.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(ROWS))
+    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    return {
+        "fusewright": {"mixture_nll": mixture_nll, "grouped_heads": grouped_heads},
+        "torch": plain,
+        "compile": {name: compiled(op) for name, op in plain.items()},
+        "distributions": {"mixture_nll": distributions_mixture_nll},
+        "compile-loop": {"grouped_heads": compiled(looped_heads)},
+    }
+
+
+def torch_mixture_nll(params: Tensor, y: Tensor) -> Tensor:
+    """The loss as a user of plain torch writes it."""
+    logits, mean, raw = params.unbind(-1)
+    log_sigma = raw.clamp(-7.0, 5.0)
+    z = (y[..., None] - mean) * torch.exp(-log_sigma)
+    component = (
+        logits.log_softmax(-1) - 0.5 * z.square() - log_sigma - mixture_reference.HALF_LOG_2_PI
+    )
+    return -component.logsumexp(-1).mean()
+
+
+def distributions_mixture_nll(params: Tensor, y: Tensor) -> Tensor:
+    """The loss from torch's own mixture; arguments unchecked, as a check waits for the GPU."""
+    logits, mean, raw = params.unbind(-1)
+    mixture = MixtureSameFamily(
+        Categorical(logits=logits, validate_args=False),
+        Normal(mean, raw.clamp(-7.0, 5.0).exp(), validate_args=False),
+        validate_args=False,
+    )
+    return -mixture.log_prob(y).mean()
+
+
+def torch_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:
+    """All heads at once: one dense product, then one batched product."""
+    hidden = F.silu(F.linear(x, hidden_weight)).unflatten(-1, output_weight.shape[:2])
+    return torch.einsum("lgs,gsp->lgp", hidden, output_weight).float()
+
+
+def looped_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:
+    """One head after the other."""
+    heads = zip(hidden_weight.unflatten(0, output_weight.shape[:2]), output_weight, strict=True)
+    return torch.stack([F.silu(F.linear(x, a)) @ c for a, c in heads], -2).float()

@@ -1,0 +1,182 @@
+"""The launches of the narrow second layer of grouped heads, forward and backward: their
+configurations and plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._core.launches import Allocator, Launch, allocator, cdiv, is_current
+from .._core.lazy import lazy_module
+from .._core.precision import power_of_2
+
+if TYPE_CHECKING:
+    from . import kernels
+else:
+    kernels = lazy_module(__package__, "kernels")
+
+
+class ForwardConfig(NamedTuple):
+    """One program computes ``block_rows`` rows of one head, ``block_cols`` hidden units at a
+    time.
+    """
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+    num_stages: int
+
+
+class BackwardConfig(NamedTuple):
+    """One program computes a part of the rows, ``block_rows`` at a time, at ``block_cols`` hidden
+    units of one head; there are up to ``max_parts`` parts of at least ``min_rows`` rows.
+    """
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+    num_stages: int
+    max_parts: int
+    min_rows: int
+
+
+class AddPartsConfig(NamedTuple):
+    """One program adds the partial sums of ``block`` weights."""
+
+    block: int
+    num_warps: int
+
+
+# Source: results/tuning-h200-torch2.11-triton3.6.csv for ten heads of 1376 hidden units; unmeasured
+# for others, and for the addition of the partial sums.
+FORWARD = ForwardConfig(block_rows=16, block_cols=128, num_warps=4, num_stages=3)
+BACKWARD = BackwardConfig(
+    block_rows=32, block_cols=64, num_warps=4, num_stages=3, max_parts=32, min_rows=128
+)
+ADD_PARTS = AddPartsConfig(block=1024, num_warps=4)
+
+
+class ForwardPlan(NamedTuple):
+    """One forward pass: what it launches, nothing where there are no elements, and its memory."""
+
+    launch: Launch | None
+    out: Allocator
+
+
+class BackwardPlan(NamedTuple):
+    """One backward pass: its launches, nothing where there are no elements, and its memory."""
+
+    launch: Launch | None
+    add_parts: Launch | None
+    du: Allocator
+    dweight: Allocator
+    parts: Allocator
+
+
+def silu_heads(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """SiLU(u) C for u ``[..., G, S]`` and weight ``[G, S, 3]``: ``[..., G, 3]`` in fp32."""
+    if not is_current(u.device):
+        with torch.cuda.device(u.device):
+            return silu_heads(u, weight)
+    plan = forward_plan(u.shape, u.dtype, weight.dtype, u.device)
+    out = plan.out()
+    if plan.launch is None:
+        return out.zero_()
+    plan.launch((u.contiguous(), weight.contiguous(), out))
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_plan(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+) -> ForwardPlan:
+    """The plan for u of this shape and operands of these dtypes."""
+    *leading, heads, stored = shape
+    rows = math.prod(leading)
+    launch = None
+    if math.prod(shape):
+        launch = Launch(
+            kernels.silu_heads_kernel,
+            # On the first axis of the grid, which alone is as long as one likes.
+            (cdiv(rows, FORWARD.block_rows) * heads,),
+            device,
+            (rows,),
+            dict(num_warps=FORWARD.num_warps),
+            HEADS=heads,
+            STORED=stored,
+            BLOCK_ROWS=FORWARD.block_rows,
+            BLOCK_COLS=min(FORWARD.block_cols, power_of_2(stored)),
+            NUM_STAGES=FORWARD.num_stages,
+        )
+    return ForwardPlan(launch, allocator((*leading, heads, 3), torch.float32, device))
+
+
+def silu_heads_backward(
+    dparams: torch.Tensor, u: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(du, dweight)`` for the gradient ``dparams [..., G, 3]``, in the dtypes of u and weight."""
+    if not is_current(u.device):
+        with torch.cuda.device(u.device):
+            return silu_heads_backward(dparams, u, weight)
+    plan = backward_plan(u.shape, dparams.dtype, u.dtype, weight.dtype, u.device)
+    du, dweight = plan.du(), plan.dweight()
+    if plan.launch is None or plan.add_parts is None:
+        return du, dweight.zero_()
+    parts = plan.parts()
+    plan.launch((dparams.contiguous(), u.contiguous(), weight.contiguous(), du, parts))
+    plan.add_parts((parts, dweight))
+    return du, dweight
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_plan(
+    shape: tuple[int, ...],
+    dparams_dtype: torch.dtype,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+) -> BackwardPlan:
+    """The plan for u of this shape and operands of these dtypes."""
+    *leading, heads, stored = shape
+    rows = math.prod(leading)
+    block_cols = min(BACKWARD.block_cols, power_of_2(max(stored, 1)))
+    parts = max(1, min(BACKWARD.max_parts, rows // BACKWARD.min_rows))
+    part_rows = cdiv(cdiv(rows, parts), BACKWARD.block_rows) * BACKWARD.block_rows
+    parts = cdiv(rows, max(part_rows, 1))
+    size = heads * stored * 3
+    launch = add_parts = None
+    if math.prod(shape):
+        launch = Launch(
+            kernels.silu_heads_backward_kernel,
+            (parts * heads, cdiv(stored, block_cols)),
+            device,
+            (rows, part_rows),
+            dict(num_warps=BACKWARD.num_warps),
+            HEADS=heads,
+            STORED=stored,
+            BLOCK_ROWS=BACKWARD.block_rows,
+            BLOCK_COLS=block_cols,
+            NUM_STAGES=BACKWARD.num_stages,
+        )
+        add_parts = Launch(
+            kernels.add_parts_kernel,
+            (cdiv(size, ADD_PARTS.block),),
+            device,
+            (size, parts),
+            dict(num_warps=ADD_PARTS.num_warps),
+            BLOCK=ADD_PARTS.block,
+        )
+    return BackwardPlan(
+        launch,
+        add_parts,
+        du=allocator(shape, dtype, device),
+        dweight=allocator((heads, stored, 3), weight_dtype, device),
+        parts=allocator((parts, heads, stored, 3), torch.float32, device),
+    )

@@ -1,0 +1,1 @@
+"""The module that turns rows into Gaussian mixtures."""

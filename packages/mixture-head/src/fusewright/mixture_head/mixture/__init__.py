@@ -1,0 +1,3 @@
+"""Gaussian mixtures: the log-likelihood and its mean; moments, distribution function, quantiles and
+samples.
+"""

@@ -1,0 +1,328 @@
+"""The launches of mixture_nll and mixture_log_likelihood, forward and backward: their
+configurations and plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._core.launches import (
+    Allocator,
+    Launch,
+    Layout,
+    allocate,
+    allocator,
+    cdiv,
+    contiguous_where,
+    is_current,
+    layouts,
+)
+from .._core.lazy import lazy_module
+from .._core.precision import power_of_2
+
+if TYPE_CHECKING:
+    from . import kernels
+else:
+    kernels = lazy_module(__package__, "kernels")
+
+
+class ForwardConfig(NamedTuple):
+    """One program computes ``block_rows`` mixtures, each in one thread of up to ``max_registers``,
+    which holds all components or reads them again for each use.
+    """
+
+    max_components: float
+    block_rows: int
+    num_warps: int
+    held: bool
+    max_registers: int = 128
+
+
+class MeanConfig(NamedTuple):
+    """One program adds the partial sums of the mean, ``block`` at a time."""
+
+    block: int
+    num_warps: int
+
+
+class BackwardConfig(NamedTuple):
+    """One program transposes and multiplies the slopes of ``block_rows`` rows by up to
+    ``block_cols`` parameters.
+    """
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+
+
+# Read from the top: the first line whose ``max_components`` is not below K serves it. Source:
+# results/tuning-h200-torch2.11-triton3.6.csv for mixtures of 10 components; unmeasured for others.
+FORWARD = (
+    ForwardConfig(max_components=16, block_rows=128, num_warps=4, held=True),
+    ForwardConfig(max_components=float("inf"), block_rows=128, num_warps=4, held=False),
+)
+# The same source.
+BACKWARD = BackwardConfig(block_rows=64, block_cols=32, num_warps=4)
+# Unmeasured.
+MEAN = MeanConfig(block=1024, num_warps=4)
+# With the offsets of a tile below 2**31: no tile has more than 2**9 rows.
+MAX_STRIDE = 2**21
+
+
+class ForwardPlan(NamedTuple):
+    """One forward pass: what it launches (nothing where there are no rows), which operands it
+    copies first, and its memory. ``add_sums`` and what it reads and writes serve the mean alone.
+    """
+
+    launch: Launch | None
+    add_sums: Launch | None
+    copies: tuple[bool, ...]
+    log_p: Allocator
+    params_slope: Allocator | None
+    y_slope: Allocator | None
+    factor: Allocator | None
+    sums: Allocator | None
+    counts: Allocator | None
+
+
+class BackwardPlan(NamedTuple):
+    """One backward pass: its launch (nothing where there are no rows), which of upstream gradient
+    and mask it copies first, and its memory.
+    """
+
+    launch: Launch | None
+    copies: tuple[bool, ...]
+    dparams: Allocator
+    dy: Allocator | None
+
+
+def mixture_forward(
+    params: torch.Tensor,
+    y: torch.Tensor,
+    mask: torch.Tensor | None,
+    softplus: bool,
+    low: float,
+    high: float,
+    eps: float,
+    mean: bool,
+    slopes: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """log p(y) of every row of ``params``, or minus its mean.
+
+    Returns:
+        ``(value, params_slope, y_slope, factor)``: the value fp32, one number a row or one alone;
+        the slopes d log p / d params, ``[K, 3, ...]``, and d log p / d y, None without ``slopes``;
+        and what the gradient of a mean multiplies them with, None without ``mean``.
+    """
+    if not is_current(params.device):
+        with torch.cuda.device(params.device):
+            return mixture_forward(params, y, mask, softplus, low, high, eps, mean, slopes)
+    operands: tuple[torch.Tensor | None, ...] = (params, y, mask)
+    plan = forward_plan(params.shape, layouts(*operands), softplus, mean, slopes, params.device)
+    value = plan.log_p()
+    params_slope = allocate(plan.params_slope)
+    y_slope = allocate(plan.y_slope)
+    factor = allocate(plan.factor)
+    if plan.launch is None:
+        if factor is not None:
+            value.zero_()
+            factor.fill_(-1.0)
+        return value, params_slope, y_slope, factor
+    if plan.copies:
+        operands = contiguous_where(operands, plan.copies)
+    sums = allocate(plan.sums)
+    counts = allocate(plan.counts)
+    log_p = None if mean else value
+    plan.launch((*operands, log_p, params_slope, y_slope, sums, counts), (low, high, eps))
+    if plan.add_sums is not None:
+        plan.add_sums((sums, counts, value, factor))
+    return value, params_slope, y_slope, factor
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_plan(
+    shape: tuple[int, ...],
+    operands: tuple[Layout | None, ...],
+    softplus: bool,
+    mean: bool,
+    slopes: bool,
+    device: torch.device,
+) -> ForwardPlan:
+    """The plan for operands of these layouts: params, y and mask."""
+    params, _, mask = operands
+    assert params is not None
+    *leading, components, _ = shape
+    rows_shape = tuple(leading)
+    rows = math.prod(leading)
+    config = forward_config(components)
+    programs = cdiv(rows, config.block_rows)
+    strides = [row_stride(rows_shape, operand) for operand in operands]
+    # The parameters of a row must lie one after the other.
+    if params[1][-1] != 1 or (components > 1 and params[1][-2] != 3):
+        strides[0] = None
+    copies = tuple(stride is None for stride in strides)
+    params_stride, y_stride, mask_stride = (
+        contiguous if stride is None else stride
+        for stride, contiguous in zip(strides, (3 * components, 1, 1), strict=True)
+    )
+    launch = add_sums = None
+    if rows:
+        launch = Launch(
+            kernels.mixture_forward_kernel,
+            (programs,),
+            device,
+            (y_stride, mask_stride, rows),
+            dict(num_warps=config.num_warps, maxnreg=config.max_registers),
+            K=components,
+            PARAMS_STRIDE=params_stride,
+            SOFTPLUS=softplus,
+            HAS_MASK=mask is not None,
+            MEAN=mean,
+            SLOPES=slopes,
+            HELD=config.held,
+            BLOCK_ROWS=config.block_rows,
+        )
+        if mean:
+            add_sums = Launch(
+                kernels.mean_kernel,
+                (1,),
+                device,
+                (rows, programs),
+                dict(num_warps=MEAN.num_warps),
+                HAS_MASK=mask is not None,
+                BLOCK=MEAN.block,
+            )
+    fp32 = torch.float32
+    return ForwardPlan(
+        launch,
+        add_sums,
+        copies if any(copies) else (),
+        log_p=allocator(() if mean else rows_shape, fp32, device),
+        params_slope=allocator((components, 3, *rows_shape), slope_dtype(params[0]), device)
+        if slopes
+        else None,
+        y_slope=allocator(rows_shape, fp32, device) if slopes else None,
+        factor=allocator((), fp32, device) if mean else None,
+        sums=allocator((programs,), fp32, device) if mean else None,
+        counts=allocator((programs,), torch.int32, device) if mean and mask is not None else None,
+    )
+
+
+def mixture_backward(
+    upstream: torch.Tensor,
+    factor: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    params_slope: torch.Tensor,
+    y_slope: torch.Tensor,
+    params_dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    y_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(dparams, dy)``: the slopes times the upstream gradient, each in its dtype, and zeros where
+    mask is False; dy is None unless ``y_grad``.
+    """
+    device = params_slope.device
+    if not is_current(device):
+        with torch.cuda.device(device):
+            return mixture_backward(
+                upstream, factor, mask, params_slope, y_slope, params_dtype, y_dtype, y_grad
+            )
+    operands: tuple[torch.Tensor | None, ...] = (upstream, mask)
+    plan = backward_plan(
+        params_slope.shape,
+        layouts(*operands),
+        factor is not None,
+        params_dtype,
+        y_dtype,
+        y_grad,
+        device,
+    )
+    dparams = plan.dparams()
+    dy = allocate(plan.dy)
+    if plan.launch is not None:
+        if plan.copies:
+            operands = contiguous_where(operands, plan.copies)
+        # A transform may pass saved tensors with strides of its own.
+        slopes = params_slope.contiguous(), y_slope.contiguous()
+        plan.launch((*operands, factor, *slopes, dparams, dy))
+    return dparams, dy
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_plan(
+    shape: tuple[int, ...],
+    operands: tuple[Layout | None, ...],
+    mean: bool,
+    params_dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    y_grad: bool,
+    device: torch.device,
+) -> BackwardPlan:
+    """The plan for slopes of this shape, and an upstream gradient and a mask of these layouts."""
+    upstream, mask = operands
+    components, _, *leading = shape
+    rows_shape = tuple(leading)
+    rows = math.prod(leading)
+    cols = 3 * components
+    block_cols = min(BACKWARD.block_cols, power_of_2(cols))
+    # The upstream gradient of a mean is one number.
+    strides = [0 if mean else row_stride(rows_shape, upstream), row_stride(rows_shape, mask)]
+    copies = tuple(stride is None for stride in strides)
+    upstream_stride, mask_stride = (1 if stride is None else stride for stride in strides)
+    launch = None
+    if rows:
+        launch = Launch(
+            kernels.mixture_backward_kernel,
+            (cdiv(rows, BACKWARD.block_rows), cdiv(cols, block_cols)),
+            device,
+            (upstream_stride, mask_stride, rows),
+            dict(num_warps=BACKWARD.num_warps),
+            COLS=cols,
+            HAS_MASK=mask is not None,
+            MEAN=mean,
+            HAS_DY=y_grad,
+            BLOCK_ROWS=BACKWARD.block_rows,
+            BLOCK_COLS=block_cols,
+        )
+    return BackwardPlan(
+        launch,
+        copies if any(copies) else (),
+        dparams=allocator((*leading, components, 3), params_dtype, device),
+        dy=allocator(rows_shape, y_dtype, device) if y_grad else None,
+    )
+
+
+def forward_config(components: int) -> ForwardConfig:
+    """The launch of mixtures of so many components."""
+    return next(config for config in FORWARD if components <= config.max_components)
+
+
+def slope_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which slopes of parameters of ``dtype`` wait for the backward pass: they pass
+    fp16's range where the gradient of a mean does not.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def row_stride(shape: tuple[int, ...], layout: Layout | None) -> int | None:
+    """The stride that takes the kernels from each row of an operand to the next, its leading axes
+    being ``shape``; 0 for an operand that is absent, None where no one stride does.
+    """
+    if layout is None:
+        return 0
+    row: int | None = None
+    length_below = 1
+    for length, stride in reversed([*zip(shape, layout[1], strict=False)]):
+        if length == 1:
+            continue
+        if row is None:
+            row = stride
+        elif stride != row * length_below:
+            return None
+        length_below *= length
+    row = row or 0
+    return row if row <= MAX_STRIDE else None

@@ -91,6 +91,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     def entry(part: workspace.Project) -> dict:
         base = part.folder.relative_to(workspace.ROOT).as_posix()
         pages = [f"{base}/index.md", {"functions": f"{base}/reference.md"}]
+        if (part.folder / "results/tables.md").is_file():
+            pages.append({"measured times": f"{base}/results/tables.md"})
         if (part.folder / "CHANGELOG.md").is_file():
             pages.append({"changes": f"{base}/CHANGELOG.md"})
         return {part.name: pages}

@@ -47,13 +47,13 @@ def lines_of(text: str, word: str) -> list[str]:
 
 
 def test_line_has_time_and_rate_of_each_provider_and_the_fastest_in_bold(package):
-    graph, wall = lines_of(report.made(package), "rms_norm")
+    graph, wall = lines_of(report.tables(package), "rms_norm")
     assert graph == "| `rms_norm` bf16 | rows=8 cols=4 | fwd | 3.12 · 1.34 | **2.89 · 1.45** |"
     assert wall == "| `rms_norm` bf16 | rows=8 cols=4 | fwd+bwd | 136 | **67.1** |"
 
 
 def test_events_are_told_only_where_there_is_no_graph(package):
-    text = report.made(package)
+    text = report.tables(package)
     before, event, after = text.partition(report.CLOCKS["event"])
     assert "466" not in text
     assert event
@@ -65,7 +65,8 @@ def test_events_are_told_only_where_there_is_no_graph(package):
 
 
 def test_environment_is_read_from_the_file_name(package):
-    assert report.made(package).startswith(f"**H200, torch 2.11, triton 3.6**: medians of [{NAME}")
+    assert f"\n\n**H200, torch 2.11, triton 3.6**: medians of [{NAME}" in report.tables(package)
+    assert "\n\nH200, torch 2.11, triton 3.6: kernel time" in report.made(package)
     assert report.Results(Path("results/laptop.csv"), {}).environment == "laptop"
 
 
@@ -90,6 +91,7 @@ def test_written_readme_and_picture_are_no_longer_behind(package):
     before = run(package, "--check")
     assert before.exit_code == 1
     assert "README.md is behind its results" in before.output
+    assert "tables.md is behind its results" in before.output
     assert f"{NAME}.png is missing" in before.output
     assert run(package).exit_code == 0
     text = (package / "README.md").read_text()
@@ -98,7 +100,16 @@ def test_written_readme_and_picture_are_no_longer_behind(package):
     assert run(package, "--check").exit_code == 0
 
 
-@pytest.mark.parametrize("name", ["README.md", f"results/{NAME}.csv"])
+def test_readme_has_the_largest_case_beside_the_fastest_other(package):
+    text = report.made(package)
+    assert lines_of(text, "rms_norm") == [
+        "| `rms_norm` bf16 | rows=8 cols=4 | fwd | 3.12 | torch 2.89 | 0.93 |"
+    ]
+    assert lines_of(text, "attend") == ["| `attend` fp8 | B=4 M=200 N=10 | fwd | 262800 |  |  |"]
+    assert "In 1 of 1 measured rows another provider is faster." in text
+
+
+@pytest.mark.parametrize("name", ["README.md", "results/tables.md", f"results/{NAME}.csv"])
 def test_changed_number_is_noticed_on_either_side(package, name):
     assert run(package).exit_code == 0
     file = package / name

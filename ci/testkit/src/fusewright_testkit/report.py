@@ -1,10 +1,11 @@
-"""A package's result files as the tables of its README and as pictures beside them.
+"""A package's result files as a short table in its README, whole tables and pictures beside them.
 
     python -m fusewright_testkit.report packages/norm [--check]
 
-Every CSV file in ``results/`` that has a benchmark's ``COLUMNS`` is read. The text goes between two
-marks of the README; ``--check`` only says whether it is behind the files. Nothing here imports
-torch or anything of ours, so the file also runs as a script where there is no torch.
+Every CSV file in ``results/`` that has a benchmark's ``COLUMNS`` is read. The whole tables go into
+``results/tables.md``; the README gets, between two marks, a picture and the largest case of each
+op. ``--check`` only says whether they are behind the files. Nothing here imports torch or anything
+of ours, so the file also runs as a script where there is no torch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ UNITS = {
     "TB/s": "TB/s counts each input read once and each output written once",
     "TFLOPS": "TFLOPS counts the operations of the formula",
 }
+OURS = "fusewright"
+TABLES = "results/tables.md"
 # Okabe and Ito's colours, which colour-blind readers tell apart too; the first provider is ours.
 COLOURS = ("#D55E00", "#999999", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#E69F00", "#000000")
 # Characters that a panel's title has room for.
@@ -124,12 +127,12 @@ def table(lines: Lines, rates: bool) -> str:
 
 
 def section(results: Results) -> str:
-    """The text of one result file: environment, picture, kernel times, wall times."""
-    file = f"results/{results.path.name}"
+    """The tables of one result file: environment, picture, kernel times, wall times."""
+    name = results.path.name
     parts = [
-        f"**{results.environment}**: medians of [{results.path.name}]({file}), fastest in bold. "
+        f"**{results.environment}**: medians of [{name}]({name}), fastest in bold. "
         "Before it is timed, every provider is checked against the fp64 reference.",
-        f"![{results.environment}: kernel times](results/{results.path.stem}.png)",
+        f"![{results.environment}: kernel times]({results.path.stem}.png)",
     ]
     kernels = results.kernels()
     for clock, unit in itertools.product(("graph", "event"), UNITS):
@@ -144,9 +147,78 @@ def section(results: Results) -> str:
     return "\n\n".join(parts)
 
 
+def tables(package: Path) -> str:
+    """What belongs into ``results/tables.md``."""
+    text = "\n\n".join(map(section, result_files(package)))
+    return f"# {package.resolve().name}: measured times\n\n{text}\n"
+
+
+def largest_cases(lines: Lines) -> Lines:
+    """Of each op and dtype the case that takes ours longest, in the passes that are timed apart."""
+    longest: dict[tuple[str, str], tuple[float, str]] = {}
+    for key, cells in lines.items():
+        if OURS in cells:
+            time = cells[OURS].microseconds, key.case
+            longest[key[:2]] = max(time, longest.get(key[:2], time))
+    chosen = {
+        key: cells
+        for key, cells in lines.items()
+        if OURS in cells and key.case == longest[key[:2]][1]
+    }
+    apart = {key[:2] for key in chosen if key.passed in ("fwd", "bwd")}
+    return {
+        key: cells
+        for key, cells in chosen.items()
+        if key.passed != "fwd+bwd" or key[:2] not in apart
+    }
+
+
+def rival(cells: dict[str, Cell]) -> tuple[str, Cell] | None:
+    """The fastest provider that is not ours."""
+    others = [(name, cell) for name, cell in cells.items() if not name.startswith(OURS)]
+    return min(others, key=lambda pair: pair[1].microseconds, default=None)
+
+
+def short_table(lines: Lines) -> str:
+    """Ours and the fastest other provider, by op, case and pass."""
+    rows = [["op", "case", "pass", OURS, "fastest other", "times as fast"]]
+    rows.append(["---"] * 3 + ["---:"] * 3)
+    for key, cells in lines.items():
+        ours, row = cells[OURS].microseconds, [f"`{key.op}` {key.dtype}", key.case, key.passed]
+        row.append(short(ours))
+        if (other := rival(cells)) is None:
+            rows.append([*row, "", ""])
+            continue
+        times = other[1].microseconds / ours
+        rows.append([*row, f"{other[0]} {short(other[1].microseconds)}", f"{times:.2f}"])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
 def made(package: Path) -> str:
-    """What belongs between the marks of a package's README."""
-    return "\n\n".join(map(section, result_files(package))) or "Nothing has been measured yet."
+    """What belongs between the marks of a package's README: picture and short table of the first
+    environment by name, and how often another provider is faster.
+    """
+    found = result_files(package)
+    if not found:
+        return "Nothing has been measured yet."
+    results = found[0]
+    kernels = results.kernels()
+    pairs = [
+        (cells[OURS], other[1])
+        for cells in kernels.values()
+        if OURS in cells and (other := rival(cells))
+    ]
+    slower = sum(ours.microseconds > other.microseconds for ours, other in pairs)
+    return "\n\n".join(
+        [
+            f"![{results.environment}: kernel times](results/{results.path.stem}.png)",
+            f"{results.environment}: kernel time in microseconds, the largest case of each "
+            f"operation; every provider is checked before it is timed. In {slower} of "
+            f"{len(pairs)} measured rows another provider is faster. "
+            f"[All rows, wall time included]({TABLES}).",
+            short_table(largest_cases(kernels)),
+        ]
+    )
 
 
 def with_made(text: str, new: str) -> str:
@@ -231,6 +303,9 @@ def problems(package: Path) -> list[str]:
     if not results and BEGIN not in text:
         return []
     told = [] if text == with_made(text, made(package)) else [f"{readme} is behind its results"]
+    whole = package / TABLES
+    if results and not (whole.is_file() and whole.read_text() == tables(package)):
+        told.append(f"{whole} is behind its results")
     pictures = [each.path.with_suffix(".png") for each in results]
     return told + [f"{path} is missing" for path in pictures if not path.is_file()]
 
@@ -252,6 +327,8 @@ def main(
     for package in packages:
         readme = package / "README.md"
         readme.write_text(with_made(readme.read_text(), made(package)))
+        if result_files(package):
+            (package / TABLES).write_text(tables(package))
         for results in result_files(package):
             figure = draw(results, (copy_tbps, copy_source) if copy_tbps else None)
             picture = results.path.with_suffix(".png")

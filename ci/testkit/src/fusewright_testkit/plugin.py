@@ -6,12 +6,17 @@ imported.
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import gc
 import os
+import pathlib
 import sys
+import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from torch.utils import _device
 HAS_GPU = torch.cuda.is_available()
 # Of the cases of a test that is sampled, one in so many is in no tier.
 SAMPLE = 3
+LOCK = pathlib.Path(tempfile.gettempdir(), f"fusewright-large-tests-{os.getuid()}.lock")
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -28,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes minutes; left out unless asked for with -m")
     config.addinivalue_line("markers", "sampled: but for one case in three, slow")
+    config.addinivalue_line("markers", "large: holds gigabytes of the GPU; one at a time")
     # The packages' plans keep what allocates their memory: it is poisoned before any plan is made,
     # for the whole run.
     guards = torch._C._dynamo.guards
@@ -131,6 +138,30 @@ def of_one_kind(call):
         return call(launch, tensors, floats)
 
     return call_of_one_kind
+
+
+@pytest.fixture(autouse=True)
+def one_large_test_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests run in several processes on one GPU: of those marked large, one holds its memory at a
+    time, and gives it back.
+    """
+    if request.node.get_closest_marker("large") is None:
+        yield
+        return
+    with alone():
+        yield
+        if HAS_GPU:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def alone(path: pathlib.Path = LOCK) -> Iterator[None]:
+    """Wait until no other process of this machine is in here."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        # Closing the file gives the lock back, also where the process dies.
+        yield
 
 
 @pytest.fixture

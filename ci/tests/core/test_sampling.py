@@ -1,4 +1,4 @@
-"""Which cases of a sampled test the quick tier runs: the testkit's, as this package uses it."""
+"""Which cases of a sampled test the quick tier runs: the plugin's choice."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import multiprocessing
 import time
 
@@ -35,7 +36,7 @@ def test_processes_hold_the_lock_one_after_the_other(tmp_path, context):
     spans = sorted(times.get(timeout=60) for _ in processes)
     for process in processes:
         process.join()
-    for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(spans):
         assert end <= start
 
 

@@ -1,10 +1,15 @@
-"""Small rules for every file that git would keep: line ends, final newlines, size.
+"""Small rules for every file that git would keep: line ends, final newlines, size, and the words of
+the field.
 
-python ci/check_text.py
+    python ci/check_text.py
+
+The table "house word → field's word" stands in CONTRIBUTING.md; code and prose use none of its left
+column.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +17,10 @@ from pathlib import Path
 import workspace
 
 LARGEST = 1 << 20
+GLOSSARY = workspace.ROOT / "CONTRIBUTING.md"
+HEADING = "| house word | field's word |"
+# A part of an identifier counts, a part of a word does not.
+WORD = r"(?<![A-Za-z]){}(?![A-Za-z])"
 
 
 def problems(name: str, content: bytes) -> list[str]:
@@ -28,6 +37,30 @@ def problems(name: str, content: bytes) -> list[str]:
     for number, line in enumerate(content.splitlines(), 1):
         if line != line.rstrip():
             told.append(f"{name}:{number}: blanks at the end of the line")
+    return told
+
+
+def glossary(text: str) -> dict[str, str]:
+    """House words and what the field says, from the table in CONTRIBUTING.md."""
+    _, _, table = text.partition(HEADING)
+    found = {}
+    for line in table.splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        house, field = (cell.strip() for cell in line.strip("|").split("|"))
+        found |= {word.strip(): field for word in house.split(",")}
+    if not found:
+        raise ValueError(f"wanted a table under {HEADING!r}, got none")
+    return found
+
+
+def words(name: str, text: str, known: dict[str, str]) -> list[str]:
+    """The house words in a file, each with what the field says."""
+    told = []
+    for number, line in enumerate(text.splitlines(), 1):
+        for house, field in known.items():
+            if re.search(WORD.format(re.escape(house)), line, re.IGNORECASE):
+                told.append(f"{name}:{number}: {house!r}, the field says {field}")
     return told
 
 
@@ -48,9 +81,12 @@ def files(root: Path = workspace.ROOT) -> list[Path]:
 
 
 def main() -> int:
-    told = []
+    told, known = [], glossary(GLOSSARY.read_text())
     for path in files():
-        told += problems(path.relative_to(workspace.ROOT).as_posix(), path.read_bytes())
+        name = path.relative_to(workspace.ROOT).as_posix()
+        told += problems(name, path.read_bytes())
+        if path.suffix in (".py", ".md") and path != GLOSSARY:
+            told += words(name, path.read_text(), known)
     print("\n".join(told), end="\n" if told else "", file=sys.stderr)
     return bool(told)
 

@@ -155,7 +155,7 @@ def needed_for(project: Project, root: Path = ROOT) -> list[Project]:
 
 
 def third_party(projects: Iterable[Project], *groups: str) -> list[str]:
-    """Every requirement on somebody else, of the projects and of their named groups."""
+    """Every third-party requirement of the projects and of their named groups."""
     lines = set()
     for project in projects:
         lines |= set(project.dependencies)
@@ -168,7 +168,7 @@ def source_environment(project: Project, root: Path = ROOT) -> Iterator[dict[str
     """An environment in which a project and the testkit are imported from source.
 
     A folder of bare metadata is the last entry of its import path, so that ``importlib.metadata``
-    knows the versions of distributions that nobody installed.
+    knows the versions of distributions that are not installed.
     """
     projects = [*needed_for(project, root), kit(root)]
     with tempfile.TemporaryDirectory(prefix=f"{FAMILY}-") as metadata:

@@ -64,3 +64,31 @@ def test_only_the_part_between_the_marks_is_replaced():
 def test_text_keeps_the_small_rules(content, problem):
     told = check_text.problems("a.md", content)
     assert told == [] if problem is None else problem in told[0]
+
+
+GLOSSARY = f"""\
+text
+{check_text.HEADING}
+|---|---|
+| gadget, gadgets | GPU |
+| oddly | again |
+
+more | text
+"""
+
+
+def test_house_words_are_read_from_the_table():
+    known = check_text.glossary(GLOSSARY)
+    assert known == {"gadget": "GPU", "gadgets": "GPU", "oddly": "again"}
+    with pytest.raises(ValueError, match="wanted a table"):
+        check_text.glossary("no table")
+
+
+def test_house_words_are_found_in_names_and_prose_and_not_inside_words():
+    known = check_text.glossary(GLOSSARY)
+    text = "def gadget_of(x): ...\nxgadgets gadgetry\n# A Gadget\nmade oddly.\n"
+    assert check_text.words("a.py", text, known) == [
+        "a.py:1: 'gadget', the field says GPU",
+        "a.py:3: 'gadget', the field says GPU",
+        "a.py:4: 'oddly', the field says again",
+    ]

@@ -24,7 +24,7 @@ def bumped(version: str, place: int) -> str:
 
 
 def write_stand_in(folder: Path, requirement: str) -> None:
-    """A wheel of somebody else's distribution: only metadata, at the lowest version."""
+    """A wheel of another project's distribution: only metadata, at the lowest version."""
     name = workspace.requirement_name(requirement)
     version = re.search(r">=\s*([\d.]+)", requirement)[1]
     stem = f"{name.replace('-', '_')}-{version}"

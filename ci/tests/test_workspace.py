@@ -64,7 +64,7 @@ def test_an_unknown_name_lists_the_known(repository):
         workspace.find("nrom", repository)
 
 
-def test_source_environment_knows_the_versions_of_what_nobody_installed(repository):
+def test_source_environment_knows_the_versions_of_what_is_not_installed(repository):
     code = "import importlib.metadata as m, fusewright.norm; print(m.version('fusewright-norm'))"
     with workspace.source_environment(
         workspace.find("norm", repository), repository

@@ -20,7 +20,7 @@ class LazyModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            # Whoever inspects modules asks for these, and must not import triton by it.
+            # An inspection of modules asks for these, and must not import triton.
             raise AttributeError(name)
         return getattr(importlib.import_module(self.__name__), name)
 

@@ -56,7 +56,7 @@ def test_replayed_graph_reads_the_values_of_the_replay(op):
     assert same_bits(captured, gradients(op, tensors))
 
 
-def test_no_call_waits_for_the_card(op):
+def test_no_call_waits_for_the_gpu(op):
     tensors = [t.requires_grad_() for t in op.draw((300, 512), BF16, "cuda")]
     layer = SwiGLU(64, 100, backend="triton", device="cuda")
     x = torch.randn(30, 64, device="cuda")

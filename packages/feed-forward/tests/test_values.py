@@ -46,15 +46,15 @@ def test_nan_and_infinity_are_where_the_formula_of_torch_has_them(dtype, backend
 
 def test_elements_do_not_see_one_another(op, device):
     tensors = [t.requires_grad_() for t in op.draw((5, 24), F32, device)]
-    spoiled = [t.detach().clone().requires_grad_() for t in tensors]
+    poisoned = [t.detach().clone().requires_grad_() for t in tensors]
     with torch.no_grad():
-        spoiled[0][2, 7] = NAN
+        poisoned[0][2, 7] = NAN
 
     def gating(leaves):
         y = op.kernels(*leaves)
         return y, *torch.autograd.grad(y.square().sum(), leaves)
 
-    for found, truth in zip(gating(spoiled), gating(tensors), strict=True):
+    for found, truth in zip(gating(poisoned), gating(tensors), strict=True):
         strange = found.isnan()
         assert strange[2, 7]
         assert strange.sum() == (2 if found.shape[-1] == 48 else 1)

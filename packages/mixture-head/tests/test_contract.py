@@ -195,11 +195,11 @@ def test_any_choice_of_inputs_may_require_gradients(op, device):
 
 def test_rows_of_heads_do_not_see_one_another(heads, device):
     leaves = leaves_of(heads, device)
-    spoiled = [t.detach().clone().requires_grad_() for t in leaves]
+    poisoned = [t.detach().clone().requires_grad_() for t in leaves]
     with torch.no_grad():
-        spoiled[0][2] = float("nan")
+        poisoned[0][2] = float("nan")
     others = [0, 1, *range(3, 70)]
-    clean, found = (everything(heads.kernels, tensors)[:2] for tensors in (leaves, spoiled))
+    clean, found = (everything(heads.kernels, tensors)[:2] for tensors in (leaves, poisoned))
     for one, other in zip(clean, found, strict=True):
         assert other[2].isnan().all()
         assert torch.equal(one[others], other[others])

@@ -60,13 +60,13 @@ def no_wait():
     return check
 
 
-def test_no_call_waits_for_the_card(op, no_wait):
+def test_no_call_waits_for_the_gpu(op, no_wait):
     leaves = leaves_of(op, 300)
     no_wait(lambda: gradients(op, leaves))
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_no_question_to_a_head_waits_for_the_card(backend, scale, no_wait):
+def test_no_question_to_a_head_waits_for_the_gpu(backend, scale, no_wait):
     head = GaussianMixtureHead(8, 40, 10, outputs=2, scale=scale, backend=backend, device="cuda")
     t, y = torch.randn(64, 8, device="cuda"), torch.randn(64, 2, device="cuda")
     mask = y > 0

@@ -157,15 +157,15 @@ def test_checkpointing_changes_no_bit_of_the_gradients(op, device):
 
 def test_rows_do_not_see_one_another(op, device):
     tensors = [t.requires_grad_() for t in op.draw(SHAPE, F32, device)]
-    spoiled = [t.detach().clone().requires_grad_() for t in tensors]
+    poisoned = [t.detach().clone().requires_grad_() for t in tensors]
     with torch.no_grad():
-        spoiled[0][2] = float("nan")
+        poisoned[0][2] = float("nan")
 
     def rows(leaves):
         y = op.first(op.kernels(*leaves))
         return y, torch.autograd.grad(y.square().sum(), leaves[0])[0]
 
-    for found, truth in zip(rows(spoiled), rows(tensors), strict=True):
+    for found, truth in zip(rows(poisoned), rows(tensors), strict=True):
         assert found[2].isnan().all()
         others = [0, 1, 3, 4]
         assert torch.equal(found[others], truth[others])

@@ -32,7 +32,7 @@ def test_replayed_graph_gives_eager_bits(op, shape):
     assert all(torch.equal(c, e) for c, e in zip(captured, expected, strict=True))
 
 
-def test_no_call_waits_for_the_card(op):
+def test_no_call_waits_for_the_gpu(op):
     tensors = [t.requires_grad_() for t in op.draw((300, 512), BF16, "cuda")]
     gradients(op, tensors)
     with no_synchronisation():

@@ -192,12 +192,12 @@ def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
     backends.WARNED.clear()
     monkeypatch.setattr(backends, "known_obstacle", lambda device, dtype: "no such GPU")
     with FakeTensorMode():
-        on_card = torch.empty(3, 8, device="cuda")
+        on_gpu = torch.empty(3, 8, device="cuda")
         with pytest.warns(RuntimeWarning, match="no such GPU"):
-            norm.rms_norm(on_card)
+            norm.rms_norm(on_gpu)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            norm.rms_norm(on_card)
+            norm.rms_norm(on_gpu)
     backends.WARNED.clear()
 
 

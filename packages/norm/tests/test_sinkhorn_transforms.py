@@ -221,7 +221,7 @@ def test_replayed_graph_gives_eager_bits(op, shape):
 
 
 @pytest.mark.gpu
-def test_no_call_waits_for_the_card(op):
+def test_no_call_waits_for_the_gpu(op):
     leaf = torch.randn(500, 4, 4, device="cuda", requires_grad=True)
     everything(op, leaf)
     with no_synchronisation():

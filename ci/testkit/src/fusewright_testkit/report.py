@@ -34,7 +34,7 @@ UNITS = {
 }
 OURS = "fusewright"
 TABLES = "results/tables.md"
-# Okabe and Ito's colours, which colour-blind readers tell apart too; the first provider is ours.
+# Okabe and Ito's colours, which colour-blind readers distinguish too; the first provider is ours.
 COLOURS = ("#D55E00", "#999999", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#E69F00", "#000000")
 # Characters that a panel's title has room for.
 TITLE_WIDTH = 48
@@ -154,7 +154,7 @@ def tables(package: Path) -> str:
 
 
 def largest_cases(lines: Lines) -> Lines:
-    """Of each op and dtype the case that takes ours longest, in the passes that are timed apart."""
+    """The case of each op and dtype that takes ours longest, forward and backward separately."""
     longest: dict[tuple[str, str], tuple[float, str]] = {}
     for key, cells in lines.items():
         if OURS in cells:
@@ -165,11 +165,11 @@ def largest_cases(lines: Lines) -> Lines:
         for key, cells in lines.items()
         if OURS in cells and key.case == longest[key[:2]][1]
     }
-    apart = {key[:2] for key in chosen if key.passed in ("fwd", "bwd")}
+    separate = {key[:2] for key in chosen if key.passed in ("fwd", "bwd")}
     return {
         key: cells
         for key, cells in chosen.items()
-        if key.passed != "fwd+bwd" or key[:2] not in apart
+        if key.passed != "fwd+bwd" or key[:2] not in separate
     }
 
 

@@ -15,7 +15,7 @@ def count_rows(shape: Sequence[int]) -> int:
     """The rows of a tensor that has columns.
 
     Raises:
-        ValueError: more rows than the kernels, which count them in 32 bits, can tell apart.
+        ValueError: more rows than the kernels, which count them in 32 bits, can number.
     """
     rows = math.prod(shape[:-1])
     if rows > MAX_ROWS:

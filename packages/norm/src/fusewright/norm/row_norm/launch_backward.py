@@ -170,7 +170,7 @@ def norm_backward(
         weight, bias: the factor and the summand, or None.
         mean, rstd: as the forward pass returned them.
         weight_offset: what the forward pass added to the weight.
-        weight_grad, bias_grad: whether anybody wants these gradients.
+        weight_grad, bias_grad: whether these gradients are needed.
         gate, activation: what the forward pass multiplied by, if anything.
 
     Returns:

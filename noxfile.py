@@ -33,6 +33,28 @@ SPREAD = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 # numpy's threads, which the interpreter multiplies matrices with, would wait for one another's.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
+# The CPU's own kernels and those of older ones: torch's, oneDNN's, MKL's, and those of numpy's
+# OpenBLAS, which the interpreter multiplies matrices with.
+CPUS = {
+    "own": {},
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "OPENBLAS_CORETYPE": "Haswell",
+    },
+    "default": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "OPENBLAS_CORETYPE": "Nehalem",
+    },
+}
+# Where the CPU lacks it, torch falls back: the tests would be the same ones again.
+SERVED_BY = (
+    "import torch; found = torch.backends.cpu.get_cpu_capability(); assert found == {!r}, found"
+)
+
 PACKAGES = workspace.packages()
 PARTS = [nox.param(p, id=p.name) for p in PACKAGES + workspace.integration()]
 # nox notes the argument's name in the parameters themselves, so that all sessions call it alike.
@@ -87,12 +109,16 @@ def install_isolated(session: nox.Session, part: workspace.Project) -> None:
     session.run("python", "ci/check_env.py", str(part.folder))
 
 
-def run_tests(session: nox.Session, folder: Path) -> None:
+def run_tests(session: nox.Session, folder: Path, cpu: str = "own") -> None:
     """Tests of a folder, from an empty one, so that only the installed wheel can be imported."""
-    junit = RESULTS / f"{label(session)}.xml"
+    name = label(session) if cpu == "own" else f"{label(session)}-{cpu}"
+    junit, env = RESULTS / f"{name}.xml", {**ONE_THREAD, **CPUS[cpu]}
     with session.chdir(session.create_tmp()):
+        if "ATEN_CPU_CAPABILITY" in env:
+            capability = env["ATEN_CPU_CAPABILITY"].upper()
+            session.run("python", "-c", SERVED_BY.format(capability), env=env)
         command = ("python", "-m", "pytest", str(folder), *PYTEST, *SPREAD, "--durations=5")
-        session.run(*command, f"--junitxml={junit}", *session.posargs, env=ONE_THREAD)
+        session.run(*command, f"--junitxml={junit}", *session.posargs, env=env)
 
 
 @nox.session
@@ -103,6 +129,25 @@ def tests(session: nox.Session, part: workspace.Project | str | None) -> None:
     core, part = part == CORE, part if isinstance(part, workspace.Project) else laid_out(session)
     install_isolated(session, part)
     run_tests(session, ROOT / "ci/tests/core" if core else part.tests)
+
+
+@nox.session(default=False)
+@each_part
+def cpus(session: nox.Session, part: workspace.Project) -> None:
+    """A part's tests with the kernels of this CPU, of one with AVX2, and of one without."""
+    install_isolated(session, part)
+    for cpu in CPUS:
+        run_tests(session, part.tests, cpu)
+
+
+@nox.session(default=False, venv_backend="none")
+def full(session: nox.Session) -> None:
+    """Queue what the quick tier leaves out: all cases and GPUs, wheels alone, floors, other CPUs."""
+    session.notify("typing")
+    for part in [*PACKAGES, *workspace.integration()]:
+        session.notify(f"tests({part.name})", ["-m", "not gpu"])
+        for name in ("wheels", "minimums", "cpus"):
+            session.notify(f"{name}({part.name})", [])
 
 
 @nox.session

@@ -80,7 +80,8 @@ def check_steps(
         losses.append(loss.detach())
     assert len(seen) == len(looked_at)
     for name in seen[0][0]:
-        truth, value, *others = (torch.stack([x[name] for x in some]) for some in zip(*seen))
+        runs = ([x[name] for x in some] for some in zip(*seen, strict=True))
+        truth, value, *others = map(torch.stack, runs)
         assert_within(value, truth, Allowance.of(truth, *others), name)
     return torch.stack(losses)
 

@@ -142,7 +142,7 @@ def cpus(session: nox.Session, part: workspace.Project) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def full(session: nox.Session) -> None:
-    """Queue what the quick tier leaves out: all cases and GPUs, wheels alone, floors, other CPUs."""
+    """Queue what the quick tier leaves out: all cases and GPUs, lone wheels, floors, other CPUs."""
     session.notify("typing")
     for part in [*PACKAGES, *workspace.integration()]:
         session.notify(f"tests({part.name})", ["-m", "not gpu"])

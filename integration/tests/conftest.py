@@ -151,7 +151,7 @@ class Sized(NamedTuple):
     """A TitanMAC of one size, and what its gates are asked at.
 
     Attributes:
-        model: small or of the preset tiny on the CPU in fp32, that of another preset on the card
+        model: small or of the preset tiny on the CPU in fp32, that of another preset on the GPU
             under bf16 autocast.
         tokens: of three rows.
         changes: tokens that are changed one by one, the borders of chunks and segments among them.
@@ -229,7 +229,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     ]
 )
 def sized(request: pytest.FixtureRequest) -> Sized:
-    """Gates hold at every size; those of the larger presets take a card."""
+    """Gates hold at every size; those of the larger presets take a GPU."""
     return Sized.of(*request.param)
 
 

@@ -1,4 +1,4 @@
-"""What is replayed and what is not, without a card: a graph is stood for by the work itself, whose
+"""What is replayed and what is not, without a GPU: a graph is stood for by the work itself, whose
 count of steps the host forgets, as it does of a graph's.
 """
 

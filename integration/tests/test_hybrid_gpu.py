@@ -1,4 +1,4 @@
-"""What only a card can show of HybridLM: gates in bf16, no waiting, the same bits in a graph."""
+"""What only a GPU can show of HybridLM: gates in bf16, no waiting, the same bits in a graph."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_step_of_a_preset_in_bf16_is_finite_and_keeps_little(preset):
 
 
 def test_sequence_read_in_pieces_is_read_whole():
-    """In fp64 by the reference on the card: caches lie where the model does."""
+    """In fp64 by the reference on the GPU: caches lie where the model does."""
     model = make("reference").double().eval()
     tokens = draw(2, 70)
     with torch.no_grad():

@@ -222,7 +222,7 @@ def test_readme_says_what_the_file_says(tmp_path):
     rows += [point(5, "4", 0.8, 0.4), point(5, "8", 0.6, 0.4), point(5, "last", 0.6, 0.4)]
     rows += [point(7, "4", 0.3, 0.4), point(7, "8", 0.2, 0.4), point(7, "last", 0.6, 0.4)]
     rows += [point(9, "4", 0.5, 0.5), point(9, "8", 0.3, 0.7), point(9, "last", 9.0, 0.1)]
-    write(rows, tmp_path / "results/selection-card.csv")
+    write(rows, tmp_path / "results/selection-GPU.csv")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
         spec = importlib.util.spec_from_file_location(
@@ -238,11 +238,11 @@ def test_readme_says_what_the_file_says(tmp_path):
     assert "learn from step 5 on; then their divergence from the attention is 0.700 nats" in told
     assert "at the end 0.400, 0.40 of that" in told
     assert "at most 0.400, at step 9, and at least 0.250, at step 7." in told
-    assert picture == "![What HybridLM's indexers select](results/selection-card.png)"
+    assert picture == "![What HybridLM's indexers select](results/selection-GPU.png)"
     row = "| 8 | 60 | 0.700 | 0.250 | 0.125 | 0.050 | 0.300 | 1.000 | 0.60 | 0.30 |"
     assert row in table.splitlines()
     # A run that was over before the indexers began.
-    write(rows[:6], tmp_path / "results/selection-card.csv")
+    write(rows[:6], tmp_path / "results/selection-GPU.csv")
     assert "at most 0.700, at step 5, and at least 0.700, at step 5." in report.parts(tmp_path)[0]
     (tmp_path / "results/other.csv").write_text("a,b\n1,2\n")
-    assert report.files(tmp_path) == [tmp_path / "results/selection-card.csv"]
+    assert report.files(tmp_path) == [tmp_path / "results/selection-GPU.csv"]

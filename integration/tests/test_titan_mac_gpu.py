@@ -1,4 +1,4 @@
-"""What only a card can show of TitanMAC."""
+"""What only a GPU can show of TitanMAC."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class DepthHarness(NamedTuple):
 
 
 def measured(harness: HybridHarness, shape: TextShape) -> Memory:
-    """A step of a new model; on a card a second one, whose peaks are read."""
+    """A step of a new model; on a GPU a second one, whose peaks are read."""
     choices = 0
 
     def loss(model: HybridLM, tokens: Tensor) -> Tensor:

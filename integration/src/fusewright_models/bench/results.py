@@ -23,10 +23,10 @@ Row = dict[str, str]
 
 
 def environment_name(device: torch.device) -> str:
-    """The name of a result file: card, torch and triton, such as ``h200-torch2.11-triton3.6``."""
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    card = re.sub(r"[^a-z0-9]+", "-", card.lower().replace("nvidia", "")).strip("-")
-    return "-".join([card, *(_short_version(name) for name in ("torch", "triton"))])
+    """The name of a result file: GPU, torch and triton, such as ``h200-torch2.11-triton3.6``."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    gpu = re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia", "")).strip("-")
+    return "-".join([gpu, *(_short_version(name) for name in ("torch", "triton"))])
 
 
 def _short_version(distribution: str) -> str:

@@ -164,7 +164,7 @@ class TextHarness(ABC):
         return good
 
     def timings(self, provider: Any) -> tuple[str, ...]:
-        """A graph is captured on a card, and of ours: a peer may wait for the device."""
+        """A graph is captured on a GPU, and of ours: a peer may wait for the device."""
         graph = self.device.type == "cuda" and self.is_ours(provider)
         return ("wall", "graph") if graph else ("wall",)
 

@@ -54,7 +54,7 @@ def make_stepper(
     config: TrainingConfig,
     say: Callable[[str], None],
 ) -> Stepper:
-    """Of the kind that ``config.capture`` asks for; ``say`` is told why "auto" is eager on a card.
+    """Of the kind that ``config.capture`` asks for; ``say`` is told why "auto" is eager on a GPU.
 
     Raises:
         ValueError: capture is True where it cannot be.

@@ -79,7 +79,7 @@ def network_digest(optimizer: Optimizer) -> str | None:
 
 
 def rate_dtype(optimizer: Optimizer) -> torch.dtype | None:
-    """Of a learning rate on a card that a step reads there; None where it wants a number."""
+    """Of a learning rate on a GPU that a step reads there; None where it wants a number."""
     if not optimizer.param_groups[0]["params"][0].is_cuda:
         return None
     if isinstance(optimizer, OURS):

@@ -46,7 +46,7 @@ class Stepper:
     Args:
         model: on the device that trains.
         loss_function: ``(model, batch)`` to a scalar loss, or to all that is `Told`.
-        optimizer: over the model's parameters; its rates are the schedule's peaks. On a card an
+        optimizer: over the model's parameters; its rates are the schedule's peaks. On a GPU an
             optimizer that can be captured gets them as tensors, captured or not: the same bits.
         config: how to train.
 

@@ -2,7 +2,7 @@
 
 Nothing in a step waits for the device: losses and gradient norms are summed where they are computed
 and read once per log point, batches come from a source on the device, the schedule is host
-arithmetic. On a card whole steps are replayed from CUDA graphs where that can be done.
+arithmetic. On a GPU whole steps are replayed from CUDA graphs where that can be done.
 
 What is not finite is noticed at the next log point. An optimizer that skips a step whose gradients
 have no finite norm leaves everything as it was: such steps are counted apart, and training stops

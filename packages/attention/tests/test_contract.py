@@ -187,6 +187,17 @@ def test_autocast_leaves_fp64_alone(op, device):
     assert o.dtype == F64
 
 
+def test_autocast_makes_no_fp64_key_the_dtype_of_the_queries(op, device):
+    """torch's attention leaves fp64 tensors alone, and refuses them beside others."""
+    q, k, v = op.draw(SHAPE, F32, device)
+    for tensors in ((q, k.double(), v), (q.double(), k, v)):
+        with (
+            torch.autocast(device, torch.bfloat16),
+            pytest.raises(ValueError, match="k must have q's dtype"),
+        ):
+            op.public(*tensors)
+
+
 def test_needs_no_gradient_of_what_does_not_ask(lse_op, scheme, device):
     q, k, v = lse_op.draw((2, 20, 24, 1, 16), F32, device)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]

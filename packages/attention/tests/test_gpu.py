@@ -1,10 +1,11 @@
-"""What only a card can show: graphs, synchronisation, streams, great sizes, the tuned tables."""
+"""What only a GPU can show: graphs, synchronisation, streams, great sizes, the tuned tables."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.attention import rectangular_attention, reference, sdpa_backend
+from fusewright.attention import rectangular_attention, sdpa_backend
+from fusewright.attention.rectangular import reference
 from fusewright_testkit import Yardstick, capture, no_synchronisation
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -211,17 +212,22 @@ def test_same_bits_twice_and_on_two_streams(op):
 
 def test_pointers_and_descriptors_agree(op, monkeypatch, fresh_plans):
     """The same tiles, read by one and the other."""
-    from fusewright.attention import _backward, _configs, _forward
+    from fusewright.attention.common.problem import TileConfig
+    from fusewright.attention.rectangular import launch, launch_backward
 
     tensors = [x.requires_grad_() for x in op.draw((2, 300, 700, 4, 64), BF16, "cuda")]
     found = []
     for described in (False, True):
-        line = _configs.TileConfig(64, 2, queries=64, keys=64, num_warps=4, num_stages=2)
+        line = TileConfig(64, 2, queries=64, keys=64, num_warps=4, num_stages=2)
         line = line._replace(hopper=described, descriptors=described)
-        for module, table in ((_forward, "FORWARD"), (_backward, "DQ"), (_backward, "DKDV")):
+        for module, table in (
+            (launch, "FORWARD"),
+            (launch_backward, "DQ"),
+            (launch_backward, "DKDV"),
+        ):
             monkeypatch.setattr(module, table, (line,))
-        _forward.forward_plan.cache_clear()
-        _backward.backward_plan.cache_clear()
+        launch.forward_plan.cache_clear()
+        launch_backward.backward_plan.cache_clear()
         found.append(gradients(op, tensors))
     assert equal(*found)
 

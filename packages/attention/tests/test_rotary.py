@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import pathlib
 
 import pytest
 import torch
-from fusewright.attention import bench, reference, rotary
+from fusewright.attention import rotary
+from fusewright.attention.positions import reference
 from fusewright_testkit import Yardstick, transforms
+from fusewright_testkit.bench import load
 from fusewright_testkit.transforms import hold
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 REGISTERED = torch.ops.fusewright_attention
+bench = load(pathlib.Path(__file__).parents[1])
 SHAPE = (2, 5, 2, 3, 8)
 
 # Rows beside, and the leading axes of a prefix for a batch of two.
@@ -183,7 +187,7 @@ def test_expanded_rows(rotary_op, device):
 
 
 def test_each_pass_is_one_launch(rotary_op, fresh_plans, monkeypatch, device):
-    from fusewright.attention._launch import Launch
+    from fusewright.attention._core.launches import Launch
 
     count = []
     launch = Launch.__call__
@@ -336,7 +340,7 @@ def test_forward_mode_raises(rotary_op, transform, device):
 
 
 def test_benchmark_peer_computes_the_same():
-    tensors = bench.turned_rows(2, 5, 3, 8, 4, F32, "cpu")
+    tensors = bench.rotary_rows(2, 5, 3, 8, 4, F32, "cpu")
     expected = bench.with_angles(reference.rotary)
     torch.testing.assert_close(bench.with_angles(bench.torch_rotary)(*tensors), expected(*tensors))
     torch.testing.assert_close(
@@ -361,15 +365,15 @@ BAD = {
     "width of sin": ((rows, cos, sin[:, 1:]), {}, ValueError, r"sin must be \[5, 4\], got \(5, 3"),
     "bf16 cos": (
         *((rows.bfloat16(), cos.bfloat16(), sin), {}),
-        *(ValueError, "cos must be torch.float32 beside rows of torch.bfloat16, got torch.bfloat"),
+        *(ValueError, "cos must be torch.float32 with rows of torch.bfloat16, got torch.bfloat"),
     ),
     "fp32 beside fp64": (
         *((rows.double(), cos, sin), {}),
-        *(ValueError, "cos must be torch.float64 beside rows of torch.float64, got torch.float32"),
+        *(ValueError, "cos must be torch.float64 with rows of torch.float64, got torch.float32"),
     ),
     "sin elsewhere": (
         *((rows, cos, sin.to("meta")), {}),
-        *(ValueError, "sin must be on the device of rows cpu, got meta"),
+        *(ValueError, "sin must be on rows's device cpu, got meta"),
     ),
     "cos with gradient": (
         *((rows, cos.clone().requires_grad_(), sin), {}),
@@ -381,11 +385,11 @@ BAD = {
     ),
     "beside of other tokens": (
         *((rows, cos, sin), dict(beside=rows[:, 1:])),
-        *(ValueError, r"beside must have the shape of rows \(2, 5, 2, 3, 8\), got \(2, 4, 2, 3, 8"),
+        *(ValueError, r"beside must have rows's shape \(2, 5, 2, 3, 8\), got \(2, 4, 2, 3, 8"),
     ),
     "beside in fp16": (
         *((rows, cos, sin), dict(beside=rows.half())),
-        *(ValueError, "beside must be torch.float32 beside rows of torch.float32, got .*float16"),
+        *(ValueError, "beside must have rows's dtype torch.float32, got .*float16"),
     ),
     "prefix of other heads": (
         *((rows, cos, sin), dict(prefix=rows[0, :, :, :2])),

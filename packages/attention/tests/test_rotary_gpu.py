@@ -1,4 +1,4 @@
-"""Rotary positions on a card: the sizes of a model, graphs, synchronisation, great tensors."""
+"""Rotary positions on a GPU: the sizes of a model, graphs, synchronisation, great tensors."""
 
 from __future__ import annotations
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from functools import partial
 
 import pytest
 import torch
-from fusewright.attention import bench, reference, sliding_window_attention
+from fusewright.attention import sliding_window_attention
+from fusewright.attention.window import reference
 from fusewright_testkit import Yardstick
+from fusewright_testkit.bench import load
 from torch.nn.functional import scaled_dot_product_attention
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 REGISTERED = torch.ops.fusewright_attention
+bench = load(pathlib.Path(__file__).parents[1])
 one_tiling = pytest.mark.parametrize("tiles", [(32, 16)], indirect=True)
 
 # T, rows of q, window, prefix

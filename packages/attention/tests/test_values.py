@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from fusewright.attention import reference
+from fusewright.attention.rectangular import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -28,7 +28,7 @@ def test_values_and_gradients(lse_op, any_scheme, shape, device):
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 8), (2, 5, 3, 1, 8)], ids=str)
 def test_a_few_keys(op, shape, device):
-    """On every card they are one tile."""
+    """On every GPU they are one tile."""
     op.check(op.draw(shape, F32, device))
 
 

@@ -86,7 +86,7 @@ class WindowOp(AttentionOp):
 
 @dataclass(frozen=True)
 class RotaryOp:
-    """rotary of rows [B, T, K, H, D] and, where they are given, rows beside them and a prefix; cos
+    """rotary of rows [B, T, K, H, D] and optionally of a second operand and a prefix; cos
     and sin are those of the tokens' positions.
     """
 
@@ -124,7 +124,7 @@ class RotaryOp:
         beside: bool = True,
         prefix: tuple[int, ...] | None = (3,),
     ) -> list[torch.Tensor | None]:
-        """Rows, rows beside them and a prefix, of which the leading axes are given, or None."""
+        """Rows, a second operand, and a prefix with these leading axes; None for what is absent."""
         _, _, *row = shape
         before = None if prefix is None else (*prefix, *row)
         shapes = (shape, shape if beside else None, before)
@@ -167,7 +167,7 @@ def rotary_op() -> RotaryOp:
 
 @pytest.fixture
 def small_programs(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of rotary that begin amid the rows of a token, and walk over the batch."""
+    """Programs of rotary that begin amid the rows of a token, and loop over the batch."""
     from fusewright.attention.positions import launch
 
     monkeypatch.setattr(launch, "ROTARY", launch.ROTARY._replace(pairs=64, batches=2))
@@ -177,7 +177,7 @@ def small_programs(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def tiles(
     request: pytest.FixtureRequest, fresh_plans: None, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, int]:
-    """Queries and keys of a tile in the kernels that walk a band."""
+    """Queries and keys of a tile in the kernels of a band."""
     from fusewright.attention.common.problem import TileConfig
     from fusewright.attention.window import launch
 

@@ -40,8 +40,8 @@ def with_gradients(op, tensors, upstream=None, **options):
     return joint, *torch.autograd.grad(joint, asked, upstream)
 
 
-def equal(found, expected):
-    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+def equal(actual, expected):
+    return all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
 
 
 def bits(x):
@@ -160,13 +160,13 @@ def test_strides_change_no_bit(rotary_op, small_programs, device):
         "kinds first": lambda x: x.movedim(-3, 0).contiguous().movedim(0, -3),
         "wider rows": lambda x: torch.nn.functional.pad(x, (0, 3))[..., :8],
         "amid memory": lambda x: torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view_as(x),
-        "last axis apart": lambda x: x.mT.contiguous().mT,
+        "last axis strided": lambda x: x.mT.contiguous().mT,
     }
     for kind, arranged in kinds.items():
-        found = with_gradients(rotary_op, [arranged(x) for x in tensors], upstream)
-        assert equal(found, expected), kind
-        found = with_gradients(rotary_op, tensors, arranged(torch.ones_like(expected[0])))
-        assert equal(found, expected), kind
+        actual = with_gradients(rotary_op, [arranged(x) for x in tensors], upstream)
+        assert equal(actual, expected), kind
+        actual = with_gradients(rotary_op, tensors, arranged(torch.ones_like(expected[0])))
+        assert equal(actual, expected), kind
 
 
 def test_strides_of_cos_and_sin_change_no_bit(rotary_op, device):
@@ -174,8 +174,8 @@ def test_strides_of_cos_and_sin_change_no_bit(rotary_op, device):
     cos, sin = rotary_op.angles(rows)
     expected = rotary_op.kernels(rows, beside, prefix)
     for angles in (torch.cat([cos, sin], -1).chunk(2, -1), (cos.T.contiguous().T, sin)):
-        found = rotary(rows, *angles, beside=beside, prefix=prefix, backend="triton")
-        assert torch.equal(found, expected)
+        actual = rotary(rows, *angles, beside=beside, prefix=prefix, backend="triton")
+        assert torch.equal(actual, expected)
 
 
 def test_expanded_rows(rotary_op, device):
@@ -212,22 +212,22 @@ def test_nothing_but_cos_and_sin_is_saved(rotary_op, device):
 
 def test_same_inputs_same_bits(rotary_op, small_programs, device):
     tensors = rotary_op.draw(SHAPE, BF16, device)
-    found = [with_gradients(rotary_op, tensors) for _ in range(2)]
-    assert equal(*found)
+    actual = [with_gradients(rotary_op, tensors) for _ in range(2)]
+    assert equal(*actual)
     with torch.no_grad():
-        assert torch.equal(rotary_op.kernels(*tensors), found[0][0])
+        assert torch.equal(rotary_op.kernels(*tensors), actual[0][0])
     with torch.inference_mode():
-        assert torch.equal(rotary_op.kernels(*tensors), found[0][0])
+        assert torch.equal(rotary_op.kernels(*tensors), actual[0][0])
 
 
 def test_needs_no_gradient_of_what_does_not_ask(rotary_op, device):
     tensors = rotary_op.draw(SHAPE, F32, device)
     joint, *expected = with_gradients(rotary_op, tensors)
     for index in range(3):
-        given = list(tensors)
-        given[index] = leaf = given[index].clone().requires_grad_()
-        (found,) = torch.autograd.grad(rotary_op.kernels(*given), leaf, torch.ones_like(joint))
-        assert torch.equal(found, expected[index])
+        inputs = list(tensors)
+        inputs[index] = leaf = inputs[index].clone().requires_grad_()
+        (actual,) = torch.autograd.grad(rotary_op.kernels(*inputs), leaf, torch.ones_like(joint))
+        assert torch.equal(actual, expected[index])
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -259,13 +259,13 @@ def test_reference_backward_is_that_of_autograd(rotary_op, parts):
     joint = rotary_op.reference(*tensors)
     djoint = torch.randn_like(joint)
     asked = [x is not None for x in tensors]
-    given = [x for x in tensors if x is not None]
-    expected = torch.autograd.grad(joint, given, djoint)
+    present = [x for x in tensors if x is not None]
+    expected = torch.autograd.grad(joint, present, djoint)
     shared = prefix is not None and len(prefix) == 1
-    found = reference.rotary_backward(djoint, *rotary_op.angles(tensors[0]), beside, shared)
-    assert len(found) == 3
-    found = [x for x, wanted in zip(found, asked, strict=True) if wanted]
-    torch.testing.assert_close(found, list(expected))
+    actual = reference.rotary_backward(djoint, *rotary_op.angles(tensors[0]), beside, shared)
+    assert len(actual) == 3
+    actual = [x for x, wanted in zip(actual, asked, strict=True) if wanted]
+    torch.testing.assert_close(actual, list(expected))
 
 
 @pytest.mark.parametrize("parts", [PARTS["alone"], PARTS["beside-prefix"], PARTS["prefix-of-each"]])
@@ -293,8 +293,8 @@ def test_one_compiled_graph_serves_any_length(rotary_op, device):
     for tokens in (5, 8, 13):
         rows, beside, prefix = rotary_op.draw((2, tokens, 2, 3, 8), F32, device)
         angles = rotary_op.angles(rows)
-        found = compiled(rows, *angles, beside=beside, prefix=prefix, backend="triton")
-        assert torch.equal(found, rotary_op.kernels(rows, beside, prefix))
+        actual = compiled(rows, *angles, beside=beside, prefix=prefix, backend="triton")
+        assert torch.equal(actual, rotary_op.kernels(rows, beside, prefix))
     assert counter.frame_count == 1
 
 
@@ -315,19 +315,19 @@ def test_transform_compiled_to_one_graph_is_right(rotary_op, transform, device):
 def test_second_derivative_is_right(rotary_op, parts, device):
     beside, prefix = parts
     tensors = rotary_op.draw((2, 3, 2, 1, 8), F32, device, beside, prefix)
-    given = [x for x in tensors if x is not None]
+    present = [x for x in tensors if x is not None]
     places = [x is not None for x in tensors]
 
     def whole(call):
-        def of_given(*given):
-            remaining = iter(given)
+        def of_present(*present):
+            remaining = iter(present)
             return call(*(next(remaining) if there else None for there in places))
 
-        return of_given
+        return of_present
 
     slopes = transforms.slopes_to_differentiate
-    cotangents = [torch.randn_like(x) for x in given]
-    yardstick = Yardstick(slopes(whole(rotary_op.reference)), given, cotangents)
+    cotangents = [torch.randn_like(x) for x in present]
+    yardstick = Yardstick(slopes(whole(rotary_op.reference)), present, cotangents)
     yardstick.check(slopes(whole(rotary_op.kernels)))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.attention import SDPBackend
 
-from .common.checks import check_attention, check_one_dtype
+from ._core.checks import check_dtype
+from .common.checks import check_attention
 
 
 def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBackend:
@@ -25,7 +26,8 @@ def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBacken
         TypeError, ValueError: as :func:`rectangular_attention`.
     """
     check_attention(q, k, v)
-    check_one_dtype(q, k, v)
+    check_dtype("k", k, "q", q)
+    check_dtype("v", v, "q", q)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     try:
         return SDPBackend(torch._fused_sdp_choice(q, k, v))

@@ -40,12 +40,6 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_device(name, x, "q", q)
 
 
-def check_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """k and v must have q's dtype."""
-    check_dtype("k", k, "q", q)
-    check_dtype("v", v, "q", q)
-
-
 def prepared(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], float]:
@@ -57,8 +51,9 @@ def prepared(
     else:
         scale = checked_number("scale", scale, LOWEST_SCALE, HIGHEST_SCALE)
     if autocasts(q.device.type):
-        # As torch's attention, autocast leaves each fp64 tensor alone: it is no other's dtype then.
+        # Each fp64 tensor stays as it is, as in torch's attention.
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    check_one_dtype(q, k, v)
+    check_dtype("k", k, "q", q)
+    check_dtype("v", v, "q", q)
     return (q, k, v), scale

@@ -36,10 +36,11 @@ BACKWARD_PROGRAMS_PER_SM = 2
 
 
 class TileLaunch:
-    """So many programs of a kernel that multiplies tiles, as large as a line of the tables says;
-    they read the operands by pointers or, where the line says so, by descriptors.
+    """The launch of a kernel that multiplies tiles, in the sizes of a line of the tables; it reads
+    the operands by pointers or, with ``descriptors`` in the line, by tensor descriptors.
 
-    ``integers`` and ``constants``: what this kernel takes besides the problem's.
+    Args:
+        integers, constants: what this kernel takes after the problem's.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ class TileConfig(NamedTuple):
     descriptors: bool = False
 
 
-# What the lines for Hopper of a table say besides their sizes.
+# For the lines of a table that serve Hopper alone: operands by pointers, or by descriptors.
 HOPPER = dict(hopper=True)
 DESCRIBED = dict(hopper=True, descriptors=True)
 

@@ -48,7 +48,7 @@ def gradients(
         delta = delta - wide(dlse).unsqueeze(-1)
     ds = p * (dp - delta) * scale
     if seen is not None:
-        # Keys that a row does not see give it nothing and get nothing, not even a NaN.
+        # A key that a row does not see adds nothing to its gradient and gets none, not even a NaN.
         ds = torch.where(seen, ds, 0.0)
     dq = torch.einsum("bhnm,bmhd->bnhd", ds, k)
     dk = torch.einsum("bhnm,bnhd->bmhd", ds, q)

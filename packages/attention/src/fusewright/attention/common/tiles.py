@@ -15,10 +15,9 @@ from .checks import WIDTH_MULTIPLE
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# Stands for the maximum of no scores; below every score, but no infinity, whose distance to itself
-# is NaN.
+# The maximum of no scores: below every score, and finite, since infinity minus infinity is NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# Divides the strides of every operand; those of which it does not are copied.
+# Divides the strides of every operand; an operand with other strides is copied.
 STRIDE_MULTIPLE = tl.constexpr(WIDTH_MULTIPLE)
 
 

@@ -30,7 +30,7 @@ else:
 
 
 class RotaryConfig(NamedTuple):
-    """One program rotates ``pairs`` pairs of columns, and as many of the rows beside them; of a
+    """One program rotates ``pairs`` pairs of columns, and as many of the second operand; of a
     prefix it copies as many columns, of up to ``batches`` rows of the batch at a time.
     """
 
@@ -66,7 +66,7 @@ class Parts(NamedTuple):
 
     @property
     def rows_shape(self) -> Shape:
-        """Of rows, and of those beside them."""
+        """The shape of rows, and of ``beside``."""
         return self.batches, self.tokens, *self.row
 
     @property
@@ -98,7 +98,7 @@ def rotary_forward(
     operands = rows, beside, prefix, cos, sin
     prefix_shape = None if prefix is None else prefix.shape
     plan = forward_plan(rows.shape, prefix_shape, layouts(*operands), rows.device)
-    (joint,) = (make() for make in plan.results)
+    joint = plan.results[0]()
     if plan.launch is not None:
         if plan.copies:
             operands = contiguous_where(operands, plan.copies)
@@ -117,7 +117,7 @@ def rotary_backward(
             return rotary_backward(djoint, cos, sin, beside, shared)
     operands = djoint, cos, sin
     plan = backward_plan(djoint.shape, len(cos), beside, shared, layouts(*operands), djoint.device)
-    drows, dbeside, dprefix = (make() for make in plan.results)
+    drows, dbeside, dprefix = [make() for make in plan.results]
     if plan.launch is not None:
         if plan.copies:
             operands = contiguous_where(operands, plan.copies)

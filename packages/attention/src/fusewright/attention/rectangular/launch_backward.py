@@ -144,7 +144,10 @@ def attention_backward(
     if not is_current(q.device):
         with torch.cuda.device(q.device):
             return attention_backward(do, dlse, q, k, v, key_lengths, o, o_low, softmax, scale)
-    dlse, key_lengths = (None if x is None else x.contiguous() for x in (dlse, key_lengths))
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    if key_lengths is not None:
+        key_lengths = key_lengths.contiguous()
     operands = do, q, k, v
     plan = backward_plan(
         q.shape,

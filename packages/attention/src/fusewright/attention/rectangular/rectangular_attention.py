@@ -9,10 +9,11 @@ pass computes p again, with delta_i = sum_d do_id o_id - dlse_i = sum_j p_ij dp_
     dp = do v^T    ds = p * (dp - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
 
 Saved for it: q, k, v; and, where the keys of a head are more than one tile, o, what its rounding
-took, and two fp32 numbers for each row, the greatest score and one over the sum below it. Up to 128
-keys are one tile, whose whole softmax is computed again. Products accumulate in fp32 and the
-softmax is fp32; its probabilities, and ds, are rounded to the inputs' dtype for the next product.
-Outputs are rounded once. Sums have a fixed order: same inputs, same bits.
+took (o_low, ``rest`` in the schema), and two fp32 numbers for each row, the greatest score and one
+over the sum below it. Up to 128 keys are one tile, whose whole softmax is computed again. Products
+accumulate in fp32 and the softmax is fp32; its probabilities, and ds, are rounded to the inputs'
+dtype for the next product. Outputs are rounded once. Sums have a fixed order: same inputs, same
+bits.
 
 Dao, FlashAttention-2, arXiv 2307.08691.
 """
@@ -42,7 +43,7 @@ def _forward_triton(q, k, v, key_lengths, scale, with_lse):
 def _forward_reference(q, k, v, key_lengths, scale, with_lse):
     o, lse = reference.rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)
     _, empty, *unread = _forward_fake(q, k, v, key_lengths, scale, False)
-    # The reference's backward pass needs nothing of the forward's.
+    # The reference's backward pass reads no statistics.
     return o, lse.float() if with_lse else empty, *(x.zero_() for x in unread)
 
 

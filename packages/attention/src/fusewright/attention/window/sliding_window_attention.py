@@ -17,10 +17,10 @@ The backward pass computes p again, with delta_t = sum_d do_td o_td - dlse_t:
 
     dp = do v^T    ds = p * (dp - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
 
-Saved for it: q, k, v, o, what its rounding took, and two fp32 numbers for each row, the greatest
-score and one over the sum below it. Products accumulate in fp32 and the softmax is fp32; its
-probabilities, and ds, are rounded to the inputs' dtype for the next product. Outputs are rounded
-once. Sums have a fixed order: same inputs, same bits.
+Saved for it: q, k, v, o, what its rounding took (o_low, ``rest`` in the schema), and two fp32
+numbers for each row, the greatest score and one over the sum below it. Products accumulate in fp32
+and the softmax is fp32; its probabilities, and ds, are rounded to the inputs' dtype for the next
+product. Outputs are rounded once. Sums have a fixed order: same inputs, same bits.
 
 Beltagy, Peters and Cohan, arXiv 2004.05150; Dao, FlashAttention-2, arXiv 2307.08691.
 """
@@ -54,7 +54,7 @@ def _forward_reference(q, k, v, window, prefix, every, scale, with_lse):
         q, k, v, window, prefix, every, scale=scale
     )
     _, empty, *unread = _forward_fake(q, k, v, window, prefix, every, scale, False)
-    # The reference's backward pass needs nothing of the forward's.
+    # The reference's backward pass reads no statistics.
     return o, lse.float() if with_lse else empty, *(x.zero_() for x in unread)
 
 

@@ -187,8 +187,8 @@ def test_autocast_leaves_fp64_alone(op, device):
     assert o.dtype == F64
 
 
-def test_autocast_makes_no_fp64_key_the_dtype_of_the_queries(op, device):
-    """torch's attention leaves fp64 tensors alone, and refuses them beside others."""
+def test_fp64_with_another_dtype_is_refused_under_autocast(op, device):
+    """Autocast leaves fp64 tensors as they are, and torch's attention takes one dtype."""
     q, k, v = op.draw(SHAPE, F32, device)
     for tensors in ((q, k.double(), v), (q.double(), k, v)):
         with (

@@ -23,14 +23,7 @@ from ..common.tiles_backward import (
     score_gradients,
     transposed_probabilities,
 )
-from .tiles import (
-    border_keys,
-    first_row_of,
-    inner_keys,
-    keys_of_rows,
-    rows_of_keys,
-    sees,
-)
+from .tiles import border_keys, first_row_of, inner_keys, keys_of_rows, rows_of_keys, sees
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""Time every candidate launch of the attention kernels on this card; the fastest lines go to
-``_configs.py``.
+"""Time every candidate launch of the attention kernels on this GPU; the fastest lines go to
+``launch.py`` and ``launch_backward.py`` of their family.
 
     PYTHONPATH=packages/attention/src:ci/testkit/src python packages/attention/tune.py --out
     packages/attention/results
@@ -23,11 +23,14 @@ from unittest import mock
 
 import torch
 import typer
-from fusewright.attention import _backward, _forward, reference
-from fusewright.attention._backward import backward_plan, launch_backward
-from fusewright.attention._configs import SingleTileConfig, TileConfig
-from fusewright.attention._forward import forward_plan, launch_forward
-from fusewright.attention._problem import Band
+from fusewright.attention.common.problem import TileConfig
+from fusewright.attention.rectangular import launch as forward
+from fusewright.attention.rectangular import launch_backward as backward
+from fusewright.attention.rectangular import reference as rectangular_reference
+from fusewright.attention.rectangular.launch import SingleTileConfig
+from fusewright.attention.window import launch as window
+from fusewright.attention.window import reference as window_reference
+from fusewright.attention.window.launch import Band
 from fusewright_testkit.bench import environment_name
 from fusewright_testkit.compiled import compile_launch, recorded_launches
 from fusewright_testkit.timing import copies_needed, graph_time
@@ -48,10 +51,10 @@ class Size(NamedTuple):
         """How many keys the rows of a head see together."""
         if self.band is None:
             return self.queries * self.keys
-        window, prefix, every = self.band
+        length, prefix, every = self.band
         tokens = self.keys - prefix
         seen = (max(0, tokens - every * later) for later in range(self.queries))
-        return sum(min(window, keys) for keys in seen) + self.queries * prefix
+        return sum(min(length, keys) for keys in seen) + self.queries * prefix
 
     def __str__(self) -> str:
         named = self._asdict() | {"band": None} | (self.band._asdict() if self.band else {})
@@ -61,14 +64,14 @@ class Size(NamedTuple):
 # The table that each kind tunes, and how many products of all pairs of rows with D its
 # launches compute.
 TABLES = {
-    "forward": (_forward, "FORWARD", 2),
-    "dq": (_backward, "DQ", 3),
-    "dkdv": (_backward, "DKDV", 4),
-    "window_forward": (_forward, "WINDOW_FORWARD", 2),
-    "window_dq": (_backward, "WINDOW_DQ", 3),
-    "window_dkdv": (_backward, "WINDOW_DKDV", 4),
-    "single_forward": (_forward, "SINGLE_TILE_FORWARD", 2),
-    "single_backward": (_backward, "SINGLE_TILE_BACKWARD", 5),
+    "forward": (forward, "FORWARD", 2),
+    "dq": (backward, "DQ", 3),
+    "dkdv": (backward, "DKDV", 4),
+    "window_forward": (window, "FORWARD", 2),
+    "window_dq": (window, "DQ", 3),
+    "window_dkdv": (window, "DKDV", 4),
+    "single_forward": (forward, "SINGLE_TILE_FORWARD", 2),
+    "single_backward": (backward, "SINGLE_TILE_BACKWARD", 5),
 }
 STREAMING_SIZES = (
     Size(4, 11000, 10000, 8, 64),
@@ -91,19 +94,20 @@ WINDOW_SIZES = (
 )
 Candidate = TileConfig | SingleTileConfig
 Job = tuple[str, Size, Candidate]
+PLANS = forward.forward_plan, backward.backward_plan, window.forward_plan, window.backward_plan
 
 
 def candidates_of(kind: str, size: Size) -> list[Candidate]:
     """Lines of a launch table for one size."""
     limits = dict(max_width=size.width, max_bytes=2)
-    found: list[Candidate] = []
+    lines: list[Candidate] = []
     if kind.startswith("single"):
         for queries, warps, stages in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
             line = SingleTileConfig(
                 size.keys, **limits, queries=queries, num_warps=warps, num_stages=stages
             )
-            found.append(line)
-        return found
+            lines.append(line)
+        return lines
     for queries, keys, warps, stages in itertools.product(
         (32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)
     ):
@@ -118,11 +122,11 @@ def candidates_of(kind: str, size: Size) -> list[Candidate]:
                 num_stages=stages,
                 descriptors=False,
             )
-            found.append(line)
+            lines.append(line)
             # They cost the host time at every call, and a band is read by short launches.
             if size.band is None:
-                found.append(line._replace(hopper=True, descriptors=True))
-    return found
+                lines.append(line._replace(hopper=True, descriptors=True))
+    return lines
 
 
 def sizes_of(kind: str) -> tuple[Size, ...]:
@@ -162,11 +166,11 @@ def configured(kind: str, candidate: Candidate) -> Iterator[None]:
     """
     module, table, _ = TABLES[kind]
     with mock.patch.object(module, table, (candidate,)):
-        forward_plan.cache_clear()
-        backward_plan.cache_clear()
+        for plan in PLANS:
+            plan.cache_clear()
         yield
-    forward_plan.cache_clear()
-    backward_plan.cache_clear()
+    for plan in PLANS:
+        plan.cache_clear()
 
 
 def launches(
@@ -184,17 +188,33 @@ def launches(
 def launch_once(kind: str, do, q, k, v, o, softmax, scale: float, band) -> object:
     """The forward pass, all of the backward pass, or one half of it."""
     if kind.endswith("forward"):
-        return launch_forward(q, k, v, None, scale, False, band=band)
+        return launch_forward(q, k, v, scale, False, band)
     if kind == "single_backward":
-        return launch_backward(do, None, q, k, v, None, None, None, None, scale)
+        return launch_backward(do, q, k, v, None, None, None, scale, None)
     with one_half(kind):
-        return launch_backward(do, None, q, k, v, None, o, o, softmax, scale, band)
+        return launch_backward(do, q, k, v, o, o, softmax, scale, band)
+
+
+def launch_forward(q, k, v, scale: float, with_lse: bool, band: Band | None) -> tuple:
+    """The forward pass over all keys, or over a band."""
+    if band is None:
+        return forward.attention_forward(q, k, v, None, scale, with_lse)
+    return window.attention_forward(q, k, v, band, scale, with_lse)
+
+
+def launch_backward(do, q, k, v, o, o_low, softmax, scale: float, band: Band | None) -> tuple:
+    """The backward pass over all keys, or over a band."""
+    if band is None:
+        return backward.attention_backward(do, None, q, k, v, None, o, o_low, softmax, scale)
+    return window.attention_backward(do, None, q, k, v, o, o_low, softmax, band, scale)
 
 
 @contextlib.contextmanager
 def one_half(kind: str) -> Iterator[None]:
     """Leaves out the other launch of a streaming backward pass."""
     skipped = "dkdv" if kind.endswith("dq") else "dq"
+    module = TABLES[kind][0]
+    backward_plan = module.backward_plan
 
     class Nothing:
         def __call__(self, *args):
@@ -203,13 +223,13 @@ def one_half(kind: str) -> Iterator[None]:
         dispatch = __call__
 
     def plan(*args):
-        found = backward_plan(*args)
-        left = found.launches._replace(**{skipped: Nothing()})
+        whole = backward_plan(*args)
+        half = whole.launches._replace(**{skipped: Nothing()})
         if kind == "window_dq":
-            left = left._replace(add_chunks=None)
-        return found._replace(launches=left)
+            half = half._replace(add_chunks=None)
+        return whole._replace(launches=half)
 
-    with mock.patch.object(_backward, "backward_plan", plan):
+    with mock.patch.object(module, "backward_plan", plan):
         yield
 
 
@@ -230,22 +250,23 @@ def agrees(size: Size) -> bool:
         batches=2, queries=96 + size.queries % 16, keys=min(size.keys, 192 + size.keys % 16)
     )
     band = size.band
-    attention = functools.partial(reference.rectangular_attention, scale=size.width**-0.5)
+    attention = functools.partial(
+        rectangular_reference.rectangular_attention, scale=size.width**-0.5
+    )
     if band is not None:
         band = band._replace(window=80)
         keys = band.prefix + 320 if band.every > 1 else 320
         small = small._replace(queries=320 // band.every, keys=keys, band=band)
         sizes = band._asdict() | {"scale": size.width**-0.5}
-        attention = functools.partial(reference.sliding_window_attention, **sizes)
+        attention = functools.partial(window_reference.sliding_window_attention, **sizes)
     do, q, k, v, _, _ = inputs(small, "cuda")
     scale = size.width**-0.5
-    o, _, softmax, rest = launch_forward(q, k, v, None, scale, True, band=band)
+    o, _, softmax, o_low = launch_forward(q, k, v, scale, True, band)
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     truth = attention(*leaves)
     grads = torch.autograd.grad(truth, leaves, do.float())
-    backward = launch_backward(do, None, q, k, v, None, o, rest, softmax, scale, band)
-    found = (o, *backward)
-    pairs = zip(found, (truth, *grads), strict=True)
+    results = (o, *launch_backward(do, q, k, v, o, o_low, softmax, scale, band))
+    pairs = zip(results, (truth, *grads), strict=True)
     return all(((a - b).norm() / b.norm()).item() < 6e-3 for a, b in pairs)
 
 
@@ -265,7 +286,7 @@ def main(
     jobs = without_spills([(*key, one) for key in chosen for one in candidates_of(*key)])
     table = []
     for kind, size in chosen:
-        found = []
+        timed = []
         calls = launches(kind, size)
         for *of, candidate in jobs:
             if of != [kind, size]:
@@ -276,11 +297,11 @@ def main(
                         print("WRONG", kind, size, candidate)
                         continue
                     ms = graph_time(calls, replays=5, warm_seconds=0.01).ms
-                    found.append((ms, candidate))
+                    timed.append((ms, candidate))
                 except Exception as error:
                     print("failed", kind, candidate, repr(error)[:80])
-        found.sort(key=lambda pair: pair[0])
-        for rank, (ms, line) in enumerate(found):
+        timed.sort(key=lambda pair: pair[0])
+        for rank, (ms, line) in enumerate(timed):
             work = 2 * TABLES[kind][2] * size.batches * size.heads * size.width
             tflops = work * size.pairs / ms / 1e9
             described = str(size)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from fusewright import attention
-from fusewright.attention import reference
+from fusewright.attention.positions import reference as rotary_reference
+from fusewright.attention.rectangular import reference as rectangular_reference
+from fusewright.attention.window import reference as window_reference
 from fusewright_testkit import Yardstick
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
@@ -35,7 +37,7 @@ class AttentionOp:
         return getattr(attention, self.name)(q, k, v, key_lengths=key_lengths, **options)
 
     def reference(self, *tensors: torch.Tensor | None, **options: Any) -> Any:
-        return getattr(reference, self.name)(*tensors, **{"scale": SCALE} | options)
+        return getattr(rectangular_reference, self.name)(*tensors, **{"scale": SCALE} | options)
 
     def check(self, tensors: Tensors, lengths: list[int] | None = None, **options: Any) -> None:
         """Hold the kernels' outputs and gradients against the yardstick."""
@@ -75,7 +77,7 @@ class WindowOp(AttentionOp):
 
     def reference(self, *tensors: torch.Tensor, **options: Any) -> Any:
         options = dict(scale=SCALE, window=self.window, prefix=self.prefix) | options
-        return getattr(reference, self.name)(*tensors, **options)
+        return getattr(window_reference, self.name)(*tensors, **options)
 
     def check(self, tensors: Tensors, grads: Tensors | None = None, **options: Any) -> None:
         yardstick = Yardstick(partial(self.reference, **options), tensors, grads)
@@ -84,7 +86,7 @@ class WindowOp(AttentionOp):
 
 @dataclass(frozen=True)
 class RotaryOp:
-    """rotary of rows [B, T, K, H, D] and, where they are given, rows beside them and a prefix; cos
+    """rotary of rows [B, T, K, H, D] and optionally of a second operand and a prefix; cos
     and sin are those of the tokens' positions.
     """
 
@@ -99,7 +101,7 @@ class RotaryOp:
         return attention.rotary(rows, *angles, beside=beside, prefix=prefix, **options)
 
     def reference(self, rows, beside=None, prefix=None) -> torch.Tensor:
-        return reference.rotary(rows, *self.angles(rows), beside, prefix)
+        return rotary_reference.rotary(rows, *self.angles(rows), beside, prefix)
 
     def angles(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of position / base^(2 i / D), [T, D / 2]."""
@@ -122,7 +124,7 @@ class RotaryOp:
         beside: bool = True,
         prefix: tuple[int, ...] | None = (3,),
     ) -> list[torch.Tensor | None]:
-        """Rows, rows beside them and a prefix, of which the leading axes are given, or None."""
+        """Rows, a second operand, and a prefix with these leading axes; None for what is absent."""
         _, _, *row = shape
         before = None if prefix is None else (*prefix, *row)
         shapes = (shape, shape if beside else None, before)
@@ -165,38 +167,45 @@ def rotary_op() -> RotaryOp:
 
 @pytest.fixture
 def small_programs(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of rotary that begin amid the rows of a token, and walk over the batch."""
-    from fusewright.attention import _rotary_launch
+    """Programs of rotary that begin amid the rows of a token, and loop over the batch."""
+    from fusewright.attention.positions import launch
 
-    small = _rotary_launch.ROTARY._replace(pairs=64, batches=2)
-    monkeypatch.setattr(_rotary_launch, "ROTARY", small)
+    monkeypatch.setattr(launch, "ROTARY", launch.ROTARY._replace(pairs=64, batches=2))
 
 
 @pytest.fixture(params=[(32, 16), (16, 32)])
 def tiles(
     request: pytest.FixtureRequest, fresh_plans: None, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, int]:
-    """Queries and keys of a tile in the kernels that walk a band."""
-    from fusewright.attention import _backward, _configs, _forward
+    """Queries and keys of a tile in the kernels of a band."""
+    from fusewright.attention.common.problem import TileConfig
+    from fusewright.attention.window import launch
 
     queries, keys, *descriptors = request.param
-    line = _configs.TileConfig(128, 4, queries, keys, num_warps=4, num_stages=2)
+    line = TileConfig(128, 4, queries, keys, num_warps=4, num_stages=2)
     if descriptors:
         line = line._replace(hopper=True, descriptors=True)
-    monkeypatch.setattr(_forward, "WINDOW_FORWARD", (line,))
-    for table in ("WINDOW_DQ", "WINDOW_DKDV"):
-        monkeypatch.setattr(_backward, table, (line,))
+    for table in ("FORWARD", "DQ", "DKDV"):
+        monkeypatch.setattr(launch, table, (line,))
     return request.param
 
 
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """No launch planned before the test, and none of its own kept: for tests that change tables."""
-    from fusewright.attention import _rotary_launch
-    from fusewright.attention._backward import backward_plan
-    from fusewright.attention._forward import forward_plan
+    from fusewright.attention.positions import launch as rotary
+    from fusewright.attention.rectangular import launch as forward
+    from fusewright.attention.rectangular import launch_backward as backward
+    from fusewright.attention.window import launch as window
 
-    plans = forward_plan, backward_plan, _rotary_launch.forward_plan, _rotary_launch.backward_plan
+    plans = (
+        forward.forward_plan,
+        backward.backward_plan,
+        window.forward_plan,
+        window.backward_plan,
+        rotary.forward_plan,
+        rotary.backward_plan,
+    )
     for plan in plans:
         plan.cache_clear()
     yield
@@ -221,19 +230,20 @@ def any_scheme(
 
 
 def arranged(scheme: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    from fusewright.attention import _backward, _configs, _forward
+    from fusewright.attention.common.problem import TileConfig
+    from fusewright.attention.rectangular import launch, launch_backward
 
     if scheme == "single-tile":
-        line = _configs.SingleTileConfig(128, 128, 4, queries=16, num_warps=4, num_stages=1)
-        monkeypatch.setattr(_forward, "SINGLE_TILE_FORWARD", (line,))
-        monkeypatch.setattr(_backward, "SINGLE_TILE_BACKWARD", (line,))
-        monkeypatch.setattr(_configs, "SINGLE_TILE_FITS", 1)
+        tile = launch.SingleTileConfig(128, 128, 4, queries=16, num_warps=4, num_stages=1)
+        monkeypatch.setattr(launch, "SINGLE_TILE_FORWARD", (tile,))
+        monkeypatch.setattr(launch_backward, "SINGLE_TILE_BACKWARD", (tile,))
+        monkeypatch.setattr(launch, "SINGLE_TILE_FITS", 1)
     elif scheme != "tables":
-        monkeypatch.setattr(_configs, "SINGLE_TILE_KEYS", 0)
-        line = _configs.TileConfig(128, 4, queries=16, keys=16, num_warps=4, num_stages=2)
+        monkeypatch.setattr(launch, "SINGLE_TILE_KEYS", 0)
+        line = TileConfig(128, 4, queries=16, keys=16, num_warps=4, num_stages=2)
         described = line._replace(hopper=True, descriptors=True)
         lines = (described, line) if scheme == "descriptors" else (line,)
-        monkeypatch.setattr(_forward, "FORWARD", lines)
+        monkeypatch.setattr(launch, "FORWARD", lines)
         for table in ("DQ", "DKDV"):
-            monkeypatch.setattr(_backward, table, lines)
+            monkeypatch.setattr(launch_backward, table, lines)
     return scheme

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every supported card, without a spill and within its shared memory."""
+"""Every kernel compiles for every supported GPU, without a spill and within its shared memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ HERE = pathlib.Path(__file__).parent
 def test_one_launch_of_every_kernel_compiles_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each", capability)
     for kernel in (
-        "_streaming_forward_kernel",
-        "_streaming_dq_kernel",
-        "_streaming_dkdv_kernel",
-        "_window_forward_kernel",
-        "_window_dq_kernel",
-        "_window_dkdv_kernel",
-        "_single_tile_forward_kernel",
-        "_single_tile_backward_kernel",
-        "_add_chunks_kernel",
-        "_rotary_kernel",
+        "streaming_forward_kernel",
+        "streaming_dq_kernel",
+        "streaming_dkdv_kernel",
+        "window_forward_kernel",
+        "window_dq_kernel",
+        "window_dkdv_kernel",
+        "single_tile_forward_kernel",
+        "single_tile_backward_kernel",
+        "add_chunks_kernel",
+        "rotary_kernel",
     ):
         assert kernel in printed
 

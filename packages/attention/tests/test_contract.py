@@ -85,11 +85,11 @@ def test_registered_backward_op_passes_opcheck(lse_op, scheme, shape, options, d
 
 
 def test_no_other_op_is_registered():
-    found = {
+    actual = {
         name for name in torch._C._dispatch_get_all_op_names() if "fusewright_attention" in name
     }
     names = ("rectangular_attention", "rotary", "sliding_window_attention")
-    assert found == {
+    assert actual == {
         f"fusewright_attention::{name}{end}" for name in names for end in ("", "_backward")
     }
 
@@ -108,8 +108,8 @@ def test_lengths_do_not_recompile(op, device):
     tensors = op.draw(SHAPE, F32, device)
     for lengths in ([1, 2], [6, 0], [3, 3]):
         key_lengths = torch.tensor(lengths, device=device)
-        found = op.first(compiled(*tensors, key_lengths))
-        assert torch.equal(found, op.first(op.kernels(*tensors, key_lengths)))
+        actual = op.first(compiled(*tensors, key_lengths))
+        assert torch.equal(actual, op.first(op.kernels(*tensors, key_lengths)))
     assert counter.frame_count == 1
 
 
@@ -147,24 +147,24 @@ def test_checkpointing_changes_no_bit_of_the_gradients(op, device):
     def checkpointed(*args):
         return checkpoint(op.kernels, *args, use_reentrant=False)
 
-    for found, expected in zip(squares(checkpointed), squares(op.kernels), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(squares(checkpointed), squares(op.kernels), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_tasks_do_not_see_one_another(lse_op, scheme, device):
     tensors = [x.requires_grad_() for x in lse_op.draw((3, 20, 24, 1, 16), F32, device)]
-    spoiled = [x.detach().clone() for x in tensors]
-    for x in spoiled:
+    with_nan = [x.detach().clone() for x in tensors]
+    for x in with_nan:
         x[1] = float("nan")
-    spoiled = [x.requires_grad_() for x in spoiled]
+    with_nan = [x.requires_grad_() for x in with_nan]
 
     def everything(leaves):
         o = lse_op.first(lse_op.kernels(*leaves))
         return o, *torch.autograd.grad(o.square().sum(), leaves)
 
-    for found, truth in zip(everything(spoiled), everything(tensors), strict=True):
-        assert found[1].isnan().all()
-        assert torch.equal(found[[0, 2]], truth[[0, 2]])
+    for actual, truth in zip(everything(with_nan), everything(tensors), strict=True):
+        assert actual[1].isnan().all()
+        assert torch.equal(actual[[0, 2]], truth[[0, 2]])
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -187,6 +187,17 @@ def test_autocast_leaves_fp64_alone(op, device):
     assert o.dtype == F64
 
 
+def test_fp64_with_another_dtype_is_refused_under_autocast(op, device):
+    """Autocast leaves fp64 tensors as they are, and torch's attention takes one dtype."""
+    q, k, v = op.draw(SHAPE, F32, device)
+    for tensors in ((q, k.double(), v), (q.double(), k, v)):
+        with (
+            torch.autocast(device, torch.bfloat16),
+            pytest.raises(ValueError, match="k must have q's dtype"),
+        ):
+            op.public(*tensors)
+
+
 def test_needs_no_gradient_of_what_does_not_ask(lse_op, scheme, device):
     q, k, v = lse_op.draw((2, 20, 24, 1, 16), F32, device)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -195,8 +206,8 @@ def test_needs_no_gradient_of_what_does_not_ask(lse_op, scheme, device):
     for index in range(3):
         tensors = [q, k, v]
         tensors[index] = leaf = tensors[index].clone().requires_grad_()
-        (found,) = torch.autograd.grad(lse_op.first(lse_op.kernels(*tensors)).square().sum(), leaf)
-        assert torch.equal(found, expected[index])
+        (actual,) = torch.autograd.grad(lse_op.first(lse_op.kernels(*tensors)).square().sum(), leaf)
+        assert torch.equal(actual, expected[index])
 
 
 def test_meta_tensors_get_shapes(op):

@@ -1,10 +1,11 @@
-"""What only a card can show: graphs, synchronisation, streams, great sizes, the tuned tables."""
+"""What only a GPU can show: graphs, synchronisation, streams, great sizes, the tuned tables."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.attention import rectangular_attention, reference, sdpa_backend
+from fusewright.attention import rectangular_attention, sdpa_backend
+from fusewright.attention.rectangular import reference
 from fusewright_testkit import Yardstick, capture, no_synchronisation
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,8 +20,8 @@ def gradients(op, tensors, key_lengths=None):
     return [o, *torch.autograd.grad(o, tensors, torch.ones_like(o))]
 
 
-def equal(found, expected):
-    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+def equal(actual, expected):
+    return all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -117,13 +118,13 @@ def test_a_token_reaches_no_row_outside_its_window(window_op, change):
     clean = window_op.kernels(*tensors, window=130, prefix=17)
     for x in tensors[1:]:
         x[:, 333] += change
-    found = window_op.kernels(*tensors, window=130, prefix=17)
+    actual = window_op.kernels(*tensors, window=130, prefix=17)
     unseen = torch.ones(700, dtype=torch.bool, device="cuda")
     unseen[333:463] = False
-    assert torch.equal(found[0][:, unseen], clean[0][:, unseen])
-    assert torch.equal(found[1][..., unseen], clean[1][..., unseen])
+    assert torch.equal(actual[0][:, unseen], clean[0][:, unseen])
+    assert torch.equal(actual[1][..., unseen], clean[1][..., unseen])
     if change != 1.0:
-        assert (~found[0][:, 333:463].isfinite()).any(-1).all()
+        assert (~actual[0][:, 333:463].isfinite()).any(-1).all()
 
 
 def test_memory_of_a_window_is_linear_in_the_sequence(window_op):
@@ -176,15 +177,15 @@ def test_task_past_31_bits_of_elements(op):
     queries, keys = (1 << 31) // (8 * 128) + 64, 130
     few = op.draw((2, 64, keys, 8, 128), BF16, "cuda")
     many = few[0].repeat(1, queries // 64, 1, 1), *few[1:]
-    found = []
+    actual = []
     for tensors in (few, many):
         leaves = [x.requires_grad_() for x in tensors]
         o = op.first(op.kernels(*leaves))
         # Queries do not see one another: those at the end are as those at the beginning.
         (dq,) = torch.autograd.grad(o, leaves[0], torch.ones((), device="cuda").expand_as(o))
-        found.append([x[:, -64:].clone() for x in (o, dq)])
+        actual.append([x[:, -64:].clone() for x in (o, dq)])
         del leaves, o, dq
-    assert equal(*found)
+    assert equal(*actual)
 
 
 @pytest.mark.parametrize("tasks", [1, 3, 2000])
@@ -199,31 +200,36 @@ def test_same_bits_twice_and_on_two_streams(op):
         tensors = [x.requires_grad_() for x in op.draw(shape, BF16, "cuda")]
         expected = gradients(op, tensors)
         streams = [torch.cuda.Stream() for _ in range(2)]
-        found = []
+        actual = []
         torch.cuda.synchronize()
         for _ in range(5):
             for stream in streams:
                 with torch.cuda.stream(stream):
-                    found.append(gradients(op, tensors))
+                    actual.append(gradients(op, tensors))
         torch.cuda.synchronize()
-        assert all(equal(values, expected) for values in found)
+        assert all(equal(values, expected) for values in actual)
 
 
 def test_pointers_and_descriptors_agree(op, monkeypatch, fresh_plans):
     """The same tiles, read by one and the other."""
-    from fusewright.attention import _backward, _configs, _forward
+    from fusewright.attention.common.problem import TileConfig
+    from fusewright.attention.rectangular import launch, launch_backward
 
     tensors = [x.requires_grad_() for x in op.draw((2, 300, 700, 4, 64), BF16, "cuda")]
-    found = []
+    actual = []
     for described in (False, True):
-        line = _configs.TileConfig(64, 2, queries=64, keys=64, num_warps=4, num_stages=2)
+        line = TileConfig(64, 2, queries=64, keys=64, num_warps=4, num_stages=2)
         line = line._replace(hopper=described, descriptors=described)
-        for module, table in ((_forward, "FORWARD"), (_backward, "DQ"), (_backward, "DKDV")):
+        for module, table in (
+            (launch, "FORWARD"),
+            (launch_backward, "DQ"),
+            (launch_backward, "DKDV"),
+        ):
             monkeypatch.setattr(module, table, (line,))
-        _forward.forward_plan.cache_clear()
-        _backward.backward_plan.cache_clear()
-        found.append(gradients(op, tensors))
-    assert equal(*found)
+        launch.forward_plan.cache_clear()
+        launch_backward.backward_plan.cache_clear()
+        actual.append(gradients(op, tensors))
+    assert equal(*actual)
 
 
 def test_inductor_compiles_forward_and_backward(op):
@@ -232,8 +238,8 @@ def test_inductor_compiles_forward_and_backward(op):
         tensors = [x.requires_grad_() for x in op.draw(shape, BF16, "cuda")]
         compiled = torch.compile(op.kernels, fullgraph=True)
         o = op.first(compiled(*tensors))
-        found = [o, *torch.autograd.grad(o, tensors, torch.ones_like(o))]
-        assert equal(found, gradients(op, tensors))
+        actual = [o, *torch.autograd.grad(o, tensors, torch.ones_like(o))]
+        assert equal(actual, gradients(op, tensors))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -273,6 +279,6 @@ def test_scores_of_1e4_err_no_more_than_those_of_torch(lse_op):
 
     truth = errors(lambda *t: reference.rectangular_attention(*t, scale=0.125), torch.float64)
     ours, torchs = errors(rectangular_attention), errors(flash)
-    for found, theirs, exact in zip(ours, torchs, truth, strict=True):
+    for actual, theirs, exact in zip(ours, torchs, truth, strict=True):
         allowed = 2 * (theirs - exact).abs().max() + 2 * torch.finfo(BF16).eps * exact.abs().max()
-        assert (found - exact).abs().max() <= allowed
+        assert (actual - exact).abs().max() <= allowed

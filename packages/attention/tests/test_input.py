@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import pathlib
 
 import pytest
 import torch
-from fusewright.attention import bench, rectangular_attention, sdpa_backend
+from fusewright.attention import rectangular_attention, sdpa_backend
+from fusewright_testkit.bench import load
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SHAPE = (2, 5, 6, 2, 8)
+bench = load(pathlib.Path(__file__).parents[1])
 
 
 def operands(batches, queries, keys, heads, width):

@@ -63,8 +63,8 @@ def test_task_without_keys_gives_zeros_for_nan(op, scheme, where, backend, devic
     upstream = torch.ones_like(tensors[0])
     (tensors[0] if where == "query" else upstream)[0] = math.nan
     lengths = torch.tensor([0, 7], device=device)
-    found = with_gradients(op, tensors, upstream, key_lengths=lengths, backend=backend)
-    for value in found:
+    actual = with_gradients(op, tensors, upstream, key_lengths=lengths, backend=backend)
+    for value in actual:
         assert value[0].eq(0).all()
         assert value[1].isfinite().all()
 
@@ -117,8 +117,8 @@ def test_tokens_far_apart_are_copied(op, device):
     far = far.as_strided((1, 20, 1, 16), (20 * stride, stride, 16, 1))
     near = torch.randn(1, 20, 1, 16, device=device).to(F16)
     far.copy_(near)
-    found = op.first(op.kernels(far, far, far))
-    assert torch.equal(found, op.first(op.kernels(near, near, near)))
+    actual = op.first(op.kernels(far, far, far))
+    assert torch.equal(actual, op.first(op.kernels(near, near, near)))
 
 
 def test_heads_far_apart(lse_op, scheme, device):
@@ -129,9 +129,9 @@ def test_heads_far_apart(lse_op, scheme, device):
     near = torch.randn(1, 20, 3, 16, device=device).to(F16)
     far.copy_(near)
     upstream = torch.ones_like(near)
-    found = with_gradients(lse_op, [far, far, far], upstream, backend="triton")
+    actual = with_gradients(lse_op, [far, far, far], upstream, backend="triton")
     expected = with_gradients(lse_op, [near, near, near], upstream, backend="triton")
-    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+    assert all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
 
 
 def test_tokens_of_too_many_numbers_are_refused(op, device):

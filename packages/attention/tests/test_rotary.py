@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import pathlib
 
 import pytest
 import torch
-from fusewright.attention import bench, reference, rotary
+from fusewright.attention import rotary
+from fusewright.attention.positions import reference
 from fusewright_testkit import Yardstick, transforms
+from fusewright_testkit.bench import load
 from fusewright_testkit.transforms import hold
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 REGISTERED = torch.ops.fusewright_attention
+bench = load(pathlib.Path(__file__).parents[1])
 SHAPE = (2, 5, 2, 3, 8)
 
 # Rows beside, and the leading axes of a prefix for a batch of two.
@@ -36,8 +40,8 @@ def with_gradients(op, tensors, upstream=None, **options):
     return joint, *torch.autograd.grad(joint, asked, upstream)
 
 
-def equal(found, expected):
-    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+def equal(actual, expected):
+    return all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
 
 
 def bits(x):
@@ -156,13 +160,13 @@ def test_strides_change_no_bit(rotary_op, small_programs, device):
         "kinds first": lambda x: x.movedim(-3, 0).contiguous().movedim(0, -3),
         "wider rows": lambda x: torch.nn.functional.pad(x, (0, 3))[..., :8],
         "amid memory": lambda x: torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view_as(x),
-        "last axis apart": lambda x: x.mT.contiguous().mT,
+        "last axis strided": lambda x: x.mT.contiguous().mT,
     }
     for kind, arranged in kinds.items():
-        found = with_gradients(rotary_op, [arranged(x) for x in tensors], upstream)
-        assert equal(found, expected), kind
-        found = with_gradients(rotary_op, tensors, arranged(torch.ones_like(expected[0])))
-        assert equal(found, expected), kind
+        actual = with_gradients(rotary_op, [arranged(x) for x in tensors], upstream)
+        assert equal(actual, expected), kind
+        actual = with_gradients(rotary_op, tensors, arranged(torch.ones_like(expected[0])))
+        assert equal(actual, expected), kind
 
 
 def test_strides_of_cos_and_sin_change_no_bit(rotary_op, device):
@@ -170,8 +174,8 @@ def test_strides_of_cos_and_sin_change_no_bit(rotary_op, device):
     cos, sin = rotary_op.angles(rows)
     expected = rotary_op.kernels(rows, beside, prefix)
     for angles in (torch.cat([cos, sin], -1).chunk(2, -1), (cos.T.contiguous().T, sin)):
-        found = rotary(rows, *angles, beside=beside, prefix=prefix, backend="triton")
-        assert torch.equal(found, expected)
+        actual = rotary(rows, *angles, beside=beside, prefix=prefix, backend="triton")
+        assert torch.equal(actual, expected)
 
 
 def test_expanded_rows(rotary_op, device):
@@ -183,7 +187,7 @@ def test_expanded_rows(rotary_op, device):
 
 
 def test_each_pass_is_one_launch(rotary_op, fresh_plans, monkeypatch, device):
-    from fusewright.attention._launch import Launch
+    from fusewright.attention._core.launches import Launch
 
     count = []
     launch = Launch.__call__
@@ -208,22 +212,22 @@ def test_nothing_but_cos_and_sin_is_saved(rotary_op, device):
 
 def test_same_inputs_same_bits(rotary_op, small_programs, device):
     tensors = rotary_op.draw(SHAPE, BF16, device)
-    found = [with_gradients(rotary_op, tensors) for _ in range(2)]
-    assert equal(*found)
+    actual = [with_gradients(rotary_op, tensors) for _ in range(2)]
+    assert equal(*actual)
     with torch.no_grad():
-        assert torch.equal(rotary_op.kernels(*tensors), found[0][0])
+        assert torch.equal(rotary_op.kernels(*tensors), actual[0][0])
     with torch.inference_mode():
-        assert torch.equal(rotary_op.kernels(*tensors), found[0][0])
+        assert torch.equal(rotary_op.kernels(*tensors), actual[0][0])
 
 
 def test_needs_no_gradient_of_what_does_not_ask(rotary_op, device):
     tensors = rotary_op.draw(SHAPE, F32, device)
     joint, *expected = with_gradients(rotary_op, tensors)
     for index in range(3):
-        given = list(tensors)
-        given[index] = leaf = given[index].clone().requires_grad_()
-        (found,) = torch.autograd.grad(rotary_op.kernels(*given), leaf, torch.ones_like(joint))
-        assert torch.equal(found, expected[index])
+        inputs = list(tensors)
+        inputs[index] = leaf = inputs[index].clone().requires_grad_()
+        (actual,) = torch.autograd.grad(rotary_op.kernels(*inputs), leaf, torch.ones_like(joint))
+        assert torch.equal(actual, expected[index])
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -255,13 +259,13 @@ def test_reference_backward_is_that_of_autograd(rotary_op, parts):
     joint = rotary_op.reference(*tensors)
     djoint = torch.randn_like(joint)
     asked = [x is not None for x in tensors]
-    given = [x for x in tensors if x is not None]
-    expected = torch.autograd.grad(joint, given, djoint)
+    present = [x for x in tensors if x is not None]
+    expected = torch.autograd.grad(joint, present, djoint)
     shared = prefix is not None and len(prefix) == 1
-    found = reference.rotary_backward(djoint, *rotary_op.angles(tensors[0]), beside, shared)
-    assert len(found) == 3
-    found = [x for x, wanted in zip(found, asked, strict=True) if wanted]
-    torch.testing.assert_close(found, list(expected))
+    actual = reference.rotary_backward(djoint, *rotary_op.angles(tensors[0]), beside, shared)
+    assert len(actual) == 3
+    actual = [x for x, wanted in zip(actual, asked, strict=True) if wanted]
+    torch.testing.assert_close(actual, list(expected))
 
 
 @pytest.mark.parametrize("parts", [PARTS["alone"], PARTS["beside-prefix"], PARTS["prefix-of-each"]])
@@ -289,8 +293,8 @@ def test_one_compiled_graph_serves_any_length(rotary_op, device):
     for tokens in (5, 8, 13):
         rows, beside, prefix = rotary_op.draw((2, tokens, 2, 3, 8), F32, device)
         angles = rotary_op.angles(rows)
-        found = compiled(rows, *angles, beside=beside, prefix=prefix, backend="triton")
-        assert torch.equal(found, rotary_op.kernels(rows, beside, prefix))
+        actual = compiled(rows, *angles, beside=beside, prefix=prefix, backend="triton")
+        assert torch.equal(actual, rotary_op.kernels(rows, beside, prefix))
     assert counter.frame_count == 1
 
 
@@ -311,19 +315,19 @@ def test_transform_compiled_to_one_graph_is_right(rotary_op, transform, device):
 def test_second_derivative_is_right(rotary_op, parts, device):
     beside, prefix = parts
     tensors = rotary_op.draw((2, 3, 2, 1, 8), F32, device, beside, prefix)
-    given = [x for x in tensors if x is not None]
+    present = [x for x in tensors if x is not None]
     places = [x is not None for x in tensors]
 
     def whole(call):
-        def of_given(*given):
-            remaining = iter(given)
+        def of_present(*present):
+            remaining = iter(present)
             return call(*(next(remaining) if there else None for there in places))
 
-        return of_given
+        return of_present
 
     slopes = transforms.slopes_to_differentiate
-    cotangents = [torch.randn_like(x) for x in given]
-    yardstick = Yardstick(slopes(whole(rotary_op.reference)), given, cotangents)
+    cotangents = [torch.randn_like(x) for x in present]
+    yardstick = Yardstick(slopes(whole(rotary_op.reference)), present, cotangents)
     yardstick.check(slopes(whole(rotary_op.kernels)))
 
 
@@ -336,7 +340,7 @@ def test_forward_mode_raises(rotary_op, transform, device):
 
 
 def test_benchmark_peer_computes_the_same():
-    tensors = bench.turned_rows(2, 5, 3, 8, 4, F32, "cpu")
+    tensors = bench.rotary_rows(2, 5, 3, 8, 4, F32, "cpu")
     expected = bench.with_angles(reference.rotary)
     torch.testing.assert_close(bench.with_angles(bench.torch_rotary)(*tensors), expected(*tensors))
     torch.testing.assert_close(
@@ -361,15 +365,15 @@ BAD = {
     "width of sin": ((rows, cos, sin[:, 1:]), {}, ValueError, r"sin must be \[5, 4\], got \(5, 3"),
     "bf16 cos": (
         *((rows.bfloat16(), cos.bfloat16(), sin), {}),
-        *(ValueError, "cos must be torch.float32 beside rows of torch.bfloat16, got torch.bfloat"),
+        *(ValueError, "cos must be torch.float32 with rows of torch.bfloat16, got torch.bfloat"),
     ),
     "fp32 beside fp64": (
         *((rows.double(), cos, sin), {}),
-        *(ValueError, "cos must be torch.float64 beside rows of torch.float64, got torch.float32"),
+        *(ValueError, "cos must be torch.float64 with rows of torch.float64, got torch.float32"),
     ),
     "sin elsewhere": (
         *((rows, cos, sin.to("meta")), {}),
-        *(ValueError, "sin must be on the device of rows cpu, got meta"),
+        *(ValueError, "sin must be on rows's device cpu, got meta"),
     ),
     "cos with gradient": (
         *((rows, cos.clone().requires_grad_(), sin), {}),
@@ -381,11 +385,11 @@ BAD = {
     ),
     "beside of other tokens": (
         *((rows, cos, sin), dict(beside=rows[:, 1:])),
-        *(ValueError, r"beside must have the shape of rows \(2, 5, 2, 3, 8\), got \(2, 4, 2, 3, 8"),
+        *(ValueError, r"beside must have rows's shape \(2, 5, 2, 3, 8\), got \(2, 4, 2, 3, 8"),
     ),
     "beside in fp16": (
         *((rows, cos, sin), dict(beside=rows.half())),
-        *(ValueError, "beside must be torch.float32 beside rows of torch.float32, got .*float16"),
+        *(ValueError, "beside must have rows's dtype torch.float32, got .*float16"),
     ),
     "prefix of other heads": (
         *((rows, cos, sin), dict(prefix=rows[0, :, :, :2])),

@@ -1,4 +1,4 @@
-"""Rotary positions on a card: the sizes of a model, graphs, synchronisation, great tensors."""
+"""Rotary positions on a GPU: the sizes of a model, graphs, synchronisation, great tensors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def leaves(op, case, dtype=BF16):
     return [x if x is None else x.requires_grad_() for x in drawn]
 
 
-def equal(found, expected):
-    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+def equal(actual, expected):
+    return all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
 
 
 @each_case
@@ -85,9 +85,9 @@ def test_values_and_prefix_keep_every_bit(rotary_op):
             (joint[:, 16::2, 1], rows[:, :, 1]),
             (joint[:, 17::2, 1], beside[:, :, 1]),
         )
-        for found, expected in pairs:
-            assert torch.equal(found, expected)
-            assert torch.equal(found.signbit(), expected.signbit())
+        for actual, expected in pairs:
+            assert torch.equal(actual, expected)
+            assert torch.equal(actual.signbit(), expected.signbit())
 
 
 def test_inductor_compiles_forward_and_backward(rotary_op):
@@ -110,13 +110,13 @@ def test_rows_past_31_bits_of_elements(rotary_op):
     few = rotary_op.draw((1, 64, 2, 8, 256), BF16, "cuda", prefix=(3,))
     angles = rotary_op.angles(few[0])
     many = *(x.repeat(1, tokens // 64, 1, 1, 1) for x in few[:2]), few[2]
-    found = []
+    actual = []
     for rows, beside, prefix in (few, many):
         repeated = (x.repeat(rows.shape[1] // 64, 1) for x in angles)
         inputs = [x.requires_grad_() for x in (rows, beside)]
         joint = rotary(rows, *repeated, beside=beside, prefix=prefix)
         last = joint.detach()[:, -128:].clone()
         grads = torch.autograd.grad(joint, inputs, joint.detach())
-        found.append([last, *(x[:, -64:].clone() for x in grads)])
+        actual.append([last, *(x[:, -64:].clone() for x in grads)])
         del joint, grads
-    assert equal(*found)
+    assert equal(*actual)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from functools import partial
 
 import pytest
 import torch
-from fusewright.attention import bench, reference, sliding_window_attention
+from fusewright.attention import sliding_window_attention
+from fusewright.attention.window import reference
 from fusewright_testkit import Yardstick
+from fusewright_testkit.bench import load
 from torch.nn.functional import scaled_dot_product_attention
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 REGISTERED = torch.ops.fusewright_attention
+bench = load(pathlib.Path(__file__).parents[1])
 one_tiling = pytest.mark.parametrize("tiles", [(32, 16)], indirect=True)
 
 # T, rows of q, window, prefix
@@ -52,8 +56,8 @@ def with_gradients(op, tensors, upstream=None, **options):
     return o, *torch.autograd.grad(o, leaves, upstream)
 
 
-def equal(found, expected):
-    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+def equal(actual, expected):
+    return all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
 
 
 @pytest.mark.sampled
@@ -108,8 +112,8 @@ def test_reference_sees_what_the_definition_says(tokens, rows, window, prefix, e
 @one_tiling
 def test_window_as_long_as_the_sequence_is_causal_attention(window_op, tiles, device):
     q, k, v = draw(window_op, 50, 50, device=device, heads=2)
-    turned = (x.transpose(1, 2) for x in (q, k, v))
-    expected = scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+    transposed = (x.transpose(1, 2) for x in (q, k, v))
+    expected = scaled_dot_product_attention(*transposed, is_causal=True).transpose(1, 2)
     for window in (50, 2**40):
         o = sliding_window_attention(q, k, v, window, backend="triton")
         torch.testing.assert_close(o, expected)
@@ -125,12 +129,12 @@ def test_a_token_reaches_no_row_that_does_not_see_it(window_op, tiles, backend, 
     clean = window_op.public(*tensors, **options)
     for x in tensors[1:]:
         x[:, 21] += change
-    found = window_op.public(*tensors, **options)
+    actual = window_op.public(*tensors, **options)
     unseen = torch.ones(50, dtype=torch.bool, device=device)
     unseen[21:30] = False
-    assert torch.equal(found[0][:, unseen], clean[0][:, unseen])
-    assert torch.equal(found[1][..., unseen], clean[1][..., unseen])
-    reached = found[0][:, ~unseen]
+    assert torch.equal(actual[0][:, unseen], clean[0][:, unseen])
+    assert torch.equal(actual[1][..., unseen], clean[1][..., unseen])
+    reached = actual[0][:, ~unseen]
     if change == 1.0:
         assert (reached != clean[0][:, ~unseen]).any(-1).all()
     else:
@@ -146,12 +150,12 @@ def test_a_strange_value_reaches_whoever_sees_it(window_op, tiles, backend, chan
     options = dict(window=60, prefix=5, backend=backend)
     clean = window_op.public(q, k, v, **options)
     v[:, 8, 0, 3] = change
-    found = window_op.public(q, k, v, **options)
+    actual = window_op.public(q, k, v, **options)
     seeing = torch.zeros(70, dtype=torch.bool, device=device)
     seeing[8:68] = True
-    assert torch.equal((~found[0].isfinite()).any(-1)[0, :, 0], seeing)
-    assert torch.equal(found[0][:, ~seeing], clean[0][:, ~seeing])
-    assert torch.equal(found[1], clean[1])
+    assert torch.equal((~actual[0].isfinite()).any(-1)[0, :, 0], seeing)
+    assert torch.equal(actual[0][:, ~seeing], clean[0][:, ~seeing])
+    assert torch.equal(actual[1], clean[1])
 
 
 @one_tiling
@@ -195,11 +199,11 @@ def test_streaming_from_a_cache_is_the_whole_sequence(window_op, tiles, device):
 @one_tiling
 def test_same_inputs_same_bits(window_op, tiles, device):
     tensors = draw(window_op, 50, 50, dtype=BF16, device=device)
-    found = [with_gradients(window_op, tensors, window=9, prefix=17) for _ in range(2)]
-    assert equal(*found)
+    actual = [with_gradients(window_op, tensors, window=9, prefix=17) for _ in range(2)]
+    assert equal(*actual)
     with torch.no_grad():
         quiet = window_op.first(window_op.kernels(*tensors, window=9, prefix=17))
-    assert torch.equal(quiet, found[0][0])
+    assert torch.equal(quiet, actual[0][0])
     alone = sliding_window_attention(*tensors, 9, 17, scale=0.3, backend="triton")
     assert torch.equal(quiet, alone)
 
@@ -230,7 +234,7 @@ def test_strides_change_no_bit(window_op, tiles, device):
         "packed": torch.stack(tensors, 2).unbind(2),
         "heads before tokens": [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors],
         "odd": [torch.nn.functional.pad(x, (0, 3))[..., :16] for x in tensors],
-        "last axis apart": [x.movedim(-1, 0).contiguous().movedim(0, -1) for x in tensors],
+        "last axis strided": [x.movedim(-1, 0).contiguous().movedim(0, -1) for x in tensors],
     }
     for kind, strided in kinds.items():
         assert equal(with_gradients(window_op, strided, upstream, **options), expected), kind
@@ -253,8 +257,8 @@ def test_reference_backward_is_that_of_autograd(window_op):
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
     expected = torch.autograd.grad((o, lse), tensors, (do, dlse))
     backward = reference.sliding_window_attention_backward
-    found = backward(do, dlse, *tensors, window_op.window, window_op.prefix, scale=0.3)
-    torch.testing.assert_close(found, expected)
+    actual = backward(do, dlse, *tensors, window_op.window, window_op.prefix, scale=0.3)
+    torch.testing.assert_close(actual, expected)
 
 
 @one_tiling
@@ -268,9 +272,9 @@ def test_registered_op_passes_opcheck(window_op, tiles, device):
 def test_registered_backward_op_passes_opcheck(window_op, tiles, device):
     q, k, v = (x.requires_grad_() for x in draw(window_op, 7, 6, device=device))
     do, lse = torch.randn_like(q), torch.randn(1, 1, 6, device=device)
-    rest, softmax = do.new_zeros(0), torch.rand(2, 1, 1, 6, device=device) + 6
+    o_low, softmax = do.new_zeros(0), torch.rand(2, 1, 1, 6, device=device) + 6
     op = REGISTERED.sliding_window_attention_backward.default
-    torch.library.opcheck(op, (do, lse, q, k, v, do, rest, softmax, 3, 2, 1, 0.3))
+    torch.library.opcheck(op, (do, lse, q, k, v, do, o_low, softmax, 3, 2, 1, 0.3))
 
 
 @one_tiling
@@ -317,9 +321,9 @@ def test_tf32_only_where_torch_takes_it(window_op, device):
 
 def test_benchmark_asks_its_peer_for_the_same_keys():
     tensors = bench.sequences(1, 600, 1, F32, "cpu")
-    found = bench.sdpa_with_mask(*tensors)
+    actual = bench.sdpa_with_mask(*tensors)
     expected = reference.sliding_window_attention(*tensors, bench.WINDOW, scale=0.125)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))

@@ -77,8 +77,8 @@ def test_one_compiled_graph_serves_any_number_of_queries(lse_op, device):
     compiled = torch.compile(lse_op.kernels, fullgraph=True, dynamic=True, backend=counted)
     for queries in (3, 5, 8):
         tensors = lse_op.draw((2, queries, 6, 2, 8), torch.float32, device)
-        found, expected = as_tuple(compiled(*tensors)), as_tuple(lse_op.kernels(*tensors))
-        assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+        actual, expected = as_tuple(compiled(*tensors)), as_tuple(lse_op.kernels(*tensors))
+        assert all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
     assert len(graphs) == 1
 
 
@@ -93,8 +93,8 @@ def test_two_compiled_graphs_serve_any_number_of_keys(lse_op, device):
     compiled = torch.compile(lse_op.kernels, fullgraph=True, dynamic=True, backend=counted)
     for keys in (5, 31, 40, 130, 150):
         tensors = lse_op.draw((2, 7, keys, 1, 8), torch.float32, device)
-        found, expected = as_tuple(compiled(*tensors)), as_tuple(lse_op.kernels(*tensors))
-        assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+        actual, expected = as_tuple(compiled(*tensors)), as_tuple(lse_op.kernels(*tensors))
+        assert all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
     assert len(graphs) == 2
 
 
@@ -102,11 +102,11 @@ def test_second_derivative_is_the_same_under_autocast(op, device):
     tensors = [x.requires_grad_() for x in op.draw(SHAPE, torch.float32, device)]
     slopes = transforms.slopes_to_differentiate(op.kernels)(*tensors)
     cotangents = [torch.randn_like(x) for x in slopes]
-    found = []
+    actual = []
     for enabled in (False, True):
         with torch.autocast(device, torch.bfloat16, enabled=enabled):
-            found.append(torch.autograd.grad(slopes, tensors, cotangents, retain_graph=True))
-    assert all(torch.equal(f, e) for f, e in zip(*found, strict=True))
+            actual.append(torch.autograd.grad(slopes, tensors, cotangents, retain_graph=True))
+    assert all(torch.equal(f, e) for f, e in zip(*actual, strict=True))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from fusewright.attention import reference
+from fusewright.attention.rectangular import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -28,7 +28,7 @@ def test_values_and_gradients(lse_op, any_scheme, shape, device):
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 8), (2, 5, 3, 1, 8)], ids=str)
 def test_a_few_keys(op, shape, device):
-    """On every card they are one tile."""
+    """On every GPU they are one tile."""
     op.check(op.draw(shape, F32, device))
 
 
@@ -49,7 +49,7 @@ def test_key_lengths(lse_op, any_scheme, device):
 
 def test_lengths_outside_their_range_count_as_its_ends(lse_op, scheme, device):
     tensors = lse_op.draw((3, 20, 24, 1, 16), F32, device)
-    found, expected, narrow = (
+    actual, expected, narrow = (
         lse_op.first(lse_op.kernels(*tensors, torch.tensor(lengths, dtype=dtype, device=device)))
         for lengths, dtype in (
             ([-3, 1000, 9], torch.int64),
@@ -57,7 +57,7 @@ def test_lengths_outside_their_range_count_as_its_ends(lse_op, scheme, device):
             ([0, 24, 9], torch.int32),
         )
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     assert torch.equal(narrow, expected)
 
 
@@ -65,12 +65,12 @@ def test_keys_past_the_length_may_hold_anything(lse_op, any_scheme, device):
     lengths = torch.tensor([5, 0, 23], device=device)
     clean = [x.requires_grad_() for x in lse_op.draw((3, 20, 24, 1, 16), F32, device)]
     past = torch.arange(24, device=device)[None, :, None, None] >= lengths[:, None, None, None]
-    spoiled = [
+    with_nan = [
         clean[0],
         *(x.detach().masked_fill(past, math.nan).requires_grad_() for x in clean[1:]),
     ]
     both = []
-    for tensors in (clean, spoiled):
+    for tensors in (clean, with_nan):
         o = lse_op.first(lse_op.kernels(*tensors, lengths))
         both.append((o, *torch.autograd.grad(o.square().sum(), tensors)))
     for value, expected in zip(*reversed(both), strict=True):
@@ -100,15 +100,15 @@ def test_scale(lse_op, scheme, scale, device):
 
 def test_default_scale(lse_op, scheme, device):
     tensors = [x.requires_grad_() for x in lse_op.draw((1, 20, 24, 1, 16), F32, device)]
-    found, expected = (
+    actual, expected = (
         (o, *torch.autograd.grad(o.square().sum(), tensors))
         for o, _ in (lse_op.kernels(*tensors, scale=scale) for scale in (None, 0.25))
     )
-    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+    assert all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
 
 
 def strided(op, kind: str, device: str) -> list[torch.Tensor]:
-    """q, k and v of (2, 9, 20, 2, 16) as somebody may bring them."""
+    """q, k and v of (2, 9, 20, 2, 16) in strides that callers have."""
     q, k, v = op.draw((2, 9, 20, 2, 16), F32, device)
     if kind == "packed keys and values":
         k, v = torch.stack([k, v], 2).unbind(2)
@@ -152,12 +152,12 @@ def test_strided_upstream_gradients(lse_op, scheme, device):
     o = lse_op.first(lse_op.kernels(*tensors))
     upstream = torch.randn(9, 2, 2, 16, device=device).transpose(0, 1)
     expected = torch.autograd.grad(o, tensors, upstream.contiguous(), retain_graph=True)
-    found = torch.autograd.grad(o, tensors, upstream, retain_graph=True)
-    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+    actual = torch.autograd.grad(o, tensors, upstream, retain_graph=True)
+    assert all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
     # A sum's gradient is one number, repeated with strides of zero.
     ones = torch.autograd.grad(o, tensors, torch.ones_like(o), retain_graph=True)
-    found = torch.autograd.grad(o.sum(), tensors)
-    assert all(torch.equal(f, e) for f, e in zip(found, ones, strict=True))
+    actual = torch.autograd.grad(o.sum(), tensors)
+    assert all(torch.equal(f, e) for f, e in zip(actual, ones, strict=True))
 
 
 @pytest.mark.parametrize("only", ["o", "lse"])
@@ -285,8 +285,8 @@ def test_reference_backward_is_that_of_autograd(lse_op):
     o, lse = reference.rectangular_attention_with_lse(*tensors, lengths, scale=0.3)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
     expected = torch.autograd.grad((o, lse), tensors, (do, dlse))
-    found = reference.rectangular_attention_backward(do, dlse, *tensors, lengths, scale=0.3)
-    torch.testing.assert_close(found, expected)
+    actual = reference.rectangular_attention_backward(do, dlse, *tensors, lengths, scale=0.3)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_agrees_with_torch(op, device):

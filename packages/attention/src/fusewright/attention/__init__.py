@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import Backend, available_backends
-from .rectangular_attention import rectangular_attention, rectangular_attention_with_lse
-from .rotary import rotary
+from ._core.backends import Backend, available_backends
+from .positions.rotary import rotary
+from .rectangular.rectangular_attention import (
+    rectangular_attention,
+    rectangular_attention_with_lse,
+)
 from .sdpa import sdpa_backend
-from .sliding_window_attention import (
+from .window.sliding_window_attention import (
     sliding_window_attention,
     sliding_window_attention_with_lse,
 )

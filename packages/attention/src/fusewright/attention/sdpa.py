@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.attention import SDPBackend
 
-from ._checks import check_attention, check_same_dtype
+from ._core.checks import check_dtype
+from .common.checks import check_attention
 
 
 def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBackend:
@@ -13,9 +14,8 @@ def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBacken
     attention without a mask, under the ``torch.nn.attention.sdpa_kernel`` context that holds now.
 
     Args:
-        q: ``[B, Nq, H, D]``, as in :func:`rectangular_attention`; the heads stand before the tokens
-            only where torch sees them. It is taken as it is: under autocast, pass what that casts
-            to.
+        q: ``[B, Nq, H, D]``, as in :func:`rectangular_attention`; the heads come before the tokens
+            only in the call of torch. Autocast does not change q: under it, pass what it casts to.
         k, v: ``[B, M, H, D]``.
 
     Returns:
@@ -26,7 +26,8 @@ def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBacken
         TypeError, ValueError: as :func:`rectangular_attention`.
     """
     check_attention(q, k, v)
-    check_same_dtype(q, k, v)
+    check_dtype("k", k, "q", q)
+    check_dtype("v", v, "q", q)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     try:
         return SDPBackend(torch._fused_sdp_choice(q, k, v))

@@ -1,15 +1,15 @@
-r"""Rotary positions: pairs of columns of queries and keys, turned by the angle of their token.
+r"""Rotary positions: pairs of columns of queries and keys, rotated by the angle of their token.
 
     r'_i         = r_i cos_ti - r_{i + D/2} sin_ti              i < D/2
     r'_{i + D/2} = r_{i + D/2} cos_ti + r_i sin_ti
 
-Rotations keep lengths, and those of two rows differ by the angle between their tokens: with angles
-in proportion to the position t, a product q' . k' depends on the distance of the two tokens alone.
+A rotation keeps lengths. With angles in proportion to the position t, a product q' . k' depends on
+the distance of the two tokens alone.
 
-Around it what the keys and values of a sequence need before they are attended to, in the same
-launch: rows that stand beside those of each token, r_1, s_1, r_2, s_2, ..., and a prefix before
-them, which has no position. The backward pass turns back, in one launch too, and the gradient of a
-prefix that the batch shares is summed over it in fp32, in a fixed order.
+The same launch builds the sequence that is attended to: it interleaves the rows with a second
+operand, r_1, s_1, r_2, s_2, ..., and puts a prefix before them, which has no position. The backward
+pass rotates back, in one launch too, and sums the gradient of a prefix that the batch shares over
+the batch in fp32, in a fixed order.
 
 B rows of the batch, T tokens, K kinds of rows (queries, or keys; or keys and values), H heads of
 width D, P tokens of the prefix. Saved for the backward pass: cos and sin. Everything is computed in
@@ -23,20 +23,19 @@ from __future__ import annotations
 
 import torch
 
-from . import reference
-from ._backends import Backend, launchers, uses_triton, without_autocast
-from ._checks import check_rotary
-from ._registration import Derivative, Op
+from .._core.backends import Backend, uses_triton
+from .._core.checks import check_device, check_dtype, check_floating, check_same
+from .._core.precision import wide_dtype, without_autocast
+from .._core.registration import Derivative, Op
+from . import launch, reference
+
+MAX_WIDTH = 256
 
 Tensor = torch.Tensor
 
 
-def _forward_triton(rows, cos, sin, beside, prefix):
-    return launchers().launch_rotary(rows, cos, sin, beside, prefix)
-
-
 def _forward_reference(rows, cos, sin, beside, prefix):
-    # Autocast would join tensors in its own dtype.
+    # Under autocast torch.cat and torch.stack would return another dtype.
     with without_autocast(rows.device):
         return reference.rotary(rows, cos, sin, beside, prefix)
 
@@ -45,10 +44,6 @@ def _forward_fake(rows, cos, sin, beside, prefix):
     batches, tokens, *row = rows.shape
     joint = tokens if beside is None else 2 * tokens
     return rows.new_empty(batches, joint if prefix is None else prefix.shape[-4] + joint, *row)
-
-
-def _backward_triton(djoint, cos, sin, beside, shared):
-    return launchers().launch_rotary_backward(djoint, cos, sin, beside, shared)
 
 
 def _backward_reference(djoint, cos, sin, beside, shared):
@@ -70,14 +65,14 @@ def _backward_fake(djoint, cos, sin, beside, shared):
 
 _forward = Op(
     "rotary(Tensor rows, Tensor cos, Tensor sin, Tensor? beside, Tensor? prefix) -> Tensor",
-    triton=_forward_triton,
+    triton=launch.rotary_forward,
     reference=_forward_reference,
     fake=_forward_fake,
 )
 _backward = Op(
     "rotary_backward(Tensor djoint, Tensor cos, Tensor sin, bool beside, bool shared)"
     " -> (Tensor drows, Tensor dbeside, Tensor dprefix)",
-    triton=_backward_triton,
+    triton=launch.rotary_backward,
     reference=_backward_reference,
     fake=_backward_fake,
 )
@@ -123,8 +118,8 @@ def rotary(
     prefix: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Rows turned by the angle of their token, for attention that sees how far apart two tokens
-    are.
+    """Rows rotated by the angle of their token, for attention that depends on the distance of two
+    tokens.
 
     Args:
         rows: ``[B, T, K, H, D]``, fp32, bf16 or fp16 (the reference takes fp64 too). K is 1,
@@ -132,10 +127,10 @@ def rotary(
             to 256: column i makes a pair with column i + D / 2.
         cos, sin: ``[T, D / 2]``, of the angle of each token and pair, in fp32 (fp64 beside fp64).
             They get no gradient.
-        beside: another row for each token and head, shaped as ``rows`` and turned by the same
-            angles, which follows on the token's own: r_1, s_1, r_2, s_2, ...
+        beside: a second row for each token and head, shaped as ``rows`` and rotated by the same
+            angles, interleaved with the first: r_1, s_1, r_2, s_2, ...
         prefix: ``[P, K, H, D]``, the same for the whole batch, or ``[B, P, K, H, D]``: tokens
-            before the others, not turned.
+            before the others, not rotated.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 
@@ -156,3 +151,42 @@ def rotary(
     if not uses_triton(rows, backend):
         return _forward_reference(rows, cos, sin, beside, prefix)
     return _forward(rows, cos, sin, beside, prefix)
+
+
+def check_rotary(
+    rows: Tensor, cos: Tensor, sin: Tensor, beside: Tensor | None, prefix: Tensor | None
+) -> None:
+    """rows and beside must be [B, T, 1 or 2, H, D], prefix as much for other tokens, and cos and
+    sin [T, D / 2], which get no gradient.
+    """
+    check_floating("rows", rows)
+    if rows.ndim != 5 or rows.shape[2] not in (1, 2):
+        raise ValueError(
+            f"rows must be [batch, tokens, 1 or 2, heads, width], got {tuple(rows.shape)}"
+        )
+    batches, tokens, *row = rows.shape
+    width = row[-1]
+    if width % 2 or not 0 < width <= MAX_WIDTH:
+        raise ValueError(f"the width of a head must be even and up to {MAX_WIDTH}, got {width}")
+    angles = wide_dtype(rows)
+    for name, x in (("cos", cos), ("sin", sin)):
+        check_floating(name, x)
+        if x.dtype != angles:
+            raise ValueError(f"{name} must be {angles} with rows of {rows.dtype}, got {x.dtype}")
+        check_device(name, x, "rows", rows)
+        if x.shape != (tokens, width // 2):
+            raise ValueError(f"{name} must be [{tokens}, {width // 2}], got {tuple(x.shape)}")
+        if x.requires_grad:
+            raise ValueError(f"{name} gets no gradient, and must not require one")
+    if beside is not None:
+        check_same("beside", beside, "rows", rows)
+    if prefix is not None:
+        check_floating("prefix", prefix)
+        check_dtype("prefix", prefix, "rows", rows)
+        check_device("prefix", prefix, "rows", rows)
+        fits = prefix.shape[-3:] == rows.shape[-3:]
+        if not fits or prefix.ndim not in (4, 5) or (prefix.ndim == 5 and len(prefix) != batches):
+            raise ValueError(
+                f"prefix must be [P, {', '.join(map(str, row))}] or so for each of {batches} rows "
+                f"of the batch, got {tuple(prefix.shape)}"
+            )

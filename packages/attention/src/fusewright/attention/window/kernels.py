@@ -1,5 +1,8 @@
-"""Triton kernel of the forward pass of sliding-window attention: as the streaming one, but a tile
-of queries meets only the tiles of keys that its rows see.
+"""Triton kernel of the forward pass of sliding-window attention: as the streaming one, but a
+program multiplies a tile of queries with the tiles of keys that its rows see, and no others.
+
+    s_tj = scale q_t . k_j    p_tj = exp(s_tj - m_t)    l_t = sum_{j seen} p_tj
+    o_t = sum_{j seen} p_tj v_j / l_t    lse_t = m_t + log l_t
 """
 
 from __future__ import annotations
@@ -7,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._band_tiles import border_keys, first_row_of, inner_keys, keys_of_rows, sees
-from ._streaming_forward_kernels import next_softmax, store_outputs
-from ._tiles import LOG2_E, LOWEST, load_rows, product
+from .._core.tiles import product_in_order
+from ..common.tiles import LOG2_E, LOWEST, load_rows
+from ..common.tiles_forward import next_softmax, store_outputs
+from .tiles import border_keys, first_row_of, inner_keys, keys_of_rows, sees
 
 
 @triton.jit
@@ -18,7 +22,7 @@ def stream_keys(
     k_source,
     v_source,
     row,
-    walk,
+    key_tiles,
     window,
     prefix,
     keys,
@@ -33,14 +37,14 @@ def stream_keys(
     NUM_STAGES: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """The sum of values, the maximum and the sum of every row, over all tiles of keys that a tile
-    of queries sees.
+    """The sum of values [BLOCK_Q, BLOCK_D], the maximum and the sum of each row [BLOCK_Q], over all
+    tiles of keys that a tile of queries sees.
 
-    Zero times NaN is NaN: so a strange value, NaN or infinity, in a border tile would reach rows
-    that do not see it. With ``CAREFUL`` it is left out there, and its key's scores are NaN in its
-    place: o is right, and the statistics are NaN too for the rows that see it.
+    Zero times NaN is NaN: a value in a border tile that is NaN or infinity would reach rows that do
+    not see it. With ``CAREFUL`` it is left out there, and its key's scores are NaN instead: o is
+    right, and the statistics are NaN too for the rows that see it.
     """
-    border, inner, place = walk
+    border, inner, place = key_tiles
     m = tl.full([BLOCK_Q], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     o = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -48,34 +52,34 @@ def stream_keys(
         start, limit, distances = border_keys(number, place, window, prefix, keys, BLOCK_K)
         k = load_rows(k_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
         v = load_rows(v_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-        s = product(q, tl.trans(k), UPCAST, PRECISION)
+        s = product_in_order(q, tl.trans(k), UPCAST, PRECISION)
         if CAREFUL:
-            nothing = tl.zeros([BLOCK_Q, BLOCK_D], v.dtype)
-            s += product(nothing, tl.trans(v), UPCAST, PRECISION)
+            zeros = tl.zeros([BLOCK_Q, BLOCK_D], v.dtype)
+            s += product_in_order(zeros, tl.trans(v), UPCAST, PRECISION)
             v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
         key = start + tl.arange(0, BLOCK_K)
         seen = sees(row[:, None], key[None, :], distances) & (key < limit)[None, :]
         p, m, l, rescale = next_softmax(tl.where(seen, s, float("-inf")), m, l, factor)
-        o = o * rescale[:, None] + product(p.to(v.dtype), v, UPCAST, PRECISION)
+        o = o * rescale[:, None] + product_in_order(p.to(v.dtype), v, UPCAST, PRECISION)
     for number in tl.range(0, inner, num_stages=NUM_STAGES):
         start = inner_keys(number, place, BLOCK_K)
         k = load_rows(k_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        s = product(q, tl.trans(k), UPCAST, PRECISION)
+        s = product_in_order(q, tl.trans(k), UPCAST, PRECISION)
         p, m, l, rescale = next_softmax(s, m, l, factor)
         v = load_rows(v_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        o = o * rescale[:, None] + product(p.to(v.dtype), v, UPCAST, PRECISION)
+        o = o * rescale[:, None] + product_in_order(p.to(v.dtype), v, UPCAST, PRECISION)
     return o, m, l
 
 
 @triton.jit
-def _window_forward_kernel(
+def window_forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     o_ptr,
     lse_ptr,
     softmax_ptr,
-    rest_ptr,
+    o_low_ptr,
     scale,
     q_batch_stride,
     q_row_stride,
@@ -98,7 +102,7 @@ def _window_forward_kernel(
     PRECISION: tl.constexpr,
     WITH_LSE: tl.constexpr,
     HAS_SOFTMAX: tl.constexpr,
-    HAS_REST: tl.constexpr,
+    HAS_O_LOW: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -120,19 +124,19 @@ def _window_forward_kernel(
     first_row = first_row_of(queries, keys, every) + first * every
     last_row = tl.minimum(first_row + (BLOCK_Q - 1) * every, keys - 1)
     row = first_row + tl.arange(0, BLOCK_Q) * every
-    walk = keys_of_rows(first_row, last_row, window, prefix, BLOCK_K)
+    key_tiles = keys_of_rows(first_row, last_row, window, prefix, BLOCK_K)
     o, m, l = stream_keys(
-        *(q, k_source, v_source, row, walk, window, prefix, keys, factor),
+        *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
         *(D, BLOCK_Q, BLOCK_K, BLOCK_D, DESCRIPTORS, UPCAST, PRECISION, NUM_STAGES, False),
     )
-    # Not in the first walk: what it takes is paid only where something is NaN.
+    # A second time with care, which costs time, only where something is NaN.
     if tl.max(tl.max((o != o).to(tl.int32), 1), 0) > 0:
         o, _, _ = stream_keys(
-            *(q, k_source, v_source, row, walk, window, prefix, keys, factor),
+            *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
             *(D, BLOCK_Q, BLOCK_K, BLOCK_D, DESCRIPTORS, UPCAST, PRECISION, 1, True),
         )
     store_outputs(
-        *(o, m, l, o_ptr, lse_ptr, softmax_ptr, rest_ptr),
+        *(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
         *(batch, head, first, queries, heads, rows),
-        *(D, BLOCK_Q, BLOCK_D, WITH_LSE, HAS_SOFTMAX, HAS_REST),
+        *(D, BLOCK_Q, BLOCK_D, WITH_LSE, HAS_SOFTMAX, HAS_O_LOW),
     )

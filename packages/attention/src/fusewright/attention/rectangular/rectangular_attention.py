@@ -4,53 +4,53 @@ r"""Attention of Nq queries to M keys, without a mask: softmax(scale q k^T) v fo
     p_ij = exp(s_ij - lse_i)    o_i = sum_j p_ij v_j
 
 B tasks, H heads of width D; ``key_lengths`` says how many of its M keys a task has. The backward
-pass computes p anew, with delta_i = sum_d do_id o_id - dlse_i = sum_j p_ij dp_ij - dlse_i:
+pass computes p again, with delta_i = sum_d do_id o_id - dlse_i = sum_j p_ij dp_ij - dlse_i:
 
     dp = do v^T    ds = p * (dp - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
 
 Saved for it: q, k, v; and, where the keys of a head are more than one tile, o, what its rounding
-took, and two fp32 numbers for each row, the greatest score and one over the sum below it. Up to 128
-keys are one tile, whose softmax is computed anew whole. Products accumulate in fp32 and the softmax
-is fp32; its probabilities, and ds, are rounded to the inputs' dtype for the next product. Outputs
-are rounded once. Sums have a fixed order: same inputs, same bits.
+took (o_low, ``rest`` in the schema), and two fp32 numbers for each row, the greatest score and one
+over the sum below it. Up to 128 keys are one tile, whose whole softmax is computed again. Products
+accumulate in fp32 and the softmax is fp32; its probabilities, and ds, are rounded to the inputs'
+dtype for the next product. Outputs are rounded once. Sums have a fixed order: same inputs, same
+bits.
 
 Dao, FlashAttention-2, arXiv 2307.08691.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from . import reference
-from ._arguments import prepared
-from ._backends import Backend, card_of, launchers, uses_triton, without_autocast
-from ._checks import check_attention, check_lengths
-from ._configs import is_single_tile
-from ._registration import Derivative, Op, second_order
+from .._core.backends import Backend, device_properties, uses_triton
+from .._core.checks import check_device, check_strided
+from .._core.precision import without_autocast
+from .._core.registration import Derivative, Op, second_order
+from ..common.checks import check_attention, prepared
+from . import launch, launch_backward, reference
 
 Tensor = torch.Tensor
+LENGTHS = (torch.int32, torch.int64)
 
 
 def _forward_triton(q, k, v, key_lengths, scale, with_lse):
-    found = launchers().launch_forward(q, k, v, key_lengths, scale, with_lse)
-    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in found)
-
-
-def _forward_untracked(q, k, v, key_lengths, scale, with_lse):
-    return launchers().launch_forward(q, k, v, key_lengths, scale, with_lse, keep=False)
+    outputs = launch.attention_forward(q, k, v, key_lengths, scale, with_lse)
+    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in outputs)
 
 
 def _forward_reference(q, k, v, key_lengths, scale, with_lse):
     o, lse = reference.rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)
     _, empty, *unread = _forward_fake(q, k, v, key_lengths, scale, False)
-    # The reference's backward pass needs nothing of the forward's.
+    # The reference's backward pass reads no statistics.
     return o, lse.float() if with_lse else empty, *(x.zero_() for x in unread)
 
 
 def _forward_fake(q, k, v, key_lengths, scale, with_lse):
     batches, queries, heads, _ = q.shape
     rows = (batches, heads, queries)
-    keep, narrow = not _few(k), q.dtype.itemsize < 4
+    keep, narrow = not _in_single_tile(k), q.dtype.itemsize < 4
     return (
         q.new_empty(q.shape),
         q.new_empty(rows if with_lse else (0,), dtype=torch.float32),
@@ -59,20 +59,17 @@ def _forward_fake(q, k, v, key_lengths, scale, with_lse):
     )
 
 
-def _few(k):
+def _in_single_tile(k):
     """Whether the keys of a head are one tile."""
-    return is_single_tile(k.shape[1], k.shape[-1], k.dtype.itemsize, card_of(k.device))
+    gpu = device_properties(k.device)
+    return launch.is_single_tile(k.shape[1], k.shape[-1], k.dtype.itemsize, gpu)
 
 
-def _backward_triton(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale):
-    return launchers().launch_backward(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale)
-
-
-def _backward_reference(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale):
+def _backward_reference(do, dlse, q, k, v, key_lengths, o, o_low, softmax, scale):
     return reference.rectangular_attention_backward(do, dlse, q, k, v, key_lengths, scale=scale)
 
 
-def _backward_fake(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale):
+def _backward_fake(do, dlse, q, k, v, key_lengths, o, o_low, softmax, scale):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
@@ -82,13 +79,13 @@ _forward = Op(
     triton=_forward_triton,
     reference=_forward_reference,
     fake=_forward_fake,
-    untracked=_forward_untracked,
+    inference=functools.partial(launch.attention_forward, keep=False),
 )
 _backward = Op(
     "rectangular_attention_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v,"
     " Tensor? key_lengths, Tensor? o, Tensor? rest, Tensor? softmax, float scale)"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
-    triton=_backward_triton,
+    triton=launch_backward.attention_backward,
     reference=_backward_reference,
     fake=_backward_fake,
 )
@@ -98,33 +95,33 @@ _backward = Op(
 class _RectangularAttention(Derivative):
     @staticmethod
     def forward(ctx, run, q, k, v, key_lengths, scale, with_lse):
-        o, lse, softmax, rest = run(q, k, v, key_lengths, scale, with_lse)
-        saved = (None, None, None) if _few(k) else (o, rest, softmax)
+        o, lse, softmax, o_low = run(q, k, v, key_lengths, scale, with_lse)
+        saved = (None, None, None) if _in_single_tile(k) else (o, o_low, softmax)
         ctx.save_for_backward(q, k, v, key_lengths, *saved)
         ctx.scale = scale
         ctx.set_materialize_grads(False)
         if with_lse:
-            return o, lse, *_forward.statistics(ctx, run, softmax, rest)
-        return o, *_forward.statistics(ctx, run, lse, softmax, rest)
+            return o, lse, *_forward.statistics(ctx, run, softmax, o_low)
+        return o, *_forward.statistics(ctx, run, lse, softmax, o_low)
 
     @staticmethod
     def backward(ctx, do, dlse, *_):
-        q, k, v, key_lengths, o, rest, softmax = ctx.saved_tensors
+        q, k, v, key_lengths, o, o_low, softmax = ctx.saved_tensors
         if do is None and dlse is None:
             return None, None, None, None, None, None, None
         if do is None:
             do = torch.zeros_like(q)
-        grads = _backward(do, dlse, q, k, v, key_lengths, o, rest, softmax, ctx.scale)
+        grads = _backward(do, dlse, q, k, v, key_lengths, o, o_low, softmax, ctx.scale)
         return None, *grads, None, None, None
 
 
 @_backward.derivative
 class _RectangularAttentionBackward(Derivative):
     @staticmethod
-    def forward(ctx, run, do, dlse, q, k, v, key_lengths, o, rest, softmax, scale):
+    def forward(ctx, run, do, dlse, q, k, v, key_lengths, o, o_low, softmax, scale):
         ctx.save_for_backward(do, dlse, q, k, v, key_lengths)
         ctx.scale = scale
-        return run(do, dlse, q, k, v, key_lengths, o, rest, softmax, scale)
+        return run(do, dlse, q, k, v, key_lengths, o, o_low, softmax, scale)
 
     @staticmethod
     def backward(ctx, *cotangents):
@@ -133,7 +130,7 @@ class _RectangularAttentionBackward(Derivative):
         def backward(do, dlse, q, k, v):
             return _backward_reference(do, dlse, q, k, v, key_lengths, None, None, None, ctx.scale)
 
-        # o, rest and softmax stand for what the inputs say, and have no gradients of their own.
+        # o, o_low and softmax follow from the inputs, and have no gradients of their own.
         grads = second_order(backward, inputs, cotangents)
         return None, *grads, None, None, None, None, None
 
@@ -211,10 +208,21 @@ def _attention(q, k, v, scale, key_lengths, backend, with_lse):
         check_lengths(key_lengths, q)
     (q, k, v), scale = prepared(q, k, v, scale)
     if not uses_triton(q, backend):
-        return _reference(q, k, v, key_lengths, scale)
+        with without_autocast(q.device):
+            return reference.rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)
     return _forward(q, k, v, key_lengths, scale, with_lse)[:2]
 
 
-def _reference(q, k, v, key_lengths, scale):
-    with without_autocast(q.device):
-        return reference.rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)
+def check_lengths(key_lengths: Tensor, q: Tensor) -> None:
+    """key_lengths must hold one whole number for each task, on q's device."""
+    if not isinstance(key_lengths, Tensor):
+        raise TypeError(f"key_lengths must be a tensor, got {type(key_lengths).__name__}")
+    if key_lengths.dtype not in LENGTHS:
+        raise TypeError(f"key_lengths must be int32 or int64, got {key_lengths.dtype}")
+    check_strided("key_lengths", key_lengths)
+    if key_lengths.shape != q.shape[:1]:
+        raise ValueError(
+            f"key_lengths must have shape ({q.shape[0]},), one number for each task, "
+            f"got {tuple(key_lengths.shape)}"
+        )
+    check_device("key_lengths", key_lengths, "q", q)

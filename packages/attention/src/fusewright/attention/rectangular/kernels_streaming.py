@@ -1,9 +1,10 @@
 """Triton kernel of the forward pass over many keys: they stream past a tile of queries.
 
+    s_ij = scale q_i . k_j    p_ij = exp(s_ij - m_i)    l_i = sum_j p_ij
+    o_i = sum_j p_ij v_j / l_i    lse_i = m_i + log l_i
+
 The softmax is computed online: the running maximum m and sum l of each row, in base 2, and the sum
 of values so far, which is rescaled whenever m grows.
-
-Milakov and Gimelshein, arXiv 1805.02867; Dao, FlashAttention-2, arXiv 2307.08691.
 """
 
 from __future__ import annotations
@@ -11,62 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tiles import LOG2_E, LOG_2, length_of, load_rows, masked_softmax, product, store_rows
+from .._core.tiles import product_in_order
+from ..common.tiles import LOG2_E, load_rows
+from ..common.tiles_forward import next_softmax, store_outputs
+from .tiles import length_of, masked_softmax
 
 
 @triton.jit
-def next_softmax(s, m, l, factor):
-    """exp(s - m) of the next tile of scores, the maximum m and the sum l with it, and by how much
-    everything before shrinks.
-    """
-    m_next = tl.maximum(m, tl.max(s, 1) * factor)
-    p = tl.exp2(s * factor - m_next[:, None])
-    rescale = tl.exp2(m - m_next)
-    return p, m_next, l * rescale + tl.sum(p, 1), rescale
-
-
-@triton.jit
-def store_outputs(
-    o,
-    m,
-    l,
-    o_ptr,
-    lse_ptr,
-    softmax_ptr,
-    rest_ptr,
-    batch,
-    head,
-    first,
-    queries,
-    heads,
-    rows,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    HAS_SOFTMAX: tl.constexpr,
-    HAS_REST: tl.constexpr,
-):
-    """Divide o by its row's sum and write it, and of the statistics what is asked for."""
-    row = first + tl.arange(0, BLOCK_Q)
-    at = (batch * heads + head).to(tl.int64) * queries + row
-    # Only a task without keys has a sum of zero.
-    share = 1.0 / tl.where(l == 0.0, 1.0, l)
-    if HAS_SOFTMAX:
-        tl.store(softmax_ptr + at, m, mask=row < queries)
-        tl.store(softmax_ptr + rows + at, share, mask=row < queries)
-    if WITH_LSE:
-        tl.store(lse_ptr + at, (m + tl.log2(l)) * LOG_2, mask=row < queries)
-    o = o * share[:, None]
-    store_rows(o_ptr, o, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
-    if HAS_REST:
-        # What rounding takes from o, for the delta of the backward pass.
-        rest = o - o.to(o_ptr.dtype.element_ty).to(tl.float32)
-        store_rows(rest_ptr, rest, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
-
-
-@triton.jit
-def _streaming_forward_kernel(
+def streaming_forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -74,7 +27,7 @@ def _streaming_forward_kernel(
     o_ptr,
     lse_ptr,
     softmax_ptr,
-    rest_ptr,
+    o_low_ptr,
     scale,
     q_batch_stride,
     q_row_stride,
@@ -95,7 +48,7 @@ def _streaming_forward_kernel(
     PRECISION: tl.constexpr,
     WITH_LSE: tl.constexpr,
     HAS_SOFTMAX: tl.constexpr,
-    HAS_REST: tl.constexpr,
+    HAS_O_LOW: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -116,20 +69,21 @@ def _streaming_forward_kernel(
     factor = scale * LOG2_E
     q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
 
-    # The last keys come first: they alone need a mask, and the loop none.
+    # The last keys come first: only they need a mask, the loop needs none.
     last = tl.maximum(tl.cdiv(length, BLOCK_K) - 1, 0) * BLOCK_K
     k = load_rows(k_source, last, length, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
     v = load_rows(v_source, last, length, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
+    # p [BLOCK_Q, BLOCK_K]; m and l [BLOCK_Q]; o [BLOCK_Q, BLOCK_D]
     p, m, l = masked_softmax(q, k, scale, last, length, BLOCK_K, UPCAST, PRECISION)
-    o = product(p.to(v.dtype), v, UPCAST, PRECISION)
+    o = product_in_order(p.to(v.dtype), v, UPCAST, PRECISION)
     for start in tl.range(0, last, BLOCK_K, num_stages=NUM_STAGES):
         k = load_rows(k_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        s = product(q, tl.trans(k), UPCAST, PRECISION)
+        s = product_in_order(q, tl.trans(k), UPCAST, PRECISION)
         p, m, l, rescale = next_softmax(s, m, l, factor)
         v = load_rows(v_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        o = o * rescale[:, None] + product(p.to(v.dtype), v, UPCAST, PRECISION)
+        o = o * rescale[:, None] + product_in_order(p.to(v.dtype), v, UPCAST, PRECISION)
     store_outputs(
-        *(o, m, l, o_ptr, lse_ptr, softmax_ptr, rest_ptr),
+        *(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
         *(batch, head, first, queries, heads, rows),
-        *(D, BLOCK_Q, BLOCK_D, WITH_LSE, HAS_SOFTMAX, HAS_REST),
+        *(D, BLOCK_Q, BLOCK_D, WITH_LSE, HAS_SOFTMAX, HAS_O_LOW),
     )

@@ -6,21 +6,21 @@ Row t of T sees key j where j < prefix, or where prefix <= j and t - window < j 
     s_tj = scale q_t . k_j      lse_t = log sum_{j seen} exp(s_tj)
     p_tj = exp(s_tj - lse_t)    o_t = sum_{j seen} p_tj v_j
 
-So a row past the prefix sees all of the prefix and exactly ``window`` keys of its own kind, itself
-the last (fewer where the sequence has begun later), and a row of the prefix sees the prefix alone,
-in both directions. Not every row needs to ask: with ``every`` queries are the last of so many rows
-each. There is no mask in memory: a tile of queries meets the tiles of keys that it
-sees, and only those at the ends of the band are masked inside the kernels. Time and memory grow as
-T (prefix + window) and T.
+So a row past the prefix sees all of the prefix and exactly ``window`` keys past it, itself the last
+(fewer near the start of the sequence), and a row of the prefix sees the prefix alone, in both
+directions. There may be fewer queries than rows: query i is the last of the i-th ``every`` rows.
+There is no mask in memory: a program multiplies a tile of queries with the tiles of keys that its
+rows see, and masks only those at the ends of the band. Time grows as T (prefix + window), memory as
+T.
 
-The backward pass computes p anew, with delta_t = sum_d do_td o_td - dlse_t:
+The backward pass computes p again, with delta_t = sum_d do_td o_td - dlse_t:
 
     dp = do v^T    ds = p * (dp - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
 
-Saved for it: q, k, v, o, what its rounding took, and two fp32 numbers for each row, the greatest
-score and one over the sum below it. Products accumulate in fp32 and the softmax is fp32; its
-probabilities, and ds, are rounded to the inputs' dtype for the next product. Outputs are rounded
-once. Sums have a fixed order: same inputs, same bits.
+Saved for it: q, k, v, o, what its rounding took (o_low, ``rest`` in the schema), and two fp32
+numbers for each row, the greatest score and one over the sum below it. Products accumulate in fp32
+and the softmax is fp32; its probabilities, and ds, are rounded to the inputs' dtype for the next
+product. Outputs are rounded once. Sums have a fixed order: same inputs, same bits.
 
 Beltagy, Peters and Cohan, arXiv 2004.05150; Dao, FlashAttention-2, arXiv 2307.08691.
 """
@@ -29,28 +29,24 @@ from __future__ import annotations
 
 import torch
 
-from . import reference
-from ._arguments import prepared
-from ._backends import Backend, launchers, uses_triton, without_autocast
-from ._checks import check_attention, check_band
-from ._registration import Derivative, Op, second_order
+from .._core.backends import Backend, uses_triton
+from .._core.precision import without_autocast
+from .._core.registration import Derivative, Op, second_order
+from ..common.checks import check_attention, prepared
+from . import launch, reference
 
 Tensor = torch.Tensor
 
 
-def _launch_forward(q, k, v, window, prefix, every, scale, with_lse, keep):
-    kernels = launchers()
-    band = kernels.Band(window, prefix, every)
-    return kernels.launch_forward(q, k, v, None, scale, with_lse, keep, band)
-
-
 def _forward_triton(q, k, v, window, prefix, every, scale, with_lse):
-    found = _launch_forward(q, k, v, window, prefix, every, scale, with_lse, keep=True)
-    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in found)
+    band = launch.Band(window, prefix, every)
+    outputs = launch.attention_forward(q, k, v, band, scale, with_lse)
+    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in outputs)
 
 
-def _forward_untracked(q, k, v, window, prefix, every, scale, with_lse):
-    return _launch_forward(q, k, v, window, prefix, every, scale, with_lse, keep=False)
+def _forward_inference(q, k, v, window, prefix, every, scale, with_lse):
+    band = launch.Band(window, prefix, every)
+    return launch.attention_forward(q, k, v, band, scale, with_lse, keep=False)
 
 
 def _forward_reference(q, k, v, window, prefix, every, scale, with_lse):
@@ -58,7 +54,7 @@ def _forward_reference(q, k, v, window, prefix, every, scale, with_lse):
         q, k, v, window, prefix, every, scale=scale
     )
     _, empty, *unread = _forward_fake(q, k, v, window, prefix, every, scale, False)
-    # The reference's backward pass needs nothing of the forward's.
+    # The reference's backward pass reads no statistics.
     return o, lse.float() if with_lse else empty, *(x.zero_() for x in unread)
 
 
@@ -74,19 +70,18 @@ def _forward_fake(q, k, v, window, prefix, every, scale, with_lse):
     )
 
 
-def _backward_triton(do, dlse, q, k, v, o, rest, softmax, window, prefix, every, scale):
-    kernels = launchers()
-    band = kernels.Band(window, prefix, every)
-    return kernels.launch_backward(do, dlse, q, k, v, None, o, rest, softmax, scale, band)
+def _backward_triton(do, dlse, q, k, v, o, o_low, softmax, window, prefix, every, scale):
+    band = launch.Band(window, prefix, every)
+    return launch.attention_backward(do, dlse, q, k, v, o, o_low, softmax, band, scale)
 
 
-def _backward_reference(do, dlse, q, k, v, o, rest, softmax, window, prefix, every, scale):
+def _backward_reference(do, dlse, q, k, v, o, o_low, softmax, window, prefix, every, scale):
     return reference.sliding_window_attention_backward(
         do, dlse, q, k, v, window, prefix, every, scale=scale
     )
 
 
-def _backward_fake(do, dlse, q, k, v, o, rest, softmax, window, prefix, every, scale):
+def _backward_fake(do, dlse, q, k, v, o, o_low, softmax, window, prefix, every, scale):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
@@ -96,7 +91,7 @@ _forward = Op(
     triton=_forward_triton,
     reference=_forward_reference,
     fake=_forward_fake,
-    untracked=_forward_untracked,
+    inference=_forward_inference,
 )
 _backward = Op(
     "sliding_window_attention_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v,"
@@ -112,39 +107,39 @@ _backward = Op(
 class _SlidingWindowAttention(Derivative):
     @staticmethod
     def forward(ctx, run, q, k, v, window, prefix, every, scale, with_lse):
-        o, lse, softmax, rest = run(q, k, v, window, prefix, every, scale, with_lse)
-        ctx.save_for_backward(q, k, v, o, rest, softmax)
+        o, lse, softmax, o_low = run(q, k, v, window, prefix, every, scale, with_lse)
+        ctx.save_for_backward(q, k, v, o, o_low, softmax)
         ctx.sizes = window, prefix, every, scale
         ctx.set_materialize_grads(False)
         if with_lse:
-            return o, lse, *_forward.statistics(ctx, run, softmax, rest)
-        return o, *_forward.statistics(ctx, run, lse, softmax, rest)
+            return o, lse, *_forward.statistics(ctx, run, softmax, o_low)
+        return o, *_forward.statistics(ctx, run, lse, softmax, o_low)
 
     @staticmethod
     def backward(ctx, do, dlse, *_):
-        q, k, v, o, rest, softmax = ctx.saved_tensors
+        q, k, v, o, o_low, softmax = ctx.saved_tensors
         if do is None and dlse is None:
             return (None,) * 9
         if do is None:
             do = torch.zeros_like(q)
-        grads = _backward(do, dlse, q, k, v, o, rest, softmax, *ctx.sizes)
+        grads = _backward(do, dlse, q, k, v, o, o_low, softmax, *ctx.sizes)
         return None, *grads, None, None, None, None, None
 
 
 @_backward.derivative
 class _SlidingWindowAttentionBackward(Derivative):
     @staticmethod
-    def forward(ctx, run, do, dlse, q, k, v, o, rest, softmax, *sizes):
+    def forward(ctx, run, do, dlse, q, k, v, o, o_low, softmax, *sizes):
         ctx.save_for_backward(do, dlse, q, k, v)
         ctx.sizes = sizes
-        return run(do, dlse, q, k, v, o, rest, softmax, *sizes)
+        return run(do, dlse, q, k, v, o, o_low, softmax, *sizes)
 
     @staticmethod
     def backward(ctx, *cotangents):
         def backward(do, dlse, q, k, v):
             return _backward_reference(do, dlse, q, k, v, None, None, None, *ctx.sizes)
 
-        # o, rest and softmax stand for what the inputs say, and have no gradients of their own.
+        # o, o_low and softmax follow from the inputs, and have no gradients of their own.
         grads = second_order(backward, ctx.saved_tensors, cotangents)
         return None, *grads, None, None, None, None, None, None, None
 
@@ -161,7 +156,7 @@ def sliding_window_attention(
     backend: Backend = "auto",
 ) -> Tensor:
     """softmax(scale q k^T) v for each head of a sequence: causal, over the last ``window`` tokens
-    and a prefix that everybody sees.
+    and a prefix that every row sees.
 
     Args:
         q: ``[B, Nq, H, D]``, the last Nq of the sequence's T rows: all of them in training, the new
@@ -236,3 +231,26 @@ def _attention(q, k, v, window, prefix, every, scale, backend, with_lse):
                 q, k, v, window, prefix, every, scale=scale
             )
     return _forward(q, k, v, window, prefix, every, scale, with_lse)[:2]
+
+
+def check_band(window: int, prefix: int, every: int, q: Tensor, k: Tensor) -> None:
+    """window and every must be 1 or more, prefix a part of the keys, and q rows of the same
+    sequence.
+    """
+    for name, number in (("window", window), ("prefix", prefix), ("every", every)):
+        # torch.compile traces a number that varies as a SymInt, which is no Integral.
+        if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be a whole number, got {type(number).__name__}")
+    rows, keys = q.shape[1], k.shape[1]
+    if every < 1:
+        raise ValueError(f"every must be 1 or more rows, got {every}")
+    if rows > keys:
+        raise ValueError(f"q must be the last rows of {keys} at most, got {rows}")
+    if every > 1 and rows and (rows - 1) * every >= keys:
+        raise ValueError(
+            f"q must be the last of each {every} rows of {keys} at most, got {rows} rows"
+        )
+    if window < 1:
+        raise ValueError(f"window must be 1 or more keys, got {window}")
+    if not 0 <= prefix <= keys:
+        raise ValueError(f"prefix must be 0 to {keys}, the number of keys, got {prefix}")

@@ -1,9 +1,9 @@
 """Which tiles of a sequence a band touches, for the kernels of sliding-window attention.
 
-Queries are every row of the sequence, or each the last of ``every`` rows. Row r sees the ``prefix``
+Queries are all rows of the sequence, or each the last of ``every`` rows. Row r sees the ``prefix``
 first keys, and of the others r - window + 1, ..., r. Tiles start where the band does, not at
-multiples of their size. An inner tile is seen whole by whoever visits it; only border tiles need a
-mask.
+multiples of their size. All rows of a tile of queries see all keys of an inner tile; only border
+tiles need a mask.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def keys_of_rows(first, last, window, prefix, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def border_keys(number, place, window, prefix, keys, BLOCK_K: tl.constexpr):
-    """Border tile ``number``: its first key, the end of the keys that it may show, and from where
-    to where a row sees them, as a distance.
+    """Border tile ``number``: its first key, the end of the keys in it, and the range of distances
+    at which a row sees them.
     """
     start, before, inner, whole = place
     ragged = tl.cdiv(prefix, BLOCK_K) - whole
@@ -86,7 +86,7 @@ def rows_of_keys(
 
 @triton.jit
 def queries_before(row, offset, every):
-    """How many queries there are before a row of the sequence, were there no end of them."""
+    """How many queries come before a row of the sequence, if their number had no end."""
     return tl.cdiv(tl.maximum(row - offset, 0), every)
 
 

@@ -1,9 +1,11 @@
 """Triton kernels of the backward pass of sliding-window attention: as the streaming ones, but tiles
-of queries and of keys meet only where a row sees a key.
+of queries and of keys are multiplied only where a row sees a key.
 
-Every row sees the keys of the prefix. One program for them would still run when all others are
-done, so the queries that it would walk are cut into chunks, whose shares of dk and dv are added in
-order.
+    p = exp(s - m) / l,  ds = p * (do v^T - delta),  delta = rowsum(do * o) - dlse
+    dq = scale ds k,  dk = scale ds^T q,  dv = p^T do
+
+All rows see the keys of the prefix. One program for these keys would still run when all others are
+done, so their queries are cut into chunks, whose partial sums of dk and dv are added in order.
 """
 
 from __future__ import annotations
@@ -11,35 +13,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._band_tiles import (
-    border_keys,
-    first_row_of,
-    inner_keys,
-    keys_of_rows,
-    rows_of_keys,
-    sees,
-)
-from ._streaming_backward_kernels import (
+from ..common.tiles import LOG2_E, load_rows, store_rows
+from ..common.tiles_backward import (
     add_keys,
     add_queries,
     finished_dq,
     load_queries,
     load_statistics,
-    score_slopes,
-    turned_probabilities,
+    score_gradients,
+    transposed_probabilities,
 )
-from ._tiles import LOG2_E, load_rows, store_rows
+from .tiles import border_keys, first_row_of, inner_keys, keys_of_rows, rows_of_keys, sees
 
 
 @triton.jit
-def _window_dq_kernel(
+def window_dq_kernel(
     do_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
     dlse_ptr,
     o_ptr,
-    rest_ptr,
+    o_low_ptr,
     softmax_ptr,
     delta_ptr,
     dq_ptr,
@@ -67,7 +62,7 @@ def _window_dq_kernel(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_DLSE: tl.constexpr,
-    HAS_REST: tl.constexpr,
+    HAS_O_LOW: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -85,10 +80,10 @@ def _window_dq_kernel(
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
     factor = scale * LOG2_E
     do = load_rows(do_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
-    m, share, delta, dlse, at, there = load_statistics(
-        *(do, o_ptr, rest_ptr, dlse_ptr, softmax_ptr, delta_ptr),
+    m, inverse_sum, delta, dlse, at, inside = load_statistics(
+        *(do, o_ptr, o_low_ptr, dlse_ptr, softmax_ptr, delta_ptr),
         *(batch, head, first, queries, heads, rows),
-        *(D, BLOCK_Q, BLOCK_D, HAS_DLSE, HAS_REST),
+        *(D, BLOCK_Q, BLOCK_D, HAS_DLSE, HAS_O_LOW),
     )
     q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
     first_row = first_row_of(queries, keys, every) + first * every
@@ -103,7 +98,7 @@ def _window_dq_kernel(
         start, limit, distances = border_keys(number, place, window, prefix, keys, BLOCK_K)
         k = load_rows(k_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
         v = load_rows(v_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-        p, ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
+        p, ds = score_gradients(q, k, v, do, m, inverse_sum, delta, factor, UPCAST, PRECISION)
         key = start + tl.arange(0, BLOCK_K)
         seen = sees(row[:, None], key[None, :], distances) & (key < limit)[None, :]
         p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
@@ -112,22 +107,24 @@ def _window_dq_kernel(
         start = inner_keys(number, place, BLOCK_K)
         k = load_rows(k_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
         v = load_rows(v_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        p, ds = score_slopes(q, k, v, do, m, share, delta, factor, UPCAST, PRECISION)
+        p, ds = score_gradients(q, k, v, do, m, inverse_sum, delta, factor, UPCAST, PRECISION)
         dq, pk, excess = add_keys(dq, pk, excess, p, ds, k, UPCAST, PRECISION)
-    dq = finished_dq(dq, pk, excess, share, delta, dlse, scale, delta_ptr, at, there, q.dtype)
+    dq = finished_dq(
+        dq, pk, excess, inverse_sum, delta, dlse, scale, delta_ptr, at, inside, q.dtype
+    )
     store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
 
 
 @triton.jit
-def _window_dkdv_kernel(
+def window_dkdv_kernel(
     do_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
     softmax_ptr,
     delta_ptr,
-    dk_shares_ptr,
-    dv_shares_ptr,
+    dk_partial_ptr,
+    dv_partial_ptr,
     dk_ptr,
     dv_ptr,
     scale,
@@ -161,32 +158,32 @@ def _window_dkdv_kernel(
     BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program computes dk and dv of BLOCK_K keys of the band of one head; or, of as many keys
-    of the prefix, the share of chunk_rows queries. These come first: they may take longer. Without
-    a prefix nothing is written to the shares.
+    """One program computes dk and dv of BLOCK_K keys of the band of one head; or, for as many keys
+    of the prefix, the partial sums of chunk_rows queries. These come first: they may take longer.
+    Without a prefix nothing is written to the partial sums.
     """
     chunks = tl.cdiv(queries, chunk_rows)
-    shares = tl.cdiv(prefix, BLOCK_K) * chunks
-    shared = tl.program_id(0) < shares * batches * heads
-    program = tl.program_id(0) - tl.where(shared, 0, shares * batches * heads)
-    parts = tl.where(shared, shares, tl.cdiv(keys - prefix, BLOCK_K))
+    prefix_parts = tl.cdiv(prefix, BLOCK_K) * chunks
+    of_prefix = tl.program_id(0) < prefix_parts * batches * heads
+    program = tl.program_id(0) - tl.where(of_prefix, 0, prefix_parts * batches * heads)
+    parts = tl.where(of_prefix, prefix_parts, tl.cdiv(keys - prefix, BLOCK_K))
     batch = program // parts // heads
     head = program // parts % heads
     part = program % parts
     chunk = part % chunks
-    first = tl.where(shared, part // chunks * BLOCK_K, prefix + part * BLOCK_K)
-    limit = tl.where(shared, prefix, keys)
+    first = tl.where(of_prefix, part // chunks * BLOCK_K, prefix + part * BLOCK_K)
+    limit = tl.where(of_prefix, prefix, keys)
     offset = first_row_of(queries, keys, every)
     start, before, inner, tiles = rows_of_keys(
         first, window, offset, every, queries, BLOCK_K, BLOCK_Q
     )
-    # Every query of the chunk sees every key of the prefix.
+    # All queries of the chunk see all keys of the prefix.
     length = tl.minimum(chunk_rows, queries - chunk * chunk_rows)
-    start = tl.where(shared, chunk * chunk_rows, start)
-    before = tl.where(shared, 0, before)
-    inner = tl.where(shared, length // BLOCK_Q, inner)
-    tiles = tl.where(shared, tl.cdiv(length, BLOCK_Q), tiles)
-    distances = tl.where(shared, -keys, 0), tl.where(shared, keys, window)
+    start = tl.where(of_prefix, chunk * chunk_rows, start)
+    before = tl.where(of_prefix, 0, before)
+    inner = tl.where(of_prefix, length // BLOCK_Q, inner)
+    tiles = tl.where(of_prefix, tl.cdiv(length, BLOCK_Q), tiles)
+    distances = tl.where(of_prefix, -keys, 0), tl.where(of_prefix, keys, window)
     do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, head, queries
     q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
     k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
@@ -195,35 +192,35 @@ def _window_dkdv_kernel(
     k = load_rows(k_source, first, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
     v = load_rows(v_source, first, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
     key = first + tl.arange(0, BLOCK_K)
-    of_head = (batch * heads + head).to(tl.int64) * queries
-    m_ptr, share_ptr = softmax_ptr + of_head, softmax_ptr + rows + of_head
-    delta_ptr += of_head
+    head_offset = (batch * heads + head).to(tl.int64) * queries
+    m_ptr, inverse_sum_ptr = softmax_ptr + head_offset, softmax_ptr + rows + head_offset
+    delta_ptr += head_offset
 
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     for number in tl.range(0, tiles - inner, num_stages=NUM_STAGES):
         at = start + (number + tl.where(number < before, 0, inner)) * BLOCK_Q
-        q, do, m, share, delta = load_queries(
-            *(q_source, do_source, m_ptr, share_ptr, delta_ptr, at, queries),
+        q, do, m, inverse_sum, delta = load_queries(
+            *(q_source, do_source, m_ptr, inverse_sum_ptr, delta_ptr, at, queries),
             *(BLOCK_Q, True, D, BLOCK_D, DESCRIPTORS),
         )
-        p = turned_probabilities(k, q, m, share, factor, UPCAST, PRECISION)
+        p = transposed_probabilities(k, q, m, inverse_sum, factor, UPCAST, PRECISION)
         row = offset + (at + tl.arange(0, BLOCK_Q)) * every
         p = tl.where(sees(row[None, :], key[:, None], distances), p, 0.0)
         dk, dv = add_queries(dk, dv, p, v, q, do, delta, UPCAST, PRECISION)
     begin = start + before * BLOCK_Q
     for at in tl.range(begin, begin + inner * BLOCK_Q, BLOCK_Q, num_stages=NUM_STAGES):
-        q, do, m, share, delta = load_queries(
-            *(q_source, do_source, m_ptr, share_ptr, delta_ptr, at, queries),
+        q, do, m, inverse_sum, delta = load_queries(
+            *(q_source, do_source, m_ptr, inverse_sum_ptr, delta_ptr, at, queries),
             *(BLOCK_Q, False, D, BLOCK_D, DESCRIPTORS),
         )
-        p = turned_probabilities(k, q, m, share, factor, UPCAST, PRECISION)
+        p = transposed_probabilities(k, q, m, inverse_sum, factor, UPCAST, PRECISION)
         dk, dv = add_queries(dk, dv, p, v, q, do, delta, UPCAST, PRECISION)
     dk = dk * scale
-    if shared:
+    if of_prefix:
         task = chunk * batches + batch
-        store_rows(dk_shares_ptr, dk, task, head, first, prefix, heads, D, BLOCK_K, BLOCK_D)
-        store_rows(dv_shares_ptr, dv, task, head, first, prefix, heads, D, BLOCK_K, BLOCK_D)
+        store_rows(dk_partial_ptr, dk, task, head, first, prefix, heads, D, BLOCK_K, BLOCK_D)
+        store_rows(dv_partial_ptr, dv, task, head, first, prefix, heads, D, BLOCK_K, BLOCK_D)
     else:
         store_rows(dk_ptr, dk, batch, head, first, keys, heads, D, BLOCK_K, BLOCK_D)
         store_rows(dv_ptr, dv, batch, head, first, keys, heads, D, BLOCK_K, BLOCK_D)

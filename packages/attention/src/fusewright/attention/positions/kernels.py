@@ -1,8 +1,11 @@
-"""Triton kernel of rotary, forward and back.
+"""Triton kernel of rotary, forward and backward.
 
-The parts are rows, rows beside them and a prefix; joined, they are one sequence. Elements come in
-vectors, the longest that divide half a row and every stride, so that one access takes up to 16
-bytes: columns, strides and offsets are counted in vectors.
+    r'_i         = r_i cos_ti - r_{i + D/2} sin_ti              i < D/2
+    r'_{i + D/2} = r_{i + D/2} cos_ti + r_i sin_ti
+
+The parts are rows, the rows beside them (the second operand) and a prefix; joined, they are one
+sequence. Elements come in vectors, the longest that divide half a row and all strides, so that one
+access takes up to 16 bytes: columns, strides and offsets are counted in vectors.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ def place_of(
     """Token, kind, head and column of the COUNT vectors from ``first`` on, COLS in each row. Tokens
     in 64 bits, since they are multiplied by strides.
     """
-    of_token: tl.constexpr = KINDS * HEADS * COLS
-    vector = (first % of_token).to(tl.int32) + tl.arange(0, COUNT)
-    token = first // of_token + vector // of_token
+    per_token: tl.constexpr = KINDS * HEADS * COLS
+    vector = (first % per_token).to(tl.int32) + tl.arange(0, COUNT)
+    token = first // per_token + vector // per_token
     return token, vector // (HEADS * COLS) % KINDS, vector // COLS % HEADS, vector % COLS
 
 
@@ -38,23 +41,23 @@ def elements_of(vector, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def turned_pairs(x_ptr, at, cos, sin, turns, inside, HALF: tl.constexpr, VECTOR: tl.constexpr):
-    """The vectors at ``at`` and half a row further on in fp32, turned where ``turns``."""
+def rotated_pairs(x_ptr, at, cos, sin, rotates, inside, HALF: tl.constexpr, VECTOR: tl.constexpr):
+    """The vectors at ``at`` and half a row further on in fp32, rotated where ``rotates``."""
     x = tl.load(x_ptr + elements_of(at, VECTOR), mask=inside, other=0.0).to(tl.float32)
     y = tl.load(x_ptr + elements_of(at + HALF, VECTOR), mask=inside, other=0.0).to(tl.float32)
-    # Zero times infinity is NaN: what does not turn is no rotation by zero.
-    return tl.where(turns, x * cos - y * sin, x), tl.where(turns, y * cos + x * sin, y)
+    # Zero times infinity is NaN: a rotation by zero would not keep values as they are.
+    return tl.where(rotates, x * cos - y * sin, x), tl.where(rotates, y * cos + x * sin, y)
 
 
 @triton.jit
 def store_pairs(x, y, ptr, at, inside, HALF: tl.constexpr, VECTOR: tl.constexpr):
-    """Both halves, rounded, to where ``turned_pairs`` would load them."""
+    """Both halves, rounded, to where ``rotated_pairs`` would load them."""
     tl.store(ptr + elements_of(at, VECTOR), x.to(ptr.dtype.element_ty), mask=inside)
     tl.store(ptr + elements_of(at + HALF, VECTOR), y.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def carry_prefix(
+def copy_prefix(
     block,
     prefix_ptr,
     joint_ptr,
@@ -68,11 +71,11 @@ def carry_prefix(
     VECTOR: tl.constexpr,
     COUNT: tl.constexpr,
     BATCHES: tl.constexpr,
-    BACK: tl.constexpr,
+    BACKWARD: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Carry COUNT vectors of a prefix of so many tokens to every row of the batch, or back: if it
-    is shared, their sum over the batch.
+    """Copy COUNT vectors of a prefix of so many tokens to each row of the batch, or back: of a
+    shared prefix, their sum over the batch.
     """
     token, kind, head, col = place_of(block.to(tl.int64) * COUNT, COUNT, KINDS, HEADS, COLS)
     inside = token < tokens
@@ -81,23 +84,23 @@ def carry_prefix(
     total = tl.zeros((BATCHES, COUNT, VECTOR), tl.float32)
     for start in range(0, batches, BATCHES):
         batch = (start + tl.arange(0, BATCHES)).to(tl.int64)[:, None]
-        here = tl.expand_dims(inside[None, :] & (batch < batches), -1)
+        inside_rows = tl.expand_dims(inside[None, :] & (batch < batches), -1)
         of_prefix = prefix_ptr + elements_of(batch * prefix_strides[0] + prefix_at, VECTOR)
         of_joint = joint_ptr + elements_of(batch * joint_strides[0] + joint_at, VECTOR)
-        if not BACK:
-            tl.store(of_joint, tl.load(of_prefix, mask=here), mask=here)
+        if not BACKWARD:
+            tl.store(of_joint, tl.load(of_prefix, mask=inside_rows), mask=inside_rows)
         elif SHARED:
-            total += tl.load(of_joint, mask=here, other=0.0).to(tl.float32)
+            total += tl.load(of_joint, mask=inside_rows, other=0.0).to(tl.float32)
         else:
-            tl.store(of_prefix, tl.load(of_joint, mask=here), mask=here)
-    if BACK and SHARED:
+            tl.store(of_prefix, tl.load(of_joint, mask=inside_rows), mask=inside_rows)
+    if BACKWARD and SHARED:
         total = tl.sum(total, 0).to(prefix_ptr.dtype.element_ty)
         at = elements_of(prefix_at, VECTOR)
         tl.store(prefix_ptr + at, total, mask=tl.expand_dims(inside, -1))
 
 
 @triton.jit
-def turn_rows(
+def rotate_rows(
     block,
     rows_ptr,
     beside_ptr,
@@ -117,48 +120,49 @@ def turn_rows(
     HALF: tl.constexpr,
     VECTOR: tl.constexpr,
     COUNT: tl.constexpr,
-    BACK: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):
-    """Turn COUNT vectors of the first halves of rows of one row of the batch with their second
-    halves, and those beside them, to their places in the joint sequence, or back from there.
+    """Rotate COUNT vectors of the first halves of rows of one row of the batch with their second
+    halves, and those of the second operand, to their places in the joint sequence, or back from
+    there.
     """
     batch = (block // token_blocks).to(tl.int64)
     first = (block % token_blocks).to(tl.int64) * COUNT
     token, kind, head, col = place_of(first, COUNT, KINDS, HEADS, HALF)
     inside = (token < tokens)[:, None]
-    turns = (kind == 0)[:, None]
+    rotates = (kind == 0)[:, None]
     cos_at = elements_of(token * cos_stride + col, VECTOR)
     sin_at = elements_of(token * sin_stride + col, VECTOR)
-    cos = tl.load(cos_ptr + cos_at, mask=inside & turns, other=1.0)
-    sin = tl.load(sin_ptr + sin_at, mask=inside & turns, other=0.0)
-    if BACK:
+    cos = tl.load(cos_ptr + cos_at, mask=inside & rotates, other=1.0)
+    sin = tl.load(sin_ptr + sin_at, mask=inside & rotates, other=0.0)
+    if BACKWARD:
         sin = -sin
 
     rows_at = col + row_of(batch, token, kind, head, rows_strides)
     joint_token = prefix_tokens + token * (1 if beside_ptr is None else 2)
     joint_at = col + row_of(batch, joint_token, kind, head, joint_strides)
-    # All is loaded before anything is stored: a program waits for its memory once.
-    if BACK:
-        x, y = turned_pairs(joint_ptr, joint_at, cos, sin, turns, inside, HALF, VECTOR)
+    # All loads come before the stores: a program waits for memory once.
+    if BACKWARD:
+        x, y = rotated_pairs(joint_ptr, joint_at, cos, sin, rotates, inside, HALF, VECTOR)
     else:
-        x, y = turned_pairs(rows_ptr, rows_at, cos, sin, turns, inside, HALF, VECTOR)
+        x, y = rotated_pairs(rows_ptr, rows_at, cos, sin, rotates, inside, HALF, VECTOR)
     if beside_ptr is not None:
         beside_at = col + row_of(batch, token, kind, head, beside_strides)
         next_at = joint_at + joint_strides[1]
-        if BACK:
-            v, w = turned_pairs(joint_ptr, next_at, cos, sin, turns, inside, HALF, VECTOR)
+        if BACKWARD:
+            v, w = rotated_pairs(joint_ptr, next_at, cos, sin, rotates, inside, HALF, VECTOR)
             store_pairs(v, w, beside_ptr, beside_at, inside, HALF, VECTOR)
         else:
-            v, w = turned_pairs(beside_ptr, beside_at, cos, sin, turns, inside, HALF, VECTOR)
+            v, w = rotated_pairs(beside_ptr, beside_at, cos, sin, rotates, inside, HALF, VECTOR)
             store_pairs(v, w, joint_ptr, next_at, inside, HALF, VECTOR)
-    if BACK:
+    if BACKWARD:
         store_pairs(x, y, rows_ptr, rows_at, inside, HALF, VECTOR)
     else:
         store_pairs(x, y, joint_ptr, joint_at, inside, HALF, VECTOR)
 
 
 @triton.jit
-def _rotary_kernel(
+def rotary_kernel(
     rows_ptr,
     beside_ptr,
     prefix_ptr,
@@ -195,11 +199,11 @@ def _rotary_kernel(
     COUNT: tl.constexpr,
     PREFIX_COUNT: tl.constexpr,
     BATCHES: tl.constexpr,
-    BACK: tl.constexpr,
+    BACKWARD: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """One program carries COUNT pairs of vectors, and those beside them, between their parts and
-    the joint sequence; the first programs do so with the prefix.
+    """One program rotates COUNT pairs of vectors, and those of the second operand, between their
+    parts and the joint sequence; the first programs copy the prefix.
     """
     prefix_strides = (
         prefix_batch_stride,
@@ -210,7 +214,7 @@ def _rotary_kernel(
     joint_strides = (joint_batch_stride, joint_token_stride, joint_kind_stride, joint_head_stride)
     block = tl.program_id(0)
     if prefix_ptr is not None and block < prefix_blocks:
-        carry_prefix(
+        copy_prefix(
             block,
             prefix_ptr,
             joint_ptr,
@@ -224,11 +228,11 @@ def _rotary_kernel(
             VECTOR,
             PREFIX_COUNT,
             BATCHES,
-            BACK,
+            BACKWARD,
             SHARED,
         )
     if block >= prefix_blocks:
-        turn_rows(
+        rotate_rows(
             block - prefix_blocks,
             rows_ptr,
             beside_ptr,
@@ -248,5 +252,5 @@ def _rotary_kernel(
             HALF,
             VECTOR,
             COUNT,
-            BACK,
+            BACKWARD,
         )

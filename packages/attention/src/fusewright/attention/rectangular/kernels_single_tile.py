@@ -1,8 +1,12 @@
 """Triton kernels for few keys: all of a head's keys and values are one tile, which stays on chip
 while the queries stream past.
 
+    p = softmax(scale q k^T),  o = p v
+    ds = p * (do v^T - delta),  delta = rowsum(p * do v^T) - dlse
+    dq = scale ds k,  dk = scale ds^T q,  dv = p^T do
+
 The softmax of a row is then complete at once: no running maximum, and the backward pass computes
-it anew, delta = rowsum(p * dp) included, without anything that the forward pass stored.
+it again, delta included, from the inputs alone.
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tiles import LOG_2, length_of, load_rows, masked_softmax, product, store_rows
+from .._core.tiles import product_in_order
+from ..common.tiles import LOG_2, load_rows, store_rows
+from .tiles import length_of, masked_softmax
 
 
 @triton.jit
-def _single_tile_forward_kernel(
+def single_tile_forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -22,7 +28,7 @@ def _single_tile_forward_kernel(
     o_ptr,
     lse_ptr,
     softmax_ptr,
-    rest_ptr,
+    o_low_ptr,
     scale,
     q_batch_stride,
     q_row_stride,
@@ -47,8 +53,8 @@ def _single_tile_forward_kernel(
     BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program computes chunk_rows rows of one head. The backward pass needs nothing beside:
-    softmax and rest are None.
+    """One program computes chunk_rows rows of one head. The backward pass needs no statistics:
+    softmax and o_low are None.
     """
     chunks = tl.cdiv(queries, chunk_rows)
     batch = tl.program_id(0) // chunks // heads
@@ -68,14 +74,14 @@ def _single_tile_forward_kernel(
             row = first + tl.arange(0, BLOCK_Q)
             at = lse_ptr + (batch * heads + head).to(tl.int64) * queries + row
             tl.store(at, (m + tl.log2(l)) * LOG_2, mask=row < queries)
-        o = product(p.to(v.dtype), v, UPCAST, PRECISION)
+        o = product_in_order(p.to(v.dtype), v, UPCAST, PRECISION)
         # Only a task without keys has a sum of zero.
         o = o / tl.where(l == 0.0, 1.0, l)[:, None]
         store_rows(o_ptr, o, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
 
 
 @triton.jit
-def _single_tile_backward_kernel(
+def single_tile_backward_kernel(
     do_ptr,
     q_ptr,
     k_ptr,
@@ -113,8 +119,8 @@ def _single_tile_backward_kernel(
     BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program computes dq of chunk_rows rows of one head, and what they say of dk and dv: all
-    of it, or the share of a chunk.
+    """One program computes dq of chunk_rows rows of one head, and their partial sums of dk and dv:
+    all of dk and dv where there is one chunk.
     """
     chunks = tl.cdiv(queries, chunk_rows)
     chunk = tl.program_id(0) % chunks
@@ -136,52 +142,22 @@ def _single_tile_backward_kernel(
         do = load_rows(do_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
         p, _, l = masked_softmax(q, k, scale, 0, length, BLOCK_K, UPCAST, PRECISION)
         p = p * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
-        dp = product(do, tl.trans(v), UPCAST, PRECISION)
+        dp = product_in_order(do, tl.trans(v), UPCAST, PRECISION)
         delta = tl.sum(p * dp, 1)
         if HAS_DLSE:
             row = first + tl.arange(0, BLOCK_Q)
             at = dlse_ptr + (batch * heads + head).to(tl.int64) * queries + row
             delta -= tl.load(at, mask=row < queries, other=0.0).to(tl.float32)
+        # dp and ds [BLOCK_Q, BLOCK_K]
         ds = (p * (dp - delta[:, None])).to(q.dtype)
-        dv += product(tl.trans(p.to(do.dtype)), do, UPCAST, PRECISION)
-        dk += product(tl.trans(ds), q, UPCAST, PRECISION)
-        dq = product(ds, k, UPCAST, PRECISION) * scale
-        # Nothing comes from no keys, not even the NaN of a gradient.
+        dv += product_in_order(tl.trans(p.to(do.dtype)), do, UPCAST, PRECISION)
+        dk += product_in_order(tl.trans(ds), q, UPCAST, PRECISION)
+        dq = product_in_order(ds, k, UPCAST, PRECISION) * scale
+        # Without keys there is no gradient, not even the NaN of do.
         dq = tl.where(length > 0, dq, 0.0)
         store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
-    counted = (tl.arange(0, BLOCK_K) < length)[:, None]
-    dk, dv = tl.where(counted, dk * scale, 0.0), tl.where(counted, dv, 0.0)
+    present = (tl.arange(0, BLOCK_K) < length)[:, None]
+    dk, dv = tl.where(present, dk * scale, 0.0), tl.where(present, dv, 0.0)
     task = chunk * batches + batch
     store_rows(dk_ptr, dk, task, head, 0, keys, heads, D, BLOCK_K, BLOCK_D)
     store_rows(dv_ptr, dv, task, head, 0, keys, heads, D, BLOCK_K, BLOCK_D)
-
-
-@triton.jit
-def _add_chunks_kernel(
-    dk_shares_ptr,
-    dv_shares_ptr,
-    dk_ptr,
-    dv_ptr,
-    share_size,
-    task_size,
-    task_stride,
-    chunks,
-    BLOCK: tl.constexpr,
-):
-    """One program adds the chunks' shares of BLOCK elements of a task's dk and dv in their order.
-    A task has task_size elements in a share, and starts task_stride after the one before in dk
-    and dv.
-    """
-    blocks = tl.cdiv(task_size, BLOCK)
-    task = (tl.program_id(0) // blocks).to(tl.int64)
-    of_task = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = of_task < task_size
-    dk = tl.zeros([BLOCK], tl.float32)
-    dv = tl.zeros([BLOCK], tl.float32)
-    for chunk in range(chunks):
-        share = tl.cast(chunk, tl.int64) * share_size + task * task_size + of_task
-        dk += tl.load(dk_shares_ptr + share, mask=inside, other=0.0)
-        dv += tl.load(dv_shares_ptr + share, mask=inside, other=0.0)
-    at = task * task_stride + of_task
-    tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=inside)
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside)

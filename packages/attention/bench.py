@@ -7,14 +7,22 @@ import functools
 import importlib.metadata
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from fusewright.attention import (
+    rectangular_attention,
+    rotary,
+    sdpa_backend,
+    sliding_window_attention,
+)
+from fusewright.attention.positions import reference as rotary_reference
+from fusewright.attention.rectangular import reference as rectangular_reference
+from fusewright.attention.window import reference as window_reference
+from fusewright_testkit import Case
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from . import rectangular_attention, reference, rotary, sdpa_backend, sliding_window_attention
 
 Tensor = torch.Tensor
 Attention = Callable[..., Tensor]
@@ -29,9 +37,9 @@ WINDOW, WINDOW_SHAPES = 512, ((4, 4096, 8), (4, 4096, 5), (4, 16384, 8))
 CHECKED_TOKENS = 1500
 # A mask of so many tokens squared is what SDPA holds; beyond, it would not fit beside the copies.
 LONGEST_MASK = 4096
-# B, T, H and D of keys and values whose keys are turned, and P of a prefix; with one there are rows
-# beside them.
-TURNED_SHAPES = ((4, 4096, 8, 64, 0), (4, 512, 8, 40, 16))
+# B, T, H and D of keys and values whose keys are rotated, and P of a prefix; with one there is a
+# second operand.
+ROTARY_SHAPES = ((4, 4096, 8, 64, 0), (4, 512, 8, 40, 16))
 ROPE_BASE = 10000.0
 ANY_SDPA = (
     SDPBackend.CUDNN_ATTENTION,
@@ -43,29 +51,16 @@ ANY_SDPA = (
 PRODUCTS = {"fwd": 2, "bwd": 5, "fwd+bwd": 7}
 
 
-class Case(NamedTuple):
-    """One op at one size; ``sample`` are inputs of the same kind at which it is checked."""
-
-    op: str
-    sizes: dict[str, int]
-    dtype: torch.dtype
-    reference: Attention
-    inputs: Callable[[str], list[Tensor]]
-    sample: Callable[[str], list[Tensor]]
-    bytes_moved: dict[str, int]
-    flops: dict[str, int]
-
-
 def cases() -> list[Case]:
     """Context and targets that attend to the context, a sequence to a window of itself, and rotary
     positions, in bf16.
     """
-    rectangles = [case_of(*shape) for shape in SHAPES]
-    windows = [window_case_of(*shape) for shape in WINDOW_SHAPES]
-    return rectangles + windows + [turned_case_of(*shape) for shape in TURNED_SHAPES]
+    rectangles = [rectangular_case(*shape) for shape in SHAPES]
+    windows = [window_case(*shape) for shape in WINDOW_SHAPES]
+    return rectangles + windows + [rotary_case(*shape) for shape in ROTARY_SHAPES]
 
 
-def case_of(batches: int, keys: int, targets: int) -> Case:
+def rectangular_case(batches: int, keys: int, targets: int) -> Case:
     queries, dtype = keys + targets, torch.bfloat16
     wide, narrow = (batches * rows * HEADS * WIDTH * dtype.itemsize for rows in (queries, keys))
     # q, k, v and o; q, k, v, do and the three gradients.
@@ -76,7 +71,7 @@ def case_of(batches: int, keys: int, targets: int) -> Case:
         op="rectangular_attention",
         sizes={"B": batches, "M": keys, "N": targets, "H": HEADS, "D": WIDTH},
         dtype=dtype,
-        reference=functools.partial(reference.rectangular_attention, scale=WIDTH**-0.5),
+        reference=functools.partial(rectangular_reference.rectangular_attention, scale=WIDTH**-0.5),
         inputs=functools.partial(inputs, batches, keys, targets, dtype),
         sample=functools.partial(inputs, *sample, dtype),
         bytes_moved={"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward},
@@ -84,7 +79,7 @@ def case_of(batches: int, keys: int, targets: int) -> Case:
     )
 
 
-def window_case_of(batches: int, tokens: int, heads: int) -> Case:
+def window_case(batches: int, tokens: int, heads: int) -> Case:
     dtype = torch.bfloat16
     one = batches * tokens * heads * WIDTH * dtype.itemsize
     # q, k, v and o; q, k, v, do and the three gradients.
@@ -97,7 +92,7 @@ def window_case_of(batches: int, tokens: int, heads: int) -> Case:
         sizes={"B": batches, "T": tokens, "window": WINDOW, "H": heads, "D": WIDTH},
         dtype=dtype,
         reference=functools.partial(
-            reference.sliding_window_attention, window=WINDOW, scale=WIDTH**-0.5
+            window_reference.sliding_window_attention, window=WINDOW, scale=WIDTH**-0.5
         ),
         inputs=functools.partial(sequences, batches, tokens, heads, dtype),
         sample=functools.partial(sequences, 1, CHECKED_TOKENS, heads, dtype),
@@ -106,27 +101,25 @@ def window_case_of(batches: int, tokens: int, heads: int) -> Case:
     )
 
 
-def turned_case_of(batches: int, tokens: int, heads: int, width: int, prefix: int) -> Case:
+def rotary_case(batches: int, tokens: int, heads: int, width: int, prefix: int) -> Case:
     dtype = torch.bfloat16
     row = 2 * heads * width * dtype.itemsize
     rows = batches * tokens * row * (2 if prefix else 1)
     angles = tokens * width * torch.float32.itemsize
     # What is read and what is written; a prefix is read once and written for each row.
     moved = 2 * rows + angles + (batches + 1) * prefix * row
-    draw = functools.partial(turned_rows, batches, tokens, heads, width, prefix, dtype)
+    draw = functools.partial(rotary_rows, batches, tokens, heads, width, prefix, dtype)
     return Case(
         op="rotary",
         sizes={"B": batches, "T": tokens, "K": 2, "H": heads, "D": width, "P": prefix},
         dtype=dtype,
-        reference=with_angles(reference.rotary),
+        reference=with_angles(rotary_reference.rotary),
         inputs=draw,
-        sample=draw,
         bytes_moved={"fwd": moved, "bwd": moved, "fwd+bwd": 2 * moved},
-        flops={},
     )
 
 
-def turned_rows(
+def rotary_rows(
     batches: int,
     tokens: int,
     heads: int,
@@ -135,7 +128,7 @@ def turned_rows(
     dtype: torch.dtype,
     device: str,
 ) -> list[Tensor]:
-    """Keys and values from normal distributions; before a prefix as many beside them, and it."""
+    """Keys and values from normal distributions; with a prefix also a second operand, and it."""
     row = (2, heads, width)
     rows = (batches, tokens, *row)
     shapes = [rows, rows, (prefix, *row)] if prefix else [rows]
@@ -152,8 +145,8 @@ def angles_of(tokens: int, width: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def with_angles(call: Callable[..., Tensor]) -> Attention:
-    """A function of rows, cos, sin, rows beside them and a prefix as one of the three that are not
-    angles, which get no gradient.
+    """A function of rows, cos, sin, a second operand and a prefix as one of the three that get a
+    gradient.
     """
 
     def of_rows(rows: Tensor, beside: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
@@ -175,20 +168,20 @@ def torch_rotary(
     rows: Tensor, cos: Tensor, sin: Tensor, beside: Tensor | None, prefix: Tensor | None
 ) -> Tensor:
     """The rotation as a user of plain torch writes it."""
-    parts = [torch_turned(x, cos, sin) for x in (rows, beside) if x is not None]
+    parts = [torch_rotated(x, cos, sin) for x in (rows, beside) if x is not None]
     joint = torch.stack(parts, 2).flatten(1, 2) if len(parts) > 1 else parts[0]
     if prefix is None:
         return joint
     return torch.cat([prefix.expand(len(rows), *prefix.shape), joint], 1)
 
 
-def torch_turned(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Keys turned beside their values."""
+def torch_rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotated keys with their values."""
     cos, sin = (torch.cat([x, x], -1).unsqueeze(1) for x in (cos, sin))
     k, v = rows.unbind(2)
     x, y = k.chunk(2, -1)
-    turned = k * cos + torch.cat([-y, x], -1) * sin
-    return torch.stack([turned.to(v.dtype), v], 2)
+    rotated = k * cos + torch.cat([-y, x], -1) * sin
+    return torch.stack([rotated.to(v.dtype), v], 2)
 
 
 def sequences(
@@ -210,7 +203,7 @@ def providers() -> dict[str, dict[str, Attention]]:
     is installed; of a window, SDPA with the mask that it then needs; of rotary positions, torch and
     torch.compile.
     """
-    found: dict[str, dict[str, Attention]] = {
+    by_name: dict[str, dict[str, Attention]] = {
         "fusewright": {
             "rectangular_attention": rectangular_attention,
             "sliding_window_attention": functools.partial(sliding_window_attention, window=WINDOW),
@@ -230,11 +223,11 @@ def providers() -> dict[str, dict[str, Attention]]:
     }
     with contextlib.suppress(ImportError):
         name, call = flash_attention()
-        found[name] = {
+        by_name[name] = {
             "rectangular_attention": call,
             "sliding_window_attention": flash_attention((WINDOW - 1, 0))[1],
         }
-    return found
+    return by_name
 
 
 @functools.cache
@@ -313,7 +306,7 @@ def flash_attention(window: tuple[int, int] | None = None) -> tuple[str, Attenti
     options = {} if window is None else dict(causal=True, window_size=window)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = flash_attn_func(q, k, v, **options)
-        return found[0] if isinstance(found, tuple) else found
+        outputs = flash_attn_func(q, k, v, **options)
+        return outputs[0] if isinstance(outputs, tuple) else outputs
 
     return f"fa4-{importlib.metadata.version('flash-attn-4')}", call

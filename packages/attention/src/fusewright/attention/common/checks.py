@@ -1,0 +1,59 @@
+"""What the attention functions ask of their arguments, before any memory is touched."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .._core.checks import check_device, check_dtype, check_floating, checked_number
+from .._core.precision import autocasts
+
+WIDTH_MULTIPLE = 8
+MAX_WIDTH = 128
+# The kernels take it in fp32, times log2(e).
+LOWEST_SCALE = torch.finfo(torch.float32).tiny
+HIGHEST_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
+
+Tensor = torch.Tensor
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q must be [B, Nq, H, D] and k and v [B, M, H, D], floating, on one device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_floating(name, x)
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be [batch, tokens, heads, width], got {tuple(x.shape)}")
+    batches, _, heads, width = q.shape
+    if width % WIDTH_MULTIPLE or not 0 < width <= MAX_WIDTH:
+        raise ValueError(
+            f"the width of a head must be a multiple of {WIDTH_MULTIPLE} up to {MAX_WIDTH}, "
+            f"got {width}"
+        )
+    wanted = (batches, k.shape[1], heads, width)
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != wanted:
+            raise ValueError(
+                f"k and v must be [{batches}, M, {heads}, {width}] with q {tuple(q.shape)} and one "
+                f"M; got k {tuple(k.shape)}, v {tuple(v.shape)}"
+            )
+        check_device(name, x, "q", q)
+
+
+def prepared(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], float]:
+    """q, k and v as autocast hands them to a matrix product, in one dtype; and the factor of the
+    scores.
+    """
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    else:
+        scale = checked_number("scale", scale, LOWEST_SCALE, HIGHEST_SCALE)
+    if autocasts(q.device.type):
+        # Each fp64 tensor stays as it is, as in torch's attention.
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    check_dtype("k", k, "q", q)
+    check_dtype("v", v, "q", q)
+    return (q, k, v), scale

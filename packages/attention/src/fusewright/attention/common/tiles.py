@@ -1,0 +1,95 @@
+"""Tiles of rows, for the kernels of every family of attention.
+
+A tile is some rows of one head, [BLOCK_ROWS, BLOCK_D], from a pointer or, with ``DESCRIPTOR``, from
+a tensor descriptor over all tasks' rows and all heads' columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .checks import WIDTH_MULTIPLE
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+# The maximum of no scores: below every score, and finite, since infinity minus infinity is NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+# Divides the strides of every operand; an operand with other strides is copied.
+STRIDE_MULTIPLE = tl.constexpr(WIDTH_MULTIPLE)
+
+
+def descriptor(x: torch.Tensor, block_rows: int) -> TensorDescriptor:
+    """All rows of ``x`` [B, rows, H, D], its heads side by side, in tiles of so many rows of one
+    head.
+    """
+    batches, rows, heads, width = x.shape
+    _, row, head, _ = x.stride()
+    columns = (heads - 1) * head + width
+    return TensorDescriptor(x, [batches * rows, columns], [row, 1], [block_rows, width])
+
+
+@triton.jit
+def load_rows(
+    source,
+    first,
+    limit,
+    BLOCK_ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+):
+    """Rows ``first``, ``first + 1``, ... of a head, [BLOCK_ROWS, BLOCK_D].
+
+    With ``MASKED`` those from ``limit`` on are zero; without it they are undefined. ``source`` says
+    where a head is: the pointer or descriptor; the strides of tasks, rows and heads; which task and
+    head, and how many rows each has.
+    """
+    x_ptr, batch_stride, row_stride, head_stride, batch, head, rows = source
+    row = first + tl.arange(0, BLOCK_ROWS)
+    if DESCRIPTOR:
+        x = x_ptr.load([batch * rows + first, head * head_stride])
+        if MASKED:
+            x = tl.where((row < limit)[:, None], x, 0.0)
+    else:
+        col = tl.arange(0, BLOCK_D)
+        start = tl.cast(first, tl.int64) * row_stride
+        to_head = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+        # Triton itself finds out whether 16 divides a stride, not 8: without these hints it would
+        # read heads of 40 columns number by number.
+        corner = x_ptr + tl.multiple_of(to_head + start, STRIDE_MULTIPLE)
+        to_row = tl.arange(0, BLOCK_ROWS)[:, None] * row_stride
+        to_row = tl.multiple_of(to_row, [STRIDE_MULTIPLE, STRIDE_MULTIPLE])
+        at = corner + (to_row + col[None, :])
+        if MASKED:
+            x = tl.load(at, mask=(row < limit)[:, None] & (col < D)[None, :], other=0.0)
+        elif D < BLOCK_D:
+            x = tl.load(at, mask=(col < D)[None, :], other=0.0)
+        else:
+            x = tl.load(at)
+    return x
+
+
+@triton.jit
+def store_rows(
+    out_ptr,
+    x,
+    batch,
+    head,
+    first,
+    rows,
+    heads,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write a tile to a contiguous [B, rows, heads, D]."""
+    row = first + tl.arange(0, BLOCK_ROWS)
+    col = tl.arange(0, BLOCK_D)
+    corner = out_ptr + ((batch.to(tl.int64) * rows + first) * heads + head) * D
+    at = corner + (tl.arange(0, BLOCK_ROWS)[:, None] * (heads * D) + col[None, :])
+    inside = (row < rows)[:, None] & (col < D)[None, :]
+    tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,65 @@
+"""Device functions of forward passes over many keys: the online softmax, and what is stored.
+
+    m' = max(m, max_j s_j)    l' = l exp(m - m') + sum_j exp(s_j - m')
+    o' = o exp(m - m') + sum_j exp(s_j - m') v_j
+
+Milakov and Gimelshein, arXiv 1805.02867; Dao, FlashAttention-2, arXiv 2307.08691.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import LOG_2, store_rows
+
+
+@triton.jit
+def next_softmax(s, m, l, factor):
+    """exp(s - m) of the next tile of scores [queries, keys], the maximum m and the sum l of the
+    rows with it, and the factor that rescales the sums before it.
+    """
+    m_next = tl.maximum(m, tl.max(s, 1) * factor)
+    p = tl.exp2(s * factor - m_next[:, None])
+    rescale = tl.exp2(m - m_next)
+    return p, m_next, l * rescale + tl.sum(p, 1), rescale
+
+
+@triton.jit
+def store_outputs(
+    o,
+    m,
+    l,
+    o_ptr,
+    lse_ptr,
+    softmax_ptr,
+    o_low_ptr,
+    batch,
+    head,
+    first,
+    queries,
+    heads,
+    rows,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    HAS_SOFTMAX: tl.constexpr,
+    HAS_O_LOW: tl.constexpr,
+):
+    """Divide o by its row's sum and write it, and those statistics that are asked for."""
+    row = first + tl.arange(0, BLOCK_Q)
+    at = (batch * heads + head).to(tl.int64) * queries + row
+    # Only a task without keys has a sum of zero.
+    inverse_sum = 1.0 / tl.where(l == 0.0, 1.0, l)
+    if HAS_SOFTMAX:
+        tl.store(softmax_ptr + at, m, mask=row < queries)
+        tl.store(softmax_ptr + rows + at, inverse_sum, mask=row < queries)
+    if WITH_LSE:
+        tl.store(lse_ptr + at, (m + tl.log2(l)) * LOG_2, mask=row < queries)
+    o = o * inverse_sum[:, None]
+    store_rows(o_ptr, o, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+    if HAS_O_LOW:
+        # What rounding takes from o, for the delta of the backward pass.
+        o_low = o - o.to(o_ptr.dtype.element_ty).to(tl.float32)
+        store_rows(o_low_ptr, o_low, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)

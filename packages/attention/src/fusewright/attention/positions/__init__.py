@@ -1,0 +1,1 @@
+"""Positions of tokens in queries and keys: rotary."""

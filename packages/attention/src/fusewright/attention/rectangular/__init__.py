@@ -1,0 +1,1 @@
+"""Attention of queries to all keys of their task: rectangular_attention."""

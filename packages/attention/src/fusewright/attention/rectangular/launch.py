@@ -1,0 +1,185 @@
+"""The launch of the forward pass of rectangular_attention: its configurations and its plan."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._core.backends import DeviceProperties
+from .._core.launches import Layout, cdiv, is_current, layouts
+from .._core.lazy import lazy_module
+from .._core.precision import input_precision
+from ..common.launch import ForwardPlan, Outputs, TileLaunch, plan_forward, plan_outputs
+from ..common.operands import Shape, is_aligned
+from ..common.problem import (
+    HOPPER,
+    Problem,
+    TileConfig,
+    chunk_rows,
+    on_hopper,
+    problem_of,
+    tile_config,
+    tile_rows,
+)
+
+if TYPE_CHECKING:
+    from . import kernels_single_tile, kernels_streaming
+else:
+    kernels_single_tile = lazy_module(__package__, "kernels_single_tile")
+    kernels_streaming = lazy_module(__package__, "kernels_streaming")
+
+# So many keys of a head are one tile, if it fits this often in the shared memory of a GPU.
+SINGLE_TILE_KEYS = 128
+SINGLE_TILE_FITS = 8
+
+
+class SingleTileConfig(NamedTuple):
+    """Serves up to ``max_keys`` keys of heads up to ``max_width`` of numbers up to ``max_bytes``,
+    ``queries`` rows at a time; ``hopper`` as in a TileConfig.
+    """
+
+    max_keys: int
+    max_width: int
+    max_bytes: int
+    queries: int
+    num_warps: int
+    num_stages: int
+    hopper: bool = False
+
+
+# Each table is read from the top; the first line that fits serves. The algorithms do not depend on
+# it. Source: results/tuning-h200-torch2.11-triton3.6.csv for the lines for Hopper, heads of 32, 64
+# and 128 columns in bf16, and docs/decisions/0004; the others are unmeasured.
+FORWARD = (
+    TileConfig(32, 2, queries=64, keys=64, num_warps=4, num_stages=3, **HOPPER),
+    TileConfig(128, 2, queries=128, keys=64, num_warps=8, num_stages=3, **HOPPER),
+    TileConfig(64, 2, queries=128, keys=64, num_warps=8, num_stages=3),
+    TileConfig(128, 2, queries=64, keys=64, num_warps=8, num_stages=2),
+    TileConfig(128, 4, queries=32, keys=32, num_warps=8, num_stages=2),
+)
+SINGLE_TILE_FORWARD = (
+    SingleTileConfig(128, 64, 2, queries=64, num_warps=4, num_stages=3),
+    SingleTileConfig(128, 128, 2, queries=32, num_warps=4, num_stages=2),
+    SingleTileConfig(128, 128, 4, queries=16, num_warps=8, num_stages=2),
+)
+# Where tasks and heads are fewer programs than so many for each multiprocessor, the queries of each
+# are cut into chunks. Unmeasured.
+FORWARD_PROGRAMS_PER_SM = 8
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_lengths: torch.Tensor | None,
+    scale: float,
+    with_lse: bool,
+    keep: bool = True,
+) -> Outputs:
+    """Attention of ``q`` [B, Nq, H, D] to every key that a task has of ``k`` and ``v``
+    [B, M, H, D].
+
+    Returns:
+        ``(o, lse, softmax, o_low)`` as :meth:`ForwardPlan.run`: lse is None without ``with_lse``,
+        softmax and o_low without ``keep`` and where keys are one tile, o_low for fp32 too.
+    """
+    if not is_current(q.device):
+        with torch.cuda.device(q.device):
+            return attention_forward(q, k, v, key_lengths, scale, with_lse, keep)
+    if key_lengths is not None:
+        key_lengths = key_lengths.contiguous()
+    operands = q, k, v
+    plan = forward_plan(
+        q.shape,
+        k.shape[1],
+        layouts(*operands, key_lengths),
+        with_lse,
+        keep,
+        is_aligned(*operands),
+        input_precision(q.dtype),
+        q.device,
+    )
+    return plan.run(operands, (key_lengths,), scale)
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_plan(
+    shape: Shape,
+    keys: int,
+    operands: tuple[Layout | None, ...],
+    with_lse: bool,
+    keep: bool,
+    aligned: bool,
+    precision: str,
+    device: torch.device,
+) -> ForwardPlan:
+    """The plan for operands of these layouts: q, k, v and key_lengths; ``aligned`` if descriptors
+    may start where they do.
+    """
+    *read, lengths = operands
+    problem = problem_of(
+        *(shape, keys, read, aligned, precision, device), HAS_LENGTHS=lengths is not None
+    )
+    keep = keep and not in_single_tile(problem)
+    launch = None
+    if math.prod(shape):
+        if in_single_tile(problem):
+            launch = plan_single_tile(problem, with_lse)
+        else:
+            kernel = kernels_streaming.streaming_forward_kernel
+            config = tile_config(FORWARD, problem)
+            launch = plan_forward(kernel, problem, config, with_lse, keep)
+    return ForwardPlan(launch, problem.copies, plan_outputs(problem, with_lse, keep))
+
+
+def plan_single_tile(problem: Problem, with_lse: bool) -> TileLaunch:
+    """One program for every chunk of queries of every head."""
+    config = single_tile_config(SINGLE_TILE_FORWARD, problem)
+    programs = FORWARD_PROGRAMS_PER_SM * problem.gpu.multiprocessors
+    chunk = chunk_rows(problem.all_heads, problem.queries, config.queries, programs)
+    return TileLaunch(
+        kernels_single_tile.single_tile_forward_kernel,
+        problem,
+        config,
+        problem.all_heads * cdiv(problem.queries, chunk),
+        (chunk,),
+        WITH_LSE=with_lse,
+    )
+
+
+def single_tile_config(table: tuple[SingleTileConfig, ...], problem: Problem) -> TileConfig:
+    """The first line of a table that serves so many keys of heads of this width, with all keys in
+    a tile.
+    """
+    line = next(
+        line
+        for line in table
+        if problem.keys <= line.max_keys
+        and problem.width <= line.max_width
+        and problem.dtype.itemsize <= line.max_bytes
+        and (on_hopper(problem) or not line.hopper)
+    )
+    return TileConfig(
+        line.max_width,
+        line.max_bytes,
+        queries=line.queries,
+        keys=tile_rows(problem.keys),
+        num_warps=line.num_warps,
+        num_stages=line.num_stages,
+    )
+
+
+def in_single_tile(problem: Problem) -> bool:
+    """Whether all keys of a head are one tile."""
+    return is_single_tile(problem.keys, problem.width, problem.dtype.itemsize, problem.gpu)
+
+
+def is_single_tile(keys: int, width: int, itemsize: int, gpu: DeviceProperties) -> bool:
+    """The same of so many keys of heads of this width."""
+    # A comparison is all that is asked of the keys: when torch.compile traces shapes that vary,
+    # their number is a symbol.
+    fitting = gpu.shared_bytes // (SINGLE_TILE_FITS * tile_rows(width) * itemsize)
+    return keys <= min(SINGLE_TILE_KEYS, 1 << (max(fitting, 1).bit_length() - 1))

@@ -1,0 +1,1 @@
+"""Attention of a sequence to a window of itself and to a prefix: sliding_window_attention."""

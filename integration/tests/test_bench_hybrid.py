@@ -222,7 +222,7 @@ def test_eager_steps_and_replayed_ones_are_measured_on_the_gpu(tmp_path):
 
 @pytest.mark.gpu
 def test_memory_of_a_step_is_flat_in_depth_on_the_gpu(tmp_path):
-    """What is computed anew is one layer; what is stored is a state for each."""
+    """What is recomputed is one layer; what is stored is a state for each."""
     result = run("--depths", "8,16,32", "--out", tmp_path, device="cuda", shape="8,2048")
     assert result.exit_code == 0, result.output
     state = 8 * 2048 * TINY.streams * TINY.dim * 4 / 2**20

@@ -103,7 +103,7 @@ def test_run_stopped_before_its_first_checkpoint_resumes_from_its_start(tmp_path
 @pytest.mark.parametrize(
     ("optimizer", "what"),
     [
-        # fusewright's skips steps whose gradients have no finite norm, of spoiled weights all.
+        # fusewright's skips steps whose gradients have no finite norm, of corrupted weights all.
         ("adamw", "parameters after step 3: not finite"),
         ("torch-adamw", "over steps 1 to 2: not finite"),
     ],
@@ -154,7 +154,7 @@ def cut_metrics(folder: Path) -> None:
 
 
 CONFIG, CHECKPOINT = "{folder}/config.json", "{folder}/checkpoint.pt"
-SPOILED = {
+CORRUPTED = {
     "model": (config_with(model="titan-mac"), "{folder} holds another model's"),
     "colour": (config_with(colour="red"), "begun by another version: colour differ"),
     "norm": (config_with(norm="mid"), f"{CONFIG}: norm must be one of ('pre', 'post'); got 'mid'"),
@@ -200,11 +200,11 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), SPOILED.values(), ids=SPOILED)
-def test_run_that_cannot_be_resumed_is_refused_and_kept(tmp_path, finished, spoil, message):
+@pytest.mark.parametrize(("corrupt", "message"), CORRUPTED.values(), ids=CORRUPTED)
+def test_run_that_cannot_be_resumed_is_refused_and_kept(tmp_path, finished, corrupt, message):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    spoil(folder)
+    corrupt(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     result = run("--resume", folder)
     assert result.exit_code == 2

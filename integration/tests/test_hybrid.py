@@ -62,7 +62,7 @@ def predicted_from(model, tokens):
     of_loss = model._cross_entropy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "_cross_entropy", lambda h, t: (found.append(h), of_loss(h, t))[1])
-        model.losses(tokens, heard=lambda _, u, selection: chosen.append(selection.indices))
+        model.losses(tokens, observe=lambda _, u, selection: chosen.append(selection.indices))
     return [*found, *chosen]
 
 
@@ -276,27 +276,27 @@ def divergence(attention, u, selection):
 
 @pytest.mark.parametrize("dense", [True, False], ids=["warm-up", "sparse"])
 def test_indexers_learn_over_all_keys_in_the_warm_up_and_over_selected_ones_after_it(tokens, dense):
-    model, heard = make(torch.float64), []
-    losses = model.losses(tokens, dense=dense, heard=lambda *told: heard.append(told))
+    model, observed = make(torch.float64), []
+    losses = model.losses(tokens, dense=dense, observe=lambda *told: observed.append(told))
     with torch.no_grad():
-        expected = sum(divergence(*told) for told in heard)
-    seen = [torch.arange(1, u.shape[1] + 1).expand(u.shape[:2]) for _, u, _ in heard]
-    counts = [selection.count for *_, selection in heard]
+        expected = sum(divergence(*told) for told in observed)
+    seen = [torch.arange(1, u.shape[1] + 1).expand(u.shape[:2]) for _, u, _ in observed]
+    counts = [selection.count for *_, selection in observed]
     assert all(map(torch.equal, counts, seen)) == dense
     assert (losses.indexer - expected).abs() < 1e-12
 
 
 def test_indexers_hear_dense_keys_and_no_average_moves(tokens):
-    model, heard = make(), []
-    model.losses(tokens, dense=True, heard=lambda *told: heard.append(told)).total.backward()
-    assert len(heard) == 2
-    for attention, u, selection in heard:
+    model, observed = make(), []
+    model.losses(tokens, dense=True, observe=lambda *told: observed.append(told)).total.backward()
+    assert len(observed) == 2
+    for attention, u, selection in observed:
         assert attention.variance_ema == 0.0
         assert u.shape[0] == tokens.shape[0]
         length = u.shape[1]
         assert selection.count.tolist() == [list(range(1, length + 1))] * 2
         assert selection.indices[1, 3].tolist() == [0, 1, 2, 3] + [-1] * (length - 4)
-    assert [u.shape[1] for _, u, _ in heard] == [TOKENS, TOKENS - 1]
+    assert [u.shape[1] for _, u, _ in observed] == [TOKENS, TOKENS - 1]
 
 
 def test_sequence_read_in_pieces_is_read_whole(tokens):

@@ -152,12 +152,12 @@ def test_checkpoint_of_other_data_leaves_the_model_as_it_was(tmp_path, make_trai
     assert all(map(torch.equal, before, other.model.parameters()))
 
 
-@pytest.mark.parametrize("spoil", [lambda state: {}, lambda state: state | {"state": 3}])
-def test_damaged_state_of_an_optimizer_is_refused(tmp_path, make_trainer, spoil):
+@pytest.mark.parametrize("corrupt", [lambda state: {}, lambda state: state | {"state": 3}])
+def test_damaged_state_of_an_optimizer_is_refused(tmp_path, make_trainer, corrupt):
     trainer = make_trainer(tmp_path, "transformer-np", "torch-adamw")
     trainer.run(until=12)
     state = trainer.folder.load_checkpoint()
-    trainer.folder.save_checkpoint(state | {"optimizer": spoil(state["optimizer"])})
+    trainer.folder.save_checkpoint(state | {"optimizer": corrupt(state["optimizer"])})
     with pytest.raises(ValueError, match=r"wanted this model's checkpoint in .*; got: "):
         trainer.resume()
 
@@ -197,7 +197,7 @@ def test_adamw_trains_as_torchs_whose_gradients_are_clipped_before(
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
-def spoiled(trainer: Trainer, calls: set[int]) -> Trainer:
+def corrupted(trainer: Trainer, calls: set[int]) -> Trainer:
     """Losses of these calls are not finite."""
     plain, seen = trainer.stepper.loss_function, []
 
@@ -211,7 +211,7 @@ def spoiled(trainer: Trainer, calls: set[int]) -> Trainer:
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZER_NAMES if name != "torch-adamw"])
 def test_step_that_is_not_finite_is_skipped_and_told(tmp_path, make_trainer, name):
-    trainer = spoiled(make_trainer(tmp_path, "transformer-np", name), {3})
+    trainer = corrupted(make_trainer(tmp_path, "transformer-np", name), {3})
     trainer.run(until=2)
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.run(until=3)
@@ -230,7 +230,7 @@ def test_means_are_of_the_steps_that_were_taken(tmp_path, make_trainer):
     whole = make_trainer(tmp_path / "whole", "transformer-np", "adamw")
     skipping = make_trainer(tmp_path / "skipping", "transformer-np", "adamw")
     whole.run(until=3)
-    spoiled(skipping, {4}).run(until=4)
+    corrupted(skipping, {4}).run(until=4)
     # The first three are the same; the fourth counts for nothing.
     means = whole.stepper.means()
     assert training_lines(skipping)[0]["loss"] == means.loss
@@ -240,7 +240,9 @@ def test_means_are_of_the_steps_that_were_taken(tmp_path, make_trainer):
 
 def test_run_whose_losses_stay_not_finite_is_stopped(tmp_path, make_trainer):
     config = replace(CONFIG, steps=28)
-    trainer = spoiled(make_trainer(tmp_path, "transformer-np", "adamw", config), set(range(14, 99)))
+    trainer = corrupted(
+        make_trainer(tmp_path, "transformer-np", "adamw", config), set(range(14, 99))
+    )
     with pytest.raises(
         FloatingPointError, match="the last 11 steps up to 24 were skipped in a row"
     ):
@@ -254,7 +256,9 @@ def test_run_whose_losses_stay_not_finite_is_stopped(tmp_path, make_trainer):
 
 def test_skipped_step_ends_no_run_whose_log_points_are_one_step_apart(tmp_path, make_trainer):
     config = replace(CONFIG, log_every=1)
-    trainer = spoiled(make_trainer(tmp_path, "transformer-np", "muon", config), {1, *range(3, 12)})
+    trainer = corrupted(
+        make_trainer(tmp_path, "transformer-np", "muon", config), {1, *range(3, 12)}
+    )
     trainer.run()
     skipped = [line.get("skipped_steps", 0) for line in trainer.folder.read_metrics()]
     assert skipped == [1, 0, *[1] * 9, *[0] * 13]
@@ -262,8 +266,8 @@ def test_skipped_step_ends_no_run_whose_log_points_are_one_step_apart(tmp_path, 
 
 def test_skipped_steps_are_counted_on_where_a_run_is_resumed(tmp_path, make_trainer):
     """Seven before the checkpoint and three after it."""
-    spoiled(make_trainer(tmp_path, "transformer-np", "adamw"), {*range(6, 99)}).run(until=12)
-    rest = spoiled(make_trainer(tmp_path, "transformer-np", "adamw"), {1, 2, 3, 4})
+    corrupted(make_trainer(tmp_path, "transformer-np", "adamw"), {*range(6, 99)}).run(until=12)
+    rest = corrupted(make_trainer(tmp_path, "transformer-np", "adamw"), {1, 2, 3, 4})
     rest.resume()
     with pytest.raises(
         FloatingPointError, match="the last 11 steps up to 16 were skipped in a row"
@@ -272,7 +276,7 @@ def test_skipped_steps_are_counted_on_where_a_run_is_resumed(tmp_path, make_trai
 
 
 def test_parameters_that_are_not_finite_reach_no_checkpoint(tmp_path, make_trainer):
-    """A last step may spoil them, which its loss does not tell."""
+    """A last step may corrupt them, which its loss does not tell."""
     trainer = make_trainer(tmp_path, "transformer-np", "adamw")
     trainer.run(until=11)
     step = trainer.optimizer.step

@@ -169,8 +169,8 @@ def test_tokenizer_without_vocabulary_is_refused(tmp_path):
     ("library", "use"),
     [
         ("datasets", lambda path: list(documents(path))),
-        ("datasets", lambda path: list(documents("somebody/something"))),
-        ("tokenizers", lambda path: LibraryTokenizer("somebody/something")),
+        ("datasets", lambda path: list(documents("owner/name"))),
+        ("tokenizers", lambda path: LibraryTokenizer("owner/name")),
     ],
     ids=["file", "hub", "tokenizer"],
 )

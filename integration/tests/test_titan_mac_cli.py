@@ -250,10 +250,10 @@ def test_subset_of_a_named_data_set_is_asked_for(tmp_path, text, monkeypatch):
         return iter([{"text": text.read_text()}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    flags = ["--dataset", "somebody/something", "--dataset-subset", "part", "--max-steps", "1"]
+    flags = ["--dataset", "owner/name", "--dataset-subset", "part", "--max-steps", "1"]
     result = run("titan-mac", *TINY, *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    assert asked == [(("somebody/something", "part"), {"split": "train", "streaming": True})]
+    assert asked == [(("owner/name", "part"), {"split": "train", "streaming": True})]
 
 
 @pytest.mark.parametrize(

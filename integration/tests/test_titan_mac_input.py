@@ -66,7 +66,7 @@ def test_configs_of_wrong_types_are_refused(small_titan_mac, field, value, wante
 
 
 @pytest.mark.parametrize(
-    ("spoil", "error", "message"),
+    ("corrupt", "error", "message"),
     [
         (lambda t: t.tolist(), TypeError, "wanted tokens as a tensor; got list"),
         (lambda t: t.float(), TypeError, "wanted tokens in int64 or int32; got torch.float32"),
@@ -77,12 +77,12 @@ def test_configs_of_wrong_types_are_refused(small_titan_mac, field, value, wante
 )
 @pytest.mark.parametrize("ask", ["__call__", "loss"])
 def test_wrong_tokens_are_refused_before_anything_is_computed(
-    titan_mac, draw_tokens, ask, spoil, error, message
+    titan_mac, draw_tokens, ask, corrupt, error, message
 ):
     model = titan_mac("mac")
     model.embedding.register_forward_hook(lambda *_: pytest.fail("something was computed"))
     with pytest.raises(error, match=message):
-        getattr(model, ask)(spoil(draw_tokens(2, 5)))
+        getattr(model, ask)(corrupt(draw_tokens(2, 5)))
 
 
 def test_wrong_states_are_refused(titan_mac, draw_tokens):

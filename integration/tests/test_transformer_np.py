@@ -292,7 +292,7 @@ def test_wrong_shapes_are_refused_with_what_was_wanted_and_what_came(small, shap
 
 @pytest.mark.parametrize("name", ["x_context", "y_context", "x_target", "y_target"])
 @pytest.mark.parametrize(
-    ("spoil", "error", "message"),
+    ("corrupt", "error", "message"),
     [
         (lambda x: x.tolist(), TypeError, "wanted {} as a tensor; got list"),
         (lambda x: x.numpy(), TypeError, "wanted {} as a tensor; got ndarray"),
@@ -310,14 +310,14 @@ def test_wrong_shapes_are_refused_with_what_was_wanted_and_what_came(small, shap
     ids=["list", "array", "none", "sparse", "integers", "meta", "rank-2", "B1"],
 )
 def test_input_that_does_not_fit_is_refused_before_anything_is_computed(
-    small, rows, name, spoil, error, message
+    small, rows, name, corrupt, error, message
 ):
     model = small()
     computed = []
     model.embedder.register_forward_pre_hook(lambda *_: computed.append(True))
     names = ("x_context", "y_context", "x_target", "y_target")
     inputs = dict(zip(names, rows(2, 5, 4), strict=True))
-    inputs[name] = spoil(inputs[name])
+    inputs[name] = corrupt(inputs[name])
     for ask in (model.loss, model.log_likelihood):
         with pytest.raises(error, match=message.format(name)):
             ask(**inputs)

@@ -140,7 +140,7 @@ def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
 
     Raises:
         FileNotFoundError: it holds none.
-        ValueError: it is another model's, another version's or spoiled.
+        ValueError: it is another model's, another version's or corrupted.
     """
     config = folder.read_config()
     if config.pop("model", None) != kind.model_name:

@@ -1,5 +1,5 @@
 """HybridLM: three layers of Gated DeltaNet to one of gated sparse attention, on residual streams,
-in a stack whose states are computed anew.
+in a stack whose states are recomputed.
 
     p_0 = n copies of the embedding of each token
     p   = midpoint stack of L layers D D D G D D D G ... over p_0          [B, T, n, C]
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from .byte_embedding import ByteEmbedding
 from .hybrid_config import HybridConfig
-from .hybrid_layers import NORM_EPS, Caches, Heard, HybridLayer, all_keys, drawn
+from .hybrid_layers import NORM_EPS, Caches, HybridLayer, Observer, all_keys, drawn
 from .midpoint import MidpointStack, Passed
 from .streams import replicated
 from .token_input import check_tokens
@@ -168,13 +168,15 @@ class HybridLM(nn.Module):
         check_tokens(tokens, self.head.weight.device, least=2)
         return self._cross_entropy(self._hidden(tokens[:, :-1]).x.mean(-2), tokens[:, 1:])
 
-    def losses(self, tokens: Tensor, *, dense: bool = False, heard: Heard | None = None) -> Losses:
+    def losses(
+        self, tokens: Tensor, *, dense: bool = False, observe: Observer | None = None
+    ) -> Losses:
         """All losses of ``tokens [B, T + 1]``, each token after the first given those before it.
 
         Args:
             tokens: as above.
             dense: attention goes to all keys that a query sees, and the indexers learn from that.
-            heard: is told of each sparse attention, its input and its selection.
+            observe: is told of each sparse attention, its input and its selection.
 
         Raises:
             As `forward`; ValueError: fewer than three tokens.
@@ -184,19 +186,19 @@ class HybridLM(nn.Module):
 
         def listen(attention: Any, u: Tensor, selection: Any) -> None:
             counts.append(selection.count.float().mean())
-            if heard is not None:
-                heard(attention, u, selection)
+            if observe is not None:
+                observe(attention, u, selection)
 
         batches, length = tokens.shape[0], tokens.shape[1] - 1
         every, most = (
             all_keys(batches, n, tokens.device) if dense else None for n in (length, length - 1)
         )
-        passed = self._hidden(tokens[:, :-1], given=every, heard=listen)
+        passed = self._hidden(tokens[:, :-1], given=every, observe=listen)
         h = passed.x.mean(-2)
         following = self._cross_entropy(h, tokens[:, 1:])
         joined = torch.cat([h[:, :-1], self.embedding(tokens[:, 1:-1]).to(h.dtype)], -1)
         streams = replicated(self.fusion(joined).to(h.dtype), self.config.streams)
-        delta, own = self.second.force(streams, tape=None, given=most, heard=listen)
+        delta, own = self.second.force(streams, tape=None, given=most, observe=listen)
         second = self._cross_entropy((streams + delta).mean(-2), tokens[:, 2:])
         indexer = passed.aux if own is None else passed.aux + own
         total = following + self.config.second_weight * second + self.config.index_weight * indexer

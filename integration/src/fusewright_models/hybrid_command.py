@@ -86,7 +86,7 @@ def hybrid(
     mode: Annotated[
         Mode | None,
         typer.Option(
-            help="How states come back in the backward pass: computed anew, stored, or stored with "
+            help="How states come back in the backward pass: recomputed, stored, or stored with "
             "all that autograd keeps. Default: exact."
         ),
     ] = None,

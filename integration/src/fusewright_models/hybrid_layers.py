@@ -20,7 +20,7 @@ NORM_EPS = 1e-6
 # Tokens that a first cache has room for.
 ROOM = 128
 
-Heard = Callable[[GatedSparseAttention, Tensor, Selection], None]
+Observer = Callable[[GatedSparseAttention, Tensor, Selection], None]
 Caches = dict[int, Any]
 
 
@@ -80,7 +80,7 @@ class HybridLayer(nn.Module):
         *,
         tape: Tape | None,
         given: Selection | None = None,
-        heard: Heard | None = None,
+        observe: Observer | None = None,
         caches: Caches | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """What the layer adds to the streams ``[B, T, n, C]``, and the loss of its indexer.
@@ -89,13 +89,13 @@ class HybridLayer(nn.Module):
             x: the streams.
             tape: of its choices.
             given: the keys that each query attends to, in the place of choices.
-            heard: is told of a sparse attention, its input and what it selected, once.
+            observe: is told of a sparse attention, its input and what it selected, once.
             caches: what the layers have read before, by their place; x is what follows. There are
                 neither gradients nor losses then.
         """
 
         reading = self.mixing.read(x)
-        y, loss = self._mix(self.mixing_norm(reading.u), tape, given, heard, caches)
+        y, loss = self._mix(self.mixing_norm(reading.u), tape, given, observe, caches)
         mixed = self.feeding.read(self.mixing.write(reading, y))
         fed = self.feed_forward(self.feeding_norm(mixed.u))
         return self.feeding.write(mixed, fed, origin=reading.origin), loss
@@ -105,7 +105,7 @@ class HybridLayer(nn.Module):
         u: Tensor,
         tape: Tape | None,
         given: Selection | None,
-        heard: Heard | None,
+        observe: Observer | None,
         caches: Caches | None,
     ) -> tuple[Tensor, Tensor | None]:
         """What the tokens have of one another, and the loss of the indexer."""
@@ -113,10 +113,10 @@ class HybridLayer(nn.Module):
             return self._read(u, caches), None
         if isinstance(self.mixer, GatedDeltaNet):
             return self.mixer(u), None
-        return self._attend(u, tape, given, heard)
+        return self._attend(u, tape, given, observe)
 
     def _attend(
-        self, u: Tensor, tape: Tape | None, given: Selection | None, heard: Heard | None
+        self, u: Tensor, tape: Tape | None, given: Selection | None, observe: Observer | None
     ) -> tuple[Tensor, Tensor]:
         attention = cast(GatedSparseAttention, self.mixer)
         replayed = None if tape is None else tape.replayed()
@@ -124,8 +124,8 @@ class HybridLayer(nn.Module):
         y, selection, loss = attention.forward_with_loss(u, known)
         if tape is not None:
             tape.record(selection)
-        if heard is not None and replayed is None:
-            heard(attention, u, selection)
+        if observe is not None and replayed is None:
+            observe(attention, u, selection)
         return y, loss
 
     def _read(self, u: Tensor, caches: Caches) -> Tensor:
@@ -140,7 +140,7 @@ class HybridLayer(nn.Module):
 
 
 def drawn(module: nn.Module, std: float) -> None:
-    """Draw the weights of linear layers anew, but those of a SwiGLU, some of which stay zero."""
+    """Draw the weights of linear layers again, but those of a SwiGLU, some of which stay zero."""
     for child in module.children():
         if isinstance(child, nn.Linear):
             nn.init.normal_(child.weight, std=std)

@@ -34,7 +34,7 @@ class HybridBatch:
 
 class WarmedWindows:
     """`Windows` whose first batches are dense. Which is which follows from their number, so that a
-    step asks nobody, and a resumed run has nothing more to restore.
+    step asks for nothing, and a resumed run has nothing more to restore.
     """
 
     def __init__(self, windows: Windows, dense: int) -> None:

@@ -73,7 +73,7 @@ def evaluate_selection(
             queries[layer] += u.shape[0] * u.shape[1]
             layer += 1
 
-        losses = model.losses(batch, heard=listen)
+        losses = model.losses(batch, observe=listen)
         nats += losses.following.double() * batch.shape[0]
     found = {"bits_per_byte": float(nats) / len(some) / math.log(2.0)}
     for name, numbers, count in zip([*names, LAST], sums, queries, strict=True):

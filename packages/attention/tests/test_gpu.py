@@ -39,7 +39,7 @@ def test_replayed_graph_gives_eager_bits_of_the_values_and_lengths_of_the_replay
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_call_waits_for_the_card(op, shape):
+def test_no_call_waits_for_the_gpu(op, shape):
     tensors = [x.requires_grad_() for x in op.draw(shape, BF16, "cuda")]
     key_lengths = torch.full((shape[0],), 40, device="cuda")
     gradients(op, tensors, key_lengths)

@@ -92,7 +92,7 @@ def test_tf32_only_where_torch_takes_it(op, keys, device):
 
 
 @pytest.mark.parametrize("keys", [40, 140])
-def test_tf32_keeps_the_cards_own_nan(op, keys, device):
+def test_tf32_keeps_the_gpus_own_nan(op, keys, device):
     """All ones, which rounding would carry over into a zero."""
     q, k, v = op.draw((1, 20, keys, 1, 64), F32, device)
     k[0, 3, 0, 5] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(F32)

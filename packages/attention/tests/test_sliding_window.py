@@ -144,7 +144,7 @@ def test_a_token_reaches_no_row_that_does_not_see_it(window_op, tiles, backend, 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("change", [math.nan, math.inf])
 @one_tiling
-def test_a_strange_value_reaches_whoever_sees_it(window_op, tiles, backend, change, device):
+def test_a_strange_value_reaches_the_rows_that_see_it(window_op, tiles, backend, change, device):
     """In border tiles and inner ones, and in the statistics of none."""
     q, k, v = draw(window_op, 70, 70, device=device)
     options = dict(window=60, prefix=5, backend=backend)

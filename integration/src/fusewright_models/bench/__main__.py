@@ -162,7 +162,7 @@ def hybrid(
 ) -> None:
     """Time training steps of HybridLM: ours, eager and replayed from a CUDA graph; the same model
     in plain torch, eager and compiled; and fla's Gated DeltaNet of equal size where it is
-    installed. Or the peaks of memory at several depths, where states are computed anew, stored and
+    installed. Or the peaks of memory at several depths, where states are recomputed, stored and
     kept with all that autograd keeps.
 
     The exit code is 1 where ours fails.

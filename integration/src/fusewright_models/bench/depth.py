@@ -1,7 +1,7 @@
 """Memory of a training step of HybridLM by its number of layers: is it flat?
 
-exact       states are computed anew from the last two
-stored      states are kept, and what is inside a layer is computed anew
+exact       states are recomputed from the last two
+stored      states are kept, and what is inside a layer is recomputed
 plain       ordinary autograd, which keeps everything
 
 One eager step each, after a first one that compiles, tunes and makes the optimizer's state. What
@@ -73,7 +73,7 @@ class Peaks:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def watch(self, model: HybridLM) -> None:
-        """Look where a layer of the stack is computed anew: the gradients of all after it lie there
+        """Look where a layer of the stack is recomputed: the gradients of all after it lie there
         by then, and of what stands behind the stack.
         """
         later = nbytes(model)

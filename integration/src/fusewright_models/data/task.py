@@ -82,7 +82,7 @@ class Sampler(ABC):
         target_size: N; None takes what ``default_targets`` says.
         ragged: every task draws a context size of its own, on the device, and the batch is padded
             to the largest, so that all batches have one shape where N is one number; otherwise the
-            tasks of a batch have one M, drawn anew for each batch.
+            tasks of a batch have one M, drawn again for each batch.
         device: where the tasks are made.
         seed: of both generators.
 

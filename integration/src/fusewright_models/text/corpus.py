@@ -2,7 +2,7 @@
 
 A document is held out where a digest of its bytes says so, one in 32: of two equal ones both
 are or neither is, whatever else the data set holds and in whatever order. What is held out beyond
-``held_out_bytes`` is dropped, and trained on by nobody. A data set of few documents is split by
+``held_out_bytes`` is dropped, and never trained on. A data set of few documents is split by
 position instead: its end is held out, from the beginning of a line.
 
 Documents end with a newline, and lie one after the other.

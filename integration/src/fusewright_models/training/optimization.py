@@ -236,7 +236,7 @@ def learned(
     if padding is not None:
 
         def clear(*_: Any) -> None:
-            # Views are asked for anew: a model that was moved has other memory.
+            # Views are taken again: a model that was moved has other memory.
             torch._foreach_zero_([unused.detach() for unused in padding()])
 
         optimizer.register_step_post_hook(clear)

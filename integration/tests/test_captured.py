@@ -60,7 +60,7 @@ class Stood(CapturedStepper):
 
 
 @pytest.fixture(autouse=True)
-def no_card(monkeypatch):
+def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 

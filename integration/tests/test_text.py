@@ -81,7 +81,7 @@ def test_split_of_a_document_does_not_depend_on_the_others():
     assert set(found) == held_out
 
 
-def test_what_is_held_out_beyond_the_limit_is_trained_on_by_nobody():
+def test_what_is_held_out_beyond_the_limit_is_never_trained_on():
     everything = [text for text in MANY if is_held_out(text)]
     room = len(everything[0]) + len(everything[1]) - 1
     training, held_out = split(MANY, held_out_bytes=room)

@@ -35,8 +35,8 @@ OPS = torch.ops.fusewright_feed_forward
 
 
 class Kind(NamedTuple):
-    """One kind of launch: where its table stands, how many tensors of gate's size it moves, and
-    whether gate and up are halves of one tensor.
+    """One kind of launch: its table, how many tensors of gate's size it moves, and whether
+    gate and up are halves of one tensor.
     """
 
     table: str

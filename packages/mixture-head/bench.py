@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 ROWS = (4000, 128000)
 COMPONENTS = 10
 WIDTH, HIDDEN, STORED = 512, 1365, 1376
-# fp64 hidden layers of so many rows fit beside what is timed.
+# fp64 hidden layers of so many rows fit into memory with what is timed.
 REFERENCE_ROWS = 8192
 
 Tensor = torch.Tensor
@@ -80,18 +80,9 @@ def heads_inputs(rows: int, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 def heads_by_rows(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:
     """The reference, which keeps the hidden layer of a part of the rows alone."""
-    return torch.cat(
-        [
-            checkpoint(
-                heads_reference.grouped_heads,
-                part,
-                hidden_weight,
-                output_weight,
-                use_reentrant=False,
-            )
-            for part in x.split(REFERENCE_ROWS)
-        ]
-    )
+    heads = functools.partial(checkpoint, heads_reference.grouped_heads, use_reentrant=False)
+    parts = x.split(REFERENCE_ROWS)
+    return torch.cat([heads(part, hidden_weight, output_weight) for part in parts])
 
 
 def providers() -> dict[str, dict[str, Op]]:

@@ -38,7 +38,7 @@ OPS = torch.ops.fusewright_mixture_head
 
 
 class Kind(NamedTuple):
-    """One kind of launch: where its table stands, and how many bytes of a row it moves."""
+    """One kind of launch: its table, and how many bytes of a row it moves."""
 
     module: object
     table: str

@@ -46,19 +46,19 @@ def test_nan_and_infinity_are_where_the_formula_of_torch_has_them(dtype, backend
 
 def test_elements_do_not_see_one_another(op, device):
     tensors = [t.requires_grad_() for t in op.draw((5, 24), F32, device)]
-    poisoned = [t.detach().clone().requires_grad_() for t in tensors]
+    with_nan = [t.detach().clone().requires_grad_() for t in tensors]
     with torch.no_grad():
-        poisoned[0][2, 7] = NAN
+        with_nan[0][2, 7] = NAN
 
     def gating(leaves):
         y = op.kernels(*leaves)
         return y, *torch.autograd.grad(y.square().sum(), leaves)
 
-    for found, truth in zip(gating(poisoned), gating(tensors), strict=True):
-        strange = found.isnan()
-        assert strange[2, 7]
-        assert strange.sum() == (2 if found.shape[-1] == 48 else 1)
-        assert torch.equal(found[~strange], truth[~strange])
+    for found, truth in zip(gating(with_nan), gating(tensors), strict=True):
+        is_nan = found.isnan()
+        assert is_nan[2, 7]
+        assert is_nan.sum() == (2 if found.shape[-1] == 48 else 1)
+        assert torch.equal(found[~is_nan], truth[~is_nan])
 
 
 def test_activation_is_not_rounded_before_the_product(device):

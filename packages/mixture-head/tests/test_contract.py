@@ -119,7 +119,7 @@ def test_reference_gradients_of_heads_are_the_derivatives():
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_slopes_of_the_reference_are_its_gradients(mixture, scale, dtype, draw_mixtures):
-    """The CPU's op and the second derivative rest on the slopes written out by hand."""
+    """The CPU's op and the second derivative use the slopes written out by hand."""
     params, y = draw_mixtures((9, 4), dtype)
     factor = torch.tensor(-1.0 / 9) if mixture.name == "mixture_nll" else None
     form = dict(zip(("softplus", "low", "high", "eps"), FORMS[scale], strict=True))
@@ -195,11 +195,11 @@ def test_any_choice_of_inputs_may_require_gradients(op, device):
 
 def test_rows_of_heads_do_not_see_one_another(heads, device):
     leaves = leaves_of(heads, device)
-    poisoned = [t.detach().clone().requires_grad_() for t in leaves]
+    with_nan = [t.detach().clone().requires_grad_() for t in leaves]
     with torch.no_grad():
-        poisoned[0][2] = float("nan")
+        with_nan[0][2] = float("nan")
     others = [0, 1, *range(3, 70)]
-    clean, found = (everything(heads.kernels, tensors)[:2] for tensors in (leaves, poisoned))
+    clean, found = (everything(heads.kernels, tensors)[:2] for tensors in (leaves, with_nan))
     for one, other in zip(clean, found, strict=True):
         assert other[2].isnan().all()
         assert torch.equal(one[others], other[others])

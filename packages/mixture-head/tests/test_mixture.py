@@ -171,8 +171,8 @@ def test_upstream_gradient_of_what_is_masked_may_hold_anything(
             assert not found[~mask].any()
         return
     upstream = torch.randn(6, device=device)
-    poisoned = torch.where(mask, upstream, value)
-    for found, clean in zip(gradients(poisoned), gradients(upstream), strict=True):
+    not_finite = torch.where(mask, upstream, value)
+    for found, clean in zip(gradients(not_finite), gradients(upstream), strict=True):
         assert torch.equal(found, clean)
         assert not found[~mask].any()
 
@@ -248,14 +248,14 @@ def test_order_of_the_components_does_not_matter(
 
 def test_rows_do_not_see_one_another(device, draw_mixtures, values_and_gradients):
     params, y = draw_mixtures((70, 10), F32, device)
-    poisoned = params.clone()
-    poisoned[5], poisoned[69] = NAN, INF
+    not_finite = params.clone()
+    not_finite[5], not_finite[69] = NAN, INF
     others = [i for i in range(70) if i not in (5, 69)]
 
     def call(*tensors):
         return mixture_log_likelihood(*tensors, backend="triton")
 
-    clean, found = (values_and_gradients(call, p, y) for p in (params, poisoned))
+    clean, found = (values_and_gradients(call, p, y) for p in (params, not_finite))
     for one, other in zip(clean, found, strict=True):
         assert torch.equal(one[others], other[others])
 

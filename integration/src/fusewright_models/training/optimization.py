@@ -139,8 +139,8 @@ def torch_adamw(
 ) -> Optimizer:
     """torch's fused AdamW, which a CUDA graph may have captured."""
     groups = _decaying(model.named_parameters(), lr, weight_decay, rate_factors)
-    on_card = any(p.is_cuda for p in model.parameters())
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True, capturable=on_card)
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True, capturable=on_gpu)
 
 
 def nested(

@@ -43,7 +43,7 @@ FORWARD = ElementsConfig(block=1024, num_warps=4)
 BACKWARD = ElementsConfig(block=1024, num_warps=8)
 # More than one access takes of any dtype, so that neighbouring threads read whole sectors.
 LONGEST_VECTOR = 16
-# Elements are counted in 64 bits; rows, and columns together with a block of them, in 32.
+# Elements are counted in 64 bits; rows, and columns plus a block of them, in 32.
 MAX_ROWS = 2**31 - 2**13
 MAX_COLS = 2**30
 

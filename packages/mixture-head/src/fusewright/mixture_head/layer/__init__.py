@@ -1,1 +1,1 @@
-"""The module that turns rows into Gaussian mixtures."""
+"""The module that computes Gaussian mixtures from rows."""

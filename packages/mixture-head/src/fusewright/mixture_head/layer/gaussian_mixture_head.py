@@ -1,4 +1,4 @@
-"""The head that turns a row into the parameters of Gaussian mixtures, and evaluates them."""
+"""The head that computes the parameters of Gaussian mixtures from a row, and evaluates them."""
 
 from __future__ import annotations
 

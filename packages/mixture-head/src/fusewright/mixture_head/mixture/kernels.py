@@ -120,7 +120,7 @@ def log_density(y, mean, raw, low, high, eps, SOFTPLUS: tl.constexpr):
 
 @triton.jit
 def store_slopes(slope_ptrs, plane, within, by_w, by_mean, by_raw):
-    """Store the slopes of one component, ``plane`` numbers apart."""
+    """Store the slopes of one component, with the stride ``plane``."""
     dtype: tl.constexpr = slope_ptrs.dtype.element_ty
     tl.store(slope_ptrs, by_w.to(dtype), mask=within)
     tl.store(slope_ptrs + plane, by_mean.to(dtype), mask=within)

@@ -161,7 +161,7 @@ def forward_plan(
     config = forward_config(components)
     programs = cdiv(rows, config.block_rows)
     strides = [row_stride(rows_shape, operand) for operand in operands]
-    # The parameters of a row must lie one after the other.
+    # The parameters of a row must be contiguous.
     if params[1][-1] != 1 or (components > 1 and params[1][-2] != 3):
         strides[0] = None
     copies = tuple(stride is None for stride in strides)

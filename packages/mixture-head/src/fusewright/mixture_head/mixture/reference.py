@@ -55,8 +55,8 @@ def mixture_log_likelihood(
     components = mixture_components(params, softplus=softplus, low=low, high=high, eps=eps)
     component = log_joint(components, y)
     # Less its maximum before logsumexp, whose gradient is exp of a difference from its result:
-    # there the logarithm of a number of ties is lost beside a distance. The lowest finite number
-    # in place of -inf, whose distance to itself is NaN.
+    # there the logarithm of a number of ties is lost to the rounding of a distance. The lowest
+    # finite number in place of -inf, whose distance to itself is NaN.
     top = component.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(component.dtype).min)
     log_p = (component - top).logsumexp(-1) + top.squeeze(-1)
     return log_p if mask is None else torch.where(mask, log_p, 0.0)
@@ -145,7 +145,7 @@ def log_joint(components: Components, y: Tensor) -> Tensor:
 
 def standardised(y: Tensor, mean: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
     """z = (y - mu) / sigma of every component, and 0. Past FAR nothing depends on the distance any
-    more: there z is 0, and FAR, with the distance's sign, stands beside it.
+    more: there z is 0, and the second result is FAR with the distance's sign.
     """
     # Of halves, because the difference of two finite numbers may overflow.
     half = 0.5 * y.to(mean.dtype)[..., None] - 0.5 * mean

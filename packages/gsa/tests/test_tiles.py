@@ -15,7 +15,7 @@ from fusewright.gsa._launch import kinds
 from fusewright.gsa._paths import goes_by_tiles
 from fusewright.gsa._sparse_problem import Sparse, sparse_of
 from fusewright.gsa._unions import plan_keys_tiles, plan_members, plan_queries_tiles
-from fusewright_testkit import Yardstick
+from fusewright_testkit import Yardstick, assert_within
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TILES = dict(path="tiles")
@@ -75,21 +75,17 @@ def test_bits_of_a_tile_may_take_several_words(sparse, tiles_of, device):
 
 
 def test_stretches_of_queries_give_the_gradients_of_the_whole(sparse, monkeypatch, device):
-    leaves = [x.requires_grad_() for x in sparse.draw((2, 20, 18, 2, 8), F32, device)]
+    tensors = sparse.draw((2, 20, 18, 2, 8), F32, device)
     indices = drawn((2, 20, 5), 18, device)
-
-    def everything():
-        o, lse = sparse.kernels(*leaves, indices, None, **TILES)
-        return [o, lse, *torch.autograd.grad(o.square().sum() + lse.sum(), leaves)]
-
-    whole = everything()
+    kernels = partial(sparse.kernels, indices=indices, count=None, **TILES)
+    yardstick = Yardstick(partial(sparse.reference, indices=indices, count=None), tensors)
+    whole = yardstick.run(kernels)
     monkeypatch.setattr(_unions, "MEMBERS_AT_A_TIME", 1)
     _sparse.sparse_plan.cache_clear()
     _sparse_backward.sparse_gradients_plan.cache_clear()
-    found = everything()
-    for name, one, other in zip(("o", "lse", "dq", "dk", "dv"), found, whole, strict=True):
-        assert torch.equal(one, other) or name in ("dk", "dv")
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    yardstick.check(kernels)
+    # o, lse and dq are no sums over queries.
+    assert all(map(torch.equal, yardstick.run(kernels)[:3], whole[:3]))
 
 
 def test_key_that_is_named_twice_counts_once(sparse, device):
@@ -105,11 +101,11 @@ def test_key_that_is_named_twice_counts_once(sparse, device):
 
 @pytest.mark.parametrize("tokens", [1, 18])
 def test_selection_of_all_keys_is_dense_attention(sparse, tokens, device):
-    q, k, v = sparse.draw((1, tokens, tokens, 2, 16), F32, device)
     slot = torch.arange(tokens, device=device, dtype=torch.int32)
     indices = torch.where(slot <= slot[:, None], slot, -1).expand(1, -1, -1)
-    o, _ = sparse.kernels(q, k, v, indices, None, scale=None, **TILES)
-    torch.testing.assert_close(o, dense(q, k, v), rtol=1e-5, atol=2e-6)
+    Yardstick(dense, sparse.draw((1, tokens, tokens, 2, 16), F32, device)).check(
+        lambda *tensors: sparse.kernels(*tensors, indices, None, scale=None, **TILES)[0]
+    )
 
 
 def dense(q, k, v):
@@ -121,22 +117,21 @@ def dense(q, k, v):
 
 @pytest.mark.parametrize("shape", [(1, 7, 7, 2, 8), (2, 3, 9, 4, 8)])
 def test_dense_below_is_causal_attention_to_all_keys(sparse, shape, backend, device):
-    leaves = [x.requires_grad_() for x in sparse.draw(shape, F32, device)]
-    keys = shape[2]
+    tensors, keys = sparse.draw(shape, F32, device), shape[2]
     indices = torch.zeros(*shape[:2], 1, dtype=torch.int32, device=device)
     options = dict(scale=None, backend=backend)
-    expected = dense(*leaves)
-    o, lse = sparse.public(*leaves, indices, None, dense_below=keys + 1, **options)
-    torch.testing.assert_close(o, expected, rtol=1e-5, atol=2e-6)
-    assert lse.isfinite().all()
-    do = torch.randn_like(o)
-    pairs = zip(*(torch.autograd.grad(y, leaves, do) for y in (o, expected)), strict=True)
-    for found, grad in pairs:
-        torch.testing.assert_close(found, grad, rtol=1e-5, atol=4e-6)
+
+    def below(bound):
+        return lambda *tensors: sparse.public(*tensors, indices, None, dense_below=bound, **options)
+
+    yardstick = Yardstick(dense, tensors)
+    yardstick.check(lambda *tensors: below(keys + 1)(*tensors)[0])
+    assert below(keys + 1)(*tensors)[1].isfinite().all()
     # Never without being asked.
-    selected = sparse.public(*leaves, indices, None, dense_below=keys, **options)[0]
-    assert torch.equal(selected, sparse.public(*leaves, indices, None, **options)[0])
-    assert not torch.allclose(selected, expected)
+    selected = below(keys)(*tensors)[0]
+    assert torch.equal(selected, sparse.public(*tensors, indices, None, **options)[0])
+    with pytest.raises(AssertionError, match="output 0: largest error"):
+        yardstick.check(lambda *tensors: below(keys)(*tensors)[0])
 
 
 def test_queries_without_keys_are_zero(sparse, device):
@@ -185,19 +180,17 @@ def test_same_inputs_same_bits(sparse, device):
 @needs_kernels
 @pytest.mark.parametrize("order", [("queries", "tiles"), ("tiles", "queries")])
 def test_each_pass_may_take_its_own_path(sparse, order, device):
-    leaves = [x.requires_grad_() for x in sparse.draw((1, 6, 20, 4, 8), F32, device)]
-    indices, count = (x.unsqueeze(1) for x in sparse.selection(*leaves[:2]))
-    operands = (*(x.detach() for x in leaves), indices, count)
+    tensors = sparse.draw((1, 6, 20, 4, 8), F32, device)
+    indices, count = (x.unsqueeze(1) for x in sparse.selection(*tensors[:2]))
+    operands = (*tensors, indices, count)
     forward, backward = order
+    do = torch.randn_like(tensors[0])
     o, lse, softmax, _ = _sparse.launch_sparse(*operands, 0.3, forward)
-    truth = sparse.reference(*leaves, indices[:, 0], count[:, 0])
-    torch.testing.assert_close((o, lse), tuple(truth), rtol=1e-5, atol=2e-6)
-    do = torch.randn_like(o)
     gradients = (do, None, *operands, o, softmax, 0.3, backward)
-    found = _sparse_backward.launch_sparse_backward(*gradients)
-    expected = torch.autograd.grad(truth[0], leaves, do)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    found = (o, lse, *_sparse_backward.launch_sparse_backward(*gradients))
+    yardstick = Yardstick(sparse.reference, tensors, [do, None])
+    for one, truth, allowed in zip(found, yardstick.truth, yardstick.allowed, strict=True):
+        assert_within(one, truth, allowed)
 
 
 @needs_kernels

@@ -58,7 +58,10 @@ def algorithm_1(
     ],
     ids=["ours", "paper", "every-step"],
 )
-def test_parameters_are_as_near_to_fp64_as_the_formula(training, device, backend, options):
+@pytest.mark.parametrize("ns_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_parameters_are_as_near_to_fp64_as_the_formula(
+    training, device, backend, options, ns_dtype
+):
     training.shapes = SHAPES
     tensors = [p.detach() for p in training.parameters(device=device)]
     # Two firings, and steps after them.
@@ -77,11 +80,11 @@ def test_parameters_are_as_near_to_fp64_as_the_formula(training, device, backend
     def ours(*tensors):
         ps = [torch.nn.Parameter(x.detach().clone()) for x in tensors]
         # Whatever is not asked for is the optimizer's own.
-        mine = {"frequency": 2, "ns_dtype": None, "backend": backend, **options}
+        mine = {"frequency": 2, "ns_dtype": ns_dtype, "backend": backend, **options}
         training.run(functools.partial(M3, lr=0.02, **mine), ps, steps)
         return tuple(p.detach() for p in ps)
 
-    Yardstick(eager, tensors, [None] * len(tensors)).check(ours)
+    Yardstick(eager, tensors, [None] * len(tensors), ns_dtype).check(ours)
 
 
 def test_slow_momentum_moves_parameters_after_its_chunk(training, device):

@@ -293,22 +293,33 @@ def test_tensors_see_the_highest_of_all_tensors(learned, backend, device):
 
 
 def test_parameters_of_several_dtypes_and_groups_move_in_one_step(learned, backend, device):
+    """Narrow ones as those of fp32 that begin where they do, rounded once."""
     networks = learned.velo_networks(device)
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
     (x,) = learned.drawn([(6, 4)], device)
-    ps = [torch.nn.Parameter(x.to(dtype, copy=True)) for dtype in dtypes]
+    narrow = [torch.nn.Parameter(x.to(dtype)) for dtype in (torch.bfloat16, torch.float16)]
+    wide = [torch.nn.Parameter(p.detach().float()) for p in narrow]
     still = torch.nn.Parameter(x.clone())
     zero = torch.zeros((), device=device)
-    groups = [{"params": ps}, {"params": [still], "lr": zero, "weight_decay": zero}]
+    groups = [
+        {"params": narrow + wide},
+        {"params": [still], "lr": zero, "weight_decay": zero},
+    ]
     optimizer = VeLO(groups, networks, 20, lr=0.2, max_grad_norm=1.0, backend=backend)
-    for p in (*ps, still):
+    ps = [*narrow, *wide, still]
+    for p in ps:
         p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in ps]
     optimizer.step(1.0)
-    assert optimizer.grad_norm.item() == pytest.approx(math.sqrt(4 * 24))
-    moves = [p.detach().float() - x for p in ps]
-    assert moves[0].abs().max() > 0.01
-    torch.testing.assert_close(moves[1], moves[0], rtol=0.0, atol=0.02)
-    torch.testing.assert_close(moves[2], moves[0], rtol=0.0, atol=0.003)
+    fp32 = torch.finfo(torch.float32).eps
+    norm = math.sqrt(sum(p.numel() for p in ps))
+    assert abs(optimizer.grad_norm.item() - norm) <= fp32 * norm
+    for p, q, start in zip(narrow, wide, before, strict=False):
+        assert (p != start).any()
+        # Half a unit, where the interpreter does not cut bf16 off; and what rounds q, in a sum and
+        # a product.
+        cut = backend == "triton" and device == "cpu" and p.dtype == torch.bfloat16
+        bound = torch.finfo(p.dtype).eps * (1.0 if cut else 0.5) + 2 * fp32
+        assert (p.float() - q).abs().le(bound * q.abs()).all()
     assert torch.equal(still, x)
 
 

@@ -107,7 +107,7 @@ def test_same_inputs_same_bits(tokens):
 def test_modes_of_a_reversible_stack_train_to_the_same_bits(tokens):
     exact, stored = (trained(mode, tokens[:, :21], 20) for mode in ("exact", "stored"))
     assert torch.equal(exact, stored)
-    assert exact[-1] < exact[0]
+    assert exact[-1] < exact[0] - 0.5
 
 
 def loss_of_tokens(tokens):

@@ -5,16 +5,6 @@ from __future__ import annotations
 import torch
 from fusewright_models import _stream_launches as streams
 from fusewright_models._fixed_point_kernels import advance, undo
-from fusewright_models._vocabulary_kernels import softmax_gradient_
-
-
-def softmax_gradients() -> None:
-    """With and without the gradient, of a large and a small vocabulary."""
-    for vocabulary in (32000, 256):
-        for with_gradient in (True, False):
-            logits = torch.empty(4, vocabulary, dtype=torch.bfloat16)
-            targets = torch.zeros(4, dtype=torch.int64)
-            softmax_gradient_(logits, targets, with_gradient=with_gradient)
 
 
 def steps_of_states() -> None:

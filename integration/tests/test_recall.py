@@ -8,8 +8,7 @@ import pytest
 import torch
 from fusewright_models import recall
 from fusewright_models.recall import RecallPoint, RecallTraining, train_recall, write_results
-from fusewright_models.text.recall import KeyValueRecall, recall_accuracy
-from fusewright_models.vocabulary_loss import IGNORED
+from fusewright_models.text.recall import IGNORED, KeyValueRecall, recall_accuracy
 from typer.testing import CliRunner
 
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
+from fusewright.cross_entropy import linear_cross_entropy
 from fusewright.norm import Backend, RMSNorm
 from torch import Tensor, nn
 
@@ -31,7 +32,6 @@ from .hybrid_layers import NORM_EPS, Caches, HybridLayer, Observer, all_keys, dr
 from .midpoint import MidpointStack, Passed
 from .streams import replicated
 from .token_input import check_tokens
-from .vocabulary_loss import vocabulary_loss
 
 BACKENDS = get_args(Backend)
 STD = 0.02
@@ -87,7 +87,7 @@ class HybridLM(nn.Module):
         super().__init__()
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}; got {backend!r}")
-        self.config = config
+        self.config, self.backend = config, backend
         self.embedding = self._make_embedding(token_bytes, backend)
         layers = [
             HybridLayer(config, place, sparse=config.is_sparse(place), backend=backend)
@@ -212,4 +212,6 @@ class HybridLM(nn.Module):
         return self.stack(replicated(self.embedding(tokens), self.config.streams), **context)
 
     def _cross_entropy(self, h: Tensor, targets: Tensor) -> Tensor:
-        return vocabulary_loss(self.final_norm(h), self.head.weight, targets.long())
+        return linear_cross_entropy(
+            self.final_norm(h), self.head.weight, targets.long(), backend=self.backend
+        )

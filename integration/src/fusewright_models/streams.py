@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import _stream_ops as kernels
+from .devices import autocast_dtype
 from .fixed_point import wide
 from .transformer_np_layers import without_autocast
-from .vocabulary_loss import autocast_dtype
 
 EPS = 1e-6
 # Streams that can be mixed.

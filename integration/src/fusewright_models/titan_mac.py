@@ -42,15 +42,16 @@ from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from fusewright.attention import Backend
+from fusewright.cross_entropy import linear_cross_entropy
 from fusewright.norm import RMSNorm
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from .devices import autocast_dtype
 from .titan_mac_config import TitanMACConfig
 from .titan_mac_layers import Attention, Block, LayerState, Rotation
 from .token_input import check_tokens
-from .vocabulary_loss import autocast_dtype, vocabulary_loss
 
 BACKENDS = get_args(Backend)
 EMBEDDING_STD = 0.02
@@ -108,7 +109,7 @@ class TitanMAC(nn.Module):
         super().__init__()
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}; got {backend!r}")
-        self.config = config
+        self.config, self.backend = config, backend
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, backend=backend) for _ in range(config.layers))
         self.final_norm = RMSNorm(config.dim, backend=backend)
@@ -188,7 +189,7 @@ class TitanMAC(nn.Module):
             raise ValueError(f"wanted tokens [B, T + 1], at least one; got {list(tokens.shape)}")
         hidden, _ = self(tokens[:, :-1], state)
         targets = tokens[:, 1:].long() if targets is None else targets
-        return vocabulary_loss(hidden, self.embedding.weight, targets)
+        return linear_cross_entropy(hidden, self.embedding.weight, targets, backend=self.backend)
 
     def init_state(self, batch: int) -> TitanMACState:
         """The state before the first token of ``batch`` sequences."""

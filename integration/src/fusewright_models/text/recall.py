@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..vocabulary_loss import IGNORED
 from .windows import mixed
+
+# As target: nothing is to be predicted there.
+IGNORED = -100
 
 
 @dataclass(frozen=True)

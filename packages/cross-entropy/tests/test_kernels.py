@@ -1,32 +1,24 @@
-"""The launch that turns logits into their gradient; what it is for, test_vocabulary_loss has."""
+"""The launch that turns logits into their gradient; its use is in test_linear_cross_entropy."""
 
 from __future__ import annotations
 
-import pathlib
+from functools import partial
 
 import pytest
 import torch
-from fusewright_models import vocabulary_loss as module
-from fusewright_models._vocabulary_kernels import softmax_gradient_
-from fusewright_models.vocabulary_loss import vocabulary_loss
-from fusewright_testkit.compiled import GPUS, compiled_in_a_process
+from fusewright.cross_entropy import linear_cross_entropy
+from fusewright.cross_entropy.linear import launch, reference
+from fusewright.cross_entropy.linear import linear_cross_entropy as module
+from fusewright.cross_entropy.linear.launch import softmax_gradient_
+from fusewright_testkit import Yardstick
 
-HERE = pathlib.Path(__file__).parent
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def softmax_gradient(logits, targets):
-    """The same by torch, in the dtype of the logits' logarithms."""
-    wide = torch.promote_types(logits.dtype, F32)
-    log_p = torch.log_softmax(logits, -1, dtype=wide).gather(-1, targets.unsqueeze(-1))
-    g = torch.softmax(logits, -1).scatter(-1, targets.unsqueeze(-1), log_p.expm1().to(logits.dtype))
-    return log_p.squeeze(-1), g
 
 
 def assert_no_worse_than_torch(logits, targets) -> None:
     """Both held against fp64: at most twice torch's error and two units in the last place."""
-    truth = softmax_gradient(logits.double(), targets)
-    plain = softmax_gradient(logits, targets)
+    truth = reference.softmax_gradient(logits.double(), targets, with_gradient=True)
+    plain = reference.softmax_gradient(logits, targets, with_gradient=True)
     ours = logits.clone()
     found = softmax_gradient_(ours, targets, with_gradient=True), ours
     for value, eager, wanted in zip(found, plain, truth, strict=True):
@@ -111,12 +103,11 @@ def test_loss_by_the_launch_is_the_loss_by_torch(device, monkeypatch):
     weight = torch.randn(50, 8, device=device, requires_grad=True)
     targets = torch.randint(50, (33,), device=device)
     targets[4:9] = -100
-    truth = vocabulary_loss(x.double(), weight.double(), targets)
+    truth = linear_cross_entropy(x.double(), weight.double(), targets)
     exact = [truth, *torch.autograd.grad(truth, (x, weight))]
     errors = []
-    for serves in (True, False):
-        monkeypatch.setattr(module, "_kernel_serves", lambda logits, serves=serves: serves)
-        loss = vocabulary_loss(x, weight, targets)
+    for backend in ("triton", "reference"):
+        loss = linear_cross_entropy(x, weight, targets, backend=backend)
         found = [loss, *torch.autograd.grad(loss, (x, weight))]
         errors.append([(y - z).detach().abs().max() for y, z in zip(found, exact, strict=True)])
     ulps = [2 * torch.finfo(F32).eps * z.detach().abs().max() for z in exact]
@@ -124,10 +115,58 @@ def test_loss_by_the_launch_is_the_loss_by_torch(device, monkeypatch):
         assert ours <= 2 * eager + unit
 
 
-@pytest.mark.parametrize("capability", GPUS)
-def test_kernel_compiles_without_a_spill(capability):
-    printed = compiled_in_a_process(HERE, "softmax_gradients", capability)
-    assert printed.count("_softmax_gradient_kernel") == 4
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_loss_and_gradients_are_as_near_to_fp64_as_torch(dtype, backend, device):
+    x = torch.randn(33, 8, device=device, dtype=dtype)
+    weight = torch.randn(50, 8, device=device, dtype=dtype)
+    targets = torch.randint(50, (33,), device=device)
+    Yardstick(reference.linear_cross_entropy, [x, weight, targets]).check(
+        partial(linear_cross_entropy, backend=backend)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_full_sizes_are_as_near_to_fp64_as_torch(dtype):
+    """In two chunks."""
+    x = torch.randn(4096, 320, device="cuda", dtype=dtype)
+    weight = (torch.randn(32000, 320, device="cuda") * 320**-0.5).to(dtype)
+    targets = torch.randint(32000, (4096,), device="cuda")
+    Yardstick(reference.linear_cross_entropy, [x, weight, targets]).check(
+        partial(linear_cross_entropy, backend="triton")
+    )
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_auto_on_a_cpu_is_the_reference_to_the_bit(dtype):
+    x, weight = torch.randn(9, 8).to(dtype), torch.randn(50, 8).to(dtype)
+    targets = torch.randint(50, (9,))
+    found, expected = (
+        linear_cross_entropy(x, weight, targets, backend=backend)
+        for backend in ("auto", "reference")
+    )
+    assert torch.equal(found, expected)
+
+
+def test_triton_takes_the_launch_once_a_chunk_and_refuses_fp64(device, monkeypatch):
+    calls = []
+
+    def counted(logits, targets, **options):
+        calls.append((len(logits), options["with_gradient"]))
+        return softmax_gradient_(logits, targets, **options)
+
+    monkeypatch.setattr(launch, "softmax_gradient_", counted)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 500)
+    x = torch.randn(25, 8, device=device, requires_grad=True)
+    weight, targets = torch.randn(50, 8, device=device), torch.zeros(25, dtype=torch.int64)
+    targets = targets.to(device)
+    linear_cross_entropy(x, weight, targets, backend="triton")
+    assert calls == [(9, True), (9, True), (7, True)]
+    linear_cross_entropy(x.detach(), weight, targets, backend="triton")
+    assert calls[3:] == [(9, False), (9, False), (7, False)]
+    with pytest.raises(RuntimeError, match=r"not torch\.float64"):
+        linear_cross_entropy(x.double(), weight.double(), targets, backend="triton")
 
 
 @pytest.mark.gpu
@@ -148,19 +187,22 @@ def test_logits_past_31_bits_of_elements():
 
 
 @pytest.mark.gpu
-def test_loss_takes_the_launch_on_a_card_and_compiles_without_it(monkeypatch):
-    asked = []
-    serves = module._kernel_serves
-    monkeypatch.setattr(module, "_kernel_serves", lambda x: asked.append(serves(x)) or asked[-1])
+def test_loss_takes_the_launch_on_a_gpu_and_compiles_without_it(monkeypatch):
+    calls = []
+
+    def counted(*operands, **options):
+        calls.append(operands)
+        return softmax_gradient_(*operands, **options)
+
+    monkeypatch.setattr(launch, "softmax_gradient_", counted)
     x = torch.randn(300, 64, device="cuda", dtype=BF16, requires_grad=True)
     weight = torch.randn(5000, 64, device="cuda", dtype=BF16, requires_grad=True)
     targets = torch.randint(5000, (300,), device="cuda")
-    loss = vocabulary_loss(x, weight, targets)
-    assert asked
-    assert all(asked)
-    monkeypatch.undo()
-    truth = vocabulary_loss(x.double(), weight.double(), targets)
-    compiled = torch.compile(vocabulary_loss, fullgraph=True)(x, weight, targets)
+    loss = linear_cross_entropy(x, weight, targets)
+    assert len(calls) == 1
+    truth = linear_cross_entropy(x.double(), weight.double(), targets)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True)(x, weight, targets)
+    assert len(calls) == 1
     unit = torch.finfo(F32).eps * truth
     assert abs(compiled - truth) <= 2 * abs(loss - truth) + 2 * unit
     assert abs(loss - truth) <= 2 * abs(compiled - truth) + 2 * unit

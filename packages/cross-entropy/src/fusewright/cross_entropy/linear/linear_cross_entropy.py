@@ -1,15 +1,20 @@
-"""Cross entropy over a large vocabulary, of which the logits are never all in memory.
+r"""Cross entropy over a large vocabulary, of which the logits are never all in memory.
 
     loss = mean over rows r with a target of  log sum_v exp(x_r . w_v) - x_r . w_target(r)
 
-Rows are taken in chunks. The forward pass of a chunk makes its logits and, where a gradient will be
-asked for, turns them into their own gradient g = softmax(logits) - one_hot(target) on the spot and
-that into dx = g w and dw += g^T x: three large products for a chunk, and none computed twice. The
-backward pass multiplies both by a number.
+x is [.., d], one row for each target; weight is [V, d]. Rows are taken in chunks. The forward pass
+of a chunk makes its logits and, where a gradient will be asked for, turns them into their own
+gradient g = softmax(logits) - one_hot(target) on the spot and that into dx = g w and dw += g^T x:
+three large products for a chunk, and none computed twice. Saved for the backward pass: dx and dw,
+which it multiplies by a number.
 
 Logits are in the operands' dtype, as torch's product makes them; log-sum-exp, loss and the sum of
-dw over chunks are fp32 (fp64 for fp64 operands). On a card g takes the logits' place in one launch,
+dw over chunks are fp32 (fp64 for fp64 operands). On a GPU g takes the logits' place in one launch,
 where torch's operations read and write them six times (docs/decisions/0007).
+
+That launch is a function inside the derivative and no registered op: it overwrites its argument,
+and an op that returned g beside the logits would hold two chunks. torch.compile traces the chunk in
+torch's operations instead, which it fuses.
 
 torch 2.13 has ``torch.nn.functional.linear_cross_entropy``, which takes chunks too. It computes the
 loss where the operands are fp32 or fp64. Of bf16 operands it returns a loss in bf16 and adds dw in
@@ -20,47 +25,41 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .devices import takes_launches
-from .transformer_np_layers import without_autocast
+from .._core.backends import Backend, check_backend, uses_triton
+from .._core.checks import check_device, check_dtype, check_floating, check_strided
+from .._core.launches import cdiv
+from .._core.precision import autocasts, without_autocast
+from . import launch, reference
 
-IGNORED = -100
+Tensor = torch.Tensor
+
 # Of a chunk's logits: an eighth of a GiB in bf16.
 CHUNK_ELEMENTS = 2**26
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What products are computed in there; None where nothing says but their operands."""
-    # Autocast knows no meta tensors.
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
-
-
-class _VocabularyLoss(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
     """The sum over rows; gradients to x ``[N, d]`` and weight ``[V, d]``."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index, dtype, chunks, with_gradient):
+    def forward(ctx, x, weight, targets, ignore_index, dtype, chunks, with_gradient, launches):
         matrix, wide = weight.to(dtype), torch.promote_types(dtype, torch.float32)
-        counted = (targets != ignore_index).unsqueeze(-1)
+        counted = targets != ignore_index
         # Rows that count for nothing may hold anything.
-        rows = torch.where(counted, x.to(dtype), 0.0).chunk(chunks)
-        indices = torch.where(counted, targets.unsqueeze(-1), 0).chunk(chunks)
+        rows = torch.where(counted.unsqueeze(-1), x.to(dtype), 0.0).chunk(chunks)
+        indices = torch.where(counted, targets, 0).chunk(chunks)
         dw = torch.zeros_like(weight, dtype=wide) if with_gradient else None
         log_p, dx = [], []
         for row, index in zip(rows, indices, strict=True):
-            found, g = _log_p_and_gradient(row @ matrix.mT, index, wide, with_gradient)
+            found, g = _log_p_and_gradient(row @ matrix.mT, index, with_gradient, launches)
             log_p.append(found)
             if dw is None:
                 continue
             dx.append(g @ matrix)
             dw += _wide_product(g.mT, row, wide)
         if dw is not None:
-            ctx.save_for_backward(torch.where(counted, torch.cat(dx), 0.0), dw)
+            ctx.save_for_backward(torch.where(counted.unsqueeze(-1), torch.cat(dx), 0.0), dw)
             ctx.dtypes = x.dtype, weight.dtype
         return -torch.where(counted, torch.cat(log_p), 0.0).sum()
 
@@ -70,29 +69,17 @@ class _VocabularyLoss(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         scaled = ((dtotal * dx).to(x_dtype), (dtotal * dw).to(weight_dtype))
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 def _log_p_and_gradient(
-    logits: Tensor, index: Tensor, wide: torch.dtype, with_gradient: bool
+    logits: Tensor, index: Tensor, with_gradient: bool, launches: bool
 ) -> tuple[Tensor, Tensor]:
-    """log p of each row's target, ``[N, 1]``, and p - one_hot(target), which may be the logits."""
-    if _kernel_serves(logits):
-        from ._vocabulary_kernels import softmax_gradient_
-
-        with torch.cuda.device_of(logits):
-            log_p = softmax_gradient_(logits, index.squeeze(-1), with_gradient=with_gradient)
-        return log_p.unsqueeze(-1), logits
-    log_p = torch.log_softmax(logits, -1, dtype=wide).gather(-1, index)
-    if not with_gradient:
-        return log_p, logits
-    # p - 1 of the target from its logarithm: their difference in bf16 would be wrong.
-    return log_p, torch.softmax(logits, -1).scatter_(-1, index, log_p.expm1().to(logits.dtype))
-
-
-def _kernel_serves(logits: Tensor) -> bool:
-    """Whether a launch of ours may take the logits."""
-    return logits.is_cuda and logits.dtype in KERNEL_DTYPES and takes_launches(logits)
+    """log p of each row's target, ``[N]``, and p - one_hot(target), which may be the logits."""
+    # Not a tensor that only stands for another.
+    if launches and type(logits) is Tensor and not torch.compiler.is_compiling():
+        return launch.softmax_gradient_(logits, index, with_gradient=with_gradient), logits
+    return reference.softmax_gradient(logits, index, with_gradient=with_gradient)
 
 
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,36 +89,50 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a @ b).to(dtype)
 
 
-def vocabulary_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = IGNORED
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    backend: Backend = "auto",
 ) -> Tensor:
     """``F.cross_entropy(F.linear(x, weight), targets)`` without its logits.
 
     Args:
-        x: ``[.., d]``, one row for each target.
+        x: ``[.., d]``, one row for each target, in fp32, bf16, fp16 or fp64.
         weight: ``[V, d]``, in x's dtype; under autocast both are taken in its dtype.
         targets: ``[..]``, int64, each below V or ``ignore_index``. They are not read for a check:
             others make the loss NaN, or fail as in torch.
         ignore_index: rows with this target count for nothing and get gradients of zero.
+        backend: "auto" takes the kernel for CUDA tensors and plain torch for CPU tensors, and on
+            either torch's own function for fp32 and fp64 where torch has one; "reference" takes
+            plain torch; "triton" takes the kernel, and raises where it cannot serve. While
+            torch.compile traces, each takes torch's operations.
 
     Returns:
         The mean over rows that count: a scalar in fp32 (fp64 for fp64 operands), NaN where none
         does. Differentiable once in x and weight; nothing waits for the device.
 
     Raises:
-        TypeError: x or weight is not floating point, or targets not int64.
+        TypeError: x or weight is not a floating tensor, or targets not int64.
         ValueError: shapes, dtypes or devices do not go together.
+        RuntimeError: backend is "triton" and the kernel cannot serve this call.
     """
+    check_backend(backend)
     _check(x, weight, targets)
-    dtype = autocast_dtype(x.device) or weight.dtype
+    casts = autocasts(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if casts else weight.dtype
+    torchs = backend != "triton" and _torchs_is_exact(dtype)
+    launches = not torchs and uses_triton(x, backend)
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    chunks = max(1, -(-len(x) * len(weight) // CHUNK_ELEMENTS))
+    chunks = max(1, cdiv(len(x) * len(weight), CHUNK_ELEMENTS))
     with without_autocast(x.device):
-        if _torchs_is_exact(dtype):
+        if torchs:
             return _torchs(x.to(dtype), weight.to(dtype), targets, ignore_index, chunks)
         with_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        total = _VocabularyLoss.apply(
-            x, weight, targets, ignore_index, dtype, chunks, with_gradient
+        total = _LinearCrossEntropy.apply(
+            x, weight, targets, ignore_index, dtype, chunks, with_gradient, launches
         )
         return _mean(total, targets, ignore_index)
 
@@ -150,7 +151,7 @@ def _mean(total: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
 
 def _torchs(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunks: int) -> Tensor:
     options = torch.nn.LinearCrossEntropyOptions(
-        batch_chunk_size=max(1, -(-len(x) // chunks)), allow_retain_graph=True
+        batch_chunk_size=max(1, cdiv(len(x), chunks)), allow_retain_graph=True
     )
     total = F.linear_cross_entropy(
         x, weight, targets, ignore_index=ignore_index, reduction="sum", options=options
@@ -159,19 +160,19 @@ def _torchs(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk
 
 
 def _check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
-    if not (x.is_floating_point() and weight.is_floating_point()):
-        raise TypeError(f"wanted x and weight in floating point; got {x.dtype} and {weight.dtype}")
+    check_floating("x", x)
+    check_floating("weight", weight)
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets must be a tensor, got {type(targets).__name__}")
     if targets.dtype != torch.int64:
-        raise TypeError(f"wanted targets in int64; got {targets.dtype}")
+        raise TypeError(f"targets must be int64, got {targets.dtype}")
+    check_strided("targets", targets)
     if weight.ndim != 2 or x.shape != (*targets.shape, weight.shape[1]):
         raise ValueError(
-            f"wanted x [.., d], weight [V, d], targets [..]; got {list(x.shape)}, "
-            f"{list(weight.shape)}, {list(targets.shape)}"
+            f"x, weight and targets must be [.., d], [V, d] and [..], got {list(x.shape)}, "
+            f"{list(weight.shape)} and {list(targets.shape)}"
         )
-    if not x.device == weight.device == targets.device:
-        raise ValueError(
-            "wanted x, weight and targets on one device; got them on "
-            f"{x.device}, {weight.device} and {targets.device}"
-        )
-    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
-        raise ValueError(f"wanted x and weight in one dtype; got {x.dtype} and {weight.dtype}")
+    check_device("weight", weight, "x", x)
+    check_device("targets", targets, "x", x)
+    if not autocasts(x.device.type):
+        check_dtype("weight", weight, "x", x)

@@ -1,12 +1,17 @@
+"""The loss and its gradients: those of all logits at once, in chunks and by torch's function."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright_models import vocabulary_loss as module
-from fusewright_models.vocabulary_loss import IGNORED, vocabulary_loss
+from fusewright.cross_entropy import linear_cross_entropy
+from fusewright.cross_entropy.linear import linear_cross_entropy as module
+from fusewright.cross_entropy.linear import reference
 from fusewright_testkit import capture, no_synchronisation
 
+IGNORED = -100
+SHAPES = r"x, weight and targets must be \[.., d\], \[V, d\] and \[..\], got"
 CHUNKED = "chunked"
 WAYS = [CHUNKED]
 if hasattr(F, "linear_cross_entropy"):
@@ -27,9 +32,7 @@ def operands(*shape: int, width: int = 8, vocabulary: int = 50, dtype=torch.floa
     return x, weight, torch.randint(vocabulary, shape)
 
 
-def plain(x, weight, targets, ignore_index=IGNORED):
-    logits = F.linear(x, weight).flatten(0, -2)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index)
+plain = reference.linear_cross_entropy
 
 
 def assert_same(found, expected) -> None:
@@ -43,7 +46,7 @@ def assert_same(found, expected) -> None:
 def test_loss_and_gradients_are_those_of_all_logits(way, shape):
     x, weight, targets = operands(*shape)
     results = []
-    for function in (vocabulary_loss, plain):
+    for function in (linear_cross_entropy, plain):
         loss = function(x, weight, targets)
         results.append([loss, *torch.autograd.grad(3.0 * loss, (x, weight))])
     assert_same(*results)
@@ -55,7 +58,7 @@ def test_ignored_rows_count_for_nothing(way, ignored):
     targets[0, 2:5] = ignored
     targets[2] = ignored
     results = []
-    for function in (vocabulary_loss, plain):
+    for function in (linear_cross_entropy, plain):
         loss = function(x, weight, targets, ignore_index=ignored)
         results.append([loss, *torch.autograd.grad(loss, (x, weight))])
     assert_same(*results)
@@ -70,31 +73,31 @@ def test_either_operand_alone_gets_its_gradient(way, leaf):
     expected = torch.autograd.grad(plain(x, weight, targets), (x, weight))[leaf]
     parts = [x.detach(), weight.detach()]
     parts[leaf].requires_grad_()
-    assert_same(torch.autograd.grad(vocabulary_loss(*parts, targets), parts[leaf]), [expected])
+    assert_same(torch.autograd.grad(linear_cross_entropy(*parts, targets), parts[leaf]), [expected])
 
 
 def test_loss_without_gradients_is_the_same(way):
     x, weight, targets = operands(33)
-    loss = vocabulary_loss(x, weight, targets)
+    loss = linear_cross_entropy(x, weight, targets)
     with torch.no_grad():
-        again = vocabulary_loss(x, weight, targets)
+        again = linear_cross_entropy(x, weight, targets)
     assert not again.requires_grad
     assert torch.equal(loss, again)
 
 
 def test_backward_pass_may_run_twice(way):
     x, weight, targets = operands(33)
-    loss = vocabulary_loss(x, weight, targets)
+    loss = linear_cross_entropy(x, weight, targets)
     first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, (x, weight))))
 
 
 def test_nothing_to_predict_gives_nan_and_gradients_of_zero(way):
     x, weight, targets = operands(5)
-    loss = vocabulary_loss(x, weight, torch.full_like(targets, IGNORED))
+    loss = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORED))
     assert loss.isnan()
     assert not any(grad.any() for grad in torch.autograd.grad(loss, (x, weight)))
-    assert vocabulary_loss(x[:0], weight, targets[:0]).isnan()
+    assert linear_cross_entropy(x[:0], weight, targets[:0]).isnan()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,7 @@ def test_torchs_function_where_it_exists_takes_what_it_rounds_nowhere(
     if hasattr(F, "linear_cross_entropy"):
         counted(F, "linear_cross_entropy")
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        vocabulary_loss(*operands(5, dtype=dtype)).backward()
+        linear_cross_entropy(*operands(5, dtype=dtype)).backward()
     assert calls == ["linear_cross_entropy" if by_torch else "_log_p_and_gradient"]
 
 
@@ -136,7 +139,7 @@ def test_no_tensor_has_all_logits(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 8 * 500)
     x, weight, targets = operands(64, vocabulary=500)
     with LargestTensor() as seen:
-        vocabulary_loss(x, weight, targets).backward()
+        linear_cross_entropy(x, weight, targets).backward()
     assert seen.elements == max(8 * 500, weight.numel())
 
 
@@ -161,7 +164,7 @@ def test_autocast_rounds_products_alone(device):
     truth = plain(x.double(), weight.double(), targets)
     exact = [truth, *torch.autograd.grad(truth, leaves)]
     errors = []
-    for function in (vocabulary_loss, plain):
+    for function in (linear_cross_entropy, plain):
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = function(x, weight, targets)
         found = [loss, *torch.autograd.grad(loss, leaves)]
@@ -178,7 +181,7 @@ def test_gradient_of_a_sure_prediction_is_not_rounded_away():
     scale = torch.log(torch.tensor(2.0**12 - 1.0)).item() / 2
     weight = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16, requires_grad=True)
     x = torch.tensor([[scale]], dtype=torch.bfloat16, requires_grad=True)
-    loss = vocabulary_loss(x, weight, torch.tensor([0]))
+    loss = linear_cross_entropy(x, weight, torch.tensor([0]))
     expected = -2 * torch.sigmoid(-2 * x.detach().double())
     (dx,) = torch.autograd.grad(loss, x)
     assert loss.dtype == torch.float32
@@ -190,9 +193,9 @@ def test_compiled_loss_equals_eager_loss(monkeypatch, chosen):
     monkeypatch.setattr(module, "_torchs_is_exact", lambda dtype: chosen == "torch")
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 400)
     x, weight, targets = operands(33)
-    compiled = torch.compile(vocabulary_loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     results = []
-    for function in (compiled, vocabulary_loss):
+    for function in (compiled, linear_cross_entropy):
         loss = function(x, weight, targets)
         results.append([loss, *torch.autograd.grad(loss, (x, weight))])
     assert_same(*results)
@@ -201,18 +204,18 @@ def test_compiled_loss_equals_eager_loss(monkeypatch, chosen):
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (lambda x, w, t: (x, w, t.int()), TypeError, "wanted targets in int64; got torch.int32"),
-        (lambda x, w, t: (x.long(), w, t), TypeError, "wanted x and weight in floating point; got"),
-        (lambda x, w, t: (x, w[:, :7], t), ValueError, r"wanted x \[.., d\], weight \[V, d\]"),
-        (lambda x, w, t: (x[:4], w, t), ValueError, r"wanted x \[.., d\], weight \[V, d\]"),
-        (lambda x, w, t: (x, w.float(), t), ValueError, "wanted x and weight in one dtype"),
-        (lambda x, w, t: (x, w, t.to("meta")), ValueError, "wanted x, weight and targets on one"),
+        (lambda x, w, t: (x, w, t.int()), TypeError, "targets must be int64, got torch.int32"),
+        (lambda x, w, t: (x.long(), w, t), TypeError, "x must be float32, .* got torch.int64"),
+        (lambda x, w, t: (x, w[:, :7], t), ValueError, SHAPES),
+        (lambda x, w, t: (x[:4], w, t), ValueError, SHAPES),
+        (lambda x, w, t: (x, w.float(), t), ValueError, "weight must have x's dtype"),
+        (lambda x, w, t: (x, w, t.to("meta")), ValueError, "targets must be on x's device"),
     ],
     ids=["int32", "long-x", "width", "rows", "dtypes", "meta"],
 )
 def test_operands_that_do_not_fit_are_refused(spoil, error, message):
     with pytest.raises(error, match=message):
-        vocabulary_loss(*spoil(*operands(5)))
+        linear_cross_entropy(*spoil(*operands(5)))
 
 
 @pytest.mark.gpu
@@ -222,7 +225,7 @@ def test_loss_on_the_gpu_is_captured_without_waiting_and_replayed():
 
     def step():
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = vocabulary_loss(x, weight, targets)
+            loss = linear_cross_entropy(x, weight, targets)
         return loss, *torch.autograd.grad(loss, (x, weight))
 
     graph, found = capture(step)

@@ -4,18 +4,12 @@ every logit twice, the second time soon after the first, and writes it once.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-Tensor = torch.Tensor
-
-# Source: docs/decisions/0007-vocabulary-loss-h200.csv.
-DEEP, LANES, WARPS = 16, 512, 8
-
 
 @triton.jit(do_not_specialize=("row_stride",))
-def _softmax_gradient_kernel(
+def softmax_gradient_kernel(
     logits_ptr,
     target_ptr,
     log_p_ptr,
@@ -75,28 +69,3 @@ def expm1(x):
         series = 1.0 + x / n * series
     series *= x
     return tl.where(x < -0.5, tl.exp(x) - 1.0, series)
-
-
-def softmax_gradient_(logits: Tensor, targets: Tensor, *, with_gradient: bool) -> Tensor:
-    """log softmax of each row at its target, in fp32; the logits become their gradient.
-
-    Args:
-        logits: ``[N, V]``, fp32, bf16 or fp16, rows contiguous. With ``with_gradient`` they hold
-            softmax(logits) - one_hot(targets) afterwards.
-        targets: ``[N]``, int64. A row is NaN where its target is no number of a column.
-        with_gradient: whether the logits are written.
-    """
-    log_p = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    if len(logits):
-        _softmax_gradient_kernel[(len(logits),)](
-            logits,
-            targets.contiguous(),
-            log_p,
-            logits.shape[1],
-            logits.stride(0),
-            HAS_GRADIENT=with_gradient,
-            DEEP=DEEP,
-            LANES=min(LANES, max(16, triton.next_power_of_2(triton.cdiv(logits.shape[1], DEEP)))),
-            num_warps=WARPS,
-        )
-    return log_p

@@ -1,0 +1,1 @@
+"""Cross entropy behind a linear layer: linear_cross_entropy."""

@@ -1,0 +1,86 @@
+"""The launch of softmax_gradient_: its configuration and its plan."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._core.launches import Allocator, Launch, Layout, allocator, cdiv, is_current, layouts
+from .._core.lazy import lazy_module
+from .._core.precision import power_of_2
+
+if TYPE_CHECKING:
+    from . import kernels
+else:
+    kernels = lazy_module(__package__, "kernels")
+
+Tensor = torch.Tensor
+
+
+class SoftmaxConfig(NamedTuple):
+    """One program takes a row, ``deep`` times ``lanes`` columns at a time; a small vocabulary has
+    fewer lanes.
+    """
+
+    deep: int
+    lanes: int
+    num_warps: int
+
+
+# Source: docs/decisions/0007-vocabulary-loss-h200.csv.
+SOFTMAX = SoftmaxConfig(deep=16, lanes=512, num_warps=8)
+
+
+class SoftmaxPlan(NamedTuple):
+    """The launch, none without rows, and the memory of its result."""
+
+    launch: Launch | None
+    log_p: Allocator
+
+
+def softmax_gradient_(logits: Tensor, targets: Tensor, *, with_gradient: bool) -> Tensor:
+    """log softmax of each row at its target, in fp32; the logits become their gradient.
+
+    Args:
+        logits: ``[N, V]``, fp32, bf16 or fp16, rows contiguous. With ``with_gradient`` they hold
+            softmax(logits) - one_hot(targets) afterwards.
+        targets: ``[N]``, int64. A row is NaN where its target is no number of a column.
+        with_gradient: whether the logits are written.
+    """
+    if not is_current(logits.device):
+        with torch.cuda.device(logits.device):
+            return softmax_gradient_(logits, targets, with_gradient=with_gradient)
+    plan = softmax_plan(logits.shape, layouts(logits), with_gradient, logits.device)
+    log_p = plan.log_p()
+    if plan.launch is not None:
+        plan.launch((logits, targets.contiguous(), log_p))
+    return log_p
+
+
+@functools.lru_cache(maxsize=4096)
+def softmax_plan(
+    shape: tuple[int, ...],
+    operands: tuple[Layout | None, ...],
+    with_gradient: bool,
+    device: torch.device,
+) -> SoftmaxPlan:
+    """The plan for logits of this layout; targets are made contiguous."""
+    rows, vocabulary = shape
+    (logits,) = operands
+    assert logits is not None
+    log_p = allocator((rows,), torch.float32, device)
+    if not rows:
+        return SoftmaxPlan(None, log_p)
+    launch = Launch(
+        kernels.softmax_gradient_kernel,
+        (rows,),
+        device,
+        (vocabulary, logits[1][0]),
+        dict(num_warps=SOFTMAX.num_warps),
+        HAS_GRADIENT=with_gradient,
+        DEEP=SOFTMAX.deep,
+        LANES=min(SOFTMAX.lanes, max(16, power_of_2(cdiv(vocabulary, SOFTMAX.deep)))),
+    )
+    return SoftmaxPlan(launch, log_p)

@@ -1,0 +1,149 @@
+"""What holds of the whole package: names, registration, import, options, transforms."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from fusewright import cross_entropy
+from fusewright.cross_entropy import linear_cross_entropy
+from fusewright.cross_entropy.linear import linear_cross_entropy as module
+
+
+def in_a_fresh_python(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_public_names_are_what_the_package_offers():
+    assert set(cross_entropy.__all__) == {
+        "Backend",
+        "__version__",
+        "available_backends",
+        "linear_cross_entropy",
+    }
+    assert all(hasattr(cross_entropy, name) for name in cross_entropy.__all__)
+
+
+def test_import_needs_torch_only_and_works_without_triton():
+    in_a_fresh_python(
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from fusewright.cross_entropy import available_backends, linear_cross_entropy\n"
+        "assert available_backends() == ('reference',)\n"
+        "x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)\n"
+        "weight = torch.randn(5, 8, dtype=torch.bfloat16)\n"
+        "linear_cross_entropy(x, weight, torch.tensor([0, 4, 2])).backward()\n"
+        "assert x.grad.isfinite().all()\n"
+    )
+
+
+def test_import_does_not_import_triton():
+    in_a_fresh_python(
+        "import sys, torch\nbefore = 'triton' in sys.modules\n"
+        "import fusewright.cross_entropy\nassert ('triton' in sys.modules) == before\n"
+    )
+
+
+def test_no_op_is_registered():
+    """Its launch overwrites its argument: a function, where an op would return a second tensor."""
+    names = torch._C._dispatch_get_all_op_names()
+    assert [name for name in names if "fusewright_cross_entropy" in name] == []
+
+
+def operands(device="cpu", dtype=torch.float32):
+    x = torch.randn(7, 8, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(20, 8, device=device, dtype=dtype, requires_grad=True)
+    return x, weight, torch.randint(20, (7,), device=device)
+
+
+def everything(call, x, weight, targets):
+    loss = call(x, weight, targets)
+    return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_same_inputs_same_bits(backend, device):
+    given = operands(device)
+
+    def call(*tensors):
+        return linear_cross_entropy(*tensors, backend=backend)
+
+    first, second = (everything(call, *given) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_strided_operands_are_read_by_their_strides(backend, device, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 60)
+    x, weight, targets = operands(device)
+    strided = [
+        torch.stack([x, x], -1)[..., 0].detach().requires_grad_(),
+        weight.detach().T.contiguous().T.requires_grad_(),
+        torch.stack([targets, targets], -1)[..., 0],
+    ]
+    assert not any(t.is_contiguous() for t in strided)
+
+    def call(*tensors):
+        return linear_cross_entropy(*tensors, backend=backend)
+
+    found, expected = everything(call, *strided), everything(call, x, weight, targets)
+    for value, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, other)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_ignored_rows_may_hold_anything(backend, device):
+    x, weight, targets = operands(device, torch.bfloat16)
+    targets[2] = -100
+    spoiled = x.detach().clone()
+    spoiled[2] = torch.nan
+
+    def call(*tensors):
+        return linear_cross_entropy(*tensors, backend=backend)
+
+    found, expected = (
+        everything(call, t.detach().requires_grad_(), weight, targets) for t in (spoiled, x)
+    )
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_one_graph_has_the_loss_of_the_eager_call(backend, device):
+    """What the compiled function launches are torch's operations, whatever the backend."""
+    torch._dynamo.reset()
+    given = operands(device, torch.float16)
+
+    def call(*tensors):
+        return linear_cross_entropy(*tensors, backend=backend)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = everything(compiled, *given)
+    expected = everything(lambda *t: linear_cross_entropy(*t, backend="reference"), *given)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_transforms_raise_rather_than_be_wrong():
+    x, weight, targets = (t.detach() for t in operands(dtype=torch.bfloat16))
+
+    def loss(x):
+        return linear_cross_entropy(x, weight, targets)
+
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(loss)(x)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.vmap(loss)(torch.stack([x, x]))
+
+
+def test_second_derivative_raises():
+    x, weight, targets = operands(dtype=torch.bfloat16)
+    loss = linear_cross_entropy(x, weight, targets).square()
+    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dx.float().square().sum().backward()
+
+
+def test_backend_is_one_of_three():
+    with pytest.raises(ValueError, match='backend must be "auto", "triton" or "reference"'):
+        linear_cross_entropy(*operands(), backend="torch")

@@ -231,9 +231,3 @@ def kind(request: pytest.FixtureRequest) -> str:
 def sized(request: pytest.FixtureRequest) -> Sized:
     """Gates hold at every size; those of the larger presets take a GPU."""
     return Sized.of(*request.param)
-
-
-@pytest.fixture
-def close() -> float:
-    """How far sums of a few hundred fp64 products may be apart, forward and backward."""
-    return 1e-9

@@ -240,19 +240,19 @@ def test_indexer_learns_from_its_own_loss_alone(tokens):
         assert "index_" not in name or others is None or not others.any(), name
 
 
-def test_dense_losses_are_those_of_all_keys(tokens):
+def test_dense_losses_are_those_of_all_keys(tokens, assert_same_but_for_rounding):
     """A selection of every key is none at all: fp64, where sums of both orders are alike."""
     wide = dict(k_base=TOKENS, k_min=TOKENS, k_max=TOKENS)
     model, all_selected = make(torch.float64), make(torch.float64, **wide)
     all_selected.load_state_dict(model.state_dict())
     dense, expected = model.losses(tokens, dense=True), all_selected.losses(tokens)
     for name in ("total", "following", "second", "indexer"):
-        found, wanted = getattr(dense, name), getattr(expected, name)
-        assert (found - wanted).abs() < 1e-12
+        assert_same_but_for_rounding([getattr(dense, name)], [getattr(expected, name)])
     # Half of the queries of T see more, half fewer; the last layer has one query less.
     assert dense.selected == expected.selected == (TOKENS + 0.5) / 2
     sparse = model.losses(tokens)
-    assert abs(dense.following - sparse.following) > 1e-6
+    with pytest.raises(AssertionError):
+        assert_same_but_for_rounding([sparse.following], [dense.following])
     assert sparse.selected < TINY.k_max
     dense.total.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
@@ -275,7 +275,9 @@ def divergence(attention, u, selection):
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["warm-up", "sparse"])
-def test_indexers_learn_over_all_keys_in_the_warm_up_and_over_selected_ones_after_it(tokens, dense):
+def test_indexers_learn_over_all_keys_in_the_warm_up_and_over_selected_ones_after_it(
+    tokens, assert_same_but_for_rounding, dense
+):
     model, observed = make(torch.float64), []
     losses = model.losses(tokens, dense=dense, observe=lambda *told: observed.append(told))
     with torch.no_grad():
@@ -283,7 +285,7 @@ def test_indexers_learn_over_all_keys_in_the_warm_up_and_over_selected_ones_afte
     seen = [torch.arange(1, u.shape[1] + 1).expand(u.shape[:2]) for _, u, _ in observed]
     counts = [selection.count for *_, selection in observed]
     assert all(map(torch.equal, counts, seen)) == dense
-    assert (losses.indexer - expected).abs() < 1e-12
+    assert_same_but_for_rounding([losses.indexer], [expected])
 
 
 def test_indexers_hear_dense_keys_and_no_average_moves(tokens):

@@ -194,7 +194,7 @@ def test_adamw_trains_as_torchs_whose_gradients_are_clipped_before(
     norms = [[line["gradient_norm"] for line in training_lines(t)] for t in trainers]
     assert min(norms[0]) > 2 * config.clip_norm
     # fusewright's norm is told in fp32.
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert norms[0] == pytest.approx(norms[1], rel=8 * torch.finfo(torch.float32).eps)
 
 
 def corrupted(trainer: Trainer, calls: set[int]) -> Trainer:

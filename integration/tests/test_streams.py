@@ -56,7 +56,9 @@ def test_streams_are_mixed_by_the_formula(streams, backend):
 
 def test_mixing_keeps_the_sum_of_streams():
     *_, res = mixer().coefficients(torch.randn(5, 4, DIM))
-    torch.testing.assert_close(res.sum(-2), torch.ones(5, 4), rtol=0, atol=1e-5)
+    # Columns are divided last: the quotients, the sums that divide and the one here are rounded.
+    bound = 3 * 4 * torch.finfo(res.dtype).eps
+    assert (res.sum(-2) - 1).abs().max() <= bound
     assert (res >= 0).all()
 
 
@@ -77,7 +79,8 @@ def test_replicated_streams_have_the_same_mean():
     x = torch.randn(2, 3, DIM)
     streams = replicated(x, 4)
     assert streams.shape == (2, 3, 4, DIM)
-    torch.testing.assert_close(streams.mean(-2), x)
+    # Of four equal numbers only the sum of three is rounded.
+    assert (streams.mean(-2) - x).abs().le(torch.finfo(x.dtype).eps * x.abs()).all()
 
 
 def test_mixing_is_fp32_under_autocast_and_the_layer_is_not():
@@ -94,7 +97,7 @@ def test_mixing_is_fp32_under_autocast_and_the_layer_is_not():
         y, besides = made(x, layer)
     assert (y.dtype, besides, seen) == (torch.float32, "besides", [torch.bfloat16])
     plain, _ = made(x, lambda u: (u.bfloat16(), None))
-    torch.testing.assert_close(y, plain)
+    assert torch.equal(y, plain)
 
 
 def test_every_parameter_learns_from_the_second_step_on():

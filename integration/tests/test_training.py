@@ -197,7 +197,7 @@ def test_accumulated_batches_train_as_one_batch_of_all_their_rows(
         parts.model.load_state_dict(one.model.state_dict())
     losses = [[line["loss"] for line in trainer.folder.read_metrics()] for trainer in (one, parts)]
     # Logged in fp32.
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[1] == pytest.approx(losses[0], rel=4 * torch.finfo(torch.float32).eps)
 
 
 def test_tokens_per_second_count_every_accumulated_batch(tmp_path):

@@ -36,10 +36,11 @@ plain = reference.linear_cross_entropy
 
 
 def assert_same(found, expected) -> None:
-    """fp64 sums of some hundred products in another order."""
+    """fp64 sums of fewer than 2^7 terms (columns, then logits or rows), in two orders."""
     for value, other in zip(found, expected, strict=True):
         assert value.dtype == other.dtype == torch.float64
-        assert (value - other).abs().max() < 1e-13
+        bound = 2**7 * torch.finfo(torch.float64).eps * other.detach().abs().max()
+        assert (value - other).abs().max() <= bound
 
 
 @pytest.mark.parametrize("shape", [(33,), (3, 11), (1,), (8,), (2, 2, 5)], ids=str)

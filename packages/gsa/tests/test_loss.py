@@ -77,19 +77,26 @@ def test_selected_keys_alone_count(loss, device):
 
 
 def test_loss_is_that_of_torch(loss, backend, device):
-    q_index, k_index, w, bias, temperature = loss.draw((1, 9, 9, 2, 5), F32, device)
     slots = torch.arange(9, device=device)
     dense = torch.where(slots <= slots[:, None], slots, -1)[None]
     q, k, lse = attention_over(dense, 9, device)
-    found = indexer_kl_loss(
-        *(q_index, k_index, w, bias, q, k, lse), temperature=temperature, backend=backend
-    )
     unseen = torch.ones(9, 9, device=device).triu(1) > 0
-    scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, 2)) / math.sqrt(8)
-    target = scores.masked_fill(unseen, -math.inf).softmax(-1).mean(1)
-    log_r = (temperature * gated_indexer(q_index, k_index, w, bias)).log_softmax(-1)
-    expected = F.kl_div(log_r.masked_fill(unseen, 0.0), target, reduction="sum") / 9
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+    def torchs(*tensors):
+        *operands, temperature = tensors
+        keys = k.repeat_interleave(2, 2).to(temperature)
+        scores = torch.einsum("bthd,bshd->bhts", q.to(temperature), keys) / math.sqrt(8)
+        target = scores.masked_fill(unseen, -math.inf).softmax(-1).mean(1)
+        scores = temperature * gated_indexer(*operands, causal=False, backend="reference")
+        log_r = scores.masked_fill(unseen, -math.inf).log_softmax(-1)
+        return F.kl_div(log_r.masked_fill(unseen, 0.0), target, reduction="sum") / 9
+
+    def ours(*tensors):
+        *operands, temperature = tensors
+        options = dict(temperature=temperature, backend=backend)
+        return indexer_kl_loss(*operands, q, k, lse, **options)
+
+    Yardstick(torchs, loss.draw((1, 9, 9, 2, 5), F32, device)).check(ours)
 
 
 def test_attention_gets_no_gradient(loss, backend, device):
@@ -149,12 +156,21 @@ def test_head_without_a_finite_lse_is_left_out_of_its_row(loss, backend, value, 
     alone, grads = found(rows, everything)
     assert not grads[0][0, 4].any()
     assert all(g.isfinite().all() for g in grads)
-    fewer = [x[:, rows] if x.ndim in (3, 4) and i != 1 else x for i, x in enumerate(tensors)]
-    expected = loss.public(*fewer, attention=(q[:, rows], k, lse[..., rows]), backend=backend)
-    torch.testing.assert_close(alone, expected * 8 / 9, rtol=1e-5, atol=1e-6)
+
+    def without_it(*tensors):
+        fewer = [x[:, rows] if x.ndim in (3, 4) and i != 1 else x for i, x in enumerate(tensors)]
+        attention = (x.to(tensors[0]) for x in (q[:, rows], k, lse[..., rows]))
+        return loss.reference(*fewer, attention=tuple(attention)) * 8 / 9
+
+    Yardstick(without_it, tensors, [None]).check(lambda *tensors: alone)
+
     # Two heads of one head of keys.
-    two = loss.public(*tensors, attention=(q[:, :, :2], k[:, :, :1], lse[:, :2]), backend=backend)
-    torch.testing.assert_close(found(everything, slice(2))[0], two, rtol=1e-5, atol=1e-6)
+    def of_two(*tensors):
+        attention = (x.to(tensors[0]) for x in (q[:, :, :2], k[:, :, :1], lse[:, :2]))
+        return loss.reference(*tensors, attention=tuple(attention))
+
+    two = found(everything, slice(2))[0]
+    Yardstick(of_two, tensors, [None]).check(lambda *tensors: two)
 
 
 @pytest.mark.parametrize("name", ["w", "bias"])
@@ -163,13 +179,12 @@ def test_minus_infinity_closes_its_head(loss, backend, name, device):
     leaves["qkwb".find(name[0])][..., 1] = -math.inf
     leaves = [x.requires_grad_() for x in leaves]
     found = loss.public(*leaves, backend=backend)
-    q, k, w, bias, temperature = leaves
-    one = loss.public(
-        *(q[:, :, :1], k, w[..., :1], bias[:1], temperature),
-        attention=loss.attention(q, k),
-        backend=backend,
-    )
-    torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-6)
+
+    def of_one_head(q, k, w, bias, temperature):
+        operands = q[:, :, :1], k, w[..., :1], bias[:1], temperature
+        return loss.reference(*operands, attention=loss.attention(q, k))
+
+    Yardstick(of_one_head, leaves, [None]).check(lambda *tensors: found)
     assert all(g.isfinite().all() for g in torch.autograd.grad(found, leaves))
 
 

@@ -9,6 +9,8 @@ from fusewright.memory_mlp import NeuralMemory
 from fusewright_testkit import Yardstick
 from torch import nn
 
+from .compared import assert_same_but_for_rounding
+
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 GRANULARITIES = ("token", "chunk", "segment")
@@ -190,21 +192,13 @@ def test_values_and_gradients_are_those_of_the_plain_recurrence(options, memory_
     x = torch.randn(2, 15, memory.dim, dtype=F64, device=device, requires_grad=True)
     leaves = [x, *memory.parameters()]
     found, truth = memory(x)[0], plainly(memory, x)
-    assert_close(found, truth)
+    assert_same_but_for_rounding([found], [truth])
     dy = torch.randn_like(truth)
-    names = ["x", *dict(memory.named_parameters())]
     gradients = [
         torch.autograd.grad(y, leaves, dy, allow_unused=True, materialize_grads=True)
         for y in (found, truth)
     ]
-    for name, one, other in zip(names, *gradients, strict=True):
-        assert_close(one, other, name)
-
-
-def assert_close(found, truth, name=None):
-    torch.testing.assert_close(
-        found, truth, rtol=1e-10, atol=1e-10, msg=lambda text: f"{name}: {text}"
-    )
+    assert_same_but_for_rounding(*gradients)
 
 
 @pytest.mark.sampled
@@ -242,7 +236,7 @@ def test_origin_settings_are_one_memory_for_all_rows_and_one_step_a_call(memory_
         x = scale * torch.randn(3, 8, memory.dim, dtype=F64, device=device)
         y, state, _ = memory(x, state)
         q, k, v = (z.squeeze(2) for z in plain_projections(memory, x))
-        assert_close(y, memory.output(applied(q, weights, "silu")))
+        assert_same_but_for_rounding([y], [memory.output(applied(q, weights, "silu"))])
         loss = F.mse_loss(applied(k, weights, "silu"), v)
         gradient = torch.autograd.grad(loss, weights)
         norm = torch.cat([g.flatten() for g in gradient]).norm()
@@ -255,7 +249,7 @@ def test_origin_settings_are_one_memory_for_all_rows_and_one_step_a_call(memory_
         for found, truth in zip(
             (*state.weights, *state.momentum), (*weights, *momentum), strict=True
         ):
-            assert_close(found[0, 0], truth)
+            assert_same_but_for_rounding([found[0, 0]], [truth])
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 64])
@@ -307,9 +301,9 @@ def test_row_is_what_it_is_alone(granularity, memory_of, device):
     x = torch.randn(3, 15, memory.dim, dtype=F64, device=device)
     y, state, _ = memory(x)
     alone, own, _ = memory(x[1:2])
-    assert_close(alone, y[1:2])
+    assert_same_but_for_rounding([alone], [y[1:2]])
     for found, truth in zip(own.weights, state.weights, strict=True):
-        assert_close(found, truth[1:2])
+        assert_same_but_for_rounding([found], [truth[1:2]])
 
 
 def test_pooled_rows_depend_on_one_another(memory_of, device):

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from fusewright.memory_mlp import MemoryWeights, deep_memory, memory_read, reference, scan_reference
 from fusewright_testkit import Yardstick
 
+from .compared import assert_same_but_for_rounding
+
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 BATCH, TOKENS, HEADS, WIDTH, HIDDEN = 2, 11, 3, 4, 6
 
@@ -42,7 +44,7 @@ def test_deep_scan_of_two_layers_is_the_scan(activation, read, device):
     truth = scan_reference.memory_scan(
         *front, weights, momentum, *(x.transpose(1, 2) for x in (*each, written)), **options
     )
-    assert_all_close(
+    assert_same_but_for_rounding(
         (found.y, *found.weights, *found.momentum), (truth[0].transpose(1, 2), *truth[1], *truth[2])
     )
 
@@ -58,16 +60,11 @@ def test_deep_update_of_two_layers_is_the_update(reduction, max_grad_norm, devic
     options = {"activation": "gelu", "reduction": reduction, "max_grad_norm": max_grad_norm}
     found = deep_memory.memory_update(k, v, weights, momentum, *each, row_weights, **options)
     truth = reference.memory_update(k, v, weights, momentum, *each, row_weights, **options)
-    assert_all_close(
+    assert_same_but_for_rounding(
         (*found.weights, *found.momentum, *found[2:4]), (*truth[0], *truth[1], *truth[2:4])
     )
     assert torch.equal(found.skipped, truth[4])
     assert found.skipped.sum() == 1
-
-
-def assert_all_close(found, truth):
-    for one, other in zip(found, truth, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, equal_nan=True)
 
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}

@@ -10,6 +10,8 @@ from fusewright.memory_mlp import MemoryWeights, memory_scan, scan_reference
 from fusewright.memory_mlp.packing import pack, unpack
 from fusewright_testkit import Yardstick
 
+from .compared import assert_same_but_for_rounding
+
 F32, F16, F64 = torch.float32, torch.float16, torch.float64
 NAN = math.nan
 
@@ -182,19 +184,12 @@ def flat(y, weights, momentum):
     return [y, *weights, *momentum]
 
 
-def assert_close(found, truth):
-    """To 1e-10, of the largest number."""
-    for value, expected in zip(found, truth, strict=True):
-        largest = expected.abs().max().clamp(min=1e-3) if expected.numel() else 1.0
-        assert bool(((value - expected).abs() <= 1e-10 * largest).all())
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("chunk", [1, 4, 64])
 @pytest.mark.parametrize("activation", ["silu", "relu", "gelu"])
 def test_chunks_of_products_are_the_recurrence_token_by_token(scan_op, activation, chunk, read):
-    """In fp64, to 1e-10, values and gradients; with and without a mask, gates of 0 and 1 among
+    """In fp64, values and gradients; with and without a mask, gates of 0 and 1 among
     them.
     """
     for masked in (False, True):
@@ -212,7 +207,7 @@ def test_chunks_of_products_are_the_recurrence_token_by_token(scan_op, activatio
             outputs = flat(*scan(*by_heads(leaves), written, **options))
             total = sum(y.sin().sum() for y in outputs)
             both.append([*outputs, *torch.autograd.grad(total, leaves)])
-        assert_close(*both)
+        assert_same_but_for_rounding(*both)
 
 
 @pytest.mark.parametrize("read", ["after", "before"])
@@ -231,7 +226,9 @@ def test_backward_pass_chunk_by_chunk_is_autograds(scan_op, masked, read):
     dy, dend = torch.randn_like(y), torch.randn_like(end)
     truth = torch.autograd.grad((y, end), leaves, (dy, dend))
     detached = [x.detach() for x in leaves]
-    assert_close(scan_reference.packed_scan_backward(dy, dend, *detached, *options), truth)
+    assert_same_but_for_rounding(
+        scan_reference.packed_scan_backward(dy, dend, *detached, *options), truth
+    )
 
 
 @pytest.mark.sampled

@@ -18,8 +18,8 @@ from typing import Annotated
 
 import torch
 import typer
-from fusewright.gsa import bench, sparse_attention
-from fusewright_testkit.bench import environment_name
+from fusewright.gsa import sparse_attention
+from fusewright_testkit.bench import environment_name, load
 from fusewright_testkit.timing import event_time
 from matplotlib.figure import Figure
 
@@ -37,12 +37,13 @@ SINKS, BLOCK, NEIGHBOURS, ROWS = 4, 32, 64, 1024
 MOST_COPIES = 16 << 30
 
 Tensor = torch.Tensor
+bench = load(pathlib.Path(__file__).parent)
 
 
 def selection(tokens: int, slots: int, kind: str) -> tuple[Tensor, Tensor]:
     """Indices ``[1, T, slots]`` and count ``[1, T]`` of causal queries."""
     torch.manual_seed(1)
-    found = torch.empty(1, tokens, slots, dtype=torch.int32, device="cuda")
+    indices = torch.empty(1, tokens, slots, dtype=torch.int32, device="cuda")
     key = torch.arange(tokens, device="cuda")
     for first in range(0, tokens, ROWS):
         row = torch.arange(first, first + ROWS, device="cuda")[:, None]
@@ -56,8 +57,8 @@ def selection(tokens: int, slots: int, kind: str) -> tuple[Tensor, Tensor]:
         score.masked_fill_(key > row, -1.0)
         best = score.topk(slots, sorted=False)
         chosen = torch.where(best.values >= 0.0, best.indices, tokens).sort(-1).values
-        found[0, first : first + ROWS] = torch.where(chosen < tokens, chosen, -1)
-    return found, (found >= 0).sum(-1).int()
+        indices[0, first : first + ROWS] = torch.where(chosen < tokens, chosen, -1)
+    return indices, (indices >= 0).sum(-1).int()
 
 
 def passes(op: Callable[..., Tensor], tensors: list[Tensor]) -> Iterator[tuple[str, float]]:

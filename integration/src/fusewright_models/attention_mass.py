@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 from fusewright.gsa import GatedSparseAttention, Selection, indexer_kl_loss
-from fusewright.gsa.gated_sparse_attention import rotated
+from fusewright.gsa.layer.gated_sparse_attention import rotated
 from torch import Tensor
 
 MASSES = ("selected", "window", "random", "sinks")

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from fusewright import gsa
-from fusewright.gsa import reference
+from fusewright.gsa.indexer import reference as indexer_reference
+from fusewright.gsa.selection import reference as selection_reference
+from fusewright.gsa.sparse import reference as sparse_reference
 from fusewright_testkit import Yardstick
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
@@ -121,7 +123,7 @@ class LossOp(IndexerOp):
         slots = torch.arange(keys, device=q.device).expand(batches, 1, queries, -1)
         with torch.autocast(q.device.type, enabled=False):
             operands = (*tensors, tensors[1], slots)
-            _, lse = reference.sparse_attention_with_lse(*operands, scale=SCALE)
+            _, lse = sparse_reference.sparse_attention_with_lse(*operands, scale=SCALE)
         return *tensors, lse
 
     def draw(self, shape=(1, 6, 7, 2, 5), dtype=torch.float32, device="cpu") -> Tensors:
@@ -166,46 +168,37 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
     if device == "cuda":
         yield
         return
-    from fusewright.gsa import (
-        _configs,
-        _divergence,
-        _scores,
-        _selection,
-        _sparse,
-        _sparse_backward,
-        _unions,
-    )
+    from fusewright.gsa.common.launches import TileConfig
+    from fusewright.gsa.indexer import launch as scores
+    from fusewright.gsa.loss import launch as loss
+    from fusewright.gsa.selection import launch as selection
+    from fusewright.gsa.sparse import launch as sparse
+    from fusewright.gsa.sparse import launch_backward as sparse_backward
+    from fusewright.gsa.sparse import launch_problem, launch_unions
 
-    tile = (_configs.TileConfig(256, 4, queries=16, keys=16, num_warps=4, num_stages=1),)
-    rows = (_configs.GatherConfig(256, 4, rows=16, num_warps=4, num_stages=1),)
-    for module, names in (
-        (_scores, ("SCORES", "SCORES_DQ", "SCORES_DK")),
-        (_selection, ("SCORES",)),
-        (_divergence, ("TARGET",)),
+    tile = (TileConfig(256, 4, queries=16, keys=16, num_warps=4, num_stages=1),)
+    rows = (launch_problem.GatherConfig(256, 4, rows=16, num_warps=4, num_stages=1),)
+    union = (
+        launch_problem.UnionConfig(256, 4, rows=16, columns=16, num_warps=4, num_stages=1, stack=4),
+    )
+    members = launch_unions.ListConfig(block=32, num_warps=1)
+    select = selection.SelectConfig(float("inf"), 64, num_warps=4, max_registers=80)
+    for module, tables in (
+        (scores, dict(SCORES=tile, SCORES_DQ=tile, SCORES_DK=tile)),
+        (selection, dict(SCORES=tile, SELECT=(select,), SCORES_TO_SELECT=1000, SCORES_IN_LINE=16)),
+        (loss, dict(TARGET=tile, DIVERGENCE=loss.RowConfig(block=16, num_warps=1))),
+        (loss, dict(SCORES_AT_A_TIME=1000, ROWS=16)),
+        (sparse, dict(SPARSE=rows, UNION=union)),
+        (sparse_backward, dict(SPARSE_DQ=rows, SPARSE_DKDV=rows, LIST_SEGMENT=3)),
+        (sparse_backward, dict(UNION_DQ=union, UNION_DKDV=union)),
+        (launch_unions, dict(MEMBERS=members, KEYS_OF_TILES=members, QUERIES_OF_TILES=members)),
     ):
-        for name in names:
-            monkeypatch.setattr(module, name, tile)
-    union = _configs.UnionConfig(256, 4, rows=16, columns=16, num_warps=4, num_stages=1, stack=4)
-    monkeypatch.setattr(_sparse, "SPARSE", rows)
-    monkeypatch.setattr(_sparse, "UNION", (union,))
-    for name in ("SPARSE_DQ", "SPARSE_DKDV"):
-        monkeypatch.setattr(_sparse_backward, name, rows)
-    for name in ("UNION_DQ", "UNION_DKDV"):
-        monkeypatch.setattr(_sparse_backward, name, (union,))
-    monkeypatch.setattr(_sparse_backward, "LIST_SEGMENT", 3)
-    for name in ("MEMBERS", "KEYS_OF_TILES", "QUERIES_OF_TILES"):
-        monkeypatch.setattr(_unions, name, _configs.ListConfig(block=32, num_warps=1))
-    monkeypatch.setattr(_selection, "SCORES_TO_SELECT", 1000)
-    monkeypatch.setattr(_divergence, "SCORES_AT_A_TIME", 1000)
-    monkeypatch.setattr(_divergence, "ROWS", 16)
-    monkeypatch.setattr(_divergence, "DIVERGENCE", _configs.RowConfig(block=16, num_warps=1))
-    monkeypatch.setattr(_selection, "SCORES_IN_LINE", 16)
-    select = _configs.SelectConfig(float("inf"), 64, num_warps=4, max_registers=80)
-    monkeypatch.setattr(_configs, "SELECT", (select,))
+        for name, value in tables.items():
+            monkeypatch.setattr(module, name, value)
     plans = (
-        *(_scores.scores_plan, _scores.gradients_plan, _selection.selection_plan),
-        *(_sparse.sparse_plan, _sparse_backward.sparse_gradients_plan),
-        *(_divergence.target_plan, _divergence.plan_divergence),
+        *(scores.scores_plan, scores.gradients_plan, selection.selection_plan),
+        *(sparse.forward_plan, sparse_backward.backward_plan),
+        *(loss.target_plan, loss.divergence_plan),
     )
     for plan in plans:
         plan.cache_clear()
@@ -217,18 +210,18 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
 @pytest.fixture(params=["held", "streamed", "listed"])
 def search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the kernels find the last selected score: among scores that are held, among scores that
-    are read anew for each use, or in a list of those in question.
+    are read again for each use, or in a list of the candidates.
     """
-    from fusewright.gsa import _configs, _selection
+    from fusewright.gsa.selection import launch
 
     held = request.param == "held"
-    line = _configs.SelectConfig(
+    line = launch.SelectConfig(
         float("inf"), 64 if held else 16, num_warps=4, max_registers=80, held=held
     )
-    monkeypatch.setattr(_configs, "SELECT", (line,))
+    monkeypatch.setattr(launch, "SELECT", (line,))
     # So many times the most keys of a row: more than there are, or so few that rows are cut.
-    monkeypatch.setattr(_selection, "LISTED", 1 if request.param == "listed" else 1 << 20)
-    _selection.selection_plan.cache_clear()
+    monkeypatch.setattr(launch, "LISTED", 1 if request.param == "listed" else 1 << 20)
+    launch.selection_plan.cache_clear()
     return request.param
 
 
@@ -239,7 +232,7 @@ def selected():
     def of(tensors, backend, causal=True, q_offset=0, variance_ema=None, **options):
         places = dict(causal=causal, q_offset=q_offset)
         scores = gsa.gated_indexer(*tensors, scale=SCALE, backend=backend, **places)
-        seen = reference.keys_seen(*tensors[:2], causal, q_offset)
-        return reference.select(scores, seen, variance_ema, **options)
+        seen = indexer_reference.keys_seen(*tensors[:2], causal, q_offset)
+        return selection_reference.select(scores, seen, variance_ema, **options)
 
     return of

@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 
 import torch
-from fusewright.gsa import _divergence, _indexer_problem, _selection, _sparse_problem
-from fusewright.gsa._backends import Card
-from fusewright.gsa._configs import SCORES, SPARSE, UNION
-from fusewright.gsa._divergence import launch_divergence
-from fusewright.gsa._scores import launch_scores, launch_scores_backward
-from fusewright.gsa._selection import launch_selection
-from fusewright.gsa._sparse import launch_sparse
-from fusewright.gsa._sparse_backward import launch_sparse_backward
+from fusewright.gsa._core.backends import DeviceProperties
+from fusewright.gsa.common import launches
+from fusewright.gsa.indexer.launch import SCORES, scores_backward, scores_forward
+from fusewright.gsa.loss.launch import divergence
+from fusewright.gsa.selection import launch as selection
+from fusewright.gsa.sparse.launch import SPARSE, UNION, sparse_forward
+from fusewright.gsa.sparse.launch_backward import sparse_backward
 
-# The card that is compiled for.
-CARD = Card(
+# The GPU that is compiled for.
+GPU = DeviceProperties(
     multiprocessors=132,
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-for module in (_divergence, _indexer_problem, _selection, _sparse_problem):
-    module.card_of = lambda device: CARD
+launches.device_properties = selection.device_properties = lambda device: GPU
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOKENS, HEADS = 8192, 4
 
@@ -29,15 +27,15 @@ TOKENS, HEADS = 8192, 4
 def launch_indexer(width: int, dtype: torch.dtype, causal: bool = True) -> None:
     """Scores and all their gradients."""
     operands = indexer(TOKENS, width, dtype)
-    dscores = launch_scores(*operands, 0.125, causal, 0)
-    launch_scores_backward(dscores, *operands, 0.125, causal, 0)
+    dscores = scores_forward(*operands, 0.125, causal, 0)
+    scores_backward(dscores, *operands, 0.125, causal, 0)
 
 
 def launch_topk(tokens: int, law: str, causal: bool = True) -> None:
     """One selection of so many tokens, which is cut into parts."""
     operands = indexer(tokens, 64, BF16)
     counts = (1024, 128, 2048, 4)
-    launch_selection(*operands, torch.empty(()), 0.125, law, *counts, causal, 0)
+    selection.select_keys(*operands, torch.empty(()), 0.125, law, *counts, causal, 0)
 
 
 def launch_attention(
@@ -51,14 +49,14 @@ def launch_attention(
     """Attention to a selection, and all its gradients."""
     q = torch.empty(1, TOKENS, heads, width, dtype=dtype)
     k = torch.empty(1, TOKENS, key_heads, width, dtype=dtype)
-    # The lists of keys are sorted, so that these are read.
+    # The lists of keys are sorted: indices are read.
     indices = torch.zeros(1, heads if per_head else 1, TOKENS, 8, dtype=torch.int32)
     count = None if per_head else indices[..., 0].contiguous()
-    o, lse, softmax, _ = launch_sparse(q, k, k, indices, count, 0.125, path)
+    o, lse, softmax, _ = sparse_forward(q, k, k, indices, count, 0.125, path)
     assert softmax is not None
     dlse = lse if per_head else None
     saved = (o.float(), softmax)
-    launch_sparse_backward(o, dlse, q, k, k, indices, count, *saved, 0.125, path)
+    sparse_backward(o, dlse, q, k, k, indices, count, *saved, 0.125, path)
 
 
 def launch_loss(width: int, dtype: torch.dtype, selected: bool) -> None:
@@ -68,7 +66,7 @@ def launch_loss(width: int, dtype: torch.dtype, selected: bool) -> None:
     indices = torch.zeros(1, 300, 8, dtype=torch.int32) if selected else None
     operands = (*indexer(300, 64, dtype), torch.empty(()), q, q, lse, indices, None)
     for slopes in (True, False):
-        launch_divergence(*operands, 0.125, 0.125, True, 0, slopes=slopes)
+        divergence(*operands, 0.125, 0.125, True, 0, slopes=slopes)
 
 
 def indexer(tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every supported card, without a spill and within its shared memory."""
+"""Every kernel compiles for every supported GPU, without a spill and within its shared memory."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ HERE = pathlib.Path(__file__).parent
 def test_one_launch_of_every_kernel_compiles_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each", capability)
     for kernel in (
-        "_scores_kernel",
-        "_scores_dq_kernel",
-        "_scores_dk_kernel",
-        "_select_kernel",
-        "_sparse_forward_kernel",
-        "_sparse_dq_kernel",
-        "_sparse_dkdv_kernel",
-        "_add_parts_kernel",
-        "_members_kernel",
-        "_keys_of_tiles_kernel",
-        "_queries_of_tiles_kernel",
-        "_union_forward_kernel",
-        "_union_dq_kernel",
-        "_union_dkdv_kernel",
-        "_target_kernel",
-        "_divergence_kernel",
+        "scores_kernel",
+        "scores_dq_kernel",
+        "scores_dk_kernel",
+        "select_kernel",
+        "sparse_forward_kernel",
+        "sparse_dq_kernel",
+        "sparse_dkdv_kernel",
+        "add_parts_kernel",
+        "members_kernel",
+        "keys_of_tiles_kernel",
+        "queries_of_tiles_kernel",
+        "union_forward_kernel",
+        "union_dq_kernel",
+        "union_dkdv_kernel",
+        "target_kernel",
+        "divergence_kernel",
     ):
         assert kernel in printed
 

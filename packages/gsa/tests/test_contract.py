@@ -10,7 +10,10 @@ from functools import partial
 import pytest
 import torch
 from fusewright import gsa
-from fusewright.gsa import indexer_topk, reference
+from fusewright.gsa import indexer_topk
+from fusewright.gsa.indexer.reference import gated_indexer_backward
+from fusewright.gsa.loss.reference import indexer_kl_loss_with_slopes
+from fusewright.gsa.sparse.reference import sparse_attention_backward
 from fusewright_testkit import Yardstick
 from torch.utils.checkpoint import checkpoint
 
@@ -129,14 +132,14 @@ def test_backward_formulas_are_those_of_autograd(op, dtype):
         if g.dtype == F64:
             return torch.autograd.grad(op.reference(*tensors), tensors, g, create_graph=True)
         if op.name == "gated_indexer":
-            return reference.gated_indexer_backward(g, *tensors, scale=0.3, causal=False)
+            return gated_indexer_backward(g, *tensors, scale=0.3, causal=False)
         if op.name == "indexer_kl_loss":
             places = dict(scale=0.3, index_scale=0.3, causal=False)
             attention = op.attention(*tensors[:2])
-            slopes = reference.indexer_kl_loss_slopes(*tensors, *attention, **places)
+            _, *slopes = indexer_kl_loss_with_slopes(*tensors, *attention, **places)
             return tuple((g * s).to(x.dtype) for x, s in zip(tensors, slopes, strict=True))
         indices, count = (x.unsqueeze(1) for x in op.selection(*tensors[:2]))
-        return reference.sparse_attention_backward(g, None, *tensors, indices, count, scale=0.3)
+        return sparse_attention_backward(g, None, *tensors, indices, count, scale=0.3)
 
     inputs = [g, *tensors]
     Yardstick(gradients, inputs, [None] * len(tensors), dtype).check(gradients)

@@ -1,4 +1,4 @@
-"""What only a card can show: graphs, synchronisation, memory, great sizes, the launch tables."""
+"""What only a GPU can show: graphs, synchronisation, memory, great sizes, the launch tables."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import functools
 
 import pytest
 import torch
-from fusewright.gsa import (
-    GatedSparseAttention,
-    _configs,
-    gated_indexer,
-    indexer_topk,
-    reference,
-    sparse_attention,
-)
+from fusewright.gsa import GatedSparseAttention, gated_indexer, indexer_topk, sparse_attention
+from fusewright.gsa.indexer.reference import keys_seen
+from fusewright.gsa.selection import reference
+from fusewright.gsa.sparse.launch_backward import LIST_SEGMENT
 from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
@@ -110,8 +106,10 @@ def test_rows_of_every_length_select_as_a_stable_sort(indexer, law, tokens):
     options = dict(k_base=700, k_min=50, k_max=1500, sinks=4, law=law, q_offset=tokens - 100)
     indices, count, stats = indexer_topk(*tensors, variance_ema=ema, scale=0.3, **options)
     scores = gated_indexer(*tensors, scale=0.3, q_offset=tokens - 100)
-    seen = reference.keys_seen(*tensors[:2], True, tokens - 100)
-    yardstick = Yardstick(lambda scores: reference.spread(scores, seen)[0], [scores], [None])
+    seen = keys_seen(*tensors[:2], True, tokens - 100)
+    yardstick = Yardstick(
+        lambda scores: reference.score_statistics(scores, seen)[0], [scores], [None]
+    )
     yardstick.check(lambda _: stats.variance)
     factor = reference.law_factor(law, stats.variance, stats.entropy, ema)
     expected = (700 * factor).floor().clamp(50, 1500).int().clamp(max=seen.sum(-1).int())
@@ -155,7 +153,7 @@ def test_selection_of_131072_tokens_is_right_where_it_is_looked_at(indexer):
         part = (q[:, row : row + 1], k, w[:, row : row + 1], bias)
         places = dict(q_offset=row)
         scores = gated_indexer(*part, **places)
-        seen = reference.keys_seen(part[0], k, True, row)
+        seen = keys_seen(part[0], k, True, row)
         counts = dict(law="fixed", k_base=1024, k_min=128, k_max=1024, sinks=4)
         expected = reference.select(scores, seen, **counts)
         assert torch.equal(indices[:, row : row + 1], expected[0])
@@ -170,7 +168,7 @@ def test_attention_takes_memory_of_its_operands_alone():
 
 
 def test_many_queries_of_one_key_are_added_in_parts(sparse):
-    tensors = sparse.draw((1, 3 * _configs.LIST_SEGMENT // 2, 40, 2, 16), F32, "cuda")
+    tensors = sparse.draw((1, 3 * LIST_SEGMENT // 2, 40, 2, 16), F32, "cuda")
     indices = torch.randint(1, 40, (1, tensors[0].shape[1], 4), device="cuda")
     indices[..., 0] = 0
     sparse.check(tensors, indices=indices, count=None)

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusewright.gsa import (
-    _divergence,
-    _scores,
+    available_backends,
     gated_indexer,
     indexer_kl_loss,
     sparse_attention_with_lse,
 )
-from fusewright.gsa._backends import available_backends
+from fusewright.gsa.indexer import launch as scores_launch
+from fusewright.gsa.loss import launch
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -200,16 +200,16 @@ def largest_allocation(call):
 @needs_kernels
 @pytest.mark.parametrize("phase", ["dense", "selected"])
 def test_neither_pass_holds_a_byte_for_each_query_and_key(loss, phase, monkeypatch, device):
-    monkeypatch.setattr(_divergence, "SCORES_AT_A_TIME", 1000)
+    monkeypatch.setattr(launch, "SCORES_AT_A_TIME", 1000)
     if device == "cpu":
         # Larger tiles, of which the interpreter runs fewer.
-        line = (_scores.SCORES[0]._replace(keys=64),)
+        line = (scores_launch.SCORES[0]._replace(keys=64),)
         for module, table in (
-            *((_scores, name) for name in ("SCORES", "SCORES_DQ", "SCORES_DK")),
-            (_divergence, "TARGET"),
+            *((scores_launch, name) for name in ("SCORES", "SCORES_DQ", "SCORES_DK")),
+            (launch, "TARGET"),
         ):
             monkeypatch.setattr(module, table, line)
-        monkeypatch.setattr(_divergence, "DIVERGENCE", _divergence.DIVERGENCE._replace(block=256))
+        monkeypatch.setattr(launch, "DIVERGENCE", launch.DIVERGENCE._replace(block=256))
     tokens = 160 if device == "cpu" else 1024
     leaves = [x.requires_grad_() for x in loss.draw((1, tokens, tokens, 1, 8), F32, device)]
     attention = (
@@ -235,11 +235,11 @@ def test_rows_that_lie_far_apart_are_copied(loss, monkeypatch, device):
 
     def recorded(q, k, *others):
         strides.extend((q.stride(1), k.stride(1)))
-        return launch_target(q, k, *others)
+        return write_target(q, k, *others)
 
-    launch_target = _divergence.launch_target
-    monkeypatch.setattr(_divergence, "launch_target", recorded)
-    monkeypatch.setattr(_divergence, "MAX_ROW_STRIDE", 40)
+    write_target = launch.write_target
+    monkeypatch.setattr(launch, "write_target", recorded)
+    monkeypatch.setattr(launch, "MAX_ROW_STRIDE", 40)
     tensors = loss.draw((1, 5, 6, 2, 5), F32, device)
     q, k, lse = loss.attention(*tensors[:2])
     far = [torch.cat([x, x], -2)[..., : x.shape[-2], :] for x in (q, k)]

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from fusewright.gsa import GatedSparseAttention, KeyCache, Selection, gated_indexer
-from fusewright.gsa.gated_sparse_attention import rotated
+from fusewright.gsa.layer.gated_sparse_attention import rotated
 from fusewright_testkit import Yardstick
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -220,7 +220,7 @@ def test_average_of_the_variance_stays_in_fp32(convert):
 
 @pytest.mark.parametrize("path", ["queries", "tiles"])
 def test_path_is_that_of_the_caller(path, device, monkeypatch):
-    from fusewright.gsa import gated_sparse_attention
+    from fusewright.gsa.layer import gated_sparse_attention
 
     paths = []
 

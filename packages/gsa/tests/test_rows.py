@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from fusewright.gsa import _configs, reference
+from fusewright.gsa.selection import launch, reference
 
 KEYS = 64
 NOISE = torch.rand(KEYS, generator=torch.Generator().manual_seed(0))
@@ -35,20 +35,21 @@ ROWS = {
 
 def select(scores: torch.Tensor, count: int, sinks: int = 0) -> torch.Tensor:
     """What the kernel selects of rows ``[R, N]`` that are seen whole."""
-    from fusewright.gsa import _indexer_problem, _selection
+    from fusewright.gsa._core.launches import layouts
+    from fusewright.gsa.indexer.launch import indexer_problem
 
     rows, keys = scores.shape
     operands = [scores.new_empty(s) for s in ((1, rows, 1, 16), (1, keys, 16), (1, rows, 1), (1,))]
-    indexer = _indexer_problem.indexer_of(
-        *(operands[0].shape, keys, _selection.kinds(*operands), False, 0, "ieee", scores.device)
+    problem = indexer_problem(
+        *(operands[0].shape, keys, layouts(*operands), False, 0, "ieee", scores.device)
     )
-    law = _selection.SelectionLaw("fixed", count, max(sinks, 1), count, sinks)
-    launch = _selection.plan_select(indexer, 0, rows, keys, law, False, lean=False)
-    listed = scores.new_empty(rows * launch.constants["BLOCK"], dtype=torch.int32)
+    law = launch.SelectionLaw("fixed", count, max(sinks, 1), count, sinks)
+    select = launch.plan_select(problem, 0, rows, keys, law, False, few_registers=False)
+    listed = scores.new_empty(rows * select.constants["BLOCK"], dtype=torch.int32)
     indices = scores.new_empty((1, rows, count), dtype=torch.int32)
     counts, variance = indices[..., 0].clone(), scores.new_empty(1, rows)
-    listed = listed if launch.constants["LISTED"] else None
-    launch((scores, listed, None, indices, counts, variance, None))
+    listed = listed if select.constants["LISTED"] else None
+    select((scores, listed, None, indices, counts, variance, None))
     assert torch.equal(counts, torch.full_like(counts, min(count, keys)))
     return indices
 
@@ -80,9 +81,9 @@ def test_nearly_all_keys_of_a_row(search, count, device):
 
 @pytest.mark.parametrize("warps", [1, 2])
 def test_places_are_those_of_all_runs_before(warps, device, monkeypatch):
-    line = _configs.SelectConfig(math.inf, 2048, num_warps=warps, max_registers=128)
+    line = launch.SelectConfig(math.inf, 2048, num_warps=warps, max_registers=128)
     assert line.runs > 4
-    monkeypatch.setattr(_configs, "SELECT", (line,))
+    monkeypatch.setattr(launch, "SELECT", (line,))
     generator = torch.Generator().manual_seed(1)
     hold(torch.rand(1, 1500, generator=generator).to(device), 1300, 1)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusewright.gsa import sparse_attention, sparse_attention_with_lse
-from fusewright.gsa._inverse import inverse_of
+from fusewright.gsa.sparse.launch_inverse import inverse_of
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

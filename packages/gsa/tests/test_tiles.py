@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.gsa import _configs, _sparse, _sparse_backward, _unions, sparse_attention
-from fusewright.gsa._backends import available_backends
-from fusewright.gsa._launch import kinds
-from fusewright.gsa._paths import goes_by_tiles
-from fusewright.gsa._sparse_problem import Sparse, sparse_of
-from fusewright.gsa._unions import plan_keys_tiles, plan_members, plan_queries_tiles
+from fusewright.gsa import available_backends, sparse_attention
+from fusewright.gsa._core.launches import layouts
+from fusewright.gsa.sparse import launch, launch_backward, launch_unions
+from fusewright.gsa.sparse.launch_paths import goes_by_tiles
+from fusewright.gsa.sparse.launch_problem import SparseProblem, UnionConfig, sparse_problem
+from fusewright.gsa.sparse.launch_unions import plan_keys_tiles, plan_members, plan_queries_tiles
 from fusewright_testkit import Yardstick, assert_within
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -29,15 +29,15 @@ def drawn(shape, keys, device, dtype=torch.int32):
 
 @pytest.fixture
 def tiles_of(monkeypatch, device):
-    """Sets the one line of the tables of tiles, on a CPU; a card has its own."""
+    """Sets the one line of the tables of tiles, on a CPU; a GPU has its own."""
 
     def change(**fields):
         if device == "cpu":
-            line = _sparse.UNION[0]._replace(**fields)
+            line = launch.UNION[0]._replace(**fields)
             for module, name in (
-                (_sparse, "UNION"),
-                (_sparse_backward, "UNION_DQ"),
-                (_sparse_backward, "UNION_DKDV"),
+                (launch, "UNION"),
+                (launch_backward, "UNION_DQ"),
+                (launch_backward, "UNION_DKDV"),
             ):
                 monkeypatch.setattr(module, name, (line,))
 
@@ -80,9 +80,9 @@ def test_stretches_of_queries_give_the_gradients_of_the_whole(sparse, monkeypatc
     kernels = partial(sparse.kernels, indices=indices, count=None, **TILES)
     yardstick = Yardstick(partial(sparse.reference, indices=indices, count=None), tensors)
     whole = yardstick.run(kernels)
-    monkeypatch.setattr(_unions, "MEMBERS_AT_A_TIME", 1)
-    _sparse.sparse_plan.cache_clear()
-    _sparse_backward.sparse_gradients_plan.cache_clear()
+    monkeypatch.setattr(launch_unions, "MEMBERS_AT_A_TIME", 1)
+    launch.forward_plan.cache_clear()
+    launch_backward.backward_plan.cache_clear()
     yardstick.check(kernels)
     # o, lse and dq are no sums over queries.
     assert all(map(torch.equal, yardstick.run(kernels)[:3], whole[:3]))
@@ -185,9 +185,9 @@ def test_each_pass_may_take_its_own_path(sparse, order, device):
     operands = (*tensors, indices, count)
     forward, backward = order
     do = torch.randn_like(tensors[0])
-    o, lse, softmax, _ = _sparse.launch_sparse(*operands, 0.3, forward)
+    o, lse, softmax, _ = launch.sparse_forward(*operands, 0.3, forward)
     gradients = (do, None, *operands, o, softmax, 0.3, backward)
-    found = (o, lse, *_sparse_backward.launch_sparse_backward(*gradients))
+    found = (o, lse, *launch_backward.sparse_backward(*gradients))
     yardstick = Yardstick(sparse.reference, tensors, [do, None])
     for one, truth, allowed in zip(found, yardstick.truth, yardstick.allowed, strict=True):
         assert_within(one, truth, allowed)
@@ -203,8 +203,10 @@ def test_lists_are_the_unions_of_selections(tile, queries, keys, device):
     count[:, :, 10:20] = 0
     q, k = torch.zeros(2, queries, 1, 4, device=device), torch.zeros(2, keys, 1, 4, device=device)
     operands = (q, k, k, indices, count)
-    problem = sparse_of((q.shape, k.shape, indices.shape), kinds(*operands), "ieee", q.device)
-    config = _configs.UnionConfig(256, 4, rows=tile, columns=16, num_warps=4, num_stages=1)
+    problem = sparse_problem(
+        (q.shape, k.shape, indices.shape), layouts(*operands), "ieee", q.device
+    )
+    config = UnionConfig(256, 4, rows=tile, columns=16, num_warps=4, num_stages=1)
     first, part = 2, queries - 2
     members = plan_members(problem, first, part)
     bits = members.of(indices, count)
@@ -244,11 +246,11 @@ def test_lists_are_the_unions_of_selections(tile, queries, keys, device):
 
 def problem_of(queries, keys, slots, heads, key_heads, dtype=BF16):
     sizes = (1, queries, keys, heads, key_heads, 64, 1, slots)
-    return Sparse(*sizes, dtype, torch.device("cuda"), (), (), (), False, "ieee")
+    return SparseProblem(*sizes, dtype, torch.device("cuda"), (), (), (), False, "ieee")
 
 
 def test_rule_follows_the_sizes():
-    line = _configs.UnionConfig(64, 2, rows=128, columns=64, num_warps=4, num_stages=3)
+    line = UnionConfig(64, 2, rows=128, columns=64, num_warps=4, num_stages=3)
 
     def tiles(of, *sizes, path="auto"):
         return goes_by_tiles(problem_of(*sizes), of, path, line)

@@ -8,7 +8,8 @@ import math
 
 import pytest
 import torch
-from fusewright.gsa import gated_indexer, indexer_topk, reference
+from fusewright.gsa import gated_indexer, indexer_topk
+from fusewright.gsa.selection import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64

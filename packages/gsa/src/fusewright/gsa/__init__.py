@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import Backend, available_backends
-from ._checks import Law, Path
-from .gated_indexer import gated_indexer
-from .gated_sparse_attention import GatedSparseAttention, Selection
-from .indexer_kl_loss import indexer_kl_loss
-from .indexer_topk import SelectionStats, indexer_topk
-from .key_cache import KeyCache
-from .sparse_attention import sparse_attention, sparse_attention_with_lse
+from ._core.backends import Backend, available_backends
+from .common.checks import Law, Path
+from .indexer.gated_indexer import gated_indexer
+from .layer.gated_sparse_attention import GatedSparseAttention, Selection
+from .layer.key_cache import KeyCache
+from .loss.indexer_kl_loss import indexer_kl_loss
+from .selection.indexer_topk import SelectionStats, indexer_topk
+from .sparse.sparse_attention import sparse_attention, sparse_attention_with_lse
 
 try:
     __version__ = version("fusewright-gsa")

@@ -1,0 +1,1 @@
+"""What two families use unchanged."""

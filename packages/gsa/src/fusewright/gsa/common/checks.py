@@ -1,0 +1,150 @@
+"""What the public functions of several families check of their arguments, before any memory is
+touched.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+
+from .._core.checks import (
+    FLOATING,
+    check_device,
+    check_floating,
+    check_option,
+    check_strided,
+    checked_number,
+)
+
+Tensor = torch.Tensor
+MAX_WIDTH = 256
+INDICES = (torch.int32, torch.int64)
+Law = Literal["inverse", "proportional", "entropy", "fixed"]
+LAWS = get_args(Law)
+Path = Literal["auto", "tiles", "queries"]
+PATHS = get_args(Path)
+# The kernels take a scale in fp32, times log2(e).
+LOWEST_SCALE = torch.finfo(torch.float32).tiny
+HIGHEST_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
+
+
+def check_indexer(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> None:
+    """q must be [B, Tq, H, d], k [B, Tkv, d], w [B, Tq, H] and bias [H], floating, on one
+    device.
+    """
+    for name, x, axes in (
+        ("q", q, "batch, tokens, heads, width"),
+        ("k", k, "batch, tokens, width"),
+        ("w", w, "batch, tokens, heads"),
+        ("bias", bias, "heads"),
+    ):
+        check_floating(name, x)
+        if x.ndim != axes.count(",") + 1:
+            raise ValueError(f"{name} must be [{axes}], got {tuple(x.shape)}")
+        check_device(name, x, "q", q)
+    batches, queries, heads, width = q.shape
+    if heads == 0:
+        raise ValueError("q must have at least one head, got 0")
+    if not 0 < width <= MAX_WIDTH:
+        raise ValueError(f"the width of the indexer must be from 1 to {MAX_WIDTH}, got {width}")
+    wanted = {"k": (batches, k.shape[1], width), "w": (batches, queries, heads), "bias": (heads,)}
+    for name, x in (("k", k), ("w", w), ("bias", bias)):
+        if tuple(x.shape) != wanted[name]:
+            raise ValueError(
+                f"{name} must have shape {wanted[name]} for q {tuple(q.shape)}, "
+                f"got {tuple(x.shape)}"
+            )
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q must be [B, T, H, D] and k and v [B, Tkv, Hkv, D], floating, on one device, with H a
+    multiple of Hkv.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_floating(name, x)
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be [batch, tokens, heads, width], got {tuple(x.shape)}")
+        check_device(name, x, "q", q)
+    batches, _, heads, width = q.shape
+    if not 0 < width <= MAX_WIDTH:
+        raise ValueError(f"the width of a head must be from 1 to {MAX_WIDTH}, got {width}")
+    key_heads = k.shape[2]
+    if not heads or not key_heads or heads % key_heads:
+        raise ValueError(
+            f"q must have a multiple of the heads of k, at least one, got {heads} and {key_heads}"
+        )
+    wanted = (batches, k.shape[1], key_heads, width)
+    for x in (k, v):
+        if tuple(x.shape) != wanted:
+            raise ValueError(
+                f"k and v must be [{batches}, Tkv, Hkv, {width}] for q {tuple(q.shape)}, with "
+                f"one Tkv and one Hkv; got k {tuple(k.shape)}, v {tuple(v.shape)}"
+            )
+
+
+def check_selection(q: Tensor, indices: Tensor, count: Tensor | None, mask: Tensor | None) -> None:
+    """indices must be [B, T, K] or [B, H, T, K], mask like it, and count like it without K."""
+    check_whole_numbers("indices", indices)
+    batches, queries, heads, _ = q.shape
+    leading = ((batches, queries), (batches, heads, queries))
+    if tuple(indices.shape[:-1]) not in leading:
+        raise ValueError(
+            f"indices must be [{batches}, {queries}, K] or [{batches}, {heads}, {queries}, K] "
+            f"for q {tuple(q.shape)}, got {tuple(indices.shape)}"
+        )
+    check_device("indices", indices, "q", q)
+    if count is not None:
+        check_whole_numbers("count", count)
+        check_like_indices("count", count, indices.shape[:-1], q)
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask must be a tensor, got {type(mask).__name__}")
+        if mask.dtype != torch.bool and mask.dtype not in FLOATING:
+            raise TypeError(f"mask must be boolean or floating point, got {mask.dtype}")
+        check_like_indices("mask", mask, indices.shape, q)
+
+
+def check_like_indices(name: str, x: Tensor, shape: torch.Size, q: Tensor) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {tuple(shape)} for indices, got {tuple(x.shape)}")
+    check_device(name, x, "q", q)
+
+
+def check_whole_numbers(name: str, x: Tensor) -> None:
+    """A strided tensor of int32 or int64."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in INDICES:
+        raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
+    check_strided(name, x)
+
+
+def check_whole(name: str, number: int, lowest: int | None = None) -> None:
+    """A whole number of at least ``lowest``, where that is given; a symbol of torch's tracers may
+    stand for it.
+    """
+    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be a whole number, got {type(number).__name__}")
+    if lowest is not None and number < lowest:
+        raise ValueError(f"{name} must be at least {lowest}, got {number}")
+
+
+def check_law(law: str, k_base: int, k_min: int, k_max: int, sinks: int) -> None:
+    """The law must be known, and the counts 1 <= k_min <= k_max, 0 <= sinks <= k_min."""
+    check_option("law", law, LAWS)
+    for name, number in (("k_base", k_base), ("k_min", k_min), ("k_max", k_max), ("sinks", sinks)):
+        check_whole(name, number)
+    check_whole("k_base", k_base, lowest=1)
+    if not 1 <= k_min <= k_max:
+        raise ValueError(f"k_min must be from 1 to k_max, {k_max}, got {k_min}")
+    if not 0 <= sinks <= k_min:
+        raise ValueError(f"sinks must be from 0 to k_min, {k_min}, got {sinks}")
+
+
+def checked_scale(scale: float | None, width: int) -> float:
+    """The factor of the products as a float; 1 / sqrt(width) where it is left out."""
+    if scale is None:
+        return 1.0 / math.sqrt(width)
+    return checked_number("scale", scale, LOWEST_SCALE, HIGHEST_SCALE)

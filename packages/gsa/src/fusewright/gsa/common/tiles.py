@@ -1,0 +1,43 @@
+"""Device functions that the kernels of several families call: tiles of rows and their products."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._core.tiles import product_in_order
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_rows(
+    x_ptr,
+    first,
+    limit,
+    row_stride,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows ``first``, ``first + 1``, ... of a matrix with contiguous rows; zeros from ``limit``
+    on.
+    """
+    row, col = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
+    corner = x_ptr + tl.cast(first, tl.int64) * row_stride
+    at = corner + (row[:, None] * row_stride + col[None, :])
+    return tl.load(at, mask=(first + row < limit)[:, None] & (col < D)[None, :], other=0.0)
+
+
+@triton.jit
+def product_with_rows(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """a b^T, for a loop in which b changes. fp32 tiles that no tensor core takes are multiplied
+    from registers: a stays in them for the whole loop where it stands on the left, and not on the
+    right.
+    """
+    if a.dtype == tl.float32 and PRECISION == "ieee":
+        ab = tl.trans(product_in_order(b, tl.trans(a), UPCAST, PRECISION))
+    else:
+        ab = product_in_order(a, tl.trans(b), UPCAST, PRECISION)
+    return ab

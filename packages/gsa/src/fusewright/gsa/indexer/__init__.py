@@ -1,0 +1,1 @@
+"""Scores of every query and key by a few small heads with one key: gated_indexer."""

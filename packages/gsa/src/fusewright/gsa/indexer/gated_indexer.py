@@ -1,0 +1,153 @@
+r"""Scores of the gated indexer: how relevant each key is to each query, by a few small heads that
+have one key in common.
+
+    z_ths = scale q_th . k_s + b_h
+    I_ts  = sum_h sigmoid(w_th) sigmoid(z_ths)    for s <= q_offset + t, -inf beyond
+
+B sequences, H heads of width d. The scores are between 0 and H. With the gradient G of the scores:
+
+    dw_th = sigmoid'(w_th) sum_s G_ts sigmoid(z_ths)    dz_ths = G_ts sigmoid(w_th) sigmoid'(z_ths)
+    dq_th = scale sum_s dz_ths k_s    dk_s = scale sum_th dz_ths q_th    db_h = sum_ts dz_ths
+
+Saved for the backward pass: the inputs. Products accumulate in fp32 and everything else is fp32;
+dz is rounded to the inputs' dtype for the next product. Sums have a fixed order: same inputs, same
+bits.
+
+Gated Sparse Attention, arXiv 2601.15305; the indexer of DeepSeek-V3.2-Exp.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._core.backends import Backend, uses_triton
+from .._core.checks import check_dtype
+from .._core.precision import autocast, without_autocast
+from .._core.registration import Derivative, Op, second_order
+from ..common.checks import check_indexer, check_whole, checked_scale
+from . import launch, reference
+
+Tensor = torch.Tensor
+
+
+def _options(scale, causal, q_offset):
+    return dict(scale=scale, causal=causal, q_offset=q_offset)
+
+
+def _scores_reference(q, k, w, bias, *options):
+    return reference.gated_indexer(q, k, w, bias, **_options(*options))
+
+
+def _scores_fake(q, k, w, bias, *options):
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:2], k.shape[1]), dtype=wide)
+
+
+def _backward_reference(dscores, q, k, w, bias, *options):
+    grads = reference.gated_indexer_backward(dscores, q, k, w, bias, **_options(*options))
+    return tuple(grad.contiguous() for grad in grads)
+
+
+def _backward_fake(dscores, q, k, w, bias, *options):
+    return tuple(x.new_empty(x.shape) for x in (q, k, w, bias))
+
+
+_scores = Op(
+    "gated_indexer(Tensor q, Tensor k, Tensor w, Tensor bias, float scale, bool causal,"
+    " int q_offset) -> Tensor",
+    triton=launch.scores_forward,
+    reference=_scores_reference,
+    fake=_scores_fake,
+)
+_backward = Op(
+    "gated_indexer_backward(Tensor dscores, Tensor q, Tensor k, Tensor w, Tensor bias, float scale,"
+    " bool causal, int q_offset) -> (Tensor dq, Tensor dk, Tensor dw, Tensor dbias)",
+    triton=launch.scores_backward,
+    reference=_backward_reference,
+    fake=_backward_fake,
+)
+
+
+@_scores.derivative
+class _GatedIndexer(Derivative):
+    @staticmethod
+    def forward(ctx, run, q, k, w, bias, *options):
+        ctx.save_for_backward(q, k, w, bias)
+        ctx.options = options
+        return run(q, k, w, bias, *options)
+
+    @staticmethod
+    def backward(ctx, dscores):
+        grads = _backward(dscores, *ctx.saved_tensors, *ctx.options)
+        return None, *grads, None, None, None
+
+
+@_backward.derivative
+class _GatedIndexerBackward(Derivative):
+    @staticmethod
+    def forward(ctx, run, dscores, q, k, w, bias, *options):
+        ctx.save_for_backward(dscores, q, k, w, bias)
+        ctx.options = options
+        return run(dscores, q, k, w, bias, *options)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        def backward(*inputs):
+            return _backward_reference(*inputs, *ctx.options)
+
+        grads = second_order(backward, ctx.saved_tensors, cotangents)
+        return None, *grads, None, None, None
+
+
+def gated_indexer(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    q_offset: int = 0,
+    backend: Backend = "auto",
+) -> Tensor:
+    """sum_h sigmoid(w_h) sigmoid(scale q_h k^T + b_h): the indexer's score of every query and key.
+
+    All scores are held: this is for small sequences and for looking at what an indexer does.
+    :func:`indexer_topk` selects by the same scores and holds none of them.
+
+    Args:
+        q: ``[B, Tq, H, d]``, H >= 1, d from 1 to 256; fp32, bf16 or fp16 (the reference takes fp64
+            too). Any strides; only a tensor whose last axis is not contiguous is copied. Under
+            autocast q and k are cast to its dtype.
+        k: ``[B, Tkv, d]``, one key for all heads, in q's dtype.
+        w: ``[B, Tq, H]``, the heads' gates before their sigmoid, of any of these dtypes.
+        bias: ``[H]``, of any of these dtypes.
+        scale: factor of the products, positive; None takes 1 / sqrt(d).
+        causal: whether a row sees only the keys at its position and before it.
+        q_offset: the position of the first row, 0 or more.
+        backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
+            "triton" raises where the kernels cannot serve.
+
+    Returns:
+        ``[B, Tq, Tkv]``, contiguous, in fp32 (fp64 for fp64 inputs), under autocast too; -inf where
+        a row does not see a key. Keys that are not seen may hold anything.
+
+    fp32 products are exact unless torch multiplies fp32 matrices in TF32
+    (``torch.backends.cuda.matmul.fp32_precision``). Differentiable in q, k, w and bias, twice; the
+    second derivative runs in plain torch. The gradient of a score of -inf is not read.
+
+    Raises:
+        TypeError: a tensor is not floating point or not strided, or an option is no number.
+        ValueError: the shapes, dtypes or devices are not as above, or an option is out of its
+            range.
+        RuntimeError: backend is "triton" and the kernels cannot serve this call.
+    """
+    check_indexer(q, k, w, bias)
+    scale = checked_scale(scale, q.shape[-1])
+    check_whole("q_offset", q_offset, lowest=0)
+    q, k = autocast(q, k)
+    check_dtype("k", k, "q", q)
+    if not uses_triton(q, backend):
+        with without_autocast(q.device):
+            return reference.gated_indexer(q, k, w, bias, **_options(scale, causal, q_offset))
+    return _scores(q, k, w, bias, scale, bool(causal), q_offset)

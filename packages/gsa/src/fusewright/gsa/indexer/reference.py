@@ -1,0 +1,59 @@
+"""The indexer's scores in plain torch: the specification, the yardstick of the tests and the CPU
+implementation.
+
+Computed in fp32 (in fp64 for fp64 inputs), and returned so. All scores of a call are in memory at
+once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._core.precision import wide
+
+Tensor = torch.Tensor
+
+
+def gated_indexer(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    q_offset: int = 0,
+) -> Tensor:
+    """I_ts = sum_h sigmoid(w_th) sigmoid(scale q_th . k_s + b_h); see the public function."""
+    products = torch.einsum("bthd,bsd->bths", wide(q), wide(k))
+    z = scale * products + bias.to(products.dtype)[:, None]
+    gate = w.to(z.dtype).sigmoid()
+    scores = (gate.unsqueeze(-1) * z.sigmoid()).sum(2)
+    return torch.where(keys_seen(q, k, causal, q_offset), scores, float("-inf"))
+
+
+def gated_indexer_backward(
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    q_offset: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dw, dbias) from the gradient of the scores."""
+    forward = functools.partial(gated_indexer, scale=scale, causal=causal, q_offset=q_offset)
+    return torch.func.vjp(forward, q, k, w, bias)[1](dscores)
+
+
+def keys_seen(q: Tensor, k: Tensor, causal: bool, q_offset: int) -> Tensor:
+    """Which keys the rows of q see, [Tq, Tkv]: with ``causal`` those at their position and before
+    it; the first row stands at ``q_offset``.
+    """
+    position = torch.arange(q.shape[1], device=q.device).unsqueeze(-1) + q_offset
+    key = torch.arange(k.shape[1], device=q.device)
+    return (key <= position) if causal else (key >= 0).expand(q.shape[1], -1)

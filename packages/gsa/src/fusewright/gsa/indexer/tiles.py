@@ -1,0 +1,22 @@
+"""Device functions of the indexer's kernels: one arithmetic of the activation in every pass."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._core.tiles import product_in_order
+from ..common.tiles import LOG2_E
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return 1.0 / (1.0 + tl.exp2(-x * LOG2_E))
+
+
+@triton.jit
+def activation(q, k, bias, scale, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """sigmoid(scale q k^T + bias) of one head, [rows of q, rows of k]."""
+    z = product_in_order(q, tl.trans(k), UPCAST, PRECISION) * (scale * LOG2_E) + bias * LOG2_E
+    return 1.0 / (1.0 + tl.exp2(-z))

@@ -1,0 +1,1 @@
+"""The layer of indexer, selection and attention: GatedSparseAttention and its KeyCache."""

@@ -1,0 +1,282 @@
+r"""The layer: an indexer chooses the keys of each query, attention goes to these, and two gates
+weigh what goes in and what comes out.
+
+    v   = W_v x * sigmoid(W_gv x)                    gate on the values
+    S_t = indexer_topk(W_qi x, W_ki x, W_w x, b)     one selection for all heads
+    o_t = softmax over S_t of (rotated q_t . rotated k_s / sqrt(D)) v_s
+    y   = W_o (o * sigmoid(W_go x))                  gate on the output
+
+The indexer learns by :func:`indexer_kl_loss` alone, from x as it is: neither the selection nor that
+loss sends a gradient to x, q, k or v.
+
+Gated Sparse Attention, arXiv 2601.15305; Su et al., RoFormer, arXiv 2104.09864.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .._core.backends import Backend, check_backend
+from .._core.checks import check_option, checked_count, checked_number
+from ..common.checks import (
+    HIGHEST_SCALE,
+    LOWEST_SCALE,
+    MAX_WIDTH,
+    PATHS,
+    Law,
+    Path,
+    check_law,
+)
+from ..loss.indexer_kl_loss import indexer_kl_loss
+from ..selection.indexer_topk import indexer_topk
+from ..sparse.sparse_attention import sparse_attention_with_lse
+from .key_cache import KeyCache
+
+Tensor = torch.Tensor
+INIT_STD = 0.02
+
+
+class Selection(NamedTuple):
+    """The keys that each query has selected, as :func:`indexer_topk` returns them. A caller who
+    computes a pass a second time hands the first pass's selection over: a difference in the last
+    place could select another key.
+    """
+
+    indices: Tensor
+    # A tuple's own count is of no use here.
+    count: Tensor  # type: ignore[assignment]
+
+
+class GatedSparseAttention(nn.Module):
+    """Causal self-attention of ``[B, T, width]`` to the keys that an indexer selects.
+
+    Args:
+        width: of the input and the output.
+        heads, key_heads: query heads, and the heads of keys that they share in groups (None: as
+            many).
+        head_width: None takes width / heads, which must be whole; even, up to 256.
+        index_heads, index_width: the indexer's; the width is up to 256.
+        k_base, k_min, k_max, law, sinks: how many keys a query selects, see :func:`indexer_topk`.
+        rope_base: base of the rotary frequencies.
+        temperature: where the indexer's learned temperature starts, about the logarithm of the
+            number of tokens.
+        ema_decay: of the running average of the scores' variance, which follows what is selected in
+            training mode. It stays in fp32 whatever the parameters are converted to.
+        path: as in :func:`sparse_attention`, of whole sequences: "tiles" where neighbouring tokens
+            select alike, as a trained indexer's often do. Decoding chooses by itself.
+        backend: as in :func:`sparse_attention`.
+
+    Raises:
+        TypeError: a number is of a wrong kind.
+        ValueError: a number is out of its range; law, path or backend is unknown.
+    """
+
+    variance_ema: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_heads: int | None = None,
+        head_width: int | None = None,
+        index_heads: int = 4,
+        index_width: int = 64,
+        k_base: int = 512,
+        k_min: int = 32,
+        k_max: int = 1024,
+        law: Law = "inverse",
+        sinks: int = 4,
+        rope_base: float = 10_000.0,
+        temperature: float = 8.0,
+        ema_decay: float = 0.99,
+        path: Path = "auto",
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_backend(backend)
+        check_option("path", path, PATHS)
+        check_law(law, k_base, k_min, k_max, sinks)
+        for name, number in (("width", width), ("heads", heads), ("index_heads", index_heads)):
+            checked_count(name, number)
+        self.heads = heads
+        self.key_heads = checked_count("key_heads", heads if key_heads is None else key_heads)
+        if heads % self.key_heads:
+            raise ValueError(f"heads must be a multiple of key_heads, got {heads}, {key_heads}")
+        if head_width is None and width % heads:
+            raise ValueError(
+                f"width must be a multiple of heads without a head_width, got {width}, {heads}"
+            )
+        self.width = width
+        self.head_width = checked_count(
+            "head_width", width // heads if head_width is None else head_width
+        )
+        if self.head_width % 2:
+            raise ValueError(f"head_width must be even, got {self.head_width}")
+        self.index_heads = index_heads
+        self.index_width = checked_count("index_width", index_width)
+        checked_number("head_width", self.head_width, 1, MAX_WIDTH)
+        checked_number("index_width", index_width, 1, MAX_WIDTH)
+        checked_number("ema_decay", ema_decay, 0.0, 1.0)
+        checked_number("rope_base", rope_base, LOWEST_SCALE, HIGHEST_SCALE)
+        checked_number("temperature", temperature, -HIGHEST_SCALE, HIGHEST_SCALE)
+        self.counts: dict[str, Any] = dict(
+            k_base=k_base, k_min=k_min, k_max=k_max, law=law, sinks=sinks
+        )
+        self.rope_base, self.ema_decay = rope_base, ema_decay
+        self.path, self.backend = path, backend
+
+        place: dict[str, Any] = dict(device=device, dtype=dtype)
+        inner, shared = self.heads * self.head_width, self.key_heads * self.head_width
+        self.q_proj = nn.Linear(width, inner, bias=False, **place)
+        self.k_proj = nn.Linear(width, shared, bias=False, **place)
+        self.v_proj = nn.Linear(width, shared, bias=False, **place)
+        self.value_gate = nn.Linear(width, shared, bias=False, **place)
+        self.output_gate = nn.Linear(width, inner, bias=False, **place)
+        self.o_proj = nn.Linear(inner, width, bias=False, **place)
+        self.index_q = nn.Linear(width, index_heads * index_width, bias=False, **place)
+        self.index_k = nn.Linear(width, index_width, bias=False, **place)
+        self.index_w = nn.Linear(width, index_heads, bias=False, **place)
+        self.index_bias = nn.Parameter(torch.zeros(index_heads, **place))
+        self.index_temperature = nn.Parameter(torch.full((), temperature, **place))
+        # Zero: there is no average yet.
+        self.register_buffer("variance_ema", torch.zeros((), device=device, dtype=torch.float32))
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=INIT_STD)
+
+    def forward(self, x: Tensor, selection: Selection | None = None) -> tuple[Tensor, Selection]:
+        """Attention within ``[B, T, width]``.
+
+        Args:
+            x: the tokens of whole sequences.
+            selection: that of an earlier pass over the same tokens, which is then used again;
+                None: select. In training mode selecting moves the average of the variance.
+
+        Returns:
+            ``(y, selection)``: y like x, and what was selected.
+        """
+        return self._attend(x, selection)[:2]
+
+    def forward_with_loss(
+        self, x: Tensor, selection: Selection | None = None
+    ) -> tuple[Tensor, Selection, Tensor]:
+        """:meth:`forward` and the loss that the indexer learns by, over the selected keys. It
+        differentiates to the indexer's parameters alone.
+        """
+        y, selection, index, q, k, lse = self._attend(x, selection)
+        loss = indexer_kl_loss(
+            *(*index, self.index_bias, q, k, lse, *selection),
+            temperature=self.index_temperature,
+            backend=self.backend,
+        )
+        return y, selection, loss
+
+    def new_cache(self, batches: int, capacity: int) -> KeyCache:
+        """Memory for the keys of up to ``capacity`` tokens of ``batches`` sequences."""
+        weight = self.k_proj.weight
+        rows = (batches, capacity)
+        heads = weight.new_zeros((*rows, self.key_heads, self.head_width))
+        return KeyCache(heads, torch.zeros_like(heads), weight.new_zeros((*rows, self.index_width)))
+
+    @torch.no_grad()
+    def decode(self, x: Tensor, cache: KeyCache) -> Tensor:
+        """What :meth:`forward` in evaluation mode gives for the next tokens ``[B, t, width]`` of
+        sequences whose first tokens are in the cache, which takes these up. No gradients.
+        """
+        check_tokens(x, self.width)
+        position = cache.length
+        q, k, v = self._heads(x, position)
+        q_index, k_index, w = self._index(x)
+        k, v, k_index = cache.extend(k, v, k_index)
+        selection = self._select((q_index, k_index, w), position)[0]
+        o, _ = sparse_attention_with_lse(q, k, v, *selection, backend=self.backend)
+        return self._output(o, x)
+
+    def extra_repr(self) -> str:
+        counts = ", ".join(f"{name}={value}" for name, value in self.counts.items())
+        return f"heads={self.heads}, key_heads={self.key_heads}, {counts}"
+
+    def _apply(self, fn, recurse=True):
+        average = self.variance_ema
+        super()._apply(fn, recurse)
+        if self.variance_ema.dtype != average.dtype:
+            # In bf16 an average that changes by a hundredth would stay as it is.
+            self.variance_ema = average.to(self.variance_ema.device)
+        return self
+
+    def _attend(self, x, selection):
+        check_tokens(x, self.width)
+        q, k, v = self._heads(x, 0)
+        index = self._index(x)
+        if selection is None:
+            selection, variance = self._select(index, 0)
+            if self.training:
+                self._follow(variance)
+        o, lse = sparse_attention_with_lse(
+            q, k, v, *selection, path=self.path, backend=self.backend
+        )
+        return self._output(o, x), selection, index, q, k, lse
+
+    def _heads(self, x: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated, and gated values of tokens from ``position`` on."""
+        q, k = (
+            layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.q_proj, self.k_proj)
+        )
+        v = self.v_proj(x) * self.value_gate(x).sigmoid()
+        positions = position + torch.arange(x.shape[1], device=x.device)
+        q, k = (rotated(rows, positions, self.rope_base) for rows in (q, k))
+        return q, k, v.unflatten(-1, (-1, self.head_width))
+
+    def _index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The indexer's queries, keys and gates."""
+        x = x.detach()
+        q = self.index_q(x).unflatten(-1, (self.index_heads, self.index_width))
+        return q, self.index_k(x), self.index_w(x)
+
+    def _select(
+        self, index: tuple[Tensor, Tensor, Tensor], position: int
+    ) -> tuple[Selection, Tensor]:
+        q, k, w = index
+        indices, count, stats = indexer_topk(
+            *(q, k, w, self.index_bias),
+            **self.counts,
+            variance_ema=self.variance_ema,
+            q_offset=position,
+            backend=self.backend,
+        )
+        return Selection(indices, count), stats.variance
+
+    @torch.no_grad()
+    def _follow(self, variance: Tensor) -> None:
+        """Move the average of the variance; the first one is the average."""
+        mean = variance.mean().to(self.variance_ema.dtype)
+        average = torch.lerp(mean, self.variance_ema, self.ema_decay)
+        average = torch.where(self.variance_ema > 0.0, average, mean)
+        self.variance_ema.copy_(torch.where(average.isfinite(), average, self.variance_ema))
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_proj(o.flatten(-2) * self.output_gate(x).sigmoid())
+
+
+def rotated(rows: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Rows ``[B, T, H, D]``, each pair of columns (i, i + D / 2) rotated by position /
+    base^(2i/D), so that a product of two rows depends on their distance alone.
+    """
+    width = rows.shape[-1]
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    steps = torch.arange(0, width, 2, device=rows.device, dtype=torch.float64) / width
+    angles = (positions.double().unsqueeze(-1) * base**-steps).unsqueeze(1)
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+    x, y = rows.to(wide).chunk(2, -1)
+    return torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(rows.dtype)
+
+
+def check_tokens(x: Tensor, width: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != width:
+        raise ValueError(f"x must be [batch, tokens, {width}], got {tuple(x.shape)}")

@@ -1,0 +1,1 @@
+"""The loss that an indexer learns by: indexer_kl_loss."""

@@ -1,0 +1,208 @@
+r"""The loss that an indexer learns by: how far its softmax is from the attention's probabilities.
+
+    p_ts = sum_h exp(s_hts - lse_ht) over its sum over s    s_hts = scale q_ht . k_s
+    r_ts = softmax_s(temperature I_ts)                      I_ts: the scores of gated_indexer
+    loss = mean_t sum_s p_ts (log p_ts - log r_ts)
+
+over the keys that a row sees (dense warm-up) or has selected (sparse phase). The target p is a
+constant. With N rows, G_ts = (r_ts - p_ts) temperature / N is the gradient of the scores; those of
+q_index, k_index, w and bias follow as in :func:`gated_indexer`, and that of the temperature is
+sum_ts (r_ts - p_ts) I_ts / N. The loss is one number, so the forward pass computes its slopes,
+and the backward pass multiplies them by the upstream gradient. Scores and target of a chunk of the
+rows are in memory at a time. Saved: the slopes, in fp32; and the inputs, for second derivatives.
+
+A score is below H: at a temperature of 1 its softmax cannot reach a target that is peaked among T
+keys. Log T is a temperature to start with; the selection does not depend on it.
+
+DeepSeek-V3.2-Exp, equations 3 and 4; Gated Sparse Attention, arXiv 2601.15305.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._core.backends import Backend, uses_triton
+from .._core.checks import check_dtype
+from .._core.precision import autocast, without_autocast
+from .._core.registration import Derivative, Op, second_order
+from ..common.checks import (
+    check_attention,
+    check_indexer,
+    check_selection,
+    check_whole,
+    checked_scale,
+)
+from . import launch, reference
+from .checks import check_loss, checked_temperature
+
+Tensor = torch.Tensor
+OPTIONS = ("index_scale", "scale", "causal", "q_offset")
+# The operands that get gradients, and all.
+LEARNING, OPERANDS = 5, 10
+
+
+def _named(options):
+    return dict(zip(OPTIONS, options, strict=True))
+
+
+def _loss_reference(*arguments):
+    operands, options = arguments[:OPERANDS], _named(arguments[OPERANDS:])
+    loss, *slopes = reference.indexer_kl_loss_with_slopes(*operands, **options)
+    return loss, *(slope.contiguous() for slope in slopes)
+
+
+def _loss_fake(q_index, k_index, w, bias, temperature, *_):
+    wide = torch.promote_types(q_index.dtype, torch.float32)
+    slopes = (q_index, k_index, w, bias, temperature)
+    return q_index.new_empty((), dtype=wide), *(x.new_empty(x.shape, dtype=wide) for x in slopes)
+
+
+def _backward_multiplied(upstream, *arguments):
+    operands, slopes = arguments[:LEARNING], arguments[OPERANDS : OPERANDS + LEARNING]
+    return tuple((upstream * slope).to(x.dtype) for x, slope in zip(operands, slopes, strict=True))
+
+
+def _backward_formula(upstream, *arguments):
+    operands, options = arguments[:OPERANDS], _named(arguments[OPERANDS:])
+    _, *slopes = reference.indexer_kl_loss_with_slopes(*operands, **options)
+    return _backward_multiplied(upstream, *operands, *slopes)
+
+
+def _backward_fake(upstream, *arguments):
+    return tuple(x.new_empty(x.shape) for x in arguments[:LEARNING])
+
+
+_OPERANDS = (
+    "Tensor q_index, Tensor k_index, Tensor w, Tensor bias, Tensor temperature, Tensor q, Tensor k,"
+    " Tensor lse, Tensor? indices, Tensor? count"
+)
+_OPTIONS = "float index_scale, float scale, bool causal, int q_offset"
+_SLOPES = "Tensor dq_index, Tensor dk_index, Tensor dw, Tensor dbias, Tensor dtemperature"
+_loss = Op(
+    f"indexer_kl_loss({_OPERANDS}, {_OPTIONS}) -> (Tensor loss, {_SLOPES})",
+    triton=launch.divergence,
+    reference=_loss_reference,
+    fake=_loss_fake,
+    inference=functools.partial(launch.divergence, slopes=False),
+)
+_backward = Op(
+    f"indexer_kl_loss_backward(Tensor upstream, {_OPERANDS}, {_SLOPES}, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    triton=_backward_multiplied,
+    reference=_backward_multiplied,
+    fake=_backward_fake,
+)
+
+
+@_loss.derivative
+class _IndexerKLLoss(Derivative):
+    @staticmethod
+    def forward(ctx, run, *arguments):
+        loss, *slopes = run(*arguments)
+        ctx.save_for_backward(*arguments[:OPERANDS], *slopes)
+        ctx.options = arguments[OPERANDS:]
+        ctx.set_materialize_grads(False)
+        return loss, *_loss.statistics(ctx, run, *slopes)
+
+    @staticmethod
+    def backward(ctx, upstream, *_):
+        unlearned = (None,) * (OPERANDS - LEARNING + len(OPTIONS))
+        if upstream is None:
+            return None, *(None,) * LEARNING, *unlearned
+        grads = _backward(upstream, *ctx.saved_tensors, *ctx.options)
+        return None, *grads, *unlearned
+
+
+@_backward.derivative
+class _IndexerKLLossBackward(Derivative):
+    @staticmethod
+    def forward(ctx, run, upstream, *arguments):
+        ctx.save_for_backward(upstream, *arguments[:OPERANDS])
+        ctx.options = arguments[OPERANDS + LEARNING :]
+        return run(upstream, *arguments)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        constant = ctx.saved_tensors[1 + LEARNING :]
+
+        def backward(*inputs):
+            return _backward_formula(*inputs, *constant, *ctx.options)
+
+        # The slopes follow from the operands, and have no gradients of their own.
+        grads = second_order(backward, ctx.saved_tensors[: 1 + LEARNING], cotangents)
+        return None, *grads, *(None,) * (OPERANDS + len(OPTIONS))
+
+
+def indexer_kl_loss(
+    q_index: Tensor,
+    k_index: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    indices: Tensor | None = None,
+    count: Tensor | None = None,
+    *,
+    temperature: Tensor | float = 1.0,
+    index_scale: float | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    q_offset: int = 0,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Kullback-Leibler divergence of the indexer's softmax from the attention's probabilities,
+    averaged over the rows.
+
+    Args:
+        q_index, k_index, w, bias: the indexer's, as in :func:`gated_indexer`, which also says what
+            ``index_scale`` (there: scale), causal and q_offset are.
+        q, k: the attention's, ``[B, T, H, D]`` and ``[B, Tkv, Hkv, D]`` as in
+            :func:`sparse_attention`, with its ``scale``.
+        lse: ``[B, H, T]``, any floating dtype: the log-sum-exp of the attention's scores, over the
+            keys that count here.
+        indices, count: ``[B, T, K]`` and ``[B, T]`` as in :func:`sparse_attention`: only the
+            selected keys count, of those that a row sees. None: all that it sees.
+        temperature: what the scores are multiplied with, one finite number or a tensor of one,
+            which may learn.
+        backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
+            "triton" raises where the kernels cannot serve. The reference holds all scores.
+
+    Returns:
+        One number in nats, in fp32 (fp64 for fp64 inputs), under autocast too. A row without keys
+        adds nothing. A NaN score of a key that counts makes the loss and its gradients NaN; a w or
+        bias of -inf closes its head; an attention head whose lse is infinite or NaN is left out of
+        its row, and a row without any other adds nothing. What a NaN in q or k does to a row with
+        a finite lse is not defined.
+
+    Differentiable in q_index, k_index, w, bias and temperature, twice; the second derivative runs
+    in plain torch. q, k and lse get no gradient: the attention does not learn from it.
+
+    Raises:
+        TypeError: a tensor is of a wrong kind, or an option is no number.
+        ValueError: the shapes, dtypes or devices are not as above, or an option is out of its
+            range.
+        RuntimeError: backend is "triton" and the kernels cannot serve this call.
+    """
+    check_indexer(q_index, k_index, w, bias)
+    check_attention(q, k, k)
+    check_loss(q_index, k_index, q, k, lse, indices)
+    if indices is not None:
+        check_selection(q, indices, count, None)
+    index_scale = checked_scale(index_scale, q_index.shape[-1])
+    scale = checked_scale(scale, q.shape[-1])
+    check_whole("q_offset", q_offset, lowest=0)
+    temperature = checked_temperature(temperature, q_index)
+    q_index, k_index = autocast(q_index, k_index)
+    q, k = autocast(q, k)
+    check_dtype("k_index", k_index, "q_index", q_index)
+    check_dtype("k", k, "q", q)
+    q, k, lse = (x.detach() for x in (q, k, lse))
+    operands = (q_index, k_index, w, bias, temperature, q, k, lse, indices, count)
+    options = (index_scale, scale, bool(causal), q_offset)
+    if not (uses_triton(q_index, backend) and uses_triton(q, backend)):
+        with without_autocast(q.device):
+            return reference.indexer_kl_loss(*operands, **_named(options))
+    return _loss(*operands, *options)[0]

@@ -1,0 +1,171 @@
+"""Triton kernels of the indexer's loss: the attention's probabilities, and the divergence of the
+softmax of the indexer's scores from them.
+
+    p_ts = sum_h exp(s_hts - lse_ht) over its sum over s    s_hts = scale q_ht . k_s
+    r_ts = softmax_s(temperature I_ts)    loss_t = sum_s p_ts (log p_ts - log r_ts)
+    G_ts = r_ts - p_ts                    dtemperature_t = sum_s G_ts I_ts
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._core.tiles import product_in_order
+from ..common.tiles import LOG2_E, LOG_2, load_rows
+
+# Below every score, and finite: its distance to itself is zero.
+LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def target_kernel(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    target_ptr,
+    scale,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    lse_batch_stride,
+    lse_head_stride,
+    lse_row_stride,
+    queries,
+    keys,
+    heads,
+    shared,
+    offset,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program adds the probabilities of all heads for BLOCK_Q queries and BLOCK_K keys;
+    ``shared``: so many heads have one head of keys. Tiles that no row may see are left as they are.
+    """
+    key_tiles = tl.cdiv(keys, BLOCK_K)
+    row_tiles = tl.cdiv(queries, BLOCK_Q)
+    tile = tl.program_id(0) // key_tiles
+    batch = (tile // row_tiles).to(tl.int64)
+    start = tile % row_tiles * BLOCK_Q
+    first_key = tl.program_id(0) % key_tiles * BLOCK_K
+    row, key = start + tl.arange(0, BLOCK_Q), first_key + tl.arange(0, BLOCK_K)
+    visible = True
+    if CAUSAL:
+        visible = first_key <= offset + start + BLOCK_Q - 1
+    if visible:
+        total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+        for head in range(heads):
+            at = tl.cast(head, tl.int64)
+            q_corner = q_ptr + batch * q_batch_stride + at * q_head_stride
+            q = load_rows(q_corner, start, queries, q_row_stride, D, BLOCK_Q, BLOCK_D)
+            k_corner = k_ptr + batch * k_batch_stride + at // shared * k_head_stride
+            k = load_rows(k_corner, first_key, keys, k_row_stride, D, BLOCK_K, BLOCK_D)
+            lse_at = lse_ptr + batch * lse_batch_stride + at * lse_head_stride
+            lse_at += row.to(tl.int64) * lse_row_stride
+            lse = tl.load(lse_at, mask=row < queries, other=0.0).to(tl.float32)
+            s = product_in_order(q, tl.trans(k), UPCAST, PRECISION) * (scale * LOG2_E)
+            # A row without keys has no probabilities.
+            p = tl.exp2(s - (lse * LOG2_E)[:, None])
+            total += tl.where((lse > float("-inf"))[:, None], p, 0.0)
+        to_row = (batch * queries + row) * keys
+        inside = (row < queries)[:, None] & (key < keys)[None, :]
+        tl.store(target_ptr + to_row[:, None] + key[None, :], total, mask=inside)
+
+
+@triton.jit
+def counted_keys(members_ptr, to_row, key, visible, HAS_MEMBERS: tl.constexpr):
+    """Which of these keys the loss of a row counts."""
+    inside = key < visible
+    if HAS_MEMBERS:
+        inside &= tl.load(members_ptr + to_row + key, mask=inside, other=0) != 0
+    return inside
+
+
+@triton.jit
+def divergence_kernel(
+    scores_ptr,
+    target_ptr,
+    members_ptr,
+    temperature_ptr,
+    loss_ptr,
+    slope_ptr,
+    queries,
+    keys,
+    members_stride,
+    offset,
+    CAUSAL: tl.constexpr,
+    HAS_MEMBERS: tl.constexpr,
+    WITH_SLOPES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program computes the divergence of one row, its slope along the temperature and, in the
+    place of the scores, their gradients G: softmax less target.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    visible = keys
+    if CAUSAL:
+        visible = tl.minimum(keys, offset + tl.program_id(0) % queries + 1)
+    scores_at, target_at = scores_ptr + row * keys, target_ptr + row * keys
+    to_member = row * members_stride
+    step = tl.arange(0, BLOCK)
+    temperature = tl.load(temperature_ptr).to(tl.float32)
+    # Exponents are distances of scores to the one that weighs most: rounding a logarithm of z, or a
+    # score times the temperature, would move all weights of a row at once, and their differences to
+    # the target cancel.
+    sign = tl.where(temperature < 0.0, -1.0, 1.0)
+    factor = sign * temperature * LOG2_E
+
+    highest = tl.full([BLOCK], LOWEST, tl.float32)
+    z = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, visible, BLOCK):
+        key = start + step
+        counts = counted_keys(members_ptr, to_member, key, visible, HAS_MEMBERS)
+        score = tl.load(scores_at + key, mask=counts, other=0.0)
+        height = tl.where(counts, sign * score, LOWEST)
+        next_highest = tl.maximum(highest, height)
+        rescale = tl.exp2((highest - next_highest) * factor)
+        weight = tl.where(counts, tl.exp2((height - next_highest) * factor), 0.0)
+        z = z * rescale + weight
+        weighted = weighted * rescale + weight * score
+        highest = next_highest
+        total += tl.load(target_at + key, mask=counts, other=0.0)
+    top = tl.max(highest, 0)
+    rescale = tl.exp2((highest - top) * factor)
+    z_all = tl.sum(z * rescale, 0)
+    # A row without keys has no sum, and nothing to take distances to.
+    top, z_all = tl.where(z_all == 0.0, 0.0, top), tl.where(z_all == 0.0, 1.0, z_all)
+    log_z, inverse_z = tl.log2(z_all), tl.div_rn(1.0, z_all)
+    # The differences of a row add to zero: against the mean of its scores none of their rounding
+    # errors is multiplied by a whole score.
+    middle = tl.sum(weighted * rescale, 0) * inverse_z
+    mass = tl.sum(total, 0)
+    # A row without target adds nothing to the loss.
+    inverse_mass = tl.where(mass > 0.0, tl.div_rn(1.0, tl.where(mass > 0.0, mass, 1.0)), 0.0)
+
+    loss = tl.zeros([BLOCK], tl.float32)
+    slope = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, keys, BLOCK):
+        key = start + step
+        counts = counted_keys(members_ptr, to_member, key, visible, HAS_MEMBERS)
+        score = tl.load(scores_at + key, mask=counts, other=0.0)
+        x = (sign * score - top) * factor
+        p = tl.load(target_at + key, mask=counts, other=0.0) * inverse_mass
+        loss += tl.where(p > 0.0, p * (tl.log2(tl.where(p > 0.0, p, 1.0)) - x + log_z), 0.0)
+        if WITH_SLOPES:
+            g = tl.where(counts, tl.exp2(x) * inverse_z - p, 0.0)
+            g = tl.where(mass > 0.0, g, 0.0)
+            slope += g * (score - middle)
+            tl.store(scores_at + key, g, mask=key < keys)
+    tl.store(loss_ptr + row, tl.sum(loss, 0) * LOG_2)
+    if WITH_SLOPES:
+        tl.store(slope_ptr + row, tl.sum(slope, 0))

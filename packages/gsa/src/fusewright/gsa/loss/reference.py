@@ -1,0 +1,103 @@
+"""The indexer's loss in plain torch: the specification, the yardstick of the tests and the CPU
+implementation.
+
+Computed in fp32 (in fp64 for fp64 inputs). All scores of a call are in memory at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._core.precision import wide
+from ..indexer.reference import gated_indexer, keys_seen
+from ..sparse.reference import of_each_head, times_selected
+
+Tensor = torch.Tensor
+
+
+def indexer_kl_loss(
+    q_index: Tensor,
+    k_index: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    temperature: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    indices: Tensor | None = None,
+    count: Tensor | None = None,
+    *,
+    index_scale: float,
+    scale: float,
+    causal: bool = True,
+    q_offset: int = 0,
+) -> Tensor:
+    """mean_t KL(p_t || softmax(temperature I_t)), p_t the mean of the heads' probabilities; see the
+    public function.
+    """
+    counts = keys_counted(q, k, indices, count, causal, q_offset)
+    p = attention_target(q, k, lse, counts, scale).to(wide(q_index).dtype)
+    scores = gated_indexer(
+        q_index, k_index, w, bias, scale=index_scale, causal=causal, q_offset=q_offset
+    )
+    log_softmax = log_probabilities(scores, temperature, counts)
+    log_p = torch.where(p > 0, p, 1.0).log()
+    return (p * (log_p - log_softmax)).sum() / max(q.shape[0] * q.shape[1], 1)
+
+
+def indexer_kl_loss_with_slopes(
+    q_index: Tensor,
+    k_index: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    temperature: Tensor,
+    *constants: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """:func:`indexer_kl_loss` and its gradients for q_index, k_index, w, bias and temperature, in
+    fp32.
+    """
+
+    def forward(*operands: Tensor) -> Tensor:
+        return indexer_kl_loss(*operands, *constants, **options)
+
+    operands = (x.to(wide(q_index).dtype) for x in (q_index, k_index, w, bias, temperature))
+    loss, pullback = torch.func.vjp(forward, *operands)[:2]
+    return loss, *pullback(torch.ones_like(loss))
+
+
+def keys_counted(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor | None,
+    count: Tensor | None,
+    causal: bool,
+    q_offset: int,
+) -> Tensor:
+    """Which keys the loss of each row counts, [B, T, Tkv]: those it sees, or has selected of
+    them.
+    """
+    seen = keys_seen(q, k, causal, q_offset)
+    if indices is None:
+        return seen.expand(q.shape[0], -1, -1)
+    return seen & (times_selected(indices, count, k.shape[1]) > 0)
+
+
+def attention_target(q: Tensor, k: Tensor, lse: Tensor, counts: Tensor, scale: float) -> Tensor:
+    """The heads' probabilities, their sum over the counted keys made 1, [B, T, Tkv]."""
+    scores = torch.einsum("bthd,bshd->bhts", wide(q), of_each_head(wide(k), q)) * scale
+    lse = wide(lse).unsqueeze(-1)
+    counted = counts.unsqueeze(1) & (lse > float("-inf"))
+    total = torch.where(counted, torch.where(counted, scores - lse, 0.0).exp(), 0.0).sum(1)
+    mass = total.sum(-1, keepdim=True)
+    return total / torch.where(mass > 0, mass, 1.0)
+
+
+def log_probabilities(scores: Tensor, temperature: Tensor, counts: Tensor) -> Tensor:
+    """log softmax(temperature I) over the counted keys, zero elsewhere."""
+    x = torch.where(counts, scores, 0.0) * wide(temperature)
+    some = counts.any(-1, keepdim=True)
+    x = torch.where(counts | ~some, x, float("-inf")).log_softmax(-1)
+    return torch.where(counts, x, 0.0)

@@ -1,0 +1,170 @@
+r"""The keys that each query selects by its indexer's scores, without holding the scores.
+
+    n_t   = keys that row t sees              var_t = variance of I_ts over these n_t keys alone
+    k_t   = clamp(floor(k_base f_t), k_min, k_max), and not above n_t
+    f_t   = 1/2 + 1 / (1 + r_t)   "inverse"   spread-out scores need fewer keys
+            r_t                   "proportional"
+            1/2 + H_t             "entropy"   H_t: entropy of softmax(I_t) over log(n_t + 1)
+            1                     "fixed"
+    r_t   = var_t / variance_ema, or 1 where there is no average yet
+
+A row selects its first ``sinks`` keys and, by score, the greatest of the others. The scores I are
+those of :func:`gated_indexer`; they are computed for a part of the rows at a time, into memory that
+the next part overwrites, so that the cost in memory does not grow with T^2. The selection is exact
+and the same at every call: ties go to the lowest index.
+
+Gated Sparse Attention, arXiv 2601.15305.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .._core.backends import Backend, uses_triton
+from .._core.checks import check_device, check_dtype, check_floating
+from .._core.precision import autocast, without_autocast
+from .._core.registration import Derivative, Op, empty_grad
+from ..common.checks import Law, check_indexer, check_law, check_whole, checked_scale
+from . import launch, reference
+
+Tensor = torch.Tensor
+OPTIONS = ("scale", "law", "k_base", "k_min", "k_max", "sinks", "causal", "q_offset")
+
+
+class SelectionStats(NamedTuple):
+    """What a selection knows of its rows, ``[B, Tq]`` in fp32 (fp64 for fp64 inputs): the
+    population variance of the scores that a row sees, and, for the law "entropy" alone, the entropy
+    of their softmax over log(n + 1).
+    """
+
+    variance: Tensor
+    entropy: Tensor | None
+
+
+def _topk_triton(q, k, w, bias, variance_ema, *options):
+    indices, count, variance, entropy = launch.select_keys(q, k, w, bias, variance_ema, *options)
+    return indices, count, variance, empty_grad(variance) if entropy is None else entropy
+
+
+def _topk_reference(q, k, w, bias, variance_ema, *options):
+    named = dict(zip(OPTIONS, options, strict=True))
+    indices, count, variance, entropy = reference.indexer_topk(q, k, w, bias, variance_ema, **named)
+    return indices, count, variance, entropy if named["law"] == "entropy" else empty_grad(entropy)
+
+
+def _topk_fake(q, k, w, bias, variance_ema, *options):
+    named = dict(zip(OPTIONS, options, strict=True))
+    rows = q.shape[:2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return (
+        q.new_empty((*rows, named["k_max"]), dtype=torch.int32),
+        q.new_empty(rows, dtype=torch.int32),
+        q.new_empty(rows, dtype=wide),
+        q.new_empty(rows if named["law"] == "entropy" else (0,), dtype=wide),
+    )
+
+
+_topk = Op(
+    "indexer_topk(Tensor q, Tensor k, Tensor w, Tensor bias, Tensor? variance_ema, float scale,"
+    " str law, int k_base, int k_min, int k_max, int sinks, bool causal, int q_offset)"
+    " -> (Tensor indices, Tensor count, Tensor variance, Tensor entropy)",
+    triton=_topk_triton,
+    reference=_topk_reference,
+    fake=_topk_fake,
+)
+
+
+@_topk.derivative
+class _IndexerTopk(Derivative):
+    """A selection has no gradient."""
+
+    @staticmethod
+    def forward(ctx, run, *arguments):
+        outputs = run(*arguments)
+        ctx.mark_non_differentiable(*outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *_):
+        return (None,) * (6 + len(OPTIONS))
+
+
+def indexer_topk(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    *,
+    k_base: int,
+    k_min: int,
+    k_max: int,
+    law: Law = "inverse",
+    sinks: int = 0,
+    variance_ema: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    q_offset: int = 0,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, SelectionStats]:
+    """Select for each query the keys with the greatest scores of :func:`gated_indexer`.
+
+    Args:
+        q, k, w, bias, scale, causal, q_offset, backend: as in :func:`gated_indexer`.
+        k_base: how many keys a typical row selects, before the law, 1 or more.
+        k_min, k_max: the fewest and the most keys of a row that sees as many, 1 <= k_min <= k_max;
+            k_max may pass Tkv.
+        law: how the number of a row's keys follows from its scores: "inverse" (fewer where they are
+            spread out), "proportional", "entropy" or "fixed".
+        sinks: so many first keys are selected by every row that sees them, 0 to k_min.
+        variance_ema: one number in fp32 on q's device, an average of the variances of earlier calls
+            for the laws "inverse" and "proportional". Where it is None, or not positive, every row
+            counts as typical: a mean over the rows of this call would tell early rows of later
+            ones. It is read on the device alone.
+
+    Returns:
+        ``(indices, count, stats)``: indices ``[B, Tq, k_max]`` in int32, the first ``count`` of a
+        row ascending and no two the same, the rest -1; count ``[B, Tq]`` in int32; stats, see
+        :class:`SelectionStats`. A row selects no key that it does not see, and all where it sees no
+        more than its law gives it. A score that is NaN counts as 0, in the variance too; a head
+        whose w, bias or product with a key is -inf adds 0 to the score.
+
+    The kernels select from their own fp32 scores, exactly, and hold a few rows of them at a time;
+    the reference holds all. Two backends may order keys differently whose scores differ by
+    rounding. A call that is cut into parts by ``q_offset`` selects the same. There is no gradient.
+
+    Raises:
+        TypeError: a tensor is not floating point or not strided, or an option is no number.
+        ValueError: the shapes, dtypes or devices are not as above, or an option is out of its
+            range.
+        RuntimeError: backend is "triton" and the kernels cannot serve this call.
+    """
+    check_indexer(q, k, w, bias)
+    scale = checked_scale(scale, q.shape[-1])
+    check_whole("q_offset", q_offset, lowest=0)
+    check_law(law, k_base, k_min, k_max, sinks)
+    check_ema(variance_ema, q)
+    q, k = autocast(q, k)
+    check_dtype("k", k, "q", q)
+    options = (scale, law, k_base, k_min, k_max, sinks, bool(causal), q_offset)
+    if uses_triton(q, backend):
+        outputs = _topk(q, k, w, bias, variance_ema, *options)
+    else:
+        with torch.no_grad(), without_autocast(q.device):
+            outputs = _topk_reference(q, k, w, bias, variance_ema, *options)
+    indices, count, variance, entropy = outputs
+    return indices, count, SelectionStats(variance, entropy if law == "entropy" else None)
+
+
+def check_ema(variance_ema: Tensor | None, q: Tensor) -> None:
+    """variance_ema must be one fp32 number on q's device."""
+    if variance_ema is None:
+        return
+    check_floating("variance_ema", variance_ema)
+    if variance_ema.ndim or variance_ema.dtype != torch.float32:
+        raise ValueError(
+            f"variance_ema must be one number in float32, got {tuple(variance_ema.shape)} "
+            f"in {variance_ema.dtype}"
+        )
+    check_device("variance_ema", variance_ema, "q", q)

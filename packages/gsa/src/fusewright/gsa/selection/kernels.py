@@ -1,0 +1,246 @@
+"""Triton kernel of the selection: the keys of the k greatest of a row of scores, exactly.
+
+    selected = {s : x_s > x_(k)} and, of {s : x_s = x_(k)}, the lowest s until there are k
+
+with x_(k) the k-th greatest score. Scores are compared as the integers of their bits, their images.
+A bracket of images is narrowed until it separates the k greatest, or until those inside are equal;
+of these the first are taken. Their keys are written in ascending order, by prefix sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles_bracket import end_of_ties, first_bounds, narrowed
+from .tiles_row import (
+    SINK,
+    entropy_of,
+    images_of,
+    is_less,
+    load_images,
+    load_scores,
+    statistics_of,
+    streamed_statistics,
+    to_image,
+    to_score,
+    wanted_keys,
+)
+
+# One in each of four fields of 16 bits: a product with it adds to a field those below.
+FIELDS = tl.constexpr(0x0001000100010001)
+
+
+@triton.jit
+def sums_before(x, RUNS: tl.constexpr, BLOCK: tl.constexpr):
+    """For each of the small numbers [RUNS, BLOCK] the sum of what stands before it, row by row, and
+    the sum of all. Four rows fraction one scan: each has 16 bits of 64.
+    """
+    ROWS: tl.constexpr = min(RUNS, 4)
+    GROUPS: tl.constexpr = RUNS // ROWS
+    shift = 16 * (tl.arange(0, RUNS) % ROWS).to(tl.int64)
+    wide = tl.reshape(x.to(tl.int64) << shift[:, None], [GROUPS, ROWS, BLOCK])
+    packed = tl.sum(wide, 1)
+    # Of each group's rows: the sum of one and of those before it.
+    sums = tl.sum(packed, 1) * FIELDS
+    before = tl.cumsum(packed, 1) - packed + (sums << 16)[:, None]
+    before = tl.broadcast_to(before[:, None, :], [GROUPS, ROWS, BLOCK])
+    before = (tl.reshape(before, [RUNS, BLOCK]) >> shift[:, None]).to(tl.int32) & 0xFFFF
+    total = sums >> 48
+    if GROUPS > 1:
+        sums = tl.sum(total << (16 * tl.arange(0, GROUPS)), 0) * FIELDS << 16
+        group = tl.arange(0, RUNS) // ROWS
+        before += ((sums >> (16 * group)).to(tl.int32) & 0xFFFF)[:, None]
+    return before, tl.sum(total, 0).to(tl.int32)
+
+
+@triton.jit
+def store_chosen(
+    out,
+    keys_ptr,
+    chosen,
+    start,
+    items,
+    BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """Store the keys of those chosen, 1 or 0 for each place from ``start`` on, one behind the
+    other, and return how many they are. A key is its place, or stands there in a list of them.
+    """
+    FOURS: tl.constexpr = BLOCK // 4
+    # A thread has four neighbours: as bits they are one register, and one sum serves them.
+    chosen = tl.reshape(chosen, [RUNS, FOURS // RUNS, 4])
+    bits = tl.reshape(tl.sum(chosen << tl.arange(0, 4), 2), [FOURS])
+    place, total = sums_before(tl.sum(chosen, 2), RUNS, FOURS // RUNS)
+    place = tl.reshape(place, [FOURS])
+    at = start + 4 * tl.arange(0, FOURS)
+    for _ in range(0, tl.minimum(items, 4)):
+        here = (bits & 1) > 0
+        key = at
+        if LISTED:
+            key = tl.load(keys_ptr + at, mask=here, other=0)
+        tl.store(out + place, key, mask=here)
+        place += bits & 1
+        bits >>= 1
+        at += 1
+    return total
+
+
+@triton.jit
+def raised(images, start, low, end, BLOCK: tl.constexpr):
+    """Images, those of ``low`` before place ``end`` raised above all bounds."""
+    place = start + tl.arange(0, BLOCK)
+    return tl.where((images == low) & (place < end), SINK, images)
+
+
+@triton.jit
+def write_held(
+    out,
+    keys_ptr,
+    images,
+    items,
+    low,
+    high,
+    reach,
+    above,
+    lower,
+    upper,
+    count,
+    BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """Narrow the bracket of images that are held, and write the ``count`` greatest's keys."""
+    low, high, reach, above, _, _ = narrowed(
+        *(out, images, items, 0, low, high, reach, above, lower, upper, count, 0),
+        *(BLOCK, RUNS, True),
+    )
+    if above < count:
+        end = end_of_ties(out, images, items, 0, low, count - above, BLOCK, True)
+        images = raised(images, 0, low, end, BLOCK)
+    store_chosen(out, keys_ptr, is_less(high - 1, images), 0, items, BLOCK, RUNS, LISTED)
+
+
+@triton.jit
+def write_streamed(
+    out, corner, items, sinks, low, high, above, count, BLOCK: tl.constexpr, RUNS: tl.constexpr
+):
+    """Write the keys of the ``count`` greatest of a row that is read again, its bracket narrow."""
+    end = 0 * count
+    if above < count:
+        end = end_of_ties(corner, 0, items, sinks, low, count - above, BLOCK, False)
+    for start in range(0, items, BLOCK):
+        images = raised(load_images(corner, start, items, sinks, BLOCK), start, low, end, BLOCK)
+        chosen = is_less(high - 1, images)
+        out += store_chosen(out, out, chosen, start, items, BLOCK, RUNS, False)
+
+
+@triton.jit
+def list_reaching(listed, corner, items, sinks, low, BLOCK: tl.constexpr, RUNS: tl.constexpr):
+    """List the keys of what reaches ``low``, no more than BLOCK, and return their images and how
+    many they are.
+    """
+    listed_keys = 0 * items
+    for start in range(0, items, BLOCK):
+        chosen = is_less(low - 1, load_images(corner, start, items, sinks, BLOCK))
+        out = listed + listed_keys
+        listed_keys += store_chosen(out, listed, chosen, start, items, BLOCK, RUNS, False)
+    # What other threads have stored is read from here on.
+    tl.debug_barrier()
+    place = tl.arange(0, BLOCK)
+    key = tl.load(listed + place, mask=place < listed_keys, other=0)
+    x = tl.load(corner + key, mask=place < listed_keys, other=0.0)
+    image = to_image(tl.where(x == x, x, 0.0)) | (-is_less(key, sinks) & SINK)
+    return image | -is_less(listed_keys - 1, place), listed_keys
+
+
+@triton.jit
+def select_kernel(
+    scores_ptr,
+    listed_ptr,
+    ema_ptr,
+    indices_ptr,
+    count_ptr,
+    variance_ptr,
+    entropy_ptr,
+    queries,
+    keys,
+    offset,
+    first_row,
+    rows,
+    last_key,
+    k_base,
+    k_min,
+    k_max,
+    sinks,
+    CAUSAL: tl.constexpr,
+    LAW: tl.constexpr,
+    HAS_EMA: tl.constexpr,
+    HELD: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """One program selects the keys of one row, whose scores, [B, rows, last_key], it holds or, if
+    they are too many, reads again for each use until it may hold the candidates, LISTED.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row = first_row + tl.program_id(0) % rows
+    visible = keys
+    if CAUSAL:
+        visible = tl.minimum(keys, offset + row + 1)
+    corner = scores_ptr + program * last_key
+    sinks = tl.minimum(sinks, visible)
+    if HELD:
+        x = load_scores(corner, 0, visible, BLOCK)
+        mean, variance, low, highest = statistics_of(x, visible)
+    else:
+        x = corner
+        mean, variance, low, highest = streamed_statistics(corner, visible, BLOCK, RUNS)
+    entropy = variance
+    if LAW == "entropy":
+        entropy = entropy_of(corner, x, visible, to_score(highest), BLOCK, RUNS, HELD)
+    if HELD:
+        images = to_image(x)
+        if sinks > 0:
+            # A block of its own: 32 masks and 32 scores together do not fit the registers.
+            images = images_of(x, 0, sinks, BLOCK)
+    count = wanted_keys(variance, entropy, ema_ptr, k_base, k_min, k_max, LAW, HAS_EMA)
+    count = tl.minimum(count, visible)
+    at = tl.program_id(0) // rows * queries + row
+    tl.store(count_ptr + at, count)
+    tl.store(variance_ptr + at, variance)
+    if LAW == "entropy":
+        tl.store(entropy_ptr + at, entropy)
+
+    # A row that sees no more keys than its law gives it selects all of them.
+    more = visible > count
+    high, above = tl.where(more, highest + 1, 0), tl.where(more, sinks, count)
+    fraction = (count - sinks).to(tl.float32) / (visible - sinks).to(tl.float32)
+    lower, upper = first_bounds(mean, variance, fraction)
+    reach = visible
+    out = indices_ptr + at.to(tl.int64) * k_max
+    if HELD:
+        write_held(
+            *(out, out, images, visible, low, high, reach, above, lower, upper, count),
+            *(BLOCK, RUNS, False),
+        )
+    else:
+        low, high, reach, above, lower, upper = narrowed(
+            *(corner, 0, visible, sinks, low, high, reach, above, lower, upper),
+            *(count, BLOCK if LISTED else 0, BLOCK, RUNS, False),
+        )
+        if LISTED and reach <= BLOCK:
+            listed = listed_ptr + program * BLOCK
+            images, candidates = list_reaching(listed, corner, visible, sinks, low, BLOCK, RUNS)
+            write_held(
+                *(out, listed, images, candidates, low, high, reach, above, lower, upper, count),
+                *(BLOCK, RUNS, True),
+            )
+        else:
+            write_streamed(*(out, corner, visible, sinks, low, high, above, count, BLOCK, RUNS))
+    step = tl.arange(0, BLOCK // RUNS)
+    for start in range(count, k_max, BLOCK // RUNS):
+        slot = start + step
+        tl.store(out + slot, tl.full([BLOCK // RUNS], -1, tl.int32), mask=slot < k_max)

@@ -1,0 +1,139 @@
+"""The bracket that holds a row's k-th greatest image.
+
+Each round counts the images from two bounds inside it on, where the k-th would lie if scores lay
+evenly, and keeps the part that holds it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles_row import is_less, load_images, sum_of_runs, to_image, to_score
+
+
+@triton.jit
+def first_bounds(mean, variance, fraction):
+    """Two images about the one that this fraction of normally distributed numbers exceeds.
+
+    The quantile is that of Abramowitz and Stegun 26.2.22. A wrong one costs rounds alone.
+    """
+    tail = tl.minimum(fraction, 1.0 - fraction)
+    t = tl.sqrt(-1.3862944 * tl.log2(tl.maximum(tail, 1e-12)))
+    z = t - (2.30753 + 0.27061 * t) / (1.0 + t * (0.99229 + 0.04481 * t))
+    z = tl.where(fraction > 0.5, -z, z)
+    deviation = tl.sqrt(variance)
+    return to_image(mean + (z - 0.1) * deviation), to_image(mean + (z + 0.1) * deviation)
+
+
+@triton.jit
+def even_bounds(low, high, reach, above, count):
+    """Two images about the one that ``count`` images reach if their scores lie evenly between
+    those of ``low``, that ``reach`` images reach, and ``high``, that ``above`` do: a deviation to
+    either side.
+    """
+    between = (reach - above).to(tl.float32)
+    part = ((reach - count).to(tl.float32) + 0.5) / (between + 1.0)
+    deviation = tl.sqrt(part * (1.0 - part) / (between + 2.0))
+    least = to_score(low)
+    width = to_score(high) - least
+    lower, upper = least + (part - deviation) * width, least + (part + deviation) * width
+    return to_image(lower), to_image(upper)
+
+
+@triton.jit
+def counts_from(
+    corner,
+    images,
+    items,
+    sinks,
+    lower,
+    upper,
+    BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """How many images are not below ``lower``, and how many not below ``upper``."""
+    if HELD:
+        reached = sum_of_runs(is_less(lower - 1, images), BLOCK, RUNS)
+        passed = sum_of_runs(is_less(upper - 1, images), BLOCK, RUNS)
+    else:
+        reached = tl.zeros([BLOCK // RUNS], tl.int32)
+        passed = tl.zeros([BLOCK // RUNS], tl.int32)
+        for start in range(0, items, BLOCK):
+            part = load_images(corner, start, items, sinks, BLOCK)
+            reached += sum_of_runs(is_less(lower - 1, part), BLOCK, RUNS)
+            passed += sum_of_runs(is_less(upper - 1, part), BLOCK, RUNS)
+    if HELD:
+        # Both in one sum: a row that is held has at most 2**15.
+        both = tl.sum(reached + (passed << 16), 0)
+        from_lower, from_upper = both & 0xFFFF, (both >> 16) & 0xFFFF
+    else:
+        from_lower, from_upper = tl.sum(reached, 0), tl.sum(passed, 0)
+    return from_lower, from_upper
+
+
+@triton.jit
+def narrowed(
+    corner,
+    images,
+    items,
+    sinks,
+    low,
+    high,
+    reach,
+    above,
+    lower,
+    upper,
+    count,
+    limit,
+    BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """The bracket from ``low``, that more than ``count`` images reach, to ``high``, that at most
+    ``count`` do, made narrower until ``above`` is ``count``, until it is one image wide, or until
+    no more than ``limit`` images reach ``low``. ``lower`` and ``upper`` are what is tried first,
+    and what is to be tried next.
+    """
+    while (high - low > 1) & (above < count) & (reach > limit):
+        lower = tl.minimum(tl.maximum(lower, low + 1), high - 1)
+        upper = tl.minimum(tl.maximum(upper, lower), high - 1)
+        from_lower, from_upper = counts_from(
+            corner, images, items, sinks, lower, upper, BLOCK, RUNS, HELD
+        )
+        before = reach - above
+        under, over = from_upper > count, from_lower <= count
+        low = tl.where(under, upper, tl.where(over, low, lower))
+        reach = tl.where(under, from_upper, tl.where(over, reach, from_lower))
+        above = tl.where(under, above, tl.where(over, from_lower, from_upper))
+        high = tl.where(under, high, tl.where(over, lower, upper))
+        # Scores that lie far from evenly: thirds of the bracket's images until half is gone.
+        third = (high - low) // 3
+        slow = (reach - above) * 2 > before
+        lower, upper = even_bounds(low, high, reach, above, count)
+        lower = tl.where(slow, low + third, lower)
+        upper = tl.where(slow, high - third, upper)
+    return low, high, reach, above, lower, upper
+
+
+@triton.jit
+def end_of_ties(
+    corner, images, items, sinks, image, needed, BLOCK: tl.constexpr, HELD: tl.constexpr
+):
+    """The place before which ``needed``, 1 or more, of those with this image lie."""
+    first, last = 0 * items, items
+    step = tl.arange(0, BLOCK)
+    while last - first > 1:
+        middle = first + (last - first) // 2
+        if HELD:
+            equal = ((images == image) & (step < middle)).to(tl.int32)
+        else:
+            equal = tl.zeros([BLOCK], tl.int32)
+            for start in range(0, middle, BLOCK):
+                part = load_images(corner, start, items, sinks, BLOCK)
+                equal += ((part == image) & (start + step < middle)).to(tl.int32)
+        enough = tl.sum(equal, 0) >= needed
+        last = tl.where(enough, middle, last)
+        first = tl.where(enough, first, middle)
+    return last

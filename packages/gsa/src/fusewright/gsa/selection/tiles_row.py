@@ -1,0 +1,179 @@
+"""A row of scores as the selection's kernel sees it: its statistics, and how many keys a law gives
+it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import LOG2_E, LOG_2
+
+# The image of a sink, above that of every score. What a row does not see has one below all: -1, the
+# bits of a NaN.
+SINK = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def to_image(x):
+    """Scores are not negative: their bits, taken for an integer, are in their order."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def to_score(image):
+    return image.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_less(a, b):
+    """1 where a < b, otherwise 0, for integers that differ by less than 2**31. A sign takes fewer
+    instructions than a comparison, and no predicate that has to be kept.
+    """
+    return ((a - b).to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def load_scores(corner, start, visible, BLOCK: tl.constexpr):
+    """Scores ``start``, ``start + 1``, ... of a row: 0 for NaN, and NaN for what the row does not
+    see.
+    """
+    place = start + tl.arange(0, BLOCK)
+    # Memory goes on to a multiple of four, so that a thread reads four at once.
+    x = tl.load(corner + place, mask=place < tl.cdiv(visible, 4) * 4, other=0.0)
+    x = tl.where(x == x, x, 0.0)
+    return to_score(to_image(x) | -is_less(visible - 1, place))
+
+
+@triton.jit
+def images_of(x, start, sinks, BLOCK: tl.constexpr):
+    """The images of scores, and of sinks."""
+    return to_image(x) | (-is_less(start + tl.arange(0, BLOCK), sinks) & SINK)
+
+
+@triton.jit
+def load_images(corner, start, visible, sinks, BLOCK: tl.constexpr):
+    return images_of(load_scores(corner, start, visible, BLOCK), start, sinks, BLOCK)
+
+
+@triton.jit
+def sum_of_runs(x, BLOCK: tl.constexpr, RUNS: tl.constexpr):
+    """The sum of a block's runs: what a thread has of them becomes four numbers."""
+    return tl.sum(tl.reshape(x, [RUNS, BLOCK // RUNS]), 0)
+
+
+@triton.jit
+def greatest_of_runs(x, BLOCK: tl.constexpr, RUNS: tl.constexpr):
+    return tl.max(tl.reshape(x, [RUNS, BLOCK // RUNS]), 0)
+
+
+@triton.jit
+def distances(x, middle):
+    """Distances of scores to ``middle``; zeros for what the row does not see."""
+    return tl.where(x >= 0.0, x - middle, 0.0)
+
+
+@triton.jit
+def extremes(most, least):
+    """The least and the greatest image, of the images in ``most`` and those in ``least``, which
+    count from the greatest number down: in one reduction.
+    """
+    both = tl.max(tl.join(most, least), 0)
+    first = tl.arange(0, 2) == 0
+    lowest, highest = tl.sum(tl.where(first, 0, both), 0), tl.sum(tl.where(first, both, 0), 0)
+    return lowest ^ 0x7FFFFFFF, highest
+
+
+@triton.jit
+def statistics_of(x, visible):
+    """Mean and population variance of a row's scores, its least and its greatest image."""
+    image = to_image(x)
+    lowest, highest = extremes(image, image ^ 0x7FFFFFFF)
+    mean = tl.sum(tl.where(x >= 0.0, x, 0.0), 0) / tl.maximum(visible, 1)
+    distance = distances(x, mean)
+    variance = tl.sum(distance * distance, 0) / tl.maximum(visible, 1)
+    return mean, variance, lowest, highest
+
+
+@triton.jit
+def streamed_statistics(corner, visible, BLOCK: tl.constexpr, RUNS: tl.constexpr):
+    """The same of a row that is read again, once, but for its first block.
+
+    Distances are those to the mean of the first block. It is no further from the mean of all than
+    the deviation times the root of how many blocks there are: few bits cancel.
+    """
+    x = load_scores(corner, 0, visible, BLOCK)
+    start_mean = tl.sum(tl.where(x >= 0.0, x, 0.0), 0) / tl.maximum(tl.minimum(visible, BLOCK), 1)
+    totals = tl.zeros([BLOCK // RUNS], tl.float32)
+    squares = tl.zeros([BLOCK // RUNS], tl.float32)
+    most = tl.full([BLOCK // RUNS], -1, tl.int32)
+    least = most
+    for start in range(0, visible, BLOCK):
+        x = load_scores(corner, start, visible, BLOCK)
+        distance = distances(x, start_mean)
+        totals += sum_of_runs(distance, BLOCK, RUNS)
+        squares += sum_of_runs(distance * distance, BLOCK, RUNS)
+        image = to_image(x)
+        most = tl.maximum(most, greatest_of_runs(image, BLOCK, RUNS))
+        least = tl.maximum(least, greatest_of_runs(image ^ 0x7FFFFFFF, BLOCK, RUNS))
+    lowest, highest = extremes(most, least)
+    further = tl.sum(totals, 0) / tl.maximum(visible, 1)
+    variance = tl.sum(squares, 0) / tl.maximum(visible, 1) - further * further
+    return start_mean + further, tl.maximum(variance, 0.0), lowest, highest
+
+
+@triton.jit
+def weights_of(x, highest):
+    """The weights of scores in a softmax, and these times their logarithms."""
+    log_weight = x - highest
+    weight = tl.where(x >= 0.0, tl.exp2(log_weight * LOG2_E), 0.0)
+    return weight, tl.where(x >= 0.0, weight * log_weight, 0.0)
+
+
+@triton.jit
+def entropy_of(
+    corner,
+    x,
+    visible,
+    highest,
+    BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """The entropy of the softmax of a row's n scores over log(n + 1)."""
+    if HELD:
+        weights, logs = weights_of(x, highest)
+    else:
+        weights = tl.zeros([BLOCK // RUNS], tl.float32)
+        logs = tl.zeros([BLOCK // RUNS], tl.float32)
+        for start in range(0, visible, BLOCK):
+            weight, log = weights_of(load_scores(corner, start, visible, BLOCK), highest)
+            weights += sum_of_runs(weight, BLOCK, RUNS)
+            logs += sum_of_runs(log, BLOCK, RUNS)
+    both = tl.sum(tl.join(weights, logs), 0)
+    first = tl.arange(0, 2) == 0
+    total, logs = tl.sum(tl.where(first, both, 0.0), 0), tl.sum(tl.where(first, 0.0, both), 0)
+    entropy = tl.log2(total) * LOG_2 - logs / total
+    most = tl.log2(tl.cast(visible + 1, tl.float32)) * LOG_2
+    return tl.where(visible > 0, tl.div_rn(entropy, most), 0.0)
+
+
+@triton.jit
+def wanted_keys(
+    variance, entropy, ema_ptr, k_base, k_min, k_max, LAW: tl.constexpr, HAS_EMA: tl.constexpr
+):
+    """How many keys the law gives a row, if it sees as many."""
+    factor = tl.full([], 1.0, tl.float32)
+    if LAW == "entropy":
+        factor = 0.5 + entropy
+    elif LAW != "fixed":
+        ratio = factor
+        if HAS_EMA:
+            ema = tl.load(ema_ptr)
+            ratio = tl.div_rn(variance, tl.maximum(ema, 1e-6))
+            ratio = tl.where(ema > 0.0, ratio, 1.0)
+        factor = ratio
+        if LAW == "inverse":
+            factor = 0.5 + tl.div_rn(1.0, 1.0 + ratio)
+    wanted = tl.floor(k_base * factor)
+    return tl.minimum(tl.maximum(wanted, k_min), k_max).to(tl.int32)

@@ -1,0 +1,159 @@
+"""Triton kernels of the bits and lists that tiles need: a bit for each query and key that it has
+selected, and from these for each tile of queries the keys that any of them has selected, for each
+tile of keys the queries that have selected any of them.
+
+Bits are set by an atomic or of integers, whose result does not depend on the order. Lists ascend.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import load_selected, place_of, selection_of
+
+
+@triton.jit
+def members_kernel(
+    indices_ptr,
+    count_ptr,
+    members_ptr,
+    indices_batch_stride,
+    indices_head_stride,
+    indices_row_stride,
+    count_batch_stride,
+    count_head_stride,
+    count_row_stride,
+    first,
+    part,
+    keys,
+    selections,
+    slots,
+    words,
+    HAS_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program sets the bits of the keys of one of ``part`` queries from ``first`` on, in its
+    zeroed words.
+    """
+    batch, place, selection = place_of(part, selections)
+    indices_at, last = selection_of(
+        (indices_ptr, indices_batch_stride, indices_head_stride, indices_row_stride),
+        (count_ptr, count_batch_stride, count_head_stride, count_row_stride),
+        *(batch, first + place, selection, slots, HAS_COUNT),
+    )
+    row = members_ptr + ((batch * selections + selection) * part + place) * words
+    for start in range(0, last, BLOCK):
+        key, valid = load_selected(indices_at, start, last, keys, BLOCK)
+        bit = tl.full([BLOCK], 1, tl.int32) << (key & 31).to(tl.int32)
+        tl.atomic_or(row + (key >> 5), bit, mask=valid, sem="relaxed")
+
+
+@triton.jit
+def append(
+    name, members, length, list_at, members_at, capacity,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write those of BLOCK names that have members, ``[BLOCK, WORDS]`` bits, behind the
+    first ``length``; the new length, and the last of the new ones (0 without any).
+    """
+    valid = tl.max((members != 0).to(tl.int32), 1)
+    place = length + tl.cumsum(valid, 0) - valid
+    tl.store(list_at + place, name, mask=valid > 0)
+    word = tl.arange(0, WORDS)
+    at = members_at + word[None, :] * capacity + place[:, None]
+    tl.store(at, members, mask=(valid > 0)[:, None])
+    return length + tl.sum(valid, 0), tl.max(tl.where(valid > 0, name, 0), 0)
+
+
+@triton.jit
+def fill(
+    last, length, list_at, members_at, capacity, FILL: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """Go on to a multiple of FILL entries with the last name, without members."""
+    place = length + tl.arange(0, FILL)
+    beyond = place < tl.cdiv(length, FILL) * FILL
+    tl.store(list_at + place, tl.zeros([FILL], tl.int32) + last, mask=beyond)
+    word = tl.arange(0, WORDS)
+    at = members_at + word[None, :] * capacity + place[:, None]
+    tl.store(at, tl.zeros([FILL, WORDS], tl.int32), mask=beyond[:, None])
+
+
+@triton.jit
+def keys_of_tiles_kernel(
+    members_ptr,
+    list_ptr,
+    list_members_ptr,
+    length_ptr,
+    part,
+    keys,
+    words,
+    tiles,
+    capacity,
+    TILE: tl.constexpr,
+    WORDS: tl.constexpr,
+    FILL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program lists the keys that TILE queries have selected, and for each key its queries: a
+    bit for each query of the tile, 32 of them a word.
+    """
+    selection = (tl.program_id(0) // tiles).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
+    list_at = list_ptr + number * capacity
+    members_at = list_members_ptr + number * WORDS * capacity
+    first = tl.program_id(0) % tiles * TILE + tl.arange(0, WORDS) * 32
+    corner = members_ptr + (selection * part + first) * words
+    PLACES: tl.constexpr = TILE if TILE < 32 else 32
+    length, last = 0, 0
+    for start in range(0, keys, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        at = corner[None, :] + (key >> 5)[:, None]
+        here = tl.zeros([BLOCK, WORDS], tl.int32)
+        for place in range(0, PLACES):
+            inside = (first + place < part)[None, :] & (key < keys)[:, None]
+            word = tl.load(at + place * words, mask=inside, other=0)
+            here |= ((word >> (key & 31)[:, None]) & 1) << place
+        length, newest = append(key, here, length, list_at, members_at, capacity, WORDS, BLOCK)
+        last = tl.maximum(last, newest)
+    fill(last, length, list_at, members_at, capacity, FILL, WORDS)
+    tl.store(length_ptr + number, length)
+
+
+@triton.jit
+def queries_of_tiles_kernel(
+    members_ptr,
+    list_ptr,
+    list_members_ptr,
+    length_ptr,
+    first_query,
+    part,
+    words,
+    tiles,
+    capacity,
+    TILE: tl.constexpr,
+    WORDS: tl.constexpr,
+    FILL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program lists the queries that have selected one of TILE keys, and for each query
+    its keys: a bit for each key of the tile, 32 of them a word.
+    """
+    selection = (tl.program_id(0) // tiles).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
+    list_at = list_ptr + number * capacity
+    members_at = list_members_ptr + number * WORDS * capacity
+    first = tl.program_id(0) % tiles * TILE
+    word = first // 32 + tl.arange(0, WORDS)
+    length, last = 0, 0
+    for start in range(0, part, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        at = members_ptr + ((selection * part + place) * words)[:, None] + word[None, :]
+        here = tl.load(at, mask=(place < part)[:, None] & (word < words)[None, :], other=0)
+        if TILE < 32:
+            here = (here >> (first & 31)) & ((1 << TILE) - 1)
+        query = first_query + place
+        length, newest = append(query, here, length, list_at, members_at, capacity, WORDS, BLOCK)
+        last = tl.maximum(last, newest)
+    fill(last, length, list_at, members_at, capacity, FILL, WORDS)
+    tl.store(length_ptr + number, length)

@@ -1,0 +1,174 @@
+"""The launches of sparse_attention's forward pass, by either path: configurations and plans."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._core.backends import interpreted
+from .._core.launches import (
+    Allocator,
+    Launch,
+    Layout,
+    allocator,
+    contiguous_where,
+    is_current,
+    layouts,
+)
+from .._core.lazy import lazy_module
+from .._core.precision import input_precision, power_of_2
+from ..common.launches import SMALLEST_TILE, Shape, block_width, grid_of
+from .launch_paths import goes_by_tiles
+from .launch_problem import GatherConfig, SparseProblem, UnionConfig, sparse_problem
+from .launch_unions import (
+    Members,
+    Tiles,
+    chunks_of_queries,
+    plan_members,
+    plan_queries_tiles,
+    tile_queries,
+)
+
+if TYPE_CHECKING:
+    from . import kernels, kernels_union
+else:
+    kernels = lazy_module(__package__, "kernels")
+    kernels_union = lazy_module(__package__, "kernels_union")
+
+Tensor = torch.Tensor
+
+# Each table is read from the top; the first line that fits serves. Rows are selected keys of a
+# query. Unmeasured.
+SPARSE = (
+    GatherConfig(128, 2, rows=64, num_warps=4, num_stages=2, hopper=True),
+    GatherConfig(256, 2, rows=32, num_warps=4, num_stages=1),
+    GatherConfig(256, 4, rows=16, num_warps=8, num_stages=1),
+)
+# Tiles of the union of what queries have selected. Widths up to 64:
+# docs/decisions/0014-tiles-h200.csv; the others are unmeasured.
+UNION = (
+    UnionConfig(64, 2, rows=64, columns=128, num_warps=4, num_stages=3, hopper=True),
+    UnionConfig(128, 2, rows=128, columns=64, num_warps=8, num_stages=2, hopper=True),
+    UnionConfig(128, 2, rows=64, columns=32, num_warps=4, num_stages=2),
+    UnionConfig(256, 2, rows=32, columns=32, num_warps=4, num_stages=1),
+    UnionConfig(64, 4, rows=32, columns=16, num_warps=4, num_stages=1),
+    UnionConfig(256, 4, rows=16, columns=16, num_warps=8, num_stages=1),
+)
+
+
+class SparsePlan(NamedTuple):
+    """One forward pass: its launch query by query, or the tiles of chunks of queries (neither where
+    there are no queries), which operands it copies first, and its outputs.
+    """
+
+    launch: Launch | None
+    chunks: tuple[tuple[Members, Tiles], ...]
+    copies: tuple[bool, ...]
+    o: Allocator
+    lse: Allocator
+    softmax: Allocator
+    o_wide: Allocator
+
+
+def sparse_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    count: Tensor | None,
+    scale: float,
+    path: str,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """``(o, lse, softmax, o_wide)``: o like q, contiguous; lse [B, H, T] in fp32. The last two are
+    for the backward pass, None without ``keep``: softmax [2, B, H, T] in fp32, the maximum of each
+    row of scores, in base 2, and one over the sum of their exponentials below it; and o in fp32,
+    None for fp32.
+    """
+    if not is_current(q.device):
+        with torch.cuda.device(q.device):
+            return sparse_forward(q, k, v, indices, count, scale, path, keep)
+    operands = (q, k, v, indices, count)
+    shapes = (q.shape, k.shape, indices.shape)
+    plan = forward_plan(shapes, layouts(*operands), keep, path, input_precision(q.dtype), q.device)
+    o, lse = plan.o(), plan.lse()
+    softmax = plan.softmax() if keep else None
+    o_wide = plan.o_wide() if keep and q.dtype.itemsize < 4 else None
+    if plan.copies:
+        operands = contiguous_where(operands, plan.copies)
+    outputs = (o, lse, softmax, o_wide)
+    if plan.launch is not None:
+        plan.launch((*operands, *outputs), (scale,))
+    q, k, v, indices, count = operands
+    for members, tiles in plan.chunks:
+        lists = tiles.of(members.of(indices, count))
+        tiles.launch((q, k, v, *lists, *outputs), (scale,))
+    return outputs
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_plan(
+    shapes: tuple[Shape, Shape, Shape],
+    operands: tuple[Layout | None, ...],
+    keep: bool,
+    path: str,
+    precision: str,
+    device: torch.device,
+) -> SparsePlan:
+    """The plan for operands of these layouts: q, k, v, indices and count."""
+    problem = sparse_problem(shapes, operands, precision, device)
+    launch, chunks = None, []
+    outputs: dict[str, Any] = dict(KEEP=keep, HAS_WIDE=keep and problem.dtype.itemsize < 4)
+    config = problem.config(UNION)
+    if problem.empty:
+        pass
+    elif goes_by_tiles(problem, "forward", path, config):
+        kernel = kernels_union.union_forward_kernel
+        for first, part in chunks_of_queries(problem, tile_queries(problem, config)):
+            members = plan_members(problem, first, part)
+            tiles = plan_queries_tiles(kernel, problem, config, members, **outputs)
+            chunks.append((members, tiles))
+    else:
+        launch = plan_queries(kernels.sparse_forward_kernel, problem, SPARSE, **outputs)
+    rows = (problem.batches, problem.heads, problem.queries)
+    return SparsePlan(
+        launch,
+        tuple(chunks),
+        problem.copies,
+        o=allocator(problem.shape, problem.dtype, device),
+        lse=allocator(rows, torch.float32, device),
+        softmax=allocator((2, *rows), torch.float32, device),
+        o_wide=allocator(problem.shape, torch.float32, device),
+    )
+
+
+def plan_queries(
+    kernel: Any, problem: SparseProblem, table: tuple[GatherConfig, ...], **constants: Any
+) -> Launch:
+    """The launch of a kernel that takes one query and one group of heads a program."""
+    config = problem.config(table)
+    return Launch(
+        kernel,
+        grid_of(problem.batches * problem.queries * problem.groups),
+        problem.device,
+        (
+            *problem.strides,
+            *problem.selection_strides,
+            *problem.sizes,
+            problem.slots,
+            problem.score_rows,
+        ),
+        dict(num_warps=config.num_warps),
+        D=problem.width,
+        ROWS=problem.rows,
+        HAS_COUNT=problem.has_count,
+        **constants,
+        UPCAST=interpreted(),
+        PRECISION=problem.precision,
+        BLOCK_G=max(power_of_2(problem.rows), SMALLEST_TILE),
+        BLOCK_K=config.rows,
+        BLOCK_D=block_width(problem.width),
+        NUM_STAGES=config.num_stages,
+    )

@@ -1,0 +1,143 @@
+"""One call of sparse attention as its kernels see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._core.launches import Layout, contiguous_strides
+from ..common.launches import Config, Shape, config_for, present, row_strides
+
+
+class GatherConfig(NamedTuple):
+    """Serves heads up to ``max_width`` of numbers up to ``max_bytes``, ``rows`` gathered rows at a
+    time. A line for Hopper serves compute capability 9.0 alone.
+    """
+
+    max_width: int
+    max_bytes: int
+    rows: int
+    num_warps: int
+    num_stages: int
+    hopper: bool = False
+
+
+class UnionConfig(NamedTuple):
+    """Serves heads up to ``max_width`` of numbers up to ``max_bytes`` by tiles of ``rows``, which
+    are queries with up to ``stack`` heads each, or keys; and of ``columns``, which are listed keys,
+    or listed queries with their heads. A line for Hopper serves compute capability 9.0 alone.
+    """
+
+    max_width: int
+    max_bytes: int
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    stack: int = 8
+    hopper: bool = False
+
+    def stacked(self, heads: int) -> int:
+        """How many of so many heads are stacked: a power of 2 that divides them."""
+        return math.gcd(heads, self.stack)
+
+
+class SparseProblem(NamedTuple):
+    """q [B, T, H, D] against k and v [B, Tkv, Hkv, D] with selections [B, R, T, K], R = 1 or H.
+
+    ``rows`` neighbouring heads, a group, have a selection and a head of keys in common; ``shared``
+    groups have one head of keys.
+    """
+
+    batches: int
+    queries: int
+    keys: int
+    heads: int
+    key_heads: int
+    width: int
+    selections: int
+    slots: int
+    dtype: torch.dtype
+    device: torch.device
+    copies: tuple[bool, ...]
+    strides: tuple[int, ...]
+    selection_strides: tuple[int, ...]
+    has_count: bool
+    precision: str
+
+    @property
+    def groups(self) -> int:
+        return self.key_heads if self.selections == 1 else self.heads
+
+    @property
+    def rows(self) -> int:
+        return self.heads // self.groups
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        shared = self.groups // self.key_heads
+        return (self.queries, self.keys, self.heads, self.groups, shared)
+
+    @property
+    def empty(self) -> bool:
+        return not self.batches * self.queries
+
+    @property
+    def score_rows(self) -> int:
+        return self.batches * self.heads * self.queries
+
+    @property
+    def shape(self) -> Shape:
+        return (self.batches, self.queries, self.heads, self.width)
+
+    def config(self, table: tuple[Config, ...]) -> Config:
+        """The line of a table that serves this problem."""
+        return config_for(table, self.width, self.dtype.itemsize, self.device)
+
+
+def sparse_problem(
+    shapes: tuple[Shape, Shape, Shape],
+    operands: Sequence[Layout | None],
+    precision: str,
+    device: torch.device,
+) -> SparseProblem:
+    """The problem of q, k and indices of these shapes; ``operands``: layouts of q, k, v, indices
+    and count.
+    """
+    shape, key_shape, selection_shape = shapes
+    batches, queries, heads, width = shape
+    q, k, v, indices = (present(layout) for layout in operands[:4])
+    count = operands[4]
+    copy_q, q_strides = row_strides(shape, q)
+    copy_k, k_strides = row_strides(key_shape, k)
+    copy_v, v_strides = row_strides(key_shape, v)
+    copy_indices = indices[1][-1] != 1
+    copies = (copy_q, copy_k, copy_v, copy_indices, False)
+    indices_strides = (contiguous_strides(selection_shape) if copy_indices else indices[1])[:-1]
+    count_strides = (0, 0, 0) if count is None else count[1]
+    selections = selection_shape[1]
+    if selections == 1:
+        # All heads go by the one selection.
+        indices_strides, count_strides = (
+            (batch, 0, row) for batch, _, row in (indices_strides, count_strides)
+        )
+    return SparseProblem(
+        batches=batches,
+        queries=queries,
+        keys=key_shape[1],
+        heads=heads,
+        key_heads=key_shape[2],
+        width=width,
+        selections=selections,
+        slots=selection_shape[-1],
+        dtype=q[0],
+        device=device,
+        copies=copies if any(copies) else (),
+        strides=(*q_strides, *k_strides, *v_strides),
+        selection_strides=(*indices_strides, *count_strides),
+        has_count=count is not None,
+        precision=precision,
+    )

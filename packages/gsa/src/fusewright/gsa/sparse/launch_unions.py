@@ -1,0 +1,234 @@
+"""The launches of tiles over unions of selections: bits, lists, and what both passes have in
+common.
+
+Queries are taken in chunks, so that the bits and lists of a long sequence stay small.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._core.backends import interpreted
+from .._core.launches import Launch, cdiv
+from .._core.lazy import lazy_module
+from .._core.precision import round_up
+from ..common.launches import Shape, block_width, grid_of
+from .launch_problem import SparseProblem, UnionConfig
+
+if TYPE_CHECKING:
+    from . import kernels_members
+else:
+    kernels_members = lazy_module(__package__, "kernels_members")
+
+Tensor = torch.Tensor
+WORD_BITS = 32
+# Rows of bits have whole tiles of keys, of which none is longer.
+LONGEST_TILE = 128
+
+
+class ListConfig(NamedTuple):
+    """One program lists what one tile needs, ``block`` candidates at a time."""
+
+    block: int
+    num_warps: int
+
+
+# Source: docs/decisions/0014-tiles-h200.csv.
+MEMBERS = ListConfig(block=512, num_warps=4)
+KEYS_OF_TILES = ListConfig(block=1024, num_warps=8)
+QUERIES_OF_TILES = ListConfig(block=1024, num_warps=4)
+# Bits for so many pairs of a query and a key are held at a time, 128 MiB of bits, and lists with
+# them: no more than five times the int32 indices of these queries, or four times the bits.
+MEMBERS_AT_A_TIME = 1 << 30
+
+
+class Members(NamedTuple):
+    """The launch that sets the bits of ``part`` queries from ``first`` on, and their shape:
+    ``[B, R, part, words]``.
+    """
+
+    launch: Launch
+    shape: Shape
+    first: int
+    part: int
+
+    def of(self, indices: Tensor, count: Tensor | None) -> Tensor:
+        """A bit for each query and key, in words of 32 along the keys."""
+        members = torch.zeros(self.shape, dtype=torch.int32, device=indices.device)
+        self.launch((indices, count, members))
+        return members
+
+
+class Tiles(NamedTuple):
+    """The launch that lists what each of ``lists`` tiles needs, in ``capacity`` slots, and the one
+    that multiplies the tiles.
+    """
+
+    listing: Launch
+    launch: Launch
+    lists: int
+    words: int
+    capacity: int
+
+    def of(self, members: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Names ``[lists, capacity]``, their members' bits ``[lists, words, capacity]``, and how
+        many names there are ``[lists]``.
+        """
+        shapes = (
+            (self.lists, self.capacity),
+            (self.lists, self.words, self.capacity),
+            (self.lists,),
+        )
+        names, bits, lengths = (
+            torch.empty(shape, dtype=torch.int32, device=members.device) for shape in shapes
+        )
+        self.listing((members, names, bits, lengths))
+        return names, bits, lengths
+
+
+def chunks_of_queries(problem: SparseProblem, tile: int) -> list[tuple[int, int]]:
+    """First query and number of queries of each chunk, in whole tiles of queries but the last."""
+    bits = problem.batches * problem.selections * problem.keys
+    most = max(MEMBERS_AT_A_TIME // max(bits, 1) // tile, 1) * tile
+    return [
+        (first, min(most, problem.queries - first)) for first in range(0, problem.queries, most)
+    ]
+
+
+def plan_members(problem: SparseProblem, first: int, part: int) -> Members:
+    """The bits of ``part`` queries from ``first`` on."""
+    words = round_up(problem.keys, LONGEST_TILE) // WORD_BITS
+    launch = Launch(
+        kernels_members.members_kernel,
+        grid_of(problem.batches * problem.selections * part),
+        problem.device,
+        (
+            *problem.selection_strides,
+            first,
+            part,
+            problem.keys,
+            problem.selections,
+            problem.slots,
+            words,
+        ),
+        dict(num_warps=MEMBERS.num_warps),
+        HAS_COUNT=problem.has_count,
+        BLOCK=MEMBERS.block,
+    )
+    shape = (problem.batches, problem.selections, part, words)
+    return Members(launch, shape, first, part)
+
+
+def tile_queries(problem: SparseProblem, config: UnionConfig) -> int:
+    """How many queries the rows of a tile are."""
+    return max(config.rows // config.stacked(problem.rows), 1)
+
+
+def plan_queries_tiles(
+    kernel: Any, problem: SparseProblem, config: UnionConfig, members: Members, **constants: Any
+) -> Tiles:
+    """Tiles of the queries that ``members`` are of: the keys of each, and a kernel over them."""
+    tile, stack = tile_queries(problem, config), config.stacked(problem.rows)
+    tiles = cdiv(members.part, tile)
+    lists = problem.batches * problem.selections * tiles
+    capacity = list_capacity(min(problem.keys, tile * problem.slots), config.columns)
+    words = cdiv(tile, WORD_BITS)
+    listing = Launch(
+        kernels_members.keys_of_tiles_kernel,
+        grid_of(lists),
+        problem.device,
+        (members.part, problem.keys, members.shape[-1], tiles, capacity),
+        dict(num_warps=KEYS_OF_TILES.num_warps),
+        TILE=tile,
+        WORDS=words,
+        FILL=config.columns,
+        BLOCK=KEYS_OF_TILES.block,
+    )
+    launch = Launch(
+        kernel,
+        grid_of(problem.batches * (problem.heads // stack) * tiles),
+        problem.device,
+        (
+            *problem.strides,
+            members.first,
+            problem.queries,
+            problem.heads,
+            problem.heads // problem.key_heads,
+            problem.selections,
+            tiles,
+            capacity,
+            problem.score_rows,
+        ),
+        dict(num_warps=config.num_warps),
+        D=problem.width,
+        **constants,
+        UPCAST=interpreted(),
+        PRECISION=problem.precision,
+        STACK=stack,
+        TILE=tile,
+        WORDS=words,
+        BLOCK_K=config.columns,
+        BLOCK_D=block_width(problem.width),
+        NUM_STAGES=config.num_stages,
+    )
+    return Tiles(listing, launch, lists, words, capacity)
+
+
+def plan_keys_tiles(
+    kernel: Any, problem: SparseProblem, config: UnionConfig, members: Members, **constants: Any
+) -> Tiles:
+    """Tiles of keys: which of the queries that ``members`` are of have selected any, and a kernel
+    over them.
+    """
+    tile, stack = config.rows, config.stacked(problem.rows)
+    queries = max(config.columns // stack, 1)
+    tiles = cdiv(problem.keys, tile)
+    lists = problem.batches * problem.selections * tiles
+    capacity = list_capacity(members.part, queries)
+    words = cdiv(tile, WORD_BITS)
+    listing = Launch(
+        kernels_members.queries_of_tiles_kernel,
+        grid_of(lists),
+        problem.device,
+        (members.first, members.part, members.shape[-1], tiles, capacity),
+        dict(num_warps=QUERIES_OF_TILES.num_warps),
+        TILE=tile,
+        WORDS=words,
+        FILL=queries,
+        BLOCK=QUERIES_OF_TILES.block,
+    )
+    launch = Launch(
+        kernel,
+        grid_of(problem.batches * problem.key_heads * tiles),
+        problem.device,
+        (
+            *problem.strides,
+            problem.queries,
+            problem.keys,
+            problem.heads,
+            problem.heads // problem.key_heads,
+            problem.selections,
+            tiles,
+            capacity,
+            problem.score_rows,
+        ),
+        dict(num_warps=config.num_warps),
+        D=problem.width,
+        **constants,
+        UPCAST=interpreted(),
+        PRECISION=problem.precision,
+        STACK=stack,
+        TILE=tile,
+        WORDS=words,
+        BLOCK_Q=queries,
+        BLOCK_D=block_width(problem.width),
+        NUM_STAGES=config.num_stages,
+    )
+    return Tiles(listing, launch, lists, words, capacity)
+
+
+def list_capacity(entries: int, block: int) -> int:
+    """The slots of a list: whole blocks of columns, and whole reads of the GPU."""
+    return round_up(entries, max(block, WORD_BITS))

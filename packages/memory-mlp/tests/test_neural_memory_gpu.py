@@ -1,4 +1,4 @@
-"""What only a card can show of NeuralMemory: synchronisation, graphs, the kernels beside torch."""
+"""What only a GPU can show of NeuralMemory: synchronisation, graphs, the kernels beside torch."""
 
 from __future__ import annotations
 

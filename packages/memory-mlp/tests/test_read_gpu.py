@@ -1,11 +1,11 @@
-"""What only a card can show of memory_read: full sizes, graphs, synchronisation, streams."""
+"""What only a GPU can show of memory_read: full sizes, graphs, synchronisation, streams."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, memory_read
-from fusewright.memory_mlp.packing import packed_size, unpack
+from fusewright.memory_mlp.common.weights import packed_size, unpack
 from fusewright_testkit import Yardstick, capture, no_synchronisation, transforms
 
 pytestmark = pytest.mark.gpu

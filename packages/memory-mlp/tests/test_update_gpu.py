@@ -1,4 +1,4 @@
-"""What only a card can show of memory_update: full sizes, graphs, synchronisation, streams."""
+"""What only a GPU can show of memory_update: full sizes, graphs, synchronisation, streams."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def overlapping(overlap: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def configured(chosen: dict[TunedLaunch, Candidate]) -> Iterator[None]:
-    """The launchers with candidates in place of tables, and no plan made before."""
+    """The launchers with candidates in place of tables, and no plan kept from before."""
     with contextlib.ExitStack() as stack:
         for entry, candidate in chosen.items():
             module = module_of(entry)
@@ -237,7 +237,7 @@ def unread_inputs(dtype: str, size: Size) -> Tensors:
 
 
 def step(backward: bool, tensors: Tensors) -> tuple[torch.Tensor | None, ...]:
-    """The forward pass and, if asked, the backward pass, of W' and S'."""
+    """The forward pass and, with ``backward``, the backward pass, of W' and S'."""
     options = 2.0 / tensors[0].numel(), "silu", bench.MAX_GRAD_NORM
     outputs = launch.update_forward(*tensors, None, *options)
     if not backward:
@@ -264,7 +264,7 @@ class Recorder:
     """Takes the place of a launch, or of a plan, in a plan and keeps the arguments of its call."""
 
     def __init__(self, launch: Any) -> None:
-        # The attribute run of a Launch is of triton.
+        # A Launch has an attribute run too: Triton's own launcher.
         self.launch = launch if isinstance(launch, Launch) else launch.run
 
     def __call__(self, *args: Any) -> None:

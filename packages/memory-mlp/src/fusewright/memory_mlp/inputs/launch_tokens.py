@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class TokensTile(NamedTuple):
-    """One program takes whole tokens, as many as have ``size`` bytes together."""
+    """One program takes whole tokens, as many as fit in ``size`` bytes."""
 
     size: int
     num_warps: int

@@ -236,7 +236,7 @@ def memory_input(
         history: ``[B, taps - 1, 3 * heads * D]``, of any floating dtype: the projection's rows
             before the first token.
         taps: ``[3 * heads * D, taps]``, the last one for the token itself; None for no convolution.
-        logits: ``[B, T, 3 * heads]``, of alpha, eta and rate, in fp32 (fp64 beside an fp64 joint);
+        logits: ``[B, T, 3 * heads]``, of alpha, eta and rate, in fp32 (fp64 for an fp64 joint);
             of alpha and eta alone where theta is a constant.
         present: ``[B, T]`` bool, or None; the other tokens are not written.
         heads: number of heads.

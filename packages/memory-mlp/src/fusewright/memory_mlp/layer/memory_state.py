@@ -48,7 +48,7 @@ class MemoryState(NamedTuple):
 
 class MemoryStats(NamedTuple):
     """Statistics of one call, detached: tensors that it has computed anyway. Numbers over tokens
-    are computed when they are asked for.
+    are computed when a caller asks for them.
 
     Attributes:
         alpha, eta, theta: ``[B, T, heads]``, the gates.

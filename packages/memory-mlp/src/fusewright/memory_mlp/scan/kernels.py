@@ -1,6 +1,15 @@
-"""Triton kernels of the scan's forward pass, in the order in which they run: the factors that the
-gates of a chunk give to weights, momentum and gradients; weights and momentum, chunk by chunk; then
-the reads of all chunks at once.
+"""Triton kernels of the scan's forward pass, in the order in which they run.
+
+Of one chunk of C tokens, with W and S those with which it begins and G_j = (p_j k_j^T, p_j, e_j
+h_j^T, e_j) the gradient of token j:
+
+    W_t = keep_t W + carry_t S - sum over j <= t of gamma_tj G_j     gates alone make the factors
+    S_t = decay_t S - sum over j <= t of nu_tj G_j
+    z = k w1^T + b1    h = act(z)    e = 2 (h w2^T + b2 - v)    p = (e w2) * act'(z)
+    W, S of the next chunk = W_t, S_t of the last token              chunk after chunk
+    z_q = keep (q w1^T + b1) + carry (q s1^T + c1) - (gamma * (q k^T + 1)) p
+    h_q = act(z_q)                                                   all chunks at once
+    y = keep (h_q w2^T + b2) + carry (h_q s2^T + c2) - (gamma * (h_q h^T + 1)) e
 """
 
 from __future__ import annotations
@@ -176,10 +185,10 @@ def scan_states_kernel(
         gamma, nu, keep, carry, decay = load_last(
             gamma_ptr, nu_ptr, reach_ptr, local, count, C, BLOCK_C
         )
-        z = product(k, w1.to(k.dtype), UPCAST, PRECISION) + b1[None, :]
+        z = product(k, w1.to(k.dtype), UPCAST, PRECISION) + b1[None, :]  # [BLOCK_C, BLOCK_H]
         h, slope, _ = activated(z, ACTIVATION)
         w2_rounded = w2.to(k.dtype)
-        read = product(h.to(k.dtype), tl.trans(w2_rounded), UPCAST, PRECISION)
+        read = product(h.to(k.dtype), tl.trans(w2_rounded), UPCAST, PRECISION)  # [BLOCK_C, BLOCK_D]
         # Work that needs no other program stands between storing the part and loading the sum.
         if BLOCKS > 1:
             store_part(read, parts_ptr, arrived_ptr, own, block, chunk, BLOCKS, BLOCK_C, BLOCK_D)
@@ -307,7 +316,7 @@ def scan_read_kernel(
     if KEEP:
         store_matrix(e_wide_ptr + local * (C * D), e, token, col, C, D)
     e = e.to(k.dtype)
-    by_p = product(q, tl.trans(k), UPCAST, PRECISION)
+    by_p = product(q, tl.trans(k), UPCAST, PRECISION)  # [BLOCK_C, BLOCK_C]
     # The ones carry the biases.
     by_p = (-(by_p + 1.0) * gamma).to(k.dtype)
     q_kept = (keep * q.to(tl.float32)).to(k.dtype)
@@ -334,7 +343,7 @@ def scan_read_kernel(
 
         s1 = tl.trans(load_weights(momentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype))
         sb1 = load_b1(momentum, block, D, HIDDEN, BLOCK_H)[None, :]
-        z = product(q_kept, w1, UPCAST, PRECISION)
+        z = product(q_kept, w1, UPCAST, PRECISION)  # [BLOCK_C, BLOCK_H]
         z = product_onto(z, q_carried, s1, UPCAST, PRECISION)
         z = product_onto(z, by_p, p, UPCAST, PRECISION) + (keep * b1 + carry * sb1)
         h_q, slope_q, _ = activated(z, ACTIVATION)

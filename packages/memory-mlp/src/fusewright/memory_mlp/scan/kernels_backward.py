@@ -35,7 +35,7 @@ from .tiles import (
 @triton.jit
 def gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, SIZE: tl.constexpr):
     """The address of the gradient of the memory with which a chunk ends: that of the next chunk's
-    start, or for the last chunk the one that the pass was given.
+    start, or for the last chunk that of the end of these chunks.
     """
     after = dstates_ptr + (local + 1) * (2 * SIZE)
     if is_last:

@@ -48,8 +48,8 @@ STATES_BACKWARD = (
 )
 READ_BACKWARD = ScanConfig(block_h=64, num_warps=4)
 KEYS_BACKWARD = ScanConfig(block_h=64, num_warps=4)
-# Memory for the chunks that are computed together, beyond inputs and results.
-TOGETHER_BYTES = 64 << 20
+# Memory for the chunks of a part, beyond inputs and results.
+PART_BYTES = 64 << 20
 
 
 class Part(NamedTuple):
@@ -167,18 +167,18 @@ def backward_plan(
     # As many chunks at once as fill the GPU twice, within the memory that their intermediate
     # results may take.
     chunk_bytes = all_heads * (8 * size + 6 * chunk * hidden * problem.dtype.itemsize)
-    together = cdiv(2 * device_properties(device).multiprocessors, all_heads)
-    together = max(1, min(problem.chunks, together, TOGETHER_BYTES // chunk_bytes))
-    starts = range(0, problem.chunks, together)
+    part_chunks = cdiv(2 * device_properties(device).multiprocessors, all_heads)
+    part_chunks = max(1, min(problem.chunks, part_chunks, PART_BYTES // chunk_bytes))
+    starts = range(0, problem.chunks, part_chunks)
     wide, narrow = problem.wide, problem.narrow
-    lead = all_heads, together
+    lead = all_heads, part_chunks
     return BackwardPlan(
         copies,
         tuple(
-            backward_part(problem, strides, first, min(together, problem.chunks - first))
+            backward_part(problem, strides, first, min(part_chunks, problem.chunks - first))
             for first in reversed(starts)
         ),
-        decay_allocators(problem, together),
+        decay_allocators(problem, part_chunks),
         nus=wide(*lead, chunk, chunk),
         sums=partial_sums(problem, problem.sharing(STATES_BACKWARD)),
         rows=narrow(*shape),

@@ -167,7 +167,7 @@ def memory_scan(
             too). Any strides; only a tensor whose last axis is not contiguous is copied. Under
             autocast they are cast to its dtype. The inner loss is the sum over features, so that
             keys of length 1 are wanted.
-        weights, momentum: before the first token, ``[B, heads, ...]``, fp32 (fp64 beside fp64 q);
+        weights, momentum: before the first token, ``[B, heads, ...]``, fp32 (fp64 for fp64 q);
             may be expanded, as one learned start for all rows.
         alpha: ``[B, T, heads]``, floating point; 0 keeps the memory, 1 forgets it.
         eta: the same; decay of the momentum, 0 to 1.

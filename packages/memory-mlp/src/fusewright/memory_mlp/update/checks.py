@@ -7,6 +7,7 @@ import numbers
 import torch
 
 from .._core.checks import (
+    FLOATING,
     check_device,
     check_dtype,
     check_floating,
@@ -20,8 +21,48 @@ from ..common.weights import MemoryWeights, weight_shapes
 Tensor = torch.Tensor
 
 
-def checked_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v [*lead, N, D] of one shape, device and, under autocast after the cast, dtype."""
+def is_update(
+    k: Tensor,
+    v: Tensor,
+    weights: MemoryWeights,
+    momentum: MemoryWeights,
+    gates: tuple[Tensor | float, ...],
+) -> bool:
+    """Whether all tensors but the row weights are as they should be, quickly."""
+    if not (
+        isinstance(k, Tensor)
+        and isinstance(weights, MemoryWeights)
+        and isinstance(momentum, MemoryWeights)
+        and isinstance(weights.w1, Tensor)
+        and k.ndim > 1
+        and weights.w1.ndim > 1
+    ):
+        return False
+    *lead, hidden, _ = weights.w1.shape
+    *outer, _, width = k.shape
+    if not (width and hidden) or (lead and lead != outer):
+        return False
+    state = weight_shapes(lead, hidden, width)
+    tensors = [x for x in gates if isinstance(x, Tensor)]
+    return are_plain(
+        (k, v, *weights, *momentum, *tensors),
+        (k.shape, k.shape, *state, *state) + (tuple(lead),) * len(tensors),
+        (FLOATING,) * 2 + ((wide_dtype(k),),) * 8 + (FLOATING,) * len(tensors),
+        k.device,
+    )
+
+
+def check_update(
+    k: Tensor,
+    v: Tensor,
+    weights: MemoryWeights,
+    momentum: MemoryWeights,
+    gates: tuple[Tensor | float, ...],
+) -> None:
+    """Say which argument is wrong: k and v must be [*lead, N, D] of one shape, weights and momentum
+    one memory for each leading index of k, or one for all, in fp32 (fp64 for fp64 keys), each gate
+    a number or one for each memory.
+    """
     for name, x in (("k", k), ("v", v)):
         check_floating(name, x)
     if k.ndim < 2 or not k.shape[-1]:
@@ -29,24 +70,9 @@ def checked_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     check_device("v", v, "k", k)
-    if k.dtype == v.dtype:
-        return autocast(k, v)  # type: ignore[return-value]
-    k, v = autocast(k)[0], autocast(v)[0]
-    check_dtype("v", v, "k", k)
-    return k, v
-
-
-def check_state(weights: MemoryWeights, momentum: MemoryWeights, k: Tensor) -> None:
-    """Both of one memory for each leading index of k, or of one for all, in fp32 (fp64 for fp64
-    keys).
-    """
     for name, state in (("weights", weights), ("momentum", momentum)):
         if not isinstance(state, MemoryWeights):
             raise TypeError(f"{name} must be a MemoryWeights, got {type(state).__name__}")
-    if is_state(weights, momentum, k):
-        return
-    # One of them is wrong: say which.
-    for name, state in (("weights", weights), ("momentum", momentum)):
         for field, x in zip(state._fields, state, strict=True):
             check_floating(f"{name}.{field}", x)
     if weights.w1.ndim < 2:
@@ -62,7 +88,7 @@ def check_state(weights: MemoryWeights, momentum: MemoryWeights, k: Tensor) -> N
         )
     if not hidden:
         raise ValueError("the memory must have at least one hidden unit, got none")
-    wanted, shapes = wide_dtype(k), weight_shapes(lead, hidden, width)
+    dtype, shapes = wide_dtype(k), weight_shapes(lead, hidden, width)
     for name, state in (("weights", weights), ("momentum", momentum)):
         for field, x, shape in zip(state._fields, state, shapes, strict=True):
             if x.shape != shape:
@@ -70,23 +96,27 @@ def check_state(weights: MemoryWeights, momentum: MemoryWeights, k: Tensor) -> N
                     f"{name}.{field} must be {shape} for {hidden} hidden units and keys of "
                     f"{width}, got {tuple(x.shape)}"
                 )
-            if x.dtype != wanted:
-                raise ValueError(f"{name}.{field} must be {wanted}, got {x.dtype}")
+            if x.dtype != dtype:
+                raise ValueError(f"{name}.{field} must be {dtype}, got {x.dtype}")
             check_device(f"{name}.{field}", x, "k", k)
+    for name, gate in zip(("alpha", "eta", "theta"), gates, strict=True):
+        if isinstance(gate, Tensor):
+            check_floating(name, gate)
+            if list(gate.shape) != lead:
+                raise ValueError(
+                    f"{name} must be a number or a tensor of shape {tuple(lead)}, one for each "
+                    f"memory, got {tuple(gate.shape)}"
+                )
+            check_device(name, gate, "k", k)
 
 
-def is_state(weights: MemoryWeights, momentum: MemoryWeights, k: Tensor) -> bool:
-    """Whether all eight tensors are as they should be, quickly."""
-    w1 = weights.w1
-    if not isinstance(w1, Tensor) or w1.ndim < 2:
-        return False
-    *lead, hidden, _ = w1.shape
-    *outer, _, width = k.shape
-    if not hidden or (lead and lead != outer):
-        return False
-    shapes = weight_shapes(lead, hidden, width)
-    tensors, dtypes = (*weights, *momentum), ((wide_dtype(k),),) * 8
-    return are_plain(tensors, (*shapes, *shapes), dtypes, k.device)
+def cast_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v of one dtype; under autocast only after the cast."""
+    if k.dtype == v.dtype:
+        return autocast(k, v)  # type: ignore[return-value]
+    k, v = autocast(k)[0], autocast(v)[0]
+    check_dtype("v", v, "k", k)
+    return k, v
 
 
 def checked_gates(w1: Tensor, **gates: Tensor | float) -> list[Tensor]:
@@ -95,13 +125,6 @@ def checked_gates(w1: Tensor, **gates: Tensor | float) -> list[Tensor]:
     tensors = []
     for name, gate in gates.items():
         if isinstance(gate, Tensor):
-            check_floating(name, gate)
-            if gate.shape != lead:
-                raise ValueError(
-                    f"{name} must be a number or a tensor of shape {tuple(lead)}, one for each "
-                    f"memory, got {tuple(gate.shape)}"
-                )
-            check_device(name, gate, "weights.w1", w1)
             tensors.append(gate if gate.dtype == dtype else gate.to(dtype))
             continue
         if isinstance(gate, bool) or not isinstance(gate, numbers.Real):

@@ -7,7 +7,7 @@ Of the gradients u_w of W' and u_s of S', with U = u_w + u_s:
     dS = eta U, dW = (1 - alpha) u_w, dalpha = -<u_w, W>, deta = <U, S>, dtheta = -rho <U, G>
 
 ratio is <U, G> / |G|^2 where the norm was clipped, and 0 otherwise. The part of dW that passes
-through G is added later. Where the step was skipped, dS and dW are u_s and u_w, and the rest zero.
+through G is added later. Where the step was skipped, dS and dW are u_s and u_w, all others zero.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def transpose_tile(
     BLOCK: tl.constexpr,
 ):
     """Store a tile of one problem's x [rows, cols], rounded: as it is and as its transpose, each
-    where its pointer is given.
+    where its pointer is not None.
     """
     col_tiles = tl.cdiv(cols, BLOCK)
     row = tile // col_tiles * BLOCK + tl.arange(0, BLOCK)

@@ -36,11 +36,12 @@ from .._core.registration import Derivative, Op, empty_grad, second_order
 from ..common.weights import MemoryWeights, Weights
 from . import launch, launch_backward, reference
 from .checks import (
-    check_state,
+    cast_rows,
+    check_update,
     checked_gates,
     checked_options,
     checked_row_weights,
-    checked_rows,
+    is_update,
 )
 
 Tensor = torch.Tensor
@@ -75,8 +76,7 @@ class MemoryUpdate(NamedTuple):
 def _forward_triton(*args):
     *inputs, activation, reduction, max_grad_norm = args
     factor = reference.loss_factor(reduction, inputs[0])
-    options = dict(factor=factor, activation=activation, max_grad_norm=max_grad_norm)
-    return launch.update_forward(*inputs, **options)
+    return launch.update_forward(*(*inputs, factor, activation, max_grad_norm))
 
 
 def _forward_reference(*args):
@@ -307,8 +307,10 @@ def memory_update(
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     options = checked_options(activation, reduction, max_grad_norm)
-    k, v = checked_rows(k, v)
-    check_state(weights, momentum, k)
+    gates = alpha, eta, theta
+    if not is_update(k, v, weights, momentum, gates):
+        check_update(k, v, weights, momentum, gates)
+    k, v = cast_rows(k, v)
     alpha, eta, theta = checked_gates(weights.w1, alpha=alpha, eta=eta, theta=theta)
     if row_weights is not None:
         row_weights = checked_row_weights(row_weights, k)

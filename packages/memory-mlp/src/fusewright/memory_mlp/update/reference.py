@@ -59,8 +59,10 @@ def memory_update(
         row_weights = None if row_weights is None else if_finite(row_weights)
         w, s = mapped(if_finite, weights), mapped(if_finite, momentum)
         used = descent(k, v, row_weights, w, factor, activation, lead)
-    step = theta * clip(used.squares, max_grad_norm)[0]
-    new_momentum = mapped(lambda s, g: over(eta, s) * s - over(step, g) * g, s, used.gradient)
+    rho, _ = clip(used.squares, max_grad_norm)
+    new_momentum = mapped(
+        lambda s, g: over(eta, s) * s - over(theta * rho, g) * g, s, used.gradient
+    )
     new_weights = mapped(lambda w, s: over(1.0 - alpha, w) * w + s, w, new_momentum)
 
     def kept(new: Tensor, old: Tensor) -> Tensor:

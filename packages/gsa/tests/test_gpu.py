@@ -58,7 +58,7 @@ def test_selection_is_captured_and_reads_the_values_of_the_replay(indexer):
     assert same_bits(captured, selection_of(tensors, k_base=100))
 
 
-def test_no_call_waits_for_the_card(op, indexer):
+def test_no_call_waits_for_the_gpu(op, indexer):
     leaves = leaves_of(op)
     tensors = indexer.draw((2, 700, 700, 4, 64), BF16, "cuda")
 
@@ -72,7 +72,7 @@ def test_no_call_waits_for_the_card(op, indexer):
         call()
 
 
-def test_no_step_of_the_layer_waits_for_the_card():
+def test_no_step_of_the_layer_waits_for_the_gpu():
     layer = GatedSparseAttention(128, 4, k_base=64, k_max=128, device="cuda", dtype=BF16)
     x = torch.randn(2, 300, 128, device="cuda", dtype=BF16, requires_grad=True)
 

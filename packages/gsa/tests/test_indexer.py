@@ -113,7 +113,7 @@ def test_gates_of_fp64_do_not_widen_the_scores(indexer, backend, device):
     assert all(g.dtype == F64 for g in torch.autograd.grad(scores.sum(), leaves))
 
 
-def test_gradient_of_a_score_that_nobody_sees_counts_for_nothing(indexer, backend, device):
+def test_gradient_of_a_score_that_no_query_sees_counts_for_nothing(indexer, backend, device):
     leaves = [x.requires_grad_() for x in indexer.draw((1, 9, 9, 2, 5), F32, device)]
     g = torch.randn(1, 9, 9, device=device)
 
@@ -121,8 +121,8 @@ def test_gradient_of_a_score_that_nobody_sees_counts_for_nothing(indexer, backen
         scores = indexer.public(*leaves, causal=True, backend=backend)
         return torch.autograd.grad(scores, leaves, g)
 
-    spoiled = torch.where(torch.ones(9, 9, device=device).triu(1) > 0, math.nan, g)
-    for found, expected in zip(gradients(spoiled), gradients(g), strict=True):
+    poisoned = torch.where(torch.ones(9, 9, device=device).triu(1) > 0, math.nan, g)
+    for found, expected in zip(gradients(poisoned), gradients(g), strict=True):
         assert torch.equal(found, expected)
 
 

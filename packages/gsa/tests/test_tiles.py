@@ -140,7 +140,7 @@ def test_queries_without_keys_are_zero(sparse, device):
     indices[0, 1] = -1
     indices[0, 2] = 9
     count = torch.full((1, 20), 5, device=device)
-    # A whole tile of queries without keys, and one key that nobody has selected.
+    # A whole tile of queries without keys, and one key that no query has selected.
     count[0, 3] = 0
     count[0, 16:] = 0
     indices[indices == 4] = -1
@@ -157,7 +157,7 @@ def test_queries_without_keys_are_zero(sparse, device):
     assert not dv[0, 4].any()
 
 
-def test_keys_that_nobody_has_selected_are_not_read(sparse, device):
+def test_keys_that_no_query_has_selected_are_not_read(sparse, device):
     q, k, v = sparse.draw((1, 3, 9, 2, 8), F32, device)
     indices = torch.tensor([[[1, -5, 4, 2**31 - 1, 7, 9]] * 3], device=device, dtype=torch.int32)
     found = sparse.kernels(q, k, v, indices, None, **TILES)[0]

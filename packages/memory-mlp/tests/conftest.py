@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from fusewright.memory_mlp import (
     MemoryWeights,
     NeuralMemory,
-    _memory_input,
-    _tokens,
     memory_read,
     memory_scan,
     memory_update,
 )
-from fusewright.memory_mlp.weights import weight_shapes
+from fusewright.memory_mlp.common.weights import weight_shapes
+from fusewright.memory_mlp.inputs import memory_input, tokens
 from fusewright_testkit import Yardstick
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
@@ -68,7 +67,7 @@ class FlatOp:
 def drawn_memory(
     normal: Callable[..., torch.Tensor], lead: tuple[int, ...], hidden: int, width: int
 ) -> list[torch.Tensor]:
-    """Weights that keep what they are given at its size."""
+    """Weights whose outputs are of the size of their inputs."""
     spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
     shapes = weight_shapes(lead, hidden, width)
     return [normal(*shape, spread=s) for shape, s in zip(shapes, spreads, strict=True)]
@@ -227,8 +226,8 @@ class InputOp(FlatOp):
         taps, *logits = others if self.taps else (None, *others)
         options = dict(heads=self.heads, key_norm=self.key_norm, backend=backend)
         if self.queries:
-            return _memory_input.memory_queries(joint, history, taps, **options)
-        return _memory_input.memory_input(
+            return memory_input.memory_queries(joint, history, taps, **options)
+        return memory_input.memory_input(
             *(joint, history, taps, *logits, self.present),
             **dict(largest=self.largest, theta=self.theta),
             **options,
@@ -273,7 +272,7 @@ class GatedOp(FlatOp):
 
     def public(self, *tensors: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, ...]:
         """The tokens that are left, and the logits."""
-        y, _, logits = _tokens.gated_tokens(*tensors, self.mask, backend=backend)
+        y, _, logits = tokens.gated_tokens(*tensors, self.mask, backend=backend)
         return y, logits
 
     def draw(
@@ -324,30 +323,32 @@ def gated_op() -> GatedOp:
 
 @pytest.fixture
 def many_input_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiles so small that few tokens take several, and shares that are added in several rounds."""
-    from fusewright.memory_mlp import _input_configs, _input_launch, _token_launch
+    """Tiles so small that few tokens take several, and partial sums that are added in several
+    rounds.
+    """
+    from fusewright.memory_mlp.inputs import launch, launch_tokens
 
-    small = _input_configs.InputTile(size=64, num_warps=1)
+    small = launch_tokens.TokensTile(size=64, num_warps=1)
     # A warp has 32 numbers, rows of up to 8 columns; some windows are longer than a run.
-    runs = (_input_configs.RunTile(run=2, numbers=1, num_warps=1),)
-    shares = _input_configs.SharesTile(numbers=16, parts=2, num_warps=1)
+    runs = (launch.RunTile(run=2, numbers=1, num_warps=1),)
+    parts = launch.PartsTile(numbers=16, parts=2, num_warps=1)
     plans = (
-        *(_input_launch.forward_plan, _input_launch.backward_plan, _token_launch.token_plan),
-        *(_token_launch.gated_plan, _token_launch.gated_backward_plan, _token_launch.count_plan),
+        *(launch.forward_plan, launch.backward_plan, launch_tokens.token_plan),
+        *(launch_tokens.gated_plan, launch_tokens.gated_backward_plan, launch_tokens.count_plan),
     )
     for plan in plans:
         plan.cache_clear()
-    monkeypatch.setattr(_input_launch, "FORWARD", runs)
-    monkeypatch.setattr(_input_launch, "BACKWARD", runs)
-    monkeypatch.setattr(_input_launch, "ADD_SHARES", shares)
-    monkeypatch.setattr(_token_launch, "TOKENS", small)
-    gated = _input_configs.GatedTile(numbers=16, held=1, num_warps=1)
-    monkeypatch.setattr(_token_launch, "GATED_TOKENS", gated)
-    monkeypatch.setattr(_token_launch, "GATED_TOKENS_BACKWARD", gated)
-    weights = _input_configs.WeightsTile(columns=16, tokens=16)
-    monkeypatch.setattr(_token_launch, "GATE_WEIGHTS", weights)
-    count = _input_configs.CountTile(size=4, num_warps=1)
-    monkeypatch.setattr(_token_launch, "COUNTED_TOKENS", count)
+    monkeypatch.setattr(launch, "FORWARD", runs)
+    monkeypatch.setattr(launch, "BACKWARD", runs)
+    monkeypatch.setattr(launch, "ADD_PARTS", parts)
+    monkeypatch.setattr(launch_tokens, "TOKENS", small)
+    gated = launch_tokens.GatedTile(numbers=16, held=1, num_warps=1)
+    monkeypatch.setattr(launch_tokens, "GATED_TOKENS", gated)
+    monkeypatch.setattr(launch_tokens, "GATED_TOKENS_BACKWARD", gated)
+    weights = launch_tokens.WeightsTile(columns=16, tokens=16)
+    monkeypatch.setattr(launch_tokens, "GATE_WEIGHTS", weights)
+    count = launch_tokens.CountTile(size=4, num_warps=1)
+    monkeypatch.setattr(launch_tokens, "COUNTED_TOKENS", count)
     yield
     for plan in plans:
         plan.cache_clear()
@@ -355,10 +356,10 @@ def many_input_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def many_read_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiles so small that few numbers take several, and tokens that several programs share."""
-    from fusewright.memory_mlp import _read_configs, _read_launch
+    """Tiles so small that few numbers take several, and tokens that are split among programs."""
+    from fusewright.memory_mlp.read import launch
 
-    plans = _read_launch.forward_plan, _read_launch.backward_plan
+    plans = launch.forward_plan, launch.backward_plan
     for plan in plans:
         plan.cache_clear()
     for name, tile in (("FORWARD", "ReadTile"), ("BACKWARD", "ReadBackwardTile")):
@@ -366,10 +367,9 @@ def many_read_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name == "BACKWARD":
             small |= dict(units=16, num_stages=1, split_tokens=32, fills=100)
         lines = [
-            getattr(_read_configs, tile)(precision, **small)
-            for precision in ("narrow", "tf32", "tf32x3")
+            getattr(launch, tile)(precision, **small) for precision in ("narrow", "tf32", "tf32x3")
         ]
-        monkeypatch.setattr(_read_launch, name, tuple(lines))
+        monkeypatch.setattr(launch, name, tuple(lines))
     yield
     for plan in plans:
         plan.cache_clear()
@@ -378,8 +378,8 @@ def many_read_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def fresh_updates() -> Iterator[None]:
     """No update planned before the test, and none of its own kept: for tests that change tables."""
-    from fusewright.memory_mlp._update_backward_launch import backward_plan
-    from fusewright.memory_mlp._update_launch import update_plan
+    from fusewright.memory_mlp.update.launch import update_plan
+    from fusewright.memory_mlp.update.launch_backward import backward_plan
 
     for plan in (update_plan, backward_plan):
         plan.cache_clear()
@@ -391,35 +391,29 @@ def fresh_updates() -> Iterator[None]:
 @pytest.fixture
 def many_update_programs(fresh_updates: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that few numbers take several in every direction, and rows that are split."""
-    from fusewright.memory_mlp import (
-        _update_backward_launch,
-        _update_configs,
-        _update_gradients,
-        _update_launch,
-        _update_problem,
-    )
-    from fusewright.memory_mlp._backends import Card
+    from fusewright.memory_mlp._core.backends import DeviceProperties
+    from fusewright.memory_mlp.update import launch, launch_backward, problem
 
     lines = tuple(
-        _update_configs.UpdateTile(precision, 16, 16, 16, 1, 1, aligned=False)
+        problem.UpdateTile(precision, 16, 16, 16, 1, 1, aligned=False)
         for precision in ("narrow", "tf32", "ieee")
     )
     tables = {
-        _update_launch: ("HIDDEN", "RESIDUAL", "SLOPE", "GRADIENTS"),
-        _update_backward_launch: ("P_BAR", "E_BAR", "Z_BAR", "DK", "DWEIGHTS"),
+        launch: ("HIDDEN", "RESIDUAL", "SLOPE", "GRADIENTS"),
+        launch_backward: ("P_BAR", "E_BAR", "Z_BAR", "DK", "DWEIGHTS"),
     }
     for module, names in tables.items():
         for name in names:
             monkeypatch.setattr(module, name, lines)
-    block = _update_configs.UpdateBlock(block=128, num_warps=1)
-    monkeypatch.setattr(_update_launch, "STEP", block)
-    monkeypatch.setattr(_update_launch, "TURN", _update_configs.UpdateBlock(block=16, num_warps=1))
+    block = problem.UpdateBlock(block=128, num_warps=1)
+    monkeypatch.setattr(launch, "STEP", block)
+    monkeypatch.setattr(problem, "TRANSPOSE", problem.UpdateBlock(block=16, num_warps=1))
     for name in ("INNER_PRODUCTS", "COTANGENTS"):
-        monkeypatch.setattr(_update_backward_launch, name, block)
-    monkeypatch.setattr(_update_gradients, "ADD_SPLITS", block)
-    card = Card(multiprocessors=200, shared_bytes=99 << 10, capability=90)
-    monkeypatch.setattr(_update_problem, "card_of", lambda device: card)
-    monkeypatch.setattr(_update_gradients, "ROWS_OF_A_SPLIT", 16)
+        monkeypatch.setattr(launch_backward, name, block)
+    monkeypatch.setattr(problem, "ADD_SPLITS", block)
+    gpu = DeviceProperties(multiprocessors=200, shared_bytes=99 << 10, capability=90)
+    monkeypatch.setattr(problem, "device_properties", lambda device: gpu)
+    monkeypatch.setattr(problem, "ROWS_OF_A_SPLIT", 16)
 
 
 @pytest.fixture(params=["triton", "reference"])

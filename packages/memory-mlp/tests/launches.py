@@ -6,39 +6,25 @@ import functools
 import os
 
 import torch
-from fusewright.memory_mlp import (
-    _input_launch,
-    _read_launch,
-    _scan_backward_launch,
-    _update_problem,
-)
-from fusewright.memory_mlp._backends import Card
-from fusewright.memory_mlp._input_launch import launch_memory_input, launch_memory_input_backward
-from fusewright.memory_mlp._read_launch import launch_read, launch_read_backward
-from fusewright.memory_mlp._scan_backward_launch import launch_scan_backward
-from fusewright.memory_mlp._scan_launch import launch_scan
-from fusewright.memory_mlp._token_launch import (
-    launch_count_tokens,
-    launch_finite_tokens,
-    launch_gated_tokens,
-    launch_gated_tokens_backward,
-    launch_kept_tokens,
-)
-from fusewright.memory_mlp._update_backward_launch import (
-    backward_plan,
-    launch_memory_update_backward,
-)
-from fusewright.memory_mlp._update_launch import launch_memory_update, update_plan
-from fusewright.memory_mlp.packing import packed_size
+from fusewright.memory_mlp._core.backends import DeviceProperties
+from fusewright.memory_mlp.common.weights import packed_size
+from fusewright.memory_mlp.inputs import launch as inputs
+from fusewright.memory_mlp.inputs import launch_tokens as tokens
+from fusewright.memory_mlp.read import launch as read
+from fusewright.memory_mlp.scan import launch as scan
+from fusewright.memory_mlp.scan import launch_backward as scan_backward
+from fusewright.memory_mlp.update import launch as update
+from fusewright.memory_mlp.update import launch_backward as update_backward
+from fusewright.memory_mlp.update import problem as update_problem
 
-# The card that is compiled for.
-CARD = Card(
+# The GPU that is compiled for.
+GPU = DeviceProperties(
     multiprocessors=132,
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-for launcher in (_input_launch, _update_problem, _scan_backward_launch, _read_launch):
-    launcher.card_of = lambda device: CARD
+for module in (inputs, update_problem, scan_backward, read):
+    module.device_properties = lambda device: GPU
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FIRST = (2048, 512, 512)
@@ -52,9 +38,9 @@ def launch_update(
     dtype: torch.dtype,
     lead: tuple[int, ...] = (),
     activation: str = "silu",
-    every_option: bool = False,
+    all_options: bool = False,
 ) -> None:
-    """Forward and backward of one size; ``every_option``: row weights, a clip, the gradient of the
+    """Forward and backward of one size; ``all_options``: row weights, a clip, the gradient of the
     loss.
     """
     empty = functools.partial(torch.empty, dtype=F32)
@@ -62,21 +48,21 @@ def launch_update(
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
     state = [empty(*lead, *shape) for _ in range(2) for shape in shapes]
     gates = [empty(lead) for _ in range(3)]
-    row_weights = empty(*lead, rows) if every_option else None
-    clip = 1.0 if every_option else None
-    found = launch_memory_update(k, k, *state, *gates, row_weights, 2.0, activation, clip)
-    launch_memory_update_backward(
-        state if every_option else [*state[:4], *(None,) * 4],
-        gates[0] if every_option else None,
+    row_weights = empty(*lead, rows) if all_options else None
+    clip = 1.0 if all_options else None
+    outputs = update.update_forward(k, k, *state, *gates, row_weights, 2.0, activation, clip)
+    update_backward.update_backward(
+        state if all_options else [*state[:4], *(None,) * 4],
+        gates[0] if all_options else None,
         k,
         k,
         state[:4],
         state[4:],
         gates,
         row_weights,
-        found[9],
-        found[11:15],
-        found[15:],
+        outputs[9],
+        outputs[11:15],
+        outputs[15:],
         2.0,
         activation,
         clip,
@@ -97,26 +83,26 @@ def with_precision(precision: str, *args, launch=launch_update, **options) -> No
 def one_of_each_update() -> None:
     """Every kernel of the pooled update at the sizes of a model, and where rows are split."""
     launch_update(*FIRST, BF16)
-    launch_update(65536, 64, 128, BF16, every_option=True)
+    launch_update(65536, 64, 128, BF16, all_options=True)
     with_precision("tf32", *FIRST, F32)
 
 
 def every_update() -> None:
     """Every line of the tables, precision, activation and option, and sizes of one."""
     for size in SIZES:
-        for every_option in (False, True):
-            launch_update(*size, BF16, every_option=every_option)
-            with_precision("tf32", *size, F32, every_option=every_option)
+        for all_options in (False, True):
+            launch_update(*size, BF16, all_options=all_options)
+            with_precision("tf32", *size, F32, all_options=all_options)
     for activation in ("relu", "gelu"):
-        launch_update(*FIRST, BF16, activation=activation, every_option=True)
-    launch_update(*FIRST, F32, every_option=True)
-    launch_update(*FIRST, F16, every_option=True)
-    launch_update(300, 64, 256, BF16, lead=(4, 8), every_option=True)
+        launch_update(*FIRST, BF16, activation=activation, all_options=True)
+    launch_update(*FIRST, F32, all_options=True)
+    launch_update(*FIRST, F16, all_options=True)
+    launch_update(300, 64, 256, BF16, lead=(4, 8), all_options=True)
     for size in ((1, 1, 3), (7, 5, 3), (33, 24, 40)):
-        launch_update(*size, BF16, every_option=True)
+        launch_update(*size, BF16, all_options=True)
         launch_update(*size, F32)
-    update_plan.cache_clear()
-    backward_plan.cache_clear()
+    update.update_plan.cache_clear()
+    update_backward.backward_plan.cache_clear()
 
 
 def launch_a_scan(
@@ -125,7 +111,7 @@ def launch_a_scan(
     dtype: torch.dtype,
     chunk: int = 64,
     activation: str = "silu",
-    read: str = "after",
+    read_when: str = "after",
     masked: bool = False,
 ) -> None:
     """Forward and backward of 4 rows of 5 heads."""
@@ -134,10 +120,10 @@ def launch_a_scan(
     state = torch.empty(batch, heads, 2, packed_size(hidden, width))
     gate = torch.empty(batch, tokens, heads)
     written = torch.empty(batch, tokens, heads, dtype=torch.bool) if masked else None
-    options = hidden, chunk, activation, read
+    options = hidden, chunk, activation, read_when
     gates = gate, gate, gate, written
-    y, end, states = launch_scan(rows, rows, rows, state, *gates, *options)
-    launch_scan_backward(y, end, rows, rows, rows, states, *gates, *options)
+    y, end, states = scan.scan_forward(rows, rows, rows, state, *gates, *options)
+    scan_backward.scan_backward(y, end, rows, rows, rows, states, *gates, *options)
 
 
 def every_scan() -> None:
@@ -150,7 +136,7 @@ def every_scan() -> None:
         launch_a_scan(64, hidden, F32)
         with_precision("tf32", 64, hidden, F32, launch=launch_a_scan)
     for activation in ("relu", "gelu"):
-        launch_a_scan(64, 256, BF16, activation=activation, read="before", masked=True)
+        launch_a_scan(64, 256, BF16, activation=activation, read_when="before", masked=True)
     for chunk, width, hidden in ((16, 32, 64), (32, 40, 128), (48, 64, 512), (5, 3, 5)):
         launch_a_scan(width, hidden, BF16, chunk, masked=True)
 
@@ -168,13 +154,13 @@ def launch_a_read(
     q = torch.empty(4, heads, tokens, width, dtype=dtype).transpose(1, 2)
     state = torch.empty(4, heads, halves, packed_size(hidden, width))
     options = hidden, activation
-    y = launch_read(q, state, *options)
+    y = read.read_forward(q, state, *options)
     for wanted in ((True, True), (True, False), (False, True)):
-        launch_read_backward(y, q, state, *options, *wanted)
+        read.read_backward(y, q, state, *options, *wanted)
 
 
 def one_of_each_read() -> None:
-    """Every kernel of the read at the sizes of a model, and where programs share tokens."""
+    """Every kernel of the read at the sizes of a model, and with tokens split among programs."""
     launch_a_read(64, 128, BF16)
     launch_a_read(64, 128, BF16, tokens=4096, heads=1)
 
@@ -214,18 +200,18 @@ def launch_an_input(
     present = None if queries else torch.empty(batch, tokens, dtype=torch.bool)
     operands = joint, history, own_taps, logits
     options = heads, key_norm, 0.1, theta
-    *rows, _, last = launch_memory_input(*operands, present, *options)
-    launch_memory_input_backward(*operands, *rows, last, *options)
+    *rows, _, last = inputs.memory_input_forward(*operands, present, *options)
+    inputs.memory_input_backward(*operands, *rows, last, *options)
 
 
 def launch_tokens(width: int, dtype: torch.dtype, flags: int = 5) -> None:
     """Tokens of one width, masked."""
     x = torch.empty(4, 320, width, dtype=dtype)
     mask = torch.empty(4, 320, dtype=torch.bool)
-    launch_finite_tokens(x, mask)
-    launch_finite_tokens(x, None)
-    launch_kept_tokens(x, mask.unsqueeze(-1).expand(4, 320, flags), mask, 0.0)
-    launch_kept_tokens(x, mask.unsqueeze(-1), None, 0.0)
+    tokens.finite_tokens(x, mask)
+    tokens.finite_tokens(x, None)
+    tokens.kept_tokens(x, mask.unsqueeze(-1).expand(4, 320, flags), mask, 0.0)
+    tokens.kept_tokens(x, mask.unsqueeze(-1), None, 0.0)
 
 
 def launch_gated(width: int, logits: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
@@ -234,14 +220,14 @@ def launch_gated(width: int, logits: int, dtype: torch.dtype, weight_dtype: torc
     mask = torch.empty(4, 320, dtype=torch.bool)
     weight = torch.empty(logits, width, dtype=weight_dtype)
     bias = torch.empty(logits, dtype=weight_dtype)
-    for given in (mask, None):
-        y, present, found = launch_gated_tokens(x, weight, bias, given)
-    for given in (y, None):
-        launch_gated_tokens_backward(y, present, weight, given, found)
+    for some_mask in (mask, None):
+        y, present, gate_logits = tokens.gated_tokens(x, weight, bias, some_mask)
+    for dy in (y, None):
+        tokens.gated_tokens_backward(y, present, weight, dy, gate_logits)
     counters = torch.empty(4, 5, dtype=torch.int64), torch.empty(4, dtype=torch.int64)
     written = mask.unsqueeze(-1).expand(4, 320, 5)
-    launch_count_tokens(written, *counters, mask, counters[0])
-    launch_count_tokens(written, *counters, None, None)
+    tokens.count_tokens(written, *counters, mask, counters[0])
+    tokens.count_tokens(written, *counters, None, None)
 
 
 def one_of_each_input() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.memory_mlp import _tokens
+from fusewright.memory_mlp.inputs import tokens as token_ops
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.transforms import hold
 
@@ -130,8 +130,8 @@ class TokensOp:
         self.mask, self.kept = mask, kept
 
     def public(self, x, backend):
-        y, _ = _tokens.finite_tokens(x, self.mask, backend=backend)
-        return _tokens.kept_tokens(y.sin(), self.kept, self.mask, 3.0, backend=backend)
+        y, _ = token_ops.finite_tokens(x, self.mask, backend=backend)
+        return token_ops.kept_tokens(y.sin(), self.kept, self.mask, 3.0, backend=backend)
 
     def kernels(self, x):
         return self.public(x, "triton")

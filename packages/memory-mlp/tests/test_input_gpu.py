@@ -1,10 +1,12 @@
-"""What only a card can show before and behind the memory: sizes, graphs, synchronisation."""
+"""What only a GPU can show before and behind the memory: sizes, graphs, synchronisation."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.memory_mlp import NeuralMemory, _tokens, input_reference
+from fusewright.memory_mlp import NeuralMemory
+from fusewright.memory_mlp.inputs import reference
+from fusewright.memory_mlp.inputs import tokens as token_ops
 from fusewright_testkit import capture, no_synchronisation
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,8 +69,8 @@ def test_tokens_are_the_references(dtype, width):
     results = []
     for backend in ("triton", "reference"):
         leaf = x.clone().requires_grad_()
-        y, present = _tokens.finite_tokens(leaf[:, 7:], mask[:, 7:], backend=backend)
-        out = _tokens.kept_tokens(y, kept[:, 7:], mask[:, 7:], 3.0, backend=backend)
+        y, present = token_ops.finite_tokens(leaf[:, 7:], mask[:, 7:], backend=backend)
+        out = token_ops.kept_tokens(y, kept[:, 7:], mask[:, 7:], 3.0, backend=backend)
         grad = torch.autograd.grad(out, leaf, torch.ones_like(out))[0]
         results.append((y.detach(), present, out.detach(), grad))
     assert same_bits(*results)
@@ -107,7 +109,7 @@ def test_counted_tokens_are_the_references(shape, masked):
     position = torch.randint(1 << 40, (batch,), device="cuda")
     operands = written, skipped, position, mask, lost if masked else None
     found = torch.ops.fusewright_memory_mlp.count_tokens(*operands)
-    assert same_bits(found, input_reference.counted_tokens(*operands))
+    assert same_bits(found, reference.counted_tokens(*operands))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -124,7 +126,7 @@ def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(input_op, d
     assert same_bits(captured, everything(input_op, leaves))
 
 
-def test_no_call_waits_for_the_card(input_op):
+def test_no_call_waits_for_the_gpu(input_op):
     leaves = [x.requires_grad_() for x in input_op.draw(*FIRST, BF16, "cuda")]
     everything(input_op, leaves)
     torch.cuda.synchronize()

@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
-from fusewright.memory_mlp import NeuralMemory, _tokens, input_reference
+from fusewright.memory_mlp import NeuralMemory
+from fusewright.memory_mlp.inputs import reference
+from fusewright.memory_mlp.inputs import tokens as token_ops
 from fusewright_testkit import Yardstick
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -182,7 +184,7 @@ def test_fp64_is_refused_by_the_kernels(input_op, device):
     with pytest.raises(RuntimeError, match=r"not torch\.float64"):
         input_op.kernels(*tensors)
     with pytest.raises(RuntimeError, match=r"not torch\.float64"):
-        _tokens.finite_tokens(tensors[0], None, backend="triton")
+        token_ops.finite_tokens(tensors[0], None, backend="triton")
 
 
 def strange_tokens(dtype, device, width=7):
@@ -202,7 +204,7 @@ def test_finite_tokens_are_the_references(dtype, masked, device):
     results = []
     for backend in ("triton", "reference"):
         leaf = x.clone().requires_grad_()
-        y, present = _tokens.finite_tokens(leaf[:, 1:], mask, backend=backend)
+        y, present = token_ops.finite_tokens(leaf[:, 1:], mask, backend=backend)
         upstream = torch.where(present.unsqueeze(-1), torch.ones_like(y).cumsum(1), NAN)
         results.append((y.detach(), present, torch.autograd.grad(y, leaf, upstream)[0]))
     assert same_bits(*results)
@@ -220,7 +222,7 @@ def test_kept_tokens_are_the_references(dtype, flags, device):
         results = []
         for backend in ("triton", "reference"):
             leaf = x.clone().requires_grad_()
-            y = _tokens.kept_tokens(leaf, kept, given, NAN, backend=backend)
+            y = token_ops.kept_tokens(leaf, kept, given, NAN, backend=backend)
             gradient = torch.autograd.grad(y, leaf, torch.ones_like(y))[0]
             results.append((y.detach().nan_to_num(7.0), y.isnan(), gradient))
         assert same_bits(*results)
@@ -262,12 +264,12 @@ def test_gated_tokens_are_finite_tokens(gated_op, device):
     for gated in (True, False):
         leaf = x.clone().requires_grad_()
         if gated:
-            y, present, logits = _tokens.gated_tokens(
+            y, present, logits = token_ops.gated_tokens(
                 leaf[:, 1:], weight, bias, mask[:, 1:], backend="triton"
             )
             assert logits.isfinite().all()
         else:
-            y, present = _tokens.finite_tokens(leaf[:, 1:], mask[:, 1:], backend="triton")
+            y, present = token_ops.finite_tokens(leaf[:, 1:], mask[:, 1:], backend="triton")
         upstream = torch.where(present.unsqueeze(-1), torch.ones_like(y).cumsum(1), NAN)
         results.append((y.detach(), present, torch.autograd.grad(y, leaf, upstream)[0]))
     assert same_bits(*results)
@@ -315,17 +317,17 @@ def test_counted_tokens_are_the_references(shape, masked, lossy, device):
     position = torch.randint(1 << 40, (batch,), device=device)
     operands = written, skipped, position, mask, lost if lossy else None
     found = torch.ops.fusewright_memory_mlp.count_tokens(*operands)
-    assert same_bits(found, input_reference.counted_tokens(*operands))
+    assert same_bits(found, reference.counted_tokens(*operands))
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5), (2, 3, 1), (1, 1, 8193)], ids=str)
 def test_any_number_of_tokens_and_columns_is_served(shape, device):
     x = torch.randn(shape, device=device)
-    y, present = _tokens.finite_tokens(x, None, backend="triton")
+    y, present = token_ops.finite_tokens(x, None, backend="triton")
     assert torch.equal(y, x)
     assert present.shape == shape[:2]
     assert present.all()
-    assert torch.equal(_tokens.kept_tokens(x, present[..., None], None, 1.0, backend="triton"), x)
+    assert torch.equal(token_ops.kept_tokens(x, present[..., None], None, 1.0, backend="triton"), x)
 
 
 def test_gates_are_the_formula(input_op, device):
@@ -335,7 +337,7 @@ def test_gates_are_the_formula(input_op, device):
     parts = [1 / (1 + torch.exp(-part)) for part in logits.split(2, -1)]
     torch.testing.assert_close((alpha, eta), tuple(parts[:2]))
     torch.testing.assert_close(theta, 0.25 * (1 - parts[1]) * parts[2])
-    found = input_reference.gates_of(logits[..., :4], 2, 0.25, 0.03)
+    found = reference.gates_of(logits[..., :4], 2, 0.25, 0.03)
     torch.testing.assert_close(found[2], torch.full_like(alpha, 0.03))
 
 

@@ -1,4 +1,4 @@
-"""What only a card can show of NeuralMemory: synchronisation, graphs, the kernels beside torch."""
+"""What only a GPU can show of NeuralMemory: synchronisation, graphs, the kernels beside torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def mask_of(x):
     return mask
 
 
-def test_no_call_waits_for_the_card(memory):
+def test_no_call_waits_for_the_gpu(memory):
     x = draw()
     mask = mask_of(x)
     step(memory, x, mask)

@@ -7,13 +7,17 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.memory_mlp import MemoryWeights, deep_memory, memory_read, reference, scan_reference
+from fusewright.memory_mlp import MemoryWeights, memory_read, memory_scan, memory_update
+from fusewright.memory_mlp.read.memory_read import deep_memory_read
+from fusewright.memory_mlp.scan.memory_scan import deep_memory_scan
+from fusewright.memory_mlp.update.memory_update import deep_memory_update
 from fusewright_testkit import Yardstick
 
 from .compared import assert_same_but_for_rounding
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 BATCH, TOKENS, HEADS, WIDTH, HIDDEN = 2, 11, 3, 4, 6
+ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 
 
 def memory_weights(device, dtype=F64):
@@ -39,13 +43,10 @@ def test_deep_scan_of_two_layers_is_the_scan(activation, read, device):
     each = gates(device, BATCH, TOKENS, HEADS)
     written = torch.rand(BATCH, TOKENS, HEADS, device=device) > 0.2
     options = {"chunk": 4, "activation": activation, "read": read}
-    found = deep_memory.memory_scan(q, k, v, weights, momentum, *each, written, **options)
-    front = [x.transpose(1, 2) for x in (q, k, v)]
-    truth = scan_reference.memory_scan(
-        *front, weights, momentum, *(x.transpose(1, 2) for x in (*each, written)), **options
-    )
+    y, *ends = deep_memory_scan(q, k, v, weights, momentum, *each, written, **options)
+    truth = memory_scan(q, k, v, weights, momentum, *each, written, **options, backend="reference")
     assert_same_but_for_rounding(
-        (found.y, *found.weights, *found.momentum), (truth[0].transpose(1, 2), *truth[1], *truth[2])
+        (y, *ends[0], *ends[1]), (truth.y, *truth.weights, *truth.momentum)
     )
 
 
@@ -58,16 +59,121 @@ def test_deep_update_of_two_layers_is_the_update(reduction, max_grad_norm, devic
     each = gates(device, BATCH, HEADS)
     row_weights = torch.rand(BATCH, HEADS, TOKENS, device=device, dtype=F64)
     options = {"activation": "gelu", "reduction": reduction, "max_grad_norm": max_grad_norm}
-    found = deep_memory.memory_update(k, v, weights, momentum, *each, row_weights, **options)
-    truth = reference.memory_update(k, v, weights, momentum, *each, row_weights, **options)
+    tensors = k, v, weights, momentum, *each, row_weights
+    update = deep_memory_update(*tensors, **options)
+    truth = memory_update(*tensors, **options, backend="reference")
     assert_same_but_for_rounding(
-        (*found.weights, *found.momentum, *found[2:4]), (*truth[0], *truth[1], *truth[2:4])
+        (*update.weights, *update.momentum, *update[2:4]),
+        (*truth.weights, *truth.momentum, *truth[2:4]),
     )
-    assert torch.equal(found.skipped, truth[4])
-    assert found.skipped.sum() == 1
+    assert torch.equal(update.skipped, truth.skipped)
+    assert update.skipped.sum() == 1
 
 
-ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
+def deep_weights(layers, device):
+    """(w1, b1, .., wn, bn) of each row and head."""
+    weights = []
+    for fan_in, fan_out in itertools.pairwise([WIDTH, *(HIDDEN,) * (layers - 1), WIDTH]):
+        weights.append(0.4 * torch.randn(BATCH, HEADS, fan_out, fan_in, device=device, dtype=F64))
+        weights.append(0.4 * torch.randn(BATCH, HEADS, fan_out, device=device, dtype=F64))
+    return tuple(weights)
+
+
+def output(x, weights, activation):
+    """M(x) for x [B, heads, N, D], by torch's own activations."""
+    for layer in range(0, len(weights), 2):
+        x = ACTIVATIONS[activation](x) if layer else x
+        x = torch.einsum("bhoi,bhni->bhno", weights[layer], x) + weights[layer + 1].unsqueeze(-2)
+    return x
+
+
+def inner_gradient(k, v, weights, activation, row_weights=1.0):
+    """The gradient of the sum of the squared residuals, by autograd, and that sum."""
+    leaves = [w.detach().requires_grad_() for w in weights]
+    loss = (row_weights * (output(k, leaves, activation) - v).square().sum(-1)).sum(-1)
+    return torch.autograd.grad(loss.sum(), leaves), loss
+
+
+def each_memory(numbers, x):
+    return numbers.reshape(*numbers.shape, *(1,) * (x.ndim - 2))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("read", ["after", "before"])
+def test_scan_of_any_number_of_layers_is_the_recurrence_of_autograds_gradients(
+    layers, read, device
+):
+    activation, chunk = "gelu", 4
+    weights, momentum = deep_weights(layers, device), deep_weights(layers, device)
+    q, k, v = (rows(device) for _ in range(3))
+    alpha, eta, theta = gates(device, BATCH, TOKENS, HEADS)
+    written = torch.rand(BATCH, TOKENS, HEADS, device=device) > 0.2
+    y, *ends = deep_memory_scan(
+        *(q, k, v, weights, momentum, alpha, eta, theta, written),
+        **dict(chunk=chunk, activation=activation, read=read),
+    )
+    reads, start = [], weights
+    for t in range(TOKENS):
+        start = weights if t % chunk == 0 else start
+        q_t, k_t, v_t = (x[:, t].unsqueeze(2) for x in (q, k, v))
+        if read == "before":
+            reads.append(output(q_t, weights, activation))
+        gradient, _ = inner_gradient(k_t, v_t, start, activation)
+        new_momentum = [
+            each_memory(eta[:, t], s) * s - each_memory(theta[:, t], g) * g
+            for s, g in zip(momentum, gradient, strict=True)
+        ]
+        new_weights = [
+            each_memory(1.0 - alpha[:, t], w) * w + s
+            for w, s in zip(weights, new_momentum, strict=True)
+        ]
+        momentum, weights = (
+            [torch.where(each_memory(written[:, t], x), x, y) for x, y in zip(*pair, strict=True)]
+            for pair in ((new_momentum, momentum), (new_weights, weights))
+        )
+        if read == "after":
+            reads.append(output(q_t, weights, activation))
+    truth = torch.cat(reads, 2).transpose(1, 2)
+    assert_same_but_for_rounding((y, *ends[0], *ends[1]), (truth, *weights, *momentum))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_update_of_any_number_of_layers_is_a_step_along_autograds_gradient(
+    layers, max_grad_norm, device
+):
+    activation = "silu"
+    weights, momentum = deep_weights(layers, device), deep_weights(layers, device)
+    k, v = (rows(device).transpose(1, 2) for _ in range(2))
+    alpha, eta, theta = gates(device, BATCH, HEADS)
+    row_weights = torch.rand(BATCH, HEADS, TOKENS, device=device, dtype=F64)
+    update = deep_memory_update(
+        *(k, v, weights, momentum, alpha, eta, theta, row_weights),
+        **dict(activation=activation, max_grad_norm=max_grad_norm),
+    )
+    gradient, loss = inner_gradient(k, v, weights, activation, row_weights)
+    norm = sum(g.square().flatten(2).sum(-1) for g in gradient).sqrt()
+    step = theta if max_grad_norm is None else theta * (max_grad_norm / norm).clamp(max=1.0)
+    new_momentum = [
+        each_memory(eta, s) * s - each_memory(step, g) * g
+        for s, g in zip(momentum, gradient, strict=True)
+    ]
+    new_weights = [
+        each_memory(1.0 - alpha, w) * w + s for w, s in zip(weights, new_momentum, strict=True)
+    ]
+    assert_same_but_for_rounding(
+        (*update.weights, *update.momentum, update.loss, update.grad_norm),
+        (*new_weights, *new_momentum, loss, norm),
+    )
+    assert not update.skipped.any()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_read_of_any_number_of_layers_is_the_output_of_the_memory(layers, device):
+    weights, q = deep_weights(layers, device), rows(device)
+    y = deep_memory_read(q, weights, activation="relu")
+    truth = output(q.transpose(1, 2), weights, "relu").transpose(1, 2)
+    torch.testing.assert_close(y, truth, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -131,7 +237,7 @@ BAD = [
         ValueError,
         "weights.w1 must be on q's device cpu, got meta",
     ),
-    (lambda: memory_read(Q, W, activation="tanh"), ValueError, "activation must be one of.*'tanh'"),
+    (lambda: memory_read(Q, W, activation="tanh"), ValueError, "activation must be .* or .*'tanh'"),
 ]
 
 
@@ -156,7 +262,7 @@ def test_skipped_step_and_step_without_gradient_have_finite_gradients(layers, de
     gate = torch.full((3,), 0.5, dtype=F64, device=device)
     leaves = [x.requires_grad_() for x in (k, v, *weights, gate)]
     momentum = tuple(torch.ones_like(w) for w in weights)
-    update = deep_memory.memory_update(
+    update = deep_memory_update(
         *(k, v, tuple(weights), momentum, gate, gate, gate), max_grad_norm=1.0
     )
     assert update.skipped.tolist() == [True, False, False]

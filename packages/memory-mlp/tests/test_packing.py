@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, NeuralMemory, Reads, memory_read
-from fusewright.memory_mlp.packing import cast, pack, packed, packed_size, unpack
+from fusewright.memory_mlp.common.weights import cast, pack, packed, packed_size, unpack
 from torch.autograd import forward_ad
 
 HIDDEN, WIDTH = 5, 3

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.memory_mlp import MemoryWeights, _launchers, memory_read, memory_scan
-from fusewright.memory_mlp.packing import pack, pack_weights, unpack
+from fusewright.memory_mlp import MemoryWeights, memory_read, memory_scan
+from fusewright.memory_mlp.common.weights import pack, pack_weights, unpack
+from fusewright.memory_mlp.read import launch
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.transforms import hold
 from torch.utils.checkpoint import checkpoint
@@ -144,13 +145,13 @@ def test_what_asks_for_no_gradient_costs_none_and_changes_nothing(
     asks = [(place == 0) == (frozen == "weights") for place in range(5)]
     for leaf, ask in zip(leaves, asks, strict=True):
         leaf.requires_grad_(ask)
-    launch, seen = _launchers.launch_read_backward, []
+    read_backward, seen = launch.read_backward, []
 
     def spy(*arguments):
         seen.append(arguments[-2:])
-        return launch(*arguments)
+        return read_backward(*arguments)
 
-    monkeypatch.setattr(_launchers, "launch_read_backward", spy)
+    monkeypatch.setattr(launch, "read_backward", spy)
     (y,) = read_op.kernels(*leaves)
     wanted = [x for x, ask in zip(leaves, asks, strict=True) if ask]
     found = torch.autograd.grad(y.sum(), wanted)

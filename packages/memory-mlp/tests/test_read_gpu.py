@@ -1,11 +1,11 @@
-"""What only a card can show of memory_read: full sizes, graphs, synchronisation, streams."""
+"""What only a GPU can show of memory_read: full sizes, graphs, synchronisation, streams."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, memory_read
-from fusewright.memory_mlp.packing import packed_size, unpack
+from fusewright.memory_mlp.common.weights import packed_size, unpack
 from fusewright_testkit import Yardstick, capture, no_synchronisation, transforms
 
 pytestmark = pytest.mark.gpu
@@ -99,7 +99,7 @@ def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(read_op, dt
     assert same_bits(captured, everything(read_op, leaves))
 
 
-def test_no_call_waits_for_the_card(read_op):
+def test_no_call_waits_for_the_gpu(read_op):
     leaves = drawn(read_op, *FIRST)
     everything(read_op, leaves)
     torch.cuda.synchronize()

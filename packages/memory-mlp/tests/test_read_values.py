@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.memory_mlp import MemoryWeights, _launchers, memory_read
-from fusewright.memory_mlp.memory_read import WIDEST, WIDEST_HIDDEN
-from fusewright.memory_mlp.packing import pack, unpack
+from fusewright.memory_mlp import MemoryWeights, memory_read
+from fusewright.memory_mlp.common.operands import WIDEST, WIDEST_HIDDEN
+from fusewright.memory_mlp.common.weights import pack, unpack
+from fusewright.memory_mlp.read import launch
 
 F32, F16, F64 = torch.float32, torch.float16, torch.float64
 
@@ -68,10 +69,10 @@ def test_state_is_read_where_it_lies_and_gets_its_gradient_packed(
 
     def spy(q, state, *options):
         seen.append(state)
-        return launch(q, state, *options)
+        return read_forward(q, state, *options)
 
-    launch = _launchers.launch_read
-    monkeypatch.setattr(_launchers, "launch_read", spy)
+    read_forward = launch.read_forward
+    monkeypatch.setattr(launch, "read_forward", spy)
     found = memory_read(q, weights, backend="triton")
     assert seen[0] is weights.w1._base
     grads = torch.autograd.grad(found.sin().sum(), [q, whole])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, memory_scan
-from fusewright.memory_mlp.packing import pack
+from fusewright.memory_mlp.common.weights import pack
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.transforms import hold
 from torch.utils.checkpoint import checkpoint

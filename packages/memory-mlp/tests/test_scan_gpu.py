@@ -1,4 +1,4 @@
-"""What only a card can show of memory_scan: full sizes, graphs, synchronisation, streams."""
+"""What only a GPU can show of memory_scan: full sizes, graphs, synchronisation, streams."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(scan_op, dt
     assert same_bits(captured, everything(scan_op, leaves))
 
 
-def test_no_call_waits_for_the_card(scan_op):
+def test_no_call_waits_for_the_gpu(scan_op):
     leaves = [x.requires_grad_() for x in drawn(scan_op, 64, 256, BF16)]
     everything(scan_op, leaves)
     torch.cuda.synchronize()
@@ -165,7 +165,7 @@ def test_strange_token_stays_in_its_row_and_head(scan_op, strange):
 
 
 def test_many_heads_at_a_length_that_fills_the_card_in_parts(scan_op):
-    """More programs than the card runs at once, in the pass over chunks and in the others."""
+    """More programs than the GPU runs at once, in the pass over chunks and in the others."""
     tensors = scan_op.draw(30, 130, 10, 32, 256, BF16, "cuda", rate=RATE)
     scan_op.check(tensors)
 

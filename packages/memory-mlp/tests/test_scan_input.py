@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, memory_scan
-from fusewright.memory_mlp.memory_scan import LONGEST_CHUNK, WIDEST, WIDEST_HIDDEN
+from fusewright.memory_mlp.common.operands import WIDEST, WIDEST_HIDDEN
+from fusewright.memory_mlp.scan.memory_scan import LONGEST_CHUNK
 
 q, k, v = torch.randn(3, 2, 5, 3, 4)
 weights = MemoryWeights(
@@ -27,7 +28,7 @@ BAD = {
         r"k must have q's shape \(2, 5, 3, 4\), got \(2, 4, 3, 4\)",
     ),
     "dtypes": (dict(v=v.half()), ValueError, "v must have q's dtype torch.float32, got"),
-    "devices": (dict(k=k.to("meta")), ValueError, "k must have q's device cpu, got meta"),
+    "devices": (dict(k=k.to("meta")), ValueError, "k must be on q's device cpu, got meta"),
     "tuple as weights": (
         *(dict(weights=tuple(weights)), TypeError),
         "weights must be MemoryWeights, got tuple",
@@ -86,11 +87,11 @@ BAD = {
         *(dict(write_mask=mask[:, :4, 0]), ValueError),
         r"write_mask must be \[B, T\] = \(2, 5\), got \(2, 4\)",
     ),
-    "no chunk": (dict(chunk=0), ValueError, "chunk must be at least 1 token, got 0"),
-    "half a chunk": (dict(chunk=2.0), TypeError, "chunk must be an integer, got float"),
-    "true as chunk": (dict(chunk=True), TypeError, "chunk must be an integer, got bool"),
-    "activation": (dict(activation="tanh"), ValueError, "activation must be one of silu, relu"),
-    "read": (dict(read="never"), ValueError, "read must be one of after, before, got 'never'"),
+    "no chunk": (dict(chunk=0), ValueError, "chunk must be at least 1, got 0"),
+    "half a chunk": (dict(chunk=2.0), TypeError, "chunk must be a whole number, got float"),
+    "true as chunk": (dict(chunk=True), TypeError, "chunk must be a whole number, got bool"),
+    "activation": (dict(activation="tanh"), ValueError, 'activation must be "silu" or "relu"'),
+    "read": (dict(read="never"), ValueError, 'read must be "after" or "before", got \'never\''),
     "backend": (dict(backend="cuda"), ValueError, '"auto", "triton" or "reference"'),
 }
 

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from fusewright.memory_mlp import MemoryWeights, memory_scan, scan_reference
-from fusewright.memory_mlp.packing import pack, unpack
+from fusewright.memory_mlp import MemoryWeights, memory_scan
+from fusewright.memory_mlp.common.weights import pack, unpack
+from fusewright.memory_mlp.scan import reference
 from fusewright_testkit import Yardstick
 
 from .compared import assert_same_but_for_rounding
@@ -76,7 +77,7 @@ def test_gates_out_of_range_are_as_near_to_fp64_as_torch(scan_op, backend, devic
     """The recurrence holds for any number: nothing is clamped, forward or backward."""
 
     def recurrence(*tensors):
-        y, weights, momentum = scan_reference.memory_scan_by_token(*by_heads(tensors), chunk=2)
+        y, weights, momentum = reference.memory_scan_by_token(*by_heads(tensors), chunk=2)
         return y.transpose(1, 2), *weights, *momentum
 
     *tensors, _, _, _ = scan_op.draw(1, 3, 1, 3, 5, F32, device)
@@ -133,7 +134,7 @@ def test_unwritten_token_leaves_the_memory_and_is_read(scan_op, backend, device)
         *(x[:, :1] for x in (alpha, eta, theta)),
         backend=backend,
     )
-    read = scan_reference.memory_read(q[:, 1].transpose(0, 1), once.weights)
+    read = reference.memory_read(q[:, 1].transpose(0, 1), once.weights)
     torch.testing.assert_close(y[:, 1], read.transpose(0, 1).squeeze(0))
 
 
@@ -203,7 +204,7 @@ def test_chunks_of_products_are_the_recurrence_token_by_token(scan_op, activatio
         options = dict(chunk=chunk, activation=activation, read=read)
         written = mask.mT if masked else None
         both = []
-        for scan in (scan_reference.memory_scan, scan_reference.memory_scan_by_token):
+        for scan in (reference.memory_scan, reference.memory_scan_by_token):
             outputs = flat(*scan(*by_heads(leaves), written, **options))
             total = sum(y.sin().sum() for y in outputs)
             both.append([*outputs, *torch.autograd.grad(total, leaves)])
@@ -222,12 +223,12 @@ def test_backward_pass_chunk_by_chunk_is_autograds(scan_op, masked, read):
     assert same_bits([x for half in unpack(packed, 5, 3) for x in half], state)
     leaves = [x.requires_grad_() for x in (q, k, v, packed, alpha, eta, theta)]
     options = mask, 5, 3, "silu", read
-    y, end, _ = scan_reference.packed_scan(*leaves, *options)
+    y, end, _ = reference.packed_scan(*leaves, *options)
     dy, dend = torch.randn_like(y), torch.randn_like(end)
     truth = torch.autograd.grad((y, end), leaves, (dy, dend))
     detached = [x.detach() for x in leaves]
     assert_same_but_for_rounding(
-        scan_reference.packed_scan_backward(dy, dend, *detached, *options), truth
+        reference.packed_scan_backward(dy, dend, *detached, *options), truth
     )
 
 
@@ -261,7 +262,7 @@ def test_tokens_cut_at_a_chunks_end_give_the_bits_of_the_whole(scan_op, read, ba
     assert same_bits([torch.cat(ys, 1), *state], [y, *end])
 
 
-# What is spoiled, by its place among the inputs.
+# What is poisoned, by its place among the inputs.
 STRANGE = {"key": [1], "gates": [11, 12, 13]}
 
 
@@ -271,10 +272,10 @@ def test_strange_token_stays_in_its_row_and_head(scan_op, name, backend, device)
     """Outputs and gradients of the others keep their bits."""
     leaves = [x.requires_grad_() for x in scan_op.draw(2, 2, 2, 3, 5, F32, device)]
     expected = everything(scan_op, leaves, backend=backend)
-    spoiled = [x.detach().clone() for x in leaves]
+    poisoned = [x.detach().clone() for x in leaves]
     for place in STRANGE[name]:
-        spoiled[place][1, 0, 0] = NAN
-    found = everything(scan_op, [x.requires_grad_() for x in spoiled], backend=backend)
+        poisoned[place][1, 0, 0] = NAN
+    found = everything(scan_op, [x.requires_grad_() for x in poisoned], backend=backend)
     for place, (x, truth) in enumerate(zip(found, expected, strict=True)):
         # y, the tokens' inputs and their gradients have heads on the third axis, memories on the
         # second.

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from fusewright.memory_mlp import MemoryWeights, memory_update, reference
+from fusewright.memory_mlp import MemoryWeights, memory_update
+from fusewright.memory_mlp.update import reference
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.transforms import hold
 from torch.utils.checkpoint import checkpoint

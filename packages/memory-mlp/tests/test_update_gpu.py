@@ -1,4 +1,4 @@
-"""What only a card can show of memory_update: full sizes, graphs, synchronisation, streams."""
+"""What only a GPU can show of memory_update: full sizes, graphs, synchronisation, streams."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(update_op, 
     assert same_bits(captured, everything(op, leaves))
 
 
-def test_no_call_waits_for_the_card(update_op):
+def test_no_call_waits_for_the_gpu(update_op):
     op = update_op.having(row_weights=True, **OPTIONS)
     leaves = [x.requires_grad_() for x in op.draw(*FIRST, BF16, "cuda")]
     everything(op, leaves)

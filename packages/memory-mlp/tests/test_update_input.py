@@ -15,7 +15,7 @@ weights = MemoryWeights(
 momentum = weights.map(torch.zeros_like)
 gate = torch.rand(3)
 
-# What is given otherwise than in a good call, the error, and what it says.
+# The arguments that differ from a good call, the error, and its message.
 BAD = {
     "list as k": (dict(k=k.tolist()), TypeError, "k must be a tensor, got list"),
     "integers": (dict(k=k.int()), TypeError, "float64, got torch.int32"),
@@ -24,7 +24,7 @@ BAD = {
     "no width": (dict(k=k[..., :0]), ValueError, "with D at least 1, got"),
     "rows": (dict(v=v[:, :4]), ValueError, r"v must have k's shape \(3, 5, 4\), got \(3, 4, 4\)"),
     "dtypes": (dict(v=v.half()), ValueError, "v must have k's dtype torch.float32, got"),
-    "devices": (dict(v=v.to("meta")), ValueError, "v must be on the keys' device cpu, got meta"),
+    "devices": (dict(v=v.to("meta")), ValueError, "v must be on k's device cpu, got meta"),
     "tuple as weights": (
         *(dict(weights=tuple(weights)), TypeError),
         "weights must be a MemoryWeights, got tuple",
@@ -45,7 +45,7 @@ BAD = {
         *(dict(weights=weights._replace(w1=torch.zeros(3, 0, 4))), ValueError),
         "at least one hidden unit",
     ),
-    "turned w2": (
+    "transposed w2": (
         *(dict(weights=weights._replace(w2=weights.w1)), ValueError),
         r"weights.w2 must be \(3, 4, 6\) for 6 hidden units and keys of 4, got \(3, 6, 4\)",
     ),
@@ -63,7 +63,7 @@ BAD = {
     ),
     "state elsewhere": (
         *(dict(momentum=momentum._replace(b2=momentum.b2.to("meta"))), ValueError),
-        "momentum.b2 must be on the keys' device cpu, got meta",
+        "momentum.b2 must be on k's device cpu, got meta",
     ),
     "two gates": (
         *(dict(alpha=gate[:2]), ValueError),
@@ -71,18 +71,30 @@ BAD = {
     ),
     "text as gate": (dict(eta="1"), TypeError, "eta must be a tensor or a number, got str"),
     "true as gate": (dict(theta=True), TypeError, "theta must be .* a number, got bool"),
-    "nan as gate": (dict(alpha=math.nan), ValueError, "alpha must be finite, got nan"),
+    "nan as gate": (dict(alpha=math.nan), ValueError, "alpha must be a finite number, got nan"),
     "integer gates": (dict(eta=gate.int()), TypeError, "eta must be float32"),
-    "gates elsewhere": (dict(eta=gate.to("meta")), ValueError, "eta must be on the keys' device"),
+    "gates elsewhere": (
+        dict(eta=gate.to("meta")),
+        ValueError,
+        "eta must be on weights.w1's device",
+    ),
     "row weights": (
         *(dict(row_weights=gate), ValueError),
         r"row_weights must have shape \(3, 5\), one for each row of k, got \(3,\)",
     ),
-    "activation": (dict(activation="tanh"), ValueError, "activation must be one of silu, relu"),
-    "reduction": (dict(reduction="mean"), ValueError, "reduction must be one of sum, mean_fea"),
-    "no norm": (dict(max_grad_norm=0.0), ValueError, "max_grad_norm must be positive and finite"),
-    "endless norm": (dict(max_grad_norm=math.inf), ValueError, "must be positive and finite"),
-    "text as norm": (dict(max_grad_norm="1"), TypeError, "max_grad_norm must be a number or None"),
+    "activation": (dict(activation="tanh"), ValueError, 'activation must be "silu" or "relu"'),
+    "reduction": (dict(reduction="mean"), ValueError, 'reduction must be "sum" or "mean_fea'),
+    "no norm": (
+        dict(max_grad_norm=0.0),
+        ValueError,
+        "max_grad_norm must be a finite number above 0, got 0",
+    ),
+    "endless norm": (
+        dict(max_grad_norm=math.inf),
+        ValueError,
+        "max_grad_norm must be a finite number, got inf",
+    ),
+    "text as norm": (dict(max_grad_norm="1"), TypeError, "max_grad_norm must be a number, got str"),
     "backend": (dict(backend="cuda"), ValueError, '"auto", "triton" or "reference"'),
 }
 

@@ -1,4 +1,4 @@
-"""The tuner of the pooled update times what it is asked to, on a card that has run it before."""
+"""The tuner of the pooled update times what it is asked to, on a GPU that has run it before."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def tuner(monkeypatch):
 
 @pytest.fixture
 def launched_before(monkeypatch):
-    """A launch that has run keeps triton's own launcher as ``run``, as on a card."""
-    from fusewright.memory_mlp._launch import Launch
+    """A launch that has run keeps triton's own launcher as ``run``, as on a GPU."""
+    from fusewright.memory_mlp._core.launches import Launch
 
     def call(self, tensors, floats=()):
         self.dispatch(tensors, floats)
@@ -49,7 +49,7 @@ def launched_before(monkeypatch):
 
 
 # A launch and a plan of launches, of tiles and of elements, of either pass.
-TIMED = {"bf16": ("ROUND", "HIDDEN", "GRADIENTS", "COTANGENTS", "DWEIGHTS"), "tf32": ("TURN",)}
+TIMED = {"bf16": ("ROUND", "HIDDEN", "GRADIENTS", "COTANGENTS", "DWEIGHTS"), "tf32": ("TRANSPOSE",)}
 
 
 @pytest.mark.sampled
@@ -58,10 +58,10 @@ def test_every_kind_of_launch_is_timed(tuner, launched_before, dtype, capsys):
     size = 7, 5, 6
     tile = tuner.UpdateTile(tuner.PRECISIONS[dtype], 16, 16, 16, 1, 1, aligned=False)
     block = tuner.UpdateBlock(block=64, num_warps=1)
-    kinds = [kind for kind in tuner.KINDS if kind.table in TIMED[dtype]]
-    jobs = [(kind, dtype, size, tile if kind.pairs else block) for kind in kinds]
+    entries = [entry for entry in tuner.LAUNCHES if entry.table in TIMED[dtype]]
+    jobs = [(entry, dtype, size, tile if entry.pairs else block) for entry in entries]
     table = tuner.tuned(dtype, size, jobs, best=1, device="cpu")
-    assert [row["table"] for row in table] == [kind.table for kind in kinds]
+    assert [row["table"] for row in table] == [entry.table for entry in entries]
     printed = capsys.readouterr().out
     assert "failed" not in printed
     assert "WRONG" not in printed
@@ -69,44 +69,42 @@ def test_every_kind_of_launch_is_timed(tuner, launched_before, dtype, capsys):
 
 
 def test_every_table_and_every_launch_is_one_of_the_package(tuner):
-    for kind in tuner.KINDS:
-        module, plan = (
-            (tuner._update_backward_launch, "UpdateBackwardPlan")
-            if kind.backward
-            else (tuner._update_launch, "UpdatePlan")
+    for entry in tuner.LAUNCHES:
+        plan = (
+            tuner.launch_backward.UpdateBackwardPlan if entry.backward else tuner.launch.UpdatePlan
         )
-        assert hasattr(module, kind.table)
-        assert kind.field in getattr(module, plan)._fields
+        assert hasattr(tuner.module_of(entry), entry.table)
+        assert entry.field in plan._fields
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "tf32"])
 def test_every_table_has_candidates_at_every_size(tuner, dtype):
     for size in tuner.SIZES:
-        for kind in tuner.KINDS:
-            wanted = kind.dtype in ("", dtype)
-            assert bool(tuner.candidates_of(kind, dtype, size)) == wanted
+        for entry in tuner.LAUNCHES:
+            wanted = entry.dtype in ("", dtype)
+            assert bool(tuner.candidates_of(entry, dtype, size)) == wanted
 
 
 def plans(tuner, dtype, size):
-    """The forward and the backward plan of a size on the card of the tables' source."""
-    from fusewright.memory_mlp._launch import kinds
+    """The forward and the backward plan of a size on the GPU of the tables' source."""
+    from fusewright.memory_mlp._core.launches import layouts
 
     rows, width, hidden = size
     k = torch.empty(rows, width, dtype=tuner.DTYPES[dtype], device="meta")
-    asked = tuner._update_backward_launch.Asked(True, True, False, False, True, True)
+    needed = tuner.launch_backward.BackwardOptions(True, True, False, False, True, True)
     options = "silu", True, tuner.PRECISIONS[dtype], k.device
-    # Past the cache: plans are kept for one card.
+    # Past the cache: plans are kept for one GPU.
     forward, backward = (getattr(*plan).__wrapped__ for plan in tuner.PLANS)
     return (
-        forward(k.shape, hidden, kinds(k, k), False, *options),
-        backward(k.shape, hidden, kinds(k, k), asked, *options),
+        forward(k.shape, hidden, layouts(k, k), False, *options),
+        backward(k.shape, hidden, layouts(k, k), needed, *options),
     )
 
 
-def line_of(tuner, kind, dtype, plan):
+def line_of(tuner, entry, dtype, plan):
     """The line of a launch table that a plan has taken."""
-    launch = getattr(plan, kind.field)
-    if not kind.pairs:
+    launch = getattr(plan, entry.field)
+    if not entry.pairs:
         return tuner.UpdateBlock(launch.constants["BLOCK"], launch.options["num_warps"])
     launch = getattr(launch, "launch", launch)
     sides = (launch.constants[f"BLOCK_{axis}"] for axis in "MNK")
@@ -116,8 +114,8 @@ def line_of(tuner, kind, dtype, plan):
 
 @pytest.mark.parametrize("dtype", ["bf16", "tf32"])
 def test_plans_take_lines_near_the_fastest_of_their_source(tuner, monkeypatch, dtype):
-    card = tuner.Card(tuner.MULTIPROCESSORS, tuner.SHARED_BYTES, capability=90)
-    monkeypatch.setattr(tuner._update_problem, "card_of", lambda device: card)
+    gpu = tuner.DeviceProperties(tuner.MULTIPROCESSORS, tuner.SHARED_BYTES, capability=90)
+    monkeypatch.setattr(tuner.problem, "device_properties", lambda device: gpu)
     (source,) = TUNER.parent.glob("results/tuning-update-*.csv")
     times = collections.defaultdict(dict)
     with source.open(newline="") as file:
@@ -126,9 +124,9 @@ def test_plans_take_lines_near_the_fastest_of_their_source(tuner, monkeypatch, d
             times[case][row["config"]] = float(row["ms"])
     for size in tuner.SIZES:
         found = plans(tuner, dtype, size)
-        for kind in tuner.KINDS:
-            if kind.dtype in ("", dtype):
-                case = times[kind.table, tuner.described(size), dtype]
-                line = line_of(tuner, kind, dtype, found[kind.backward])
-                limit = TILES_WITHIN if kind.pairs else BLOCKS_WITHIN
-                assert case[str(line)] <= limit * min(case.values()), (kind.table, size)
+        for entry in tuner.LAUNCHES:
+            if entry.dtype in ("", dtype):
+                case = times[entry.table, tuner.described(size), dtype]
+                line = line_of(tuner, entry, dtype, found[entry.backward])
+                limit = TILES_WITHIN if entry.pairs else BLOCKS_WITHIN
+                assert case[str(line)] <= limit * min(case.values()), (entry.table, size)

@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
-from fusewright.memory_mlp import MemoryWeights, memory_update, reference
+from fusewright.memory_mlp import MemoryWeights, memory_update
+from fusewright.memory_mlp.common.reference import over
+from fusewright.memory_mlp.update import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -111,12 +113,12 @@ def test_without_rows_the_memory_forgets_and_its_momentum_decays(update_op, lead
     for w, s, w_new, s_new in zip(
         tensors[2:6], tensors[6:10], update.weights, update.momentum, strict=True
     ):
-        torch.testing.assert_close(s_new, reference.over(eta, s) * s)
-        torch.testing.assert_close(w_new, reference.over(1 - alpha, w) * w + s_new)
+        torch.testing.assert_close(s_new, over(eta, s) * s)
+        torch.testing.assert_close(w_new, over(1 - alpha, w) * w + s_new)
     assert torch.equal(update.loss, torch.zeros_like(update.loss))
     assert not update.skipped.any()
     grads = torch.autograd.grad(update.weights.w1.sum(), leaves, allow_unused=True)
-    torch.testing.assert_close(grads[2], reference.over(1 - alpha, tensors[2]).expand_as(grads[2]))
+    torch.testing.assert_close(grads[2], over(1 - alpha, tensors[2]).expand_as(grads[2]))
     assert grads[0].shape == tensors[0].shape
 
 
@@ -231,8 +233,7 @@ def test_clipped_step_is_as_long_as_the_limit_says(update_op, backend, device):
     assert bool((update.grad_norm > limit).all())
     eta, theta = tensors[11], tensors[12]
     moved = [
-        s_new - reference.over(eta, s) * s
-        for s_new, s in zip(update.momentum, tensors[6:10], strict=True)
+        s_new - over(eta, s) * s for s_new, s in zip(update.momentum, tensors[6:10], strict=True)
     ]
     length = sum(x.double().flatten(1).square().sum(-1) for x in moved).sqrt()
     # The norm that divides is a sum of fewer than 2^7 squares; a difference of fp32 numbers gives
@@ -274,10 +275,10 @@ def test_gates_out_of_range_are_as_near_to_fp64_as_torch(update_op, backend, dev
         *_, s1, c1, s2, c2, loss = op.reference(*others, zero, zero, torch.ones_like(alpha))
         weights, momentum = others[2:6], others[6:10]
         moved = [
-            reference.over(eta, s) * s + reference.over(theta, step) * step
+            over(eta, s) * s + over(theta, step) * step
             for s, step in zip(momentum, (s1, c1, s2, c2), strict=True)
         ]
-        kept = [reference.over(1 - alpha, w) * w for w in weights]
+        kept = [over(1 - alpha, w) * w for w in weights]
         return *(w + s for w, s in zip(kept, moved, strict=True)), *moved, loss
 
     op = update_op.having(max_grad_norm=1.0)

@@ -23,9 +23,9 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from fusewright.feed_forward.swiglu import swiglu
-from fusewright.memory_mlp import NeuralMemory, scan_reference
-from fusewright.memory_mlp.reference import Rows, activated, linear
-from fusewright.memory_mlp.weights import MemoryWeights
+from fusewright.memory_mlp import MemoryWeights, NeuralMemory
+from fusewright.memory_mlp.common.reference import Rows, activated, linear
+from fusewright.memory_mlp.scan import reference as scan_reference
 from fusewright.norm import RMSNorm
 from rich.table import Table
 from torch import Tensor
@@ -93,8 +93,8 @@ def rows_by_autograd(
         r = out - v
         loss = 0.5 * factor * r.square().sum()
         p, e = torch.autograd.grad(loss, (z, out), create_graph=outer)
-    slope = curve = dh = torch.empty(0, device=k.device)
-    return Rows(h, slope, curve, r, e, dh, p)
+    unused = torch.empty(0, device=k.device)
+    return Rows([k, h], [unused], [unused], r, [unused], [p, e])
 
 
 def waiting(memory: NeuralMemory, *arguments: Any, **options: Any) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import Backend, available_backends
-from .memory_read import memory_read
-from .memory_scan import MemoryScan, memory_scan
-from .memory_state import MemoryState, MemoryStats, Reads
-from .memory_update import MemoryUpdate, memory_update
-from .neural_memory import NeuralMemory
-from .weights import MemoryWeights
+from ._core.backends import Backend, available_backends
+from .common.weights import MemoryWeights
+from .layer.memory_state import MemoryState, MemoryStats, Reads
+from .layer.neural_memory import NeuralMemory
+from .read.memory_read import memory_read
+from .scan.memory_scan import MemoryScan, memory_scan
+from .update.memory_update import MemoryUpdate, memory_update
 
 try:
     __version__ = version("fusewright-memory-mlp")

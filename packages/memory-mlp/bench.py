@@ -1,0 +1,362 @@
+"""What is timed and against whom: ``python -m fusewright_testkit.bench memory-mlp``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_scan, memory_update
+from fusewright.memory_mlp.update import reference
+from fusewright_testkit import Case
+from torch import nn
+from torch.func import functional_call
+
+Tensor = torch.Tensor
+Op = Callable[..., tuple[Tensor, ...]]
+
+# Rows, width and hidden units of the pooled update.
+UPDATES = ((2048, 512, 512), (512, 320, 1280), (8192, 1024, 1024))
+MAX_GRAD_NORM = 1.0
+# As many are checked at once, so that the largest error of their losses does not depend on luck.
+CHECKED_MEMORIES = (16,)
+UPDATE_OPTIONS: dict[str, Any] = dict(reduction="mean_all", max_grad_norm=MAX_GRAD_NORM)
+# Rows, tokens, heads, width of a head and tokens of a chunk, and the hidden units.
+SCAN = dict(B=4, T=4096, heads=5, D=64)
+# What the scan and the layer are checked at: all chunks of the whole in fp64 would take minutes.
+CHECKED = SCAN | dict(B=1, T=500)
+CHUNK = 64
+HIDDEN = (128, 256)
+# A peer whose memory has 4 hidden units for each column.
+MODULE_HIDDEN = 256
+
+
+def cases() -> list[Case]:
+    """The pooled update at every size, in bf16 and in TF32; the scan in bf16; the layer in bf16,
+    TF32 and fp32.
+    """
+    bf16, tf32, fp32 = (torch.bfloat16, ""), (torch.float32, "tf32"), (torch.float32, "")
+    updates = [update_case(*size, *products) for products in (bf16, tf32) for size in UPDATES]
+    scans = [scan_case(hidden) for hidden in HIDDEN]
+    layers = [layer_case(*products) for products in (bf16, tf32, fp32)]
+    return [*updates, *scans, *layers]
+
+
+def update_case(rows: int, width: int, hidden: int, dtype: torch.dtype, precision: str) -> Case:
+    pairs = 2 * rows * width * dtype.itemsize
+    state = 2 * (2 * width * hidden + width + hidden) * 4
+    # Keys, values and state in, state out; backward these, their gradients, and those of the state.
+    traffic = {"fwd": pairs + 2 * state, "bwd": 2 * pairs + 3 * state}
+    product = 2 * rows * width * hidden
+    work = {"fwd": 5 * product, "bwd": 10 * product}
+    return Case(
+        op="memory_update",
+        sizes=dict(N=rows, D=width, H=hidden),
+        dtype=dtype,
+        precision=precision,
+        reference=update_reference,
+        inputs=functools.partial(update_inputs, rows, width, hidden, dtype),
+        sample=functools.partial(
+            update_inputs, rows // 4, width, hidden, dtype, lead=CHECKED_MEMORIES
+        ),
+        bytes_moved=traffic | {"fwd+bwd": sum(traffic.values())},
+        flops=work | {"fwd+bwd": sum(work.values())},
+        forward_wall=True,
+    )
+
+
+def update_inputs(
+    rows: int,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    device: str,
+    lead: tuple[int, ...] = (),
+) -> list[Tensor]:
+    """k, v, the memories, their momentum and the gates."""
+    draw = functools.partial(torch.randn, *lead, device=device)
+    memory = [
+        draw(hidden, width) / width**0.5,
+        0.1 * draw(hidden),
+        draw(width, hidden) / hidden**0.5,
+        0.1 * draw(width),
+    ]
+    momentum = [0.01 * torch.randn_like(x) for x in memory]
+    gates = [torch.full(lead, x, device=device) for x in (0.01, 0.9, 0.1)]
+    return [draw(rows, width).to(dtype), draw(rows, width).to(dtype), *memory, *momentum, *gates]
+
+
+def flat_update(call: Callable, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """An update as a function of a list of tensors: W', S' and the loss."""
+    weights, momentum = MemoryWeights(*others[:4]), MemoryWeights(*others[4:8])
+    new_weights, new_momentum, loss, *_ = call(k, v, weights, momentum, *others[8:])
+    return *new_weights, *new_momentum, loss
+
+
+update_reference: Callable[..., Any] = functools.partial(
+    flat_update, functools.partial(reference.memory_update, **UPDATE_OPTIONS)
+)
+fusewright_update: Callable[..., Any] = functools.partial(
+    flat_update, functools.partial(memory_update, **UPDATE_OPTIONS)
+)
+
+
+def loss_of(weights: MemoryWeights, k: Tensor, v: Tensor) -> Tensor:
+    """The inner loss as a user of plain torch writes it, its products in k's dtype."""
+    w1, b1, w2, b2 = (w.to(k.dtype) for w in weights)
+    residual = linear(F.silu(linear(k, w1, b1)), w2, b2) - v
+    return residual.float().square().mean((-2, -1))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """One product for each memory; what is timed has one."""
+    if weight.ndim == 2:
+        return F.linear(x, weight, bias)
+    return x @ weight.mT + bias.unsqueeze(-2)
+
+
+def torch_step(
+    weights: MemoryWeights,
+    momentum: MemoryWeights,
+    gradient: Sequence[Tensor],
+    loss: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Clip, momentum, forgetting; nothing where the gradient is not finite."""
+    squares = [g.square().flatten(loss.ndim).sum(-1) for g in gradient]
+    norm = torch.stack(squares).sum(0).sqrt()
+    rate = theta * (MAX_GRAD_NORM / norm).clamp(max=1.0)
+    finite = norm.isfinite()
+
+    def over(gate: Tensor, x: Tensor) -> Tensor:
+        """One number for each memory, against its tensor."""
+        return gate[(..., *(None,) * (x.ndim - gate.ndim))] if gate.ndim else gate
+
+    new_momentum = [
+        over(eta, s) * s - over(rate, g) * g for s, g in zip(momentum, gradient, strict=True)
+    ]
+    new_weights = [over(1.0 - alpha, w) * w + s for w, s in zip(weights, new_momentum, strict=True)]
+
+    def kept(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.where(over(finite, x), y, x) for y, x in zip(new, old, strict=True)]
+
+    return kept(new_weights, weights), kept(new_momentum, momentum), loss
+
+
+def torch_update(
+    k: Tensor, v: Tensor, weights: MemoryWeights, momentum: MemoryWeights, *gates: Tensor
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """The unfused form: autograd's gradient."""
+    records = torch.is_grad_enabled()
+    if not records:
+        weights = weights.map(lambda w: w.detach().requires_grad_())
+    with torch.enable_grad():
+        loss = loss_of(weights, k, v)
+        total = loss.sum() if loss.ndim else loss
+        gradient = torch.autograd.grad(total, weights, create_graph=records)
+    return torch_step(weights, momentum, gradient, loss, *gates)
+
+
+def functional_update(
+    k: Tensor, v: Tensor, weights: MemoryWeights, momentum: MemoryWeights, *gates: Tensor
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """The unfused form that a compiler takes whole."""
+
+    def total(*arguments: Any) -> tuple[Tensor, Tensor]:
+        loss = loss_of(*arguments)
+        return loss.sum(), loss
+
+    gradient, (_, loss) = torch.func.grad_and_value(total, has_aux=True)(weights, k, v)
+    return torch_step(weights, momentum, gradient, loss, *gates)
+
+
+def scan_case(hidden: int) -> Case:
+    traffic, work = scan_costs(hidden, torch.bfloat16)
+    return Case(
+        op="memory_scan",
+        sizes=SCAN | dict(hidden=hidden, C=CHUNK),
+        dtype=torch.bfloat16,
+        reference=scan_reference,
+        inputs=functools.partial(scan_inputs, hidden, SCAN),
+        sample=functools.partial(scan_inputs, hidden, CHECKED),
+        bytes_moved=traffic,
+        flops=work,
+    )
+
+
+def scan_costs(hidden: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes and operations by pass: of rows, gates, and the states with which chunks begin; of the
+    products of the chunked form, twice as many on the way back.
+    """
+    batch, tokens, heads, width = SCAN.values()
+    rows = batch * tokens * heads * width * dtype.itemsize
+    gates = 3 * batch * tokens * heads * 4
+    chunks = batch * heads * -(-tokens // CHUNK)
+    states = chunks * 2 * (2 * hidden * width + hidden + width) * 4
+    traffic = {"fwd": 4 * rows + gates + states, "bwd": 7 * rows + 2 * gates + states}
+    product = 22 * CHUNK * width * hidden + 4 * CHUNK**2 * (width + hidden)
+    work = {"fwd": chunks * product, "bwd": 2 * chunks * product}
+    return (
+        traffic | {"fwd+bwd": sum(traffic.values())},
+        work | {"fwd+bwd": sum(work.values())},
+    )
+
+
+def scan_inputs(hidden: int, sizes: dict[str, int], device: str) -> list[Tensor]:
+    """Queries and keys of length 1, values, one start for each row and head, and gates with which
+    no memory diverges.
+    """
+    batch, tokens, heads, width = sizes.values()
+    draw = functools.partial(torch.randn, batch, tokens, heads, width, device=device)
+    rows = [F.normalize(draw(), dim=-1), F.normalize(draw(), dim=-1), draw()]
+    shapes = (hidden, width), (hidden,), (width, hidden), (width,)
+    spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
+    start = [
+        spread * torch.randn(batch, heads, *shape, device=device)
+        for shape, spread in zip(shapes, spreads, strict=True)
+    ]
+    momentum = [0.01 * torch.randn_like(x) for x in start]
+    gates = [
+        least + (most - least) * torch.rand(batch, tokens, heads, device=device)
+        for least, most in ((0.0, 0.02), (0.85, 0.95), (0.0, 0.002))
+    ]
+    return [*(x.to(torch.bfloat16) for x in rows), *start, *momentum, *gates]
+
+
+def flat_scan(backend: Any, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """A scan as a function of a list of tensors: y, and the memory after the last token."""
+    weights, momentum = MemoryWeights(*others[:4]), MemoryWeights(*others[4:8])
+    done = memory_scan(q, k, v, weights, momentum, *others[8:], chunk=CHUNK, backend=backend)
+    return done.y, *done.weights, *done.momentum
+
+
+scan_reference: Callable[..., Any] = functools.partial(flat_scan, "reference")
+
+
+class Layer:
+    """A layer as an op on x and on what the layer learns: parameters whose names begin with none of
+    ``leave_out``.
+    """
+
+    def __init__(self, make: Callable[..., nn.Module], leave_out: tuple[str, ...] = ()):
+        self.make: Callable[..., nn.Module] = make
+        self.leave_out: tuple[str, ...] = leave_out
+
+    @functools.cached_property
+    def layer(self) -> nn.Module:
+        """On the GPU; its own parameters are not used."""
+        return self.make(device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def learned(self, layer: nn.Module) -> dict[str, Tensor]:
+        parameters = layer.named_parameters()
+        return {name: p for name, p in parameters if not name.startswith(self.leave_out)}
+
+    def draw(self, device: str, dtype: torch.dtype, sizes: dict[str, int] = SCAN) -> list[Tensor]:
+        """x of unit size, and fresh parameters."""
+        batch, tokens, heads, width = sizes.values()
+        x = torch.randn(batch, tokens, heads * width, device=device)
+        parameters = self.learned(self.make(device=device)).values()
+        return [x.to(dtype), *(p.detach().to(dtype) for p in parameters)]
+
+    def __call__(self, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        named = dict(zip(self.learned(self.layer), parameters, strict=True))
+        return (functional_call(self.layer, named, (x,))[0],)
+
+
+class PeerLayer(Layer):
+    """A layer that has other parameters than ours, and so inputs of its own."""
+
+    def inputs(self, device: str, dtype: torch.dtype) -> list[Tensor]:
+        return self.draw(device, dtype)
+
+
+def neural_memory(backend: Any, device: str) -> nn.Module:
+    """The peer's layer has no convolution before the heads: ours has none here."""
+    _, _, heads, width = SCAN.values()
+    return NeuralMemory(
+        heads * width,
+        heads=heads,
+        hidden=MODULE_HIDDEN,
+        chunk=CHUNK,
+        convolution=0,
+        backend=backend,
+        device=device,
+    )
+
+
+reference_layer: Layer = Layer(functools.partial(neural_memory, "reference"))
+
+
+def layer_case(dtype: torch.dtype, precision: str) -> Case:
+    batch, tokens, heads, width = SCAN.values()
+    traffic, work = scan_costs(MODULE_HIDDEN, dtype)
+    # Queries, keys, values and the output are products of x.
+    products = 4 * 2 * batch * tokens * (heads * width) ** 2
+    added = {"fwd": products, "bwd": 2 * products, "fwd+bwd": 3 * products}
+    sizes = dict(B=batch, T=tokens, dim=heads * width, heads=heads, hidden=MODULE_HIDDEN, C=CHUNK)
+    return Case(
+        op="NeuralMemory",
+        sizes=sizes,
+        dtype=dtype,
+        precision=precision,
+        reference=reference_layer,
+        inputs=functools.partial(reference_layer.draw, dtype=dtype),
+        sample=functools.partial(reference_layer.draw, dtype=dtype, sizes=CHECKED),
+        bytes_moved=traffic,
+        flops={name: work[name] + added[name] for name in work},
+    )
+
+
+def titans_pytorch() -> tuple[str, PeerLayer]:
+    """Name with version, and its layer of as many heads, width and hidden units; raises ImportError
+    where it is not installed. What it calls memory_model is a pattern that learns nothing.
+    """
+    import titans_pytorch
+
+    _, _, heads, width = SCAN.values()
+
+    def make(device: str) -> nn.Module:
+        memory = titans_pytorch.MemoryMLP(width, depth=2, expansion_factor=MODULE_HIDDEN / width)
+        layer = titans_pytorch.NeuralMemory(
+            heads * width, chunk_size=CHUNK, heads=heads, dim_head=width, model=memory
+        )
+        return layer.to(device)
+
+    version = importlib.metadata.version("titans-pytorch")
+    return f"titans-pytorch-{version}", PeerLayer(make, leave_out=("memory_model.",))
+
+
+def providers() -> dict[str, dict[str, Op]]:
+    """Ours, torch, torch.compile, and titans-pytorch where it is installed, by op. torch runs the
+    scan in chunks of matrix products too.
+    """
+    # Every case is compiled with and without gradients, more often than torch allows by default.
+    limit = 4 * len(cases())
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    compiled = torch.compile(
+        functools.partial(flat_update, functional_update), fullgraph=True, dynamic=False
+    )
+    ops: dict[str, dict[str, Op]] = {
+        "fusewright": {
+            "memory_update": fusewright_update,
+            "memory_scan": functools.partial(flat_scan, "auto"),
+            "NeuralMemory": Layer(functools.partial(neural_memory, "auto")),
+        },
+        "torch": {
+            "memory_update": functools.partial(flat_update, torch_update),
+            "memory_scan": scan_reference,
+            "NeuralMemory": reference_layer,
+        },
+        "compile": {"memory_update": compiled},
+    }
+    with contextlib.suppress(ImportError):
+        name, layer = titans_pytorch()
+        ops[name] = {"NeuralMemory": layer}
+    return ops

@@ -1,0 +1,334 @@
+"""Triton kernels that leave tokens out: which are finite, what takes the place of the others, how
+many they are, and the logits of the gates, forward and backward.
+
+The logits are sums over a token's row in fp32, one after the other: there are too few of them for a
+matrix unit, which would also round its operands.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit(do_not_specialize=("tokens", "rows"))
+def finite_tokens_kernel(
+    x_ptr,
+    mask_ptr,
+    y_ptr,
+    present_ptr,
+    tokens,
+    rows,
+    batch_stride,
+    row_stride,
+    HAS_MASK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program takes ROWS tokens of all rows: x where it is finite and not masked, else 0."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK_WIDTH)
+    there = row < rows
+    inside = there[:, None] & (col < WIDTH)[None, :]
+    at = row // tokens * batch_stride + row % tokens * row_stride
+    x = tl.load(x_ptr + at[:, None] + col[None, :], mask=inside, other=0.0)
+    present = tl.abs(tl.sum(x.to(tl.float32), 1)) < INFINITY
+    if HAS_MASK:
+        present = present & (tl.load(mask_ptr + row, mask=there, other=0) != 0)
+    y = tl.where(present[:, None], x, 0.0).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * WIDTH + col[None, :], y, mask=inside)
+    tl.store(present_ptr + row, present, mask=there)
+
+
+@triton.jit(do_not_specialize=("tokens", "rows"))
+def kept_tokens_kernel(
+    x_ptr,
+    kept_ptr,
+    mask_ptr,
+    y_ptr,
+    other,
+    tokens,
+    rows,
+    batch_stride,
+    row_stride,
+    FLAGS: tl.constexpr,
+    BLOCK_FLAGS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program takes ROWS tokens of all rows: x where all FLAGS of the token are set and
+    ``other`` where they are not; 0 where it is masked.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK_WIDTH)
+    flag = tl.arange(0, BLOCK_FLAGS)
+    there = row < rows
+    inside = there[:, None] & (col < WIDTH)[None, :]
+    flags = tl.load(
+        kept_ptr + row[:, None] * FLAGS + flag[None, :],
+        mask=there[:, None] & (flag < FLAGS)[None, :],
+        other=1,
+    )
+    kept = tl.min((flags != 0).to(tl.int32), 1) != 0
+    at = row // tokens * batch_stride + row % tokens * row_stride
+    # Tokens that are left out may be NaN and are not loaded.
+    x = tl.load(x_ptr + at[:, None] + col[None, :], mask=inside & kept[:, None], other=0.0)
+    y = tl.where(kept[:, None], x.to(tl.float32), other)
+    if HAS_MASK:
+        unmasked = tl.load(mask_ptr + row, mask=there, other=0) != 0
+        y = tl.where(unmasked[:, None], y, 0.0)
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * WIDTH + col[None, :], y, mask=inside)
+
+
+@triton.jit(do_not_specialize=("tokens", "heads"))
+def count_tokens_kernel(
+    written_ptr,
+    skipped_ptr,
+    position_ptr,
+    mask_ptr,
+    lost_ptr,
+    now_ptr,
+    total_ptr,
+    later_ptr,
+    tokens,
+    heads,
+    HAS_MASK: tl.constexpr,
+    HAS_LOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program counts the tokens of one row that one head did not write, in all those that are
+    not masked, and moves both counters of the state on.
+    """
+    batch = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    missing = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, tokens, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        there = token < tokens
+        place = batch * tokens + token
+        written = tl.load(written_ptr + place * heads + head, mask=there, other=0) != 0
+        expected = there
+        if HAS_MASK:
+            expected = tl.load(mask_ptr + place, mask=there, other=0) != 0
+        missing += expected.to(tl.int32) - written.to(tl.int32)
+    at = batch * heads + head
+    now = tl.sum(missing, 0).to(tl.int64)
+    if HAS_LOST:
+        now += tl.load(lost_ptr + at)
+    tl.store(now_ptr + at, now)
+    tl.store(total_ptr + at, tl.load(skipped_ptr + at) + now)
+    if head == 0:
+        tl.store(later_ptr + batch, tl.load(position_ptr + batch) + tokens)
+
+
+@triton.jit
+def weight_rows(
+    weight_ptr,
+    first,
+    col,
+    LOGITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """AT_ONCE rows of the gates' weights from ``first`` on, in fp32, zeros beyond the last."""
+    rows = tl.tuple(())
+    for step in tl.static_range(AT_ONCE):
+        row = tl.load(
+            weight_ptr + (first + step) * WIDTH + col,
+            mask=(col < WIDTH) & (first + step < LOGITS),
+            other=0.0,
+        )
+        rows += (row.to(tl.float32),)
+    return rows
+
+
+@triton.jit(do_not_specialize=("tokens", "rows"))
+def gated_tokens_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    mask_ptr,
+    y_ptr,
+    present_ptr,
+    logits_ptr,
+    tokens,
+    rows,
+    batch_stride,
+    row_stride,
+    HAS_MASK: tl.constexpr,
+    LOGITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program takes ROWS tokens of all rows: x where it is finite and not masked, else 0, and
+    the LOGITS logits of each token.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK_WIDTH)
+    there = row < rows
+    inside = there[:, None] & (col < WIDTH)[None, :]
+    at = row // tokens * batch_stride + row % tokens * row_stride
+    x = tl.load(x_ptr + at[:, None] + col[None, :], mask=inside, other=0.0)
+    weights = weight_rows(weight_ptr, 0, col, LOGITS, WIDTH, AT_ONCE)
+    y = x.to(tl.float32)
+    present = tl.abs(tl.sum(y, 1)) < INFINITY
+    if HAS_MASK:
+        present = present & (tl.load(mask_ptr + row, mask=there, other=0) != 0)
+    y = tl.where(present[:, None], y, 0.0)
+    tl.store(y_ptr + row[:, None] * WIDTH + col[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(present_ptr + row, present, mask=there)
+    for first in range(0, LOGITS, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):
+            number = first + step
+            bias = tl.load(bias_ptr + number, mask=number < LOGITS, other=0.0).to(tl.float32)
+            logit = tl.sum(y * weights[step][None, :], 1) + bias
+            tl.store(logits_ptr + row * LOGITS + number, logit, mask=there & (number < LOGITS))
+        weights = weight_rows(weight_ptr, first + AT_ONCE, col, LOGITS, WIDTH, AT_ONCE)
+
+
+@triton.jit
+def tokens_gradient(
+    present_ptr,
+    weight_ptr,
+    dy_ptr,
+    dlogits_ptr,
+    dx_ptr,
+    tile,
+    rows,
+    HAS_DY: tl.constexpr,
+    LOGITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write the gradient of ROWS tokens, from those of the kept tokens and of the logits."""
+    row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK_WIDTH)
+    there = row < rows
+    inside = there[:, None] & (col < WIDTH)[None, :]
+    to = row[:, None] * WIDTH + col[None, :]
+    present = tl.load(present_ptr + row, mask=there, other=0) != 0
+    dx = tl.zeros([ROWS, BLOCK_WIDTH], tl.float32)
+    if HAS_DY:
+        dx += tl.load(dy_ptr + to, mask=inside, other=0.0).to(tl.float32)
+    for first in range(0, LOGITS, AT_ONCE):
+        weights = weight_rows(weight_ptr, first, col, LOGITS, WIDTH, AT_ONCE)
+        for step in tl.static_range(AT_ONCE):
+            number = first + step
+            slope = tl.load(
+                dlogits_ptr + row * LOGITS + number, mask=there & (number < LOGITS), other=0.0
+            )
+            dx += slope[:, None] * weights[step][None, :]
+    dx = tl.where(present[:, None], dx, 0.0)
+    tl.store(dx_ptr + to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weights_part(
+    y_ptr,
+    dlogits_ptr,
+    parts_ptr,
+    part,
+    tile,
+    rows,
+    LOGITS: tl.constexpr,
+    BLOCK_LOGITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write the partial sums, over TOKENS tokens, of the gradients of COLS columns of the weights
+    and, with the first columns, of the biases.
+    """
+    row = part.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    col = tile * COLS + tl.arange(0, COLS)
+    there, within = row < rows, col < WIDTH
+    y = tl.load(
+        y_ptr + row[:, None] * WIDTH + col[None, :],
+        mask=there[:, None] & within[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    parts_ptr += part.to(tl.int64) * (LOGITS * WIDTH + LOGITS)
+    for first in range(0, LOGITS, BLOCK_LOGITS):
+        number = first + tl.arange(0, BLOCK_LOGITS)
+        is_logit = number < LOGITS
+        slopes = tl.load(
+            dlogits_ptr + row[None, :] * LOGITS + number[:, None],
+            mask=is_logit[:, None] & there[None, :],
+            other=0.0,
+        )
+        tl.store(
+            parts_ptr + number[:, None] * WIDTH + col[None, :],
+            tl.dot(slopes, y, input_precision="ieee"),
+            mask=is_logit[:, None] & within[None, :],
+        )
+        if tile == 0:
+            tl.store(parts_ptr + LOGITS * WIDTH + number, tl.sum(slopes, 1), mask=is_logit)
+
+
+@triton.jit(do_not_specialize=("rows", "row_tiles"))
+def gated_tokens_backward_kernel(
+    y_ptr,
+    present_ptr,
+    weight_ptr,
+    dy_ptr,
+    dlogits_ptr,
+    dx_ptr,
+    parts_ptr,
+    rows,
+    row_tiles,
+    HAS_DY: tl.constexpr,
+    LOGITS: tl.constexpr,
+    BLOCK_LOGITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The first ``row_tiles`` programs compute the gradient of ROWS tokens each, the others the
+    partial sums, over TOKENS tokens, of the weights' and biases' gradients. ``parts`` is [partial
+    sums, LOGITS * WIDTH + LOGITS].
+    """
+    WIDE: tl.constexpr = (WIDTH + COLS - 1) // COLS
+    program = tl.program_id(0)
+    if program < row_tiles:
+        tokens_gradient(
+            present_ptr,
+            weight_ptr,
+            dy_ptr,
+            dlogits_ptr,
+            dx_ptr,
+            program,
+            rows,
+            HAS_DY,
+            LOGITS,
+            AT_ONCE,
+            WIDTH,
+            BLOCK_WIDTH,
+            ROWS,
+        )
+    else:
+        weights_part(
+            y_ptr,
+            dlogits_ptr,
+            parts_ptr,
+            (program - row_tiles) // WIDE,
+            (program - row_tiles) % WIDE,
+            rows,
+            LOGITS,
+            BLOCK_LOGITS,
+            WIDTH,
+            COLS,
+            TOKENS,
+        )

@@ -1,0 +1,117 @@
+"""What NeuralMemory asks of its arguments, before any memory is touched."""
+
+from __future__ import annotations
+
+import torch
+
+from .._core.backends import check_backend
+from .._core.checks import check_floating, check_option, checked_count
+from .._core.precision import autocasts
+from ..common.checks import ACTIVATION_NAMES, READS, REDUCTIONS, check_bool, checked_positive
+from .memory_state import MemoryState
+from .steps import Rules
+
+Tensor = torch.Tensor
+
+HALVES = ("weights", "momentum")
+CHOICES = {
+    "activation": ACTIVATION_NAMES,
+    "granularity": ("token", "chunk", "segment"),
+    "reduction": REDUCTIONS,
+    "scope": ("sequence", "batch_pooled"),
+    "read": READS,
+}
+
+
+def check_rules(rules: Rules) -> None:
+    """Options of NeuralMemory, and combinations that it serves."""
+    checked_count("layers", rules.layers)
+    checked_count("chunk", rules.chunk)
+    for name, choices in CHOICES.items():
+        check_option(name, getattr(rules, name), choices)
+    check_backend(rules.backend)
+    if rules.max_grad_norm is not None:
+        checked_positive("max_grad_norm", rules.max_grad_norm)
+    if rules.granularity == "token":
+        if rules.max_grad_norm is not None:
+            raise ValueError('max_grad_norm is for pooled steps, got it with granularity "token"')
+        if rules.scope == "batch_pooled":
+            raise ValueError('scope "batch_pooled" pools steps, got it with granularity "token"')
+    if rules.layers != 2 and rules.backend == "triton":
+        raise ValueError(
+            'layers must be 2 with backend "triton": the kernels serve no other, '
+            f"got {rules.layers}"
+        )
+
+
+def checked_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
+    """The width of a head."""
+    checked_count("dim", dim)
+    checked_count("heads", heads)
+    if head_dim is not None:
+        return checked_count("head_dim", head_dim)
+    if dim % heads:
+        raise ValueError(f"dim must be a multiple of heads = {heads} without head_dim, got {dim}")
+    return dim // heads
+
+
+def check_tokens(
+    name: str, x: Tensor, weight: Tensor, shape: tuple[int | None, ...], dim: int
+) -> None:
+    """x must be ``[B, T, dim]`` with the sizes of ``shape`` where those are not None, on the
+    weight's device and, unless autocast makes it so, in its dtype.
+    """
+    check_floating(name, x)
+    sizes = (*shape, dim)
+    if x.ndim != 3 or any(n not in (None, m) for n, m in zip(sizes, x.shape, strict=True)):
+        axes = ", ".join(
+            letter if size is None else str(size) for letter, size in zip("BT", shape, strict=True)
+        )
+        raise ValueError(f"{name} must be [{axes}, {dim}], got shape {tuple(x.shape)}")
+    if x.device != weight.device:
+        raise ValueError(f"{name} must be on the weights' device {weight.device}, got {x.device}")
+    if x.dtype != weight.dtype and not autocasts(x.device.type):
+        raise ValueError(
+            f"{name} must have the weights' dtype {weight.dtype} outside autocast, got {x.dtype}"
+        )
+
+
+def check_mask(name: str, mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """A bool tensor of this shape and device."""
+    check_bool(name, mask)
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(mask.shape)}")
+    if mask.device != device:
+        raise ValueError(f"{name} must be on device {device}, got {mask.device}")
+
+
+def check_state(
+    state: MemoryState,
+    shapes: dict[str, tuple[int | None, ...]],
+    chunk: int,
+    device: torch.device,
+) -> None:
+    """A state whose tensors have these shapes, None being any, and fewer than ``chunk`` tokens in
+    its running chunk.
+    """
+    if not isinstance(state, MemoryState):
+        raise TypeError(f"state must be a MemoryState, got {type(state).__name__}")
+    tensors = {f"{half}[{i}]": x for half in HALVES for i, x in enumerate(getattr(state, half))}
+    tensors |= {"convolution": state.convolution, "tail.k": state.tail.k}
+    tensors["position"] = state.position
+    if tensors.keys() != shapes.keys():
+        wanted = sum(name.startswith("weights") for name in shapes)
+        raise ValueError(f"state.weights must be {wanted} tensors, got {len(state.weights)}")
+    for name, x in tensors.items():
+        sizes = shapes[name]
+        if x.ndim != len(sizes) or any(
+            n not in (None, m) for n, m in zip(sizes, x.shape, strict=True)
+        ):
+            raise ValueError(f"state.{name} must be {sizes}, got {tuple(x.shape)}")
+        if x.device != device:
+            raise ValueError(f"state.{name} must be on {device}, got {x.device}")
+    if state.tail.length >= chunk:
+        raise ValueError(
+            f"state.tail must be fewer than {chunk} tokens, as many as a chunk has, "
+            f"got {state.tail.length}"
+        )

@@ -1,0 +1,343 @@
+r"""The neural memory as a layer: projections, gates, the memory, the output.
+
+    q, k = normalised(SiLU(conv(x W_q))), normalised(SiLU(conv(x W_k)))     v = SiLU(conv(x W_v))
+    alpha, eta, theta = gates(x)
+    S_t = eta_t S_(t-1) - theta_t (gradient of |M(k_t) - v_t|^2)
+    M_t = (1 - alpha_t) M_(t-1) + S_t
+    y_t = M_t(q_t), all heads joined, W_o
+
+Behrouz, Zhong, Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 2501.00663, sections 3.1,
+3.2 and 4.4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .._core.backends import Backend
+from .._core.checks import check_option, checked_count
+from ..common.checks import checked_positive
+from ..inputs.gates import Gates
+from ..inputs.memory_input import memory_input
+from ..inputs.projections import KEY_NORMS, KeyNorm, Projections
+from ..inputs.tokens import counted_tokens, finite_tokens, gated_tokens, kept_tokens
+from .checks import check_mask, check_rules, check_state, check_tokens, checked_head_dim
+from .memory_state import (
+    MemoryState,
+    MemoryStats,
+    Reads,
+    detached,
+    fresh_state,
+    stats_of,
+    with_rows_reset,
+)
+from .steps import Granularity, Read, Reduction, Rules, Scope, read, run_steps, weights_at_end
+
+OuterGrad = Literal["full", "detach_state", "none"]
+OUTER_GRADS = ("full", "detach_state", "none")
+
+
+class NeuralMemory(nn.Module):
+    """A memory that learns keys and values of a sequence while it is read, as a layer.
+
+    A pure function of its arguments and parameters: the memory is a state that comes in and goes
+    out. ``forward`` of a sequence cut anywhere, the state handed on, equals forward of the whole
+    ("segment" alone makes a step of each call). No output depends on a later token.
+
+    Args:
+        dim: width of input and output.
+        heads: number of memories side by side.
+        head_dim: D, width of their keys and values; dim // heads where left out.
+        hidden: width of a memory's hidden layers; 4 * D where left out.
+        layers: of a memory. Two run on the kernels, any other number in plain torch; one is the
+            linear memory W x + b.
+        activation: of the hidden layers, "silu", "relu" or "gelu" (the exact one).
+        chunk: tokens whose gradients are taken at the same weights.
+        granularity: "token": every token is a step, with gates of its own, and reads the memory as
+            ``read`` says. "chunk": one step for every chunk that is complete, with the mean of its
+            tokens' gates; every query reads the memory as its chunk found it. "segment": likewise,
+            one step for the tokens of a call.
+        reduction: the inner loss of a step: "sum" of the squared residuals over tokens and
+            features, "mean_feature" (the sum over tokens) or "mean_all", over the tokens that are
+            written.
+        key_norm: "l2" divides queries and keys of every head by their norm, "rms" by their root
+            mean square, None leaves them.
+        theta: "learned" by token and head, or a constant.
+        max_step: what chunk * theta / (1 - eta) stays below where theta is learned, in units of the
+            chosen loss. It starts at half of that.
+        scope: "sequence": every row of the batch has its memory. "batch_pooled": one memory serves
+            all rows and every step pools their tokens, so that rows depend on one another; not for
+            "token".
+        convolution: taps of the causal depthwise convolution after the projections; 0 for none.
+        max_grad_norm: the largest norm of a pooled step's gradient, over all tensors of a memory;
+            not for "token".
+        outer_grad: "full": gradients pass through the steps, to earlier calls as well.
+            "detach_state": the state that a call returns is detached. "none": no gradient passes
+            through the steps; projections of queries and the output are trained, nothing else.
+        read: "token" alone asks: whether a token reads "after" or "before" it has written itself.
+        backend: "auto", "triton" or "reference", for the memory and for its inputs: convolution,
+            SiLU, normalisation, gates. Heads wider than 128 columns, more than 8 taps
+            and a dim beyond 8192 have that in plain torch.
+        device, dtype: of the parameters. The memory itself is fp32 (fp64 in an fp64 module).
+
+    Attributes:
+        projections, gates, output: the layers around the memory.
+        initial: the memory's weights ``[heads, ...]`` at a row's start, ``w1 .. bn``.
+
+    Gradients of a chunk do not see one another. Where its keys are alike, they pass the goal
+    together once chunk * theta / (1 - eta) is more than about 0.6 ("sum", keys of length 1), and
+    the memory diverges: a constant theta may take it there, a learned one does not.
+
+    Example:
+        >>> memory = NeuralMemory(512, heads=8)
+        >>> y, state, stats = memory(x)                 # [B, T, 512]
+        >>> more, state, stats = memory(x_later, state)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int = 1,
+        head_dim: int | None = None,
+        hidden: int | None = None,
+        layers: int = 2,
+        activation: str = "silu",
+        chunk: int = 64,
+        granularity: Granularity = "token",
+        reduction: Reduction = "sum",
+        key_norm: KeyNorm | None = "l2",
+        theta: Literal["learned"] | float = "learned",
+        max_step: float = 0.5,
+        scope: Scope = "sequence",
+        convolution: int = 4,
+        max_grad_norm: float | None = None,
+        outer_grad: OuterGrad = "full",
+        read: Read = "after",
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        rules = Rules(
+            layers, activation, chunk, granularity, reduction, scope, max_grad_norm, read, backend
+        )
+        check_rules(rules)
+        head_dim = checked_head_dim(dim, heads, head_dim)
+        hidden = 4 * head_dim if hidden is None else hidden
+        hidden = checked_count("hidden", hidden)
+        convolution = checked_count("convolution", convolution, lowest=0)
+        check_option("outer_grad", outer_grad, OUTER_GRADS)
+        if key_norm is not None:
+            check_option("key_norm", key_norm, KEY_NORMS)
+        if theta != "learned":
+            theta = checked_positive("theta", theta)
+        max_step = checked_positive("max_step", max_step)
+        super().__init__()
+        self.dim: int = dim
+        self.heads: int = heads
+        self.head_dim: int = head_dim
+        self.hidden: int = hidden
+        self.rules: Rules = rules
+        self.outer_grad: OuterGrad = outer_grad
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.projections: Projections = Projections(
+            dim,
+            heads,
+            head_dim,
+            convolution=convolution,
+            key_norm=key_norm,
+            backend=backend,
+            **place,
+        )
+        self.gates: Gates = Gates(dim, heads, theta=theta, max_step=max_step, chunk=chunk, **place)
+        self.output: nn.Linear = nn.Linear(heads * head_dim, dim, bias=False, **place)
+        widths = [head_dim, *(hidden,) * (layers - 1), head_dim]
+        self.initial: nn.ParameterDict = nn.ParameterDict()
+        for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(widths), 1):
+            self.initial[f"w{layer}"] = nn.Parameter(torch.empty(heads, fan_out, fan_in, **place))
+            self.initial[f"b{layer}"] = nn.Parameter(torch.empty(heads, fan_out, **place))
+        self.reset_initial()
+
+    @torch.no_grad()
+    def reset_initial(self) -> None:
+        """Draw the memory's initial weights: Xavier-normal for every head, biases zero."""
+        for name, tensor in self.initial.items():
+            if name.startswith("b"):
+                nn.init.zeros_(tensor)
+            else:
+                nn.init.normal_(tensor, std=(2.0 / (tensor.shape[1] + tensor.shape[2])) ** 0.5)
+
+    def init_state(self, batch: int) -> MemoryState:
+        """The state of ``batch`` rows before their first token; gradients reach ``initial``."""
+        shared = self.rules.scope == "batch_pooled"
+        initial = list(self.initial.values())
+        return fresh_state(initial, batch, shared, self.head_dim, self.projections.reach)
+
+    def detach_state(self, state: MemoryState) -> MemoryState:
+        """The same state, cut from the graph: what truncates backpropagation through time."""
+        return detached(state)
+
+    def reset(self, state: MemoryState, rows: Tensor) -> MemoryState:
+        """The state with the rows where ``rows [B]`` (bool) is True back at their start.
+
+        Chunks go on for all rows together, so that such a row's first chunk may be shorter than
+        others. With ``scope="batch_pooled"`` the memory stays, for it is not one row's.
+        """
+        batch = state.position.shape[0]
+        self.check_own(state, batch)
+        check_mask("rows", rows, (batch,), state.position.device)
+        return with_rows_reset(state, self.init_state(batch), rows)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MemoryState | None = None,
+        *,
+        queries: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, MemoryState, MemoryStats]:
+        """Write x and read on the way.
+
+        Args:
+            x: ``[B, T, dim]``, any T.
+            state: of an earlier call; None for a new sequence.
+            queries: ``[B, T, dim]``, with which the memory is read; x where left out.
+            mask: ``[B, T]`` bool, False for padding: such a token is not written, is a zero to the
+                convolution and to its output.
+
+        A token that is not finite, or whose sum, key, value or gates are not, is not written in
+        those heads and counted in ``skipped``; its output is NaN. Other rows are not affected, nor
+        are later tokens: the convolution sees a zero. Where the token is finite and its projection
+        is not, the convolution sees that, and the tokens that it reaches are skipped too. A pooled
+        step whose gradient is not finite is skipped and its tokens are counted.
+
+        Returns:
+            (y ``[B, T, dim]``, in x's dtype or autocast's, without gate and residual; the new
+            state; the stats).
+
+        Raises:
+            TypeError: a tensor is not floating point or not strided, or a mask not bool.
+            ValueError: a shape, device or, outside autocast, dtype does not fit, or the state is
+                that of another kind of memory.
+            RuntimeError: the backend is "triton" and the kernels cannot serve this call.
+        """
+        reads, state, stats = self.advance(x, state, queries=queries, mask=mask)
+        return self.outputs(reads), state, stats
+
+    def advance(
+        self,
+        x: Tensor,
+        state: MemoryState | None = None,
+        *,
+        queries: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Reads, MemoryState, MemoryStats]:
+        """:meth:`forward` up to the output, on which no later token depends: of calls that follow
+        one another :meth:`outputs` can compute it at once.
+        """
+        check_tokens("x", x, self.output.weight, (None, None), self.dim)
+        batch, length, _ = x.shape
+        if queries is not None:
+            check_tokens("queries", queries, self.output.weight, (batch, length), self.dim)
+        if mask is not None:
+            check_mask("mask", mask, (batch, length), x.device)
+        if state is None:
+            state = self.init_state(batch)
+        else:
+            self.check_own(state, batch)
+        backend = self.rules.backend
+        gates = self.gates.linear
+        x, present, logits = gated_tokens(x, gates.weight, gates.bias, mask, backend=backend)
+        fine = None
+        if queries is not None:
+            queries, fine = finite_tokens(queries, present, backend=backend)
+        q, writes, history = memory_input(
+            self.projections(x, queries),
+            state.convolution,
+            self.projections.taps,
+            logits,
+            present,
+            heads=self.heads,
+            key_norm=self.projections.key_norm,
+            largest=self.gates.largest,
+            theta=self.gates.constant_theta,
+            backend=backend,
+        )
+        if self.outer_grad == "none":
+            state, writes = detached(state), writes.map(Tensor.detach)
+        steps = run_steps(self.rules, q, writes, state.weights, state.momentum, state.tail)
+        kept = writes.written if fine is None else writes.written & fine.unsqueeze(-1)
+        # Masked tokens are not written, and not counted as skipped.
+        skipped, *counters = counted_tokens(
+            writes, state.skipped, state.position, mask, steps.skipped, backend=backend
+        )
+        state = MemoryState(steps.weights, steps.momentum, steps.tail, history, *counters)
+        if self.outer_grad != "full":
+            state = detached(state)
+        return Reads(steps.y.flatten(2), kept, mask), state, stats_of(writes, skipped)
+
+    def outputs(self, reads: Reads) -> Tensor:
+        """``[B, T, dim]``: W_o of the reads; NaN where they are not kept, 0 where masked.
+
+        Raises:
+            TypeError: kept or the mask is not bool.
+            ValueError: the parts of ``reads`` do not fit together.
+        """
+        tokens, device = reads.y.shape[:2], reads.y.device
+        check_mask("reads.kept", reads.kept, (*tokens, self.heads), device)
+        if reads.mask is not None:
+            check_mask("reads.mask", reads.mask, tokens, device)
+        y = self.output(reads.y)
+        return kept_tokens(y, reads.kept, reads.mask, torch.nan, backend=self.rules.backend)
+
+    def retrieve(
+        self, queries: Tensor, state: MemoryState, *, before: Tensor | None = None
+    ) -> Tensor:
+        """The outputs of the memory as it is for ``queries [B, S, dim]``, without writing.
+
+        Args:
+            queries: ``[B, S, dim]``; a query that is not finite reads NaN.
+            state: of :meth:`forward` or :meth:`init_state`. With "token" the running chunk is read
+                too, with "chunk" the complete ones.
+            before: ``[B, n, dim]``, the queries before them, which the convolution sees; zeros
+                where left out.
+
+        Returns:
+            ``[B, S, dim]``, in queries' dtype or autocast's.
+        """
+        check_tokens("queries", queries, self.output.weight, (None, None), self.dim)
+        batch = queries.shape[0]
+        if before is not None:
+            check_tokens("before", before, self.output.weight, (batch, None), self.dim)
+        self.check_own(state, batch)
+        backend = self.rules.backend
+        queries, fine = finite_tokens(queries, None, backend=backend)
+        if before is not None:
+            before, _ = finite_tokens(before, None, backend=backend)
+        if self.outer_grad == "none":
+            state = detached(state)
+        weights = weights_at_end(self.rules, state.weights, state.momentum, state.tail)
+        q = self.projections.queries_of(queries, before)
+        y = self.output(read(self.rules, q, weights).flatten(2))
+        return kept_tokens(y, fine.unsqueeze(-1), None, torch.nan, backend=backend)
+
+    def check_own(self, state: MemoryState, batch: int) -> None:
+        """The state must be of a memory like this one and have ``batch`` rows."""
+        rows = 1 if self.rules.scope == "batch_pooled" else batch
+        shapes = {f"weights[{i}]": (rows, *x.shape) for i, x in enumerate(self.initial.values())}
+        shapes |= {name.replace("weights", "momentum"): n for name, n in shapes.items()}
+        width = self.heads * self.head_dim
+        shapes["convolution"] = (batch, self.projections.reach, 3 * width)
+        shapes["tail.k"] = (batch, None, self.heads, self.head_dim)
+        shapes["position"] = (batch,)
+        chunk = 1 if self.rules.granularity == "segment" else self.rules.chunk
+        check_state(state, shapes, chunk, self.output.weight.device)
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.dim}, heads={self.heads}, head_dim={self.head_dim}, hidden={self.hidden}"
+        rules = ", ".join(f"{name}={value!r}" for name, value in self.rules._asdict().items())
+        return f"{sizes}, {rules}, outer_grad={self.outer_grad!r}"

@@ -1,0 +1,187 @@
+"""How a call changes a memory: token by token, or by one pooled step for each chunk or call."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .._core.backends import Backend
+from ..common.reference import over
+from ..common.weights import MemoryWeights, Weights, mapped
+from ..inputs.memory_input import Writes
+from ..read.memory_read import deep_memory_read, fits, memory_read
+from ..scan.memory_scan import deep_memory_scan, memory_scan
+from ..update.memory_update import deep_memory_update, memory_update
+
+Tensor = torch.Tensor
+
+Granularity = Literal["token", "chunk", "segment"]
+Reduction = Literal["sum", "mean_feature", "mean_all"]
+Scope = Literal["sequence", "batch_pooled"]
+Read = Literal["after", "before"]
+
+
+class Rules(NamedTuple):
+    """How a memory is written and read: arguments of NeuralMemory."""
+
+    layers: int
+    activation: str
+    chunk: int
+    granularity: Granularity
+    reduction: Reduction
+    scope: Scope
+    max_grad_norm: float | None
+    read: Read
+    backend: Backend
+
+
+class StepResult(NamedTuple):
+    """A memory after a call.
+
+    Attributes:
+        y: ``[B, T, heads, D]``, the memory's outputs for the queries.
+        weights, momentum: at the start of the running chunk.
+        tail: the running chunk's tokens.
+        skipped: ``[B, heads]``, tokens of pooled steps that were skipped; None without such steps.
+    """
+
+    y: Tensor
+    weights: Weights
+    momentum: Weights
+    tail: Writes
+    skipped: Tensor | None
+
+
+def run_steps(
+    rules: Rules, q: Tensor, writes: Writes, weights: Weights, momentum: Weights, tail: Writes
+) -> StepResult:
+    """Write T tokens after those of the tail and read q ``[B, T, heads, D]`` on the way."""
+    steps = token_steps if rules.granularity == "token" else pooled_steps
+    return steps(rules, q, writes, weights, momentum, tail)
+
+
+def token_steps(
+    rules: Rules, q: Tensor, writes: Writes, weights: Weights, momentum: Weights, tail: Writes
+) -> StepResult:
+    """Every token changes the memory; the tail is written again, for its chunk began before it."""
+    known = tail.length
+    if known:
+        q = F.pad(q, (0, 0, 0, 0, known, 0))
+    joined = tail.then(writes)
+    closed = joined.length // rules.chunk * rules.chunk
+    new_tail = joined.part(closed, joined.length)
+    out = []
+    if closed:
+        y, weights, momentum = scan(rules, q[:, :closed], joined.part(0, closed), weights, momentum)
+        out.append(y)
+    if new_tail.length:
+        out.append(scan(rules, q[:, closed:], new_tail, weights, momentum)[0])
+    y = torch.cat(out, 1) if len(out) > 1 else out[0] if out else q
+    return StepResult(y[:, known:], weights, momentum, new_tail.kept(tail), None)
+
+
+def scan(
+    rules: Rules, q: Tensor, writes: Writes, weights: Weights, momentum: Weights
+) -> tuple[Tensor, Weights, Weights]:
+    """Write and read token by token, from the start of a chunk."""
+    theta = writes.theta
+    if rules.reduction != "sum":
+        # A step is one token: both means are over its features.
+        theta = theta / q.shape[-1]
+    rows, gates = (q, writes.k, writes.v), (writes.alpha, writes.eta, theta, writes.written)
+    options: dict[str, Any] = {
+        "chunk": rules.chunk,
+        "activation": rules.activation,
+        "read": rules.read,
+    }
+    if isinstance(weights, MemoryWeights) and isinstance(momentum, MemoryWeights):
+        return memory_scan(*rows, weights, momentum, *gates, backend=rules.backend, **options)
+    return deep_memory_scan(*rows, weights, momentum, *gates, **options)
+
+
+def pooled_steps(
+    rules: Rules, q: Tensor, writes: Writes, weights: Weights, momentum: Weights, tail: Writes
+) -> StepResult:
+    """One step for every chunk that is complete, or for the call; queries read the memory as it was
+    at the start of their chunk.
+    """
+    known = tail.length
+    joined = tail.then(writes)
+    size = rules.chunk if rules.granularity == "chunk" else max(joined.length, 1)
+    closed = joined.length // size * size
+    out = []
+    skipped = None
+    for start in range(0, joined.length, size):
+        stop = min(start + size, joined.length)
+        out.append(read(rules, q[:, max(start - known, 0) : stop - known], weights))
+        if stop <= closed:
+            part = joined.part(start, stop)
+            weights, momentum, lost = pooled_step(rules, part, weights, momentum)
+            skipped = lost if skipped is None else skipped + lost
+    y = torch.cat(out, 1) if len(out) > 1 else out[0] if out else q
+    new_tail = joined.part(closed, joined.length).kept(tail)
+    return StepResult(y, weights, momentum, new_tail, skipped)
+
+
+def pooled_step(
+    rules: Rules, writes: Writes, weights: Weights, momentum: Weights
+) -> tuple[Weights, Weights, Tensor]:
+    """(weights, momentum, ``[B, heads]`` how many tokens a skipped step does not write)."""
+    tokens = writes.written.sum(1)
+    if rules.scope == "batch_pooled":
+        writes = writes.map(lambda x: x.flatten(0, 1).unsqueeze(0))
+    written, count = writes.written, writes.written.sum(1)
+    at_least_one = count.clamp(min=1)
+    gates = (
+        torch.where(written, gate, 0.0).sum(1) / at_least_one
+        for gate in (writes.alpha, writes.eta, writes.theta)
+    )
+    k, v = (
+        torch.where(written.unsqueeze(-1), x, 0.0).transpose(1, 2) for x in (writes.k, writes.v)
+    )
+    row_weights = written.transpose(1, 2).to(writes.alpha.dtype)
+    if rules.reduction == "mean_all":
+        # The mean is over the tokens that are written.
+        row_weights = row_weights * (k.shape[2] / at_least_one.to(row_weights.dtype)).unsqueeze(-1)
+    operands = (*gates, row_weights)
+    options: dict[str, Any] = {
+        "activation": rules.activation,
+        "reduction": rules.reduction,
+        "max_grad_norm": rules.max_grad_norm,
+    }
+    if isinstance(weights, MemoryWeights) and isinstance(momentum, MemoryWeights):
+        update = memory_update(k, v, weights, momentum, *operands, backend=rules.backend, **options)
+    else:
+        update = deep_memory_update(k, v, weights, momentum, *operands, **options)
+    # Where no token is written, momentum does not change the memory either.
+    some = count > 0
+
+    def stepped(new: Weights, old: Weights) -> Weights:
+        return mapped(lambda x, y: torch.where(over(some, x), x, y), new, old)
+
+    lost = torch.where(update.skipped, tokens, 0)
+    return stepped(update.weights, weights), stepped(update.momentum, momentum), lost
+
+
+def read(rules: Rules, q: Tensor, weights: Weights) -> Tensor:
+    """M(q) for q ``[B, T, heads, D]``."""
+    rows, tokens = q.shape[:2]
+    if rules.scope == "batch_pooled":
+        q = q.flatten(0, 1).unsqueeze(0)
+    if isinstance(weights, MemoryWeights):
+        # Pooled steps take wider heads than the read's kernels do.
+        served = fits(q.shape[-1], weights.b1.shape[-1])
+        backend = rules.backend if served else "reference"
+        y = memory_read(q, weights, activation=rules.activation, backend=backend)
+    else:
+        y = deep_memory_read(q, weights, activation=rules.activation)
+    return y.squeeze(0).unflatten(0, (rows, tokens)) if rules.scope == "batch_pooled" else y
+
+
+def weights_at_end(rules: Rules, weights: Weights, momentum: Weights, tail: Writes) -> Weights:
+    """The weights after the tail's tokens; before them where only complete chunks are written."""
+    if rules.granularity != "token" or tail.length == 0:
+        return weights
+    return scan(rules, tail.k, tail, weights, momentum)[1]

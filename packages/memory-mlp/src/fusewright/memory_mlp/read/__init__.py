@@ -1,0 +1,1 @@
+"""Reading a memory without writing it: memory_read."""

@@ -1,0 +1,1 @@
+"""A memory written and read token by token: memory_scan."""

@@ -1,0 +1,367 @@
+"""Triton kernels of the scan's forward pass, in the order in which they run.
+
+Of one chunk of C tokens, with W and S those with which it begins and G_j = (p_j k_j^T, p_j, e_j
+h_j^T, e_j) the gradient of token j:
+
+    W_t = keep_t W + carry_t S - sum over j <= t of gamma_tj G_j     gates alone make the factors
+    S_t = decay_t S - sum over j <= t of nu_tj G_j
+    z = k w1^T + b1    h = act(z)    e = 2 (h w2^T + b2 - v)    p = (e w2) * act'(z)
+    W, S of the next chunk = W_t, S_t of the last token              chunk after chunk
+    z_q = keep (q w1^T + b1) + carry (q s1^T + c1) - (gamma * (q k^T + 1)) p
+    h_q = act(z_q)                                                   all chunks at once
+    y = keep (h_q w2^T + b2) + carry (h_q s2^T + c2) - (gamma * (h_q h^T + 1)) e
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import (
+    activated,
+    load_b1,
+    load_b2,
+    load_weights,
+    product,
+    product_onto,
+    store_matrix,
+    store_memory,
+    store_token_rows,
+    token_rows,
+)
+from .tiles import (
+    COUNTS,
+    FACTOR,
+    TOKENS_AT_ONCE,
+    hidden_of,
+    load_last,
+    load_memory,
+    load_seen,
+    load_written,
+    store_part,
+    sum_of_programs,
+    sums,
+)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def decays_kernel(
+    alpha_ptr,
+    eta_ptr,
+    theta_ptr,
+    written_ptr,
+    gamma_ptr,
+    nu_ptr,
+    reach_ptr,
+    nus_ptr,
+    arrived_ptr,
+    tokens,
+    heads,
+    first_chunk,
+    chunks,
+    HAS_MASK: tl.constexpr,
+    KEEP: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program computes gamma [C, C], the last row of nu (with KEEP all of it), and keep, carry
+    and decay [C] of one chunk of one head, row after row. Gates are [B, tokens, heads]; ``chunks``
+    chunks of every head from ``first_chunk`` on are computed. Tokens past the end keep
+    everything, so that the last row is that of the last token. The count of programs that have
+    arrived at a step of ``scan_states_kernel`` is set to 0.
+    """
+    local = tl.program_id(0).to(tl.int64)
+    if arrived_ptr is not None:
+        tl.store(arrived_ptr + local // chunks, 0)
+    batch = local // chunks // heads
+    head = local // chunks % heads
+    first = (first_chunk + local % chunks) * C
+    col = tl.arange(0, BLOCK_C)
+    gates_at = (batch * tokens + first) * heads + head
+    reach_at = reach_ptr + local * (3 * C)
+    rows_at = local * (C * C) + col
+
+    gamma = tl.zeros([BLOCK_C], tl.float32)
+    nu = tl.zeros([BLOCK_C], tl.float32)
+    keep = 1.0
+    carry = 0.0
+    decay = 1.0
+    for start in tl.range(0, C, TOKENS_AT_ONCE):
+        gates = ()
+        for i in tl.static_range(TOKENS_AT_ONCE):
+            at = gates_at + (start + i) * heads
+            written = (first + start + i < tokens) & (start + i < C)
+            if HAS_MASK:
+                written = written & (tl.load(written_ptr + at, mask=written, other=0) != 0)
+            forget = 1.0 - tl.load(alpha_ptr + at, mask=written, other=0.0)
+            eta = tl.load(eta_ptr + at, mask=written, other=1.0)
+            theta = tl.load(theta_ptr + at, mask=written, other=0.0)
+            gates += ((written, forget, eta, theta),)  # type: ignore[assignment]
+        for i in tl.static_range(TOKENS_AT_ONCE):
+            t = start + i
+            written, forget, eta, theta = gates[i]
+            nu = tl.where(col == t, theta, eta * nu)
+            decay *= eta
+            gamma = forget * gamma + tl.where(written, nu, 0.0)
+            carry = forget * carry + tl.where(written, decay, 0.0)
+            keep *= forget
+            inside = t < C
+            tl.store(gamma_ptr + rows_at + t * C, gamma, mask=(col < C) & inside)
+            if KEEP:
+                tl.store(nus_ptr + rows_at + t * C, nu, mask=(col < C) & inside)
+            tl.store(reach_at + t, keep, mask=inside)
+            tl.store(reach_at + C + t, carry, mask=inside)
+            tl.store(reach_at + 2 * C + t, decay, mask=inside)
+    tl.store(nu_ptr + local * C + col, nu, mask=col < C)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def scan_states_kernel(
+    k_ptr,
+    v_ptr,
+    written_ptr,
+    gamma_ptr,
+    nu_ptr,
+    reach_ptr,
+    state_ptr,
+    states_ptr,
+    end_ptr,
+    parts_ptr,
+    arrived_ptr,
+    tokens,
+    heads,
+    all_heads,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
+    HAS_MASK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One program carries BLOCK_H hidden units of the memory and the momentum of one head over all
+    chunks; with the other BLOCKS - 1 programs of its head it adds up the memory's outputs for
+    the keys. It starts from ``state`` and writes the state with which each chunk began, ``states``
+    [chunks, heads of all rows, 2, SIZE], and that with which the last one ended, ``end``.
+
+    Weights are held as [BLOCK_D, BLOCK_H]: every tile has the rows that a group of four warps
+    takes, however few hidden units a program has, so that more programs can work on a head.
+    """
+    SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
+    own = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    batch = own // heads
+    head = own % heads
+    chunks = tl.cdiv(tokens, C)
+    memory = state_ptr + own * (2 * SIZE)
+    w1, b1, w2, b2 = load_memory(memory, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    s1, sb1, s2, sb2 = load_memory(memory + SIZE, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    for chunk in tl.range(0, chunks, num_stages=1):
+        first = chunk * C
+        count = tl.minimum(tokens - first, C)
+        there = tl.arange(0, BLOCK_C) < count
+        written = load_written(
+            written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C
+        )
+        k = token_rows(
+            k_ptr, k_batch_stride, k_token_stride, k_head_stride,
+            batch, head, first, written, D, BLOCK_C, BLOCK_D,
+        )  # fmt: skip
+        v = token_rows(
+            v_ptr, v_batch_stride, v_token_stride, v_head_stride,
+            batch, head, first, written, D, BLOCK_C, BLOCK_D,
+        )  # fmt: skip
+        local = own * chunks + chunk
+        gamma, nu, keep, carry, decay = load_last(
+            gamma_ptr, nu_ptr, reach_ptr, local, count, C, BLOCK_C
+        )
+        z = product(k, w1.to(k.dtype), UPCAST, PRECISION) + b1[None, :]  # [BLOCK_C, BLOCK_H]
+        h, slope, _ = activated(z, ACTIVATION)
+        w2_rounded = w2.to(k.dtype)
+        read = product(h.to(k.dtype), tl.trans(w2_rounded), UPCAST, PRECISION)  # [BLOCK_C, BLOCK_D]
+        # Work that needs no other program stands between storing the part and loading the sum.
+        if BLOCKS > 1:
+            store_part(read, parts_ptr, arrived_ptr, own, block, chunk, BLOCKS, BLOCK_C, BLOCK_D)
+        memory = states_ptr + (tl.cast(chunk, tl.int64) * all_heads + own) * (2 * SIZE)
+        store_memory(memory, w1, b1, w2, b2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        store_memory(memory + SIZE, s1, sb1, s2, sb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        w1, s1 = keep * w1 + carry * s1, decay * s1
+        w2, s2 = keep * w2 + carry * s2, decay * s2
+        if BLOCKS > 1:
+            read = sum_of_programs(parts_ptr, arrived_ptr, own, chunk, BLOCKS, BLOCK_C, BLOCK_D)
+        e = FACTOR * (read + b2[None, :] - v.to(tl.float32))
+        e = tl.where(written[:, None], e, 0.0)
+        e_rounded = e.to(k.dtype)
+        p = product(e_rounded, w2_rounded, UPCAST, PRECISION) * slope
+
+        # Rows of the gradients, times the factor with which each reaches the chunk's end.
+        h_rounded = h.to(k.dtype)
+        to_memory = -gamma[:, None] * e
+        to_momentum = -nu[:, None] * e
+        w2 = product_onto(w2, tl.trans(to_memory.to(k.dtype)), h_rounded, UPCAST, PRECISION)
+        s2 = product_onto(s2, tl.trans(to_momentum.to(k.dtype)), h_rounded, UPCAST, PRECISION)
+        to_memory, to_momentum = sums(to_memory, to_momentum)
+        b2 = keep * b2 + carry * sb2 + to_memory
+        sb2 = decay * sb2 + to_momentum
+        k_transposed = tl.trans(k)
+        to_memory = -gamma[:, None] * p
+        to_momentum = -nu[:, None] * p
+        w1 = product_onto(w1, k_transposed, to_memory.to(k.dtype), UPCAST, PRECISION)
+        s1 = product_onto(s1, k_transposed, to_momentum.to(k.dtype), UPCAST, PRECISION)
+        to_memory, to_momentum = sums(to_memory, to_momentum)
+        b1 = keep * b1 + carry * sb1 + to_memory
+        sb1 = decay * sb1 + to_momentum
+    memory = end_ptr + own * (2 * SIZE)
+    store_memory(memory, w1, b1, w2, b2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    store_memory(memory + SIZE, s1, sb1, s2, sb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def scan_read_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    written_ptr,
+    gamma_ptr,
+    reach_ptr,
+    states_ptr,
+    y_ptr,
+    e_ptr,
+    e_wide_ptr,
+    h_ptr,
+    slope_ptr,
+    curve_ptr,
+    p_ptr,
+    read_h_ptr,
+    read_slope_ptr,
+    matches_ptr,
+    tokens,
+    heads,
+    all_heads,
+    first_chunk,
+    chunks,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
+    HAS_MASK: tl.constexpr,
+    KEEP: tl.constexpr,
+    SHIFT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One program reads for the queries of one chunk of one head; ``chunks`` chunks of every head
+    from ``first_chunk`` on are read. With KEEP it writes, instead of y, what the backward pass
+    needs of the keys (e [C, D], rounded and in fp32; h, act'(z), dh act''(z) and p [C, HIDDEN]) and
+    of the reads (h and act'(z) [C, HIDDEN], and how the hidden layers match [C, C]).
+    """
+    SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
+    local = tl.program_id(0).to(tl.int64)
+    own = local // chunks
+    chunk = first_chunk + local % chunks
+    batch = own // heads
+    head = own % heads
+    first = chunk * C
+    count = tl.minimum(tokens - first, C)
+    token = tl.arange(0, BLOCK_C)
+    col = tl.arange(0, BLOCK_D)
+    there = token < count
+    written = load_written(written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C)
+    k = token_rows(
+        k_ptr, k_batch_stride, k_token_stride, k_head_stride,
+        batch, head, first, written, D, BLOCK_C, BLOCK_D,
+    )  # fmt: skip
+    v = token_rows(
+        v_ptr, v_batch_stride, v_token_stride, v_head_stride,
+        batch, head, first, written, D, BLOCK_C, BLOCK_D,
+    )  # fmt: skip
+    q = token_rows(
+        q_ptr, q_batch_stride, q_token_stride, q_head_stride,
+        batch, head, first, there, D, BLOCK_C, BLOCK_D,
+    )  # fmt: skip
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
+    memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
+    momentum = memory + SIZE
+    e = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        z = hidden_of(k, memory, block, UPCAST, PRECISION, D, HIDDEN, BLOCK_D, BLOCK_H)
+        w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
+        h, _, _ = activated(z, ACTIVATION)
+        e = product_onto(e, h.to(k.dtype), w2, UPCAST, PRECISION)
+    e = FACTOR * (e + load_b2(memory, D, HIDDEN, BLOCK_D)[None, :] - v.to(tl.float32))
+    e = tl.where(written[:, None], e, 0.0)
+    if KEEP:
+        store_matrix(e_wide_ptr + local * (C * D), e, token, col, C, D)
+    e = e.to(k.dtype)
+    by_p = product(q, tl.trans(k), UPCAST, PRECISION)  # [BLOCK_C, BLOCK_C]
+    # The ones carry the biases.
+    by_p = (-(by_p + 1.0) * gamma).to(k.dtype)
+    q_kept = (keep * q.to(tl.float32)).to(k.dtype)
+    q_carried = (carry * q.to(tl.float32)).to(k.dtype)
+    matches = tl.full([BLOCK_C, BLOCK_C], 1.0, tl.float32)
+    y = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    corner = local * (C * HIDDEN)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        w1 = tl.trans(load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype))
+        b1 = load_b1(memory, block, D, HIDDEN, BLOCK_H)[None, :]
+        z = product(k, w1, UPCAST, PRECISION) + b1
+        h, slope, curve = activated(z, ACTIVATION)
+        h = h.to(k.dtype)
+        w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
+        dh = product(e, tl.trans(w2), UPCAST, PRECISION)
+        p = (dh * slope).to(k.dtype)
+        if KEEP:
+            store_matrix(h_ptr + corner, h, token, row, C, HIDDEN)
+            store_matrix(slope_ptr + corner, slope.to(k.dtype), token, row, C, HIDDEN)
+            curve = (dh * curve).to(k.dtype)
+            store_matrix(curve_ptr + corner, curve, token, row, C, HIDDEN)
+            store_matrix(p_ptr + corner, p, token, row, C, HIDDEN)
+
+        s1 = tl.trans(load_weights(momentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype))
+        sb1 = load_b1(momentum, block, D, HIDDEN, BLOCK_H)[None, :]
+        z = product(q_kept, w1, UPCAST, PRECISION)  # [BLOCK_C, BLOCK_H]
+        z = product_onto(z, q_carried, s1, UPCAST, PRECISION)
+        z = product_onto(z, by_p, p, UPCAST, PRECISION) + (keep * b1 + carry * sb1)
+        h_q, slope_q, _ = activated(z, ACTIVATION)
+        matches = product_onto(matches, h_q.to(k.dtype), tl.trans(h), UPCAST, PRECISION)
+        if KEEP:
+            store_matrix(read_h_ptr + corner, h_q.to(k.dtype), token, row, C, HIDDEN)
+            store_matrix(read_slope_ptr + corner, slope_q.to(k.dtype), token, row, C, HIDDEN)
+        else:
+            s2 = load_weights(momentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
+            y = product_onto(y, (keep * h_q).to(k.dtype), w2, UPCAST, PRECISION)
+            y = product_onto(y, (carry * h_q).to(k.dtype), s2, UPCAST, PRECISION)
+    if KEEP:
+        store_matrix(e_ptr + local * (C * D), e, token, col, C, D)
+        store_matrix(matches_ptr + local * (C * C), matches, token, token, C, C)
+    else:
+        # Loaded again: held since the start, they would fill the registers.
+        gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
+        y = product_onto(y, (-matches * gamma).to(k.dtype), e, UPCAST, PRECISION)
+        y += keep * load_b2(memory, D, HIDDEN, BLOCK_D)[None, :]
+        y += carry * load_b2(momentum, D, HIDDEN, BLOCK_D)[None, :]
+        store_token_rows(y_ptr, y, batch, head, first, there, tokens, heads, D, BLOCK_C, BLOCK_D)

@@ -1,0 +1,428 @@
+"""Triton kernels of the scan's backward pass after the reads: weights and momentum, from the last
+chunk to the first, which alone has to go from chunk to chunk; then keys and ends of all chunks at
+once, and the gates.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import (
+    load_b1,
+    load_b2,
+    load_matrix,
+    load_weights,
+    product,
+    product_onto,
+    store_matrix,
+    store_memory,
+    store_token_rows,
+    token_rows,
+)
+from .tiles import (
+    COUNTS,
+    FACTOR,
+    TOKENS_AT_ONCE,
+    load_last,
+    load_memory,
+    load_written,
+    store_part,
+    sum_of_programs,
+)
+
+
+@triton.jit
+def gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, SIZE: tl.constexpr):
+    """The address of the gradient of the memory with which a chunk ends: that of the next chunk's
+    start, or for the last chunk that of the end of these chunks.
+    """
+    after = dstates_ptr + (local + 1) * (2 * SIZE)
+    if is_last:
+        after = dstate_ptr + own * (2 * SIZE)
+    return after
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def scan_states_backward_kernel(
+    k_ptr,
+    gamma_ptr,
+    nu_ptr,
+    reach_ptr,
+    states_ptr,
+    h_ptr,
+    slope_ptr,
+    curve_ptr,
+    e_ptr,
+    de_ptr,
+    dh_ptr,
+    dp_ptr,
+    dstates_ptr,
+    dstate_ptr,
+    dbegin_ptr,
+    dv_ptr,
+    written_ptr,
+    parts_ptr,
+    arrived_ptr,
+    tokens,
+    heads,
+    all_heads,
+    first_chunk,
+    chunks,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    HAS_MASK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One program carries the gradient of BLOCK_H hidden units of the memory and the momentum of
+    one head back over ``chunks`` chunks from ``first_chunk`` on: it starts from ``dstate``, adds to
+    the reads' gradients in ``dstates`` and ends with ``dbegin``, that of the memory with which the
+    first chunk began; with the other BLOCKS - 1 programs of its head it adds up de. It computes dv,
+    and writes the gradient of z over that of h. Weights' gradients are held as [BLOCK_D, BLOCK_H],
+    as in the forward pass.
+    """
+    SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
+    own = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    batch = own // heads
+    head = own % heads
+    token = tl.arange(0, BLOCK_C)
+    col = tl.arange(0, BLOCK_D)
+    row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    dmemory = dstate_ptr + own * (2 * SIZE)
+    dw1, db1, dw2, db2 = load_memory(dmemory, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    ds1, dsb1, ds2, dsb2 = load_memory(dmemory + SIZE, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    for back in tl.range(0, chunks, num_stages=1):
+        local = own * chunks + (chunks - 1 - back)
+        chunk = first_chunk + (chunks - 1 - back)
+        first = chunk * C
+        count = tl.minimum(tokens - first, C)
+        there = token < count
+        corner = local * (C * HIDDEN)
+        written = load_written(
+            written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C
+        )
+        k = token_rows(
+            k_ptr, k_batch_stride, k_token_stride, k_head_stride,
+            batch, head, first, written, D, BLOCK_C, BLOCK_D,
+        )  # fmt: skip
+        gamma, nu, keep, carry, decay = load_last(
+            gamma_ptr, nu_ptr, reach_ptr, local, count, C, BLOCK_C
+        )
+        to_memory = -gamma[:, None]
+        to_momentum = -nu[:, None]
+        dp = load_matrix(dp_ptr + corner, token, row, C, HIDDEN).to(tl.float32)
+        # The gradient of p, through the chunk's end too; then of dh.
+        k_wide = k.to(tl.float32)
+        k_end = (to_memory * k_wide).to(k.dtype)
+        dp = product_onto(dp, k_end, dw1.to(k.dtype), UPCAST, PRECISION)
+        k_end = (to_momentum * k_wide).to(k.dtype)
+        dp = product_onto(dp, k_end, ds1.to(k.dtype), UPCAST, PRECISION)
+        dp += to_memory * db1[None, :] + to_momentum * dsb1[None, :]
+        slope = load_matrix(slope_ptr + corner, token, row, C, HIDDEN)
+        ddh = (dp * slope.to(tl.float32)).to(k.dtype)
+
+        # The gradient of e, from all of these.
+        memory = states_ptr + (tl.cast(chunk, tl.int64) * all_heads + own) * (2 * SIZE)
+        w2 = tl.trans(load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype))
+        dw2_rounded = dw2.to(k.dtype)
+        ds2_rounded = ds2.to(k.dtype)
+        h = load_matrix(h_ptr + corner, token, row, C, HIDDEN)
+        h_wide = h.to(tl.float32)
+        de = product(ddh, tl.trans(w2), UPCAST, PRECISION)
+        h_end = (to_memory * h_wide).to(k.dtype)
+        de = product_onto(de, h_end, tl.trans(dw2_rounded), UPCAST, PRECISION)
+        h_end = (to_momentum * h_wide).to(k.dtype)
+        de = product_onto(de, h_end, tl.trans(ds2_rounded), UPCAST, PRECISION)
+        # The reads' gradients. Of the last biases, before the head's first program may overwrite
+        # them.
+        target = dstates_ptr + local * (2 * SIZE)
+        b2_read = load_b2(target, D, HIDDEN, BLOCK_D)
+        sb2_read = load_b2(target + SIZE, D, HIDDEN, BLOCK_D)
+        # Work that needs no other program stands between storing the part and loading the sum.
+        if BLOCKS > 1:
+            store_part(de, parts_ptr, arrived_ptr, own, block, back, BLOCKS, BLOCK_C, BLOCK_D)
+        e = load_matrix(e_ptr + local * (C * D), token, col, C, D)
+        dh = load_matrix(dh_ptr + corner, token, row, C, HIDDEN).to(tl.float32)
+        de_read = load_matrix(de_ptr + local * (C * D), token, col, C, D)
+        curve = load_matrix(curve_ptr + corner, token, row, C, HIDDEN)
+        slope = load_matrix(slope_ptr + corner, token, row, C, HIDDEN)
+        e_wide = e.to(tl.float32)
+        e_end = (to_memory * e_wide).to(k.dtype)
+        dh = product_onto(dh, e_end, dw2_rounded, UPCAST, PRECISION)
+        e_end = (to_momentum * e_wide).to(k.dtype)
+        dh = product_onto(dh, e_end, ds2_rounded, UPCAST, PRECISION)
+        de_read += to_memory * db2[None, :] + to_momentum * dsb2[None, :]
+        # Gradients of the memory and the momentum with which the chunk began.
+        w1_read, b1_read, w2_read, _ = load_memory(target, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        s1_read, sb1_read, s2_read, _ = load_memory(
+            target + SIZE, block, D, HIDDEN, BLOCK_D, BLOCK_H
+        )
+        ds1 = carry * dw1 + decay * ds1 + s1_read
+        dw1 = keep * dw1 + w1_read
+        dsb1 = carry * db1 + decay * dsb1 + sb1_read
+        db1 = keep * db1 + b1_read
+        ds2 = carry * dw2 + decay * ds2 + s2_read
+        dw2 = keep * dw2 + w2_read
+        dsb2 = carry * db2 + decay * dsb2 + sb2_read
+        db2 = keep * db2 + b2_read
+        dw2 = product_onto(dw2, tl.trans(e), ddh, UPCAST, PRECISION)
+        # All threads have loaded the reads' gradients and that of h before they are overwritten.
+        tl.debug_barrier()
+        if BLOCKS > 1:
+            de = sum_of_programs(parts_ptr, arrived_ptr, own, back, BLOCKS, BLOCK_C, BLOCK_D)
+
+        # Gradients of v, h and z.
+        dr = tl.where(written[:, None], FACTOR * (de + de_read), 0.0)
+        store_token_rows(
+            dv_ptr, -dr, batch, head, first, there & (block == 0),
+            tokens, heads, D, BLOCK_C, BLOCK_D,
+        )  # fmt: skip
+        db2 += tl.sum(dr, 0)
+        dr = dr.to(k.dtype)
+        dh = product_onto(dh, dr, w2, UPCAST, PRECISION)
+        dz = dp * curve.to(tl.float32) + dh * slope.to(tl.float32)
+        db1 += tl.sum(dz, 0)
+        dz = dz.to(k.dtype)
+        store_matrix(dh_ptr + corner, dz, token, row, C, HIDDEN)
+        dw2 = product_onto(dw2, tl.trans(dr), h, UPCAST, PRECISION)
+        dw1 = product_onto(dw1, tl.trans(k), dz, UPCAST, PRECISION)
+        if back == chunks - 1:
+            target = dbegin_ptr + own * (2 * SIZE)
+        store_memory(target, dw1, db1, dw2, db2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        store_memory(target + SIZE, ds1, dsb1, ds2, dsb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def scan_keys_backward_kernel(
+    k_ptr,
+    gamma_ptr,
+    nu_ptr,
+    reach_ptr,
+    states_ptr,
+    e_wide_ptr,
+    h_ptr,
+    p_ptr,
+    dk_read_ptr,
+    dz_ptr,
+    dstates_ptr,
+    dstate_ptr,
+    written_ptr,
+    dk_ptr,
+    dlast_ptr,
+    dend_ptr,
+    tokens,
+    heads,
+    all_heads,
+    first_chunk,
+    chunks,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    HAS_MASK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One program computes dk of one chunk of one head, and the gradients of the last rows of gamma
+    and nu and of the last keep, carry and decay, from the gradient of the memory with which the
+    chunk ends. e is a factor of the whole gradient of a token, so its rounding would not average
+    out of those of gamma and nu: here it is in fp32.
+    """
+    SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
+    local = tl.program_id(0).to(tl.int64)
+    own = local // chunks
+    chunk = first_chunk + local % chunks
+    batch = own // heads
+    head = own % heads
+    first = chunk * C
+    count = tl.minimum(tokens - first, C)
+    token = tl.arange(0, BLOCK_C)
+    col = tl.arange(0, BLOCK_D)
+    there = token < count
+    written = load_written(written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C)
+    k = token_rows(
+        k_ptr, k_batch_stride, k_token_stride, k_head_stride,
+        batch, head, first, written, D, BLOCK_C, BLOCK_D,
+    )  # fmt: skip
+    gamma, nu, _, _, _ = load_last(gamma_ptr, nu_ptr, reach_ptr, local, count, C, BLOCK_C)
+    memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
+    momentum = memory + SIZE
+    is_last = local % chunks == chunks - 1
+    dmemory = gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, SIZE)
+    dmomentum = dmemory + SIZE
+    e = load_matrix(e_wide_ptr + local * (C * D), token, col, C, D)
+    b2 = load_b2(memory, D, HIDDEN, BLOCK_D)
+    sb2 = load_b2(momentum, D, HIDDEN, BLOCK_D)
+    db2 = load_b2(dmemory, D, HIDDEN, BLOCK_D)
+    dsb2 = load_b2(dmomentum, D, HIDDEN, BLOCK_D)
+    dgamma = -tl.sum(e * db2[None, :], 1)
+    dnu = -tl.sum(e * dsb2[None, :], 1)
+    dkeep = tl.sum(db2 * b2)
+    dcarry = tl.sum(db2 * sb2)
+    ddecay = tl.sum(dsb2 * sb2)
+    corner = local * (C * HIDDEN)
+    # One layer after the other: both at once would fill the registers.
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+        s2 = load_weights(momentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+        dw2 = load_weights(dmemory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+        ds2 = load_weights(dmomentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+        dkeep += tl.sum(dw2 * w2)
+        dcarry += tl.sum(dw2 * s2)
+        ddecay += tl.sum(ds2 * s2)
+        h = load_matrix(h_ptr + corner, token, row, C, HIDDEN)
+        dgamma -= tl.sum(e * product(h, dw2.to(k.dtype), UPCAST, PRECISION), 1)
+        dnu -= tl.sum(e * product(h, ds2.to(k.dtype), UPCAST, PRECISION), 1)
+
+    dk = load_matrix(dk_read_ptr + local * (C * D), token, col, C, D)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        dw1 = load_weights(dmemory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        ds1 = load_weights(dmomentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        w1 = load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        s1 = load_weights(momentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        dkeep += tl.sum(dw1 * w1)
+        dcarry += tl.sum(dw1 * s1)
+        ddecay += tl.sum(ds1 * s1)
+        b1 = load_b1(memory, block, D, HIDDEN, BLOCK_H)
+        sb1 = load_b1(momentum, block, D, HIDDEN, BLOCK_H)
+        db1 = load_b1(dmemory, block, D, HIDDEN, BLOCK_H)
+        dsb1 = load_b1(dmomentum, block, D, HIDDEN, BLOCK_H)
+        dkeep += tl.sum(db1 * b1)
+        dcarry += tl.sum(db1 * sb1)
+        ddecay += tl.sum(dsb1 * sb1)
+        # p against k dw1^T + db1 is k against p dw1, and p against the biases.
+        p = load_matrix(p_ptr + corner, token, row, C, HIDDEN)
+        p_wide = p.to(tl.float32)
+        by_p = product(p, dw1.to(k.dtype), UPCAST, PRECISION)
+        dgamma -= tl.sum(by_p * k.to(tl.float32), 1) + tl.sum(p_wide * db1[None, :], 1)
+        dk -= gamma[:, None] * by_p
+        by_p = product(p, ds1.to(k.dtype), UPCAST, PRECISION)
+        dnu -= tl.sum(by_p * k.to(tl.float32), 1) + tl.sum(p_wide * dsb1[None, :], 1)
+        dk -= nu[:, None] * by_p
+        dz = load_matrix(dz_ptr + corner, token, row, C, HIDDEN)
+        dk += product(dz, w1.to(k.dtype), UPCAST, PRECISION)
+    store_token_rows(dk_ptr, dk, batch, head, first, there, tokens, heads, D, BLOCK_C, BLOCK_D)
+    dlast = dlast_ptr + local * (2 * C) + token
+    tl.store(dlast, dgamma, mask=there)
+    tl.store(dlast + C, dnu, mask=there)
+    tl.store(dend_ptr + local * 3, dkeep)
+    tl.store(dend_ptr + local * 3 + 1, dcarry)
+    tl.store(dend_ptr + local * 3 + 2, ddecay)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def decays_backward_kernel(
+    alpha_ptr,
+    eta_ptr,
+    written_ptr,
+    gamma_ptr,
+    nus_ptr,
+    reach_ptr,
+    dgamma_ptr,
+    dreach_ptr,
+    dlast_ptr,
+    dend_ptr,
+    dalpha_ptr,
+    deta_ptr,
+    dtheta_ptr,
+    tokens,
+    heads,
+    first_chunk,
+    chunks,
+    HAS_MASK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program computes the gradients of the gates of one chunk of one head, from its last token
+    to its first. Gradients arrive from the reads (of gamma [C, C]; of keep and carry, as [2, C]),
+    SHIFT rows further down, and from the chunk's end (of the last rows of gamma and nu, as [2, C];
+    of the last keep, carry and decay).
+    """
+    local = tl.program_id(0).to(tl.int64)
+    batch = local // chunks // heads
+    head = local // chunks % heads
+    first = (first_chunk + local % chunks) * C
+    count = tl.minimum(tokens - first, C).to(tl.int32)
+    col = tl.arange(0, BLOCK_C)
+    gates_at = (batch * tokens + first) * heads + head
+    rows_at = local * (C * C) + col
+    reach = reach_ptr + local * (3 * C)
+    dreach = dreach_ptr + local * (2 * C)
+    dlast = dlast_ptr + local * (2 * C) + col
+
+    # Gradients of the rows after token t, from all that comes later.
+    to_gamma = tl.load(dlast, mask=col < count, other=0.0)
+    to_nu = tl.load(dlast + C, mask=col < count, other=0.0)
+    to_keep = tl.load(dend_ptr + local * 3)
+    to_carry = tl.load(dend_ptr + local * 3 + 1)
+    to_decay = tl.load(dend_ptr + local * 3 + 2)
+    for start in tl.range(0, count, TOKENS_AT_ONCE):
+        gates = ()
+        from_reads = ()
+        before_token = ()
+        for i in tl.static_range(TOKENS_AT_ONCE):
+            t = count - 1 - start - i
+            read = t + SHIFT
+            inside = t >= 0
+            has_read = inside & (read < count)
+            read_cols = has_read & (col < count)
+            dgamma = tl.load(dgamma_ptr + rows_at + read * C, mask=read_cols, other=0.0)
+            dkeep = tl.load(dreach + read, mask=has_read, other=0.0)
+            dcarry = tl.load(dreach + C + read, mask=has_read, other=0.0)
+            written = inside
+            at = gates_at + t * heads
+            if HAS_MASK:
+                written = inside & (tl.load(written_ptr + at, mask=inside, other=0) != 0)
+            forget = 1.0 - tl.load(alpha_ptr + at, mask=written, other=0.0)
+            eta = tl.load(eta_ptr + at, mask=written, other=1.0)
+            # The rows after the token before; before the first one nothing was written.
+            before = t > 0
+            gamma = tl.load(gamma_ptr + rows_at + (t - 1) * C, mask=before & (col < C), other=0.0)
+            nu = tl.load(nus_ptr + rows_at + (t - 1) * C, mask=before & (col < C), other=0.0)
+            keep = tl.load(reach + t - 1, mask=before, other=1.0)
+            carry = tl.load(reach + C + t - 1, mask=before, other=0.0)
+            decay = tl.load(reach + 2 * C + t - 1, mask=before, other=1.0)
+            gates += ((written, forget, eta),)  # type: ignore[assignment]
+            from_reads += ((dgamma, dkeep, dcarry),)  # type: ignore[assignment]
+            before_token += ((gamma, nu, keep, carry, decay),)  # type: ignore[assignment]
+        for i in tl.static_range(TOKENS_AT_ONCE):
+            t = count - 1 - start - i
+            written, forget, eta = gates[i]
+            dgamma, dkeep, dcarry = from_reads[i]
+            gamma, nu, keep, carry, decay = before_token[i]
+            to_gamma += dgamma
+            to_keep += dkeep
+            to_carry += dcarry
+            to_nu += tl.where(written, to_gamma, 0.0)
+            to_decay += tl.where(written, to_carry, 0.0)
+            dalpha = -(tl.sum(to_gamma * gamma) + to_keep * keep + to_carry * carry)
+            deta = tl.sum(to_nu * nu) + to_decay * decay
+            dtheta = tl.sum(tl.where(col == t, to_nu, 0.0))
+            at = gates_at + t * heads
+            tl.store(dalpha_ptr + at, tl.where(written, dalpha, 0.0), mask=t >= 0)
+            tl.store(deta_ptr + at, tl.where(written, deta, 0.0), mask=t >= 0)
+            tl.store(dtheta_ptr + at, tl.where(written, dtheta, 0.0), mask=t >= 0)
+            to_gamma *= forget
+            to_keep *= forget
+            to_carry *= forget
+            to_nu *= eta
+            to_decay *= eta

@@ -1,0 +1,210 @@
+"""Triton kernel of the first part of the scan's backward pass: the reads of all chunks at once,
+which the forward kernel has recomputed from the weights with which each chunk began.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import (
+    load_b1,
+    load_b2,
+    load_matrix,
+    load_weights,
+    product,
+    product_onto,
+    store_matrix,
+    store_token_rows,
+    store_weights,
+    token_rows,
+)
+from .tiles import COUNTS, load_seen, load_written
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def scan_read_backward_kernel(
+    dy_ptr,
+    q_ptr,
+    k_ptr,
+    written_ptr,
+    gamma_ptr,
+    reach_ptr,
+    states_ptr,
+    e_ptr,
+    h_ptr,
+    p_ptr,
+    read_h_ptr,
+    read_slope_ptr,
+    matches_ptr,
+    dq_ptr,
+    dk_ptr,
+    de_ptr,
+    dh_ptr,
+    dp_ptr,
+    dgamma_ptr,
+    dreach_ptr,
+    dstates_ptr,
+    tokens,
+    heads,
+    all_heads,
+    first_chunk,
+    chunks,
+    dy_batch_stride,
+    dy_token_stride,
+    dy_head_stride,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    HAS_MASK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One program computes, for one chunk of one head, dq, and the gradients through the reads of
+    k, e, h and p, of gamma, keep and carry, and of the memory and momentum with which the chunk
+    began. The gradients of h and p may overwrite ``read_h`` and ``read_slope``.
+    """
+    SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
+    local = tl.program_id(0).to(tl.int64)
+    own = local // chunks
+    chunk = first_chunk + local % chunks
+    batch = own // heads
+    head = own % heads
+    first = chunk * C
+    count = tl.minimum(tokens - first, C)
+    token = tl.arange(0, BLOCK_C)
+    col = tl.arange(0, BLOCK_D)
+    corner = local * (C * HIDDEN)
+    there = token < count
+    written = load_written(written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C)
+    k = token_rows(
+        k_ptr, k_batch_stride, k_token_stride, k_head_stride,
+        batch, head, first, written, D, BLOCK_C, BLOCK_D,
+    )  # fmt: skip
+    q = token_rows(
+        q_ptr, q_batch_stride, q_token_stride, q_head_stride,
+        batch, head, first, there, D, BLOCK_C, BLOCK_D,
+    )  # fmt: skip
+    dy = token_rows(
+        dy_ptr, dy_batch_stride, dy_token_stride, dy_head_stride,
+        batch, head, first, there, D, BLOCK_C, BLOCK_D,
+    )  # fmt: skip
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
+    memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
+    momentum = memory + SIZE
+    dmemory = dstates_ptr + local * (2 * SIZE)
+    dmomentum = dmemory + SIZE
+
+    # The second layer's product with e, and its biases.
+    e = load_matrix(e_ptr + local * (C * D), token, col, C, D)
+    matches = load_matrix(matches_ptr + local * (C * C), token, token, C, C)
+    dye = product(dy, tl.trans(e), UPCAST, PRECISION)
+    de = product(tl.trans((-matches * gamma).to(k.dtype)), dy, UPCAST, PRECISION)
+    store_matrix(de_ptr + local * (C * D), de, token, col, C, D)
+    at = dgamma_ptr + local * (C * C)
+    store_matrix(at, -matches * dye, token, token, C, C)
+    dmatches = (-gamma * dye).to(k.dtype)
+    dy_wide = dy.to(tl.float32)
+    dkeep = tl.sum(dy_wide * load_b2(memory, D, HIDDEN, BLOCK_D)[None, :], 1)
+    dcarry = tl.sum(dy_wide * load_b2(momentum, D, HIDDEN, BLOCK_D)[None, :], 1)
+    dy_kept = keep * dy_wide
+    dy_carried = carry * dy_wide
+    b2_at = dmemory + 2 * HIDDEN * D + HIDDEN + col
+    tl.store(b2_at, tl.sum(dy_kept, 0), mask=col < D)
+    tl.store(b2_at + SIZE, tl.sum(dy_carried, 0), mask=col < D)
+    dy_kept = dy_kept.to(k.dtype)
+    dy_carried = dy_carried.to(k.dtype)
+    # One layer after the other, dz stored in between: both at once would fill the registers.
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        h_q = load_matrix(read_h_ptr + corner, token, row, C, HIDDEN)
+        # Operands that are the same for all blocks stand on the right: a left one is held in
+        # registers, and ptxas overwrites them although the next iteration needs them.
+        dw2 = product(tl.trans(h_q), dy_kept, UPCAST, PRECISION)
+        store_weights(dmemory, dw2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+        ds2 = product(tl.trans(h_q), dy_carried, UPCAST, PRECISION)
+        store_weights(dmomentum, ds2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+        dh = product(tl.trans(dmatches), h_q, UPCAST, PRECISION).to(k.dtype)
+
+        w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
+        dz = product(dy, tl.trans(w2), UPCAST, PRECISION)
+        h_q = h_q.to(tl.float32)
+        dkeep += tl.sum(h_q * dz, 1)
+        s2 = load_weights(momentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
+        dh_carried = product(dy, tl.trans(s2), UPCAST, PRECISION)
+        dcarry += tl.sum(h_q * dh_carried, 1)
+        dz = keep * dz + carry * dh_carried
+        h = load_matrix(h_ptr + corner, token, row, C, HIDDEN)
+        dz = product_onto(dz, dmatches, h, UPCAST, PRECISION)
+        slope = load_matrix(read_slope_ptr + corner, token, row, C, HIDDEN)
+        dz *= slope.to(tl.float32)
+
+        b1 = load_b1(memory, block, D, HIDDEN, BLOCK_H)[None, :]
+        dkeep += tl.sum(dz * b1, 1)
+        sb1 = load_b1(momentum, block, D, HIDDEN, BLOCK_H)[None, :]
+        dcarry += tl.sum(dz * sb1, 1)
+        b1_at = dmemory + 2 * HIDDEN * D + row
+        tl.store(b1_at, tl.sum(keep * dz, 0), mask=row < HIDDEN)
+        tl.store(b1_at + SIZE, tl.sum(carry * dz, 0), mask=row < HIDDEN)
+        # All threads have loaded what these overwrite.
+        tl.debug_barrier()
+        store_matrix(dh_ptr + corner, dh, token, row, C, HIDDEN)
+        store_matrix(dp_ptr + corner, dz.to(k.dtype), token, row, C, HIDDEN)
+    tl.debug_barrier()
+
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
+    by_p = product(q, tl.trans(k), UPCAST, PRECISION)
+    by_p = tl.trans((-(by_p + 1.0) * gamma).to(k.dtype))
+    q_kept = (keep * q.to(tl.float32)).to(k.dtype)
+    q_carried = (carry * q.to(tl.float32)).to(k.dtype)
+    dzp = tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
+    dq_kept = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    dq_carried = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        dz = load_matrix(dp_ptr + corner, token, row, C, HIDDEN)
+        p = load_matrix(p_ptr + corner, token, row, C, HIDDEN)
+        dzp = product_onto(dzp, dz, tl.trans(p), UPCAST, PRECISION)
+        dp = product(by_p, dz, UPCAST, PRECISION).to(k.dtype)
+        w1 = load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
+        dq_kept = product_onto(dq_kept, dz, w1, UPCAST, PRECISION)
+        s1 = load_weights(momentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
+        dq_carried = product_onto(dq_carried, dz, s1, UPCAST, PRECISION)
+        dw1 = product(tl.trans(dz), q_kept, UPCAST, PRECISION)
+        store_weights(dmemory, dw1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        ds1 = product(tl.trans(dz), q_carried, UPCAST, PRECISION)
+        store_weights(dmomentum, ds1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        tl.debug_barrier()
+        store_matrix(dp_ptr + corner, dp, token, row, C, HIDDEN)
+    # dz against q w1^T is dz w1 against q.
+    q_wide = q.to(tl.float32)
+    dkeep += tl.sum(q_wide * dq_kept, 1)
+    dcarry += tl.sum(q_wide * dq_carried, 1)
+    dreach = dreach_ptr + local * (2 * C) + token
+    tl.store(dreach, dkeep, mask=token < C)
+    tl.store(dreach + C, dcarry, mask=token < C)
+    # The first layer's product with p. Loaded and recomputed: held since the start, they would fill
+    # the registers.
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
+    dmatches = (-gamma * dzp).to(k.dtype)
+    dq = keep * dq_kept + carry * dq_carried
+    dq = product_onto(dq, dmatches, k, UPCAST, PRECISION)
+    store_token_rows(dq_ptr, dq, batch, head, first, there, tokens, heads, D, BLOCK_C, BLOCK_D)
+    dk = product(tl.trans(dmatches), q, UPCAST, PRECISION)
+    store_matrix(dk_ptr + local * (C * D), dk, token, col, C, D)
+    dzp *= product(q, tl.trans(k), UPCAST, PRECISION) + 1.0
+    tl.debug_barrier()
+    dgamma = load_matrix(at, token, token, C, C) - dzp
+    tl.debug_barrier()
+    store_matrix(at, dgamma, token, token, C, C)

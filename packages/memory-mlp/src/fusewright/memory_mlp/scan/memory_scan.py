@@ -1,0 +1,354 @@
+r"""A neural memory that learns while it reads, token by token.
+
+For every row and head, with A the weights with which token t's chunk of C tokens began, and
+M_W(x) = w2 act(w1 x + b1) + b2:
+
+    G_t = gradient of |M_A(k_t) - v_t|^2 by A
+    S_t = eta_t S_(t-1) - theta_t G_t
+    W_t = (1 - alpha_t) W_(t-1) + S_t
+    y_t = M_(W_t)(q_t), or with read="before" M_(W_(t-1))(q_t)
+
+Every G_t is one outer product per layer, so that within a chunk
+
+    W_t = keep_t W + carry_t S - sum_(j <= t) gamma_tj G_j
+
+is read without weights per token: q against k, times gamma, times the gradients. Chunks follow one
+another; within a chunk all work is products of matrices.
+
+Saved for the backward pass: the inputs, and weights and momentum at every chunk's start, in fp32;
+everything else is recomputed. Sums have a fixed order. Operands of products are in q's dtype
+(fp32: exact, unless torch multiplies fp32 matrices in TF32), accumulation, weights and momentum in
+fp32.
+
+Behrouz, Zhong, Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 2501.00663, section 3;
+gradients within a chunk as in its equation 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .._core.backends import Backend, decline, uses_triton
+from .._core.checks import (
+    FLOATING,
+    check_device,
+    check_floating,
+    check_option,
+    check_same,
+    checked_count,
+)
+from .._core.precision import autocast, wide, wide_dtype, without_autocast
+from .._core.registration import Derivative, Op, second_order
+from ..common.checks import ACTIVATION_NAMES, READS, are_plain, check_bool, check_heads
+from ..common.operands import WIDEST, WIDEST_HIDDEN
+from ..common.weights import MemoryWeights, Weights, pack, unpack, weight_shapes
+from . import launch, launch_backward, reference
+
+Tensor = torch.Tensor
+
+ROWS = "Tensor q, Tensor k, Tensor v, Tensor state"
+GATES = "Tensor alpha, Tensor eta, Tensor theta, Tensor? written"
+# The longest chunk that one program holds.
+LONGEST_CHUNK = 64
+OPTIONS = "int hidden, int chunk, str activation, str read"
+
+
+class MemoryScan(NamedTuple):
+    """The result of :func:`memory_scan`.
+
+    Attributes:
+        y: ``[B, T, heads, D]``, what the queries read.
+        weights, momentum: after the last token, ``[B, heads, ...]`` in fp32.
+    """
+
+    y: Tensor
+    weights: MemoryWeights
+    momentum: MemoryWeights
+
+
+def _forward_fake(q, k, v, state, alpha, eta, theta, written, hidden, chunk, activation, read):
+    chunks = -(-q.shape[1] // chunk)
+    states = state.new_empty((chunks, *state.shape))
+    return q.new_empty(q.shape), state.new_empty(state.shape), states
+
+
+def _backward_triton(dy, dend, q, k, v, state, states, *gates_and_options):
+    return launch_backward.scan_backward(dy, dend, q, k, v, states, *gates_and_options)
+
+
+def _backward_reference(dy, dend, q, k, v, state, states, *gates_and_options):
+    return reference.packed_scan_backward(dy, dend, q, k, v, state, *gates_and_options)
+
+
+def _backward_fake(dy, dend, q, k, v, state, states, alpha, eta, theta, written, *options):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta))
+
+
+_forward = Op(
+    f"memory_scan({ROWS}, {GATES}, {OPTIONS}) -> (Tensor y, Tensor end, Tensor states)",
+    triton=launch.scan_forward,
+    reference=reference.packed_scan,
+    fake=_forward_fake,
+)
+_backward = Op(
+    f"memory_scan_backward(Tensor dy, Tensor dend, {ROWS}, Tensor states, {GATES}, {OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta,"
+    " Tensor dtheta)",
+    triton=_backward_triton,
+    reference=_backward_reference,
+    fake=_backward_fake,
+)
+
+
+@_forward.derivative
+class _MemoryScan(Derivative):
+    @staticmethod
+    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, *options):
+        y, end, states = run(q, k, v, state, alpha, eta, theta, written, *options)
+        ctx.save_for_backward(q, k, v, state, states, alpha, eta, theta, written)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return y, end, *_forward.statistics(ctx, run, states)
+
+    @staticmethod
+    def backward(ctx, dy, dend, _):
+        if dy is None and dend is None:
+            return (None,) * 13
+        saved = q, _, _, state, *_ = ctx.saved_tensors
+        dy = torch.zeros_like(q) if dy is None else dy
+        dend = torch.zeros_like(state) if dend is None else dend
+        grads = _backward(dy, dend, *saved, *ctx.options)
+        return None, *grads, None, None, None, None, None
+
+
+@_backward.derivative
+class _MemoryScanBackward(Derivative):
+    @staticmethod
+    def forward(ctx, run, dy, dend, q, k, v, state, states, alpha, eta, theta, written, *options):
+        ctx.save_for_backward(dy, dend, q, k, v, state, alpha, eta, theta, written)
+        ctx.options = options
+        return run(dy, dend, q, k, v, state, states, alpha, eta, theta, written, *options)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        *inputs, written = ctx.saved_tensors
+
+        def backward(dy, dend, q, k, v, state, alpha, eta, theta):
+            tensors = (dy, dend, q, k, v, state, alpha, eta, theta, written)
+            return reference.packed_scan_backward(*tensors, *ctx.options)
+
+        # The states are functions of the inputs, through which their gradients pass.
+        *before, dalpha, deta, dtheta = second_order(backward, inputs, cotangents)
+        return None, *before, None, dalpha, deta, dtheta, None, None, None, None, None
+
+
+def memory_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: MemoryWeights,
+    momentum: MemoryWeights,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    write_mask: Tensor | None = None,
+    *,
+    chunk: int = 64,
+    activation: str = "silu",
+    read: str = "after",
+    backend: Backend = "auto",
+) -> MemoryScan:
+    """Write every token into the memory of its row and head, and read it there.
+
+    Args:
+        q, k, v: ``[B, T, heads, D]``, of one dtype, fp32, bf16 or fp16 (the reference takes fp64
+            too). Any strides; only a tensor whose last axis is not contiguous is copied. Under
+            autocast they are cast to its dtype. The inner loss is the sum over features, so that
+            keys of length 1 are wanted.
+        weights, momentum: before the first token, ``[B, heads, ...]``, fp32 (fp64 for fp64 q);
+            may be expanded, as one learned start for all rows.
+        alpha: ``[B, T, heads]``, floating point; 0 keeps the memory, 1 forgets it.
+        eta: the same; decay of the momentum, 0 to 1.
+        theta: the same; the inner learning rate, not negative.
+        write_mask: ``[B, T]`` or ``[B, T, heads]``, bool: a token where it is False changes neither
+            weights nor momentum. Its key, value and gates are not used and may be NaN; its
+            query is read.
+        chunk: tokens whose gradients are taken at the same weights; 1 is the plain recurrence. A
+            last chunk may be shorter.
+        activation: "silu", "relu" or "gelu" (the exact one).
+        read: whether a token reads the memory "after" or "before" it has written itself. Neither
+            sees a later token.
+        backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
+            "triton" raises where the kernels cannot serve.
+
+    Returns:
+        A :class:`MemoryScan`; y is contiguous, in q's dtype. Weights and momentum are views of one
+        tensor, which the next scan or read takes as it is: for a gradient by one of them set
+        ``retain_grad()`` or a hook before that. The gates' range is not checked.
+        Numbers that are not finite stay within their row and head; a memory that diverges is not
+        repaired here.
+
+    Differentiable in everything but write_mask, twice; the second derivative runs in plain torch.
+    Memory grows with B * heads * T / chunk copies of weights and momentum.
+
+    Raises:
+        TypeError: a tensor is not floating point or not strided, the mask is not bool, chunk is no
+            integer.
+        ValueError: the shapes, dtypes or devices are not as above, or an option is unknown.
+        RuntimeError: backend is "triton" and the kernels cannot serve this call.
+    """
+    gates = alpha, eta, theta
+    if not is_scan(q, k, v, weights, momentum, gates, chunk, activation, read):
+        chunk = checked_chunk(q, k, v, weights, momentum, gates, chunk, activation, read)
+    if write_mask is not None:
+        write_mask = checked_mask(write_mask, q)
+    q, k, v = autocast(q, k, v)
+    dtype = wide_dtype(q)
+    hidden, width = weights.w1.shape[-2:]
+    alpha, eta, theta = (gate.to(dtype) for gate in gates)
+    state = pack(weights, momentum)
+    options = (hidden, chunk, activation, read)
+    tensors = (q, k, v, state, alpha, eta, theta, write_mask)
+    if uses_triton(q, backend) and serves(q, hidden, chunk, backend):
+        y, end, _ = _forward(*tensors, *options)
+    else:
+        with without_autocast(q.device):
+            y, end, _ = reference.packed_scan(*tensors, *options, starts=False)
+    return MemoryScan(y, *unpack(end, hidden, width))
+
+
+def deep_memory_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Weights,
+    momentum: Weights,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    write_mask: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Weights, Weights]:
+    """:func:`memory_scan` of a memory of any number of layers, (w1, b1, .., wn, bn), in plain
+    torch; the mask is [B, T, heads], and nothing is checked.
+    """
+    with without_autocast(q.device):
+        dtype = q.dtype
+        q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
+        alpha, eta, theta, written = (x.mT for x in (alpha, eta, theta, write_mask))
+        y, weights, momentum = reference.memory_scan(
+            q, k, v, weights, momentum, alpha, eta, theta, written, **options
+        )
+        return y.transpose(1, 2).to(dtype), weights, momentum
+
+
+def is_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: MemoryWeights,
+    momentum: MemoryWeights,
+    gates: tuple[Tensor, ...],
+    chunk: int,
+    activation: str,
+    read: str,
+) -> bool:
+    """Whether all arguments but the mask are as they should be, quickly."""
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(weights, MemoryWeights)
+        and isinstance(momentum, MemoryWeights)
+        and isinstance(weights.w1, Tensor)
+        and q.ndim == weights.w1.ndim == 4
+        and type(chunk) is int
+        and activation in ACTIVATION_NAMES
+        and read in READS
+    ):
+        return False
+    shape, hidden = q.shape, weights.w1.shape[2]
+    if not (shape[3] and hidden and chunk > 0):
+        return False
+    *numbers, width = shape
+    state = weight_shapes((shape[0], shape[2]), hidden, width)
+    return q.dtype in FLOATING and are_plain(
+        (q, k, v, *weights, *momentum, *gates),
+        (shape,) * 3 + (*state, *state) + (tuple(numbers),) * 3,
+        ((q.dtype,),) * 3 + ((wide_dtype(q),),) * 8 + (FLOATING,) * 3,
+        q.device,
+    )
+
+
+def checked_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: MemoryWeights,
+    momentum: MemoryWeights,
+    gates: tuple[Tensor, ...],
+    chunk: int,
+    activation: str,
+    read: str,
+) -> int:
+    """Say which argument is wrong: q, k, v must be rows of heads of one shape, weights and momentum
+    memories of these rows and heads, each gate one number for each token and head. Returns the
+    chunk as an int.
+    """
+    check_heads("q", q)
+    check_same("k", k, "q", q)
+    check_same("v", v, "q", q)
+    check_option("activation", activation, ACTIVATION_NAMES)
+    check_option("read", read, READS)
+    batch, tokens, heads, width = q.shape
+    dtype = wide_dtype(q)
+    hidden = 0
+    for name, half in (("weights", weights), ("momentum", momentum)):
+        if not isinstance(half, MemoryWeights):
+            raise TypeError(f"{name} must be MemoryWeights, got {type(half).__name__}")
+        hidden = hidden or (half.w1.shape[-2] if half.w1.ndim == 4 else 0)
+        shapes = weight_shapes((batch, heads), hidden, width)
+        for field, x, shape in zip(half._fields, half, shapes, strict=True):
+            check_floating(f"{name}.{field}", x)
+            if tuple(x.shape) != shape or not hidden:
+                wanted = (batch, heads, *(axis or "hidden" for axis in shape[2:]))
+                raise ValueError(f"{name}.{field} must be {wanted}, got {tuple(x.shape)}")
+            if x.dtype != dtype or x.device != q.device:
+                raise ValueError(
+                    f"{name}.{field} must be {dtype} on {q.device}, got {x.dtype} on {x.device}"
+                )
+    for name, gate in zip(("alpha", "eta", "theta"), gates, strict=True):
+        check_floating(name, gate)
+        check_token_numbers(name, gate, (batch, tokens, heads), q)
+    return checked_count("chunk", chunk)
+
+
+def checked_mask(write_mask: Tensor, q: Tensor) -> Tensor:
+    """The mask as [B, T, heads]."""
+    check_bool("write_mask", write_mask)
+    shape = tuple(q.shape[:3])
+    if write_mask.ndim == 2:
+        check_token_numbers("write_mask", write_mask, shape[:2], q)
+        return write_mask.unsqueeze(-1).expand(shape)
+    check_token_numbers("write_mask", write_mask, shape, q)
+    return write_mask
+
+
+def check_token_numbers(name: str, x: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
+    """One number for each token, or for each token and head."""
+    if tuple(x.shape) != shape:
+        axes = ", ".join(("B", "T", "heads")[: len(shape)])
+        raise ValueError(f"{name} must be [{axes}] = {shape}, got {tuple(x.shape)}")
+    check_device(name, x, "q", q)
+
+
+def serves(q: Tensor, hidden: int, chunk: int, backend: Backend) -> bool:
+    """Whether the kernels are made for a memory and chunks of this size."""
+    if q.shape[-1] <= WIDEST and hidden <= WIDEST_HIDDEN and chunk <= LONGEST_CHUNK:
+        return True
+    obstacle = (
+        f"the kernels of memory_scan serve heads of up to {WIDEST} columns, {WIDEST_HIDDEN} hidden "
+        f"units and chunks of {LONGEST_CHUNK} tokens, not {q.shape[-1]}, {hidden} and {chunk}"
+    )
+    decline(obstacle, backend)
+    return False

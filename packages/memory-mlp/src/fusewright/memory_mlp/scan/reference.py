@@ -1,0 +1,344 @@
+"""The scan over tokens in plain torch, for a memory of any number of layers: token by token, which
+is the specification, and in chunks of matrix products, which is the yardstick of the tests and the
+CPU implementation.
+
+Everything is computed in fp32 (in fp64 for fp64 inputs). Here q, k, v are [*lead, T, D], the gates
+and ``written`` [*lead, T]: the public function moves the heads to the front.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .._core.precision import wide
+from ..common.reference import (
+    ACTIVATIONS,
+    Rows,
+    gradients_of,
+    layers_of,
+    linear,
+    memory_read,
+    over,
+    rows_of,
+)
+from ..common.weights import MemoryWeights, Weights, mapped, pack, unpack
+
+Tensor = torch.Tensor
+
+# The gradient of |M(k) - v|^2 by M(k) is this times the residual.
+FACTOR = 2.0
+
+
+def memory_scan_by_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Weights,
+    momentum: Weights,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    written: Tensor | None = None,
+    *,
+    chunk: int = 64,
+    activation: str = "silu",
+    read: str = "after",
+) -> tuple[Tensor, Weights, Weights]:
+    """S = eta S - theta G; W = (1 - alpha) W + S, for one token after the other; G is the gradient
+    at the weights with which the token's chunk began.
+    """
+    if written is not None:
+        k, v = (torch.where(written.unsqueeze(-1), x, 0.0) for x in (k, v))
+        alpha, eta, theta = (torch.where(written, gate, 0.0) for gate in (alpha, eta, theta))
+    out, anchor = [], weights
+    for t in range(k.shape[-2]):
+        if t % chunk == 0:
+            anchor = weights
+        row = slice(t, t + 1)
+        if read == "before":
+            out.append(memory_read(q[..., row, :], weights, activation=activation))
+        rows = rows_of(k[..., row, :], v[..., row, :], None, anchor, FACTOR, activation)
+        new_momentum = mapped(
+            lambda s, g, t=t: over(eta[..., t], s) * s - over(theta[..., t], g) * g,
+            momentum,
+            gradients_of(rows, weights),
+        )
+        new_weights = mapped(
+            lambda w, s, t=t: over(1.0 - alpha[..., t], w) * w + s, weights, new_momentum
+        )
+        if written is not None:
+            new_momentum, new_weights = (
+                mapped(lambda x, y, t=t: torch.where(over(written[..., t], x), x, y), new, old)
+                for new, old in ((new_momentum, momentum), (new_weights, weights))
+            )
+        weights, momentum = new_weights, new_momentum
+        if read == "after":
+            out.append(memory_read(q[..., row, :], weights, activation=activation))
+    return torch.cat(out, -2) if out else q, weights, momentum
+
+
+class Decays(NamedTuple):
+    """The factors that the gates of a chunk of C tokens give to the weights W and the momentum S
+    with which the chunk began, and to the gradient G_j of every token j:
+
+        W_t = keep_t W + carry_t S - sum_{j <= t} gamma_tj G_j
+        S_t = decay_t S - sum_{j <= t} nu_tj G_j
+
+    Attributes:
+        gamma, nu: ``[.., C, C]``, lower triangles.
+        keep, carry, decay: ``[.., C]``.
+    """
+
+    gamma: Tensor
+    nu: Tensor
+    keep: Tensor
+    carry: Tensor
+    decay: Tensor
+
+
+def decays_of(alpha: Tensor, eta: Tensor, theta: Tensor, written: Tensor | None = None) -> Decays:
+    """Products of gates, taken as products, so that gates of exactly 0 and 1 are right. A token
+    that is not written leaves both rows as they were.
+    """
+    if written is not None:
+        alpha, eta, theta = (
+            torch.where(written, gate, neutral)
+            for gate, neutral in ((alpha, 0.0), (eta, 1.0), (theta, 0.0))
+        )
+    kept = products_since(1.0 - alpha)
+    if written is not None:
+        kept = kept * written.unsqueeze(-2)
+    nu = products_since(eta) * theta.unsqueeze(-2)
+    decay = cumulated_product(eta, -1)
+    carry = (kept @ decay.unsqueeze(-1)).squeeze(-1)
+    return Decays(kept @ nu, nu, cumulated_product(1.0 - alpha, -1), carry, decay)
+
+
+def cumulated_product(x: Tensor, dim: int) -> Tensor:
+    """x.cumprod(dim). On a GPU by doubling: the backward pass of torch's own has the host wait to
+    learn whether a factor is zero.
+    """
+    if x.is_cpu:
+        return x.cumprod(dim)
+    step = 1
+    while step < x.shape[dim]:
+        left = x.shape[dim] - step
+        later = x.narrow(dim, step, left) * x.narrow(dim, 0, left)
+        x = torch.cat((x.narrow(dim, 0, step), later), dim)
+        step *= 2
+    return x
+
+
+def products_since(factors: Tensor) -> Tensor:
+    """[.., t, i]: the product of the factors i + 1 to t, 0 for t < i."""
+    size = factors.shape[-1]
+    lower = torch.ones(size, size, dtype=torch.bool, device=factors.device).tril()
+    later = cumulated_product(torch.where(lower.tril(-1), factors.unsqueeze(-1), 1.0), -2)
+    return torch.where(lower, later, 0.0)
+
+
+def memory_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Weights,
+    momentum: Weights,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    written: Tensor | None = None,
+    *,
+    chunk: int = 64,
+    activation: str = "silu",
+    read: str = "after",
+) -> tuple[Tensor, Weights, Weights]:
+    """The same by matrix products, one chunk after the other: every G_j is an outer product, so no
+    token needs weights of its own.
+    """
+    y, states = chunk_by_chunk(
+        q, k, v, weights, momentum, (alpha, eta, theta), written, chunk, activation, read
+    )
+    return y, *states[-1]
+
+
+def chunk_by_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Weights,
+    momentum: Weights,
+    gates: Sequence[Tensor],
+    written: Tensor | None,
+    chunk: int,
+    activation: str,
+    read: str,
+) -> tuple[Tensor, list[tuple[Weights, Weights]]]:
+    """y, and weights and momentum at the start of every chunk and after the last."""
+    lead = q.shape[:-2]
+    # One batch of matrices, laid out for the products: each of them would copy it.
+    q, k, v = (x.reshape(math.prod(lead), *x.shape[-2:]) for x in (q, k, v))
+    weights, momentum = (
+        mapped(lambda x: x.reshape(len(q), *x.shape[len(lead) :]), half)
+        for half in (weights, momentum)
+    )
+    numbers = [*gates] if written is None else [*gates, written]
+    numbers = [x.reshape(q.shape[:2]) for x in numbers]
+    if written is not None:
+        k, v = (torch.where(numbers[-1].unsqueeze(-1), x, 0.0) for x in (k, v))
+    out, states = [q[:, :0]], [(weights, momentum)]
+    # Tensors without tokens would split into one part.
+    parts = [x.split(chunk, 1) for x in (q, k, v, *numbers)] if q.shape[1] else []
+    for part in zip(*parts, strict=True):
+        q_part, k_part, v_part = part[:3]
+        decays = decays_of(*part[3:])
+        rows = rows_of(k_part, v_part, None, weights, FACTOR, activation)
+        out.append(reads_of(q_part, rows, weights, momentum, decays, activation, read))
+        weights, momentum = chunk_end(rows, weights, momentum, decays)
+        states.append((weights, momentum))
+
+    def unflat(x: Tensor) -> Tensor:
+        return x.reshape(*lead, *x.shape[1:])
+
+    return unflat(torch.cat(out, 1)), [
+        (mapped(unflat, weights), mapped(unflat, momentum)) for weights, momentum in states
+    ]
+
+
+def reads_of(
+    q: Tensor,
+    rows: Rows,
+    weights: Weights,
+    momentum: Weights,
+    decays: Decays,
+    activation: str,
+    read: str,
+) -> Tensor:
+    """What the queries of one chunk read.
+
+    Layer l of the memory that token t reads, with its inputs x_t and x_j of query t and key j:
+
+        keep_t (w_l x_t + b_l) + carry_t (s_l x_t + c_l) - sum_j gamma_tj (x_t x_j + 1) p_j
+    """
+    seen, keep, carry = -decays.gamma, decays.keep, decays.carry
+    if read == "before":
+        # Every query reads what the token before it has left.
+        seen = F.pad(seen, (0, 0, 1, 0))[..., :-1, :]
+        keep, carry = F.pad(keep, (1, 0), value=1.0)[..., :-1], F.pad(carry, (1, 0))[..., :-1]
+    x = q
+    layers = zip(layers_of(weights), layers_of(momentum), rows.inputs, rows.by_z, strict=True)
+    for layer, (old, moving, keys, p) in enumerate(layers):
+        if layer:
+            x = ACTIVATIONS[activation](x)
+        kept = keep.unsqueeze(-1) * linear(x, *old)
+        carried = torch.addcmul(kept, carry.unsqueeze(-1), linear(x, *moving))
+        # seen * (x keys^T + 1)
+        x = torch.baddbmm(carried, torch.addcmul(seen, seen, x @ keys.mT), p)
+    return x
+
+
+def chunk_end(
+    rows: Rows, weights: Weights, momentum: Weights, decays: Decays
+) -> tuple[Weights, Weights]:
+    """Weights and momentum after the chunk's last token."""
+    keep, carry, decay = decays.keep[..., -1], decays.carry[..., -1], decays.decay[..., -1]
+    return (
+        mapped(
+            lambda w, s, g: torch.addcmul(over(keep, w) * w, over(carry, s), s) - g,
+            weights,
+            momentum,
+            gradients_of(rows, weights, decays.gamma[..., -1, :]),
+        ),
+        mapped(
+            lambda s, g: over(decay, s) * s - g,
+            momentum,
+            gradients_of(rows, weights, decays.nu[..., -1, :]),
+        ),
+    )
+
+
+def packed_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    written: Tensor | None,
+    hidden: int,
+    chunk: int,
+    activation: str,
+    read: str,
+    starts: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scan as its op sees it: q, k, v [B, T, heads, D], gates and ``written`` [B, T, heads],
+    weights and momentum packed [B, heads, 2, SIZE].
+
+    Returns:
+        (y, the packed state after the last token, the states with which the chunks began
+        [chunks, B, heads, 2, SIZE], none of them without ``starts``).
+    """
+    dtype = q.dtype
+    q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
+    weights, momentum = unpack(state, hidden, q.shape[-1])
+    gates = [gate.mT for gate in (alpha, eta, theta)]
+    mask = None if written is None else written.mT
+    y, states = chunk_by_chunk(q, k, v, weights, momentum, gates, mask, chunk, activation, read)
+    wanted = states if starts else states[-1:]
+    *begins, end = [pack(MemoryWeights(*w), MemoryWeights(*s)) for w, s in wanted]
+    began = torch.stack(begins) if begins else state.new_empty(0, *state.shape)
+    return y.transpose(1, 2).to(dtype).contiguous(), end, began
+
+
+def packed_scan_backward(
+    dy: Tensor,
+    dend: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    written: Tensor | None,
+    hidden: int,
+    chunk: int,
+    activation: str,
+    read: str,
+) -> tuple[Tensor, ...]:
+    """Gradients of (q, k, v, state, alpha, eta, theta), chunk by chunk from the last one, each
+    computed again from the state with which it began.
+    """
+    states = packed_scan(
+        q, k, v, state, alpha, eta, theta, written, hidden, chunk, activation, read
+    )[2]
+    rows: list[tuple[Tensor, ...]] = []
+    for index in reversed(range(len(states))):
+        part = slice(index * chunk, (index + 1) * chunk)
+        mask = None if written is None else written[:, part]
+
+        def step(q, k, v, state, alpha, eta, theta, mask=mask):
+            tensors = q, k, v, state, alpha, eta, theta, mask
+            return packed_scan(*tensors, hidden, chunk, activation, read, starts=False)[:2]
+
+        pullback = torch.func.vjp(
+            step,
+            *(wide(x[:, part]) for x in (q, k, v)),
+            states[index],
+            *(x[:, part] for x in (alpha, eta, theta)),
+        )[1]
+        dq, dk, dv, dend, *dgates = pullback((wide(dy[:, part]), dend))
+        rows.append((dq, dk, dv, *dgates))
+    if not rows:
+        return (
+            *(torch.zeros_like(x) for x in (q, k, v)),
+            dend.clone(),
+            *map(torch.zeros_like, (alpha, eta, theta)),
+        )
+    dq, dk, dv, *dgates = (torch.cat(parts[::-1], 1) for parts in zip(*rows, strict=True))
+    return *(x.to(q.dtype) for x in (dq, dk, dv)), dend, *dgates

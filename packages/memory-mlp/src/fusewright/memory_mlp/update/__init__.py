@@ -1,0 +1,1 @@
+"""One pooled step of a memory on all its rows at once: memory_update."""

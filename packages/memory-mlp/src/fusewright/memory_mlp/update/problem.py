@@ -1,0 +1,472 @@
+"""One pooled update as its kernels see it, and the launches that both passes make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._core.backends import DeviceProperties, device_properties, interpreted
+from .._core.launches import Allocator, Launch, Layout, allocator, cdiv, contiguous_strides
+from .._core.lazy import lazy_module
+from .._core.precision import allows_tf32, round_up
+from ..common.weights import weight_shapes
+
+if TYPE_CHECKING:
+    from . import kernels_gradients, kernels_transpose
+else:
+    kernels_gradients = lazy_module(__package__, "kernels_gradients")
+    kernels_transpose = lazy_module(__package__, "kernels_transpose")
+
+# Offsets within a tile are 32-bit numbers, and so are rows and programs.
+MAX_ROW_STRIDE = 2**22
+MAX_COUNT = 2**31 - 2**10
+# Rows of a transposed operand are padded with zeros to a multiple of this; ROW_MULTIPLE of
+# tiles.py, without triton's type.
+ROW_MULTIPLE = 16
+
+
+class UpdateTile(NamedTuple):
+    """Serves products of one ``precision`` ("narrow": bf16 and fp16, "tf32", "ieee") with tiles of
+    ``rows`` by ``cols`` that add ``depth`` products at a time.
+
+    It does where these make at least ``fills`` programs for each multiprocessor and, with
+    ``aligned``, where all rows start at multiples of 16 numbers; a line for Hopper on compute
+    capability 9.0 alone.
+    """
+
+    precision: str
+    rows: int
+    cols: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    fills: float = 0.0
+    aligned: bool = True
+    hopper: bool = False
+
+
+class UpdateBlock(NamedTuple):
+    """One program takes ``block`` elements of one tensor."""
+
+    block: int
+    num_warps: int
+
+
+HOPPER: dict[str, Any] = dict(hopper=True)
+# Serve wherever no line above does.
+ANY: dict[str, Any] = dict(rows=32, cols=32, depth=32, num_warps=4, num_stages=2, aligned=False)
+ANY_SIZE = tuple(UpdateTile(precision, **ANY) for precision in ("narrow", "tf32", "ieee"))
+# With the small tiles of the sums over rows.
+GRADIENTS_ANY_SIZE = (
+    ANY_SIZE[0]._replace(num_warps=8),
+    *(line._replace(num_stages=1) for line in ANY_SIZE[1:]),
+)
+
+# Source: results/tuning-update-h200-torch2.11-triton3.6.csv for the side of the square tiles that
+# are transposed, at most 7 % slower than the fastest; ADD_SPLITS is unmeasured.
+TRANSPOSE = UpdateBlock(block=64, num_warps=8)
+ADD_SPLITS = UpdateBlock(block=512, num_warps=4)
+
+# From this compute capability on, programs of a launch are placed while the launch before it ends.
+OVERLAP_FROM = 90
+
+# Where the tiles of the weights' gradients are fewer programs than this for each multiprocessor,
+# its rows are split among several, at least ROWS_OF_A_SPLIT to each.
+SPLIT_BELOW = 0.5
+ROWS_OF_A_SPLIT = 512
+
+# (inner, outer_stride, inner_stride, row_stride): the rows of problem i begin at element
+# i // inner * outer_stride + i % inner * inner_stride.
+RowStrides = tuple[int, int, int, int]
+
+
+class UpdateProblem(NamedTuple):
+    """``problems`` memories of ``hidden`` units, each with ``rows`` pairs of a key and a value as
+    wide as ``width``.
+
+    ``keys`` and ``values`` say how their rows are reached, ``copies`` whether they are copied
+    first.
+    """
+
+    problems: int
+    rows: int
+    width: int
+    hidden: int
+    lead: tuple[int, ...]
+    dtype: torch.dtype
+    precision: str
+    activation: str
+    device: torch.device
+    gpu: DeviceProperties
+    keys: RowStrides
+    values: RowStrides
+    copies: tuple[bool, bool]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the weights are rounded for the products."""
+        return self.precision != "ieee"
+
+    @property
+    def transposes(self) -> bool:
+        """Whether operands are stored transposed too: TF32 products add along contiguous axes."""
+        return self.precision == "tf32"
+
+    @property
+    def padded_rows(self) -> int:
+        """How many rows the sums over rows add: transposed operands are padded with zeros."""
+        return round_up(self.rows, ROW_MULTIPLE) if self.transposes else self.rows
+
+    @property
+    def key_operands(self) -> RowStrides:
+        """How the products reach the rows of k: rounded ones are contiguous."""
+        return (1, self.rows * self.width, 0, self.width) if self.transposes else self.keys
+
+    @property
+    def summed_keys(self) -> RowStrides:
+        """How the sums over rows reach k."""
+        rows = self.padded_rows
+        return (1, self.width * rows, 0, rows) if self.transposes else self.keys
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the programs of a launch may be placed while the one before it in the pass ends;
+        exact fp32 products take so long that it would save nothing.
+        """
+        return self.rounds and self.gpu.capability >= OVERLAP_FROM and not interpreted()
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows start at multiples of 16 numbers."""
+        strides = *self.keys[1:], *self.values[1:]
+        return not any(number % 16 for number in (self.width, self.hidden, *strides))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.rows, self.width, self.hidden
+
+    def allocator(self, *shape: int, dtype: torch.dtype = torch.float32) -> Allocator:
+        """For a tensor of ``shape`` for each problem."""
+        return allocator((*self.lead, *shape), dtype, self.device)
+
+    def operand(self, *shape: int) -> Allocator:
+        """For an operand of a product."""
+        return self.allocator(*shape, dtype=self.dtype)
+
+    def transposed_rows(self, cols: int) -> Allocator | None:
+        """For the transpose of an operand [rows, cols]; None where it is not kept."""
+        return self.operand(cols, self.padded_rows) if self.transposes else None
+
+    def weight_operands(self) -> tuple[Allocator, Allocator]:
+        """For w1 and w2, or tensors as large, in the dtype of the products."""
+        return self.operand(self.hidden, self.width), self.operand(self.width, self.hidden)
+
+    def options(self, num_warps: int, overlaps: bool) -> dict[str, Any]:
+        """Triton's own options of a launch."""
+        return dict(num_warps=num_warps, **(dict(launch_pdl=True) if overlaps else {}))
+
+    def weights(self) -> tuple[Allocator, ...]:
+        """For the tensors of a MemoryWeights."""
+        return tuple(self.allocator(*shape) for shape in weight_shapes((), self.hidden, self.width))
+
+    def tile(self, table: tuple[UpdateTile, ...], cols: int) -> UpdateTile:
+        """The line that serves a product of all rows by ``cols`` columns."""
+        return self.tile_of(table, self.rows, cols, self.problems)
+
+    def tile_of(
+        self, table: tuple[UpdateTile, ...], rows: int, cols: int, count: int
+    ) -> UpdateTile:
+        """The first line of the table that serves ``count`` products of ``rows`` by ``cols``."""
+        return next(
+            line
+            for line in table
+            if line.precision == self.precision
+            and (self.aligned or not line.aligned)
+            and (self.gpu.capability == 90 or not line.hopper)
+            and count * cdiv(rows, line.rows) * cdiv(cols, line.cols)
+            >= line.fills * self.gpu.multiprocessors
+        )
+
+
+def problem_of(
+    shape: Sequence[int],
+    hidden: int,
+    keys: Layout,
+    values: Layout,
+    activation: str,
+    precision: str,
+    device: torch.device,
+) -> UpdateProblem:
+    """The problem of keys of this shape, [*lead, rows, width].
+
+    Raises:
+        ValueError: there are more rows than the kernels can count.
+    """
+    *lead, rows, width = shape
+    if rows > MAX_COUNT or max(width, hidden) > MAX_ROW_STRIDE:
+        raise ValueError(
+            f"the kernels serve up to {MAX_COUNT} rows and {MAX_ROW_STRIDE} numbers a row, got "
+            f"{rows} rows, keys of {width} and {hidden} hidden units"
+        )
+    key_strides, value_strides = row_strides(shape, keys[1]), row_strides(shape, values[1])
+    contiguous = row_strides(shape, contiguous_strides(shape))
+    assert contiguous is not None
+    return UpdateProblem(
+        math.prod(lead),
+        rows,
+        width,
+        hidden,
+        tuple(lead),
+        keys[0],
+        precision,
+        activation,
+        device,
+        device_properties(device),
+        key_strides or contiguous,
+        value_strides or contiguous,
+        (key_strides is None, value_strides is None),
+    )
+
+
+def row_strides(shape: Sequence[int], strides: Sequence[int]) -> RowStrides | None:
+    """How the rows of [*lead, rows, width] are reached; None where the last axis is not contiguous,
+    the leading axes need three strides or the rows lie too far apart.
+    """
+    *lead, _, width = shape
+    if (strides[-1] != 1 and width != 1) or strides[-2] > MAX_ROW_STRIDE:
+        return None
+    axes: list[tuple[int, int]] = []
+    for length, stride in zip(lead, strides, strict=False):
+        if length == 1:
+            continue
+        if axes and axes[-1][1] == length * stride:
+            axes[-1] = (axes[-1][0] * length, stride)
+        else:
+            axes.append((length, stride))
+    if len(axes) > 2:
+        return None
+    if len(axes) == 2:
+        return axes[1][0], axes[0][1], axes[1][1], strides[-2]
+    return 1, axes[0][1] if axes else 0, 0, strides[-2]
+
+
+def tile_precision(dtype: torch.dtype) -> str:
+    """How tiles of this dtype are multiplied: fp32 ones as torch multiplies matrices on a GPU."""
+    if dtype.itemsize < 4:
+        return "narrow"
+    return "tf32" if allows_tf32() else "ieee"
+
+
+def product_launch(
+    kernel: Any,
+    problem: UpdateProblem,
+    line: UpdateTile,
+    programs: int,
+    depth: int,
+    integers: tuple[int, ...],
+    **constants: Any,
+) -> Launch:
+    """``programs`` programs of a kernel whose products add ``depth`` numbers, after another launch
+    of the same pass.
+    """
+    overlaps = problem.overlaps
+    return Launch(
+        kernel,
+        grid_of(programs),
+        problem.device,
+        integers,
+        problem.options(line.num_warps, overlaps),
+        **constants,
+        UPCAST=interpreted(),
+        PRECISION="ieee" if problem.precision == "narrow" else problem.precision,
+        EVEN=depth % line.depth == 0,
+        OVERLAPS=overlaps,
+        BLOCK_M=line.rows,
+        BLOCK_N=line.cols,
+        BLOCK_K=line.depth,
+        NUM_STAGES=line.num_stages,
+    )
+
+
+def row_product_launch(
+    kernel: Any,
+    problem: UpdateProblem,
+    line: UpdateTile,
+    cols: int,
+    depth: int,
+    integers: tuple[int, ...],
+    **constants: Any,
+) -> Launch:
+    """One program for every tile of [rows, cols] of every problem."""
+    programs = problem.problems * tiles(problem.rows, line) * cdiv(cols, line.cols)
+    return product_launch(kernel, problem, line, programs, depth, integers, **constants)
+
+
+def tiles(rows: int, line: UpdateTile) -> int:
+    """How many tiles cover the rows."""
+    return cdiv(rows, line.rows)
+
+
+def element_programs(problem: UpdateProblem, block: int) -> int:
+    """How many blocks the four tensors of one memory are."""
+    matrix = problem.hidden * problem.width
+    return sum(cdiv(size, block) for size in (matrix, matrix, problem.hidden, problem.width))
+
+
+def element_launch(
+    kernel: Any,
+    problem: UpdateProblem,
+    config: UpdateBlock,
+    integers: tuple[int, ...],
+    first: bool = False,
+    **constants: Any,
+) -> Launch:
+    """One program for every block of every tensor of every memory; the first launch of a pass waits
+    until all before it has ended.
+    """
+    overlaps = problem.overlaps and not first
+    return Launch(
+        kernel,
+        grid_of(problem.problems * element_programs(problem, config.block)),
+        problem.device,
+        integers,
+        problem.options(config.num_warps, overlaps),
+        **constants,
+        OVERLAPS=overlaps,
+        BLOCK=config.block,
+    )
+
+
+def grid_of(programs: int) -> tuple[int]:
+    """A grid of ``programs`` programs.
+
+    Raises:
+        ValueError: more than a launch can count.
+    """
+    if programs > MAX_COUNT:
+        raise ValueError(f"the kernels serve up to {MAX_COUNT} tiles, got {programs}")
+    return (programs,)
+
+
+def transpose_launch(problem: UpdateProblem, backward: bool) -> Launch:
+    """The operands of TF32 products that no launch of the pass writes as they are needed."""
+    rows, width, hidden = (cdiv(size, TRANSPOSE.block) for size in problem.sizes)
+    weights, keys, units = hidden * width, rows * width, rows * hidden
+    programs = 4 * weights + 2 * keys + units if backward else 2 * weights + keys
+    overlaps = problem.overlaps and backward
+    return Launch(
+        kernels_transpose.transpose_kernel,
+        grid_of(problem.problems * programs),
+        problem.device,
+        (*problem.keys, *problem.sizes, programs),
+        problem.options(TRANSPOSE.num_warps, overlaps),
+        BACKWARD=backward,
+        OVERLAPS=overlaps,
+        BLOCK=TRANSPOSE.block,
+    )
+
+
+class GradientsPlan(NamedTuple):
+    """Gradients of weights and biases from all rows: one launch, and where the rows of a tile are
+    split among programs, one that adds their partial sums, ``parts``.
+
+    ``slots``: how many sums of squares each problem has.
+    """
+
+    launch: Launch
+    add: Launch | None
+    parts: tuple[Allocator, Allocator] | None
+    slots: int
+
+    def run(
+        self,
+        operands: tuple[torch.Tensor | None, ...],
+        sums: tuple[torch.Tensor, torch.Tensor],
+        norm: torch.Tensor | None,
+        out: Sequence[torch.Tensor | None],
+        squares: torch.Tensor | None,
+        factor: float,
+    ) -> None:
+        """Write ``out``, the tensors of a MemoryWeights, from the operands a1, k, a2, b2, a3, b3
+        and the column sums of a1 and of the last left operand.
+        """
+        if self.add is None or self.parts is None:
+            self.launch((*operands, *sums, norm, *out, squares), (factor,))
+            return
+        parts = self.parts[0](), self.parts[1]()
+        # The biases are left to the second launch.
+        unwritten = (parts[0], None, parts[1], None)
+        self.launch((*operands, None, None, None, *unwritten, None), (factor,))
+        self.add((*parts, *sums, norm, *out, squares), (factor,))
+
+
+def plan_gradients(
+    problem: UpdateProblem,
+    table: tuple[UpdateTile, ...],
+    row_tiles: tuple[int, int],
+    backward: bool,
+) -> GradientsPlan:
+    """Forward with the squares, or backward: added to the outputs, with the third product.
+
+    ``row_tiles``: of how many tiles of rows there are column sums, for b1 and for b2.
+    """
+    rows, width, hidden = problem.sizes
+    # Both weights count.
+    line = problem.tile_of(table, hidden, width, 2 * problem.problems)
+    one = cdiv(hidden, line.rows) * cdiv(width, line.cols)
+    other = cdiv(width, line.rows) * cdiv(hidden, line.cols)
+    splits, rows_of_split = split_rows(problem, line, one + other)
+    split = splits > 1
+    biases = cdiv(hidden, line.cols) + cdiv(width, line.cols)
+    programs = splits * (one + other) + (0 if split else biases)
+    final = dict(ADD=backward, SQUARES=not backward)
+    launch = product_launch(
+        kernels_gradients.gradients_kernel,
+        problem,
+        line,
+        problem.problems * programs,
+        problem.padded_rows,
+        (
+            *problem.summed_keys,
+            rows,
+            width,
+            hidden,
+            problem.problems,
+            programs,
+            splits,
+            rows_of_split,
+            *row_tiles,
+        ),
+        THIRD=backward,
+        **(dict(ADD=False, SQUARES=False) if split else final),
+        SPLIT=split,
+        TRANSPOSED=problem.transposes,
+    )
+    if not split:
+        return GradientsPlan(launch, None, None, programs)
+    slots = element_programs(problem, ADD_SPLITS.block)
+    add = element_launch(
+        kernels_gradients.add_splits_kernel,
+        problem,
+        ADD_SPLITS,
+        (width, hidden, problem.problems, slots, splits, *row_tiles),
+        **final,
+    )
+    shape = (splits, problem.problems, hidden * width)
+    part = allocator(shape, torch.float32, problem.device)
+    return GradientsPlan(launch, add, (part, part), slots)
+
+
+def split_rows(problem: UpdateProblem, line: UpdateTile, matrix_tiles: int) -> tuple[int, int]:
+    """Among how many programs the rows of a tile are split, and how many rows each of them adds, a
+    multiple of the tile's depth.
+    """
+    programs, multiprocessors = problem.problems * matrix_tiles, problem.gpu.multiprocessors
+    splits = 1
+    if programs < SPLIT_BELOW * multiprocessors:
+        splits = min(multiprocessors // max(programs, 1), problem.rows // ROWS_OF_A_SPLIT)
+    rows = round_up(cdiv(problem.rows, max(splits, 1)), line.depth)
+    return max(cdiv(problem.rows, max(rows, 1)), 1), rows

@@ -1,0 +1,266 @@
+"""Device functions of the pooled update's kernels: tiles of products, operands, sums in a fixed
+order.
+
+A problem is one memory with its N rows. Matrix operands are in the keys' dtype (fp32 ones of TF32
+products are rounded to it when they are stored); every sum is fp32. Neighbouring programs share the
+rows that they read. A TF32 product adds along contiguous numbers: where it adds over rows, its
+operands are stored transposed too, [cols, rows].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .._core.tiles import as_operand, to_tf32
+from ..common.tiles import add_product
+
+# How many sums of columns, and how many numbers, are added at once.
+SUMS_AT_ONCE = tl.constexpr(16)
+PARTIALS_AT_ONCE = tl.constexpr(256)
+# Rows of a transposed operand are padded with zeros to a multiple of this.
+ROW_MULTIPLE = tl.constexpr(16)
+
+
+@triton.jit
+def after_the_launch_before(OVERLAPS: tl.constexpr):
+    """Wait until the launch before has written its results. With ``OVERLAPS`` the program may have
+    been placed before that launch ended, and now lets the next one be placed.
+    """
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def product_operand(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """An fp32 tile as it enters a product of this precision."""
+    if PRECISION == "tf32":
+        x = to_tf32(x)
+    return as_operand(x, DTYPE, UPCAST)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def tile_of_program(rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Problem, tile of rows and tile of columns of a program."""
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    col_tiles = tl.cdiv(cols, BLOCK_N)
+    tile = tl.program_id(0)
+    return tile // (row_tiles * col_tiles), tile // col_tiles % row_tiles, tile % col_tiles
+
+
+@triton.jit
+def start_of_problem(problem, inner, outer_stride, inner_stride):
+    """Where the rows of a problem begin, whose leading axes take up to two strides."""
+    outer = (problem // inner).to(tl.int64) * outer_stride
+    return outer + (problem % inner).to(tl.int64) * inner_stride
+
+
+@triton.jit
+def row_major(x_ptr, tile, rows, stride, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first BLOCK columns of each row of a tile; beyond the last row, of the last: they reach
+    nothing that is stored.
+    """
+    first = tile * BLOCK_ROWS
+    row = tl.minimum(tl.arange(0, BLOCK_ROWS), rows - 1 - first)
+    corner = x_ptr + first.to(tl.int64) * stride
+    return corner + (row[:, None] * stride + tl.arange(0, BLOCK)[None, :])
+
+
+@triton.jit
+def column_major(x_ptr, col, stride, BLOCK: tl.constexpr):
+    """The first BLOCK rows of each column, as they lie."""
+    return x_ptr + (tl.arange(0, BLOCK)[:, None] * stride + col[None, :])
+
+
+@triton.jit
+def padded_rows(rows):
+    """The length of a row of a transposed operand."""
+    return tl.cdiv(rows, ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+@triton.jit
+def store_transposed(x_ptr, x, problem, row, col, rows, cols, stride):
+    """Store a tile of a problem's x [rows, cols] as [cols, rows], padded with zeros."""
+    x = tl.where((row < rows)[:, None], x, 0.0)
+    at = (problem.to(tl.int64) * cols + col)[None, :] * stride + row[:, None]
+    tl.store(x_ptr + at, x, mask=(row < stride)[:, None] & (col < cols)[None, :])
+
+
+@triton.jit
+def store_operand(
+    x_ptr,
+    transposed_ptr,
+    x,
+    problem,
+    row_tile,
+    row,
+    col,
+    rows,
+    cols,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Store a tile of a problem's x [rows, cols], rounded, and its transpose where that is kept."""
+    x = product_operand(x, x_ptr.dtype.element_ty, UPCAST, PRECISION)
+    first = problem.to(tl.int64) * rows + row_tile * BLOCK_ROWS
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    tl.store(elements_of_tile(x_ptr, first, cols, col, BLOCK_ROWS), x, mask=inside)
+    if transposed_ptr is not None:
+        store_transposed(transposed_ptr, x, problem, row, col, rows, cols, padded_rows(rows))
+
+
+@triton.jit
+def elements_of_tile(x_ptr, first, stride, col, BLOCK_ROWS: tl.constexpr):
+    """The elements of a tile from row ``first`` (64 bits) on; offsets within it have 32."""
+    corner = x_ptr + first * stride
+    return corner + (tl.arange(0, BLOCK_ROWS)[:, None] * stride + col[None, :])
+
+
+@triton.jit
+def load_left(at, start, depth, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns ``start``, ``start + 1``, ... of a left operand."""
+    if EVEN:
+        x = tl.load(at + start)
+    else:
+        left = start + tl.arange(0, BLOCK_K) < depth
+        x = tl.load(at + start, mask=left[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def load_right(
+    at,
+    start,
+    depth,
+    col,
+    cols,
+    stride,
+    TRANSPOSED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Rows ``start``, ``start + 1``, ... of a right operand: its columns lie one after the other
+    with ``TRANSPOSED`` (``row_major``), its rows otherwise (``column_major``).
+    """
+    if TRANSPOSED:
+        x = tl.trans(load_left(at, start, depth, EVEN, BLOCK_K))
+    else:
+        inside = (col < cols)[None, :]
+        if not EVEN:
+            inside = inside & (start + tl.arange(0, BLOCK_K) < depth)[:, None]
+        x = tl.load(at + tl.cast(start, tl.int64) * stride, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def product(
+    a_at,
+    b_at,
+    col,
+    cols,
+    depth,
+    stride,
+    TRANSPOSED: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """a b over the whole depth."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in tl.range(0, depth, BLOCK_K, num_stages=NUM_STAGES):
+        a = load_left(a_at, start, depth, EVEN, BLOCK_K)
+        b = load_right(b_at, start, depth, col, cols, stride, TRANSPOSED, EVEN, BLOCK_K)
+        acc = add_product(acc, a, b, UPCAST, PRECISION)
+    return acc
+
+
+@triton.jit
+def two_products(
+    a_at,
+    b_at,
+    c_at,
+    d_at,
+    col,
+    cols,
+    depth,
+    stride,
+    CROSS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """a b + c d and, with ``CROSS``, a d, whose operands are loaded anyway."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    cross = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in tl.range(0, depth, BLOCK_K, num_stages=NUM_STAGES):
+        a = load_left(a_at, start, depth, EVEN, BLOCK_K)
+        b = load_right(b_at, start, depth, col, cols, stride, TRANSPOSED, EVEN, BLOCK_K)
+        acc = add_product(acc, a, b, UPCAST, PRECISION)
+        c = load_left(c_at, start, depth, EVEN, BLOCK_K)
+        d = load_right(d_at, start, depth, col, cols, stride, TRANSPOSED, EVEN, BLOCK_K)
+        acc = add_product(acc, c, d, UPCAST, PRECISION)
+        if CROSS:
+            cross = add_product(cross, a, d, UPCAST, PRECISION)
+    return acc, cross
+
+
+@triton.jit
+def store_column_sums(sums_ptr, x, problem, row_tile, row_tiles, col, cols):
+    """The sum of each column of a tile, in its place among the tiles of rows."""
+    at = (problem.to(tl.int64) * row_tiles + row_tile) * cols + col
+    tl.store(sums_ptr + at, tl.sum(x, 0), mask=col < cols)
+
+
+@triton.jit
+def sum_of_tiles(sums_ptr, problem, row_tiles, col, cols, BLOCK: tl.constexpr):
+    """The sums that ``store_column_sums`` wrote, added in the order of the rows."""
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    start = problem.to(tl.int64) * row_tiles
+    for first in tl.range(0, row_tiles, SUMS_AT_ONCE):
+        tile = first + tl.arange(0, SUMS_AT_ONCE)
+        inside = (tile < row_tiles)[:, None] & (col < cols)[None, :]
+        at = (start + tile)[:, None] * cols + col[None, :]
+        total += tl.sum(tl.load(sums_ptr + at, mask=inside, other=0.0), 0)
+    return total
+
+
+@triton.jit
+def sum_of_partials(partials_ptr, problem, count):
+    """The sum of ``count`` numbers of a problem: all programs compute the same bits."""
+    total = tl.zeros([PARTIALS_AT_ONCE], dtype=tl.float32)
+    start = problem.to(tl.int64) * count
+    for first in tl.range(0, count, PARTIALS_AT_ONCE):
+        at = first + tl.arange(0, PARTIALS_AT_ONCE)
+        total += tl.load(partials_ptr + start + at, mask=at < count, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def part_of_program(tile, width, hidden, BLOCK: tl.constexpr):
+    """Which tensor of a MemoryWeights a block of elements belongs to (0: w1, 1: w2, 2: b1, 3: b2),
+    and the block's first element there. The blocks of w1 come first, then those of w2, b1 and b2.
+    """
+    matrix_tiles = tl.cdiv(tl.cast(hidden, tl.int64) * width, BLOCK).to(tl.int32)
+    past_w2 = tile - 2 * matrix_tiles
+    past_b1 = past_w2 - tl.cdiv(hidden, BLOCK)
+    part = tl.where(tile < matrix_tiles, 0, 1)
+    part = tl.where(past_w2 >= 0, tl.where(past_b1 >= 0, 3, 2), part)
+    block = tl.where(part == 3, past_b1, tl.where(part == 2, past_w2, tile - part * matrix_tiles))
+    return part, block.to(tl.int64) * BLOCK

@@ -164,7 +164,7 @@ def test_strange_token_stays_in_its_row_and_head(scan_op, strange):
         assert torch.equal(x[1, :2], truth[1, :2])
 
 
-def test_many_heads_at_a_length_that_fills_the_card_in_parts(scan_op):
+def test_many_heads_at_a_length_that_fills_the_gpu_in_parts(scan_op):
     """More programs than the GPU runs at once, in the pass over chunks and in the others."""
     tensors = scan_op.draw(30, 130, 10, 32, 256, BF16, "cuda", rate=RATE)
     scan_op.check(tensors)

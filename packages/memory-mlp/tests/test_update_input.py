@@ -76,7 +76,7 @@ BAD = {
     "gates elsewhere": (
         dict(eta=gate.to("meta")),
         ValueError,
-        "eta must be on weights.w1's device",
+        "eta must be on k's device cpu, got meta",
     ),
     "row weights": (
         *(dict(row_weights=gate), ValueError),

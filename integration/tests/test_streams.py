@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fusewright_models.midpoint import MidpointStack
 from fusewright_models.streams import StreamMixer, replicated
 from fusewright_testkit import Yardstick
+from torch import nn
 from torch.func import functional_call
 
 DIM = 6
@@ -112,3 +114,37 @@ def test_every_parameter_learns_from_the_second_step_on():
         assert made.phi.grad.any()
         assert made.bias.grad.any()
         optimizer.step()
+
+
+class Layer(nn.Module):
+    """Two readings and writings, as HybridLM's layers have."""
+
+    def __init__(self, streams):
+        super().__init__()
+        options = dict(iterations=3, backend="triton")
+        self.first, self.second = (mixer(streams, **options) for _ in range(2))
+        self.linear = nn.Linear(DIM, DIM)
+
+    def force(self, x, *, tape):
+        reading = self.first.read(x)
+        mixed = self.second.read(self.first.write(reading, torch.tanh(self.linear(reading.u))))
+        return self.second.write(mixed, self.linear(mixed.u), origin=reading.origin), None
+
+
+def stack_of(layers, streams, mode):
+    torch.manual_seed(3)
+    return MidpointStack([Layer(streams) for _ in range(layers)], mode=mode)
+
+
+def trained_once(stack, x):
+    passed = stack(x)
+    loss = passed.x.square().mean()
+    return [passed.x.detach(), *torch.autograd.grad(loss, [x, *stack.parameters()])]
+
+
+def test_reversible_stack_finds_its_states_again(device):
+    x = torch.randn(3, 3, DIM, device=device, requires_grad=True)
+    exact, stored = (
+        trained_once(stack_of(2, 3, mode).to(device), x) for mode in ("exact", "stored")
+    )
+    assert all(map(torch.equal, exact, stored))

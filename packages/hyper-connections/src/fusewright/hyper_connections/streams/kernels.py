@@ -62,7 +62,7 @@ def column(tile, index: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("tokens",))
-def _read_kernel(
+def stream_read_kernel(
     x_ptr,
     phi_ptr,
     alpha_ptr,
@@ -122,7 +122,7 @@ def _read_kernel(
 
 
 @triton.jit(do_not_specialize=("tokens",))
-def _write_kernel(
+def stream_write_kernel(
     x_ptr,
     res_ptr,
     post_ptr,

@@ -15,11 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._stream_kernels import gate_logits, load_rows, sigmoid, store_rows, streams_of
+from .kernels import gate_logits, load_rows, sigmoid, store_rows, streams_of
 
 
 @triton.jit(do_not_specialize=("tokens",))
-def _write_backward_kernel(
+def stream_write_backward_kernel(
     g_ptr,
     x_ptr,
     res_ptr,
@@ -69,7 +69,7 @@ def _write_backward_kernel(
 
 
 @triton.jit(do_not_specialize=("tokens",))
-def _gates_backward_kernel(
+def stream_gates_backward_kernel(
     du_ptr,
     dpost_ptr,
     dlogits_ptr,
@@ -137,7 +137,7 @@ def _gates_backward_kernel(
 
 
 @triton.jit(do_not_specialize=("tokens",))
-def _read_backward_kernel(
+def stream_read_backward_kernel(
     du_ptr,
     x_ptr,
     s_hat_ptr,

@@ -1,0 +1,25 @@
+"""Reading and writing residual streams around a layer, as mHC's hyper-connections do."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from ._core.backends import Backend, available_backends
+from .streams.stream_coefficients import stream_coefficients
+from .streams.stream_read import StreamReading, stream_read
+from .streams.stream_write import stream_write
+
+try:
+    __version__ = version("fusewright-hyper-connections")
+except PackageNotFoundError:
+    __version__ = "0+source"
+
+__all__ = [
+    "Backend",
+    "StreamReading",
+    "__version__",
+    "available_backends",
+    "stream_coefficients",
+    "stream_read",
+    "stream_write",
+]

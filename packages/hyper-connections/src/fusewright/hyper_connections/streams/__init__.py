@@ -1,0 +1,1 @@
+"""Residual streams around a layer: stream_read, stream_write, stream_coefficients."""

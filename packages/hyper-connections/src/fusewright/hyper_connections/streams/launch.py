@@ -1,0 +1,185 @@
+"""The launches of reading streams and of writing to them: their tiles and their plans.
+
+Streams are ``[N, n, C]`` in fp32, contiguous, as is everything else that is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._core.launches import Allocator, Launch, allocator, cdiv, is_current
+from .._core.lazy import lazy_module
+from .._core.precision import power_of_2
+
+if TYPE_CHECKING:
+    from . import kernels
+else:
+    kernels = lazy_module(__package__, "kernels")
+
+Tensor = torch.Tensor
+
+F32 = torch.float32
+
+
+class Tile(NamedTuple):
+    """One program takes ``tokens``, ``columns`` of each at a time; one that walks over tokens
+    shares a multiprocessor with others, ``programs`` in all.
+    """
+
+    tokens: int
+    columns: int
+    warps: int
+    stages: int = 1
+    programs: int = 0
+
+
+class Tiles(NamedTuple):
+    """Of each launch, for up to so many streams."""
+
+    streams: int
+    read: Tile
+    write: Tile
+    write_backward: Tile
+    gates_backward: Tile
+    read_backward: Tile
+
+
+# Measured is the reading of four streams (docs/decisions/0015), which has no registers to spare for
+# fewer. The others are as they were first written.
+UP_TO_THREE = Tiles(
+    streams=3,
+    read=Tile(64, 32, warps=4, stages=3),
+    write=Tile(1, 512, warps=1),
+    write_backward=Tile(1, 512, warps=1),
+    gates_backward=Tile(1, 512, warps=1, programs=16),
+    read_backward=Tile(32, 64, warps=4, stages=2, programs=2),
+)
+TILES = (
+    UP_TO_THREE,
+    UP_TO_THREE._replace(streams=4, read=Tile(64, 64, warps=4, stages=3)),
+    Tiles(
+        streams=8,
+        read=Tile(32, 32, warps=8, stages=2),
+        write=Tile(1, 256, warps=1),
+        write_backward=Tile(1, 128, warps=1),
+        gates_backward=Tile(1, 256, warps=1, programs=16),
+        read_backward=Tile(16, 32, warps=8, stages=2, programs=2),
+    ),
+)
+
+
+def tiles_of(streams: int) -> Tiles:
+    return next(tiles for tiles in TILES if streams <= tiles.streams)
+
+
+def parts_of(streams: int) -> dict[str, int]:
+    """The constants of a kernel that computes with gates: products have 16 columns at least."""
+    return dict(n=streams, PARTS=max(16, power_of_2(streams * (streams + 2))))
+
+
+def block_of(tile: Tile, columns: int) -> dict[str, int]:
+    """The constants of a launch that has so many columns to take."""
+    return dict(BLOCK=tile.tokens, BLOCK_C=min(tile.columns, max(16, power_of_2(columns))))
+
+
+def options_of(tile: Tile) -> dict[str, int]:
+    return dict(num_warps=tile.warps, num_stages=tile.stages)
+
+
+class ReadPlan(NamedTuple):
+    """The launch of a reading, none without tokens, and the memory of its results."""
+
+    launch: Launch | None
+    u: Allocator
+    post: Allocator
+    logits: Allocator
+    s_hat: Allocator
+    scale: Allocator
+
+
+class WritePlan(NamedTuple):
+    """The launch of a writing, none without tokens, and the memory of its result."""
+
+    launch: Launch | None
+    new: Allocator
+
+
+def stream_read(
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """u ``[N, C]`` in a dtype, post ``[N, n]``, s of res ``[N, n, n]``; for the backward pass s_hat
+    of all gates, ``[N, n (n + 2)]``, and 1 / rms(v), ``[N]``.
+    """
+    if not is_current(x.device):
+        with torch.cuda.device(x.device):
+            return stream_read(x, phi, alpha, bias, eps, dtype)
+    plan = read_plan(x.shape, eps, dtype, x.device)
+    results = plan.u(), plan.post(), plan.logits(), plan.s_hat(), plan.scale()
+    if plan.launch is not None:
+        plan.launch((x, phi, alpha, bias, *results))
+    return results
+
+
+@functools.lru_cache(maxsize=4096)
+def read_plan(
+    shape: tuple[int, ...], eps: float, dtype: torch.dtype, device: torch.device
+) -> ReadPlan:
+    """The plan for streams of this shape, with u in this dtype."""
+    tokens, n, width = shape
+    tile = tiles_of(n).read
+    # The kernel takes eps behind the integers: a plan is for one of them.
+    numbers: tuple[Any, ...] = (tokens, width, eps)
+    launch = Launch(
+        kernels.stream_read_kernel,
+        (cdiv(tokens, tile.tokens),),
+        device,
+        numbers,
+        options_of(tile),
+        **parts_of(n),
+        **block_of(tile, width),
+    )
+    return ReadPlan(
+        launch if math.prod(shape) else None,
+        u=allocator((tokens, width), dtype, device),
+        post=allocator((tokens, n), F32, device),
+        logits=allocator((tokens, n, n), F32, device),
+        s_hat=allocator((tokens, n * (n + 2)), F32, device),
+        scale=allocator((tokens,), F32, device),
+    )
+
+
+def stream_write(x: Tensor, res: Tensor, post: Tensor, y: Tensor, origin: Tensor | None) -> Tensor:
+    """res x + post y, ``[N, n, C]``, less the origin if there is one."""
+    if not is_current(x.device):
+        with torch.cuda.device(x.device):
+            return stream_write(x, res, post, y, origin)
+    plan = write_plan(x.shape, y.dtype, origin is not None, x.device)
+    new = plan.new()
+    if plan.launch is not None:
+        plan.launch((x, res, post, y, origin, new))
+    return new
+
+
+@functools.lru_cache(maxsize=4096)
+def write_plan(
+    shape: tuple[int, ...], dtype: torch.dtype, has_origin: bool, device: torch.device
+) -> WritePlan:
+    """The plan for streams of this shape, with y in this dtype."""
+    tokens, n, width = shape
+    tile = tiles_of(n).write
+    block = block_of(tile, width)
+    launch = Launch(
+        kernels.stream_write_kernel,
+        (cdiv(tokens, tile.tokens), cdiv(width, block["BLOCK_C"])),
+        device,
+        (tokens, width),
+        options_of(tile),
+        n=n,
+        HAS_ORIGIN=has_origin,
+        **block,
+    )
+    return WritePlan(launch if math.prod(shape) else None, allocator(shape, F32, device))

@@ -1,0 +1,187 @@
+"""The launches of the gradients of reading streams and of writing to them, and their plans.
+
+Streams are ``[N, n, C]`` in fp32, contiguous, as is everything else that is given. Sums over tokens
+are made in shares, one for each program that walks over tokens, and added in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._core.backends import device_properties
+from .._core.launches import Allocator, Launch, allocator, cdiv, is_current
+from .._core.lazy import lazy_module
+from .launch import F32, Tile, block_of, options_of, parts_of, tiles_of
+
+if TYPE_CHECKING:
+    from . import kernels_backward as kernels
+else:
+    kernels = lazy_module(__package__, "kernels_backward")
+
+Tensor = torch.Tensor
+
+
+class WriteBackwardPlan(NamedTuple):
+    """The launch, none without tokens, and the memory of the gradients."""
+
+    launch: Launch | None
+    dx: Allocator
+    dres: Allocator
+    dpost: Allocator
+    dy: Allocator
+
+
+class ReadBackwardPlan(NamedTuple):
+    """The launch of the gates' gradients and that of the streams', both None without tokens; the
+    memory of dx, of what the first leaves to the second, and of their shares of sums over tokens.
+    """
+
+    gates: Launch | None
+    streams: Launch | None
+    dx: Allocator
+    dm: Allocator
+    pull: Allocator
+    of_gates: Allocator
+    of_phi: Allocator
+
+
+def walkers(tile: Tile, tokens: int, beside: int, device: torch.device) -> int:
+    """How many programs walk over the tokens where so many walk beside each."""
+    there = tile.programs * device_properties(device).multiprocessors
+    return max(1, min(cdiv(tokens, tile.tokens), there // beside))
+
+
+def stream_write_backward(
+    g: Tensor, x: Tensor, res: Tensor, post: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, res, post and y."""
+    if not is_current(x.device):
+        with torch.cuda.device(x.device):
+            return stream_write_backward(g, x, res, post, y)
+    plan = write_backward_plan(x.shape, y.dtype, x.device)
+    gradients = plan.dx(), plan.dres(), plan.dpost(), plan.dy()
+    if plan.launch is not None:
+        plan.launch((g, x, res, post, y, *gradients))
+    return gradients
+
+
+@functools.lru_cache(maxsize=4096)
+def write_backward_plan(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> WriteBackwardPlan:
+    """The plan for streams of this shape, with y in this dtype."""
+    tokens, n, width = shape
+    tile = tiles_of(n).write_backward
+    launch = Launch(
+        kernels.stream_write_backward_kernel,
+        (cdiv(tokens, tile.tokens),),
+        device,
+        (tokens, width),
+        options_of(tile),
+        n=n,
+        **block_of(tile, width),
+    )
+    return WriteBackwardPlan(
+        launch if math.prod(shape) else None,
+        dx=allocator(shape, F32, device),
+        dres=allocator((tokens, n, n), F32, device),
+        dpost=allocator((tokens, n), F32, device),
+        dy=allocator((tokens, width), dtype, device),
+    )
+
+
+def stream_read_backward(
+    du: Tensor,
+    dpost: Tensor,
+    dlogits: Tensor,
+    dmixed: Tensor | None,
+    dorigin: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    s_hat: Tensor,
+    scale: Tensor,
+    negated: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, Phi, alpha and b.
+
+    Args:
+        du, dpost, dlogits: of what ``stream_read`` returns.
+        dmixed, dorigin: of the streams that are handed on, the latter's negative if ``negated``.
+        x, phi, alpha, bias, s_hat, scale: what ``stream_read`` took and saved.
+    """
+    if not is_current(x.device):
+        with torch.cuda.device(x.device):
+            return stream_read_backward(
+                *(du, dpost, dlogits, dmixed, dorigin, x, phi, alpha, bias, s_hat, scale, negated)
+            )
+    arrived = dmixed is not None, dorigin is not None, negated
+    plan = read_backward_plan(x.shape, du.dtype, arrived, x.device)
+    dx = plan.dx()
+    if plan.gates is None or plan.streams is None:
+        return dx, torch.zeros_like(phi), torch.zeros_like(alpha), torch.zeros_like(bias)
+    dm, pull, of_gates, of_phi = plan.dm(), plan.pull(), plan.of_gates(), plan.of_phi()
+    plan.gates((du, dpost, dlogits, x, s_hat, scale, alpha, bias, dm, pull, of_gates))
+    plan.streams((du, x, s_hat, dm, pull, phi, alpha, bias, dmixed, dorigin, dx, of_phi))
+    dbias, dalpha = of_gates.sum(0).split([len(bias), 3])
+    # A result of an op is no view of another.
+    return dx, of_phi.sum(0), dalpha.clone(), dbias.clone()
+
+
+@functools.lru_cache(maxsize=4096)
+def read_backward_plan(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    arrived: tuple[bool, bool, bool],
+    device: torch.device,
+) -> ReadBackwardPlan:
+    """The plan for streams of this shape, with u in this dtype; ``arrived`` tells of dmixed and of
+    dorigin whether they are there, and whether the latter is its negative.
+    """
+    tokens, n, width = shape
+    parts, tiles = n * (n + 2), tiles_of(n)
+    tile = tiles.gates_backward
+    programs = walkers(tile, tokens, 1, device)
+    of_gates = allocator((programs, parts + 3), F32, device)
+    gates = Launch(
+        kernels.stream_gates_backward_kernel,
+        (programs,),
+        device,
+        (tokens, width),
+        options_of(tile),
+        **parts_of(n),
+        **block_of(tile, width),
+    )
+    tile = tiles.read_backward
+    block = block_of(tile, width)
+    beside = n * cdiv(width, block["BLOCK_C"])
+    programs = walkers(tile, tokens, beside, device)
+    has_mixed, has_origin, negated = arrived
+    streams = Launch(
+        kernels.stream_read_backward_kernel,
+        (beside, programs),
+        device,
+        (tokens, width),
+        options_of(tile),
+        n=n,
+        HAS_MIXED=has_mixed,
+        HAS_ORIGIN=has_origin,
+        NEGATED=negated,
+        PARTS=parts_of(n)["PARTS"],
+        **block,
+    )
+    there = bool(math.prod(shape))
+    return ReadBackwardPlan(
+        gates if there else None,
+        streams if there else None,
+        dx=allocator(shape, F32, device),
+        dm=allocator((tokens, parts), F32, device),
+        pull=allocator((tokens,), F32, device),
+        of_gates=of_gates,
+        of_phi=allocator((programs, parts, n * width), F32, device),
+    )

@@ -1,5 +1,5 @@
-"""Small rules for every file that git would keep: line ends, final newlines, size, and the words of
-the field.
+"""Small rules for every file that git would keep: line ends, final newlines, size, the words of the
+field; and one for tests: a tolerance is computed, never set by hand (docs/decisions/0002).
 
     python ci/check_text.py
 
@@ -9,9 +9,11 @@ column.
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import workspace
@@ -21,6 +23,10 @@ GLOSSARY = workspace.ROOT / "CONTRIBUTING.md"
 HEADING = "| house word | field's word |"
 # A part of an identifier counts, a part of a word does not.
 WORD = r"(?<![A-Za-z]){}(?![A-Za-z])"
+# Below it a number that something is compared with is a tolerance, above it a property.
+SMALL = 1e-2
+TOLERANCES = ("atol", "rtol")
+NEARNESS = ("abs", "rel", "abs_tol", "rel_tol")
 
 
 def problems(name: str, content: bytes) -> list[str]:
@@ -64,6 +70,52 @@ def words(name: str, text: str, known: dict[str, str]) -> list[str]:
     return told
 
 
+def hand_set(source: str) -> Iterator[int]:
+    """The lines of a test that set a tolerance by hand: atol or rtol as a number, approx's or
+    isclose's as a small one, or something that has to be less than a small number or a small number
+    of times something. One that takes part in computing it, as an eps does, may be of any size.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                value = number(keyword.value)
+                if (value and keyword.arg in TOLERANCES) or (
+                    value and keyword.arg in NEARNESS and abs(value) < SMALL
+                ):
+                    yield keyword.value.lineno
+        elif isinstance(node, ast.Compare):
+            for one, operator, other in zip(
+                [node.left, *node.comparators], node.ops, node.comparators, strict=False
+            ):
+                if isinstance(operator, (ast.Gt, ast.GtE)):
+                    one, other = other, one
+                elif not isinstance(operator, (ast.Lt, ast.LtE)):
+                    continue
+                if number(one) is None and any(0.0 < x < SMALL for x in factors(other)):
+                    yield other.lineno
+
+
+def factors(node: ast.expr) -> Iterator[float]:
+    """The numbers that an expression is, or that are factors or terms of it."""
+    value = number(node)
+    if value is not None:
+        yield value
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Add)):
+        yield from factors(node.left)
+        yield from factors(node.right)
+
+
+def number(node: ast.expr) -> float | None:
+    """What an expression of numbers alone is; None of any other."""
+    if not all(
+        isinstance(part, (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop))
+        or (isinstance(part, ast.Constant) and isinstance(part.value, (int, float)))
+        for part in ast.walk(node)
+    ):
+        return None
+    return float(eval(compile(ast.Expression(node), "", "eval")))
+
+
 def files(root: Path = workspace.ROOT) -> list[Path]:
     command = [
         "git",
@@ -87,6 +139,11 @@ def main() -> int:
         told += problems(name, path.read_bytes())
         if path.suffix in (".py", ".md") and path != GLOSSARY:
             told += words(name, path.read_text(), known)
+        if path.suffix == ".py" and path.parent.name == "tests":
+            told += [
+                f"{name}:{line}: a tolerance set by hand, wanted one that is computed"
+                for line in hand_set(path.read_text(encoding="utf-8"))
+            ]
     print("\n".join(told), end="\n" if told else "", file=sys.stderr)
     return bool(told)
 

@@ -20,6 +20,8 @@ from fusewright.optimizer.learned_optimizer import LearnedOptimizer
 from fusewright.optimizer.update_mlp import UpdateMLP
 from fusewright_testkit import Yardstick
 
+from .compared import assert_near
+
 # Without axes, with one, the longest axis first, last, in the middle, equal ones, and none at all.
 SHAPES = ((), (5,), (1, 1), (7, 4), (3, 9), (6, 6), (2, 5, 3), (4, 2, 3, 3), (0, 4))
 
@@ -98,7 +100,7 @@ def test_features_are_those_of_the_published_definition(learned, shape):
         kept = advanced(kept, g, mlp.decays())
         found = element_features(p, g, kept)
         expected = published.features(p.numpy(), g.numpy())
-        torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-12, atol=0.0)
+        assert_near([found], [torch.from_numpy(expected)])
         mean = normalised(found).view(-1, 28).square().mean(0)
         square = found.view(-1, 28).square().mean(0)
         torch.testing.assert_close(mean, square / (square + 1e-5))
@@ -108,13 +110,13 @@ def test_time_features_are_of_steps_taken_before():
     scales = torch.tensor([1, 3, 10, 30, 100, 300, 1000, 3000, 10000, 30000, 100000]).double()
     for t in (0.0, 1.0, 12345.0):
         found = time_features(torch.tensor(t))
-        torch.testing.assert_close(found, torch.tanh(t / scales - 1.0), rtol=1e-14, atol=0.0)
+        assert_near([found], [torch.tanh(t / scales - 1.0)], 32)
 
 
 def test_decays_start_at_the_published_ones_and_stay_within_0_and_1():
     found = torch.cat(UpdateMLP().decays())
     expected = torch.tensor([0.9, 0.99, 0.999, 0.999, 0.9, 0.99, 0.999], dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0.0)
+    assert_near([found], [expected], 32)
     large = [torch.full((n,), 5.0) for n in (3, 1, 3)]
     assert torch.cat(decays_of(*large)).tolist() == [0.0] * 7
 
@@ -137,7 +139,7 @@ def test_reference_steps_are_the_published_ones(learned, extra):
             expected[place] = expected[place] * (1 - 0.02 * 0.5) - 0.02 * update
         optimizer.step()
     for p, x in zip(ps, expected, strict=True):
-        np.testing.assert_allclose(p.detach().numpy(), x, rtol=1e-11, atol=1e-12)
+        assert_near([p], [torch.as_tensor(x)])
 
 
 def stepped(learned, mlp, backend, tensors, steps=2, **options):
@@ -185,7 +187,7 @@ def test_order_of_memory_changes_nothing(learned, permuted, device):
         for step in range(2):
             p.grad = learned.gradient(start, step)
             optimizer.step()
-        torch.testing.assert_close(p.detach(), plain, rtol=1e-5, atol=1e-6)
+        assert_near([p.detach()], [plain])
         with torch.no_grad():
             p.copy_(start)
 
@@ -246,7 +248,7 @@ def test_clipping_is_a_step_with_smaller_gradients(learned, backend, device):
         other.step()
         torch.testing.assert_close(ours.grad_norm, norm)
         for p, q in zip(clipped, plain, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+            assert_near([p], [q])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -292,31 +294,39 @@ def test_groups_have_rates_and_directions_of_their_own(learned, backend, device)
         p.grad = sign * learned.gradient(p, 0)
     optimizer.step()
     moves = [p.detach() - tensors[0] for p in ps]
-    torch.testing.assert_close(moves[1], 0.5 * moves[0], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(moves[2], moves[0], rtol=1e-4, atol=1e-6)
+    assert_near([moves[1]], [0.5 * moves[0]])
+    assert_near([moves[2]], [moves[0]])
 
 
 def test_extra_features_are_what_the_network_sees_of_each_parameter(learned, backend, device):
     mlp = learned.network(extra=2, device=device)
     tensors = learned.drawn([(3, 4), (5,), ()], device)
     told = [torch.tensor([float(k), -1.0], device=device) for k in range(3)]
-    ps = [torch.nn.Parameter(x.clone()) for x in tensors]
-    numbers = dict(zip(ps, told, strict=True))
-    optimizer = LearnedOptimizer(ps, mlp, extra_features=numbers.get, backend=backend)
-    for p in ps:
-        p.grad = learned.gradient(p, 0)
-    optimizer.step()
-    # The same by a bias that has them.
-    for p, x, given in zip(ps, tensors, told, strict=True):
-        plain = learned.network(device=device)
-        with torch.no_grad():
-            for mine, theirs in zip(plain.parameters(), mlp.parameters(), strict=True):
-                mine.copy_(theirs[:, :39] if theirs.shape[-1] == 41 else theirs)
-            plain.first.bias += mlp.first.weight[:, 39:] @ given
-        q = torch.nn.Parameter(x.clone())
-        q.grad = learned.gradient(q, 0)
-        LearnedOptimizer([q], plain, backend="reference").step()
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+    def by_features(*tensors):
+        ps = [torch.nn.Parameter(x.detach().clone()) for x in tensors]
+        numbers = dict(zip(ps, told, strict=True))
+        optimizer = LearnedOptimizer(ps, mlp, extra_features=numbers.get, backend=backend)
+        for p in ps:
+            p.grad = learned.gradient(p, 0)
+        optimizer.step()
+        return tuple(p.detach() for p in ps)
+
+    def by_a_bias(*tensors):
+        found = []
+        for x, given in zip(tensors, told, strict=True):
+            plain = learned.network(device=device).to(x.dtype)
+            with torch.no_grad():
+                for mine, theirs in zip(plain.parameters(), mlp.parameters(), strict=True):
+                    mine.copy_(theirs[:, :39] if theirs.shape[-1] == 41 else theirs)
+                plain.first.bias += (mlp.first.weight[:, 39:].to(x.dtype)) @ given.to(x.dtype)
+            q = torch.nn.Parameter(x.detach().clone())
+            q.grad = learned.gradient(q, 0)
+            LearnedOptimizer([q], plain, backend="reference").step()
+            found.append(q.detach())
+        return tuple(found)
+
+    Yardstick(by_a_bias, tensors, [None] * len(tensors)).check(by_features)
 
 
 def test_extra_features_of_elements_are_served_in_plain_torch(learned, device):
@@ -481,4 +491,4 @@ def test_state_is_kept_when_a_parameter_gets_memory_of_another_order(learned, ba
             p.grad = learned.gradient(p, step)
             optimizer.step()
         found.append(p.detach())
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_near([found[0]], [found[1]])

@@ -24,6 +24,8 @@ from fusewright.optimizer.update_mlp import (
 )
 from fusewright_testkit import Yardstick
 
+from .compared import assert_near
+
 KINDS = ((), (5,), (3, 4), (2, 5, 3))
 
 
@@ -157,7 +159,7 @@ def test_functional_steps_are_the_optimizers(learned, backend, device):
             p.grad = g
         optimizer.step()
     for p, x in zip(ps, xs, strict=True):
-        torch.testing.assert_close(p.detach(), x, rtol=1e-5, atol=1e-6)
+        assert_near([p.detach()], [x])
 
 
 def test_steps_of_trees_are_learned_updates(learned, backend, device):
@@ -188,7 +190,7 @@ def test_gradients_of_the_network_compose_with_transforms(learned, device):
 
     kernels, reference = (torch.func.grad(loss)(weights, b) for b in ("triton", "reference"))
     for name, x in reference.items():
-        torch.testing.assert_close(kernels[name], x, rtol=1e-4, atol=1e-6)
+        assert_near([kernels[name]], [x])
 
 
 def test_unrolled_steps_compose_with_transforms(learned):
@@ -228,7 +230,7 @@ def test_unrolled_steps_compose_with_transforms(learned):
         lives = [x.detach().clone().requires_grad_() for x in weights]
         expected = torch.autograd.grad(left(lives, start), lives)
         for x, y in zip(found, expected, strict=True):
-            torch.testing.assert_close(x[place], y, rtol=1e-10, atol=1e-12)
+            assert_near([x[place]], [y])
 
 
 def test_loaded_network_whose_weights_are_live_is_served_by_the_kernels(learned, device):

@@ -123,8 +123,8 @@ def test_skipped_firing_waits_with_its_gradients(training, device):
             assert optimizer.state[p]["slow_direction"].eq(0.0).all()
     state = optimizer.state[p]
     torch.testing.assert_close(state["slow_momentum"], 0.5 * sum(taken))
-    expected = orthogonalized(sum(taken).double())
-    torch.testing.assert_close(state["slow_direction"].double(), expected, rtol=0.0, atol=1e-4)
+    direction = state["slow_direction"]
+    Yardstick(orthogonalized, [sum(taken)], [None]).check(lambda _: direction)
     # Counted on the host, which knows of no skip.
     assert optimizer.param_groups[0]["steps"] == 4
     assert optimizer.skipped_steps.item() == 1

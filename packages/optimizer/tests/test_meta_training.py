@@ -22,6 +22,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .compared import assert_near
+
 CPU = torch.device("cpu")
 ALL = [*tasks.training_tasks(), *tasks.held_out_tasks()]
 SMALL = [tasks.Regression((6, 3), batch_size=16), tasks.Classification((4, 3), batch_size=16)]
@@ -77,7 +79,7 @@ def test_runs_are_those_of_the_functional_optimizer(learned, task):
                 updates, states[place] = optimizer.update(gradients, states[place], given)
                 params = optimizer.apply(given, updates)
             for p, found in zip(params, runs._params, strict=True):
-                torch.testing.assert_close(found[place], p.detach(), rtol=1e-4, atol=1e-5)
+                assert_near([found[place]], [p.detach()])
         torch.set_rng_state(after)
     for place, some in enumerate(losses):
         assert runs.ratio[place, 0].item() == pytest.approx(some[-1] / some[0], rel=1e-4)

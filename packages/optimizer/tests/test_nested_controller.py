@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ def test_multipliers_are_exactly_one_at_the_start(features, dtype):
     statistics = torch.rand(50, 3, dtype=dtype) * 1e4
     assert torch.equal(controller(statistics), torch.ones(50, dtype=dtype))
     # As the formula about the origin has it.
-    assert 0.1 + 1.9 / (1.0 + math.exp(-START)) == pytest.approx(1.0, abs=1e-15)
+    assert 0.1 + 1.9 / (1.0 + math.exp(-START)) == pytest.approx(
+        1.0, abs=4 * sys.float_info.epsilon
+    )
 
 
 @pytest.mark.parametrize("features", ["log", "raw"])
@@ -45,7 +48,9 @@ def test_multipliers_are_those_of_the_plain_formula(features, layers):
         for layer in controller.layers[:-1]:
             x = torch.clamp(layer.weight @ x + layer.bias, min=0.0)
         out = (controller.layers[-1].weight @ x + controller.layers[-1].bias).item()
-        assert m.item() == pytest.approx(0.1 + 1.9 / (1 + math.exp(-out)), rel=1e-13)
+        assert m.item() == pytest.approx(
+            0.1 + 1.9 / (1 + math.exp(-out)), rel=2**8 * sys.float_info.epsilon
+        )
 
 
 def test_multipliers_stay_within_their_bounds():

@@ -317,7 +317,9 @@ def test_norm_of_huge_and_tiny_gradients_is_that_of_fp64(training, backend, devi
     ps = training.parameters(device=device)
     optimizer = training.run(AdamW, ps, 1, scale=scale, max_grad_norm=1.0, backend=backend)
     squares = sum(p.grad.double().square().sum().item() for p in ps)
-    assert optimizer.grad_norm.item() == pytest.approx(math.sqrt(squares), rel=1e-6)
+    assert optimizer.grad_norm.item() == pytest.approx(
+        math.sqrt(squares), rel=4 * torch.finfo(torch.float32).eps
+    )
     assert not optimizer.skipped
     assert all(p.isfinite().all() for p in ps)
 

@@ -16,6 +16,8 @@ from fusewright.optimizer.velo_features import element_features, start_decays
 from fusewright.optimizer.velo_networks import VeLONetworks
 from fusewright_testkit import Yardstick
 
+from .compared import assert_near
+
 # Without axes, with one, the longest axis first, last, in the middle, equal ones, and none at all.
 SHAPES = ((), (5,), (1, 1), (7, 4), (3, 9), (6, 6), (2, 5, 3), (4, 2, 3, 3), (0, 4))
 STEPS = 4
@@ -167,7 +169,7 @@ def test_element_features_are_those_of_the_published_definition(learned, shape):
         g = 2.0 * learned.gradient(p, step)
         kept = advanced(kept, g, start_decays(p.device))
         expected = torch.from_numpy(published.of_elements(p.numpy(), g.numpy()))
-        torch.testing.assert_close(element_features(p, g, kept), expected, rtol=1e-12, atol=0.0)
+        assert_near([element_features(p, g, kept)], [expected])
 
 
 @pytest.mark.parametrize("num_steps", [1, 7, 40])
@@ -186,7 +188,7 @@ def test_reference_steps_are_the_published_ones(learned, num_steps):
         expected = published.step(expected, gs, loss_at(step), 0.05, 0.01)
         optimizer.step(loss_at(step))
     for p, x in zip(ps, expected, strict=False):
-        np.testing.assert_allclose(p.detach().numpy(), x, rtol=1e-10, atol=1e-11)
+        assert_near([p], [torch.as_tensor(x)])
     assert optimizer.losses.step.item() == STEPS
 
 
@@ -242,7 +244,7 @@ def test_order_of_memory_changes_nothing(learned, backend, permuted, device):
     for step in range(STEPS):
         p.grad = learned.gradient(start, step)
         optimizer.step(loss_at(step))
-    torch.testing.assert_close(p.detach(), plain, rtol=1e-5, atol=1e-6)
+    assert_near([p.detach()], [plain])
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
@@ -275,7 +277,9 @@ def test_moments_keep_a_small_variance_beside_a_large_mean(learned, backend, dev
     see = part.see
     part.see = lambda step: seen.append(see(step)) or seen[-1]
     optimizer.step(1.0)
-    torch.testing.assert_close(seen[0].var_m[0], expected, rtol=1e-3, atol=0.0)
+    # A mean of 512 numbers that is off by its roundings adds its square to the variance.
+    off = 10 * torch.finfo(torch.float32).eps * m.abs().amax()
+    assert ((seen[0].var_m[0] - expected).abs() <= off.square() + 1e-5 * expected).all()
 
 
 def test_tensors_see_the_highest_of_all_tensors(learned, backend, device):
@@ -289,7 +293,7 @@ def test_tensors_see_the_highest_of_all_tensors(learned, backend, device):
         networks.pooled.bias.fill_(-1.0)
     together = stepped(learned, networks, backend, tensors, steps=2)
     alone = stepped(learned, networks, backend, tensors[:1], steps=2)
-    torch.testing.assert_close(together[0], alone[0], rtol=1e-6, atol=1e-7)
+    assert_near([together[0]], [alone[0]])
 
 
 def test_parameters_of_several_dtypes_and_groups_move_in_one_step(learned, backend, device):

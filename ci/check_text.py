@@ -47,9 +47,9 @@ def hand_set(source: str) -> Iterator[int]:
         if isinstance(node, ast.Call):
             for keyword in node.keywords:
                 value = number(keyword.value)
-                if value and keyword.arg in TOLERANCES:
-                    yield keyword.value.lineno
-                elif value and keyword.arg in NEARNESS and abs(value) < SMALL:
+                if (value and keyword.arg in TOLERANCES) or (
+                    value and keyword.arg in NEARNESS and abs(value) < SMALL
+                ):
                     yield keyword.value.lineno
         elif isinstance(node, ast.Compare):
             for one, operator, other in zip(

@@ -92,3 +92,48 @@ def test_house_words_are_found_in_names_and_prose_and_not_inside_words():
         "a.py:3: 'gadget', the field says GPU",
         "a.py:4: 'oddly', the field says again",
     ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert_close(x, y, rtol=1e-5, atol=0.0)",
+        "assert_close(x, y, rtol=0, atol=4 * 2 * 2.0**-20)",
+        "near = dict(atol=0.02)",
+        "assert x == pytest.approx(y, rel=1e-6)",
+        "assert math.isclose(x, y, abs_tol=1e-9)",
+        "assert (x - y).abs().max() < 1e-9",
+        "assert 1e-9 >= abs(x - y)",
+        "assert (x - y).norm() <= 1e-3 * y.norm()",
+        "assert x <= y + 1e-3",
+    ],
+)
+def test_tolerance_set_by_hand_is_told_by_its_line(line):
+    assert list(check_text.hand_set(f"import math\n\n{line}\n")) == [3]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert_close(x, y, rtol=0.0, atol=0.0)",
+        "assert_close(x, y, rtol=0.0, atol=2**10 * torch.finfo(x.dtype).eps)",
+        "assert x == pytest.approx(y, rel=8 * EPS)",
+        "assert abs(x - y) <= terms * eps * y",
+        "assert losses[-1] < 0.3 * losses[0]",
+        "assert x.abs().min() > 1e-9",
+        "x = optimizer(lr=1e-3, eps=1e-8)",
+    ],
+)
+def test_computed_tolerances_and_properties_are_none_set_by_hand(line):
+    assert list(check_text.hand_set(line)) == []
+
+
+def test_tolerances_are_looked_for_in_tests_alone(tmp_path, monkeypatch, capsys):
+    for folder in ("tests", "src"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "near.py").write_text("assert_close(x, y, atol=1e-3)\n")
+    monkeypatch.setattr(check_text.workspace, "ROOT", tmp_path)
+    monkeypatch.setattr(check_text, "files", lambda: sorted(tmp_path.rglob("*.py")))
+    assert check_text.main() == 1
+    assert "tests/near.py:1: a tolerance set by hand" in (told := capsys.readouterr().err)
+    assert "src" not in told

@@ -127,5 +127,6 @@ def test_compiled_blocks_are_one_graph_each(variant):
     with bf16():
         loss = model.loss(tokens)
     loss.backward()
-    assert abs(loss - expected) < 2**-8 * expected
+    # One rounding to bf16.
+    assert abs(loss - expected) < torch.finfo(torch.bfloat16).eps / 2 * expected
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())

@@ -85,7 +85,8 @@ def test_gradients_add_over_tensors_in_a_fixed_order(learned, device):
     kernels = gradients("triton")
     assert all(map(torch.equal, kernels, gradients("triton")))
     for x, y in zip(kernels, gradients("reference"), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5 * y.abs().max().item())
+        # fp32 sums of fewer than 2^6 terms, of which large ones may cancel.
+        assert ((x - y).abs() <= 2**6 * torch.finfo(torch.float32).eps * y.abs().max()).all()
 
 
 def test_reference_gives_gradients_to_everything(learned):

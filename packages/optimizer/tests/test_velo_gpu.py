@@ -164,7 +164,9 @@ def test_large_matrix_is_moved_as_by_the_reference(learned):
             optimizer.step(1.0)
         found.append(p.detach())
     difference = (found[0] - found[1]).abs().max()
-    assert difference < 1e-4 * (found[1] - x).abs().max()
+    # Two steps, each of a network whose sums have fewer than 2^8 terms.
+    roundings = 2 * 2**8 * torch.finfo(torch.float32).eps
+    assert difference < roundings * (found[1] - x).abs().max()
 
 
 def test_matrix_of_more_than_31_bits_is_moved_to_its_end(learned):

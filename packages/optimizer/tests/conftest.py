@@ -59,10 +59,10 @@ def training() -> Training:
 @pytest.fixture
 def capture(monkeypatch):
     """Makes tables and steps believe, or not, that a graph is captured."""
-    from fusewright.optimizer import _contract, _tables
+    from fusewright.optimizer.common import contract, tables
 
     def believe(on):
-        for module in (_contract, _tables):
+        for module in (contract, tables):
             monkeypatch.setattr(module, "is_captured", lambda device: on)
 
     return believe
@@ -76,19 +76,20 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def many_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles so small that few numbers take several, and sums several rounds."""
-    from fusewright.optimizer import _adamw_launch, _configs, _norm_launch
+    from fusewright.optimizer.adamw import launch as adamw
+    from fusewright.optimizer.common import launch as common
+    from fusewright.optimizer.norms import launch as norms
 
-    small = _configs.Block(size=64, num_warps=1)
-    walk = _configs.Walk(size=32, num_warps=1, programs_per_sm=2)
-    for module in (_adamw_launch, _norm_launch):
-        monkeypatch.setattr(module, "PREPARE", _configs.Block(size=2, num_warps=1))
-    monkeypatch.setattr(_adamw_launch, "ADAMW", small)
-    monkeypatch.setattr(_norm_launch, "SQUARES", walk)
-    monkeypatch.setattr(_norm_launch, "SCALE", walk)
-    for plan in (_norm_launch.gradients_plan, _norm_launch.norm_launch):
+    stride = common.GridStride(size=32, num_warps=1, programs_per_sm=2)
+    for module in (adamw, norms):
+        monkeypatch.setattr(module, "PREPARE", common.Block(size=2, num_warps=1))
+    monkeypatch.setattr(adamw, "ADAMW", common.Block(size=64, num_warps=1))
+    monkeypatch.setattr(common, "SQUARES", stride)
+    monkeypatch.setattr(norms, "SCALE", stride)
+    for plan in (norms.gradients_plan, norms.norm_launch):
         plan.cache_clear()
     yield
-    for plan in (_norm_launch.gradients_plan, _norm_launch.norm_launch):
+    for plan in (norms.gradients_plan, norms.norm_launch):
         plan.cache_clear()
 
 
@@ -100,7 +101,7 @@ class Learned:
 
     def network(self, extra: int = 0, device: str = "cpu") -> Any:
         """One whose every weight, bias and offset matters."""
-        from fusewright.optimizer.update_mlp import UpdateMLP
+        from fusewright.optimizer.learned.learned_update import UpdateMLP
 
         generator = torch.Generator().manual_seed(3)
         mlp = UpdateMLP(extra, exp_mult=0.3, step_mult=0.1)
@@ -112,7 +113,7 @@ class Learned:
 
     def velo_networks(self, device: str = "cpu") -> Any:
         """VeLO's, small, whose every weight and bias matters and whose steps stay small."""
-        from fusewright.optimizer.velo_networks import VeLONetworks
+        from fusewright.optimizer.velo.velo_networks import VeLONetworks
 
         generator = torch.Generator().manual_seed(3)
         networks = VeLONetworks(8, 6, exp_mult=0.1, step_mult=0.1)
@@ -140,13 +141,22 @@ def learned() -> Learned:
 @pytest.fixture
 def small_learned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that few numbers take several programs, and sums several rounds."""
-    from fusewright.optimizer import _learned_configs as configs
+    from fusewright.optimizer.common.statistics import launch as statistics
+    from fusewright.optimizer.learned import launch as learned
+    from fusewright.optimizer.velo import launch as velo
 
-    stretch = configs.Stretch(size=16, num_warps=1, shortest=16, programs=2)
-    tile = configs.SumTile(lines=4, line=2, tall=2, wide=4, tiles=1, chunks=3, num_warps=1)
-    for name in ("STATISTICS", "APPLY", "BACKWARD"):
-        monkeypatch.setattr(configs, name, stretch)
-    monkeypatch.setattr(configs, "SQUARES_OVER_AXES", tile)
-    monkeypatch.setattr(configs, "MEANS", configs.Means(size=4, shares=2, span=8, num_warps=1))
-    monkeypatch.setattr(configs, "FOLD", configs.Sums(rows=2, size=32, num_warps=1))
-    monkeypatch.setattr(configs, "SHARES", configs.Sums(rows=2, size=128, num_warps=1))
+    stretch = statistics.Stretch(size=16, num_warps=1, shortest=16, programs=2)
+    tile = statistics.SumTile(lines=4, line=2, tall=2, wide=4, tiles=1, chunks=3, num_warps=1)
+    means = statistics.Means(size=4, partials=2, span=8, num_warps=1)
+    for name, table in (
+        ("STATISTICS", stretch),
+        ("APPLY", stretch),
+        ("SQUARES_OVER_AXES", tile),
+        ("MEANS", means),
+    ):
+        monkeypatch.setattr(statistics, name, table)
+    monkeypatch.setattr(learned, "BACKWARD", stretch)
+    for module in (learned, velo):
+        monkeypatch.setattr(module, "FOLD", statistics.Sums(rows=2, size=32, num_warps=1))
+    add_partials = statistics.Sums(rows=2, size=128, num_warps=1)
+    monkeypatch.setattr(learned, "ADD_PARTIALS", add_partials)

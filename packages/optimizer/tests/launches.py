@@ -18,23 +18,29 @@ from fusewright.optimizer import (
     UpdateMLP,
     VeLO,
     VeLONetworks,
-    _learned_launch,
-    _norm_launch,
     clip_grad_norm_,
     grad_norm,
     learned_init,
     learned_update,
 )
-from fusewright.optimizer._backends import Card
+from fusewright.optimizer._core.backends import DeviceProperties
+from fusewright.optimizer.common import launch as common
+from fusewright.optimizer.learned import launch as learned_launch
 
-CARD = Card(
+GPU = DeviceProperties(
     multiprocessors=2,
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-_norm_launch.card_of = _learned_launch.card_of = lambda device: CARD
-ASKING = "adamw", "grad_norm", "learned_update", "_group_rates", "_learned_base", "_matrix_groups"
-for name in ASKING:
+common.device_properties = learned_launch.device_properties = lambda device: GPU
+for name in (
+    "adamw.adamw",
+    "common.statistics.optimizer",
+    "learned.learned_update",
+    "matrix.matrix_optimizer",
+    "nested.rates",
+    "norms.grad_norm",
+):
     # Launches are recorded on CPU tensors.
     sys.modules[f"fusewright.optimizer.{name}"].uses_triton = lambda x, backend: True
 DTYPES = torch.float32, torch.bfloat16, torch.float16

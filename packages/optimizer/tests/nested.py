@@ -8,7 +8,7 @@ import copy
 import math
 
 import torch
-from fusewright.optimizer.deep_nested import DeepNestedOptimizer
+from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimizer
 
 from .compared import assert_near
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fusewright.optimizer import AdamW, DeepNestedOptimizer, LearnedOptimizer, Muon, UpdateMLP
-from fusewright.optimizer._checks import check_gradient
+from fusewright.optimizer.common.checks import check_gradient
 
 from .compared import assert_near
 
@@ -278,7 +278,7 @@ BAD = [
     (
         lambda: adamw(torch.zeros(2, dtype=torch.int64)),
         TypeError,
-        "complex, got one of torch.int64",
+        "floating or complex, got torch.int64",
     ),
     (lambda: adamw(torch.zeros(2).to_sparse()), TypeError, "strided .* torch.sparse_coo"),
     (lambda: adamw(lr=-1.0), ValueError, "lr must be at least 0, got -1.0"),
@@ -307,10 +307,10 @@ BAD = [
         ValueError,
         "float32 or bfloat16, got torch.float16",
     ),
-    (lambda: adamw(rounding="up"), ValueError, "nearest, stochastic, remainder, got 'up'"),
-    (lambda: adamw(seed=-1), ValueError, "seed must be a whole number .* got -1"),
+    (lambda: adamw(rounding="up"), ValueError, '"stochastic" or "remainder", got \'up\''),
+    (lambda: adamw(seed=-1), ValueError, "seed must be at least 0, got -1"),
     (lambda: adamw(seed=2**31), ValueError, "got 2147483648"),
-    (lambda: adamw(seed=1.0), ValueError, "got 1.0"),
+    (lambda: adamw(seed=1.0), TypeError, "seed must be a whole number, got float"),
     (lambda: adamw(backend="cuda"), ValueError, "backend must be .* got 'cuda'"),
     (lambda: adamw(fused=True), TypeError, "fused"),
 ]
@@ -355,7 +355,11 @@ def two_counts_of_steps(p, state):
 
 
 STRANGE = [
-    (sparse_gradient, TypeError, "gradients must be strided tensors, got one of torch.sparse_coo"),
+    (
+        sparse_gradient,
+        TypeError,
+        "a gradient must be a strided tensor, got layout torch.sparse_coo",
+    ),
     (gradient_of_another_shape, ValueError, r"shape \[7\] on cpu has a gradient of \[5\] on cpu"),
     (
         state_of_another_shape,

@@ -9,9 +9,9 @@ import math
 
 import pytest
 import torch
-from fusewright.optimizer._continuum_networks import ElementNetwork, ScalarNetwork, log_sign
-from fusewright.optimizer.continuum import SAMPLED_ELEMENTS, Continuum
-from fusewright.optimizer.deep_nested import DeepNestedOptimizer
+from fusewright.optimizer.nested.continuum import SAMPLED_ELEMENTS, Continuum
+from fusewright.optimizer.nested.continuum_networks import ElementNetwork, ScalarNetwork, log_sign
+from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimizer
 
 from .compared import assert_near
 from .nested import INF, NAN, Eager, assert_followed, give, model, optimizer_of

@@ -9,9 +9,9 @@ import itertools
 import pytest
 import torch
 from fusewright.optimizer import AdamW
-from fusewright.optimizer._launch import Launch
-from fusewright.optimizer.deep_nested import DeepNestedOptimizer
-from fusewright.optimizer.group_depth import parameter_groups, relative_depths
+from fusewright.optimizer._core.launches import Launch
+from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimizer
+from fusewright.optimizer.nested.parameter_groups import parameter_groups, relative_depths
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .compared import assert_near
@@ -51,11 +51,11 @@ def test_kernels_step_is_the_references(device, frequency):
 
 def test_kernels_share_groups_out_over_programs(device, many_programs, monkeypatch):
     """Of several programs for each group and several rounds of the controller's."""
-    from fusewright.optimizer import _configs, _group_norm_launch
+    from fusewright.optimizer.common.launch import Block, GridStride
+    from fusewright.optimizer.nested import launch
 
-    walk = _configs.Walk(size=4, num_warps=1, programs_per_sm=4)
-    monkeypatch.setattr(_group_norm_launch, "SQUARES", walk)
-    monkeypatch.setattr(_group_norm_launch, "PREPARE", _configs.Block(size=2, num_warps=1))
+    monkeypatch.setattr(launch, "SQUARES", GridStride(size=4, num_warps=1, programs_per_sm=4))
+    monkeypatch.setattr(launch, "PREPARE", Block(size=2, num_warps=1))
     some = model(torch.float32, device)
     optimizer = optimizer_of(some, backend="triton", max_grad_norm=None)
     loss = give(some, 1)
@@ -73,11 +73,11 @@ def test_kernels_share_groups_out_over_programs(device, many_programs, monkeypat
 
 
 def test_programs_cover_every_block_once():
-    from fusewright.optimizer._group_norm_launch import shared_out
+    from fusewright.optimizer.nested.launch import programs_by_group
 
     for blocks in ([7, 0, 1, 100], [1], [3, 3, 3], [0, 0]):
         for programs in (1, 2, 5, 1000):
-            bounds, groups = shared_out(blocks, programs)
+            bounds, groups = programs_by_group(blocks, programs)
             assert bounds[0] == 0
             assert bounds[-1] == sum(blocks)
             spans = [stop - start for start, stop in itertools.pairwise(bounds)]
@@ -159,11 +159,11 @@ def test_step_is_adamws_launches_and_one(device, frequency, monkeypatch):
             optimizer.step(*[loss] * (name == "ours"))
         found[name] = dict(launched)
         assert len(found[name]) == len(launched)
-    assert list(found["theirs"]) == ["_squares_kernel", "_prepare_kernel", "_adamw_kernel"]
-    expected = ["_group_squares_kernel", "_control_kernel", "_prepare_kernel", "_adamw_kernel"]
+    assert list(found["theirs"]) == ["squares_kernel", "prepare_kernel", "adamw_kernel"]
+    expected = ["group_squares_kernel", "control_kernel", "prepare_kernel", "adamw_kernel"]
     assert list(found["ours"]) == expected
     # Where multipliers stay nobody reads the parameters.
-    assert found["ours"]["_group_squares_kernel"][1] == (2 if frequency == 1 else 1)
+    assert found["ours"]["group_squares_kernel"][1] == (2 if frequency == 1 else 1)
 
 
 def test_state_is_adamws_alone():
@@ -361,11 +361,14 @@ def test_frozen_parameters_are_left_out():
         ({"meta": "guess"}, 'meta must be "hypergradient" or "proxy"'),
         ({"features": "square"}, 'features must be "log" or "raw"'),
         ({"update": "sgd"}, 'update must be "adamw" or "continuum"'),
-        ({"meta_update_freq": 0}, "meta_update_freq must be whole numbers"),
-        ({"controller_update_freq": 1.5}, "controller_update_freq must be whole numbers"),
-        ({"controller_hidden_dim": True}, "controller_hidden_dim must be whole numbers"),
+        ({"meta_update_freq": 0}, "meta_update_freq must be at least 1, got 0"),
+        (
+            {"controller_update_freq": 1.5},
+            "controller_update_freq must be a whole number, got float",
+        ),
+        ({"controller_hidden_dim": True}, "controller_hidden_dim must be a whole number, got bool"),
         ({"frequencies": ()}, "frequencies must be of one level"),
-        ({"frequencies": (1, 0)}, "frequencies must be whole numbers"),
+        ({"frequencies": (1, 0)}, "frequencies must be at least 1, got 0"),
         ({"momentum_hidden_dim": 1}, "momentum_hidden_dim must be at least 2"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be a finite number above 0"),
         ({"update": "continuum", "rounding": "stochastic"}, "rounding and state_dtype are of"),
@@ -374,7 +377,8 @@ def test_frozen_parameters_are_left_out():
     ],
 )
 def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    error = TypeError if "whole number" in message else ValueError
+    with pytest.raises(error, match=message):
         DeepNestedOptimizer(model(), **options)
 
 
@@ -403,7 +407,7 @@ def test_bad_gradients_and_losses_are_refused_before_anything_moves(update):
     with pytest.raises(ValueError, match="loss must be one number"):
         optimizer.step(torch.ones(2))
     some.lm_head.weight.grad = torch.ones(5, 3, dtype=torch.float64).to_sparse()
-    with pytest.raises(TypeError, match="gradients must be strided"):
+    with pytest.raises(TypeError, match="a gradient must be a strided tensor"):
         optimizer.step(loss)
     assert optimizer.global_step == 0
     assert all(map(torch.equal, some.parameters(), before))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.optimizer.deep_nested import DeepNestedOptimizer
+from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimizer
 from fusewright_testkit import capture, no_synchronisation
 
 from .nested import give, model, optimizer_of

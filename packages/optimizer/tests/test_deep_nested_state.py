@@ -11,7 +11,7 @@ import pickle
 import pytest
 import torch
 from fusewright.optimizer import AdamW
-from fusewright.optimizer.deep_nested import DeepNestedOptimizer
+from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimizer
 from torch.utils import _pytree as pytree
 
 from .compared import assert_equal
@@ -109,8 +109,8 @@ def test_kernels_training_goes_on_from_a_copy_right_before_it_learns(device, dty
 
 
 def test_numbers_of_a_step_are_those_of_the_kernels():
-    from fusewright.optimizer._adamw_kernels import NUMBERS
-    from fusewright.optimizer._nested_checks import STEP_NUMBERS
+    from fusewright.optimizer.common.tiles_step import NUMBERS
+    from fusewright.optimizer.nested.adamw_mode import STEP_NUMBERS
 
     assert NUMBERS.value == STEP_NUMBERS
 
@@ -236,7 +236,7 @@ BAD = {
     "no nested": (("nested", None), "nested must have .* got None"),
     "step": (
         ("nested", "global_step", -1),
-        "nested.global_step must be a whole number of at least",
+        "nested.global_step must be at least 0, got -1",
     ),
     "groups": (
         ("nested", "rates", torch.ones(3)),
@@ -253,7 +253,7 @@ BAD = {
     "continuum": (("nested", "continuum", {}), "nested.continuum must be None"),
     "last": (("nested", "last", None), "nested.last must have gradients, numbers, got None"),
     "gradients": (("nested", "last", "gradients", [None]), "last.gradients must be a list of 8,"),
-    "dtype": (("nested", "last", "gradients", 3 * [1, None] + [1, 1]), "must be floating dtypes"),
+    "dtype": (("nested", "last", "gradients", 3 * [1, None] + [1, 1]), "must be a floating dtype"),
     "numbers": (
         ("nested", "last", "numbers", torch.ones(8)),
         r"numbers must be a tensor of \[8, 8",
@@ -263,7 +263,10 @@ BAD_CONTINUA = {
     "continuum": (("nested", "continuum", None), "continuum must have network, trainer, previous"),
     "network": (("nested", "continuum", "network", {}), "continuum.network must have layers.0.wei"),
     "trainer": (("nested", "continuum", "trainer", None), "must be the state dict of an AdamW"),
-    "previous": (("nested", "continuum", "previous", torch.ones(2, 2)), "must be None or a tensor"),
+    "previous": (
+        ("nested", "continuum", "previous", torch.ones(2, 2)),
+        "previous must be a tensor of",
+    ),
     "directions": (("nested", "last", "directions", []), "directions must be a list of 8, got 0"),
     "direction": (
         ("nested", "last", "directions", 0, torch.ones(1)),

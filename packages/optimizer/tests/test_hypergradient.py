@@ -8,9 +8,9 @@ import copy
 
 import pytest
 import torch
-from fusewright.optimizer.deep_nested import DeepNestedOptimizer
-from fusewright.optimizer.hypergradient import ControllerTraining
-from fusewright.optimizer.nested_controller import NestedController
+from fusewright.optimizer.nested.controller_training import ControllerTraining
+from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimizer
+from fusewright.optimizer.nested.nested_controller import NestedController
 
 from .compared import assert_near
 from .nested import NAN, give, model, optimizer_of
@@ -111,14 +111,15 @@ def test_kernels_hypergradient_is_the_references(device, decay):
 
 
 def test_kernels_hypergradient_over_many_programs_is_that_over_few(device, monkeypatch):
-    from fusewright.optimizer import _configs, _group_norm_launch, _nested_modes
+    from fusewright.optimizer.common.launch import GridStride
+    from fusewright.optimizer.nested import adamw_mode, launch
 
     # By kernels alone.
-    monkeypatch.setattr(_nested_modes, "dots_by_group", None)
+    monkeypatch.setattr(adamw_mode, "dots_by_group", None)
     found = []
     for size in (1024, 4):
-        walk = _configs.Walk(size=size, num_warps=1, programs_per_sm=4)
-        monkeypatch.setattr(_group_norm_launch, "SQUARES", walk)
+        stride = GridStride(size=size, num_warps=1, programs_per_sm=4)
+        monkeypatch.setattr(launch, "SQUARES", stride)
         some = model(torch.float32, device)
         optimizer = optimizer_of(some, backend="triton")
         optimizer.step(give(some, 1))
@@ -285,7 +286,7 @@ def test_meta_update_leaves_gradients_alone():
 def test_meta_update_refuses_what_it_cannot_judge():
     some = model()
     optimizer = optimizer_of(some)
-    with pytest.raises(RuntimeError, match="needs a step that it can judge"):
+    with pytest.raises(RuntimeError, match="needs a step before it, got none yet"):
         optimizer.meta_update(lambda: validation(list(some.parameters())))
     optimizer.step(give(some, 1))
     for loss in (None, 3.0, torch.ones(())):

@@ -14,13 +14,13 @@ from fusewright.optimizer import (
     grad_norm,
     trained_update_mlp,
 )
-from fusewright.optimizer._launch import Launch
+from fusewright.optimizer._core.launches import Launch
 
 # Where a matrix and a vector of one dtype, and more of the same, are moved together.
 SHAPES = ((6, 10), (7,), (6, 10), (7,))
-STATISTICS = ["_learned_prepare_kernel", "_sums_kernel", "_means_kernel", "_statistics_kernel"]
-MUON = ["_muon_momentum_kernel", "_unit_kernel", "_muon_move_kernel"]
-OF_M3 = ["_m3_memories_kernel", "_unit_kernel", "_m3_move_kernel"]
+STATISTICS = ["learned_prepare_kernel", "sums_kernel", "means_kernel", "statistics_kernel"]
+MUON = ["muon_momentum_kernel", "unit_kernel", "muon_move_kernel"]
+OF_M3 = ["m3_memories_kernel", "unit_kernel", "m3_move_kernel"]
 
 
 @pytest.fixture
@@ -57,15 +57,15 @@ def velo(ps):
 @pytest.mark.parametrize(
     ("make", "kernels"),
     [
-        (lambda ps: AdamW(ps, backend="triton"), ["_prepare_kernel", "_adamw_kernel"]),
+        (lambda ps: AdamW(ps, backend="triton"), ["prepare_kernel", "adamw_kernel"]),
         (
             lambda ps: AdamW(ps, max_grad_norm=1.0, backend="triton"),
-            ["_squares_kernel", "_prepare_kernel", "_adamw_kernel"],
+            ["squares_kernel", "prepare_kernel", "adamw_kernel"],
         ),
         (lambda ps: Muon(ps[::2], backend="triton"), MUON),
         (lambda ps: M3(ps[::2], backend="triton"), OF_M3),
-        (learned, [*STATISTICS, "_fold_kernel", "_apply_kernel"]),
-        (velo, [*STATISTICS, "_moments_kernel", "_velo_apply_kernel"]),
+        (learned, [*STATISTICS, "fold_kernel", "apply_kernel"]),
+        (velo, [*STATISTICS, "moments_kernel", "velo_apply_kernel"]),
     ],
     ids=["adamw", "adamw-clipping", "muon", "m3", "learned", "velo"],
 )
@@ -81,7 +81,7 @@ def test_step_has_the_same_few_launches(ps, launched, make, kernels):
 def test_norm_and_clipping_have_two_launches(ps, launched):
     gradients = [p.grad for p in ps]
     grad_norm(gradients, backend="triton")
-    assert launched == ["_squares_kernel", "_norm_kernel"]
+    assert launched == ["squares_kernel", "norm_kernel"]
     launched.clear()
     clip_grad_norm_(ps, 1.0, backend="triton")
-    assert launched == ["_squares_kernel", "_clip_kernel"]
+    assert launched == ["squares_kernel", "clip_kernel"]

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.optimizer.learned_optimizer import LearnedOptimizer
-from fusewright.optimizer.learned_update import learned_init, learned_update
+from fusewright.optimizer.learned.learned_optimizer import LearnedOptimizer
+from fusewright.optimizer.learned.learned_update import learned_init, learned_update
 from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu
@@ -194,7 +194,7 @@ def test_large_matrix_is_moved_as_by_the_reference(learned):
 
 
 def test_matrix_of_more_than_31_bits_is_moved_to_its_end():
-    from fusewright.optimizer.update_mlp import UpdateMLP
+    from fusewright.optimizer.learned.learned_update import UpdateMLP
 
     p = torch.nn.Parameter(torch.zeros(2**16 + 1, 2**15, dtype=torch.bfloat16, device="cuda"))
     p.grad = torch.ones_like(p)

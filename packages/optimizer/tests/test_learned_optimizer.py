@@ -8,16 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from fusewright.optimizer.learned_features import (
-    advanced,
-    decays_of,
-    element_features,
-    new_statistics,
-    normalised,
-    time_features,
-)
-from fusewright.optimizer.learned_optimizer import LearnedOptimizer
-from fusewright.optimizer.update_mlp import UpdateMLP
+from fusewright.optimizer.common.statistics.reference import advanced, new_statistics, normalised
+from fusewright.optimizer.learned.learned_optimizer import LearnedOptimizer
+from fusewright.optimizer.learned.learned_update import UpdateMLP
+from fusewright.optimizer.learned.reference import decays_of, element_features, time_features
 from fusewright_testkit import Yardstick
 
 from .compared import assert_near
@@ -406,7 +400,7 @@ def test_bad_parameters_and_networks_are_refused():
     p = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(TypeError, match="mlp must be an UpdateMLP"):
         LearnedOptimizer([p], torch.nn.Linear(39, 2))
-    with pytest.raises(TypeError, match="real floating"):
+    with pytest.raises(TypeError, match=r"a parameter must be floating, got torch\.complex64"):
         LearnedOptimizer([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))], UpdateMLP())
     with pytest.raises(ValueError, match="empty parameter list"):
         LearnedOptimizer([], UpdateMLP())

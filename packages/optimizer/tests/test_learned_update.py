@@ -8,19 +8,19 @@ import weakref
 
 import pytest
 import torch
-from fusewright.optimizer.learned_features import Statistics
-from fusewright.optimizer.learned_update import (
+from fusewright.optimizer.common.statistics.reference import Statistics
+from fusewright.optimizer.learned.learned_update import (
     FunctionalLearnedOptimizer,
+    UpdateMLP,
     learned_apply,
     learned_init,
     learned_update,
 )
-from fusewright.optimizer.trained_update_mlp import trained_update_mlp
-from fusewright.optimizer.update_mlp import (
+from fusewright.optimizer.learned.pretrained import (
     PUBLIC_NAMES,
     PUBLIC_OFFSETS,
-    UpdateMLP,
     load_update_mlp,
+    trained_update_mlp,
 )
 from fusewright_testkit import Yardstick
 
@@ -145,7 +145,7 @@ def test_functions_write_into_nothing_they_are_given(learned, backend, device):
 
 
 def test_functional_steps_are_the_optimizers(learned, backend, device):
-    from fusewright.optimizer.learned_optimizer import LearnedOptimizer
+    from fusewright.optimizer.learned.learned_optimizer import LearnedOptimizer
 
     mlp = learned.network(device=device)
     xs = learned.drawn(learned.kinds, device)

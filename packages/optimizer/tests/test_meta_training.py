@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
+import pathlib
+import sys
 
 import pytest
 import torch
@@ -10,14 +13,8 @@ from fusewright.optimizer import (
     FunctionalLearnedOptimizer,
     LearnedOptimizer,
     UpdateMLP,
-    meta_training,
     trained_update_mlp,
 )
-from fusewright.optimizer import _meta_held_out as held_out
-from fusewright.optimizer import _meta_runs as runs_of
-from fusewright.optimizer import _meta_tasks as tasks
-from fusewright.optimizer._meta_pairs import Pairs, Settings
-from fusewright.optimizer.meta_training import MetaTraining
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +23,24 @@ from .compared import assert_near
 
 # fp32 sums of fewer than 2^6 terms, in two orders.
 ROUNDINGS = 2**6 * torch.finfo(torch.float32).eps
+
+
+def load(folder: pathlib.Path) -> None:
+    """Make the folder importable by its name, as for who runs it there."""
+    init = folder / "__init__.py"
+    spec = importlib.util.spec_from_file_location(folder.name, init)
+    sys.modules[folder.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[folder.name])
+
+
+load(pathlib.Path(__file__).parents[1] / "meta_training")
+command = importlib.import_module("meta_training.__main__")
+held_out = importlib.import_module("meta_training.held_out")
+runs_of = importlib.import_module("meta_training.runs")
+tasks = importlib.import_module("meta_training.tasks")
+training = importlib.import_module("meta_training.training")
+Pairs, Settings = training.Pairs, training.Settings
+MetaTraining = training.MetaTraining
 
 CPU = torch.device("cpu")
 ALL = [*tasks.training_tasks(), *tasks.held_out_tasks()]
@@ -176,7 +191,7 @@ TINY = Settings(pairs=8, steps=4, horizon=40, lr=0.02, averaged=3.0)
 
 def test_meta_training_lowers_losses_and_writes_what_it_has(tmp_path):
     path = tmp_path / "weights.pt"
-    rows = meta_training.run(
+    rows = training.run(
         path, TINY, CPU, updates=40, every=40, problems=8, held_out_steps=40,
         training=SMALL, held_out=[tasks.Regression((5, 2)), tasks.Classification((6, 5))],
     )  # fmt: skip
@@ -234,7 +249,7 @@ def test_trials_change_nothing_of_the_training():
 def test_command_trains_all_tasks(tmp_path):
     path = tmp_path / "folder" / "weights.pt"
     given = "--device cpu --updates 1 --pairs 1 --steps 1 --horizon 20 --problems 1"
-    assert meta_training.main([*given.split(), "--held-out-steps", "2", "--out", str(path)]) == 0
+    assert command.main([*given.split(), "--held-out-steps", "2", "--out", str(path)]) == 0
     assert path.is_file()
     assert path.with_suffix(".csv").is_file()
     assert len(list(path.parent.iterdir())) == 2
@@ -250,7 +265,7 @@ def test_command_trains_all_tasks(tmp_path):
 )
 def test_flags_that_cannot_be_served_are_refused(capsys, flags, message):
     with pytest.raises(SystemExit):
-        meta_training.main(flags.split())
+        command.main(flags.split())
     assert message in capsys.readouterr().err
 
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from fusewright.optimizer.deep_momentum import DeepMomentum, answer, taught
-from fusewright.optimizer.delta_momentum import DeltaMomentum
+from fusewright.optimizer.matrix.deep_momentum import DeepMomentum, momentum_of, trained
+from fusewright.optimizer.matrix.delta_momentum import DeltaMomentum
 from fusewright_testkit import Yardstick
 
 from .compared import assert_near
@@ -119,7 +119,7 @@ def test_inner_gradient_is_autograds(objective):
         torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes
     )
     group = dict(alpha=0.7, inner_lr=0.3, objective=objective)
-    found = taught(u, w1, w2, start, group)
+    found = trained(u, w1, w2, start, group)
     for number in range(2):
         weights = w1[number], w2[number]
         gradients = torch.func.grad(inner_loss, (0, 1))(*weights, u[number], objective)
@@ -173,10 +173,10 @@ def test_deep_momentum_is_as_near_to_fp64_as_its_formula(training, device, objec
     Yardstick(eager, tensors, [None] * len(tensors)).check(functools.partial(run, ours))
 
 
-def test_deep_momentum_answers_opposite_gradients_with_opposite_steps(device):
+def test_deep_momentum_momentum_ofs_opposite_gradients_with_opposite_steps(device):
     generator = torch.Generator().manual_seed(0)
     u, w1, w2 = (torch.randn(*s, generator=generator) for s in ((1, 9, 5), (1, 4, 5), (1, 5, 4)))
-    assert torch.equal(answer(-u, w1, w2), -answer(u, w1, w2))
+    assert torch.equal(momentum_of(-u, w1, w2), -momentum_of(u, w1, w2))
 
 
 def test_deep_momentum_steps_as_far_as_gradients_are_large(training, device):
@@ -229,9 +229,9 @@ def test_regression_on_a_matrix_is_solved(device, make_optimizer, factor):
         (DeltaMomentum, dict(weight_decay=-0.1), "weight_decay must be at least 0"),
         (DeepMomentum, dict(alpha=-0.1), "alpha must be from 0"),
         (DeepMomentum, dict(inner_lr=-1.0), "inner_lr must be at least 0"),
-        (DeepMomentum, dict(hidden=0), "hidden must be a whole number from 1"),
-        (DeepMomentum, dict(seed=-1), "seed must be a whole number from 0"),
-        (DeepMomentum, dict(objective="l2"), "objective must be of dot, regression, got 'l2'"),
+        (DeepMomentum, dict(hidden=0), "hidden must be at least 1, got 0"),
+        (DeepMomentum, dict(seed=-1), "seed must be at least 0, got -1"),
+        (DeepMomentum, dict(objective="l2"), 'objective must be "dot" or "regression", got \'l2\''),
         (DeepMomentum, dict(orthogonal="yes"), "orthogonal must be True or False"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from fusewright.optimizer.muon import Muon
-from fusewright.optimizer.newton_schulz import CUBIC, QUINTIC
+from fusewright.optimizer.matrix.muon import Muon
+from fusewright.optimizer.matrix.newton_schulz import CUBIC, QUINTIC
 from fusewright_testkit import Yardstick
 
 from .compared import assert_near
@@ -196,7 +196,7 @@ def test_regression_on_a_matrix_is_solved(device):
         (dict(momentum=1.0), ValueError, "momentum must be from 0 to below 1, got 1.0"),
         (dict(momentum=torch.tensor(0.9)), ValueError, "momentum must be a number, got a tensor"),
         (dict(nesterov=1), ValueError, "nesterov must be True or False, got 1"),
-        (dict(scale="wide"), ValueError, "scale must be of output_rms, .* got 'wide'"),
+        (dict(scale="wide"), ValueError, "scale must be \"output_rms\" or .* got 'wide'"),
         (dict(ns_steps=0), ValueError, "at least 1, got 0"),
         (dict(ns_coefficients=(1.0,)), ValueError, "three numbers"),
         (dict(ns_dtype=torch.int8), TypeError, "dtype must be floating"),

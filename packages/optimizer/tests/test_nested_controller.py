@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from fusewright.optimizer.nested_controller import LEAST, MOST, START, NestedController
+from fusewright.optimizer.nested.nested_controller import NestedController
+from fusewright.optimizer.nested.reference import HIGHEST, LOWEST, START
 
 F64 = torch.float64
 
@@ -56,7 +57,7 @@ def test_multipliers_are_those_of_the_plain_formula(features, layers):
 def test_multipliers_stay_within_their_bounds():
     controller = drawn(scale=1e6)
     found = controller(torch.rand(100, 3, dtype=F64) * 1e3)
-    assert set(found.tolist()) <= {LEAST, MOST}
+    assert set(found.tolist()) <= {LOWEST, HIGHEST}
     assert found.unique().numel() == 1 or found.min() < found.max()
 
 
@@ -101,14 +102,15 @@ def test_gradients_are_those_of_differences():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hidden": 0}, "hidden must be a whole number"),
-        ({"hidden": True}, "hidden must be a whole number"),
-        ({"layers": 1.0}, "layers must be a whole number"),
+        ({"hidden": 0}, "hidden must be at least 1, got 0"),
+        ({"hidden": True}, "hidden must be a whole number, got bool"),
+        ({"layers": 1.0}, "layers must be a whole number, got float"),
         ({"features": "sqrt"}, 'features must be "log" or "raw"'),
     ],
 )
 def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    error = TypeError if "whole number" in message else ValueError
+    with pytest.raises(error, match=message):
         NestedController(**options)
 
 

@@ -9,11 +9,12 @@ import weakref
 
 import pytest
 import torch
-from fusewright.optimizer import _stack, _stacked
-from fusewright.optimizer.deep_momentum import DeepMomentum
-from fusewright.optimizer.delta_momentum import DeltaMomentum
-from fusewright.optimizer.m3 import M3
-from fusewright.optimizer.muon import Muon
+from fusewright.optimizer.common import checks
+from fusewright.optimizer.matrix import stacked_optimizer
+from fusewright.optimizer.matrix.deep_momentum import DeepMomentum
+from fusewright.optimizer.matrix.delta_momentum import DeltaMomentum
+from fusewright.optimizer.matrix.m3 import M3
+from fusewright.optimizer.matrix.muon import Muon
 from fusewright_testkit import capture, no_synchronisation
 
 from .compared import assert_near, everything
@@ -99,7 +100,7 @@ def test_stacks_of_a_bounded_size_move_as_whole_ones(training, device, make, mon
     ps, twin = (training.parameters(torch.float64, device) for _ in range(2))
     training.run(functools.partial(in_full, make), ps)
     # Two of three matrices of 60 elements, and less than a filter bank.
-    monkeypatch.setattr(_stacked, "STACKED", 120)
+    monkeypatch.setattr(stacked_optimizer, "STACKED", 120)
     training.run(functools.partial(in_full, make), twin)
     for p, q in zip(ps, twin, strict=True):
         torch.testing.assert_close(p, q)
@@ -393,7 +394,7 @@ def shorten(p):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (make_sparse, TypeError, "strided tensors, got one of torch.sparse_coo"),
+        (make_sparse, TypeError, "a strided tensor, got layout torch.sparse_coo"),
         (shorten, ValueError, r"shape \[3, 10\] .* gradient of \[6, 10\]"),
     ],
     ids=["sparse", "shape"],
@@ -414,8 +415,8 @@ def test_bad_gradients_are_refused_before_anything_is_touched(
 @pytest.mark.parametrize(
     ("p", "message"),
     [
-        (torch.ones(2, 3, dtype=torch.complex64), "floating, got one of torch.complex64"),
-        (torch.ones(2, 3).to_sparse(), "strided tensors, got one of torch.sparse_coo"),
+        (torch.ones(2, 3, dtype=torch.complex64), "floating, got torch.complex64"),
+        (torch.ones(2, 3).to_sparse(), "a strided tensor, got layout torch.sparse_coo"),
     ],
     ids=["complex", "sparse"],
 )
@@ -425,7 +426,7 @@ def test_bad_parameters_are_refused(make, p, message):
 
 
 def test_sharded_parameters_are_refused(make, monkeypatch):
-    monkeypatch.setattr(_stack, "is_distributed", lambda x: True)
+    monkeypatch.setattr(checks, "is_distributed", lambda x: True)
     with pytest.raises(TypeError, match="must be whole, got a Parameter"):
         make([torch.nn.Parameter(torch.ones(2, 3))])
 

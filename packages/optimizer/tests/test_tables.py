@@ -15,13 +15,13 @@ def replay(table):
 
 
 def uploaded(**options):
-    from fusewright.optimizer._tables import Uploaded
+    from fusewright.optimizer.common.tables import Uploaded
 
     return Uploaded(2, torch.int64, CPU, **options)
 
 
 def test_replays_leave_what_eager_steps_read_alone(capture):
-    table = uploaded(apart=True)
+    table = uploaded(exclusive=True)
     assert table.hold([1, 2])
     eager = table.table
     capture(True)
@@ -39,7 +39,7 @@ def test_replays_leave_what_eager_steps_read_alone(capture):
 
 
 def test_capture_that_finds_addresses_copies_none_and_they_are_left_to_it(capture):
-    table = uploaded(apart=True)
+    table = uploaded(exclusive=True)
     table.hold([1, 2])
     capture(True)
     assert not table.hold([1, 2])

@@ -10,10 +10,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from fusewright.optimizer.learned_features import advanced, new_statistics
-from fusewright.optimizer.velo import VeLO
-from fusewright.optimizer.velo_features import element_features, start_decays
-from fusewright.optimizer.velo_networks import VeLONetworks
+from fusewright.optimizer.common.statistics.reference import advanced, new_statistics
+from fusewright.optimizer.velo.reference import element_features, start_decays
+from fusewright.optimizer.velo.velo import VeLO
+from fusewright.optimizer.velo.velo_networks import VeLONetworks
 from fusewright_testkit import Yardstick
 
 from .compared import assert_near
@@ -273,14 +273,14 @@ def test_moments_keep_a_small_variance_beside_a_large_mean(learned, backend, dev
     expected = m.flatten(1).var(1, correction=0)
     (part, _), *_ = optimizer._parts
     p.grad = torch.zeros_like(p)
-    seen = []
-    see = part.see
-    part.see = lambda step: seen.append(see(step)) or seen[-1]
+    moments = []
+    advance = part.advance
+    part.advance = lambda step: moments.append(advance(step)) or moments[-1]
     optimizer.step(1.0)
     # A mean of 512 numbers that is off by its roundings adds its square to the variance.
     eps = torch.finfo(torch.float32).eps
     off = 10 * eps * m.abs().amax()
-    assert ((seen[0].var_m[0] - expected).abs() <= off.square() + 2**6 * eps * expected).all()
+    assert ((moments[0].var_m[0] - expected).abs() <= off.square() + 2**6 * eps * expected).all()
 
 
 def test_tensors_see_the_highest_of_all_tensors(learned, backend, device):

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.optimizer.velo import VeLO
-from fusewright.optimizer.velo_networks import VeLONetworks
+from fusewright.optimizer.velo.velo import VeLO
+from fusewright.optimizer.velo.velo_networks import VeLONetworks
 from fusewright_testkit import Yardstick, capture, no_synchronisation
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from fusewright.optimizer import AdamW, LearnedOptimizer, Muon, VeLO, clip_grad_norm_, grad_norm
-from fusewright.optimizer.m3 import M3
+from fusewright.optimizer.matrix.m3 import M3
 
 MAKERS = ["adamw", "muon", "m3", "learned", "velo"]
 

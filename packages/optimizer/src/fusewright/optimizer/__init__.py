@@ -6,29 +6,29 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._backends import Backend, available_backends
-from .adamw import AdamW
-from .deep_momentum import DeepMomentum
-from .deep_nested import DeepNestedOptimizer
-from .delta_momentum import DeltaMomentum
-from .functional import AdamWState, FunctionalAdamW
-from .grad_norm import clip_grad_norm_, grad_norm
-from .group_depth import group_of, parameter_groups
-from .learned_optimizer import LearnedOptimizer
-from .learned_update import (
+from ._core.backends import Backend, available_backends
+from .adamw.adamw import AdamW
+from .adamw.functional_adamw import AdamWState, FunctionalAdamW
+from .learned.learned_optimizer import LearnedOptimizer
+from .learned.learned_update import (
     FunctionalLearnedOptimizer,
+    UpdateMLP,
     learned_apply,
     learned_init,
     learned_update,
 )
-from .m3 import M3
-from .muon import Muon
-from .nested_controller import NestedController
-from .newton_schulz import newton_schulz
-from .trained_update_mlp import trained_update_mlp
-from .update_mlp import UpdateMLP, load_update_mlp
-from .velo import VeLO
-from .velo_networks import VeLONetworks, load_velo
+from .learned.pretrained import load_update_mlp, trained_update_mlp
+from .matrix.deep_momentum import DeepMomentum
+from .matrix.delta_momentum import DeltaMomentum
+from .matrix.m3 import M3
+from .matrix.muon import Muon
+from .matrix.newton_schulz import newton_schulz
+from .nested.deep_nested_optimizer import DeepNestedOptimizer
+from .nested.nested_controller import NestedController
+from .nested.parameter_groups import group_of, parameter_groups
+from .norms.grad_norm import clip_grad_norm_, grad_norm
+from .velo.velo import VeLO
+from .velo.velo_networks import VeLONetworks, load_velo
 
 try:
     __version__ = version("fusewright-optimizer")

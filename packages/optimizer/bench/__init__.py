@@ -1,0 +1,23 @@
+"""What is timed and against whom: ``python -m fusewright_testkit.bench optimizer``."""
+
+from __future__ import annotations
+
+from fusewright_testkit import Case
+
+from . import adamw, learned, matrices
+from .steps import Stepped
+
+PARTS = adamw, matrices, learned
+
+
+def cases() -> list[Case]:
+    return [case for part in PARTS for case in part.cases()]
+
+
+def providers() -> dict[str, dict[str, Stepped]]:
+    """Ours and others, by op."""
+    merged: dict[str, dict[str, Stepped]] = {}
+    for part in PARTS:
+        for name, ops in part.providers().items():
+            merged[name] = merged.get(name, {}) | ops
+    return merged

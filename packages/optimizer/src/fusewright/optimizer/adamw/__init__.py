@@ -1,0 +1,1 @@
+"""AdamW: all tensors of a dtype in one launch."""

@@ -1,0 +1,296 @@
+r"""AdamW over all parameters at once. With g the gradient, unscaled and clipped, and t the count of
+steps that were taken:
+
+    m' = m + (1 - beta1) (g - m)    v' = beta2 v + (1 - beta2) g^2
+    p' = (1 - lr wd) p - lr / (1 - beta1^t) m' / (sqrt(v' / (1 - beta2^t)) + eps)
+
+On a GPU one small launch decides whether the step is taken and prepares its numbers, and one more
+for each combination of dtypes moves every element; where gradients are clipped, a launch before
+them adds their squares. All that a step depends on is on the device: a captured step follows
+schedules that write to tensors, and the host waits for nothing. Arithmetic is fp32, the numbers of
+a step and the norm fp64.
+
+Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from .._core.backends import KERNEL_DTYPES, Backend, check_backend, decline, uses_triton
+from ..common.checks import (
+    check_adamw_group,
+    check_adamw_state,
+    check_gradient,
+    check_storage,
+    checked_clipping,
+)
+from ..common.contract import Contract, keep_rate_on_device, new_results
+from ..common.placement import current, is_dense, is_distributed, local, mesh_of, on, placed_like
+from ..common.step import Part, Step, total_squares
+from ..common.tables import addresses_of, layouts_of, same
+from . import launch
+from .members import Member, Rules, StateFormat
+from .reference import ReferencePart
+
+Tensor = torch.Tensor
+Rounding = Literal["nearest", "stochastic", "remainder"]
+
+
+class AdamW(Contract):
+    """torch.optim.AdamW's formula, contract and state dict, in one launch for all parameters of a
+    dtype.
+
+    Args:
+        params: tensors, parameter groups or named parameters, as torch's optimizers take them, of
+            fp32, bf16 or fp16. Plain torch moves fp64 parameters and those with gaps in their
+            memory; complex ones are pairs of real numbers, DTensors their local shards.
+        lr, betas, eps, weight_decay: numbers, or 0-d tensors on the parameters' device in fp32 or
+            fp64, which a step reads there. A number that has changed is uploaded by the next step;
+            ``refresh`` does it between replays of a captured one.
+        amsgrad: the denominator takes the greatest exp_avg_sq so far.
+        maximize: ascend.
+        decoupled_weight_decay: False adds weight_decay p to the gradient, as torch.optim.Adam does.
+        capturable: make lr a tensor on the device of a group's first parameter, so that
+            learning-rate schedulers reach a captured step.
+        max_grad_norm: scale all gradients down to this norm over all parameters, of all shards and
+            devices. The gradients themselves are left as they are.
+        skip_nonfinite: skip a step whose gradients have no finite norm. Clipping implies it;
+            without clipping it costs one more reading of the gradients.
+        state_dtype: of exp_avg and exp_avg_sq, float32 or bfloat16; the parameter's where left out,
+            of fp16 parameters fp32.
+        rounding: of bf16 parameters: "nearest"; "stochastic", up or down at random, bf16 state
+            too; or "remainder": the 16 bits that bf16 lacks are kept as state, so that parameters
+            move as in fp32.
+        seed: of stochastic rounding.
+        backend: "auto" takes the kernels for CUDA parameters and plain torch for others; "triton"
+            raises where the kernels cannot serve.
+
+    Attributes:
+        grad_norm: of the last step, 0-d fp32 on the device of the first parameter that has a
+            gradient; NaN before one and where no norm is taken.
+        skipped: whether the last step was skipped, 0-d bool there.
+        skipped_steps: how many steps were skipped, 0-d int64 there.
+
+    A skipped step leaves everything as it was, counts of steps included. With a
+    ``torch.amp.GradScaler`` unscaling happens inside the step and a scaler's skip is one.
+
+    Raises:
+        TypeError: a parameter is no floating or complex strided tensor; a gradient is sparse.
+        ValueError: an option is out of its range, there are no parameters, a gradient or a loaded
+            state has another shape or device than its parameter.
+        RuntimeError: backend is "triton" and the kernels cannot serve a parameter.
+    """
+
+    copied = (
+        *("decoupled_weight_decay", "max_grad_norm", "skip_nonfinite", "state_dtype", "rounding"),
+        *("seed", "backend", "_state_format"),
+    )
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = True,
+        capturable: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
+        seed: int = 0,
+        backend: Backend = "auto",
+    ) -> None:
+        check_backend(backend)
+        self.max_grad_norm, self.skip_nonfinite = checked_clipping(max_grad_norm, skip_nonfinite)
+        check_storage(state_dtype, rounding, seed)
+        self.decoupled_weight_decay = decoupled_weight_decay
+        self.state_dtype, self.rounding, self.seed = state_dtype, rounding, seed
+        self._state_format = StateFormat(state_dtype, rounding)
+        self.backend = backend
+        self._forget_plans()
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+        )
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_adamw_group(group)
+        keep_rate_on_device(group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("amsgrad", False)
+            group.setdefault("maximize", False)
+            group.setdefault("capturable", False)
+
+    def _forget_plans(self) -> None:
+        # With the places of their members among all parameters; a range where a part has all.
+        self._parts: list[tuple[Any, Sequence[int]]] = []
+        self._flat: list[Tensor] = []
+        self._state: list[Any] = []
+        self._sharded = False
+        # What the parts were planned for.
+        self._planned: list[Any] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; the closure, if given, computes the loss again and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._move_all()
+        return loss
+
+    def _move_all(self) -> None:
+        """The step itself, without torch's hooks."""
+        gradients = self._plan()
+        if not self._parts:
+            self._clear_results()
+            return
+        self._keep_captured([part for part, _ in self._parts])
+        for part, places in self._parts:
+            has_all = isinstance(places, range)
+            its = gradients if has_all else [gradients[place] for place in places]
+            with current(part.device):
+                part.point(part.gradients_of(its), self.param_groups)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        squares = None
+        if self.skip_nonfinite:
+            squares = total_squares([part for part, _ in self._parts])
+        for number, (part, _) in enumerate(self._parts):
+            device = part.device
+            results = self._results_on(device) if number == 0 else new_results(device)
+            with current(device):
+                inputs = on(device, squares), on(device, scale), on(device, found_inf)
+                part.move(Step(*inputs, *results))
+            # Gradients that are set to None are freed.
+            part.gradients = []
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Upload the groups' numbers where they have changed: between replays of a captured step,
+        for a schedule that writes numbers rather than tensors. It reaches captures whose numbers
+        were those of the step before; a capture that found others keeps them.
+        """
+        for part, _ in self._parts:
+            with current(part.device):
+                part.point_numbers(self.param_groups)
+
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Of this optimizer, of torch.optim.AdamW or of torch.optim.Adam."""
+        check_adamw_state(saved, self.param_groups)
+        return saved
+
+    def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        for p, state in self._states_of(saved):
+            for name, value in state.items():
+                # Another optimizer cast these bits, and moved the parameter without them.
+                if name != "remainder" or value.dtype == torch.int16:
+                    self.state[p][name] = self._state_format.converted(name, value, p)
+        for group, was in zip(self.param_groups, before, strict=True):
+            group["capturable"] = was["capturable"]
+            keep_rate_on_device(group)
+
+    def _plan(self) -> list[Tensor | None]:
+        """Plan for the parameters, gradients and states as they are, unless the plans fit; returns
+        all gradients.
+        """
+        # By identity: users may replace parameters and state.
+        if not same(self._all_state(), self._state):
+            self._planned = []
+        flat = self._all_parameters()
+        if not same(flat, self._flat):
+            self._flat, self._planned = flat, []
+            self._sharded = any(map(is_distributed, flat))
+        gradients = [p.grad for p in flat]
+        if self._sharded:
+            gradients = list(map(placed_like, gradients, flat))
+        present = [g for g in gradients if g is not None]
+        try:
+            layouts = layouts_of(present)
+        except RuntimeError:
+            # Sparse gradients have no strides.
+            self._check(gradients)
+            raise
+        planned = [
+            [(group["amsgrad"], group["maximize"]) for group in self.param_groups],
+            self.max_grad_norm,
+            addresses_of(map(local, flat) if self._sharded else flat),
+            list(map(Tensor.numel, flat)),
+            len(present) == len(flat) or [g is None for g in gradients],
+            layouts,
+        ]
+        if planned == self._planned:
+            return gradients
+        self._check(gradients)
+        members: dict[tuple[torch.device, bool], list[Member]] = {}
+        # In the order of the parameters, which is the same in every process.
+        meshes: list[Any] = [None]
+        place = 0
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                g = gradients[place]
+                if g is not None:
+                    if mesh_of(p) not in meshes:
+                        meshes.append(mesh_of(p))
+                    mesh = meshes.index(mesh_of(p))
+                    state = self.state[p]
+                    member = self._state_format.member(p, g, state, group, place, number, mesh)
+                    with_kernels = self._uses_triton(member)
+                    members.setdefault((member.p.device, with_kernels), []).append(member)
+                place += 1
+        self._parts = []
+        for (device, with_kernels), some in members.items():
+            with current(device):
+                part = self._part(some, device, with_kernels)
+            places, all_places = [member.place for member in part.members], range(len(flat))
+            self._parts.append((part, all_places if places == [*all_places] else places))
+        # With the states that were allocated just now.
+        self._state, self._planned = self._all_state(), planned
+        return gradients
+
+    def _part(self, members: list[Member], device: torch.device, with_kernels: bool) -> Part:
+        """Members on one device, moved by kernels or in plain torch."""
+        rules = Rules(
+            len(self.param_groups),
+            self.decoupled_weight_decay,
+            self.rounding,
+            self.seed,
+            self.max_grad_norm,
+        )
+        return (launch.KernelPart if with_kernels else ReferencePart)(members, rules, device)
+
+    def _uses_triton(self, member: Member) -> bool:
+        if not uses_triton(member.p, self.backend):
+            return False
+        dtype = member.key.gradient
+        if not is_dense(member.p):
+            decline("a parameter has gaps in its memory", self.backend)
+        elif dtype not in KERNEL_DTYPES:
+            wanted = "the kernels take gradients of float32, bfloat16 and float16"
+            decline(f"{wanted}, not {dtype}", self.backend)
+        else:
+            return True
+        return False
+
+    def _check(self, gradients: list[Tensor | None]) -> None:
+        for p, g in zip(self._flat, gradients, strict=True):
+            if g is not None:
+                check_gradient(p, g)

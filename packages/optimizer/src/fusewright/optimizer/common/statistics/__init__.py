@@ -1,0 +1,1 @@
+"""The statistics of the learned optimizers, which LearnedOptimizer and VeLO share."""

@@ -1,0 +1,44 @@
+"""Checks of what the learned optimizers take, and what their kernels cannot serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..checks import check_whole
+from ..placement import is_dense
+from .layout import too_long
+
+Tensor = torch.Tensor
+
+
+def check_learnable(p: Tensor) -> None:
+    # A call takes longer than the test, which ``learned_update`` makes of each parameter.
+    if p.layout is not torch.strided or not p.is_floating_point() or hasattr(p, "device_mesh"):
+        check_whole(p, "the statistics are of whole tensors")
+
+
+def tensor_obstacle(p: Tensor) -> str | None:
+    """Why the kernels cannot serve a parameter."""
+    if not is_dense(p):
+        return "a parameter has gaps in its memory"
+    if too_long(p):
+        return "a row of a parameter has over 2^30 elements"
+    return None
+
+
+def check_state(state: dict[str, Any], shapes: dict[str, Tensor], number: int) -> None:
+    """A parameter's state must be empty, or have all of these names and shapes."""
+    if not state:
+        return
+    for name, wanted in shapes.items():
+        if name not in state:
+            raise ValueError(
+                f"the state of parameter {number} must have {name}, got {sorted(state)}"
+            )
+        shape = list(torch.as_tensor(state[name]).shape)
+        if shape != list(wanted.shape):
+            raise ValueError(
+                f"{name} of parameter {number} must have shape {list(wanted.shape)}, got {shape}"
+            )

@@ -1,0 +1,335 @@
+"""Launches of the learned optimizers' statistics: one that prepares a step, then for each batch of
+tensors three that move the statistics.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..._core.launches import Launch
+from ..._core.lazy import lazy_module
+from ..group_numbers import GroupNumbers
+from ..launch import PREPARE, Squares, triton_dtype
+from ..step import Step
+from ..tables import Blocks, Uploaded, addresses_of, aligned, upload
+from .layout import Layout, Stretch, Stretches
+from .members import Member, Rules, StatisticsPart
+from .reference import FACTORED_DECAYS, MOMENTUM_DECAYS, SQUARE_DECAYS, Statistics
+
+if TYPE_CHECKING:
+    from . import kernels, kernels_sums, tiles
+else:
+    kernels = lazy_module(__package__, "kernels")
+    kernels_sums = lazy_module(__package__, "kernels_sums")
+    tiles = lazy_module(__package__, "tiles")
+
+Tensor = torch.Tensor
+
+
+class SumTile(NamedTuple):
+    """Squares over the middle axis of ``[groups, length, inner]``: tiles of ``lines`` by
+    ``line`` where inner is 1, else of ``tall`` by ``wide``; the middle axis has at most ``chunks``
+    chunks, of at least ``tiles`` tiles each.
+    """
+
+    lines: int
+    line: int
+    tall: int
+    wide: int
+    tiles: int
+    chunks: int
+    num_warps: int
+
+
+class Means(NamedTuple):
+    """One program takes ``span`` column statistics, or one line of rows, in tiles of ``size`` by
+    ``partials`` partial sums.
+    """
+
+    size: int
+    partials: int
+    span: int
+    num_warps: int
+
+
+class Sums(NamedTuple):
+    """One program adds partial sums in tiles of ``rows`` by ``size``."""
+
+    rows: int
+    size: int
+    num_warps: int
+
+
+# STATISTICS and APPLY are of results/tuning-learned-h200-torch2.11-triton3.6.csv; the others are
+# unmeasured and take 3 % of a step.
+STATISTICS = Stretch(size=64, num_warps=1, shortest=1024, programs=1024)
+# With more registers two programs share a multiprocessor, else three.
+APPLY = Stretch(size=128, num_warps=4, shortest=2048, programs=2048, registers=168)
+SQUARES_OVER_AXES = SumTile(lines=16, line=128, tall=32, wide=64, tiles=16, chunks=64, num_warps=4)
+MEANS = Means(size=128, partials=8, span=1024, num_warps=4)
+FOLD = Sums(rows=64, size=32, num_warps=4)
+
+
+class StatisticsBatch:
+    """Tensors of one dtype with gradients of one dtype, and the launches that move their
+    statistics.
+
+    Attributes:
+        velo: whether features and gradients are VeLO's.
+        decays: of VeLO, whether weight decay is in the gradients.
+        updates: fp32, in the order of the parameters' memory; None where parameters are moved in
+            place.
+    """
+
+    velo = False
+    decays = False
+
+    def __init__(
+        self,
+        ps: Sequence[Tensor],
+        statistics: Sequence[Statistics],
+        gradient: torch.dtype,
+        updates: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.ps, self.statistics, self.updates = ps, statistics, updates
+        self.device, self.parameter, self.gradient = ps[0].device, ps[0].dtype, gradient
+        layouts = [Layout(p) for p in ps]
+        self.layouts = layouts
+        columns = [
+            [p, x.momenta, x.square, x.row, x.column] for p, x in zip(ps, statistics, strict=True)
+        ]
+        lines = [addresses_of(line) for line in zip(*columns, strict=True)]
+        self.all_aligned = aligned(lines[0])
+        lines.append([0] * len(ps) if updates is None else addresses_of(updates))
+        self.lines = list(itertools.chain.from_iterable(lines))
+        # The last line is of the upstream gradients of a backward pass.
+        addresses = [*self.lines, *[0] * len(ps)]
+        self.addresses = Uploaded(len(addresses), torch.int64, self.device, exclusive=True)
+        self.addresses.hold(addresses)
+        self.gradients = Uploaded(len(ps), torch.int64, self.device, exclusive=True)
+        self.aligned = False
+        self.plan_sums()
+        self.moving = Stretches(layouts, STATISTICS, self.device)
+        self.applying = Stretches(layouts, APPLY, self.device)
+        self.partials = self.empty(max(self.moving.blocks.count, 1), 32)
+        # VeLO replaces it.
+        self.moment_partials = self.partials
+        self.row_means = self.empty(max(3 * sum(layout.row_means for layout in layouts), 1))
+        self.norms = self.empty(len(ps), 32)
+        self.launches: dict[tuple, Launch] = {}
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def plan_sums(self) -> None:
+        """The tables of the sums over rows and columns."""
+        tile = SQUARES_OVER_AXES
+        sums: list[int] = []
+        means: list[int] = []
+        sum_programs: list[int] = []
+        mean_programs: list[int] = []
+        base = row_means = 0
+        tensors = len(self.ps)
+        for number, layout in enumerate(self.layouts):
+            for is_row in (True, False):
+                if not layout.factored or not layout.length:
+                    continue
+                groups, length, inner = layout.over(layout.row_over_y == is_row)
+                step = tile.line if inner == 1 else tile.tall
+                chunk = max(step * tile.tiles, -(-length // tile.chunks))
+                chunks = -(-length // chunk)
+                across = -(-groups // tile.lines) if inner == 1 else groups * -(-inner // tile.wide)
+                count = groups * inner
+                place = number + (3 if is_row else 4) * tensors
+                line = layout.rows_line() if is_row else (count, 1)
+                means += [len(sum_programs), place, count, *line, row_means if is_row else -1]
+                mean_programs.append(layout.row_means if is_row else -(-count // MEANS.span))
+                sums += [number, groups, length, inner, chunks, chunk, base]
+                sum_programs.append(across * chunks)
+                base += groups * chunks * inner
+            row_means += 3 * layout.row_means
+        self.sums, self.means = (upload(x or [0], torch.int64, self.device) for x in (sums, means))
+        self.sum_blocks = Blocks(sum_programs, 1, self.device)
+        self.mean_blocks = Blocks(mean_programs, 1, self.device)
+        self.squares = self.empty(max(base, 1))
+
+    def point(self, gradients: Sequence[Tensor]) -> None:
+        addresses = addresses_of(gradients)
+        if self.gradients.hold(addresses):
+            self.aligned = self.all_aligned and aligned(addresses)
+
+    def launch(
+        self,
+        module: ModuleType,
+        kernel: str,
+        grid: tuple[int, ...],
+        integers: tuple[int, ...],
+        warps: int,
+        registers: int | None = None,
+        **constants: Any,
+    ) -> Launch:
+        """The launch of a kernel of a module, planned once for each alignment of the addresses."""
+        key = (kernel, self.aligned, *constants.values())
+        if key not in self.launches:
+            # Other programs compute while one reads: prefetching only adds instructions.
+            options = dict(num_warps=warps, num_stages=1)
+            if registers is not None:
+                options["maxnreg"] = registers
+            function = getattr(module, kernel)
+            self.launches[key] = Launch(function, grid, self.device, integers, options, **constants)
+        return self.launches[key]
+
+    def dtypes(self) -> dict[str, Any]:
+        return dict(
+            P=triton_dtype(self.parameter), G=triton_dtype(self.gradient), ALIGNED=self.aligned
+        )
+
+    def advance(self, numbers: Tensor, decays: Tensor, skipped: Tensor) -> None:
+        """Move the statistics, and add the squares of every feature."""
+        tile, means = SQUARES_OVER_AXES, MEANS
+        blocks = self.sum_blocks
+        if blocks.count:
+            self.launch(
+                kernels_sums,
+                "sums_kernel",
+                (blocks.count,),
+                (),
+                tile.num_warps,
+                **self.dtypes(),
+                VELO=self.velo,
+                DECAYS=self.decays,
+                LINES=tile.lines,
+                LINE=tile.line,
+                TALL=tile.tall,
+                WIDE=tile.wide,
+            )(
+                (
+                    *(self.addresses.table, self.gradients.table, self.sums, blocks.first),
+                    *(blocks.owner, numbers, skipped, self.squares),
+                )
+            )
+            blocks = self.mean_blocks
+            self.launch(
+                kernels_sums,
+                "means_kernel",
+                (blocks.count,),
+                (means.span,),
+                means.num_warps,
+                SIZE=means.size,
+                PARTIALS=means.partials,
+            )(
+                (
+                    *(self.addresses.table, self.sums, self.means, blocks.first, blocks.owner),
+                    *(decays, skipped, self.squares, self.row_means),
+                )
+            )
+        if self.moving.blocks.count:
+            stretch = self.moving.stretch
+            self.launch(
+                kernels,
+                "statistics_kernel",
+                (self.moving.blocks.count,),
+                (len(self.ps),),
+                stretch.num_warps,
+                **self.dtypes(),
+                VELO=self.velo,
+                SIZE=stretch.size,
+            )(
+                (
+                    *(self.addresses.table, self.gradients.table, *self.moving.tables()),
+                    *(
+                        numbers,
+                        decays,
+                        skipped,
+                        self.row_means,
+                        self.partials,
+                        self.moment_partials,
+                    ),
+                )
+            )
+
+
+class StatisticsKernelPart(StatisticsPart):
+    """The members on one device that kernels serve, and the launch that prepares a step.
+
+    Attributes:
+        batch: the class of its batches.
+        offsets: learned changes of the decays.
+    """
+
+    batch: Any
+    offsets: Sequence[Tensor] = ()
+
+    def __init__(self, members: Sequence[Member], rules: Rules, device: torch.device) -> None:
+        ordered = sorted(members, key=dtypes_of)
+        super().__init__(ordered, rules, device)
+        self.batches: list[tuple[Any, slice, Squares]] = []
+        for _, group in itertools.groupby(ordered, key=dtypes_of):
+            some = list(group)
+            start = sum(len(batch.ps) for batch, *_ in self.batches)
+            gradient = some[0].gradient
+            batch = self.batch([x.p for x in some], [x.statistics for x in some], gradient)
+            squares = Squares([x.p.numel() for x in some], gradient, device)
+            self.batches.append((batch, slice(start, start + len(some)), squares))
+        shape = len(ordered), tiles.NUMBERS.value
+        self.table = torch.empty(shape, dtype=torch.float32, device=device)
+        # VeLO's weight decays.
+        self.decay_numbers = self.table[:, tiles.DECAY.value]
+        count = 2 * tiles.DECAY_COUNT.value
+        self.decays = torch.empty(count, dtype=torch.float32, device=device)
+        starts = (*MOMENTUM_DECAYS, *SQUARE_DECAYS, *FACTORED_DECAYS)
+        self.complements = upload([1.0 - x for x in starts], torch.float64, device)
+        self.groups = upload([x.group for x in ordered], torch.int32, device)
+        self.signs = upload([x.sign for x in ordered], torch.float32, device)
+        self.steps = upload([x.statistics.step.data_ptr() for x in ordered], torch.int64, device)
+        self.group_numbers = GroupNumbers(kernels.GROUP_NUMBERS.value * rules.groups, device)
+        self.max_norm = upload([rules.max_grad_norm or 0.0], torch.float64, device)
+        self.prepare: dict[tuple, Launch] = {}
+
+    def point(self, gradients: list[Tensor], groups: list[dict]) -> None:
+        """Put a step's gradients, in the members' order, and the groups' numbers into tables."""
+        super().point(gradients, groups)
+        for batch, places, _ in self.batches:
+            batch.point(gradients[places])
+        self.group_numbers.point(self.numbers)
+
+    def squares(self) -> list[tuple[Any, Tensor]]:
+        """Partial sums of squares in fp64, as ``total_squares`` takes them."""
+        return [(None, add(batch.gradients.table, batch.aligned)) for batch, _, add in self.batches]
+
+    def decide(self, step: Step) -> None:
+        """Decide whether the step is taken, and write its numbers and decays."""
+        partial_count = 0 if step.squares is None else len(step.squares)
+        key = (partial_count, step.grad_scale is None, step.found_inf is None)
+        if key not in self.prepare:
+            self.prepare[key] = Launch(
+                kernels.learned_prepare_kernel,
+                (1,),
+                self.device,
+                (partial_count, len(self.members)),
+                dict(num_warps=PREPARE.num_warps),
+                HAS_NORM=step.squares is not None,
+                CLIPS=self.rules.max_grad_norm is not None,
+                HAS_SCALE=step.grad_scale is not None,
+                HAS_FOUND=step.found_inf is not None,
+                VELO=self.batch.velo,
+                SIZE=PREPARE.size,
+            )
+        self.prepare[key](
+            (
+                *(step.squares, self.max_norm, step.grad_scale, step.found_inf),
+                *(self.group_numbers.addresses, self.group_numbers.wide, self.groups, self.signs),
+                *(self.steps, *self.offsets, self.complements),
+                *(step.norm, step.skipped, step.skipped_count, self.table, self.decays),
+            )
+        )
+
+
+def dtypes_of(member: Member) -> str:
+    """Members of equal dtypes share launches."""
+    return repr((member.p.dtype, member.gradient))

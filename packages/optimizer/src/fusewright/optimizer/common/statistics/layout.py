@@ -1,0 +1,100 @@
+"""The layout of the learned optimizers' tensors in memory, and how programs divide them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..tables import Blocks, upload
+from .reference import factored_axes, memory_order
+
+Tensor = torch.Tensor
+# The kernels index the elements of one row of [A, X, B, Y, C] with 32 bits.
+LONGEST_ROW = 2**30
+
+
+class Layout:
+    """A tensor as ``[A, X, B, Y, C]`` in memory, X and Y its two longest axes.
+
+    Attributes:
+        row_over_y: whether rows are means over Y and columns over X, or rows over X and columns
+            over Y.
+        row_means: how many means of rows there are for each decay.
+    """
+
+    def __init__(self, p: Tensor) -> None:
+        self.length, self.factored, self.row_over_y = p.numel(), p.ndim > 1, True
+        self.a, self.x, self.b, self.y, self.c = 1, 1, 1, self.length, 1
+        axes = factored_axes(p.shape)
+        if axes is not None:
+            order = memory_order(p, range(p.ndim))
+            first, last = sorted(order.index(axis) for axis in axes)
+            sizes = [p.shape[axis] for axis in order]
+            self.a, self.b, self.c = (
+                math.prod(some)
+                for some in (sizes[:first], sizes[first + 1 : last], sizes[last + 1 :])
+            )
+            self.x, self.y = sizes[first], sizes[last]
+            self.row_over_y = order[last] == axes[1]
+        self.yc, self.byc = self.y * self.c, self.b * self.y * self.c
+        self.row_means = self.a * self.b * self.c if self.factored else 0
+
+    def over(self, y: bool) -> tuple[int, int, int]:
+        """Groups, length and inner size of the mean over Y, or over X."""
+        if y:
+            return self.a * self.x * self.b, self.y, self.c
+        return self.a, self.x, self.byc
+
+    def counts(self) -> tuple[int, int]:
+        """How many row statistics there are for each decay, and how many columns."""
+        if not self.factored:
+            return self.length, 0
+        row, column = self.over(self.row_over_y), self.over(not self.row_over_y)
+        return row[0] * row[2], column[0] * column[2]
+
+    def rows_line(self) -> tuple[int, int]:
+        """Length and inner size of the second longest axis, over which rows are averaged."""
+        return (self.x, self.b * self.c) if self.row_over_y else (self.y, self.c)
+
+
+def too_long(p: Tensor) -> bool:
+    """Whether a row of p has more elements than the kernels can index."""
+    return p.ndim > 1 and Layout(p).byc > LONGEST_ROW
+
+
+class Stretch(NamedTuple):
+    """One program takes a stretch of one tensor in tiles of ``size`` elements: at least
+    ``shortest`` elements, and more where a tensor would take over ``programs`` programs.
+    ``registers`` bounds those of a thread on Hopper.
+    """
+
+    size: int
+    num_warps: int
+    shortest: int
+    programs: int
+    registers: int | None = None
+
+
+class Stretches:
+    """How programs divide tensors: the kernels' table of shapes, and the tensor of each program."""
+
+    def __init__(self, layouts: Sequence[Layout], stretch: Stretch, device: torch.device) -> None:
+        lines, counts = [], []
+        row_means = 0
+        for layout in layouts:
+            span = max(stretch.shortest, -(-layout.length // stretch.programs))
+            span = -(-span // stretch.size) * stretch.size
+            counts.append(-(-layout.length // span))
+            lines += [layout.length, layout.x, layout.yc, layout.byc, layout.c, layout.b]
+            lines += [int(layout.factored), int(layout.row_over_y), *layout.counts(), row_means]
+            lines += [span, counts[-1]]
+            row_means += 3 * layout.row_means
+        self.shapes = upload(lines, torch.int64, device)
+        self.blocks = Blocks(counts, 1, device)
+        self.stretch = stretch
+
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.shapes, self.blocks.first, self.blocks.owner

@@ -1,0 +1,170 @@
+r"""The statistics of the learned optimizers in plain torch, and the features that they share.
+
+With g the gradient and x the parameter, decays beta, and rows and columns the two longest axes
+(of fewer than two axes r_i = c_i is of each element, without a mean):
+
+    m_i' = beta_i m_i + (1 - beta_i) g                           i = 1, 2, 3
+    v'   = beta v + (1 - beta) g^2
+    r_i' = beta_i r_i + (1 - beta_i) mean_{longest axis} (g^2 + 1e-30), c_i' over the second longest
+
+    R_i = max(r_i / (mean r_i + 1e-9), 1e-9)^-1/2    mean over the second longest axis
+    C_i = max(c_i, 1e-9)^-1/2
+
+All of it can be differentiated in all operands, decays and statistics included.
+
+Metz et al., Practical tradeoffs between memory, compute, and performance in learned optimizers,
+arXiv 2203.11860, and AdafacMLPLOpt of google/learned_optimization; the factored mean of squares is
+that of Shazeer and Stern, Adafactor, arXiv 1804.04235.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..._core.precision import wide_dtype
+
+Tensor = torch.Tensor
+MOMENTUM_DECAYS = (0.9, 0.99, 0.999)
+SQUARE_DECAYS = (0.999,)
+FACTORED_DECAYS = (0.9, 0.99, 0.999)
+
+
+class Statistics(NamedTuple):
+    """What a learned optimizer keeps of a parameter.
+
+    Attributes:
+        step: how many steps were taken, 0-d fp32.
+        momenta: ``[3, *shape]``.
+        square: ``[*shape]``.
+        row: ``[3, *shape without the longest axis]``; ``[3, *shape]`` where there are fewer than
+            two axes.
+        column: ``[3, *shape without the second longest]``; ``[0]`` there.
+    """
+
+    step: Tensor
+    momenta: Tensor
+    square: Tensor
+    row: Tensor
+    column: Tensor
+
+
+class Weights(NamedTuple):
+    """Of the network: ``[32, 39 + extra]``, ``[32]``, ``[32, 32]``, ``[32]``, ``[2, 32]`` and
+    ``[2]``.
+    """
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+    w3: Tensor
+    b3: Tensor
+
+
+class Decays(NamedTuple):
+    """Of the momenta ``[3]``, of the square ``[1]`` and of rows and columns ``[3]``."""
+
+    momentum: Tensor
+    square: Tensor
+    factored: Tensor
+
+
+def factored_axes(shape: Sequence[int]) -> tuple[int, int] | None:
+    """The second longest axis and the longest, the later of equals the longer; None of fewer than
+    two.
+    """
+    if len(shape) < 2:
+        return None
+    ordered = sorted(range(len(shape)), key=lambda axis: shape[axis])
+    return ordered[-2], ordered[-1]
+
+
+def new_statistics(p: Tensor) -> Statistics:
+    """Of a parameter before its first step, in the order of its memory."""
+    dtype = wide_dtype(p)
+    axes = factored_axes(p.shape)
+    shapes = [tuple(range(p.ndim))] * 2
+    if axes is not None:
+        second, longest = axes
+        shapes = [tuple(axis for axis in range(p.ndim) if axis != x) for x in (longest, second)]
+    row, column = (zeros_like_axes(p, kept, dtype) for kept in shapes)
+    return Statistics(
+        torch.zeros((), dtype=torch.float32, device=p.device),
+        zeros_like_axes(p, tuple(range(p.ndim)), dtype),
+        torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format),
+        row,
+        column if axes is not None else torch.zeros(0, dtype=dtype, device=p.device),
+    )
+
+
+def zeros_like_axes(p: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros ``[3, *axes of p]``, each of the three in the order of p's memory."""
+    order = memory_order(p, axes)
+    zeros = torch.zeros((3, *(p.shape[axis] for axis in order)), dtype=dtype, device=p.device)
+    return zeros.permute(0, *(1 + order.index(axis) for axis in axes))
+
+
+def memory_order(p: Tensor, axes: Sequence[int]) -> list[int]:
+    """The axes in the order of memory, the outermost first."""
+    strides: tuple[int, ...] = p.stride()
+    return sorted(axes, key=lambda axis: (-strides[axis], axis))
+
+
+def advanced(statistics: Statistics, g: Tensor, decays: Decays) -> Statistics:
+    """Statistics after one more gradient."""
+    if not g.numel():
+        return statistics._replace(step=statistics.step + 1.0)
+    dtype = statistics.square.dtype
+    g = g.to(dtype)
+    g2 = g.square() + 1e-30
+    axes = factored_axes(g.shape)
+    row, column = statistics.row, statistics.column
+    if axes is None:
+        row = mixed(row, g2, decays.factored)
+    else:
+        second, longest = axes
+        row = mixed(row, g2.mean(longest), decays.factored)
+        column = mixed(column, g2.mean(second), decays.factored)
+    return Statistics(
+        statistics.step + 1.0,
+        mixed(statistics.momenta, g, decays.momentum),
+        mixed(statistics.square[None], g.square(), decays.square)[0],
+        row,
+        column,
+    )
+
+
+def mixed(kept: Tensor, new: Tensor, decays: Tensor) -> Tensor:
+    """beta_i kept_i + (1 - beta_i) new for the decays along the first axis."""
+    betas = decays.view(-1, *[1] * new.ndim)
+    # Near 1 a narrow beta has lost the digits of 1 - beta.
+    return betas.to(kept.dtype) * kept + (1.0 - betas).to(kept.dtype) * new
+
+
+def factors(
+    shape: Sequence[int], statistics: Statistics, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """r_i and c_i, expandable to the shape, and the factors of g and m_i: R_i C_i; of fewer than
+    two axes (r_i + 1e-9)^-1/2 for g and (r_i + eps)^-1/2 for m_i.
+    """
+    row, column = statistics.row, statistics.column
+    axes = factored_axes(shape)
+    if axes is None:
+        return row, row, (row + 1e-9).clamp(min=1e-9).rsqrt(), (row + eps).rsqrt()
+    second, longest = (1 + axis for axis in axes)
+    row, column = row.unsqueeze(longest), column.unsqueeze(second)
+    mean = row.mean(second, keepdim=True)
+    row_factor = (row / (mean + 1e-9)).clamp(min=1e-9).rsqrt()
+    both = row_factor * column.clamp(min=1e-9).rsqrt()
+    return row, column, both, both
+
+
+def normalised(features: Tensor) -> Tensor:
+    """Each of ``[*shape, features]`` divided by its root mean square over the tensor."""
+    square = features.square()
+    if features.ndim > 1:
+        square = square.mean(tuple(range(features.ndim - 1)), keepdim=True)
+    return features * (square + 1e-5).rsqrt()

@@ -1,0 +1,99 @@
+"""One step on one device: what decides it, and the parameters that are moved together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+
+from .placement import current, laid_out_like, local, on
+from .tables import same
+
+Tensor = torch.Tensor
+
+
+class Step(NamedTuple):
+    """What one step on one device reads, and where it writes its results.
+
+    Attributes:
+        squares: partial sums of the squared norm of all gradients, which are still scaled; None
+            where no norm is wanted.
+        grad_scale, found_inf: torch.amp.GradScaler's; None without one.
+        norm: gets the norm, 0-d fp32.
+        skipped: gets whether the step was skipped, 0-d bool.
+        skipped_count: counts skipped steps, 0-d int64.
+    """
+
+    squares: Tensor | None
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    norm: Tensor
+    skipped: Tensor
+    skipped_count: Tensor
+
+
+class Part:
+    """Members, which are parameters with their state, on one device, all moved by kernels or all in
+    plain torch.
+
+    Attributes:
+        members: in the order of the gradients.
+        rules: what holds of all members.
+        gradients: of a step, while it is taken.
+    """
+
+    members: Sequence[Any]
+
+    def __init__(self, members: Sequence[Any], rules: Any, device: torch.device) -> None:
+        self.members, self.rules, self.device = members, rules, device
+        self.gradients: list[Tensor] = []
+        # Whether gradients are laid out as their parameters without a copy.
+        self.plain = False
+
+    def gradients_of(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Local real memory of the gradients, laid out as the parameters'."""
+        if self.plain:
+            return gradients
+        laid_out = [
+            laid_out_like(local(g), member.p)
+            for g, member in zip(gradients, self.members, strict=True)
+        ]
+        # A plan serves gradients of one layout.
+        self.plain = same(laid_out, gradients)
+        return laid_out
+
+    def squares(self) -> list[tuple[Any, Tensor]]:
+        """Sums of squares of the gradients in fp64, as ``total_squares`` takes them: here in plain
+        torch.
+        """
+        return [
+            (getattr(member, "mesh", None), g.double().square().sum().view(1))
+            for member, g in zip(self.members, self.gradients, strict=True)
+        ]
+
+
+def total_squares(parts: Sequence[Any]) -> Tensor:
+    """Partial sums of the squared norm of all gradients, ``[partials]`` in fp64: those of the parts
+    where there is one device and no DTensor, else their sum over devices and processes.
+
+    ``part.squares()`` gives pairs of a mesh, None for plain tensors, and partial sums.
+    """
+    pairs = []
+    for part in parts:
+        with current(part.device):
+            pairs += part.squares()
+    if len(parts) == 1 and not any(mesh for mesh, _ in pairs):
+        return pairs[0][1] if len(pairs) == 1 else torch.cat([partials for _, partials in pairs])
+    first = parts[0].device
+    totals: dict[Any, Tensor] = {}
+    for mesh, partials in pairs:
+        total = on(first, partials.sum())
+        totals[mesh] = totals[mesh] + total if mesh in totals else total
+    for mesh, total in totals.items():
+        if mesh is not None:
+            device_mesh, sharded = mesh
+            for axis in sharded:
+                torch.distributed.all_reduce(total, group=device_mesh.get_group(axis))
+    return torch.stack(list(totals.values())).sum().view(1)

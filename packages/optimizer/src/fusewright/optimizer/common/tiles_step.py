@@ -1,0 +1,78 @@
+"""Device functions of the one program that prepares a step: it reads the groups' numbers and
+decides whether the step is taken. All of it is fp64.
+
+    factor = 1 / grad_scale    norm = |factor| sqrt(sum of partials)
+    skipped = found_inf > 0 or norm is not finite    factor *= min(1, max_norm / (norm + 1e-6))
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The line of numbers that AdamW's elements need of their tensor, one line a tensor.
+FACTOR, RATE1, BETA2, RATE2, STEP_SIZE, ROOT, EPS, DECAY = map(tl.constexpr, range(8))
+NUMBERS = tl.constexpr(8)
+
+
+@triton.jit
+def number_of(addresses, wide, group, index: tl.constexpr, COUNT: tl.constexpr, mask):
+    """One of ``COUNT`` numbers of parameter groups in fp64, read as fp64 where it is ``wide``, else
+    as fp32.
+    """
+    place = group * COUNT + index
+    address = tl.load(addresses + place, mask=mask, other=0)
+    is_wide = tl.load(wide + place, mask=mask, other=0) != 0
+    in_64 = tl.load(address.to(tl.pointer_type(tl.float64)), mask=mask & is_wide, other=0.0)
+    in_32 = tl.load(address.to(tl.pointer_type(tl.float32)), mask=mask & ~is_wide, other=0.0)
+    return tl.where(is_wide, in_64, in_32.to(tl.float64))
+
+
+@triton.jit
+def decided(
+    partials,
+    max_norm,
+    grad_scale,
+    found_inf,
+    norm_out,
+    skipped_out,
+    skipped_count,
+    partial_count,
+    HAS_NORM: tl.constexpr,
+    CLIPS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_FOUND: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """What gradients are multiplied by, and whether the step is skipped; writes the norm, whether
+    the step is skipped, and the count of skipped steps.
+    """
+    factor = tl.full((), 1.0, tl.float64)
+    skips = tl.full((), 0, tl.int1)
+    if HAS_SCALE:
+        factor = 1.0 / tl.load(grad_scale).to(tl.float64)
+    if HAS_FOUND:
+        # A scaler adds up the flags of several devices.
+        skips = skips | (tl.load(found_inf) > 0.0)
+    if HAS_NORM:
+        norm = root_of_sum(partials, partial_count, SIZE) * tl.abs(factor)
+        tl.store(norm_out, norm.to(tl.float32))
+        # False for NaN too.
+        skips = skips | ~(norm < float("inf"))
+        if CLIPS:
+            # As torch.nn.utils.clip_grad_norm_ has it.
+            factor *= tl.minimum(tl.load(max_norm) / (norm + 1e-6), 1.0)
+    tl.store(skipped_out, skips)
+    tl.store(skipped_count, tl.load(skipped_count) + skips.to(tl.int64))
+    return factor, skips
+
+
+@triton.jit
+def root_of_sum(partials, partial_count, SIZE: tl.constexpr):
+    """sqrt(sum of partials), in a fixed order."""
+    lanes = tl.arange(0, SIZE)
+    squares = tl.zeros((SIZE,), tl.float64)
+    for start in range(0, partial_count, SIZE):
+        at = start + lanes
+        squares += tl.load(partials + at, mask=at < partial_count, other=0.0)
+    return tl.sqrt(tl.sum(squares, 0))

@@ -1,0 +1,1 @@
+"""The learned optimizer: a perceptron for each element."""

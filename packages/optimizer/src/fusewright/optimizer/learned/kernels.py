@@ -1,0 +1,158 @@
+"""Kernels of the learned optimizer's network: the normalisation folded into the first layer, and
+the update of each element.
+
+    f s W1 + b1 = f (s W1) + b1
+
+What is equal for all elements of a tensor, the factors s of its features, time and the features
+that the caller adds, makes a first layer of the tensor's own: [28, 32] and [32].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.statistics.tiles import (
+    AT_UPDATE,
+    DECAY,
+    LENGTH,
+    NUMBERS,
+    PROGRAMS,
+    RATE,
+    SHAPE_FIELDS,
+    TIME,
+    feature_tile,
+    stretch_of,
+)
+from ..common.tiles import pointer
+from .tiles import hidden, matrix
+
+# Features of an element and of time.
+ELEMENT, TIMES = tl.constexpr(28), tl.constexpr(11)
+
+
+@triton.jit
+def fold_kernel(
+    partials,
+    shapes,
+    first,
+    numbers,
+    timescales,
+    w1,
+    b1,
+    extra,
+    skipped,
+    norms,
+    folded,
+    biases,
+    extra_count,
+    ROWS: tl.constexpr,
+):
+    """One program adds the squares of one tensor's features and writes its first layer."""
+    tensor = tl.program_id(0)
+    if ~tl.load(skipped):
+        shape = shapes + tensor * SHAPE_FIELDS
+        k, h = tl.arange(0, 32), tl.arange(0, 32)
+        count = tl.load(shape + PROGRAMS)
+        sums = partials + tl.load(first + tensor) * 32
+        squares = tl.zeros((ROWS, 32), tl.float32)
+        for at in range(0, count, ROWS):
+            row = at + tl.arange(0, ROWS)
+            mask = (row < count)[:, None]
+            squares += tl.load(sums + row[:, None] * 32 + k[None, :], mask=mask, other=0.0)
+        # One where there are no elements.
+        length = tl.maximum(tl.load(shape + LENGTH), 1).to(tl.float32)
+        norm = tl.rsqrt(tl.sum(squares, 0) / length + 1e-5)
+        norm = tl.where(k < ELEMENT, norm, 0.0)
+        tl.store(norms + tensor * 32 + k, norm)
+        width = ELEMENT + TIMES + extra_count
+        w = matrix(w1, ELEMENT, 32, 1, width)
+        tl.store(folded + tensor * 1024 + k[:, None] * 32 + h[None, :], w * norm[:, None])
+        j = tl.arange(0, 16)
+        scale = tl.load(timescales + j, mask=j < TIMES, other=1.0)
+        t = tl.load(numbers + tensor * NUMBERS + TIME).to(tl.float64)
+        # tanh x, in fp64, where nothing cancels.
+        time = (1.0 - 2.0 / (tl.exp(2.0 * (t / scale - 1.0)) + 1.0)).to(tl.float32)
+        mask = (j < TIMES)[None, :]
+        w = tl.load(w1 + h[:, None] * width + ELEMENT + j[None, :], mask=mask, other=0.0)
+        bias = tl.load(b1 + h) + tl.sum(w * time[None, :], 1)
+        for place in range(0, extra_count):
+            x = tl.load(extra + tensor * extra_count + place)
+            bias += tl.load(w1 + h * width + ELEMENT + TIMES + place) * x
+        tl.store(biases + tensor * 32 + h, bias)
+
+
+@triton.jit
+def apply_kernel(
+    addresses,
+    gradients,
+    shapes,
+    first,
+    owner,
+    numbers,
+    decays,
+    row_means,
+    folded,
+    biases,
+    w2,
+    b2,
+    w3,
+    b3,
+    skipped,
+    exp_mult,
+    step_mult,
+    tensors,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One program moves a stretch of one tensor, or writes its update."""
+    block = tl.program_id(0)
+    if ~tl.load(skipped):
+        tensor = tl.load(owner + block)
+        shape = shapes + tensor * SHAPE_FIELDS
+        start, stop = stretch_of(block, tensor, first, shape)
+        offsets, h = tl.arange(0, SIZE), tl.arange(0, 32)
+        first_w, first_b = matrix(folded + tensor * 1024, 32, 32, 32, 1), biases + tensor * 32
+        second_w = matrix(w2, 32, 32, 1, 32)
+        last_d, last_e = tl.load(w3 + h), tl.load(w3 + 32 + h)
+        # Before the loop: the compiler must assume that its stores change what is read.
+        first_bias, second_bias = tl.load(first_b + h), tl.load(b2 + h)
+        bias_d, bias_e = tl.load(b3), tl.load(b3 + 1)
+        rate = tl.load(numbers + tensor * NUMBERS + RATE)
+        decay = tl.load(numbers + tensor * NUMBERS + DECAY)
+        for at in range(start, stop, SIZE):
+            tile = feature_tile(
+                addresses,
+                gradients,
+                numbers,
+                decays,
+                row_means,
+                tensors,
+                tensor,
+                shape,
+                at,
+                stop,
+                offsets,
+                P,
+                G,
+                ALIGNED,
+                False,
+                False,
+            )
+            x = hidden(tile, first_w, first_bias, PRECISION)
+            x = hidden(x, second_w, second_bias, PRECISION)
+            d = tl.sum(x * last_d[None, :], 1) + bias_d
+            e = tl.sum(x * last_e[None, :], 1) + bias_e
+            update = d * tl.exp(exp_mult * e) * step_mult
+            used = offsets < stop - at
+            if IN_PLACE:
+                place = pointer(addresses, tensor, P, ALIGNED) + at + offsets
+                p = tl.load(place, mask=used, other=0).to(tl.float32)
+                tl.store(place, (decay * p - rate * update).to(P), mask=used)
+            else:
+                out = pointer(addresses, tensor + AT_UPDATE * tensors, tl.float32, False)
+                tl.store(out + at + offsets, update, mask=used)

@@ -1,0 +1,176 @@
+"""Launches of what Muon and M3 do to the elements of a stack of matrices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._core.launches import Launch, cdiv
+from .._core.lazy import lazy_module
+from ..common.launch import Block, triton_dtype
+from ..common.tables import Uploaded, addresses_of, aligned
+from .stack import Stack
+
+if TYPE_CHECKING:
+    from . import kernels
+else:
+    kernels = lazy_module(__package__, "kernels")
+
+Tensor = torch.Tensor
+# The size is that of a tile, many of which a program may take; unmeasured.
+MATRICES = Block(size=1024, num_warps=4)
+
+
+class MatrixLaunches:
+    """The launches of one stack.
+
+    Attributes:
+        numbers: the factor of the gradients, the factor of the parameters, 1 - lr wd, and the rate
+            of the step; fp32.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack, self.device = stack, stack.device
+        count, elements = len(stack.params), stack.shape.numel()
+        self.parameters = Uploaded(count, torch.int64, self.device, exclusive=True)
+        self.gradients = Uploaded(count, torch.int64, self.device, exclusive=True)
+        self.uploaded = Uploaded(3, torch.float32, self.device)
+        self.numbers = self.uploaded.table
+        # Each program takes as many whole tiles.
+        self.max_programs = kernels.MAX_PROGRAMS.value
+        tiles = cdiv(elements, MATRICES.size)
+        self.span = MATRICES.size * max(1, cdiv(tiles, self.max_programs))
+        self.programs = cdiv(elements, self.span)
+        self.elements = elements
+        self.aligned: tuple[bool, bool] = (False, False)
+        self.launches: dict[tuple, Launch] = {}
+        # Contiguous gradients, for as long as a step reads them.
+        self.copies: list[Tensor] = []
+
+    def begin(self, factor: float | Tensor, decay: float | Tensor, rate: float | Tensor) -> None:
+        """Take this step's gradients and numbers."""
+        stack = self.stack
+        gradients = [p.grad.contiguous().resolve_neg() for p in stack.params if p.grad is not None]
+        self.copies = gradients
+        parameters, addresses = addresses_of(stack.params), addresses_of(gradients)
+        self.parameters.hold(parameters)
+        self.gradients.hold(addresses)
+        self.dtype = gradients[0].dtype
+        self.aligned = aligned(addresses), aligned(parameters)
+        numbers = factor, decay, rate
+        if any(isinstance(x, Tensor) for x in numbers):
+            self.numbers = torch.stack([number(x, self.device) for x in numbers])
+        else:
+            self.uploaded.hold(list(numbers))
+            self.numbers = self.uploaded.table
+
+    def partial_sums(self) -> Tensor:
+        """Memory for the partial sums over each matrix, ``[matrices, programs at most]``."""
+        shape = len(self.stack.params), self.max_programs
+        return torch.empty(shape, dtype=torch.float64, device=self.device)
+
+    def launch(
+        self,
+        kernel: str,
+        tensors: tuple[Tensor | None, ...],
+        floats: tuple[float, ...] = (),
+        *integers: int,
+        **constants: Any,
+    ) -> None:
+        """Launch a kernel by its name, one program for each span of each matrix; planned once for
+        each combination of dtypes and options.
+        """
+        key = (kernel, *constants.values(), *(x is None or x.dtype for x in tensors))
+        if key not in self.launches:
+            self.launches[key] = Launch(
+                getattr(kernels, kernel),
+                (len(self.stack.params), self.programs),
+                self.device,
+                (self.elements, self.span, *integers),
+                dict(num_warps=MATRICES.num_warps),
+                **constants,
+                SIZE=MATRICES.size,
+            )
+        # A whole number would be compiled in.
+        self.launches[key](tensors, tuple(map(float, floats)))
+
+    def of_gradients(self) -> dict[str, Any]:
+        return dict(G=triton_dtype(self.dtype), ALIGNED=self.aligned[0])
+
+    def of_parameters(self) -> dict[str, Any]:
+        return dict(P=triton_dtype(self.stack.params[0].dtype), ALIGNED=self.aligned[1])
+
+    def unit(
+        self, m: Tensor, squares: Tensor, dtype: torch.dtype | None, mu: float, nesterov: bool
+    ) -> Tensor:
+        """The direction over its norm, ``[matrices, rows, columns]``."""
+        m = m.flatten(2)
+        out = torch.empty(m.shape, dtype=dtype or m.dtype, device=self.device)
+        tensors = self.gradients.table, m, self.numbers, squares, out
+        self.launch(
+            "unit_kernel", tensors, (mu,), self.programs, **self.of_gradients(), NESTEROV=nesterov
+        )
+        return out
+
+    def muon_direction(
+        self, m: Tensor, mu: float, nesterov: bool, dtype: torch.dtype | None, skips: Tensor | None
+    ) -> Tensor:
+        """Update the momentum; returns each matrix's direction over its norm."""
+        squares = self.partial_sums()
+        self.launch(
+            "muon_momentum_kernel",
+            (self.gradients.table, m, self.numbers, skips, squares),
+            (mu,),
+            **self.of_gradients(),
+            NESTEROV=nesterov,
+            HAS_SKIPS=skips is not None,
+        )
+        return self.unit(m, squares, dtype, mu, nesterov)
+
+    def muon_move(self, direction: Tensor, skips: Tensor | None) -> None:
+        self.launch(
+            "muon_move_kernel",
+            (self.parameters.table, direction, self.numbers, skips),
+            **self.of_parameters(),
+            HAS_SKIPS=skips is not None,
+        )
+
+    def m3_memories(self, group: dict[str, Any], skips: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Update momenta and second moments; returns the fast momentum of each matrix over its
+        norm, and partial sums of the second moments.
+        """
+        buffers = self.stack.buffers
+        fast, second = buffers["fast_momentum"], buffers["second_moment"]
+        squares, sums = self.partial_sums(), self.partial_sums()
+        tensors = self.gradients.table, fast, second, buffers["slow_momentum"], self.numbers
+        self.launch(
+            "m3_memories_kernel",
+            (*tensors, skips, squares, sums),
+            (*group["retain"][:2], *group["betas"]),
+            **self.of_gradients(),
+            HAS_SKIPS=skips is not None,
+        )
+        return self.unit(fast, squares, group["ns_dtype"], 0.0, False), sums
+
+    def m3_move(
+        self, direction: Tensor, sums: Tensor, group: dict[str, Any], skips: Tensor | None
+    ) -> None:
+        buffers = self.stack.buffers
+        state = buffers["slow_direction"], buffers["second_moment"]
+        self.launch(
+            "m3_move_kernel",
+            (self.parameters.table, direction, *state, self.numbers, skips, sums),
+            (group["alpha"], group["eps"]),
+            self.programs,
+            **self.of_parameters(),
+            RELATIVE=group["relative"],
+            HAS_SKIPS=skips is not None,
+        )
+
+
+def number(x: float | Tensor, device: torch.device) -> Tensor:
+    """0-d, fp32, on the device, without waiting for it."""
+    if isinstance(x, Tensor):
+        return x.to(device, torch.float32, non_blocking=True).reshape(())
+    return torch.full((), x, dtype=torch.float32, device=device)

@@ -1,0 +1,131 @@
+"""Optimizers that move groups of matrices, and other groups by AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._core.backends import KERNEL_DTYPES, decline, uses_triton
+from ..adamw.stacked import StackedAdamW, stacked_adamw
+from ..common.checks import check_betas, check_number, check_plain_number
+from . import launch
+from .newton_schulz import chain, check_chain, newton_schulz
+from .stack import Stack, check_switch, factor_of, new_buffer
+from .stacked_optimizer import StackedOptimizer
+
+Tensor = torch.Tensor
+
+
+class MatrixOptimizer(StackedOptimizer):
+    """A subclass moves groups with matrix=True; AdamW moves the others."""
+
+    def _check_matrices(self, group: dict[str, Any]) -> None:
+        """Raise where a group of matrices has options out of their range."""
+        raise NotImplementedError
+
+    def _new_matrix_state(self, p: Tensor) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _move_matrices(
+        self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None
+    ) -> None:
+        raise NotImplementedError
+
+    def _move_matrices_by_kernels(
+        self, launches: Any, group: dict[str, Any], skips: Tensor | None
+    ) -> None:
+        raise NotImplementedError
+
+    def _scale_of(self, rows: int, columns: int, group: dict[str, Any]) -> float:
+        """What lr is multiplied by for matrices of this size."""
+        return 1.0
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        check_switch("matrix", group["matrix"])
+        check_chain(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"])
+        check_betas("adam_betas", group["adam_betas"])
+        for number, beta in enumerate(group["adam_betas"]):
+            check_plain_number(f"adam_betas[{number}]", beta, below=1.0)
+        check_number("adam_eps", group["adam_eps"])
+        self._check_matrices(group)
+        if group["matrix"]:
+            for p in group["params"]:
+                if p.dim() < 2:
+                    raise ValueError(
+                        "parameters of a group with matrix=True must have two axes or more, got "
+                        f"one of shape {list(p.shape)}: vectors go into a group with matrix=False"
+                    )
+
+    def _new_state(self, p: Tensor, group: dict[str, Any], place: int) -> dict[str, Tensor]:
+        if group["matrix"]:
+            return self._new_matrix_state(p)
+        return {
+            "exp_avg": new_buffer(p),
+            "exp_avg_sq": new_buffer(p),
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+        }
+
+    def _move_stack(
+        self,
+        stack: Stack,
+        sign: float,
+        scale: Tensor | None,
+        group: dict[str, Any],
+        skips: Tensor | None,
+    ) -> None:
+        if not stack.by_kernels:
+            super()._move_stack(stack, sign, scale, group, skips)
+        elif group["matrix"]:
+            if stack.launches is None:
+                stack.launches = launch.MatrixLaunches(stack)
+            lr, rows = group["lr"], stack.shape[0]
+            rate = lr * self._scale_of(rows, stack.shape.numel() // rows, group)
+            decay = 1.0 - lr * group["weight_decay"]
+            stack.launches.begin(factor_of(sign, scale), decay, rate)
+            self._move_matrices_by_kernels(stack.launches, group, skips)
+            # Gradients that are set to None are freed.
+            stack.launches.copies = []
+        else:
+            if stack.launches is None:
+                stack.launches = StackedAdamW(stack.params, stack.views)
+            stack.launches.move(sign, scale, group, skips)
+
+    def _check_stacks(self, stacks: list[Stack]) -> None:
+        for stack in stacks:
+            stack.by_kernels = self._uses_triton(stack)
+
+    def _uses_triton(self, stack: Stack) -> bool:
+        first = stack.params[0]
+        if not first.numel() or not uses_triton(first, self.backend):
+            return False
+        dtypes = {p.grad.dtype for p in stack.params if p.grad is not None}
+        if len(dtypes) > 1 or not dtypes <= set(KERNEL_DTYPES):
+            names = sorted(map(str, dtypes))
+            decline(f"the kernels take gradients of one narrow dtype, not {names}", self.backend)
+        elif not all(p.is_contiguous() for p in stack.params):
+            decline("the kernels take contiguous parameters", self.backend)
+        else:
+            return True
+        return False
+
+    def _move(self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None) -> None:
+        if group["matrix"]:
+            self._move_matrices(stack, g, group, skips)
+        else:
+            p = stack.values()
+            new, state = stacked_adamw(p, g, stack.buffers, group)
+            stack.move(skips, p, new)
+            stack.keep(skips, **state)
+
+
+def orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
+    """The orthogonal factor of each matrix, by a group's options."""
+    steps, coefficients = group["ns_steps"], group["ns_coefficients"]
+    return newton_schulz(matrices, steps, coefficients, dtype=group["ns_dtype"])
+
+
+def orthogonal_of(unit: Tensor, group: dict[str, Any]) -> Tensor:
+    """The same for matrices of norm 1, in the dtype of the products."""
+    triples = check_chain(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"])
+    return chain(unit, triples)

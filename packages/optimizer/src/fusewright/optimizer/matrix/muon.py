@@ -1,0 +1,150 @@
+r"""Muon: momentum, and a step along its orthogonal factor. For each matrix W of gradient g
+
+    m' = m + (1 - mu) (g - m)    u = g + mu (m' - g), or m' without Nesterov
+    W' = (1 - lr wd) W - lr scale NewtonSchulz(u)
+
+In Nested Learning this is momentum as a linear memory with Newton-Schulz as the nonlinearity of its
+output, W' = W + sigma(m'(u)) (eq. 52). Newton-Schulz does not see the size of m, so that this
+running mean and the paper's sum m' = alpha m - eta g (eq. 42) give the same steps.
+
+Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon is
+scalable for LLM training, arXiv 2502.16982; Behrouz et al., Nested Learning, arXiv 2512.24695.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from .._core.backends import Backend
+from .._core.checks import check_option
+from ..common.checks import check_plain_number
+from .matrix_optimizer import MatrixOptimizer, orthogonal, orthogonal_of
+from .newton_schulz import QUINTIC, Coefficients
+from .stack import Stack, as_matrices, check_switch, new_buffer
+
+Tensor = torch.Tensor
+Scale = Literal["output_rms", "adamw_rms", "none"]
+SCALES = ("output_rms", "adamw_rms", "none")
+# By torch.optim.Muon's adjust_lr_fn.
+TORCH_SCALES = {None: "output_rms", "original": "output_rms", "match_rms_adamw": "adamw_rms"}
+
+
+class Muon(MatrixOptimizer):
+    """torch.optim.Muon's formula and state dict, with the matrices of one shape in one chain of
+    batched products.
+
+    Args:
+        params: tensors, parameter groups or named parameters, as torch's optimizers take them:
+            floating, not sharded. Each group may have options of its own.
+        lr, weight_decay: numbers, or 0-d tensors that a captured step reads again. Decay is
+            decoupled: a step takes lr weight_decay of a parameter away.
+        momentum: mu, from 0 to below 1.
+        nesterov: step along g + mu (m' - g) rather than m'.
+        scale: of an orthogonal step, by the matrix's shape. "output_rms": sqrt(max(1, rows /
+            columns)), so that tall matrices change their outputs as much as square ones;
+            "adamw_rms": 0.2 sqrt(max(rows, columns)), about the size of AdamW's steps, whose lr and
+            weight_decay then serve; "none": 1.
+        ns_steps, ns_coefficients, ns_dtype: of ``newton_schulz``; None computes in the working
+            dtype.
+        matrix: whether a group is of matrices. These have two axes or more, and of more all but the
+            first are columns. Embeddings, heads, norms and biases belong in a group with
+            matrix=False, which AdamW moves by the group's lr and weight_decay.
+        adam_betas, adam_eps: of such groups.
+        maximize: ascend.
+        capturable: make lr a tensor on the parameters' device, so that learning-rate
+            schedulers reach a captured step.
+        skip_nonfinite: leave everything as it was where the gradients have no finite norm; decided
+            on the device, by one more reading of the gradients.
+
+    Arithmetic and state are fp32 for narrower parameters, fp64 for fp64; parameters are rounded
+    once. With a ``torch.amp.GradScaler`` unscaling happens inside the step, and its skip is one.
+    ``grad_norm``, ``skipped`` and ``skipped_steps`` are as AdamW's.
+
+    Raises:
+        TypeError: a parameter is not floating, not strided or sharded; a gradient is sparse.
+        ValueError: an option is out of its range, a matrix has fewer than two axes, a gradient or a
+            loaded state has another shape or device than its parameter.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        *,
+        scale: Scale = "output_rms",
+        ns_steps: int = 5,
+        ns_coefficients: Coefficients | Sequence[Coefficients] = QUINTIC,
+        ns_dtype: torch.dtype | None = torch.bfloat16,
+        matrix: bool = True,
+        adam_betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        maximize: bool = False,
+        capturable: bool = False,
+        skip_nonfinite: bool = False,
+        backend: Backend = "auto",
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            scale=scale,
+            ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients,
+            ns_dtype=ns_dtype,
+            matrix=matrix,
+            adam_betas=adam_betas,
+            adam_eps=adam_eps,
+            maximize=maximize,
+            capturable=capturable,
+        )
+        super().__init__(params, defaults, skip_nonfinite, backend)
+
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        groups = []
+        for group in saved["param_groups"]:
+            if "adjust_lr_fn" in group:
+                # torch.optim.Muon's name for the scale.
+                options = {k: x for k, x in group.items() if k != "adjust_lr_fn"}
+                group = options | {"scale": TORCH_SCALES[group["adjust_lr_fn"]]}
+            groups.append(group)
+        return super()._checked({**saved, "param_groups": groups})
+
+    def _check_matrices(self, group: dict[str, Any]) -> None:
+        check_plain_number("momentum", group["momentum"], below=1.0)
+        check_switch("nesterov", group["nesterov"])
+        check_option("scale", group["scale"], SCALES)
+
+    def _new_matrix_state(self, p: Tensor) -> dict[str, Tensor]:
+        return {"momentum_buffer": new_buffer(p)}
+
+    def _move_matrices(
+        self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None
+    ) -> None:
+        lr, mu, p = group["lr"], group["momentum"], stack.values()
+        m = torch.lerp(stack.buffers["momentum_buffer"], g, 1.0 - mu)
+        u = as_matrices(torch.lerp(g, m, mu) if group["nesterov"] else m)
+        factor = lr * self._scale_of(u.shape[-2], u.shape[-1], group)
+        o = orthogonal(u, group).view_as(p)
+        stack.move(skips, p, (1.0 - lr * group["weight_decay"]) * p - factor * o)
+        stack.keep(skips, momentum_buffer=m)
+
+    def _move_matrices_by_kernels(
+        self, launches: Any, group: dict[str, Any], skips: Tensor | None
+    ) -> None:
+        m = launches.stack.buffers["momentum_buffer"]
+        options = group["momentum"], group["nesterov"], group["ns_dtype"]
+        unit = launches.muon_direction(m, *options, skips)
+        launches.muon_move(orthogonal_of(unit, group), skips)
+
+    def _scale_of(self, rows: int, columns: int, group: dict[str, Any]) -> float:
+        if group["scale"] == "output_rms":
+            return math.sqrt(max(1.0, rows / max(1, columns)))
+        return 0.2 * math.sqrt(max(rows, columns)) if group["scale"] == "adamw_rms" else 1.0

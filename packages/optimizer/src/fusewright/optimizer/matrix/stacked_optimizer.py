@@ -1,0 +1,234 @@
+"""Optimizers that move parameters of one shape together.
+
+Parameters of one shape, dtype and group are a stack: each piece of their state is one tensor, of
+which the parameters' own are views, and a step stacks their gradients. So the layers of a model
+take few launches, and their matrix products are batched.
+
+The device decides whether a step is taken and selects by it; the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from .._core.backends import Backend, check_backend
+from .._core.precision import without_autocast
+from ..common.checks import check_gradient, check_rate
+from ..common.contract import Contract, keep_rate_on_device
+from ..common.placement import current, on
+from ..common.step import total_squares
+from ..common.tables import check_eager, same
+from ..norms.grad_norm import parts_of
+from .stack import Stack, check_parameter, check_state, factor_of
+
+Tensor = torch.Tensor
+# Elements of a stack at most: besides the state a step needs a few times their memory.
+STACKED = 1 << 26
+
+
+class StackedOptimizer(Contract):
+    """What the optimizers of this kind share: groups, state dicts, skipping and the order of a
+    step.
+
+    A subclass says what state a parameter begins with, and how a stack is moved.
+    """
+
+    copied = "skip_nonfinite", "backend"
+    # Where nonfinite steps are skipped, a step whose gradients' norm is not below this is.
+    norm_below = torch.inf
+
+    def __init__(
+        self,
+        params: Iterable,
+        defaults: dict[str, Any],
+        skip_nonfinite: bool,
+        backend: Backend = "auto",
+    ) -> None:
+        check_backend(backend)
+        self.skip_nonfinite, self.backend = skip_nonfinite, backend
+        self._forget_plans()
+        super().__init__(params, defaults)
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """Raise where a group's options are out of their range."""
+        raise NotImplementedError
+
+    def _new_state(self, p: Tensor, group: dict[str, Any], place: int) -> dict[str, Tensor]:
+        """The state that a parameter begins with."""
+        raise NotImplementedError
+
+    def _check_stacks(self, stacks: list[Stack]) -> None:
+        """Raise where a stack cannot be moved, before any is."""
+
+    def _begin(self, groups: list[dict[str, Any]]) -> None:
+        """Called with the groups that a step is about to move."""
+
+    def _move(self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None) -> None:
+        """Move a stack along its gradients, unless the device says that the step is skipped."""
+        raise NotImplementedError
+
+    def _move_stack(
+        self,
+        stack: Stack,
+        sign: float,
+        scale: Tensor | None,
+        group: dict[str, Any],
+        skips: Tensor | None,
+    ) -> None:
+        """Move a stack along its gradients times the sign, over the scale."""
+        self._move(stack, stack.gradients(factor_of(sign, scale)), group, skips)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            check_parameter(p)
+        check_rate(group)
+        self._check_options(group)
+        keep_rate_on_device(group)
+
+    def _forget_plans(self) -> None:
+        self._stacks: list[Stack] = []
+        self._flat: list[Tensor] = []
+        self._formats: list[tuple[torch.dtype, torch.device, torch.Size]] = []
+
+    def _members(self) -> Iterator[tuple[int, int, Tensor]]:
+        """The place of each parameter, the number of its group, and it."""
+        place = 0
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                yield place, number, p
+                place += 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; the closure, if given, computes the loss again and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stacks = self._plan()
+        if not stacks:
+            self._clear_results()
+            return loss
+        self._check_stacks(stacks)
+        self._keep_captured(stacks)
+        skips = self._decide()
+        scale = getattr(self, "grad_scale", None)
+        numbers = sorted({stack.number for stack in stacks})
+        self._begin([self.param_groups[number] for number in numbers])
+        for stack in stacks:
+            group, device = self.param_groups[stack.number], stack.device
+            sign = -1.0 if group["maximize"] else 1.0
+            with current(device), without_autocast(device):
+                self._move_stack(stack, sign, on(device, scale), group, on(device, skips))
+        return loss
+
+    def _decide(self) -> Tensor | None:
+        """Whether this step is skipped, where anything could make it so."""
+        norm, skipped, count = self._last()
+        gradients = [p.grad for p in self._flat if p.grad is not None]
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        skips = None
+        if found_inf is not None:
+            # A scaler adds up the flags of several devices.
+            skips = on(skipped.device, found_inf).reshape(()) > 0.0
+        if self.skip_nonfinite:
+            total = total_squares(parts_of(gradients, self.backend)).sum().sqrt()
+            total = on(norm.device, total)
+            if scale is not None:
+                total = total / on(norm.device, scale).abs().reshape(())
+            norm.copy_(total)
+            # False for NaN too.
+            nonfinite = ~(total < self.norm_below)
+            skips = nonfinite if skips is None else skips | nonfinite
+        if skips is None:
+            skipped.zero_()
+        else:
+            skipped.copy_(skips)
+            count.add_(skips)
+        return skips
+
+    def _plan(self) -> list[Stack]:
+        """The stacks of the parameters that have gradients."""
+        members = [member for member in self._members() if member[2].grad is not None]
+        flat = [p for _, _, p in members]
+        for p in flat:
+            assert p.grad is not None
+            check_gradient(p, p.grad)
+        formats = [(p.dtype, p.device, p.shape) for p in flat]
+        # By identity: users may replace parameters.
+        known = same(flat, self._flat) and formats == self._formats
+        if known and all(map(self._holds, self._stacks)):
+            return self._stacks
+        stacks: dict[tuple, list[tuple[int, Tensor]]] = {}
+        for p in flat[:1]:
+            check_eager(p.device, "state was to be stacked")
+        for place, number, p in members:
+            stacks.setdefault((number, p.shape, p.dtype, p.device), []).append((place, p))
+        states = {p: self._state_of(p, self.param_groups[number], k) for k, number, p in members}
+        self._stacks = []
+        for (number, shape, _, device), some in stacks.items():
+            largest = max(1, STACKED // max(1, shape.numel()))
+            for start in range(0, len(some), largest):
+                params = [p for _, p in some[start : start + largest]]
+                with current(device):
+                    stack = Stack(params, number, [states[p] for p in params])
+                for name, views in stack.views.items():
+                    for p, view in zip(params, views, strict=True):
+                        self.state[p][name] = view
+                self._stacks.append(stack)
+        self._leave_stacks(set(flat))
+        self._flat, self._formats = flat, formats
+        return self._stacks
+
+    def _leave_stacks(self, stacked: set[Tensor]) -> None:
+        """Copy the state of parameters outside of all stacks: a view would keep a whole stack
+        alive.
+        """
+        for p, state in self.state.items():
+            if p not in stacked:
+                for name, x in state.items():
+                    if torch.is_tensor(x) and x._base is not None:
+                        state[name] = x.clone()
+
+    def _holds(self, stack: Stack) -> bool:
+        """Whether the optimizer's state is still the stack's: users may replace it."""
+        states = [self.state[p] for p in stack.params]
+        return all(
+            state.get(name) is view
+            for name, views in stack.views.items()
+            for state, view in zip(states, views, strict=True)
+        )
+
+    def _state_of(self, p: Tensor, group: dict[str, Any], place: int) -> dict[str, Tensor]:
+        """The state of a parameter in its dtype and on its device, new where it has none."""
+        state, complete = self.state[p], self._new_state(p, group, place)
+        for name, new in complete.items():
+            if name in state:
+                check_state(name, state[name], new, place)
+                complete[name] = state[name].to(new)
+        return complete
+
+    def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        for p, state in self._states_of(saved):
+            for name, value in state.items():
+                is_tensor = torch.is_tensor(value)
+                self.state[p][name] = value.detach().clone() if is_tensor else value
+        for group in self.param_groups:
+            keep_rate_on_device(group)
+
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        pairs = zip(self.param_groups, saved["param_groups"], strict=True)
+        groups = [{**old, "capturable": mine["capturable"]} for mine, old in pairs]
+        for old, mine in zip(groups, self.param_groups, strict=True):
+            check_rate(old)
+            self._check_options({**old, "params": mine["params"]})
+        numbers = [k for group in groups for k in group["params"]]
+        for number, (place, group_number, p) in zip(numbers, self._members(), strict=True):
+            loaded = saved["state"].get(number, {})
+            new = self._new_state(p, groups[group_number], place) if loaded else {}
+            for name in new.keys() & loaded.keys():
+                check_state(name, loaded[name], new[name], place)
+        return {**saved, "param_groups": groups}

@@ -1,0 +1,1 @@
+"""AdamW whose learning rates by group a trained controller sets."""

@@ -1,0 +1,1 @@
+"""The norm of gradients, and their clipping."""

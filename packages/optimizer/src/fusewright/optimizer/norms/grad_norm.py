@@ -1,0 +1,119 @@
+"""The norm of all gradients, and their clipping: one launch adds squares, a second one takes the
+root and, for clipping, scales.
+
+    norm = sqrt(sum g^2)    g' = g min(1, max_norm / (norm + 1e-6))
+
+Squares and their sum are fp64, in a fixed order: no square overflows or vanishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .._core.backends import Backend, check_backend, decline, uses_triton
+from .._core.checks import checked_real
+from ..common.checks import check_elements
+from ..common.placement import current, is_dense, local, mesh_of, on
+from ..common.step import total_squares
+from . import launch
+from .reference import ReferenceGradients
+
+Tensor = torch.Tensor
+
+
+@torch.no_grad()
+def grad_norm(tensors: Tensor | Iterable[Tensor], *, backend: Backend = "auto") -> Tensor:
+    """The L2 norm of all tensors together, as if they were one.
+
+    Args:
+        tensors: floating or complex, of any shapes, dtypes and devices; of DTensors all shards.
+        backend: "auto" takes the kernels for CUDA tensors and plain torch for others; "triton"
+            raises where the kernels cannot serve.
+
+    Returns:
+        0-d fp32 on the first tensor's device, without waiting for it; zero for no tensors.
+
+    Raises:
+        TypeError: a tensor is not floating or complex, or not strided.
+        RuntimeError: backend is "triton" and the kernels cannot serve a tensor.
+    """
+    check_backend(backend)
+    gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    check_gradients(gradients)
+    if not gradients:
+        return torch.zeros((), dtype=torch.float32)
+    parts = parts_of(gradients, backend)
+    squares = total_squares(parts)
+    with current(parts[0].device):
+        return parts[0].norm_of(squares)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, *, backend: Backend = "auto"
+) -> Tensor:
+    """Scale the gradients of all parameters in place, so that their norm together is at most
+    ``max_norm``; torch.nn.utils.clip_grad_norm_'s formula for the L2 norm.
+
+    Args:
+        parameters: those without a gradient are passed by.
+        max_norm: at least 0.
+        backend: as ``grad_norm`` has it.
+
+    Returns:
+        The norm before, 0-d fp32 on the first gradient's device, without waiting for it; zero where
+        there is no gradient. Where it is not finite the gradients become what torch makes of them:
+        zero and NaN after inf, NaN after NaN.
+
+    Raises:
+        TypeError: a gradient is not floating or complex, or not strided; max_norm is no number.
+        ValueError: max_norm is negative or NaN.
+        RuntimeError: backend is "triton" and the kernels cannot serve a gradient.
+    """
+    check_backend(backend)
+    if not checked_real("max_norm", max_norm) >= 0.0:
+        raise ValueError(f"max_norm must be a number of at least 0, got {max_norm!r}")
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    check_gradients(gradients)
+    if not gradients:
+        return torch.zeros((), dtype=torch.float32)
+    parts = parts_of(gradients, backend)
+    squares = total_squares(parts)
+    norms = []
+    for part in parts:
+        with current(part.device):
+            norms.append(part.clip(on(part.device, squares), float(max_norm)))
+    return norms[0]
+
+
+def check_gradients(gradients: list[Tensor]) -> None:
+    for g in gradients:
+        # A call takes longer than the test, and each step has as many as parameters.
+        if g.layout is not torch.strided or not (g.is_floating_point() or g.is_complex()):
+            check_elements("a gradient", g, complex_too=True)
+
+
+def parts_of(gradients: Iterable[Tensor], backend: Backend) -> list:
+    """The gradients by device and by what serves them, as ``total_squares`` takes them."""
+    groups: dict[tuple, list[Tensor]] = {}
+    for g in gradients:
+        memory = local(g)
+        with_kernels = uses_triton(memory, backend)
+        if with_kernels and not is_dense(memory):
+            decline("a gradient has gaps in its memory", backend)
+            with_kernels = False
+        device, mesh = memory.device, mesh_of(g)
+        key = (device, with_kernels, memory.dtype, mesh) if with_kernels else (device,)
+        groups.setdefault(key, []).append(g)
+    parts: list = []
+    for (device, *kernels), group in groups.items():
+        with current(device):
+            if kernels:
+                memories = list(map(local, group))
+                parts.append(launch.KernelGradients(memories, mesh_of(group[0]), device))
+            else:
+                parts.append(ReferenceGradients(group, device))
+    return parts

@@ -1,0 +1,105 @@
+"""Launches of the norm of many tensors, and of their scaling."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._core.launches import Launch
+from .._core.lazy import lazy_module
+from ..common.launch import PREPARE, GridStride, Squares, programs_of, triton_dtype
+from ..common.tables import CAPTURED, Blocks, Uploaded, addresses_of, aligned, is_captured
+
+if TYPE_CHECKING:
+    from . import kernels
+else:
+    kernels = lazy_module(__package__, "kernels")
+
+Tensor = torch.Tensor
+# Source: docs/decisions/0008-adamw-launch-h200.csv, which measured the squares alike.
+SCALE = GridStride(size=4096, num_warps=8, programs_per_sm=4)
+
+
+class KernelGradients:
+    """Gradients of one dtype on one device, by kernels."""
+
+    def __init__(self, gradients: list[Tensor], mesh: Any, device: torch.device) -> None:
+        self.gradients, self.mesh, self.device = gradients, mesh, device
+        # What is allocated in a capture exists in its replays alone.
+        captured = is_captured(device)
+        plan_of = gradients_plan.__wrapped__ if captured else gradients_plan
+        self.plan = plan_of(tuple(g.numel() for g in gradients), gradients[0].dtype, device)
+        if captured:
+            CAPTURED.append(self.plan)
+        addresses = addresses_of(gradients)
+        self.aligned = aligned(addresses)
+        # Of this call alone: earlier calls' kernels may still read theirs.
+        self.table = Uploaded(len(addresses), torch.int64, device)
+        self.table.hold(addresses)
+        CAPTURED.extend(self.table.kept)
+
+    def squares(self) -> list[tuple[Any, Tensor]]:
+        """Partial sums of squares in fp64, as ``total_squares`` takes them."""
+        return [(self.mesh, self.plan.squares(self.table.table, self.aligned))]
+
+    def norm_of(self, squares: Tensor) -> Tensor:
+        norm = torch.empty((), dtype=torch.float32, device=self.device)
+        norm_launch(len(squares), self.device)((squares, norm))
+        return norm
+
+    def clip(self, squares: Tensor, max_norm: float) -> Tensor:
+        """Scale in place; returns the norm."""
+        return self.plan.clip(self.table.table, self.aligned, squares, max_norm)
+
+
+@functools.lru_cache(maxsize=256)
+def norm_launch(partial_count: int, device: torch.device) -> Launch:
+    return Launch(
+        kernels.norm_kernel,
+        (1,),
+        device,
+        (partial_count,),
+        dict(num_warps=PREPARE.num_warps),
+        SIZE=PREPARE.size,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def gradients_plan(
+    lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> GradientsPlan:
+    return GradientsPlan(lengths, dtype, device)
+
+
+class GradientsPlan:
+    """The launches for tensors of these lengths and this dtype."""
+
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.squares = Squares(lengths, dtype, device)
+        self.blocks = Blocks(lengths, SCALE.size, device)
+        self.dtype, self.device = dtype, device
+        self.launches: dict[tuple, Launch] = {}
+
+    def clip(self, table: Tensor, aligned: bool, squares: Tensor, max_norm: float) -> Tensor:
+        key = aligned, len(squares)
+        if key not in self.launches:
+            self.launches[key] = Launch(
+                kernels.clip_kernel,
+                (programs_of(SCALE, self.blocks.count, self.device),),
+                self.device,
+                (len(squares), self.blocks.count),
+                dict(num_warps=SCALE.num_warps),
+                G=triton_dtype(self.dtype),
+                ALIGNED=aligned,
+                PARTIALS=PREPARE.size,
+                SIZE=SCALE.size,
+            )
+        norm = torch.empty((), dtype=torch.float32, device=self.device)
+        blocks = self.blocks
+        self.launches[key](
+            (table, blocks.lengths, blocks.first, blocks.owner, squares, norm), (max_norm,)
+        )
+        return norm

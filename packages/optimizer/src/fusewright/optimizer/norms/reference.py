@@ -1,0 +1,34 @@
+"""The norm of gradients and their clipping in plain torch.
+
+norm = sqrt(sum g^2)    g' = g min(1, max_norm / (norm + 1e-6))
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..common.placement import local, mesh_of
+
+Tensor = torch.Tensor
+
+
+class ReferenceGradients:
+    """Gradients on one device."""
+
+    def __init__(self, gradients: list[Tensor], device: torch.device) -> None:
+        self.gradients, self.device = gradients, device
+
+    def squares(self) -> list:
+        """Sums of squares in fp64, as ``total_squares`` takes them."""
+        return [(mesh_of(g), local(g).double().square().sum().view(1)) for g in self.gradients]
+
+    def norm_of(self, squares: Tensor) -> Tensor:
+        return squares.sum().sqrt().float()
+
+    def clip(self, squares: Tensor, max_norm: float) -> Tensor:
+        """Scale in place; returns the norm."""
+        norm = squares.sum().sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        for g in map(local, self.gradients):
+            g.copy_(g.to(torch.promote_types(g.dtype, torch.float32)) * factor)
+        return norm.float()

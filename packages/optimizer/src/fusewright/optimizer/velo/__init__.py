@@ -1,0 +1,1 @@
+"""VeLO: a perceptron for each tensor, mixed by an LSTM."""

@@ -1,0 +1,108 @@
+"""Members of VeLO's step, and the step in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..common.reference import decide, in_fp64, rounded
+from ..common.statistics.members import Member, Rules, StatisticsPart
+from ..common.statistics.reference import Statistics, advanced
+from ..common.step import Step
+from .reference import (
+    Moments,
+    decayed_gradient,
+    moments_of,
+    rank_features,
+    split,
+    start_decays,
+    step_of,
+)
+
+Tensor = torch.Tensor
+
+
+class VeLOPart(StatisticsPart):
+    """Members on one device, whose step has two halves: the statistics, of which the LSTM sees
+    moments, and the move by the perceptrons that it mixes.
+
+    Attributes:
+        ranks: ``[members, 5]``, of ``rank_features``.
+        step: that is being taken.
+    """
+
+    step: Step
+
+    def __init__(self, members: Sequence[Member], rules: Rules, device: torch.device) -> None:
+        super().__init__(members, rules, device)
+        self.ranks = rank_features([member.p.shape for member in self.members], device)
+
+    @property
+    def networks(self) -> Any:
+        return self.rules.network
+
+    @property
+    def any_decays(self) -> bool:
+        """Whether a weight decay may be another than 0."""
+        return any(isinstance(x, Tensor) or x != 0.0 for x in self.numbers[1::2])
+
+    def advance(self, step: Step) -> Moments:
+        """Decide, move the statistics, and return the tensors' moments before the step."""
+        raise NotImplementedError
+
+    def penalty(self, moments: Moments) -> Tensor:
+        """wd sum x^2 over the members, 0-d fp64."""
+        raise NotImplementedError
+
+    def apply(self, mixed: Tensor, scales: Tensor) -> None:
+        """Move the parameters by perceptrons ``[members, 159]`` and scales ``[members]``."""
+        raise NotImplementedError
+
+
+class VeLOReferencePart(VeLOPart):
+    """The members on one device that plain torch serves, one parameter after the other."""
+
+    def __init__(self, members: Sequence[Member], rules: Rules, device: torch.device) -> None:
+        super().__init__(members, rules, device)
+        self.decays = start_decays(device)
+        # Gradients with weight decay, and statistics after the step.
+        self.advanced: list[tuple[Tensor, Statistics]] = []
+
+    def decay_of(self, member: Member) -> float | Tensor:
+        """Weight decay: a number, or a 0-d tensor in fp64."""
+        return in_fp64(self.numbers[2 * member.group + 1])
+
+    def advance(self, step: Step) -> Moments:
+        self.step = step
+        factor = decide(step, self.rules.max_grad_norm, self.device)
+        self.advanced, moments = [], []
+        for member, gradient in zip(self.members, self.gradients, strict=True):
+            p, before = member.p, member.statistics
+            dtype = before.square.dtype
+            g = gradient.to(dtype) * factor.to(dtype)
+            g = decayed_gradient(g, p.to(dtype), rounded(self.decay_of(member), dtype))
+            moments.append(moments_of(p, before))
+            self.advanced.append((g, advanced(before, g, self.decays)))
+        return Moments(*(torch.cat(some) for some in zip(*moments, strict=True)))
+
+    def penalty(self, moments: Moments) -> Tensor:
+        penalties = [
+            self.decay_of(member) * member.p.numel() * p2
+            for member, p2 in zip(self.members, moments.p2, strict=True)
+        ]
+        return torch.stack(penalties).sum()
+
+    def apply(self, mixed: Tensor, scales: Tensor) -> None:
+        multipliers = self.networks.exp_mult, self.networks.step_mult
+        skipped = self.step.skipped
+        for place, (member, (g, after)) in enumerate(zip(self.members, self.advanced, strict=True)):
+            p, before = member.p, member.statistics
+            dtype = before.square.dtype
+            lr = rounded(in_fp64(self.numbers[2 * member.group]), dtype)
+            step = step_of(split(mixed[place]), p, g, after, scales[place], *multipliers)
+            p.copy_(torch.where(skipped, p, (p.to(dtype) - lr * step).to(p.dtype)))
+            for old, new in zip(before, after, strict=True):
+                old.copy_(torch.where(skipped, old, new))
+        self.advanced = []

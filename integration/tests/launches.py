@@ -1,4 +1,4 @@
-"""What the tests of kernels compile for cards that are not there."""
+"""What the tests of kernels compile for GPUs that are not there."""
 
 from __future__ import annotations
 

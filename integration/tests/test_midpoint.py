@@ -86,7 +86,7 @@ def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
 @pytest.mark.parametrize("carry", [1.0, 0.5])
 @pytest.mark.parametrize("layers", [1, 2, 3, 32])
 def test_states_come_back_to_the_bit(layers, carry):
-    """Gradients from states computed anew are those from states that were stored."""
+    """Gradients from states recomputed are those from states that were stored."""
     x = torch.randn(4, 7, WIDTH)
     exact, stored = (results(make(mode, layers, carry), x) for mode in ("exact", "stored"))
     assert same_bits(exact, stored)
@@ -139,7 +139,7 @@ def test_recurrence_is_the_midpoint_rule():
 
 @pytest.mark.parametrize("what", ["chooses", "keeps", "drop"])
 @pytest.mark.parametrize("mode", ["exact", "stored"])
-def test_layer_is_computed_anew_as_it_was(mode, what):
+def test_layer_is_recomputed_as_it_was(mode, what):
     """Its choices, its random numbers, and the state that it keeps, which is not kept twice."""
     options = {what: 0.4 if what == "drop" else True}
     x = torch.randn(3, 4, WIDTH)

@@ -1,4 +1,4 @@
-"""What only a card shows of the reversible stack: memory, no waiting, replays."""
+"""What only a GPU shows of the reversible stack: memory, no waiting, replays."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_steps_wait_for_nothing_and_have_the_same_bits_in_a_graph(mode):
 
 
 @pytest.mark.parametrize("mode", ["exact", "stored"])
-def test_random_numbers_of_the_card_are_drawn_again(mode):
+def test_random_numbers_of_the_gpu_are_drawn_again(mode):
     """With others in the backward pass gradients would be of other columns."""
     x = torch.randn(2, 64, STREAMS, DIM, device="cuda", requires_grad=True)
 

@@ -100,14 +100,14 @@ def test_state_that_is_not_finite_stays_in_its_row(titan_mac, draw_tokens, kind)
     _, state = model(tokens[:, :5])
     expected, _ = model(tokens[:, 5:], state)
 
-    def spoiled(x):
+    def poisoned(x):
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
             return x
         x = x.detach().clone()
         x[1] = torch.nan
         return x
 
-    found, after = model(tokens[:, 5:], pytree.tree_map(spoiled, state))
+    found, after = model(tokens[:, 5:], pytree.tree_map(poisoned, state))
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
     assert found[1].isnan().any()
     assert isinstance(after, TitanMACState)

@@ -30,7 +30,7 @@ class Stepped(NamedTuple):
 
 
 class FixedPoint:
-    """Numbers of 2^-F in int32, and the step of a midpoint stack on them: on a card one launch.
+    """Numbers of 2^-F in int32, and the step of a midpoint stack on them: on a GPU one launch.
 
     Args:
         fraction_bits: F.

@@ -1,4 +1,4 @@
-"""A stack of layers that runs backwards: its states are computed anew from the last two.
+"""A stack of layers that runs backwards: its states are recomputed from the last two.
 
 With f_l(p) = layer_l(p) - p, h the step and a the carry,
 
@@ -12,7 +12,7 @@ undone to the bit. For a = 1/2 the bit that halving drops is kept, one for each 
 Gradients pass rounding as if it were not there.
 
 What a layer chose (Tape), its autocast, its persistent buffers and, where it drops out, its random
-numbers are those of the forward pass when it is computed anew.
+numbers are those of the forward pass when it is recomputed.
 
 Midpoint rule: arXiv 2512.02056, eq. 2.4; with a carry: eq. 3.6, whose gain is h where ours is 2 h.
 """
@@ -64,8 +64,8 @@ class MidpointStack(nn.Module):
             or None. Its parameters get gradients, ``context`` does not.
         step: h.
         carry: a, 1 or 1/2.
-        mode: "exact" computes states anew by the inverse; "stored" keeps them, and computes only
-            what is inside a layer anew; "plain" is ordinary autograd. All have the same states to
+        mode: "exact" computes states again by the inverse; "stored" keeps them, and computes only
+            what is inside a layer again; "plain" is ordinary autograd. All have the same states to
             the bit.
         fraction_bits: F. The range is +-2^(30 - F).
         backend: of the states' steps, as in `FixedPoint`.
@@ -135,7 +135,7 @@ class MidpointStack(nn.Module):
             moved = carried + self.gain(number) * delta
             x_before, x_after = x_after, Straight.apply(moved, new.shown)
             aux = aux if more is None else aux + more
-        return Passed(spoiled(x_after, saturated), aux, saturated, 0)
+        return Passed(corrupted(x_after, saturated), aux, saturated, 0)
 
 
 class Run:
@@ -184,7 +184,7 @@ class Run:
 
     def put_aside(self) -> list[Tensor]:
         """What is kept beside states, for autograd to keep: it lets go of it after the backward
-        pass, whoever still holds the loss.
+        pass, even while the loss is held.
         """
         self.hollow, tensors = apart(([tape.kept for tape in self.tapes], self.dropped))
         self.tapes, self.dropped = [], []
@@ -262,7 +262,7 @@ class Reversed(torch.autograd.Function):
         ctx.counts = len(kept), len(parameters)
         ctx.save_for_backward(saturated, *kept, *parameters, *run.put_aside())
         ctx.mark_non_differentiable(saturated)
-        return spoiled(last, saturated), aux, saturated
+        return corrupted(last, saturated), aux, saturated
 
     @staticmethod
     @once_differentiable
@@ -272,7 +272,7 @@ class Reversed(torch.autograd.Function):
         kept, parameters = (list(islice(saved, count)) for count in ctx.counts)
         # Without a name here the gradient of the last state goes when it has been used.
         g_x, gradients = ctx.run.backward(
-            kept, parameters, list(saved), spoiled(g, saturated), g_aux
+            kept, parameters, list(saved), corrupted(g, saturated), g_aux
         )
         return None, g_x.to(ctx.dtype), *gradients
 
@@ -284,6 +284,6 @@ def added(some: Tensor | None, other: Tensor | None) -> Any:
     return some + other
 
 
-def spoiled(x: Tensor, saturated: Tensor) -> Tensor:
+def corrupted(x: Tensor, saturated: Tensor) -> Tensor:
     """NaN, its gradient too, where the states are not those of the stack."""
     return x + torch.where(saturated, torch.nan, 0.0) * x

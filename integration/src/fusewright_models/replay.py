@@ -1,4 +1,4 @@
-"""A layer computed anew is what it was: choices, random numbers, autocast and buffers."""
+"""A layer recomputed is what it was: choices, random numbers, autocast and buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 
 class Tape:
-    """What a layer chose when it was first computed, for when it is computed anew: a choice between
+    """What a layer chose when it was first computed, for when it is recomputed: a choice between
     keys that are nearly equal may fall the other way for a rounding error, and a gradient would be
     another function's.
     """
@@ -97,8 +97,8 @@ class Surroundings:
                 options = dict(enabled=enabled, dtype=dtype, cache_enabled=self.caches)
                 entered.enter_context(torch.autocast(kind, **options))  # type: ignore[arg-type]
             if self.random:
-                cards = [self.device] if self.device.type == "cuda" else []
-                entered.enter_context(torch.random.fork_rng(cards))
+                gpus = [self.device] if self.device.type == "cuda" else []
+                entered.enter_context(torch.random.fork_rng(gpus))
                 torch.set_rng_state(self.random[0])
                 for state in self.random[1:]:
                     torch.cuda.set_rng_state(state, self.device)

@@ -128,9 +128,9 @@ def test_memory_with_a_strange_row_is_skipped_and_others_keep_their_bits(
 ):
     tensors = update_op.draw((3,), 5, 4, 6, F32, device)
     expected = parts(update_op.whole(*tensors, backend=backend))
-    spoiled = [tensors[0].clone(), *tensors[1:]]
-    spoiled[0][1, 2, 3] = strange
-    update = update_op.whole(*spoiled, backend=backend)
+    poisoned = [tensors[0].clone(), *tensors[1:]]
+    poisoned[0][1, 2, 3] = strange
+    update = update_op.whole(*poisoned, backend=backend)
     assert update.skipped.tolist() == [False, True, False]
     assert not update.grad_norm[1].isfinite()
     for x, old in zip((*update.weights, *update.momentum), tensors[2:10], strict=True):
@@ -159,7 +159,7 @@ def assert_handed_on(grads, upstream):
     assert all(g[0].isfinite().all() and g[0].any() for g in grads)
 
 
-def spoiled_inputs(op, name, device):
+def poisoned_inputs(op, name, device):
     tensors = op.draw((2,), 5, 4, 6, F32, device)
     for index in STRANGE_INPUTS[name]:
         tensors[index][1].view(-1)[:1] = NAN
@@ -173,7 +173,7 @@ def test_skipped_memory_hands_on_its_gradients_and_nothing_else(
     update_op, name, clip, backend, device
 ):
     op = update_op.having(row_weights=True, max_grad_norm=clip)
-    leaves = [x.requires_grad_() for x in spoiled_inputs(op, name, device)]
+    leaves = [x.requires_grad_() for x in poisoned_inputs(op, name, device)]
     outputs = op.public(*leaves, backend=backend)
     upstream = [torch.randn_like(y) for y in outputs]
     assert_handed_on(torch.autograd.grad(outputs, leaves, upstream), upstream)
@@ -183,7 +183,7 @@ def test_skipped_memory_hands_on_its_gradients_and_nothing_else(
 def test_explicit_backward_of_a_skipped_memory_hands_on_its_gradients(update_op, name, device):
     """What the kernels' second derivative goes through, once more differentiated too."""
     op = update_op.having(row_weights=True)
-    tensors = spoiled_inputs(op, name, device)
+    tensors = poisoned_inputs(op, name, device)
     k, v, *others = leaves = [x.requires_grad_() for x in tensors]
     upstream = [torch.randn_like(x) for x in others[:8]]
     dloss = torch.full((2,), NAN if name == "everything" else 1.0, device=device)
@@ -292,11 +292,11 @@ def test_gates_out_of_range_are_as_near_to_fp64_as_torch(update_op, backend, dev
 def test_gates_that_are_nan_stay_in_their_memory(update_op, backend, device):
     """Its step is not skipped: the gradient is finite."""
     tensors = update_op.draw((2, 2), 5, 4, 6, F32, device)
-    spoiled = [x.clone() for x in tensors]
-    for gate in spoiled[10:]:
+    poisoned = [x.clone() for x in tensors]
+    for gate in poisoned[10:]:
         gate[1, 0] = NAN
     both = []
-    for inputs in (spoiled, tensors):
+    for inputs in (poisoned, tensors):
         leaves = [x.requires_grad_() for x in inputs]
         update = update_op.whole(*leaves, backend=backend)
         assert not update.skipped.any()

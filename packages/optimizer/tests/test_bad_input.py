@@ -54,7 +54,7 @@ KINDS = {
 def test_memory_of_any_order_is_moved_as_torch_moves_it(kind, options, backend, device):
     draw_p, draw_g = KINDS[kind]
     if kind == "with-gaps" and backend == "triton":
-        # The kernels refuse it; on a card "auto" is not "reference" either.
+        # The kernels refuse it; on a GPU "auto" is not "reference" either.
         backend = "auto"
     memory = [draw_p().to(device) for _ in range(2)]
     ps = [torch.nn.Parameter(x) for x in memory]
@@ -160,7 +160,7 @@ def test_parameter_that_takes_anothers_place_is_the_one_that_moves(backend, devi
     assert state["step"].item() == 2
 
 
-def test_cleared_state_begins_anew(training, backend):
+def test_cleared_state_begins_again(training, backend):
     ps, twin = training.parameters(), training.parameters()
     optimizer = training.run(AdamW, ps, 2, backend=backend, lr=0.0)
     optimizer.state.clear()
@@ -172,7 +172,7 @@ def test_cleared_state_begins_anew(training, backend):
         assert optimizer.state[p]["step"] == expected.state[q]["step"] == 1
 
 
-def test_state_that_somebody_else_has_laid_out_is_taken_in_the_parameters_order(backend, device):
+def test_state_of_another_layout_is_taken_in_the_parameters_order(backend, device):
     p, q = (torch.nn.Parameter(ramp(3, 4, device=device)) for _ in range(2))
     states = [
         dict(step=torch.tensor(3.0), exp_avg=ramp(3, 4).sin(), exp_avg_sq=ramp(3, 4).square())

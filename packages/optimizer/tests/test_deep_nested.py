@@ -107,7 +107,7 @@ def test_untrained_step_has_the_bits_of_adamw(device, backend):
 
 
 class NoNumberRead(TorchDispatchMode):
-    """Whoever asks a tensor for its value on the host fails, on any device."""
+    """A tensor that is asked for its value on the host raises, on any device."""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.name()
@@ -162,7 +162,7 @@ def test_step_is_adamws_launches_and_one(device, frequency, monkeypatch):
     assert list(found["theirs"]) == ["squares_kernel", "prepare_kernel", "adamw_kernel"]
     expected = ["group_squares_kernel", "control_kernel", "prepare_kernel", "adamw_kernel"]
     assert list(found["ours"]) == expected
-    # Where multipliers stay nobody reads the parameters.
+    # Where multipliers stay, the parameters are not read.
     assert found["ours"]["group_squares_kernel"][1] == (2 if frequency == 1 else 1)
 
 

@@ -1,4 +1,4 @@
-"""DeepNestedOptimizer on a card: nothing waits, replays have the bits of eager steps, and a scaler
+"""DeepNestedOptimizer on a GPU: nothing waits, replays have the bits of eager steps, and a scaler
 drives the step.
 """
 
@@ -14,7 +14,7 @@ from .nested import give, model, optimizer_of
 
 @pytest.fixture
 def small(request):
-    """A model on the card and its optimizer, with training in every second step."""
+    """A model on the GPU and its optimizer, with training in every second step."""
     some = model(torch.float32, "cuda")
     options = dict(mode="simple", meta_update_freq=2, frequencies=(1, 2), meta=request.param[1])
     return some, optimizer_of(some, update=request.param[0], **options)
@@ -25,7 +25,7 @@ KINDS = [(update, meta) for update in ("adamw", "continuum") for meta in ("hyper
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("small", KINDS, indirect=True, ids="-".join)
-def test_no_step_waits_for_the_card(small):
+def test_no_step_waits_for_the_gpu(small):
     some, optimizer = small
     give(some, 1)
     loss = torch.tensor(1.0, device="cuda")

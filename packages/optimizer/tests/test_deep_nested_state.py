@@ -30,7 +30,7 @@ def as_file(state):
 
 
 def copied(some, optimizer, way, **options):
-    """Model and optimizer anew, in the way of a copy."""
+    """Model and optimizer again, in the way of a copy."""
     if way == "deepcopy":
         return copy.deepcopy((some, optimizer))
     if way == "pickle":

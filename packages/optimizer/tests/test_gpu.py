@@ -1,4 +1,4 @@
-"""What only a card shows: graphs, streams, no synchronisation, narrow dtypes, sizes."""
+"""What only a GPU shows: graphs, streams, no synchronisation, narrow dtypes, sizes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_replayed_step_is_skipped_by_the_device(training, captured):
     assert not torch.equal(ps[1], before[1])
 
 
-def test_no_step_waits_for_the_card(training):
+def test_no_step_waits_for_the_gpu(training):
     ps = training.parameters(device="cuda")
     kept = training.parameters(torch.bfloat16, "cuda")
     optimizers = [AdamW(ps, max_grad_norm=1.0), AdamW(kept, rounding="remainder")]

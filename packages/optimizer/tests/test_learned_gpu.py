@@ -1,4 +1,4 @@
-"""What only a card shows of the learned optimizer: graphs, streams, no synchronisation, narrow
+"""What only a GPU shows of the learned optimizer: graphs, streams, no synchronisation, narrow
 dtypes, sizes, memory.
 """
 
@@ -122,7 +122,7 @@ def test_replayed_step_is_skipped_by_the_device(captured):
     assert optimizer.skipped_steps.item() == 1
 
 
-def test_no_step_waits_for_the_card(learned):
+def test_no_step_waits_for_the_gpu(learned):
     mlp = learned.network(extra=1, device="cuda")
     told = torch.ones(1, device="cuda")
     ps = [torch.nn.Parameter(x) for x in learned.drawn(SHAPES, "cuda")]

@@ -224,7 +224,7 @@ def test_meta_training_has_the_same_bits_twice():
 
 
 @pytest.mark.gpu
-def test_meta_training_has_the_same_bits_twice_on_a_card():
+def test_meta_training_has_the_same_bits_twice_on_a_gpu():
     found = [trained_flat(torch.device("cuda")) for _ in range(2)]
     assert torch.equal(*found)
     assert found[0].isfinite().all()

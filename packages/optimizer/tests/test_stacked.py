@@ -446,7 +446,7 @@ def test_state_of_another_shape_is_refused_before_anything_is_taken(training, de
 
 
 @pytest.mark.gpu
-def test_no_step_waits_for_the_card(training, make):
+def test_no_step_waits_for_the_gpu(training, make):
     ps = training.parameters(device="cuda")
     optimizer = make(ps, skip_nonfinite=True)
     training.give_gradients(ps, 0)

@@ -220,7 +220,7 @@ def test_capturable_rates_stay_tensors_when_others_state_is_loaded(training):
 
 @pytest.mark.parametrize("way", ["replaced", "cleared"])
 def test_state_that_others_put_there_is_moved(training, device, backend, way):
-    """As an offloading loop does it; and where a parameter's state is cleared, it begins anew."""
+    """As an offloading loop does it; and where a parameter's state is cleared, it begins again."""
     ps, twin = (training.parameters(device=device) for _ in range(2))
     ours = training.run(AdamW, ps, 2, backend=backend)
     theirs = training.run(AdamW, twin, 2, backend=backend)

@@ -67,7 +67,7 @@ def catalogue(monkeypatch):
 def test_inputs_of_pytorchs_catalogue_give_torchs_numbers(
     training, catalogue, backend, device, name
 ):
-    # Those for cards are numbers and CPU tensors: good anywhere. None has foreach, fused or
+    # Those for GPUs are numbers and CPU tensors: good anywhere. None has foreach, fused or
     # differentiable, which do not exist here.
     inputs = catalogue[name].optim_inputs_func("cuda", F32)
     assert len(inputs) >= 10
@@ -80,7 +80,7 @@ def test_inputs_of_pytorchs_catalogue_give_torchs_numbers(
         # torch's Adam and ours have different defaults.
         common = {} if name == "AdamW" else dict(weight_decay=0.0)
         ours = {**common, **each.kwargs}
-        # torch's takes it on cards alone.
+        # torch's takes it on GPUs alone.
         theirs = {key: x for key, x in ours.items() if key != "capturable"}
         ours |= dict(decoupled_weight_decay=name == "AdamW", backend=backend)
         assert_as_good_as_torch(catalogue[name].optim_cls, starts, gradients, ours, theirs)

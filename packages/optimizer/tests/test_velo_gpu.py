@@ -1,4 +1,4 @@
-"""What only a card shows of VeLO: graphs, streams, no synchronisation, narrow dtypes, sizes,
+"""What only a GPU shows of VeLO: graphs, streams, no synchronisation, narrow dtypes, sizes,
 memory.
 """
 
@@ -98,7 +98,7 @@ def test_replayed_step_is_skipped_by_the_device(captured, bad):
     assert optimizer.skipped_steps.item() == 1
 
 
-def test_no_step_waits_for_the_card(learned):
+def test_no_step_waits_for_the_gpu(learned):
     networks = learned.velo_networks("cuda")
     ps = [torch.nn.Parameter(x) for x in learned.drawn(SHAPES, "cuda")]
     optimizer = VeLO(ps, networks, 20, weight_decay=0.01, max_grad_norm=1.0)

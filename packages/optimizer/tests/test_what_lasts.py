@@ -84,7 +84,7 @@ def test_parameter_that_is_cut_is_not_moved_beyond_its_end(make, backend):
 
 
 def test_state_is_not_made_in_a_capture(make, capture):
-    """Each replay would make it anew, and take the first step for ever."""
+    """Each replay would make it again, and take the first step for ever."""
     ps = matrices()
     _, step = make(ps, "reference")
     before = [p.detach().clone() for p in ps]
@@ -112,7 +112,7 @@ def test_captured_steps_are_held_once_and_let_go_of(make, capture):
 
 
 def test_remainder_keeps_nan(backend):
-    """Of any bits: those of a card's round up to zero's."""
+    """Of any bits: those of a GPU's round up to zero's."""
     for bits in (0x7FFFFFFF, 0x7FC00000, -1, 0x7F800001):
         p = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
         p.grad = torch.ones_like(p)
@@ -178,16 +178,16 @@ def test_whole_number_to_clip_to_is_not_that_of_later_calls():
 
 
 @pytest.mark.gpu
-def test_norm_over_a_card_and_a_cpu_waits_for_the_card():
-    card = torch.ones(1000, device="cuda")
+def test_norm_over_a_gpu_and_a_cpu_waits_for_the_gpu():
+    on_gpu = torch.ones(1000, device="cuda")
     for doubled in range(1, 6):
         torch.cuda._sleep(50_000_000)
-        card.mul_(2.0)
+        on_gpu.mul_(2.0)
         expected = (4.0**doubled * 1000 + 10) ** 0.5
-        assert grad_norm([torch.ones(10), card]).item() == pytest.approx(expected)
+        assert grad_norm([torch.ones(10), on_gpu]).item() == pytest.approx(expected)
         p = torch.nn.Parameter(torch.ones(10))
         q = torch.nn.Parameter(torch.ones(1000, device="cuda"))
-        p.grad, q.grad = torch.ones(10), card.clone()
+        p.grad, q.grad = torch.ones(10), on_gpu.clone()
         optimizer = AdamW([p, q], max_grad_norm=1.0)
         optimizer.step()
         assert optimizer.grad_norm.item() == pytest.approx(expected)

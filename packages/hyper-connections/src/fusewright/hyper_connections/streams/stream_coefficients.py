@@ -1,4 +1,4 @@
-"""The numbers by which streams are read, written and mixed, for whoever wants to look at them.
+"""The numbers by which streams are read, written and mixed, to look at them.
 
     s = alpha (Phi v) / rms(v) + b                  n numbers, n more, and n x n
     pre = sigma(s_pre)    post = 2 sigma(s_post)    logits of res = s_res

@@ -180,6 +180,7 @@ def test_saturated_step_is_skipped_in_a_graph_and_told():
 
 
 @pytest.mark.parametrize("preset", ["mini", "350m"])
+@pytest.mark.large
 def test_step_of_a_preset_in_bf16_is_finite_and_keeps_little(preset):
     """At T = 4096: what is kept beside two states is choices alone."""
     torch.manual_seed(1)

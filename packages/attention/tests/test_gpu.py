@@ -156,6 +156,7 @@ def test_rows_of_a_great_task_are_as_near_to_fp64_as_torch(op):
     yardstick.check(amid_the_rest)
 
 
+@pytest.mark.large
 def test_tensor_past_31_bits_of_elements(op):
     """More elements of q than a 32-bit number counts; as many tasks as leave the queries whole."""
     few, great = 40, (1 << 31) // (500 * 8 * 64) + 2
@@ -172,6 +173,7 @@ def test_tensor_past_31_bits_of_elements(op):
     assert equal(*results)
 
 
+@pytest.mark.large
 def test_task_past_31_bits_of_elements(op):
     """So many queries that even one task has more elements than a 32-bit number counts."""
     queries, keys = (1 << 31) // (8 * 128) + 64, 130

@@ -104,6 +104,7 @@ def test_inductor_compiles_forward_and_backward(rotary_op):
     assert equal(everything(compiled), everything(rotary))
 
 
+@pytest.mark.large
 def test_rows_past_31_bits_of_elements(rotary_op):
     """Of the joint sequence, within one row of the batch."""
     tokens = (1 << 31) // (2 * 2 * 8 * 256) + 64

@@ -177,6 +177,7 @@ def test_full_vocabularies_are_as_near_to_fp64_as_torch(vocabulary, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_logits_past_31_bits_of_elements():
     logits = torch.randn(2**31 // 32000 + 2, 32000, device="cuda", dtype=BF16)
     targets = torch.randint(32000, (len(logits),), device="cuda")

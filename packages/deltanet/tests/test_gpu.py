@@ -353,6 +353,7 @@ def test_first_call_of_all_kernels_takes_no_longer_than_twenty_seconds(tmp_path,
     assert float(done.stdout) < 20.0
 
 
+@pytest.mark.large
 def test_memory_of_a_training_step_is_what_the_readme_says():
     """Beside the inputs: T, G and the states; and in the backward pass what it hands over."""
     q, k, v = (torch.randn(1, 4096, 8, 128, device="cuda", dtype=BF16) for _ in range(3))

@@ -144,6 +144,7 @@ def test_selection_takes_little_memory(indexer):
 
 
 @pytest.mark.slow
+@pytest.mark.large
 def test_selection_of_131072_tokens_is_right_where_it_is_looked_at(indexer):
     tensors = indexer.draw((1, 131072, 131072, 4, 64), BF16, "cuda")
     indices, count, _ = selection_of(tensors, law="fixed")

@@ -410,6 +410,7 @@ def test_no_call_waits_for_the_gpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_streams_past_31_bits_of_elements():
     tokens = 2**31 // (4 * 1024) + 2
     given = parameters(4, 1024, "cuda")

@@ -139,6 +139,7 @@ def test_what_is_strange_stays_in_its_row_and_head(read_op, place, strange):
         assert torch.equal(x, truth)
 
 
+@pytest.mark.large
 def test_a_state_past_two_to_the_31_bytes_is_read_right(read_op):
     """Of which the first and the last memory give the bits that they give alone."""
     heads = 2**31 // (2 * packed_size(512, 64) * 4) + 1

@@ -129,6 +129,7 @@ def test_memory_with_a_strange_row_is_skipped_and_others_keep_their_bits(
     assert not any(x[1].any() for x in found[9:11])
 
 
+@pytest.mark.large
 def test_rows_past_31_bits_of_elements(update_op):
     """Rows of no weight, more than 31 bits can count the elements of, before those that count."""
     rows, width, hidden = (1 << 31) // 64 + 1000, 64, 16

@@ -115,6 +115,7 @@ def test_same_inputs_same_bits_at_full_size(op):
     assert same_bits(gradients(op, leaves), gradients(op, leaves))
 
 
+@pytest.mark.large
 def test_hidden_units_past_31_bits_of_elements():
     rows = 2**31 // (10 * 1376) + 300
     u = torch.randn(rows, 10, 1376, device="cuda", dtype=BF16)
@@ -131,6 +132,7 @@ def test_hidden_units_past_31_bits_of_elements():
         assert torch.equal(found[chosen], expected)
 
 
+@pytest.mark.large
 def test_parameters_past_31_bits_of_elements():
     rows = 2**31 // 30 + 300
     params = torch.randn(rows, 10, 3, device="cuda", dtype=BF16)

@@ -179,6 +179,7 @@ def test_unaligned_parameters_move_as_aligned_ones(start):
     assert torch.equal(p, q)
 
 
+@pytest.mark.large
 def test_parameter_of_more_than_31_bits_is_moved_to_its_end():
     p = torch.nn.Parameter(torch.zeros(2**31 + 5, dtype=torch.bfloat16, device="cuda"))
     p.grad = torch.zeros_like(p)

@@ -9,8 +9,7 @@ import torch
 from fusewright.deltanet import GatedDeltaNet
 from fusewright.gsa import GatedSparseAttention, Selection, gated_indexer
 from fusewright_models.hybrid import HybridLM
-from fusewright_models.hybrid_config import HYBRID, HybridConfig
-from fusewright_models.midpoint import MODES
+from fusewright_models.hybrid_config import HYBRID, MODES, HybridConfig
 from fusewright_testkit.yardstick import Allowance, assert_within
 
 TINY = HYBRID["tiny"]

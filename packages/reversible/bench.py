@@ -57,7 +57,7 @@ def case(sizes: dict[str, int]) -> Case:
     product = 2 * 2 * sizes["layers"] * tokens * width * MULTIPLE * width
     weights = 4 * 2 * sizes["layers"] * MULTIPLE * width**2
     moved = 2 * 4 * tokens * width + weights
-    # Those of the formula: what is computed anew counts as time alone.
+    # Those of the formula: what is recomputed counts as time alone.
     return Case(
         op=OP,
         sizes=sizes,
@@ -90,12 +90,12 @@ def by_autograd(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def by_checkpoints(x: Tensor, *weights: Tensor) -> Tensor:
-    """The rule with each force computed anew from its input, which is kept."""
+    """The rule with each force recomputed from its input, which is kept."""
 
-    def anew(force: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def recomputed(force: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: checkpoint(force, x, use_reentrant=False, preserve_rng_state=False)
 
-    return midpoint_rule(x, [anew(force) for force in forces_of(weights)], STEP)
+    return midpoint_rule(x, [recomputed(force) for force in forces_of(weights)], STEP)
 
 
 def forces_of(weights: tuple[Tensor, ...]) -> list[Callable[[Tensor], Tensor]]:

@@ -97,14 +97,14 @@ def test_strided_operands_are_read_by_their_strides(backend, device, monkeypatch
 def test_ignored_rows_may_hold_anything(backend, device):
     x, weight, targets = operands(device, torch.bfloat16)
     targets[2] = -100
-    spoiled = x.detach().clone()
-    spoiled[2] = torch.nan
+    corrupted = x.detach().clone()
+    corrupted[2] = torch.nan
 
     def call(*tensors):
         return linear_cross_entropy(*tensors, backend=backend)
 
     found, expected = (
-        everything(call, t.detach().requires_grad_(), weight, targets) for t in (spoiled, x)
+        everything(call, t.detach().requires_grad_(), weight, targets) for t in (corrupted, x)
     )
     assert all(map(torch.equal, found, expected))
 

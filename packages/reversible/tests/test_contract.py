@@ -51,6 +51,6 @@ def test_import_does_not_import_triton():
 
 
 def test_no_op_is_registered():
-    """A step sets a flag that it is given: a function, where an op would return it anew."""
+    """A step sets a flag that it is given: a function, where an op would return another."""
     names = torch._C._dispatch_get_all_op_names()
     assert [name for name in names if "fusewright_reversible" in name] == []

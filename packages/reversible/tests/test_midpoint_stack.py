@@ -82,7 +82,7 @@ def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 32])
 def test_states_come_back_to_the_bit(layers):
-    """Gradients from states computed anew are those from states that were stored."""
+    """Gradients from states recomputed are those from states that were stored."""
     x = torch.randn(4, 7, WIDTH)
     exact, stored = (results(make(mode, layers), x) for mode in ("exact", "stored"))
     assert same_bits(exact, stored)
@@ -133,7 +133,7 @@ def test_recurrence_is_the_midpoint_rule():
 
 @pytest.mark.parametrize("what", ["chooses", "keeps", "drop"])
 @pytest.mark.parametrize("mode", ["exact", "stored"])
-def test_layer_is_computed_anew_as_it_was(mode, what):
+def test_layer_is_recomputed_as_it_was(mode, what):
     """Its choices, its random numbers, and the state that it keeps, which is not kept twice."""
     options = {what: 0.4 if what == "drop" else True}
     x = torch.randn(3, 4, WIDTH)
@@ -234,7 +234,7 @@ def test_state_out_of_range_spoils_the_loss_and_every_gradient(mode, bad):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_force_out_of_range_is_told_of_too(mode):
+def test_force_out_of_range_sets_the_flag_too(mode):
     for factor in (1e6, float("nan")):
         stack = make(mode)
         with torch.no_grad():

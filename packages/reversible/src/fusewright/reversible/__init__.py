@@ -1,4 +1,4 @@
-"""Stacks of layers that run backwards: states are computed anew, to the bit, and not stored."""
+"""Stacks of layers that run backwards: states are recomputed, to the bit, and not stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stack of layers that runs backwards: its states are computed anew from the last two.
+"""A stack of layers that runs backwards: its states are recomputed from the last two.
 
 With f_l(p) = layer_l(p) - p and h the step,
 
@@ -14,7 +14,7 @@ States have any one shape; they are int32 and shown to layers in fp32 (in fp64 f
 Saved for the backward pass: the last two states, the parameters, and what layers chose.
 
 What a layer chose (Tape), its autocast, its persistent buffers and, where it drops out, its random
-numbers are those of the forward pass when it is computed anew.
+numbers are those of the forward pass when it is recomputed.
 
 Midpoint rule: arXiv 2512.02056, eq. 2.4.
 """
@@ -72,8 +72,8 @@ class MidpointStack(nn.Module):
             ``[...]`` of one shape, x in fp32; aux 0-d, or None; ``tape`` a `Tape` for its choices,
             or None. Its parameters get gradients, ``context`` does not.
         step: h.
-        mode: "exact" computes states anew by the inverse; "stored" keeps them, and computes only
-            what is inside a layer anew; "plain" is ordinary autograd. All have the same states to
+        mode: "exact" recomputes states by the inverse; "stored" keeps them, and recomputes only
+            what is inside a layer; "plain" is ordinary autograd. All have the same states to
             the bit.
         fraction_bits: F. The range is +-2^(30 - F).
         backend: of the states' steps, as in `FixedPoint`.
@@ -140,7 +140,7 @@ class MidpointStack(nn.Module):
             moved = x_before + self.gain(number) * delta
             x_before, x_after = x_after, Straight.apply(moved, new.shown)
             aux = aux if more is None else aux + more
-        return Passed(spoiled(x_after, saturated), aux, saturated, 0)
+        return Passed(corrupted(x_after, saturated), aux, saturated, 0)
 
 
 @functools.cache
@@ -273,7 +273,7 @@ class Reversed(torch.autograd.Function):
         ctx.counts = len(kept), len(parameters)
         ctx.save_for_backward(saturated, *kept, *parameters, *run.put_aside())
         ctx.mark_non_differentiable(saturated)
-        return spoiled(last, saturated), aux, saturated
+        return corrupted(last, saturated), aux, saturated
 
     @staticmethod
     @once_differentiable
@@ -283,7 +283,7 @@ class Reversed(torch.autograd.Function):
         kept, parameters = (list(islice(saved, count)) for count in ctx.counts)
         # Without a name here the gradient of the last state goes when it has been used.
         g_x, gradients = ctx.run.backward(
-            kept, parameters, list(saved), spoiled(g, saturated), g_aux
+            kept, parameters, list(saved), corrupted(g, saturated), g_aux
         )
         return None, g_x.to(ctx.dtype), *gradients
 
@@ -308,6 +308,6 @@ def added(some: Tensor | None, other: Tensor | None) -> Any:
     return some + other
 
 
-def spoiled(x: Tensor, saturated: Tensor) -> Tensor:
+def corrupted(x: Tensor, saturated: Tensor) -> Tensor:
     """NaN, its gradient too, where the states are not those of the stack."""
     return x + torch.where(saturated, torch.nan, 0.0) * x

@@ -1,4 +1,4 @@
-"""A layer computed anew is what it was: choices, random numbers, autocast and buffers."""
+"""A layer recomputed is what it was: choices, random numbers, autocast and buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 class Tape:
-    """What a layer chose when it was first computed, for when it is computed anew: a choice between
+    """What a layer chose when it was first computed, for when it is recomputed: a choice between
     keys that are nearly equal may fall the other way for a rounding error, and a gradient would be
     another function's.
     """

@@ -32,8 +32,8 @@ def advance_kernel(
     one,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK numbers of the next state, also as they are shown to a layer; sets the flag where one has left
-    the range.
+    """BLOCK numbers of the next state, also as they are shown to a layer; sets the flag where one
+    has left the range.
     """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count

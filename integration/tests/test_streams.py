@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright_models.midpoint import MidpointStack
+from fusewright.reversible import MidpointStack
 from fusewright_models.streams import StreamMixer, replicated
 from fusewright_testkit import Yardstick
 from torch import nn

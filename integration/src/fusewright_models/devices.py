@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-from fusewright.norm import available_backends
-from torch import Tensor
 
 
 def checked_device(name: str) -> torch.device:
@@ -32,13 +30,3 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
-
-
-def takes_launches(x: Tensor) -> bool:
-    """Whether launches of ours may stand for torch's operations on x; a compiler fuses these
-    itself.
-    """
-    return (
-        # Not one that only stands for another.
-        type(x) is Tensor and not torch.compiler.is_compiling() and "triton" in available_backends()
-    )

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, get_args
 import torch
 from fusewright.cross_entropy import linear_cross_entropy
 from fusewright.norm import Backend, RMSNorm
+from fusewright.reversible import MidpointStack, Passed
 from torch import Tensor, nn
 
 from .byte_embedding import ByteEmbedding
 from .hybrid_config import HybridConfig
 from .hybrid_layers import NORM_EPS, Caches, HybridLayer, Observer, all_keys, drawn
-from .midpoint import MidpointStack, Passed
 from .streams import replicated
 from .token_input import check_tokens
 
@@ -96,7 +96,6 @@ class HybridLM(nn.Module):
         self.stack = MidpointStack(
             layers,
             step=config.step,
-            carry=config.carry,
             mode=config.mode,
             fraction_bits=config.fraction_bits,
             backend=backend,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from fusewright.reversible import Mode
 
 from .commands import (
     BackendChoice,
@@ -20,7 +21,6 @@ from .commands import (
 )
 from .hybrid import HybridLM
 from .hybrid_run import HybridBatch, HybridRun
-from .midpoint import Mode
 from .presets import HybridPresetName
 from .text_command import (
     AccumulationSteps,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from fusewright.reversible import Mode
 
 from .config_checks import check_config
-from .midpoint import Mode
 
+MODES = get_args(Mode)
 Embedding = Literal["plain", "bytes"]
 Law = Literal["inverse", "proportional", "entropy", "fixed"]
 # Every so many layers one is sparse attention.
@@ -35,7 +37,7 @@ class HybridConfig:
         sinkhorn_iterations: of their mixing.
         rope_base: of the sparse attention's rotary positions.
         embedding: "plain", or "bytes": tokens by their bytes.
-        step, carry, mode, fraction_bits: of the midpoint stack.
+        step, mode, fraction_bits: of the midpoint stack.
         second_weight: of the loss of the token after next.
         index_weight: of the loss that the indexers learn by.
 
@@ -66,7 +68,6 @@ class HybridConfig:
     rope_base: float = 10_000.0
     embedding: Embedding = "plain"
     step: float = 0.25
-    carry: float = 1.0
     mode: Mode = "exact"
     fraction_bits: int = 20
     second_weight: float = 0.3

@@ -10,10 +10,10 @@ from fusewright.deltanet import GatedDeltaNet
 from fusewright.feed_forward import SwiGLU
 from fusewright.gsa import GatedSparseAttention, KeyCache, Selection
 from fusewright.norm import Backend, RMSNorm
+from fusewright.reversible import Tape
 from torch import Tensor, nn
 
 from .hybrid_config import HybridConfig
-from .replay import Tape
 from .streams import StreamMixer
 
 NORM_EPS = 1e-6

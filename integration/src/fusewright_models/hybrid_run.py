@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from fusewright.reversible import Mode
 from torch import Tensor
 
 from .hybrid import HybridLM
 from .hybrid_config import HybridConfig
-from .midpoint import Mode
 from .presets import HYBRID_PRESETS, HybridPresetName
 from .text import Corpus, Windows
 from .text_run import TextRun

@@ -197,7 +197,7 @@ def test_strange_number_stays_with_its_token(strange, device):
 
 def test_gradients_of_streams_meet_in_one_pass(device, monkeypatch):
     """What arrives at the streams that are mixed and at those that are subtracted is added by the
-    launch, the latter as it is, its sign told.
+    launch, the latter as it is, with its sign as an argument.
     """
     x, y, *parameters = operands((6,), 2, 20, device)
     seen = []
@@ -287,10 +287,10 @@ def test_more_streams_or_bits_than_the_kernels_take(device, monkeypatch):
         stream_read(x, *given, backend="triton")
     with pytest.raises(RuntimeError, match=r"not torch\.float64"):
         stream_read(x[:, :4].double(), *parameters(4, 20, device), backend="triton")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = stream_read(x, *given)
-    assert any("up to 8 streams, not 9" in str(one.message) for one in told) == (device == "cuda")
+    assert any("up to 8 streams, not 9" in str(one.message) for one in caught) == (device == "cuda")
     assert torch.equal(found.u, stream_read(x, *given, backend="reference").u)
 
 

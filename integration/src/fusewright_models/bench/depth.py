@@ -15,11 +15,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
+from fusewright.reversible import Mode
 from rich.table import Table
 from torch import Tensor, nn
 
 from ..hybrid import HybridLM
-from ..midpoint import MODES, Mode
+from ..hybrid_config import MODES
 from .harness import Failure, attempt
 from .hybrid import HybridHarness
 from .results import merge_by

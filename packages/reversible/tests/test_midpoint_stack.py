@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import gc
-import pathlib
 import weakref
 
 import pytest
 import torch
-from fusewright_models.fixed_point import LIMIT, FixedPoint, packed, unpacked
-from fusewright_models.midpoint import MODES, MidpointStack
-from fusewright_models.replay import Tape
+from fusewright.reversible import MidpointStack, Tape
+from fusewright.reversible.midpoint.midpoint_stack import MODES
+from fusewright.reversible.midpoint.reference import midpoint_rule
 from fusewright_testkit import Yardstick
-from fusewright_testkit.compiled import GPUS, compiled_in_a_process
 from torch import Tensor, nn
 from torch.func import functional_call
 
 WIDTH = 6
-HERE = pathlib.Path(__file__).parent
 
 
 @pytest.fixture
@@ -63,9 +60,9 @@ class Layer(nn.Module):
         return scale * y, y.square().mean()
 
 
-def make(mode="exact", layers=5, carry=1.0, **options):
+def make(mode="exact", layers=5, backend="auto", **options):
     torch.manual_seed(3)
-    return MidpointStack([Layer(**options) for _ in range(layers)], carry=carry, mode=mode)
+    return MidpointStack([Layer(**options) for _ in range(layers)], mode=mode, backend=backend)
 
 
 def results(stack: MidpointStack, x: Tensor, **context: object) -> list[Tensor]:
@@ -83,19 +80,17 @@ def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(map(torch.equal, some, others))
 
 
-@pytest.mark.parametrize("carry", [1.0, 0.5])
 @pytest.mark.parametrize("layers", [1, 2, 3, 32])
-def test_states_come_back_to_the_bit(layers, carry):
+def test_states_come_back_to_the_bit(layers):
     """Gradients from states recomputed are those from states that were stored."""
     x = torch.randn(4, 7, WIDTH)
-    exact, stored = (results(make(mode, layers, carry), x) for mode in ("exact", "stored"))
+    exact, stored = (results(make(mode, layers), x) for mode in ("exact", "stored"))
     assert same_bits(exact, stored)
 
 
-@pytest.mark.parametrize("carry", [1.0, 0.5])
 @pytest.mark.parametrize("mode", ["exact", "stored"])
-def test_gradients_are_those_of_plain_autograd(mode, carry):
-    stacks = {name: make(name, 8, carry) for name in (mode, "plain")}
+def test_gradients_are_those_of_plain_autograd(mode):
+    stacks = {name: make(name, 8) for name in (mode, "plain")}
     names = [name for name, _ in stacks[mode].named_parameters()]
 
     def through(name):
@@ -114,24 +109,24 @@ def tables(stack, dtype):
     return {name: x.to(dtype) for name, x in stack.named_buffers()}
 
 
-@pytest.mark.parametrize("carry", [1.0, 0.5])
-def test_all_modes_have_the_same_states(carry):
+def test_all_modes_have_the_same_states():
     x = torch.randn(2, 3, WIDTH)
-    found = [results(make(mode, 6, carry), x)[:2] for mode in MODES]
+    found = [results(make(mode, 6), x)[:2] for mode in MODES]
     with torch.no_grad():
-        passed = make("exact", 6, carry)(x)
+        passed = make("exact", 6)(x)
     for state, aux in found:
         assert torch.equal(state, passed.x)
         assert torch.equal(aux, passed.aux)
 
 
 def test_recurrence_is_the_midpoint_rule():
-    stack = make("plain", 4, carry=0.5)
+    stack = make("plain", 4)
     x = torch.randn(2, WIDTH)
     h, forces = stack.step, [lambda p, f=f: f.force(p, tape=None)[0] for f in stack.layers]
     before, after = x, x + h / 2 * forces[0](x)
     for force in forces[1:]:
-        before, after = after, 0.5 * before + 0.5 * after + 2 * h * force(after)
+        before, after = after, before + 2 * h * force(after)
+    assert torch.equal(midpoint_rule(x, forces, h), after)
     # Half a unit of rounding a layer, and what the layers after make of it.
     bound = len(stack.layers) * 2 / stack.states.one
     assert (stack(x).x - after).abs().max() <= bound
@@ -155,7 +150,7 @@ def test_choices_are_counted_and_kept_once():
     stack = make(chooses=True)
     passed = stack(torch.randn(2, WIDTH, requires_grad=True))
     assert passed.tape_bytes == 5 * WIDTH * 8
-    assert make(carry=0.5)(torch.randn(2, WIDTH, requires_grad=True)).tape_bytes == 4 * 2
+    assert make()(torch.randn(2, WIDTH, requires_grad=True)).tape_bytes == 0
     with torch.no_grad():
         assert stack(torch.randn(2, WIDTH)).tape_bytes == 0
 
@@ -170,7 +165,7 @@ def test_what_is_kept_in_several_places_is_counted_once():
 
 def test_what_is_kept_goes_with_the_backward_pass(uncollected):
     """While the loss is still held, and with all the rest once it is not."""
-    stack = make(chooses=True, carry=0.5)
+    stack = make(chooses=True)
     kept = []
     record = Tape.record
 
@@ -240,7 +235,7 @@ def test_state_out_of_range_spoils_the_loss_and_every_gradient(mode, bad):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_force_out_of_range_is_told_of_too(mode):
+def test_force_out_of_range_sets_the_flag_too(mode):
     for factor in (1e6, float("nan")):
         stack = make(mode)
         with torch.no_grad():
@@ -319,90 +314,33 @@ def test_frozen_parameters_are_those_of_the_forward_pass(mode):
 def test_bad_options_are_refused():
     layers = [Layer()]
     for options, message in (
-        (dict(carry=0.25), "carry must be 1 or 0.5"),
-        (dict(mode="fast"), "mode must be one of"),
-        (dict(fraction_bits=30), "fraction_bits must be from 1 to 29; got 30"),
+        (dict(step=float("nan")), "step must be a finite number, got nan"),
+        (dict(mode="fast"), 'mode must be "exact" or "stored" or "plain", got \'fast\''),
+        (dict(fraction_bits=30), "fraction_bits must be from 1 to 29, got 30"),
+        (dict(backend="torch"), 'backend must be "auto", "triton" or "reference"'),
     ):
         with pytest.raises(ValueError, match=message):
             MidpointStack(layers, **options)
-    with pytest.raises(ValueError, match="at least one layer"):
+    with pytest.raises(ValueError, match="layers must be at least one"):
         MidpointStack([])
-    with pytest.raises(ValueError, match="a context without gradients"):
+    with pytest.raises(ValueError, match="context must be without gradients"):
         MidpointStack(layers)(torch.ones(WIDTH), scale=torch.ones((), requires_grad=True))
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 100])
-def test_bits_are_packed_and_come_back(count):
-    bits = torch.randint(0, 2, (count,), dtype=torch.int32)
-    assert packed(bits).numel() == -(-count // 8)
-    assert torch.equal(unpacked(packed(bits), bits), bits)
-
-
-def stepped_by(backend, halves, first=False):
-    """A step and the step back, of numbers as a layer may give them."""
-    torch.manual_seed(7)
-    states = FixedPoint(20, halves=halves, backend=backend)
-    before, state = (torch.randint(-LIMIT, LIMIT, (3, 701), dtype=torch.int32) for _ in range(2))
-    delta = torch.randn(3, 701)
-    # Halves, which are rounded to even numbers, and what has no place.
-    delta[0] = (delta[0] * 8).round() * 2.0**-20
-    delta[1] *= 1e-5
-    delta[2, :6] = torch.tensor([1e9, -1e9, 1e38, torch.inf, -torch.inf, torch.nan])
-    saturated = torch.zeros((), dtype=torch.bool)
-    new = states.step(before, state, delta, 0.5, saturated, first=first)
-    back = states.step_back(new.state, state, delta, 0.5, new.dropped)
-    calm = torch.zeros_like(saturated)
-    slow = before[:2] // 4, state[:2] // 4, delta[:2]
-    tame = states.step(*slow, 0.5, calm, first=first)
-    return [*new, *back, saturated, tame.shown, calm]
-
-
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("halves", [False, True])
-def test_one_launch_has_the_same_states_to_the_bit(halves, first):
-    found, expected = (stepped_by(name, halves, first) for name in ("triton", "reference"))
-    assert found[-3].item()
-    assert not found[-1].item()
-    for value, truth in zip(found, expected, strict=True):
-        assert (value is None) == (truth is None)
-        assert value is None or torch.equal(value, truth)
-
-
-@pytest.mark.parametrize("carry", [1.0, 0.5])
-def test_one_launch_a_step_passes_a_stack(carry):
+def test_one_launch_a_step_passes_a_stack():
     x = torch.randn(3, 5, WIDTH)
     found = []
     for backend in ("triton", "reference"):
-        stack = make(layers=4, carry=carry)
-        stack.states.backend = backend
-        found.append(results(stack, x))
+        found.append(results(make(layers=4, backend=backend), x))
     assert same_bits(*found)
 
 
-@pytest.mark.parametrize("carry", [1.0, 0.5])
 @pytest.mark.parametrize("mode", MODES)
-def test_states_are_those_of_a_start_laid_out_otherwise(mode, carry):
+def test_states_are_those_of_a_start_laid_out_otherwise(mode):
     """Columns of a table, the same row again and again: the launches take states as they lie."""
     for x in (torch.randn(WIDTH, 7).t(), torch.randn(1, WIDTH).expand(7, WIDTH)):
         found = []
         for backend in ("triton", "reference"):
             for start in (x, x.contiguous()):
-                stack = make(mode, 3, carry)
-                stack.states.backend = backend
-                found.append(results(stack, start))
+                found.append(results(make(mode, 3, backend), start))
         assert all(same_bits(found[0], other) for other in found[1:])
-
-
-@pytest.mark.parametrize("capability", GPUS)
-def test_steps_compile_without_a_spill(capability):
-    printed = compiled_in_a_process(HERE, "steps_of_states", capability)
-    assert (printed.count("_advance_kernel"), printed.count("_undo_kernel")) == (2, 2)
-
-
-def test_steps_at_the_ends_of_the_range_do_not_wrap():
-    ends = torch.tensor([LIMIT - 1, 1 - LIMIT, 0, 1 - LIMIT], dtype=torch.int32)
-    kick = torch.tensor([LIMIT, -LIMIT, 5, LIMIT], dtype=torch.int32)
-    for halves in (False, True):
-        states = FixedPoint(20, halves=halves)
-        new, _ = states.advanced(ends, ends, kick, first=False)
-        assert torch.equal(new, (ends.long() + kick).clamp(-LIMIT, LIMIT).int())

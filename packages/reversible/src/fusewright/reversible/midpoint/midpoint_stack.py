@@ -1,41 +1,50 @@
 """A stack of layers that runs backwards: its states are recomputed from the last two.
 
-With f_l(p) = layer_l(p) - p, h the step and a the carry,
+With f_l(p) = layer_l(p) - p and h the step,
 
     p_1     = p_0 + h/2 f_0(p_0)
-    p_{l+1} = a p_{l-1} + (1 - a) p_l + 2 h f_l(p_l)        l = 1 ... L-1
+    p_{l+1} = p_{l-1} + 2 h f_l(p_l)        l = 1 ... L-1
 
 is solved for p_{l-1}, so that a backward pass needs p_L and p_{L-1} alone, whatever the depth. In
-floating point it would not come back: for a = 1/2 each layer doubles the error on the way. States
-are therefore whole numbers of 2^-F: the force is rounded to such, and sums of whole numbers are
-undone to the bit. For a = 1/2 the bit that halving drops is kept, one for each number of a state.
-Gradients pass rounding as if it were not there.
+floating point it would not come back. States are therefore whole numbers of 2^-F: the force is
+rounded to such, and sums of whole numbers are undone to the bit. Gradients pass rounding as if it
+were not there.
+
+States have any one shape; they are int32 and shown to layers in fp32 (in fp64 for fp64 inputs).
+Saved for the backward pass: the last two states, the parameters, and what layers chose.
 
 What a layer chose (Tape), its autocast, its persistent buffers and, where it drops out, its random
 numbers are those of the forward pass when it is recomputed.
 
-Midpoint rule: arXiv 2512.02056, eq. 2.4; with a carry: eq. 3.6, whose gain is h where ours is 2 h.
+Midpoint rule: arXiv 2512.02056, eq. 2.4.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from fusewright.norm import Backend
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from .fixed_point import FixedPoint, Stepped, Straight, wide
-from .replay import Forced, Surroundings, Tape, apart, together
+from .._core.backends import Backend
+from .._core.checks import check_option, checked_number
+from .._core.precision import wide_dtype
+from ..fixed_point.fixed_point import FixedPoint, Stepped
+from .replay import Forced, Surroundings, Tape
+
+Tensor = torch.Tensor
 
 Mode = Literal["exact", "stored", "plain"]
 MODES = get_args(Mode)
+# Stands for a choice's tensor, which autograd keeps.
+ASIDE = object()
 
 
 class Passed(NamedTuple):
@@ -63,37 +72,38 @@ class MidpointStack(nn.Module):
             ``[...]`` of one shape, x in fp32; aux 0-d, or None; ``tape`` a `Tape` for its choices,
             or None. Its parameters get gradients, ``context`` does not.
         step: h.
-        carry: a, 1 or 1/2.
-        mode: "exact" computes states again by the inverse; "stored" keeps them, and computes only
-            what is inside a layer again; "plain" is ordinary autograd. All have the same states to
+        mode: "exact" recomputes states by the inverse; "stored" keeps them, and recomputes only
+            what is inside a layer; "plain" is ordinary autograd. All have the same states to
             the bit.
         fraction_bits: F. The range is +-2^(30 - F).
         backend: of the states' steps, as in `FixedPoint`.
 
     Raises:
+        TypeError: an option is of another type.
         ValueError: no layers, or an option out of its range.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> MidpointStack:
+        # Of one that is built and of one that is unpickled, before anything compiles it.
+        keep_uncompiled()
+        return super().__new__(cls)
 
     def __init__(
         self,
         layers: Sequence[nn.Module],
         *,
         step: float = 0.25,
-        carry: float = 1.0,
         mode: Mode = "exact",
         fraction_bits: int = 20,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
         if not layers:
-            raise ValueError("wanted at least one layer; got none")
-        if carry not in (1.0, 0.5):
-            raise ValueError(f"carry must be 1 or 0.5, which have an exact inverse; got {carry}")
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {MODES}; got {mode!r}")
+            raise ValueError("layers must be at least one, got none")
+        check_option("mode", mode, MODES)
         self.layers = nn.ModuleList(layers)
-        self.step, self.mode = step, mode
-        self.states = FixedPoint(fraction_bits, halves=carry == 0.5, backend=backend)
+        self.step, self.mode = checked_number("step", step), mode
+        self.states = FixedPoint(fraction_bits, backend=backend)
 
     def forward(self, x: Tensor, **context: Any) -> Passed:
         """The last state of the stack that starts at ``x``, and what the layers add to the loss."""
@@ -101,9 +111,8 @@ class MidpointStack(nn.Module):
             return self._plainly(x, context)
         return self._reversibly(x, context)
 
-    @torch.compiler.disable(recursive=False)
     def _reversibly(self, x: Tensor, context: dict[str, Any]) -> Passed:
-        """Layers may be compiled, what keeps account of them not."""
+        """Layers may be compiled, what keeps account of them not: `keep_uncompiled`."""
         run = Run(self, context)
         last, aux, saturated = Reversed.apply(run, x, *run.parameters)
         return Passed(last, aux, saturated, run.bytes)
@@ -112,30 +121,35 @@ class MidpointStack(nn.Module):
         """Of the force of a layer in its step."""
         return 2.0 * self.step if number else 0.5 * self.step
 
-    def stepped(
-        self, number: int, before: Tensor, state: Tensor, delta: Tensor, saturated: Tensor
-    ) -> Stepped:
+    def stepped(self, number: int, before: Tensor, delta: Tensor, saturated: Tensor) -> Stepped:
         """The step of a layer whose force is ``delta``."""
-        gain = self.gain(number)
-        return self.states.step(before, state, delta.detach(), gain, saturated, first=number == 0)
+        return self.states.step(before, delta.detach(), self.gain(number), saturated)
 
     def _plainly(self, x: Tensor, context: dict[str, Any]) -> Passed:
         states = self.states
         before, after, saturated = states.start(x)
-        shown = states.floating(after, wide(x.dtype))
+        shown = states.shown(after, wide_dtype(x))
         x_before = x_after = Straight.apply(x, shown)
         aux = torch.zeros((), device=x.device)
         for number, layer in enumerate(self.layers):
             force: Any = layer.force
             delta, more = force(x_after, tape=None, **context)
             delta = delta.to(shown.dtype)
-            new = self.stepped(number, before, after, delta, saturated)
+            new = self.stepped(number, before, delta, saturated)
             before, after = after, new.state
-            carried = states.carried(x_before, x_after, first=number == 0)
-            moved = carried + self.gain(number) * delta
+            moved = x_before + self.gain(number) * delta
             x_before, x_after = x_after, Straight.apply(moved, new.shown)
             aux = aux if more is None else aux + more
         return Passed(corrupted(x_after, saturated), aux, saturated, 0)
+
+
+@functools.cache
+def keep_uncompiled() -> None:
+    """Have torch's compiler leave to Python what keeps account of layers: at the first stack and
+    not at import, since it imports that compiler, and triton with it.
+    """
+    eager = torch.compiler.disable(MidpointStack._reversibly, recursive=False)
+    MidpointStack._reversibly = eager  # type: ignore[method-assign]
 
 
 class Run:
@@ -144,7 +158,7 @@ class Run:
     def __init__(self, stack: MidpointStack, context: dict[str, Any]) -> None:
         given = [x for x in pytree.tree_leaves(context) if isinstance(x, Tensor)]
         if any(x.requires_grad for x in given):
-            raise ValueError("wanted a context without gradients, which a stack has for x alone")
+            raise ValueError("context must be without gradients, got a tensor that requires one")
         self.stack, self.states, self.context = stack, stack.states, context
         # Frozen ones too: they may be another call's, or change before the backward pass.
         self.parameters = list(stack.parameters())
@@ -157,7 +171,6 @@ class Run:
         self.drops = any(isinstance(m, _DropoutNd) and m.p > 0.0 for m in stack.modules())
         self.tapes: list[Tape] = []
         self.surroundings: list[Surroundings] = []
-        self.dropped: list[Tensor | None] = []
         self.bytes = 0
 
     def forward(self, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
@@ -165,7 +178,7 @@ class Run:
         aux; saturated.
         """
         before, after, saturated = self.states.start(x)
-        shown = self.states.floating(after, wide(x.dtype))
+        shown = self.states.shown(after, wide_dtype(x))
         aux = torch.zeros((), device=x.device)
         kept = [after]
         for number, layer in enumerate(self.stack.layers):
@@ -173,21 +186,20 @@ class Run:
             self.surroundings.append(Surroundings(layer, x.device, self.drops))
             force: Any = layer.force
             delta, more = force(shown, tape=self.tapes[-1], **self.context)
-            new = self.stack.stepped(number, before, after, delta.to(shown.dtype), saturated)
-            self.dropped.append(new.dropped)
+            new = self.stack.stepped(number, before, delta.to(shown.dtype), saturated)
             before, after, shown = after, new.state, new.shown
             kept = [*kept, after] if self.stack.mode == "stored" else [before, after]
             aux = aux if more is None else aux + more
-        if self.stack.mode == "stored":
-            self.dropped = []
         return kept, shown, aux, saturated
 
     def put_aside(self) -> list[Tensor]:
         """What is kept beside states, for autograd to keep: it lets go of it after the backward
         pass, even while the loss is held.
         """
-        self.hollow, tensors = apart(([tape.kept for tape in self.tapes], self.dropped))
-        self.tapes, self.dropped = [], []
+        leaves, self.shape_of_choices = pytree.tree_flatten([tape.kept for tape in self.tapes])
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        self.choices = [ASIDE if isinstance(x, Tensor) else x for x in leaves]
+        self.tapes = []
         # What is in several places is kept once.
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
         self.bytes = sum(storage.nbytes() for storage in storages.values())
@@ -203,11 +215,13 @@ class Run:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The gradients of x and of the parameters, from those of the last state and of aux."""
         states = self.states
-        choices, dropped = together(self.hollow, beside)
+        given = iter(beside)
+        leaves = [next(given) if x is ASIDE else x for x in self.choices]
+        choices = pytree.tree_unflatten(leaves, self.shape_of_choices)
         gradients: list[Tensor | None] = [None] * len(parameters)
         g_before: Tensor | None = None
         *kept, before, after = kept
-        shown = states.floating(before, g.dtype)
+        shown = states.shown(before, g.dtype)
         for number in reversed(range(len(self.stack.layers))):
             gain = self.stack.gain(number)
             x = shown.detach().requires_grad_()
@@ -227,16 +241,13 @@ class Run:
                     gradients[place] = dp if so_far is None else so_far + dp
             if number == 0:
                 return added(added(g_before, through), g), gradients
-            # Of the two states that the step comes from, what they are carried by apart.
-            of_before, of_state = (0.5 * g, 0.5 * g) if states.halves else (g, None)
-            g_state = added(added(g_before, through), of_state)
-            g, g_before = torch.zeros_like(g) if g_state is None else g_state, of_before
+            g_state = added(g_before, through)
+            g, g_before = torch.zeros_like(g) if g_state is None else g_state, g
             if kept:
                 before, after = kept.pop(), before
-                shown = states.floating(before, g.dtype)
+                shown = states.shown(before, g.dtype)
             else:
-                force = delta.detach().to(g.dtype)
-                earlier, shown = states.step_back(after, before, force, gain, dropped[number])
+                earlier, shown = states.step_back(after, delta.detach().to(g.dtype), gain)
                 before, after = earlier, before
         raise AssertionError("a stack has a first layer")
 
@@ -275,6 +286,19 @@ class Reversed(torch.autograd.Function):
             kept, parameters, list(saved), corrupted(g, saturated), g_aux
         )
         return None, g_x.to(ctx.dtype), *gradients
+
+
+class Straight(torch.autograd.Function):
+    """The second argument, what the first is rounded to, with the first's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
 
 
 def added(some: Tensor | None, other: Tensor | None) -> Any:

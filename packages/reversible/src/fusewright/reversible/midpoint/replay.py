@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
+
+Tensor = torch.Tensor
 
 
 class Tape:
@@ -36,22 +37,6 @@ class Tape:
         """Replay from the start."""
         self.place = 0
         return self
-
-
-class Slot:
-    """Where a tensor was."""
-
-
-def apart(tree: Any) -> tuple[Any, list[Tensor]]:
-    """The tree with slots for its tensors, and these."""
-    tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
-    return pytree.tree_map_only(Tensor, lambda _: Slot(), tree), tensors
-
-
-def together(hollow: Any, tensors: list[Tensor]) -> Any:
-    """The tree again."""
-    given = iter(tensors)
-    return pytree.tree_map_only(Slot, lambda _: next(given), hollow)
 
 
 class Forced(nn.Module):

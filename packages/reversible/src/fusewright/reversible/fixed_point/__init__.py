@@ -1,0 +1,1 @@
+"""States as whole numbers, whose sums are undone to the bit: FixedPoint."""

@@ -1,0 +1,1 @@
+"""The midpoint rule through a stack of layers: MidpointStack and its Tape."""

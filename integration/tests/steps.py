@@ -57,9 +57,9 @@ def check_steps(
     all gradients of ``found``, from the reference's state, to the yardstick.
 
     The truth is the reference in fp64, which is computed first; the allowance the largest error of
-    the reference as it is, of the same with every operand of a product rounded, and of what fp32
-    rounds at random. Of all steps that are looked at together: a gradient of one number is more
-    than one draw.
+    the reference as it is, of the same with every operand of a product rounded, and of the truth
+    when what fp32 rounds, and what autocast rounds of products, moves at random. Of all steps that
+    are looked at together: a gradient of one number is more than one draw.
 
     Returns:
         The losses of all steps.
@@ -101,7 +101,7 @@ def runs_of(
 
     def moved() -> dict[str, Tensor]:
         reference.load_state_dict(start)
-        with MovedResults():
+        with MovedResults(dtype):
             # Its parameters are moved, too.
             return step_of(copy.deepcopy(reference).double(), loss, dtype)
 

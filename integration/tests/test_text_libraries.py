@@ -8,12 +8,13 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import numpy as np
 import pytest
 from fusewright_models.text import LibraryTokenizer, documents, make_tokenizer, read_corpus
 from fusewright_models.text.corpus import FEW, is_held_out
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+datasets = pytest.importorskip("datasets", reason="the extra 'text' is not installed")
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 ROWS = ["first row", "second, with ä and \N{SNOWMAN}", "", "fourth\nof two lines"]

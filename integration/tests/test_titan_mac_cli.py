@@ -5,7 +5,6 @@ import shutil
 import sys
 from types import SimpleNamespace
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -13,8 +12,10 @@ from fusewright_models import text_command
 from fusewright_models.cli import app
 from fusewright_models.text import ByteModel, Windows
 from fusewright_models.training import Trainer
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
+
+datasets = pytest.importorskip("datasets", reason="the extra 'text' is not installed")
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
 
 FILES = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt"}
 SIZES = "--num-layers 1 --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4"

@@ -27,7 +27,14 @@ def same_bits(found, truth):
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize(
-    ("rows", "cols"), [(4096, 1376), (1000, 1000), (4095, 1365), (8192, 5504), (1 << 20, 3)]
+    ("rows", "cols"),
+    [
+        (4096, 1376),
+        (1000, 1000),
+        (4095, 1365),
+        pytest.param(8192, 5504, marks=pytest.mark.large),
+        (1 << 20, 3),
+    ],
 )
 def test_full_size_is_as_near_to_fp64_as_torch(op, rows, cols, dtype):
     op.check(op.draw((rows, cols), dtype, "cuda"))
@@ -71,6 +78,7 @@ def test_no_call_waits_for_the_gpu(op):
         step()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("rows", "cols"), [((1 << 16) + 3, (1 << 15) + 8), ((1 << 19) + 3, 4096)])
 def test_tensors_past_31_bits_of_elements(rows, cols):
     chosen = [0, 1, rows // 2, rows - 1]
@@ -85,6 +93,7 @@ def test_tensors_past_31_bits_of_elements(rows, cols):
     assert all(torch.equal(g[chosen], e) for g, e in zip(grads, expected, strict=True))
 
 
+@pytest.mark.large
 def test_halves_of_a_tensor_past_31_bits_of_elements():
     rows, cols = (1 << 18) + 3, 4096 + 8
     chosen = [0, 1, rows // 2, rows - 1]

@@ -372,6 +372,7 @@ def test_bad_input_is_refused_by_what_was_wanted_and_what_came(changed, error, m
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("size", [(16384, 4, 512), (4096, 4, 4096), (5001, 4, 1000)], ids=str)
 def test_full_sizes_are_as_near_to_fp64_as_torch(size):
     inputs = operands(size[:1], *size[1:], "cuda", BF16)

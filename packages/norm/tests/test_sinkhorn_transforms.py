@@ -251,6 +251,7 @@ def test_full_size_is_as_near_to_fp64_as_torch_and_the_same_bits_twice(shape):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_gradients_reach_matrices_past_31_bits_of_elements():
     """The last matrices of a tensor of 2^31 elements and more get the bits that they get alone."""
     x = torch.zeros((1 << 27) + 5, 4, 4, device="cuda", dtype=BF16)

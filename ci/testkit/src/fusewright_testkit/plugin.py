@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -25,6 +25,10 @@ from torch.utils import _device
 HAS_GPU = torch.cuda.is_available()
 # Of the cases of a test that is sampled, one in so many is in no tier.
 SAMPLE = 3
+# Of sixteen processes beside a large test.
+MOST_GPU_MEMORY = 6 << 30
+# What a process keeps from one test to the next.
+KEPT_GPU_MEMORY = 512 << 20
 LOCK = pathlib.Path(tempfile.gettempdir(), f"fusewright-large-tests-{os.getuid()}.lock")
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -141,18 +145,22 @@ def of_one_kind(call):
 
 
 @pytest.fixture(autouse=True)
-def one_large_test_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests run in several processes on one GPU: of those marked large, one holds its memory at a
-    time, and gives it back.
+def share_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests run in several processes on one GPU. Those marked large hold their memory one at a
+    time; any other may take MOST_GPU_MEMORY. Each gives back what it held.
     """
-    if request.node.get_closest_marker("large") is None:
-        yield
-        return
-    with alone():
+    large = request.node.get_closest_marker("large") is not None
+    with alone() if large else nullcontext():
+        if HAS_GPU:
+            torch.cuda.reset_peak_memory_stats()
         yield
         if HAS_GPU:
-            gc.collect()
-            torch.cuda.empty_cache()
+            peak = torch.cuda.max_memory_reserved()
+            if torch.cuda.memory_reserved() > KEPT_GPU_MEMORY:
+                gc.collect()
+                torch.cuda.empty_cache()
+            if not large and peak > MOST_GPU_MEMORY:
+                pytest.fail(f"took {peak / 2**30:.1f} GiB of the GPU's memory: mark it large")
 
 
 @contextmanager

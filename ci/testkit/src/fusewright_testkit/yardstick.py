@@ -56,15 +56,24 @@ class RoundedProducts(TorchDispatchMode):
 
 class MovedResults(TorchDispatchMode):
     """Move each fp64 number that an operation computes, a copied input's too, up or down by half a
-    unit in the last place of fp32.
+    unit in the last place of fp32, and the operands and results of matrix products by half a unit
+    of ``dtype``, to which autocast rounds those.
     """
 
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.dtype = dtype
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        dtype = torch.float32
+        if func in PRODUCTS and self.dtype != torch.float32:
+            dtype = self.dtype
+            args = (*args[:-2], *(moved(operand, dtype) for operand in args[-2:]))
         results = func(*args, **(kwargs or {}))
         # Views and in-place operations return memory that others see.
         if any(returned.alias_info for returned in func._schema.returns):
             return results
-        return tree_map_only(torch.Tensor, moved, results)
+        return tree_map_only(torch.Tensor, lambda x: moved(x, dtype), results)
 
 
 class Yardstick:
@@ -197,12 +206,14 @@ def assert_within(
     )
 
 
-def moved(x: torch.Tensor) -> torch.Tensor:
-    """Each number of an fp64 tensor moved up or down by half a unit in the last place of fp32."""
+def moved(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Each number of an fp64 tensor moved up or down by half a unit in the last place of
+    ``dtype``.
+    """
     if x.dtype != torch.float64:
         return x
     sign = torch.randint(0, 2, x.shape, device=x.device, dtype=torch.int8) * 2 - 1
-    return x * (1 + sign * torch.finfo(torch.float32).eps / 2)
+    return x * (1 + sign * torch.finfo(dtype).eps / 2)
 
 
 def root_mean_square(x: torch.Tensor) -> float:

@@ -43,6 +43,7 @@ from .yardstick import Yardstick, as_leaf, as_tuple
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 OURS = "fusewright"
+RECOMPILES = 64
 
 
 def environment_name() -> str:
@@ -152,8 +153,13 @@ class StepTimer:
 
 def rows_of_case(case: Case, provider: str, op: Callable) -> Iterator[dict]:
     """Result rows of one provider on one case."""
+    # It takes seconds to import.
+    import torch._dynamo
+
     # A compiled backward pass may otherwise not be run twice on one graph.
     torch._functorch.config.donated_buffer = False
+    # Every case is compiled with and without gradients, more often than torch allows by default.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
     timer = (StepTimer if hasattr(op, "prepare") else Timer)(case, op)
     memory = timer.peak_mib()
     for name, clock, time in timer.times():
@@ -161,7 +167,7 @@ def rows_of_case(case: Case, provider: str, op: Callable) -> Iterator[dict]:
         flops = case.flops.get(name)
         yield {
             "op": case.op,
-            "case": " ".join(f"{key}={value}" for key, value in case.sizes.items()),
+            "case": case.described,
             "pass": name,
             "provider": provider,
             "dtype": case.precision or DTYPES[case.dtype],
@@ -206,15 +212,16 @@ def check(case: Case, provider: str, op: Callable, console: Console) -> None:
         console.print(f"  {provider} errs more than the yardstick allows: {error}")
 
 
-def load(folder: pathlib.Path) -> ModuleType:
-    """A package's ``bench.py`` or ``bench/``, which no wheel holds."""
-    name = f"bench_of_{folder.resolve().name.replace('-', '_')}"
+def load(folder: pathlib.Path, what: str = "bench") -> ModuleType:
+    """A package's ``bench.py`` or ``bench/``, or its ``tune.py``, which no wheel holds."""
+    name = f"{what}_of_{folder.resolve().name.replace('-', '_')}"
     if name in sys.modules:
         return sys.modules[name]
-    paths = [folder / "bench.py", folder / "bench" / "__init__.py"]
+    paths = [folder / f"{what}.py", folder / what / "__init__.py"]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        raise FileNotFoundError(f"wanted bench.py or bench/__init__.py in {folder}, found neither")
+        wanted = f"{what}.py or {what}/__init__.py"
+        raise FileNotFoundError(f"wanted {wanted} in {folder}, found neither")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -9,9 +9,9 @@ A package's ``bench.py``, or folder ``bench``, beside its source declares
   called ``fusewright``. A peer that does not compute the same, such as another library's layer with
   parameters of its own, has ``inputs(device, dtype)`` of its own. One that moves its tensors in
   place, such as an optimizer, has ``prepare(inputs)``, which returns a step that is timed again and
-  again, and ``captures``: whether a CUDA graph may hold it. Only its outputs are checked. One that
-  has no backward pass here has ``forward_only`` true: its outputs are checked, its forward pass is
-  timed.
+  again; only its outputs are checked. One that has no backward pass here has ``forward_only`` true:
+  its outputs are checked, its forward pass is timed. One that no CUDA graph may hold, since it
+  waits for the GPU, has ``captures`` false; a step has it either way.
 
 Every provider that computes the same is checked against the yardstick before it is timed. Ours must
 pass; a peer that does not is timed and named.
@@ -64,6 +64,7 @@ class Timer:
     def __init__(self, case: Case, op: Callable):
         self.case, self.op = case, op
         self.forward_only = getattr(op, "forward_only", False)
+        self.captures = getattr(op, "captures", True)
         self.stream = torch.cuda.Stream()
         bytes_of_one_call = case.bytes_moved["fwd+bwd"]
         self.inputs = []
@@ -96,7 +97,8 @@ class Timer:
         """Pass, clock and time, one after the other."""
         for name, make in (("fwd", self.forward), ("bwd", self.backward)):
             calls = [make(inputs) for inputs in self.inputs]
-            yield name, "graph", graph_time(calls, stream=self.stream)
+            if self.captures:
+                yield name, "graph", graph_time(calls, stream=self.stream)
             torch.cuda.current_stream().wait_stream(self.stream)
             yield name, "event", event_time(calls[0])
             if name == "fwd" and self.case.forward_wall:
@@ -104,9 +106,10 @@ class Timer:
             del calls
             if self.forward_only:
                 return
-        with torch.cuda.stream(self.stream):
-            calls = [self.both(inputs) for inputs in self.inputs]
-        yield "fwd+bwd", "graph", graph_time(calls, stream=self.stream)
+        if self.captures:
+            with torch.cuda.stream(self.stream):
+                calls = [self.both(inputs) for inputs in self.inputs]
+            yield "fwd+bwd", "graph", graph_time(calls, stream=self.stream)
         torch.cuda.current_stream().wait_stream(self.stream)
         yield "fwd+bwd", "wall", wall_time(self.both(self.inputs[0]))
 

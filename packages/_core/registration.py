@@ -81,7 +81,7 @@ class Op:
         name = signature.partition("(")[0]
         LIBRARY.define(signature)
         # The operands stand first in every signature.
-        self.names = re.findall(r"Tensor\??\s+(\w+)", signature.partition(") ->")[0])
+        self.names = re.findall(r"Tensor\S*\s+(\w+)", signature.partition(") ->")[0])
         self.operands = len(self.names)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         self.reference = reference

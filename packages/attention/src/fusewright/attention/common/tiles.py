@@ -39,7 +39,9 @@ def descriptor(x: torch.Tensor, block_rows: int) -> TensorDescriptor:
 @triton.jit
 def product(a, b, CONFIG: tl.constexpr):
     """a b in fp32."""
-    return product_in_order(a, b, CONFIG.UPCAST, CONFIG.PRECISION)
+    # Triton 3.6 takes no text from a record as a constant argument.
+    PRECISION: tl.constexpr = CONFIG.PRECISION
+    return product_in_order(a, b, CONFIG.UPCAST, PRECISION)
 
 
 @triton.jit

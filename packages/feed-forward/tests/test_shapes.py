@@ -148,12 +148,14 @@ def test_strides_change_no_bit_and_results_are_contiguous(op, layout, device, ma
 
 @pytest.mark.parametrize("layout", READ_AS_THEY_ARE, ids=lambda layout: layout.__name__)
 def test_rows_that_two_strides_reach_are_not_copied(op, layout, device, monkeypatch):
+    from fusewright.feed_forward._core import launches
     from fusewright.feed_forward.gating import launch
 
     def no_copies(*_):
         raise AssertionError("an operand was copied")
 
-    monkeypatch.setattr(launch, "contiguous_where", no_copies)
+    for module in (launches, launch):
+        monkeypatch.setattr(module, "contiguous_where", no_copies)
     tensors = [layout(op.shape(SHAPE), BF16, device) for _ in range(op.operands)]
     leaves = [t.detach().requires_grad_() for t in tensors]
     torch.autograd.grad(op.kernels(*leaves), leaves, layout(SHAPE, BF16, device))

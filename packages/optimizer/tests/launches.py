@@ -34,8 +34,7 @@ GPU = DeviceProperties(
 )
 common.device_properties = learned_launch.device_properties = lambda device: GPU
 for name in (
-    "adamw.adamw",
-    "common.statistics.optimizer",
+    "common.planned_optimizer",
     "learned.learned_update",
     "matrix.matrix_optimizer",
     "nested.rates",

@@ -103,9 +103,9 @@ class AdamWMode:
         part, numbers = self.kernels_part(), None
         gradients = self.gradients()
         if part is not None:
-            numbers = part.numbers.new_zeros(len(gradients), part.numbers.shape[1])
+            numbers = part.table.new_zeros(len(gradients), part.table.shape[1])
             places = [member.place for member in part.members]
-            numbers[upload(places, torch.int64, numbers.device)] = part.numbers
+            numbers[upload(places, torch.int64, numbers.device)] = part.table
         return {"gradients": gradients, "numbers": numbers}
 
     def put(self, results: Sequence[Tensor], last: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class AdamWMode:
         check_eager(device, "the plan of a loaded step was to be made")
         part = adamw._part(members, device, with_kernels=True)
         places = [member.place for member in part.members]
-        part.numbers.copy_(loaded["numbers"][upload(places, torch.int64, device)])
+        part.table.copy_(loaded["numbers"][upload(places, torch.int64, device)])
         adamw._parts = [(part, places)]
         self.loaded = None
 

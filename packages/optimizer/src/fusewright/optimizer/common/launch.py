@@ -154,6 +154,6 @@ class KernelPart(Part):
             HAS_FOUND=found_inf is not None,
             **constants,
         )
-        numbers = self.group_numbers.addresses, self.group_numbers.wide
         decisive = partials, self.max_norm, grad_scale, found_inf
-        launch((*decisive, *numbers, *self.tables, *inputs, *results, self.table, *outputs))
+        groups = self.group_numbers.tables
+        launch((*decisive, *groups, *self.tables, *inputs, *results, self.table, *outputs))

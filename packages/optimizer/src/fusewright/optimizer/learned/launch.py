@@ -53,28 +53,26 @@ class LearnedBatch(StatisticsBatch):
         self.biases = self.empty(len(ps), 32)
         self.folded = self.empty(len(ps), 32, 32)
 
-    def fold(
-        self, numbers: Tensor, weights: Sequence[Tensor], extra: Tensor | None, skipped: Tensor
+    def move(
+        self,
+        numbers: Tensor,
+        decays: Tensor,
+        weights: Sequence[Tensor],
+        extra: Tensor | None,
+        skipped: Tensor,
+        multipliers: tuple[float, float],
     ) -> None:
-        """Write each tensor's own first layer."""
-        w1, b1 = weights[:2]
+        """Move the statistics, write each tensor's own first layer, and move the parameters or
+        write their updates.
+        """
+        self.advance(numbers, decays, skipped)
+        w1, b1, *others = weights
         added = 0 if extra is None else extra.shape[1]
         plan = (len(self.ps),), (added,), FOLD
         launch = planned(kernels, self.device, "fold_kernel", *plan)
         sums = self.partials, self.moving.shapes, self.moving.blocks.tables[1]
         inputs = numbers, self.timescales, w1, b1, w1 if extra is None else extra, skipped
         launch((*sums, *inputs, self.norms, self.folded, self.biases))
-
-    def apply(
-        self,
-        numbers: Tensor,
-        decays: Tensor,
-        weights: Sequence[Tensor],
-        skipped: Tensor,
-        exp_mult: float,
-        step_mult: float,
-    ) -> None:
-        """Move the parameters, or write their updates."""
         applying, stretch = self.applying, self.applying.stretch
         if not applying.blocks.count:
             return
@@ -92,8 +90,8 @@ class LearnedBatch(StatisticsBatch):
             PRECISION=precision(),
         )
         operands = self.addresses.table, self.gradients.table, *applying.tables, numbers, decays
-        layers = self.row_means, self.folded, self.biases, *weights[2:]
-        launch((*operands, *layers, skipped), (exp_mult, step_mult))
+        layers = self.row_means, self.folded, self.biases, *others
+        launch((*operands, *layers, skipped), multipliers)
 
     def weight_gradients(
         self,
@@ -101,8 +99,7 @@ class LearnedBatch(StatisticsBatch):
         numbers: Tensor,
         decays: Tensor,
         weights: Sequence[Tensor],
-        exp_mult: float,
-        step_mult: float,
+        multipliers: tuple[float, float],
     ) -> Tensor:
         """``[tensors, 2178]``: of each tensor the gradients of W1's part for elements, transposed,
         b1, W2, transposed, b2, W3 and b3.
@@ -116,7 +113,7 @@ class LearnedBatch(StatisticsBatch):
             operands = self.addresses.table, self.gradients.table, *stretches.tables
             layers = self.norms, self.folded, self.biases, *weights[2:]
             inputs = (*operands, numbers, decays, self.row_means, *layers)
-            launch((*inputs, partials), (exp_mult, step_mult))
+            launch((*inputs, partials), multipliers)
         gradients = self.empty(len(self.ps), GRADIENTS)
         grid = len(self.ps), cdiv(GRADIENTS, ADD_PARTIALS.size)
         launch = planned(
@@ -150,9 +147,8 @@ class KernelPart(StatisticsKernelPart):
         self.decide(step)
         weights = [x.detach().contiguous() for x in mlp.weights()]
         extra = None if self.extra is None else torch.stack(self.extra).float()
+        multipliers = mlp.exp_mult, mlp.step_mult
         for batch, places, _ in self.batches:
-            numbers = self.table[places]
-            batch.advance(numbers, self.decays, step.skipped)
             added = None if extra is None else extra[places]
-            batch.fold(numbers, weights, added, step.skipped)
-            batch.apply(numbers, self.decays, weights, step.skipped, mlp.exp_mult, mlp.step_mult)
+            numbers = self.table[places]
+            batch.move(numbers, self.decays, weights, added, step.skipped, multipliers)

@@ -75,12 +75,14 @@ class MatrixLaunches:
         self,
         kernel: str,
         tensors: tuple[Tensor | None, ...],
+        skips: Tensor | None,
         floats: tuple[float, ...] = (),
         *integers: int,
         **constants: Any,
     ) -> None:
         """Launch a kernel by its name, one program for each span of each matrix."""
         grid, sizes = (len(self.stack.params), self.programs), (self.elements, self.span, *integers)
+        constants |= {"HAS_SKIPS": skips is not None}
         launch = planned(kernels, self.device, kernel, grid, sizes, MATRICES, **constants)
         # A whole number would be compiled in.
         launch(tensors, tuple(map(float, floats)))
@@ -93,7 +95,7 @@ class MatrixLaunches:
         out = torch.empty(m.shape, dtype=dtype or m.dtype, device=self.device)
         tensors = self.gradients.table, m, self.numbers, squares, out
         constants = self.of_gradients | {"NESTEROV": nesterov, "OUT": out.dtype}
-        self.launch("unit_kernel", tensors, (mu,), self.programs, **constants)
+        self.launch("unit_kernel", tensors, None, (mu,), self.programs, **constants)
         return out
 
     def muon_direction(
@@ -102,14 +104,14 @@ class MatrixLaunches:
         """Update the momentum; returns each matrix's direction over its norm."""
         squares = self.partial_sums()
         tensors = self.gradients.table, m, self.numbers, skips, squares
-        constants = self.of_gradients | {"NESTEROV": nesterov, "HAS_SKIPS": skips is not None}
-        self.launch("muon_momentum_kernel", tensors, (mu,), **constants)
+        constants = self.of_gradients | {"NESTEROV": nesterov}
+        self.launch("muon_momentum_kernel", tensors, skips, (mu,), **constants)
         return self.unit(m, squares, dtype, mu, nesterov)
 
     def muon_move(self, direction: Tensor, skips: Tensor | None) -> None:
         tensors = self.parameters.table, direction, self.numbers, skips
-        constants = self.of_parameters | {"OUT": direction.dtype, "HAS_SKIPS": skips is not None}
-        self.launch("muon_move_kernel", tensors, **constants)
+        constants = self.of_parameters | {"OUT": direction.dtype}
+        self.launch("muon_move_kernel", tensors, skips, **constants)
 
     def m3_memories(self, group: dict[str, Any], skips: Tensor | None) -> tuple[Tensor, Tensor]:
         """Update momenta and second moments; returns the fast momentum of each matrix over its
@@ -120,9 +122,8 @@ class MatrixLaunches:
         squares, sums = self.partial_sums(), self.partial_sums()
         state = fast, second, buffers["slow_momentum"]
         tensors = self.gradients.table, *state, self.numbers, skips, squares, sums
-        constants = self.of_gradients | {"HAS_SKIPS": skips is not None}
         floats = *group["retain"][:2], *group["betas"]
-        self.launch("m3_memories_kernel", tensors, floats, **constants)
+        self.launch("m3_memories_kernel", tensors, skips, floats, **self.of_gradients)
         return self.unit(fast, squares, group["ns_dtype"], 0.0, False), sums
 
     def m3_move(
@@ -131,10 +132,9 @@ class MatrixLaunches:
         buffers = self.stack.buffers
         state = buffers["slow_direction"], buffers["second_moment"]
         tensors = self.parameters.table, direction, *state, self.numbers, skips, sums
+        constants = self.of_parameters | {"OUT": direction.dtype, "RELATIVE": group["relative"]}
         floats = group["alpha"], group["eps"]
-        constants = self.of_parameters | {"OUT": direction.dtype, "HAS_SKIPS": skips is not None}
-        constants["RELATIVE"] = group["relative"]
-        self.launch("m3_move_kernel", tensors, floats, self.programs, **constants)
+        self.launch("m3_move_kernel", tensors, skips, floats, self.programs, **constants)
 
 
 def number(x: float | Tensor, device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ from .reference import adamw_direction, dots_by_group
 
 Tensor = torch.Tensor
 Groups = Sequence[dict[str, Any]]
+Scaler = tuple[Tensor | None, Tensor | None]
 # The options that AdamW's groups take from the optimizer's.
 GROUP_OPTIONS = "betas", "eps", "weight_decay"
 # The numbers of a parameter in AdamW's launches.
@@ -66,28 +67,18 @@ class AdamWMode:
             for name in GROUP_OPTIONS:
                 own[name] = group[name]
 
-    def step(
-        self,
-        t: int,
-        groups: Groups,
-        state: Any,
-        loss: Tensor,
-        updates: bool,
-        keeps: bool,
-        scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Step t.
+    def step(self, t: int, loss: Tensor, updates: bool, keeps: bool, scaler: Scaler) -> None:
+        """Step t of what was followed.
 
         Args:
             updates: whether multipliers change in it.
             keeps: whether the hypergradient through it will be asked for.
-            scale, found_inf: a scaler's tensors.
+            scaler: grad_scale and found_inf of a scaler.
         """
         adamw, rates = self.adamw, self.rates
         adamw.both = updates
-        adamw.control = lambda squares, owner: rates.update(squares, owner, loss, scale, found_inf)
-        adamw.grad_scale, adamw.found_inf = scale, rates.found_inf
+        adamw.control = lambda squares, owner: rates.update(squares, owner, loss, *scaler)
+        adamw.grad_scale, adamw.found_inf = scaler[0], rates.found_inf
         adamw._move_all()
         self.loaded = None
         # It refers to this step's loss.

@@ -70,8 +70,7 @@ class VeLOBatch(StatisticsBatch):
         mixed: Tensor,
         scales: Tensor,
         skipped: Tensor,
-        exp_mult: float,
-        step_mult: float,
+        multipliers: tuple[float, float],
     ) -> None:
         """Move the parameters by perceptrons ``[tensors, 159]``."""
         applying = self.applying
@@ -79,7 +78,7 @@ class VeLOBatch(StatisticsBatch):
         launch = planned(kernels, self.device, *plan, **self.constants)
         operands = self.addresses.table, self.gradients.table, *applying.tables, numbers, decays
         inputs = self.row_means, self.folded(mixed), scales, skipped
-        launch((*operands, *inputs), (exp_mult, step_mult))
+        launch((*operands, *inputs), multipliers)
 
 
 class VeLOKernelPart(StatisticsKernelPart, VeLOPart):
@@ -115,4 +114,4 @@ class VeLOKernelPart(StatisticsKernelPart, VeLOPart):
         multipliers = self.networks.exp_mult, self.networks.step_mult
         for batch, places, _ in self.batches:
             operands = mixed[places], scales[places], self.step.skipped
-            batch.apply(self.table[places], self.decays, *operands, *multipliers)
+            batch.apply(self.table[places], self.decays, *operands, multipliers)

@@ -25,7 +25,7 @@ def new_outputs(q: Tensor, with_lse: bool, keep: bool = True) -> Outputs:
 
 def outputs_of_launch(q: Tensor, outputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     """What a launch returned, empty where it returned None."""
-    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in outputs)
+    return tuple([q.new_empty(0, dtype=torch.float32) if x is None else x for x in outputs])
 
 
 def outputs_of_reference(

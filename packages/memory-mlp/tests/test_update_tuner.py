@@ -105,10 +105,9 @@ def line_of(tuner, entry, dtype, plan):
     """The line of a launch table that a plan has taken."""
     launch = getattr(plan, entry.field)
     if not entry.pairs:
-        return tuner.UpdateBlock(launch.constants["BLOCK"], launch.options["num_warps"])
+        return tuner.UpdateBlock(launch.constants["CONFIG"].BLOCK, launch.options["num_warps"])
     launch = getattr(launch, "launch", launch)
-    sides = (launch.constants[f"BLOCK_{axis}"] for axis in "MNK")
-    stages = launch.constants["NUM_STAGES"]
+    *sides, stages = launch.constants["CONFIG"][:4]
     return tuner.UpdateTile(tuner.PRECISIONS[dtype], *sides, launch.options["num_warps"], stages)
 
 

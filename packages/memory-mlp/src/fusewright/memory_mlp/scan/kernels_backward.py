@@ -156,9 +156,7 @@ def scan_states_backward_kernel(
         de_read += to_memory * db2[None, :] + to_momentum * dsb2[None, :]
         # Gradients of the memory and the momentum with which the chunk began.
         w1_read, b1_read, w2_read, _ = load_memory(target, block, CONFIG)
-        s1_read, sb1_read, s2_read, _ = load_memory(
-            target + SIZE, block, D, HIDDEN, CONFIG.BLOCK_D, CONFIG.BLOCK_H
-        )
+        s1_read, sb1_read, s2_read, _ = load_memory(target + SIZE, block, CONFIG)
         ds1 = carry * dw1 + decay * ds1 + s1_read
         dw1 = keep * dw1 + w1_read
         dsb1 = carry * db1 + decay * dsb1 + sb1_read
@@ -240,7 +238,7 @@ def scan_keys_backward_kernel(
     memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
     momentum = memory + SIZE
     is_last = local % chunks == chunks - 1
-    dmemory = gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, SIZE)
+    dmemory = gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, CONFIG)
     dmomentum = dmemory + SIZE
     e = load_matrix(e_wide_ptr + local * (C * D), token, col, C, D)
     b2 = load_b2(memory, CONFIG)

@@ -52,6 +52,10 @@ def repeated_rows(x):
     return x[:1].expand(x.shape)
 
 
+def one_number(x):
+    return x.flatten()[0].expand(x.shape)
+
+
 EVERY = (
     amid_memory,
     of_a_wider_axis,
@@ -64,4 +68,5 @@ EVERY = (
     last_axis_first,
     columns_before_rows,
     repeated_rows,
+    one_number,
 )

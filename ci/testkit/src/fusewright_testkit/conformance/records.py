@@ -25,15 +25,15 @@ class Package(NamedTuple):
 
     Args:
         module: as it is imported, "fusewright.memory_mlp".
-        names: public ones.
-        registered: ops of its namespace.
+        names: public ones, spaces between them.
+        registered: ops of its namespace, likewise.
         without_triton: a program that uses the package where there is no triton.
         absent: further distributions that are never imported by the package alone.
     """
 
     module: str
-    names: frozenset[str]
-    registered: frozenset[str]
+    names: str
+    registered: str
     without_triton: str
     absent: tuple[str, ...] = ()
 
@@ -68,8 +68,6 @@ class Operation:
     saves_outputs = False
     # The place of an operand that the derivative reads.
     saves = -1
-    # Whether the kernels have a second derivative, and know the transforms of torch.func.
-    once = False
     # Tests, or modules of the suite, that do not hold, and why.
     exempt: Mapping[str, str] = MappingProxyType({})
 

@@ -8,7 +8,6 @@ from .cases import pytest_generate_tests
 from .compilers import *
 from .gpu import *
 from .input import *
-from .once import *
 from .package import *
 from .registration import *
 from .transforms import *

@@ -18,18 +18,13 @@ Tensors = list[torch.Tensor | None]
 
 PACKAGE = Package(
     "fusewright.norm",
-    names=frozenset(
-        {
-            *("LayerNorm", "RMSNorm", "RMSNormGated"),
-            *("add_rms_norm", "layer_norm", "rms_norm", "rms_norm_gated", "sinkhorn_knopp"),
-        }
+    names=(
+        "LayerNorm RMSNorm RMSNormGated add_rms_norm layer_norm rms_norm rms_norm_gated "
+        "sinkhorn_knopp"
     ),
-    registered=frozenset(
-        {
-            *("add_rms_norm", "layer_norm", "layer_norm_backward"),
-            *("rms_norm", "rms_norm_backward", "rms_norm_gated", "rms_norm_gated_backward"),
-            *("sinkhorn_knopp", "sinkhorn_knopp_backward"),
-        }
+    registered=(
+        "add_rms_norm layer_norm layer_norm_backward rms_norm rms_norm_backward rms_norm_gated "
+        "rms_norm_gated_backward sinkhorn_knopp sinkhorn_knopp_backward"
     ),
     without_triton=(
         "x = torch.randn(3, 8, requires_grad=True)\n"

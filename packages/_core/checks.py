@@ -87,8 +87,9 @@ def checked_number(
 
 def checked_count(name: str, value: int, lowest: int = 1) -> int:
     """``value`` as an int; it must be a whole number of at least ``lowest``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    # torch.compile traces a number that varies as a SymInt, which is no Integral.
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name} must be a whole number, got {type(value).__name__}")
     if value < lowest:
         raise ValueError(f"{name} must be at least {lowest}, got {value}")
-    return int(value)
+    return value if isinstance(value, torch.SymInt) else int(value)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ Layout = tuple[torch.dtype, tuple[int, ...]]
 Allocator = Callable[[], torch.Tensor]
 
 _current_stream: Any = FOUND.get("_cuda_getCurrentRawStream")
-_current_device: Any = FOUND.get("_cuda_getDevice") or torch.cuda.current_device
+current_device: Any = FOUND.get("_cuda_getDevice") or torch.cuda.current_device
 
 
 class Launch:
@@ -107,6 +107,28 @@ class Launch:
         self.compiled = compiled
 
 
+class Plan(NamedTuple):
+    """One call of a launcher: its launch, none where there is nothing to compute; which operands it
+    copies first, empty for none; and the memory of its outputs, None for one that is absent.
+    """
+
+    launch: Launch | None
+    copies: tuple[bool, ...]
+    outputs: tuple[Allocator | None, ...]
+
+    def run(self, operands: Sequence, floats: tuple[float, ...] = ()) -> tuple:
+        """Allocate the outputs and launch; the kernel takes them behind the operands."""
+        outputs: tuple[torch.Tensor | None, ...] = ()
+        # No comprehension, whose call takes the host longer.
+        for allocate in self.outputs:
+            outputs += (None if allocate is None else allocate(),)
+        if self.launch is not None:
+            if self.copies:
+                operands = contiguous_where(operands, self.copies)
+            self.launch((*operands, *outputs), floats)
+        return outputs
+
+
 def allocator(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Allocator:
     """What a plan calls for an output or an intermediate result: contiguous, on the current
     device.
@@ -133,7 +155,7 @@ def contiguous_where(operands: Sequence, copies: Sequence[bool]) -> tuple:
 def is_current(device: torch.device) -> bool:
     """Whether plans for this device may run now: they allocate and launch on the current one."""
     # Of the devices that plans are made for, only a GPU has an index.
-    return device.index is None or device.index == _current_device()
+    return device.index is None or device.index == current_device()
 
 
 def layouts(*tensors: torch.Tensor | None) -> tuple[Layout | None, ...]:

@@ -12,6 +12,8 @@ autograd and torch.compile work as before, torch.func's transforms of the kernel
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.autograd import forward_ad
 
 from .backends import interpreted
 from .internals import FOUND, REGISTERS_AUTOGRAD
+from .launches import current_device
 from .precision import without_autocast
 
 __all__ = ["Derivative", "Op", "empty_grad", "second_order"]
@@ -56,7 +59,7 @@ class Op:
     Args:
         signature: name and types as torch.library writes them, such as ``"f(Tensor x, float eps) ->
             Tensor"``.
-        triton: the launcher.
+        triton: the launcher, called with the first operand's device as the current one.
         reference: the same op, saved statistics included, in plain torch.
         fake: allocates the outputs.
         inference: the launcher for an eager call without gradients; it may return None for an
@@ -78,11 +81,13 @@ class Op:
         name = signature.partition("(")[0]
         LIBRARY.define(signature)
         # The operands stand first in every signature.
-        self.operands = signature.partition(") ->")[0].count("Tensor")
+        self.names = re.findall(r"Tensor\S*\s+(\w+)", signature.partition(") ->")[0])
+        self.operands = len(self.names)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        self.reference = reference
         self.on_cuda, self.on_cpu = triton, triton if interpreted() else reference
         self.inference = {True: inference or triton, False: self.on_cpu}
-        LIBRARY.impl(name, self.on_cuda, "CUDA")
+        LIBRARY.impl(name, self.launched, "CUDA")
         LIBRARY.impl(name, self.on_cpu, "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
         torch.library.register_vmap(self.overload, one_sample_at_a_time(self.overload), lib=LIBRARY)
@@ -96,12 +101,56 @@ class Op:
             LIBRARY.impl(self.overload.name().partition("::")[2], self.autograd, "Autograd")
         return function
 
+    def derivative_of_reference(self, *unread: str) -> None:
+        """Give the op, itself a derivative, the derivative of its reference, in plain torch.
+
+        ``unread`` are operands that the reference does not read, since they follow from the others:
+        they are not saved and get no gradient.
+        """
+        is_read = [name not in unread for name in self.names]
+        reference = self.reference
+
+        class SecondDerivative(Derivative):
+            @staticmethod
+            def forward(ctx, run, *args):
+                ctx.save_for_backward(*itertools.compress(args, is_read))
+                ctx.options = args[len(is_read) :]
+                return run(*args)
+
+            @staticmethod
+            def backward(ctx, *cotangents):
+                saved = iter(ctx.saved_tensors)
+                operands = [next(saved) if read else None for read in is_read]
+                inputs = [x if x is not None and x.is_floating_point() else None for x in operands]
+
+                def backward(*inputs):
+                    pairs = zip(inputs, operands, strict=True)
+                    given = [operand if x is None else x for x, operand in pairs]
+                    outputs = reference(*given, *ctx.options)
+                    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+                grads = second_order(backward, inputs, cotangents)
+                return None, *grads, *(None for _ in ctx.options)
+
+        self.derivative(SecondDerivative)
+
+    def launched(self, *args: Any) -> Any:
+        """The launcher on the first operand's device, for a call through the dispatcher."""
+        device = args[0].device
+        if device.index == current_device():
+            return self.on_cuda(*args)
+        with torch.cuda.device(device):
+            return self.on_cuda(*args)
+
     def __call__(self, *args: Any) -> Any:
         if not REGISTERS_AUTOGRAD:
             return self.dispatched(args)
         if torch.compiler.is_compiling() or not is_plain_call(args[: self.operands]):
             return self.overload(*args)
         on_cuda = args[0].is_cuda
+        if on_cuda and args[0].device.index != current_device():
+            with torch.cuda.device(args[0].device):
+                return self(*args)
         if torch.is_grad_enabled() and _any_requires_grad(*args):
             return self.function.apply(self.on_cuda if on_cuda else self.on_cpu, *args)
         return self.inference[on_cuda](*args)

@@ -1,4 +1,4 @@
-"""Device functions of Triton that several packages' kernels call: tiles and their products.
+"""Device functions of Triton that several packages' kernels call: rows, tiles and their products.
 
 The interpreter multiplies only fp32 rightly and cuts off what bf16 has no bits for. ``UPCAST``
 tells a kernel that the interpreter runs it: operands are then widened, and rounded before they are
@@ -9,6 +9,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def row_offset(row, inner_rows, outer_stride, inner_stride):
+    """Element offset of each row. Rows are counted through two leading axes; 64-bit, for tensors
+    past 2**31 elements.
+    """
+    outer = (row // inner_rows).to(tl.int64) * outer_stride
+    return outer + (row % inner_rows).to(tl.int64) * inner_stride
 
 
 @triton.jit

@@ -62,12 +62,14 @@ SHAPE = (2, 3, 2, 16)
 
 @pytest.mark.parametrize("layout", READ_AS_THEY_ARE, ids=lambda layout: layout.__name__)
 def test_rows_that_two_strides_reach_are_not_copied(op, layout, device, many_programs, monkeypatch):
+    from fusewright.feed_forward._core import launches
     from fusewright.feed_forward.gating import launch
 
     def no_copies(*_):
         raise AssertionError("an operand was copied")
 
-    monkeypatch.setattr(launch, "contiguous_where", no_copies)
+    for module in (launches, launch):
+        monkeypatch.setattr(module, "contiguous_where", no_copies)
     *tensors, dy = map(layout, [*op.draw(SHAPE, BF16, device), op.draw(SHAPE, BF16, device)[0]])
     found, expected = (
         everything(op.kernels, [x.detach().requires_grad_() for x in given], [g[..., :16]])

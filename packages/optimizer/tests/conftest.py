@@ -81,16 +81,14 @@ def many_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from fusewright.optimizer.norms import launch as norms
 
     stride = common.GridStride(size=32, num_warps=1, programs_per_sm=2)
-    for module in (adamw, norms):
+    for module in (common, norms):
         monkeypatch.setattr(module, "PREPARE", common.Block(size=2, num_warps=1))
     monkeypatch.setattr(adamw, "ADAMW", common.Block(size=64, num_warps=1))
     monkeypatch.setattr(common, "SQUARES", stride)
     monkeypatch.setattr(norms, "SCALE", stride)
-    for plan in (norms.gradients_plan, norms.norm_launch):
-        plan.cache_clear()
+    norms.gradients_plan.cache_clear()
     yield
-    for plan in (norms.gradients_plan, norms.norm_launch):
-        plan.cache_clear()
+    norms.gradients_plan.cache_clear()
 
 
 class Learned:

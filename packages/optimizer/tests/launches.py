@@ -5,6 +5,7 @@ distinguish.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 
@@ -34,8 +35,7 @@ GPU = DeviceProperties(
 )
 common.device_properties = learned_launch.device_properties = lambda device: GPU
 for name in (
-    "adamw.adamw",
-    "common.statistics.optimizer",
+    "common.planned_optimizer",
     "learned.learned_update",
     "matrix.matrix_optimizer",
     "nested.rates",
@@ -71,15 +71,11 @@ def adamw() -> None:
 
 
 def every_adamw() -> None:
-    for dtype in DTYPES:
-        for start in (0, 1):
-            for amsgrad in (False, True):
-                for decoupled in (False, True):
-                    options = dict(amsgrad=amsgrad, decoupled_weight_decay=decoupled)
-                    for state in (None, torch.float32, torch.bfloat16):
-                        adamw_step(dtype, start, state_dtype=state, **options)
-                    for rounding in ("remainder", "stochastic"):
-                        adamw_step(dtype, start, rounding=rounding, **options)
+    storage = [dict(state_dtype=x) for x in (None, torch.float32, torch.bfloat16)]
+    storage += [dict(rounding=x) for x in ("remainder", "stochastic")]
+    kinds = itertools.product(DTYPES, (0, 1), (False, True), (False, True), storage)
+    for dtype, start, amsgrad, decoupled, kept in kinds:
+        adamw_step(dtype, start, amsgrad=amsgrad, decoupled_weight_decay=decoupled, **kept)
 
 
 def matrix_step(make: type, dtype: torch.dtype, start: int = 0, **options) -> None:
@@ -94,15 +90,11 @@ def matrices() -> None:
 
 
 def every_matrices() -> None:
-    for dtype in DTYPES:
-        for start in (0, 1):
-            for skip in (False, True):
-                for ns_dtype in (None, torch.bfloat16):
-                    options = dict(skip_nonfinite=skip, ns_dtype=ns_dtype)
-                    for nesterov in (False, True):
-                        matrix_step(Muon, dtype, start, nesterov=nesterov, **options)
-                    for relative in (False, True):
-                        matrix_step(M3, dtype, start, relative=relative, **options)
+    kinds = itertools.product(DTYPES, (0, 1), (False, True), (None, torch.bfloat16), (False, True))
+    for dtype, start, skip, ns_dtype, switch in kinds:
+        options = dict(skip_nonfinite=skip, ns_dtype=ns_dtype)
+        matrix_step(Muon, dtype, start, nesterov=switch, **options)
+        matrix_step(M3, dtype, start, relative=switch, **options)
 
 
 def nested_steps(dtype: torch.dtype, start: int = 0, scaled: bool = False, **options) -> None:
@@ -123,14 +115,11 @@ def nested() -> None:
 
 
 def every_nested() -> None:
-    for dtype in DTYPES:
-        for start in (0, 1):
-            nested_steps(dtype, start, controller_update_freq=3)
-    for hidden in (1, 20, 128):
-        for layers in (1, 2, 4):
-            for features in ("log", "raw"):
-                options = dict(controller_hidden_dim=hidden, controller_num_layers=layers)
-                nested_steps(torch.float32, scaled=hidden == 20, features=features, **options)
+    for dtype, start in itertools.product(DTYPES, (0, 1)):
+        nested_steps(dtype, start, controller_update_freq=3)
+    for hidden, layers, features in itertools.product((1, 20, 128), (1, 2, 4), ("log", "raw")):
+        options = dict(controller_hidden_dim=hidden, controller_num_layers=layers)
+        nested_steps(torch.float32, scaled=hidden == 20, features=features, **options)
 
 
 def learned_step(dtype: torch.dtype, start: int = 0, extra: int = 0, **options) -> None:
@@ -175,7 +164,5 @@ def velo() -> None:
 
 
 def every_velo() -> None:
-    for dtype in DTYPES:
-        for start in (0, 1):
-            for weight_decay in (0.0, 0.1):
-                velo_step(dtype, start, weight_decay=weight_decay)
+    for dtype, start, weight_decay in itertools.product(DTYPES, (0, 1), (0.0, 0.1)):
+        velo_step(dtype, start, weight_decay=weight_decay)

@@ -76,6 +76,9 @@ class Eager:
         self.t, self.ema = 0, None
         self.multipliers = [1.0 for _ in self.groups]
         self.states = {}
+        names = "params", "betas", "eps", "weight_decay"
+        groups = [{name: group[name] for name in names} for group in self.groups]
+        self.adamw = torch.optim.AdamW(groups)
 
     def step(self, loss):
         """Returns whether it was skipped."""
@@ -112,22 +115,13 @@ class Eager:
             found.append(min(max(m, 0.1), 2.0) if math.isfinite(out) else 1.0)
         return found
 
-    @torch.no_grad()
     def move(self, factor, loss):
-        for group, m in zip(self.groups, self.multipliers, strict=True):
-            beta1, beta2 = group["betas"]
-            lr = group["lr"] * m
+        known = zip(self.groups, self.adamw.param_groups, self.multipliers, strict=True)
+        for group, own, m in known:
+            own["lr"] = group["lr"] * m
             for p in group["params"]:
-                state = self.states.setdefault(
-                    p, {"t": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
-                )
-                g = p.grad * factor
-                state["t"] += 1
-                state["m"] = beta1 * state["m"] + (1 - beta1) * g
-                state["v"] = beta2 * state["v"] + (1 - beta2) * g * g
-                u = state["m"] / (1 - beta1 ** state["t"])
-                root = (state["v"] / (1 - beta2 ** state["t"])).sqrt() + group["eps"]
-                p.copy_(p - lr * (u / root + group["weight_decay"] * p))
+                p.grad *= factor
+        self.adamw.step()
 
 
 def twins(some, optimizer):

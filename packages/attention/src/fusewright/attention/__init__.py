@@ -4,9 +4,8 @@ Triton: streaming and single-tile kernels with a deterministic backward pass; an
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from ._core.backends import Backend, available_backends
+from ._core.version import installed_version
 from .positions.rotary import rotary
 from .rectangular.rectangular_attention import (
     rectangular_attention,
@@ -18,10 +17,7 @@ from .window.sliding_window_attention import (
     sliding_window_attention_with_lse,
 )
 
-try:
-    __version__ = version("fusewright-attention")
-except PackageNotFoundError:
-    __version__ = "0+source"
+__version__ = installed_version(__name__)
 
 __all__ = [
     "Backend",

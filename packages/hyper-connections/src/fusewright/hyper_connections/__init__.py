@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from ._core.backends import Backend, available_backends
+from ._core.version import installed_version
 from .streams.stream_coefficients import stream_coefficients
 from .streams.stream_read import StreamReading, stream_read
 from .streams.stream_write import stream_write
 
-try:
-    __version__ = version("fusewright-hyper-connections")
-except PackageNotFoundError:
-    __version__ = "0+source"
+__version__ = installed_version(__name__)
 
 __all__ = [
     "Backend",

@@ -4,9 +4,8 @@ heads over a shared input, and moments, distribution function, quantiles and sam
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from ._core.backends import Backend, available_backends
+from ._core.version import installed_version
 from .common.scale import Scale
 from .heads.grouped_heads import grouped_heads
 from .layer.gaussian_mixture_head import GaussianMixtureHead
@@ -19,10 +18,7 @@ from .mixture.distribution import (
 )
 from .mixture.mixture_nll import mixture_log_likelihood, mixture_nll
 
-try:
-    __version__ = version("fusewright-mixture-head")
-except PackageNotFoundError:
-    __version__ = "0+source"
+__version__ = installed_version(__name__)
 
 __all__ = [
     "Backend",

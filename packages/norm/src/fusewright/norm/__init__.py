@@ -4,18 +4,14 @@ pass, and Sinkhorn-Knopp normalisation of small matrices.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from ._core.backends import Backend, available_backends
+from ._core.version import installed_version
 from .row_norm.layer_norm import LayerNorm, layer_norm
 from .row_norm.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from .row_norm.rms_norm_gated import RMSNormGated, rms_norm_gated
 from .sinkhorn.sinkhorn_knopp import sinkhorn_knopp
 
-try:
-    __version__ = version("fusewright-norm")
-except PackageNotFoundError:
-    __version__ = "0+source"
+__version__ = installed_version(__name__)
 
 __all__ = [
     "Backend",

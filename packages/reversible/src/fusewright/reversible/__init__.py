@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from ._core.backends import Backend, available_backends
+from ._core.version import installed_version
 from .fixed_point.fixed_point import FixedPoint, Stepped
 from .midpoint.midpoint_stack import MidpointStack, Mode, Passed
 from .midpoint.replay import Tape
 
-try:
-    __version__ = version("fusewright-reversible")
-except PackageNotFoundError:
-    __version__ = "0+source"
+__version__ = installed_version(__name__)
 
 __all__ = [
     "Backend",

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .._core.backends import interpreted
 from .._core.launches import Allocator, Launch, allocator, cdiv, contiguous_where
 from .._core.lazy import lazy_module
-from .problem import Problem, TileConfig, tile_rows
+from .problem import KernelConfig, Problem, TileConfig, tile_rows
 
 if TYPE_CHECKING:
     from . import kernels, tiles
@@ -38,9 +39,7 @@ BACKWARD_PROGRAMS_PER_SM = 2
 class TileLaunch:
     """The launch of a kernel that multiplies tiles, in the sizes of a line of the tables; it reads
     the operands by pointers or, with ``descriptors`` in the line, by tensor descriptors.
-
-    Args:
-        integers, constants: what this kernel takes after the problem's.
+    ``integers`` are what this kernel takes after the problem's.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class TileLaunch:
         config: TileConfig,
         programs: int,
         integers: tuple[int, ...],
-        **constants: Any,
     ) -> None:
         # The rows of a tile of an operand like q, and of one like k.
         self.described: tuple[int, int] | None = None
@@ -64,12 +62,16 @@ class TileLaunch:
             problem.device,
             (*problem.integers, *integers),
             dict(num_warps=config.num_warps),
-            **problem.constants,
-            **constants,
-            BLOCK_Q=config.queries,
-            BLOCK_K=config.keys,
-            BLOCK_D=tile_rows(problem.width),
-            NUM_STAGES=config.num_stages,
+            CONFIG=KernelConfig(
+                D=problem.width,
+                BLOCK_Q=config.queries,
+                BLOCK_K=config.keys,
+                BLOCK_D=tile_rows(problem.width),
+                NUM_STAGES=config.num_stages,
+                DESCRIPTORS=config.descriptors,
+                UPCAST=interpreted(),
+                PRECISION=problem.precision,
+            ),
         )
 
     def __call__(
@@ -142,35 +144,11 @@ def plan_outputs(problem: Problem, with_lse: bool, keep: bool) -> tuple[Allocato
     )
 
 
-def plan_forward(
-    kernel: Any, problem: Problem, config: TileConfig, with_lse: bool, keep: bool
-) -> TileLaunch:
+def plan_query_tiles(kernel: Any, problem: Problem, config: TileConfig) -> TileLaunch:
     """One program for every tile of queries of every head."""
-    return TileLaunch(
-        kernel,
-        problem,
-        config,
-        problem.all_heads * cdiv(problem.queries, config.queries),
-        (problem.all_heads * problem.queries,),
-        WITH_LSE=with_lse,
-        HAS_SOFTMAX=keep,
-        HAS_O_LOW=keep and problem.narrow,
-        DESCRIPTORS=config.descriptors,
-    )
-
-
-def plan_dq(kernel: Any, problem: Problem, config: TileConfig, has_dlse: bool) -> TileLaunch:
-    """One program for every tile of queries of every head."""
-    return TileLaunch(
-        kernel,
-        problem,
-        config,
-        problem.all_heads * cdiv(problem.queries, config.queries),
-        (problem.all_heads * problem.queries,),
-        HAS_DLSE=has_dlse,
-        HAS_O_LOW=problem.narrow,
-        DESCRIPTORS=config.descriptors,
-    )
+    rows = problem.all_heads * problem.queries
+    programs = problem.all_heads * cdiv(problem.queries, config.queries)
+    return TileLaunch(kernel, problem, config, programs, (rows,))
 
 
 def plan_add_chunks(problem: Problem, chunks: int, keys: int) -> tuple[Launch, Allocator]:
@@ -191,10 +169,21 @@ def plan_add_chunks(problem: Problem, chunks: int, keys: int) -> tuple[Launch, A
     return launch, allocator(partial_sums, torch.float32, problem.device)
 
 
-def gradient_allocators(problem: Problem) -> tuple[Allocator, Allocator, Allocator]:
-    """Of dq, dk and dv."""
+class BackwardPlan(NamedTuple):
+    """One backward pass: its launches (none where there are no queries or keys), which of do, q, k
+    and v it copies first, and the allocators of dq, dk and dv.
+    """
+
+    launches: Any
+    copies: tuple[bool, ...]
+    dq: Allocator
+    dk: Allocator
+    dv: Allocator
+
+
+def plan_backward(problem: Problem, launches: Any) -> BackwardPlan:
     dq, dk, dv = (
         allocator(shape, problem.dtype, problem.device)
         for shape in (problem.query_shape, problem.key_shape, problem.key_shape)
     )
-    return dq, dk, dv
+    return BackwardPlan(launches, problem.copies, dq, dk, dv)

@@ -3,22 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .._core.backends import DeviceProperties, device_properties, interpreted
-from .._core.launches import Layout, cdiv
-from .._core.precision import power_of_2
-from .operands import MAX_ROW_STRIDE, Shape, describable, head_strides, present, to_copy
+from .._core.backends import DeviceProperties, device_properties
+from .._core.launches import Layout, cdiv, layouts
+from .._core.precision import input_precision, power_of_2
+from .operands import MAX_ROW_STRIDE, Shape, describable, head_strides, is_aligned, present, to_copy
 
 # A product of tiles takes no fewer.
 SMALLEST_TILE = 16
 
 
+# What the plan of a call depends on beside its options: the shape of q, the number of keys, the
+# layouts, whether tensor descriptors may start where the operands do, the precision of products of
+# fp32 tiles, the device.
+Key = tuple[Shape, int, tuple[Layout | None, ...], bool, str, torch.device]
+
+
+def key_of(operands: Sequence[torch.Tensor], *others: torch.Tensor | None) -> Key:
+    """The key of a call that reads these: k and v last, before them what has the shape of q; and
+    others, which may be absent.
+    """
+    q, v = operands[0], operands[-1]
+    read = layouts(*operands, *others)
+    return q.shape, v.shape[1], read, is_aligned(*operands), input_precision(q.dtype), q.device
+
+
+class KernelConfig(NamedTuple):
+    """What a kernel that multiplies tiles is compiled for: the width of a head; the rows of tiles
+    of queries and of keys, and their columns; how it reads and multiplies them.
+    """
+
+    D: int
+    BLOCK_Q: int
+    BLOCK_K: int
+    BLOCK_D: int
+    NUM_STAGES: int
+    DESCRIPTORS: bool
+    UPCAST: bool
+    PRECISION: str
+
+
 class Problem(NamedTuple):
     """Sizes, what the call runs on, which operands are copied first, whether tensor descriptors
-    span them, and the integers and constants that every kernel takes first.
+    span them, the precision of products of fp32 tiles, and the integers that every kernel takes
+    first.
     """
 
     batches: int
@@ -31,8 +62,8 @@ class Problem(NamedTuple):
     gpu: DeviceProperties
     copies: tuple[bool, ...]
     described: bool
+    precision: str
     integers: tuple[int, ...]
-    constants: dict[str, Any]
 
     @property
     def all_heads(self) -> int:
@@ -60,49 +91,31 @@ class Problem(NamedTuple):
         return self.dtype.itemsize < 4
 
 
-def problem_of(
-    shape: Shape,
-    keys: int,
-    operands: Sequence[Layout | None],
-    aligned: bool,
-    precision: str,
-    device: torch.device,
-    band: tuple[int, ...] = (),
-    **constants: Any,
-) -> Problem:
-    """The problem of queries of this shape.
-
-    Args:
-        operands: layouts of those that have the shape of q, then of k and v.
-        aligned: whether descriptors may start where these do.
-        precision: of products of fp32 tiles.
-        band: integers that the kernels take after the sizes.
-        constants: what the kernels take after the common ones.
+def problem_of(key: Key, operands: int, band: tuple[int, ...] = ()) -> Problem:
+    """The problem of a call with this key, of which so many operands are never absent; ``band`` are
+    the integers that the kernels take after the sizes.
     """
-    read = [present(layout) for layout in operands]
+    shape, keys, read_layouts, aligned, precision, device = key
+    read = [present(layout) for layout in read_layouts[:operands]]
     batches, queries, heads, width = shape
     if heads * width > MAX_ROW_STRIDE:
         raise ValueError(f"the kernels serve up to 2**23 numbers a token, got {heads * width}")
     key_shape = (batches, keys, heads, width)
-    shapes = [shape] * (len(read) - 2) + [key_shape] * 2
+    shapes = [shape] * (operands - 2) + [key_shape] * 2
     strides = [
         stride
         for shape_and_layout in zip(shapes, read, strict=True)
         for stride in head_strides(*shape_and_layout)
     ]
     return Problem(
-        batches,
-        queries,
-        keys,
-        heads,
-        width,
+        *(batches, queries, keys, heads, width),
         read[-1][0],
         device,
         device_properties(device),
         to_copy(read),
         aligned and all(map(describable, shapes, read)),
+        precision,
         (*strides, queries, keys, heads, *band),
-        dict(D=width, UPCAST=interpreted(), PRECISION=precision, **constants),
     )
 
 

@@ -1,7 +1,11 @@
 """Tiles of rows, for the kernels of every family of attention.
 
-A tile is some rows of one head, [BLOCK_ROWS, BLOCK_D], from a pointer or, with ``DESCRIPTOR``, from
-a tensor descriptor over all tasks' rows and all heads' columns.
+A tile is some rows of one head, [BLOCK_ROWS, BLOCK_D], from a pointer or, with
+``CONFIG.DESCRIPTORS``, from a tensor descriptor over all tasks' rows and all heads' columns.
+``CONFIG`` is a ``problem.KernelConfig``. A source says where a head's rows are read: the pointer or
+descriptor; the strides of tasks, rows and heads; which task and head, and how many rows each has.
+A place says where they are written to a contiguous [B, rows, heads, D]: which task and head, the
+first row, how many rows and heads there are.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .._core.tiles import product_in_order
 from .checks import WIDTH_MULTIPLE
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -32,64 +37,63 @@ def descriptor(x: torch.Tensor, block_rows: int) -> TensorDescriptor:
 
 
 @triton.jit
-def load_rows(
-    source,
-    first,
-    limit,
-    BLOCK_ROWS: tl.constexpr,
-    MASKED: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-):
-    """Rows ``first``, ``first + 1``, ... of a head, [BLOCK_ROWS, BLOCK_D].
+def product(a, b, CONFIG: tl.constexpr):
+    """a b in fp32."""
+    # Triton 3.6 takes no text from a record as a constant argument.
+    PRECISION: tl.constexpr = CONFIG.PRECISION
+    return product_in_order(a, b, CONFIG.UPCAST, PRECISION)
 
-    With ``MASKED`` those from ``limit`` on are zero; without it they are undefined. ``source`` says
-    where a head is: the pointer or descriptor; the strides of tasks, rows and heads; which task and
-    head, and how many rows each has.
+
+@triton.jit
+def load_rows(
+    source, first, limit, BLOCK_ROWS: tl.constexpr, MASKED: tl.constexpr, CONFIG: tl.constexpr
+):
+    """Rows ``first``, ``first + 1``, ... of a source, [BLOCK_ROWS, BLOCK_D]. With ``MASKED`` those
+    from ``limit`` on are zero; without it they are undefined.
     """
-    x_ptr, batch_stride, row_stride, head_stride, batch, head, rows = source
-    row = first + tl.arange(0, BLOCK_ROWS)
-    if DESCRIPTOR:
-        x = x_ptr.load([batch * rows + first, head * head_stride])
+    if CONFIG.DESCRIPTORS:
+        x_descriptor, _, _, head_stride, batch, head, rows = source
+        row = first + tl.arange(0, BLOCK_ROWS)
+        x = x_descriptor.load([batch * rows + first, head * head_stride])
         if MASKED:
             x = tl.where((row < limit)[:, None], x, 0.0)
     else:
-        col = tl.arange(0, BLOCK_D)
-        start = tl.cast(first, tl.int64) * row_stride
-        to_head = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
-        # Triton itself finds out whether 16 divides a stride, not 8: without these hints it would
-        # read heads of 40 columns number by number.
-        corner = x_ptr + tl.multiple_of(to_head + start, STRIDE_MULTIPLE)
-        to_row = tl.arange(0, BLOCK_ROWS)[:, None] * row_stride
-        to_row = tl.multiple_of(to_row, [STRIDE_MULTIPLE, STRIDE_MULTIPLE])
-        at = corner + (to_row + col[None, :])
-        if MASKED:
-            x = tl.load(at, mask=(row < limit)[:, None] & (col < D)[None, :], other=0.0)
-        elif D < BLOCK_D:
-            x = tl.load(at, mask=(col < D)[None, :], other=0.0)
-        else:
-            x = tl.load(at)
+        x = load_from_pointer(source, first, limit, BLOCK_ROWS, MASKED, CONFIG)
     return x
 
 
 @triton.jit
-def store_rows(
-    out_ptr,
-    x,
-    batch,
-    head,
-    first,
-    rows,
-    heads,
-    D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+def load_from_pointer(
+    source, first, limit, BLOCK_ROWS: tl.constexpr, MASKED: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Write a tile to a contiguous [B, rows, heads, D]."""
+    """``load_rows`` of a source that is a pointer."""
+    x_ptr, batch_stride, row_stride, head_stride, batch, head, _ = source
     row = first + tl.arange(0, BLOCK_ROWS)
-    col = tl.arange(0, BLOCK_D)
+    col = tl.arange(0, CONFIG.BLOCK_D)
+    start = tl.cast(first, tl.int64) * row_stride
+    to_head = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+    # Triton itself finds out whether 16 divides a stride, not 8: without these hints it would read
+    # heads of 40 columns number by number.
+    corner = x_ptr + tl.multiple_of(to_head + start, STRIDE_MULTIPLE)
+    to_row = tl.arange(0, BLOCK_ROWS)[:, None] * row_stride
+    to_row = tl.multiple_of(to_row, [STRIDE_MULTIPLE, STRIDE_MULTIPLE])
+    at = corner + (to_row + col[None, :])
+    if MASKED:
+        x = tl.load(at, mask=(row < limit)[:, None] & (col < CONFIG.D)[None, :], other=0.0)
+    elif CONFIG.D < CONFIG.BLOCK_D:
+        x = tl.load(at, mask=(col < CONFIG.D)[None, :], other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def store_rows(out_ptr, x, place, D: tl.constexpr):
+    """Write a tile to its place."""
+    batch, head, first, rows, heads = place
+    row = first + tl.arange(0, x.shape[0])
+    col = tl.arange(0, x.shape[1])
     corner = out_ptr + ((batch.to(tl.int64) * rows + first) * heads + head) * D
-    at = corner + (tl.arange(0, BLOCK_ROWS)[:, None] * (heads * D) + col[None, :])
+    at = corner + (tl.arange(0, x.shape[0])[:, None] * (heads * D) + col[None, :])
     inside = (row < rows)[:, None] & (col < D)[None, :]
     tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)

@@ -16,47 +16,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._core.tiles import product_in_order
-from .tiles import load_rows
+from .tiles import load_from_pointer, load_rows, product
 
 
 @triton.jit
 def load_statistics(
-    do,
-    o_ptr,
-    o_low_ptr,
-    dlse_ptr,
-    softmax_ptr,
-    delta_ptr,
-    batch,
-    head,
-    first,
-    queries,
-    heads,
-    rows,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    HAS_O_LOW: tl.constexpr,
+    do, o_ptr, o_low_ptr, dlse_ptr, softmax_ptr, delta_ptr, place, rows, CONFIG: tl.constexpr
 ):
     """The maximum, one over the sum, delta and dlse of a tile of queries, [BLOCK_Q] each; the
     offsets of the rows, and which are inside. delta is written too, except in fp32, where
     ``finished_dq`` has yet to subtract dlse and to correct it.
     """
+    batch, head, first, queries, heads = place
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     # May need 64 bits.
-    task_stride = tl.cast(queries, tl.int64) * heads * D
-    o_source = o_ptr, task_stride, heads * D, D, batch, head, queries
-    o = load_rows(o_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False).to(tl.float32)
-    if HAS_O_LOW:
-        o_low_source = o_low_ptr, task_stride, heads * D, D, batch, head, queries
-        o += load_rows(o_low_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
+    task_stride = tl.cast(queries, tl.int64) * heads * CONFIG.D
+    o_source = o_ptr, task_stride, heads * CONFIG.D, CONFIG.D, batch, head, queries
+    o = load_from_pointer(o_source, first, queries, BLOCK_Q, True, CONFIG).to(tl.float32)
+    # Rounding took nothing from fp32.
+    if do.dtype != tl.float32:
+        o_low_source = o_low_ptr, task_stride, heads * CONFIG.D, CONFIG.D, batch, head, queries
+        o += load_from_pointer(o_low_source, first, queries, BLOCK_Q, True, CONFIG)
     row = first + tl.arange(0, BLOCK_Q)
     at = (batch * heads + head).to(tl.int64) * queries + row
     inside = row < queries
     delta = tl.sum(do.to(tl.float32) * o, 1)
-    dlse = tl.zeros([BLOCK_Q], tl.float32)
-    if HAS_DLSE:
+    dlse = tl.full([BLOCK_Q], 0.0, tl.float32)
+    if dlse_ptr is not None:
         dlse = tl.load(dlse_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if do.dtype != tl.float32:
         delta -= dlse
@@ -67,27 +53,25 @@ def load_statistics(
 
 
 @triton.jit
-def score_gradients(
-    q, k, v, do, m, inverse_sum, delta, factor, UPCAST: tl.constexpr, PRECISION: tl.constexpr
-):
+def score_gradients(q, k, v, do, m, inverse_sum, delta, factor, CONFIG: tl.constexpr):
     """p and ds of a tile of scores, [queries, keys], not yet divided by the row's sum; ds of fp16,
     whose range it might leave, already is.
     """
-    p = tl.exp2(product_in_order(q, tl.trans(k), UPCAST, PRECISION) * factor - m[:, None])
-    ds = p * (product_in_order(do, tl.trans(v), UPCAST, PRECISION) - delta[:, None])
+    p = tl.exp2(product(q, tl.trans(k), CONFIG) * factor - m[:, None])
+    ds = p * (product(do, tl.trans(v), CONFIG) - delta[:, None])
     if q.dtype == tl.float16:
         ds = ds * inverse_sum[:, None]
     return p, ds
 
 
 @triton.jit
-def add_keys(dq, pk, excess, p, ds, k, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def add_keys(dq, pk, excess, p, ds, k, CONFIG: tl.constexpr):
     """dq [queries, D] with the terms of a tile of keys; in fp32 also sum(p k), and the sum of ds,
     which should be zero, for ``finished_dq``.
     """
-    dq += product_in_order(ds.to(k.dtype), k, UPCAST, PRECISION)
+    dq += product(ds.to(k.dtype), k, CONFIG)
     if k.dtype == tl.float32:
-        pk += product_in_order(p, k, UPCAST, PRECISION)
+        pk += product(p, k, CONFIG)
         excess += tl.sum(ds, 1)
     return dq, pk, excess
 
@@ -109,24 +93,21 @@ def finished_dq(
 
 
 @triton.jit
+def statistics_of(softmax_ptr, delta_ptr, batch, head, queries, heads, rows):
+    """Where a head's statistics are, for ``load_queries``."""
+    head_offset = (batch * heads + head).to(tl.int64) * queries
+    return softmax_ptr + head_offset, softmax_ptr + rows + head_offset, delta_ptr + head_offset
+
+
+@triton.jit
 def load_queries(
-    q_source,
-    do_source,
-    m_ptr,
-    inverse_sum_ptr,
-    delta_ptr,
-    first,
-    queries,
-    BLOCK_Q: tl.constexpr,
-    MASKED: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    q_source, do_source, statistics, first, queries, MASKED: tl.constexpr, CONFIG: tl.constexpr
 ):
     """A tile of queries: q, do, the maximum, one over the sum, and delta."""
-    q = load_rows(q_source, first, queries, BLOCK_Q, MASKED, D, BLOCK_D, DESCRIPTORS)
-    do = load_rows(do_source, first, queries, BLOCK_Q, MASKED, D, BLOCK_D, DESCRIPTORS)
-    row = first + tl.arange(0, BLOCK_Q)
+    m_ptr, inverse_sum_ptr, delta_ptr = statistics
+    q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, MASKED, CONFIG)
+    do = load_rows(do_source, first, queries, CONFIG.BLOCK_Q, MASKED, CONFIG)
+    row = first + tl.arange(0, CONFIG.BLOCK_Q)
     if MASKED:
         # The probabilities of rows past the last are exp(-inf).
         m = tl.load(m_ptr + row, mask=row < queries, other=float("inf"))
@@ -140,20 +121,18 @@ def load_queries(
 
 
 @triton.jit
-def transposed_probabilities(
-    k, q, m, inverse_sum, factor, UPCAST: tl.constexpr, PRECISION: tl.constexpr
-):
+def transposed_probabilities(k, q, m, inverse_sum, factor, CONFIG: tl.constexpr):
     """The probabilities of a tile, [keys, queries]: transposed, they and ds are the left operands
     of the products for dv and dk, and stay in registers.
     """
-    p = tl.exp2(product_in_order(k, tl.trans(q), UPCAST, PRECISION) * factor - m[None, :])
+    p = tl.exp2(product(k, tl.trans(q), CONFIG) * factor - m[None, :])
     return p * inverse_sum[None, :]
 
 
 @triton.jit
-def add_queries(dk, dv, p, v, q, do, delta, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def add_queries(dk, dv, p, v, q, do, delta, CONFIG: tl.constexpr):
     """dk and dv, [keys, D], with the terms of a tile of queries."""
-    dv += product_in_order(p.to(do.dtype), do, UPCAST, PRECISION)
-    ds = p * (product_in_order(v, tl.trans(do), UPCAST, PRECISION) - delta[None, :])
-    dk += product_in_order(ds.to(q.dtype), q, UPCAST, PRECISION)
+    dv += product(p.to(do.dtype), do, CONFIG)
+    ds = p * (product(v, tl.trans(do), CONFIG) - delta[None, :])
+    dk += product(ds.to(q.dtype), q, CONFIG)
     return dk, dv

@@ -26,40 +26,21 @@ def next_softmax(s, m, l, factor):
 
 
 @triton.jit
-def store_outputs(
-    o,
-    m,
-    l,
-    o_ptr,
-    lse_ptr,
-    softmax_ptr,
-    o_low_ptr,
-    batch,
-    head,
-    first,
-    queries,
-    heads,
-    rows,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    HAS_SOFTMAX: tl.constexpr,
-    HAS_O_LOW: tl.constexpr,
-):
+def store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, place, rows, D: tl.constexpr):
     """Divide o by its row's sum and write it, and those statistics that are asked for."""
-    row = first + tl.arange(0, BLOCK_Q)
+    batch, head, first, queries, heads = place
+    row = first + tl.arange(0, o.shape[0])
     at = (batch * heads + head).to(tl.int64) * queries + row
     # Only a task without keys has a sum of zero.
     inverse_sum = 1.0 / tl.where(l == 0.0, 1.0, l)
-    if HAS_SOFTMAX:
+    if softmax_ptr is not None:
         tl.store(softmax_ptr + at, m, mask=row < queries)
         tl.store(softmax_ptr + rows + at, inverse_sum, mask=row < queries)
-    if WITH_LSE:
+    if lse_ptr is not None:
         tl.store(lse_ptr + at, (m + tl.log2(l)) * LOG_2, mask=row < queries)
     o = o * inverse_sum[:, None]
-    store_rows(o_ptr, o, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
-    if HAS_O_LOW:
+    store_rows(o_ptr, o, place, D)
+    if o_low_ptr is not None:
         # What rounding takes from o, for the delta of the backward pass.
         o_low = o - o.to(o_ptr.dtype.element_ty).to(tl.float32)
-        store_rows(o_low_ptr, o_low, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+        store_rows(o_low_ptr, o_low, place, D)

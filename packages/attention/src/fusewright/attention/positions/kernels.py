@@ -57,27 +57,18 @@ def store_pairs(x, y, ptr, at, inside, HALF: tl.constexpr, VECTOR: tl.constexpr)
 
 
 @triton.jit
-def copy_prefix(
-    block,
-    prefix_ptr,
-    joint_ptr,
-    prefix_strides,
-    joint_strides,
-    batches,
-    tokens,
-    KINDS: tl.constexpr,
-    HEADS: tl.constexpr,
-    COLS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    COUNT: tl.constexpr,
-    BATCHES: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    SHARED: tl.constexpr,
-):
-    """Copy COUNT vectors of a prefix of so many tokens to each row of the batch, or back: of a
-    shared prefix, their sum over the batch.
+def copy_prefix(block, prefix, joint, batches, tokens, CONFIG: tl.constexpr):
+    """Copy PREFIX_COUNT vectors of a prefix of so many tokens to each row of the batch, or back: of
+    a shared prefix, their sum over the batch. Each operand is a pointer and strides.
     """
-    token, kind, head, col = place_of(block.to(tl.int64) * COUNT, COUNT, KINDS, HEADS, COLS)
+    prefix_ptr, prefix_strides = prefix
+    joint_ptr, joint_strides = joint
+    COUNT: tl.constexpr = CONFIG.PREFIX_COUNT
+    VECTOR: tl.constexpr = CONFIG.VECTOR
+    BATCHES: tl.constexpr = CONFIG.BATCHES
+    token, kind, head, col = place_of(
+        block.to(tl.int64) * COUNT, COUNT, CONFIG.KINDS, CONFIG.HEADS, 2 * CONFIG.HALF
+    )
     inside = token < tokens
     prefix_at = col + row_of(0, token, kind, head, prefix_strides)
     joint_at = col + row_of(0, token, kind, head, joint_strides)
@@ -87,13 +78,13 @@ def copy_prefix(
         inside_rows = tl.expand_dims(inside[None, :] & (batch < batches), -1)
         of_prefix = prefix_ptr + elements_of(batch * prefix_strides[0] + prefix_at, VECTOR)
         of_joint = joint_ptr + elements_of(batch * joint_strides[0] + joint_at, VECTOR)
-        if not BACKWARD:
+        if not CONFIG.BACKWARD:
             tl.store(of_joint, tl.load(of_prefix, mask=inside_rows), mask=inside_rows)
-        elif SHARED:
+        elif CONFIG.SHARED:
             total += tl.load(of_joint, mask=inside_rows, other=0.0).to(tl.float32)
         else:
             tl.store(of_prefix, tl.load(of_joint, mask=inside_rows), mask=inside_rows)
-    if BACKWARD and SHARED:
+    if CONFIG.BACKWARD and CONFIG.SHARED:
         total = tl.sum(total, 0).to(prefix_ptr.dtype.element_ty)
         at = elements_of(prefix_at, VECTOR)
         tl.store(prefix_ptr + at, total, mask=tl.expand_dims(inside, -1))
@@ -101,61 +92,49 @@ def copy_prefix(
 
 @triton.jit
 def rotate_rows(
-    block,
-    rows_ptr,
-    beside_ptr,
-    joint_ptr,
-    cos_ptr,
-    sin_ptr,
-    rows_strides,
-    beside_strides,
-    joint_strides,
-    cos_stride,
-    sin_stride,
-    tokens,
-    prefix_tokens,
-    token_blocks,
-    KINDS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    VECTOR: tl.constexpr,
-    COUNT: tl.constexpr,
-    BACKWARD: tl.constexpr,
+    block, rows, beside, joint, cos, sin, tokens, prefix_tokens, token_blocks, CONFIG: tl.constexpr
 ):
     """Rotate COUNT vectors of the first halves of rows of one row of the batch with their second
     halves, and those of the second operand, to their places in the joint sequence, or back from
     there.
     """
+    rows_ptr, rows_strides = rows
+    beside_ptr, beside_strides = beside
+    joint_ptr, joint_strides = joint
+    cos_ptr, cos_stride = cos
+    sin_ptr, sin_stride = sin
+    HALF: tl.constexpr = CONFIG.HALF
+    VECTOR: tl.constexpr = CONFIG.VECTOR
     batch = (block // token_blocks).to(tl.int64)
-    first = (block % token_blocks).to(tl.int64) * COUNT
-    token, kind, head, col = place_of(first, COUNT, KINDS, HEADS, HALF)
+    first = (block % token_blocks).to(tl.int64) * CONFIG.COUNT
+    token, kind, head, col = place_of(first, CONFIG.COUNT, CONFIG.KINDS, CONFIG.HEADS, HALF)
     inside = (token < tokens)[:, None]
     rotates = (kind == 0)[:, None]
     cos_at = elements_of(token * cos_stride + col, VECTOR)
     sin_at = elements_of(token * sin_stride + col, VECTOR)
     cos = tl.load(cos_ptr + cos_at, mask=inside & rotates, other=1.0)
     sin = tl.load(sin_ptr + sin_at, mask=inside & rotates, other=0.0)
-    if BACKWARD:
+    if CONFIG.BACKWARD:
         sin = -sin
 
     rows_at = col + row_of(batch, token, kind, head, rows_strides)
     joint_token = prefix_tokens + token * (1 if beside_ptr is None else 2)
     joint_at = col + row_of(batch, joint_token, kind, head, joint_strides)
     # All loads come before the stores: a program waits for memory once.
-    if BACKWARD:
+    if CONFIG.BACKWARD:
         x, y = rotated_pairs(joint_ptr, joint_at, cos, sin, rotates, inside, HALF, VECTOR)
     else:
         x, y = rotated_pairs(rows_ptr, rows_at, cos, sin, rotates, inside, HALF, VECTOR)
     if beside_ptr is not None:
         beside_at = col + row_of(batch, token, kind, head, beside_strides)
         next_at = joint_at + joint_strides[1]
-        if BACKWARD:
+        if CONFIG.BACKWARD:
             v, w = rotated_pairs(joint_ptr, next_at, cos, sin, rotates, inside, HALF, VECTOR)
             store_pairs(v, w, beside_ptr, beside_at, inside, HALF, VECTOR)
         else:
             v, w = rotated_pairs(beside_ptr, beside_at, cos, sin, rotates, inside, HALF, VECTOR)
             store_pairs(v, w, joint_ptr, next_at, inside, HALF, VECTOR)
-    if BACKWARD:
+    if CONFIG.BACKWARD:
         store_pairs(x, y, rows_ptr, rows_at, inside, HALF, VECTOR)
     else:
         store_pairs(x, y, joint_ptr, joint_at, inside, HALF, VECTOR)
@@ -192,65 +171,29 @@ def rotary_kernel(
     prefix_tokens,
     prefix_blocks,
     token_blocks,
-    KINDS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    VECTOR: tl.constexpr,
-    COUNT: tl.constexpr,
-    PREFIX_COUNT: tl.constexpr,
-    BATCHES: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    SHARED: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program rotates COUNT pairs of vectors, and those of the second operand, between their
     parts and the joint sequence; the first programs copy the prefix.
     """
-    prefix_strides = (
-        prefix_batch_stride,
-        prefix_token_stride,
-        prefix_kind_stride,
-        prefix_head_stride,
+    rows = rows_ptr, (rows_batch_stride, rows_token_stride, rows_kind_stride, rows_head_stride)
+    beside = (
+        beside_ptr,
+        (beside_batch_stride, beside_token_stride, beside_kind_stride, beside_head_stride),
     )
-    joint_strides = (joint_batch_stride, joint_token_stride, joint_kind_stride, joint_head_stride)
+    prefix = (
+        prefix_ptr,
+        (prefix_batch_stride, prefix_token_stride, prefix_kind_stride, prefix_head_stride),
+    )
+    joint = (
+        joint_ptr,
+        (joint_batch_stride, joint_token_stride, joint_kind_stride, joint_head_stride),
+    )
     block = tl.program_id(0)
     if prefix_ptr is not None and block < prefix_blocks:
-        copy_prefix(
-            block,
-            prefix_ptr,
-            joint_ptr,
-            prefix_strides,
-            joint_strides,
-            batches,
-            prefix_tokens,
-            KINDS,
-            HEADS,
-            2 * HALF,
-            VECTOR,
-            PREFIX_COUNT,
-            BATCHES,
-            BACKWARD,
-            SHARED,
-        )
+        copy_prefix(block, prefix, joint, batches, prefix_tokens, CONFIG)
     if block >= prefix_blocks:
         rotate_rows(
-            block - prefix_blocks,
-            rows_ptr,
-            beside_ptr,
-            joint_ptr,
-            cos_ptr,
-            sin_ptr,
-            (rows_batch_stride, rows_token_stride, rows_kind_stride, rows_head_stride),
-            (beside_batch_stride, beside_token_stride, beside_kind_stride, beside_head_stride),
-            joint_strides,
-            cos_stride,
-            sin_stride,
-            tokens,
-            prefix_tokens,
-            token_blocks,
-            KINDS,
-            HEADS,
-            HALF,
-            VECTOR,
-            COUNT,
-            BACKWARD,
+            *(block - prefix_blocks, rows, beside, joint, (cos_ptr, cos_stride)),
+            *((sin_ptr, sin_stride), tokens, prefix_tokens, token_blocks, CONFIG),
         )

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .._core.launches import (
-    Allocator,
     Launch,
     Layout,
+    Plan,
     allocator,
     cdiv,
     contiguous_strides,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -78,27 +77,32 @@ class Parts(NamedTuple):
         return self.batches, self.prefix + (1 + self.beside) * self.tokens, *self.row
 
 
-class Plan(NamedTuple):
-    """One call: what it launches (nothing where there are no elements), which operands it copies
-    first, and the allocators of its results.
+class KernelConfig(NamedTuple):
+    """What the kernel is compiled for: the kinds, heads and half of the columns of a row, in
+    vectors of so many numbers; how many pairs a program rotates, how many vectors of the prefix it
+    copies, of how many rows of the batch at a time; and the direction.
     """
 
-    launch: Launch | None
-    copies: tuple[bool, ...]
-    results: tuple[Allocator, ...]
+    KINDS: int
+    HEADS: int
+    HALF: int
+    VECTOR: int
+    COUNT: int
+    PREFIX_COUNT: int
+    BATCHES: int
+    BACKWARD: bool
+    SHARED: bool
 
 
 def rotary_forward(
     rows: Tensor, cos: Tensor, sin: Tensor, beside: Tensor | None, prefix: Tensor | None
 ) -> Tensor:
     """The joint sequence ``[B, P + T or P + 2 T, K, H, D]``, contiguous."""
-    if not is_current(rows.device):
-        with torch.cuda.device(rows.device):
-            return rotary_forward(rows, cos, sin, beside, prefix)
     operands = rows, beside, prefix, cos, sin
     prefix_shape = None if prefix is None else prefix.shape
     plan = forward_plan(rows.shape, prefix_shape, layouts(*operands), rows.device)
-    joint = plan.results[0]()
+    (allocate,) = plan.outputs
+    joint = allocate()
     if plan.launch is not None:
         if plan.copies:
             operands = contiguous_where(operands, plan.copies)
@@ -112,12 +116,9 @@ def rotary_backward(
     """``(drows, dbeside, dprefix)``, contiguous; the second is empty without ``beside``, the last
     without a prefix.
     """
-    if not is_current(djoint.device):
-        with torch.cuda.device(djoint.device):
-            return rotary_backward(djoint, cos, sin, beside, shared)
     operands = djoint, cos, sin
     plan = backward_plan(djoint.shape, len(cos), beside, shared, layouts(*operands), djoint.device)
-    drows, dbeside, dprefix = [make() for make in plan.results]
+    drows, dbeside, dprefix = [allocate() for allocate in plan.outputs]
     if plan.launch is not None:
         if plan.copies:
             operands = contiguous_where(operands, plan.copies)
@@ -206,15 +207,17 @@ def plan_launch(
             *(parts.batches, parts.tokens, parts.prefix, prefix_blocks, token_blocks),
         ),
         dict(num_warps=ROTARY.num_warps),
-        KINDS=parts.kinds,
-        HEADS=parts.heads,
-        HALF=half // vector,
-        VECTOR=vector,
-        COUNT=count,
-        PREFIX_COUNT=prefix_count,
-        BATCHES=batches,
-        BACKWARD=backward,
-        SHARED=parts.shared,
+        CONFIG=KernelConfig(
+            KINDS=parts.kinds,
+            HEADS=parts.heads,
+            HALF=half // vector,
+            VECTOR=vector,
+            COUNT=count,
+            PREFIX_COUNT=prefix_count,
+            BATCHES=batches,
+            BACKWARD=backward,
+            SHARED=parts.shared,
+        ),
     )
 
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._core.tiles import product_in_order
-from ..common.tiles import LOG_2, load_rows, store_rows
+from ..common.tiles import LOG_2, load_rows, product, store_rows
 from .tiles import length_of, masked_softmax
 
 
@@ -43,15 +42,7 @@ def single_tile_forward_kernel(
     keys,
     heads,
     chunk_rows,
-    D: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes chunk_rows rows of one head. The backward pass needs no statistics:
     softmax and o_low are None.
@@ -63,21 +54,21 @@ def single_tile_forward_kernel(
     q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
     k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
-    length = length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS)
-    k = load_rows(k_source, 0, length, BLOCK_K, True, D, BLOCK_D, False)
-    v = load_rows(v_source, 0, length, BLOCK_K, True, D, BLOCK_D, False)
+    length = length_of(key_lengths_ptr, batch, keys)
+    k = load_rows(k_source, 0, length, CONFIG.BLOCK_K, True, CONFIG)
+    v = load_rows(v_source, 0, length, CONFIG.BLOCK_K, True, CONFIG)
     end = tl.minimum(start + chunk_rows, queries)
-    for first in tl.range(start, end, BLOCK_Q, num_stages=NUM_STAGES):
-        q = load_rows(q_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
-        p, m, l = masked_softmax(q, k, scale, 0, length, BLOCK_K, UPCAST, PRECISION)
-        if WITH_LSE:
-            row = first + tl.arange(0, BLOCK_Q)
+    for first in tl.range(start, end, CONFIG.BLOCK_Q, num_stages=CONFIG.NUM_STAGES):
+        q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, True, CONFIG)
+        p, m, l = masked_softmax(q, k, scale, 0, length, CONFIG)
+        if lse_ptr is not None:
+            row = first + tl.arange(0, CONFIG.BLOCK_Q)
             at = lse_ptr + (batch * heads + head).to(tl.int64) * queries + row
             tl.store(at, (m + tl.log2(l)) * LOG_2, mask=row < queries)
-        o = product_in_order(p.to(v.dtype), v, UPCAST, PRECISION)
+        o = product(p.to(v.dtype), v, CONFIG)
         # Only a task without keys has a sum of zero.
         o = o / tl.where(l == 0.0, 1.0, l)[:, None]
-        store_rows(o_ptr, o, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+        store_rows(o_ptr, o, (batch, head, first, queries, heads), CONFIG.D)
 
 
 @triton.jit
@@ -109,15 +100,7 @@ def single_tile_backward_kernel(
     heads,
     batches,
     chunk_rows,
-    D: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes dq of chunk_rows rows of one head, and their partial sums of dk and dv:
     all of dk and dv where there is one chunk.
@@ -130,34 +113,34 @@ def single_tile_backward_kernel(
     q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
     k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
-    length = length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS)
-    k = load_rows(k_source, 0, length, BLOCK_K, True, D, BLOCK_D, False)
-    v = load_rows(v_source, 0, length, BLOCK_K, True, D, BLOCK_D, False)
-    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    length = length_of(key_lengths_ptr, batch, keys)
+    k = load_rows(k_source, 0, length, CONFIG.BLOCK_K, True, CONFIG)
+    v = load_rows(v_source, 0, length, CONFIG.BLOCK_K, True, CONFIG)
+    dk = tl.full([CONFIG.BLOCK_K, CONFIG.BLOCK_D], 0.0, tl.float32)
+    dv = tl.full([CONFIG.BLOCK_K, CONFIG.BLOCK_D], 0.0, tl.float32)
     start = chunk * chunk_rows
     end = tl.minimum(start + chunk_rows, queries)
-    for first in tl.range(start, end, BLOCK_Q, num_stages=NUM_STAGES):
-        q = load_rows(q_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
-        do = load_rows(do_source, first, queries, BLOCK_Q, True, D, BLOCK_D, False)
-        p, _, l = masked_softmax(q, k, scale, 0, length, BLOCK_K, UPCAST, PRECISION)
+    for first in tl.range(start, end, CONFIG.BLOCK_Q, num_stages=CONFIG.NUM_STAGES):
+        q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, True, CONFIG)
+        do = load_rows(do_source, first, queries, CONFIG.BLOCK_Q, True, CONFIG)
+        p, _, l = masked_softmax(q, k, scale, 0, length, CONFIG)
         p = p * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
-        dp = product_in_order(do, tl.trans(v), UPCAST, PRECISION)
+        dp = product(do, tl.trans(v), CONFIG)
         delta = tl.sum(p * dp, 1)
-        if HAS_DLSE:
-            row = first + tl.arange(0, BLOCK_Q)
+        if dlse_ptr is not None:
+            row = first + tl.arange(0, CONFIG.BLOCK_Q)
             at = dlse_ptr + (batch * heads + head).to(tl.int64) * queries + row
             delta -= tl.load(at, mask=row < queries, other=0.0).to(tl.float32)
         # dp and ds [BLOCK_Q, BLOCK_K]
         ds = (p * (dp - delta[:, None])).to(q.dtype)
-        dv += product_in_order(tl.trans(p.to(do.dtype)), do, UPCAST, PRECISION)
-        dk += product_in_order(tl.trans(ds), q, UPCAST, PRECISION)
-        dq = product_in_order(ds, k, UPCAST, PRECISION) * scale
+        dv += product(tl.trans(p.to(do.dtype)), do, CONFIG)
+        dk += product(tl.trans(ds), q, CONFIG)
+        dq = product(ds, k, CONFIG) * scale
         # Without keys there is no gradient, not even the NaN of do.
         dq = tl.where(length > 0, dq, 0.0)
-        store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
-    present = (tl.arange(0, BLOCK_K) < length)[:, None]
+        store_rows(dq_ptr, dq, (batch, head, first, queries, heads), CONFIG.D)
+    present = (tl.arange(0, CONFIG.BLOCK_K) < length)[:, None]
     dk, dv = tl.where(present, dk * scale, 0.0), tl.where(present, dv, 0.0)
     task = chunk * batches + batch
-    store_rows(dk_ptr, dk, task, head, 0, keys, heads, D, BLOCK_K, BLOCK_D)
-    store_rows(dv_ptr, dv, task, head, 0, keys, heads, D, BLOCK_K, BLOCK_D)
+    store_rows(dk_ptr, dk, (task, head, 0, keys, heads), CONFIG.D)
+    store_rows(dv_ptr, dv, (task, head, 0, keys, heads), CONFIG.D)

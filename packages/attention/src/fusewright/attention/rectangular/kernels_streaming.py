@@ -12,8 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._core.tiles import product_in_order
-from ..common.tiles import LOG2_E, load_rows
+from ..common.tiles import LOG2_E, load_rows, product
 from ..common.tiles_forward import next_softmax, store_outputs
 from .tiles import length_of, masked_softmax
 
@@ -42,48 +41,34 @@ def streaming_forward_kernel(
     keys,
     heads,
     rows,
-    D: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    HAS_SOFTMAX: tl.constexpr,
-    HAS_O_LOW: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of one head. Neighbours share the head, whose keys and
     values then stay in the L2 cache.
     """
-    tiles = tl.cdiv(queries, BLOCK_Q)
+    tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
     batch = tl.program_id(0) // tiles // heads
     head = tl.program_id(0) // tiles % heads
-    first = tl.program_id(0) % tiles * BLOCK_Q
+    first = tl.program_id(0) % tiles * CONFIG.BLOCK_Q
     q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
     k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
-    length = length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS)
+    length = length_of(key_lengths_ptr, batch, keys)
     factor = scale * LOG2_E
-    q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+    q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
 
     # The last keys come first: only they need a mask, the loop needs none.
-    last = tl.maximum(tl.cdiv(length, BLOCK_K) - 1, 0) * BLOCK_K
-    k = load_rows(k_source, last, length, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-    v = load_rows(v_source, last, length, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
+    last = tl.maximum(tl.cdiv(length, CONFIG.BLOCK_K) - 1, 0) * CONFIG.BLOCK_K
+    k = load_rows(k_source, last, length, CONFIG.BLOCK_K, True, CONFIG)
+    v = load_rows(v_source, last, length, CONFIG.BLOCK_K, True, CONFIG)
     # p [BLOCK_Q, BLOCK_K]; m and l [BLOCK_Q]; o [BLOCK_Q, BLOCK_D]
-    p, m, l = masked_softmax(q, k, scale, last, length, BLOCK_K, UPCAST, PRECISION)
-    o = product_in_order(p.to(v.dtype), v, UPCAST, PRECISION)
-    for start in tl.range(0, last, BLOCK_K, num_stages=NUM_STAGES):
-        k = load_rows(k_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        s = product_in_order(q, tl.trans(k), UPCAST, PRECISION)
+    p, m, l = masked_softmax(q, k, scale, last, length, CONFIG)
+    o = product(p.to(v.dtype), v, CONFIG)
+    for start in tl.range(0, last, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
+        k = load_rows(k_source, start, length, CONFIG.BLOCK_K, False, CONFIG)
+        s = product(q, tl.trans(k), CONFIG)
         p, m, l, rescale = next_softmax(s, m, l, factor)
-        v = load_rows(v_source, start, length, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        o = o * rescale[:, None] + product_in_order(p.to(v.dtype), v, UPCAST, PRECISION)
-    store_outputs(
-        *(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
-        *(batch, head, first, queries, heads, rows),
-        *(D, BLOCK_Q, BLOCK_D, WITH_LSE, HAS_SOFTMAX, HAS_O_LOW),
-    )
+        v = load_rows(v_source, start, length, CONFIG.BLOCK_K, False, CONFIG)
+        o = o * rescale[:, None] + product(p.to(v.dtype), v, CONFIG)
+    of_tile = batch, head, first, queries, heads
+    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.D)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .._core.backends import DeviceProperties
-from .._core.launches import Layout, cdiv, is_current, layouts
+from .._core.launches import cdiv
 from .._core.lazy import lazy_module
-from .._core.precision import input_precision
-from ..common.launch import ForwardPlan, Outputs, TileLaunch, plan_forward, plan_outputs
-from ..common.operands import Shape, is_aligned
+from ..common.launch import ForwardPlan, Outputs, TileLaunch, plan_outputs, plan_query_tiles
 from ..common.problem import (
     HOPPER,
+    Key,
     Problem,
     TileConfig,
     chunk_rows,
+    key_of,
     on_hopper,
     problem_of,
     tile_config,
@@ -86,56 +86,30 @@ def attention_forward(
         ``(o, lse, softmax, o_low)`` as :meth:`ForwardPlan.run`: lse is None without ``with_lse``,
         softmax and o_low without ``keep`` and where keys are one tile, o_low for fp32 too.
     """
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return attention_forward(q, k, v, key_lengths, scale, with_lse, keep)
     if key_lengths is not None:
         key_lengths = key_lengths.contiguous()
     operands = q, k, v
-    plan = forward_plan(
-        q.shape,
-        k.shape[1],
-        layouts(*operands, key_lengths),
-        with_lse,
-        keep,
-        is_aligned(*operands),
-        input_precision(q.dtype),
-        q.device,
-    )
+    plan = forward_plan(key_of(operands, key_lengths), with_lse, keep)
     return plan.run(operands, (key_lengths,), scale)
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(
-    shape: Shape,
-    keys: int,
-    operands: tuple[Layout | None, ...],
-    with_lse: bool,
-    keep: bool,
-    aligned: bool,
-    precision: str,
-    device: torch.device,
-) -> ForwardPlan:
-    """The plan for operands of these layouts: q, k, v and key_lengths; ``aligned`` if descriptors
-    may start where they do.
-    """
-    *read, lengths = operands
-    problem = problem_of(
-        *(shape, keys, read, aligned, precision, device), HAS_LENGTHS=lengths is not None
-    )
-    keep = keep and not in_single_tile(problem)
+def forward_plan(key: Key, with_lse: bool, keep: bool) -> ForwardPlan:
+    """The plan for a call that reads q, k, v and key_lengths."""
+    problem = problem_of(key, 3)
+    single = in_single_tile(problem)
+    keep = keep and not single
     launch = None
-    if math.prod(shape):
-        if in_single_tile(problem):
-            launch = plan_single_tile(problem, with_lse)
+    if math.prod(problem.query_shape):
+        if single:
+            launch = plan_single_tile(problem)
         else:
             kernel = kernels_streaming.streaming_forward_kernel
-            config = tile_config(FORWARD, problem)
-            launch = plan_forward(kernel, problem, config, with_lse, keep)
+            launch = plan_query_tiles(kernel, problem, tile_config(FORWARD, problem))
     return ForwardPlan(launch, problem.copies, plan_outputs(problem, with_lse, keep))
 
 
-def plan_single_tile(problem: Problem, with_lse: bool) -> TileLaunch:
+def plan_single_tile(problem: Problem) -> TileLaunch:
     """One program for every chunk of queries of every head."""
     config = single_tile_config(SINGLE_TILE_FORWARD, problem)
     programs = FORWARD_PROGRAMS_PER_SM * problem.gpu.multiprocessors
@@ -146,7 +120,6 @@ def plan_single_tile(problem: Problem, with_lse: bool) -> TileLaunch:
         config,
         problem.all_heads * cdiv(problem.queries, chunk),
         (chunk,),
-        WITH_LSE=with_lse,
     )
 
 

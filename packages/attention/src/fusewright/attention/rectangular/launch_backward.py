@@ -8,33 +8,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import (
-    Allocator,
-    Launch,
-    Layout,
-    allocator,
-    cdiv,
-    contiguous_where,
-    is_current,
-    layouts,
-)
+from .._core.launches import Allocator, Launch, allocator, cdiv, contiguous_where
 from .._core.lazy import lazy_module
-from .._core.precision import input_precision
 from ..common.launch import (
     BACKWARD_PROGRAMS_PER_SM,
+    BackwardPlan,
     Gradients,
     TileLaunch,
-    gradient_allocators,
     plan_add_chunks,
-    plan_dq,
+    plan_backward,
+    plan_query_tiles,
 )
-from ..common.operands import Shape, is_aligned
 from ..common.problem import (
     DESCRIBED,
     HOPPER,
+    Key,
     Problem,
     TileConfig,
     chunk_rows,
+    key_of,
     problem_of,
     tile_config,
 )
@@ -109,18 +101,6 @@ class Streaming(NamedTuple):
     delta: Allocator
 
 
-class BackwardPlan(NamedTuple):
-    """One backward pass: its launches (none where there are no queries or keys), which of do, q, k
-    and v it copies first, and the allocators of dq, dk and dv.
-    """
-
-    launches: SingleTile | SingleTileChunks | Streaming | None
-    copies: tuple[bool, ...]
-    dq: Allocator
-    dk: Allocator
-    dv: Allocator
-
-
 def attention_backward(
     do: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -141,23 +121,12 @@ def attention_backward(
         q, k, v, key_lengths, scale: as in the forward pass.
         o, o_low, softmax: what the forward pass returned; not read where keys are one tile.
     """
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return attention_backward(do, dlse, q, k, v, key_lengths, o, o_low, softmax, scale)
     if dlse is not None:
         dlse = dlse.contiguous()
     if key_lengths is not None:
         key_lengths = key_lengths.contiguous()
     operands = do, q, k, v
-    plan = backward_plan(
-        q.shape,
-        k.shape[1],
-        layouts(*operands, key_lengths),
-        dlse is not None,
-        is_aligned(*operands),
-        input_precision(q.dtype),
-        q.device,
-    )
+    plan = backward_plan(key_of(operands, key_lengths, dlse))
     dq, dk, dv = plan.dq(), plan.dk(), plan.dv()
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
@@ -179,30 +148,17 @@ def attention_backward(
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_plan(
-    shape: Shape,
-    keys: int,
-    operands: tuple[Layout | None, ...],
-    has_dlse: bool,
-    aligned: bool,
-    precision: str,
-    device: torch.device,
-) -> BackwardPlan:
-    """The plan for operands of these layouts: do, q, k, v and key_lengths; ``aligned`` if
-    descriptors may start where they do.
-    """
-    *read, lengths = operands
-    problem = problem_of(
-        *(shape, keys, read, aligned, precision, device), HAS_LENGTHS=lengths is not None
-    )
+def backward_plan(key: Key) -> BackwardPlan:
+    """The plan for a call that reads do, q, k, v, key_lengths and dlse."""
+    problem = problem_of(key, 4)
     launches = None
-    if math.prod(shape) and keys:
+    if math.prod(problem.query_shape) and problem.keys:
         plan = plan_single_tile if in_single_tile(problem) else plan_streaming
-        launches = plan(problem, has_dlse)
-    return BackwardPlan(launches, problem.copies, *gradient_allocators(problem))
+        launches = plan(problem)
+    return plan_backward(problem, launches)
 
 
-def plan_single_tile(problem: Problem, has_dlse: bool) -> SingleTile | SingleTileChunks:
+def plan_single_tile(problem: Problem) -> SingleTile | SingleTileChunks:
     config = single_tile_config(SINGLE_TILE_BACKWARD, problem)
     programs = BACKWARD_PROGRAMS_PER_SM * problem.gpu.multiprocessors
     chunk = chunk_rows(problem.all_heads, problem.queries, config.queries, programs)
@@ -213,29 +169,22 @@ def plan_single_tile(problem: Problem, has_dlse: bool) -> SingleTile | SingleTil
         config,
         problem.all_heads * chunks,
         (problem.batches, chunk),
-        HAS_DLSE=has_dlse,
     )
     if chunks == 1:
         return SingleTile(launch)
     return SingleTileChunks(launch, *plan_add_chunks(problem, chunks, problem.keys))
 
 
-def plan_streaming(problem: Problem, has_dlse: bool) -> Streaming:
-    config = tile_config(DKDV, problem)
+def plan_streaming(problem: Problem) -> Streaming:
+    kernels, config = kernels_streaming_backward, tile_config(DKDV, problem)
     return Streaming(
-        plan_dq(
-            kernels_streaming_backward.streaming_dq_kernel,
-            problem,
-            tile_config(DQ, problem),
-            has_dlse,
-        ),
+        plan_query_tiles(kernels.streaming_dq_kernel, problem, tile_config(DQ, problem)),
         TileLaunch(
-            kernels_streaming_backward.streaming_dkdv_kernel,
+            kernels.streaming_dkdv_kernel,
             problem,
             config,
             problem.all_heads * cdiv(problem.keys, config.keys),
             (problem.all_heads * problem.queries,),
-            DESCRIPTORS=config.descriptors,
         ),
         allocator(problem.rows, torch.float32, problem.device),
     )

@@ -27,8 +27,9 @@ import torch
 from .._core.backends import Backend, device_properties, uses_triton
 from .._core.checks import check_device, check_strided
 from .._core.precision import without_autocast
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from ..common.checks import check_attention, prepared
+from ..common.outputs import new_outputs, outputs_of_launch, outputs_of_reference
 from . import launch, launch_backward, reference
 
 Tensor = torch.Tensor
@@ -37,26 +38,16 @@ LENGTHS = (torch.int32, torch.int64)
 
 def _forward_triton(q, k, v, key_lengths, scale, with_lse):
     outputs = launch.attention_forward(q, k, v, key_lengths, scale, with_lse)
-    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in outputs)
+    return outputs_of_launch(q, outputs)
 
 
 def _forward_reference(q, k, v, key_lengths, scale, with_lse):
     o, lse = reference.rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)
-    _, empty, *unread = _forward_fake(q, k, v, key_lengths, scale, False)
-    # The reference's backward pass reads no statistics.
-    return o, lse.float() if with_lse else empty, *(x.zero_() for x in unread)
+    return outputs_of_reference(q, o, lse, with_lse, keep=not _in_single_tile(k))
 
 
 def _forward_fake(q, k, v, key_lengths, scale, with_lse):
-    batches, queries, heads, _ = q.shape
-    rows = (batches, heads, queries)
-    keep, narrow = not _in_single_tile(k), q.dtype.itemsize < 4
-    return (
-        q.new_empty(q.shape),
-        q.new_empty(rows if with_lse else (0,), dtype=torch.float32),
-        q.new_empty((2, *rows) if keep else (0,), dtype=torch.float32),
-        q.new_empty(q.shape) if keep and narrow else q.new_empty(0, dtype=torch.float32),
-    )
+    return new_outputs(q, with_lse, keep=not _in_single_tile(k))
 
 
 def _in_single_tile(k):
@@ -89,6 +80,7 @@ _backward = Op(
     reference=_backward_reference,
     fake=_backward_fake,
 )
+_backward.derivative_of_reference("o", "rest", "softmax")
 
 
 @_forward.derivative
@@ -108,31 +100,11 @@ class _RectangularAttention(Derivative):
     def backward(ctx, do, dlse, *_):
         q, k, v, key_lengths, o, o_low, softmax = ctx.saved_tensors
         if do is None and dlse is None:
-            return None, None, None, None, None, None, None
+            return (None,) * 7
         if do is None:
             do = torch.zeros_like(q)
         grads = _backward(do, dlse, q, k, v, key_lengths, o, o_low, softmax, ctx.scale)
         return None, *grads, None, None, None
-
-
-@_backward.derivative
-class _RectangularAttentionBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, do, dlse, q, k, v, key_lengths, o, o_low, softmax, scale):
-        ctx.save_for_backward(do, dlse, q, k, v, key_lengths)
-        ctx.scale = scale
-        return run(do, dlse, q, k, v, key_lengths, o, o_low, softmax, scale)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        *inputs, key_lengths = ctx.saved_tensors
-
-        def backward(do, dlse, q, k, v):
-            return _backward_reference(do, dlse, q, k, v, key_lengths, None, None, None, ctx.scale)
-
-        # o, o_low and softmax follow from the inputs, and have no gradients of their own.
-        grads = second_order(backward, inputs, cotangents)
-        return None, *grads, None, None, None, None, None
 
 
 def rectangular_attention(

@@ -7,40 +7,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._core.tiles import product_in_order
-from ..common.tiles import LOG2_E, LOWEST
+from ..common.tiles import LOG2_E, LOWEST, product
 
 
 @triton.jit
-def length_of(key_lengths_ptr, batch, keys, HAS_LENGTHS: tl.constexpr):
+def length_of(key_lengths_ptr, batch, keys):
     """How many keys a task has: all, or its number in key_lengths, cut to 0 ... keys."""
     length = keys
-    if HAS_LENGTHS:
+    if key_lengths_ptr is not None:
         length = tl.load(key_lengths_ptr + batch)
         length = tl.minimum(tl.maximum(length, 0), keys).to(tl.int32)
     return length
 
 
 @triton.jit
-def masked_softmax(
-    q,
-    k,
-    scale,
-    first,
-    length,
-    BLOCK_KEYS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def masked_softmax(q, k, scale, first, length, CONFIG: tl.constexpr):
     """exp(s - m) of the keys before ``length``, s = scale q k^T, [queries, keys], with the row's
     maximum m in base 2 and the row's sum; without any score above -inf the maximum is LOWEST and
     the sum 0.
     """
     factor = scale * LOG2_E
-    inside = first + tl.arange(0, BLOCK_KEYS) < length
-    s = tl.where(
-        inside[None, :], product_in_order(q, tl.trans(k), UPCAST, PRECISION), float("-inf")
-    )
+    inside = first + tl.arange(0, CONFIG.BLOCK_K) < length
+    s = tl.where(inside[None, :], product(q, tl.trans(k), CONFIG), float("-inf"))
     m = tl.max(s, 1) * factor
     m = tl.where(m == float("-inf"), LOWEST, m)
     # A multiply-add, rounded once, as in all kernels: otherwise the passes would not agree on p.

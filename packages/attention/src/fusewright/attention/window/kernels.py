@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._core.tiles import product_in_order
-from ..common.tiles import LOG2_E, LOWEST, load_rows
+from ..common.tiles import LOG2_E, LOWEST, load_rows, product
 from ..common.tiles_forward import next_softmax, store_outputs
 from .tiles import border_keys, first_row_of, inner_keys, keys_of_rows, sees
 
@@ -27,15 +26,8 @@ def stream_keys(
     prefix,
     keys,
     factor,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
     CAREFUL: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """The sum of values [BLOCK_Q, BLOCK_D], the maximum and the sum of each row [BLOCK_Q], over all
     tiles of keys that a tile of queries sees.
@@ -45,29 +37,31 @@ def stream_keys(
     right, and the statistics are NaN too for the rows that see it.
     """
     border, inner, place = key_tiles
-    m = tl.full([BLOCK_Q], LOWEST, tl.float32)
-    l = tl.zeros([BLOCK_Q], tl.float32)
-    o = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for number in tl.range(0, border, num_stages=NUM_STAGES):
-        start, limit, distances = border_keys(number, place, window, prefix, keys, BLOCK_K)
-        k = load_rows(k_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-        v = load_rows(v_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-        s = product_in_order(q, tl.trans(k), UPCAST, PRECISION)
+    # What is done a second time is rare: in one stage.
+    stages: tl.constexpr = 1 if CAREFUL else CONFIG.NUM_STAGES
+    m = tl.full([CONFIG.BLOCK_Q], LOWEST, tl.float32)
+    l = tl.full([CONFIG.BLOCK_Q], 0.0, tl.float32)
+    o = tl.full([CONFIG.BLOCK_Q, CONFIG.BLOCK_D], 0.0, tl.float32)
+    for number in tl.range(0, border, num_stages=stages):
+        start, limit, distances = border_keys(number, place, window, prefix, keys, CONFIG.BLOCK_K)
+        k = load_rows(k_source, start, limit, CONFIG.BLOCK_K, True, CONFIG)
+        v = load_rows(v_source, start, limit, CONFIG.BLOCK_K, True, CONFIG)
+        s = product(q, tl.trans(k), CONFIG)
         if CAREFUL:
-            zeros = tl.zeros([BLOCK_Q, BLOCK_D], v.dtype)
-            s += product_in_order(zeros, tl.trans(v), UPCAST, PRECISION)
+            zeros = tl.full([CONFIG.BLOCK_Q, CONFIG.BLOCK_D], 0.0, v.dtype)
+            s += product(zeros, tl.trans(v), CONFIG)
             v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
-        key = start + tl.arange(0, BLOCK_K)
+        key = start + tl.arange(0, CONFIG.BLOCK_K)
         seen = sees(row[:, None], key[None, :], distances) & (key < limit)[None, :]
         p, m, l, rescale = next_softmax(tl.where(seen, s, float("-inf")), m, l, factor)
-        o = o * rescale[:, None] + product_in_order(p.to(v.dtype), v, UPCAST, PRECISION)
-    for number in tl.range(0, inner, num_stages=NUM_STAGES):
-        start = inner_keys(number, place, BLOCK_K)
-        k = load_rows(k_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        s = product_in_order(q, tl.trans(k), UPCAST, PRECISION)
+        o = o * rescale[:, None] + product(p.to(v.dtype), v, CONFIG)
+    for number in tl.range(0, inner, num_stages=stages):
+        start = inner_keys(number, place, CONFIG.BLOCK_K)
+        k = load_rows(k_source, start, keys, CONFIG.BLOCK_K, False, CONFIG)
+        s = product(q, tl.trans(k), CONFIG)
         p, m, l, rescale = next_softmax(s, m, l, factor)
-        v = load_rows(v_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        o = o * rescale[:, None] + product_in_order(p.to(v.dtype), v, UPCAST, PRECISION)
+        v = load_rows(v_source, start, keys, CONFIG.BLOCK_K, False, CONFIG)
+        o = o * rescale[:, None] + product(p.to(v.dtype), v, CONFIG)
     return o, m, l
 
 
@@ -97,46 +91,33 @@ def window_forward_kernel(
     prefix,
     every,
     rows,
-    D: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    HAS_SOFTMAX: tl.constexpr,
-    HAS_O_LOW: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of one head. The last rows start first: they see the most
     keys.
     """
-    tiles = tl.cdiv(queries, BLOCK_Q)
+    tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
     batch = tl.program_id(0) // tiles // heads
     head = tl.program_id(0) // tiles % heads
-    first = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_Q
+    first = (tiles - 1 - tl.program_id(0) % tiles) * CONFIG.BLOCK_Q
     q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
     k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
     factor = scale * LOG2_E
-    q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+    q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
     first_row = first_row_of(queries, keys, every) + first * every
-    last_row = tl.minimum(first_row + (BLOCK_Q - 1) * every, keys - 1)
-    row = first_row + tl.arange(0, BLOCK_Q) * every
-    key_tiles = keys_of_rows(first_row, last_row, window, prefix, BLOCK_K)
+    last_row = tl.minimum(first_row + (CONFIG.BLOCK_Q - 1) * every, keys - 1)
+    row = first_row + tl.arange(0, CONFIG.BLOCK_Q) * every
+    key_tiles = keys_of_rows(first_row, last_row, window, prefix, CONFIG.BLOCK_K)
     o, m, l = stream_keys(
         *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
-        *(D, BLOCK_Q, BLOCK_K, BLOCK_D, DESCRIPTORS, UPCAST, PRECISION, NUM_STAGES, False),
+        *(False, CONFIG),
     )
     # A second time with care, which costs time, only where something is NaN.
     if tl.max(tl.max((o != o).to(tl.int32), 1), 0) > 0:
         o, _, _ = stream_keys(
             *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
-            *(D, BLOCK_Q, BLOCK_K, BLOCK_D, DESCRIPTORS, UPCAST, PRECISION, 1, True),
+            *(True, CONFIG),
         )
-    store_outputs(
-        *(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
-        *(batch, head, first, queries, heads, rows),
-        *(D, BLOCK_Q, BLOCK_D, WITH_LSE, HAS_SOFTMAX, HAS_O_LOW),
-    )
+    of_tile = batch, head, first, queries, heads
+    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.D)

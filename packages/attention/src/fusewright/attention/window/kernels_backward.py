@@ -21,6 +21,7 @@ from ..common.tiles_backward import (
     load_queries,
     load_statistics,
     score_gradients,
+    statistics_of,
     transposed_probabilities,
 )
 from .tiles import border_keys, first_row_of, inner_keys, keys_of_rows, rows_of_keys, sees
@@ -58,61 +59,51 @@ def window_dq_kernel(
     prefix,
     every,
     rows,
-    D: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    HAS_O_LOW: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes delta and dq of BLOCK_Q rows of one head; the last rows start first."""
-    tiles = tl.cdiv(queries, BLOCK_Q)
+    tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
     batch = tl.program_id(0) // tiles // heads
     head = tl.program_id(0) // tiles % heads
-    first = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_Q
+    first = (tiles - 1 - tl.program_id(0) % tiles) * CONFIG.BLOCK_Q
     do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, head, queries
     q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
     k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
     factor = scale * LOG2_E
-    do = load_rows(do_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+    do = load_rows(do_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
+    of_tile = batch, head, first, queries, heads
     m, inverse_sum, delta, dlse, at, inside = load_statistics(
-        *(do, o_ptr, o_low_ptr, dlse_ptr, softmax_ptr, delta_ptr),
-        *(batch, head, first, queries, heads, rows),
-        *(D, BLOCK_Q, BLOCK_D, HAS_DLSE, HAS_O_LOW),
+        do, o_ptr, o_low_ptr, dlse_ptr, softmax_ptr, delta_ptr, of_tile, rows, CONFIG
     )
-    q = load_rows(q_source, first, queries, BLOCK_Q, not DESCRIPTORS, D, BLOCK_D, DESCRIPTORS)
+    q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
     first_row = first_row_of(queries, keys, every) + first * every
-    last_row = tl.minimum(first_row + (BLOCK_Q - 1) * every, keys - 1)
-    row = first_row + tl.arange(0, BLOCK_Q) * every
-    border, inner, place = keys_of_rows(first_row, last_row, window, prefix, BLOCK_K)
+    last_row = tl.minimum(first_row + (CONFIG.BLOCK_Q - 1) * every, keys - 1)
+    row = first_row + tl.arange(0, CONFIG.BLOCK_Q) * every
+    border, inner, place = keys_of_rows(first_row, last_row, window, prefix, CONFIG.BLOCK_K)
 
-    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    pk = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    excess = tl.zeros([BLOCK_Q], tl.float32)
-    for number in tl.range(0, border, num_stages=NUM_STAGES):
-        start, limit, distances = border_keys(number, place, window, prefix, keys, BLOCK_K)
-        k = load_rows(k_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-        v = load_rows(v_source, start, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-        p, ds = score_gradients(q, k, v, do, m, inverse_sum, delta, factor, UPCAST, PRECISION)
-        key = start + tl.arange(0, BLOCK_K)
+    dq = tl.full([CONFIG.BLOCK_Q, CONFIG.BLOCK_D], 0.0, tl.float32)
+    pk = tl.full([CONFIG.BLOCK_Q, CONFIG.BLOCK_D], 0.0, tl.float32)
+    excess = tl.full([CONFIG.BLOCK_Q], 0.0, tl.float32)
+    for number in tl.range(0, border, num_stages=CONFIG.NUM_STAGES):
+        start, limit, distances = border_keys(number, place, window, prefix, keys, CONFIG.BLOCK_K)
+        k = load_rows(k_source, start, limit, CONFIG.BLOCK_K, True, CONFIG)
+        v = load_rows(v_source, start, limit, CONFIG.BLOCK_K, True, CONFIG)
+        p, ds = score_gradients(q, k, v, do, m, inverse_sum, delta, factor, CONFIG)
+        key = start + tl.arange(0, CONFIG.BLOCK_K)
         seen = sees(row[:, None], key[None, :], distances) & (key < limit)[None, :]
         p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
-        dq, pk, excess = add_keys(dq, pk, excess, p, ds, k, UPCAST, PRECISION)
-    for number in tl.range(0, inner, num_stages=NUM_STAGES):
-        start = inner_keys(number, place, BLOCK_K)
-        k = load_rows(k_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        v = load_rows(v_source, start, keys, BLOCK_K, False, D, BLOCK_D, DESCRIPTORS)
-        p, ds = score_gradients(q, k, v, do, m, inverse_sum, delta, factor, UPCAST, PRECISION)
-        dq, pk, excess = add_keys(dq, pk, excess, p, ds, k, UPCAST, PRECISION)
+        dq, pk, excess = add_keys(dq, pk, excess, p, ds, k, CONFIG)
+    for number in tl.range(0, inner, num_stages=CONFIG.NUM_STAGES):
+        start = inner_keys(number, place, CONFIG.BLOCK_K)
+        k = load_rows(k_source, start, keys, CONFIG.BLOCK_K, False, CONFIG)
+        v = load_rows(v_source, start, keys, CONFIG.BLOCK_K, False, CONFIG)
+        p, ds = score_gradients(q, k, v, do, m, inverse_sum, delta, factor, CONFIG)
+        dq, pk, excess = add_keys(dq, pk, excess, p, ds, k, CONFIG)
     dq = finished_dq(
         dq, pk, excess, inverse_sum, delta, dlse, scale, delta_ptr, at, inside, q.dtype
     )
-    store_rows(dq_ptr, dq, batch, head, first, queries, heads, D, BLOCK_Q, BLOCK_D)
+    store_rows(dq_ptr, dq, of_tile, CONFIG.D)
 
 
 @triton.jit
@@ -149,78 +140,69 @@ def window_dkdv_kernel(
     rows,
     batches,
     chunk_rows,
-    D: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes dk and dv of BLOCK_K keys of the band of one head; or, for as many keys
     of the prefix, the partial sums of chunk_rows queries. These come first: they may take longer.
     Without a prefix nothing is written to the partial sums.
     """
     chunks = tl.cdiv(queries, chunk_rows)
-    prefix_parts = tl.cdiv(prefix, BLOCK_K) * chunks
+    prefix_parts = tl.cdiv(prefix, CONFIG.BLOCK_K) * chunks
     of_prefix = tl.program_id(0) < prefix_parts * batches * heads
     program = tl.program_id(0) - tl.where(of_prefix, 0, prefix_parts * batches * heads)
-    parts = tl.where(of_prefix, prefix_parts, tl.cdiv(keys - prefix, BLOCK_K))
+    parts = tl.where(of_prefix, prefix_parts, tl.cdiv(keys - prefix, CONFIG.BLOCK_K))
     batch = program // parts // heads
     head = program // parts % heads
     part = program % parts
     chunk = part % chunks
-    first = tl.where(of_prefix, part // chunks * BLOCK_K, prefix + part * BLOCK_K)
+    first = tl.where(of_prefix, part // chunks * CONFIG.BLOCK_K, prefix + part * CONFIG.BLOCK_K)
     limit = tl.where(of_prefix, prefix, keys)
     offset = first_row_of(queries, keys, every)
     start, before, inner, tiles = rows_of_keys(
-        first, window, offset, every, queries, BLOCK_K, BLOCK_Q
+        first, window, offset, every, queries, CONFIG.BLOCK_K, CONFIG.BLOCK_Q
     )
     # All queries of the chunk see all keys of the prefix.
     length = tl.minimum(chunk_rows, queries - chunk * chunk_rows)
     start = tl.where(of_prefix, chunk * chunk_rows, start)
     before = tl.where(of_prefix, 0, before)
-    inner = tl.where(of_prefix, length // BLOCK_Q, inner)
-    tiles = tl.where(of_prefix, tl.cdiv(length, BLOCK_Q), tiles)
+    inner = tl.where(of_prefix, length // CONFIG.BLOCK_Q, inner)
+    tiles = tl.where(of_prefix, tl.cdiv(length, CONFIG.BLOCK_Q), tiles)
     distances = tl.where(of_prefix, -keys, 0), tl.where(of_prefix, keys, window)
     do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, head, queries
     q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
     k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
     v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
     factor = scale * LOG2_E
-    k = load_rows(k_source, first, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-    v = load_rows(v_source, first, limit, BLOCK_K, True, D, BLOCK_D, DESCRIPTORS)
-    key = first + tl.arange(0, BLOCK_K)
-    head_offset = (batch * heads + head).to(tl.int64) * queries
-    m_ptr, inverse_sum_ptr = softmax_ptr + head_offset, softmax_ptr + rows + head_offset
-    delta_ptr += head_offset
+    k = load_rows(k_source, first, limit, CONFIG.BLOCK_K, True, CONFIG)
+    v = load_rows(v_source, first, limit, CONFIG.BLOCK_K, True, CONFIG)
+    key = first + tl.arange(0, CONFIG.BLOCK_K)
+    statistics = statistics_of(softmax_ptr, delta_ptr, batch, head, queries, heads, rows)
 
-    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    for number in tl.range(0, tiles - inner, num_stages=NUM_STAGES):
-        at = start + (number + tl.where(number < before, 0, inner)) * BLOCK_Q
+    dk = tl.full([CONFIG.BLOCK_K, CONFIG.BLOCK_D], 0.0, tl.float32)
+    dv = tl.full([CONFIG.BLOCK_K, CONFIG.BLOCK_D], 0.0, tl.float32)
+    for number in tl.range(0, tiles - inner, num_stages=CONFIG.NUM_STAGES):
+        at = start + (number + tl.where(number < before, 0, inner)) * CONFIG.BLOCK_Q
         q, do, m, inverse_sum, delta = load_queries(
-            *(q_source, do_source, m_ptr, inverse_sum_ptr, delta_ptr, at, queries),
-            *(BLOCK_Q, True, D, BLOCK_D, DESCRIPTORS),
+            q_source, do_source, statistics, at, queries, True, CONFIG
         )
-        p = transposed_probabilities(k, q, m, inverse_sum, factor, UPCAST, PRECISION)
-        row = offset + (at + tl.arange(0, BLOCK_Q)) * every
+        p = transposed_probabilities(k, q, m, inverse_sum, factor, CONFIG)
+        row = offset + (at + tl.arange(0, CONFIG.BLOCK_Q)) * every
         p = tl.where(sees(row[None, :], key[:, None], distances), p, 0.0)
-        dk, dv = add_queries(dk, dv, p, v, q, do, delta, UPCAST, PRECISION)
-    begin = start + before * BLOCK_Q
-    for at in tl.range(begin, begin + inner * BLOCK_Q, BLOCK_Q, num_stages=NUM_STAGES):
+        dk, dv = add_queries(dk, dv, p, v, q, do, delta, CONFIG)
+    begin = start + before * CONFIG.BLOCK_Q
+    for at in tl.range(
+        begin, begin + inner * CONFIG.BLOCK_Q, CONFIG.BLOCK_Q, num_stages=CONFIG.NUM_STAGES
+    ):
         q, do, m, inverse_sum, delta = load_queries(
-            *(q_source, do_source, m_ptr, inverse_sum_ptr, delta_ptr, at, queries),
-            *(BLOCK_Q, False, D, BLOCK_D, DESCRIPTORS),
+            q_source, do_source, statistics, at, queries, False, CONFIG
         )
-        p = transposed_probabilities(k, q, m, inverse_sum, factor, UPCAST, PRECISION)
-        dk, dv = add_queries(dk, dv, p, v, q, do, delta, UPCAST, PRECISION)
+        p = transposed_probabilities(k, q, m, inverse_sum, factor, CONFIG)
+        dk, dv = add_queries(dk, dv, p, v, q, do, delta, CONFIG)
     dk = dk * scale
     if of_prefix:
         task = chunk * batches + batch
-        store_rows(dk_partial_ptr, dk, task, head, first, prefix, heads, D, BLOCK_K, BLOCK_D)
-        store_rows(dv_partial_ptr, dv, task, head, first, prefix, heads, D, BLOCK_K, BLOCK_D)
+        store_rows(dk_partial_ptr, dk, (task, head, first, prefix, heads), CONFIG.D)
+        store_rows(dv_partial_ptr, dv, (task, head, first, prefix, heads), CONFIG.D)
     else:
-        store_rows(dk_ptr, dk, batch, head, first, keys, heads, D, BLOCK_K, BLOCK_D)
-        store_rows(dv_ptr, dv, batch, head, first, keys, heads, D, BLOCK_K, BLOCK_D)
+        store_rows(dk_ptr, dk, (batch, head, first, keys, heads), CONFIG.D)
+        store_rows(dv_ptr, dv, (batch, head, first, keys, heads), CONFIG.D)

@@ -10,32 +10,30 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import (
-    Allocator,
-    Launch,
-    Layout,
-    allocator,
-    cdiv,
-    contiguous_where,
-    is_current,
-    layouts,
-)
+from .._core.launches import Allocator, Launch, allocator, cdiv, contiguous_where
 from .._core.lazy import lazy_module
-from .._core.precision import input_precision
 from ..common.launch import (
     BACKWARD_PROGRAMS_PER_SM,
+    BackwardPlan,
     ForwardPlan,
     Gradients,
     Outputs,
     TileLaunch,
-    gradient_allocators,
     plan_add_chunks,
-    plan_dq,
-    plan_forward,
+    plan_backward,
     plan_outputs,
+    plan_query_tiles,
 )
-from ..common.operands import Shape, is_aligned
-from ..common.problem import HOPPER, Problem, TileConfig, chunk_rows, problem_of, tile_config
+from ..common.problem import (
+    HOPPER,
+    Key,
+    Problem,
+    TileConfig,
+    chunk_rows,
+    key_of,
+    problem_of,
+    tile_config,
+)
 
 if TYPE_CHECKING:
     from . import kernels, kernels_backward
@@ -94,18 +92,6 @@ class BackwardLaunches(NamedTuple):
     partial_sums: Allocator | None
 
 
-class BackwardPlan(NamedTuple):
-    """One backward pass: its launches (none where there are no queries or keys), which of do, q, k
-    and v it copies first, and the allocators of dq, dk and dv.
-    """
-
-    launches: BackwardLaunches | None
-    copies: tuple[bool, ...]
-    dq: Allocator
-    dk: Allocator
-    dv: Allocator
-
-
 def attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -122,22 +108,8 @@ def attention_forward(
         ``(o, lse, softmax, o_low)`` as :meth:`ForwardPlan.run`: lse is None without ``with_lse``,
         softmax and o_low without ``keep``, o_low for fp32 too.
     """
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return attention_forward(q, k, v, band, scale, with_lse, keep)
     operands = q, k, v
-    plan = forward_plan(
-        q.shape,
-        k.shape[1],
-        layouts(*operands),
-        band,
-        with_lse,
-        keep,
-        is_aligned(*operands),
-        input_precision(q.dtype),
-        q.device,
-    )
-    return plan.run(operands, (), scale)
+    return forward_plan(key_of(operands), band, with_lse, keep).run(operands, (), scale)
 
 
 def attention_backward(
@@ -160,22 +132,10 @@ def attention_backward(
         q, k, v, band, scale: as in the forward pass.
         o, o_low, softmax: what the forward pass returned.
     """
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return attention_backward(do, dlse, q, k, v, o, o_low, softmax, band, scale)
     if dlse is not None:
         dlse = dlse.contiguous()
     operands = do, q, k, v
-    plan = backward_plan(
-        q.shape,
-        k.shape[1],
-        layouts(*operands),
-        band,
-        dlse is not None,
-        is_aligned(*operands),
-        input_precision(q.dtype),
-        q.device,
-    )
+    plan = backward_plan(key_of(operands, dlse), band)
     dq, dk, dv = plan.dq(), plan.dk(), plan.dv()
     if plan.launches is None:
         for grad in (dq, dk, dv):
@@ -196,60 +156,34 @@ def attention_backward(
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(
-    shape: Shape,
-    keys: int,
-    operands: tuple[Layout | None, ...],
-    band: Band,
-    with_lse: bool,
-    keep: bool,
-    aligned: bool,
-    precision: str,
-    device: torch.device,
-) -> ForwardPlan:
-    """The plan for operands of these layouts: q, k and v; ``aligned`` if descriptors may start
-    where they do.
-    """
-    problem = problem_of(
-        *(shape, keys, operands, aligned, precision, device), integers_of(band, keys)
-    )
+def forward_plan(key: Key, band: Band, with_lse: bool, keep: bool) -> ForwardPlan:
+    """The plan for a call that reads q, k and v."""
+    problem = problem_of(key, 3, integers_of(band, key))
     launch = None
-    if math.prod(shape):
-        config = tile_config(FORWARD, problem)
-        launch = plan_forward(kernels.window_forward_kernel, problem, config, with_lse, keep)
+    if math.prod(problem.query_shape):
+        kernel = kernels.window_forward_kernel
+        launch = plan_query_tiles(kernel, problem, tile_config(FORWARD, problem))
     return ForwardPlan(launch, problem.copies, plan_outputs(problem, with_lse, keep))
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_plan(
-    shape: Shape,
-    keys: int,
-    operands: tuple[Layout | None, ...],
-    band: Band,
-    has_dlse: bool,
-    aligned: bool,
-    precision: str,
-    device: torch.device,
-) -> BackwardPlan:
-    """The plan for operands of these layouts: do, q, k and v; ``aligned`` if descriptors may start
-    where they do.
-    """
-    problem = problem_of(
-        *(shape, keys, operands, aligned, precision, device), integers_of(band, keys)
-    )
+def backward_plan(key: Key, band: Band) -> BackwardPlan:
+    """The plan for a call that reads do, q, k, v and dlse."""
+    problem = problem_of(key, 4, integers_of(band, key))
     launches = None
-    if math.prod(shape) and keys:
-        launches = plan_backward(problem, band.prefix, has_dlse)
-    return BackwardPlan(launches, problem.copies, *gradient_allocators(problem))
+    if math.prod(problem.query_shape) and problem.keys:
+        launches = plan_launches(problem, band.prefix)
+    return plan_backward(problem, launches)
 
 
-def integers_of(band: Band, keys: int) -> tuple[int, int, int]:
+def integers_of(band: Band, key: Key) -> tuple[int, int, int]:
     """What the kernels take of a band."""
+    _, keys, *_ = key
     # No row sees further back than to the first key.
     return min(band.window, keys), band.prefix, band.every
 
 
-def plan_backward(problem: Problem, prefix: int, has_dlse: bool) -> BackwardLaunches:
+def plan_launches(problem: Problem, prefix: int) -> BackwardLaunches:
     config = tile_config(DKDV, problem)
     prefix_tiles = cdiv(prefix, config.keys)
     programs = BACKWARD_PROGRAMS_PER_SM * problem.gpu.multiprocessors
@@ -259,14 +193,13 @@ def plan_backward(problem: Problem, prefix: int, has_dlse: bool) -> BackwardLaun
     key_tiles = cdiv(problem.keys - prefix, config.keys)
     add_chunks, partial_sums = plan_add_chunks(problem, chunks, prefix) if prefix else (None, None)
     return BackwardLaunches(
-        plan_dq(kernels_backward.window_dq_kernel, problem, tile_config(DQ, problem), has_dlse),
+        plan_query_tiles(kernels_backward.window_dq_kernel, problem, tile_config(DQ, problem)),
         TileLaunch(
             kernels_backward.window_dkdv_kernel,
             problem,
             config,
             problem.all_heads * (prefix_tiles * chunks + key_tiles),
             (problem.all_heads * problem.queries, problem.batches, chunk),
-            DESCRIPTORS=config.descriptors,
         ),
         allocator(problem.rows, torch.float32, problem.device),
         add_chunks,

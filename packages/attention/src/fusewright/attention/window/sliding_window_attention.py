@@ -31,8 +31,9 @@ import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.precision import without_autocast
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from ..common.checks import check_attention, prepared
+from ..common.outputs import new_outputs, outputs_of_launch, outputs_of_reference
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -40,8 +41,7 @@ Tensor = torch.Tensor
 
 def _forward_triton(q, k, v, window, prefix, every, scale, with_lse):
     band = launch.Band(window, prefix, every)
-    outputs = launch.attention_forward(q, k, v, band, scale, with_lse)
-    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in outputs)
+    return outputs_of_launch(q, launch.attention_forward(q, k, v, band, scale, with_lse))
 
 
 def _forward_inference(q, k, v, window, prefix, every, scale, with_lse):
@@ -53,21 +53,11 @@ def _forward_reference(q, k, v, window, prefix, every, scale, with_lse):
     o, lse = reference.sliding_window_attention_with_lse(
         q, k, v, window, prefix, every, scale=scale
     )
-    _, empty, *unread = _forward_fake(q, k, v, window, prefix, every, scale, False)
-    # The reference's backward pass reads no statistics.
-    return o, lse.float() if with_lse else empty, *(x.zero_() for x in unread)
+    return outputs_of_reference(q, o, lse, with_lse)
 
 
 def _forward_fake(q, k, v, window, prefix, every, scale, with_lse):
-    batches, queries, heads, _ = q.shape
-    rows = (batches, heads, queries)
-    narrow = q.dtype.itemsize < 4
-    return (
-        q.new_empty(q.shape),
-        q.new_empty(rows if with_lse else (0,), dtype=torch.float32),
-        q.new_empty((2, *rows), dtype=torch.float32),
-        q.new_empty(q.shape) if narrow else q.new_empty(0, dtype=torch.float32),
-    )
+    return new_outputs(q, with_lse)
 
 
 def _backward_triton(do, dlse, q, k, v, o, o_low, softmax, window, prefix, every, scale):
@@ -101,6 +91,7 @@ _backward = Op(
     reference=_backward_reference,
     fake=_backward_fake,
 )
+_backward.derivative_of_reference("o", "rest", "softmax")
 
 
 @_forward.derivative
@@ -124,24 +115,6 @@ class _SlidingWindowAttention(Derivative):
             do = torch.zeros_like(q)
         grads = _backward(do, dlse, q, k, v, o, o_low, softmax, *ctx.sizes)
         return None, *grads, None, None, None, None, None
-
-
-@_backward.derivative
-class _SlidingWindowAttentionBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, do, dlse, q, k, v, o, o_low, softmax, *sizes):
-        ctx.save_for_backward(do, dlse, q, k, v)
-        ctx.sizes = sizes
-        return run(do, dlse, q, k, v, o, o_low, softmax, *sizes)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        def backward(do, dlse, q, k, v):
-            return _backward_reference(do, dlse, q, k, v, None, None, None, *ctx.sizes)
-
-        # o, o_low and softmax follow from the inputs, and have no gradients of their own.
-        grads = second_order(backward, ctx.saved_tensors, cotangents)
-        return None, *grads, None, None, None, None, None, None, None
 
 
 def sliding_window_attention(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, Launch, Layout, allocator, cdiv, is_current, layouts
+from .._core.launches import Launch, Layout, Plan, allocator, cdiv, is_current, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 
@@ -33,13 +33,6 @@ class SoftmaxConfig(NamedTuple):
 SOFTMAX = SoftmaxConfig(deep=16, lanes=512, num_warps=8)
 
 
-class SoftmaxPlan(NamedTuple):
-    """The launch, none without rows, and the memory of its result."""
-
-    launch: Launch | None
-    log_p: Allocator
-
-
 def softmax_gradient_(logits: Tensor, targets: Tensor, *, with_gradient: bool) -> Tensor:
     """log softmax of each row at its target, in fp32; the logits become their gradient.
 
@@ -53,10 +46,7 @@ def softmax_gradient_(logits: Tensor, targets: Tensor, *, with_gradient: bool) -
         with torch.cuda.device(logits.device):
             return softmax_gradient_(logits, targets, with_gradient=with_gradient)
     plan = softmax_plan(logits.shape, layouts(logits), with_gradient, logits.device)
-    log_p = plan.log_p()
-    if plan.launch is not None:
-        plan.launch((logits, targets.contiguous(), log_p))
-    return log_p
+    return plan.run((logits, targets.contiguous()))[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,14 +55,14 @@ def softmax_plan(
     operands: tuple[Layout | None, ...],
     with_gradient: bool,
     device: torch.device,
-) -> SoftmaxPlan:
+) -> Plan:
     """The plan for logits of this layout; targets are made contiguous."""
     rows, vocabulary = shape
     (logits,) = operands
     assert logits is not None
     log_p = allocator((rows,), torch.float32, device)
     if not rows:
-        return SoftmaxPlan(None, log_p)
+        return Plan(None, (), (log_p,))
     launch = Launch(
         kernels.softmax_gradient_kernel,
         (rows,),
@@ -83,4 +73,4 @@ def softmax_plan(
         DEEP=SOFTMAX.deep,
         LANES=min(SOFTMAX.lanes, max(16, power_of_2(cdiv(vocabulary, SOFTMAX.deep)))),
     )
-    return SoftmaxPlan(launch, log_p)
+    return Plan(launch, (), (log_p,))

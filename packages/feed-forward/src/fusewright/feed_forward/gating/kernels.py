@@ -14,14 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def row_offset(row, inner_rows, outer_stride, inner_stride):
-    """Offset of each row. Rows are counted through two leading axes; 64-bit, for tensors past 2**31
-    elements.
-    """
-    outer = (row // inner_rows).to(tl.int64) * outer_stride
-    return outer + (row % inner_rows).to(tl.int64) * inner_stride
+from .._core.tiles import row_offset
 
 
 @triton.jit

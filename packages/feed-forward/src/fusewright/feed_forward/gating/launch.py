@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .._core.launches import (
-    Allocator,
     Launch,
     Layout,
+    Plan,
     allocator,
     cdiv,
-    contiguous_strides,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
+from .._core.rows import MAX_ROWS, read_strides, to_copy
 
 if TYPE_CHECKING:
     from . import kernels
@@ -44,35 +43,12 @@ BACKWARD = ElementsConfig(block=1024, num_warps=8)
 # More than one access takes of any dtype, so that neighbouring threads read whole sectors.
 LONGEST_VECTOR = 16
 # Elements are counted in 64 bits; rows, and columns plus a block of them, in 32.
-MAX_ROWS = 2**31 - 2**13
 MAX_COLS = 2**30
-
-
-class Plan(NamedTuple):
-    """One pass: what it launches (nothing where there are no elements), which operands it copies
-    first, and the memory of y or of a gradient.
-    """
-
-    launch: Launch | None
-    copies: tuple[bool, ...]
-    result: Allocator
-
-    def run(self, operands: tuple[torch.Tensor, ...], *results: torch.Tensor) -> None:
-        if self.launch is not None:
-            if self.copies:
-                operands = contiguous_where(operands, self.copies)
-            self.launch((*operands, *results))
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate) * up, contiguous."""
-    if not is_current(gate.device):
-        with torch.cuda.device(gate.device):
-            return silu_mul(gate, up)
-    plan = forward_plan(gate.shape, layouts(gate, up), gate.device)
-    y = plan.result()
-    plan.run((gate, up), y)
-    return y
+    return forward_plan(gate.shape, layouts(gate, up), gate.device).run((gate, up))[0]
 
 
 def silu_mul_halves(joint: torch.Tensor) -> torch.Tensor:
@@ -84,24 +60,20 @@ def silu_mul_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(dgate, dup)``, contiguous."""
-    if not is_current(gate.device):
-        with torch.cuda.device(gate.device):
-            return silu_mul_backward(dy, gate, up)
     plan = backward_plan(gate.shape, layouts(dy, gate, up), False, gate.device)
-    dgate, dup = plan.result(), plan.result()
-    plan.run((dy, gate, up), dgate, dup)
-    return dgate, dup
+    return plan.run((dy, gate, up))
 
 
 def silu_mul_halves_backward(dy: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
     """The gradient of both halves, written in place into one contiguous tensor."""
-    if not is_current(joint.device):
-        with torch.cuda.device(joint.device):
-            return silu_mul_halves_backward(dy, joint)
-    gate, up = joint.tensor_split(2, -1)
-    plan = backward_plan(gate.shape, layouts(dy, gate, up), True, joint.device)
-    djoint = plan.result()
-    plan.run((dy, gate, up), *djoint.tensor_split(2, -1))
+    operands = dy, *joint.tensor_split(2, -1)
+    plan = backward_plan(operands[1].shape, layouts(*operands), True, joint.device)
+    (allocate,) = plan.outputs
+    djoint = allocate()
+    if plan.launch is not None:
+        if plan.copies:
+            operands = contiguous_where(operands, plan.copies)
+        plan.launch((*operands, *djoint.tensor_split(2, -1)))
     return djoint
 
 
@@ -114,7 +86,7 @@ def forward_plan(
     if math.prod(shape):
         flat = are_flat(shape, *operands)
         launch = plan_launch(kernels.silu_mul_kernel, FORWARD, shape, operands, (), flat, device)
-    return Plan(launch, to_copy(shape, *operands), allocator(shape, operands[0][0], device))
+    return Plan(launch, to_copy(shape, *operands), (allocator(shape, operands[0][0], device),))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -136,8 +108,9 @@ def backward_plan(
             are_flat(shape, *operands) and (rows == 1 or not halves),
             device,
         )
-    result = (*shape[:-1], 2 * cols) if halves else shape
-    return Plan(launch, to_copy(shape, *operands), allocator(result, operands[1][0], device))
+    _, (dtype, _), _ = operands
+    result = allocator((*shape[:-1], 2 * cols) if halves else shape, dtype, device)
+    return Plan(launch, to_copy(shape, *operands), (result,) if halves else (result, result))
 
 
 def plan_launch(
@@ -197,48 +170,7 @@ def check_countable(rows: int, cols: int) -> None:
         )
 
 
-def read_strides(shape: tuple[int, ...], layout: Layout) -> tuple[int, int, int]:
-    """The row strides of an operand, or of the contiguous copy that is read in its place."""
-    strides = row_strides(shape, layout[1]) or row_strides(shape, contiguous_strides(shape))
-    assert strides is not None
-    return strides
-
-
-def to_copy(shape: tuple[int, ...], *operands: Layout) -> tuple[bool, ...]:
-    """Which operands of these layouts the kernels can only read from a contiguous copy; empty where
-    there is none.
-    """
-    copies = tuple(row_strides(shape, strides) is None for _, strides in operands)
-    return copies if any(copies) else ()
-
-
 def are_flat(shape: tuple[int, ...], *operands: Layout) -> bool:
     """Whether every operand, as it is read, is one run of elements in the order of the result."""
     rows, cols = rows_and_cols(shape)
     return rows == 1 or all(read_strides(shape, layout) == (1, cols, 0) for layout in operands)
-
-
-def row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """How the rows along the last axis of a tensor are reached.
-
-    Returns:
-        ``(inner_rows, outer_stride, inner_stride)``: row i starts at element
-        ``i // inner_rows * outer_stride + i % inner_rows * inner_stride``; inner_rows is 1 where
-        one stride reaches every row. None where the last axis is not contiguous or the leading axes
-        need three strides.
-    """
-    if shape and strides[-1] != 1 and shape[-1] != 1:
-        return None
-    axes: list[tuple[int, int]] = []
-    for length, stride in zip(shape[:-1], strides[:-1], strict=True):
-        if length == 1:
-            continue
-        if axes and axes[-1][1] == length * stride:
-            axes[-1] = (axes[-1][0] * length, stride)
-        else:
-            axes.append((length, stride))
-    if len(axes) > 2:
-        return None
-    if len(axes) == 2:
-        return axes[1][0], axes[0][1], axes[1][1]
-    return 1, axes[0][1] if axes else 0, 0

@@ -22,7 +22,7 @@ import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_floating, check_same
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -56,6 +56,7 @@ _backward = Op(
     reference=reference.silu_mul_backward,
     fake=_backward_fake,
 )
+_backward.derivative_of_reference()
 _halves_forward = Op(
     "silu_mul_halves(Tensor joint) -> Tensor",
     triton=launch.silu_mul_halves,
@@ -68,6 +69,7 @@ _halves_backward = Op(
     reference=reference.silu_mul_halves_backward,
     fake=_halves_backward_fake,
 )
+_halves_backward.derivative_of_reference()
 
 
 @_forward.derivative
@@ -82,18 +84,6 @@ class _SiLUMul(Derivative):
         return None, *_backward(dy, *ctx.saved_tensors)
 
 
-@_backward.derivative
-class _SiLUMulBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dy, gate, up):
-        ctx.save_for_backward(dy, gate, up)
-        return run(dy, gate, up)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        return None, *second_order(reference.silu_mul_backward, ctx.saved_tensors, cotangents)
-
-
 @_halves_forward.derivative
 class _SiLUMulHalves(Derivative):
     @staticmethod
@@ -104,21 +94,6 @@ class _SiLUMulHalves(Derivative):
     @staticmethod
     def backward(ctx, dy):
         return None, _halves_backward(dy, *ctx.saved_tensors)
-
-
-@_halves_backward.derivative
-class _SiLUMulHalvesBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dy, joint):
-        ctx.save_for_backward(dy, joint)
-        return run(dy, joint)
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        def backward(dy, joint):
-            return (reference.silu_mul_halves_backward(dy, joint),)
-
-        return None, *second_order(backward, ctx.saved_tensors, (cotangent,))
 
 
 def silu_mul(gate: Tensor, up: Tensor, *, backend: Backend = "auto") -> Tensor:

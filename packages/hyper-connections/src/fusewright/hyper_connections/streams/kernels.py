@@ -132,7 +132,6 @@ def stream_write_kernel(
     tokens,
     C,
     n: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -151,6 +150,6 @@ def stream_write_kernel(
             new += res[:, None] * x[j]
         post = tl.load(post_ptr + row * n + i, mask=within, other=0.0)
         new += post[:, None] * y
-        if HAS_ORIGIN:
+        if origin_ptr is not None:
             new -= load_rows(origin_ptr + i * C, token, col, tokens, n * C, C)
         store_rows(out_ptr + i * C, new, token, col, tokens, n * C, C)

@@ -153,8 +153,6 @@ def stream_read_backward_kernel(
     tokens,
     C,
     n: tl.constexpr,
-    HAS_MIXED: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr,
     NEGATED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -184,9 +182,9 @@ def stream_read_backward_kernel(
         s_hat = tl.load(s_hat_ptr + row * parts + stream, mask=within, other=0.0)
         pre = sigmoid(alpha * s_hat + bias)
         dx = pre[:, None] * load_rows(du_ptr, token, col, tokens, C, C)
-        if HAS_MIXED:
+        if dmixed_ptr is not None:
             dx += load_rows(dmixed_ptr + stream * C, token, col, tokens, D, C)
-        if HAS_ORIGIN:
+        if dorigin_ptr is not None:
             more = load_rows(dorigin_ptr + stream * C, token, col, tokens, D, C)
             dx += -more if NEGATED else more
         x = load_rows(x_ptr, token, col, tokens, D, C)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, Launch, allocator, cdiv, is_current
+from .._core.launches import Launch, Plan, allocator, cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 
@@ -90,44 +90,17 @@ def options_of(tile: Tile) -> dict[str, int]:
     return dict(num_warps=tile.warps, num_stages=tile.stages)
 
 
-class ReadPlan(NamedTuple):
-    """The launch of a reading, none without tokens, and the memory of its results."""
-
-    launch: Launch | None
-    u: Allocator
-    post: Allocator
-    logits: Allocator
-    s_hat: Allocator
-    scale: Allocator
-
-
-class WritePlan(NamedTuple):
-    """The launch of a writing, none without tokens, and the memory of its result."""
-
-    launch: Launch | None
-    new: Allocator
-
-
 def stream_read(
     x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """u ``[N, C]`` in a dtype, post ``[N, n]``, s of res ``[N, n, n]``; for the backward pass s_hat
     of all gates, ``[N, n (n + 2)]``, and 1 / rms(v), ``[N]``.
     """
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return stream_read(x, phi, alpha, bias, eps, dtype)
-    plan = read_plan(x.shape, eps, dtype, x.device)
-    results = plan.u(), plan.post(), plan.logits(), plan.s_hat(), plan.scale()
-    if plan.launch is not None:
-        plan.launch((x, phi, alpha, bias, *results))
-    return results
+    return read_plan(x.shape, eps, dtype, x.device).run((x, phi, alpha, bias))
 
 
 @functools.lru_cache(maxsize=4096)
-def read_plan(
-    shape: tuple[int, ...], eps: float, dtype: torch.dtype, device: torch.device
-) -> ReadPlan:
+def read_plan(shape: tuple[int, ...], eps: float, dtype: torch.dtype, device: torch.device) -> Plan:
     """The plan for streams of this shape, with u in this dtype."""
     tokens, n, width = shape
     tile = tiles_of(n).read
@@ -142,32 +115,24 @@ def read_plan(
         **parts_of(n),
         **block_of(tile, width),
     )
-    return ReadPlan(
-        launch if math.prod(shape) else None,
-        u=allocator((tokens, width), dtype, device),
-        post=allocator((tokens, n), F32, device),
-        logits=allocator((tokens, n, n), F32, device),
-        s_hat=allocator((tokens, n * (n + 2)), F32, device),
-        scale=allocator((tokens,), F32, device),
+    shapes = (tokens, n), (tokens, n, n), (tokens, n * (n + 2)), (tokens,)
+    outputs = (
+        allocator((tokens, width), dtype, device),
+        *(allocator(shape, F32, device) for shape in shapes),
     )
+    return Plan(launch if math.prod((tokens, n, width)) else None, (), outputs)
 
 
 def stream_write(x: Tensor, res: Tensor, post: Tensor, y: Tensor, origin: Tensor | None) -> Tensor:
     """res x + post y, ``[N, n, C]``, less the origin if there is one."""
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return stream_write(x, res, post, y, origin)
     plan = write_plan(x.shape, y.dtype, origin is not None, x.device)
-    new = plan.new()
-    if plan.launch is not None:
-        plan.launch((x, res, post, y, origin, new))
-    return new
+    return plan.run((x, res, post, y, origin))[0]
 
 
 @functools.lru_cache(maxsize=4096)
 def write_plan(
     shape: tuple[int, ...], dtype: torch.dtype, has_origin: bool, device: torch.device
-) -> WritePlan:
+) -> Plan:
     """The plan for streams of this shape, with y in this dtype."""
     tokens, n, width = shape
     tile = tiles_of(n).write
@@ -179,7 +144,6 @@ def write_plan(
         (tokens, width),
         options_of(tile),
         n=n,
-        HAS_ORIGIN=has_origin,
         **block,
     )
-    return WritePlan(launch if math.prod(shape) else None, allocator(shape, F32, device))
+    return Plan(launch if math.prod(shape) else None, (), (allocator(shape, F32, device),))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .._core.backends import device_properties
-from .._core.launches import Allocator, Launch, allocator, cdiv, is_current
+from .._core.launches import Allocator, Launch, Plan, allocator, cdiv
 from .._core.lazy import lazy_module
 from .launch import F32, Tile, block_of, options_of, parts_of, tiles_of
 
@@ -23,16 +23,6 @@ else:
     kernels = lazy_module(__package__, "kernels_backward")
 
 Tensor = torch.Tensor
-
-
-class WriteBackwardPlan(NamedTuple):
-    """The launch, none without tokens, and the memory of the gradients."""
-
-    launch: Launch | None
-    dx: Allocator
-    dres: Allocator
-    dpost: Allocator
-    dy: Allocator
 
 
 class ReadBackwardPlan(NamedTuple):
@@ -59,20 +49,11 @@ def stream_write_backward(
     g: Tensor, x: Tensor, res: Tensor, post: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, res, post and y."""
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return stream_write_backward(g, x, res, post, y)
-    plan = write_backward_plan(x.shape, y.dtype, x.device)
-    gradients = plan.dx(), plan.dres(), plan.dpost(), plan.dy()
-    if plan.launch is not None:
-        plan.launch((g, x, res, post, y, *gradients))
-    return gradients
+    return write_backward_plan(x.shape, y.dtype, x.device).run((g, x, res, post, y))
 
 
 @functools.lru_cache(maxsize=4096)
-def write_backward_plan(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> WriteBackwardPlan:
+def write_backward_plan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Plan:
     """The plan for streams of this shape, with y in this dtype."""
     tokens, n, width = shape
     tile = tiles_of(n).write_backward
@@ -85,13 +66,11 @@ def write_backward_plan(
         n=n,
         **block_of(tile, width),
     )
-    return WriteBackwardPlan(
-        launch if math.prod(shape) else None,
-        dx=allocator(shape, F32, device),
-        dres=allocator((tokens, n, n), F32, device),
-        dpost=allocator((tokens, n), F32, device),
-        dy=allocator((tokens, width), dtype, device),
+    outputs = (
+        *(allocator(each, F32, device) for each in (shape, (tokens, n, n), (tokens, n))),
+        allocator((tokens, width), dtype, device),
     )
+    return Plan(launch if math.prod(shape) else None, (), outputs)
 
 
 def stream_read_backward(
@@ -115,11 +94,6 @@ def stream_read_backward(
         dmixed, dorigin: of the streams that are handed on, the latter's negative if ``negated``.
         x, phi, alpha, bias, s_hat, scale: what ``stream_read`` took and saved.
     """
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return stream_read_backward(
-                *(du, dpost, dlogits, dmixed, dorigin, x, phi, alpha, bias, s_hat, scale, negated)
-            )
     arrived = dmixed is not None, dorigin is not None, negated
     plan = read_backward_plan(x.shape, du.dtype, arrived, x.device)
     dx = plan.dx()
@@ -161,7 +135,7 @@ def read_backward_plan(
     block = block_of(tile, width)
     beside = n * cdiv(width, block["BLOCK_C"])
     programs = walkers(tile, tokens, beside, device)
-    has_mixed, has_origin, negated = arrived
+    *_, negated = arrived
     streams = Launch(
         kernels.stream_read_backward_kernel,
         (beside, programs),
@@ -169,8 +143,6 @@ def read_backward_plan(
         (tokens, width),
         options_of(tile),
         n=n,
-        HAS_MIXED=has_mixed,
-        HAS_ORIGIN=has_origin,
         NEGATED=negated,
         PARTS=parts_of(n)["PARTS"],
         **block,

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_device, check_floating
 from .._core.precision import autocasts
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -59,6 +59,7 @@ _backward = Op(
     reference=_backward_reference,
     fake=_backward_fake,
 )
+_backward.derivative_of_reference()
 
 
 @_forward.derivative
@@ -71,18 +72,6 @@ class _SiLUHeads(Derivative):
     @staticmethod
     def backward(ctx, dparams):
         return None, *_backward(dparams, *ctx.saved_tensors)
-
-
-@_backward.derivative
-class _SiLUHeadsBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dparams, u, weight):
-        ctx.save_for_backward(dparams, u, weight)
-        return run(dparams, u, weight)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        return None, *second_order(_backward_reference, ctx.saved_tensors, cotangents)
 
 
 def grouped_heads(

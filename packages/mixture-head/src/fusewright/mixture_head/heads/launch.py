@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, Launch, allocator, cdiv, is_current
+from .._core.launches import Allocator, Launch, Plan, allocator, cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 
@@ -60,13 +60,6 @@ BACKWARD = BackwardConfig(
 ADD_PARTS = AddPartsConfig(block=1024, num_warps=4)
 
 
-class ForwardPlan(NamedTuple):
-    """One forward pass: what it launches, nothing where there are no elements, and its memory."""
-
-    launch: Launch | None
-    out: Allocator
-
-
 class BackwardPlan(NamedTuple):
     """One backward pass: its launches, nothing where there are no elements, and its memory."""
 
@@ -79,15 +72,9 @@ class BackwardPlan(NamedTuple):
 
 def silu_heads(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """SiLU(u) C for u ``[..., G, S]`` and weight ``[G, S, 3]``: ``[..., G, 3]`` in fp32."""
-    if not is_current(u.device):
-        with torch.cuda.device(u.device):
-            return silu_heads(u, weight)
     plan = forward_plan(u.shape, u.dtype, weight.dtype, u.device)
-    out = plan.out()
-    if plan.launch is None:
-        return out.zero_()
-    plan.launch((u.contiguous(), weight.contiguous(), out))
-    return out
+    (out,) = plan.run((u.contiguous(), weight.contiguous()))
+    return out if plan.launch is not None else out.zero_()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -96,7 +83,7 @@ def forward_plan(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: torch.device,
-) -> ForwardPlan:
+) -> Plan:
     """The plan for u of this shape and operands of these dtypes."""
     *leading, heads, stored = shape
     rows = math.prod(leading)
@@ -115,16 +102,13 @@ def forward_plan(
             BLOCK_COLS=min(FORWARD.block_cols, power_of_2(stored)),
             NUM_STAGES=FORWARD.num_stages,
         )
-    return ForwardPlan(launch, allocator((*leading, heads, 3), torch.float32, device))
+    return Plan(launch, (), (allocator((*leading, heads, 3), torch.float32, device),))
 
 
 def silu_heads_backward(
     dparams: torch.Tensor, u: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(du, dweight)`` for the gradient ``dparams [..., G, 3]``, in the dtypes of u and weight."""
-    if not is_current(u.device):
-        with torch.cuda.device(u.device):
-            return silu_heads_backward(dparams, u, weight)
     plan = backward_plan(u.shape, dparams.dtype, u.dtype, weight.dtype, u.device)
     du, dweight = plan.du(), plan.dweight()
     if plan.launch is None or plan.add_parts is None:

@@ -146,9 +146,6 @@ def mixture_forward_kernel(
     K: tl.constexpr,
     PARAMS_STRIDE: tl.constexpr,
     SOFTPLUS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    MEAN: tl.constexpr,
-    SLOPES: tl.constexpr,
     HELD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
@@ -159,7 +156,7 @@ def mixture_forward_kernel(
     row = tl.arange(0, BLOCK_ROWS)
     within = first + row < rows
     counts = within
-    if HAS_MASK:
+    if mask_ptr is not None:
         mask_ptrs = mask_ptr + (first + row) * mask_stride
         counts = counts & (tl.load(mask_ptrs, mask=counts, other=0) != 0)
     # Offsets inside the block are 32-bit numbers that the compiler knows: they cost nothing.
@@ -204,7 +201,7 @@ def mixture_forward_kernel(
     log_p = largest + (tl.log(evidence) - tl.log(total)) - HALF_LOG_2_PI
     log_p = tl.where(counts, log_p, 0.0)
 
-    if SLOPES:
+    if params_slope_ptr is not None:
         # r: responsibilities. Masked rows are read as zeros; their slopes are zeros.
         per_evidence = tl.where(counts, 1.0 / evidence, 0.0)
         per_total = tl.where(counts, 1.0 / total, 0.0)
@@ -234,9 +231,9 @@ def mixture_forward_kernel(
         tl.store(y_slope_ptr + first + row, y_slope, mask=within)
 
     # Last, when the sum over the block may use the registers that held the components.
-    if MEAN:
+    if sums_ptr is not None:
         tl.store(sums_ptr + tl.program_id(0), tl.sum(log_p, 0))
-        if HAS_MASK:
+        if counts_ptr is not None:
             tl.store(counts_ptr + tl.program_id(0), tl.sum(counts.to(tl.int32), 0))
     else:
         tl.store(log_p_ptr + first + row, log_p, mask=within)
@@ -250,7 +247,6 @@ def mean_kernel(
     factor_ptr,
     rows,
     parts,
-    HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program, the only one, adds the partial sums in their order and divides by the number of
@@ -261,9 +257,9 @@ def mean_kernel(
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
         sums += tl.load(sums_ptr + part, mask=part < parts, other=0.0).to(tl.float64)
-        if HAS_MASK:
+        if counts_ptr is not None:
             counts += tl.load(counts_ptr + part, mask=part < parts, other=0).to(tl.int64)
-    if HAS_MASK:
+    if counts_ptr is not None:
         count = tl.maximum(tl.sum(counts, 0), 1).to(tl.float64)
     else:
         # One row would arrive as a constant, which has no dtype to change.
@@ -285,9 +281,6 @@ def mixture_backward_kernel(
     mask_stride,
     rows,
     COLS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    MEAN: tl.constexpr,
-    HAS_DY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -298,13 +291,13 @@ def mixture_backward_kernel(
     row = tl.arange(0, BLOCK_ROWS)
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     within = first + row < rows
-    if MEAN:
+    if factor_ptr is not None:
         upstream = tl.load(upstream_ptr).to(tl.float32) * tl.load(factor_ptr)
         upstream = tl.full([BLOCK_ROWS], 1.0, tl.float32) * upstream
     else:
         upstream_ptrs = upstream_ptr + (first + row) * upstream_stride
         upstream = tl.load(upstream_ptrs, mask=within, other=0.0).to(tl.float32)
-    if HAS_MASK:
+    if mask_ptr is not None:
         # The slopes of masked rows are zeros, but times an upstream NaN they would be NaN.
         mask_ptrs = mask_ptr + (first + row) * mask_stride
         counts = tl.load(mask_ptrs, mask=within, other=0) != 0
@@ -316,6 +309,6 @@ def mixture_backward_kernel(
     dparams = tl.trans((slope * upstream[None, :]).to(dparams_ptr.dtype.element_ty))
     dparams_ptrs = dparams_ptr + first * COLS + (row[:, None] * COLS + col[None, :])
     tl.store(dparams_ptrs, dparams, mask=within[:, None] & (col < COLS)[None, :])
-    if HAS_DY and tl.program_id(1) == 0:
+    if dy_ptr is not None and tl.program_id(1) == 0:
         dy = tl.load(y_slope_ptr + first + row, mask=within, other=0.0) * upstream
         tl.store(dy_ptr + first + row, dy.to(dy_ptr.dtype.element_ty), mask=within)

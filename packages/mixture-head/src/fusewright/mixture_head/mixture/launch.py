@@ -14,11 +14,11 @@ from .._core.launches import (
     Allocator,
     Launch,
     Layout,
+    Plan,
     allocate,
     allocator,
     cdiv,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -89,17 +89,6 @@ class ForwardPlan(NamedTuple):
     counts: Allocator | None
 
 
-class BackwardPlan(NamedTuple):
-    """One backward pass: its launch (nothing where there are no rows), which of upstream gradient
-    and mask it copies first, and its memory.
-    """
-
-    launch: Launch | None
-    copies: tuple[bool, ...]
-    dparams: Allocator
-    dy: Allocator | None
-
-
 def mixture_forward(
     params: torch.Tensor,
     y: torch.Tensor,
@@ -118,9 +107,6 @@ def mixture_forward(
         the slopes d log p / d params, ``[K, 3, ...]``, and d log p / d y, None without ``slopes``;
         and what the gradient of a mean multiplies them with, None without ``mean``.
     """
-    if not is_current(params.device):
-        with torch.cuda.device(params.device):
-            return mixture_forward(params, y, mask, softplus, low, high, eps, mean, slopes)
     operands: tuple[torch.Tensor | None, ...] = (params, y, mask)
     plan = forward_plan(params.shape, layouts(*operands), softplus, mean, slopes, params.device)
     value = plan.log_p()
@@ -180,9 +166,6 @@ def forward_plan(
             K=components,
             PARAMS_STRIDE=params_stride,
             SOFTPLUS=softplus,
-            HAS_MASK=mask is not None,
-            MEAN=mean,
-            SLOPES=slopes,
             HELD=config.held,
             BLOCK_ROWS=config.block_rows,
         )
@@ -193,7 +176,6 @@ def forward_plan(
                 device,
                 (rows, programs),
                 dict(num_warps=MEAN.num_warps),
-                HAS_MASK=mask is not None,
                 BLOCK=MEAN.block,
             )
     fp32 = torch.float32
@@ -225,30 +207,18 @@ def mixture_backward(
     """``(dparams, dy)``: the slopes times the upstream gradient, each in its dtype, and zeros where
     mask is False; dy is None unless ``y_grad``.
     """
-    device = params_slope.device
-    if not is_current(device):
-        with torch.cuda.device(device):
-            return mixture_backward(
-                upstream, factor, mask, params_slope, y_slope, params_dtype, y_dtype, y_grad
-            )
-    operands: tuple[torch.Tensor | None, ...] = (upstream, mask)
+    # A transform may pass saved tensors with strides of its own.
+    operands = upstream, mask, factor, params_slope.contiguous(), y_slope.contiguous()
     plan = backward_plan(
         params_slope.shape,
-        layouts(*operands),
+        layouts(upstream, mask),
         factor is not None,
         params_dtype,
         y_dtype,
         y_grad,
-        device,
+        params_slope.device,
     )
-    dparams = plan.dparams()
-    dy = allocate(plan.dy)
-    if plan.launch is not None:
-        if plan.copies:
-            operands = contiguous_where(operands, plan.copies)
-        # A transform may pass saved tensors with strides of its own.
-        slopes = params_slope.contiguous(), y_slope.contiguous()
-        plan.launch((*operands, factor, *slopes, dparams, dy))
+    dparams, dy = plan.run(operands)
     return dparams, dy
 
 
@@ -261,7 +231,7 @@ def backward_plan(
     y_dtype: torch.dtype,
     y_grad: bool,
     device: torch.device,
-) -> BackwardPlan:
+) -> Plan:
     """The plan for slopes of this shape, and an upstream gradient and a mask of these layouts."""
     upstream, mask = operands
     components, _, *leading = shape
@@ -271,7 +241,8 @@ def backward_plan(
     block_cols = min(BACKWARD.block_cols, power_of_2(cols))
     # The upstream gradient of a mean is one number.
     strides = [0 if mean else row_stride(rows_shape, upstream), row_stride(rows_shape, mask)]
-    copies = tuple(stride is None for stride in strides)
+    # Behind these two the kernel takes what is contiguous.
+    copies = (*(stride is None for stride in strides), False, False, False)
     upstream_stride, mask_stride = (1 if stride is None else stride for stride in strides)
     launch = None
     if rows:
@@ -282,18 +253,14 @@ def backward_plan(
             (upstream_stride, mask_stride, rows),
             dict(num_warps=BACKWARD.num_warps),
             COLS=cols,
-            HAS_MASK=mask is not None,
-            MEAN=mean,
-            HAS_DY=y_grad,
             BLOCK_ROWS=BACKWARD.block_rows,
             BLOCK_COLS=block_cols,
         )
-    return BackwardPlan(
-        launch,
-        copies if any(copies) else (),
-        dparams=allocator((*leading, components, 3), params_dtype, device),
-        dy=allocator(rows_shape, y_dtype, device) if y_grad else None,
+    outputs = (
+        allocator((*leading, components, 3), params_dtype, device),
+        allocator(rows_shape, y_dtype, device) if y_grad else None,
     )
+    return Plan(launch, copies if any(copies) else (), outputs)
 
 
 def forward_config(components: int) -> ForwardConfig:

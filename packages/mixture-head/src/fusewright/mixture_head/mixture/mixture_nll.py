@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from .._core.backends import Backend, uses_triton
-from .._core.registration import Derivative, Op, empty_grad, second_order
+from .._core.registration import Derivative, Op, empty_grad
 from ..common.scale import EPS, LOG_SIGMA_RANGE, Scale, checked_scale
 from . import launch, reference
 from .checks import check_params, check_targets, checked_mask
@@ -133,6 +133,7 @@ _backward = Op(
     reference=_backward_reference,
     fake=_backward_fake,
 )
+_backward.derivative_of_reference("params_slope", "y_slope")
 
 
 def _gradients(ctx, upstream, factor, saved):
@@ -176,25 +177,6 @@ class _Mean(Derivative):
     def backward(ctx, upstream, *_):
         *saved, factor = ctx.saved_tensors
         return _gradients(ctx, upstream, factor, saved)
-
-
-@_backward.derivative
-class _MixtureBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, upstream, factor, params, y, mask, params_slope, y_slope, *options):
-        ctx.save_for_backward(upstream, factor, params, y, mask)
-        ctx.options = options
-        return run(upstream, factor, params, y, mask, params_slope, y_slope, *options)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        upstream, factor, params, y, mask = ctx.saved_tensors
-
-        def backward(upstream, params, y):
-            return _backward_reference(upstream, factor, params, y, mask, None, None, *ctx.options)
-
-        dupstream, dparams, dy = second_order(backward, (upstream, params, y), cotangents)
-        return None, dupstream, None, dparams, dy, *(None,) * 8
 
 
 def mixture_nll(

@@ -4,7 +4,7 @@ layer_norm.
 A fixed number of programs walks over the rows; each keeps its share of the weight's gradient in
 registers and writes it once, and a second launch adds the shares in a fixed order. A small tensor
 takes one launch, whose programs compute either. No atomics: the same inputs give the same bits on
-one GPU.
+one GPU. What is absent has no pointer: the mean is there for a centred norm alone.
 """
 
 from __future__ import annotations
@@ -12,16 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import row_offset
-from .kernels import activated, affine_weight
-from .tiles_backward import (
-    column_sums,
-    gate_slope,
-    load_wide,
-    normalized,
-    row_means,
-    store_parts,
-)
+from .kernels import affine_weight, load_wide, rows_at
+from .tiles_backward import column_sums, row_gradients, store_parts
 
 
 @triton.jit
@@ -51,9 +43,6 @@ def norm_backward_kernel(
     gate_inner_stride,
     rows,
     cols: tl.constexpr,
-    CENTER: tl.constexpr,
-    HAS_DSUM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
@@ -70,50 +59,26 @@ def norm_backward_kernel(
     col = tl.arange(0, BLOCK_COLS)
     dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)[None, :]
+    weight = affine_weight(weight_ptr, col, col < cols, weight_offset)[None, :]
+    x = x_ptr, (x_inner_rows, x_outer_stride, x_inner_stride)
+    dy = dy_ptr, (dy_inner_rows, dy_outer_stride, dy_inner_stride)
+    gate = gate_ptr, (gate_inner_rows, gate_outer_stride, gate_inner_stride)
 
     blocks = tl.cdiv(rows, BLOCK_ROWS)
     for block in tl.range(first, blocks, tl.num_programs(0), num_stages=NUM_STAGES):
         row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         row_inside = (row < rows) | EVEN_ROWS
-        inside = row_inside[:, None] & (col < cols)[None, :]
-        x_offset = row_offset(row, x_inner_rows, x_outer_stride, x_inner_stride)
-        dy_offset = row_offset(row, dy_inner_rows, dy_outer_stride, dy_inner_stride)
-        x = x_ptr + x_offset[:, None] + col[None, :]
-        dy = dy_ptr + dy_offset[:, None] + col[None, :]
-        rstd = tl.load(rstd_ptr + row, mask=row_inside, other=0.0)[:, None]
-        mean = 0.0
-        if CENTER:
-            mean = tl.load(mean_ptr + row, mask=row_inside, other=0.0)[:, None]
-
-        x_hat = normalized(x, mean, rstd, inside, CENTER, "evict_last" if READ_AGAIN else "")
-        dy_here = load_wide(dy, inside, "evict_last" if READ_AGAIN else "")
-        out = row.to(tl.int64)[:, None] * cols + col[None, :]
-        if ACTIVATION != "":
-            gate_offset = row_offset(row, gate_inner_rows, gate_outer_stride, gate_inner_stride)
-            gate_at = gate_ptr + gate_offset[:, None] + col[None, :]
-            gate = load_wide(gate_at, inside, "evict_last" if READ_AGAIN else "")
-            dgate = dy_here * x_hat * weight * gate_slope(gate, ACTIVATION)
-            tl.store(dgate_ptr + out, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
-            dy_here *= activated(gate, ACTIVATION)
-        dx_hat = dy_here * weight
-        along, across = row_means(x_hat, dx_hat, cols, CENTER)
-        if READ_AGAIN:
-            # A wide row does not fit in registers beside dweight; it waits for its second use in
-            # the L1 cache.
-            x_hat = normalized(x, mean, rstd, inside, CENTER, "evict_first")
-            dy_here = load_wide(dy, inside, "evict_first")
-            if ACTIVATION != "":
-                dy_here *= activated(load_wide(gate_at, inside, "evict_first"), ACTIVATION)
-            dx_hat = dy_here * weight
-        dx = (dx_hat - x_hat * along - across) * rstd
+        dx, out, inside, x_hat, dy_here = row_gradients(
+            *(x, dy, gate, mean_ptr, rstd_ptr, dgate_ptr, weight, row, row_inside, col, cols),
+            *(ACTIVATION, READ_AGAIN),
+        )
         if WEIGHT_GRAD:
             dweight += dy_here * x_hat
         if BIAS_GRAD:
             dbias += dy_here
-        if HAS_DSUM:
-            dsum_offset = row_offset(row, dsum_inner_rows, dsum_outer_stride, dsum_inner_stride)
-            dx += load_wide(dsum_ptr + dsum_offset[:, None] + col[None, :], inside, "")
+        if dsum_ptr is not None:
+            dsum_strides = dsum_inner_rows, dsum_outer_stride, dsum_inner_stride
+            dx += load_wide(rows_at(dsum_ptr, dsum_strides, row, col), inside, "")
         tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
     store_parts(parts_ptr, dweight, dbias, col, cols, WEIGHT_GRAD, BIAS_GRAD)
@@ -147,12 +112,7 @@ def norm_backward_small_kernel(
     gate_inner_stride,
     rows,
     cols: tl.constexpr,
-    CENTER: tl.constexpr,
-    HAS_DSUM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    WEIGHT_GRAD: tl.constexpr,
-    BIAS_GRAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     PART_ROWS: tl.constexpr,
@@ -165,68 +125,32 @@ def norm_backward_small_kernel(
     """
     column_programs = (cols + PART_COLS - 1) // PART_COLS
     program = tl.program_id(0)
+    x = x_ptr, (x_inner_rows, x_outer_stride, x_inner_stride)
+    dy = dy_ptr, (dy_inner_rows, dy_outer_stride, dy_inner_stride)
+    gate = gate_ptr, (gate_inner_rows, gate_outer_stride, gate_inner_stride)
     if program < column_programs:
         part_col = program * PART_COLS + tl.arange(0, PART_COLS)
         dweight, dbias = column_sums(
-            dy_ptr,
-            x_ptr,
-            gate_ptr,
-            mean_ptr,
-            rstd_ptr,
-            dy_inner_rows,
-            dy_outer_stride,
-            dy_inner_stride,
-            x_inner_rows,
-            x_outer_stride,
-            x_inner_stride,
-            gate_inner_rows,
-            gate_outer_stride,
-            gate_inner_stride,
-            0,
-            1,
-            part_col,
-            rows,
-            cols,
-            CENTER,
-            WEIGHT_GRAD,
-            BIAS_GRAD,
-            ACTIVATION,
-            PART_ROWS,
-            PART_COLS,
+            *(x, dy, gate, mean_ptr, rstd_ptr, 0, 1, part_col, rows, cols),
+            *(dweight_ptr is not None, dbias_ptr is not None, ACTIVATION, PART_ROWS, PART_COLS),
         )
-        if WEIGHT_GRAD:
+        if dweight_ptr is not None:
             total = tl.sum(dweight, 0).to(dweight_ptr.dtype.element_ty)
             tl.store(dweight_ptr + part_col, total, mask=part_col < cols)
-        if BIAS_GRAD:
+        if dbias_ptr is not None:
             total = tl.sum(dbias, 0).to(dbias_ptr.dtype.element_ty)
             tl.store(dbias_ptr + part_col, total, mask=part_col < cols)
     else:
         row = (program - column_programs) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         col = tl.arange(0, BLOCK_COLS)
-        inside = (row < rows)[:, None] & (col < cols)[None, :]
-        dy_offset = row_offset(row, dy_inner_rows, dy_outer_stride, dy_inner_stride)
-        dy = load_wide(dy_ptr + dy_offset[:, None] + col[None, :], inside, "")
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
-        mean = 0.0
-        if CENTER:
-            mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
-        x_offset = row_offset(row, x_inner_rows, x_outer_stride, x_inner_stride)
-        x = x_ptr + x_offset[:, None] + col[None, :]
-        x_hat = normalized(x, mean, rstd, inside, CENTER, "")
-        weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)[None, :]
-        out = row.to(tl.int64)[:, None] * cols + col[None, :]
-        if ACTIVATION != "":
-            gate_offset = row_offset(row, gate_inner_rows, gate_outer_stride, gate_inner_stride)
-            gate = load_wide(gate_ptr + gate_offset[:, None] + col[None, :], inside, "")
-            dgate = dy * x_hat * weight * gate_slope(gate, ACTIVATION)
-            tl.store(dgate_ptr + out, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
-            dy *= activated(gate, ACTIVATION)
-        dx_hat = dy * weight
-        along, across = row_means(x_hat, dx_hat, cols, CENTER)
-        dx = (dx_hat - x_hat * along - across) * rstd
-        if HAS_DSUM:
-            dsum_offset = row_offset(row, dsum_inner_rows, dsum_outer_stride, dsum_inner_stride)
-            dx += load_wide(dsum_ptr + dsum_offset[:, None] + col[None, :], inside, "")
+        weight = affine_weight(weight_ptr, col, col < cols, weight_offset)[None, :]
+        dx, out, inside, _, _ = row_gradients(
+            *(x, dy, gate, mean_ptr, rstd_ptr, dgate_ptr, weight, row, row < rows, col, cols),
+            *(ACTIVATION, False),
+        )
+        if dsum_ptr is not None:
+            dsum_strides = dsum_inner_rows, dsum_outer_stride, dsum_inner_stride
+            dx += load_wide(rows_at(dsum_ptr, dsum_strides, row, col), inside, "")
         tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
@@ -237,8 +161,6 @@ def add_parts_kernel(
     dbias_ptr,
     parts,
     cols: tl.constexpr,
-    WEIGHT_GRAD: tl.constexpr,
-    BIAS_GRAD: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -252,14 +174,14 @@ def add_parts_kernel(
         part = start + tl.arange(0, BLOCK_PARTS)
         inside = (part < parts)[:, None] & (col < cols)[None, :]
         offset = part[:, None] * cols + col[None, :]
-        if WEIGHT_GRAD:
+        if dweight_ptr is not None:
             dweight += tl.load(parts_ptr + offset, mask=inside, other=0.0)
-        if BIAS_GRAD:
+        if dbias_ptr is not None:
             dbias_offset = offset + parts * cols
             dbias += tl.load(parts_ptr + dbias_offset, mask=inside, other=0.0)
-    if WEIGHT_GRAD:
+    if dweight_ptr is not None:
         total = tl.sum(dweight, 0).to(dweight_ptr.dtype.element_ty)
         tl.store(dweight_ptr + col, total, mask=col < cols)
-    if BIAS_GRAD:
+    if dbias_ptr is not None:
         total = tl.sum(dbias, 0).to(dbias_ptr.dtype.element_ty)
         tl.store(dbias_ptr + col, total, mask=col < cols)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import row_offset
+from .._core.tiles import row_offset
 from .kernels import activated, affine_weight
 from .tiles_backward import column_sums, gate_slope, store_parts
 
@@ -40,9 +40,6 @@ def norm_backward_wide_kernel(
     gate_inner_stride,
     rows,
     cols: tl.constexpr,
-    CENTER: tl.constexpr,
-    HAS_DSUM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -60,14 +57,14 @@ def norm_backward_wide_kernel(
     lane = tl.arange(0, BLOCK_COLS)
     rstd = tl.load(rstd_ptr + row)
     mean = 0.0
-    if CENTER:
+    if mean_ptr is not None:
         mean = tl.load(mean_ptr + row)
 
     along = tl.zeros([BLOCK_COLS], tl.float32)
     across = tl.zeros([BLOCK_COLS], tl.float32)
     for start in range(0, cols, BLOCK_COLS):
         col = start + lane
-        weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)
+        weight = affine_weight(weight_ptr, col, col < cols, weight_offset)
         x = tl.load(x_row + col, mask=col < cols, other=0.0).to(tl.float32)
         dx_hat = tl.load(dy_row + col, mask=col < cols, other=0.0).to(tl.float32) * weight
         if ACTIVATION != "":
@@ -82,17 +79,17 @@ def norm_backward_wide_kernel(
 
     for start in range(0, cols, BLOCK_COLS):
         col = start + lane
-        weight = affine_weight(weight_ptr, col, col < cols, weight_offset, HAS_WEIGHT)
+        weight = affine_weight(weight_ptr, col, col < cols, weight_offset)
         x = tl.load(x_row + col, mask=col < cols, other=0.0).to(tl.float32)
         dx_hat = tl.load(dy_row + col, mask=col < cols, other=0.0).to(tl.float32) * weight
         if ACTIVATION != "":
             gate = tl.load(gate_row + col, mask=col < cols, other=0.0).to(tl.float32)
             dx_hat *= activated(gate, ACTIVATION)
         dx = dx_hat - (x - mean) * rstd * along
-        if CENTER:
+        if mean_ptr is not None:
             dx -= across
         dx *= rstd
-        if HAS_DSUM:
+        if dsum_ptr is not None:
             dsum_offset = row_offset(row, dsum_inner_rows, dsum_outer_stride, dsum_inner_stride)
             dx += tl.load(dsum_ptr + dsum_offset + col, mask=col < cols, other=0.0).to(tl.float32)
         out = dx_ptr + row.to(tl.int64) * cols + col
@@ -118,40 +115,19 @@ def weight_parts_kernel(
     gate_inner_stride,
     rows,
     cols: tl.constexpr,
-    CENTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
-    ACTIVATION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """One program adds up dweight and dbias of BLOCK_COLS columns over its share of the rows."""
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    x = x_ptr, (x_inner_rows, x_outer_stride, x_inner_stride)
+    dy = dy_ptr, (dy_inner_rows, dy_outer_stride, dy_inner_stride)
+    gate = gate_ptr, (gate_inner_rows, gate_outer_stride, gate_inner_stride)
     dweight, dbias = column_sums(
-        dy_ptr,
-        x_ptr,
-        gate_ptr,
-        mean_ptr,
-        rstd_ptr,
-        dy_inner_rows,
-        dy_outer_stride,
-        dy_inner_stride,
-        x_inner_rows,
-        x_outer_stride,
-        x_inner_stride,
-        gate_inner_rows,
-        gate_outer_stride,
-        gate_inner_stride,
-        tl.program_id(0),
-        tl.num_programs(0),
-        col,
-        rows,
-        cols,
-        CENTER,
-        WEIGHT_GRAD,
-        BIAS_GRAD,
-        ACTIVATION,
-        BLOCK_ROWS,
-        BLOCK_COLS,
+        *(x, dy, gate, mean_ptr, rstd_ptr, tl.program_id(0), tl.num_programs(0), col, rows, cols),
+        *(WEIGHT_GRAD, BIAS_GRAD, ACTIVATION, BLOCK_ROWS, BLOCK_COLS),
     )
     store_parts(parts_ptr, dweight, dbias, col, cols, WEIGHT_GRAD, BIAS_GRAD)

@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import (
-    Allocator,
-    Launch,
-    Layout,
-    allocate,
-    allocator,
-    cdiv,
-    contiguous_where,
-    is_current,
-    layouts,
-)
+from .._core.launches import Launch, Layout, Plan, allocator, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
-from ..common.rows import count_rows, row_strides, to_copy
+from .._core.rows import read_strides, to_copy
+from ..common.rows import count_rows
 
 if TYPE_CHECKING:
     from . import kernels
@@ -68,19 +59,6 @@ EVICT_ELEMENTS = 1 << 22
 FORWARD_WIDE = ForwardWideConfig(block_cols=8192, num_warps=16)
 
 
-class ForwardPlan(NamedTuple):
-    """One forward pass: what it launches (nothing where there are no elements), which operands it
-    copies first, and the memory of its outputs.
-    """
-
-    launch: Launch | None
-    copies: tuple[bool, ...]
-    y: Allocator
-    total: Allocator | None
-    mean: Allocator | None
-    rstd: Allocator | None
-
-
 def norm_forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -102,28 +80,17 @@ def norm_forward(
         given), mean and rstd fp32 in the shape of the leading axes. sum is None without a residual,
         mean unless ``center``, and both mean and rstd without ``statistics``.
     """
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return norm_forward(
-                *(x, residual, weight, bias, eps, weight_offset, center, statistics, dtype),
-                *(gate, activation),
-            )
     operands = x, residual, gate, weight, bias
     plan = forward_plan(
         x.shape, layouts(*operands), dtype or x.dtype, center, statistics, activation, x.device
     )
-    y = plan.y()
-    total, mean, rstd = allocate(plan.total), allocate(plan.mean), allocate(plan.rstd)
-    if plan.launch is not None:
-        if plan.copies:
-            operands = contiguous_where(operands, plan.copies)
-        plan.launch((*operands, y, total, mean, rstd), (eps, weight_offset))
-    else:
+    outputs = plan.run(operands, (eps, weight_offset))
+    if plan.launch is None:
         # Rows without columns have nothing to average.
-        for statistic in (mean, rstd):
+        for statistic in outputs[2:]:
             if statistic is not None:
                 statistic.fill_(math.nan)
-    return y, total, mean, rstd
+    return outputs
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,56 +102,40 @@ def forward_plan(
     statistics: bool,
     activation: str,
     device: torch.device,
-) -> ForwardPlan:
+) -> Plan:
     """The plan for operands of these layouts: x, residual, gate, weight and bias."""
     x, residual, *_ = operands
     assert x is not None
     statistic = allocator(shape[:-1], torch.float32, device) if statistics else None
-    return ForwardPlan(
-        plan_launch(shape, operands, center, statistics, activation, device)
-        if math.prod(shape)
-        else None,
-        to_copy(shape, *operands),
-        y=allocator(shape, dtype, device),
-        total=None if residual is None else allocator(shape, x[0], device),
-        mean=statistic if center else None,
-        rstd=statistic,
+    outputs = (
+        allocator(shape, dtype, device),
+        None if residual is None else allocator(shape, x[0], device),
+        statistic if center else None,
+        statistic,
     )
+    launch = plan_launch(shape, operands, center, activation, device) if math.prod(shape) else None
+    return Plan(launch, to_copy(shape, *operands), outputs)
 
 
 def plan_launch(
     shape: tuple[int, ...],
     operands: tuple[Layout | None, ...],
     center: bool,
-    statistics: bool,
     activation: str,
     device: torch.device,
 ) -> Launch:
-    x, residual, gate, weight, bias = operands
+    x, residual, gate, *_ = operands
     *_, cols = shape
     rows = count_rows(shape)
-    integers = (
-        *row_strides(shape, x),
-        *row_strides(shape, residual),
-        *row_strides(shape, gate),
-        rows,
-    )
-    constants = dict(
-        cols=cols,
-        CENTER=center,
-        STATISTICS=statistics,
-        HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        ACTIVATION=activation,
-    )
+    strides = [stride for each in (x, residual, gate) for stride in read_strides(shape, each)]
+    constants = dict(cols=cols, CENTER=center, ACTIVATION=activation)
     config = forward_config(cols, residual is not None or gate is not None, center)
     if config is None:
         return Launch(
             kernels.norm_forward_wide_kernel,
             (rows,),
             device,
-            integers,
+            (*strides, rows),
             dict(num_warps=FORWARD_WIDE.num_warps),
             **constants,
             BLOCK_COLS=FORWARD_WIDE.block_cols,
@@ -193,11 +144,11 @@ def plan_launch(
         kernels.norm_forward_kernel,
         (cdiv(rows, config.block_rows),),
         device,
-        integers,
+        (*strides, rows),
         dict(num_warps=config.num_warps),
         **constants,
         EVEN_ROWS=rows % config.block_rows == 0,
-        INPUT_EVICTION="evict_first" if not center and rows * cols <= EVICT_ELEMENTS else "",
+        EVICTION="evict_first" if not center and rows * cols <= EVICT_ELEMENTS else "",
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLS=power_of_2(cols),
     )

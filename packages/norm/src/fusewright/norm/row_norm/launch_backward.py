@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -20,12 +19,12 @@ from .._core.launches import (
     allocator,
     cdiv,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
-from ..common.rows import count_rows, row_strides, to_copy
+from .._core.rows import read_strides, to_copy
+from ..common.rows import count_rows
 
 if TYPE_CHECKING:
     from . import kernels_backward, kernels_backward_wide
@@ -123,12 +122,22 @@ REDUCTION_BYTES = 2048
 ADD_PARTS = AddPartsConfig(block_parts=128, block_cols=8, num_warps=8)
 
 
-class BackwardPlan(NamedTuple):
-    """One backward pass: its launches, which operands it copies first, and its memory.
+class Launches(NamedTuple):
+    """Small rows and columns share one launch. Else ``rows`` computes dx, dgate and, where a row
+    fits in registers, the shares of dweight and dbias too; for wide rows ``weight_parts`` does
+    that. ``add_parts`` adds the shares.
+    """
 
-    Small rows and columns share one launch. Else ``rows`` computes dx, dgate and, where a row fits
-    in registers, the shares of dweight and dbias too; for wide rows ``weight_parts`` does that.
-    ``add_parts`` adds the shares. Without elements there is no launch.
+    scheme: Literal["small", "rows", "wide"]
+    rows: Launch
+    weight_parts: Launch | None = None
+    add_parts: Launch | None = None
+    shares: Allocator | None = None
+
+
+class BackwardPlan(NamedTuple):
+    """One backward pass: its launches (none without elements), which operands it copies first, and
+    its memory.
     """
 
     launches: Launches | None
@@ -137,14 +146,6 @@ class BackwardPlan(NamedTuple):
     dgate: Allocator | None
     dweight: Allocator | None
     dbias: Allocator | None
-
-
-class Launches(NamedTuple):
-    scheme: Literal["small", "rows", "wide"]
-    rows: Launch
-    weight_parts: Launch | None = None
-    add_parts: Launch | None = None
-    shares: Allocator | None = None
 
 
 def norm_backward(
@@ -176,12 +177,6 @@ def norm_backward(
     Returns:
         ``(dx, dgate, dweight, dbias)``, dx and dgate contiguous in x's shape and dtype.
     """
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return norm_backward(
-                *(dy, dsum, x, weight, bias, mean, rstd),
-                *(weight_offset, weight_grad, bias_grad, gate, activation),
-            )
     operands = dy, dsum, x, gate, weight
     plan = backward_plan(
         x.shape,
@@ -235,7 +230,8 @@ def backward_plan(
     )
     launches = None
     if math.prod(shape):
-        launches = plan_launches(shape, read, center, weight_grad, bias_grad, activation, device)
+        wanted = dict(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad)
+        launches = plan_launches(shape, operands, center, wanted, activation, device)
     dx = allocator(shape, x[0], device)
     dgate = None if gate is None else allocator(shape, gate[0], device)
     return BackwardPlan(launches, to_copy(shape, *read), dx, dgate, dweight, dbias)
@@ -243,44 +239,25 @@ def backward_plan(
 
 def plan_launches(
     shape: tuple[int, ...],
-    operands: Sequence[Layout | None],
+    operands: tuple[Layout | None, ...],
     center: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    wanted: dict[str, bool],
     activation: str,
     device: torch.device,
 ) -> Launches:
-    dy, dsum, x, gate, weight = operands
+    dy, dsum, x, gate, *_ = operands
     assert dy is not None
     assert x is not None
     *_, cols = shape
     rows = count_rows(shape)
-    dy_rows, x_rows, gate_rows = (
-        row_strides(shape, dy),
-        row_strides(shape, x),
-        row_strides(shape, gate),
-    )
-    integers = (
-        *dy_rows,
-        *row_strides(shape, dsum),
-        *x_rows,
-        *gate_rows,
-        rows,
-    )
-    constants = dict(
-        cols=cols,
-        CENTER=center,
-        HAS_DSUM=dsum is not None,
-        HAS_WEIGHT=weight is not None,
-        ACTIVATION=activation,
-    )
-    wanted = dict(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad)
+    of_dy, of_dsum, of_x, of_gate = (read_strides(shape, each) for each in (dy, dsum, x, gate))
+    integers = (*of_dy, *of_dsum, *of_x, *of_gate, rows)
+    constants = dict(cols=cols, ACTIVATION=activation)
     gpu = device_properties(device)
-    itemsize = max(x[0].itemsize, dy[0].itemsize)
     # A row of one column centres to zero, and so must its gradient: fused multiply-adds would leave
     # a rounding error there.
     options = dict(enable_fp_fusion=not center)
-    if (weight_grad or bias_grad) and fits_small(rows, cols):
+    if any(wanted.values()) and fits_small(rows, cols):
         block_rows = max(1, BACKWARD_SMALL.tile_elements // power_of_2(cols))
         column_programs = cdiv(cols, BACKWARD_SMALL.part_cols)
         launch = Launch(
@@ -290,7 +267,6 @@ def plan_launches(
             integers,
             options | dict(num_warps=BACKWARD_SMALL.num_warps),
             **constants,
-            **wanted,
             BLOCK_ROWS=block_rows,
             BLOCK_COLS=power_of_2(cols),
             # Several rounds of adding keep the error of the sum over the rows low.
@@ -298,6 +274,7 @@ def plan_launches(
             PART_COLS=BACKWARD_SMALL.part_cols,
         )
         return Launches("small", launch)
+    itemsize = max(x[0].itemsize, dy[0].itemsize)
     read = sum(operand is not None for operand in (dy, dsum, x, gate))
     config = backward_config(cols, itemsize, read, center, gate is not None, gpu.shared_bytes)
     scheme: Literal["rows", "wide"] = "wide" if config is None else "rows"
@@ -317,19 +294,16 @@ def plan_launches(
             kernels_backward_wide.weight_parts_kernel,
             (parts, cdiv(cols, BACKWARD_WIDE.part_cols)),
             device,
-            (*dy_rows, *x_rows, *gate_rows, rows),
+            (*of_dy, *of_x, *of_gate, rows),
             # A third operand beside the sums would spill with four.
             dict(num_warps=4 if gate is None else 8),
-            cols=cols,
-            CENTER=center,
+            **constants,
             **wanted,
-            ACTIVATION=activation,
             BLOCK_ROWS=BACKWARD_WIDE.block_rows,
             BLOCK_COLS=BACKWARD_WIDE.part_cols,
         )
     else:
-        blocks = cdiv(rows, config.block_rows)
-        parts = min(blocks, config.programs_per_sm * gpu.multiprocessors)
+        parts = min(cdiv(rows, config.block_rows), config.programs_per_sm * gpu.multiprocessors)
         launch_rows = Launch(
             kernels_backward.norm_backward_kernel,
             (parts,),
@@ -344,7 +318,7 @@ def plan_launches(
             NUM_STAGES=config.num_stages,
             READ_AGAIN=config.read_again,
         )
-    if not (weight_grad or bias_grad):
+    if not any(wanted.values()):
         return Launches(scheme, launch_rows)
     add_parts = Launch(
         kernels_backward.add_parts_kernel,
@@ -353,7 +327,6 @@ def plan_launches(
         (parts,),
         dict(num_warps=ADD_PARTS.num_warps),
         cols=cols,
-        **wanted,
         BLOCK_PARTS=ADD_PARTS.block_parts,
         BLOCK_COLS=ADD_PARTS.block_cols,
     )

@@ -23,7 +23,7 @@ import torch
 from .._core.backends import Backend, uses_triton
 from .._core.checks import checked_number
 from .._core.precision import wide
-from .._core.registration import Derivative, Op, empty_grad, second_order
+from .._core.registration import Derivative, Op, empty_grad
 from . import launch, launch_backward, reference
 from .checks import check_module, check_rows, check_vector, flat_rows
 
@@ -82,6 +82,7 @@ _backward = Op(
     reference=_backward_reference,
     fake=_backward_fake,
 )
+_backward.derivative_of_reference("mean", "rstd")
 
 
 @_forward.derivative
@@ -105,23 +106,6 @@ class _LayerNorm(Derivative):
             dy, x, weight, bias, mean, rstd, ctx.eps, weight_grad, bias_grad
         )
         return None, dx, dweight if weight_grad else None, dbias if bias_grad else None, None, None
-
-
-@_backward.derivative
-class _LayerNormBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
-        ctx.save_for_backward(dy, x, weight, bias)
-        ctx.options = eps, weight_grad, bias_grad
-        return run(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        def backward(dy, x, weight, bias):
-            return _backward_reference(dy, x, weight, bias, None, None, *ctx.options)
-
-        grads = second_order(backward, ctx.saved_tensors, cotangents)
-        return None, *grads, None, None, None, None, None
 
 
 def layer_norm(

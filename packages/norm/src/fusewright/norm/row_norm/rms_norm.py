@@ -25,7 +25,7 @@ import torch
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_same, checked_number
 from .._core.precision import wide
-from .._core.registration import Derivative, Op, empty_grad, second_order
+from .._core.registration import Derivative, Op, empty_grad
 from . import launch, launch_backward, reference
 from .checks import check_module, check_rows, check_vector, checked_eps, flat_rows
 
@@ -106,6 +106,7 @@ _backward = Op(
     reference=_backward_reference,
     fake=_backward_fake,
 )
+_backward.derivative_of_reference("rstd")
 
 
 @_forward.derivative
@@ -146,25 +147,6 @@ class _AddRMSNorm(Derivative):
         weight_grad = weight is not None and ctx.needs_input_grad[3]
         dx, dweight = _backward(dy, dsum, total, weight, rstd, *ctx.options, weight_grad)
         return None, dx, dx, dweight if weight_grad else None, None, None
-
-
-@_backward.derivative
-class _RMSNormBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dy, dsum, x, weight, rstd, eps, weight_offset, weight_grad):
-        ctx.save_for_backward(dy, dsum, x, weight)
-        ctx.options = eps, weight_offset, weight_grad
-        return run(dy, dsum, x, weight, rstd, eps, weight_offset, weight_grad)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        eps, weight_offset, weight_grad = ctx.options
-
-        def backward(dy, dsum, x, weight):
-            return _backward_reference(dy, dsum, x, weight, None, eps, weight_offset, weight_grad)
-
-        grads = second_order(backward, ctx.saved_tensors, cotangents)
-        return None, *grads, None, None, None, None
 
 
 def rms_norm(

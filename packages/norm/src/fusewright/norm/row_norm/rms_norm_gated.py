@@ -25,7 +25,7 @@ import torch
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_option, check_same, checked_number
 from .._core.precision import wide
-from .._core.registration import Derivative, Op, empty_grad, second_order
+from .._core.registration import Derivative, Op, empty_grad
 from . import launch, launch_backward, reference
 from .checks import check_rows, check_vector, checked_eps, flat_rows
 from .rms_norm import RMSNorm
@@ -92,6 +92,7 @@ _backward = Op(
     reference=_backward_reference,
     fake=_backward_fake,
 )
+_backward.derivative_of_reference("rstd")
 
 
 @_forward.derivative
@@ -112,23 +113,6 @@ class _RMSNormGated(Derivative):
         weight_grad = weight is not None and ctx.needs_input_grad[3]
         dx, dgate, dweight = _backward(dy, x, gate, weight, rstd, *ctx.options, weight_grad)
         return None, dx, dgate, dweight if weight_grad else None, None, None, None
-
-
-@_backward.derivative
-class _RMSNormGatedBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dy, x, gate, weight, rstd, eps, weight_offset, activation, weight_grad):
-        ctx.save_for_backward(dy, x, gate, weight)
-        ctx.options = eps, weight_offset, activation, weight_grad
-        return run(dy, x, gate, weight, rstd, *ctx.options)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        def backward(dy, x, gate, weight):
-            return _backward_reference(dy, x, gate, weight, None, *ctx.options)
-
-        grads = second_order(backward, ctx.saved_tensors, cotangents)
-        return None, *grads, None, None, None, None, None
 
 
 def rms_norm_gated(

@@ -9,28 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import row_offset
+from .._core.tiles import row_offset
 from .reference import LOWEST_LOGIT
 
 LOWEST = tl.constexpr(LOWEST_LOGIT)
 
 
 @triton.jit
-def load_matrices(
-    pointer,
-    matrix,
-    inside,
-    other,
-    inner_rows,
-    outer_stride,
-    inner_stride,
-    n: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """The matrices of these numbers in fp32, ``other`` where nothing is inside."""
+def load_matrices(operand, matrix, inside, other, n: tl.constexpr, SIZE: tl.constexpr):
+    """The matrices of these numbers in fp32, ``other`` where nothing is inside. ``operand`` is a
+    pointer and the strides of its rows.
+    """
+    pointer, strides = operand
     line = tl.arange(0, SIZE)
     row = matrix[:, None] * n + line[None, :]
-    offset = row_offset(row, inner_rows, outer_stride, inner_stride)
+    offset = row_offset(row, *strides)
     at = pointer + offset[:, :, None] + line[None, None, :]
     return tl.load(at, mask=inside, other=other).to(tl.float32)
 
@@ -116,10 +109,8 @@ def sinkhorn_forward_kernel(
     """One program normalises BLOCK matrices."""
     matrix = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lines, inside = inside_of(matrix, matrices, n, SIZE)
-    nothing = -float("inf")
-    x = load_matrices(
-        x_ptr, matrix, inside, nothing, x_inner_rows, x_outer_stride, x_inner_stride, n, SIZE
-    )
+    x_rows = x_ptr, (x_inner_rows, x_outer_stride, x_inner_stride)
+    x = load_matrices(x_rows, matrix, inside, -float("inf"), n, SIZE)
     state = start(x, lines, LOG)
     for iteration in range(iterations):
         # The sums of the first rows are at least 1.
@@ -159,14 +150,13 @@ def sinkhorn_backward_kernel(
     element = tl.arange(0, BLOCK)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     rows_at = sums_ptr + first.to(tl.int64) * iterations * (2 * step) + element
     columns_at = rows_at + step
+    x_rows = x_ptr, (x_inner_rows, x_outer_stride, x_inner_stride)
+    dy_rows = dy_ptr, (dy_inner_rows, dy_outer_stride, dy_inner_stride)
 
     for block in range(first, tl.cdiv(matrices, BLOCK), tl.num_programs(0)):
         matrix = block * BLOCK + tl.arange(0, BLOCK)
         lines, inside = inside_of(matrix, matrices, n, SIZE)
-        nothing = -float("inf")
-        x = load_matrices(
-            x_ptr, matrix, inside, nothing, x_inner_rows, x_outer_stride, x_inner_stride, n, SIZE
-        )
+        x = load_matrices(x_rows, matrix, inside, -float("inf"), n, SIZE)
         state = start(x, lines, LOG)
         for iteration in range(iterations):
             state, rows = divided(state, tl.where(iteration > 0, eps, 0.0), lines, 2, LOG)
@@ -176,9 +166,7 @@ def sinkhorn_backward_kernel(
 
         # What one thread has left there another reads.
         tl.debug_barrier()
-        dy = load_matrices(
-            dy_ptr, matrix, inside, 0.0, dy_inner_rows, dy_outer_stride, dy_inner_stride, n, SIZE
-        )
+        dy = load_matrices(dy_rows, matrix, inside, 0.0, n, SIZE)
         # The gradient of the matrices' logarithms, from here to the end.
         grad = dy * value_of(state, LOG)
         for back in range(iterations):

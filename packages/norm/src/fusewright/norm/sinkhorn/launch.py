@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .._core.backends import device_properties
-from .._core.launches import (
-    Allocator,
-    Launch,
-    Layout,
-    allocate,
-    allocator,
-    cdiv,
-    contiguous_where,
-    is_current,
-    layouts,
-)
+from .._core.launches import Launch, Layout, Plan, allocator, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
-from ..common.rows import count_rows, row_strides, to_copy
+from .._core.rows import read_strides, to_copy
+from ..common.rows import count_rows
 
 if TYPE_CHECKING:
     from . import kernels
@@ -63,43 +54,18 @@ SINKHORN_BACKWARD = (
 )
 
 
-class SinkhornPlan(NamedTuple):
-    """One pass: its launch (none without elements), which operands it copies first, the memory of
-    its result and, for the backward pass, of the sums on the way.
-    """
-
-    launch: Launch | None
-    copies: tuple[bool, ...]
-    result: Allocator
-    sums: Allocator | None = None
-
-
 def sinkhorn_forward(x: torch.Tensor, iterations: int, eps: float, domain: str) -> torch.Tensor:
     """The doubly stochastic matrices of logits ``x``, contiguous in x's shape and dtype."""
-    return run(forward_plan, (x,), iterations, eps, domain)
+    plan = forward_plan(x.shape, layouts(x), iterations, domain, x.device)
+    return plan.run((x,), (eps,))[0]
 
 
 def sinkhorn_backward(
     dy: torch.Tensor, x: torch.Tensor, iterations: int, eps: float, domain: str
 ) -> torch.Tensor:
     """The gradient of the logits ``x`` from that of the result, in x's shape and dtype."""
-    return run(backward_plan, (dy, x), iterations, eps, domain)
-
-
-def run(planner, operands: tuple, iterations: int, eps: float, domain: str) -> torch.Tensor:
-    """Launch what the planner plans for these operands."""
-    *_, x = operands
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return run(planner, operands, iterations, eps, domain)
-    plan = planner(x.shape, layouts(*operands), iterations, domain, x.device)
-    result = plan.result()
-    if plan.launch is not None:
-        if plan.copies:
-            operands = contiguous_where(operands, plan.copies)
-        sums = allocate(plan.sums)
-        plan.launch((*operands, result) if sums is None else (*operands, result, sums), (eps,))
-    return result
+    plan = backward_plan(x.shape, layouts(dy, x), iterations, domain, x.device)
+    return plan.run((dy, x), (eps,))[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,27 +75,15 @@ def forward_plan(
     iterations: int,
     domain: str,
     device: torch.device,
-) -> SinkhornPlan:
+) -> Plan:
     """The plan for x of this layout."""
-    (x,) = operands
-    copies, result = to_copy(shape, x), allocator(shape, x[0], device)
-    if not math.prod(shape):
-        return SinkhornPlan(None, copies, result)
-    n = shape[-1]
-    config = sinkhorn_config(SINKHORN_FORWARD, n)
-    matrices = count_rows(shape) // n
-    launch = Launch(
+    config = sinkhorn_config(SINKHORN_FORWARD, shape[-1])
+    programs = cdiv(math.prod(shape[:-2]), config.matrices)
+    launch = plan_launch(
         kernels.sinkhorn_forward_kernel,
-        (cdiv(matrices, config.matrices),),
-        device,
-        (*row_strides(shape, x), matrices, iterations),
-        dict(num_warps=config.num_warps),
-        n=n,
-        LOG=domain == "log",
-        BLOCK=config.matrices,
-        SIZE=power_of_2(n),
+        *(programs, config, shape, operands, iterations, domain, device),
     )
-    return SinkhornPlan(launch, copies, result)
+    return Plan(launch, to_copy(shape, *operands), (allocator(shape, operands[0][0], device),))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,31 +93,49 @@ def backward_plan(
     iterations: int,
     domain: str,
     device: torch.device,
-) -> SinkhornPlan:
-    """The plan for operands of these layouts: dy and x."""
-    dy, x = operands
-    copies, result = to_copy(shape, dy, x), allocator(shape, x[0], device)
-    if not math.prod(shape):
-        return SinkhornPlan(None, copies, result)
-    n, size = shape[-1], power_of_2(shape[-1])
-    config = sinkhorn_config(SINKHORN_BACKWARD, n)
-    matrices = count_rows(shape) // n
+) -> Plan:
+    """The plan for operands of these layouts: dy and x. Behind the gradient it has the memory of
+    the sums on the way.
+    """
+    _, x = operands
+    config = sinkhorn_config(SINKHORN_BACKWARD, shape[-1])
     # As many programs as the GPU holds: each reuses its part of the sums from block to block.
     resident = config.programs_per_sm * device_properties(device).multiprocessors
-    programs = min(cdiv(matrices, config.matrices), resident)
-    launch = Launch(
+    programs = min(cdiv(math.prod(shape[:-2]), config.matrices), resident)
+    launch = plan_launch(
         kernels.sinkhorn_backward_kernel,
+        *(programs, config, shape, operands, iterations, domain, device),
+    )
+    sums = (programs, iterations, 2, config.matrices, power_of_2(max(shape[-1], 1)))
+    outputs = allocator(shape, x[0], device), allocator(sums, torch.float32, device)
+    return Plan(launch, to_copy(shape, *operands), outputs)
+
+
+def plan_launch(
+    kernel: Any,
+    programs: int,
+    config: SinkhornConfig,
+    shape: tuple[int, ...],
+    operands: tuple[Layout, ...],
+    iterations: int,
+    domain: str,
+    device: torch.device,
+) -> Launch | None:
+    if not math.prod(shape):
+        return None
+    n = shape[-1]
+    strides = [stride for operand in operands for stride in read_strides(shape, operand)]
+    return Launch(
+        kernel,
         (programs,),
         device,
-        (*row_strides(shape, dy), *row_strides(shape, x), matrices, iterations),
+        (*strides, count_rows(shape) // n, iterations),
         dict(num_warps=config.num_warps),
         n=n,
         LOG=domain == "log",
         BLOCK=config.matrices,
-        SIZE=size,
+        SIZE=power_of_2(n),
     )
-    sums = allocator((programs, iterations, 2, config.matrices, size), torch.float32, device)
-    return SinkhornPlan(launch, copies, result, sums)
 
 
 def sinkhorn_config(table: tuple[SinkhornConfig, ...], n: int) -> SinkhornConfig:

@@ -33,7 +33,7 @@ import torch
 
 from .._core.backends import Backend, decline, uses_triton
 from .._core.checks import check_floating, check_option, checked_count, checked_number
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -42,20 +42,12 @@ DOMAINS = ("linear", "log")
 WIDEST = 64
 
 
-def _forward_triton(x, iterations, eps, domain):
-    return launch.sinkhorn_forward(x, iterations, eps, domain)
-
-
 def _forward_reference(x, iterations, eps, domain):
     return reference.sinkhorn_knopp(x, iterations=iterations, eps=eps, domain=domain)
 
 
 def _forward_fake(x, iterations, eps, domain):
     return x.new_empty(x.shape)
-
-
-def _backward_triton(dy, x, iterations, eps, domain):
-    return launch.sinkhorn_backward(dy, x, iterations, eps, domain)
 
 
 def _backward_reference(dy, x, iterations, eps, domain):
@@ -68,16 +60,17 @@ def _backward_fake(dy, x, iterations, eps, domain):
 
 _forward = Op(
     "sinkhorn_knopp(Tensor x, int iterations, float eps, str domain) -> Tensor",
-    triton=_forward_triton,
+    triton=launch.sinkhorn_forward,
     reference=_forward_reference,
     fake=_forward_fake,
 )
 _backward = Op(
     "sinkhorn_knopp_backward(Tensor dy, Tensor x, int iterations, float eps, str domain) -> Tensor",
-    triton=_backward_triton,
+    triton=launch.sinkhorn_backward,
     reference=_backward_reference,
     fake=_backward_fake,
 )
+_backward.derivative_of_reference()
 
 
 @_forward.derivative
@@ -92,23 +85,6 @@ class _SinkhornKnopp(Derivative):
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         return None, _backward(dy, x, *ctx.options), None, None, None
-
-
-@_backward.derivative
-class _SinkhornKnoppBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dy, x, iterations, eps, domain):
-        ctx.save_for_backward(dy, x)
-        ctx.options = iterations, eps, domain
-        return run(dy, x, iterations, eps, domain)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        def backward(dy, x):
-            return (_backward_reference(dy, x, *ctx.options),)
-
-        grads = second_order(backward, ctx.saved_tensors, cotangents)
-        return None, *grads, None, None, None
 
 
 def sinkhorn_knopp(

@@ -15,23 +15,17 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 
-from .._core.backends import KERNEL_DTYPES, Backend, check_backend, decline, uses_triton
-from ..common.checks import (
-    check_adamw_group,
-    check_adamw_state,
-    check_gradient,
-    check_storage,
-    checked_clipping,
-)
-from ..common.contract import Contract, keep_rate_on_device, new_results
-from ..common.placement import current, is_dense, is_distributed, local, mesh_of, on, placed_like
-from ..common.step import Part, Step, total_squares
-from ..common.tables import addresses_of, layouts_of, same
+from .._core.backends import Backend
+from ..common.checks import check_adamw_group, check_adamw_state, check_storage
+from ..common.contract import keep_rate_on_device, loss_of
+from ..common.placement import current, is_dense
+from ..common.planned_optimizer import PlannedOptimizer
+from ..common.step import Part
 from . import launch
 from .members import Member, Rules, StateFormat
 from .reference import ReferencePart
@@ -40,7 +34,7 @@ Tensor = torch.Tensor
 Rounding = Literal["nearest", "stochastic", "remainder"]
 
 
-class AdamW(Contract):
+class AdamW(PlannedOptimizer):
     """torch.optim.AdamW's formula, contract and state dict, in one launch for all parameters of a
     dtype.
 
@@ -85,9 +79,11 @@ class AdamW(Contract):
         RuntimeError: backend is "triton" and the kernels cannot serve a parameter.
     """
 
+    # Of parts: in plain torch, and by kernels.
+    _kinds: Any = ReferencePart, launch.KernelPart
     copied = (
-        *("decoupled_weight_decay", "max_grad_norm", "skip_nonfinite", "state_dtype", "rounding"),
-        *("seed", "backend", "_state_format"),
+        *PlannedOptimizer.copied,
+        *("decoupled_weight_decay", "state_dtype", "rounding", "seed", "_state_format"),
     )
 
     def __init__(
@@ -109,14 +105,11 @@ class AdamW(Contract):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        check_backend(backend)
-        self.max_grad_norm, self.skip_nonfinite = checked_clipping(max_grad_norm, skip_nonfinite)
+        self._prepare(max_grad_norm, skip_nonfinite, backend)
         check_storage(state_dtype, rounding, seed)
         self.decoupled_weight_decay = decoupled_weight_decay
         self.state_dtype, self.rounding, self.seed = state_dtype, rounding, seed
         self._state_format = StateFormat(state_dtype, rounding)
-        self.backend = backend
-        self._forget_plans()
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -135,51 +128,28 @@ class AdamW(Contract):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("amsgrad", False)
-            group.setdefault("maximize", False)
-            group.setdefault("capturable", False)
-
-    def _forget_plans(self) -> None:
-        # With the places of their members among all parameters; a range where a part has all.
-        self._parts: list[tuple[Any, Sequence[int]]] = []
-        self._flat: list[Tensor] = []
-        self._state: list[Any] = []
-        self._sharded = False
-        # What the parts were planned for.
-        self._planned: list[Any] = []
+            for name in ("amsgrad", "maximize", "capturable"):
+                group.setdefault(name, False)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; the closure, if given, computes the loss again and returns it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else loss_of(closure)
         self._move_all()
         return loss
 
     def _move_all(self) -> None:
         """The step itself, without torch's hooks."""
-        gradients = self._plan()
+        gradients = self._plan(
+            [(group["amsgrad"], group["maximize"]) for group in self.param_groups]
+        )
         if not self._parts:
             self._clear_results()
             return
-        self._keep_captured([part for part, _ in self._parts])
-        for part, places in self._parts:
-            has_all = isinstance(places, range)
-            its = gradients if has_all else [gradients[place] for place in places]
+        self._point(gradients)
+        for part, step in self._steps(getattr(self, "found_inf", None)):
             with current(part.device):
-                part.point(part.gradients_of(its), self.param_groups)
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        squares = None
-        if self.skip_nonfinite:
-            squares = total_squares([part for part, _ in self._parts])
-        for number, (part, _) in enumerate(self._parts):
-            device = part.device
-            results = self._results_on(device) if number == 0 else new_results(device)
-            with current(device):
-                inputs = on(device, squares), on(device, scale), on(device, found_inf)
-                part.move(Step(*inputs, *results))
+                part.move(step)
             # Gradients that are set to None are freed.
             part.gradients = []
 
@@ -208,63 +178,12 @@ class AdamW(Contract):
             group["capturable"] = was["capturable"]
             keep_rate_on_device(group)
 
-    def _plan(self) -> list[Tensor | None]:
-        """Plan for the parameters, gradients and states as they are, unless the plans fit; returns
-        all gradients.
-        """
-        # By identity: users may replace parameters and state.
-        if not same(self._all_state(), self._state):
-            self._planned = []
-        flat = self._all_parameters()
-        if not same(flat, self._flat):
-            self._flat, self._planned = flat, []
-            self._sharded = any(map(is_distributed, flat))
-        gradients = [p.grad for p in flat]
-        if self._sharded:
-            gradients = list(map(placed_like, gradients, flat))
-        present = [g for g in gradients if g is not None]
-        try:
-            layouts = layouts_of(present)
-        except RuntimeError:
-            # Sparse gradients have no strides.
-            self._check(gradients)
-            raise
-        planned = [
-            [(group["amsgrad"], group["maximize"]) for group in self.param_groups],
-            self.max_grad_norm,
-            addresses_of(map(local, flat) if self._sharded else flat),
-            list(map(Tensor.numel, flat)),
-            len(present) == len(flat) or [g is None for g in gradients],
-            layouts,
-        ]
-        if planned == self._planned:
-            return gradients
-        self._check(gradients)
-        members: dict[tuple[torch.device, bool], list[Member]] = {}
-        # In the order of the parameters, which is the same in every process.
-        meshes: list[Any] = [None]
-        place = 0
-        for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                g = gradients[place]
-                if g is not None:
-                    if mesh_of(p) not in meshes:
-                        meshes.append(mesh_of(p))
-                    mesh = meshes.index(mesh_of(p))
-                    state = self.state[p]
-                    member = self._state_format.member(p, g, state, group, place, number, mesh)
-                    with_kernels = self._uses_triton(member)
-                    members.setdefault((member.p.device, with_kernels), []).append(member)
-                place += 1
-        self._parts = []
-        for (device, with_kernels), some in members.items():
-            with current(device):
-                part = self._part(some, device, with_kernels)
-            places, all_places = [member.place for member in part.members], range(len(flat))
-            self._parts.append((part, all_places if places == [*all_places] else places))
-        # With the states that were allocated just now.
-        self._state, self._planned = self._all_state(), planned
-        return gradients
+    def _member(self, p: Tensor, g: Tensor, place: int, number: int, mesh: int) -> Member:
+        state, group = self.state[p], self.param_groups[number]
+        return self._state_format.member(p, g, state, group, place, number, mesh)
+
+    def _obstacle(self, member: Member) -> str | None:
+        return None if is_dense(member.p) else "a parameter has gaps in its memory"
 
     def _part(self, members: list[Member], device: torch.device, with_kernels: bool) -> Part:
         """Members on one device, moved by kernels or in plain torch."""
@@ -275,22 +194,4 @@ class AdamW(Contract):
             self.seed,
             self.max_grad_norm,
         )
-        return (launch.KernelPart if with_kernels else ReferencePart)(members, rules, device)
-
-    def _uses_triton(self, member: Member) -> bool:
-        if not uses_triton(member.p, self.backend):
-            return False
-        dtype = member.key.gradient
-        if not is_dense(member.p):
-            decline("a parameter has gaps in its memory", self.backend)
-        elif dtype not in KERNEL_DTYPES:
-            wanted = "the kernels take gradients of float32, bfloat16 and float16"
-            decline(f"{wanted}, not {dtype}", self.backend)
-        else:
-            return True
-        return False
-
-    def _check(self, gradients: list[Tensor | None]) -> None:
-        for p, g in zip(self._flat, gradients, strict=True):
-            if g is not None:
-                check_gradient(p, g)
+        return self._kinds[with_kernels](members, rules, device)

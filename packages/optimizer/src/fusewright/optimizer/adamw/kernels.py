@@ -25,6 +25,7 @@ from ..common.tiles_step import (
     ROOT,
     STEP_SIZE,
     decided,
+    members_of,
     number_of,
 )
 
@@ -50,46 +51,26 @@ def prepare_kernel(
     numbers,
     partial_count,
     tensors,
-    HAS_NORM: tl.constexpr,
-    CLIPS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_FOUND: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """The one program decides whether the step is taken, counts it, and writes each tensor's line
     of numbers; it computes in fp64.
     """
-    lanes = tl.arange(0, SIZE)
-    factor, skips = decided(
-        partials,
-        max_norm,
-        grad_scale,
-        found_inf,
-        norm_out,
-        skipped_out,
-        skipped_count,
-        partial_count,
-        HAS_NORM,
-        CLIPS,
-        HAS_SCALE,
-        HAS_FOUND,
-        SIZE,
-    )
-    for start in range(0, tensors, SIZE):
+    lanes = tl.arange(0, CONFIG.SIZE)
+    results = norm_out, skipped_out, skipped_count
+    scaler, of_groups = (grad_scale, found_inf), (group_addresses, group_wide)
+    factor, skips = decided(partials, partial_count, max_norm, scaler, results, CONFIG)
+    for start in range(0, tensors, CONFIG.SIZE):
         tensor = start + lanes
-        mask = tensor < tensors
-        group = tl.load(groups + tensor, mask=mask, other=0)
-        sign = tl.load(signs + tensor, mask=mask, other=1.0)
-        place = tl.load(steps + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+        mask, group, sign, place = members_of((groups, signs, steps), tensor, tensors)
         step = tl.load(place, mask=mask, other=0.0) + 1.0
         tl.store(place, step, mask=mask & ~skips)
         step = step.to(tl.float64)
-        lr = number_of(group_addresses, group_wide, group, LR, GROUP_NUMBERS, mask)
-        beta1 = number_of(group_addresses, group_wide, group, BETA_1, GROUP_NUMBERS, mask)
-        beta2 = number_of(group_addresses, group_wide, group, BETA_2, GROUP_NUMBERS, mask)
-        eps = number_of(group_addresses, group_wide, group, EPSILON, GROUP_NUMBERS, mask)
-        decay = number_of(group_addresses, group_wide, group, WEIGHT_DECAY, GROUP_NUMBERS, mask)
+        lr = number_of(of_groups, group, LR, GROUP_NUMBERS, mask)
+        beta1 = number_of(of_groups, group, BETA_1, GROUP_NUMBERS, mask)
+        beta2 = number_of(of_groups, group, BETA_2, GROUP_NUMBERS, mask)
+        eps = number_of(of_groups, group, EPSILON, GROUP_NUMBERS, mask)
+        decay = number_of(of_groups, group, WEIGHT_DECAY, GROUP_NUMBERS, mask)
         # log 0 is -inf, and 0^step is 0.
         bias1 = 1.0 - tl.exp(step * tl.log(beta1))
         bias2 = 1.0 - tl.exp(step * tl.log(beta2))
@@ -101,7 +82,7 @@ def prepare_kernel(
         tl.store(line + STEP_SIZE, (lr / bias1).to(tl.float32), mask=mask)
         tl.store(line + ROOT, (1.0 / tl.sqrt(bias2)).to(tl.float32), mask=mask)
         tl.store(line + EPS, eps.to(tl.float32), mask=mask)
-        if DECOUPLED:
+        if CONFIG.DECOUPLED:
             tl.store(line + DECAY, (1.0 - lr * decay).to(tl.float32), mask=mask)
         else:
             tl.store(line + DECAY, decay.to(tl.float32), mask=mask)
@@ -119,124 +100,71 @@ def adamw_kernel(
     steps,
     tensors,
     seed,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    STATE: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    REMAINDER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program moves ``SIZE`` elements of one tensor, with their state."""
     block = tl.program_id(0)
-    tensor, start, length = elements_of(block, owner, first, lengths, SIZE)
+    tensor, start, length = elements_of(block, owner, first, lengths, CONFIG.SIZE)
     if ~tl.load(skipped):
-        offsets = tl.arange(0, SIZE)
-        p = pointer(addresses, tensor, P, ALIGNED) + start
-        g = pointer(gradients, tensor, G, ALIGNED) + start
-        m = pointer(addresses, tensor + tensors, STATE, ALIGNED) + start
-        v = pointer(addresses, tensor + 2 * tensors, STATE, ALIGNED) + start
+        offsets = tl.arange(0, CONFIG.SIZE)
+        p = pointer(addresses, tensor, CONFIG.PARAMETER, CONFIG.ALIGNED) + start
+        g = pointer(gradients, tensor, CONFIG.GRADIENT, CONFIG.ALIGNED) + start
+        m = pointer(addresses, tensor + tensors, CONFIG.STATE, CONFIG.ALIGNED) + start
+        v = pointer(addresses, tensor + 2 * tensors, CONFIG.STATE, CONFIG.ALIGNED) + start
         most, low = v, p
-        if AMSGRAD:
-            most = pointer(addresses, tensor + 3 * tensors, STATE, ALIGNED) + start
-        if REMAINDER:
-            low = pointer(addresses, tensor + 4 * tensors, tl.int16, ALIGNED) + start
+        if CONFIG.AMSGRAD:
+            most = pointer(addresses, tensor + 3 * tensors, CONFIG.STATE, CONFIG.ALIGNED) + start
+        if CONFIG.REMAINDER:
+            low = pointer(addresses, tensor + 4 * tensors, tl.int16, CONFIG.ALIGNED) + start
         bits = offsets
-        if STOCHASTIC:
+        if CONFIG.STOCHASTIC:
             place = tl.load(steps + tensor).to(tl.pointer_type(tl.float32))
             bits = random_bits(seed, tl.load(place).to(tl.int32), tensor, start + offsets)
-        if length >= SIZE:
-            move_elements(
-                p,
-                g,
-                m,
-                v,
-                most,
-                low,
-                offsets,
-                length,
-                numbers + tensor * NUMBERS,
-                bits,
-                AMSGRAD,
-                DECOUPLED,
-                STOCHASTIC,
-                REMAINDER,
-                True,
-            )
+        bases = p, g, m, v, most, low
+        if length >= CONFIG.SIZE:
+            move_elements(bases, offsets, length, numbers + tensor * NUMBERS, bits, CONFIG, True)
         else:
-            move_elements(
-                p,
-                g,
-                m,
-                v,
-                most,
-                low,
-                offsets,
-                length,
-                numbers + tensor * NUMBERS,
-                bits,
-                AMSGRAD,
-                DECOUPLED,
-                STOCHASTIC,
-                REMAINDER,
-                False,
-            )
+            move_elements(bases, offsets, length, numbers + tensor * NUMBERS, bits, CONFIG, False)
 
 
 @triton.jit
-def move_elements(
-    p_base,
-    g_base,
-    m_base,
-    v_base,
-    most_base,
-    low_base,
-    offsets,
-    length,
-    numbers,
-    bits,
-    AMSGRAD: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    REMAINDER: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def move_elements(bases, offsets, length, numbers, bits, CONFIG: tl.constexpr, WHOLE: tl.constexpr):
     """The formula above, for the elements of one block."""
+    p_base, g_base, m_base, v_base, most_base, low_base = bases
     p = read(p_base, offsets, length, WHOLE).to(tl.float32)
     g = read(g_base, offsets, length, WHOLE).to(tl.float32) * tl.load(numbers + FACTOR)
     m = read(m_base, offsets, length, WHOLE).to(tl.float32)
     v = read(v_base, offsets, length, WHOLE).to(tl.float32)
     decay = tl.load(numbers + DECAY)
-    if REMAINDER:
+    if CONFIG.REMAINDER:
         # The bits of the fp32 parameter are those of p, shifted, plus what rounding took away.
         low = read(low_base, offsets, length, WHOLE).to(tl.int32)
         p = (p.to(tl.int32, bitcast=True) + low).to(tl.float32, bitcast=True)
-    if DECOUPLED:
+    if CONFIG.DECOUPLED:
         p *= decay
     else:
         g += decay * p
     m += tl.load(numbers + RATE1) * (g - m)
     v = tl.load(numbers + BETA2) * v + tl.load(numbers + RATE2) * g * g
     bound = v
-    if AMSGRAD:
+    if CONFIG.AMSGRAD:
         # NaN stays, as torch.maximum has it.
         most = read(most_base, offsets, length, WHOLE).to(tl.float32)
         bound = tl.maximum(most, v, propagate_nan=tl.PropagateNan.ALL)
-        write(most_base, offsets, length, in_state(bound, bits >> 8, STOCHASTIC, most_base), WHOLE)
+        most = in_state(bound, bits >> 8, CONFIG.STOCHASTIC, most_base)
+        write(most_base, offsets, length, most, WHOLE)
     root = tl.sqrt_rn(bound) * tl.load(numbers + ROOT) + tl.load(numbers + EPS)
     p -= tl.load(numbers + STEP_SIZE) * tl.div_rn(m, root)
-    write(m_base, offsets, length, in_state(m, bits >> 16, STOCHASTIC, m_base), WHOLE)
-    write(v_base, offsets, length, in_state(v, bits >> 8, STOCHASTIC, v_base), WHOLE)
-    if REMAINDER:
+    write(m_base, offsets, length, in_state(m, bits >> 16, CONFIG.STOCHASTIC, m_base), WHOLE)
+    write(v_base, offsets, length, in_state(v, bits >> 8, CONFIG.STOCHASTIC, v_base), WHOLE)
+    if CONFIG.REMAINDER:
         whole = p.to(tl.int32, bitcast=True)
         # NaN has no neighbours: rounded up, its bits would be those of zero.
         high = tl.where(p == p, (whole + 0x8000) & -0x10000, whole & -0x10000 | 0x400000)
         whole = tl.where(p == p, whole, high)
         write(low_base, offsets, length, (whole - high).to(tl.int16), WHOLE)
         p = high.to(tl.float32, bitcast=True)
-    write(p_base, offsets, length, in_state(p, bits, STOCHASTIC, p_base), WHOLE)
+    write(p_base, offsets, length, in_state(p, bits, CONFIG.STOCHASTIC, p_base), WHOLE)
 
 
 @triton.jit

@@ -56,6 +56,7 @@ class Member(NamedTuple):
         sign: -1 where the objective is maximized.
         key: of its launch.
         mesh: (mesh, sharded axes) of a DTensor, None of any other.
+        gradient: dtype of its gradient.
     """
 
     place: int
@@ -66,6 +67,10 @@ class Member(NamedTuple):
     sign: float
     key: BatchKey
     mesh: Any
+
+    @property
+    def gradient(self) -> torch.dtype:
+        return self.key.gradient
 
 
 class StateFormat(NamedTuple):

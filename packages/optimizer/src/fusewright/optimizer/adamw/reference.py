@@ -33,8 +33,7 @@ class ReferencePart(Part):
 
     def point(self, gradients: list[Tensor], groups: list[dict]) -> None:
         """Take a step's gradients, in the members' order, and the groups' numbers."""
-        self.gradients = gradients
-        self.point_numbers(groups)
+        self.gradients, self.numbers = gradients, group_numbers(groups, self.device)
 
     def point_numbers(self, groups: list[dict]) -> None:
         self.numbers = group_numbers(groups, self.device)

@@ -5,7 +5,7 @@ all, copies, state dicts that are checked before anything is taken from them, an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -163,6 +163,12 @@ class Contract(torch.optim.Optimizer):
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         states = (saved["state"].get(number, {}) for number in numbers)
         return list(zip(self._all_parameters(), states, strict=True))
+
+
+def loss_of(closure: Callable[[], Any]) -> Any:
+    """What a closure returns, with gradients."""
+    with torch.enable_grad():
+        return closure()
 
 
 def keep_rate_on_device(group: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ class GroupNumbers:
     """Tables of ``count`` numbers on a device.
 
     Attributes:
-        addresses: of each number, int64.
-        wide: whether it is fp64 there rather than fp32, int64.
+        tables: the address of each number, int64, and whether it is fp64 there rather than fp32,
+            int64.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -29,12 +29,8 @@ class GroupNumbers:
         self.kept: list[Tensor] = []
 
     @property
-    def addresses(self) -> Tensor:
-        return self._addresses.table
-
-    @property
-    def wide(self) -> Tensor:
-        return self._wide.table
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self._addresses.table, self._wide.table
 
     def point(self, numbers: Sequence[float | Tensor]) -> None:
         """Put these into the tables: numbers, or tensors of one in fp32 or fp64."""

@@ -112,9 +112,8 @@ class Blocks:
 
     Attributes:
         count: of all tensors together.
-        lengths: ``[tensors]``, int64.
-        first: ``[tensors]``, int64: the first block of each tensor.
-        owner: ``[count]``, int32: the tensor of each block.
+        tables: lengths ``[tensors]`` and the first block of each tensor ``[tensors]``, int64, and
+            the tensor of each block ``[count]``, int32, as kernels take them.
     """
 
     def __init__(self, lengths: Sequence[int], size: int, device: torch.device) -> None:
@@ -125,9 +124,11 @@ class Blocks:
         self.count = firsts.pop()
         owner = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
         owner = owner.repeat_interleave(source_of(of_tensor, torch.int64, owner.device))
-        self.lengths = upload(lengths, torch.int64, device)
-        self.first = upload(firsts, torch.int64, device)
-        self.owner = upload(owner, torch.int32, device)
+        self.tables = (
+            upload(lengths, torch.int64, device),
+            upload(firsts, torch.int64, device),
+            upload(owner, torch.int32, device),
+        )
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:

@@ -1,5 +1,7 @@
 """Device functions of all kernels over many tensors: which elements a program takes, and how they
 are read and written.
+
+``CONFIG`` is the record of a launch's constants, which ``common.launch.planned`` makes.
 """
 
 from __future__ import annotations
@@ -46,3 +48,26 @@ def write(base, offsets, length, values, WHOLE: tl.constexpr):
         tl.store(base + offsets, values)
     else:
         tl.store(base + offsets, values, mask=offsets < length)
+
+
+@triton.jit
+def squares_of(
+    addresses, blocks, start, stop, SPREAD: tl.constexpr, DTYPE: tl.constexpr, CONFIG: tl.constexpr
+):
+    """The sum of the squares of the blocks from ``start`` to ``stop``, with ``SPREAD`` of those as
+    far apart as there are programs, in fp64, in which no square overflows or vanishes; ``blocks``
+    are the tables that ``elements_of`` takes.
+    """
+    SIZE: tl.constexpr = CONFIG.SIZE
+    owner, first, lengths = blocks
+    offsets = tl.arange(0, SIZE)
+    squares = tl.zeros((SIZE,), tl.float64)
+    for block in range(start, stop, tl.num_programs(0) if SPREAD else 1):
+        tensor, begin, length = elements_of(block, owner, first, lengths, SIZE)
+        base = pointer(addresses, tensor, DTYPE, CONFIG.ALIGNED) + begin
+        if length >= SIZE:
+            x = read(base, offsets, length, True).to(tl.float64)
+        else:
+            x = read(base, offsets, length, False).to(tl.float64)
+        squares += x * x
+    return tl.sum(squares, 0)

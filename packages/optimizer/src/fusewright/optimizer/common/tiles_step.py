@@ -16,10 +16,24 @@ NUMBERS = tl.constexpr(8)
 
 
 @triton.jit
-def number_of(addresses, wide, group, index: tl.constexpr, COUNT: tl.constexpr, mask):
-    """One of ``COUNT`` numbers of parameter groups in fp64, read as fp64 where it is ``wide``, else
-    as fp32.
+def members_of(tables, tensor, tensors):
+    """Of the tensors at these places: which of them there are, their groups, the signs of their
+    gradients, and where they count steps, as the tables have them.
     """
+    groups, signs, steps = tables
+    mask = tensor < tensors
+    group = tl.load(groups + tensor, mask=mask, other=0)
+    sign = tl.load(signs + tensor, mask=mask, other=1.0)
+    place = tl.load(steps + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    return mask, group, sign, place
+
+
+@triton.jit
+def number_of(table, group, index: tl.constexpr, COUNT: tl.constexpr, mask):
+    """One of ``COUNT`` numbers of parameter groups in fp64, read as fp64 where it is wide, else as
+    fp32; the table has addresses, and which are wide.
+    """
+    addresses, wide = table
     place = group * COUNT + index
     address = tl.load(addresses + place, mask=mask, other=0)
     is_wide = tl.load(wide + place, mask=mask, other=0) != 0
@@ -29,37 +43,25 @@ def number_of(addresses, wide, group, index: tl.constexpr, COUNT: tl.constexpr, 
 
 
 @triton.jit
-def decided(
-    partials,
-    max_norm,
-    grad_scale,
-    found_inf,
-    norm_out,
-    skipped_out,
-    skipped_count,
-    partial_count,
-    HAS_NORM: tl.constexpr,
-    CLIPS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_FOUND: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+def decided(partials, partial_count, max_norm, scaler, results, CONFIG: tl.constexpr):
     """What gradients are multiplied by, and whether the step is skipped; writes the norm, whether
-    the step is skipped, and the count of skipped steps.
+    the step is skipped, and the count of skipped steps, which are the results.
     """
+    grad_scale, found_inf = scaler
+    norm_out, skipped_out, skipped_count = results
     factor = tl.full((), 1.0, tl.float64)
     skips = tl.full((), 0, tl.int1)
-    if HAS_SCALE:
+    if CONFIG.HAS_SCALE:
         factor = 1.0 / tl.load(grad_scale).to(tl.float64)
-    if HAS_FOUND:
+    if CONFIG.HAS_FOUND:
         # A scaler adds up the flags of several devices.
         skips = skips | (tl.load(found_inf) > 0.0)
-    if HAS_NORM:
-        norm = root_of_sum(partials, partial_count, SIZE) * tl.abs(factor)
+    if CONFIG.HAS_NORM:
+        norm = root_of_sum(partials, partial_count, CONFIG.SIZE) * tl.abs(factor)
         tl.store(norm_out, norm.to(tl.float32))
         # False for NaN too.
         skips = skips | ~(norm < float("inf"))
-        if CLIPS:
+        if CONFIG.CLIPS:
             # As torch.nn.utils.clip_grad_norm_ has it.
             factor *= tl.minimum(tl.load(max_norm) / (norm + 1e-6), 1.0)
     tl.store(skipped_out, skips)

@@ -64,11 +64,9 @@ class Plan:
         ones, zeros = torch.ones_like(times), torch.zeros_like(times)
         numbers = torch.stack((ones, times, zeros, ones), 1)
         skipped = torch.zeros((), dtype=torch.bool, device=batch.device)
-        batch.advance(numbers, decays, skipped)
+        batch.move(numbers, decays, weights, extra, skipped, self.multipliers)
         for some in after:
             some.step.add_(1.0)
-        batch.fold(numbers, weights, extra, skipped)
-        batch.apply(numbers, decays, weights, skipped, *self.multipliers)
         # Outputs refer to this plan: if it referred to them, only the collector would free both.
         # autograd saves what a backward pass reads again; the tables have its addresses.
         batch.updates, batch.statistics = None, ()
@@ -82,7 +80,7 @@ class Plan:
         batch = self.batch
         upstream = [laid_out_like(x, p) for x, p in zip(upstream, batch.ps, strict=True)]
         operands = upstream, self.numbers, self.decays, weights
-        gradients = batch.weight_gradients(*operands, *self.multipliers)
+        gradients = batch.weight_gradients(*operands, self.multipliers)
         of_w1, of_b1, of_w2, of_b2, of_w3, of_b3 = gradients.split(launch.GRADIENT_SIZES, 1)
         first = [of_w1.sum(0).view(32, 32)[:ELEMENT_FEATURES].t()]
         # Features of whole tensors are multiplied by the gradients of their first layers' biases.

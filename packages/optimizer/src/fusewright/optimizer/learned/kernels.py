@@ -46,9 +46,10 @@ def fold_kernel(
     folded,
     biases,
     extra_count,
-    ROWS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program adds the squares of one tensor's features and writes its first layer."""
+    ROWS: tl.constexpr = CONFIG.ROWS
     tensor = tl.program_id(0)
     if ~tl.load(skipped):
         shape = shapes + tensor * SHAPE_FIELDS
@@ -102,20 +103,16 @@ def apply_kernel(
     exp_mult,
     step_mult,
     tensors,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program moves a stretch of one tensor, or writes its update."""
+    PRECISION: tl.constexpr = CONFIG.PRECISION
     block = tl.program_id(0)
     if ~tl.load(skipped):
         tensor = tl.load(owner + block)
         shape = shapes + tensor * SHAPE_FIELDS
         start, stop = stretch_of(block, tensor, first, shape)
-        offsets, h = tl.arange(0, SIZE), tl.arange(0, 32)
+        offsets, h = tl.arange(0, CONFIG.SIZE), tl.arange(0, 32)
         first_w, first_b = matrix(folded + tensor * 1024, 32, 32, 32, 1), biases + tensor * 32
         second_w = matrix(w2, 32, 32, 1, 32)
         last_d, last_e = tl.load(w3 + h), tl.load(w3 + 32 + h)
@@ -124,35 +121,20 @@ def apply_kernel(
         bias_d, bias_e = tl.load(b3), tl.load(b3 + 1)
         rate = tl.load(numbers + tensor * NUMBERS + RATE)
         decay = tl.load(numbers + tensor * NUMBERS + DECAY)
-        for at in range(start, stop, SIZE):
-            tile = feature_tile(
-                addresses,
-                gradients,
-                numbers,
-                decays,
-                row_means,
-                tensors,
-                tensor,
-                shape,
-                at,
-                stop,
-                offsets,
-                P,
-                G,
-                ALIGNED,
-                False,
-                False,
-            )
+        tables = addresses, gradients, numbers, decays, row_means, tensors
+        for at in range(start, stop, CONFIG.SIZE):
+            elements = tensor, shape, at, stop, offsets
+            tile = feature_tile(tables, elements, CONFIG, False)
             x = hidden(tile, first_w, first_bias, PRECISION)
             x = hidden(x, second_w, second_bias, PRECISION)
             d = tl.sum(x * last_d[None, :], 1) + bias_d
             e = tl.sum(x * last_e[None, :], 1) + bias_e
             update = d * tl.exp(exp_mult * e) * step_mult
             used = offsets < stop - at
-            if IN_PLACE:
-                place = pointer(addresses, tensor, P, ALIGNED) + at + offsets
+            if CONFIG.IN_PLACE:
+                place = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED) + at + offsets
                 p = tl.load(place, mask=used, other=0).to(tl.float32)
-                tl.store(place, (decay * p - rate * update).to(P), mask=used)
+                tl.store(place, (decay * p - rate * update).to(CONFIG.P), mask=used)
             else:
                 out = pointer(addresses, tensor + AT_UPDATE * tensors, tl.float32, False)
                 tl.store(out + at + offsets, update, mask=used)

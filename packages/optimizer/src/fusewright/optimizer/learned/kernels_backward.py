@@ -51,12 +51,10 @@ def learned_backward_kernel(
     exp_mult,
     step_mult,
     tensors,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program adds the gradients of all weights and biases over a stretch of one tensor."""
+    SIZE: tl.constexpr = CONFIG.SIZE
     block = tl.program_id(0)
     tensor = tl.load(owner + block)
     shape = shapes + tensor * SHAPE_FIELDS
@@ -67,25 +65,10 @@ def learned_backward_kernel(
     of_b1, of_b2 = tl.zeros((32,), tl.float32), tl.zeros((32,), tl.float32)
     of_w3d, of_w3e = tl.zeros((32,), tl.float32), tl.zeros((32,), tl.float32)
     of_d, of_e = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
+    tables = addresses, gradients, numbers, decays, row_means, tensors
     for at in range(start, stop, SIZE):
-        tile = feature_tile(
-            addresses,
-            gradients,
-            numbers,
-            decays,
-            row_means,
-            tensors,
-            tensor,
-            shape,
-            at,
-            stop,
-            offsets,
-            P,
-            G,
-            ALIGNED,
-            False,
-            False,
-        )
+        elements = tensor, shape, at, stop, offsets
+        tile = feature_tile(tables, elements, CONFIG, False)
         # Lanes beyond the end have features too, which may overflow.
         used = offsets < stop - at
         tile = tl.where(used[:, None], tile, 0.0)
@@ -124,10 +107,12 @@ def learned_backward_kernel(
 
 
 @triton.jit
-def add_partials_kernel(partials, shapes, first, sums, ROWS: tl.constexpr, SIZE: tl.constexpr):
+def add_partials_kernel(partials, shapes, first, sums, CONFIG: tl.constexpr):
     """One program adds some columns of all partial sums of one tensor, in a fixed order."""
+    ROWS: tl.constexpr = CONFIG.ROWS
+    SIZE: tl.constexpr = CONFIG.SIZE
     tensor, part = tl.program_id(0), tl.program_id(1)
-    column = part * SIZE + tl.arange(0, SIZE)
+    column = part * SIZE + tl.arange(0, CONFIG.SIZE)
     count = tl.load(shapes + tensor * SHAPE_FIELDS + PROGRAMS)
     base = partials + tl.load(first + tensor) * GRADIENTS
     total = tl.zeros((ROWS, SIZE), tl.float32)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._core.backends import constant_when_compiled, device_properties
+from .._core.launches import cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import allows_tf32
+from ..common.launch import planned
 from ..common.statistics.launch import FOLD, StatisticsBatch, StatisticsKernelPart, Sums
 from ..common.statistics.layout import Stretch, Stretches
 from ..common.statistics.reference import Statistics
@@ -51,52 +53,45 @@ class LearnedBatch(StatisticsBatch):
         self.biases = self.empty(len(ps), 32)
         self.folded = self.empty(len(ps), 32, 32)
 
-    def fold(
-        self, numbers: Tensor, weights: Sequence[Tensor], extra: Tensor | None, skipped: Tensor
-    ) -> None:
-        """Write each tensor's own first layer."""
-        w1, b1 = weights[:2]
-        added = 0 if extra is None else extra.shape[1]
-        programs = (len(self.ps),)
-        self.launch(kernels, "fold_kernel", programs, (added,), FOLD.num_warps, ROWS=FOLD.rows)(
-            (
-                *(self.partials, self.moving.shapes, self.moving.blocks.first, numbers),
-                *(self.timescales, w1, b1, w1 if extra is None else extra, skipped),
-                *(self.norms, self.folded, self.biases),
-            )
-        )
-
-    def apply(
+    def move(
         self,
         numbers: Tensor,
         decays: Tensor,
         weights: Sequence[Tensor],
+        extra: Tensor | None,
         skipped: Tensor,
-        exp_mult: float,
-        step_mult: float,
+        multipliers: tuple[float, float],
     ) -> None:
-        """Move the parameters, or write their updates."""
-        stretch, blocks = self.applying.stretch, self.applying.blocks
-        if not blocks.count:
+        """Move the statistics, write each tensor's own first layer, and move the parameters or
+        write their updates.
+        """
+        self.advance(numbers, decays, skipped)
+        w1, b1, *others = weights
+        added = 0 if extra is None else extra.shape[1]
+        plan = (len(self.ps),), (added,), FOLD
+        launch = planned(kernels, self.device, "fold_kernel", *plan)
+        sums = self.partials, self.moving.shapes, self.moving.blocks.tables[1]
+        inputs = numbers, self.timescales, w1, b1, w1 if extra is None else extra, skipped
+        launch((*sums, *inputs, self.norms, self.folded, self.biases))
+        applying, stretch = self.applying, self.applying.stretch
+        if not applying.blocks.count:
             return
-        self.launch(
+        on_hopper = device_properties(self.device).capability == 90
+        launch = planned(
             kernels,
+            self.device,
             "apply_kernel",
-            (blocks.count,),
+            applying.grid,
             (len(self.ps),),
-            stretch.num_warps,
-            stretch.registers if device_properties(self.device).capability == 90 else None,
-            **self.dtypes(),
+            stretch,
+            stretch.registers if on_hopper else None,
+            **self.constants,
             IN_PLACE=self.updates is None,
             PRECISION=precision(),
-            SIZE=stretch.size,
-        )(
-            (
-                *(self.addresses.table, self.gradients.table, *self.applying.tables()),
-                *(numbers, decays, self.row_means, self.folded, self.biases, *weights[2:], skipped),
-            ),
-            (exp_mult, step_mult),
         )
+        operands = self.addresses.table, self.gradients.table, *applying.tables, numbers, decays
+        layers = self.row_means, self.folded, self.biases, *others
+        launch((*operands, *layers, skipped), multipliers)
 
     def weight_gradients(
         self,
@@ -104,43 +99,27 @@ class LearnedBatch(StatisticsBatch):
         numbers: Tensor,
         decays: Tensor,
         weights: Sequence[Tensor],
-        exp_mult: float,
-        step_mult: float,
+        multipliers: tuple[float, float],
     ) -> Tensor:
         """``[tensors, 2178]``: of each tensor the gradients of W1's part for elements, transposed,
         b1, W2, transposed, b2, W3 and b3.
         """
         stretches = Stretches(self.layouts, BACKWARD, self.device)
-        stretch, blocks, adding = stretches.stretch, stretches.blocks, ADD_PARTIALS
         self.addresses.hold([*self.lines, *addresses_of(upstream)])
-        partials = self.empty(max(blocks.count, 1), GRADIENTS)
-        if blocks.count:
-            self.launch(
-                kernels_backward,
-                "learned_backward_kernel",
-                (blocks.count,),
-                (len(self.ps),),
-                stretch.num_warps,
-                **self.dtypes(),
-                SIZE=stretch.size,
-            )(
-                (
-                    *(self.addresses.table, self.gradients.table, *stretches.tables()),
-                    *(numbers, decays, self.row_means, self.norms, self.folded, self.biases),
-                    *(*weights[2:], partials),
-                ),
-                (exp_mult, step_mult),
-            )
+        partials = self.empty(max(stretches.blocks.count, 1), GRADIENTS)
+        if stretches.blocks.count:
+            plan = "learned_backward_kernel", stretches.grid, (len(self.ps),), BACKWARD
+            launch = planned(kernels_backward, self.device, *plan, **self.constants)
+            operands = self.addresses.table, self.gradients.table, *stretches.tables
+            layers = self.norms, self.folded, self.biases, *weights[2:]
+            inputs = (*operands, numbers, decays, self.row_means, *layers)
+            launch((*inputs, partials), multipliers)
         gradients = self.empty(len(self.ps), GRADIENTS)
-        self.launch(
-            kernels_backward,
-            "add_partials_kernel",
-            (len(self.ps), -(-GRADIENTS // adding.size)),
-            (),
-            adding.num_warps,
-            ROWS=adding.rows,
-            SIZE=adding.size,
-        )((partials, stretches.shapes, blocks.first, gradients))
+        grid = len(self.ps), cdiv(GRADIENTS, ADD_PARTIALS.size)
+        launch = planned(
+            kernels_backward, self.device, "add_partials_kernel", grid, (), ADD_PARTIALS
+        )
+        launch((partials, stretches.shapes, stretches.blocks.tables[1], gradients))
         return gradients
 
     def times(self, numbers: Tensor) -> Tensor:
@@ -168,9 +147,8 @@ class KernelPart(StatisticsKernelPart):
         self.decide(step)
         weights = [x.detach().contiguous() for x in mlp.weights()]
         extra = None if self.extra is None else torch.stack(self.extra).float()
+        multipliers = mlp.exp_mult, mlp.step_mult
         for batch, places, _ in self.batches:
-            numbers = self.table[places]
-            batch.advance(numbers, self.decays, step.skipped)
             added = None if extra is None else extra[places]
-            batch.fold(numbers, weights, added, step.skipped)
-            batch.apply(numbers, self.decays, weights, step.skipped, mlp.exp_mult, mlp.step_mult)
+            numbers = self.table[places]
+            batch.move(numbers, self.decays, weights, added, step.skipped, multipliers)

@@ -22,9 +22,10 @@ import torch
 
 from .._core.backends import Backend
 from .._core.precision import without_autocast
+from ..common.contract import loss_of
 from ..common.placement import current
 from ..common.statistics.members import Member, StatisticsPart
-from ..common.statistics.optimizer import StatisticsOptimizer, loss_of
+from ..common.statistics.optimizer import StatisticsOptimizer
 from . import launch
 from .checks import check_extra, network_obstacle
 from .learned_update import UpdateMLP
@@ -116,19 +117,14 @@ class LearnedOptimizer(StatisticsOptimizer):
         """Take one step; the closure, if given, computes the loss again and returns it."""
         loss = None if closure is None else loss_of(closure)
         extra = self._extra = self._extra_features()
-        gradients = self._plan(
-            [
-                id(self.mlp),
-                [(x.dtype, x.device) for x in self.mlp.parameters()],
-                [x.ndim for x in extra.values()],
-            ]
-        )
+        placements = [(x.dtype, x.device) for x in self.mlp.parameters()]
+        gradients = self._plan(id(self.mlp), placements, [x.ndim for x in extra.values()])
         if not self._parts:
             self._clear_results()
             return loss
         self._point(gradients)
         steps = self._steps(getattr(self, "found_inf", None))
-        for (part, places), step in zip(self._parts, steps, strict=True):
+        for (part, step), (_, places) in zip(steps, self._parts, strict=True):
             part.extra = [extra[place] for place in places] if extra else None
             with current(part.device), without_autocast(part.device):
                 part.move(step)
@@ -143,11 +139,11 @@ class LearnedOptimizer(StatisticsOptimizer):
         part = launch.KernelPart if with_kernels else ReferencePart
         return part(members, self._rules(self.mlp), device)
 
-    def _obstacle(self, p: Tensor, place: int) -> str | None:
-        extra = self._extra.get(place)
+    def _obstacle(self, member: Member) -> str | None:
+        extra = self._extra.get(member.place)
         if extra is not None and extra.ndim > 1:
             return "the kernels take extra features of whole tensors, not of elements"
-        return network_obstacle(self.mlp, p.device)
+        return network_obstacle(self.mlp, member.p.device) or super()._obstacle(member)
 
     def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
         super()._take(saved, before)

@@ -159,13 +159,12 @@ def learned_update(
     constants = [*params, *gradients, *(x for some in statistics for x in some), *mlp.offsets()]
     if params and served(mlp, params, gradients, constants, extra, backend):
         return by_kernels(mlp, params, gradients, statistics, extra)
-    decays = mlp.decays()
+    decays, weights, multipliers = mlp.decays(), mlp.weights(), (mlp.exp_mult, mlp.step_mult)
     updates, after = [], []
     for place, (p, g, before) in enumerate(zip(params, gradients, statistics, strict=True)):
         statistics_of_p = advanced(before, g, decays)
         added = None if extra is None else extra[place]
-        multipliers = mlp.exp_mult, mlp.step_mult
-        updates.append(update_of(mlp.weights(), p, g, statistics_of_p, added, *multipliers))
+        updates.append(update_of(weights, p, g, statistics_of_p, added, *multipliers))
         after.append(statistics_of_p)
     return updates, after
 

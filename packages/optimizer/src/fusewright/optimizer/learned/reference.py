@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from ..common.reference import decide, in_fp64, rounded
 from ..common.statistics.members import StatisticsPart
@@ -42,6 +41,7 @@ from ..common.statistics.reference import (
     advanced,
     factors,
     normalised,
+    perceptron,
 )
 from ..common.step import Step
 
@@ -119,10 +119,7 @@ def update_of(
     inputs = [features, time]
     if extra is not None:
         inputs.append(extra.to(dtype).expand(*p.shape, -1))
-    w1, b1, w2, b2, w3, b3 = (x.to(dtype) for x in weights)
-    h = F.relu(F.linear(torch.cat(inputs, -1), w1, b1))
-    h = F.relu(F.linear(h, w2, b2))
-    direction, magnitude = F.linear(h, w3, b3).unbind(-1)
+    direction, magnitude = perceptron(torch.cat(inputs, -1), weights).unbind(-1)
     return direction * torch.exp(exp_mult * magnitude) * step_mult
 
 

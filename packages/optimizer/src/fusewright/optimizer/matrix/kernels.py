@@ -28,9 +28,9 @@ def sum_of(partials, matrix, programs):
 
 
 @triton.jit
-def is_skipped(skips, HAS_SKIPS: tl.constexpr):
+def is_skipped(skips, CONFIG: tl.constexpr):
     skipped = tl.full((), 0, tl.int1)
-    if HAS_SKIPS:
+    if CONFIG.HAS_SKIPS:
         skipped = tl.load(skips) != 0
     return skipped
 
@@ -45,16 +45,13 @@ def muon_momentum_kernel(
     mu,
     n,
     span,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    HAS_SKIPS: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """m' = m + (1 - mu) (g - m), and the squares of the direction u = g + mu (m' - g), or m'."""
+    SIZE: tl.constexpr = CONFIG.SIZE
     matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    factor, skipped = tl.load(numbers + FACTOR), is_skipped(skips, HAS_SKIPS)
-    g_base, m_base = pointer(gradients, matrix, G, ALIGNED), momenta + matrix * n
+    factor, skipped = tl.load(numbers + FACTOR), is_skipped(skips, CONFIG)
+    g_base, m_base = pointer(gradients, matrix, CONFIG.G, CONFIG.ALIGNED), momenta + matrix * n
     total = tl.zeros((SIZE,), tl.float64)
     for at in range(program * span, tl.minimum(program * span + span, n), SIZE):
         offsets = at + tl.arange(0, SIZE)
@@ -64,7 +61,7 @@ def muon_momentum_kernel(
         m += (1.0 - mu) * (g - m)
         tl.store(m_base + offsets, m, mask=used & ~skipped)
         u = m
-        if NESTEROV:
+        if CONFIG.NESTEROV:
             u = g + mu * (m - g)
         total += u.to(tl.float64) * u.to(tl.float64)
     tl.store(squares + matrix * MAX_PROGRAMS + program, tl.sum(total, 0))
@@ -81,10 +78,7 @@ def unit_kernel(
     n,
     span,
     programs,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """u / |u| for u = g + mu (m - g), or m; zeros stay zeros, and all is NaN where |u| is not
     finite.
@@ -94,13 +88,13 @@ def unit_kernel(
     # In fp64: one over the norm of small numbers overflows in fp32.
     scale = tl.where(norm < float("inf"), 1.0 / tl.where(norm == 0.0, 1.0, norm), float("nan"))
     factor = tl.load(numbers + FACTOR)
-    g_base, m_base = pointer(gradients, matrix, G, ALIGNED), momenta + matrix * n
+    g_base, m_base = pointer(gradients, matrix, CONFIG.G, CONFIG.ALIGNED), momenta + matrix * n
     out_base = out + matrix * n
-    for at in range(program * span, tl.minimum(program * span + span, n), SIZE):
-        offsets = at + tl.arange(0, SIZE)
+    for at in range(program * span, tl.minimum(program * span + span, n), CONFIG.SIZE):
+        offsets = at + tl.arange(0, CONFIG.SIZE)
         used = offsets < n
         u = tl.load(m_base + offsets, mask=used, other=0.0)
-        if NESTEROV:
+        if CONFIG.NESTEROV:
             g = tl.load(g_base + offsets, mask=used, other=0).to(tl.float32) * factor
             u = g + mu * (u - g)
         u = (u.to(tl.float64) * scale).to(tl.float32)
@@ -115,22 +109,22 @@ def muon_move_kernel(
     skips,
     n,
     span,
-    P: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HAS_SKIPS: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """p' = (1 - lr wd) p - rate o."""
     matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    if ~is_skipped(skips, HAS_SKIPS):
+    if ~is_skipped(skips, CONFIG):
         decay, rate = tl.load(numbers + DECAY), tl.load(numbers + RATE)
-        p_base, o_base = pointer(parameters, matrix, P, ALIGNED), direction + matrix * n
-        for at in range(program * span, tl.minimum(program * span + span, n), SIZE):
-            offsets = at + tl.arange(0, SIZE)
+        p_base, o_base = (
+            pointer(parameters, matrix, CONFIG.P, CONFIG.ALIGNED),
+            direction + matrix * n,
+        )
+        for at in range(program * span, tl.minimum(program * span + span, n), CONFIG.SIZE):
+            offsets = at + tl.arange(0, CONFIG.SIZE)
             used = offsets < n
             p = tl.load(p_base + offsets, mask=used, other=0).to(tl.float32)
             o = tl.load(o_base + offsets, mask=used, other=0).to(tl.float32)
-            tl.store(p_base + offsets, (decay * p - rate * o).to(P), mask=used)
+            tl.store(p_base + offsets, (decay * p - rate * o).to(CONFIG.P), mask=used)
 
 
 @triton.jit
@@ -150,17 +144,15 @@ def m3_memories_kernel(
     beta3,
     n,
     span,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HAS_SKIPS: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """M1' = a1 M1 + beta1 g, V' = a2 V + beta2 g^2, slow momentum plus beta3 g; sums of M1'^2 and
     of V'.
     """
+    SIZE: tl.constexpr = CONFIG.SIZE
     matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    factor, skipped = tl.load(numbers + FACTOR), is_skipped(skips, HAS_SKIPS)
-    g_base = pointer(gradients, matrix, G, ALIGNED)
+    factor, skipped = tl.load(numbers + FACTOR), is_skipped(skips, CONFIG)
+    g_base = pointer(gradients, matrix, CONFIG.G, CONFIG.ALIGNED)
     start = matrix * n
     of_fast, of_second = tl.zeros((SIZE,), tl.float64), tl.zeros((SIZE,), tl.float64)
     for at in range(program * span, tl.minimum(program * span + span, n), SIZE):
@@ -193,25 +185,21 @@ def m3_move_kernel(
     n,
     span,
     programs,
-    P: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    RELATIVE: tl.constexpr,
-    HAS_SKIPS: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """p' = (1 - lr wd) p - lr (O1 + alpha O2) / (root + eps), root = sqrt(V), or over its root mean
     square.
     """
     matrix, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    if ~is_skipped(skips, HAS_SKIPS):
+    if ~is_skipped(skips, CONFIG):
         decay, rate = tl.load(numbers + DECAY), tl.load(numbers + RATE)
         scale = tl.full((), 1.0, tl.float32)
-        if RELATIVE:
+        if CONFIG.RELATIVE:
             mean = sum_of(sums, matrix, programs) / n
             scale = (1.0 / tl.sqrt(tl.where(mean == 0.0, 1.0, mean))).to(tl.float32)
-        p_base, start = pointer(parameters, matrix, P, ALIGNED), matrix * n
-        for at in range(program * span, tl.minimum(program * span + span, n), SIZE):
-            offsets = at + tl.arange(0, SIZE)
+        p_base, start = pointer(parameters, matrix, CONFIG.P, CONFIG.ALIGNED), matrix * n
+        for at in range(program * span, tl.minimum(program * span + span, n), CONFIG.SIZE):
+            offsets = at + tl.arange(0, CONFIG.SIZE)
             used = offsets < n
             p = tl.load(p_base + offsets, mask=used, other=0).to(tl.float32)
             o = tl.load(direction + start + offsets, mask=used, other=0.0).to(tl.float32)
@@ -220,4 +208,4 @@ def m3_move_kernel(
             root = tl.sqrt_rn(v) * scale + eps
             # 0 / 0 would be NaN beyond the last element.
             moved = decay * p - rate * tl.div_rn(o, tl.where(used, root, 1.0))
-            tl.store(p_base + offsets, moved.to(P), mask=used)
+            tl.store(p_base + offsets, moved.to(CONFIG.P), mask=used)

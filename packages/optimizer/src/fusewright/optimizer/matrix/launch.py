@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._core.launches import Launch, cdiv
+from .._core.launches import cdiv
 from .._core.lazy import lazy_module
-from ..common.launch import Block, triton_dtype
+from ..common.launch import Block, planned
 from ..common.tables import Uploaded, addresses_of, aligned
 from .stack import Stack
 
@@ -43,8 +43,9 @@ class MatrixLaunches:
         self.span = MATRICES.size * max(1, cdiv(tiles, self.max_programs))
         self.programs = cdiv(elements, self.span)
         self.elements = elements
-        self.aligned: tuple[bool, bool] = (False, False)
-        self.launches: dict[tuple, Launch] = {}
+        # Of kernels that read gradients, and of those that move parameters.
+        self.of_gradients: dict[str, Any] = {}
+        self.of_parameters: dict[str, Any] = {}
         # Contiguous gradients, for as long as a step reads them.
         self.copies: list[Tensor] = []
 
@@ -56,8 +57,8 @@ class MatrixLaunches:
         parameters, addresses = addresses_of(stack.params), addresses_of(gradients)
         self.parameters.hold(parameters)
         self.gradients.hold(addresses)
-        self.dtype = gradients[0].dtype
-        self.aligned = aligned(addresses), aligned(parameters)
+        self.of_gradients = dict(G=gradients[0].dtype, ALIGNED=aligned(addresses))
+        self.of_parameters = dict(P=stack.params[0].dtype, ALIGNED=aligned(parameters))
         numbers = factor, decay, rate
         if any(isinstance(x, Tensor) for x in numbers):
             self.numbers = torch.stack([number(x, self.device) for x in numbers])
@@ -74,32 +75,17 @@ class MatrixLaunches:
         self,
         kernel: str,
         tensors: tuple[Tensor | None, ...],
+        skips: Tensor | None,
         floats: tuple[float, ...] = (),
         *integers: int,
         **constants: Any,
     ) -> None:
-        """Launch a kernel by its name, one program for each span of each matrix; planned once for
-        each combination of dtypes and options.
-        """
-        key = (kernel, *constants.values(), *(x is None or x.dtype for x in tensors))
-        if key not in self.launches:
-            self.launches[key] = Launch(
-                getattr(kernels, kernel),
-                (len(self.stack.params), self.programs),
-                self.device,
-                (self.elements, self.span, *integers),
-                dict(num_warps=MATRICES.num_warps),
-                **constants,
-                SIZE=MATRICES.size,
-            )
+        """Launch a kernel by its name, one program for each span of each matrix."""
+        grid, sizes = (len(self.stack.params), self.programs), (self.elements, self.span, *integers)
+        constants |= {"HAS_SKIPS": skips is not None}
+        launch = planned(kernels, self.device, kernel, grid, sizes, MATRICES, **constants)
         # A whole number would be compiled in.
-        self.launches[key](tensors, tuple(map(float, floats)))
-
-    def of_gradients(self) -> dict[str, Any]:
-        return dict(G=triton_dtype(self.dtype), ALIGNED=self.aligned[0])
-
-    def of_parameters(self) -> dict[str, Any]:
-        return dict(P=triton_dtype(self.stack.params[0].dtype), ALIGNED=self.aligned[1])
+        launch(tensors, tuple(map(float, floats)))
 
     def unit(
         self, m: Tensor, squares: Tensor, dtype: torch.dtype | None, mu: float, nesterov: bool
@@ -108,9 +94,8 @@ class MatrixLaunches:
         m = m.flatten(2)
         out = torch.empty(m.shape, dtype=dtype or m.dtype, device=self.device)
         tensors = self.gradients.table, m, self.numbers, squares, out
-        self.launch(
-            "unit_kernel", tensors, (mu,), self.programs, **self.of_gradients(), NESTEROV=nesterov
-        )
+        constants = self.of_gradients | {"NESTEROV": nesterov, "OUT": out.dtype}
+        self.launch("unit_kernel", tensors, None, (mu,), self.programs, **constants)
         return out
 
     def muon_direction(
@@ -118,23 +103,15 @@ class MatrixLaunches:
     ) -> Tensor:
         """Update the momentum; returns each matrix's direction over its norm."""
         squares = self.partial_sums()
-        self.launch(
-            "muon_momentum_kernel",
-            (self.gradients.table, m, self.numbers, skips, squares),
-            (mu,),
-            **self.of_gradients(),
-            NESTEROV=nesterov,
-            HAS_SKIPS=skips is not None,
-        )
+        tensors = self.gradients.table, m, self.numbers, skips, squares
+        constants = self.of_gradients | {"NESTEROV": nesterov}
+        self.launch("muon_momentum_kernel", tensors, skips, (mu,), **constants)
         return self.unit(m, squares, dtype, mu, nesterov)
 
     def muon_move(self, direction: Tensor, skips: Tensor | None) -> None:
-        self.launch(
-            "muon_move_kernel",
-            (self.parameters.table, direction, self.numbers, skips),
-            **self.of_parameters(),
-            HAS_SKIPS=skips is not None,
-        )
+        tensors = self.parameters.table, direction, self.numbers, skips
+        constants = self.of_parameters | {"OUT": direction.dtype}
+        self.launch("muon_move_kernel", tensors, skips, **constants)
 
     def m3_memories(self, group: dict[str, Any], skips: Tensor | None) -> tuple[Tensor, Tensor]:
         """Update momenta and second moments; returns the fast momentum of each matrix over its
@@ -143,14 +120,10 @@ class MatrixLaunches:
         buffers = self.stack.buffers
         fast, second = buffers["fast_momentum"], buffers["second_moment"]
         squares, sums = self.partial_sums(), self.partial_sums()
-        tensors = self.gradients.table, fast, second, buffers["slow_momentum"], self.numbers
-        self.launch(
-            "m3_memories_kernel",
-            (*tensors, skips, squares, sums),
-            (*group["retain"][:2], *group["betas"]),
-            **self.of_gradients(),
-            HAS_SKIPS=skips is not None,
-        )
+        state = fast, second, buffers["slow_momentum"]
+        tensors = self.gradients.table, *state, self.numbers, skips, squares, sums
+        floats = *group["retain"][:2], *group["betas"]
+        self.launch("m3_memories_kernel", tensors, skips, floats, **self.of_gradients)
         return self.unit(fast, squares, group["ns_dtype"], 0.0, False), sums
 
     def m3_move(
@@ -158,15 +131,10 @@ class MatrixLaunches:
     ) -> None:
         buffers = self.stack.buffers
         state = buffers["slow_direction"], buffers["second_moment"]
-        self.launch(
-            "m3_move_kernel",
-            (self.parameters.table, direction, *state, self.numbers, skips, sums),
-            (group["alpha"], group["eps"]),
-            self.programs,
-            **self.of_parameters(),
-            RELATIVE=group["relative"],
-            HAS_SKIPS=skips is not None,
-        )
+        tensors = self.parameters.table, direction, *state, self.numbers, skips, sums
+        constants = self.of_parameters | {"OUT": direction.dtype, "RELATIVE": group["relative"]}
+        floats = group["alpha"], group["eps"]
+        self.launch("m3_move_kernel", tensors, skips, floats, self.programs, **constants)
 
 
 def number(x: float | Tensor, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from .._core.backends import Backend, check_backend
 from .._core.precision import without_autocast
 from ..common.checks import check_gradient, check_rate
-from ..common.contract import Contract, keep_rate_on_device
+from ..common.contract import Contract, keep_rate_on_device, loss_of
 from ..common.placement import current, on
 from ..common.step import total_squares
 from ..common.tables import check_eager, same
@@ -104,10 +104,7 @@ class StackedOptimizer(Contract):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; the closure, if given, computes the loss again and returns it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else loss_of(closure)
         stacks = self._plan()
         if not stacks:
             self._clear_results()

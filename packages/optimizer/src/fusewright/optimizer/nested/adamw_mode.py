@@ -20,6 +20,7 @@ from .reference import adamw_direction, dots_by_group
 
 Tensor = torch.Tensor
 Groups = Sequence[dict[str, Any]]
+Scaler = tuple[Tensor | None, Tensor | None]
 # The options that AdamW's groups take from the optimizer's.
 GROUP_OPTIONS = "betas", "eps", "weight_decay"
 # The numbers of a parameter in AdamW's launches.
@@ -66,28 +67,18 @@ class AdamWMode:
             for name in GROUP_OPTIONS:
                 own[name] = group[name]
 
-    def step(
-        self,
-        t: int,
-        groups: Groups,
-        state: Any,
-        loss: Tensor,
-        updates: bool,
-        keeps: bool,
-        scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Step t.
+    def step(self, t: int, loss: Tensor, updates: bool, keeps: bool, scaler: Scaler) -> None:
+        """Step t of what was followed.
 
         Args:
             updates: whether multipliers change in it.
             keeps: whether the hypergradient through it will be asked for.
-            scale, found_inf: a scaler's tensors.
+            scaler: grad_scale and found_inf of a scaler.
         """
         adamw, rates = self.adamw, self.rates
         adamw.both = updates
-        adamw.control = lambda squares, owner: rates.update(squares, owner, loss, scale, found_inf)
-        adamw.grad_scale, adamw.found_inf = scale, rates.found_inf
+        adamw.control = lambda squares, owner: rates.update(squares, owner, loss, *scaler)
+        adamw.grad_scale, adamw.found_inf = scaler[0], rates.found_inf
         adamw._move_all()
         self.loaded = None
         # It refers to this step's loss.
@@ -103,9 +94,9 @@ class AdamWMode:
         part, numbers = self.kernels_part(), None
         gradients = self.gradients()
         if part is not None:
-            numbers = part.numbers.new_zeros(len(gradients), part.numbers.shape[1])
+            numbers = part.table.new_zeros(len(gradients), part.table.shape[1])
             places = [member.place for member in part.members]
-            numbers[upload(places, torch.int64, numbers.device)] = part.numbers
+            numbers[upload(places, torch.int64, numbers.device)] = part.table
         return {"gradients": gradients, "numbers": numbers}
 
     def put(self, results: Sequence[Tensor], last: dict[str, Any]) -> None:
@@ -179,7 +170,7 @@ class AdamWMode:
         check_eager(device, "the plan of a loaded step was to be made")
         part = adamw._part(members, device, with_kernels=True)
         places = [member.place for member in part.members]
-        part.numbers.copy_(loaded["numbers"][upload(places, torch.int64, device)])
+        part.table.copy_(loaded["numbers"][upload(places, torch.int64, device)])
         adamw._parts = [(part, places)]
         self.loaded = None
 

@@ -12,6 +12,8 @@ import torch
 from .._core.precision import wide, wide_dtype
 from ..common.checks import check_gradient
 from ..common.contract import clear_results, new_results
+from ..common.reference import decide
+from ..common.step import Step
 from ..common.tables import upload
 from .checks import AnyOf, Options
 from .continuum import Continuum
@@ -20,6 +22,7 @@ from .reference import dots_by_group, squares_by_group
 
 Tensor = torch.Tensor
 Groups = Sequence[dict[str, Any]]
+Scaler = tuple[Tensor | None, Tensor | None]
 
 
 class ContinuumMode:
@@ -47,17 +50,8 @@ class ContinuumMode:
         self.directions: dict[int, Tensor] = {}
         self.owners: dict[tuple[int, ...], Tensor] = {}
 
-    def step(
-        self,
-        t: int,
-        groups: Groups,
-        state: Any,
-        loss: Tensor,
-        updates: bool,
-        keeps: bool,
-        scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
+    def step(self, t: int, loss: Tensor, updates: bool, keeps: bool, scaler: Scaler) -> None:
+        groups = self.groups
         pairs = [
             (number, p)
             for number, group in enumerate(groups)
@@ -70,7 +64,6 @@ class ContinuumMode:
         if not pairs:
             clear_results(self.results)
             return
-        norm, skipped, count = self.results
         numbers = [number for number, _ in pairs]
         ps = [p.detach() for _, p in pairs]
         gs = [p.grad.detach() for _, p in pairs]
@@ -79,30 +72,25 @@ class ContinuumMode:
             self.owners[present] = upload(present, torch.int32, loss.device)
         squares = squares_by_group(gs, numbers, present)
         both = torch.stack([squares, squares_by_group(ps, numbers, present)]) if updates else None
-        self.rates.update(both, self.owners[present], loss, scale, found_inf)
-        factor = torch.ones_like(squares[0]) if scale is None else 1.0 / scale.double().reshape(())
-        total = squares.sum().sqrt() * factor.abs()
-        goes_on = (total < torch.inf) & (self.rates.found_inf == 0.0)
-        norm.copy_(total)
-        skipped.copy_(~goes_on)
-        count.add_(~goes_on)
-        if self.max_norm is not None:
-            factor = factor * (self.max_norm / (total + 1e-6)).clamp(max=1.0)
+        self.rates.update(both, self.owners[present], loss, *scaler)
+        step = Step(squares, scaler[0], self.rates.found_inf, *self.results)
+        factor = decide(step, self.max_norm, loss.device)
         filled = [place for place, p in enumerate(ps) if p.numel()]
-        states = [state[pairs[place][1]] for place in filled]
+        states = [self.state[pairs[place][1]] for place in filled]
         for place, some in zip(filled, states, strict=True):
             self.continuum.prepare(ps[place], some)
         rates, base = self.rates.rates.unbind(), self.rates.base.unbind()
+        wide_gradients = [wide(gs[place]) for place in filled]
         directions = self.continuum.step(
             t,
             [ps[place] for place in filled],
-            [wide(gs[place]) * factor.to(wide(gs[place]).dtype) for place in filled],
+            [g * factor.to(g.dtype) for g in wide_gradients],
             states,
             [rates[numbers[place]] for place in filled],
             [groups[numbers[place]]["weight_decay"] for place in filled],
             [base[numbers[place]] for place in filled],
             loss,
-            goes_on,
+            ~step.skipped,
         )
         if keeps:
             for place, d in zip(filled, directions, strict=True):
@@ -110,8 +98,8 @@ class ContinuumMode:
                     self.directions[id(pairs[place][1])] = d
 
     def follow(self, groups: Groups, state: Any) -> None:
-        """Take the optimizer's groups as they are now."""
-        self.groups = groups
+        """Take the optimizer's groups and state as they are now."""
+        self.groups, self.state = groups, state
 
     def last(self) -> dict[str, Any]:
         """The last step: how it moved each parameter, None where it is not known."""

@@ -226,7 +226,7 @@ class DeepNestedOptimizer(NestedState):
                 loss = closure()
         value: Any = self._pending_loss() if loss is None else loss
         rates, t = self._rates, self.global_step + 1
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         options = self.options
         with current(rates.device):
             now = rates.loss_of(value)
@@ -234,13 +234,13 @@ class DeepNestedOptimizer(NestedState):
             trains = options.mode == "simple" and t % options.meta_update_freq == 0
             if trains and options.meta == "hypergradient" and t > 1:
                 gradients = [p.grad for p in self._all_parameters()]
-                self._descend(gradients, now, scale)
+                self._descend(gradients, now, scaler[0])
             rates.hold([group["lr"] for group in self.param_groups])
             updates = t == 1 or t % options.controller_update_freq == 0
             keeps = options.meta == "hypergradient" and (
                 options.mode == "explicit" or (t + 1) % options.meta_update_freq == 0
             )
-            self._mode.step(t, self.param_groups, self.state, now, updates, keeps, scale, found_inf)
+            self._mode.step(t, now, updates, keeps, scaler)
             if trains and options.meta == "proxy":
                 self._training.follow_proxy(rates.statistics, now, self.skipped)
         self._loss, self.global_step = None, t

@@ -4,17 +4,55 @@ of the gradients' squares, which clipping needs anyway, and before any parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..adamw import launch as adamw_launch
 from ..adamw.adamw import AdamW
+from ..adamw.reference import ReferencePart
 from ..common.tables import upload
 from . import launch
 from .reference import squares_by_group
 
 Tensor = torch.Tensor
+
+
+class GroupedReferencePart(ReferencePart):
+    """Members in plain torch, whose squares are added by group.
+
+    Attributes:
+        adamw: the optimizer, which collects the squares.
+        squares_of: the launches of the squares; None in plain torch.
+        owner: the group of each partial sum, int32.
+    """
+
+    adamw: GroupedAdamW
+    squares_of: Any = None
+
+    def group_by(self, adamw: GroupedAdamW) -> None:
+        self.adamw = adamw
+        self.places = [member.group for member in self.members]
+        self.present = sorted(set(self.places))
+        self.owner = upload(self.present, torch.int32, self.device)
+
+    def squares(self) -> list[tuple[None, Tensor]]:
+        """Partial sums of the gradients' squares in fp64, as ``total_squares`` takes them."""
+        sides = [self.gradients] + [[x.p for x in self.members]] * self.adamw.both
+        sums = [squares_by_group(tensors, self.places, self.present) for tensors in sides]
+        return self.adamw.collect(torch.stack(sums), self.owner)
+
+
+class GroupedKernelPart(adamw_launch.KernelPart):
+    """The same by kernels."""
+
+    def group_by(self, adamw: GroupedAdamW) -> None:
+        self.adamw, self.squares_of = adamw, launch.PartSquares(self, len(adamw.param_groups))
+        self.owner = upload(self.squares_of.groups, torch.int32, self.device)
+
+    def squares(self) -> list[tuple[None, Tensor]]:
+        return self.adamw.collect(self.squares_of(self.adamw.both), self.owner)
 
 
 class GroupedAdamW(AdamW):
@@ -27,67 +65,34 @@ class GroupedAdamW(AdamW):
         both: whether the step takes squares of parameters too.
     """
 
+    _kinds = GroupedReferencePart, GroupedKernelPart
     control: Callable[[Tensor | None, Tensor | None], None]
     both = True
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
-    def _plan(self) -> list[Tensor | None]:
+    def _plan(self, *context: Any) -> list[Tensor | None]:
         # A step that raised may have left some.
         self._collected: list[tuple[Tensor, Tensor]] = []
-        return super()._plan()
+        return super()._plan(*context)
 
     def _part(self, members: list[Any], device: torch.device, with_kernels: bool) -> Any:
-        return GroupedPart(super()._part(members, device, with_kernels), self, with_kernels)
+        part = super()._part(members, device, with_kernels)
+        part.group_by(self)
+        return part
 
-    def collect(self, squares: Tensor, owner: Tensor) -> None:
-        """Take the squares of one part; those of the last part complete them."""
+    def collect(self, squares: Tensor, owner: Tensor) -> list[tuple[None, Tensor]]:
+        """Take the squares of one part, and return those of the gradients as ``total_squares``
+        takes them; the last part completes them.
+        """
         self._collected.append((squares, owner))
-        if len(self._collected) < len(self._parts):
-            return
-        collected, self._collected = self._collected, []
-        if not self.both:
-            self.control(None, None)
-        elif len(collected) == 1:
-            self.control(*collected[0])
-        else:
-            squares_of_parts, owners = zip(*collected, strict=True)
-            self.control(torch.cat(squares_of_parts, 1), torch.cat(owners))
-
-
-class GroupedPart:
-    """A part of AdamW that adds squares by group, and passes them on to its optimizer.
-
-    Attributes:
-        squares_of: the launches of the squares; None in plain torch.
-        owner: the group of each partial sum, int32.
-    """
-
-    def __init__(self, part: Any, adamw: GroupedAdamW, with_kernels: bool) -> None:
-        self.part, self.adamw = part, adamw
-        self.squares_of: Any = None
-        if with_kernels:
-            self.squares_of = launch.PartSquares(part, len(adamw.param_groups))
-            owner = self.squares_of.groups
-        else:
-            self.numbers = [member.group for member in part.members]
-            self.present = owner = sorted(set(self.numbers))
-        self.owner = upload(owner, torch.int32, part.device)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.part, name)
-
-    def squares(self) -> list[tuple[None, Tensor]]:
-        """Partial sums of the gradients' squares in fp64, as ``total_squares`` takes them."""
-        both = self.adamw.both
-        if self.squares_of is not None:
-            squares = self.squares_of(both)
-        else:
-            sides = [self.part.gradients] + [[x.p for x in self.part.members]] * both
-            squares = torch.stack([self.by_group(tensors) for tensors in sides])
-        self.adamw.collect(squares, self.owner)
+        if len(self._collected) == len(self._parts):
+            collected, self._collected = self._collected, []
+            if not self.both:
+                self.control(None, None)
+            elif len(collected) == 1:
+                self.control(*collected[0])
+            else:
+                squares_of_parts, owners = zip(*collected, strict=True)
+                self.control(torch.cat(squares_of_parts, 1), torch.cat(owners))
         return [(None, squares[0])]
-
-    def by_group(self, tensors: Sequence[Tensor]) -> Tensor:
-        """``[groups present]``, in fp64."""
-        return squares_by_group(tensors, self.numbers, self.present)

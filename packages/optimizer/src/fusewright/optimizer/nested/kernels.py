@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import elements_of, pointer, read
+from ..common.tiles import elements_of, pointer, read, squares_of
 from ..common.tiles_step import DECAY, EPS, NUMBERS, ROOT, STEP_SIZE
 
 # Of a multiplier: half its span, the asymmetry about its start, and its bounds.
@@ -30,48 +30,19 @@ def group_squares_kernel(
     squares,
     line,
     place,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program adds the squares of some blocks of one group in fp64: of gradients, or of
     parameters in the second line of programs.
     """
-    program = tl.program_id(0)
+    program, blocks = tl.program_id(0), (owner, first, lengths)
     start = tl.load(bounds + program)
     stop = tl.load(bounds + program + 1)
     if tl.program_id(1) == 0:
-        total = squares_of(gradients, lengths, first, owner, start, stop, G, ALIGNED, SIZE)
+        total = squares_of(gradients, blocks, start, stop, False, CONFIG.G, CONFIG)
     else:
-        total = squares_of(parameters, lengths, first, owner, start, stop, P, ALIGNED, SIZE)
+        total = squares_of(parameters, blocks, start, stop, False, CONFIG.P, CONFIG)
     tl.store(squares + tl.program_id(1) * line + place + program, total)
-
-
-@triton.jit
-def squares_of(
-    addresses,
-    lengths,
-    first,
-    owner,
-    start,
-    stop,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """The sum over the blocks from ``start`` to ``stop``, in a fixed order."""
-    offsets = tl.arange(0, SIZE)
-    squares = tl.zeros((SIZE,), tl.float64)
-    for block in range(start, stop):
-        tensor, begin, length = elements_of(block, owner, first, lengths, SIZE)
-        base = pointer(addresses, tensor, DTYPE, ALIGNED) + begin
-        if length >= SIZE:
-            x = read(base, offsets, length, True).to(tl.float64)
-        else:
-            x = read(base, offsets, length, False).to(tl.float64)
-        squares += x * x
-    return tl.sum(squares, 0)
 
 
 @triton.jit
@@ -86,25 +57,22 @@ def group_dots_kernel(
     dots,
     tensors,
     place,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    STATE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program adds gradients times how AdamW's last step moved their parameters, over some
     blocks of one group, in fp64; a gradient without an address counts as zero.
     """
+    SIZE: tl.constexpr = CONFIG.SIZE
     program = tl.program_id(0)
     offsets = tl.arange(0, SIZE)
     total = tl.zeros((SIZE,), tl.float64)
     for block in range(tl.load(bounds + program), tl.load(bounds + program + 1)):
         tensor, start, length = elements_of(block, owner, first, lengths, SIZE)
         if tl.load(gradients + tensor) != 0:
-            g_base = pointer(gradients, tensor, G, ALIGNED) + start
-            p_base = pointer(addresses, tensor, P, ALIGNED) + start
-            m_base = pointer(addresses, tensor + tensors, STATE, ALIGNED) + start
-            v_base = pointer(addresses, tensor + 2 * tensors, STATE, ALIGNED) + start
+            g_base = pointer(gradients, tensor, CONFIG.G, CONFIG.ALIGNED) + start
+            p_base = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED) + start
+            m_base = pointer(addresses, tensor + tensors, CONFIG.STATE, CONFIG.ALIGNED) + start
+            v_base = pointer(addresses, tensor + 2 * tensors, CONFIG.STATE, CONFIG.ALIGNED) + start
             g = read(g_base, offsets, length, False).to(tl.float32)
             p = read(p_base, offsets, length, False).to(tl.float32)
             m = read(m_base, offsets, length, False).to(tl.float32)
@@ -137,13 +105,7 @@ def control_kernel(
     network_start,
     partial_count,
     hidden,
-    UPDATES: tl.constexpr,
-    LOG: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_FOUND: tl.constexpr,
-    LAYERS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program gives one group its statistics, multiplier and learning rate; the first one also
     adds the loss to its mean and says whether the step is taken. Nothing but the learning rate
@@ -153,9 +115,9 @@ def control_kernel(
     now = tl.load(loss)
     goes_on = tl.abs(now) < float("inf")
     m = tl.load(multipliers + group)
-    if UPDATES:
-        gradient, parameter, finite = norms_of(squares, owner, group, partial_count, SIZE)
-        if HAS_SCALE:
+    if CONFIG.UPDATES:
+        gradient, parameter, finite = norms_of(squares, owner, group, partial_count, CONFIG.SIZE)
+        if CONFIG.HAS_SCALE:
             gradient /= tl.abs(tl.load(grad_scale).to(tl.float64))
             finite = finite & (gradient < float("inf"))
         depth = tl.load(depths + group)
@@ -163,18 +125,11 @@ def control_kernel(
         tl.store(line, gradient.to(tl.float32), mask=goes_on)
         tl.store(line + 1, parameter.to(tl.float32), mask=goes_on)
         tl.store(line + 2, depth, mask=goes_on)
-        if LOG:
+        if CONFIG.LOG:
             gradient = tl.log(1.0 + gradient)
             parameter = tl.log(1.0 + parameter)
-        out = network(
-            layers,
-            gradient.to(tl.float32),
-            parameter.to(tl.float32),
-            depth,
-            hidden,
-            LAYERS,
-            HIDDEN,
-        )
+        inputs = gradient.to(tl.float32), parameter.to(tl.float32), depth
+        out = network(layers, inputs, hidden, CONFIG)
         multiplier = tl.where(finite, multiplier_of(out, network_start), 1.0)
         m = tl.where(goes_on, multiplier, m)
         tl.store(multipliers + group, m)
@@ -185,7 +140,7 @@ def control_kernel(
         later = tl.where(mean == mean, mean + EMA_RATE * (now - mean), now)
         tl.store(ema, later, mask=goes_on)
         skips = ~goes_on
-        if HAS_FOUND:
+        if CONFIG.HAS_FOUND:
             skips = skips | (tl.load(found_inf) > 0.0)
         tl.store(found_out, skips.to(tl.float32))
 
@@ -213,11 +168,13 @@ def norms_of(squares, owner, group, partial_count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def network(layers, x, y, z, hidden, LAYERS: tl.constexpr, HIDDEN: tl.constexpr):
+def network(layers, inputs, hidden, CONFIG: tl.constexpr):
     """A perceptron of three inputs and one output; ``layers`` has the addresses of weights and
     biases.
     """
-    at = tl.arange(0, HIDDEN)
+    LAYERS: tl.constexpr = CONFIG.LAYERS
+    x, y, z = inputs
+    at = tl.arange(0, CONFIG.HIDDEN)
     mask = at < hidden
     weight = tl.load(layers).to(tl.pointer_type(tl.float32))
     bias = tl.load(layers + 1).to(tl.pointer_type(tl.float32))

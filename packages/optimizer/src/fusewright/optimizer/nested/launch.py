@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._core.launches import Launch
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
-from ..common.launch import PREPARE, SQUARES, programs_of, triton_dtype
+from ..common.launch import PREPARE, SQUARES, planned, programs_of
 from ..common.placement import laid_out_like
 from ..common.tables import Blocks, Uploaded, aligned, upload
 from .reference import START
@@ -55,59 +54,36 @@ class BatchSquares:
         programs = programs_of(SQUARES, self.blocks.count, device)
         bounds, self.groups = programs_by_group(of_group, programs)
         self.bounds = upload(bounds, torch.int32, device)
-        self.launches: dict[tuple, Launch] = {}
-        self.dot_launches: dict[tuple, Launch] = {}
+        key = batch.members[0].key
+        self.constants = dict(G=key.gradient, P=key.parameter)
+        self.state = key.state
         self.loss_gradients: Uploaded | None = None
 
     def __call__(self, squares: Tensor, place: int, both: bool) -> None:
         """Write the partial sums, from this place of their lines on."""
         if not self.groups:
             return
-        batch, blocks = self.batch, self.blocks
-        key = place, both, batch.aligned
-        if key not in self.launches:
-            batch_key = batch.members[0].key
-            self.launches[key] = Launch(
-                kernels.group_squares_kernel,
-                (len(self.groups), 1 + both),
-                self.device,
-                (squares.shape[1], place),
-                dict(num_warps=SQUARES.num_warps),
-                G=triton_dtype(batch_key.gradient),
-                P=triton_dtype(batch_key.parameter),
-                ALIGNED=batch.aligned,
-                SIZE=SQUARES.size,
-            )
+        batch, constants = self.batch, self.constants | {"ALIGNED": self.batch.aligned}
+        plan = (len(self.groups), 1 + both), (squares.shape[1], place), SQUARES
+        launch = planned(kernels, self.device, "group_squares_kernel", *plan, **constants)
         # The first line of a batch's table is of parameters.
-        tables = batch.gradients.table, batch.table, blocks.lengths, blocks.first, blocks.owner
-        self.launches[key]((*tables, self.bounds, squares))
+        launch((batch.gradients.table, batch.table, *self.blocks.tables, self.bounds, squares))
 
     def dots(self, gradients: Sequence[Tensor | None], dots: Tensor, place: int) -> None:
         """Write partial sums of a loss's gradients times how the last step moved the members."""
         if not self.groups:
             return
-        batch, blocks = self.batch, self.blocks
-        batch_key, count = batch.members[0].key, len(batch.members)
+        batch, count = self.batch, len(self.batch.members)
         if self.loss_gradients is None:
             self.loss_gradients = Uploaded(count, torch.int64, self.device, exclusive=True)
         addresses = [0 if g is None else g.data_ptr() for g in gradients]
         self.loss_gradients.hold(addresses)
-        key = place, batch.all_aligned and aligned(addresses)
-        if key not in self.dot_launches:
-            self.dot_launches[key] = Launch(
-                kernels.group_dots_kernel,
-                (len(self.groups),),
-                self.device,
-                (count, place),
-                dict(num_warps=SQUARES.num_warps),
-                G=triton_dtype(batch_key.gradient),
-                P=triton_dtype(batch_key.parameter),
-                STATE=triton_dtype(batch_key.state),
-                ALIGNED=key[1],
-                SIZE=SQUARES.size,
-            )
-        tables = batch.table, self.loss_gradients.table, blocks.lengths, blocks.first, blocks.owner
-        self.dot_launches[key]((*tables, self.bounds, batch.numbers, dots))
+        whole = batch.all_aligned and aligned(addresses)
+        constants = self.constants | {"STATE": self.state, "ALIGNED": whole}
+        plan = (len(self.groups),), (count, place), SQUARES
+        launch = planned(kernels, self.device, "group_dots_kernel", *plan, **constants)
+        tables = batch.table, self.loss_gradients.table, *self.blocks.tables
+        launch((*tables, self.bounds, batch.numbers, dots))
 
 
 class PartSquares:
@@ -156,7 +132,7 @@ class Control:
         self.network, self.device, self.groups = network, device, groups
         self.layers = Uploaded(2 * len(network.linears), torch.int64, device)
         self.hidden_layers = len(network.linears) - 1
-        self.launches: dict[tuple, Launch] = {}
+        self.tile = power_of_2(network.hidden)
 
     def __call__(
         self, squares: Tensor | None, owner: Tensor | None, tensors: Sequence[Any]
@@ -169,22 +145,19 @@ class Control:
         linears = self.network.linears
         self.layers.hold([x.data_ptr() for layer in linears for x in (layer.weight, layer.bias)])
         partial_count = 0 if squares is None else squares.shape[1]
-        key = partial_count, squares is None, grad_scale is None, found_inf is None
-        if key not in self.launches:
-            hidden = self.network.hidden
-            self.launches[key] = Launch(
-                kernels.control_kernel,
-                (self.groups,),
-                self.device,
-                (partial_count, hidden),
-                dict(num_warps=PREPARE.num_warps),
-                UPDATES=squares is not None,
-                LOG=self.network.features == "log",
-                HAS_SCALE=grad_scale is not None,
-                HAS_FOUND=found_inf is not None,
-                LAYERS=self.hidden_layers,
-                HIDDEN=power_of_2(hidden),
-                SIZE=PREPARE.size,
-            )
+        launch = planned(
+            kernels,
+            self.device,
+            "control_kernel",
+            (self.groups,),
+            (partial_count, self.network.hidden),
+            PREPARE,
+            UPDATES=squares is not None,
+            LOG=self.network.features == "log",
+            HAS_SCALE=grad_scale is not None,
+            HAS_FOUND=found_inf is not None,
+            LAYERS=self.hidden_layers,
+            HIDDEN=self.tile,
+        )
         ahead = squares, owner, depths, self.layers.table
-        self.launches[key]((*ahead, base, loss, grad_scale, found_inf, *results), (START,))
+        launch((*ahead, base, loss, grad_scale, found_inf, *results), (START,))

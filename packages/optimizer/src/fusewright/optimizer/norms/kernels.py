@@ -13,9 +13,9 @@ from ..common.tiles_step import root_of_sum
 
 
 @triton.jit
-def norm_kernel(partials, norm, partial_count, SIZE: tl.constexpr):
+def norm_kernel(partials, norm, partial_count, CONFIG: tl.constexpr):
     """The one program adds all partial sums and takes the root."""
-    tl.store(norm, root_of_sum(partials, partial_count, SIZE).to(tl.float32))
+    tl.store(norm, root_of_sum(partials, partial_count, CONFIG.SIZE).to(tl.float32))
 
 
 @triton.jit
@@ -29,26 +29,23 @@ def clip_kernel(
     max_norm,
     partial_count,
     blocks,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Each program adds all partial sums for itself, then scales in place blocks as far apart as
     there are programs.
     """
     program = tl.program_id(0)
-    norm = root_of_sum(partials, partial_count, PARTIALS)
+    norm = root_of_sum(partials, partial_count, CONFIG.PARTIALS)
     if program == 0:
         tl.store(norm_out, norm.to(tl.float32))
     factor = (max_norm / (norm + 1e-6)).to(tl.float32)
-    offsets = tl.arange(0, SIZE)
+    offsets = tl.arange(0, CONFIG.SIZE)
     # Where nothing is clipped nothing is read; a NaN is multiplied in.
     if ~(factor >= 1.0):
         for block in range(program, blocks, tl.num_programs(0)):
-            tensor, start, length = elements_of(block, owner, first, lengths, SIZE)
-            g = pointer(addresses, tensor, G, ALIGNED) + start
-            if length >= SIZE:
+            tensor, start, length = elements_of(block, owner, first, lengths, CONFIG.SIZE)
+            g = pointer(addresses, tensor, CONFIG.G, CONFIG.ALIGNED) + start
+            if length >= CONFIG.SIZE:
                 scale_elements(g, offsets, length, factor, True)
             else:
                 scale_elements(g, offsets, length, factor, False)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._core.launches import Launch
 from .._core.lazy import lazy_module
-from ..common.launch import PREPARE, GridStride, Squares, programs_of, triton_dtype
+from ..common.launch import PREPARE, GridStride, Squares, planned, programs_of
 from ..common.tables import CAPTURED, Blocks, Uploaded, addresses_of, aligned, is_captured
 
 if TYPE_CHECKING:
@@ -47,24 +46,13 @@ class KernelGradients:
 
     def norm_of(self, squares: Tensor) -> Tensor:
         norm = torch.empty((), dtype=torch.float32, device=self.device)
-        norm_launch(len(squares), self.device)((squares, norm))
+        launch = planned(kernels, self.device, "norm_kernel", (1,), (len(squares),), PREPARE)
+        launch((squares, norm))
         return norm
 
     def clip(self, squares: Tensor, max_norm: float) -> Tensor:
         """Scale in place; returns the norm."""
         return self.plan.clip(self.table.table, self.aligned, squares, max_norm)
-
-
-@functools.lru_cache(maxsize=256)
-def norm_launch(partial_count: int, device: torch.device) -> Launch:
-    return Launch(
-        kernels.norm_kernel,
-        (1,),
-        device,
-        (partial_count,),
-        dict(num_warps=PREPARE.num_warps),
-        SIZE=PREPARE.size,
-    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -80,26 +68,15 @@ class GradientsPlan:
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.squares = Squares(lengths, dtype, device)
         self.blocks = Blocks(lengths, SCALE.size, device)
+        self.grid = (programs_of(SCALE, self.blocks.count, device),)
         self.dtype, self.device = dtype, device
-        self.launches: dict[tuple, Launch] = {}
 
     def clip(self, table: Tensor, aligned: bool, squares: Tensor, max_norm: float) -> Tensor:
-        key = aligned, len(squares)
-        if key not in self.launches:
-            self.launches[key] = Launch(
-                kernels.clip_kernel,
-                (programs_of(SCALE, self.blocks.count, self.device),),
-                self.device,
-                (len(squares), self.blocks.count),
-                dict(num_warps=SCALE.num_warps),
-                G=triton_dtype(self.dtype),
-                ALIGNED=aligned,
-                PARTIALS=PREPARE.size,
-                SIZE=SCALE.size,
-            )
         norm = torch.empty((), dtype=torch.float32, device=self.device)
-        blocks = self.blocks
-        self.launches[key](
-            (table, blocks.lengths, blocks.first, blocks.owner, squares, norm), (max_norm,)
+        integers = len(squares), self.blocks.count
+        constants = dict(G=self.dtype, ALIGNED=aligned, PARTIALS=PREPARE.size)
+        launch = planned(
+            kernels, self.device, "clip_kernel", self.grid, integers, SCALE, **constants
         )
+        launch((table, *self.blocks.tables, squares, norm), (max_norm,))
         return norm

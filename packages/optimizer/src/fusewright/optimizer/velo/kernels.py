@@ -31,11 +31,12 @@ LINE = tl.constexpr(176)
 
 @triton.jit
 def moments_kernel(
-    partials, moment_partials, shapes, first, skipped, norms, moments, ROWS: tl.constexpr
+    partials, moment_partials, shapes, first, skipped, norms, moments, CONFIG: tl.constexpr
 ):
     """One program adds the squares of one tensor's features and its sums, and writes the norms of
     the features and, in fp64, the means of what was summed.
     """
+    ROWS: tl.constexpr = CONFIG.ROWS
     tensor = tl.program_id(0)
     if ~tl.load(skipped):
         shape = shapes + tensor * SHAPE_FIELDS
@@ -98,10 +99,7 @@ def velo_apply_kernel(
     exp_mult,
     step_mult,
     tensors,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program moves a stretch of one tensor."""
     block = tl.program_id(0)
@@ -109,39 +107,24 @@ def velo_apply_kernel(
         tensor = tl.load(owner + block)
         shape = shapes + tensor * SHAPE_FIELDS
         start, stop = stretch_of(block, tensor, first, shape)
-        offsets = tl.arange(0, SIZE)
+        offsets = tl.arange(0, CONFIG.SIZE)
         line = perceptrons + tensor * LINE
         # Before the loop: the compiler must assume that its stores change what is read.
         first_b, second_w = four(line + OF_B1, 1), four(line + OF_W2, 4)
         second_b, last_w = four(line + OF_B2, 1), four(line + OF_W3, 4)
         direction_b, magnitude_b = tl.load(line + OF_B3), tl.load(line + OF_B3 + 1)
         rate = tl.load(numbers + tensor * NUMBERS + RATE) * tl.load(scales + tensor) * step_mult
-        for at in range(start, stop, SIZE):
-            tile = feature_tile(
-                addresses,
-                gradients,
-                numbers,
-                decays,
-                row_means,
-                tensors,
-                tensor,
-                shape,
-                at,
-                stop,
-                offsets,
-                P,
-                G,
-                ALIGNED,
-                False,
-                True,
-            )
+        tables = addresses, gradients, numbers, decays, row_means, tensors
+        for at in range(start, stop, CONFIG.SIZE):
+            elements = tensor, shape, at, stop, offsets
+            tile = feature_tile(tables, elements, CONFIG, False)
             # Read in the loop all the same: there are too few registers for these.
             x = hidden_units(tile, four(line + OF_W1, 32), first_b)
             x = hidden_units(x, second_w, second_b)
             direction = unit(x, last_w[0], direction_b)
             magnitude = unit(x, last_w[1], magnitude_b)
             used = offsets < stop - at
-            place = pointer(addresses, tensor, P, ALIGNED) + at + offsets
+            place = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED) + at + offsets
             p = tl.load(place, mask=used, other=0).to(tl.float32)
             p -= rate * direction * tl.exp(exp_mult * magnitude)
-            tl.store(place, p.to(P), mask=used)
+            tl.store(place, p.to(CONFIG.P), mask=used)

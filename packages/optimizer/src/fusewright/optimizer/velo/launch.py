@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .._core.lazy import lazy_module
+from ..common.launch import planned
 from ..common.statistics.launch import FOLD, StatisticsBatch, StatisticsKernelPart
 from ..common.statistics.members import Member, Rules
 from ..common.statistics.reference import (
@@ -49,13 +50,10 @@ class VeLOBatch(StatisticsBatch):
 
     def add_moments(self, skipped: Tensor) -> Tensor:
         """``[tensors, 9]``: means before the step; writes the norms of the features, too."""
-        blocks = self.moving.blocks
-        self.launch(kernels, "moments_kernel", (len(self.ps),), (), FOLD.num_warps, ROWS=FOLD.rows)(
-            (
-                *(self.partials, self.moment_partials, self.moving.shapes, blocks.first, skipped),
-                *(self.norms, self.moments),
-            )
-        )
+        launch = planned(kernels, self.device, "moments_kernel", (len(self.ps),), (), FOLD)
+        tables = self.moving.shapes, self.moving.blocks.tables[1]
+        outputs = self.norms, self.moments
+        launch((self.partials, self.moment_partials, *tables, skipped, *outputs))
         return self.moments
 
     def folded(self, mixed: Tensor) -> Tensor:
@@ -72,26 +70,15 @@ class VeLOBatch(StatisticsBatch):
         mixed: Tensor,
         scales: Tensor,
         skipped: Tensor,
-        exp_mult: float,
-        step_mult: float,
+        multipliers: tuple[float, float],
     ) -> None:
         """Move the parameters by perceptrons ``[tensors, 159]``."""
-        stretch = self.applying.stretch
-        self.launch(
-            kernels,
-            "velo_apply_kernel",
-            (self.applying.blocks.count,),
-            (len(self.ps),),
-            stretch.num_warps,
-            **self.dtypes(),
-            SIZE=stretch.size,
-        )(
-            (
-                *(self.addresses.table, self.gradients.table, *self.applying.tables()),
-                *(numbers, decays, self.row_means, self.folded(mixed), scales, skipped),
-            ),
-            (exp_mult, step_mult),
-        )
+        applying = self.applying
+        plan = "velo_apply_kernel", applying.grid, (len(self.ps),), applying.stretch
+        launch = planned(kernels, self.device, *plan, **self.constants)
+        operands = self.addresses.table, self.gradients.table, *applying.tables, numbers, decays
+        inputs = self.row_means, self.folded(mixed), scales, skipped
+        launch((*operands, *inputs), multipliers)
 
 
 class VeLOKernelPart(StatisticsKernelPart, VeLOPart):
@@ -127,4 +114,4 @@ class VeLOKernelPart(StatisticsKernelPart, VeLOPart):
         multipliers = self.networks.exp_mult, self.networks.step_mult
         for batch, places, _ in self.batches:
             operands = mixed[places], scales[places], self.step.skipped
-            batch.apply(self.table[places], self.decays, *operands, *multipliers)
+            batch.apply(self.table[places], self.decays, *operands, multipliers)

@@ -37,7 +37,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ..common.statistics.reference import (
     FACTORED_DECAYS,
@@ -48,6 +47,7 @@ from ..common.statistics.reference import (
     Weights,
     factors,
     normalised,
+    perceptron,
 )
 from ..common.tables import upload
 
@@ -237,11 +237,8 @@ def step_of(
         scale: 0-d: a sqrt(mean x^2 + 1e-9).
     """
     features = normalised(element_features(p, g, statistics))
-    w1, b1, w2, b2, w3, b3 = (x.to(features.dtype) for x in weights)
-    h = F.relu(F.linear(features, w1, b1))
-    h = F.relu(F.linear(h, w2, b2))
-    direction, magnitude, _ = F.linear(h, w3, b3).unbind(-1)
-    return scale.to(h.dtype) * direction * torch.exp(exp_mult * magnitude) * step_mult
+    direction, magnitude, _ = perceptron(features, weights).unbind(-1)
+    return scale.to(features.dtype) * direction * torch.exp(exp_mult * magnitude) * step_mult
 
 
 def scales_of(multipliers: Tensor, moments: Moments) -> Tensor:

@@ -24,9 +24,10 @@ from .._core.backends import Backend
 from .._core.checks import checked_count
 from .._core.precision import without_autocast
 from ..common.checks import is_number
+from ..common.contract import loss_of
 from ..common.placement import current, on
 from ..common.statistics.members import Member, StatisticsPart
-from ..common.statistics.optimizer import StatisticsOptimizer, loss_of
+from ..common.statistics.optimizer import StatisticsOptimizer
 from . import launch
 from .parts import VeLOPart, VeLOReferencePart
 from .reference import (
@@ -132,7 +133,7 @@ class VeLO(StatisticsOptimizer):
         value = loss_of(loss) if callable(loss) else loss
         check_loss(value)
         placements = [(x.dtype, x.device) for x in self.networks.parameters()]
-        gradients = self._plan([id(self.networks), self.num_steps, placements])
+        gradients = self._plan(id(self.networks), self.num_steps, placements)
         if not self._parts:
             self._clear_results()
             return value
@@ -147,11 +148,11 @@ class VeLO(StatisticsOptimizer):
         self._point(gradients)
         steps = self._steps(self._found_inf(value))
         moments = []
-        for (part, _), step in zip(self._parts, steps, strict=True):
+        for part, step in steps:
             with current(part.device):
                 moments.append(part.advance(step))
         with current(home):
-            mixed, scales = self._mix(value, moments, on(home, steps[0].skipped))
+            mixed, scales = self._mix(value, moments, on(home, steps[0][1].skipped))
         start = 0
         for part, _ in self._parts:
             its = slice(start, start + len(part.members))
@@ -213,19 +214,19 @@ class VeLO(StatisticsOptimizer):
         part = launch.VeLOKernelPart if with_kernels else VeLOReferencePart
         return part(members, self._rules(self.networks), device)
 
-    def _takes(self, p: Tensor) -> bool:
+    def _member(self, p: Tensor, g: Tensor, place: int, number: int, mesh: int) -> Member | None:
         # Without elements there are no means.
-        return p.numel() > 0
+        return super()._member(p, g, place, number, mesh) if p.numel() else None
 
-    def _check(self, flat: list[Tensor], gradients: list[Tensor | None]) -> None:
-        super()._check(flat, gradients)
+    def _check(self, gradients: list[Tensor | None]) -> None:
+        super()._check(gradients)
         dtypes = {x.dtype for x in self.networks.parameters()}
         if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
             raise TypeError(
                 f"the networks must be of float32 or float64, got {sorted(map(str, dtypes))}"
             )
         home = {x.device for x in self.networks.parameters()}
-        devices = {p.device for p, g in zip(flat, gradients, strict=True) if g is not None}
+        devices = {p.device for p, g in zip(self._flat, gradients, strict=True) if g is not None}
         if devices and (len(home) > 1 or not home <= devices):
             raise ValueError(
                 f"the networks must be on one device of parameters with gradients, "

@@ -24,9 +24,9 @@ def whole(x):
 def advance_kernel(
     before_ptr,
     delta_ptr,
+    saturated_ptr,
     new_ptr,
     shown_ptr,
-    saturated_ptr,
     count,
     gain,
     one,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, Launch, allocator, cdiv, is_current
+from .._core.launches import Launch, Plan, allocator, cdiv, is_current
 from .._core.lazy import lazy_module
 
 if TYPE_CHECKING:
@@ -30,14 +30,6 @@ class StepConfig(NamedTuple):
 STEP = StepConfig(block=2048, num_warps=8)
 
 
-class StepPlan(NamedTuple):
-    """The launch, none without numbers, and the memory of a state and of what is shown of it."""
-
-    launch: Launch | None
-    state: Allocator
-    shown: Allocator
-
-
 def advance(
     before: Tensor, delta: Tensor, gain: float, one: float, saturated: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -48,10 +40,7 @@ def advance(
         with torch.cuda.device(delta.device):
             return advance(before, delta, gain, one, saturated)
     plan = step_plan("advance", delta.shape, gain, one, delta.device)
-    new, shown = plan.state(), plan.shown()
-    if plan.launch is not None:
-        plan.launch((before, delta.contiguous(), new, shown, saturated.view(torch.int8)))
-    return new, shown
+    return plan.run((before, delta.contiguous(), saturated.view(torch.int8)))
 
 
 def undo(after: Tensor, delta: Tensor, gain: float, one: float) -> tuple[Tensor, Tensor]:
@@ -60,16 +49,13 @@ def undo(after: Tensor, delta: Tensor, gain: float, one: float) -> tuple[Tensor,
         with torch.cuda.device(delta.device):
             return undo(after, delta, gain, one)
     plan = step_plan("undo", delta.shape, gain, one, delta.device)
-    before, shown = plan.state(), plan.shown()
-    if plan.launch is not None:
-        plan.launch((after, delta.contiguous(), before, shown))
-    return before, shown
+    return plan.run((after, delta.contiguous()))
 
 
 @functools.lru_cache(maxsize=4096)
 def step_plan(
     which: str, shape: tuple[int, ...], gain: float, one: float, device: torch.device
-) -> StepPlan:
+) -> Plan:
     """The plan of one of the two for states of this shape."""
     count = math.prod(shape)
     # The kernels take both floats behind the integer: a plan is for one of each.
@@ -82,8 +68,5 @@ def step_plan(
         dict(num_warps=STEP.num_warps),
         BLOCK=STEP.block,
     )
-    return StepPlan(
-        launch if count else None,
-        state=allocator(shape, torch.int32, device),
-        shown=allocator(shape, torch.float32, device),
-    )
+    outputs = allocator(shape, torch.int32, device), allocator(shape, torch.float32, device)
+    return Plan(launch if count else None, (), outputs)

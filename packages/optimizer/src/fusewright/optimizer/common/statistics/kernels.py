@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..tiles import pointer
-from ..tiles_step import decided, number_of
+from ..tiles_step import decided, members_of, number_of
 from .tiles import (
     AT_MOMENTA,
     AT_SQUARE,
@@ -59,32 +59,15 @@ def learned_prepare_kernel(
     decays,
     partial_count,
     tensors,
-    HAS_NORM: tl.constexpr,
-    CLIPS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_FOUND: tl.constexpr,
-    VELO: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """The one program decides whether the step is taken, counts it, and writes each tensor's line
     of numbers and the decays; it computes in fp64.
     """
-    lanes = tl.arange(0, SIZE)
-    factor, skips = decided(
-        partials,
-        max_norm,
-        grad_scale,
-        found_inf,
-        norm_out,
-        skipped_out,
-        skipped_count,
-        partial_count,
-        HAS_NORM,
-        CLIPS,
-        HAS_SCALE,
-        HAS_FOUND,
-        SIZE,
-    )
+    lanes = tl.arange(0, CONFIG.SIZE)
+    results = norm_out, skipped_out, skipped_count
+    scaler, of_groups = (grad_scale, found_inf), (group_addresses, group_wide)
+    factor, skips = decided(partials, partial_count, max_norm, scaler, results, CONFIG)
     which = tl.arange(0, 8)
     learned = which < DECAY_COUNT
     offset = tl.load(momentum_offsets + which, mask=which < 3, other=0.0)
@@ -95,21 +78,18 @@ def learned_prepare_kernel(
     complement = tl.minimum(complement, 1.0)
     tl.store(decays + which, (1.0 - complement).to(tl.float32), mask=learned)
     tl.store(decays + DECAY_COUNT + which, complement.to(tl.float32), mask=learned)
-    for start in range(0, tensors, SIZE):
+    for start in range(0, tensors, CONFIG.SIZE):
         tensor = start + lanes
-        mask = tensor < tensors
-        group = tl.load(groups + tensor, mask=mask, other=0)
-        sign = tl.load(signs + tensor, mask=mask, other=1.0)
-        place = tl.load(steps + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+        mask, group, sign, place = members_of((groups, signs, steps), tensor, tensors)
         step = tl.load(place, mask=mask, other=0.0)
         tl.store(place, step + 1.0, mask=mask & ~skips)
-        lr = number_of(group_addresses, group_wide, group, LR, GROUP_NUMBERS, mask)
-        decay = number_of(group_addresses, group_wide, group, WEIGHT_DECAY, GROUP_NUMBERS, mask)
+        lr = number_of(of_groups, group, LR, GROUP_NUMBERS, mask)
+        decay = number_of(of_groups, group, WEIGHT_DECAY, GROUP_NUMBERS, mask)
         line = numbers + tensor * NUMBERS
         tl.store(line + FACTOR, (factor * sign).to(tl.float32), mask=mask)
         tl.store(line + TIME, step, mask=mask)
         tl.store(line + RATE, lr.to(tl.float32), mask=mask)
-        if VELO:
+        if CONFIG.VELO:
             tl.store(line + DECAY, decay.to(tl.float32), mask=mask)
         else:
             tl.store(line + DECAY, (1.0 - lr * decay).to(tl.float32), mask=mask)
@@ -129,28 +109,26 @@ def statistics_kernel(
     partials,
     moments,
     tensors,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    VELO: tl.constexpr,
-    SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program moves the statistics of a stretch of one tensor and adds the squares of each of
     its features; with ``VELO`` it first adds p^2, the momenta, v and their squares.
     """
+    SIZE: tl.constexpr = CONFIG.SIZE
     block = tl.program_id(0)
     if ~tl.load(skipped):
         tensor = tl.load(owner + block)
         shape = shapes + tensor * SHAPE_FIELDS
         start, stop = stretch_of(block, tensor, first, shape)
         offsets = tl.arange(0, SIZE)
+        tables = addresses, gradients, numbers, decays, row_means, tensors
         squares = tl.zeros((SIZE, 32), tl.float32)
         zeros = tl.zeros((SIZE,), tl.float64)
         p2, s0, s1, s2, q0, q1, q2, sv, qv = (zeros,) * 9
         for at in range(start, stop, SIZE):
             used = offsets < stop - at
-            if VELO:
-                p = pointer(addresses, tensor, P, ALIGNED) + at + offsets
+            if CONFIG.VELO:
+                p = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED) + at + offsets
                 m = pointer(addresses, tensor + AT_MOMENTA * tensors, tl.float32, False) + at
                 v = pointer(addresses, tensor + AT_SQUARE * tensors, tl.float32, False) + at
                 length = tl.load(shape + ELEMENTS)
@@ -159,29 +137,13 @@ def statistics_kernel(
                 s1, q1 = with_one_more(m + length + offsets, used, s1, q1)
                 s2, q2 = with_one_more(m + 2 * length + offsets, used, s2, q2)
                 sv, qv = with_one_more(v + offsets, used, sv, qv)
-            tile = feature_tile(
-                addresses,
-                gradients,
-                numbers,
-                decays,
-                row_means,
-                tensors,
-                tensor,
-                shape,
-                at,
-                stop,
-                offsets,
-                P,
-                G,
-                ALIGNED,
-                True,
-                VELO,
-            )
+            elements = tensor, shape, at, stop, offsets
+            tile = feature_tile(tables, elements, CONFIG, True)
             # Lanes beyond the end have features too.
             tile = tl.where(used[:, None], tile, 0.0)
             squares += tile * tile
         tl.store(partials + block * 32 + tl.arange(0, 32), tl.sum(squares, 0))
-        if VELO:
+        if CONFIG.VELO:
             line = moments + block * MOMENT_SUMS
             sums = (p2, s0, s1, s2, q0, q1, q2, sv, qv)
             for k in tl.static_range(9):

@@ -25,17 +25,20 @@ MEAN_FIELDS = tl.constexpr(6)
 
 
 @triton.jit
-def gradient_at(g, p, where, mask, factor, decay, VELO: tl.constexpr, DECAYS: tl.constexpr):
-    """Gradients times the factor; with ``VELO`` and ``DECAYS`` weight decay is added."""
+def squares_at(source, where, mask, CONFIG: tl.constexpr):
+    """The squares of gradients times the factor; with ``VELO`` and ``DECAYS`` weight decay is
+    added to them.
+    """
+    g, p, factor, decay = source
     gradient = tl.load(g + where, mask=mask, other=0.0).to(tl.float32)
-    if VELO:
+    if CONFIG.VELO:
         x = tl.zeros_like(gradient)
-        if DECAYS:
+        if CONFIG.DECAYS:
             x = tl.load(p + where, mask=mask, other=0.0).to(tl.float32)
         gradient = decayed(gradient, factor, decay, x)
     else:
         gradient *= factor
-    return gradient
+    return gradient * gradient
 
 
 @triton.jit
@@ -48,15 +51,7 @@ def sums_kernel(
     numbers,
     skipped,
     partials,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    VELO: tl.constexpr,
-    DECAYS: tl.constexpr,
-    LINES: tl.constexpr,
-    LINE: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program adds the squares of a chunk of the middle axis of ``[groups, length, inner]``,
     for some groups where the inner size is 1, else for some places of the inner axis of one group.
@@ -75,99 +70,38 @@ def sums_kernel(
         stop = tl.minimum(start + tl.load(line + CHUNK), length)
         factor = tl.load(numbers + tensor * NUMBERS + FACTOR)
         decay = tl.load(numbers + tensor * NUMBERS + DECAY)
-        g, p = pointer(gradients, tensor, G, ALIGNED), pointer(addresses, tensor, P, ALIGNED)
+        g = pointer(gradients, tensor, CONFIG.G, CONFIG.ALIGNED)
+        p = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED)
         out = partials + tl.load(line + BASE)
+        source, span = (g, p, factor, decay), (start, stop, chunk, chunks)
         if inner == 1:
-            add_lines(
-                g,
-                p,
-                out,
-                across,
-                groups,
-                length,
-                start,
-                stop,
-                chunk,
-                chunks,
-                factor,
-                decay,
-                VELO,
-                DECAYS,
-                LINES,
-                LINE,
-            )
+            add_lines(source, out, across, groups, length, span, CONFIG)
         else:
-            add_places(
-                g,
-                p,
-                out,
-                across,
-                inner,
-                length,
-                start,
-                stop,
-                chunk,
-                chunks,
-                factor,
-                decay,
-                VELO,
-                DECAYS,
-                TALL,
-                WIDE,
-            )
+            add_places(source, out, across, inner, length, span, CONFIG)
 
 
 @triton.jit
-def add_lines(
-    g,
-    p,
-    out,
-    block,
-    groups,
-    length,
-    start,
-    stop,
-    chunk,
-    chunks,
-    factor,
-    decay,
-    VELO: tl.constexpr,
-    DECAYS: tl.constexpr,
-    LINES: tl.constexpr,
-    LINE: tl.constexpr,
-):
+def add_lines(source, out, block, groups, length, span, CONFIG: tl.constexpr):
     """Squares of ``LINES`` groups of ``[groups, length]``."""
+    LINES: tl.constexpr = CONFIG.LINES
+    LINE: tl.constexpr = CONFIG.LINE
+    start, stop, chunk, chunks = span
     group = block.to(tl.int64) * LINES + tl.arange(0, LINES)
     squares = tl.zeros((LINES, LINE), tl.float32)
     for at in range(start, stop, LINE):
         place = at + tl.arange(0, LINE)
         mask = (group < groups)[:, None] & (place < stop)[None, :]
         where = group[:, None] * length + place[None, :]
-        x = gradient_at(g, p, where, mask, factor, decay, VELO, DECAYS)
-        squares += x * x
+        squares += squares_at(source, where, mask, CONFIG)
     tl.store(out + group * chunks + chunk, tl.sum(squares, 1), mask=group < groups)
 
 
 @triton.jit
-def add_places(
-    g,
-    p,
-    out,
-    block,
-    inner,
-    length,
-    start,
-    stop,
-    chunk,
-    chunks,
-    factor,
-    decay,
-    VELO: tl.constexpr,
-    DECAYS: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+def add_places(source, out, block, inner, length, span, CONFIG: tl.constexpr):
     """Squares at ``WIDE`` places of the inner axis of one group of ``[groups, length, inner]``."""
+    TALL: tl.constexpr = CONFIG.TALL
+    WIDE: tl.constexpr = CONFIG.WIDE
+    start, stop, chunk, chunks = span
     across = (inner + WIDE - 1) // WIDE
     place = (block % across).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     group = (block // across).to(tl.int64)
@@ -176,8 +110,7 @@ def add_places(
         row = at + tl.arange(0, TALL)
         mask = (row < stop)[:, None] & (place < inner)[None, :]
         where = (group * length + row)[:, None] * inner + place[None, :]
-        x = gradient_at(g, p, where, mask, factor, decay, VELO, DECAYS)
-        squares += x * x
+        squares += squares_at(source, where, mask, CONFIG)
     out += (group * chunks + chunk) * inner
     tl.store(out + place, tl.sum(squares, 0), mask=place < inner)
 
@@ -194,12 +127,13 @@ def means_kernel(
     partials,
     row_means,
     span,
-    SIZE: tl.constexpr,
-    PARTIALS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program moves the row statistics along the second longest axis and writes their mean, or
     moves a stretch of column statistics.
     """
+    SIZE: tl.constexpr = CONFIG.SIZE
+    PARTIALS: tl.constexpr = CONFIG.PARTIALS
     block = tl.program_id(0)
     index = tl.load(owner + block)
     local = (block - tl.load(first + index)).to(tl.int64)

@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..._core.launches import Launch
 from ..._core.lazy import lazy_module
-from ..group_numbers import GroupNumbers
-from ..launch import PREPARE, Squares, triton_dtype
+from ..launch import KernelPart, Squares, planned
 from ..step import Step
 from ..tables import Blocks, Uploaded, addresses_of, aligned, upload
 from .layout import Layout, Stretch, Stretches
@@ -112,7 +109,8 @@ class StatisticsBatch:
         self.addresses = Uploaded(len(addresses), torch.int64, self.device, exclusive=True)
         self.addresses.hold(addresses)
         self.gradients = Uploaded(len(ps), torch.int64, self.device, exclusive=True)
-        self.aligned = False
+        # Of all launches whose kernels read parameters or gradients.
+        self.constants = dict(P=self.parameter, G=gradient, VELO=self.velo, ALIGNED=False)
         self.plan_sums()
         self.moving = Stretches(layouts, STATISTICS, self.device)
         self.applying = Stretches(layouts, APPLY, self.device)
@@ -121,7 +119,6 @@ class StatisticsBatch:
         self.moment_partials = self.partials
         self.row_means = self.empty(max(3 * sum(layout.row_means for layout in layouts), 1))
         self.norms = self.empty(len(ps), 32)
-        self.launches: dict[tuple, Launch] = {}
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -161,100 +158,30 @@ class StatisticsBatch:
     def point(self, gradients: Sequence[Tensor]) -> None:
         addresses = addresses_of(gradients)
         if self.gradients.hold(addresses):
-            self.aligned = self.all_aligned and aligned(addresses)
-
-    def launch(
-        self,
-        module: ModuleType,
-        kernel: str,
-        grid: tuple[int, ...],
-        integers: tuple[int, ...],
-        warps: int,
-        registers: int | None = None,
-        **constants: Any,
-    ) -> Launch:
-        """The launch of a kernel of a module, planned once for each alignment of the addresses."""
-        key = (kernel, self.aligned, *constants.values())
-        if key not in self.launches:
-            # Other programs compute while one reads: prefetching only adds instructions.
-            options = dict(num_warps=warps, num_stages=1)
-            if registers is not None:
-                options["maxnreg"] = registers
-            function = getattr(module, kernel)
-            self.launches[key] = Launch(function, grid, self.device, integers, options, **constants)
-        return self.launches[key]
-
-    def dtypes(self) -> dict[str, Any]:
-        return dict(
-            P=triton_dtype(self.parameter), G=triton_dtype(self.gradient), ALIGNED=self.aligned
-        )
+            self.constants["ALIGNED"] = self.all_aligned and aligned(addresses)
 
     def advance(self, numbers: Tensor, decays: Tensor, skipped: Tensor) -> None:
         """Move the statistics, and add the squares of every feature."""
-        tile, means = SQUARES_OVER_AXES, MEANS
-        blocks = self.sum_blocks
-        if blocks.count:
-            self.launch(
-                kernels_sums,
-                "sums_kernel",
-                (blocks.count,),
-                (),
-                tile.num_warps,
-                **self.dtypes(),
-                VELO=self.velo,
-                DECAYS=self.decays,
-                LINES=tile.lines,
-                LINE=tile.line,
-                TALL=tile.tall,
-                WIDE=tile.wide,
-            )(
-                (
-                    *(self.addresses.table, self.gradients.table, self.sums, blocks.first),
-                    *(blocks.owner, numbers, skipped, self.squares),
-                )
-            )
-            blocks = self.mean_blocks
-            self.launch(
-                kernels_sums,
-                "means_kernel",
-                (blocks.count,),
-                (means.span,),
-                means.num_warps,
-                SIZE=means.size,
-                PARTIALS=means.partials,
-            )(
-                (
-                    *(self.addresses.table, self.sums, self.means, blocks.first, blocks.owner),
-                    *(decays, skipped, self.squares, self.row_means),
-                )
-            )
+        operands, constants = (self.addresses.table, self.gradients.table), self.constants
+        if self.sum_blocks.count:
+            sums, means = (self.sum_blocks.count,), (self.mean_blocks.count,)
+            options = constants | {"DECAYS": self.decays}
+            tile = SQUARES_OVER_AXES
+            launch = planned(kernels_sums, self.device, "sums_kernel", sums, (), tile, **options)
+            blocks = self.sum_blocks.tables[1:]
+            launch((*operands, self.sums, *blocks, numbers, skipped, self.squares))
+            span = (MEANS.span,)
+            launch = planned(kernels_sums, self.device, "means_kernel", means, span, MEANS)
+            tables = self.addresses.table, self.sums, self.means, *self.mean_blocks.tables[1:]
+            launch((*tables, decays, skipped, self.squares, self.row_means))
         if self.moving.blocks.count:
-            stretch = self.moving.stretch
-            self.launch(
-                kernels,
-                "statistics_kernel",
-                (self.moving.blocks.count,),
-                (len(self.ps),),
-                stretch.num_warps,
-                **self.dtypes(),
-                VELO=self.velo,
-                SIZE=stretch.size,
-            )(
-                (
-                    *(self.addresses.table, self.gradients.table, *self.moving.tables()),
-                    *(
-                        numbers,
-                        decays,
-                        skipped,
-                        self.row_means,
-                        self.partials,
-                        self.moment_partials,
-                    ),
-                )
-            )
+            plan = self.moving.grid, (len(self.ps),), self.moving.stretch
+            launch = planned(kernels, self.device, "statistics_kernel", *plan, **constants)
+            sums = self.row_means, self.partials, self.moment_partials
+            launch((*operands, *self.moving.tables, numbers, decays, skipped, *sums))
 
 
-class StatisticsKernelPart(StatisticsPart):
+class StatisticsKernelPart(KernelPart, StatisticsPart):
     """The members on one device that kernels serve, and the launch that prepares a step.
 
     Attributes:
@@ -267,7 +194,8 @@ class StatisticsKernelPart(StatisticsPart):
 
     def __init__(self, members: Sequence[Member], rules: Rules, device: torch.device) -> None:
         ordered = sorted(members, key=dtypes_of)
-        super().__init__(ordered, rules, device)
+        columns = tiles.NUMBERS.value
+        super().__init__(ordered, rules, device, kernels, "learned_prepare_kernel", columns)
         self.batches: list[tuple[Any, slice, Squares]] = []
         for _, group in itertools.groupby(ordered, key=dtypes_of):
             some = list(group)
@@ -276,20 +204,12 @@ class StatisticsKernelPart(StatisticsPart):
             batch = self.batch([x.p for x in some], [x.statistics for x in some], gradient)
             squares = Squares([x.p.numel() for x in some], gradient, device)
             self.batches.append((batch, slice(start, start + len(some)), squares))
-        shape = len(ordered), tiles.NUMBERS.value
-        self.table = torch.empty(shape, dtype=torch.float32, device=device)
         # VeLO's weight decays.
         self.decay_numbers = self.table[:, tiles.DECAY.value]
         count = 2 * tiles.DECAY_COUNT.value
         self.decays = torch.empty(count, dtype=torch.float32, device=device)
         starts = (*MOMENTUM_DECAYS, *SQUARE_DECAYS, *FACTORED_DECAYS)
         self.complements = upload([1.0 - x for x in starts], torch.float64, device)
-        self.groups = upload([x.group for x in ordered], torch.int32, device)
-        self.signs = upload([x.sign for x in ordered], torch.float32, device)
-        self.steps = upload([x.statistics.step.data_ptr() for x in ordered], torch.int64, device)
-        self.group_numbers = GroupNumbers(kernels.GROUP_NUMBERS.value * rules.groups, device)
-        self.max_norm = upload([rules.max_grad_norm or 0.0], torch.float64, device)
-        self.prepare: dict[tuple, Launch] = {}
 
     def point(self, gradients: list[Tensor], groups: list[dict]) -> None:
         """Put a step's gradients, in the members' order, and the groups' numbers into tables."""
@@ -300,34 +220,15 @@ class StatisticsKernelPart(StatisticsPart):
 
     def squares(self) -> list[tuple[Any, Tensor]]:
         """Partial sums of squares in fp64, as ``total_squares`` takes them."""
-        return [(None, add(batch.gradients.table, batch.aligned)) for batch, _, add in self.batches]
+        return [
+            (None, add(batch.gradients.table, batch.constants["ALIGNED"]))
+            for batch, _, add in self.batches
+        ]
 
     def decide(self, step: Step) -> None:
         """Decide whether the step is taken, and write its numbers and decays."""
-        partial_count = 0 if step.squares is None else len(step.squares)
-        key = (partial_count, step.grad_scale is None, step.found_inf is None)
-        if key not in self.prepare:
-            self.prepare[key] = Launch(
-                kernels.learned_prepare_kernel,
-                (1,),
-                self.device,
-                (partial_count, len(self.members)),
-                dict(num_warps=PREPARE.num_warps),
-                HAS_NORM=step.squares is not None,
-                CLIPS=self.rules.max_grad_norm is not None,
-                HAS_SCALE=step.grad_scale is not None,
-                HAS_FOUND=step.found_inf is not None,
-                VELO=self.batch.velo,
-                SIZE=PREPARE.size,
-            )
-        self.prepare[key](
-            (
-                *(step.squares, self.max_norm, step.grad_scale, step.found_inf),
-                *(self.group_numbers.addresses, self.group_numbers.wide, self.groups, self.signs),
-                *(self.steps, *self.offsets, self.complements),
-                *(step.norm, step.skipped, step.skipped_count, self.table, self.decays),
-            )
-        )
+        inputs = *self.offsets, self.complements
+        self.prepare(step, inputs, (self.decays,), VELO=self.batch.velo)
 
 
 def dtypes_of(member: Member) -> str:

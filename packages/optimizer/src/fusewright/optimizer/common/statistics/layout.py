@@ -94,7 +94,5 @@ class Stretches:
             row_means += 3 * layout.row_means
         self.shapes = upload(lines, torch.int64, device)
         self.blocks = Blocks(counts, 1, device)
-        self.stretch = stretch
-
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.shapes, self.blocks.first, self.blocks.owner
+        self.stretch, self.grid = stretch, (self.blocks.count,)
+        self.tables = self.shapes, *self.blocks.tables[1:]

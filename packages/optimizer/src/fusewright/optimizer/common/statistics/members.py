@@ -33,6 +33,10 @@ class Member(NamedTuple):
     sign: float
     gradient: torch.dtype
 
+    @property
+    def step(self) -> Tensor:
+        return self.statistics.step
+
 
 class Rules(NamedTuple):
     """What holds of all parameters of an optimizer.

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..._core.precision import wide_dtype
 
@@ -168,3 +169,10 @@ def normalised(features: Tensor) -> Tensor:
     if features.ndim > 1:
         square = square.mean(tuple(range(features.ndim - 1)), keepdim=True)
     return features * (square + 1e-5).rsqrt()
+
+
+def perceptron(features: Tensor, weights: Weights) -> Tensor:
+    """``[*shape, outputs]``: of two hidden layers with ReLU."""
+    w1, b1, w2, b2, w3, b3 = (x.to(features.dtype) for x in weights)
+    h = F.relu(F.linear(features, w1, b1))
+    return F.linear(F.relu(F.linear(h, w2, b2)), w3, b3)

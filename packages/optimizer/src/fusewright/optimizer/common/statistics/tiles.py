@@ -106,39 +106,26 @@ def decayed(g, factor, decay, p):
 
 
 @triton.jit
-def feature_tile(
-    addresses,
-    gradients,
-    numbers,
-    decays,
-    row_means,
-    tensors,
-    tensor,
-    shape,
-    at,
-    stop,
-    offsets,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    MOVE: tl.constexpr,
-    VELO: tl.constexpr,
-):
+def feature_tile(tables, elements, CONFIG: tl.constexpr, MOVE: tl.constexpr):
     """``[elements, 32]``: the features, not normalised, and zeros; with ``MOVE`` momenta and
     squares see the gradient first, and are written.
     """
+    addresses, gradients, numbers, decays, row_means, tensors = tables
+    tensor, shape, at, stop, offsets = elements
     used = offsets < stop - at
     length = tl.load(shape + LENGTH)
-    p = tl.load(pointer(addresses, tensor, P, ALIGNED) + at + offsets, mask=used, other=0)
-    g = tl.load(pointer(gradients, tensor, G, ALIGNED) + at + offsets, mask=used, other=0)
+    p = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED) + at + offsets
+    p = tl.load(p, mask=used, other=0)
+    g = pointer(gradients, tensor, CONFIG.G, CONFIG.ALIGNED) + at + offsets
+    g = tl.load(g, mask=used, other=0)
     p = p.to(tl.float32)
     line = numbers + tensor * NUMBERS
-    if VELO:
+    if CONFIG.VELO:
         g = decayed(g.to(tl.float32), tl.load(line + FACTOR), tl.load(line + DECAY), p)
     else:
         g = g.to(tl.float32) * tl.load(line + FACTOR)
     # Of tensors of fewer than two axes: what is added to the mean square that divides m.
-    eps: tl.constexpr = 0.0 if VELO else 1e-6
+    eps: tl.constexpr = 0.0 if CONFIG.VELO else 1e-6
     m = pointer(addresses, tensor + AT_MOMENTA * tensors, tl.float32, False) + at
     v = pointer(addresses, tensor + AT_SQUARE * tensors, tl.float32, False) + at
     row = pointer(addresses, tensor + AT_ROW * tensors, tl.float32, False)
@@ -191,7 +178,7 @@ def feature_tile(
     factored_m = (m0 * of_m0, m1 * of_m1, m2 * of_m2)
     # Triton can add tuples, and not unpack them.
     kept = (r0, r1, r2, c0, c1, c2) + row_roots + column_roots + factored_m  # noqa: RUF005
-    if VELO:
+    if CONFIG.VELO:
         clipped = tl.clamp(g, -0.1, 0.1, tl.PropagateNan.ALL)
         whole = (g, clipped, p, m0, m1, m2, v) + scaled_m + factored_g + (g * s,)  # noqa: RUF005
         tile = joined(whole + kept + (zero, zero), 0, 1)

@@ -1,0 +1,36 @@
+"""The outputs of the attention ops, from all that computes them."""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def new_outputs(q: Tensor, with_lse: bool, keep: bool = True) -> Outputs:
+    """o, lse, and what the backward pass reads with ``keep``: softmax and o_low. Each is empty
+    where it is not asked for, o_low in fp32 too.
+    """
+    batches, queries, heads, _ = q.shape
+    rows = (batches, heads, queries)
+    narrow = q.dtype.itemsize < 4
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(rows if with_lse else (0,), dtype=torch.float32),
+        q.new_empty((2, *rows) if keep else (0,), dtype=torch.float32),
+        q.new_empty(q.shape) if keep and narrow else q.new_empty(0, dtype=torch.float32),
+    )
+
+
+def outputs_of_launch(q: Tensor, outputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """What a launch returned, empty where it returned None."""
+    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in outputs)
+
+
+def outputs_of_reference(
+    q: Tensor, o: Tensor, lse: Tensor, with_lse: bool, keep: bool = True
+) -> Outputs:
+    """What the reference returned; its backward pass does not read the others."""
+    _, empty, softmax, o_low = new_outputs(q, False, keep)
+    return o, lse.float() if with_lse else empty, softmax.zero_(), o_low.zero_()

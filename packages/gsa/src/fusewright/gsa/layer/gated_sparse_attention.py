@@ -1,5 +1,5 @@
 r"""The layer: an indexer chooses the keys of each query, attention goes to these, and two gates
-weigh what goes in and what comes out.
+weigh values and outputs.
 
     v   = W_v x * sigmoid(W_gv x)                    gate on the values
     S_t = indexer_topk(W_qi x, W_ki x, W_w x, b)     one selection for all heads
@@ -41,7 +41,7 @@ INIT_STD = 0.02
 
 class Selection(NamedTuple):
     """The keys that each query has selected, as :func:`indexer_topk` returns them. A caller who
-    computes a pass a second time hands the first pass's selection over: a difference in the last
+    recomputes a pass hands the first pass's selection over: a difference in the last
     place could select another key.
     """
 

@@ -4,7 +4,7 @@ r"""Attention of each query to the keys that were selected for it.
     o_t  = sum_r p_tr v_j(t,r)     over the slots r of query t, j(t,r) the key in a slot
 
 B sequences, H query heads of width D in groups that share a head of keys, K slots a query. The
-backward pass computes p again, with delta_t = sum_d do_t o_t - dlse_t:
+backward pass recomputes p, with delta_t = sum_d do_t o_t - dlse_t:
 
     dp_tr = do_t . v_j    ds = p * (dp - delta)    dq_t = scale sum_r ds_tr k_j
     dk_j = scale sum_{t selects j} ds_tr q_t       dv_j = sum_{t selects j} p_tr do_t

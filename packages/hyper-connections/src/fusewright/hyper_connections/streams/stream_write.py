@@ -100,7 +100,7 @@ def stream_write(
 
     Raises:
         TypeError: a tensor is not floating or not strided.
-        ValueError: shapes or devices do not go together.
+        ValueError: shapes or devices do not agree.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     check_streams("x", x)

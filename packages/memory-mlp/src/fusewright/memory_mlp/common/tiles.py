@@ -42,7 +42,7 @@ def activated(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def add_product(acc, a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a b. The interpreter multiplies only fp32 rightly: there the operands are widened."""
+    """acc + a b. The interpreter multiplies only fp32 correctly: it casts the operands."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)

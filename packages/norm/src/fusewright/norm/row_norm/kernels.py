@@ -3,8 +3,8 @@ layer_norm.
 
 The four are one formula: layer_norm centres the row first (``CENTER``), add_rms_norm adds a
 residual first, rms_norm_gated multiplies by a gate last (``ACTIVATION``, "" without one). Rows up
-to the width of the launch table stay in registers; wider ones are walked in blocks, with the second
-and third walk served by the L2 cache.
+to the width of the launch table stay in registers; wider ones are read in blocks, two or three
+times, the second and third time from the L2 cache.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def norm_forward_wide_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program normalises one row that does not fit in registers, in walks of BLOCK_COLS
-    columns.
+    """One program normalises one row that does not fit in registers, BLOCK_COLS columns
+    at a time, two or three times over.
     """
     row = tl.program_id(0)
     x_row = x_ptr + row_offset(row, x_inner_rows, x_outer_stride, x_inner_stride)
@@ -178,7 +178,7 @@ def norm_forward_wide_kernel(
         total += x
         squares += x * x
     if HAS_RESIDUAL:
-        # Each thread reads back the columns that it wrote: the walks share one layout.
+        # Each thread reads back the columns that it wrote: both passes have one layout.
         x_row = sum_ptr + out
 
     mean = 0.0

@@ -35,10 +35,10 @@ else:
 
 
 class BackwardConfig(NamedTuple):
-    """``programs_per_sm`` programs stay on each multiprocessor and walk over blocks of
+    """``programs_per_sm`` programs stay on each multiprocessor and loop over blocks of
     ``block_rows`` rows.
 
-    With ``read_again`` they fetch the row a second time after its reduction instead of keeping it
+    With ``read_again`` they load the row a second time after its reduction instead of keeping it
     in registers. What of ``num_stages`` does not fit in a GPU's shared memory is left out.
     """
 
@@ -66,7 +66,7 @@ class BackwardSmallConfig(NamedTuple):
 
 
 class BackwardWideConfig(NamedTuple):
-    """dx as in the forward pass; dweight in ``parts`` shares, by tiles of ``block_rows`` and
+    """dx as in the forward pass; dweight in ``parts`` partial sums, by tiles of ``block_rows`` and
     ``part_cols``.
     """
 
@@ -78,7 +78,7 @@ class BackwardWideConfig(NamedTuple):
 
 
 class AddPartsConfig(NamedTuple):
-    """One program adds ``block_cols`` columns, ``block_parts`` shares at a time."""
+    """One program adds ``block_cols`` columns, ``block_parts`` partial sums at a time."""
 
     block_parts: int
     block_cols: int
@@ -126,9 +126,9 @@ ADD_PARTS = AddPartsConfig(block_parts=128, block_cols=8, num_warps=8)
 class BackwardPlan(NamedTuple):
     """One backward pass: its launches, which operands it copies first, and its memory.
 
-    Small rows and columns share one launch. Else ``rows`` computes dx, dgate and, where a row fits
-    in registers, the shares of dweight and dbias too; for wide rows ``weight_parts`` does that.
-    ``add_parts`` adds the shares. Without elements there is no launch.
+    Small rows and columns take one launch. Otherwise ``rows`` computes dx, dgate and, where a row
+    fits in registers, the partial sums of dweight and dbias too; for wide rows ``weight_parts``
+    does that. ``add_parts`` adds them. Without elements there is no launch.
     """
 
     launches: Launches | None
@@ -373,8 +373,8 @@ def backward_config(
         # spills.
         return None
     tile = config.block_rows * power_of_2(cols) * itemsize * operands
-    # Of the stages, one is in registers and the others wait in shared memory; some of it goes to
-    # reductions.
+    # Of the stages, one is in registers and the others are in shared memory, part of which
+    # reductions take.
     stages = 1 + max(0, shared_bytes - REDUCTION_BYTES) // tile
     return config._replace(num_stages=min(config.num_stages, stages))
 

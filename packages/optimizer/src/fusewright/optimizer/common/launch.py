@@ -43,7 +43,7 @@ class GridStride(NamedTuple):
 
 
 SQUARES = GridStride(size=4096, num_warps=8, programs_per_sm=4)
-# Of the one program that prepares a step: so many tensors, or partial sums, at a time.
+# Of the one program that prepares a step: this many tensors, or partial sums, at a time.
 PREPARE = Block(size=512, num_warps=4)
 
 

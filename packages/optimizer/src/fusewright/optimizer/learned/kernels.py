@@ -109,7 +109,7 @@ def apply_kernel(
     PRECISION: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program moves a stretch of one tensor, or writes its update."""
+    """One program updates a stretch of one tensor, or writes its update."""
     block = tl.program_id(0)
     if ~tl.load(skipped):
         tensor = tl.load(owner + block)

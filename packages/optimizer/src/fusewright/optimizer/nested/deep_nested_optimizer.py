@@ -73,7 +73,7 @@ class DeepNestedOptimizer(NestedState):
         global_step: how many steps were called, skipped ones too; a whole number on the host.
         grad_norm, skipped, skipped_steps: as AdamW has them.
 
-    A step whose loss or gradients are not finite, or that a ``torch.amp.GradScaler`` skips, moves
+    A step whose loss or gradients are not finite, or that a ``torch.amp.GradScaler`` skips, updates
     nothing and leaves counts of steps as they were, ``global_step`` apart. Gradients stay as they
     are.
 
@@ -268,7 +268,7 @@ class DeepNestedOptimizer(NestedState):
     def _descend(
         self, gradients: Sequence[Tensor | None], loss: Tensor, scale: Tensor | None = None
     ) -> Tensor:
-        """Move the controller against dL/dm of the last step; returns it."""
+        """Update the controller against dL/dm of the last step; returns it."""
         for p, g in zip(self._all_parameters(), gradients, strict=True):
             if g is not None:
                 check_gradient(p, g)

@@ -1,5 +1,5 @@
 """VeLO's launches, after those of the statistics: one that adds the moments of each tensor, and one
-that moves the parameters.
+that updates the parameters.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class VeLOBatch(StatisticsBatch):
         exp_mult: float,
         step_mult: float,
     ) -> None:
-        """Move the parameters by perceptrons ``[tensors, 159]``."""
+        """Update the parameters by perceptrons ``[tensors, 159]``."""
         stretch = self.applying.stretch
         self.launch(
             kernels,

@@ -48,7 +48,7 @@ ASIDE = object()
 
 
 class Passed(NamedTuple):
-    """What came of a stack.
+    """What a stack returns.
 
     Attributes:
         x: the last state, fp32; NaN where the stack saturated.

@@ -197,8 +197,8 @@ def means_kernel(
     SIZE: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """One program moves the row statistics along the second longest axis and writes their mean, or
-    moves a stretch of column statistics.
+    """One program updates the row statistics along the second longest axis with their mean, or
+    updates a stretch of column statistics.
     """
     block = tl.program_id(0)
     index = tl.load(owner + block)

@@ -1,5 +1,5 @@
 """Launches of the learned optimizers' statistics: one that prepares a step, then for each batch of
-tensors three that move the statistics.
+tensors three that update the statistics.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ FOLD = Sums(rows=64, size=32, num_warps=4)
 
 
 class StatisticsBatch:
-    """Tensors of one dtype with gradients of one dtype, and the launches that move their
+    """Tensors of one dtype with gradients of one dtype, and the launches that update their
     statistics.
 
     Attributes:
@@ -190,7 +190,7 @@ class StatisticsBatch:
         )
 
     def advance(self, numbers: Tensor, decays: Tensor, skipped: Tensor) -> None:
-        """Move the statistics, and add the squares of every feature."""
+        """Update the statistics, and add the squares of every feature."""
         tile, means = SQUARES_OVER_AXES, MEANS
         blocks = self.sum_blocks
         if blocks.count:

@@ -142,7 +142,7 @@ class StatisticsOptimizer(Contract):
     def _part(
         self, members: list[Member], device: torch.device, with_kernels: bool
     ) -> StatisticsPart:
-        """Members on one device, moved by kernels or in plain torch."""
+        """Members on one device, updated by kernels or in plain torch."""
         raise NotImplementedError
 
     def _rules(self, network: Any) -> Rules:

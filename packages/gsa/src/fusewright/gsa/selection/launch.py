@@ -1,7 +1,7 @@
 """The launches of indexer_topk: configurations and plans.
 
 The scores of a chunk of the rows are computed into memory, and the selection of these rows reads
-them from there; then the next rows take their place.
+them from there; the next rows overwrite them.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def count_tokens_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program counts the tokens of one row that one head did not write, in all those that are
-    not masked, and moves both counters of the state on.
+    not masked, and advances both counters of the state.
     """
     batch = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

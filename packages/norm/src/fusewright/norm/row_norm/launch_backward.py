@@ -165,7 +165,7 @@ def norm_backward(
 
     Args:
         dy: gradient of the normalised rows.
-        dsum: gradient that reaches x by another way (the sum of add_rms_norm), added to dx.
+        dsum: gradient that reaches x by another path (the sum of add_rms_norm), added to dx.
         x: what was normalised.
         weight, bias: the factor and the summand, or None.
         mean, rstd: as the forward pass returned them.

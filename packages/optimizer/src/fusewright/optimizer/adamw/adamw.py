@@ -64,7 +64,7 @@ class AdamW(Contract):
             of fp16 parameters fp32.
         rounding: of bf16 parameters: "nearest"; "stochastic", up or down at random, bf16 state
             too; or "remainder": the 16 bits that bf16 lacks are kept as state, so that parameters
-            update as in fp32.
+            are updated as in fp32.
         seed: of stochastic rounding.
         backend: "auto" takes the kernels for CUDA parameters and plain torch for others; "triton"
             raises where the kernels cannot serve.

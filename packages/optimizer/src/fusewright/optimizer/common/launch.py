@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 class GridStride(NamedTuple):
     """``programs_per_sm`` programs stay on each multiprocessor; each takes a block of ``size``,
-    then the one that lies as many blocks further as there are programs, and so on.
+    then the one as many blocks further as there are programs, and so on.
     """
 
     size: int

@@ -74,12 +74,12 @@ class DeepNestedOptimizer(NestedState):
         grad_norm, skipped, skipped_steps: as AdamW has them.
 
     A step whose loss or gradients are not finite, or that a ``torch.amp.GradScaler`` skips, updates
-    nothing and leaves counts of steps as they were, ``global_step`` apart. Gradients stay as they
+    nothing and leaves all counts of steps but ``global_step`` as they were. Gradients stay as they
     are.
 
     In a CUDA graph: a step is captured as it is at its ``global_step``, so capture one for each
     pattern of things that happen, most simply with mode "explicit", and after the first steps of
-    all patterns, which make what they need. The controller may then look every time; of the levels
+    all patterns, which make what they need. The controller may then run each step; of the levels
     of "continuum" those fire that would at that number. Give the loss as a tensor of the graph's,
     and write what schedules say with ``capturable``. Replays do not count: set ``global_step``.
 

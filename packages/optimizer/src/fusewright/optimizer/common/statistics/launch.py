@@ -82,8 +82,8 @@ class StatisticsBatch:
     Attributes:
         velo: whether features and gradients are VeLO's.
         decays: of VeLO, whether weight decay is in the gradients.
-        updates: fp32, in the order of the parameters' memory; None where parameters are moved in
-            place.
+        updates: fp32, in the order of the parameters' memory; None where parameters are updated
+            in place.
     """
 
     velo = False

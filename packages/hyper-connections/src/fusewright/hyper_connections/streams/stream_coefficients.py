@@ -32,7 +32,7 @@ def stream_coefficients(
         fp64 streams). Differentiable in all, twice.
 
     Raises:
-        As ``stream_read``.
+        TypeError, ValueError: as ``stream_read``.
     """
     check_gates(x, phi, alpha, bias)
     eps = checked_number("eps", eps, lowest=0.0)

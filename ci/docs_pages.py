@@ -1,7 +1,7 @@
 """mkdocs hook: the packages' own pages become pages of the documentation, nothing is written twice.
 
 ``packages/norm/README.md`` is served as ``packages/norm/``, with its changelog, its result files
-and a page of its public functions beside it; the decisions get their list.
+and examples and a page of its public functions beside it; the decisions get their list.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def part_pages(part: workspace.Project) -> dict[str, str | Path]:
         if (part.folder / name).is_file():
             pages[f"{base}/{target}"] = served((part.folder / name).read_text(), depth)
     pages[f"{base}/reference.md"] = reference_page(part)
-    for path in [part.folder / "LICENSE", *sorted(part.folder.glob("results/*.*"))]:
+    files = [*part.folder.glob("results/*.*"), *part.folder.glob("examples/*.*")]
+    for path in [part.folder / "LICENSE", *sorted(files)]:
         pages[f"{base}/{path.relative_to(part.folder).as_posix()}"] = path
     return pages
 

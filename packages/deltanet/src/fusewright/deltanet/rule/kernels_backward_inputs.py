@@ -1,5 +1,5 @@
 """The backward pass of the rule, second half: the gradients of the inputs, all chunks at once. The
-formulas stand in ``kernels_backward``.
+formulas are in ``kernels_backward``.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def inputs_kernel(
         values = unit_tile(values_ptr, unit, row, col, C, V)
         dstate = unit_tile(dstates_ptr, unit, key, col, K, V)
         dk = product_onto(dk, values, tl.trans(dstate), UPCAST, PRECISION)
-        # Computed again and not the transpose of the one above: no product is transposed.
+        # Recomputed and not the transpose of the one above: no product is transposed.
         weights = product_onto(weights, values, tl.trans(do), UPCAST, PRECISION)
     dk *= tl.exp(last_decay - decay)[:, None]
     key_products = tl.sum(dk * k.to(tl.float32), 1)

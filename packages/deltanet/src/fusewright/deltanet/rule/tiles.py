@@ -27,7 +27,7 @@ COUNTS = ("tokens", "heads", "chunks")
 
 @triton.jit
 def product_onto(total, a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a b in fp32. The interpreter multiplies only fp32 rightly: there the operands are
+    """total + a b in fp32. The interpreter multiplies only fp32 correctly: there the operands are
     widened.
     """
     if UPCAST:

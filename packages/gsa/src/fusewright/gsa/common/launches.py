@@ -81,7 +81,7 @@ def present(layout: Layout | None) -> Layout:
 
 
 def grid_of(programs: int) -> tuple[int]:
-    """A grid of so many programs.
+    """A grid of this many programs.
 
     Raises:
         ValueError: more than a launch can count.

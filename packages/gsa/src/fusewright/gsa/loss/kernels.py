@@ -106,7 +106,7 @@ def divergence_kernel(
     WITH_SLOPES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program computes the divergence of one row, its slope along the temperature and, in the
+    """One program computes the divergence of one row, its derivative by the temperature and, in
     place of the scores, their gradients G: softmax less target.
     """
     row = tl.program_id(0).to(tl.int64)

@@ -181,7 +181,7 @@ def chunks_of_rows(
 
 def members_of(indices: Tensor, count: Tensor | None, first: int, last: int, keys: int) -> Tensor:
     """Which keys each row from ``first`` to before ``last`` has selected, [B, rows, keys + 1]; the
-    last column stands for no key.
+    last column is for no key.
     """
     slots = indices[:, first:last]
     valid = (slots >= 0) & (slots < keys)

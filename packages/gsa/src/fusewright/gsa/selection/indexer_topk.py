@@ -117,11 +117,11 @@ def indexer_topk(
             k_max may pass Tkv.
         law: how the number of a row's keys follows from its scores: "inverse" (fewer where they are
             spread out), "proportional", "entropy" or "fixed".
-        sinks: so many first keys are selected by every row that sees them, 0 to k_min.
+        sinks: this many first keys are selected by every row that sees them, 0 to k_min.
         variance_ema: one number in fp32 on q's device, an average of the variances of earlier calls
             for the laws "inverse" and "proportional". Where it is None, or not positive, every row
-            counts as typical: a mean over the rows of this call would tell early rows of later
-            ones. It is read on the device alone.
+            counts as typical: a mean over the rows of this call would make early rows depend on
+            later ones. It is read on the device alone.
 
     Returns:
         ``(indices, count, stats)``: indices ``[B, Tq, k_max]`` in int32, the first ``count`` of a

@@ -33,8 +33,8 @@ FIELDS = tl.constexpr(0x0001000100010001)
 
 @triton.jit
 def sums_before(x, RUNS: tl.constexpr, BLOCK: tl.constexpr):
-    """For each of the small numbers [RUNS, BLOCK] the sum of what stands before it, row by row, and
-    the sum of all. Four rows fraction one scan: each has 16 bits of 64.
+    """For each of the small numbers [RUNS, BLOCK] the sum of those before it, row by row, and
+    the sum of all. Four rows share one scan: each has 16 bits of 64.
     """
     ROWS: tl.constexpr = min(RUNS, 4)
     GROUPS: tl.constexpr = RUNS // ROWS
@@ -66,7 +66,7 @@ def store_chosen(
     LISTED: tl.constexpr,
 ):
     """Store the keys of those chosen, 1 or 0 for each place from ``start`` on, one behind the
-    other, and return how many they are. A key is its place, or stands there in a list of them.
+    other, and return how many they are. A key is its place, or the number there in a list of keys.
     """
     FOURS: tl.constexpr = BLOCK // 4
     # A thread has four neighbours: as bits they are one register, and one sum serves them.

@@ -1,7 +1,7 @@
 """The launches of indexer_topk: configurations and plans.
 
 The scores of a chunk of the rows are computed into memory, and the selection of these rows reads
-them from there; then the next rows take their place.
+them from there; the next rows overwrite them.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ SELECT = (
 )
 # The scores of a chunk of rows, 128 MiB: fewer leave a GPU idle where rows are long.
 SCORES_TO_SELECT = 1 << 25
-# Rows of scores start at multiples of so many.
+# Rows of scores start at multiples of this many.
 SCORES_IN_LINE = 128
-# Rows of up to so many scores are one chunk, whatever line serves them.
+# Rows of up to this many scores are one chunk, whatever line serves them.
 SHORT_ROW = 2048
-# A row that reads its scores again lists and holds a block of the candidates, if that is so many
-# times the most keys that it may select.
+# A row that reads its scores again lists and holds a block of the candidates, if that is this
+# many times the most keys that it may select.
 LISTED = 2
 
 
@@ -272,7 +272,7 @@ def plan_select(
 
 
 def select_config(scores: int, few_registers: bool) -> SelectConfig:
-    """The line for rows of so many scores; ``few_registers``: whether such a line may serve."""
+    """The line for rows of this many scores; ``few_registers``: whether such a line may serve."""
     return next(
         config
         for config in SELECT

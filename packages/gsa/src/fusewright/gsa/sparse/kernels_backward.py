@@ -174,7 +174,7 @@ def sparse_dkdv_kernel(
     group = tl.program_id(0) % groups
     segment = tl.program_id(0) // groups % segments
     batch = (tl.program_id(0) // groups // segments).to(tl.int64)
-    # All groups inverse_l a selection, or each has its own.
+    # All groups share a selection, or each has its own.
     selection = batch * selections + group % selections
     at = selection * segments + segment
     key = tl.load(key_ptr + at)

@@ -2,7 +2,7 @@
 selected, and from these for each tile of queries the keys that any of them has selected, for each
 tile of keys the queries that have selected any of them.
 
-Bits are set by an atomic or of integers, whose result does not depend on the order. Lists ascend.
+Bits are set by an atomic "or" of integers, whose result does not depend on the order. Lists ascend.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def append(
 def fill(
     last, length, list_at, members_at, capacity, FILL: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    """Go on to a multiple of FILL entries with the last name, without members."""
+    """Pad the list to a multiple of FILL entries by the last name, without members."""
     place = length + tl.arange(0, FILL)
     beyond = place < tl.cdiv(length, FILL) * FILL
     tl.store(list_at + place, tl.zeros([FILL], tl.int32) + last, mask=beyond)

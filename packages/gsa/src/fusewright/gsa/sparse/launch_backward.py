@@ -56,7 +56,7 @@ SPARSE_DKDV = (
     GatherConfig(256, 4, rows=16, num_warps=4, num_stages=1, hopper=True),
     GatherConfig(256, 4, rows=8, num_warps=4, num_stages=1),
 )
-# So many queries of a key are one program's; the sums of more are added afterwards.
+# This many queries of a key are one program's; the sums of more are added afterwards.
 LIST_SEGMENT = 4096
 # Tiles of the union of what queries have selected, and of the queries that have selected a key.
 # Widths up to 64: docs/decisions/0014-tiles-h200.csv; the others are unmeasured.

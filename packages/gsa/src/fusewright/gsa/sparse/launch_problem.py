@@ -41,7 +41,7 @@ class UnionConfig(NamedTuple):
     hopper: bool = False
 
     def stacked(self, heads: int) -> int:
-        """How many of so many heads are stacked: a power of 2 that divides them."""
+        """How many of this many heads are stacked: a power of 2 that divides them."""
         return math.gcd(heads, self.stack)
 
 

@@ -39,7 +39,7 @@ class ListConfig(NamedTuple):
 MEMBERS = ListConfig(block=512, num_warps=4)
 KEYS_OF_TILES = ListConfig(block=1024, num_warps=8)
 QUERIES_OF_TILES = ListConfig(block=1024, num_warps=4)
-# Bits for so many pairs of a query and a key are held at a time, 128 MiB of bits, and lists with
+# Bits for this many pairs of a query and a key are held at a time, 128 MiB of bits, and lists with
 # them: no more than five times the int32 indices of these queries, or four times the bits.
 MEMBERS_AT_A_TIME = 1 << 30
 

@@ -1,6 +1,6 @@
 """Triton kernels of the backward pass between the joint projection and the memory.
 
-The convolution is computed again. Its gradient by a row needs the gradients of its results at later
+The convolution is recomputed. Its gradient by a row needs the gradients of its results at later
 tokens, of which a program recomputes those beyond its runs: so one launch writes the
 projection's gradient. The taps' gradient is a sum over all tokens: each program stores a
 partial sum, and a second launch adds them. No atomics: the same inputs give the same bits.

@@ -98,7 +98,7 @@ def count_tokens_kernel(
     CONFIG: tl.constexpr,
 ):
     """One program counts the tokens of one row that one head did not write, in all those that are
-    not masked, and moves both counters of the state on.
+    not masked, and advances both counters of the state.
     """
     BLOCK: tl.constexpr = CONFIG.BLOCK
     batch = tl.program_id(0).to(tl.int64)

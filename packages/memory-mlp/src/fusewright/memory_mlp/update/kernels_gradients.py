@@ -4,7 +4,7 @@
     w2 = c (a2^T b2 + a3^T b3) b2 = c sum of the last left operand
 
 Forward a1 is p, a2 is e, b2 is h and there is no third product; backward a1 is z_bar, a2 is e, b2
-is dh_bar, a3 is q and b3 is h, and all is added to what lies in the outputs.
+is dh_bar, a3 is q and b3 is h, and all is added to what the outputs hold.
 
 One program adds over all rows of a tile of w1 or w2, or, where tiles are few, over a part of
 them: then a second kernel adds the partial sums. No atomics: every sum has a fixed order.

@@ -224,14 +224,19 @@ class Problem(NamedTuple):
     ) -> Launch:
         """A kernel of the rule, over operands [B, T, heads, width] of these strides."""
         columns = (self.block_k(config), self.block_v(config))
-        precisions = (interpreted(), self.precision, self.inverse_precision)
         return Launch(
             kernel,
             (programs,),
             self.device,
             (*self.counts, *itertools.chain.from_iterable(strides)),
             dict(num_warps=config.num_warps if self.has_wgmma else 8, num_stages=config.num_stages),
-            CONFIG=Constants(self.keys, self.width, self.group, *columns, *precisions, parts),
+            CONFIG=Constants(
+                *(self.keys, self.width, self.group, *columns),
+                UPCAST=interpreted(),
+                PRECISION=self.precision,
+                INVERSE=self.inverse_precision,
+                PARTS=parts,
+            ),
         )
 
     def of_units(self, *shape: int, dtype: torch.dtype | None = None) -> Allocator:

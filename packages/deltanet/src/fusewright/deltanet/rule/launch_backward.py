@@ -30,7 +30,8 @@ else:
     kernels_backward = lazy_module(__package__, "kernels_backward")
     kernels_backward_inputs = lazy_module(__package__, "kernels_backward_inputs")
 
-Tensor, F32 = torch.Tensor, torch.float32
+Tensor = torch.Tensor
+F32 = torch.float32
 
 # Source of all lines: results/tuning-h200-torch2.11-triton3.6.csv; unmeasured on other GPUs.
 LOCAL = RuleConfig(block_k=64, block_v=128, num_warps=4, num_stages=2)

@@ -1,7 +1,7 @@
 """mkdocs hook: the packages' own pages become pages of the documentation, nothing is written twice.
 
 ``packages/norm/README.md`` is served as ``packages/norm/``, with its changelog, its result files
-and a page of its public functions beside it; the decisions get their list.
+and examples and a page of its public functions beside it; the decisions get their list.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -27,6 +28,8 @@ UP_TO_ROOT = re.compile(r"\]\((?:\.\./)+(CONTRIBUTING\.md|LICENSE|README\.md)")
 UP_TO_PART = re.compile(r"\]\(((?:\.\./)+[\w/-]+/)README\.md")
 # The front page of the documentation stands for the README of the root.
 SERVED_AS = {"README.md": "index.md"}
+# Links of a page in docs/models to what lies beside docs/, which is served beside models/.
+BESIDE_DOCS = re.compile(r"\]\(\.\./\.\./(packages|integration)/")
 
 
 def served(text: str, depth: int) -> str:
@@ -35,6 +38,11 @@ def served(text: str, depth: int) -> str:
     text = UP_TO_DOCS.sub(f"]({root}", text)
     text = UP_TO_PART.sub(r"](\1index.md", text)
     return UP_TO_ROOT.sub(lambda m: f"]({root}{SERVED_AS.get(m[1], m[1])}", text)
+
+
+def of_a_model(text: str) -> str:
+    """The text of a page in docs/models with its links set right for where it is served."""
+    return UP_TO_PART.sub(r"](\1index.md", BESIDE_DOCS.sub(r"](../\1/", text))
 
 
 def reference_page(part: workspace.Project) -> str:
@@ -61,7 +69,8 @@ def part_pages(part: workspace.Project) -> dict[str, str | Path]:
         if (part.folder / name).is_file():
             pages[f"{base}/{target}"] = served((part.folder / name).read_text(), depth)
     pages[f"{base}/reference.md"] = reference_page(part)
-    for path in [part.folder / "LICENSE", *sorted(part.folder.glob("results/*.*"))]:
+    files = [*part.folder.glob("results/*.*"), *part.folder.glob("examples/*.*")]
+    for path in [part.folder / "LICENSE", *sorted(files)]:
         pages[f"{base}/{path.relative_to(part.folder).as_posix()}"] = path
     return pages
 
@@ -98,10 +107,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         return {part.name: pages}
 
     written = decisions(workspace.ROOT / "docs/decisions")
+    # By hand, with their results between marks.
+    pages = [f"models/{path.name}" for path in sorted(workspace.ROOT.glob("docs/models/*.md"))]
     config.nav = [
         {"fusewright": "index.md"},
         {"Packages": [entry(package) for package in workspace.packages()]},
-        *[{"Models": entry(models)["integration"]} for models in workspace.integration()],
+        *[{"Models": [*entry(part)[part.name], *pages]} for part in workspace.integration()],
         {"From other names": "migration.md"},
         {"Decisions": ["decisions/index.md", *(f"decisions/{path.name}" for path in written)]},
         {"Contributing": "CONTRIBUTING.md"},
@@ -111,6 +122,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 # Before mkdocstrings' own on_config, which takes the paths.
 on_config.mkdocs_priority = 100
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    return of_a_model(markdown) if page.file.src_uri.startswith("models/") else markdown
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -1,12 +1,13 @@
 """A package's GPU tests and benchmarks in the Python that runs this, with the torch that it has.
 
     python ci/on_gpu.py norm --tests --bench --out DIR
+    python ci/on_gpu.py all --tests -- -n 8
 
 Nothing is installed and no index is asked, because a machine with a GPU often carries its own
 torch and reaches none: the package and the testkit run from source. ``--installed`` uses what is
 installed instead, as the nox sessions ``gpu`` and ``bench`` do. What follows ``--`` goes to
-pytest, or to the benchmarks where those alone are asked for. A GPU run that executes no GPU test
-is an error.
+pytest, or to the benchmarks where those alone are asked for. ``all`` runs the tests of all parts,
+two parts at a time. A GPU run that executes no GPU test is an error.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import closing_line
 import workspace
 from quick import pytest_command
+
+ALL = "all"
+# Parts whose tests run at one time: while the last tests of one end, those of another fill the GPU.
+AT_ONCE = 2
 
 
 def run_tests(project: workspace.Project, environment: dict[str, str], more: list[str]) -> bool:
@@ -52,9 +58,24 @@ def run_bench(
     return subprocess.run(command, env=environment).returncode == 0
 
 
+def run_all(arguments: list[str]) -> bool:
+    """The tests of all parts, those with the most text first: True when every part's passed."""
+    parts = [*workspace.packages(), *workspace.integration()]
+    parts.sort(key=lambda part: -sum(path.stat().st_size for path in part.tests.rglob("*.py")))
+
+    def run(part: workspace.Project) -> bool:
+        command = [sys.executable, __file__, part.name, *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(f"== {part.name}\n{done.stdout}", flush=True)
+        return done.returncode == 0
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return all(list(pool.map(run, parts)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("name")
+    parser.add_argument("name", help="a part, or all")
     parser.add_argument("--tests", action="store_true")
     parser.add_argument("--bench", action="store_true")
     parser.add_argument(
@@ -67,6 +88,11 @@ def main() -> int:
     arguments = parser.parse_args(ours)
     if not (arguments.tests or arguments.bench):
         parser.error("wanted --tests, --bench or both")
+    if arguments.name == ALL:
+        if arguments.bench:
+            parser.error("wanted one part with --bench, which has the GPU to itself, got all")
+        options = ["--tests", *(["--installed"] if arguments.installed else []), "--", *more]
+        return not run_all(options)
     project = workspace.find(arguments.name)
     with workspace.source_environment(project) as environment:
         if arguments.installed:

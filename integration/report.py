@@ -1,9 +1,11 @@
-"""The models' result files as the tables of their README and as pictures beside them.
+"""The models' result files as tables and pictures beside them, and as short tables of their pages.
 
     python integration/report.py [--check]
 
-wants the sources of ``ci/testkit`` on the import path. Every CSV file in ``results/`` that has a
-benchmark's columns is read; ``--check`` only says whether README or pictures are behind them.
+wants the sources of the models and of ``ci/testkit`` on the import path. Every CSV file in
+``results/`` that has the columns of a benchmark or of a study is read. The whole tables go into
+``results/tables.md``; the pages of the models get a short one between two marks. ``--check`` only
+says whether they or pictures are behind the files.
 """
 
 from __future__ import annotations
@@ -11,15 +13,24 @@ from __future__ import annotations
 import csv
 import itertools
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-import report_optimizers
-import report_selection
 import typer
-from fusewright_testkit.report import BEGIN, COLOURS, COLUMNS, Results, with_made
+from fusewright_models.bench.depth import COLUMNS as DEPTH_COLUMNS
+from fusewright_models.bench.switches import COLUMNS as SWITCHES_COLUMNS
+from fusewright_models.studies import results as studies
+from fusewright_models.studies.attention_mass import MASSES
+from fusewright_models.studies.compare_optimizers import Point as OptimizerPoint
+from fusewright_models.studies.selection_points import LAST
+from fusewright_models.studies.selection_points import Point as SelectionPoint
+from fusewright_testkit.report import COLOURS, COLUMNS, TABLES, Results, with_made
 
 FOLDER = Path(__file__).resolve().parent
+# The pages of the models, beside the folder of this script, and whose steps they show.
+PAGES = {"transformer-np": "TransformerNP", "titan-mac": "TitanMAC", "hybrid": "HybridLM"}
 STAGES = ("data", "fwd", "bwd", "optimizer")
 HEADER = ("case", "provider", "tokens/s", "step", *STAGES, "TFLOPS", "GiB")
 TOLD = (
@@ -46,21 +57,59 @@ SWITCHES_HEADER = (
     "waiting",
     "evaluation",
 )
-SWITCHES_COLUMNS = ["case", "ours", "ms", "mem_mib", "waiting", "evaluation"]
 TOLD_OF_SWITCHES = (
     "What each of our ways saves in an eager step of TitanMAC, by itself and all together: "
-    "[{name}](results/{name}). Waiting is the share of the host's time in a step that it reads "
+    "[{name}]({name}). Waiting is the share of the host's time in a step that it reads "
     "numbers of the device, evaluation the share of a run's time that 10 batches every 50 steps "
     "take."
 )
 DEPTH_HEADER = ("case", "mode", "activations", "choices", "gradients", "peak")
-DEPTH_COLUMNS = ["case", "mode", "peak_mib", "gradients_mib", "choices_mib", "activations_mib"]
 TOLD_OF_DEPTH = (
     "Memory of an eager training step of HybridLM by its number of layers, in MiB, beside weights "
-    "and optimizer: [{name}](results/{name}). Activations are the peak of both passes without "
+    "and optimizer: [{name}]({name}). Activations are the peak of both passes without "
     "choices, which are the selections that are kept for the backward pass, and without the "
     "gradients of layers that are done."
 )
+COMPARED = {
+    "titan-mac": "TitanMAC, held-out bits per byte",
+    "transformer-np": "TransformerNP on digits, minus held-out log-likelihood in nats per target",
+}
+AGAINST = "adamw"
+OPTIMIZER_HEADER = (
+    "optimizer",
+    "peak rate",
+    "ended",
+    "score",
+    "deviation",
+    f"seeds better than {AGAINST}",
+    "seconds",
+)
+TOLD_OF_OPTIMIZERS = (
+    "{model} after {steps} steps from each of {seeds} seeds, less is better: "
+    "[{name}]({name}). Peak rates are the best of {rates} each, by runs from other seeds, "
+    "{grid_seeds} a rate; a rate at an end of its grid is marked *. Scores are of the seeds whose "
+    "runs ended with a finite one. Seconds are of all steps of a run."
+)
+SELECTION_HEADER = ("layer", "keys", *MASSES)
+SELECTION_HEADER += ("divergence", "of uniform", "share, start", "share, end")
+TOLD_OF_SELECTION = (
+    "HybridLM `mini`, what its indexers select after {steps} steps in {seconds:.0f} s, held out: "
+    "[{name}]({name}). In the mean over the layers of the stack the selected keys hold "
+    "{selected:.3f} of the dense attention's mass, {of_window:.1f} times as much as a window of as "
+    "many and {of_random:.1f} times as much as a random choice before that window; behind the "
+    "stack, in the layer that predicts the token after next, {last_of_window:.1f} and "
+    "{last_of_random:.1f} times. The indexers learn from step {start} on; then their divergence "
+    "from the attention is {begin:.3f} nats and at the end {kl:.3f}, {share:.2f} of that of an "
+    "indexer that tells no key from another. In between it is at most {highest:.3f}, at step "
+    "{worst}, and at least {lowest:.3f}, at step {best}. By layer, with that share when they begin "
+    "to learn and at the end:"
+)
+TOLD_OF_STEPS = (
+    "{environment}: tokens/s of training steps in bf16, the loss of ours checked before it is "
+    "timed. Eager steps are by the host's clock, replayed ones whole CUDA graphs. "
+    "[All rows]({tables})."
+)
+SHORT_HEADER = ("case", "fusewright, eager", "replayed", "fastest other, eager")
 
 
 class Step(NamedTuple):
@@ -69,83 +118,98 @@ class Step(NamedTuple):
     ms: dict[str, float]
     tokens_per_second: float
     tflops: float
-    gib: float | None
+    gib: str
 
 
 Cases = dict[str, dict[str, Step]]
+Row = dict[str, str]
 
 
-def read(path: Path) -> Cases | None:
-    """Steps by case and provider, in the order of the file; None where its columns are others."""
-    rows: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+def rows_of(path: Path, columns: list[str]) -> list[Row] | None:
+    """None where the columns are others."""
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        if reader.fieldnames != COLUMNS:
-            return None
-        for row in reader:
-            if row["op"] == "TransformerNP":
-                rows.setdefault((row["case"], row["provider"]), {})[row["pass"]] = row
-    cases: Cases = {}
-    for (case, provider), passes in rows.items():
-        sizes = {name: int(value) for name, value in (word.split("=") for word in case.split())}
-        ms = {name: float(row["ms"]) for name, row in passes.items()}
-        step = passes["step"]
-        cases.setdefault(case, {})[provider] = Step(
-            ms,
-            1e3 * sizes["B"] * (sizes["M"] + sizes["N"]) / ms["step"],
-            float(step["tflops"]),
-            float(step["mem_mib"]) / 1024 if step["mem_mib"] else None,
-        )
-    return cases
-
-
-def text_rows(path: Path, op: str) -> list[tuple[str, ...]]:
-    """A line for every step of a language model that the file has."""
-    lines = []
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["op"] != op:
-                continue
-            sizes = dict(word.split("=") for word in row["case"].split())
-            tokens, ms = int(sizes["B"]) * int(sizes["T"]), float(row["ms"])
-            gib = f"{float(row['mem_mib']) / 1024:.1f}" if row["mem_mib"] else ""
-            found = (row["timing"], f"{1e3 * tokens / ms:,.0f}", f"{ms:,.1f}", gib)
-            lines.append((row["case"], row["provider"], *found))
-    # Providers of a case side by side, ours first, whatever run they are from.
-    order = list(dict.fromkeys(line[0] for line in lines))
-    return sorted(lines, key=lambda line: (order.index(line[0]), not is_ours(line[1])))
+        return list(reader) if reader.fieldnames == columns else None
 
 
 def is_ours(provider: str) -> bool:
     return provider.startswith("fusewright")
 
 
+def rate_of(row: Row) -> float:
+    """Tokens per second of a step."""
+    sizes = {name: int(value) for name, value in (word.split("=") for word in row["case"].split())}
+    tokens = sizes["B"] * (sizes["T"] if "T" in sizes else sizes["M"] + sizes["N"])
+    return 1e3 * tokens / float(row["ms"])
+
+
+def gib(row: Row) -> str:
+    return f"{float(row['mem_mib']) / 1024:.1f}" if row["mem_mib"] else ""
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 2) -> str:
+    """A table, all columns but the first few to the right."""
+    rule = ("---",) * left + ("---:",) * (len(header) - left)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
+
+
+def read(path: Path) -> Cases | None:
+    """Steps of TransformerNP by case and provider, in the order of the file; None where its columns
+    are others.
+    """
+    rows = rows_of(path, COLUMNS)
+    if rows is None:
+        return None
+    passes: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row["op"] == "TransformerNP":
+            passes.setdefault((row["case"], row["provider"]), {})[row["pass"]] = row
+    cases: Cases = {}
+    for (case, provider), found in passes.items():
+        ms = {name: float(row["ms"]) for name, row in found.items()}
+        step = found["step"]
+        told = Step(ms, rate_of(step), float(step["tflops"]), gib(step))
+        cases.setdefault(case, {})[provider] = told
+    return cases
+
+
+def text_rows(path: Path, op: str) -> list[tuple[str, ...]]:
+    """A line for every step of a language model that the file has."""
+    found = [row for row in rows_of(path, COLUMNS) or () if row["op"] == op]
+    # Providers of a case side by side, ours first, whatever run they are from.
+    order = list(dict.fromkeys(row["case"] for row in found))
+    found.sort(key=lambda row: (order.index(row["case"]), not is_ours(row["provider"])))
+    named = ("case", "provider", "timing")
+    return [
+        (
+            *(row[name] for name in named),
+            f"{rate_of(row):,.0f}",
+            f"{float(row['ms']):,.1f}",
+            gib(row),
+        )
+        for row in found
+    ]
+
+
 def switch_rows(path: Path) -> list[tuple[str, ...]]:
     """A line for each switch at each case; times before are against the case's first, none."""
-    lines = []
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        before = 0.0
-        for row in reader if reader.fieldnames == SWITCHES_COLUMNS else ():
-            ms = float(row["ms"])
-            before = ms if row["ours"] == "none" else before
-            sizes = dict(word.split("=") for word in row["case"].split())
-            tokens = int(sizes["B"]) * int(sizes["T"])
-            shares = (f"{100 * float(row[name]):.1f} %" for name in ("waiting", "evaluation"))
-            gib = f"{float(row['mem_mib']) / 1024:.1f}" if row["mem_mib"] else ""
-            found = f"{ms:,.1f}", f"{1e3 * tokens / ms:,.0f}", f"{before / ms:.2f}", gib
-            lines.append((row["case"], row["ours"], *found, *shares))
+    lines, before = [], 0.0
+    for row in rows_of(path, SWITCHES_COLUMNS) or ():
+        ms = float(row["ms"])
+        before = ms if row["ours"] == "none" else before
+        shares = (f"{100 * float(row[name]):.1f} %" for name in ("waiting", "evaluation"))
+        times = f"{ms:,.1f}", f"{rate_of(row):,.0f}", f"{before / ms:.2f}"
+        lines.append((row["case"], row["ours"], *times, gib(row), *shares))
     return lines
 
 
 def depth_rows(path: Path) -> list[tuple[str, ...]]:
     """A line for each mode at each depth."""
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader) if reader.fieldnames == DEPTH_COLUMNS else []
     names = [f"{name}_mib" for name in DEPTH_HEADER[2:]]
-    mib = [[f"{float(row[name]):,.1f}" if row[name] else "" for name in names] for row in rows]
-    return [(row["case"], row["mode"], *found) for row, found in zip(rows, mib, strict=True)]
+    return [
+        (row["case"], row["mode"], *(f"{float(row[x]):,.1f}" if row[x] else "" for x in names))
+        for row in rows_of(path, DEPTH_COLUMNS) or ()
+    ]
 
 
 def result_files(folder: Path) -> dict[Path, Cases]:
@@ -156,7 +220,7 @@ def result_files(folder: Path) -> dict[Path, Cases]:
 
 def table(cases: Cases) -> str:
     """A markdown table, a line for each provider at each case."""
-    lines = [HEADER, ("---", "---", *["---:"] * (len(HEADER) - 2))]
+    lines = []
     for case, steps in cases.items():
         most = max(step.tokens_per_second for step in steps.values())
         for provider, step in steps.items():
@@ -168,14 +232,10 @@ def table(cases: Cases) -> str:
                     f"**{rate}**" if step.tokens_per_second == most else rate,
                     *(f"{step.ms[name]:,.1f}" for name in ("step", *STAGES)),
                     f"{step.tflops:.0f}",
-                    "" if step.gib is None else f"{step.gib:.1f}",
+                    step.gib,
                 )
             )
-    return markdown(lines)
-
-
-def markdown(lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(HEADER, lines)
 
 
 def gaps(cases: Cases) -> str:
@@ -188,22 +248,163 @@ def gaps(cases: Cases) -> str:
     return f"Not measured: {'; '.join(told)}." if told else ""
 
 
+class Runs(NamedTuple):
+    """Of one optimizer, with the rate that its grid chose.
+
+    Attributes:
+        lr: that rate.
+        rates: of the grid.
+        grid_seeds: how many runs chose among them, of each.
+        seeds: how many runs began.
+        scores: at the last step, by seed; without seeds whose run did not come there, or not with a
+            finite score.
+        seconds: mean of those runs.
+    """
+
+    lr: float
+    rates: list[float]
+    grid_seeds: int
+    seeds: int
+    scores: dict[int, float]
+    seconds: float
+
+    @property
+    def at_end(self) -> bool:
+        return len(self.rates) > 1 and self.lr in (min(self.rates), max(self.rates))
+
+
+def runs_of(rows: list[OptimizerPoint]) -> dict[str, Runs]:
+    """By optimizer."""
+    steps = max(row.step for row in rows)
+    found = {}
+    for optimizer in dict.fromkeys(row.optimizer for row in rows):
+        mine = [row for row in rows if row.optimizer == optimizer]
+        runs = [row for row in mine if row.phase == "run"]
+        ends = [row for row in runs if row.step == steps and isfinite(row.score)]
+        grid = [row for row in mine if row.phase == "grid"]
+        found[optimizer] = Runs(
+            runs[0].lr,
+            sorted({row.lr for row in grid}),
+            len({row.seed for row in grid}),
+            len({row.seed for row in runs}),
+            {row.seed: row.score for row in ends},
+            mean(row.seconds for row in ends) if ends else 0.0,
+        )
+    return found
+
+
+def optimizer_lines(found: dict[str, Runs]) -> list[tuple[str, ...]]:
+    """The best mean first; what did not come to its end from any seed last."""
+    against = found[AGAINST].scores if AGAINST in found else {}
+
+    def line(name: str, runs: Runs) -> tuple[str, ...]:
+        rate = f"{runs.lr:g}{' *' if runs.at_end else ''}"
+        scores = list(runs.scores.values())
+        ended = f"{len(scores)} of {runs.seeds}"
+        if not scores:
+            return name, rate, ended, "not finite", "", "", ""
+        better = sum(score < against.get(seed, score) for seed, score in runs.scores.items())
+        spread = f"{stdev(scores):.4f}" if len(scores) > 1 else ""
+        told = "" if name == AGAINST or not against else f"{better} of {len(scores)}"
+        return name, rate, ended, f"{mean(scores):.4f}", spread, told, f"{runs.seconds:.1f}"
+
+    def place(name: str) -> float:
+        scores = found[name].scores.values()
+        return mean(scores) if scores else float("inf")
+
+    return [line(name, found[name]) for name in sorted(found, key=place)]
+
+
+def optimizer_parts(path: Path, rows: list[OptimizerPoint]) -> list[str]:
+    """Paragraph, picture and table of a comparison."""
+    found, name = runs_of(rows), COMPARED[rows[0].model]
+    told = TOLD_OF_OPTIMIZERS.format(
+        model=name,
+        name=path.name,
+        steps=max(row.step for row in rows),
+        seeds=max(runs.seeds for runs in found.values()),
+        rates=max(len(runs.rates) for runs in found.values()),
+        grid_seeds=max(runs.grid_seeds for runs in found.values()),
+    )
+    table = markdown(OPTIMIZER_HEADER, optimizer_lines(found), left=1)
+    return [told, f"![{name}, by optimizer]({path.stem}.png)", table]
+
+
+def selection_parts(path: Path, rows: list[SelectionPoint]) -> list[str]:
+    """Sentence, picture and table of what indexers select."""
+    stack = [row for row in rows if row.layer != LAST]
+    steps = sorted({row.step for row in rows})
+    # From there on the indexers learn.
+    start = max((row.step for row in rows if row.phase == "alone"), default=0)
+
+    def of_stack(name: str, step: int = steps[-1]) -> float:
+        return mean(getattr(row, name) for row in stack if row.step == step)
+
+    divergence = {step: of_stack("kl", step) for step in steps}
+    # A run may have been over before they began.
+    later = [step for step in steps if step > start] or steps[-1:]
+    last, first = ([row for row in rows if row.step == step] for step in (steps[-1], start))
+    (behind,) = (row for row in last if row.layer == LAST)
+    worst, best = max(later, key=divergence.__getitem__), min(later, key=divergence.__getitem__)
+    told = TOLD_OF_SELECTION.format(
+        name=path.name,
+        steps=steps[-1],
+        seconds=of_stack("seconds"),
+        selected=of_stack("selected"),
+        of_window=of_stack("selected") / of_stack("window"),
+        of_random=of_stack("selected") / of_stack("random"),
+        last_of_window=behind.selected / behind.window,
+        last_of_random=behind.selected / behind.random,
+        kl=of_stack("kl"),
+        share=of_stack("kl") / of_stack("kl_uniform"),
+        start=start,
+        begin=divergence[start],
+        worst=worst,
+        highest=divergence[worst],
+        best=best,
+        lowest=divergence[best],
+    )
+    lines = []
+    for row, before in zip(last, first, strict=True):
+        numbers = (f"{getattr(row, name):.3f}" for name in (*MASSES, "kl", "kl_uniform"))
+        shares = (f"{each.kl / each.kl_uniform:.2f}" for each in (before, row))
+        lines.append((row.layer, f"{row.keys:.0f}", *numbers, *shares))
+    picture = f"![What HybridLM's indexers select]({path.stem}.png)"
+    return [told, picture, markdown(SELECTION_HEADER, lines, left=1)]
+
+
+STUDIES = (
+    ("optimizers-*.csv", OptimizerPoint, optimizer_parts),
+    ("selection-*.csv", SelectionPoint, selection_parts),
+)
+
+
+def study_parts(folder: Path) -> dict[Path, list[str]]:
+    """Paragraph, picture and table of each study's result file."""
+    found = {}
+    for pattern, kind, parts in STUDIES:
+        for path in sorted(folder.glob(f"results/{pattern}")):
+            if rows := studies.read(kind, path):
+                found[path] = parts(path, rows)  # type: ignore[arg-type]
+    return found
+
+
 def made(folder: Path) -> str:
-    """What belongs between the marks of the README."""
+    """What belongs into ``results/tables.md``."""
     parts = []
     for path, cases in result_files(folder).items():
         environment = Results(path, {}).environment
-        told = f"**{environment}**, bf16: [{path.name}](results/{path.name})."
+        told = f"**{environment}**, bf16: [{path.name}]({path.name})."
         parts.append(f"{told} {TOLD}" if cases else told)
         if cases:
-            parts.append(f"![{environment}: tokens per second](results/{path.stem}.png)")
+            parts.append(f"![{environment}: tokens per second]({path.stem}.png)")
             parts.append(table(cases))
         if missing := gaps(cases):
             parts.append(missing)
         for op in LANGUAGE_MODELS:
             if lines := text_rows(path, op):
                 parts.append(TOLD_OF_TEXT.format(op=op))
-                parts.append(markdown([TEXT_HEADER, ("---",) * 3 + ("---:",) * 3, *lines]))
+                parts.append(markdown(TEXT_HEADER, lines, left=3))
         for name, about, header, lines_of in (
             ("switches", TOLD_OF_SWITCHES, SWITCHES_HEADER, switch_rows),
             ("depth", TOLD_OF_DEPTH, DEPTH_HEADER, depth_rows),
@@ -211,10 +412,43 @@ def made(folder: Path) -> str:
             beside = path.with_name(f"{name}-{path.name}")
             if beside.is_file():
                 parts.append(about.format(name=beside.name))
-                rule = ("---",) * 2 + ("---:",) * (len(header) - 2)
-                parts.append(markdown([header, rule, *lines_of(beside)]))
-    parts += report_optimizers.parts(folder) + report_selection.parts(folder)
-    return "\n\n".join(parts) or "Nothing has been measured yet."
+                parts.append(markdown(header, lines_of(beside)))
+    parts += itertools.chain.from_iterable(study_parts(folder).values())
+    return "\n\n".join(["# The models: measured times and studies", *parts]) + "\n"
+
+
+def short(folder: Path, op: str) -> str:
+    """What belongs between the marks of a model's page: of each case of the last environment that
+    has some the most tokens/s of ours, eager and replayed, and of the fastest other provider.
+    """
+    for path in reversed(result_files(folder)):
+        cases: dict[str, list[Row]] = {}
+        for row in rows_of(path, COLUMNS) or ():
+            if row["op"] == op and row["pass"] == "step":
+                cases.setdefault(row["case"], []).append(row)
+        lines = [(case, *fastest(rows)) for case, rows in cases.items()]
+        if lines:
+            tables = f"../../{folder.name}/{TABLES}"
+            about = TOLD_OF_STEPS.format(environment=Results(path, {}).environment, tables=tables)
+            return f"{about}\n\n{markdown(SHORT_HEADER, lines, left=1)}"
+    return "Nothing has been measured yet."
+
+
+def fastest(rows: list[Row]) -> tuple[str, str, str]:
+    """Tokens/s of ours, eager and replayed, and of another provider, with its name."""
+    ours, graph, others = (
+        max(
+            (
+                (rate_of(row), row["provider"])
+                for row in rows
+                if is_ours(row["provider"]) == mine and row["timing"] == timing
+            ),
+            default=None,
+        )
+        for mine, timing in ((True, "wall"), (True, "graph"), (False, "wall"))
+    )
+    told = [f"{found[0]:,.0f}" if found else "" for found in (ours, graph)]
+    return told[0], told[1], f"{others[1]} {others[0]:,.0f}" if others else ""
 
 
 def draw(path: Path, cases: Cases) -> Any:
@@ -250,32 +484,41 @@ def draw(path: Path, cases: Cases) -> Any:
     return figure
 
 
+def written(folder: Path) -> dict[Path, str]:
+    """Every file of words that follows from the results, and what it is to say."""
+    files = {folder / TABLES: made(folder)}
+    for page, op in PAGES.items():
+        path = folder.parent / f"docs/models/{page}.md"
+        if path.is_file():
+            files[path] = with_made(path.read_text(), short(folder, op))
+    return files
+
+
 def problems(folder: Path) -> list[str]:
-    """What of README and pictures is behind the result files."""
-    readme = folder / "README.md"
-    text, files = readme.read_text(), result_files(folder)
-    compared = report_optimizers.files(folder) + report_selection.files(folder)
-    if not (files or compared or BEGIN in text):
-        return []
-    told = [] if text == with_made(text, made(folder)) else [f"{readme} is behind its results"]
+    """What of tables, pages and pictures is behind the result files."""
+    told = [
+        f"{path} is behind its results"
+        for path, text in written(folder).items()
+        if not (path.is_file() and path.read_text() == text)
+    ]
     # Those of trainings are drawn where they are trained.
-    drawn = [path for path, cases in files.items() if cases]
-    pictures = [path.with_suffix(".png") for path in [*drawn, *compared]]
+    drawn = [path for path, cases in result_files(folder).items() if cases]
+    pictures = [path.with_suffix(".png") for path in [*drawn, *study_parts(folder)]]
     return told + [f"{path} is missing" for path in pictures if not path.is_file()]
 
 
 def main(
-    folder: Path = typer.Argument(FOLDER, help="the folder of README.md and results/"),
+    folder: Path = typer.Argument(FOLDER, help="the folder of results/"),
     check: bool = typer.Option(False, help="write nothing; fail where something is behind"),
 ) -> None:
-    """Write the models' result table and pictures, or check them."""
+    """Write the models' result tables and pictures, or check them."""
     if check:
         told = problems(folder)
         for problem in told:
             typer.echo(f"{problem}: python integration/report.py", err=True)
         raise typer.Exit(bool(told))
-    readme = folder / "README.md"
-    readme.write_text(with_made(readme.read_text(), made(folder)))
+    for path, text in written(folder).items():
+        path.write_text(text)
     for path, cases in result_files(folder).items():
         if cases:
             # Without the library's version, the same results give the same bytes.

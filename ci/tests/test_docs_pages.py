@@ -21,6 +21,22 @@ def test_links_of_a_readme_fit_its_page(text, wanted):
     assert docs_pages.served(text, depth=2) == wanted
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("![times](../../integration/results/a.png)", "![times](../integration/results/a.png)"),
+        (
+            "[memory](../../packages/memory-mlp/README.md)",
+            "[memory](../packages/memory-mlp/index.md)",
+        ),
+        ("[why](../decisions/0001-a.md)", "[why](../decisions/0001-a.md)"),
+        ("[beside](training.md)", "[beside](training.md)"),
+    ],
+)
+def test_links_of_a_models_page_fit_where_it_is_served(text, wanted):
+    assert docs_pages.of_a_model(text) == wanted
+
+
 def test_part_brings_its_pages_and_result_files(repository, monkeypatch):
     monkeypatch.setattr(workspace, "ROOT", repository)
     norm = workspace.find("norm", repository)

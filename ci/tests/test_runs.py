@@ -67,6 +67,18 @@ def test_gpu_run_needs_an_executed_and_passing_test(run, on_gpu, code):
     assert ("no GPU test of norm was executed" in told) == ("skip" in on_gpu)
 
 
+def test_all_runs_every_part_and_fails_where_one_does(run):
+    code, told = run("on_gpu.py", "all", "--tests")
+    assert code == 1
+    assert "== norm\n" in told
+    assert "1 passed, 1 deselected" in told
+    assert "no GPU test of memory-mlp was executed" in told
+
+
+def test_all_benchmarks_at_once_are_refused(run):
+    assert run("on_gpu.py", "all", "--tests", "--bench")[0] == 2
+
+
 def test_bench_calls_the_testkits_runner(run, tmp_path):
     code, told = run(
         "on_gpu.py", "norm", "--bench", "--out", str(tmp_path / "new"), "--", "rms_norm"

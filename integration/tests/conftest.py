@@ -7,8 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from fusewright_models import TransformerNP, TransformerNPConfig
-from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
-from fusewright_models.titan_mac_config import VARIANTS, TitanMACConfig
+from fusewright_models.models.titan_mac import TITAN_MAC, VARIANTS, TitanMAC, TitanMACConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,24 +1,21 @@
 from __future__ import annotations
 
-import csv
-import re
-from pathlib import Path
-
 import pytest
 import torch
-import typer
 from fusewright_models import TransformerNPConfig
-from fusewright_models.bench import harness, providers
+from fusewright_models.bench import harness, providers, transformer_np
 from fusewright_models.bench.__main__ import main
 from fusewright_models.bench.harness import Expected
 from fusewright_models.bench.providers import PROVIDER_NAMES, Provider, chosen_providers
 from fusewright_models.bench.results import COLUMNS, environment_name
 from fusewright_models.bench.shapes import Shape, operations
 from fusewright_models.bench.step import STAGES, Step, Taken, Time
+from fusewright_models.bench.transformer_np import TransformerNPHarness
 from fusewright_testkit import bench as testkit_bench
 from fusewright_testkit import report as testkit_report
 from torch.nn.attention import SDPBackend
-from typer.testing import CliRunner
+
+from .commands import assert_refused, flags_of, invoke, rows_of
 
 EAGER = "sdpa-unpruned,sdpa,fusewright"
 # What torch takes on the CPU stands in the row.
@@ -28,17 +25,7 @@ CASE = "M=8 N=6 B=2"
 
 
 def run(*arguments, device: str = "cpu"):
-    app = typer.Typer()
-    app.command()(main)
-    command = [*TINY, "--device", device, *map(str, arguments)]
-    # Wide enough that no message is broken into lines.
-    return CliRunner().invoke(app, command, env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    (path,) = folder.glob("*.csv")
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return invoke(main, *TINY, "--device", device, *arguments)
 
 
 def line_of(output: str, provider: str) -> str:
@@ -152,7 +139,7 @@ def test_wrong_loss_of_a_peer_is_told_and_timed(tmp_path, monkeypatch):
 
 
 def test_losses_that_cannot_be_held_against_anything_are_timed(monkeypatch):
-    monkeypatch.setattr(harness, "plain_log_likelihood", out_of_memory)
+    monkeypatch.setattr(transformer_np, "plain_log_likelihood", out_of_memory)
     result = run("--provider", "sdpa,fusewright")
     assert result.exit_code == 0
     assert f"{CASE}: nothing to hold losses against: out of memory" in result.output
@@ -204,7 +191,7 @@ def test_providers_on_torchs_attention_run_once_for_each_choice_of_it():
 def test_allowance_of_bf16_is_what_a_wrong_loss_exceeds(provider, shape):
     """A model that sees another context errs by more than rounding does."""
     config = TransformerNPConfig(width=32, layers=2, heads=2, feed_forward_width=85)
-    measure = harness.Harness(config, torch.device("cpu"), 0.0, True, None, None)
+    measure = TransformerNPHarness(config, torch.device("cpu"), 0.0, True, None, None)
     expected = measure.expected(shape)
     assert 0.0 < expected.allowed < 0.1 * abs(expected.loss)
     (one,) = chosen_providers(provider, "auto")
@@ -224,11 +211,11 @@ def test_allowance_of_bf16_is_what_a_wrong_loss_exceeds(provider, shape):
 )
 def test_allowance_is_the_largest_of_batches_of_64_targets(monkeypatch, shape, batches):
     config = TransformerNPConfig(width=16, layers=1, heads=1, feed_forward_width=21)
-    measure = harness.Harness(config, torch.device("cpu"), 0.0, True, None, None)
+    measure = TransformerNPHarness(config, torch.device("cpu"), 0.0, True, None, None)
     # Loss and error of each batch, the greatest error in the middle.
     known = [(float(n), 1.0 - abs(n - batches // 2) / batches) for n in range(batches)]
     remaining = iter(known)
-    monkeypatch.setattr(harness.Harness, "_loss_and_error", lambda *arguments: next(remaining))
+    monkeypatch.setattr(TransformerNPHarness, "_loss_and_error", lambda *arguments: next(remaining))
     expected = measure.expected(Shape(*shape))
     assert list(remaining) == []
     assert expected == Expected(0.0, harness.FACTOR * 1.0)
@@ -288,28 +275,20 @@ def test_result_files_are_the_testkits():
         (["--device", "meta"], "--device must be cpu, cuda or cuda:N; got 'meta'"),
         (["--device", "mps"], "--device must be cpu, cuda or cuda:N; got 'mps'"),
     ],
-    ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else "",
+    ids=flags_of,
 )
 def test_bad_options_get_one_clear_sentence(arguments, message):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.output
-    assert re.search(message, result.output)
+    assert_refused(run(*arguments), message)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_missing_gpu_is_said():
-    result = run(device="cuda")
-    assert result.exit_code == 2
-    assert "--device cuda needs a CUDA device, and torch sees none" in result.output
+    assert_refused(run(device="cuda"), "--device cuda needs a CUDA device, and torch sees none")
 
 
 @pytest.mark.gpu
 def test_gpu_that_is_not_there_is_said_in_one_sentence():
-    result = run(device="cuda:99")
-    assert result.exit_code == 2
-    assert "--device cuda:99: " in result.output
-    assert "Traceback" not in result.output
+    assert_refused(run(device="cuda:99"), "--device cuda:99: ")
 
 
 @pytest.mark.gpu

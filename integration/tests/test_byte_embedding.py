@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright_models.byte_embedding import BYTES, POSITIONS, ROWS, ByteEmbedding, beginning
+from fusewright_models.models.hybrid.byte_embedding import (
+    BYTES,
+    POSITIONS,
+    ROWS,
+    ByteEmbedding,
+    beginning,
+)
 from fusewright_testkit import Yardstick
 from torch.func import functional_call
 

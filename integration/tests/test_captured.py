@@ -7,20 +7,16 @@ from __future__ import annotations
 import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fusewright.optimizer import DeepNestedOptimizer
-from fusewright_models import TransformerNP, TransformerNPConfig
-from fusewright_models.cli import negative_log_likelihood
+from fusewright_models.cli.transformer_np import negative_log_likelihood
 from fusewright_models.data import make_sampler
-from fusewright_models.presets import TRANSFORMER_NP
 from fusewright_models.text import TextBatch
 from fusewright_models.training import (
     OPTIMIZER_NAMES,
-    RunFolder,
     Trainer,
     TrainingConfig,
     captured,
@@ -34,7 +30,8 @@ from fusewright_models.training.captured import (
     with_tensors,
 )
 from fusewright_models.training.optimizer_traits import counts, set_counts
-from rich.console import Console
+
+from .trainers import assert_same_bits, quiet_trainer, tiny
 
 CONFIG = TrainingConfig(steps=44, batch_size=2, warmup_steps=4, log_every=4, evaluate_every=20)
 
@@ -69,11 +66,7 @@ def make(path, *, stood, name="adamw", ragged=True, gives=None, **changes) -> Tr
     """``gives`` says by batch, and by the number of it, whether one parameter more gets a
     gradient.
     """
-    torch.manual_seed(0)
-    loss = negative_log_likelihood
-    source = make_sampler("digits", ragged=ragged)
-    shape = TRANSFORMER_NP["tiny"].architecture
-    model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape))
+    model, source, loss = tiny("transformer-np", ragged=ragged)
     if gives is not None:
         model.extra = torch.nn.Parameter(torch.ones(2, 3))
         numbers = itertools.count()
@@ -84,69 +77,65 @@ def make(path, *, stood, name="adamw", ragged=True, gives=None, **changes) -> Tr
 
     config = replace(CONFIG, **changes)
     optimizer = make_optimizer(name, model, lr=1e-3, weight_decay=0.1, clip_norm=config.clip_norm)
-    folder, console = RunFolder(path), Console(file=StringIO(), width=400)
-    trainer = Trainer(model, source, loss, optimizer, config, folder, console=console)
+    trainer = quiet_trainer(path, model, source, loss, optimizer, config)
     if stood:
-        trainer.stepper = Stood(model, loss, optimizer, config, trainer._say)
+        trainer.stepper = Stood(model, loss, optimizer, config, say=trainer._say)
     return trainer
 
 
-def assert_same_bits(one: Trainer, other: Trainer) -> None:
-    lines = [
-        [(x["step"], x["loss"], x["gradient_norm"], x["lr"]) for x in each.folder.read_metrics()]
-        for each in (one, other)
-    ]
-    assert lines[0] == lines[1]
-    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+def run_both(path, **options) -> list[Trainer]:
+    """Eager and replayed."""
+    trainers = [make(path / str(stood), stood=stood, **options) for stood in (False, True)]
+    for trainer in trainers:
+        trainer.run()
+    return trainers
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_replays_and_eager_steps_make_one_training(tmp_path, name):
-    trainers = [make(tmp_path / str(stood), stood=stood, name=name) for stood in (False, True)]
-    for trainer in trainers:
-        trainer.run()
+    one, other = run_both(tmp_path, name=name)
     patterns = 2 if name in ("m3", "nested") else 1
-    assert len(trainers[1].stepper.graphs) == 1 + patterns
-    assert_same_bits(*trainers)
+    assert len(other.stepper.graphs) == 1 + patterns
+    assert_same_bits(one, other)
 
 
 def test_accumulated_batches_of_many_shapes_are_replayed(tmp_path):
     changes = {"accumulation_steps": 3, "ragged": False, "steps": 60}
-    trainers = [make(tmp_path / str(stood), stood=stood, **changes) for stood in (False, True)]
-    for trainer in trainers:
-        trainer.run()
-    kinds = {key[1] for key in trainers[1].stepper.graphs if key is not None}
+    one, other = run_both(tmp_path, **changes)
+    kinds = {key[1] for key in other.stepper.graphs if key is not None}
     # The first batch of a step and the others are graphs of their own.
     assert kinds == {True, False}
-    assert_same_bits(*trainers)
+    assert_same_bits(one, other)
 
 
 def test_shapes_beyond_the_most_stay_eager_and_are_told_of_once(tmp_path, monkeypatch):
     monkeypatch.setattr(captured, "MOST_SHAPES", 3)
-    trainers = [make(tmp_path / str(stood), stood=stood, ragged=False) for stood in (False, True)]
-    for trainer in trainers:
-        trainer.run()
-    assert trainers[1].console.file.getvalue().count("of more than 3 shapes of batches") == 1
-    assert len(trainers[1].stepper.batches) == 3
-    assert_same_bits(*trainers)
+    one, other = run_both(tmp_path, ragged=False)
+    assert other.console.file.getvalue().count("of more than 3 shapes of batches") == 1
+    assert len(other.stepper.batches) == 3
+    assert_same_bits(one, other)
 
 
 def test_capture_that_fails_leaves_the_training_as_it_is(tmp_path):
-    trainers = [make(tmp_path / str(stood), stood=stood, name="m3") for stood in (False, True)]
-    trainers[1].stepper.fails = True
+    one, other = trainers = [
+        make(tmp_path / str(stood), stood=stood, name="m3") for stood in (False, True)
+    ]
+    other.stepper.fails = True
     for trainer in trainers:
         trainer.run()
-    assert not trainers[1].stepper.graphs
-    assert trainers[1].console.file.getvalue().count("steps are eager: it cannot be") == 1
-    assert_same_bits(*trainers)
+    assert not other.stepper.graphs
+    assert other.console.file.getvalue().count("steps are eager: it cannot be") == 1
+    assert_same_bits(one, other)
 
 
 def test_capture_that_fails_later_lets_go_of_the_graphs(tmp_path):
-    trainers = [make(tmp_path / str(stood), stood=stood, name="nested") for stood in (False, True)]
+    one, other = trainers = [
+        make(tmp_path / str(stood), stood=stood, name="nested") for stood in (False, True)
+    ]
     for trainer in trainers:
         trainer.run(until=10)
-    stepper = trainers[1].stepper
+    stepper = other.stepper
     assert stepper.graphs
     # The steps in which it learns have not been captured.
     stepper.fails = True
@@ -155,7 +144,7 @@ def test_capture_that_fails_later_lets_go_of_the_graphs(tmp_path):
     assert stepper.failed
     assert not stepper.graphs
     assert not stepper.batches
-    assert_same_bits(*trainers)
+    assert_same_bits(one, other)
 
 
 def test_levels_of_a_continuum_are_not_captured():
@@ -206,17 +195,17 @@ TOLD = "not all batches give gradients to the same parameters"
 )
 def test_parameter_with_gradients_of_some_batches_leaves_an_eager_run(tmp_path, kind, name):
     gives, changes = SOMETIMES[kind]
-    trainers = [
+    one, other = trainers = [
         make(tmp_path / str(stood), stood=stood, name=name, gives=gives, steps=24, **changes)
         for stood in (False, True)
     ]
     for trainer in trainers:
         trainer.run()
-    assert trainers[1].stepper.failed
-    assert not trainers[1].stepper.graphs
-    assert not trainers[1].stepper.gradients
-    assert trainers[1].console.file.getvalue().count(f"steps are eager: {TOLD}") == 1
-    assert_same_bits(*trainers)
+    assert other.stepper.failed
+    assert not other.stepper.graphs
+    assert not other.stepper.gradients
+    assert other.console.file.getvalue().count(f"steps are eager: {TOLD}") == 1
+    assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("kind", SOMETIMES)

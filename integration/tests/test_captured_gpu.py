@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
-from types import SimpleNamespace
 
 import pytest
 import torch
-from fusewright_models import TransformerNP, TransformerNPConfig
-from fusewright_models.cli import negative_log_likelihood
-from fusewright_models.data import make_sampler
-from fusewright_models.presets import TRANSFORMER_NP
-from fusewright_models.text import Windows
-from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
-from fusewright_models.titan_mac_command import next_token_loss
+from fusewright_models.cli.titan_mac import next_token_loss
+from fusewright_models.cli.transformer_np import negative_log_likelihood
 from fusewright_models.training import (
     OPTIMIZER_NAMES,
-    RunFolder,
     Trainer,
     TrainingConfig,
     make_optimizer,
@@ -26,30 +19,21 @@ from fusewright_models.training.captured import CapturedStepper
 from fusewright_testkit import no_synchronisation
 from rich.console import Console
 
+from . import trainers as of_trainers
+from .trainers import MODELS, quiet_trainer, tiny
+
 pytestmark = pytest.mark.gpu
 # Chunks of M3 and the steps in which a nested optimizer learns are captured in the third one.
 CONFIG = TrainingConfig(
     steps=44, batch_size=4, warmup_steps=4, precision="bf16", log_every=4, evaluate_every=20
 )
-MODELS = ("titan-mac", "transformer-np")
 
 
 def make(
     path, model_name, *, capture, name="adamw", ragged=True, loss=None, extra=False, **changes
 ) -> Trainer:
     """With ``extra`` the model has a parameter of that name that the plain loss does not know."""
-    torch.manual_seed(0)
-    if model_name == "titan-mac":
-        model = TitanMAC(TITAN_MAC["tiny"]).cuda()
-        text = torch.randint(97, 105, (4096,), generator=torch.Generator().manual_seed(0))
-        source, plain = Windows(text.cuda(), length=100), next_token_loss
-    else:
-        source, plain = (
-            make_sampler("digits", ragged=ragged, device="cuda"),
-            negative_log_likelihood,
-        )
-        shape = TRANSFORMER_NP["tiny"].architecture
-        model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape)).cuda()
+    model, source, plain = tiny(model_name, device="cuda", ragged=ragged, length=100)
     if extra:
         model.extra = torch.nn.Parameter(torch.ones(2, 3, device="cuda"))
     config = replace(CONFIG, capture=capture, **changes)
@@ -60,35 +44,29 @@ def make(
         with torch.no_grad():
             return {"score": float(plain(model, rows))}
 
-    folder, console = RunFolder(path), Console(file=StringIO(), width=400)
-    more = {"evaluate": evaluation, "console": console}
-    return Trainer(model, source, loss or plain, optimizer, config, folder, **more)
+    return quiet_trainer(path, model, source, loss or plain, optimizer, config, evaluate=evaluation)
 
 
-def results(trainer: Trainer) -> SimpleNamespace:
-    lines = [
-        {name: x for name, x in line.items() if name not in ("seconds", "tokens_per_second")}
-        for line in trainer.folder.read_metrics()
+def run_both(path, model_name, **options) -> list[Trainer]:
+    """Eager and captured."""
+    trainers = [
+        make(path / str(capture), model_name, capture=capture, **options)
+        for capture in (False, True)
     ]
-    return SimpleNamespace(lines=lines, parameters=[p.detach() for p in trainer.model.parameters()])
+    for trainer in trainers:
+        trainer.run()
+    return trainers
 
 
 def assert_same_bits(one: Trainer, other: Trainer) -> None:
-    ours, theirs = results(one), results(other)
-    assert ours.lines == theirs.lines
-    assert all(map(torch.equal, ours.parameters, theirs.parameters))
-    assert len({line["loss"] for line in ours.lines if "loss" in line}) > 5
+    of_trainers.assert_same_bits(one, other)
+    assert len({line["loss"] for line in of_trainers.training_lines(one)}) > 5
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 @pytest.mark.parametrize("model", MODELS)
 def test_captured_training_has_the_bits_of_eager_training(tmp_path, model, name):
-    trainers = [
-        make(tmp_path / str(capture), model, capture=capture, name=name)
-        for capture in (False, True)
-    ]
-    for trainer in trainers:
-        trainer.run()
+    trainers = run_both(tmp_path, model, name=name)
     stepper = trainers[1].stepper
     assert isinstance(stepper, CapturedStepper)
     # Forward and backward pass, and a step for each pattern; the first of "nested" comes once.
@@ -99,12 +77,7 @@ def test_captured_training_has_the_bits_of_eager_training(tmp_path, model, name)
 
 @pytest.mark.parametrize("model", MODELS)
 def test_accumulated_batches_are_captured(tmp_path, model):
-    trainers = [
-        make(tmp_path / str(capture), model, capture=capture, accumulation_steps=3)
-        for capture in (False, True)
-    ]
-    for trainer in trainers:
-        trainer.run()
+    trainers = run_both(tmp_path, model, accumulation_steps=3)
     # The first batch finds no gradients, the others do.
     assert len(trainers[1].stepper.graphs) == 3
     assert_same_bits(*trainers)
@@ -113,34 +86,19 @@ def test_accumulated_batches_are_captured(tmp_path, model):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled_losses_are_captured(tmp_path, model):
-    trainers = [
-        make(tmp_path / str(capture), model, capture=capture, compile=True)
-        for capture in (False, True)
-    ]
-    for trainer in trainers:
-        trainer.run()
+    trainers = run_both(tmp_path, model, compile=True)
     assert_same_bits(*trainers)
 
 
 def test_batches_of_many_shapes_are_captured_each(tmp_path):
-    trainers = [
-        make(tmp_path / str(capture), "transformer-np", capture=capture, ragged=False, steps=150)
-        for capture in (False, True)
-    ]
-    for trainer in trainers:
-        trainer.run()
+    trainers = run_both(tmp_path, "transformer-np", ragged=False, steps=150)
     assert len(trainers[1].stepper.graphs) > 10
     assert_same_bits(*trainers)
 
 
 def test_shapes_beyond_the_most_stay_eager(tmp_path, monkeypatch):
     monkeypatch.setattr("fusewright_models.training.captured.MOST_SHAPES", 3)
-    trainers = [
-        make(tmp_path / str(capture), "transformer-np", capture=capture, ragged=False, steps=100)
-        for capture in (False, True)
-    ]
-    for trainer in trainers:
-        trainer.run()
+    trainers = run_both(tmp_path, "transformer-np", ragged=False, steps=100)
     assert trainers[1].console.file.getvalue().count("more than 3 shapes of batches") == 1
     assert_same_bits(*trainers)
 

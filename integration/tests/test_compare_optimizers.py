@@ -2,20 +2,19 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from pathlib import Path
 
 import pytest
-import typer
-from fusewright_models import compare_optimizers
-from fusewright_models.compare_optimizers import COLUMNS, Point, draw, last_score, read, write
-from typer.testing import CliRunner
+from fusewright_models.studies import compare_optimizers
+from fusewright_models.studies.compare_optimizers import FORMATS, Point, draw, last_score
+from fusewright_models.studies.results import columns, read, write
+
+from .commands import assert_refused, invoke
 
 
 def run(*arguments):
-    app = typer.Typer()
-    app.command()(compare_optimizers.main)
-    environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
+    return invoke(compare_optimizers.main, *arguments)
 
 
 def compared(out: Path, model: str, optimizers: str, *, seeds: int, grid: str) -> Path:
@@ -39,8 +38,8 @@ def test_optimizers_train_from_the_same_seeds_with_the_rate_of_their_grid(tmp_pa
     assert file.name.startswith(f"optimizers-{model}-")
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     with file.open(newline="") as stream:
-        assert next(csv.reader(stream)) == COLUMNS
-    points = read(file)
+        assert next(csv.reader(stream)) == columns(Point)
+    points = read(Point, file)
     assert {point.model for point in points} == {model}
     starts = {}
     for optimizer in ("adamw", "nested"):
@@ -69,8 +68,8 @@ def test_optimizers_train_from_the_same_seeds_with_the_rate_of_their_grid(tmp_pa
 
 
 def test_rows_of_other_optimizers_are_kept(tmp_path):
-    first = read(compared(tmp_path, "transformer-np", "adamw", seeds=1, grid="1"))
-    both = read(compared(tmp_path, "transformer-np", "torch-adamw", seeds=1, grid="1"))
+    first = read(Point, compared(tmp_path, "transformer-np", "adamw", seeds=1, grid="1"))
+    both = read(Point, compared(tmp_path, "transformer-np", "torch-adamw", seeds=1, grid="1"))
     # As text: the loss of no steps is NaN.
     assert [str(point) for point in both if point.optimizer == "adamw"] == list(map(str, first))
     assert {point.optimizer for point in both} == {"adamw", "torch-adamw"}
@@ -97,8 +96,8 @@ def test_curves_are_means_within_their_spread(tmp_path):
     axes = draw(points).axes[0]
     assert axes.lines[0].get_ydata().tolist() == [1.5, 2.5]
     assert axes.get_legend().get_texts()[0].get_text() == "m3, lr 0.01"
-    write(points, tmp_path / "made/points.csv")
-    assert read(tmp_path / "made/points.csv") == points
+    write(points, tmp_path / "made/points.csv", draw, formats=FORMATS)
+    assert read(Point, tmp_path / "made/points.csv") == points
 
 
 def test_run_that_did_not_come_to_its_end_is_no_choice():
@@ -115,7 +114,7 @@ def test_rate_that_spoils_the_weights_is_not_chosen(tmp_path):
     assert result.exit_code == 0, result.output
     assert "inf" in result.output
     (file,) = tmp_path.glob("*.csv")
-    assert {point.lr for point in read(file) if point.phase == "run"} == {0.002}
+    assert {point.lr for point in read(Point, file) if point.phase == "run"} == {0.002}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,4 @@ def test_rate_that_spoils_the_weights_is_not_chosen(tmp_path):
     ids=["optimizer", "preset", "sign", "grid", "device", "weights"],
 )
 def test_bad_flags_get_one_clear_sentence(tmp_path, flags, message):
-    result = run(*flags, "--out", tmp_path)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert list(tmp_path.iterdir()) == []
+    assert_refused(run(*flags, "--out", tmp_path), re.escape(message), tmp_path)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fusewright_models.models.titan_mac import TITAN_MAC, TitanMAC
 from fusewright_models.text import generate
-from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
 
 
 class Countdown:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from fusewright.deltanet import GatedDeltaNet
 from fusewright.gsa import GatedSparseAttention, Selection, gated_indexer
-from fusewright_models.hybrid import HybridLM
-from fusewright_models.hybrid_config import HYBRID, HybridConfig
+from fusewright_models.models.hybrid import HYBRID, HybridConfig, HybridLM
 
 from .steps import SEEDS, check_final_losses, check_steps
 from .steps import trained as losses_of

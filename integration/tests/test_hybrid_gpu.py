@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusewright_models.hybrid import HybridLM
-from fusewright_models.hybrid_command import all_losses
-from fusewright_models.hybrid_config import HYBRID
-from fusewright_models.hybrid_run import WarmedWindows
+from fusewright_models.cli.hybrid import WarmedWindows, all_losses
+from fusewright_models.models.hybrid import HYBRID, HybridLM
 from fusewright_models.text import Windows
 from fusewright_models.training import Trainer, TrainingConfig, adamw
 from fusewright_testkit import no_synchronisation

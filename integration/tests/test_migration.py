@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from fusewright_models import text_command
 from fusewright_models.bench.__main__ import app as bench
 from fusewright_models.cli import app
+from fusewright_models.cli import text as text_command
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]

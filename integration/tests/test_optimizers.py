@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from io import StringIO
 
 import pytest
 import torch
 from fusewright.optimizer import M3, DeepNestedOptimizer, LearnedOptimizer
 from fusewright_models import TransformerNP, TransformerNPConfig
-from fusewright_models.cli import negative_log_likelihood
-from fusewright_models.data import make_sampler
-from fusewright_models.presets import TRANSFORMER_NP
+from fusewright_models.cli.presets import TRANSFORMER_NP
+from fusewright_models.cli.transformer_np import negative_log_likelihood
+from fusewright_models.models.titan_mac import TITAN_MAC, TitanMAC
 from fusewright_models.text import Windows
-from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
-from fusewright_models.titan_mac_command import next_token_loss
 from fusewright_models.training import (
     OPTIMIZER_NAMES,
     RunFolder,
@@ -27,11 +24,11 @@ from fusewright_models.training import (
 )
 from fusewright_models.training.optimization import hidden_matrices
 from fusewright_models.training.optimizer_traits import OURS, network_digest
-from rich.console import Console
 from torch.utils import _pytree as pytree
 
+from .trainers import MODELS, quiet_trainer, tiny, training_lines
+
 CONFIG = TrainingConfig(steps=24, batch_size=4, warmup_steps=2, log_every=4, evaluate_every=12)
-MODELS = ("titan-mac", "transformer-np")
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
@@ -40,15 +37,7 @@ def make_trainer(weights):
     """A trainer of the smallest preset of a model, from one seed."""
 
     def make(path, model_name, name, config=CONFIG, *, dtype=torch.float32, **options) -> Trainer:
-        torch.manual_seed(0)
-        if model_name == "titan-mac":
-            model = TitanMAC(TITAN_MAC["tiny"])
-            text = torch.randint(97, 105, (4096,), generator=torch.Generator().manual_seed(0))
-            source, loss = Windows(text, length=64), next_token_loss
-        else:
-            source, loss = make_sampler("digits"), negative_log_likelihood
-            shape = TRANSFORMER_NP["tiny"].architecture
-            model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape))
+        model, source, loss = tiny(model_name)
         optimizer = make_optimizer(
             name,
             model.to(dtype),
@@ -58,14 +47,9 @@ def make_trainer(weights):
             clip_norm=config.clip_norm,
             weights=weights if name == "learned" else None,
         )
-        folder, console = RunFolder(path), Console(file=StringIO())
-        return Trainer(model, source, loss, optimizer, config, folder, console=console, **options)
+        return quiet_trainer(path, model, source, loss, optimizer, config, **options)
 
     return make
-
-
-def training_lines(trainer: Trainer) -> list[dict]:
-    return [line for line in trainer.folder.read_metrics() if "loss" in line]
 
 
 @pytest.mark.sampled

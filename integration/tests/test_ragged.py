@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusewright_models.cli import negative_log_likelihood
+from fusewright_models.cli.transformer_np import negative_log_likelihood
 from fusewright_models.data import (
     DATA_NAMES,
     GaussianProcess,

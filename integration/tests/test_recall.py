@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-
 import pytest
 import torch
-from fusewright_models import recall
-from fusewright_models.recall import RecallPoint, RecallTraining, train_recall, write_results
+from fusewright_models.studies import recall
+from fusewright_models.studies.recall import RecallPoint, RecallTraining, draw, train_recall
+from fusewright_models.studies.results import write
 from fusewright_models.text.recall import IGNORED, KeyValueRecall, recall_accuracy
-from typer.testing import CliRunner
+
+from .commands import invoke, rows_of
 
 
 def test_every_pair_is_said_once_and_asked_for_once():
@@ -133,9 +133,8 @@ def test_results_are_a_table_and_a_picture(tmp_path):
         for step in (0, 2)
     ]
     file = tmp_path / "made" / "recall-cpu.csv"
-    write_results(points, file)
-    with file.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
+    write(points, file, draw, number=".4f")
+    rows = rows_of(file.parent)
     assert len(rows) == 8
     assert rows[1] == {
         "variant": "mac",
@@ -148,19 +147,16 @@ def test_results_are_a_table_and_a_picture(tmp_path):
     picture = file.with_suffix(".png")
     first = picture.read_bytes()
     assert first.startswith(b"\x89PNG")
-    write_results(points, file)
+    write(points, file, draw, number=".4f")
     assert picture.read_bytes() == first
 
 
 def test_command_trains_with_and_without_memory(tmp_path):
-    app = recall.typer.Typer()
-    app.command()(recall.main)
     flags = ["--variant", "lmm", "--steps", "2", "--eval-every", "1", "--batch-size", "2"]
-    result = CliRunner().invoke(app, [*flags, "--out", str(tmp_path)])
+    result = invoke(recall.main, *flags, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     (file,) = tmp_path.glob("recall-cpu-*.csv")
-    with file.open(newline="") as stream:
-        rows = [(row["variant"], row["memory"], row["step"]) for row in csv.DictReader(stream)]
+    rows = [(row["variant"], row["memory"], row["step"]) for row in rows_of(tmp_path)]
     assert rows == [("lmm", memory, step) for memory in ("True", "False") for step in "012"]
     assert file.with_suffix(".png").exists()
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 
 import pytest
-import typer
-from fusewright_models.bench import depth, switches
+from fusewright_models.studies import compare_optimizers, selection_points
+from fusewright_models.studies.compare_optimizers import Point
+from fusewright_models.studies.results import write
 from fusewright_testkit.report import BEGIN, COLUMNS, END
-from typer.testing import CliRunner
+
+from .commands import invoke
 
 FOLDER = Path(__file__).resolve().parents[1]
 NAME = "h200-torch2.11-triton3.6"
+COMPARISON = f"optimizers-titan-mac-{NAME}"
 ROWS = """\
 TransformerNP,M=64 N=500 B=64,data,sdpa (cudnn),bf16,event,0.1,0.1,0.1,,,1024.0
 TransformerNP,M=64 N=500 B=64,fwd,sdpa (cudnn),bf16,event,12.0,12.0,12.1,180.0,,1024.0
@@ -32,32 +36,31 @@ def report():
     """The script beside the sources, which is no part of the distribution."""
     spec = importlib.util.spec_from_file_location("integration_report", FOLDER / "report.py")
     module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        # As where it is run as a script.
-        patch.syspath_prepend(FOLDER)
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Empty marks in a README, the harness's results and a file of others."""
-    (tmp_path / "results").mkdir()
-    (tmp_path / f"results/{NAME}.csv").write_text(f"{','.join(COLUMNS)}\n{ROWS}")
-    (tmp_path / "results/tuning.csv").write_text("kind,rows\nforward,8\n")
-    (tmp_path / "README.md").write_text(f"above\n{BEGIN}\n{END}\nbelow\n")
-    return tmp_path
+    """Empty marks in a page, the harness's results and a file of others."""
+    folder, pages = tmp_path / "integration", tmp_path / "docs/models"
+    (folder / "results").mkdir(parents=True)
+    pages.mkdir(parents=True)
+    (folder / f"results/{NAME}.csv").write_text(f"{','.join(COLUMNS)}\n{ROWS}")
+    (folder / "results/tuning.csv").write_text("kind,rows\nforward,8\n")
+    (pages / "transformer-np.md").write_text(f"above\n{BEGIN}\n{END}\nbelow\n")
+    return folder
 
 
 def run(report, *arguments):
-    app = typer.Typer()
-    app.command()(report.main)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return invoke(report.main, *arguments)
 
 
 def test_line_has_rate_stages_and_memory_and_the_most_tokens_in_bold(report, folder):
     text = report.made(folder)
-    assert text.startswith(f"**H200, torch 2.11, triton 3.6**, bf16: [{NAME}.csv](results/{NAME}")
+    title, environment = text.split("\n\n")[:2]
+    assert title == "# The models: measured times and studies"
+    assert environment.startswith(f"**H200, torch 2.11, triton 3.6**, bf16: [{NAME}.csv]({NAME}")
     lines = [line for line in text.splitlines() if line.startswith("| M=64")]
     case = "| M=64 N=500 B=64 |"
     assert lines == [
@@ -71,7 +74,7 @@ def test_what_one_case_lacks_is_named_whatever_attention_the_others_ran(report, 
     lines = [line.replace("M=64", "M=9") for line in ROWS.splitlines(True)]
     with (folder / f"results/{NAME}.csv").open("a") as file:
         file.writelines(line.replace("(cudnn)", "(flash)") for line in lines[:5])
-    assert report.made(folder).endswith("\n\nNot measured: fusewright at M=9 N=500 B=64.")
+    assert report.made(folder).endswith("\n\nNot measured: fusewright at M=9 N=500 B=64.\n")
 
 
 def test_picture_has_a_panel_for_each_case_and_a_bar_for_each_provider(report, folder):
@@ -81,17 +84,23 @@ def test_picture_has_a_panel_for_each_case_and_a_bar_for_each_provider(report, f
     assert panel.get_title() == "M=64 N=500 B=64"
 
 
-def test_written_readme_and_picture_are_no_longer_behind(report, folder):
+def test_written_tables_pages_and_pictures_are_no_longer_behind(report, folder):
     before = run(report, folder, "--check")
     assert before.exit_code == 1
-    assert "README.md is behind its results" in before.output
+    assert "tables.md is behind its results" in before.output
+    assert "transformer-np.md is behind its results" in before.output
     assert f"{NAME}.png is missing" in before.output
     assert run(report, folder).exit_code == 0
     assert (folder / f"results/{NAME}.png").read_bytes().startswith(b"\x89PNG")
     assert run(report, folder, "--check").exit_code == 0
-    readme = folder / "README.md"
-    readme.write_text(readme.read_text().replace("902,400", "902,401"))
-    assert run(report, folder, "--check").exit_code == 1
+    page = folder.parent / "docs/models/transformer-np.md"
+    line = "| M=64 N=500 B=64 | 1,804,800 |  | sdpa (cudnn) 902,400 |"
+    assert line in page.read_text().splitlines()
+    for file, found in ((folder / "results/tables.md", "902,400"), (page, "1,804,800")):
+        text = file.read_text()
+        file.write_text(text.replace(found, "7"))
+        assert run(report, folder, "--check").exit_code == 1
+        file.write_text(text)
 
 
 def test_committed_table_is_that_of_the_result_files(report):
@@ -143,10 +152,6 @@ def test_switches_have_a_table_with_times_before(report, folder):
     ]
 
 
-def test_switches_columns_are_those_that_the_benchmark_writes(report):
-    assert report.SWITCHES_COLUMNS == switches.COLUMNS
-
-
 def test_depths_have_a_table_of_their_own(report, folder):
     case = "dim=512 layers=8 B=4 T=4096"
     lines = [f"{case},exact,1400.5,300,24,1076.5", f"{case},plain,,300,0,"]
@@ -159,5 +164,84 @@ def test_depths_have_a_table_of_their_own(report, folder):
     ]
 
 
-def test_columns_of_depths_are_those_that_the_benchmark_writes(report):
-    assert report.DEPTH_COLUMNS == depth.COLUMNS
+def points(optimizer: str, lr: float, scores: list[float], *, grid=(0.1, 0.2, 0.4)) -> list[Point]:
+    def point(phase, rate, seed, step, score):
+        return Point("titan-mac", optimizer, phase, rate, seed, step, 1.0, score, step / 10)
+
+    tried = [point("grid", rate, 99, 6, 5.0) for rate in grid]
+    starts = [point("run", lr, seed, 3, 7.0) for seed in range(len(scores))]
+    return tried + starts + [point("run", lr, n, 6, score) for n, score in enumerate(scores)]
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """The folder of a comparison of optimizers, and of files of others."""
+    rows = [*points("adamw", 0.2, [2.0, 3.0, 4.0]), *points("nested", 0.4, [1.0, 2.0, 4.5])]
+    rows += points("muon", 0.2, [2.0, 3.0, math.nan])
+    diverged = [p for p in points("m3", 0.1, [1.0] * 3) if p.phase == "grid" or p.step < 6]
+    write(rows + diverged, tmp_path / f"results/{COMPARISON}.csv", compare_optimizers.draw)
+    (tmp_path / "results/tuning.csv").write_text("kind,rows\nforward,8\n")
+    (tmp_path / "results/optimizers-other.csv").write_text("kind,rows\nforward,8\n")
+    return tmp_path
+
+
+def test_line_has_mean_deviation_and_seeds_that_are_better(report, compared):
+    ((told, picture, table),) = report.study_parts(compared).values()
+    assert "after 6 steps from each of 3 seeds" in told
+    assert "the best of 3 each" in told
+    assert picture.endswith(f"({COMPARISON}.png)")
+    assert table.splitlines()[2:] == [
+        # The rate is at an end of its grid.
+        "| nested | 0.4 * | 3 of 3 | 2.5000 | 1.8028 | 2 of 3 | 0.6 |",
+        # The mean is of what is finite.
+        "| muon | 0.2 | 2 of 3 | 2.5000 | 0.7071 | 0 of 2 | 0.6 |",
+        "| adamw | 0.2 | 3 of 3 | 3.0000 | 1.0000 |  | 0.6 |",
+        "| m3 | 0.1 * | 0 of 3 | not finite |  |  |  |",
+    ]
+
+
+def test_tables_and_picture_of_a_comparison_that_are_behind_are_told(report, compared):
+    tables = compared / "results/tables.md"
+    assert report.problems(compared) == [f"{tables} is behind its results"]
+    assert run(report, compared).exit_code == 0
+    assert "| nested |" in tables.read_text()
+    assert report.problems(compared) == []
+    picture = compared / f"results/{COMPARISON}.png"
+    picture.unlink()
+    assert report.problems(compared) == [f"{picture} is missing"]
+
+
+def point(step: int, layer: str, kl: float, selected: float) -> selection_points.Point:
+    phase = "alone" if step <= 5 else "sparse"
+    return selection_points.Point(
+        *(step, 2.0 * step, phase, layer, 2.0, kl, 1.0, 60.0),
+        *(selected, 0.25, 0.125, 0.05),
+    )
+
+
+def test_tables_say_what_indexers_select(report, tmp_path):
+    rows = [point(0, "4", 0.1, 0.2), point(0, "8", 0.1, 0.2), point(0, "last", 0.1, 0.2)]
+    rows += [point(5, "4", 0.8, 0.4), point(5, "8", 0.6, 0.4), point(5, "last", 0.6, 0.4)]
+    rows += [point(7, "4", 0.3, 0.4), point(7, "8", 0.2, 0.4), point(7, "last", 0.6, 0.4)]
+    rows += [point(9, "4", 0.5, 0.5), point(9, "8", 0.3, 0.7), point(9, "last", 9.0, 0.1)]
+    file = tmp_path / "results/selection-GPU.csv"
+    write(rows, file, selection_points.draw, number=".5g")
+    ((told, picture, table),) = report.study_parts(tmp_path).values()
+    assert "after 9 steps in 18 s" in told
+    assert "hold 0.600 of the dense" in told
+    assert "2.4 times as much as a window of as many and 4.8 times" in told
+    assert "the token after next, 0.4 and 0.8 times." in told
+    assert "learn from step 5 on; then their divergence from the attention is 0.700 nats" in told
+    assert "at the end 0.400, 0.40 of that" in told
+    assert "at most 0.400, at step 9, and at least 0.250, at step 7." in told
+    assert picture == "![What HybridLM's indexers select](selection-GPU.png)"
+    row = "| 8 | 60 | 0.700 | 0.250 | 0.125 | 0.050 | 0.300 | 1.000 | 0.60 | 0.30 |"
+    assert row in table.splitlines()
+    # A run that was over before the indexers began.
+    write(rows[:6], file, selection_points.draw)
+    assert (
+        "at most 0.700, at step 5, and at least 0.700, at step 5."
+        in report.study_parts(tmp_path)[file][0]
+    )
+    (tmp_path / "results/other.csv").write_text("a,b\n1,2\n")
+    assert [*report.study_parts(tmp_path)] == [file]

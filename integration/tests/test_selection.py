@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import csv
-import importlib.util
 import itertools
+import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from fusewright.gsa import GatedSparseAttention, sparse_attention_with_lse
-from fusewright_models import selection
-from fusewright_models.attention_mass import dense_attention, layer_sums, row_masses, row_scores
-from fusewright_models.hybrid import HybridLM
-from fusewright_models.hybrid_config import HYBRID
-from fusewright_models.hybrid_layers import all_keys
-from fusewright_models.hybrid_run import HybridRun
-from fusewright_models.late_indexers import LateBatch, late_losses
-from fusewright_models.selection import evaluate_selection, write
-from fusewright_models.selection_points import COLUMNS, Point
+from fusewright_models.cli.hybrid import HybridRun
+from fusewright_models.models.hybrid import HYBRID, HybridLM
+from fusewright_models.models.hybrid.layers import all_keys
+from fusewright_models.studies import selection
+from fusewright_models.studies.attention_mass import (
+    dense_attention,
+    layer_sums,
+    row_masses,
+    row_scores,
+)
+from fusewright_models.studies.late_indexers import LateBatch, late_losses
+from fusewright_models.studies.results import columns
+from fusewright_models.studies.selection import evaluate_selection
+from fusewright_models.studies.selection_points import Point
 from rich.console import Console
-from typer.testing import CliRunner
 
-FOLDER = Path(__file__).resolve().parents[1]
+from .commands import assert_refused, invoke, rows_of, written_text
+
 TOKENS = 24
 # fp64 sums of fewer than 2^10 terms, in two orders.
 ROUNDINGS = 2**10 * torch.finfo(torch.float64).eps
@@ -144,8 +147,7 @@ def test_indexers_learn_nothing_of_what_is_not_followed():
 
 
 def test_steps_are_counted_and_not_their_batches(tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {n} of {n * n}\n" for n in range(400)))
+    text = written_text(tmp_path)
     sizes = dict(batch_size=1, gradient_accumulation_steps=2, seq_len=32, lr=1e-3)
     counts = dict(max_steps=3, eval_every=3, indexer_warmup=2, seed=0)
     flags = dict(preset="tiny", dataset=str(text), device="cpu", backend="reference")
@@ -163,28 +165,22 @@ def test_steps_are_counted_and_not_their_batches(tmp_path, monkeypatch):
 
 
 def test_command_leaves_a_table_and_a_picture(tmp_path):
-    app = selection.typer.Typer()
-    app.command()(selection.main)
-    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(400)))
     flags = "--preset tiny --steps 6 --eval-every 2 --batch-size 2 --seq-len 32 --windows 2"
     flags += " --indexer-start 2 --indexer-warmup 4 --backend reference --selected-keys 8"
-    flags = flags.split()
-    flags += ["--dataset", str(tmp_path / "text.txt"), "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, flags)
+    flags = [*flags.split(), "--dataset", written_text(tmp_path), "--out", tmp_path]
+    result = invoke(selection.main, *flags)
     assert result.exit_code == 0, result.output
     (file,) = tmp_path.glob("selection-*.csv")
-    with file.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    assert list(rows[0]) == COLUMNS
+    rows = rows_of(tmp_path)
+    assert list(rows[0]) == columns(Point)
     found = [(row["step"], row["phase"], row["layer"]) for row in rows]
     phases = {"0": "alone", "2": "alone", "4": "dense", "6": "sparse"}
     assert found == [(s, phases[s], layer) for s in phases for layer in ("4", "last")]
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     # Time is over at the first evaluation.
-    result = CliRunner().invoke(app, [*flags, "--minutes", "0"])
+    result = invoke(selection.main, *flags, "--minutes", "0")
     assert result.exit_code == 0, result.output
-    with file.open(newline="") as stream:
-        assert [row["step"] for row in csv.DictReader(stream)] == ["0", "0", "2", "2"]
+    assert [row["step"] for row in rows_of(tmp_path)] == ["0", "0", "2", "2"]
 
 
 @pytest.mark.parametrize(
@@ -198,53 +194,8 @@ def test_command_leaves_a_table_and_a_picture(tmp_path):
     ids=["data", "length", "keys", "start"],
 )
 def test_bad_flags_get_one_clear_sentence(tmp_path, flags, message):
-    app = selection.typer.Typer()
-    app.command()(selection.main)
     (tmp_path / "text.txt").write_text("a line\n" * 1000)
     given = ["--preset", "tiny", "--selected-keys", "8", "--backend", "reference"]
     given += ["--indexer-start", "0", "--indexer-warmup", "2"]
     given += ["--dataset", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), *flags]
-    environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
-    result = CliRunner().invoke(app, given, env=environment)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert not (tmp_path / "out").exists()
-
-
-def point(step: int, layer: str, kl: float, selected: float) -> Point:
-    phase = "alone" if step <= 5 else "sparse"
-    return Point(
-        *(step, 2.0 * step, phase, layer, 2.0, kl, 1.0, 60.0),
-        *(selected, 0.25, 0.125, 0.05),
-    )
-
-
-def test_readme_says_what_the_file_says(tmp_path):
-    rows = [point(0, "4", 0.1, 0.2), point(0, "8", 0.1, 0.2), point(0, "last", 0.1, 0.2)]
-    rows += [point(5, "4", 0.8, 0.4), point(5, "8", 0.6, 0.4), point(5, "last", 0.6, 0.4)]
-    rows += [point(7, "4", 0.3, 0.4), point(7, "8", 0.2, 0.4), point(7, "last", 0.6, 0.4)]
-    rows += [point(9, "4", 0.5, 0.5), point(9, "8", 0.3, 0.7), point(9, "last", 9.0, 0.1)]
-    write(rows, tmp_path / "results/selection-GPU.csv")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-        spec = importlib.util.spec_from_file_location(
-            "integration_report_selection", FOLDER / "report_selection.py"
-        )
-        report = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(report)
-    told, picture, table = report.parts(tmp_path)
-    assert "after 9 steps in 18 s" in told
-    assert "hold 0.600 of the dense" in told
-    assert "2.4 times as much as a window of as many and 4.8 times" in told
-    assert "the token after next, 0.4 and 0.8 times." in told
-    assert "learn from step 5 on; then their divergence from the attention is 0.700 nats" in told
-    assert "at the end 0.400, 0.40 of that" in told
-    assert "at most 0.400, at step 9, and at least 0.250, at step 7." in told
-    assert picture == "![What HybridLM's indexers select](results/selection-GPU.png)"
-    row = "| 8 | 60 | 0.700 | 0.250 | 0.125 | 0.050 | 0.300 | 1.000 | 0.60 | 0.30 |"
-    assert row in table.splitlines()
-    # A run that was over before the indexers began.
-    write(rows[:6], tmp_path / "results/selection-GPU.csv")
-    assert "at most 0.700, at step 5, and at least 0.700, at step 5." in report.parts(tmp_path)[0]
-    (tmp_path / "results/other.csv").write_text("a,b\n1,2\n")
-    assert report.files(tmp_path) == [tmp_path / "results/selection-GPU.csv"]
+    assert_refused(invoke(selection.main, *given), re.escape(message), tmp_path / "out")

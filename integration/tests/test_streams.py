@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.reversible import MidpointStack
-from fusewright_models.streams import StreamMixer, replicated
+from fusewright_models.models.hybrid.streams import StreamMixer, replicated
 from fusewright_testkit import Yardstick
 from torch import nn
 from torch.func import functional_call

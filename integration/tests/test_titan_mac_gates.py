@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright_models.titan_mac_config import VARIANTS
+from fusewright_models.models.titan_mac import VARIANTS
 
 
 @pytest.mark.sampled

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
-from fusewright_models.titan_mac_config import VARIANTS
+from fusewright_models.models.titan_mac import TITAN_MAC, VARIANTS, TitanMAC
 from fusewright_models.training import torch_adamw
 from fusewright_testkit import no_synchronisation
 

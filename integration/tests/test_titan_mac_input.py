@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusewright_models.titan_mac_config import VARIANTS
+from fusewright_models.models.titan_mac import VARIANTS
 
 
 def test_tokens_may_be_int32(titan_mac, draw_tokens):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright_models.titan_mac import TitanMAC, TitanMACState
-from fusewright_models.titan_mac_config import VARIANTS
+from fusewright_models.models.titan_mac import VARIANTS, TitanMAC, TitanMACState
 from torch import Tensor
 from torch.utils import _pytree as pytree
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright_models.titan_mac import TITAN_MAC, TitanMAC
-from fusewright_models.titan_mac_config import VARIANTS, TitanMACConfig
-from fusewright_models.titan_mac_layers import AttentionLayer, Block, MemoryLayer
+from fusewright_models.models.titan_mac import TITAN_MAC, VARIANTS, TitanMAC, TitanMACConfig
+from fusewright_models.models.titan_mac.layers import AttentionLayer, Block, MemoryLayer
 from torch import Tensor
 
 

@@ -1,20 +1,19 @@
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
-from io import StringIO
 
 import pytest
 import torch
 from fusewright_models import TransformerNP, TransformerNPConfig
-from fusewright_models.cli import negative_log_likelihood
+from fusewright_models.cli.transformer_np import negative_log_likelihood
 from fusewright_models.data import DATA_NAMES, make_sampler
 from fusewright_models.training import RunFolder, Trainer, TrainingConfig, adamw, warmup_cosine
 from fusewright_testkit import no_synchronisation
-from rich.console import Console
 
+from .commands import metrics
 from .steps import check_steps
+from .trainers import quiet_trainer
 
 CONFIG = TrainingConfig(steps=12, batch_size=4, warmup_steps=2, log_every=2, evaluate_every=6)
 
@@ -52,17 +51,7 @@ def linear_trainer(path, config=CONFIG, **options) -> Trainer:
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = adamw(model, lr=0.1, weight_decay=0.01)
-    quiet = Console(file=StringIO())
-    return Trainer(
-        model,
-        Normal(),
-        regression_loss,
-        optimizer,
-        config,
-        RunFolder(path),
-        console=quiet,
-        **options,
-    )
+    return quiet_trainer(path, model, Normal(), regression_loss, optimizer, config, **options)
 
 
 def transformer_trainer(
@@ -82,10 +71,7 @@ def transformer_trainer(
     )
     model = TransformerNP(shape, **options).to(device, dtype)
     optimizer = adamw(model, lr=1e-3, weight_decay=0.01)
-    quiet = Console(file=StringIO())
-    return Trainer(
-        model, source, negative_log_likelihood, optimizer, config, RunFolder(path), console=quiet
-    )
+    return quiet_trainer(path, model, source, negative_log_likelihood, optimizer, config)
 
 
 def test_loop_trains_any_model(tmp_path):
@@ -119,7 +105,7 @@ def test_metrics_hold_mean_loss_rate_and_evaluations(tmp_path):
 
     trainer.stepper.loss_function = recorded
     trainer.run()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path)
     evaluations = [line for line in lines if "loss" not in line]
     training = [line for line in lines if "loss" in line]
     assert evaluations == [{"step": s, "score_log_likelihood": float(s)} for s in (0, 6, 12)]

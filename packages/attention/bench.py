@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.metadata
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from fusewright.attention import (
     rectangular_attention,
@@ -22,6 +19,7 @@ from fusewright.attention.positions import reference as rotary_reference
 from fusewright.attention.rectangular import reference as rectangular_reference
 from fusewright.attention.window import reference as window_reference
 from fusewright_testkit import Case
+from fusewright_testkit.cases import by_pass, compiled, installed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Tensor = torch.Tensor
@@ -47,8 +45,6 @@ ANY_SDPA = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
-# The forward pass multiplies twice, the backward pass five times.
-PRODUCTS = {"fwd": 2, "bwd": 5, "fwd+bwd": 7}
 
 
 def cases() -> list[Case]:
@@ -74,8 +70,9 @@ def rectangular_case(batches: int, keys: int, targets: int) -> Case:
         reference=functools.partial(rectangular_reference.rectangular_attention, scale=WIDTH**-0.5),
         inputs=functools.partial(inputs, batches, keys, targets, dtype),
         sample=functools.partial(inputs, *sample, dtype),
-        bytes_moved={"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward},
-        flops={name: count * product for name, count in PRODUCTS.items()},
+        bytes_moved=by_pass(forward, backward),
+        # The forward pass multiplies twice, the backward pass five times.
+        flops=by_pass(2 * product, 5 * product),
     )
 
 
@@ -96,8 +93,9 @@ def window_case(batches: int, tokens: int, heads: int) -> Case:
         ),
         inputs=functools.partial(sequences, batches, tokens, heads, dtype),
         sample=functools.partial(sequences, 1, CHECKED_TOKENS, heads, dtype),
-        bytes_moved={"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward},
-        flops={name: count * product for name, count in PRODUCTS.items()},
+        bytes_moved=by_pass(forward, backward),
+        # The forward pass multiplies twice, the backward pass five times.
+        flops=by_pass(2 * product, 5 * product),
     )
 
 
@@ -115,7 +113,7 @@ def rotary_case(batches: int, tokens: int, heads: int, width: int, prefix: int) 
         dtype=dtype,
         reference=with_angles(rotary_reference.rotary),
         inputs=draw,
-        bytes_moved={"fwd": moved, "bwd": moved, "fwd+bwd": 2 * moved},
+        bytes_moved=by_pass(moved, moved),
     )
 
 
@@ -203,16 +201,14 @@ def providers() -> dict[str, dict[str, Attention]]:
     is installed; of a window, SDPA with the mask that it then needs; of rotary positions, torch and
     torch.compile.
     """
-    by_name: dict[str, dict[str, Attention]] = {
+    return {
         "fusewright": {
             "rectangular_attention": rectangular_attention,
             "sliding_window_attention": functools.partial(sliding_window_attention, window=WINDOW),
             "rotary": with_angles(ours_rotary),
         },
         "torch": {"rotary": with_angles(torch_rotary)},
-        "compile": {
-            "rotary": with_angles(torch.compile(torch_rotary, fullgraph=True, dynamic=False))
-        },
+        "compile": {"rotary": with_angles(compiled(torch_rotary))},
         "sdpa-flash": {"rectangular_attention": sdpa(SDPBackend.FLASH_ATTENTION)},
         "sdpa-cudnn": {"rectangular_attention": sdpa(SDPBackend.CUDNN_ATTENTION)},
         "sdpa-mask": {"sliding_window_attention": sdpa_with_mask},
@@ -220,14 +216,8 @@ def providers() -> dict[str, dict[str, Attention]]:
             "rectangular_attention": flex(),
             "sliding_window_attention": flex(in_window),
         },
+        **installed(("fa4", "flash-attn-4", flash_attention)),
     }
-    with contextlib.suppress(ImportError):
-        name, call = flash_attention()
-        by_name[name] = {
-            "rectangular_attention": call,
-            "sliding_window_attention": flash_attention((WINDOW - 1, 0))[1],
-        }
-    return by_name
 
 
 @functools.cache
@@ -283,7 +273,7 @@ def flex(sees: Callable | None = None) -> Attention:
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
+    attention: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
 
     @functools.cache
     def block_mask(tokens: int, device: str) -> Any:
@@ -292,21 +282,24 @@ def flex(sees: Callable | None = None) -> Attention:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = block_mask(q.shape[1], str(q.device))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(q, k, v, block_mask=mask).transpose(1, 2)
+        return attention(q, k, v, block_mask=mask).transpose(1, 2)
 
     return call
 
 
-def flash_attention(window: tuple[int, int] | None = None) -> tuple[str, Attention]:
-    """FlashAttention-4's function, of all keys or of so many before and after a row, causal; its
-    backward pass adds in any order unless told not to.
+def flash_attention() -> dict[str, Attention]:
+    """FlashAttention-4's function, of all keys or of a window, causal; its backward pass adds in
+    any order unless told not to.
     """
     from flash_attn.cute import flash_attn_func
 
-    options = {} if window is None else dict(causal=True, window_size=window)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         outputs = flash_attn_func(q, k, v, **options)
         return outputs[0] if isinstance(outputs, tuple) else outputs
 
-    return f"fa4-{importlib.metadata.version('flash-attn-4')}", call
+    # So many before and after a row.
+    window = dict(causal=True, window_size=(WINDOW - 1, 0))
+    return {
+        "rectangular_attention": call,
+        "sliding_window_attention": functools.partial(call, **window),
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,8 @@ from fusewright.deltanet import GatedDeltaNet, gated_delta_rule, gated_delta_rul
 from fusewright.deltanet.rule import reference
 from fusewright.deltanet.rule.fla import fla_rule, refuses_backward
 from fusewright_testkit import Case
+from fusewright_testkit.cases import Layer, by_pass, installed
 from torch import nn
-from torch.func import functional_call
 
 Tensor = torch.Tensor
 Op = Callable[..., tuple[Tensor, ...]]
@@ -50,11 +49,6 @@ class ForwardOnly:
 def cases() -> list[Case]:
     """The rule at sizes of models, the step of a batch that is decoded, and the layer, in bf16."""
     return [*map(rule_case, RULES), *map(step_case, STEPS), layer_case()]
-
-
-def by_pass(forward: int) -> dict[str, int]:
-    """Costs by pass: the backward pass costs twice the forward pass."""
-    return {"fwd": forward, "bwd": 2 * forward, "fwd+bwd": 3 * forward}
 
 
 def rule_costs(sizes: dict[str, int]) -> tuple[int, int]:
@@ -106,10 +100,10 @@ def layer_case() -> Case:
         sizes=LAYER,
         dtype=DTYPE,
         reference=reference_layer,
-        inputs=functools.partial(reference_layer.draw, LAYER),
+        inputs=functools.partial(layer_inputs, LAYER),
         bytes_moved=by_pass(moved + 2 * 2 * rows * width),
         flops=by_pass(flops + 2 * 5 * rows * width**2),
-        sample=functools.partial(reference_layer.draw, LAYER | CHECKED),
+        sample=functools.partial(layer_inputs, LAYER | CHECKED),
         forward_wall=True,
     )
 
@@ -143,30 +137,10 @@ def drawn(lead: tuple[int, ...], sizes: dict[str, int], device: str) -> list[Ten
     return [*(x.to(DTYPE) for x in rows), g, beta]
 
 
-class Layer:
-    """A layer as an op on x and on its parameters, in the order of their names, which ours shares
-    with fla's.
-    """
-
-    def __init__(self, make: Callable[..., nn.Module]):
-        self.make: Callable[..., nn.Module] = make
-
-    @functools.cached_property
-    def layer(self) -> nn.Module:
-        """On the GPU; its own parameters are not read."""
-        return self.make(device="cuda" if torch.cuda.is_available() else "cpu")
-
-    def draw(self, sizes: dict[str, int], device: str) -> list[Tensor]:
-        """x of unit size and fresh parameters, of decays in fp32."""
-        x = torch.randn(sizes["B"], sizes["T"], sizes["dim"], device=device).to(DTYPE)
-        parameters = dict(self.make(device=device).named_parameters())
-        return [x, *(parameters[name].detach() for name in sorted(parameters))]
-
-    def __call__(self, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        names = sorted(name for name, _ in self.layer.named_parameters())
-        state = dict(zip(names, parameters, strict=True))
-        y = functional_call(self.layer, state, (x,))
-        return (y[0] if isinstance(y, tuple) else y,)
+def layer_inputs(sizes: dict[str, int], device: str) -> list[Tensor]:
+    """x of unit size and fresh parameters, of decays in fp32."""
+    x = torch.randn(sizes["B"], sizes["T"], sizes["dim"], device=device).to(DTYPE)
+    return [x, *reference_layer.parameters(device)]
 
 
 def our_layer(backend: Any, device: str) -> nn.Module:
@@ -177,18 +151,19 @@ def our_layer(backend: Any, device: str) -> nn.Module:
 reference_layer: Layer = Layer(functools.partial(our_layer, "reference"))
 
 
+def our_rule(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return (gated_delta_rule(*tensors, backend="triton").o,)
+
+
+def our_step(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(gated_delta_rule_step(*tensors, backend="triton"))  # type: ignore[arg-type]
+
+
 def providers() -> dict[str, dict[str, Op]]:
     """Ours, plain torch, the step compiled, and fla where it is installed."""
-
-    def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return (gated_delta_rule(*tensors, backend="triton").o,)
-
-    def our_step(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(gated_delta_rule_step(*tensors, backend="triton"))  # type: ignore[arg-type]
-
-    providers: dict[str, dict[str, Op]] = {
+    return {
         "fusewright": {
-            "gated_delta_rule": ours,
+            "gated_delta_rule": our_rule,
             "gated_delta_rule_step": our_step,
             "GatedDeltaNet": Layer(functools.partial(our_layer, "triton")),
         },
@@ -199,14 +174,11 @@ def providers() -> dict[str, dict[str, Op]]:
         },
         # The loop over chunks would be unrolled, which takes a compiler minutes.
         "compile": {"gated_delta_rule_step": torch.compile(reference_step, fullgraph=True)},
+        **installed(("fla", "fla-core", fla)),
     }
-    with contextlib.suppress(ImportError):
-        name, ops = fla()
-        providers[name] = ops
-    return providers
 
 
-def fla() -> tuple[str, dict[str, Op]]:
+def fla() -> dict[str, Op]:
     """fla-core's functions and, where flash-linear-attention is installed too, its layer; their
     forward passes alone where fla refuses its backward pass. Raises ImportError without fla-core.
     """
@@ -233,6 +205,4 @@ def fla() -> tuple[str, dict[str, Op]]:
         ops["GatedDeltaNet"] = Layer(make)
     if torch.cuda.is_available() and refuses_backward(torch.device("cuda")):
         ops = {name: ForwardOnly(op) for name, op in ops.items()}
-    return f"fla-{importlib.metadata.version('fla-core')}", ops | {
-        "gated_delta_rule_step": ForwardOnly(step)
-    }
+    return ops | {"gated_delta_rule_step": ForwardOnly(step)}

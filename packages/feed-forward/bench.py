@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from collections.abc import Callable
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from fusewright.feed_forward import silu_mul
 from fusewright.feed_forward.gating import reference as gating_reference
 from fusewright.feed_forward.gating.silu_mul import silu_mul_halves
 from fusewright.feed_forward.swiglu import reference as layer_reference
 from fusewright_testkit import Case
+from fusewright_testkit.cases import by_pass, compiled, installed
 
 SHAPES = ((1024, 1024), (4096, 1376), (8192, 4096), (16384, 5504))
 # Rows, width, hidden width and what it is stored as.
 LAYERS = ((4096, 512, 1365, 1376), (8192, 2048, 5504, 5504))
-# Passes over a tensor of gate's size, each input read once and each output written once.
-TRAFFIC = {"fwd": 3, "bwd": 5, "fwd+bwd": 8}
 
 Tensor = torch.Tensor
 Op = Callable[..., Tensor]
@@ -39,7 +36,8 @@ def gating_case(rows: int, cols: int) -> Case:
         dtype=dtype,
         reference=gating_reference.silu_mul,
         inputs=functools.partial(gating_inputs, rows, cols, dtype),
-        bytes_moved={name: passes * size for name, passes in TRAFFIC.items()},
+        # Each input is read once and each output written once.
+        bytes_moved=by_pass(3 * size, 5 * size),
     )
 
 
@@ -60,8 +58,8 @@ def layer_case(rows: int, width: int, hidden: int, stored: int) -> Case:
         dtype=dtype,
         reference=layer_reference.swiglu,
         inputs=functools.partial(layer_inputs, rows, width, hidden, stored, dtype),
-        bytes_moved={"fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
-        flops={"fwd": flops, "bwd": 2 * flops, "fwd+bwd": 3 * flops},
+        bytes_moved=by_pass(size),
+        flops=by_pass(flops),
     )
 
 
@@ -79,20 +77,12 @@ def layer_inputs(
 def providers() -> dict[str, dict[str, Op]]:
     """Ours, torch, torch.compile, and Liger-Kernel where it is installed, by op."""
     plain: dict[str, Op] = {"silu_mul": torch_silu_mul, "SwiGLU": layer_of(torch_silu_mul_halves)}
-    # Every case is compiled with and without gradients, more often than torch allows by default.
-    limit = 4 * (len(SHAPES) + len(LAYERS))
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
-    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    ops_of = {
+    return {
         "fusewright": {"silu_mul": silu_mul, "SwiGLU": layer_of(silu_mul_halves)},
         "torch": plain,
         "compile": {name: compiled(op) for name, op in plain.items()},
+        **installed(("liger", "liger-kernel", liger)),
     }
-    try:
-        name, ops = liger()
-    except ImportError:
-        return ops_of
-    return ops_of | {name: ops}
 
 
 def torch_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -113,13 +103,13 @@ def layer_of(gating: Op) -> Op:
     return swiglu
 
 
-def liger() -> tuple[str, dict[str, Op]]:
+def liger() -> dict[str, Op]:
     """Liger-Kernel's functions. Its backward of two tensors overwrites gate and up by their
     gradients: as many bytes move, and a timed call that is repeated computes with other numbers.
     """
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
 
-    return f"liger-{importlib.metadata.version('liger-kernel')}", {
+    return {
         "silu_mul": lambda gate, up: LigerSiLUMulFunction.apply(gate, up),
         "SwiGLU": layer_of(lambda joint: LigerFusedGateUpSiLUMulFunction.apply(joint)),
     }

@@ -9,6 +9,7 @@ import torch
 from fusewright.hyper_connections import stream_read, stream_write
 from fusewright.hyper_connections.streams import reference
 from fusewright_testkit import Case
+from fusewright_testkit.cases import by_pass, compiled
 
 Tensor = torch.Tensor
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -41,7 +42,7 @@ def read_case(sizes: dict[str, int]) -> Case:
         reference=plain_read,
         inputs=functools.partial(read_inputs, sizes),
         bytes_moved=by_pass(x + u + gates, 2 * x + u + gates),
-        flops=by_pass(product, 2 * product),
+        flops=by_pass(product),
     )
 
 
@@ -57,10 +58,6 @@ def write_case(sizes: dict[str, int]) -> Case:
         inputs=functools.partial(write_inputs, sizes),
         bytes_moved=by_pass(2 * x + y + gates, 3 * x + 2 * y + 2 * gates),
     )
-
-
-def by_pass(forward: int, backward: int) -> dict[str, int]:
-    return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}
 
 
 def read_inputs(sizes: dict[str, int], device: str) -> list[Tensor]:
@@ -98,7 +95,5 @@ def providers() -> dict[str, dict[str, Op]]:
     return {
         "fusewright": {"stream_read": our_read, "stream_write": stream_write},
         "torch": plain,
-        "compile": {
-            name: torch.compile(op, fullgraph=True, dynamic=False) for name, op in plain.items()
-        },
+        "compile": {name: compiled(op) for name, op in plain.items()},
     }

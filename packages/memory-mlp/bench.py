@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_scan, memory_update
 from fusewright.memory_mlp.update import reference
 from fusewright_testkit import Case
+from fusewright_testkit.cases import Layer, by_pass, compiled, installed
 from torch import nn
-from torch.func import functional_call
 
 Tensor = torch.Tensor
 Op = Callable[..., tuple[Tensor, ...]]
@@ -51,9 +48,7 @@ def update_case(rows: int, width: int, hidden: int, dtype: torch.dtype, precisio
     pairs = 2 * rows * width * dtype.itemsize
     state = 2 * (2 * width * hidden + width + hidden) * 4
     # Keys, values and state in, state out; backward these, their gradients, and those of the state.
-    traffic = {"fwd": pairs + 2 * state, "bwd": 2 * pairs + 3 * state}
     product = 2 * rows * width * hidden
-    work = {"fwd": 5 * product, "bwd": 10 * product}
     return Case(
         op="memory_update",
         sizes=dict(N=rows, D=width, H=hidden),
@@ -64,8 +59,8 @@ def update_case(rows: int, width: int, hidden: int, dtype: torch.dtype, precisio
         sample=functools.partial(
             update_inputs, rows // 4, width, hidden, dtype, lead=CHECKED_MEMORIES
         ),
-        bytes_moved=traffic | {"fwd+bwd": sum(traffic.values())},
-        flops=work | {"fwd+bwd": sum(work.values())},
+        bytes_moved=by_pass(pairs + 2 * state, 2 * pairs + 3 * state),
+        flops=by_pass(5 * product),
         forward_wall=True,
     )
 
@@ -200,13 +195,9 @@ def scan_costs(hidden: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[st
     gates = 3 * batch * tokens * heads * 4
     chunks = batch * heads * -(-tokens // CHUNK)
     states = chunks * 2 * (2 * hidden * width + hidden + width) * 4
-    traffic = {"fwd": 4 * rows + gates + states, "bwd": 7 * rows + 2 * gates + states}
     product = 22 * CHUNK * width * hidden + 4 * CHUNK**2 * (width + hidden)
-    work = {"fwd": chunks * product, "bwd": 2 * chunks * product}
-    return (
-        traffic | {"fwd+bwd": sum(traffic.values())},
-        work | {"fwd+bwd": sum(work.values())},
-    )
+    traffic = by_pass(4 * rows + gates + states, 7 * rows + 2 * gates + states)
+    return traffic, by_pass(chunks * product)
 
 
 def scan_inputs(hidden: int, sizes: dict[str, int], device: str) -> list[Tensor]:
@@ -240,41 +231,20 @@ def flat_scan(backend: Any, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) ->
 scan_reference: Callable[..., Any] = functools.partial(flat_scan, "reference")
 
 
-class Layer:
-    """A layer as an op on x and on what the layer learns: parameters whose names begin with none of
-    ``leave_out``.
-    """
-
-    def __init__(self, make: Callable[..., nn.Module], leave_out: tuple[str, ...] = ()):
-        self.make: Callable[..., nn.Module] = make
-        self.leave_out: tuple[str, ...] = leave_out
-
-    @functools.cached_property
-    def layer(self) -> nn.Module:
-        """On the GPU; its own parameters are not used."""
-        return self.make(device="cuda" if torch.cuda.is_available() else "cpu")
-
-    def learned(self, layer: nn.Module) -> dict[str, Tensor]:
-        parameters = layer.named_parameters()
-        return {name: p for name, p in parameters if not name.startswith(self.leave_out)}
-
-    def draw(self, device: str, dtype: torch.dtype, sizes: dict[str, int] = SCAN) -> list[Tensor]:
-        """x of unit size, and fresh parameters."""
-        batch, tokens, heads, width = sizes.values()
-        x = torch.randn(batch, tokens, heads * width, device=device)
-        parameters = self.learned(self.make(device=device)).values()
-        return [x.to(dtype), *(p.detach().to(dtype) for p in parameters)]
-
-    def __call__(self, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        named = dict(zip(self.learned(self.layer), parameters, strict=True))
-        return (functional_call(self.layer, named, (x,))[0],)
+def layer_inputs(
+    layer: Layer, sizes: dict[str, int], device: str, dtype: torch.dtype
+) -> list[Tensor]:
+    """x of unit size, and fresh parameters."""
+    batch, tokens, heads, width = sizes.values()
+    x = torch.randn(batch, tokens, heads * width, device=device)
+    return [each.to(dtype) for each in (x, *layer.parameters(device))]
 
 
 class PeerLayer(Layer):
     """A layer that has other parameters than ours, and so inputs of its own."""
 
     def inputs(self, device: str, dtype: torch.dtype) -> list[Tensor]:
-        return self.draw(device, dtype)
+        return layer_inputs(self, SCAN, device, dtype)
 
 
 def neural_memory(backend: Any, device: str) -> nn.Module:
@@ -298,8 +268,7 @@ def layer_case(dtype: torch.dtype, precision: str) -> Case:
     batch, tokens, heads, width = SCAN.values()
     traffic, work = scan_costs(MODULE_HIDDEN, dtype)
     # Queries, keys, values and the output are products of x.
-    products = 4 * 2 * batch * tokens * (heads * width) ** 2
-    added = {"fwd": products, "bwd": 2 * products, "fwd+bwd": 3 * products}
+    added = by_pass(4 * 2 * batch * tokens * (heads * width) ** 2)
     sizes = dict(B=batch, T=tokens, dim=heads * width, heads=heads, hidden=MODULE_HIDDEN, C=CHUNK)
     return Case(
         op="NeuralMemory",
@@ -307,16 +276,16 @@ def layer_case(dtype: torch.dtype, precision: str) -> Case:
         dtype=dtype,
         precision=precision,
         reference=reference_layer,
-        inputs=functools.partial(reference_layer.draw, dtype=dtype),
-        sample=functools.partial(reference_layer.draw, dtype=dtype, sizes=CHECKED),
+        inputs=functools.partial(layer_inputs, reference_layer, SCAN, dtype=dtype),
+        sample=functools.partial(layer_inputs, reference_layer, CHECKED, dtype=dtype),
         bytes_moved=traffic,
         flops={name: work[name] + added[name] for name in work},
     )
 
 
-def titans_pytorch() -> tuple[str, PeerLayer]:
-    """Name with version, and its layer of as many heads, width and hidden units; raises ImportError
-    where it is not installed. What it calls memory_model is a pattern that learns nothing.
+def titans_pytorch() -> dict[str, Op]:
+    """Its layer of as many heads, width and hidden units. What it calls memory_model is a pattern
+    that learns nothing.
     """
     import titans_pytorch
 
@@ -329,21 +298,14 @@ def titans_pytorch() -> tuple[str, PeerLayer]:
         )
         return layer.to(device)
 
-    version = importlib.metadata.version("titans-pytorch")
-    return f"titans-pytorch-{version}", PeerLayer(make, leave_out=("memory_model.",))
+    return {"NeuralMemory": PeerLayer(make, leave_out=("memory_model.",))}
 
 
 def providers() -> dict[str, dict[str, Op]]:
     """Ours, torch, torch.compile, and titans-pytorch where it is installed, by op. torch runs the
     scan in chunks of matrix products too.
     """
-    # Every case is compiled with and without gradients, more often than torch allows by default.
-    limit = 4 * len(cases())
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
-    compiled = torch.compile(
-        functools.partial(flat_update, functional_update), fullgraph=True, dynamic=False
-    )
-    ops: dict[str, dict[str, Op]] = {
+    return {
         "fusewright": {
             "memory_update": fusewright_update,
             "memory_scan": functools.partial(flat_scan, "auto"),
@@ -354,9 +316,6 @@ def providers() -> dict[str, dict[str, Op]]:
             "memory_scan": scan_reference,
             "NeuralMemory": reference_layer,
         },
-        "compile": {"memory_update": compiled},
+        "compile": {"memory_update": compiled(functools.partial(flat_update, functional_update))},
+        **installed(("titans-pytorch", "titans-pytorch", titans_pytorch)),
     }
-    with contextlib.suppress(ImportError):
-        name, layer = titans_pytorch()
-        ops[name] = {"NeuralMemory": layer}
-    return ops

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from fusewright.mixture_head import grouped_heads, mixture_nll
 from fusewright.mixture_head.common.scale import checked_scale
 from fusewright.mixture_head.heads import reference as heads_reference
 from fusewright.mixture_head.mixture import reference as mixture_reference
 from fusewright_testkit import Case
+from fusewright_testkit.cases import by_pass, compiled
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.utils.checkpoint import checkpoint
 
@@ -41,7 +41,7 @@ def mixture_case(rows: int) -> Case:
         reference=functools.partial(mixture_reference.mixture_nll, **form._asdict()),
         inputs=functools.partial(mixture_inputs, rows),
         # The loss itself is one number; each gradient is as large as what it belongs to.
-        bytes_moved={"fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
+        bytes_moved=by_pass(size),
     )
 
 
@@ -64,8 +64,8 @@ def heads_case(rows: int) -> Case:
         reference=heads_by_rows,
         inputs=functools.partial(heads_inputs, rows, dtype),
         # The hidden layer is no input and no output.
-        bytes_moved={"fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
-        flops={"fwd": flops, "bwd": 2 * flops, "fwd+bwd": 3 * flops},
+        bytes_moved=by_pass(size),
+        flops=by_pass(flops),
     )
 
 
@@ -90,9 +90,6 @@ def providers() -> dict[str, dict[str, Op]]:
     first, compiled.
     """
     plain: dict[str, Op] = {"mixture_nll": torch_mixture_nll, "grouped_heads": torch_heads}
-    # Every case is compiled with and without gradients, more often than torch allows by default.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(ROWS))
-    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
     return {
         "fusewright": {"mixture_nll": mixture_nll, "grouped_heads": grouped_heads},
         "torch": plain,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from collections.abc import Callable
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from fusewright.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_gated, sinkhorn_knopp
 from fusewright.norm.row_norm import reference as norm_reference
 from fusewright.norm.sinkhorn import reference as sinkhorn_reference
 from fusewright_testkit import Case
+from fusewright_testkit.cases import by_pass, compiled, installed
 
 EPS = 1e-6
 SHAPES = ((1024, 1024), (8192, 512), (16384, 2048), (16384, 4096), (4096, 16384))
@@ -25,13 +24,14 @@ NORM_SHAPES = {
 }
 MATRICES = ((16384, 4), (1024, 64))
 ITERATIONS = 20
-# Passes over a tensor of x's size, each input read once and each output written once.
+# Passes over a tensor of x's size, forward and backward: each input is read once and each output
+# written once.
 TRAFFIC = {
-    "rms_norm": {"fwd": 2, "bwd": 3, "fwd+bwd": 5},
-    "add_rms_norm": {"fwd": 4, "bwd": 4, "fwd+bwd": 8},
-    "rms_norm_gated": {"fwd": 3, "bwd": 5, "fwd+bwd": 8},
-    "layer_norm": {"fwd": 2, "bwd": 3, "fwd+bwd": 5},
-    "sinkhorn_knopp": {"fwd": 2, "bwd": 3, "fwd+bwd": 5},
+    "rms_norm": (2, 3),
+    "add_rms_norm": (4, 4),
+    "rms_norm_gated": (3, 5),
+    "layer_norm": (2, 3),
+    "sinkhorn_knopp": (2, 3),
 }
 
 Tensor = torch.Tensor
@@ -53,7 +53,7 @@ def norm_case(op: str, rows: int, cols: int) -> Case:
         dtype=dtype,
         reference=functools.partial(getattr(norm_reference, op), eps=EPS),
         inputs=functools.partial(inputs, op, rows, cols, dtype),
-        bytes_moved={name: passes * size for name, passes in TRAFFIC[op].items()},
+        bytes_moved=by_pass(*(passes * size for passes in TRAFFIC[op])),
     )
 
 
@@ -68,7 +68,7 @@ def sinkhorn_case(batch: int, n: int) -> Case:
             sinkhorn_reference.sinkhorn_knopp, iterations=ITERATIONS, eps=EPS
         ),
         inputs=lambda device: [torch.randn(batch, n, n, dtype=dtype, device=device)],
-        bytes_moved={name: passes * size for name, passes in TRAFFIC["sinkhorn_knopp"].items()},
+        bytes_moved=by_pass(*(passes * size for passes in TRAFFIC["sinkhorn_knopp"])),
     )
 
 
@@ -83,7 +83,7 @@ def inputs(op: str, rows: int, cols: int, dtype: torch.dtype, device: str) -> li
 
 def providers() -> dict[str, dict[str, Norm]]:
     """Ours, torch, torch.compile, and the libraries that are installed here, by op."""
-    found: dict[str, dict[str, Norm]] = {
+    return {
         "fusewright": {
             "rms_norm": functools.partial(rms_norm, eps=EPS),
             "add_rms_norm": functools.partial(add_rms_norm, eps=EPS),
@@ -92,15 +92,13 @@ def providers() -> dict[str, dict[str, Norm]]:
             "sinkhorn_knopp": functools.partial(sinkhorn_knopp, iterations=ITERATIONS, eps=EPS),
         },
         "torch": torch_ops(),
-        "compile": compiled_ops(),
+        "compile": {name: compiled(op) for name, op in torch_ops().items()},
+        **installed(
+            ("liger", "liger-kernel", liger),
+            ("quack", "quack-kernels", quack),
+            ("fla", "fla-core", fla),
+        ),
     }
-    for load in (liger, quack, fla):
-        try:
-            name, ops = load()
-        except ImportError:
-            continue
-        found[name] = ops
-    return found
 
 
 def torch_ops() -> dict[str, Norm]:
@@ -136,17 +134,7 @@ def torch_ops() -> dict[str, Norm]:
     }
 
 
-def compiled_ops() -> dict[str, Norm]:
-    """The same through torch.compile, each shape compiled for itself."""
-    # Every shape is compiled with and without gradients, more often than torch allows by default.
-    limit = 4 * len(SHAPES)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
-    return {
-        name: torch.compile(op, fullgraph=True, dynamic=False) for name, op in torch_ops().items()
-    }
-
-
-def liger() -> tuple[str, dict[str, Norm]]:
+def liger() -> dict[str, Norm]:
     """Liger-Kernel's functions. Its in-place backward, which overwrites dy, is switched off: a
     timed call is repeated.
     """
@@ -154,7 +142,7 @@ def liger() -> tuple[str, dict[str, Norm]]:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    return f"liger-{importlib.metadata.version('liger-kernel')}", {
+    return {
         "rms_norm": lambda x, w: LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False),
         "add_rms_norm": lambda x, r, w: LigerFusedAddRMSNormFunction.apply(
             x, r, w, EPS, 0.0, "llama", False
@@ -163,20 +151,18 @@ def liger() -> tuple[str, dict[str, Norm]]:
     }
 
 
-def quack() -> tuple[str, dict[str, Norm]]:
+def quack() -> dict[str, Norm]:
     """QuACK's functions; its layer norm has no backward."""
     from quack.rmsnorm import rmsnorm
 
-    return f"quack-{importlib.metadata.version('quack-kernels')}", {
+    return {
         "rms_norm": lambda x, w: rmsnorm(x, w, eps=EPS),
         "add_rms_norm": lambda x, r, w: rmsnorm(x, w, residual=r, eps=EPS, prenorm=True),
     }
 
 
-def fla() -> tuple[str, dict[str, Norm]]:
+def fla() -> dict[str, Norm]:
     """Flash-linear-attention's gated norm."""
     from fla.modules.fused_norm_gate import rms_norm_gated
 
-    return f"fla-{importlib.metadata.version('fla-core')}", {
-        "rms_norm_gated": lambda x, g, w: rms_norm_gated(x, g, w, None, eps=EPS)
-    }
+    return {"rms_norm_gated": lambda x, g, w: rms_norm_gated(x, g, w, None, eps=EPS)}

@@ -4,19 +4,11 @@ wheel.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import fusewright_testkit.fresh
 import pytest
 
 
 @pytest.fixture
 def run_python():
     """Run code in a Python of its own; returns what it prints."""
-
-    def run(code: str) -> str:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+    return fusewright_testkit.fresh.run_python

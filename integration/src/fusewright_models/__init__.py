@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from .transformer_np import Prediction, TransformerNP
-from .transformer_np_layers import TransformerNPConfig
+from .models.hybrid import HYBRID, HybridConfig, HybridLM
+from .models.titan_mac import TITAN_MAC, TitanMAC, TitanMACConfig
+from .models.transformer_np import Prediction, TransformerNP, TransformerNPConfig
 
 try:
     __version__ = version("fusewright-models")
@@ -13,7 +14,13 @@ except PackageNotFoundError:
     __version__ = "0+source"
 
 __all__ = [
+    "HYBRID",
+    "TITAN_MAC",
+    "HybridConfig",
+    "HybridLM",
     "Prediction",
+    "TitanMAC",
+    "TitanMACConfig",
     "TransformerNP",
     "TransformerNPConfig",
 ]

@@ -1,4 +1,4 @@
-"""The device that a command line names, and how tensors are computed on it."""
+"""The device that a command line names."""
 
 from __future__ import annotations
 
@@ -22,11 +22,3 @@ def checked_device(name: str) -> torch.device:
         # The lines below the first are advice to programmers.
         reason = str(error).partition("\n")[0]
         raise ValueError(f"--device {name}: {reason}") from error
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What products are computed in there; None where nothing says but their operands."""
-    # Autocast knows no meta tensors.
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)

@@ -1,36 +1,38 @@
-"""The tuner of the pooled update times what it is asked to, on a GPU that has run it before."""
+"""The tuner of the pooled update times what it is asked to, and its results are those that the
+launch tables say they come from.
+"""
 
 from __future__ import annotations
 
 import collections
 import csv
-import importlib.util
+import dataclasses
+import functools
 import pathlib
 
 import pytest
 import torch
+from fusewright_testkit import tune
+from fusewright_testkit.bench import load
 from fusewright_testkit.timing import Time
 
-TUNER = pathlib.Path(__file__).parents[1] / "tune_update.py"
+PACKAGE = pathlib.Path(__file__).parents[1]
 # What the launch tables say of themselves: how far from the fastest line they are.
 TILES_WITHIN, BLOCKS_WITHIN = 1.03, 1.07
 
 
 @pytest.fixture
 def tuner(monkeypatch):
-    if not TUNER.exists():
+    if not (PACKAGE / "tune.py").exists():
         pytest.skip("the tuner is not part of the distribution")
-    spec = importlib.util.spec_from_file_location("tune_update", TUNER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
     def count_the_calls(calls, **options):
         for call in calls:
             call()
         return Time(1.0, 1.0, 1.0)
 
-    monkeypatch.setattr(module, "graph_time", count_the_calls)
-    return module
+    monkeypatch.setattr(tune, "graph_time", count_the_calls)
+    return load(PACKAGE, "tune")
 
 
 @pytest.fixture
@@ -49,40 +51,52 @@ def launched_before(monkeypatch):
 
 
 # A launch and a plan of launches, of tiles and of elements, of either pass.
-TIMED = {"bf16": ("ROUND", "HIDDEN", "GRADIENTS", "COTANGENTS", "DWEIGHTS"), "tf32": ("TRANSPOSE",)}
+TIMED = {
+    "ROUND": "bf16",
+    "TRANSPOSE": "tf32",
+    "HIDDEN": "bf16",
+    "GRADIENTS": "bf16",
+    "COTANGENTS": "bf16",
+    "DWEIGHTS": "bf16",
+}
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("dtype", TIMED)
-def test_every_kind_of_launch_is_timed(tuner, launched_before, dtype, capsys):
-    size = 7, 5, 6
-    tile = tuner.UpdateTile(tuner.PRECISIONS[dtype], 16, 16, 16, 1, 1, aligned=False)
-    block = tuner.UpdateBlock(block=64, num_warps=1)
-    entries = [entry for entry in tuner.LAUNCHES if entry.table in TIMED[dtype]]
-    jobs = [(entry, dtype, size, tile if entry.pairs else block) for entry in entries]
-    table = tuner.tuned(dtype, size, jobs, best=1, device="cpu")
-    assert [row["table"] for row in table] == [entry.table for entry in entries]
+@pytest.mark.parametrize("table", TIMED)
+def test_every_kind_of_launch_is_timed(tuner, launched_before, table, capsys):
+    size, dtype = (7, 5, 6), TIMED[table]
+    (entry,) = (entry for entry in tuner.LAUNCHES if entry.table == table)
+    line = tuner.UpdateBlock(block=64, num_warps=1)
+    if entry.pairs:
+        line = tuner.UpdateTile(tuner.PRECISIONS[dtype], 16, 16, 16, 1, 1, aligned=False)
+    tuning = tuner.tuning(entry, dtype, size)
+    few = functools.partial(tuner.bench.update_inputs, *size, tuner.DTYPES[dtype], lead=(16,))
+    tuning = dataclasses.replace(
+        tuning,
+        case=dataclasses.replace(tuning.case, sample=few),
+        candidates=tune.lines([line], table, table=entry.pairs > 0),
+    )
+    with tune.kept_calls(entry.kernels) as calls:
+        times = tune.timed(tuning, [str(line)], device="cpu")
+    assert times == {tune.COMMITTED: 1.0, str(line): 1.0}
+    assert {call.args[0].kernel.fn.__name__ for call in calls} == {entry.kernels[0]}
+    tune.print_together([(tuning, tuning.candidates[str(line)])], device="cpu")
     printed = capsys.readouterr().out
     assert "failed" not in printed
-    assert "WRONG" not in printed
-    assert printed.count("CHAIN") == 3
+    assert printed.count("fwd+bwd") == 2
 
 
-def test_every_table_and_every_launch_is_one_of_the_package(tuner):
+def test_every_table_is_one_of_the_package(tuner):
     for entry in tuner.LAUNCHES:
-        plan = (
-            tuner.launch_backward.UpdateBackwardPlan if entry.backward else tuner.launch.UpdatePlan
-        )
-        assert hasattr(tuner.module_of(entry), entry.table)
-        assert entry.field in plan._fields
+        assert hasattr(entry.module, entry.table)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "tf32"])
 def test_every_table_has_candidates_at_every_size(tuner, dtype):
-    for size in tuner.SIZES:
-        for entry in tuner.LAUNCHES:
-            wanted = entry.dtype in ("", dtype)
-            assert bool(tuner.candidates_of(entry, dtype, size)) == wanted
+    tunings = [one for one in tuner.tunings() if one.names["dtype"] == dtype]
+    wanted = [entry.table for entry in tuner.LAUNCHES if entry.dtype in ("", dtype)]
+    assert [one.names["table"] for one in tunings] == wanted * len(tuner.bench.UPDATES)
+    assert all(one.candidates for one in tunings)
 
 
 def plans(tuner, dtype, size):
@@ -94,7 +108,9 @@ def plans(tuner, dtype, size):
     needed = tuner.launch_backward.BackwardOptions(True, True, False, False, True, True)
     options = "silu", True, tuner.PRECISIONS[dtype], k.device
     # Past the cache: plans are kept for one GPU.
-    forward, backward = (getattr(*plan).__wrapped__ for plan in tuner.PLANS)
+    forward, backward = (
+        plan.__wrapped__ for plan in (tuner.launch.update_plan, tuner.launch_backward.backward_plan)
+    )
     return (
         forward(k.shape, hidden, layouts(k, k), False, *options),
         backward(k.shape, hidden, layouts(k, k), needed, *options),
@@ -103,10 +119,11 @@ def plans(tuner, dtype, size):
 
 def line_of(tuner, entry, dtype, plan):
     """The line of a launch table that a plan has taken."""
-    launch = getattr(plan, entry.field)
+    launches = (getattr(part, "launch", part) for part in plan)
+    kernels = {x.kernel.fn.__name__: x for x in launches if hasattr(x, "kernel")}
+    launch = kernels[entry.kernels[0]]
     if not entry.pairs:
         return tuner.UpdateBlock(launch.constants["BLOCK"], launch.options["num_warps"])
-    launch = getattr(launch, "launch", launch)
     sides = (launch.constants[f"BLOCK_{axis}"] for axis in "MNK")
     stages = launch.constants["NUM_STAGES"]
     return tuner.UpdateTile(tuner.PRECISIONS[dtype], *sides, launch.options["num_warps"], stages)
@@ -114,19 +131,21 @@ def line_of(tuner, entry, dtype, plan):
 
 @pytest.mark.parametrize("dtype", ["bf16", "tf32"])
 def test_plans_take_lines_near_the_fastest_of_their_source(tuner, monkeypatch, dtype):
-    gpu = tuner.DeviceProperties(tuner.MULTIPROCESSORS, tuner.SHARED_BYTES, capability=90)
+    gpu = tune.Target(tuner.MULTIPROCESSORS, tuner.SHARED_BYTES, capability=90)
     monkeypatch.setattr(tuner.problem, "device_properties", lambda device: gpu)
-    (source,) = TUNER.parent.glob("results/tuning-update-*.csv")
+    (source,) = PACKAGE.glob("results/tuning-update-*.csv")
     times = collections.defaultdict(dict)
     with source.open(newline="") as file:
         for row in csv.DictReader(file):
             case = row["table"], row["case"], row["dtype"]
             times[case][row["config"]] = float(row["ms"])
-    for size in tuner.SIZES:
+    for size in tuner.bench.UPDATES:
         found = plans(tuner, dtype, size)
         for entry in tuner.LAUNCHES:
             if entry.dtype in ("", dtype):
-                case = times[entry.table, tuner.described(size), dtype]
+                case = times[
+                    entry.table, tune.described(dict(zip("NDH", size, strict=True))), dtype
+                ]
                 line = line_of(tuner, entry, dtype, found[entry.backward])
                 limit = TILES_WITHIN if entry.pairs else BLOCKS_WITHIN
                 assert case[str(line)] <= limit * min(case.values()), (entry.table, size)

@@ -9,9 +9,9 @@ A package's ``bench.py``, or folder ``bench``, beside its source declares
   called ``fusewright``. A peer that does not compute the same, such as another library's layer with
   parameters of its own, has ``inputs(device, dtype)`` of its own. One that moves its tensors in
   place, such as an optimizer, has ``prepare(inputs)``, which returns a step that is timed again and
-  again, and ``captures``: whether a CUDA graph may hold it. Only its outputs are checked. One that
-  has no backward pass here has ``forward_only`` true: its outputs are checked, its forward pass is
-  timed.
+  again; only its outputs are checked. One that has no backward pass here has ``forward_only`` true:
+  its outputs are checked, its forward pass is timed. One that no CUDA graph may hold, since it
+  waits for the GPU, has ``captures`` false; a step has it either way.
 
 Every provider that computes the same is checked against the yardstick before it is timed. Ours must
 pass; a peer that does not is timed and named.
@@ -43,6 +43,7 @@ from .yardstick import Yardstick, as_leaf, as_tuple
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 OURS = "fusewright"
+RECOMPILES = 64
 
 
 def environment_name() -> str:
@@ -63,6 +64,7 @@ class Timer:
     def __init__(self, case: Case, op: Callable):
         self.case, self.op = case, op
         self.forward_only = getattr(op, "forward_only", False)
+        self.captures = getattr(op, "captures", True)
         self.stream = torch.cuda.Stream()
         bytes_of_one_call = case.bytes_moved["fwd+bwd"]
         self.inputs = []
@@ -95,7 +97,8 @@ class Timer:
         """Pass, clock and time, one after the other."""
         for name, make in (("fwd", self.forward), ("bwd", self.backward)):
             calls = [make(inputs) for inputs in self.inputs]
-            yield name, "graph", graph_time(calls, stream=self.stream)
+            if self.captures:
+                yield name, "graph", graph_time(calls, stream=self.stream)
             torch.cuda.current_stream().wait_stream(self.stream)
             yield name, "event", event_time(calls[0])
             if name == "fwd" and self.case.forward_wall:
@@ -103,9 +106,10 @@ class Timer:
             del calls
             if self.forward_only:
                 return
-        with torch.cuda.stream(self.stream):
-            calls = [self.both(inputs) for inputs in self.inputs]
-        yield "fwd+bwd", "graph", graph_time(calls, stream=self.stream)
+        if self.captures:
+            with torch.cuda.stream(self.stream):
+                calls = [self.both(inputs) for inputs in self.inputs]
+            yield "fwd+bwd", "graph", graph_time(calls, stream=self.stream)
         torch.cuda.current_stream().wait_stream(self.stream)
         yield "fwd+bwd", "wall", wall_time(self.both(self.inputs[0]))
 
@@ -152,8 +156,13 @@ class StepTimer:
 
 def rows_of_case(case: Case, provider: str, op: Callable) -> Iterator[dict]:
     """Result rows of one provider on one case."""
+    # It takes seconds to import.
+    import torch._dynamo
+
     # A compiled backward pass may otherwise not be run twice on one graph.
     torch._functorch.config.donated_buffer = False
+    # Every case is compiled with and without gradients, more often than torch allows by default.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
     timer = (StepTimer if hasattr(op, "prepare") else Timer)(case, op)
     memory = timer.peak_mib()
     for name, clock, time in timer.times():
@@ -161,7 +170,7 @@ def rows_of_case(case: Case, provider: str, op: Callable) -> Iterator[dict]:
         flops = case.flops.get(name)
         yield {
             "op": case.op,
-            "case": " ".join(f"{key}={value}" for key, value in case.sizes.items()),
+            "case": case.described,
             "pass": name,
             "provider": provider,
             "dtype": case.precision or DTYPES[case.dtype],
@@ -206,15 +215,16 @@ def check(case: Case, provider: str, op: Callable, console: Console) -> None:
         console.print(f"  {provider} errs more than the yardstick allows: {error}")
 
 
-def load(folder: pathlib.Path) -> ModuleType:
-    """A package's ``bench.py`` or ``bench/``, which no wheel holds."""
-    name = f"bench_of_{folder.resolve().name.replace('-', '_')}"
+def load(folder: pathlib.Path, what: str = "bench") -> ModuleType:
+    """A package's ``bench.py`` or ``bench/``, or its ``tune.py``, which no wheel holds."""
+    name = f"{what}_of_{folder.resolve().name.replace('-', '_')}"
     if name in sys.modules:
         return sys.modules[name]
-    paths = [folder / "bench.py", folder / "bench" / "__init__.py"]
+    paths = [folder / f"{what}.py", folder / what / "__init__.py"]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        raise FileNotFoundError(f"wanted bench.py or bench/__init__.py in {folder}, found neither")
+        wanted = f"{what}.py or {what}/__init__.py"
+        raise FileNotFoundError(f"wanted {wanted} in {folder}, found neither")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

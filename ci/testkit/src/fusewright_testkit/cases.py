@@ -1,13 +1,25 @@
-"""What a package's ``bench`` module states: the cases that are timed."""
+"""What a package's ``bench`` module states, the cases that are timed, and what helps to state them
+and their providers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
+from torch.func import functional_call
 
 Tensors = list[torch.Tensor | None]
+# An op through torch.compile, each shape compiled for itself.
+compiled: Callable[[Callable], Callable] = functools.partial(
+    torch.compile, fullgraph=True, dynamic=False
+)
 
 
 @dataclass(frozen=True)
@@ -39,3 +51,61 @@ class Case:
     sample: Callable[[str], Tensors] | None = None
     precision: str = ""
     forward_wall: bool = False
+
+    @property
+    def described(self) -> str:
+        """The sizes as result files write them."""
+        return described(self.sizes)
+
+
+def described(sizes: Mapping[str, object]) -> str:
+    return " ".join(f"{key}={value}" for key, value in sizes.items())
+
+
+def by_pass(forward: int, backward: int | None = None) -> dict[str, int]:
+    """Bytes or operations by pass; the backward pass takes twice the forward pass's where they are
+    left out.
+    """
+    backward = 2 * forward if backward is None else backward
+    return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}
+
+
+def installed(*libraries: tuple[str, str, Callable[[], dict[str, Any]]]) -> dict[str, dict]:
+    """The providers of those libraries that are installed, named with their version.
+
+    Args:
+        libraries: name, distribution, and what imports it and returns its functions by op.
+    """
+    found = {}
+    for name, distribution, load in libraries:
+        with contextlib.suppress(ImportError):
+            found[f"{name}-{importlib.metadata.version(distribution)}"] = load()
+    return found
+
+
+class Layer:
+    """A layer as an op on x and on its parameters, in the order of their names; those whose names
+    begin with one of ``leave_out`` stay as they are.
+    """
+
+    def __init__(self, make: Callable[..., nn.Module], leave_out: tuple[str, ...] = ()):
+        self.make: Callable[..., nn.Module] = make
+        self.leave_out: tuple[str, ...] = leave_out
+
+    @functools.cached_property
+    def layer(self) -> nn.Module:
+        """On the GPU; its own parameters are not read."""
+        return self.make(device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def learned(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+        named = sorted(layer.named_parameters())
+        return {name: x.detach() for name, x in named if not name.startswith(self.leave_out)}
+
+    def parameters(self, device: str) -> list[torch.Tensor]:
+        """Fresh ones."""
+        return [*self.learned(self.make(device=device)).values()]
+
+    def __call__(self, x: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        state = dict(zip(self.learned(self.layer), parameters, strict=True))
+        y = functional_call(self.layer, state, (x,))
+        return (y[0] if isinstance(y, tuple) else y,)

@@ -10,12 +10,12 @@ import torch
 import typer
 from rich.console import Console
 
+from ..cli.commands import usage_errors
+from ..cli.presets import TRANSFORMER_NP, PresetName
 from ..devices import checked_device
-from ..hybrid_config import HYBRID
-from ..presets import TRANSFORMER_NP, PresetName
-from ..titan_mac import TITAN_MAC
-from ..titan_mac_layers import Variant
-from ..transformer_np_layers import TransformerNPConfig
+from ..models.hybrid import HYBRID
+from ..models.titan_mac import TITAN_MAC, Variant
+from ..models.transformer_np import TransformerNPConfig
 from .depth import DepthHarness, parsed_depths
 from .harness import Harness
 from .hybrid import PROVIDER_NAMES as HYBRID_PROVIDERS
@@ -25,10 +25,11 @@ from .providers import PROVIDER_NAMES, SDPA_CHOICES, by_comma, chosen_providers
 from .results import environment_name
 from .shapes import SHAPES, Shape
 from .switches import SwitchesHarness
-from .text import TextHarness, TextShape
+from .text import TextShape
 from .titan_mac import PROVIDER_NAMES as TITAN_MAC_PROVIDERS
 from .titan_mac import SHAPES as TEXT_SHAPES
 from .titan_mac import TitanMACHarness
+from .transformer_np import TransformerNPHarness
 
 Device = Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")]
 Seconds = Annotated[
@@ -36,6 +37,13 @@ Seconds = Annotated[
 ]
 Out = Annotated[
     Path | None, typer.Option(help="Folder of the result file; rows that it has are replaced.")
+]
+TextShapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", help="B,T: rows and their tokens; repeatable. Default: the preset's."),
+]
+TextCheck = Annotated[
+    bool, typer.Option(help="Hold our first loss against fp32, at a slow forward pass a shape.")
 ]
 
 
@@ -66,33 +74,19 @@ def main(
     """
     if context.invoked_subcommand:
         return
-    try:
+    with usage_errors():
         shapes = [Shape.parse(text) for text in shape] if shape else list(SHAPES)
         providers = chosen_providers(provider, sdpa)
         where = checked_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    console = Console(width=160)
-    name = environment_name(where)
-    console.print(f"{name}: bf16 autocast over fp32 weights, AdamW", highlight=False)
-    harness = Harness(
-        config=TransformerNPConfig(**TRANSFORMER_NP[preset].architecture),
-        device=where,
-        seconds=seconds,
-        check=check,
-        file=out / f"{name}.csv" if out else None,
-        console=console,
-    )
+    config = TransformerNPConfig(**TRANSFORMER_NP[preset].architecture)
+    harness = made(TransformerNPHarness, config, where, seconds, check, out)
     good = [harness.bench(each, providers) for each in shapes]
     raise typer.Exit(not all(good))
 
 
 def titan_mac(
     preset: Annotated[str, typer.Option(help=f"Of {', '.join(TITAN_MAC)}.")] = "l4",
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(help="B,T: rows and their tokens; repeatable. Default: the preset's."),
-    ] = None,
+    shape: TextShapes = None,
     variant: Annotated[Variant, typer.Option(help="Of the model.")] = "mac",
     memory: Annotated[bool, typer.Option(help="With the memory, or the model without.")] = True,
     checkpointing: Annotated[
@@ -110,9 +104,7 @@ def titan_mac(
     evaluation_batches: Annotated[int, typer.Option(min=1, help="Of an evaluation.")] = 10,
     device: Device = "cuda",
     seconds: Seconds = 6.0,
-    check: Annotated[
-        bool, typer.Option(help="Hold our first loss against fp32, at a slow forward pass a shape.")
-    ] = True,
+    check: TextCheck = True,
     out: Out = None,
 ) -> None:
     """Time training steps of TitanMAC: ours, eager and compiled, each also replayed from a CUDA
@@ -120,7 +112,7 @@ def titan_mac(
 
     The exit code is 1 where ours fails.
     """
-    try:
+    with usage_errors():
         if preset not in TITAN_MAC:
             raise ValueError(f"preset must be of {', '.join(TITAN_MAC)}; got {preset!r}")
         config = replace(
@@ -129,8 +121,6 @@ def titan_mac(
         shapes = [TextShape.parse(text) for text in shape] if shape else list(TEXT_SHAPES[preset])
         providers = by_comma("provider", provider, TITAN_MAC_PROVIDERS)
         where = checked_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     harness = made(TitanMACHarness, config, where, seconds, check, out)
     if switches:
         switched = SwitchesHarness(harness, evaluate_every, evaluation_batches)
@@ -142,10 +132,7 @@ def titan_mac(
 
 def hybrid(
     preset: Annotated[str, typer.Option(help=f"Of {', '.join(HYBRID)}.")] = "mini",
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(help="B,T: rows and their tokens; repeatable. Default: the preset's."),
-    ] = None,
+    shape: TextShapes = None,
     provider: Annotated[
         str, typer.Option(help=f"By comma, of {', '.join(HYBRID_PROVIDERS)}.")
     ] = "all",
@@ -155,9 +142,7 @@ def hybrid(
     ] = None,
     device: Device = "cuda",
     seconds: Seconds = 6.0,
-    check: Annotated[
-        bool, typer.Option(help="Hold our first loss against fp32, at a slow forward pass a shape.")
-    ] = True,
+    check: TextCheck = True,
     out: Out = None,
 ) -> None:
     """Time training steps of HybridLM: ours, eager and replayed from a CUDA graph; the same model
@@ -167,7 +152,7 @@ def hybrid(
 
     The exit code is 1 where ours fails.
     """
-    try:
+    with usage_errors():
         if preset not in HYBRID:
             raise ValueError(f"preset must be of {', '.join(HYBRID)}; got {preset!r}")
         shapes = [TextShape.parse(text) for text in shape or ()] or list(HYBRID_SHAPES[preset])
@@ -177,8 +162,6 @@ def hybrid(
         providers = by_comma("provider", provider, HYBRID_PROVIDERS)
         layers = parsed_depths(depths) if depths is not None else []
         where = checked_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     harness = made(HybridHarness, HYBRID[preset], where, seconds, check, out)
     if layers:
         deep = DepthHarness(harness, layers)
@@ -188,7 +171,7 @@ def hybrid(
     raise typer.Exit(not all(good))
 
 
-HarnessT = TypeVar("HarnessT", bound=TextHarness)
+HarnessT = TypeVar("HarnessT", bound=Harness)
 
 
 def made(
@@ -199,7 +182,7 @@ def made(
     check: bool,
     out: Path | None,
 ) -> HarnessT:
-    """The harness of a language model, once its environment has been printed."""
+    """The harness of a model, once its environment has been printed."""
     console = Console(width=160)
     name = environment_name(device)
     console.print(f"{name}: bf16 autocast over fp32 weights, AdamW", highlight=False)

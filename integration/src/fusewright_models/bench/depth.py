@@ -15,15 +15,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from fusewright.reversible import Mode
-from rich.table import Table
 from torch import Tensor, nn
 
-from ..hybrid import HybridLM
-from ..hybrid_config import MODES
-from .harness import Failure, attempt
+from ..models.hybrid import MODES, HybridLM
 from .hybrid import HybridHarness
-from .results import merge_by
+from .results import keep_beside, table_of
 from .text import TextShape, Unclocked
 
 # Of a file of its own: nothing is timed.
@@ -131,32 +127,23 @@ class DepthHarness(NamedTuple):
         keep everything.
         """
         harness = self.harness
-        table = Table(title=f"{harness.op} B={shape.batch} T={shape.length}", caption="MiB, eager")
-        table.add_column("layers")
-        table.add_column("mode")
-        for name in COLUMNS[2:]:
-            table.add_column(name.removesuffix("_mib"), justify="right")
+        title = f"{harness.op} B={shape.batch} T={shape.length}"
+        numbers = (name.removesuffix("_mib") for name in COLUMNS[2:])
+        table = table_of(title, "MiB, eager", ("layers", "mode"), numbers)
         good = True
         for mode in MODES:
             for layers in self.depths:
                 deep = replace(harness, config=replace(harness.config, layers=layers, mode=mode))
-                found = attempt(measured, deep, shape)
-                harness.let_go()
-                if isinstance(found, Failure):
+                names = str(layers), mode
+                found = harness.tried(table, names, measured, deep, shape)
+                if found is None:
                     good &= mode == "plain"
-                    table.add_row(str(layers), mode, found.reason)
                     continue
-                table.add_row(str(layers), mode, *found.mib())
-                self.keep(shape.case(deep.config), mode, found)
+                table.add_row(*names, *found.mib())
+                values = shape.case(deep.config), mode, *found.mib()
+                keep_beside(harness.file, "depth", COLUMNS, values)
         harness.console.print(table)
         return good
-
-    def keep(self, case: str, mode: Mode, found: Memory) -> None:
-        """In a file beside the harness's."""
-        if self.harness.file is not None:
-            kept = dict(zip(COLUMNS, (case, mode, *found.mib()), strict=True))
-            file = self.harness.file.with_name(f"depth-{self.harness.file.name}")
-            merge_by(lambda row: (row["case"], row["mode"]), file, COLUMNS, [kept])
 
 
 def measured(harness: HybridHarness, shape: TextShape) -> Memory:

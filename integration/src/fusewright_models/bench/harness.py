@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import gc
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
-from ..data import LinearRegression, Size, Task
-from ..training import torch_adamw
-from ..transformer_np import TransformerNP
-from ..transformer_np_layers import TransformerNPConfig
-from .providers import Provider, plain_log_likelihood
-from .results import add, empty_table, merge, rows
-from .shapes import Shape, operations
+from .results import Row, merge, table_of
 from .step import Measurement, Step
 
 SEED = 0
 FACTOR, ULPS = 2, 2
-# The errors of fewer targets may all be small by luck.
-FEWEST_TARGETS = 64
-
-Result = TypeVar("Result")
+Found = TypeVar("Found")
 
 
 class Expected(NamedTuple):
@@ -34,6 +26,11 @@ class Expected(NamedTuple):
 
     loss: float
     allowed: float
+
+    @classmethod
+    def of(cls, loss: float, error: float) -> Expected:
+        """Twice what eager torch errs by, and two units in the last place."""
+        return cls(loss, FACTOR * error + ULPS * torch.finfo(torch.float32).eps * abs(loss))
 
     def complaint(self, loss: float) -> str | None:
         """What is wrong with a provider's loss; None where nothing is."""
@@ -49,10 +46,12 @@ class Failure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Harness:
-    """What all measurements have in common.
+class Harness(ABC):
+    """What all measurements of a model have in common.
 
     Attributes:
+        op: the model, for a result file.
+        caption: of a table, whose ``columns`` follow those of provider and ``second``.
         config: the shape of the model.
         device: where everything is.
         seconds: about how long the steps of one provider are timed.
@@ -61,103 +60,107 @@ class Harness:
         console: where the tables go.
     """
 
-    config: TransformerNPConfig
+    op: ClassVar[str]
+    caption: ClassVar[str]
+    second: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]]
+
+    config: Any
     device: torch.device
     seconds: float
     check: bool
     file: Path | None
     console: Console
 
-    def bench(self, shape: Shape, providers: list[Provider]) -> bool:
-        """Measure one shape, print its table, keep its rows; False where ours failed."""
-        count = operations(self.config, shape)
-        table = empty_table(shape)
-        good = True
-        expected = self._attempt(self.expected, shape) if self.check else None
-        if isinstance(expected, Failure):
-            self.console.print(f"{shape.case}: nothing to hold losses against: {expected.reason}")
-            expected = None
-        for provider in providers:
-            measured = self._attempt(self.measure, shape, provider, expected)
-            if isinstance(measured, Failure):
-                good &= not provider.ours
-                table.add_row(provider.name, measured.reason)
-                continue
-            add(table, shape, provider.name, measured, count)
-            if self.file is not None:
-                name = provider.row_name(measured.attention)
-                merge(self.file, rows(shape, name, measured, count, self.device))
-        self.console.print(table)
-        return good
+    @abstractmethod
+    def step(self, shape: Any, provider: Any) -> Step:
+        """One training step of a new model, the same weights for all of ours."""
 
-    @torch.no_grad()
-    def expected(self, shape: Shape) -> Expected:
-        """Plain torch says what the loss is, in fp32, and how much bf16 may change it.
+    @abstractmethod
+    def expected(self, shape: Any) -> Expected:
+        """The first loss, and how far from it one in bf16 may be."""
 
-        A loss is a mean over targets, and errs by no more than they do, root-mean-square. So twice
-        what the targets' log-likelihoods err by in eager torch, and two units in the last place.
-        Batches of few targets have their errors by luck, and the largest of several counts.
-        """
-        model, sampler = self.model(), self.sampler(shape)
-        batches = math.ceil(FEWEST_TARGETS / (shape.batch * shape.targets))
-        # Every provider's first loss is that of the first batch.
-        loss, error = self._loss_and_error(model, sampler.sample(shape.batch))
-        for _ in range(batches - 1):
-            _, other = self._loss_and_error(model, sampler.sample(shape.batch))
-            error = max(error, other)
-        slack = ULPS * torch.finfo(torch.float32).eps * abs(loss)
-        return Expected(loss, FACTOR * error + slack)
-
-    def _loss_and_error(self, model: TransformerNP, task: Task) -> tuple[float, float]:
-        """Plain torch's loss in fp32, and the error of its targets in bf16, root-mean-square."""
-        truth = plain_log_likelihood(model, task, pruned=True).double()
-        with torch.autocast(self.device.type, torch.bfloat16):
-            eager = plain_log_likelihood(model, task, pruned=True)
-        return float(-truth.mean()), float((eager - truth).square().mean().sqrt())
-
-    def measure(self, shape: Shape, provider: Provider, expected: Expected | None) -> Measurement:
-        """Check the first loss, then take the time. Raises for ours, names a peer that errs more.
+    @abstractmethod
+    def measure(
+        self, shape: Any, provider: Any, timing: str, expected: Expected | None
+    ) -> Measurement:
+        """Check the first loss, then take the time.
 
         Raises:
             ArithmeticError: the loss of ours is not the expected one.
         """
-        model = self.model()
-        optimizer = torch_adamw(model, lr=5e-4, weight_decay=0.01)
-        step = Step(model, self.sampler(shape), shape.batch, provider.loss_function(), optimizer)
-        taken = provider.backends_taken(model, shape)
-        if warning := provider.warning(taken):
-            self.console.print(warning)
-        with provider.context():
-            loss = step.timed().loss
-            complaint = expected.complaint(loss) if expected else None
-            if complaint and provider.ours:
-                raise ArithmeticError(complaint)
-            if complaint:
-                self.console.print(f"{provider.name}: {complaint}")
-            return step.measure(self.seconds, loss, provider.attention(taken))
 
-    def model(self) -> TransformerNP:
-        """The same weights for every provider."""
-        torch.manual_seed(SEED)
-        return TransformerNP(self.config).to(self.device)
+    @abstractmethod
+    def line(self, shape: Any, timing: str, measured: Measurement) -> list[str]:
+        """What follows the provider in the table."""
 
-    def sampler(self, shape: Shape) -> LinearRegression:
-        """The same tasks for every provider."""
-        context, targets = (Size(n, n) for n in (shape.context, shape.targets))
-        return LinearRegression(
-            context_size=context, target_size=targets, device=self.device, seed=SEED
-        )
+    @abstractmethod
+    def rows(self, shape: Any, provider: Any, timing: str, measured: Measurement) -> list[Row]:
+        """Of the result file."""
 
-    def _attempt(self, call: Callable[..., Result], *arguments: Any) -> Result | Failure:
-        result = attempt(call, *arguments)
-        # What a failed call held is let go with its traceback, and nothing of it may count next.
+    def case(self, shape: Any) -> str:
+        return shape.case
+
+    def title(self, shape: Any) -> str:
+        return self.case(shape)
+
+    def name(self, provider: Any) -> str:
+        """Of the table."""
+        return provider.name
+
+    def is_ours(self, provider: Any) -> bool:
+        return self.name(provider).startswith("fusewright")
+
+    def timings(self, provider: Any) -> tuple[str, ...]:
+        return ("wall",)
+
+    def bench(self, shape: Any, providers: list[Any]) -> bool:
+        """Measure one shape, print its table, keep its rows; False where ours failed."""
+        table = table_of(self.title(shape), self.caption, ("provider", self.second), self.columns)
+        good = True
+        expected = self._attempt(self.expected, shape) if self.check else None
+        if isinstance(expected, Failure):
+            self.console.print(
+                f"{self.title(shape)}: nothing to hold losses against: {expected.reason}"
+            )
+            expected = None
+        for provider in providers:
+            for timing in self.timings(provider):
+                names = self.name(provider), *([timing] if self.second == "timing" else [])
+                measured = self.tried(table, names, self.measure, shape, provider, timing, expected)
+                if measured is None:
+                    good &= not self.is_ours(provider)
+                    continue
+                table.add_row(self.name(provider), *self.line(shape, timing, measured))
+                if self.file is not None:
+                    merge(self.file, self.rows(shape, provider, timing, measured))
+        self.console.print(table)
+        return good
+
+    def tried(
+        self, table: Table, names: tuple[str, ...], call: Callable[..., Found], *arguments: Any
+    ) -> Found | None:
+        """What ``call`` returns; None where it fails, which is a line of the table."""
+        found = self._attempt(call, *arguments)
+        if isinstance(found, Failure):
+            table.add_row(*names, found.reason)
+            return None
+        return found
+
+    def let_go(self) -> None:
+        """What a call held is let go, that nothing of it counts next."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return result
+
+    def _attempt(self, call: Callable[..., Found], *arguments: Any) -> Found | Failure:
+        found = attempt(call, *arguments)
+        # What a failed call held is let go with its traceback.
+        self.let_go()
+        return found
 
 
-def attempt(call: Callable[..., Result], *arguments: Any) -> Result | Failure:
+def attempt(call: Callable[..., Found], *arguments: Any) -> Found | Failure:
     """What ``call`` returns, or why it did not."""
     try:
         return call(*arguments)

@@ -14,16 +14,12 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from fusewright.deltanet import GatedDeltaNet
 from torch import Tensor, nn
 
-from ..hybrid import HybridLM
-from ..hybrid_config import HybridConfig
-from ..training import torch_adamw
-from .harness import FACTOR, SEED, ULPS, Expected
-from .step import Step
-from .text import Text, TextHarness, TextShape, version_of
+from ..models.hybrid import HybridConfig, HybridLM, Losses
+from .harness import SEED, Expected
+from .text import TextHarness, TextShape, token_losses, version_of
 
 ProviderName = Literal["fusewright", "fusewright-plain", "reference", "reference-compile", "fla"]
 PROVIDER_NAMES = get_args(ProviderName)
@@ -82,22 +78,16 @@ class HybridHarness(TextHarness):
     op: ClassVar[str] = "HybridLM"
     config: HybridConfig
 
-    def row_name(self, provider: ProviderName) -> str:
+    def name(self, provider: ProviderName) -> str:
         if provider != PEER:
             return provider
         versions = version_of("fla-core"), version_of("triton")
         return f"fla-{versions[0]} (triton {versions[1]})"
 
-    def step(self, shape: TextShape, provider: ProviderName) -> Step:
-        torch.manual_seed(SEED)
-        text = Text(self.config.vocab_size, shape.length, self.device)
-        loss: Callable[[Any, Tensor], Tensor] = our_loss
+    def build(self, provider: ProviderName) -> tuple[nn.Module, Callable[[Any, Tensor], Tensor]]:
         if provider == PEER:
-            model, loss = peer_model(self.config).to(self.device), peer_loss
-        else:
-            model = self.model(provider)
-        optimizer = torch_adamw(model, lr=4e-4, weight_decay=0.1)
-        return Step(model, text, shape.batch, loss, optimizer)
+            return peer_model(self.config).to(self.device), peer_loss
+        return self.model(provider), our_loss
 
     def model(self, provider: ProviderName) -> HybridLM:
         plain = provider.startswith("reference")
@@ -116,15 +106,18 @@ class HybridHarness(TextHarness):
         torch.manual_seed(SEED)
         config = replace(self.config, mode="plain")
         model = HybridLM(config, backend="reference").to(self.device)
-        tokens = Text(config.vocab_size, shape.length, self.device).sample(shape.batch)
-        truth, per_token = model.losses(tokens), token_losses(model, tokens)
+        tokens = self.text(shape).sample(shape.batch)
+
+        def found() -> tuple[Losses, Tensor]:
+            return model.losses(tokens), token_losses(model, model(tokens[:, :-1]), tokens)
+
+        truth, per_token = found()
         with torch.autocast(self.device.type, torch.bfloat16):
-            eager, rounded = model.losses(tokens), token_losses(model, tokens)
+            eager, rounded = found()
         of_tokens = float((rounded - per_token).square().mean().sqrt())
         of_indexers = abs(float(eager.indexer - truth.indexer))
         error = (1.0 + config.second_weight) * of_tokens + config.index_weight * of_indexers
-        loss = float(truth.total)
-        return Expected(loss, FACTOR * error + ULPS * torch.finfo(torch.float32).eps * loss)
+        return Expected.of(float(truth.total), error)
 
 
 def compile_layers(layers: Iterable[Any]) -> None:
@@ -135,10 +128,3 @@ def compile_layers(layers: Iterable[Any]) -> None:
             if isinstance(part, GatedDeltaNet):
                 part.recurrence = torch.compiler.disable(part.recurrence)  # type: ignore[method-assign]
         layer.force = torch.compile(layer.force, dynamic=False)
-
-
-def token_losses(model: HybridLM, tokens: Tensor) -> Tensor:
-    """Of each next token, in fp64; from all logits of one row after the other."""
-    pairs = zip(model(tokens[:, :-1]), tokens[:, 1:], strict=True)
-    losses = [F.cross_entropy(model.logits(x).float(), t, reduction="none") for x, t in pairs]
-    return torch.stack(losses).double()

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from fusewright.mixture_head import Scale
 from torch import Tensor, nn
 
-from ..transformer_np import TransformerNP
-from ..transformer_np_layers import Attention, Block, FeedForward
+from ..models.transformer_np import TransformerNP
+from ..models.transformer_np.layers import Attention, Block, FeedForward
 
 HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..data import Task
-from ..transformer_np import TransformerNP
-from ..transformer_np_layers import Block
+from ..models.transformer_np import TransformerNP
+from ..models.transformer_np.layers import Block
 from . import plain
 from .shapes import Shape
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from .shapes import Shape
-from .step import STAGES, Measurement
+from .step import Time
 
 COLUMNS = ["op", "case", "pass", "provider", "dtype", "timing"]
 COLUMNS += ["ms", "ms_p20", "ms_p80", "tflops", "gbps", "mem_mib"]
@@ -36,28 +35,18 @@ def _short_version(distribution: str) -> str:
         return f"no-{distribution}"
 
 
-def rows(
-    shape: Shape,
-    provider: str,
-    measured: Measurement,
-    operations: dict[str, float],
-    device: torch.device,
-) -> list[Row]:
-    """Rows of the stages, timed where the device is, and of the whole step on the host's clock."""
-    clock = "event" if device.type == "cuda" else "wall"
-    times = [(name, clock, measured.stages[name]) for name in STAGES]
-    found = []
-    for name, timing, time in [*times, ("step", "wall", measured.step)]:
-        count = operations.get(name)
-        values = [
-            *("TransformerNP", shape.case, name, provider, "bf16", timing),
-            *(f"{ms:.4f}" for ms in time),
-            f"{count / time.ms / 1e9:.1f}" if count else "",
-            "",
-            "" if measured.memory_mib is None else f"{measured.memory_mib:.1f}",
-        ]
-        found.append(dict(zip(COLUMNS, values, strict=True)))
-    return found
+def row(
+    named: tuple[str, str, str, str],
+    timing: str,
+    time: Time,
+    memory_mib: float | None,
+    operations: float | None = None,
+) -> Row:
+    """A row of op, case, pass and provider; the rate is that of so many operations."""
+    rate = f"{operations / time.ms / 1e9:.1f}" if operations else ""
+    memory = "" if memory_mib is None else f"{memory_mib:.1f}"
+    times = (f"{ms:.4f}" for ms in time)
+    return dict(zip(COLUMNS, (*named, "bf16", timing, *times, rate, "", memory), strict=True))
 
 
 def merge(path: Path, new: Iterable[Row]) -> None:
@@ -69,6 +58,16 @@ def merge(path: Path, new: Iterable[Row]) -> None:
         return (*(row[column] for column in KEY), row["provider"].partition(" (")[0])
 
     merge_by(identity, path, COLUMNS, new)
+
+
+def keep_beside(file: Path | None, kind: str, columns: list[str], values: Iterable[str]) -> None:
+    """Put a row into the file of that kind beside a result file, if there is one, in place of that
+    of the same first two columns.
+    """
+    if file is not None:
+        kept = dict(zip(columns, values, strict=True))
+        path = file.with_name(f"{kind}-{file.name}")
+        merge_by(lambda row: tuple(row[name] for name in columns[:2]), path, columns, [kept])
 
 
 def merge_by(
@@ -89,33 +88,15 @@ def merge_by(
     path.write_text(text.getvalue())
 
 
-def empty_table(shape: Shape) -> Table:
-    """The table of one shape, to be filled by ``add``."""
-    table = Table(title=shape.case, caption="step and stages in ms")
-    table.add_column("provider")
-    table.add_column("attention")
-    for name in ("tokens/s", "step", *STAGES, "TFLOPS", "GiB", "steps", "loss"):
+def table_of(title: str, caption: str, named: Iterable[str], numbers: Iterable[str]) -> Table:
+    """An empty table of columns to the left and to the right."""
+    table = Table(title=title, caption=caption)
+    for name in named:
+        table.add_column(name)
+    for name in numbers:
         table.add_column(name, justify="right")
     return table
 
 
-def add(
-    table: Table,
-    shape: Shape,
-    provider: str,
-    measured: Measurement,
-    operations: dict[str, float],
-) -> None:
-    """A line of the table."""
-    memory = measured.memory_mib
-    table.add_row(
-        provider,
-        measured.attention,
-        f"{1e3 * shape.tokens / measured.step.ms:,.0f}",
-        f"{measured.step.ms:,.1f}",
-        *(f"{measured.stages[name].ms:,.1f}" for name in STAGES),
-        f"{operations['step'] / measured.step.ms / 1e9:.1f}",
-        "" if memory is None else f"{memory / 1024:.1f}",
-        str(measured.steps),
-        f"{measured.loss:.5f}",
-    )
+def gib(memory_mib: float | None, digits: int) -> str:
+    return "" if memory_mib is None else f"{memory_mib / 1024:.{digits}f}"

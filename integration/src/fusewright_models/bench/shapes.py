@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
-from ..transformer_np_layers import TransformerNPConfig
+from ..models.transformer_np import TransformerNPConfig
+
+ShapeT = TypeVar("ShapeT", bound=tuple[int, ...])
+
+
+def parsed(kind: Callable[..., ShapeT], text: str, wanted: str, numbers: str) -> ShapeT:
+    """The shape of whole numbers by comma.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        shape = kind(*map(int, text.split(",")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a shape is {wanted}; got {text!r}") from error
+    if min(shape) < 1:
+        raise ValueError(f"{numbers} must be at least 1; got {text!r}")
+    return shape
 
 
 class Shape(NamedTuple):
@@ -17,13 +35,7 @@ class Shape(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Shape:
         """Read "64,500,64"."""
-        try:
-            shape = cls(*map(int, text.split(",")))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"a shape is M,N,B such as 64,500,64; got {text!r}") from error
-        if min(shape) < 1:
-            raise ValueError(f"M, N and B must be at least 1; got {text!r}")
-        return shape
+        return parsed(cls, text, "M,N,B such as 64,500,64", "M, N and B")
 
     @property
     def case(self) -> str:

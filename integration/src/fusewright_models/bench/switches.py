@@ -27,13 +27,11 @@ from fusewright.memory_mlp import MemoryWeights, NeuralMemory
 from fusewright.memory_mlp.common.reference import Rows, activated, linear
 from fusewright.memory_mlp.scan import reference as scan_reference
 from fusewright.norm import RMSNorm
-from rich.table import Table
 from torch import Tensor
 
-from .. import titan_mac_layers
-from ..titan_mac import TitanMAC
-from .harness import Failure, attempt
-from .results import merge_by
+from ..models.titan_mac import TitanMAC
+from ..models.titan_mac import layers as titan_mac_layers
+from .results import gib, keep_beside, table_of
 from .step import Marks, Measurement, Step
 from .text import TextShape, Unclocked
 from .titan_mac import TitanMACHarness
@@ -170,20 +168,16 @@ class SwitchesHarness(NamedTuple):
     def bench(self, shape: TextShape) -> bool:
         """Measure one shape, print its table, keep its rows; False where ours failed."""
         harness = self.harness
-        table = Table(title=shape.case(harness.config), caption="a step, everything eager")
-        table.add_column("ours")
         columns = ("ms", "tokens/s", "times before", "GiB", "host waits", "evaluation")
-        for name in columns:
-            table.add_column(name, justify="right")
+        title, caption = harness.case(shape), "a step, everything eager"
+        table = table_of(title, caption, ("ours",), columns)
         settings = {"none": SWITCHES, **{name: others(name) for name in SWITCHES}, "all": ()}
         before = None
         good = True
         for name, plain in settings.items():
-            found = attempt(self.measure, shape, plain)
-            harness.let_go()
-            if isinstance(found, Failure):
+            found = harness.tried(table, (name,), self.measure, shape, plain)
+            if found is None:
                 good &= name != "all"
-                table.add_row(name, found.reason)
                 continue
             measured, shares = found
             before = measured.step.ms if name == "none" else before
@@ -193,21 +187,14 @@ class SwitchesHarness(NamedTuple):
                 f"{measured.step.ms:,.2f}",
                 f"{1e3 * shape.tokens / measured.step.ms:,.0f}",
                 "" if before is None else f"{before / measured.step.ms:.2f}",
-                "" if memory is None else f"{memory / 1024:.2f}",
+                gib(memory, 2),
                 f"{100 * shares.waiting:.1f} %",
                 f"{100 * shares.evaluation:.1f} %",
             )
-            if harness.file is not None:
-                values = (
-                    shape.case(harness.config),
-                    name,
-                    f"{measured.step.ms:.4f}",
-                    "" if memory is None else f"{memory:.1f}",
-                    *(f"{share:.4f}" for share in shares),
-                )
-                kept = dict(zip(COLUMNS, values, strict=True))
-                file = harness.file.with_name(f"switches-{harness.file.name}")
-                merge_by(lambda row: (row["case"], row["ours"]), file, COLUMNS, [kept])
+            mib = "" if memory is None else f"{memory:.1f}"
+            values = harness.case(shape), name, f"{measured.step.ms:.4f}", mib
+            told = (f"{share:.4f}" for share in shares)
+            keep_beside(harness.file, "switches", COLUMNS, (*values, *told))
         harness.console.print(table)
         return good
 

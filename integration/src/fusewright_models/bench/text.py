@@ -6,21 +6,20 @@ fused AdamW, on tokens that lie on the device.
 
 from __future__ import annotations
 
-import gc
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ..training import torch_adamw
 from ..training.captured import uncollected
-from .harness import SEED, Expected, Failure, attempt
-from .results import COLUMNS, Row, merge
+from .harness import SEED, Expected, Harness
+from .results import Row, gib, row
+from .shapes import parsed
 from .step import Measurement, Step, Taken, Time
 
 # Before a graph is captured, everything has been compiled, tuned and allocated once.
@@ -36,13 +35,7 @@ class TextShape(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> TextShape:
         """Read "4,4096"."""
-        try:
-            shape = cls(*map(int, text.split(",")))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"a shape is B,T such as 4,4096; got {text!r}") from error
-        if min(shape) < 1:
-            raise ValueError(f"B and T must be at least 1; got {text!r}")
-        return shape
+        return parsed(cls, text, "B,T such as 4,4096", "B and T")
 
     def case(self, config: Any) -> str:
         return f"dim={config.dim} layers={config.layers} B={self.batch} T={self.length}"
@@ -103,65 +96,28 @@ class Replayed:
         return Taken(start.elapsed_time(end), [], float(self.loss))
 
 
-@dataclass(frozen=True)
-class TextHarness(ABC):
-    """What all measurements of a model have in common.
+class TextHarness(Harness):
+    """What all measurements of a language model have in common."""
 
-    Attributes:
-        config: the shape of the model.
-        device: where everything is.
-        seconds: about how long the steps of one provider are timed.
-        check: hold the first loss of ours against one in fp32.
-        file: the result file; None keeps nothing.
-        console: where the tables go.
-    """
-
-    op: ClassVar[str]
-
-    config: Any
-    device: torch.device
-    seconds: float
-    check: bool
-    file: Path | None
-    console: Console
+    caption: ClassVar[str] = "milliseconds of a step"
+    second: ClassVar[str] = "timing"
+    columns: ClassVar = ("tokens/s", "step", "p20", "p80", "GiB", "steps", "loss")
 
     @abstractmethod
+    def build(self, provider: Any) -> tuple[nn.Module, Callable[[Any, Tensor], Tensor]]:
+        """A new model on the device, and its loss."""
+
     def step(self, shape: TextShape, provider: Any) -> Step:
-        """One training step of a new model, the same weights for all of ours."""
+        torch.manual_seed(SEED)
+        model, loss = self.build(provider)
+        optimizer = torch_adamw(model, lr=4e-4, weight_decay=0.1)
+        return Step(model, self.text(shape), shape.batch, loss, optimizer)
 
-    @abstractmethod
-    def expected(self, shape: TextShape) -> Expected:
-        """The first loss, and how far from it one of ours in bf16 may be."""
+    def text(self, shape: TextShape) -> Text:
+        return Text(self.config.vocab_size, shape.length, self.device)
 
-    @abstractmethod
-    def row_name(self, provider: Any) -> str:
-        """The provider with what is not in the case."""
-
-    def is_ours(self, provider: Any) -> bool:
-        return provider.startswith("fusewright")
-
-    def title(self, shape: TextShape) -> str:
+    def case(self, shape: TextShape) -> str:
         return shape.case(self.config)
-
-    def bench(self, shape: TextShape, providers: list[Any]) -> bool:
-        """Measure one shape, print its table, keep its rows; False where ours failed."""
-        table = empty_table(self.title(shape))
-        good = True
-        expected = self.expected(shape) if self.check else None
-        for provider in providers:
-            for timing in self.timings(provider):
-                measured = attempt(self.measure, shape, provider, timing, expected)
-                self.let_go()
-                name = self.row_name(provider)
-                if isinstance(measured, Failure):
-                    good &= not self.is_ours(provider)
-                    table.add_row(name, timing, measured.reason)
-                    continue
-                add(table, shape, name, timing, measured)
-                if self.file is not None:
-                    merge(self.file, [row(self.op, self.config, shape, name, timing, measured)])
-        self.console.print(table)
-        return good
 
     def timings(self, provider: Any) -> tuple[str, ...]:
         """A graph is captured on a GPU, and of ours: a peer may wait for the device."""
@@ -171,11 +127,7 @@ class TextHarness(ABC):
     def measure(
         self, shape: TextShape, provider: Any, timing: str, expected: Expected | None
     ) -> Measurement:
-        """Check the first loss of ours, then take the time.
-
-        Raises:
-            ArithmeticError: the loss of ours is not the expected one.
-        """
+        """As for every model; only the loss of ours is checked."""
         step = self.step(shape, provider)
         loss = step.timed().loss
         complaint = expected.complaint(loss) if expected and self.is_ours(provider) else None
@@ -191,11 +143,28 @@ class TextHarness(ABC):
         peak = torch.cuda.max_memory_allocated(self.device) / 2**20
         return Measurement(loss, "", {}, Time.of(walls), wanted, peak)
 
-    def let_go(self) -> None:
-        """What a call held is let go, that nothing of it counts next."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def line(self, shape: TextShape, timing: str, measured: Measurement) -> list[str]:
+        return [
+            timing,
+            f"{1e3 * shape.tokens / measured.step.ms:,.0f}",
+            *(f"{ms:,.2f}" for ms in measured.step),
+            gib(measured.memory_mib, 2),
+            str(measured.steps),
+            f"{measured.loss:.5f}",
+        ]
+
+    def rows(
+        self, shape: TextShape, provider: Any, timing: str, measured: Measurement
+    ) -> list[Row]:
+        named = (self.op, self.case(shape), "step", self.name(provider))
+        return [row(named, timing, measured.step, measured.memory_mib)]
+
+
+def token_losses(model: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
+    """Of each next token, in fp64; from all logits of one row after the other."""
+    pairs = zip(hidden, tokens[:, 1:], strict=True)
+    losses = [F.cross_entropy(model.logits(x).float(), t, reduction="none") for x, t in pairs]
+    return torch.stack(losses).double()
 
 
 def version_of(distribution: str) -> str:
@@ -203,39 +172,3 @@ def version_of(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return "absent"
-
-
-def row(
-    op: str, config: Any, shape: TextShape, provider: str, timing: str, measured: Measurement
-) -> Row:
-    """The step as a row of a result file."""
-    values = [
-        *(op, shape.case(config), "step", provider, "bf16", timing),
-        *(f"{ms:.4f}" for ms in measured.step),
-        *("", ""),
-        "" if measured.memory_mib is None else f"{measured.memory_mib:.1f}",
-    ]
-    return dict(zip(COLUMNS, values, strict=True))
-
-
-def empty_table(title: str) -> Table:
-    table = Table(title=title, caption="milliseconds of a step")
-    table.add_column("provider")
-    table.add_column("timing")
-    for name in ("tokens/s", "step", "p20", "p80", "GiB", "steps", "loss"):
-        table.add_column(name, justify="right")
-    return table
-
-
-def add(table: Table, shape: TextShape, provider: str, timing: str, measured: Measurement) -> None:
-    """A line of the table."""
-    memory = measured.memory_mib
-    table.add_row(
-        provider,
-        timing,
-        f"{1e3 * shape.tokens / measured.step.ms:,.0f}",
-        *(f"{ms:,.2f}" for ms in measured.step),
-        "" if memory is None else f"{memory / 1024:.2f}",
-        str(measured.steps),
-        f"{measured.loss:.5f}",
-    )

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..titan_mac import TitanMAC
-from ..titan_mac_layers import TitanMACConfig
-from ..training import torch_adamw
-from .harness import FACTOR, SEED, ULPS, Expected
-from .step import Step
-from .text import Text, TextHarness, TextShape, version_of
+from ..models.titan_mac import TitanMAC, TitanMACConfig
+from .harness import SEED, Expected
+from .text import TextHarness, TextShape, token_losses, version_of
 
 ProviderName = Literal["fusewright", "fusewright-compile", "titans-pytorch"]
 PROVIDER_NAMES = get_args(ProviderName)
@@ -59,7 +55,7 @@ class TitanMACHarness(TextHarness):
     def title(self, shape: TextShape) -> str:
         return f"{super().title(shape)}, {self.config.variant}"
 
-    def row_name(self, provider: ProviderName) -> str:
+    def name(self, provider: ProviderName) -> str:
         """The provider with what is not in the case: a peer's version, a variant of ours."""
         if provider == PEER:
             return f"{PEER}-{version_of(PEER)}"
@@ -68,20 +64,15 @@ class TitanMACHarness(TextHarness):
         variant = "" if self.config.variant == "mac" else f"-{self.config.variant}"
         return f"fusewright{variant}{left_out}{again}{provider.removeprefix('fusewright')}"
 
-    def step(self, shape: TextShape, provider: ProviderName) -> Step:
-        """One training step of a new model, the same weights for all of ours."""
-        torch.manual_seed(SEED)
-        ours = provider != PEER
-        model: nn.Module = TitanMAC(self.config) if ours else peer_model(self.config)
-        model = model.to(self.device)
+    def build(self, provider: ProviderName) -> tuple[nn.Module, Callable[[Any, Tensor], Tensor]]:
+        if provider == PEER:
+            return peer_model(self.config).to(self.device), peer_loss
+        model = TitanMAC(self.config).to(self.device)
         if provider == "fusewright-compile":
             torch.compiler.reset()
-            for block in cast(TitanMAC, model).blocks:
+            for block in model.blocks:
                 block.compile(fullgraph=True, dynamic=False)
-        optimizer = torch_adamw(model, lr=4e-4, weight_decay=0.1)
-        text = Text(self.config.vocab_size, shape.length, self.device)
-        loss: Callable[[Any, Tensor], Tensor] = our_loss if ours else peer_loss
-        return Step(model, text, shape.batch, loss, optimizer)
+        return model, our_loss
 
     @torch.no_grad()
     def expected(self, shape: TextShape) -> Expected:
@@ -90,17 +81,8 @@ class TitanMACHarness(TextHarness):
         """
         torch.manual_seed(SEED)
         model = TitanMAC(self.config, backend="reference").to(self.device)
-        tokens = Text(self.config.vocab_size, shape.length, self.device).sample(shape.batch)
-        truth = token_losses(model, tokens)
+        tokens = self.text(shape).sample(shape.batch)
+        truth = token_losses(model, model(tokens[:, :-1])[0], tokens)
         with torch.autocast(self.device.type, torch.bfloat16):
-            eager = token_losses(model, tokens)
-        loss, error = float(truth.mean()), float((eager - truth).square().mean().sqrt())
-        return Expected(loss, FACTOR * error + ULPS * torch.finfo(torch.float32).eps * loss)
-
-
-def token_losses(model: TitanMAC, tokens: Tensor) -> Tensor:
-    """Of each token, in fp64; from all logits of one row after the other."""
-    hidden, _ = model(tokens[:, :-1])
-    pairs = zip(hidden, tokens[:, 1:], strict=True)
-    losses = [F.cross_entropy(model.logits(x).float(), t, reduction="none") for x, t in pairs]
-    return torch.stack(losses).double()
+            eager = token_losses(model, model(tokens[:, :-1])[0], tokens)
+        return Expected.of(float(truth.mean()), float((eager - truth).square().mean().sqrt()))

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
+from ..models.transformer_np import TransformerNP
 from .task import Sampler
-
-
-class Scorer(Protocol):
-    """What is asked of a model: ``TransformerNP.log_likelihood``."""
-
-    def log_likelihood(
-        self,
-        x_context: Tensor,
-        y_context: Tensor,
-        x_target: Tensor,
-        y_target: Tensor,
-        context_lengths: Tensor | None = None,
-    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +28,9 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: Scorer, sampler: Sampler, *, batches: int, batch_size: int) -> Evaluation:
+def evaluate(
+    model: TransformerNP, sampler: Sampler, *, batches: int, batch_size: int
+) -> Evaluation:
     """Score the first ``batches`` batches of the sampler's seed, the same ones at every call."""
     sampler.reset()
     scores = []

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..transformer_np import Prediction
+from ..models.transformer_np import TransformerNP
 from .digits import PIXELS, SIDE, Digits
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
@@ -28,20 +26,7 @@ LINEAR_TARGETS = 20
 GRID_POINTS = 201
 
 
-class Predictor(Protocol):
-    """What is asked of a model: ``TransformerNP.predict``."""
-
-    def predict(
-        self,
-        x_context: Tensor,
-        y_context: Tensor,
-        x_target: Tensor,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Prediction: ...
-
-
-def draw_predictions(model: Predictor, sampler: Sampler) -> Figure:
+def draw_predictions(model: TransformerNP, sampler: Sampler) -> Figure:
     """The picture that belongs to the sampler's data, the same tasks at every call.
 
     Args:
@@ -61,7 +46,7 @@ def draw_predictions(model: Predictor, sampler: Sampler) -> Figure:
     raise TypeError(f"wanted a sampler of this package; got {type(sampler).__name__}")
 
 
-def draw_digits(model: Predictor, sampler: Digits) -> Figure:
+def draw_digits(model: TransformerNP, sampler: Digits) -> Figure:
     """A row per digit: context, mean, standard deviation, one sample, truth."""
     titles = ("context", "mean", "standard deviation", "one sample", "truth")
     rows = len(DIGITS)
@@ -103,7 +88,7 @@ def draw_digits(model: Predictor, sampler: Digits) -> Figure:
 
 
 def sample_jointly(
-    model: Predictor, x_context: Tensor, y_context: Tensor, x_target: Tensor, sampler: Sampler
+    model: TransformerNP, x_context: Tensor, y_context: Tensor, x_target: Tensor, sampler: Sampler
 ) -> Tensor:
     """One draw of all targets together, ``[B, N, d_y]``: each in turn given those drawn before it.
 
@@ -118,7 +103,7 @@ def sample_jointly(
     return y_context[:, -x_target.shape[1] :]
 
 
-def draw_curves(model: Predictor, sampler: GaussianProcess) -> Figure:
+def draw_curves(model: TransformerNP, sampler: GaussianProcess) -> Figure:
     """A panel per function: context, truth, mean and two standard deviations, and the oracle's."""
     figure = Figure(figsize=(11.0, 5.6), layout="constrained")
     x_grid = torch.linspace(-2.0, 2.0, GRID_POINTS, device=sampler.device).reshape(1, -1, 1)
@@ -140,7 +125,7 @@ def draw_curves(model: Predictor, sampler: GaussianProcess) -> Figure:
     return figure
 
 
-def draw_regression(model: Predictor, sampler: LinearRegression) -> Figure:
+def draw_regression(model: TransformerNP, sampler: LinearRegression) -> Figure:
     """A panel per context size: predictions with two standard deviations, and the oracle's."""
     figure = Figure(figsize=(11.0, 4.2), layout="constrained")
     for axes, context in zip(figure.subplots(1, 3), LINEAR_CONTEXTS, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transformer_np_layers import shown
+from ..models.transformer_np.layers import shown
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from .tokens import Tokenizer
 
 
 class StreamingModel(Protocol):
@@ -56,6 +59,29 @@ def generate(
         if len(drawn) == tokens:
             return torch.cat(drawn, dim=1)
         hidden, state = model(drawn[-1], state)
+
+
+def continued(
+    model: StreamingModel,
+    tokenizer: Tokenizer,
+    prompt: np.ndarray,
+    *,
+    device: torch.device,
+    tokens: int,
+    temperature: float,
+    seed: int,
+) -> bytes:
+    """The text that a model puts after the tokens ``prompt [P]``, without the prompt's own."""
+    given = torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(device)
+    drawn = generate(
+        model,
+        given,
+        tokens=tokens,
+        temperature=temperature,
+        vocab_size=tokenizer.vocab_size,
+        generator=torch.Generator(device).manual_seed(seed),
+    )
+    return tokenizer.decode(drawn[0].cpu().numpy())
 
 
 def _draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

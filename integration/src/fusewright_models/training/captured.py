@@ -59,12 +59,13 @@ def make_stepper(
     Raises:
         ValueError: capture is True where it cannot be.
     """
+    arguments = model, loss_function, optimizer, config
     reason = obstacle(optimizer)
     if config.capture is True and reason is not None:
         raise ValueError(f"wanted steps that are captured; {reason}")
     if config.capture is not False and reason is None:
-        return CapturedStepper(model, loss_function, optimizer, config, say)
-    stepper = Stepper(model, loss_function, optimizer, config)
+        return CapturedStepper(*arguments, say=say)
+    stepper = Stepper(*arguments)
     if config.capture == "auto" and stepper.device.type == "cuda":
         say(f"steps are eager: {reason}")
     return stepper
@@ -77,15 +78,8 @@ class CapturedStepper(Stepper):
     further steps are eager and ``say`` is told why, once; with ``capture=True`` that is an error.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_function: Callable[[Any, Any], Tensor | Told],
-        optimizer: Optimizer,
-        config: TrainingConfig,
-        say: Callable[[str], None],
-    ) -> None:
-        super().__init__(model, loss_function, optimizer, config)
+    def __init__(self, *arguments: Any, say: Callable[[str], None]) -> None:
+        super().__init__(*arguments)
         self.say = say
         self.stream = torch.cuda.Stream(self.device)
         self.failed = False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from fusewright.optimizer import (
@@ -51,6 +51,18 @@ BESIDE = {"gates", "a_proj", "b_proj", "index_q", "index_k", "index_w"}
 NO_FACTORS: Mapping[str, float] = {}
 
 Groups = list[dict[str, Any]]
+
+
+class Asked(NamedTuple):
+    """The arguments of `make_optimizer`, for one of its optimizers."""
+
+    model: nn.Module
+    lr: float
+    weight_decay: float
+    clip_norm: float
+    backend: Backend
+    weights: str | os.PathLike | None
+    rate_factors: Mapping[str, float]
 
 
 def default_rate(name: OptimizerName, adamws: float) -> float:
@@ -99,18 +111,19 @@ def make_optimizer(
         raise ValueError(f"only the optimizer learned has weights of its own; got {name}")
     if rate_factors and name in ("nested", "learned"):
         raise ValueError(f"the optimizer {name} takes one rate for all parameters; got factors")
-    numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-    clipped: dict[str, Any] = numbers | {"clip_norm": clip_norm, "backend": backend}
-    if name == "nested":
-        return nested(model, **clipped)
-    if name == "learned":
-        return learned(model, weights=weights, **clipped)
-    numbers["rate_factors"] = clipped["rate_factors"] = rate_factors
-    if name == "adamw":
-        return adamw(model, **clipped)
+    asked = Asked(model, lr, weight_decay, clip_norm, backend, weights, rate_factors)
+    makers: dict[str, Callable[[Asked], Optimizer]] = {
+        "nested": nested,
+        "learned": learned,
+        "muon": muon,
+        "m3": m3,
+    }
+    if name in makers:
+        return makers[name](asked)
+    numbers: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, rate_factors=rate_factors)
     if name == "torch-adamw":
         return torch_adamw(model, **numbers)
-    return muon(model, **numbers) if name == "muon" else m3(model, **numbers)
+    return adamw(model, **numbers, clip_norm=clip_norm, backend=backend)
 
 
 def adamw(
@@ -143,95 +156,68 @@ def torch_adamw(
     return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True, capturable=on_gpu)
 
 
-def nested(
-    model: nn.Module, *, lr: float, weight_decay: float, clip_norm: float, backend: Backend = "auto"
-) -> DeepNestedOptimizer:
+def nested(asked: Asked) -> DeepNestedOptimizer:
     """AdamW whose rates a controller sets: for the core, for embeddings and gates, for vectors.
 
     The controller follows how the next batch's loss depends on the rates, in every tenth step.
     """
-    groups = parameter_groups(model, lambda name, p: group_of(name, p) if p.ndim > 1 else VECTORS)
+    groups = parameter_groups(
+        asked.model, lambda name, p: group_of(name, p) if p.ndim > 1 else VECTORS
+    )
     for group in groups:
-        group["weight_decay"] = 0.0 if group["name"] == VECTORS else weight_decay
+        group["weight_decay"] = 0.0 if group["name"] == VECTORS else asked.weight_decay
     return DeepNestedOptimizer(
-        model,
-        lr,
+        asked.model,
+        asked.lr,
         META_RATE,
         grouping=groups,
         betas=BETAS,
-        max_grad_norm=clip_norm,
+        max_grad_norm=asked.clip_norm,
         meta_update_freq=META_EVERY,
-        backend=backend,
+        backend=asked.backend,
     )
 
 
-def muon(
-    model: nn.Module,
-    *,
-    lr: float,
-    weight_decay: float,
-    rate_factors: Mapping[str, float] = NO_FACTORS,
-) -> Muon:
+def muon(asked: Asked) -> Muon:
     """Muon on hidden matrices, its steps of the size of AdamW's, and AdamW on everything else."""
-    hidden = hidden_matrices(model)
-    matrices = [{"params": hidden, "matrix": True, "weight_decay": weight_decay}] if hidden else []
-    return Muon(
-        [*_beside(model, hidden, lr, weight_decay, rate_factors), *matrices],
-        lr=lr,
-        scale="adamw_rms",
-        adam_betas=BETAS,
-        skip_nonfinite=True,
-    )
+    hidden, groups = hidden_matrices(asked.model), []
+    if hidden:
+        groups = [{"params": hidden, "matrix": True, "weight_decay": asked.weight_decay}]
+    groups = [*_beside(asked, hidden), *groups]
+    return Muon(groups, lr=asked.lr, scale="adamw_rms", adam_betas=BETAS, skip_nonfinite=True)
 
 
-def m3(
-    model: nn.Module,
-    *,
-    lr: float,
-    weight_decay: float,
-    rate_factors: Mapping[str, float] = NO_FACTORS,
-) -> M3:
+def m3(asked: Asked) -> M3:
     """M3 on hidden matrices and AdamW on everything else.
 
     An orthogonal matrix [r, c] has elements of 1 / sqrt(max(r, c)), root-mean-square: the rate of
     each shape is that of AdamW times 0.2 sqrt(max(r, c)), as Muon scales its steps, and the decay
     is divided by it.
     """
-    hidden = hidden_matrices(model)
+    hidden = hidden_matrices(asked.model)
     shapes: dict[torch.Size, list[Tensor]] = {}
     for p in hidden:
         shapes.setdefault(p.shape, []).append(p)
-    matrices = []
+    groups = _beside(asked, hidden)
     for shape, params in shapes.items():
         factor = 0.2 * math.sqrt(max(shape))
-        numbers = {"lr": factor * lr, "weight_decay": weight_decay / factor}
-        matrices.append({"params": params, "matrix": True, **numbers})
-    return M3(
-        [*_beside(model, hidden, lr, weight_decay, rate_factors), *matrices],
-        lr=lr,
-        adam_betas=BETAS,
-        skip_nonfinite=True,
-    )
+        numbers = {"lr": factor * asked.lr, "weight_decay": asked.weight_decay / factor}
+        groups.append({"params": params, "matrix": True, **numbers})
+    return M3(groups, lr=asked.lr, adam_betas=BETAS, skip_nonfinite=True)
 
 
-def learned(
-    model: nn.Module,
-    *,
-    lr: float,
-    weight_decay: float,
-    clip_norm: float,
-    backend: Backend = "auto",
-    weights: str | os.PathLike | None = None,
-) -> LearnedOptimizer:
+def learned(asked: Asked) -> LearnedOptimizer:
     """The learned optimizer with the network of a file, or with the one that its package ships.
 
     It moves parameters whose gradients are zero, too: what a model stores and does not use is set
     to zero again within the step.
     """
-    groups = _decaying(model.named_parameters(), lr, weight_decay)
-    network = trained_update_mlp() if weights is None else _network_of(weights)
+    model, lr = asked.model, asked.lr
+    groups = _decaying(model.named_parameters(), lr, asked.weight_decay)
+    network = trained_update_mlp() if asked.weights is None else _network_of(asked.weights)
     network = network.to(groups[0]["params"][0].device)
-    optimizer = LearnedOptimizer(groups, network, lr, max_grad_norm=clip_norm, backend=backend)
+    options: dict[str, Any] = {"max_grad_norm": asked.clip_norm, "backend": asked.backend}
+    optimizer = LearnedOptimizer(groups, network, lr, **options)
     padding: Callable[[], list[Tensor]] | None = getattr(model, "padding", None)
     if padding is not None:
 
@@ -267,17 +253,11 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def _beside(
-    model: nn.Module,
-    hidden: list[Tensor],
-    lr: float,
-    weight_decay: float,
-    rate_factors: Mapping[str, float],
-) -> Groups:
+def _beside(asked: Asked, hidden: list[Tensor]) -> Groups:
     """What is no hidden matrix, to be moved by AdamW."""
     taken = set(map(id, hidden))
-    rest = [(name, p) for name, p in model.named_parameters() if id(p) not in taken]
-    groups = _decaying(rest, lr, weight_decay, rate_factors)
+    rest = [(name, p) for name, p in asked.model.named_parameters() if id(p) not in taken]
+    groups = _decaying(rest, asked.lr, asked.weight_decay, asked.rate_factors)
     return [group | {"matrix": False} for group in groups]
 
 

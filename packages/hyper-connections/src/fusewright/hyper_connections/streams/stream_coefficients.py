@@ -32,7 +32,8 @@ def stream_coefficients(
         fp64 streams). Differentiable in all, twice.
 
     Raises:
-        As ``stream_read``.
+        TypeError: a tensor is not floating or not strided, or eps is no number.
+        ValueError: shapes or devices do not go together, or eps is negative or not finite.
     """
     check_gates(x, phi, alpha, bias)
     eps = checked_number("eps", eps, lowest=0.0)

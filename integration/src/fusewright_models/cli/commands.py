@@ -1,0 +1,252 @@
+"""What the training commands of all models do alike: open a folder, train into it, stop well."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+import typer
+from fusewright.attention import Backend
+from fusewright.norm import layer_norm
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.optim import Optimizer
+
+from ..devices import checked_device
+from ..training import (
+    OptimizerName,
+    Precision,
+    RunFolder,
+    Trainer,
+    TrainingConfig,
+    default_decay,
+    default_rate,
+    make_optimizer,
+)
+from .options import check_fields
+
+
+class Run:
+    """Everything that one training run was asked for: a frozen dataclass whose fields are the
+    options of its command, with nothing left open.
+
+    Attributes:
+        model_name: of the command.
+        presets: of the model, by name, the one of no flag "demo".
+        decay: of weights, where no other is asked for.
+        precision_field: which of the fields the precision is.
+    """
+
+    model_name: ClassVar[str]
+    presets: ClassVar[Mapping[str, Any]]
+    decay: ClassVar[float]
+    precision_field: ClassVar[str] = "precision"
+
+    optimizer: OptimizerName
+    optimizer_weights: str | None
+    batch_size: int
+    lr: float
+    weight_decay: float
+    device: str
+    compile: bool
+    capture: bool | None
+    backend: Backend
+    log_every: int
+    eval_every: int
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            TypeError: a field is of another type.
+            ValueError: a field has a value that it cannot have, whatever the others are.
+        """
+        check_fields(self)
+
+    @classmethod
+    def from_flags(cls, flags: dict[str, Any]) -> Self:
+        """The given flags over the preset's values."""
+        name = flags.get("preset", "demo")
+        preset = cls.presets[name]
+        device = flags.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+        optimizer = flags.get("optimizer", "adamw")
+        chosen = {
+            "preset": name,
+            "batch_size": preset.batch_size,
+            "lr": default_rate(optimizer, preset.lr),
+            "weight_decay": default_decay(optimizer, cls.decay),
+            "eval_every": preset.evaluate_every,
+            "device": device,
+            cls.precision_field: "bf16" if device.startswith("cuda") else "fp32",
+        }
+        return cls(**cls.completed(preset, chosen | flags))
+
+    @classmethod
+    def completed(cls, preset: Any, chosen: dict[str, Any]) -> dict[str, Any]:
+        """What is chosen, and the preset's values of the model's other fields."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """What tells it from other runs of its model, in a folder's name."""
+        raise NotImplementedError
+
+    @property
+    def rate_factors(self) -> Mapping[str, float]:
+        """What the learning rate of parameters with such in their names is multiplied by."""
+        return {}
+
+    def training(self) -> TrainingConfig:
+        raise NotImplementedError
+
+    def training_of(
+        self, *, steps: int, precision: Precision, accumulation_steps: int = 1
+    ) -> TrainingConfig:
+        return TrainingConfig(
+            steps=steps,
+            batch_size=self.batch_size,
+            accumulation_steps=accumulation_steps,
+            warmup_steps=steps // 20,
+            precision=precision,
+            compile=self.compile,
+            capture="auto" if self.capture is None else self.capture,
+            log_every=self.log_every,
+            evaluate_every=self.eval_every,
+        )
+
+
+RunT = TypeVar("RunT", bound=Run)
+
+
+def open_run(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
+    """The run that the flags of a command line ask for, and its folder; nothing is written.
+
+    Raises:
+        TypeError, ValueError, OSError: flags or folder cannot be served.
+    """
+    return _resumed(kind, flags) if "resume" in flags else _new(kind, flags)
+
+
+def _new(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
+    out = flags.pop("out", None)
+    run = kind.from_flags(flags)
+    name = f"{run.model_name}-{run.label}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = RunFolder(out or Path("runs", name))
+    if folder.holds_a_run:
+        raise ValueError(f"{folder.path} holds a run: continue it with --resume, or choose another")
+    return run, folder
+
+
+def _resumed(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
+    folder = RunFolder(flags.pop("resume"))
+    if flags:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
+        raise ValueError(f"--resume takes every choice from its folder; got {names} as well")
+    return read_run(kind, folder), folder
+
+
+def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
+    """The run that a folder holds.
+
+    Raises:
+        FileNotFoundError: it holds none.
+        ValueError: it is another model's, another version's or corrupted.
+    """
+    config = folder.read_config()
+    if config.pop("model", None) != kind.model_name:
+        raise ValueError(f"wanted a run of {kind.model_name}; {folder.path} holds another model's")
+    config.pop("torch", None)
+    wanted = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if config.keys() != wanted:
+        names = ", ".join(sorted(config.keys() ^ wanted))
+        raise ValueError(f"the run in {folder.path} was begun by another version: {names} differ")
+    try:
+        return kind(**config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder.config_file}: {error}") from error
+
+
+def check_device(run: Run) -> None:
+    """Fail now rather than in the first step, with the reason that torch or the norm gives."""
+    device = checked_device(run.device)
+    layer_norm(torch.ones(1, 8, device=device), backend=run.backend)
+    if run.capture and device.type != "cuda":
+        raise ValueError(f"--capture needs a CUDA device; got --device {run.device}")
+
+
+def optimizer_of(run: Run, model: nn.Module) -> Optimizer:
+    """The optimizer that the run asks for.
+
+    Raises:
+        ValueError, OSError, RuntimeError: it cannot be had.
+    """
+    return make_optimizer(
+        run.optimizer,
+        model,
+        lr=run.lr,
+        weight_decay=run.weight_decay,
+        clip_norm=run.training().clip_norm,
+        backend=run.backend,
+        weights=run.optimizer_weights,
+        rate_factors=run.rate_factors,
+    )
+
+
+def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> None:
+    """Begin the run or take it up where it was left, and train to its end.
+
+    A run that is stopped or fails ends the program, with one sentence.
+    """
+    console = trainer.console
+    with usage_errors():
+        if not resumed:
+            config = {"model": run.model_name, "torch": torch.__version__, **asdict(run)}  # type: ignore[call-overload]
+            folder.write_config(config)
+        elif folder.holds_a_checkpoint:
+            trainer.resume()
+        else:
+            # Stopped before its first checkpoint: the run begins again.
+            folder.forget_metrics()
+    try:
+        trainer.run()
+    except KeyboardInterrupt:
+        console.print(
+            f"stopped; continue with: fusewright-train {run.model_name} --resume {folder.path}"
+        )
+        raise typer.Exit(130) from None
+    except FloatingPointError as error:
+        console.print(f"stopped: {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def usage_errors(file: Path | None = None) -> Iterator[None]:
+    """A choice that cannot be served is the caller's to mend: one sentence, no traceback, with the
+    file where the choice stood if it was no flag.
+    """
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        raise typer.BadParameter(f"{file}: {error}" if file else str(error)) from error
+
+
+def results_in(console: Console, folder: RunFolder) -> None:
+    console.print(f"results in {folder.path}", highlight=False, soft_wrap=True)
+
+
+def score_table(
+    title: str, columns: tuple[str, str], scores: Iterable[tuple[str, float, str]]
+) -> Table:
+    """Of each name its score, and what else there is to say of it."""
+    table = Table(title=title)
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, score, besides in scores:
+        table.add_row(name, f"{score:.4f}", besides)
+    return table

@@ -1,0 +1,290 @@
+"""What the commands that train language models do alike: their options, and a run from its data
+to its scores and a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+from torch import nn
+
+from ..text import ByteModel, Corpus, Windows, documents, evaluate_text, make_tokenizer, read_corpus
+from ..text.evaluation import LanguageModel
+from ..text.generation import StreamingModel, continued
+from ..training import RunFolder, Trainer, TrainingConfig, wandb_observer
+from ..training.source import Source
+from . import options
+from .commands import (
+    Run,
+    check_device,
+    open_run,
+    optimizer_of,
+    results_in,
+    score_table,
+    train,
+    usage_errors,
+)
+from .options import LARGEST_SEED, takes
+from .presets import TextPreset
+
+SAMPLE = "sample.txt"
+PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 256, 0.8
+# A data set is read until it has the tokens that the run reads, but at least and at most these:
+# fewer would leave too little held out, more would not fit beside the model.
+FEWEST_TOKENS, MOST_TOKENS = 2**26, 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRun(Run):
+    """A `Run` of a language model.
+
+    ``vocab_size`` None is that of the tokenizer, ``dataset`` None the standard library,
+    ``tokenizer`` None bytes. A model's own run adds the sizes that flags may change.
+
+    Attributes:
+        title: of the model, for people.
+    """
+
+    title: ClassVar[str]
+    decay: ClassVar[float] = 0.1
+    precision_field: ClassVar[str] = "mixed_precision"
+
+    preset: str
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: the tokenizer's.")] = None
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a window.")]
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="A Hugging Face name, a parquet, JSON-lines or text file, or a folder of such. "
+            "Default: the sources of Python's standard library."
+        ),
+    ] = None
+    dataset_subset: Annotated[
+        str | None, typer.Option(help="Configuration of a Hugging Face data set.")
+    ] = None
+    text_column: Annotated[str, typer.Option(help="Column that holds the text. Default: text.")] = (
+        "text"
+    )
+    dataset_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to read for training. Default: what the run reads.")
+    ]
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizers file or name. Default: bytes.")
+    ] = None
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch.")]
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(min=1, help="Batches per optimizer step.")
+    ]
+    optimizer: options.OptimizerChoice = "adamw"
+    optimizer_weights: options.OptimizerWeights = None
+    lr: options.PeakRate
+    weight_decay: Annotated[
+        float, typer.Option(min=0.0, help="Of matrices. Default: 0.1; 0 of learned.")
+    ]
+    max_steps: options.Steps
+    mixed_precision: options.PrecisionChoice
+    device: options.Device
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Of weights and windows. Default: 0.")
+    ] = 0
+    compile: options.Compile = False
+    capture: options.CaptureChoice = None
+    backend: options.BackendChoice = "auto"
+    log_every: options.LogEvery = 10
+    eval_every: options.EvaluateEvery
+    wandb: Annotated[
+        bool, typer.Option("--wandb", help="Show the metrics to Weights & Biases, too.")
+    ] = False
+    wandb_project: Annotated[str, typer.Option(help="Of the run there. Default: fusewright.")] = (
+        "fusewright"
+    )
+
+    @classmethod
+    def completed(cls, preset: TextPreset, chosen: dict[str, Any]) -> dict[str, Any]:
+        chosen = {
+            "seq_len": preset.seq_len,
+            "gradient_accumulation_steps": preset.gradient_accumulation_steps,
+            "max_steps": preset.steps,
+        } | chosen
+        sizes = ("max_steps", "gradient_accumulation_steps", "batch_size", "seq_len")
+        read = math.prod(chosen[size] for size in sizes)
+        tokens = min(max(read, FEWEST_TOKENS), MOST_TOKENS)
+        own = cls.own_defaults(preset.architecture, chosen["max_steps"])
+        return {"dataset_tokens": tokens} | own | chosen
+
+    @classmethod
+    def own_defaults(cls, shape: Any, steps: int) -> dict[str, Any]:
+        """Of the model's own fields, for a preset's architecture and a run of so many steps."""
+        raise NotImplementedError
+
+    def built(self, vocab_size: int) -> nn.Module:
+        """The model over a vocabulary of that size, on the default device.
+
+        Raises:
+            ValueError: the sizes do not go together.
+        """
+        raise NotImplementedError
+
+    def scored(self, model: Any) -> LanguageModel:
+        """What evaluations ask for a loss."""
+        return model
+
+    def reading(self, model: Any) -> StreamingModel:
+        """What continues a text."""
+        return model
+
+    def model(self, tokens: int, *, device: torch.device | str | None = None) -> Any:
+        """The model of this run, over a tokenizer's vocabulary of that size, on the run's device
+        or another.
+
+        Raises:
+            ValueError: ``vocab_size`` is smaller, or the sizes do not go together.
+        """
+        vocab_size = tokens if self.vocab_size is None else self.vocab_size
+        if vocab_size < tokens:
+            raise ValueError(
+                f"the tokenizer has {tokens} tokens; got --vocab-size {vocab_size}, which is less"
+            )
+        torch.manual_seed(self.seed)
+        return self.built(vocab_size).to(device or self.device)
+
+    def corpus(self) -> Corpus:
+        return read_corpus(
+            documents(self.dataset, subset=self.dataset_subset, column=self.text_column),
+            make_tokenizer(self.tokenizer),
+            most_tokens=self.dataset_tokens,
+            held_out_bytes=self.presets[self.preset].held_out_bytes,
+            device=self.device,
+        )
+
+    def windows(self, corpus: Corpus) -> Source[Any]:
+        return self.drawn(corpus)
+
+    def drawn(self, corpus: Corpus) -> Windows:
+        return Windows(corpus.training, length=self.seq_len, seed=self.seed, digest=corpus.digest)
+
+    def training(self) -> TrainingConfig:
+        return self.training_of(
+            steps=self.max_steps,
+            precision=self.mixed_precision,
+            accumulation_steps=self.gradient_accumulation_steps,
+        )
+
+
+def takes_text(kind: type[TextRun]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command of the options of such a run, its folder and what it has to reach."""
+    return takes(
+        kind,
+        out=Annotated[
+            Path, typer.Option(help="Results folder. Default: runs/, model, its kind and time.")
+        ],
+        resume=Annotated[
+            Path, typer.Option(help="Continue the run of this folder; takes no other choice.")
+        ],
+        margin=Annotated[
+            float,
+            typer.Option(help="Fail unless the result is so many bits per byte below order 2."),
+        ],
+    )
+
+
+def train_on_text(
+    kind: type[TextRun],
+    loss_function: Callable[[Any, Any], Any],
+    flags: dict[str, Any],
+) -> None:
+    """Begin or continue the run that the flags ask for, and report how well it knows text.
+
+    Raises:
+        typer.BadParameter: it cannot be served.
+        typer.Exit: it was stopped, or ends less than ``margin`` below the order-2 byte model.
+    """
+    console, resumed, margin = Console(), "resume" in flags, flags.pop("margin", None)
+    with usage_errors():
+        run, folder = open_run(kind, flags)
+    with usage_errors(folder.config_file if resumed else None):
+        check_device(run)
+        corpus = run.corpus()
+        windows = run.windows(corpus)
+        order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
+        model = run.model(corpus.tokenizer.vocab_size)
+        training = run.training()
+        chosen = optimizer_of(run, model)
+    text_bytes = len(corpus.held_out_text)
+    bytes_per_token = text_bytes / (len(corpus.held_out) - 1)
+
+    def evaluation() -> dict[str, float]:
+        result = evaluate_text(
+            run.scored(model),
+            corpus.held_out,
+            length=run.seq_len,
+            batch_size=run.batch_size,
+            text_bytes=text_bytes,
+        )
+        return {
+            "held_out_bits_per_byte": result.bits_per_byte,
+            "order_2_bits_per_byte": order_2,
+            "held_out_log_likelihood": result.log_likelihood,
+            "order_2_log_likelihood": -order_2 * math.log(2.0) * bytes_per_token,
+        }
+
+    with usage_errors():
+        observe = None
+        if run.wandb:
+            observe = wandb_observer(folder, project=run.wandb_project, config=asdict(run))
+    parts = model, windows, loss_function, chosen, training, folder
+    trainer = Trainer(*parts, evaluate=evaluation, console=console, observe=observe)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    console.print(
+        f"{run.title} ({run.label}), {parameters:,} parameters, {len(corpus.training):,} tokens to "
+        f"train on, {len(corpus.held_out):,} held out, {run.device}, {run.mixed_precision}, into "
+        f"{folder.path}",
+        highlight=False,
+    )
+    train(trainer, run, folder, resumed=resumed)
+    model.eval()
+    _show_sample(console, folder, run.reading(model), corpus, run.seed)
+    reached = _report(console, folder)
+    results_in(console, folder)
+    if margin is not None and not reached >= margin:
+        console.print(
+            f"wanted {margin} bits per byte or more below the order-2 byte model; got {reached:.4f}"
+        )
+        raise typer.Exit(1)
+
+
+def _show_sample(
+    console: Console, folder: RunFolder, model: StreamingModel, corpus: Corpus, seed: int
+) -> None:
+    """The beginning of the held-out text, continued, on the console and in a file."""
+    prompt = corpus.held_out[:PROMPT_TOKENS].cpu().numpy()
+    shown = corpus.tokenizer.decode(prompt)
+    options: dict[str, Any] = {"tokens": SAMPLE_TOKENS, "temperature": TEMPERATURE, "seed": seed}
+    text = continued(model, corpus.tokenizer, prompt, device=corpus.held_out.device, **options)
+    (folder.path / SAMPLE).write_bytes(shown + text)
+    parts = [(shown, "dim"), (text, "")]
+    readable = [(part.decode("utf-8", errors="replace"), style) for part, style in parts]
+    console.print(Text("a held-out text, continued:\n", style="bold"), Text.assemble(*readable))
+
+
+def _report(console: Console, folder: RunFolder) -> float:
+    """Show the scores; returns how far the last one is below the order-2 byte model's."""
+    lines = [line for line in folder.read_metrics() if "held_out_bits_per_byte" in line]
+    order_2 = lines[-1]["order_2_bits_per_byte"]
+    reached = order_2 - lines[-1]["held_out_bits_per_byte"]
+    told = {
+        "before training": lines[0]["held_out_bits_per_byte"],
+        "after training": lines[-1]["held_out_bits_per_byte"],
+        "order-2 byte model": order_2,
+    }
+    scores = [(name, bits, f"{order_2 - bits:.4f}") for name, bits in told.items()]
+    console.print(score_table("held-out bits per byte", ("bits", "below order 2"), scores))
+    return reached

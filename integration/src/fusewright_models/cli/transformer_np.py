@@ -1,0 +1,184 @@
+"""The subcommand that trains a TransformerNP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+import typer
+from fusewright.mixture_head import Scale
+from rich.console import Console
+from torch import Tensor
+
+from ..data import DataName, Sampler, Size, Task, evaluate, make_sampler
+from ..data.pictures import draw_predictions
+from ..models.transformer_np import Norm, TransformerNP, TransformerNPConfig
+from ..training import RunFolder, Trainer, TrainingConfig
+from . import options
+from .commands import (
+    Run,
+    check_device,
+    open_run,
+    optimizer_of,
+    results_in,
+    score_table,
+    train,
+    usage_errors,
+)
+from .options import LARGEST_SEED, takes
+from .presets import TRANSFORMER_NP, PresetName, TransformerNPPreset
+
+PREDICTIONS = "predictions.png"
+# Every run on the same kind of data is scored on the same tasks; no run can train on them.
+EVALUATION_SEED = LARGEST_SEED + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerNPRun(Run):
+    """A `Run` of TransformerNP."""
+
+    model_name: ClassVar[str] = "transformer-np"
+    presets: ClassVar = TRANSFORMER_NP
+    decay: ClassVar[float] = 0.01
+
+    data: Annotated[DataName, typer.Option(help="Default: digits.")] = "digits"
+    preset: Annotated[PresetName, typer.Option(help="Sizes of model and training. Default: demo.")]
+    steps: options.Steps
+    batch_size: Annotated[int, typer.Option(min=1, help="Tasks per step.")]
+    optimizer: options.OptimizerChoice = "adamw"
+    optimizer_weights: options.OptimizerWeights = None
+    lr: options.PeakRate
+    weight_decay: Annotated[
+        float, typer.Option(min=0.0, help="Of matrices. Default: 0.01; 0 of learned.")
+    ]
+    precision: options.PrecisionChoice
+    device: options.Device
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Of weights and data. Default: 0.")
+    ] = 0
+    compile: options.Compile = False
+    capture: options.CaptureChoice = None
+    backend: options.BackendChoice = "auto"
+    norm: Annotated[Norm, typer.Option(help="Before or after. Default: pre.")] = "pre"
+    scale: Annotated[Scale, typer.Option(help="Standard deviations as. Default: log_sigma.")] = (
+        "log_sigma"
+    )
+    indicator: Annotated[
+        bool, typer.Option("--indicator", help="Tell context rows by one more input.")
+    ] = False
+    context_size: Annotated[
+        str | None, typer.Option(help="Context points, such as 64 or 3-46, one draw per batch.")
+    ] = None
+    target_size: Annotated[str | None, typer.Option(help="Target points, likewise.")] = None
+    ragged: Annotated[
+        bool, typer.Option("--ragged", help="One draw of context points per task, padded.")
+    ] = False
+    log_every: options.LogEvery = 10
+    eval_every: options.EvaluateEvery
+
+    @classmethod
+    def completed(cls, preset: TransformerNPPreset, chosen: dict[str, Any]) -> dict[str, Any]:
+        return {"steps": preset.steps} | chosen
+
+    @property
+    def label(self) -> str:
+        return self.data
+
+    def sampler(self, *, held_out: bool) -> Sampler:
+        context_size, target_size = (
+            None if text is None else Size.parse(text)
+            for text in (self.context_size, self.target_size)
+        )
+        return make_sampler(
+            self.data,
+            held_out=held_out,
+            context_size=context_size,
+            target_size=target_size,
+            # Scores are of whole batches of one size, whatever the training shows.
+            ragged=self.ragged and not held_out,
+            device=self.device,
+            seed=EVALUATION_SEED if held_out else self.seed,
+        )
+
+    def model(self, x_width: int) -> TransformerNP:
+        torch.manual_seed(self.seed)
+        config = TransformerNPConfig(
+            **TRANSFORMER_NP[self.preset].architecture,
+            x_width=x_width,
+            norm=self.norm,
+            scale=self.scale,
+            indicator=self.indicator,
+        )
+        return TransformerNP(config, backend=self.backend).to(self.device)
+
+    def training(self) -> TrainingConfig:
+        return self.training_of(steps=self.steps, precision=self.precision)
+
+
+def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
+    """The loss of a neural process: minus the mean over B, N and outputs of log p(y)."""
+    return model.loss(
+        task.x_context, task.y_context, task.x_target, task.y_target, task.context_lengths
+    )
+
+
+@takes(
+    TransformerNPRun,
+    out=Annotated[Path, typer.Option(help="Results folder. Default: runs/, model, data and time.")],
+    resume=Annotated[
+        Path, typer.Option(help="Continue the run of this folder; takes no other flag.")
+    ],
+)
+def train_transformer_np(**flags: Any) -> None:
+    """Train a TransformerNP: predict targets from a context set, with their uncertainty.
+
+    Without flags: completion of handwritten digits, some two minutes on two CPU cores. Prints the
+    held-out log-likelihood per target before and after, beside the reference that belongs to the
+    data, and leaves a folder with config.json, metrics.jsonl, loss.png, predictions.png and
+    checkpoint.pt.
+    """
+    console, resumed = Console(), "resume" in flags
+    with usage_errors():
+        run, folder = open_run(TransformerNPRun, flags)
+    with usage_errors(folder.config_file if resumed else None):
+        check_device(run)
+        sampler, held_out = run.sampler(held_out=False), run.sampler(held_out=True)
+        model = run.model(sampler.x_width)
+        training = run.training()
+        chosen = optimizer_of(run, model)
+    preset = TRANSFORMER_NP[run.preset]
+
+    def evaluation() -> dict[str, float]:
+        sizes = {"batches": preset.evaluation_batches, "batch_size": preset.evaluation_batch_size}
+        result = evaluate(model, held_out, **sizes)
+        return {
+            "held_out_log_likelihood": result.log_likelihood,
+            "held_out_standard_error": result.standard_error,
+            "reference_log_likelihood": result.reference,
+        }
+
+    parts = model, sampler, negative_log_likelihood, chosen, training, folder
+    trainer = Trainer(*parts, evaluate=evaluation, console=console)
+    console.print(
+        f"TransformerNP, {model.parameter_count():,} parameters, {run.data}, {run.device}, "
+        f"{run.precision}, into {folder.path}",
+        highlight=False,
+    )
+    train(trainer, run, folder, resumed=resumed)
+    model.eval()
+    draw_predictions(model, held_out).savefig(folder.path / PREDICTIONS, dpi=120)
+    _report(console, folder, held_out.reference)
+
+
+def _report(console: Console, folder: RunFolder, reference: str) -> None:
+    lines = [line for line in folder.read_metrics() if "held_out_log_likelihood" in line]
+    scores = [
+        (name, line["held_out_log_likelihood"], f"{line['held_out_standard_error']:.4f}")
+        for name, line in (("before training", lines[0]), ("after training", lines[-1]))
+    ]
+    scores.append((reference, lines[-1]["reference_log_likelihood"], ""))
+    columns = ("mean", "standard error")
+    console.print(score_table("held-out log-likelihood per target, nats", columns, scores))
+    results_in(console, folder)

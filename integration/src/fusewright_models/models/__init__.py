@@ -1,0 +1,1 @@
+"""The models, which know nothing of data, training or command lines."""

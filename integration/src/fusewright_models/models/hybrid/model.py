@@ -1,0 +1,214 @@
+"""HybridLM: three layers of Gated DeltaNet to one of gated sparse attention, on residual streams,
+in a stack whose states are recomputed.
+
+    p_0 = n copies of the embedding of each token
+    p   = midpoint stack of L layers D D D G D D D G ... over p_0          [B, T, n, C]
+    h_t = mean over streams of p_t
+    next token:         logits = W RMSNorm(h_t)
+    token after next:   z_t = W_f [h_t ; embedding of token t+1], through one layer G of its own,
+                        logits = W RMSNorm(mean over streams)
+
+    loss = CE(next) + 0.3 CE(token after next) + sum over layers G of the indexer's KL
+
+A token sees none after it: the delta rule is a recurrence, and selection and attention are causal.
+
+Gated DeltaNet: arXiv 2412.06464. Gated Sparse Attention: arXiv 2601.15305. mHC: arXiv 2512.24880.
+Reversible stack: arXiv 2512.02056. A second token's prediction: DeepSeek-V3, arXiv 2412.19437.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from fusewright.cross_entropy import linear_cross_entropy
+from fusewright.norm import Backend, RMSNorm
+from fusewright.reversible import MidpointStack, Passed
+from torch import Tensor, nn
+
+from ..checks import check_backend, check_tokens
+from .byte_embedding import ByteEmbedding
+from .config import HybridConfig
+from .layers import NORM_EPS, Caches, HybridLayer, Observer, all_keys, drawn
+from .streams import replicated
+
+STD = 0.02
+
+
+class Losses(NamedTuple):
+    """Of a batch, 0-d in fp32.
+
+    Attributes:
+        total: what is trained on; not finite where the stack saturated.
+        following: mean cross entropy of the next token, in nats.
+        second: of the token after next.
+        indexer: sum of the indexers' losses.
+        selected: keys that a query attends to, its mean over queries and layers.
+        saturated: whether a state left its range, 0-d bool.
+        tape_bytes: what is kept for the backward pass beside two states.
+    """
+
+    total: Tensor
+    following: Tensor
+    second: Tensor
+    indexer: Tensor
+    selected: Tensor
+    saturated: Tensor
+    tape_bytes: int
+
+
+class HybridLM(nn.Module):
+    """Language model of gated delta rule and gated sparse attention.
+
+    Args:
+        config: the shape of the model.
+        backend: who computes: "auto" (Triton for CUDA tensors, plain torch for CPU ones), "triton"
+            or "reference".
+        token_bytes: of each token, for ``embedding="bytes"``; left out, token i is the byte i of a
+            vocabulary of up to 256.
+
+    Parameters are fp32 on the default device; train them as they are, under autocast for bf16.
+
+    Example:
+        >>> model = HybridLM(HYBRID["tiny"])
+        >>> model.loss(tokens).backward()                           # tokens [B, T + 1]
+        >>> logits = model.logits(model(tokens))                    # [B, T + 1, V]
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        *,
+        backend: Backend = "auto",
+        token_bytes: Sequence[bytes] | None = None,
+    ) -> None:
+        super().__init__()
+        check_backend(backend)
+        self.config, self.backend = config, backend
+        self.embedding = self._make_embedding(token_bytes, backend)
+        layers = [
+            HybridLayer(config, place, sparse=config.is_sparse(place), backend=backend)
+            for place in range(config.layers)
+        ]
+        self.stack = MidpointStack(
+            layers,
+            step=config.step,
+            mode=config.mode,
+            fraction_bits=config.fraction_bits,
+            backend=backend,
+        )
+        self.fusion = nn.Linear(2 * config.dim, config.dim, bias=False)
+        self.second = HybridLayer(config, config.layers, sparse=True, backend=backend)
+        self.final_norm = RMSNorm(config.dim, eps=NORM_EPS, backend=backend)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        drawn(self, STD)
+
+    def _make_embedding(self, token_bytes: Sequence[bytes] | None, backend: Backend) -> nn.Module:
+        config = self.config
+        if config.embedding == "plain":
+            if token_bytes is not None:
+                raise ValueError('token_bytes are for embedding="bytes"; got them with "plain"')
+            embedding = nn.Embedding(config.vocab_size, config.dim)
+            nn.init.normal_(embedding.weight, std=STD)
+            return embedding
+        if token_bytes is None and config.vocab_size <= 256:
+            token_bytes = [bytes([byte]) for byte in range(config.vocab_size)]
+        if token_bytes is None or len(token_bytes) != config.vocab_size:
+            came = "none" if token_bytes is None else f"those of {len(token_bytes)}"
+            raise ValueError(f"wanted the bytes of {config.vocab_size} tokens; got {came}")
+        return ByteEmbedding(token_bytes, config.dim, backend=backend)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """What the model makes of each token ``[B, T]`` and those before it: ``[B, T, C]``, normed.
+
+        Raises:
+            TypeError: tokens are no tensor of integers.
+            ValueError: they are not [B, T], or on another device than the model.
+        """
+        check_tokens(tokens, self.head.weight.device)
+        return self.final_norm(self._hidden(tokens).x.mean(-2))
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, caches: Caches | None = None) -> tuple[Tensor, Caches]:
+        """:meth:`forward` of the tokens ``[B, T]`` that follow what the caches have read, none at
+        first, and the caches then, which are the given ones. No gradients.
+
+        Raises:
+            As `forward`; ValueError: the caches have read another number of rows.
+        """
+        check_tokens(tokens, self.head.weight.device)
+        caches = {} if caches is None else caches
+        # The first layer is no sparse one.
+        if caches and len(caches[0].state) != len(tokens):
+            raise ValueError(
+                f"wanted tokens of the {len(caches[0].state)} rows that the caches have read; "
+                f"got {len(tokens)} rows"
+            )
+        return self.final_norm(self._hidden(tokens, caches=caches).x.mean(-2)), caches
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the next token, ``[.., V]`` of ``hidden [.., C]``."""
+        return self.head(hidden)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """What to train on: `losses`' total."""
+        return self.losses(tokens).total
+
+    def next_token_loss(self, tokens: Tensor) -> Tensor:
+        """Of ``tokens [B, T + 1]`` the mean cross entropy of each after the first, given those
+        before it, in nats.
+
+        Raises:
+            As `forward`; ValueError: fewer than two tokens.
+        """
+        check_tokens(tokens, self.head.weight.device, least=2)
+        return self._cross_entropy(self._hidden(tokens[:, :-1]).x.mean(-2), tokens[:, 1:])
+
+    def losses(
+        self, tokens: Tensor, *, dense: bool = False, observe: Observer | None = None
+    ) -> Losses:
+        """All losses of ``tokens [B, T + 1]``, each token after the first given those before it.
+
+        Args:
+            tokens: as above.
+            dense: attention goes to all keys that a query sees, and the indexers learn from that.
+            observe: is told of each sparse attention, its input and its selection.
+
+        Raises:
+            As `forward`; ValueError: fewer than three tokens.
+        """
+        check_tokens(tokens, self.head.weight.device, least=3)
+        counts: list[Tensor] = []
+
+        def listen(attention: Any, u: Tensor, selection: Any) -> None:
+            counts.append(selection.count.float().mean())
+            if observe is not None:
+                observe(attention, u, selection)
+
+        batches, length = tokens.shape[0], tokens.shape[1] - 1
+        every, most = (
+            all_keys(batches, n, tokens.device) if dense else None for n in (length, length - 1)
+        )
+        passed = self._hidden(tokens[:, :-1], given=every, observe=listen)
+        h = passed.x.mean(-2)
+        following = self._cross_entropy(h, tokens[:, 1:])
+        joined = torch.cat([h[:, :-1], self.embedding(tokens[:, 1:-1]).to(h.dtype)], -1)
+        streams = replicated(self.fusion(joined).to(h.dtype), self.config.streams)
+        delta, own = self.second.force(streams, tape=None, given=most, observe=listen)
+        second = self._cross_entropy((streams + delta).mean(-2), tokens[:, 2:])
+        indexer = passed.aux if own is None else passed.aux + own
+        total = following + self.config.second_weight * second + self.config.index_weight * indexer
+        selected = torch.stack(counts).mean()
+        return Losses(
+            total, following, second, indexer, selected, passed.saturated, passed.tape_bytes
+        )
+
+    def _hidden(self, tokens: Tensor, **context: Any) -> Passed:
+        """What the stack makes of the tokens' streams."""
+        return self.stack(replicated(self.embedding(tokens), self.config.streams), **context)
+
+    def _cross_entropy(self, h: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            self.final_norm(h), self.head.weight, targets.long(), backend=self.backend
+        )

@@ -1,0 +1,200 @@
+"""The shape of a TransformerNP, and its layers; the formulas stand with the model."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from fusewright.attention import Backend, rectangular_attention
+from fusewright.mixture_head import Scale
+from fusewright.norm import LayerNorm
+from torch import Tensor, nn
+
+from ..checks import check_config, check_head_width
+
+Norm = Literal["pre", "post"]
+
+STORED_MULTIPLE = 32
+
+
+@dataclass(frozen=True)
+class TransformerNPConfig:
+    """The shape of a TransformerNP; the defaults are the 12-layer model of 36.7 million parameters.
+
+    Attributes:
+        x_width: coordinates of an input (d_x).
+        y_width: outputs (d_y), each with a mixture of its own, independent given the prediction.
+        width: d, divisible by ``heads``, each head as wide as the attention takes: a multiple of 8
+            up to 128.
+        layers: number of blocks, at least 1.
+        heads: H.
+        feed_forward_width: F of the blocks and of the mixture head.
+        components: K, mixture components per output.
+        norm: "pre" or "post".
+        scale: standard deviations as "log_sigma" or "softplus".
+        indicator: one more input, 1 in context rows and 0 in target rows. Without it a context row
+            with y = 0 and a target row at the same x start equal.
+
+    Raises:
+        TypeError: a size is no int, or indicator no bool.
+        ValueError: a size is below 1, the attention does not take heads of that width, or norm or
+            scale is none of the two.
+    """
+
+    x_width: int = 10
+    y_width: int = 1
+    width: int = 512
+    layers: int = 12
+    heads: int = 8
+    feed_forward_width: int = 1365
+    components: int = 10
+    norm: Norm = "pre"
+    scale: Scale = "log_sigma"
+    indicator: bool = False
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        if self.width % self.heads:
+            raise ValueError(
+                f"width must be divisible by heads; got width {self.width}, heads {self.heads}"
+            )
+        check_head_width(
+            self, "width", lambda q: rectangular_attention(q, q, q, backend="reference")
+        )
+
+    @property
+    def stored_width(self) -> int:
+        """F rounded up to a multiple of 32."""
+        return math.ceil(self.feed_forward_width / STORED_MULTIPLE) * STORED_MULTIPLE
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Operations in the dtype of their operands."""
+    # Autocast knows no meta tensors.
+    if device.type == "meta":
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def layer_norm(norm: LayerNorm, h: Tensor) -> Tensor:
+    """Norm in the dtype of ``h``, statistics in fp32.
+
+    Autocast would hand back fp32, as torch's layer norm does: twice the bytes, and the residual
+    stream of the post-norm form would leave the compute dtype.
+    """
+    with without_autocast(h.device):
+        return norm(h)
+
+
+def shown(rows: Tensor, context_lengths: Tensor | None) -> Tensor:
+    """``rows [B, M, ...]`` with zeros past each task's length: zero times NaN would be NaN."""
+    if context_lengths is None:
+        return rows
+    number = torch.arange(rows.shape[1], device=rows.device)
+    return torch.where((number < context_lengths.unsqueeze(-1)).unsqueeze(-1), rows, 0.0)
+
+
+class Embedder(nn.Module):
+    """Two-layer SiLU embedding of context rows [x ; y] and target rows [x ; 0]."""
+
+    def __init__(self, config: TransformerNPConfig) -> None:
+        super().__init__()
+        self.indicator = config.indicator
+        self.y_width = config.y_width
+        inputs = config.x_width + config.y_width + config.indicator
+        self.hidden = nn.Linear(inputs, config.width, bias=False)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x_context: Tensor, y_context: Tensor, x_target: Tensor) -> Tensor:
+        context = torch.cat([x_context, y_context], dim=-1)
+        if self.indicator:
+            context = F.pad(context, (0, 1), value=1.0)
+        target = F.pad(x_target, (0, self.y_width + self.indicator))
+        rows = torch.cat([context, target], dim=1).to(self.hidden.weight.dtype)
+        # Inputs keep fp32 under autocast: bf16 cannot tell numbers closer than 2^-8 apart.
+        with without_autocast(rows.device):
+            hidden = F.silu(self.hidden(rows))
+        return self.output(hidden)
+
+
+class Attention(nn.Module):
+    """Attention of any rows over the context rows."""
+
+    def __init__(self, config: TransformerNPConfig, *, backend: Backend) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.backend: Backend = backend
+        d = config.width
+        self.query = nn.Linear(d, d, bias=False)
+        self.key_value = nn.Linear(d, 2 * d, bias=False)
+        self.output = nn.Linear(d, d, bias=False)
+
+    def forward(self, rows: Tensor, context: Tensor, lengths: Tensor | None) -> Tensor:
+        q = self.query(rows).unflatten(-1, (self.heads, -1))
+        k, v = self.key_value(context).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        o = rectangular_attention(q, k, v, key_lengths=lengths, backend=self.backend)
+        return self.output(o.flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SiLU(b W1) W2 with F stored padded."""
+
+    def __init__(self, config: TransformerNPConfig) -> None:
+        super().__init__()
+        self.used = config.feed_forward_width
+        d, stored = config.width, config.stored_width
+        self.hidden = nn.Linear(d, stored, bias=False)
+        self.output = nn.Linear(stored, d, bias=False)
+        # Weights of another F that is stored as wide as this one load without a word.
+        self.register_load_state_dict_post_hook(_clear_padding)
+
+    def forward(self, b: Tensor) -> Tensor:
+        return self.output(F.silu(self.hidden(b)))
+
+    def padding(self) -> list[Tensor]:
+        """Views of the stored weights that are not part of the model."""
+        return [self.hidden.weight[self.used :], self.output.weight[:, self.used :]]
+
+    @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Set the stored weights beyond F to zero."""
+        for unused in self.padding():
+            unused.zero_()
+
+
+def _clear_padding(feed_forward: FeedForward, _: object) -> None:
+    feed_forward.clear_padding()
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each with its norm before ("pre") or after ("post") the sum."""
+
+    def __init__(self, config: TransformerNPConfig, *, backend: Backend) -> None:
+        super().__init__()
+        self.pre_norm = config.norm == "pre"
+        self.attention_norm = LayerNorm(config.width, bias=False, backend=backend)
+        self.attention = Attention(config, backend=backend)
+        self.feed_forward_norm = LayerNorm(config.width, bias=False, backend=backend)
+        self.feed_forward = FeedForward(config)
+
+    def forward(
+        self,
+        h: Tensor,
+        context_rows: int,
+        context_lengths: Tensor | None = None,
+        *,
+        targets_only: bool = False,
+    ) -> Tensor:
+        """``h [B, T, d]``, context rows first, to the same, or to ``[B, N, d]`` of the targets."""
+        first = context_rows if targets_only else 0
+        if self.pre_norm:
+            a = layer_norm(self.attention_norm, h)
+            h = h[:, first:] + self.attention(a[:, first:], a[:, :context_rows], context_lengths)
+            return h + self.feed_forward(layer_norm(self.feed_forward_norm, h))
+        mixed = self.attention(h[:, first:], h[:, :context_rows], context_lengths)
+        h = layer_norm(self.attention_norm, h[:, first:] + mixed)
+        return layer_norm(self.feed_forward_norm, h + self.feed_forward(h))

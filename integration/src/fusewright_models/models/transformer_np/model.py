@@ -1,0 +1,294 @@
+"""TransformerNP: a transformer neural process for regression from a context set.
+
+    e  = SiLU([x ; y] E1) E2                  of M context rows, then of N target rows with y = 0
+    h <- h + softmax(q k^T / sqrt(D)) v Wo    q of every row; k and v of the context rows alone
+    h <- h + SiLU(LN(h) W1) W2                q, k, v, each a product of LN(h)     (pre-norm form)
+    (w, mu, s)_k = SiLU(LN(h_target) A_k) C_k       k = 1 ... K mixture components
+
+Post-norm form: h <- LN(h + attention(h)), h <- LN(h + feed_forward(h)), no norm after the last.
+
+B tasks, M context rows, N target rows, T = M + N, d width, H heads of width D = d / H, F width of
+the feed-forward, K components. There is no positional term, no bias and no dropout: a prediction
+does not depend on the order of the context, follows that of the targets, and sees no other target.
+
+Two savings are exact. Targets are never keys, so keys and values are projected for context rows
+only; and only target rows reach the prediction, so the last block computes its context rows as far
+as keys and values and no further.
+
+F is stored rounded up to a multiple of 32, since rows of 1365 bf16 numbers are not 16-byte aligned.
+The stored columns that are not used start at zero, get gradients of exactly zero, and stay zero;
+loading a state dict sets them to zero again, since it may be that of another F.
+
+Tasks of different context sizes share a batch: ``context_lengths [B]`` lies on the device and says
+how many of the M context rows each task has. Rows past a length are never keys, and are zeros where
+they come in, so that nothing of what they held reaches a prediction or a gradient.
+
+Neural processes with attention: https://arxiv.org/abs/2207.04179.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from fusewright.attention import Backend
+from fusewright.mixture_head import GaussianMixtureHead
+from fusewright.norm import LayerNorm
+from torch import Tensor, nn
+
+from ..checks import check_backend
+from .layers import (
+    Attention,
+    Block,
+    Embedder,
+    FeedForward,
+    TransformerNPConfig,
+    layer_norm,
+    shown,
+)
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (torch.int32, torch.int64)
+AXES = {
+    "x_context": ("B", "M", "d_x"),
+    "y_context": ("B", "M", "d_y"),
+    "x_target": ("B", "N", "d_x"),
+    "y_target": ("B", "N", "d_y"),
+}
+
+
+class Prediction(NamedTuple):
+    """What the model says of every target, each ``[B, N, d_y]`` in fp32.
+
+    Attributes:
+        mean: mean of the mixture.
+        variance: variance of the mixture, noise of the observation included.
+        sample: one draw, each target on its own.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    sample: Tensor
+
+
+def _uniform_(weight: Tensor, fan_in: int, gain: float = 1.0) -> None:
+    """U(-1/sqrt(fan_in), 1/sqrt(fan_in)) times ``gain``; torch's own for a linear layer at 1."""
+    nn.init.uniform_(weight, -gain / math.sqrt(fan_in), gain / math.sqrt(fan_in))
+
+
+class TransformerNP(nn.Module):
+    """Transformer neural process with a Gaussian mixture for every target.
+
+    Args:
+        config: the shape of the model.
+        backend: who computes norms, attention and mixtures: "auto" (Triton for CUDA tensors, plain
+            torch for CPU ones), "triton" or "reference".
+
+    Parameters are fp32 on the default device; train them as they are, under autocast for bf16.
+
+    Example:
+        >>> model = TransformerNP(TransformerNPConfig(x_width=1))
+        >>> params = model(x_context, y_context, x_target)        # [B, N, 1, 10, 3]
+        >>> model.loss(x_context, y_context, x_target, y_target).backward()
+        >>> mean, variance, sample = model.predict(x_context, y_context, x_target)
+    """
+
+    def __init__(self, config: TransformerNPConfig, *, backend: Backend = "auto") -> None:
+        super().__init__()
+        check_backend(backend)
+        self.config = config
+        self.embedder = Embedder(config)
+        self.blocks = nn.ModuleList(Block(config, backend=backend) for _ in range(config.layers))
+        self.final_norm = None
+        if config.norm == "pre":
+            self.final_norm = LayerNorm(config.width, bias=False, backend=backend)
+        self.head = GaussianMixtureHead(
+            config.width,
+            config.feed_forward_width,
+            config.components,
+            outputs=config.y_width,
+            stored_width=config.stored_width,
+            scale=config.scale,
+            backend=backend,
+        )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new weights.
+
+        Uniform by fan-in; in the pre-norm form the two products that write to the residual stream
+        are scaled by 1 / sqrt(2 L), so that its variance does not grow with depth; the head draws
+        its own.
+        """
+        config = self.config
+        residual_gain = 1.0 / math.sqrt(2 * config.layers) if config.norm == "pre" else 1.0
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                _uniform_(module.weight, module.in_features)
+            elif isinstance(module, LayerNorm):
+                module.reset_parameters()
+        for module in self.modules():
+            if isinstance(module, Attention):
+                _uniform_(module.output.weight, config.width, residual_gain)
+            elif isinstance(module, FeedForward):
+                _uniform_(module.output.weight, config.feed_forward_width, residual_gain)
+                module.clear_padding()
+        self.head.reset_parameters()
+
+    def padding(self) -> list[Tensor]:
+        """Views of every stored weight that is not part of the model: zero, and zero for ever."""
+        padded = [m for m in self.modules() if isinstance(m, FeedForward | GaussianMixtureHead)]
+        return [unused for module in padded for unused in module.padding()]
+
+    def parameter_count(self) -> int:
+        """Parameters of the model, the padding of its storage left out."""
+        stored = sum(parameter.numel() for parameter in self.parameters())
+        return stored - sum(unused.numel() for unused in self.padding())
+
+    def forward(
+        self,
+        x_context: Tensor,
+        y_context: Tensor,
+        x_target: Tensor,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Mixture parameters of every target.
+
+        Args:
+            x_context: ``[B, M, d_x]``, floating point (fp32, bf16, fp16 or fp64), on the model's
+                device, as all inputs; M >= 1.
+            y_context: ``[B, M, d_y]``.
+            x_target: ``[B, N, d_x]``, N >= 1.
+            context_lengths: ``[B]``, int32 or int64: task b has only its first
+                ``context_lengths[b]`` context rows; what the others hold, NaN too, counts for
+                nothing. Numbers below 0 count as 0, beyond M as M; a task without any context is
+                predicted from x_target alone. Nothing is read on the host: one compiled or captured
+                step serves every length. None means M.
+
+        Returns:
+            ``[B, N, d_y, K, 3]`` raw parameters (w, mu, s) in fp32, under autocast too, or in fp64
+            from a model in fp64. The order of the context does not matter beyond rounding.
+
+        Raises:
+            TypeError: an input is no tensor or not floating point, or context_lengths not int32 or
+                int64.
+            ValueError: a shape or device is not as above, M = 0 or N = 0.
+        """
+        inputs = {"x_context": x_context, "y_context": y_context, "x_target": x_target}
+        self._check(inputs, context_lengths)
+        context_rows = x_context.shape[1]
+        x_context, y_context = (shown(rows, context_lengths) for rows in (x_context, y_context))
+        h = self.embedder(x_context, y_context, x_target)
+        *blocks, last = self.blocks
+        for block in blocks:
+            h = block(h, context_rows, context_lengths)
+        t = last(h, context_rows, context_lengths, targets_only=True)
+        return self.head(t if self.final_norm is None else layer_norm(self.final_norm, t))
+
+    def loss(
+        self,
+        x_context: Tensor,
+        y_context: Tensor,
+        x_target: Tensor,
+        y_target: Tensor,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Minus the mean over B, N and outputs of log p(y_target), ``y_target [B, N, d_y]``.
+
+        Everything else, and errors, as in ``forward``.
+        """
+        rows = x_context, y_context, x_target, y_target
+        params = self._params(context_lengths, *rows)
+        return self.head.loss(params, y_target)
+
+    def log_likelihood(
+        self,
+        x_context: Tensor,
+        y_context: Tensor,
+        x_target: Tensor,
+        y_target: Tensor,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """log p(y_target | x_target, context) in nats, ``[B, N, d_y]``, each target on its own.
+
+        Arguments and errors as in ``loss``.
+        """
+        rows = x_context, y_context, x_target, y_target
+        params = self._params(context_lengths, *rows)
+        return self.head.log_likelihood(params, y_target)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        x_context: Tensor,
+        y_context: Tensor,
+        x_target: Tensor,
+        context_lengths: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Mean, variance and one draw of every target; shapes and errors as in ``forward``."""
+        params = self(x_context, y_context, x_target, context_lengths)
+        return Prediction(
+            self.head.mean(params),
+            self.head.variance(params),
+            self.head.sample(params, generator=generator),
+        )
+
+    def _params(self, context_lengths: Tensor | None, *rows: Tensor) -> Tensor:
+        """``forward``, with y_target refused before it where it does not fit."""
+        inputs = dict(zip(AXES, rows, strict=True))
+        self._check(inputs, context_lengths)
+        return self(*rows[:3], context_lengths)
+
+    def _check(self, inputs: dict[str, Tensor], context_lengths: Tensor | None) -> None:
+        """Refuse what does not fit, before anything is computed."""
+        device = self.embedder.hidden.weight.device
+        for name, rows in inputs.items():
+            _check_tensor(name, rows, FLOATING, device)
+        widths = {"d_x": self.config.x_width, "d_y": self.config.y_width}
+        came = {name: list(rows.shape) for name, rows in inputs.items()}
+        if not _fit(came, widths):
+            axes = {
+                name: ", ".join(str(widths.get(axis, axis)) for axis in AXES[name]) for name in came
+            }
+            wanted = ", ".join(f"{name} [{axes[name]}]" for name in came)
+            got = ", ".join(map(str, came.values()))
+            raise ValueError(f"wanted {wanted} with M >= 1 and N >= 1; got {got}")
+        if context_lengths is None:
+            return
+        _check_tensor("context_lengths", context_lengths, LENGTHS, device)
+        batch = came["x_context"][0]
+        if list(context_lengths.shape) != [batch]:
+            raise ValueError(
+                f"wanted context_lengths [{batch}], a number for each task; "
+                f"got {list(context_lengths.shape)}"
+            )
+
+
+def _check_tensor(
+    name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"wanted {name} as a tensor; got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"wanted {name} as a strided tensor; got {value.layout}")
+    if value.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"wanted {name} in one of {names}; got {value.dtype}")
+    if value.device != device:
+        raise ValueError(f"wanted {name} on the model's device, {device}; got it on {value.device}")
+
+
+def _fit(came: dict[str, list[int]], widths: dict[str, int]) -> bool:
+    """Whether every axis has one size wherever it stands, M and N at least 1."""
+    sizes = dict(widths)
+    for name, shape in came.items():
+        if len(shape) != len(AXES[name]):
+            return False
+        for axis, size in zip(AXES[name], shape, strict=True):
+            if sizes.setdefault(axis, size) != size:
+                return False
+    return sizes["M"] > 0 and sizes["N"] > 0

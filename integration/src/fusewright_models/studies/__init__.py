@@ -1,0 +1,1 @@
+"""Trainings that answer one question each, their result files and pictures."""

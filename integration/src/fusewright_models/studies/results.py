@@ -1,0 +1,63 @@
+"""Result files of studies: rows of a dataclass as CSV, and a picture of the same name."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from matplotlib.figure import Figure
+
+RowT = TypeVar("RowT")
+NO_FORMATS: Mapping[str, str] = {}
+
+
+def columns(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def read(kind: type[RowT], file: Path) -> list[RowT] | None:
+    """The rows of a file; None where its columns are others, or there are none."""
+    hints = get_type_hints(kind)
+    numbers = {name: each for name, each in hints.items() if each in (int, float)}
+    with file.open(newline="") as stream:
+        reader = csv.DictReader(stream)
+        rows = list(reader)
+        if reader.fieldnames != columns(kind) or not rows:
+            return None
+    return [kind(**{name: numbers.get(name, str)(x) for name, x in row.items()}) for row in rows]
+
+
+def write(
+    rows: Iterable[Any],
+    file: Path,
+    draw: Callable[[list[Any]], Figure],
+    *,
+    number: str = "",
+    formats: Mapping[str, str] = NO_FORMATS,
+) -> None:
+    """Write the rows and what is drawn of them.
+
+    Args:
+        rows: of one kind, one or more.
+        file: of the rows; the picture's suffix is .png.
+        draw: of all rows.
+        number: how floats are written, but for those of a column that has a format of its own.
+        formats: by column.
+    """
+    rows = list(rows)
+    names = columns(rows[0])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(names)
+        for row in rows:
+            values = {name: getattr(row, name) for name in names}
+            writer.writerow(
+                format(x, formats.get(name, number)) if isinstance(x, float) else x
+                for name, x in values.items()
+            )
+    # Without the library's version, the same results give the same bytes.
+    draw(rows).savefig(file.with_suffix(".png"), dpi=120, metadata={"Software": None})

@@ -1,0 +1,93 @@
+"""Commands as the tests run them, and what they leave."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+# Of a language model; `draw` has its own.
+FILES = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt"}
+
+
+def invoke(program: typer.Typer | Callable[..., None], *arguments: object) -> Result:
+    """A program, or a function that is one command; no message is broken into lines."""
+    if not isinstance(program, typer.Typer):
+        command, program = program, typer.Typer()
+        program.command()(command)
+    environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
+    return CliRunner().invoke(program, [*map(str, arguments)], env=environment)
+
+
+def assert_refused(result: Result, message: str, folder: Path | None = None) -> None:
+    """In a sentence that has this pattern, and with nothing in the folder."""
+    assert result.exit_code == 2
+    assert re.search(message, result.output)
+    assert "Traceback" not in result.output
+    assert folder is None or not folder.exists() or list(folder.iterdir()) == []
+
+
+def flags_of(value: object) -> str:
+    """The id of a test with some flags; that of their message is left out."""
+    return "-".join(value).replace("--", "") if isinstance(value, list) else ""
+
+
+def rows_of(folder: Path, pattern: str = "*.csv") -> list[dict[str, str]]:
+    """Of the one result file."""
+    (path,) = folder.glob(pattern)
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoint.pt")["model"]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def assert_same_metrics(one: Path, other: Path) -> None:
+    """But for times."""
+    timed = ("tokens_per_second", "seconds")
+    first, second = (
+        [{name: line[name] for name in line if name not in timed} for line in metrics(folder)]
+        for folder in (one, other)
+    )
+    assert first == second
+
+
+def written_text(folder: Path, lines: int = 400) -> Path:
+    """A file of text, 6 KB of 400 lines."""
+    path = folder / "text.txt"
+    path.write_text("".join(f"line {number} of {number * number}\n" for number in range(lines)))
+    return path
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, kind: type, calls: int, run: Callable) -> Result:
+    """What comes of a run that is stopped by its user at the so-manieth batch of such a source."""
+    sample, seen = kind.sample, []
+
+    def stopping(self, batch):
+        seen.append(batch)
+        if len(seen) == calls:
+            raise KeyboardInterrupt
+        return sample(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "sample", stopping)
+        return run()

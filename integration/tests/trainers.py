@@ -1,0 +1,54 @@
+"""Trainers of the smallest models, which print nothing, and how two of them are compared."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import torch
+from fusewright_models import TITAN_MAC, TitanMAC, TransformerNP, TransformerNPConfig
+from fusewright_models.cli.presets import TRANSFORMER_NP
+from fusewright_models.cli.titan_mac import next_token_loss
+from fusewright_models.cli.transformer_np import negative_log_likelihood
+from fusewright_models.data import make_sampler
+from fusewright_models.text import Windows
+from fusewright_models.training import RunFolder, Trainer
+from rich.console import Console
+
+MODELS = ("titan-mac", "transformer-np")
+
+
+def tiny(name: str, *, device: str = "cpu", ragged: bool = False, length: int = 64):
+    """The tiny preset of a model from one seed, its batches and its loss."""
+    torch.manual_seed(0)
+    if name == "titan-mac":
+        text = torch.randint(97, 105, (4096,), generator=torch.Generator().manual_seed(0))
+        model = TitanMAC(TITAN_MAC["tiny"]).to(device)
+        return model, Windows(text.to(device), length=length), next_token_loss
+    source = make_sampler("digits", ragged=ragged, device=device)
+    shape = TRANSFORMER_NP["tiny"].architecture
+    model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape)).to(device)
+    return model, source, negative_log_likelihood
+
+
+def quiet_trainer(path: Path, model, source, loss, optimizer, config, **options) -> Trainer:
+    """Into a folder; what it would print is in its console's file."""
+    console = Console(file=StringIO(), width=400)
+    folder = RunFolder(path)
+    return Trainer(model, source, loss, optimizer, config, folder, console=console, **options)
+
+
+def training_lines(trainer: Trainer) -> list[dict]:
+    return [line for line in trainer.folder.read_metrics() if "loss" in line]
+
+
+def assert_same_bits(one: Trainer, other: Trainer) -> None:
+    """All that both have written, but times, and their parameters."""
+    timed = ("seconds", "tokens_per_second")
+    ours, theirs = (
+        [{name: line[name] for name in line if name not in timed} for line in lines]
+        for lines in (one.folder.read_metrics(), other.folder.read_metrics())
+    )
+    assert ours == theirs
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)

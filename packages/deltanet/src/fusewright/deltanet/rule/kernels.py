@@ -73,9 +73,7 @@ def prepare_kernel(
         k = token_tile(k_rows, head // CONFIG.GROUP, place, col, CONFIG.K)
         a = product_onto(a, k, tl.trans(k), CONFIG)
     a = tl.where(row[:, None] > row[None, :], beta[:, None] * a * decay_between(decay), 0.0)
-    inverse = through_memory(
-        inverses_ptr, unit_triangular_inverse(a, CONFIG.INVERSE), unit, CONFIG.UPCAST
-    )
+    inverse = through_memory(inverses_ptr, unit_triangular_inverse(a, CONFIG), unit, CONFIG.UPCAST)
 
     for start in range(0, CONFIG.V, CONFIG.BLOCK_V):
         col = start + tl.arange(0, CONFIG.BLOCK_V)

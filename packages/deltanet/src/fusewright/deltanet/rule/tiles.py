@@ -43,10 +43,12 @@ def dot_onto(total, a, b, PRECISION: tl.constexpr):
 @triton.jit
 def product_onto(total, a, b, CONFIG: tl.constexpr):
     """The same. The interpreter multiplies only fp32 rightly: there operands are widened."""
+    # Triton 3.6 hands no string of a record on to another function.
+    PRECISION: tl.constexpr = CONFIG.PRECISION
     if CONFIG.UPCAST:
         total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     else:
-        total = dot_onto(total, a, b, CONFIG.PRECISION)
+        total = dot_onto(total, a, b, PRECISION)
     return total
 
 
@@ -191,7 +193,7 @@ def sum_from_token_on(x):
 
 
 @triton.jit
-def unit_triangular_inverse(a, PRECISION: tl.constexpr):
+def unit_triangular_inverse(a, CONFIG: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a.
 
     Where D inverts the blocks of ``size`` rows on the diagonal and E is the part of a between two
@@ -199,6 +201,7 @@ def unit_triangular_inverse(a, PRECISION: tl.constexpr):
     adds no numbers larger than the result's: TF32 errs less than the rounding of the result to
     bf16, and three products of TF32 parts err as little as a solution in fp32, with equal keys too.
     """
+    PRECISION: tl.constexpr = CONFIG.INVERSE
     row = tl.arange(0, C)
     block = row >> 1
     inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0)

@@ -32,7 +32,9 @@ def load_rows(x_ptr, first, limit, row_stride, ROWS: tl.constexpr, CONFIG: tl.co
 @triton.jit
 def product(a, b, CONFIG: tl.constexpr):
     """a b in fp32."""
-    return product_in_order(a, b, CONFIG.UPCAST, CONFIG.PRECISION)
+    # Triton 3.6 hands no string of a record on to another function.
+    PRECISION: tl.constexpr = CONFIG.PRECISION
+    return product_in_order(a, b, CONFIG.UPCAST, PRECISION)
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from ..common.checks import check_adamw_group, check_adamw_state, check_storage
 from ..common.contract import keep_rate_on_device, loss_of
 from ..common.placement import current, is_dense
 from ..common.planned_optimizer import PlannedOptimizer
-from ..common.step import Part
 from . import launch
 from .members import Member, Rules, StateFormat
 from .reference import ReferencePart
@@ -185,7 +184,7 @@ class AdamW(PlannedOptimizer):
     def _obstacle(self, member: Member) -> str | None:
         return None if is_dense(member.p) else "a parameter has gaps in its memory"
 
-    def _part(self, members: list[Member], device: torch.device, with_kernels: bool) -> Part:
+    def _part(self, members: list[Member], device: torch.device, with_kernels: bool) -> Any:
         """Members on one device, updated by kernels or in plain torch."""
         rules = Rules(
             len(self.param_groups),

@@ -74,7 +74,8 @@ def planned(
     if registers is not None:
         options["maxnreg"] = registers
     named = {name.upper(): x for name, x in table._asdict().items()} | constants
-    config = namedtuple("Config", named)(*(tiles.DTYPES.get(x, x) for x in named.values()))
+    record: Any = namedtuple("Config", named)  # type: ignore[misc]
+    config = record(*(tiles.DTYPES.get(x, x) for x in named.values()))
     return Launch(getattr(module, kernel), grid, device, integers, options, CONFIG=config)
 
 

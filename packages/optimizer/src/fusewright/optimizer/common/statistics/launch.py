@@ -177,8 +177,8 @@ class StatisticsBatch:
         if self.moving.blocks.count:
             plan = self.moving.grid, (len(self.ps),), self.moving.stretch
             launch = planned(kernels, self.device, "statistics_kernel", *plan, **constants)
-            sums = self.row_means, self.partials, self.moment_partials
-            launch((*operands, *self.moving.tables, numbers, decays, skipped, *sums))
+            written = self.row_means, self.partials, self.moment_partials
+            launch((*operands, *self.moving.tables, numbers, decays, skipped, *written))
 
 
 class StatisticsKernelPart(KernelPart, StatisticsPart):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Launch, Layout, Plan, allocator, cdiv, is_current, layouts
+from .._core.launches import Launch, Layout, Plan, allocator, cdiv, current_device, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 
@@ -42,7 +42,7 @@ def softmax_gradient_(logits: Tensor, targets: Tensor, *, with_gradient: bool) -
         targets: ``[N]``, int64. A row is NaN where its target is no number of a column.
         with_gradient: whether the logits are written.
     """
-    if not is_current(logits.device):
+    if logits.is_cuda and logits.device.index != current_device():
         with torch.cuda.device(logits.device):
             return softmax_gradient_(logits, targets, with_gradient=with_gradient)
     plan = softmax_plan(logits.shape, layouts(logits), with_gradient, logits.device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._core.launches import Launch, Plan, allocator, cdiv, is_current
+from .._core.launches import Launch, Plan, allocator, cdiv, current_device
 from .._core.lazy import lazy_module
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def advance(
     """The next state, and as it is shown; sets ``saturated``, 0-d bool, where that leaves the
     range. States are int32, contiguous; delta is fp32.
     """
-    if not is_current(delta.device):
+    if delta.is_cuda and delta.device.index != current_device():
         with torch.cuda.device(delta.device):
             return advance(before, delta, gain, one, saturated)
     plan = step_plan("advance", delta.shape, gain, one, delta.device)
@@ -45,7 +45,7 @@ def advance(
 
 def undo(after: Tensor, delta: Tensor, gain: float, one: float) -> tuple[Tensor, Tensor]:
     """The state whose step led to ``after``, and as it is shown."""
-    if not is_current(delta.device):
+    if delta.is_cuda and delta.device.index != current_device():
         with torch.cuda.device(delta.device):
             return undo(after, delta, gain, one)
     plan = step_plan("undo", delta.shape, gain, one, delta.device)

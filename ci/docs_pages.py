@@ -114,6 +114,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Packages": [entry(package) for package in workspace.packages()]},
         *[{"Models": [*entry(part)[part.name], *pages]} for part in workspace.integration()],
         {"From other names": "migration.md"},
+        {"Other implementations": "implementations.md"},
         {"Decisions": ["decisions/index.md", *(f"decisions/{path.name}" for path in written)]},
         {"Contributing": "CONTRIBUTING.md"},
     ]

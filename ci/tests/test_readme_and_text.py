@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import check_text
+import new_package
 import pytest
 import readme
 import workspace
@@ -29,6 +30,40 @@ def test_picture_is_the_first_that_a_package_has(repository):
         (results / name).write_text("")
     link = "![fusewright-norm: a100](packages/norm/results/a100.png)"
     assert readme.picture(projects) == f"\n\n{link}"
+
+
+# What a package's README says, in this order: ten questions of a user, after what runs first.
+ANSWERS = (
+    "```sh\npip install fusewright-",
+    "```python\n",
+    "## Operations\n",
+    "how to fall back.**",
+    "## Numerics\n",
+    "**Dtypes.**",
+    "**Saved for ",
+    "**Determinism.**",
+    "**NaN and infinity",
+    "## Support and limits\n",
+    "## Times\n",
+    "**To time it**",
+    "**To add a case**",
+    "**Eager ",
+    "**Slower than**",
+    "<!-- results:begin -->",
+    "## Formulas and papers\n",
+    " to cite",
+)
+
+
+FOLDERS = [new_package.TEMPLATE, *(package.folder for package in workspace.packages())]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_readme_of_a_package_answers_in_one_order(folder):
+    text = (folder / "README.md").read_text()
+    places = [text.find(answer) for answer in ANSWERS]
+    assert -1 not in places, ANSWERS[places.index(-1)]
+    assert places == sorted(places)
 
 
 def test_only_the_part_between_the_marks_is_replaced():

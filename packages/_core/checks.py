@@ -1,6 +1,6 @@
 """Checks of arguments that several packages make, before any memory is touched.
 
-Each says what was wanted and what came. The contents of tensors are never read.
+Each error says what was wanted and what was passed. The contents of tensors are never read.
 """
 
 from __future__ import annotations

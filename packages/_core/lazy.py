@@ -16,7 +16,7 @@ from typing import Any
 
 
 class LazyModule(ModuleType):
-    """Stands for a module until it is imported, and hands on every name of it."""
+    """Stands for a module until it is imported, and forwards every name of it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -16,7 +16,7 @@ import torch
 
 from .precision import round_up
 
-# Rows of so many numbers start at multiples of 64 bytes in bf16.
+# Rows of this many numbers start at multiples of 64 bytes in bf16.
 MULTIPLE = 32
 
 

@@ -29,7 +29,7 @@ def autocasts(device_type: str) -> bool:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as autocast hands them to a matrix product: the first one's device and dtype
+    """The tensors as autocast casts them for a matrix product: the first one's device and dtype
     decide.
     """
     x = tensors[0]

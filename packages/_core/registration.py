@@ -3,7 +3,7 @@
 An op is defined in its package's torch.library namespace with an implementation for CUDA (the
 launcher), for the CPU (the reference, or the interpreted launcher) and for fake tensors. Its
 derivative is its Autograd kernel, so the compiler and the torch.func transforms see one opaque op
-that knows how to differentiate itself. A plain eager call skips the dispatcher.
+that has its own derivative. A plain eager call skips the dispatcher.
 
 Where a private name of torch is missing that this takes (``internals``), an op is called through
 the dispatcher and its derivative is an ordinary autograd.Function around that call: eager,

@@ -1,8 +1,8 @@
 """Device functions of Triton that several packages' kernels call: rows, tiles and their products.
 
-The interpreter multiplies only fp32 rightly and cuts off what bf16 has no bits for. ``UPCAST``
-tells a kernel that the interpreter runs it: operands are then widened, and rounded before they are
-narrowed.
+The interpreter multiplies only fp32 correctly and truncates where it converts to bf16. ``UPCAST``
+tells a kernel that the interpreter runs it: operands are then cast to fp32, and rounded before
+they are cast back.
 """
 
 from __future__ import annotations

@@ -76,11 +76,6 @@ def test_bad_input_is_named(op, name):
         op.public(*tensors, options.pop("key_lengths", None), **options)
 
 
-def test_triton_says_why_it_cannot_serve(op):
-    with pytest.raises(RuntimeError, match=r"not torch\.float64"):
-        op.public(*op.draw(SHAPE, torch.float64), backend="triton")
-
-
 def test_sdpa_backend_follows_the_context(op, device):
     tensors = op.draw((1, 4, 6, 2, 16), torch.bfloat16, device)
     for wanted in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):

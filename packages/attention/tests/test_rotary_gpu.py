@@ -6,6 +6,7 @@ import pytest
 import torch
 from fusewright.attention import rotary
 from fusewright_testkit import capture, no_synchronisation
+from fusewright_testkit.conformance import everything, same_bits
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -21,15 +22,6 @@ CASES = {
     "many-rows": ((50, 9, 2, 8, 64), True, (16,)),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-
-
-def leaves(op, case, dtype=BF16):
-    drawn = op.draw(case[0], dtype, "cuda", *case[1:])
-    return [x if x is None else x.requires_grad_() for x in drawn]
-
-
-def equal(actual, expected):
-    return all(torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
 
 
 @each_case
@@ -50,28 +42,20 @@ def test_rows_as_a_model_has_them(rotary_op):
 
 @each_case
 def test_graph_gives_eager_bits_and_waits_for_nothing(rotary_op, case):
-    tensors = leaves(rotary_op, case)
-    cos, sin = rotary_op.angles(tensors[0])
-
-    def everything():
-        rows, beside, prefix = tensors
-        joint = rotary(rows, cos, sin, beside=beside, prefix=prefix)
-        asked = [x for x in tensors if x is not None]
-        return joint, *torch.autograd.grad(joint, asked, joint.detach())
-
-    everything()
-    with no_synchronisation():
-        everything()
-    graph, captured = capture(everything)
+    shape, beside, prefix = case
+    leaves, others = (rotary_op.draw(shape, BF16, "cuda", beside, prefix) for _ in range(2))
+    leaves = [x if x is None else x.requires_grad_() for x in leaves]
+    graph, captured = capture(lambda: everything(rotary_op.kernels, leaves))
     with torch.no_grad():
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.normal_()
+        for x, other in zip(leaves, others, strict=True):
+            if x is not None:
+                x.copy_(other)
     graph.replay()
     torch.cuda.synchronize()
-    expected = everything()
-    assert equal(captured, expected)
-    assert all(equal(everything(), expected) for _ in range(5))
+    with no_synchronisation():
+        expected = everything(rotary_op.kernels, leaves)
+    assert same_bits(captured, expected)
+    assert all(same_bits(everything(rotary_op.kernels, leaves), expected) for _ in range(5))
 
 
 def test_values_and_prefix_keep_every_bit(rotary_op):
@@ -92,16 +76,14 @@ def test_values_and_prefix_keep_every_bit(rotary_op):
 
 def test_inductor_compiles_forward_and_backward(rotary_op):
     torch._dynamo.reset()
-    tensors = leaves(rotary_op, CASES["segment"])
-    cos, sin = rotary_op.angles(tensors[0])
+    leaves = [x.requires_grad_() for x in rotary_op.draw(*CASES["segment"][:1], BF16, "cuda")]
+    angles = rotary_op.angles(leaves[0])
     compiled = torch.compile(rotary, fullgraph=True)
-
-    def everything(call):
-        rows, beside, prefix = tensors
-        joint = call(rows, cos, sin, beside=beside, prefix=prefix)
-        return joint, *torch.autograd.grad(joint, tensors, joint.detach())
-
-    assert equal(everything(compiled), everything(rotary))
+    found, expected = (
+        everything(lambda x, y, p, call=call: call(x, *angles, beside=y, prefix=p), leaves)
+        for call in (compiled, rotary)
+    )
+    assert same_bits(found, expected)
 
 
 @pytest.mark.large
@@ -120,4 +102,4 @@ def test_rows_past_31_bits_of_elements(rotary_op):
         grads = torch.autograd.grad(joint, inputs, joint.detach())
         actual.append([last, *(x[:, -64:].clone() for x in grads)])
         del joint, grads
-    assert equal(*actual)
+    assert same_bits(*actual)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from fusewright.feed_forward import silu_mul
 from fusewright.feed_forward.gating import reference
 from fusewright_testkit import Yardstick
+from fusewright_testkit.yardstick import as_tuple
+from torch.func import vmap
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INF, NAN = math.inf, math.nan
@@ -87,16 +89,16 @@ def test_open_gate_passes_up_as_it_is(backend, device):
     assert torch.equal(silu_mul(gate, up, backend=backend), 128 * up)
 
 
-@pytest.mark.parametrize("name", ["silu_mul", "silu_mul_halves"])
-def test_reference_gradients_are_the_derivatives(name):
-    count = 2 if name == "silu_mul" else 1
-    tensors = [torch.randn(3, 6, dtype=F64, requires_grad=True) for _ in range(count)]
-    call = getattr(reference, name)
-    assert torch.autograd.gradcheck(call, tensors)
-    assert torch.autograd.gradgradcheck(call, tensors)
-    y = call(*tensors)
+def test_backward_formulas_are_those_of_autograd(op):
+    tensors = [t.requires_grad_() for t in op.draw((3, 6), F64, "cpu")]
+    y = op.reference(*tensors)
     dy = torch.randn_like(y)
     expected = torch.autograd.grad(y, tensors, dy)
-    found = getattr(reference, f"{name}_backward")(dy, *tensors)
-    for a, b in zip(found if count == 2 else [found], expected, strict=True):
+    found = as_tuple(getattr(reference, f"{op.name}_backward")(dy, *tensors))
+    for a, b in zip(found, expected, strict=True):
         assert (a - b).abs().max() <= 8 * torch.finfo(F64).eps * b.abs().max()
+
+
+def test_mapping_over_single_numbers_is_right(device):
+    yardstick = Yardstick(reference.silu_mul, [*torch.randn(2, 7, device=device)])
+    yardstick.check(vmap(lambda gate, up: silu_mul(gate, up, backend="triton")))

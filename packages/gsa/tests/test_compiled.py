@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import pathlib
+from fusewright_testkit.conformance.compiled import *  # noqa: F403
 
-import pytest
-from fusewright_testkit.compiled import QUICK, SHARED_KIB, compiled_in_a_process
-
-HERE = pathlib.Path(__file__).parent
-
-
-@pytest.mark.parametrize("capability", QUICK)
-def test_one_launch_of_every_kernel_compiles_without_a_spill(capability):
-    printed = compiled_in_a_process(HERE, "one_of_each", capability)
-    for kernel in (
-        "scores_kernel",
-        "scores_dq_kernel",
-        "scores_dk_kernel",
-        "select_kernel",
-        "sparse_forward_kernel",
-        "sparse_dq_kernel",
-        "sparse_dkdv_kernel",
-        "add_parts_kernel",
-        "members_kernel",
-        "keys_of_tiles_kernel",
-        "queries_of_tiles_kernel",
-        "union_forward_kernel",
-        "union_dq_kernel",
-        "union_dkdv_kernel",
-        "target_kernel",
-        "divergence_kernel",
-    ):
-        assert kernel in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_KIB)
-def test_every_line_of_the_tables_compiles_without_a_spill(capability):
-    compiled_in_a_process(HERE, "every_line", capability)
+LAUNCHES = {
+    "one_of_each": (
+        "scores scores_dq scores_dk select sparse_forward sparse_dq sparse_dkdv add_parts "
+        "members keys_of_tiles queries_of_tiles union_forward union_dq union_dkdv target "
+        "divergence"
+    ),
+}
+EVERY = ("every_line",)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from fusewright.gsa import gated_indexer, indexer_kl_loss, indexer_topk, sparse_attention
-from fusewright.gsa._core import backends
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from fusewright_testkit.conformance.input import NothingRuns
 
 F32, BF16 = torch.float32, torch.bfloat16
 Q, K, W, B = torch.zeros(1, 3, 2, 4), torch.zeros(1, 5, 4), torch.zeros(1, 3, 2), torch.zeros(2)
@@ -98,58 +94,14 @@ def test_bad_input_is_told_what_was_wanted_and_what_came(call, error, message):
         call()
 
 
-class NothingRuns(TorchDispatchMode):
-    """Fail at the first operation on a tensor."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        raise AssertionError(f"{func} ran before the input was refused")
-
-
 def test_refused_input_touches_no_memory():
-    with NothingRuns():
-        for call in (gated_indexer, topk):
-            with pytest.raises(TypeError, match="got NoneType"):
-                call(Q, K, W, None)
-        with pytest.raises(TypeError, match="got NoneType"):
-            sparse_attention(X, Y, None, S)
-        with pytest.raises(ValueError, match="got 'cuda'"):
-            gated_indexer(Q, K, W, B, backend="cuda")
-
-
-def test_kernels_on_the_cpu_without_the_interpreter_say_so(op, monkeypatch):
-    backends.known_obstacle.cache_clear()
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
-    try:
-        with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
-            op.kernels(*op.draw())
-    finally:
-        backends.known_obstacle.cache_clear()
-
-
-def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
-    monkeypatch.setattr(backends, "WARNED", set())
-    monkeypatch.setattr(backends, "known_obstacle", lambda device, dtype: "no such GPU")
-    with FakeTensorMode():
-        q = torch.empty(Q.shape, device="cuda")
-    with pytest.warns(RuntimeWarning, match="no such GPU"):
-        assert not backends.uses_triton(q, "auto")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not backends.uses_triton(q, "auto")
+    for call in (lambda: topk(Q, K, W, None), lambda: sparse_attention(X, Y, None, S)):
+        with NothingRuns(), pytest.raises(TypeError, match="got NoneType"):
+            call()
 
 
 @pytest.mark.filterwarnings("error")
-def test_meta_tensors_get_a_shape_and_a_dtype():
-    q, k, w, bias, x, y, indices = (t.to(META) for t in (Q, K, W, B, X, Y, S))
-    assert gated_indexer(q, k, w, bias).shape == (1, 3, 5)
-    found, count, stats = topk(q, k, w, bias, law="entropy")
+def test_selection_of_meta_tensors_has_a_shape_and_a_dtype():
+    found, count, stats = topk(*(t.to(META) for t in (Q, K, W, B)), law="entropy")
     assert (found.shape, found.dtype, count.shape) == ((1, 3, 3), torch.int32, (1, 3))
     assert stats.entropy.shape == stats.variance.shape == (1, 3)
-    o = sparse_attention(x.to(BF16), y.to(BF16), y.to(BF16), indices)
-    assert (o.shape, o.dtype, o.device.type) == (X.shape, BF16, "meta")
-
-
-@pytest.mark.gpu
-def test_tensors_on_two_devices_are_refused():
-    with pytest.raises(ValueError, match="device cuda:0, got cpu"):
-        gated_indexer(Q.cuda(), K, W, B)

@@ -41,14 +41,14 @@ def select(scores: torch.Tensor, count: int, sinks: int = 0) -> torch.Tensor:
     rows, keys = scores.shape
     operands = [scores.new_empty(s) for s in ((1, rows, 1, 16), (1, keys, 16), (1, rows, 1), (1,))]
     problem = indexer_problem(
-        *(operands[0].shape, keys, layouts(*operands), False, 0, "ieee", scores.device)
+        *(operands[0].shape, keys, False, 0, layouts(*operands), "ieee", scores.device)
     )
     law = launch.SelectionLaw("fixed", count, max(sinks, 1), count, sinks)
-    select = launch.plan_select(problem, 0, rows, keys, law, False, few_registers=False)
-    listed = scores.new_empty(rows * select.constants["BLOCK"], dtype=torch.int32)
+    select = launch.plan_select(problem, 0, rows, keys, law, few_registers=False)
+    listed = scores.new_empty(rows * select.constants["CONFIG"].BLOCK, dtype=torch.int32)
     indices = scores.new_empty((1, rows, count), dtype=torch.int32)
     counts, variance = indices[..., 0].clone(), scores.new_empty(1, rows)
-    listed = listed if select.constants["LISTED"] else None
+    listed = listed if select.constants["CONFIG"].LISTED else None
     select((scores, listed, None, indices, counts, variance, None))
     assert torch.equal(counts, torch.full_like(counts, min(count, keys)))
     return indices

@@ -14,7 +14,7 @@ from fusewright.gsa._core.launches import layouts
 from fusewright.gsa.sparse import launch, launch_backward, launch_unions
 from fusewright.gsa.sparse.launch_paths import goes_by_tiles
 from fusewright.gsa.sparse.launch_problem import SparseProblem, UnionConfig, sparse_problem
-from fusewright.gsa.sparse.launch_unions import plan_keys_tiles, plan_members, plan_queries_tiles
+from fusewright.gsa.sparse.launch_unions import plan_members, plan_tiles
 from fusewright_testkit import Yardstick, assert_within
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -216,8 +216,8 @@ def test_lists_are_the_unions_of_selections(tile, queries, keys, device):
             for query in range(queries)
         ]
         for of_keys, tiled in (
-            (False, plan_queries_tiles(None, problem, config, members)),
-            (True, plan_keys_tiles(None, problem, config, members)),
+            (False, plan_tiles(None, problem, config, members)),
+            (True, plan_tiles(None, problem, config, members, of_keys=True)),
         ):
             number_of_tiles = tiled.lists // 2
             names, held, lengths = (
@@ -246,7 +246,7 @@ def test_lists_are_the_unions_of_selections(tile, queries, keys, device):
 
 def problem_of(queries, keys, slots, heads, key_heads, dtype=BF16):
     sizes = (1, queries, keys, heads, key_heads, 64, 1, slots)
-    return SparseProblem(*sizes, dtype, torch.device("cuda"), (), (), (), False, "ieee")
+    return SparseProblem(*sizes, dtype, torch.device("cuda"), (), (), (), "ieee")
 
 
 def test_rule_follows_the_sizes():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusewright.hyper_connections import stream_coefficients, stream_read, stream_write
 from fusewright.hyper_connections._core import backends
-from fusewright.hyper_connections.streams import launch, launch_backward, reference
+from fusewright.hyper_connections.streams import launch, reference
 from fusewright.hyper_connections.streams import stream_read as reading
 from fusewright.hyper_connections.streams.launch import Tile, Tiles
 from fusewright_testkit import Yardstick, capture, no_synchronisation
@@ -24,22 +24,6 @@ SMALL = Tiles(
     gates_backward=Tile(8, 32, warps=1, programs=1),
     read_backward=Tile(16, 32, warps=1, programs=8),
 )
-
-
-@pytest.fixture
-def fresh_plans():
-    """None from before, made by other tiles, and none of the test's own kept."""
-    plans = (
-        launch.read_plan,
-        launch.write_plan,
-        launch_backward.write_backward_plan,
-        launch_backward.read_backward_plan,
-    )
-    for plan in plans:
-        plan.cache_clear()
-    yield
-    for plan in plans:
-        plan.cache_clear()
 
 
 @pytest.fixture(autouse=True)

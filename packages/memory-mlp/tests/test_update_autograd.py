@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, memory_update
-from fusewright.memory_mlp.update import reference
+from fusewright.memory_mlp.update.memory_update import reference_gradients
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.transforms import hold
 from torch.utils.checkpoint import checkpoint
@@ -44,19 +44,9 @@ def test_reference_backward_is_the_derivative_of_the_unfused_form(update_op, act
         outputs = op.reference(*leaves)
         upstream = [torch.randn_like(y) for y in outputs]
         truth = torch.autograd.grad(outputs, leaves, upstream)
-        k, v, *others = leaves
-        dk, dv, dw, ds, *rest = reference.memory_update_backward(
-            MemoryWeights(*upstream[:4]),
-            MemoryWeights(*upstream[4:8]),
-            upstream[8],
-            k,
-            v,
-            MemoryWeights(*others[:4]),
-            MemoryWeights(*others[4:8]),
-            *others[8:],
-            **options,
-        )
-        found = [dk, dv, *dw, *ds, *rest[: 3 + weighted]]
+        inputs = leaves if weighted else (*leaves, None)
+        found = reference_gradients(upstream, inputs, (*options.values(), True, True))
+        found = found[: 13 + weighted]
         assert_same_but_for_rounding(found, truth)
 
 

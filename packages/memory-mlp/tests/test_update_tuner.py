@@ -123,9 +123,8 @@ def line_of(tuner, entry, dtype, plan):
     kernels = {x.kernel.fn.__name__: x for x in launches if hasattr(x, "kernel")}
     launch = kernels[entry.kernels[0]]
     if not entry.pairs:
-        return tuner.UpdateBlock(launch.constants["BLOCK"], launch.options["num_warps"])
-    sides = (launch.constants[f"BLOCK_{axis}"] for axis in "MNK")
-    stages = launch.constants["NUM_STAGES"]
+        return tuner.UpdateBlock(launch.constants["CONFIG"].BLOCK, launch.options["num_warps"])
+    *sides, stages = launch.constants["CONFIG"][:4]
     return tuner.UpdateTile(tuner.PRECISIONS[dtype], *sides, launch.options["num_warps"], stages)
 
 

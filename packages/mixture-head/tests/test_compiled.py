@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import pathlib
+from fusewright_testkit.conformance.compiled import *  # noqa: F403
 
-import pytest
-from fusewright_testkit.compiled import QUICK, SHARED_KIB, compiled_in_a_process
-
-HERE = pathlib.Path(__file__).parent
-
-
-@pytest.mark.parametrize("capability", QUICK)
-def test_one_launch_of_every_kernel_compiles_without_a_spill(capability):
-    printed = compiled_in_a_process(HERE, "one_of_each", capability)
-    for kernel in (
-        "mixture_forward_kernel",
-        "mean_kernel",
-        "mixture_backward_kernel",
-        "silu_heads_kernel",
-        "silu_heads_backward_kernel",
-        "add_parts_kernel",
-    ):
-        assert kernel in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_KIB)
-def test_every_line_of_the_tables_compiles_without_a_spill(capability):
-    compiled_in_a_process(HERE, "every_line", capability)
+LAUNCHES = {
+    "one_of_each": (
+        "mixture_forward mean mixture_backward silu_heads silu_heads_backward add_parts"
+    ),
+}
+EVERY = ("every_line",)

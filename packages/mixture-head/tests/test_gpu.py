@@ -1,4 +1,4 @@
-"""What only a GPU can show: graphs, synchronisation, streams, great sizes, the launch tables."""
+"""What only a GPU can show: questions to a head, great sizes, the launch tables."""
 
 from __future__ import annotations
 
@@ -6,46 +6,11 @@ import pytest
 import torch
 from fusewright.mixture_head import GaussianMixtureHead, mixture_log_likelihood
 from fusewright.mixture_head.mixture import launch
-from fusewright_testkit import capture, no_synchronisation
+from fusewright_testkit import no_synchronisation
+from fusewright_testkit.conformance import everything, same_bits
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-
-
-def gradients(op, tensors):
-    y = op.kernels(*tensors)
-    return [y, *torch.autograd.grad(y, tensors, torch.ones_like(y))]
-
-
-def leaves_of(op, rows, dtype=BF16, device="cuda"):
-    return [t.requires_grad_() for t in op.draw((rows, 10), dtype, device)]
-
-
-def same_bits(found, truth):
-    return all(torch.equal(f, t) for f, t in zip(found, truth, strict=True))
-
-
-@pytest.mark.parametrize("rows", [1, 300, 20000])
-def test_replayed_graph_gives_eager_bits(op, rows):
-    leaves = leaves_of(op, rows)
-    graph, captured = capture(lambda: gradients(op, leaves))
-    for value in captured:
-        value.detach().fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    expected = gradients(op, leaves)
-    assert same_bits(captured, expected)
-
-
-def test_replayed_graph_reads_the_values_of_the_replay(op):
-    leaves = leaves_of(op, 300)
-    graph, captured = capture(lambda: gradients(op, leaves))
-    with torch.no_grad():
-        for leaf in leaves:
-            leaf.normal_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert same_bits(captured, gradients(op, leaves))
 
 
 @pytest.fixture
@@ -58,11 +23,6 @@ def no_wait():
             call()
 
     return check
-
-
-def test_no_call_waits_for_the_gpu(op, no_wait):
-    leaves = leaves_of(op, 300)
-    no_wait(lambda: gradients(op, leaves))
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -111,8 +71,8 @@ def test_loss_of_the_model_is_as_near_to_fp64_as_torch(nll, scale, dtype, draw_m
 
 
 def test_same_inputs_same_bits_at_full_size(op):
-    leaves = leaves_of(op, 128000)
-    assert same_bits(gradients(op, leaves), gradients(op, leaves))
+    leaves = op.leaves((128000, 10), BF16, "cuda")
+    assert same_bits(everything(op.kernels, leaves), everything(op.kernels, leaves))
 
 
 @pytest.mark.large
@@ -147,31 +107,3 @@ def test_parameters_past_31_bits_of_elements():
     few = value_and_gradients(params[chosen], y[chosen])
     for found, expected in zip(value_and_gradients(params, y), few, strict=True):
         assert torch.equal(found[chosen], expected)
-
-
-def test_calls_on_two_streams_do_not_disturb_one_another(op):
-    leaves = leaves_of(op, 20000)
-    expected = gradients(op, leaves)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    found = []
-    torch.cuda.synchronize()
-    for _ in range(10):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(gradients(op, leaves))
-    torch.cuda.synchronize()
-    assert all(same_bits(values, expected) for values in found)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_kernels_run_on_the_device_of_the_tensor(op):
-    leaves = leaves_of(op, 300, device="cuda:1")
-    assert same_bits(gradients(op, leaves), gradients(op, leaves))
-
-
-def test_inductor_compiles_forward_and_backward(mixture):
-    torch._dynamo.reset()
-    leaves = leaves_of(mixture, 3000, F32)
-    y = torch.compile(mixture.kernels, fullgraph=True)(*leaves)
-    found = [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
-    assert same_bits(found, gradients(mixture, leaves))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from fusewright.mixture_head import (
@@ -16,9 +14,6 @@ from fusewright.mixture_head import (
     mixture_sample,
     mixture_variance,
 )
-from fusewright.mixture_head._core import backends
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 F32, F64 = torch.float32, torch.float64
 P, Y = torch.zeros(3, 4, 3), torch.zeros(3)
@@ -94,53 +89,3 @@ BAD = [
 def test_bad_input_is_told_what_was_wanted_and_what_came(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-class NothingRuns(TorchDispatchMode):
-    """Fail at the first operation on a tensor."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        raise AssertionError(f"{func} ran before the input was refused")
-
-
-def test_refused_input_touches_no_memory(op, device):
-    *tensors, last = op.draw((6, 5), F32, device)
-    with NothingRuns(), pytest.raises(TypeError, match="got NoneType"):
-        op.kernels(*tensors, None)
-    with NothingRuns(), pytest.raises(ValueError, match="got 'cuda'"):
-        op.public(*tensors, last, backend="cuda")
-
-
-def test_kernels_on_the_cpu_without_the_interpreter_say_so(op, monkeypatch):
-    backends.known_obstacle.cache_clear()
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
-    try:
-        with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
-            op.kernels(*op.draw())
-    finally:
-        backends.known_obstacle.cache_clear()
-
-
-def test_auto_names_the_reason_for_the_reference_once(monkeypatch):
-    monkeypatch.setattr(backends, "WARNED", set())
-    monkeypatch.setattr(backends, "known_obstacle", lambda device, dtype: "no such GPU")
-    with FakeTensorMode():
-        tensors = [torch.empty(t.shape, device="cuda") for t in (X, HIDDEN, OUTPUT)]
-        with pytest.warns(RuntimeWarning, match="no such GPU"):
-            grouped_heads(*tensors)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            grouped_heads(*tensors)
-
-
-@pytest.mark.filterwarnings("error")
-def test_meta_tensors_get_a_shape_and_a_dtype(op):
-    tensors = op.draw((6, 5), torch.bfloat16, "cpu")
-    y = op.public(*(t.to("meta") for t in tensors))
-    assert (y.shape, y.dtype, y.device.type) == (op.public(*tensors).shape, F32, "meta")
-
-
-@pytest.mark.gpu
-def test_tensors_on_two_devices_are_refused():
-    with pytest.raises(ValueError, match="device cuda:0, got cpu"):
-        mixture_nll(P.cuda(), Y)

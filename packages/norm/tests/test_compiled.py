@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
+from fusewright_testkit.conformance.compiled import *  # noqa: F403
 
-import pytest
-from fusewright_testkit.compiled import QUICK, SHARED_KIB, compiled_in_a_process
-
-HERE = pathlib.Path(__file__).parent
-
-
-@pytest.mark.parametrize("capability", QUICK)
-def test_one_launch_of_every_kernel_compiles_without_a_spill(capability):
-    printed = compiled_in_a_process(HERE, "one_of_each", capability)
-    for kernel in (
-        "norm_forward_kernel",
-        "norm_forward_wide_kernel",
-        "norm_backward_kernel",
-        "norm_backward_small_kernel",
-        "norm_backward_wide_kernel",
-        "weight_parts_kernel",
-        "add_parts_kernel",
-        "sinkhorn_forward_kernel",
-        "sinkhorn_backward_kernel",
-    ):
-        assert kernel in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_KIB)
-def test_every_line_of_the_tables_compiles_without_a_spill(capability):
-    compiled_in_a_process(HERE, "every_line", capability)
+LAUNCHES = {
+    "one_of_each": (
+        "norm_forward norm_forward_wide norm_backward norm_backward_small norm_backward_wide "
+        "weight_parts add_parts sinkhorn_forward sinkhorn_backward"
+    ),
+}
+EVERY = ("every_line",)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from fusewright_testkit.yardstick import as_tuple
+from fusewright_testkit.conformance import layouts
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -67,96 +65,12 @@ def test_every_leading_axis_counts_rows(op, shape, device):
     assert torch.equal(y.flatten(), op.first(op.kernels(*flat, *tensors[op.rows :])).flatten())
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0), (2, 0, 4), (0,)])
-def test_nothing_in_nothing_out_and_vectors_get_zeros(op, shape, backend, device):
-    tensors = [t.requires_grad_() for t in op.draw(shape, F32, device)]
-    y = op.first(op.public(*tensors, backend=backend))
-    assert y.shape == shape
-    grads = torch.autograd.grad(y, tensors, torch.ones_like(y))
-    assert [g.shape for g in grads] == [t.shape for t in tensors]
-    assert all(not g.any() for g in grads)
-
-
-def of_a_wider_axis(shape, dtype, device):
-    return torch.randn(*shape[:-1], shape[-1] + 8, device=device).to(dtype)[..., : shape[-1]]
-
-
-def every_other_row(shape, dtype, device):
-    return torch.randn(2 * shape[0], *shape[1:], device=device).to(dtype)[::2]
-
-
-def every_other_token(shape, dtype, device):
-    return torch.randn(shape[0], 2 * shape[1], *shape[2:], device=device).to(dtype)[:, 1::2]
-
-
-def query_of_fused_projection(shape, dtype, device):
-    return torch.randn(*shape[:2], 3, *shape[2:], device=device).to(dtype)[:, :, 0]
-
-
-def heads_before_tokens(shape, dtype, device):
-    return query_of_fused_projection((2, 3, 2, shape[-1]), dtype, device).transpose(1, 2)
-
-
-def gap_in_the_last_axis(shape, dtype, device):
-    return torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(dtype)[..., ::2]
-
-
-def columns_before_rows(shape, dtype, device):
-    return torch.randn(*shape[::-1], device=device).to(dtype).permute(*reversed(range(len(shape))))
-
-
-def repeated_rows(shape, dtype, device):
-    return torch.randn(shape[-1], device=device).to(dtype).expand(shape)
-
-
-def at_an_odd_offset(shape, dtype, device):
-    return torch.randn(1 + math.prod(shape), device=device).to(dtype)[1:].view(shape)
-
-
-LAYOUTS = [
-    of_a_wider_axis,
-    every_other_row,
-    every_other_token,
-    query_of_fused_projection,
-    heads_before_tokens,
-    gap_in_the_last_axis,
-    columns_before_rows,
-    repeated_rows,
-    at_an_odd_offset,
-]
-SHAPE = (2, 3, 2, 24)
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_any_strides_are_read_as_they_are(op, layout, device):
-    rows = [layout(SHAPE, BF16, device) for _ in range(op.rows)]
-    vectors = op.draw(rows[0].shape, BF16, device)[op.rows :]
-    op.check([*rows, *vectors], [layout(SHAPE, BF16, device) for _ in range(op.outputs)])
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("layout", [query_of_fused_projection, at_an_odd_offset])
+@pytest.mark.parametrize("layout", [layouts.first_of_fused_heads, layouts.amid_memory])
 def test_kernels_of_every_scheme_read_any_strides(op, scheme, layout, device):
-    rows = [layout((2, 2, 1, 70), BF16, device) for _ in range(op.rows)]
-    vectors = op.draw(rows[0].shape, BF16, device)[op.rows :]
-    op.check([*rows, *vectors], [layout((2, 2, 1, 70), BF16, device) for _ in range(op.outputs)])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_strides_change_no_bit_and_outputs_are_contiguous(op, layout, device):
-    rows = [layout(SHAPE, BF16, device) for _ in range(op.rows)]
-    vectors = op.draw(rows[0].shape, BF16, device)[op.rows :]
-    strided = as_tuple(op.kernels(*rows, *vectors))
-    contiguous = as_tuple(op.kernels(*(r.contiguous() for r in rows), *vectors))
-    for y, expected, by_reference in zip(
-        strided, contiguous, as_tuple(op.reference(*rows, *vectors)), strict=True
-    ):
-        assert torch.equal(y, expected)
-        assert y.is_contiguous()
-        assert by_reference.is_contiguous()
-        assert y.dtype == by_reference.dtype == BF16
+    *rows, upstream = (op.draw((2, 2, 1, 70), BF16, device)[0] for _ in range(op.rows + 1))
+    vectors = op.draw((2, 2, 1, 70), BF16, device)[op.rows :]
+    op.check([*map(layout, rows), *vectors], [layout(upstream)] * op.outputs)
 
 
 def test_rows_in_one_memory_may_be_gradient_and_input(op, device):
@@ -170,11 +84,6 @@ def test_gradient_of_a_sum_is_read_with_strides_of_zero(op, device):
     op.check(tensors, [torch.ones((), device=device).expand(6, 50)] * op.outputs)
 
 
-def test_vectors_may_be_strided(op, device):
-    rows = op.draw((6, 50), BF16, device)[: op.rows]
-    op.check([*rows, *(torch.randn(50, 3, device=device)[:, i] for i in range(op.vectors))])
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dtype", "vector_dtype"), [(BF16, F32), (F32, BF16), (F16, F16), (BF16, F16)]
@@ -186,18 +95,3 @@ def test_vectors_keep_their_own_dtype(op, dtype, vector_dtype, device):
 def test_vectors_may_be_missing(op, device):
     tensors = op.draw((4, 33), BF16, device)
     op.check(tensors[: op.rows])
-
-
-@pytest.mark.parametrize("kept", ["rows", "vectors"])
-def test_one_input_alone_may_require_a_gradient(op, kept, device):
-    tensors = op.draw((4, 33), BF16, device)
-    everything = [t.clone().requires_grad_() for t in tensors]
-    y = op.first(op.kernels(*everything))
-    dy = torch.randn_like(y)
-    expected = torch.autograd.grad(y, everything, dy)
-    chosen = range(op.rows) if kept == "rows" else range(op.rows, len(tensors))
-    for index in chosen:
-        leaf = tensors[index].clone().requires_grad_()
-        others = [*tensors[:index], leaf, *tensors[index + 1 :]]
-        (found,) = torch.autograd.grad(op.first(op.kernels(*others)), leaf, dy)
-        assert torch.equal(found, expected[index])

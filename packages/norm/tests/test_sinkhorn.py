@@ -10,12 +10,15 @@ import pytest
 import torch
 from fusewright.norm import sinkhorn_knopp
 from fusewright.norm.sinkhorn import reference
-from fusewright_testkit import Yardstick
+from fusewright_testkit import Yardstick, transforms
+
+from .operations import SINKHORN
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INF, NAN = math.inf, math.nan
 ITERATIONS, EPS = 4, 1e-6
 DOMAINS = pytest.mark.parametrize("domain", ["linear", "log"])
+BOTH_DOMAINS = pytest.mark.parametrize("op", SINKHORN, ids=lambda op: op.domain)
 BACKENDS = pytest.mark.parametrize("backend", ["triton", "reference"])
 
 
@@ -194,15 +197,6 @@ def test_every_leading_axis_counts_matrices(shape, device):
     assert torch.equal(kernels(x), torch.stack(single).view(shape))
 
 
-@BACKENDS
-@pytest.mark.parametrize("shape", [(0, 4, 4), (3, 0, 0), (0, 0), (2, 0, 3, 3)], ids=str)
-def test_nothing_in_nothing_out(shape, backend, device):
-    leaf = torch.randn(shape, device=device, requires_grad=True)
-    y = sinkhorn_knopp(leaf, backend=backend)
-    assert y.shape == shape
-    assert torch.autograd.grad(y.sum(), leaf)[0].shape == shape
-
-
 def of_a_projection(dtype, device):
     """The last columns of a wider row, read as a matrix: what a model's logits are."""
     return torch.randn(2, 3, 24, device=device).to(dtype)[..., 8:].view(2, 3, 4, 4)
@@ -279,6 +273,22 @@ def test_same_inputs_same_bits_whatever_is_beside_them(domain, device):
     assert torch.equal(dx, again[1])
     assert torch.equal(y[:2], fewer[0])
     assert torch.equal(dx[:2], fewer[1])
+
+
+@BOTH_DOMAINS
+def test_second_derivative_of_great_logits_is_right(op, device):
+    x = 1e4 * torch.randn(3, 4, 4, device=device)
+    slopes = transforms.slopes_to_differentiate
+    Yardstick(slopes(op.reference), [x], [torch.randn_like(x)]).check(slopes(op.kernels))
+
+
+def test_matrices_larger_than_the_kernels_take_are_served_by_the_reference(device):
+    x = torch.randn(2, 70, 70)
+    assert torch.equal(sinkhorn_knopp(x), sinkhorn_knopp(x, backend="reference"))
+    if device == "cuda":
+        with pytest.warns(RuntimeWarning, match="n up to 64, not 70"):
+            y = sinkhorn_knopp(x.cuda())
+        assert torch.equal(y, sinkhorn_knopp(x.cuda(), backend="reference"))
 
 
 def test_gradient_is_that_of_the_iterations_not_of_their_limit(device):

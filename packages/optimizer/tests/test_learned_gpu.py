@@ -193,6 +193,7 @@ def test_large_matrix_is_moved_as_by_the_reference(learned):
     assert difference < roundings * (found[1] - x).abs().max()
 
 
+@pytest.mark.large
 def test_matrix_of_more_than_31_bits_is_moved_to_its_end():
     from fusewright.optimizer.learned.learned_update import UpdateMLP
 

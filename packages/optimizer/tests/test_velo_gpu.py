@@ -169,6 +169,7 @@ def test_large_matrix_is_moved_as_by_the_reference(learned):
     assert difference < roundings * (found[1] - x).abs().max()
 
 
+@pytest.mark.large
 def test_matrix_of_more_than_31_bits_is_moved_to_its_end(learned):
     p = torch.nn.Parameter(torch.ones(2**16 + 1, 2**15, dtype=torch.bfloat16, device="cuda"))
     p.grad = torch.ones_like(p)

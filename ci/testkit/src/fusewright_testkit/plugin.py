@@ -22,6 +22,9 @@ import pytest
 import torch
 from torch.utils import _device
 
+# Its tests are collected in the packages' modules.
+pytest.register_assert_rewrite("fusewright_testkit.conformance")
+
 HAS_GPU = torch.cuda.is_available()
 # Of the cases of a test that is sampled, one in so many is in no tier.
 SAMPLE = 3
@@ -30,6 +33,7 @@ MOST_GPU_MEMORY = 6 << 30
 # What a process keeps from one test to the next.
 KEPT_GPU_MEMORY = 512 << 20
 LOCK = pathlib.Path(tempfile.gettempdir(), f"fusewright-large-tests-{os.getuid()}.lock")
+CACHED = type(functools.cache(len))
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -53,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen = config.getoption("-m")
     mark_samples(items)
+    # A test of the suite that is asked of none of a package's operations.
+    items[:] = [item for item in items if "[NOTSET" not in item.name]
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -142,6 +148,22 @@ def of_one_kind(call):
         return call(launch, tensors, floats)
 
     return call_of_one_kind
+
+
+@pytest.fixture
+def fresh_plans() -> Iterator[None]:
+    """No launch planned before the test, and none of its own kept: for tests that change tables."""
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def forget_plans() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fusewright."):
+            for function in vars(module).values():
+                if type(function) is CACHED and function.__name__.endswith("_plan"):
+                    function.cache_clear()
 
 
 @pytest.fixture(autouse=True)

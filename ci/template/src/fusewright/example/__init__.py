@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._core.backends import available_backends
+from ._core.backends import Backend, available_backends
 from .elementwise.scale import scale
 
 try:
@@ -12,4 +12,4 @@ try:
 except PackageNotFoundError:
     __version__ = "0+source"
 
-__all__ = ["__version__", "available_backends", "scale"]
+__all__ = ["Backend", "__version__", "available_backends", "scale"]

@@ -1,4 +1,4 @@
-"""What the attention functions ask of their arguments, before any memory is touched."""
+"""Checks of the attention functions' arguments, before any memory is touched."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class TileLaunch:
 
 
 def grid_of(programs: int) -> tuple[int]:
-    """A grid of so many programs.
+    """A grid of this many programs.
 
     Raises:
         ValueError: more than a launch can count.

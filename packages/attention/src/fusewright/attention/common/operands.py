@@ -12,7 +12,7 @@ from .checks import WIDTH_MULTIPLE
 
 # The offsets inside a tile are 32-bit numbers.
 MAX_ROW_STRIDE = 2**23
-# Rows that a descriptor spans start at multiples of so many bytes.
+# Rows that a descriptor spans start at multiples of this many bytes.
 DESCRIPTOR_BYTES = 16
 
 Shape = tuple[int, ...]

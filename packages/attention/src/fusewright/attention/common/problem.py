@@ -160,7 +160,7 @@ def on_hopper(problem: Problem) -> bool:
 
 
 def tile_rows(number: int) -> int:
-    """The rows, or columns, of a tile that holds so many: a power of 2 that a product takes."""
+    """The rows, or columns, of a tile that holds this many: a power of 2 that a product takes."""
     return max(SMALLEST_TILE, power_of_2(number))
 
 

@@ -40,7 +40,7 @@ def gradients(
     seen: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), the probabilities computed again."""
+    """(dq, dk, dv), the probabilities recomputed."""
     p, _ = probabilities(q, k, seen, scale)
     dp = torch.einsum("bnhd,bmhd->bhnm", do, v)
     delta = (p * dp).sum(-1, keepdim=True)

@@ -27,7 +27,7 @@ STRIDE_MULTIPLE = tl.constexpr(WIDTH_MULTIPLE)
 
 
 def descriptor(x: torch.Tensor, block_rows: int) -> TensorDescriptor:
-    """All rows of ``x`` [B, rows, H, D], its heads side by side, in tiles of so many rows of one
+    """All rows of ``x`` [B, rows, H, D], its heads side by side, in tiles of this many rows of one
     head.
     """
     batches, rows, heads, width = x.shape

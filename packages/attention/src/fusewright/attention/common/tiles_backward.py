@@ -3,7 +3,7 @@
     p = exp(s - m) / l,  ds = p * (do v^T - delta),  delta = rowsum(do * o) - dlse
     dq = scale ds k,  dk = scale ds^T q,  dv = p^T do
 
-The probabilities are computed again, from the scores and from the maximum m of each row and the
+The probabilities are recomputed, from the scores and from the maximum m of each row and the
 inverse 1 / l of its sum, as the forward pass had them: the rounding of a log-sum-exp would make the
 probability of a great score wrong. delta takes o as it was before its rounding, from o and o_low:
 where one key has nearly all the weight, do v^T - delta is a small difference. In fp32 even that is

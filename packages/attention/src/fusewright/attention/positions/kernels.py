@@ -18,8 +18,8 @@ import triton.language as tl
 def place_of(
     first, COUNT: tl.constexpr, KINDS: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Token, kind, head and column of the COUNT vectors from ``first`` on, COLS in each row. Tokens
-    in 64 bits, since they are multiplied by strides.
+    """Token, row of K, head, column of the COUNT vectors from ``first`` on, COLS in each row.
+    Tokens are 64-bit, since they are multiplied by strides.
     """
     per_token: tl.constexpr = KINDS * HEADS * COLS
     vector = (first % per_token).to(tl.int32) + tl.arange(0, COUNT)
@@ -29,7 +29,7 @@ def place_of(
 
 @triton.jit
 def row_of(batch, token, kind, head, strides):
-    """Where the row of a token, kind and head begins."""
+    """Where the row of a token, number in K and head begins."""
     kinds = kind.to(tl.int64) * strides[2] + head.to(tl.int64) * strides[3]
     return batch * strides[0] + token * strides[1] + kinds
 

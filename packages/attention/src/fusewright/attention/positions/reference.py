@@ -46,8 +46,8 @@ def rotary_backward(
 
 
 def rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of columns (i, i + D / 2) of the first kind rotated by the angle of the token; the
-    second kind as it is.
+    """Pairs of columns (i, i + D / 2) of the first row of K rotated by the angle of the token;
+    the second as it is.
     """
     first, *others = rows.split(1, 2)
     x, y = wide(first).chunk(2, -1)

@@ -11,7 +11,7 @@ operand, r_1, s_1, r_2, s_2, ..., and puts a prefix before them, which has no po
 pass rotates back, in one launch too, and sums the gradient of a prefix that the batch shares over
 the batch in fp32, in a fixed order.
 
-B rows of the batch, T tokens, K kinds of rows (queries, or keys; or keys and values), H heads of
+B rows of the batch, T tokens, K rows (queries, or keys; or keys and values), H heads of
 width D, P tokens of the prefix. Saved for the backward pass: cos and sin. Everything is computed in
 fp32 and rounded once. All is linear in rows, beside and prefix, so the derivative of the backward
 pass is the op again.
@@ -138,7 +138,7 @@ def rotary(
         ``[B, P + T, K, H, D]``, with ``beside`` ``[B, P + 2 T, K, H, D]``, contiguous, in the dtype
         of rows, under autocast too, as elementwise functions of torch.
 
-    Strides are free; the kernels copy only a tensor whose last axis is not contiguous.
+    Any strides; the kernels copy only a tensor whose last axis is not contiguous.
     Differentiable in rows, beside and prefix, any number of times.
 
     Raises:

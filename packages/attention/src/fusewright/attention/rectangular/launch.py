@@ -31,7 +31,7 @@ else:
     kernels_single_tile = lazy_module(__package__, "kernels_single_tile")
     kernels_streaming = lazy_module(__package__, "kernels_streaming")
 
-# So many keys of a head are one tile, if it fits this often in the shared memory of a GPU.
+# This many keys of a head are one tile, if it fits this often in the shared memory of a GPU.
 SINGLE_TILE_KEYS = 128
 SINGLE_TILE_FITS = 8
 
@@ -124,7 +124,7 @@ def plan_single_tile(problem: Problem) -> TileLaunch:
 
 
 def single_tile_config(table: tuple[SingleTileConfig, ...], problem: Problem) -> TileConfig:
-    """The first line of a table that serves so many keys of heads of this width, with all keys in
+    """The first line of a table that serves this many keys of heads of this width, with all keys in
     a tile.
     """
     line = next(
@@ -151,7 +151,7 @@ def in_single_tile(problem: Problem) -> bool:
 
 
 def is_single_tile(keys: int, width: int, itemsize: int, gpu: DeviceProperties) -> bool:
-    """The same of so many keys of heads of this width."""
+    """The same of this many keys of heads of this width."""
     # A comparison is all that is asked of the keys: when torch.compile traces shapes that vary,
     # their number is a symbol.
     fitting = gpu.shared_bytes // (SINGLE_TILE_FITS * tile_rows(width) * itemsize)

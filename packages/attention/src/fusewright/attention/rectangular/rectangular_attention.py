@@ -4,13 +4,13 @@ r"""Attention of Nq queries to M keys, without a mask: softmax(scale q k^T) v fo
     p_ij = exp(s_ij - lse_i)    o_i = sum_j p_ij v_j
 
 B tasks, H heads of width D; ``key_lengths`` says how many of its M keys a task has. The backward
-pass computes p again, with delta_i = sum_d do_id o_id - dlse_i = sum_j p_ij dp_ij - dlse_i:
+pass recomputes p, with delta_i = sum_d do_id o_id - dlse_i = sum_j p_ij dp_ij - dlse_i:
 
     dp = do v^T    ds = p * (dp - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
 
 Saved for it: q, k, v; and, where the keys of a head are more than one tile, o, what its rounding
 took (o_low, ``rest`` in the schema), and two fp32 numbers for each row, the greatest score and one
-over the sum below it. Up to 128 keys are one tile, whose whole softmax is computed again. Products
+over the sum below it. Up to 128 keys are one tile, whose whole softmax is recomputed. Products
 accumulate in fp32 and the softmax is fp32; its probabilities, and ds, are rounded to the inputs'
 dtype for the next product. Outputs are rounded once. Sums have a fixed order: same inputs, same
 bits.

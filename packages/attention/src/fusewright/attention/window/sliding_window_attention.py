@@ -13,7 +13,7 @@ There is no mask in memory: a program multiplies a tile of queries with the tile
 rows see, and masks only those at the ends of the band. Time grows as T (prefix + window), memory as
 T.
 
-The backward pass computes p again, with delta_t = sum_d do_td o_td - dlse_t:
+The backward pass recomputes p, with delta_t = sum_d do_td o_td - dlse_t:
 
     dp = do v^T    ds = p * (dp - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
 

@@ -28,20 +28,20 @@ def softmax_gradient_kernel(
     target = tl.where(known, target, -1).to(tl.int32)
     lane = tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
-    # Every lane has a maximum and a sum of its own; they meet once, at the end. A lane takes DEEP
-    # numbers at a time, that its sum is scaled less often.
+    # Every lane has its own maximum and sum, which are reduced once, at the end. A lane takes DEEP
+    # numbers at a time, so that its sum is scaled less often.
     largest = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     for first in range(0, vocabulary, DEEP * LANES):
         col = first + lane
         x = tl.load(logits_ptr + col, mask=col < vocabulary, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, 0))
-        # Before a lane's first finite number there is nothing to take away.
+        # Before a lane's first finite number there is nothing to subtract.
         base = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base[None, :]), 0)
         largest = larger
     top = tl.max(largest, 0)
-    # Apart, since their sum would round the logarithm away beside a large maximum.
+    # Not added to ``top``: beside a large maximum the logarithm would be rounded away.
     log_sum = tl.log(tl.sum(total * tl.exp(largest - top), 0))
     # A target that is none makes the row NaN.
     log_sum = tl.where(known, log_sum, float("nan"))

@@ -3,8 +3,8 @@ r"""Cross entropy over a large vocabulary, of which the logits are never all in 
     loss = mean over rows r with a target of  log sum_v exp(x_r . w_v) - x_r . w_target(r)
 
 x is [.., d], one row for each target; weight is [V, d]. Rows are taken in chunks. The forward pass
-of a chunk makes its logits and, where a gradient will be asked for, turns them into their own
-gradient g = softmax(logits) - one_hot(target) on the spot and that into dx = g w and dw += g^T x:
+of a chunk makes its logits and, where a gradient is needed, overwrites them by their own
+gradient g = softmax(logits) - one_hot(target), and computes dx = g w and dw += g^T x:
 three large products for a chunk, and none computed twice. Saved for the backward pass: dx and dw,
 which it multiplies by a number.
 
@@ -116,7 +116,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: x or weight is not a floating tensor, or targets not int64.
-        ValueError: shapes, dtypes or devices do not go together.
+        ValueError: shapes, dtypes or devices do not agree.
         RuntimeError: backend is "triton" and the kernel cannot serve this call.
     """
     check_backend(backend)

@@ -43,7 +43,7 @@ class ConvolutionConfig(NamedTuple):
 # Source: results/tuning-convolution-h200-torch2.11-triton3.6.csv; unmeasured on other GPUs.
 CONVOLUTION = ConvolutionConfig(elements=2048, channels=128, num_warps=4)
 CONVOLUTION_BACKWARD = ConvolutionConfig(elements=256, channels=128, num_warps=2)
-# Backward, a program loops over a strip of so many tokens: the first length that gives each
+# Backward, a program loops over a strip of this many tokens: the first length that gives each
 # multiprocessor six programs, or else the last.
 STRIPS = (64, 32, 16)
 STRIPS_PROGRAMS = 6

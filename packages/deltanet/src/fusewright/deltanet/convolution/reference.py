@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .._core.precision import wide
+from ..common.gradients import gradients
 from ..common.unit_length import unit_length
 
 Tensor = torch.Tensor
@@ -45,10 +46,9 @@ def short_convolution(
 def short_convolution_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor | None, heads: int
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, weight and, where there is one, of the bias."""
-    present = (x, weight) if bias is None else (x, weight, bias)
+    """Gradients of x, weight and bias."""
 
-    def forward(x, weight, bias=None):
-        return short_convolution(x, weight, bias, place, heads)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+        return (short_convolution(x, weight, bias, place, heads),)
 
-    return torch.func.vjp(forward, *present)[1](dy)
+    return gradients(forward, (x, weight, bias), (dy,), like=weight)

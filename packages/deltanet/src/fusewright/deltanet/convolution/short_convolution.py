@@ -27,11 +27,6 @@ def _forward_fake(x, weight, bias, place, heads):
     return x.new_empty(x.shape)
 
 
-def _backward_reference(dy, x, weight, bias, place, heads):
-    grads = reference.short_convolution_backward(dy, x, weight, bias, place, heads)
-    return grads if bias is not None else (*grads, empty_grad(weight))
-
-
 def _backward_fake(dy, x, weight, bias, place, heads):
     dbias = empty_grad(weight) if bias is None else bias.new_empty(bias.shape)
     return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
@@ -47,7 +42,7 @@ _backward = Op(
     f"short_convolution_backward(Tensor dy, {OPERANDS}, int heads)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
     triton=launch.convolution_backward,
-    reference=_backward_reference,
+    reference=reference.short_convolution_backward,
     fake=_backward_fake,
 )
 
@@ -80,10 +75,8 @@ class _ShortConvolutionBackward(Derivative):
         *inputs, place = ctx.saved_tensors
 
         def backward(dy, x, weight, bias):
-            tensors = (dy, x, weight, bias, place)
-            return reference.short_convolution_backward(*tensors, ctx.heads)
+            return reference.short_convolution_backward(dy, x, weight, bias, place, ctx.heads)
 
-        cotangents = cotangents[:2] if inputs[3] is None else cotangents
         return None, *second_order(backward, inputs, cotangents), None, None
 
 

@@ -24,11 +24,6 @@ def _forward_fake(o, weight, gate, eps):
     return o.new_empty(o.shape)
 
 
-def _backward_reference(dy, o, weight, gate, eps):
-    grads = reference.gated_norm_backward(dy, o, weight, gate, eps)
-    return grads if gate is not None else (*grads, empty_grad(o))
-
-
 def _backward_fake(dy, o, weight, gate, eps):
     dgate = empty_grad(o) if gate is None else gate.new_empty(gate.shape)
     return o.new_empty(o.shape), weight.new_empty(weight.shape), dgate
@@ -44,7 +39,7 @@ _backward = Op(
     "gated_norm_backward(Tensor dy, Tensor o, Tensor weight, Tensor? gate, float eps)"
     " -> (Tensor do, Tensor dweight, Tensor dgate)",
     triton=launch.norm_backward,
-    reference=_backward_reference,
+    reference=reference.gated_norm_backward,
     fake=_backward_fake,
 )
 
@@ -77,9 +72,7 @@ class _GatedNormBackward(Derivative):
         def backward(dy, o, weight, gate):
             return reference.gated_norm_backward(dy, o, weight, gate, ctx.eps)
 
-        inputs = ctx.saved_tensors
-        cotangents = cotangents[:2] if inputs[3] is None else cotangents
-        return None, *second_order(backward, inputs, cotangents), None
+        return None, *second_order(backward, ctx.saved_tensors, cotangents), None
 
 
 def gated_norm(

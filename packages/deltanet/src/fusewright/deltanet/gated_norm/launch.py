@@ -29,7 +29,7 @@ else:
 
 Tensor = torch.Tensor
 
-# One program holds so many elements, in whole rows. Unmeasured.
+# One program holds this many elements, in whole rows. Unmeasured.
 NORM_ELEMENTS = 2048
 NORM_WARPS = 4
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .._core.precision import wide
+from ..common.gradients import gradients
 
 Tensor = torch.Tensor
 
@@ -23,10 +24,9 @@ def gated_norm(o: Tensor, weight: Tensor, gate: Tensor | None, eps: float) -> Te
 def gated_norm_backward(
     dy: Tensor, o: Tensor, weight: Tensor, gate: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
-    """Gradients of o, weight and, where there is one, of the gate."""
-    present = (o, weight) if gate is None else (o, weight, gate)
+    """Gradients of o, weight and gate."""
 
-    def forward(o, weight, gate=None):
-        return gated_norm(o, weight, gate, eps)
+    def forward(o: Tensor, weight: Tensor, gate: Tensor | None) -> tuple[Tensor]:
+        return (gated_norm(o, weight, gate, eps),)
 
-    return torch.func.vjp(forward, *present)[1](dy)
+    return gradients(forward, (o, weight, gate), (dy,), like=o)

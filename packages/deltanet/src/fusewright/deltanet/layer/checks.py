@@ -1,4 +1,4 @@
-"""What GatedDeltaNet asks of its arguments, before any memory is touched."""
+"""Checks of GatedDeltaNet's arguments, before any memory is touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rule asks of its arguments, before any memory is touched."""
+"""Checks of the rule's arguments, before any memory is touched."""
 
 from __future__ import annotations
 

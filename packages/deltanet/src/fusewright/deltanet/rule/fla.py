@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 FLA_DTYPES = (torch.bfloat16, torch.float16)
 FLA_WIDEST_KEY = 256
-# fla's issue 640: triton compiled its backward pass wrongly for Hopper from 3.4.0 on, and rightly
+# fla's issue 640: triton compiled its backward pass wrongly for Hopper from 3.4.0 on, and correctly
 # again from 3.7.1 on. In between fla raises, unless tilelang is installed to compute it.
 REFUSED_FROM, REFUSED_BELOW = (3, 4, 0), (3, 7, 1)
 

@@ -66,12 +66,6 @@ def _forward_fake(q, k, v, g, beta, state, cu_seqlens, scale):
     )
 
 
-def _backward_reference(do, dend, q, k, v, g, beta, state, cu_seqlens, *saved_and_scale):
-    tensors = (q, k, v, g, beta, state, cu_seqlens)
-    grads = reference.rule_backward(do, dend, *tensors, saved_and_scale[-1])
-    return grads if state is not None else (*grads, empty_grad(g))
-
-
 def _backward_fake(do, dend, q, k, v, g, beta, state, *others):
     dstate = empty_grad(g) if state is None else state.new_empty(state.shape)
     return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), dstate
@@ -87,7 +81,7 @@ _backward = Op(
     f"gated_delta_rule_backward(Tensor do, Tensor dend, {OPERANDS}, {SAVED}, float scale)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dstate)",
     triton=launch_backward.rule_backward,
-    reference=_backward_reference,
+    reference=reference.rule_backward,
     fake=_backward_fake,
 )
 
@@ -119,22 +113,20 @@ class _GatedDeltaRule(Derivative):
 @_backward.derivative
 class _GatedDeltaRuleBackward(Derivative):
     @staticmethod
-    def forward(ctx, run, do, dend, q, k, v, g, beta, state, cu_seqlens, *saved_and_scale):
-        ctx.save_for_backward(do, dend, q, k, v, g, beta, state, cu_seqlens)
-        ctx.scale = saved_and_scale[-1]
-        return run(do, dend, q, k, v, g, beta, state, cu_seqlens, *saved_and_scale)
+    def forward(ctx, run, *tensors_and_scale):
+        # The saved tensors follow from the inputs, whose gradients are complete without them.
+        ctx.save_for_backward(*tensors_and_scale[:9])
+        ctx.scale = tensors_and_scale[-1]
+        return run(*tensors_and_scale)
 
     @staticmethod
     def backward(ctx, *cotangents):
-        *inputs, state, cu_seqlens = ctx.saved_tensors
+        *inputs, cu_seqlens = ctx.saved_tensors
 
-        def backward(do, dend, q, k, v, g, beta, state):
-            tensors = (q, k, v, g, beta, state, cu_seqlens)
-            return reference.rule_backward(do, dend, *tensors, ctx.scale)
+        def backward(*inputs):
+            return reference.rule_backward(*inputs, cu_seqlens, ctx.scale)
 
-        cotangents = cotangents[:5] if state is None else cotangents
-        # The saved tensors follow from the inputs, whose gradients are complete without them.
-        return None, *second_order(backward, (*inputs, state), cotangents), *(None,) * 5
+        return None, *second_order(backward, inputs, cotangents), *(None,) * 5
 
 
 class GatedDeltaRule(NamedTuple):

@@ -33,6 +33,7 @@ from .tiles import (
     token_scalars,
     token_tile,
     unit_tile,
+    zeros,
 )
 
 
@@ -67,63 +68,48 @@ def local_kernel(
     v_batch_stride,
     v_token_stride,
     v_head_stride,
-    VARLEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program recomputes W and V' of one unit and computes scale P^T do."""
     unit = tl.program_id(0).to(tl.int64)
     head = tl.program_id(0) % heads
-    batch, first, count = locate_chunk(table_ptr, tl.program_id(0) // heads, tokens, chunks, VARLEN)
+    place = locate_chunk(table_ptr, tl.program_id(0) // heads, tokens, chunks)
+    do_rows = (do_ptr, do_batch_stride, do_token_stride, do_head_stride)
+    q_rows = (q_ptr, q_batch_stride, q_token_stride, q_head_stride)
+    k_rows = (k_ptr, k_batch_stride, k_token_stride, k_head_stride)
+    v_rows = (v_ptr, v_batch_stride, v_token_stride, v_head_stride)
     row = tl.arange(0, C)
     decay = tl.load(decays_ptr + unit * C + row)
-    beta = token_scalars(beta_ptr, batch, head, first, count, tokens, heads)
+    beta = token_scalars(beta_ptr, place, head, tokens, heads)
     beta_decay = beta * tl.exp(decay)
     inverse = unit_tile(inverses_ptr, unit, row, row, C, C)
-    weights_t = tl.zeros([C, C], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        key = start + tl.arange(0, BLOCK_K)
-        q = token_tile(
-            q_ptr, q_batch_stride, q_token_stride, q_head_stride,
-            batch, head // GROUP, first, count, key, K,
-        )  # fmt: skip
-        k = token_tile(
-            k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-            batch, head // GROUP, first, count, key, K,
-        )  # fmt: skip
-        weights_t = product_onto(weights_t, k, tl.trans(q), UPCAST, PRECISION)
-        k = as_operand(beta_decay[:, None] * k.to(tl.float32), inverse.dtype, UPCAST)
-        w = product(inverse, k, UPCAST, PRECISION)
-        store_unit_tile(w_ptr, w, unit, row, key, C, K, UPCAST)
+    weights_t = zeros(C, C)
+    for start in range(0, CONFIG.K, CONFIG.BLOCK_K):
+        key = start + tl.arange(0, CONFIG.BLOCK_K)
+        q = token_tile(q_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
+        k = token_tile(k_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
+        weights_t = product_onto(weights_t, k, tl.trans(q), CONFIG)
+        k = as_operand(beta_decay[:, None] * k.to(tl.float32), inverse.dtype, CONFIG.UPCAST)
+        w = product(inverse, k, CONFIG)
+        store_unit_tile(w_ptr, w, unit, row, key, C, CONFIG.K, CONFIG.UPCAST)
     # The same barrier orders the stores of W above before the loads of W below.
     weights_t = scale * weights_t * decay_between_transposed(decay)
-    weights_t = through_memory(scratch_ptr, weights_t, unit, UPCAST)
-    for start in range(0, V, BLOCK_V):
-        col = start + tl.arange(0, BLOCK_V)
-        do = token_tile(
-            do_ptr, do_batch_stride, do_token_stride, do_head_stride,
-            batch, head, first, count, col, V,
-        )  # fmt: skip
-        dvalues = product(weights_t, do, UPCAST, PRECISION)
-        store_unit_tile(dvalues_ptr, dvalues, unit, row, col, C, V, UPCAST)
-        values = tl.zeros([C, BLOCK_V], tl.float32)
-        for inner in range(0, K, BLOCK_K):
-            key = inner + tl.arange(0, BLOCK_K)
-            w = unit_tile(w_ptr, unit, row, key, C, K)
-            state = unit_tile(states_ptr, unit, key, col, K, V)
-            values = product_onto(values, w, state, UPCAST, PRECISION)
-        v = token_tile(
-            v_ptr, v_batch_stride, v_token_stride, v_head_stride,
-            batch, head, first, count, col, V,
-        )  # fmt: skip
-        v = as_operand(beta[:, None] * v.to(tl.float32), inverse.dtype, UPCAST)
-        values = product_onto(-values, inverse, v, UPCAST, PRECISION)
-        store_unit_tile(values_ptr, values, unit, row, col, C, V, UPCAST)
+    weights_t = through_memory(scratch_ptr, weights_t, unit, CONFIG.UPCAST)
+    for start in range(0, CONFIG.V, CONFIG.BLOCK_V):
+        col = start + tl.arange(0, CONFIG.BLOCK_V)
+        do = token_tile(do_rows, head, place, col, CONFIG.V)
+        dvalues = product(weights_t, do, CONFIG)
+        store_unit_tile(dvalues_ptr, dvalues, unit, row, col, C, CONFIG.V, CONFIG.UPCAST)
+        values = zeros(C, CONFIG.BLOCK_V)
+        for inner in range(0, CONFIG.K, CONFIG.BLOCK_K):
+            key = inner + tl.arange(0, CONFIG.BLOCK_K)
+            w = unit_tile(w_ptr, unit, row, key, C, CONFIG.K)
+            state = unit_tile(states_ptr, unit, key, col, CONFIG.K, CONFIG.V)
+            values = product_onto(values, w, state, CONFIG)
+        v = token_tile(v_rows, head, place, col, CONFIG.V)
+        v = as_operand(beta[:, None] * v.to(tl.float32), inverse.dtype, CONFIG.UPCAST)
+        values = product_onto(-values, inverse, v, CONFIG)
+        store_unit_tile(values_ptr, values, unit, row, col, C, CONFIG.V, CONFIG.UPCAST)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -154,70 +140,57 @@ def state_gradients_kernel(
     k_batch_stride,
     k_token_stride,
     k_head_stride,
-    VARLEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program carries BLOCK_V columns of the gradient of one head's state of one sequence from
     the last chunk to the first. For each chunk it writes the gradient of the state at the chunk's
     end, that gradient times the state at the chunk's start, summed over its columns, and dV' over
     scale P^T do.
     """
-    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    TILES: tl.constexpr = (CONFIG.V + CONFIG.BLOCK_V - 1) // CONFIG.BLOCK_V
     state_index = (tl.program_id(0) // TILES).to(tl.int64)
     head = (state_index % heads).to(tl.int32)
     sequence = (state_index // heads).to(tl.int32)
-    batch, bos, length, first_chunk = locate_sequence(table_ptr, sequence, tokens, chunks, VARLEN)
+    batch, bos, length, first_chunk = locate_sequence(table_ptr, sequence, tokens, chunks)
+    do_rows = (do_ptr, do_batch_stride, do_token_stride, do_head_stride)
+    q_rows = (q_ptr, q_batch_stride, q_token_stride, q_head_stride)
+    k_rows = (k_ptr, k_batch_stride, k_token_stride, k_head_stride)
     row = tl.arange(0, C)
-    key = tl.arange(0, BLOCK_K)
-    col = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
-    dstate = unit_tile(dend_ptr, state_index, key, col, K, V)
+    key = tl.arange(0, CONFIG.BLOCK_K)
+    col = tl.program_id(0) % TILES * CONFIG.BLOCK_V + tl.arange(0, CONFIG.BLOCK_V)
+    dstate = unit_tile(dend_ptr, state_index, key, col, CONFIG.K, CONFIG.V)
     if state_ptr is not None:
-        initial_state = unit_tile(state_ptr, state_index, key, col, K, V)
+        initial_state = unit_tile(state_ptr, state_index, key, col, CONFIG.K, CONFIG.V)
     last = tl.cdiv(length, C) - 1
     for step in range(0, last + 1):
         chunk = last - step
         unit = (first_chunk + chunk).to(tl.int64) * heads + head
-        count = tl.minimum(length - chunk * C, C)
-        q = token_tile(
-            q_ptr, q_batch_stride, q_token_stride, q_head_stride,
-            batch, head // GROUP, bos + chunk * C, count, key, K,
-        )  # fmt: skip
-        k = token_tile(
-            k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-            batch, head // GROUP, bos + chunk * C, count, key, K,
-        )  # fmt: skip
-        do = token_tile(
-            do_ptr, do_batch_stride, do_token_stride, do_head_stride,
-            batch, head, bos + chunk * C, count, col, V,
-        )  # fmt: skip
-        w = unit_tile(w_ptr, unit, row, key, C, K)
-        dvalues = unit_tile(dvalues_ptr, unit, row, col, C, V)
+        place = (batch, bos + chunk * C, tl.minimum(length - chunk * C, C))
+        q = token_tile(q_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
+        k = token_tile(k_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
+        do = token_tile(do_rows, head, place, col, CONFIG.V)
+        w = unit_tile(w_ptr, unit, row, key, C, CONFIG.K)
+        dvalues = unit_tile(dvalues_ptr, unit, row, col, C, CONFIG.V)
         decay = tl.load(decays_ptr + unit * C + row)
         last_decay = tl.load(decays_ptr + unit * C + C - 1)
         # The gradient of exp(G_C) is no product of matrices, whose operands are rounded anyway: it
         # takes dS' before it is rounded, and the initial state in fp32.
-        chunk_state = unit_tile(states_ptr, unit, key, col, K, V).to(tl.float32)
+        chunk_state = unit_tile(states_ptr, unit, key, col, CONFIG.K, CONFIG.V).to(tl.float32)
         if state_ptr is not None:
             chunk_state = tl.where(chunk == 0, initial_state, chunk_state)
-        at = (unit * TILES + tl.program_id(0) % TILES) * K + key
-        tl.store(state_products_ptr + at, tl.sum(chunk_state * dstate, 1), mask=key < K)
-        dstate_operand = as_operand(dstate, w.dtype, UPCAST)
-        store_unit_tile(dstates_ptr, dstate_operand, unit, key, col, K, V, False)
-        dnew_values = product(k, dstate_operand, UPCAST, PRECISION)
+        at = (unit * TILES + tl.program_id(0) % TILES) * CONFIG.K + key
+        tl.store(state_products_ptr + at, tl.sum(chunk_state * dstate, 1), mask=key < CONFIG.K)
+        dstate_operand = as_operand(dstate, w.dtype, CONFIG.UPCAST)
+        store_unit_tile(dstates_ptr, dstate_operand, unit, key, col, CONFIG.K, CONFIG.V, False)
+        dnew_values = product(k, dstate_operand, CONFIG)
         dnew_values = dvalues.to(tl.float32) + tl.exp(last_decay - decay)[:, None] * dnew_values
-        store_unit_tile(dvalues_ptr, dnew_values, unit, row, col, C, V, UPCAST)
+        store_unit_tile(dvalues_ptr, dnew_values, unit, row, col, C, CONFIG.V, CONFIG.UPCAST)
         scaled_do = scale * tl.exp(decay)[:, None] * do.to(tl.float32)
-        scaled_do = as_operand(scaled_do, w.dtype, UPCAST)
-        dstate = product_onto(
-            tl.exp(last_decay) * dstate, tl.trans(q), scaled_do, UPCAST, PRECISION
-        )
-        dnew_values = as_operand(-dnew_values, w.dtype, UPCAST)
-        dstate = product_onto(dstate, tl.trans(w), dnew_values, UPCAST, PRECISION)
+        scaled_do = as_operand(scaled_do, w.dtype, CONFIG.UPCAST)
+        dstate = product_onto(tl.exp(last_decay) * dstate, tl.trans(q), scaled_do, CONFIG)
+        dnew_values = as_operand(-dnew_values, w.dtype, CONFIG.UPCAST)
+        dstate = product_onto(dstate, tl.trans(w), dnew_values, CONFIG)
     if dstate_ptr is not None:
-        store_unit_tile(dstate_ptr, dstate, state_index, key, col, K, V, UPCAST)
+        store_unit_tile(
+            dstate_ptr, dstate, state_index, key, col, CONFIG.K, CONFIG.V, CONFIG.UPCAST
+        )

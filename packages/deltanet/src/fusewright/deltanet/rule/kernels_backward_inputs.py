@@ -1,5 +1,5 @@
 """The backward pass of the rule, second half: the gradients of the inputs, all chunks at once. The
-formulas stand in ``kernels_backward``.
+formulas are in ``kernels_backward``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .tiles import (
     token_scalars,
     token_tile,
     unit_tile,
+    zeros,
 )
 
 
@@ -58,89 +59,71 @@ def inputs_kernel(
     k_batch_stride,
     k_token_stride,
     k_head_stride,
-    VARLEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    VALUE_TILES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes, for one unit, BLOCK_K columns of dq, of dW and of the part of dk that
     does not go through T, and its partial sum of dg.
     """
-    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TILES: tl.constexpr = (CONFIG.K + CONFIG.BLOCK_K - 1) // CONFIG.BLOCK_K
     unit = (tl.program_id(0) // TILES).to(tl.int64)
     head = tl.program_id(0) // TILES % heads
-    batch, first, count = locate_chunk(
-        table_ptr, tl.program_id(0) // TILES // heads, tokens, chunks, VARLEN
-    )
+    place = locate_chunk(table_ptr, tl.program_id(0) // TILES // heads, tokens, chunks)
+    do_rows = (do_ptr, do_batch_stride, do_token_stride, do_head_stride)
+    q_rows = (q_ptr, q_batch_stride, q_token_stride, q_head_stride)
+    k_rows = (k_ptr, k_batch_stride, k_token_stride, k_head_stride)
+    PARTS: tl.constexpr = CONFIG.PARTS
     row = tl.arange(0, C)
-    key = tl.program_id(0) % TILES * BLOCK_K + tl.arange(0, BLOCK_K)
+    key = tl.program_id(0) % TILES * CONFIG.BLOCK_K + tl.arange(0, CONFIG.BLOCK_K)
     decay = tl.load(decays_ptr + unit * C + row)
     last_decay = tl.load(decays_ptr + unit * C + C - 1)
-    q = token_tile(
-        q_ptr, q_batch_stride, q_token_stride, q_head_stride,
-        batch, head // GROUP, first, count, key, K,
-    )  # fmt: skip
-    k = token_tile(
-        k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-        batch, head // GROUP, first, count, key, K,
-    )  # fmt: skip
+    q = token_tile(q_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
+    k = token_tile(k_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
 
     # Two loops over the values: all five sums at once do not fit into registers.
-    dq = tl.zeros([C, BLOCK_K], tl.float32)
-    dw = tl.zeros([C, BLOCK_K], tl.float32)
-    weights = tl.zeros([C, C], tl.float32)
-    for start in range(0, V, BLOCK_V):
-        col = start + tl.arange(0, BLOCK_V)
-        do = token_tile(
-            do_ptr, do_batch_stride, do_token_stride, do_head_stride,
-            batch, head, first, count, col, V,
-        )  # fmt: skip
-        values = unit_tile(values_ptr, unit, row, col, C, V)
-        dvalues = unit_tile(dvalues_ptr, unit, row, col, C, V)
-        state = tl.trans(unit_tile(states_ptr, unit, key, col, K, V))
-        dq = product_onto(dq, do, state, UPCAST, PRECISION)
-        dw = product_onto(dw, dvalues, state, UPCAST, PRECISION)
-        weights = product_onto(weights, do, tl.trans(values), UPCAST, PRECISION)
-    store_unit_tile(dw_ptr, -dw, unit, row, key, C, K, UPCAST)
+    dq = zeros(C, CONFIG.BLOCK_K)
+    dw = zeros(C, CONFIG.BLOCK_K)
+    weights = zeros(C, C)
+    for start in range(0, CONFIG.V, CONFIG.BLOCK_V):
+        col = start + tl.arange(0, CONFIG.BLOCK_V)
+        do = token_tile(do_rows, head, place, col, CONFIG.V)
+        values = unit_tile(values_ptr, unit, row, col, C, CONFIG.V)
+        dvalues = unit_tile(dvalues_ptr, unit, row, col, C, CONFIG.V)
+        state = tl.trans(unit_tile(states_ptr, unit, key, col, CONFIG.K, CONFIG.V))
+        dq = product_onto(dq, do, state, CONFIG)
+        dw = product_onto(dw, dvalues, state, CONFIG)
+        weights = product_onto(weights, do, tl.trans(values), CONFIG)
+    store_unit_tile(dw_ptr, -dw, unit, row, key, C, CONFIG.K, CONFIG.UPCAST)
     weights = scale * weights * decay_between(decay)
-    qk = product(q, tl.trans(k), UPCAST, PRECISION)
+    qk = product(q, tl.trans(k), CONFIG)
     pairs = tl.where(row[:, None] > row[None, :], weights * qk, 0.0)
     dgate = sum_between_tokens(pairs)
     dq *= scale * tl.exp(decay)[:, None]
     dgate += sum_from_token_on(tl.sum(dq * q.to(tl.float32), 1))
-    weights = as_operand(weights, q.dtype, UPCAST)
-    dq = product_onto(dq, weights, k, UPCAST, PRECISION)
-    store_token_tile(dq_ptr, dq, batch, head, first, count, tokens, heads, key, K, UPCAST)
+    weights = as_operand(weights, q.dtype, CONFIG.UPCAST)
+    dq = product_onto(dq, weights, k, CONFIG)
+    store_token_tile(dq_ptr, dq, place, head, tokens, heads, key, CONFIG.K, CONFIG.UPCAST)
 
-    dk = tl.zeros([C, BLOCK_K], tl.float32)
-    weights = tl.zeros([C, C], tl.float32)
-    for start in range(0, V, BLOCK_V):
-        col = start + tl.arange(0, BLOCK_V)
-        do = token_tile(
-            do_ptr, do_batch_stride, do_token_stride, do_head_stride,
-            batch, head, first, count, col, V,
-        )  # fmt: skip
-        values = unit_tile(values_ptr, unit, row, col, C, V)
-        dstate = unit_tile(dstates_ptr, unit, key, col, K, V)
-        dk = product_onto(dk, values, tl.trans(dstate), UPCAST, PRECISION)
-        # Computed again and not the transpose of the one above: no product is transposed.
-        weights = product_onto(weights, values, tl.trans(do), UPCAST, PRECISION)
+    dk = zeros(C, CONFIG.BLOCK_K)
+    weights = zeros(C, C)
+    for start in range(0, CONFIG.V, CONFIG.BLOCK_V):
+        col = start + tl.arange(0, CONFIG.BLOCK_V)
+        do = token_tile(do_rows, head, place, col, CONFIG.V)
+        values = unit_tile(values_ptr, unit, row, col, C, CONFIG.V)
+        dstate = unit_tile(dstates_ptr, unit, key, col, CONFIG.K, CONFIG.V)
+        dk = product_onto(dk, values, tl.trans(dstate), CONFIG)
+        # Recomputed and not the transpose of the one above: no product is transposed.
+        weights = product_onto(weights, values, tl.trans(do), CONFIG)
     dk *= tl.exp(last_decay - decay)[:, None]
     key_products = tl.sum(dk * k.to(tl.float32), 1)
-    products = tl.zeros([BLOCK_K], tl.float32)
-    for tile in tl.static_range(VALUE_TILES):
-        at = (unit * VALUE_TILES + tile) * K + key
-        products += tl.load(state_products_ptr + at, mask=key < K, other=0.0)
+    products = zeros(CONFIG.BLOCK_K)
+    for tile in tl.static_range(PARTS):
+        at = (unit * PARTS + tile) * CONFIG.K + key
+        products += tl.load(state_products_ptr + at, mask=key < CONFIG.K, other=0.0)
     # A token's own part, and the state, decay with each g that follows.
     dgate += tl.cumsum(key_products, 0) - key_products + tl.exp(last_decay) * tl.sum(products, 0)
-    weights = as_operand(scale * weights * decay_between_transposed(decay), q.dtype, UPCAST)
-    dk = product_onto(dk, weights, q, UPCAST, PRECISION)
-    store_unit_tile(partial_dk_ptr, dk, unit, row, key, C, K, UPCAST)
+    weights = as_operand(scale * weights * decay_between_transposed(decay), q.dtype, CONFIG.UPCAST)
+    dk = product_onto(dk, weights, q, CONFIG)
+    store_unit_tile(partial_dk_ptr, dk, unit, row, key, C, CONFIG.K, CONFIG.UPCAST)
     tile = unit * TILES + tl.program_id(0) % TILES
     tl.store(partial_dgates_ptr + tile * C + row, dgate)
 
@@ -172,94 +155,77 @@ def through_kernel(
     v_batch_stride,
     v_token_stride,
     v_head_stride,
-    VARLEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    KEY_TILES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes, for one unit, the gradients that go through T: dv, dbeta, the
     remaining parts of dk and dg.
     """
     unit = tl.program_id(0).to(tl.int64)
     head = tl.program_id(0) % heads
-    batch, first, count = locate_chunk(table_ptr, tl.program_id(0) // heads, tokens, chunks, VARLEN)
+    place = locate_chunk(table_ptr, tl.program_id(0) // heads, tokens, chunks)
+    k_rows = (k_ptr, k_batch_stride, k_token_stride, k_head_stride)
+    v_rows = (v_ptr, v_batch_stride, v_token_stride, v_head_stride)
+    PARTS: tl.constexpr = CONFIG.PARTS
     row = tl.arange(0, C)
     decay = tl.load(decays_ptr + unit * C + row)
-    beta = token_scalars(beta_ptr, batch, head, first, count, tokens, heads)
+    beta = token_scalars(beta_ptr, place, head, tokens, heads)
     exp_decay = tl.exp(decay)
     inverse = unit_tile(inverses_ptr, unit, row, row, C, C)
-    dbeta = tl.zeros([C], tl.float32)
-    dinverse = tl.zeros([C, C], tl.float32)
-    for start in range(0, V, BLOCK_V):
-        col = start + tl.arange(0, BLOCK_V)
-        v = token_tile(
-            v_ptr, v_batch_stride, v_token_stride, v_head_stride,
-            batch, head, first, count, col, V,
-        ).to(tl.float32)  # fmt: skip
-        dvalues = unit_tile(dvalues_ptr, unit, row, col, C, V)
-        weighted = as_operand(beta[:, None] * v, inverse.dtype, UPCAST)
-        dinverse = product_onto(dinverse, dvalues, tl.trans(weighted), UPCAST, PRECISION)
-        dv = product(tl.trans(inverse), dvalues, UPCAST, PRECISION)
+    dbeta = zeros(C)
+    dinverse = zeros(C, C)
+    for start in range(0, CONFIG.V, CONFIG.BLOCK_V):
+        col = start + tl.arange(0, CONFIG.BLOCK_V)
+        v = token_tile(v_rows, head, place, col, CONFIG.V).to(tl.float32)
+        dvalues = unit_tile(dvalues_ptr, unit, row, col, C, CONFIG.V)
+        weighted = as_operand(beta[:, None] * v, inverse.dtype, CONFIG.UPCAST)
+        dinverse = product_onto(dinverse, dvalues, tl.trans(weighted), CONFIG)
+        dv = product(tl.trans(inverse), dvalues, CONFIG)
         dbeta += tl.sum(dv * v, 1)
         dv *= beta[:, None]
-        store_token_tile(dv_ptr, dv, batch, head, first, count, tokens, heads, col, V, UPCAST)
-    for start in range(0, K, BLOCK_K):
-        key = start + tl.arange(0, BLOCK_K)
-        k = token_tile(
-            k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-            batch, head // GROUP, first, count, key, K,
-        )  # fmt: skip
-        dw = unit_tile(dw_ptr, unit, row, key, C, K)
+        store_token_tile(dv_ptr, dv, place, head, tokens, heads, col, CONFIG.V, CONFIG.UPCAST)
+    for start in range(0, CONFIG.K, CONFIG.BLOCK_K):
+        key = start + tl.arange(0, CONFIG.BLOCK_K)
+        k = token_tile(k_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
+        dw = unit_tile(dw_ptr, unit, row, key, C, CONFIG.K)
         weighted = (beta * exp_decay)[:, None] * k.to(tl.float32)
-        weighted = as_operand(weighted, inverse.dtype, UPCAST)
-        dinverse = product_onto(dinverse, dw, tl.trans(weighted), UPCAST, PRECISION)
+        weighted = as_operand(weighted, inverse.dtype, CONFIG.UPCAST)
+        dinverse = product_onto(dinverse, dw, tl.trans(weighted), CONFIG)
 
     # dA = -T^T dT T^T, as a gradient of k k^T, still without beta of the later token.
-    dinverse = as_operand(dinverse, inverse.dtype, UPCAST)
-    da = product(tl.trans(inverse), dinverse, UPCAST, PRECISION)
-    da = as_operand(da, inverse.dtype, UPCAST)
-    da = product(da, tl.trans(inverse), UPCAST, PRECISION)
+    dinverse = as_operand(dinverse, inverse.dtype, CONFIG.UPCAST)
+    da = product(tl.trans(inverse), dinverse, CONFIG)
+    da = as_operand(da, inverse.dtype, CONFIG.UPCAST)
+    da = product(da, tl.trans(inverse), CONFIG)
     da = tl.where(row[:, None] > row[None, :], -da * decay_between(decay), 0.0)
-    through_memory(scratch_ptr, beta[:, None] * da, unit, UPCAST)
-    kk = tl.zeros([C, C], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        key = start + tl.arange(0, BLOCK_K)
-        k = token_tile(
-            k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-            batch, head // GROUP, first, count, key, K,
-        )  # fmt: skip
-        kk = product_onto(kk, k, tl.trans(k), UPCAST, PRECISION)
+    through_memory(scratch_ptr, beta[:, None] * da, unit, CONFIG.UPCAST)
+    kk = zeros(C, C)
+    for start in range(0, CONFIG.K, CONFIG.BLOCK_K):
+        key = start + tl.arange(0, CONFIG.BLOCK_K)
+        k = token_tile(k_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
+        kk = product_onto(kk, k, tl.trans(k), CONFIG)
     kk *= da
     dbeta += tl.sum(kk, 1)
     dgate = sum_between_tokens(beta[:, None] * kk)
 
-    for tile in tl.static_range(KEY_TILES):
-        dgate += tl.load(partial_dgates_ptr + (unit * KEY_TILES + tile) * C + row)
-    w_products = tl.zeros([C], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        key = start + tl.arange(0, BLOCK_K)
-        k = token_tile(
-            k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-            batch, head // GROUP, first, count, key, K,
-        )  # fmt: skip
-        dw = unit_tile(dw_ptr, unit, row, key, C, K)
+    for tile in tl.static_range(PARTS):
+        dgate += tl.load(partial_dgates_ptr + (unit * PARTS + tile) * C + row)
+    w_products = zeros(C)
+    for start in range(0, CONFIG.K, CONFIG.BLOCK_K):
+        key = start + tl.arange(0, CONFIG.BLOCK_K)
+        k = token_tile(k_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
+        dw = unit_tile(dw_ptr, unit, row, key, C, CONFIG.K)
         # Loaded again: kept, they would hold registers throughout the kernel.
         inverse = unit_tile(inverses_ptr, unit, row, row, C, C)
         weighted = unit_tile(scratch_ptr, unit, row, row, C, C)
-        dw_k = exp_decay[:, None] * product(tl.trans(inverse), dw, UPCAST, PRECISION)
+        dw_k = exp_decay[:, None] * product(tl.trans(inverse), dw, CONFIG)
         w_products += tl.sum(dw_k * k.to(tl.float32), 1)
-        dk = unit_tile(partial_dk_ptr, unit, row, key, C, K) + beta[:, None] * dw_k
-        dk = product_onto(dk, weighted, k, UPCAST, PRECISION)
-        dk = product_onto(dk, tl.trans(weighted), k, UPCAST, PRECISION)
-        store_token_tile(dk_ptr, dk, batch, head, first, count, tokens, heads, key, K, UPCAST)
+        dk = unit_tile(partial_dk_ptr, unit, row, key, C, CONFIG.K) + beta[:, None] * dw_k
+        dk = product_onto(dk, weighted, k, CONFIG)
+        dk = product_onto(dk, tl.trans(weighted), k, CONFIG)
+        store_token_tile(dk_ptr, dk, place, head, tokens, heads, key, CONFIG.K, CONFIG.UPCAST)
     dbeta += w_products
     dgate += sum_from_token_on(beta * w_products)
-    g = token_scalars(g_ptr, batch, head, first, count, tokens, heads)
+    g = token_scalars(g_ptr, place, head, tokens, heads)
     dgate = tl.where(g < LEAST_DECAY, 0.0, dgate)
-    store_token_scalars(dg_ptr, dgate, batch, head, first, count, tokens, heads)
-    store_token_scalars(dbeta_ptr, dbeta, batch, head, first, count, tokens, heads)
+    store_token_scalars(dg_ptr, dgate, place, head, tokens, heads)
+    store_token_scalars(dbeta_ptr, dbeta, place, head, tokens, heads)

@@ -5,7 +5,9 @@ pass shares, and the plan of the forward pass.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
+from operator import call
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -84,6 +86,34 @@ STATES = (
     SerialConfig(block_v=32, num_warps=4, num_stages=4),
     SerialConfig(block_v=16, num_warps=4, num_stages=4),
 )
+
+
+class Constants(NamedTuple):
+    """What a kernel of the rule is compiled for, read as ``CONFIG``: the widths of keys and values,
+    how many value heads share a head of keys, the columns of its tiles, how operands of its
+    products are taken, the precision of the products that invert I + A, and into how many partial
+    sums an earlier kernel has cut what it adds.
+    """
+
+    K: int
+    V: int
+    GROUP: int
+    BLOCK_K: int
+    BLOCK_V: int
+    UPCAST: bool
+    PRECISION: str
+    INVERSE: str
+    PARTS: int
+
+
+class RulePlan(NamedTuple):
+    """One pass: which of the operands that have strides it copies first, its launches, and the
+    memory of what they write, in the order in which the pass names them.
+    """
+
+    copies: tuple[bool, ...]
+    launches: tuple[Launch, ...]
+    memory: tuple[Allocator, ...]
 
 
 class Problem(NamedTuple):
@@ -190,26 +220,23 @@ class Problem(NamedTuple):
         programs: int,
         strides: Sequence[Shape],
         config: RuleConfig | SerialConfig,
-        **constants: Any,
+        parts: int = 0,
     ) -> Launch:
         """A kernel of the rule, over operands [B, T, heads, width] of these strides."""
-        inverse = {name: constants.pop(name) for name in ("INVERSE",) if name in constants}
+        columns = (self.block_k(config), self.block_v(config))
         return Launch(
             kernel,
             (programs,),
             self.device,
-            (*self.counts, *(stride for operand in strides for stride in operand)),
+            (*self.counts, *itertools.chain.from_iterable(strides)),
             dict(num_warps=config.num_warps if self.has_wgmma else 8, num_stages=config.num_stages),
-            VARLEN=self.varlen,
-            UPCAST=interpreted(),
-            PRECISION=self.precision,
-            **inverse,
-            GROUP=self.group,
-            K=self.keys,
-            V=self.width,
-            BLOCK_K=self.block_k(config),
-            BLOCK_V=self.block_v(config),
-            **constants,
+            CONFIG=Constants(
+                *(self.keys, self.width, self.group, *columns),
+                UPCAST=interpreted(),
+                PRECISION=self.precision,
+                INVERSE=self.inverse_precision,
+                PARTS=parts,
+            ),
         )
 
     def of_units(self, *shape: int, dtype: torch.dtype | None = None) -> Allocator:
@@ -225,11 +252,6 @@ class Problem(NamedTuple):
         if self.varlen:
             return functools.partial(torch.zeros, shape, dtype=dtype, device=self.device)
         return allocator(shape, dtype, self.device)
-
-    def of_states(self) -> Allocator:
-        """The memory of one fp32 state of each sequence and value head."""
-        shape = (self.sequences, self.value_heads, self.keys, self.width)
-        return allocator(shape, torch.float32, self.device)
 
     def operand_shapes(self) -> tuple[Shape, Shape, Shape]:
         """The shapes of q, k and v."""
@@ -316,24 +338,6 @@ def read_strides(
     ]
 
 
-class ForwardPlan(NamedTuple):
-    """One forward pass: which operands it copies first, its three launches, and the memory of what
-    they write. ``w`` is W; ``values`` is T (beta v), then V'.
-    """
-
-    copies: tuple[bool, ...]
-    prepare_launch: Launch
-    states_launch: Launch
-    outputs_launch: Launch
-    w: Allocator
-    values: Allocator
-    inverses: Allocator
-    states: Allocator
-    decays: Allocator
-    end: Allocator
-    o: Allocator
-
-
 def rule_forward(
     q: Tensor,
     k: Tensor,
@@ -351,8 +355,8 @@ def rule_forward(
     q, k, v, g, beta, state = aligned(q, k, v, g, beta, state)
     problem = problem_of(q, v, state, cu_seqlens)
     plan = forward_plan(problem, layouts(q, k, v))
-    o, end, inverses = plan.o(), plan.end(), plan.inverses()
-    states, decays = plan.states(), plan.decays()
+    # W; and T (beta v), over which V' is written.
+    w, values, inverses, states, decays, end, o = map(call, plan.memory)
     if not v.numel():
         # After no token the state is the initial one.
         end = end.zero_() if state is None else end.copy_(state)
@@ -361,35 +365,35 @@ def rule_forward(
     g, beta = g.contiguous(), beta.contiguous()
     state = None if state is None else state.contiguous()
     tables = NO_TABLES if cu_seqlens is None else tables_of(problem, cu_seqlens)
-    w, values = plan.w(), plan.values()
-    plan.prepare_launch((k, v, g, beta, tables.chunks, w, values, inverses, decays))
-    plan.states_launch((k, w, values, decays, state, tables.sequences, states, end))
-    plan.outputs_launch((q, k, values, states, decays, tables.chunks, o), (scale,))
+    prepare, carry_states, write_outputs = plan.launches
+    prepare((k, v, g, beta, tables.chunks, w, values, inverses, decays))
+    carry_states((k, w, values, decays, state, tables.sequences, states, end))
+    write_outputs((q, k, values, states, decays, tables.chunks, o), (scale,))
     return o, end, inverses, states, decays
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(problem: Problem, operands: tuple[Layout, ...]) -> ForwardPlan:
+def forward_plan(problem: Problem, operands: tuple[Layout, ...]) -> RulePlan:
     """The plan for operands of these layouts: q, k and v."""
     copies, (q, k, v) = read_strides(operands, problem.operand_shapes())
-    units, serial = problem.units, problem.serial(STATES, key_rows=2, value_rows=1)
-    heads = problem.sequences * problem.value_heads
-    return ForwardPlan(
-        copies,
-        prepare_launch=problem.launch(
-            kernels.prepare_kernel, units, (k, v), PREPARE, INVERSE=problem.inverse_precision
+    serial = problem.serial(STATES, key_rows=2, value_rows=1)
+    heads, keys, width = problem.sequences * problem.value_heads, problem.keys, problem.width
+    launches = (
+        problem.launch(kernels.prepare_kernel, problem.units, (k, v), PREPARE),
+        problem.launch(kernels.states_kernel, heads * problem.tiles_v(serial), (k,), serial),
+        problem.launch(
+            kernels.outputs_kernel, problem.units * problem.tiles_v(OUTPUTS), (q, k), OUTPUTS
         ),
-        states_launch=problem.launch(
-            kernels.states_kernel, heads * problem.tiles_v(serial), (k,), serial
-        ),
-        outputs_launch=problem.launch(
-            kernels.outputs_kernel, units * problem.tiles_v(OUTPUTS), (q, k), OUTPUTS
-        ),
-        w=problem.of_units(CHUNK, problem.keys),
-        values=problem.of_units(CHUNK, problem.width),
-        inverses=problem.of_units(CHUNK, CHUNK),
-        states=problem.of_units(problem.keys, problem.width),
-        decays=problem.of_units(CHUNK, dtype=torch.float32),
-        end=problem.of_states(),
-        o=problem.of_tokens(problem.width, dtype=problem.dtype),
     )
+    memory = (
+        problem.of_units(CHUNK, keys),
+        problem.of_units(CHUNK, width),
+        problem.of_units(CHUNK, CHUNK),
+        problem.of_units(keys, width),
+        problem.of_units(CHUNK, dtype=torch.float32),
+        allocator(
+            (problem.sequences, problem.value_heads, keys, width), torch.float32, problem.device
+        ),
+        problem.of_tokens(width, dtype=problem.dtype),
+    )
+    return RulePlan(copies, launches, memory)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from .._core.precision import wide
+from ..common.gradients import gradients
 
 Tensor = torch.Tensor
 
@@ -103,20 +104,12 @@ def gated_delta_rule(
     return o, end
 
 
-def chunked_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> Chunked:
-    """The same with the saved tensors that its op returns."""
+def chunked_rule(*operands: Any) -> Chunked:
+    """The same with the saved tensors that its op returns; ``operands``: those of the op."""
+    *tensors, state, cu_seqlens, scale = operands
     sequence = functools.partial(chunked, scale=scale, chunk=CHUNK)
-    o, end, *saved = by_sequence(sequence, (q, k, v, g, beta), state, cu_seqlens)
-    chunks = count_chunks(q, cu_seqlens)
+    o, end, *saved = by_sequence(sequence, tensors, state, cu_seqlens)
+    q, chunks = tensors[0], count_chunks(tensors[0], cu_seqlens)
     inverses, states, decays = (
         F.pad(x, (*(0, 0) * (x.ndim - 1), 0, chunks - x.shape[0])) for x in saved
     )
@@ -135,7 +128,7 @@ def count_chunks(q: Tensor, cu_seqlens: Tensor | None) -> int:
 
 def by_sequence(
     function: Callable[..., tuple[Tensor, ...]],
-    tensors: tuple[Tensor, ...],
+    tensors: Sequence[Tensor],
     state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ...]:
@@ -224,22 +217,11 @@ def chunked(
     return o, state, of_chunks(inverses), of_chunks(starts), of_chunks(decays)
 
 
-def rule_backward(
-    do: Tensor,
-    dend: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, g, beta and, where there is one, of the state."""
-    present = (q, k, v, g, beta) if state is None else (q, k, v, g, beta, state)
+def rule_backward(do: Tensor, dend: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, g, beta and the state; ``operands``: these, cu_seqlens, what the
+    forward pass has saved, which is not read, and the scale.
+    """
+    inputs, (cu_seqlens, *_, scale) = operands[:6], operands[6:]
 
-    def forward(q, k, v, g, beta, state=None):
-        return gated_delta_rule(q, k, v, g, beta, state, cu_seqlens, scale=scale)
-
-    return torch.func.vjp(forward, *present)[1]((do, dend))
+    forward: Any = functools.partial(gated_delta_rule, cu_seqlens=cu_seqlens, scale=scale)
+    return gradients(forward, inputs, (do, dend), like=inputs[3])

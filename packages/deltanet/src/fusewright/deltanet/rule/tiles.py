@@ -26,28 +26,42 @@ COUNTS = ("tokens", "heads", "chunks")
 
 
 @triton.jit
-def product_onto(total, a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a b in fp32. The interpreter multiplies only fp32 rightly: there the operands are
-    widened.
-    """
-    if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    elif PRECISION == "tf32" and a.dtype.is_fp32():
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr = None):
+    """A tile of fp32. Triton takes no field of a record of constants into a list."""
+    SHAPE: tl.constexpr = [ROWS] if COLUMNS is None else [ROWS, COLUMNS]
+    return tl.zeros(SHAPE, tl.float32)
+
+
+@triton.jit
+def dot_onto(total, a, b, PRECISION: tl.constexpr):
+    """total + a b in fp32."""
+    if PRECISION == "tf32" and a.dtype.is_fp32():
         a, b = to_tf32(a), to_tf32(b)
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @triton.jit
-def product(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """a b in fp32."""
-    total = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
-    return product_onto(total, a, b, UPCAST, PRECISION)
+def product_onto(total, a, b, CONFIG: tl.constexpr):
+    """The same. The interpreter multiplies only fp32 rightly: there operands are widened."""
+    # Triton 3.6 hands no string of a record on to another function.
+    PRECISION: tl.constexpr = CONFIG.PRECISION
+    if CONFIG.UPCAST:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    else:
+        total = dot_onto(total, a, b, PRECISION)
+    return total
 
 
 @triton.jit
-def locate_chunk(table_ptr, chunk, tokens, chunks, VARLEN: tl.constexpr):
+def product(a, b, CONFIG: tl.constexpr):
+    """a b in fp32."""
+    return product_onto(zeros(a.shape[0], b.shape[1]), a, b, CONFIG)
+
+
+@triton.jit
+def locate_chunk(table_ptr, chunk, tokens, chunks):
     """Row of the batch, first token and number of tokens of a chunk."""
-    if VARLEN:
+    if table_ptr is not None:
         batch = chunk * 0
         first = tl.load(table_ptr + 2 * chunk)
         count = tl.load(table_ptr + 2 * chunk + 1)
@@ -59,9 +73,9 @@ def locate_chunk(table_ptr, chunk, tokens, chunks, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def locate_sequence(table_ptr, sequence, tokens, chunks, VARLEN: tl.constexpr):
+def locate_sequence(table_ptr, sequence, tokens, chunks):
     """Row of the batch, first token, number of tokens and first chunk of a sequence."""
-    if VARLEN:
+    if table_ptr is not None:
         batch = sequence * 0
         first = tl.load(table_ptr + 3 * sequence)
         length = tl.load(table_ptr + 3 * sequence + 1)
@@ -75,19 +89,12 @@ def locate_sequence(table_ptr, sequence, tokens, chunks, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def token_tile(
-    x_ptr,
-    batch_stride,
-    token_stride,
-    head_stride,
-    batch,
-    head,
-    first,
-    count,
-    col,
-    WIDTH: tl.constexpr,
-):
-    """Columns ``col`` of a chunk's tokens, of one head of [B, T, heads, WIDTH]; zero outside."""
+def token_tile(rows, head, place, col, WIDTH: tl.constexpr):
+    """Columns ``col`` of a chunk's tokens, of one head of [B, T, heads, WIDTH]; zero outside.
+    ``rows``: a pointer, and the strides of batch, tokens and heads.
+    """
+    x_ptr, batch_stride, token_stride, head_stride = rows
+    batch, first, count = place
     row = tl.arange(0, C)
     start = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
     token = (first + row).to(tl.int64)
@@ -97,19 +104,10 @@ def token_tile(
 
 @triton.jit
 def store_token_tile(
-    x_ptr,
-    x,
-    batch,
-    head,
-    first,
-    count,
-    tokens,
-    heads,
-    col,
-    WIDTH: tl.constexpr,
-    UPCAST: tl.constexpr,
+    x_ptr, x, place, head, tokens, heads, col, WIDTH: tl.constexpr, UPCAST: tl.constexpr
 ):
     """Store x at those columns of a contiguous [B, T, heads, WIDTH]."""
+    batch, first, count = place
     row = tl.arange(0, C)
     token = batch.to(tl.int64) * tokens + first + row
     at = x_ptr + (token * heads + head)[:, None] * WIDTH + col[None, :]
@@ -118,15 +116,17 @@ def store_token_tile(
 
 
 @triton.jit
-def token_scalars(x_ptr, batch, head, first, count, tokens, heads):
+def token_scalars(x_ptr, place, head, tokens, heads):
     """One number for each token of a chunk from a contiguous [B, T, heads]; zero outside."""
+    batch, first, count = place
     row = tl.arange(0, C)
     at = x_ptr + (batch.to(tl.int64) * tokens + first + row) * heads + head
     return tl.load(at, mask=row < count, other=0.0)
 
 
 @triton.jit
-def store_token_scalars(x_ptr, x, batch, head, first, count, tokens, heads):
+def store_token_scalars(x_ptr, x, place, head, tokens, heads):
+    batch, first, count = place
     row = tl.arange(0, C)
     at = x_ptr + (batch.to(tl.int64) * tokens + first + row) * heads + head
     tl.store(at, x, mask=row < count)
@@ -193,7 +193,7 @@ def sum_from_token_on(x):
 
 
 @triton.jit
-def unit_triangular_inverse(a, PRECISION: tl.constexpr):
+def unit_triangular_inverse(a, CONFIG: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a.
 
     Where D inverts the blocks of ``size`` rows on the diagonal and E is the part of a between two
@@ -201,6 +201,7 @@ def unit_triangular_inverse(a, PRECISION: tl.constexpr):
     adds no numbers larger than the result's: TF32 errs less than the rounding of the result to
     bf16, and three products of TF32 parts err as little as a solution in fp32, with equal keys too.
     """
+    PRECISION: tl.constexpr = CONFIG.INVERSE
     row = tl.arange(0, C)
     block = row >> 1
     inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
@@ -210,7 +211,7 @@ def unit_triangular_inverse(a, PRECISION: tl.constexpr):
         larger = row >> level
         pair = (larger[:, None] == larger[None, :]) & (block[:, None] != block[None, :])
         between = tl.where(pair, a, 0.0)
-        between = product(inverse, between, False, PRECISION)
-        inverse -= product(between, inverse, False, PRECISION)
+        between = dot_onto(zeros(C, C), inverse, between, PRECISION)
+        inverse -= dot_onto(zeros(C, C), between, inverse, PRECISION)
         block = larger
     return inverse

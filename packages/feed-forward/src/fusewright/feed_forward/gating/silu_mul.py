@@ -7,7 +7,7 @@ and, with s = sigmoid(gate), the backward pass, both gradients in one launch:
     dgate = dy * up * s * (1 + gate * (1 - s))
     dup   = dy * gate * s
 
-Saved for it: gate and up; y's factor SiLU(gate) is computed again. Everything is computed in fp32
+Saved for it: gate and up; y's factor SiLU(gate) is recomputed. Everything is computed in fp32
 and rounded once, to the inputs' dtype.
 
 Where gate and up are the halves of one product, ``silu_mul_halves`` writes their gradients into the

@@ -1,12 +1,15 @@
-"""What the launches of several families have in common: tables of tiles, strides, grids."""
+"""What the launches of several families have in common: tables of tiles, constants of kernels,
+strides, grids, chunks of rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from .._core.backends import device_properties
+from .._core.backends import device_properties, interpreted
 from .._core.launches import Layout, contiguous_strides
 from .._core.precision import power_of_2
 
@@ -61,6 +64,31 @@ def config_for(
     )
 
 
+class TileConstants(NamedTuple):
+    """What a kernel over tiles of queries and keys is compiled for, read as ``CONFIG``. With FILL,
+    scores that no row may see are written too.
+    """
+
+    D: int
+    BLOCK_D: int
+    CAUSAL: bool
+    UPCAST: bool
+    PRECISION: str
+    BLOCK_Q: int
+    BLOCK_K: int
+    NUM_STAGES: int
+    FILL: bool
+
+
+def tile_constants(
+    width: int, causal: bool, precision: str, config: TileConfig, fill: bool = False
+) -> TileConstants:
+    return TileConstants(
+        *(width, block_width(width), causal, interpreted(), precision),
+        *(config.queries, config.keys, config.num_stages, fill),
+    )
+
+
 def block_width(width: int) -> int:
     """The columns of a tile of rows of this width."""
     return max(power_of_2(width), SMALLEST_TILE)
@@ -81,7 +109,7 @@ def present(layout: Layout | None) -> Layout:
 
 
 def grid_of(programs: int) -> tuple[int]:
-    """A grid of so many programs.
+    """A grid of this many programs.
 
     Raises:
         ValueError: more than a launch can count.
@@ -89,3 +117,18 @@ def grid_of(programs: int) -> tuple[int]:
     if programs >= 2**31:
         raise ValueError(f"the kernels serve up to 2**31 - 1 tiles, got {programs}")
     return (programs,)
+
+
+def chunks_of_rows(rows: int, tile: int, fits: Callable[[int, int], bool]) -> list[tuple[int, int]]:
+    """Chunks ``(first, last)``: rows from ``first`` to before ``last``, whole tiles but the last
+    one. A chunk is one tile, or ``fits``.
+    """
+    chunks: list[tuple[int, int]] = []
+    first = 0
+    while first < rows:
+        last = first + tile
+        while last < rows and fits(first, last + tile):
+            last += tile
+        chunks.append((first, min(last, rows)))
+        first = last
+    return chunks

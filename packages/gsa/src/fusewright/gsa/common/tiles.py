@@ -12,32 +12,39 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_rows(
-    x_ptr,
-    first,
-    limit,
-    row_stride,
-    D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Rows ``first``, ``first + 1``, ... of a matrix with contiguous rows; zeros from ``limit``
-    on.
-    """
-    row, col = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
-    corner = x_ptr + tl.cast(first, tl.int64) * row_stride
-    at = corner + (row[:, None] * row_stride + col[None, :])
-    return tl.load(at, mask=(first + row < limit)[:, None] & (col < D)[None, :], other=0.0)
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr = None):
+    """A tile of fp32. Triton takes no field of a record of constants into a list."""
+    SHAPE: tl.constexpr = [ROWS] if COLUMNS is None else [ROWS, COLUMNS]
+    return tl.zeros(SHAPE, tl.float32)
 
 
 @triton.jit
-def product_with_rows(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def load_rows(x_ptr, first, limit, row_stride, ROWS: tl.constexpr, CONFIG: tl.constexpr):
+    """Rows ``first``, ``first + 1``, ... of a matrix with contiguous rows; zeros from ``limit``
+    on.
+    """
+    row, col = tl.arange(0, ROWS), tl.arange(0, CONFIG.BLOCK_D)
+    corner = x_ptr + tl.cast(first, tl.int64) * row_stride
+    at = corner + (row[:, None] * row_stride + col[None, :])
+    return tl.load(at, mask=(first + row < limit)[:, None] & (col < CONFIG.D)[None, :], other=0.0)
+
+
+@triton.jit
+def product(a, b, CONFIG: tl.constexpr):
+    """a b in fp32."""
+    # Triton 3.6 hands no string of a record on to another function.
+    PRECISION: tl.constexpr = CONFIG.PRECISION
+    return product_in_order(a, b, CONFIG.UPCAST, PRECISION)
+
+
+@triton.jit
+def product_with_rows(a, b, CONFIG: tl.constexpr):
     """a b^T, for a loop in which b changes. fp32 tiles that no tensor core takes are multiplied
     from registers: a stays in them for the whole loop where it stands on the left, and not on the
     right.
     """
-    if a.dtype == tl.float32 and PRECISION == "ieee":
-        ab = tl.trans(product_in_order(b, tl.trans(a), UPCAST, PRECISION))
+    if a.dtype == tl.float32 and CONFIG.PRECISION == "ieee":
+        ab = tl.trans(product(b, tl.trans(a), CONFIG))
     else:
-        ab = product_in_order(a, tl.trans(b), UPCAST, PRECISION)
+        ab = product(a, tl.trans(b), CONFIG)
     return ab

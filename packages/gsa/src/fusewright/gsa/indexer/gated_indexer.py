@@ -30,22 +30,9 @@ from . import launch, reference
 Tensor = torch.Tensor
 
 
-def _options(scale, causal, q_offset):
-    return dict(scale=scale, causal=causal, q_offset=q_offset)
-
-
-def _scores_reference(q, k, w, bias, *options):
-    return reference.gated_indexer(q, k, w, bias, **_options(*options))
-
-
 def _scores_fake(q, k, w, bias, *options):
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:2], k.shape[1]), dtype=wide)
-
-
-def _backward_reference(dscores, q, k, w, bias, *options):
-    grads = reference.gated_indexer_backward(dscores, q, k, w, bias, **_options(*options))
-    return tuple(grad.contiguous() for grad in grads)
 
 
 def _backward_fake(dscores, q, k, w, bias, *options):
@@ -56,14 +43,14 @@ _scores = Op(
     "gated_indexer(Tensor q, Tensor k, Tensor w, Tensor bias, float scale, bool causal,"
     " int q_offset) -> Tensor",
     triton=launch.scores_forward,
-    reference=_scores_reference,
+    reference=reference.gated_indexer,
     fake=_scores_fake,
 )
 _backward = Op(
     "gated_indexer_backward(Tensor dscores, Tensor q, Tensor k, Tensor w, Tensor bias, float scale,"
     " bool causal, int q_offset) -> (Tensor dq, Tensor dk, Tensor dw, Tensor dbias)",
     triton=launch.scores_backward,
-    reference=_backward_reference,
+    reference=reference.gated_indexer_backward,
     fake=_backward_fake,
 )
 
@@ -71,10 +58,10 @@ _backward = Op(
 @_scores.derivative
 class _GatedIndexer(Derivative):
     @staticmethod
-    def forward(ctx, run, q, k, w, bias, *options):
-        ctx.save_for_backward(q, k, w, bias)
-        ctx.options = options
-        return run(q, k, w, bias, *options)
+    def forward(ctx, run, *arguments):
+        ctx.save_for_backward(*arguments[:4])
+        ctx.options = arguments[4:]
+        return run(*arguments)
 
     @staticmethod
     def backward(ctx, dscores):
@@ -85,15 +72,15 @@ class _GatedIndexer(Derivative):
 @_backward.derivative
 class _GatedIndexerBackward(Derivative):
     @staticmethod
-    def forward(ctx, run, dscores, q, k, w, bias, *options):
-        ctx.save_for_backward(dscores, q, k, w, bias)
-        ctx.options = options
-        return run(dscores, q, k, w, bias, *options)
+    def forward(ctx, run, *arguments):
+        ctx.save_for_backward(*arguments[:5])
+        ctx.options = arguments[5:]
+        return run(*arguments)
 
     @staticmethod
     def backward(ctx, *cotangents):
         def backward(*inputs):
-            return _backward_reference(*inputs, *ctx.options)
+            return reference.gated_indexer_backward(*inputs, *ctx.options)
 
         grads = second_order(backward, ctx.saved_tensors, cotangents)
         return None, *grads, None, None, None
@@ -147,7 +134,8 @@ def gated_indexer(
     check_whole("q_offset", q_offset, lowest=0)
     q, k = autocast(q, k)
     check_dtype("k", k, "q", q)
+    options = (scale, bool(causal), q_offset)
     if not uses_triton(q, backend):
         with without_autocast(q.device):
-            return reference.gated_indexer(q, k, w, bias, **_options(scale, causal, q_offset))
-    return _scores(q, k, w, bias, scale, bool(causal), q_offset)
+            return reference.gated_indexer(q, k, w, bias, *options)
+    return _scores(q, k, w, bias, *options)

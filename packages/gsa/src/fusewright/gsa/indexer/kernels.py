@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import load_rows
+from ..common.tiles import load_rows, zeros
 from .tiles import activation, sigmoid
 
 
@@ -35,52 +35,45 @@ def scores_kernel(
     first_row,
     last_row,
     last_key,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    FILL: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes BLOCK_Q x BLOCK_K scores, all heads of them, among the rows from
     ``first_row`` to ``last_row`` and the keys before ``last_key``, which the output holds alone.
     Without FILL, tiles that no row may see are left as they are.
     """
-    key_tiles = tl.cdiv(last_key, BLOCK_K)
-    row_tiles = tl.cdiv(last_row - first_row, BLOCK_Q)
+    key_tiles = tl.cdiv(last_key, CONFIG.BLOCK_K)
+    row_tiles = tl.cdiv(last_row - first_row, CONFIG.BLOCK_Q)
     tile = tl.program_id(0) // key_tiles
     batch = (tile // row_tiles).to(tl.int64)
-    start = first_row + tile % row_tiles * BLOCK_Q
-    first_key = tl.program_id(0) % key_tiles * BLOCK_K
-    row, key = start + tl.arange(0, BLOCK_Q), first_key + tl.arange(0, BLOCK_K)
+    start = first_row + tile % row_tiles * CONFIG.BLOCK_Q
+    first_key = tl.program_id(0) % key_tiles * CONFIG.BLOCK_K
+    row, key = start + tl.arange(0, CONFIG.BLOCK_Q), first_key + tl.arange(0, CONFIG.BLOCK_K)
     inside = (row < last_row)[:, None] & (key < last_key)[None, :]
     width = (last_row - first_row).to(tl.int64)
     corner = scores_ptr + (batch * width + (start - first_row)) * last_key + first_key
-    to_score = tl.arange(0, BLOCK_Q)[:, None].to(tl.int64) * last_key
-    to_score += tl.arange(0, BLOCK_K)[None, :]
+    to_score = tl.arange(0, CONFIG.BLOCK_Q)[:, None].to(tl.int64) * last_key
+    to_score += tl.arange(0, CONFIG.BLOCK_K)[None, :]
 
     visible = True
-    if CAUSAL:
-        visible = first_key <= offset + start + BLOCK_Q - 1
+    if CONFIG.CAUSAL:
+        visible = first_key <= offset + start + CONFIG.BLOCK_Q - 1
     if visible:
         k_corner = k_ptr + batch * k_batch_stride
-        k = load_rows(k_corner, first_key, keys, k_row_stride, D, BLOCK_K, BLOCK_D)
+        k = load_rows(k_corner, first_key, keys, k_row_stride, CONFIG.BLOCK_K, CONFIG)
         w_corner = w_ptr + batch * w_batch_stride + row.to(tl.int64) * w_row_stride
         # [BLOCK_Q, BLOCK_K]
-        scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+        scores = zeros(CONFIG.BLOCK_Q, CONFIG.BLOCK_K)
         for head in range(heads):
             q_corner = q_ptr + batch * q_batch_stride + tl.cast(head, tl.int64) * q_head_stride
-            q = load_rows(q_corner, start, queries, q_row_stride, D, BLOCK_Q, BLOCK_D)
+            q = load_rows(q_corner, start, queries, q_row_stride, CONFIG.BLOCK_Q, CONFIG)
             w = tl.load(w_corner + head * w_head_stride, mask=row < queries, other=0.0)
             bias = tl.load(bias_ptr + head).to(tl.float32)
             gate = sigmoid(w.to(tl.float32))
-            scores += gate[:, None] * activation(q, k, bias, scale, UPCAST, PRECISION)
-        if CAUSAL:
+            scores += gate[:, None] * activation(q, k, bias, scale, CONFIG)
+        if CONFIG.CAUSAL:
             seen = key[None, :] <= (offset + row)[:, None]
             scores = tl.where(seen, scores, float("-inf"))
         tl.store(corner + to_score, scores, mask=inside)
-    elif FILL:
-        nothing = tl.full([BLOCK_Q, BLOCK_K], float("-inf"), tl.float32)
+    elif CONFIG.FILL:
+        nothing = zeros(CONFIG.BLOCK_Q, CONFIG.BLOCK_K) - float("inf")
         tl.store(corner + to_score, nothing, mask=inside)

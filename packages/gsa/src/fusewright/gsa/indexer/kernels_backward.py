@@ -12,37 +12,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._core.tiles import product_in_order
-from ..common.tiles import load_rows
+from ..common.tiles import load_rows, product, zeros
 from .tiles import activation, sigmoid
 
 
 @triton.jit
-def load_gradient(
-    dscores_ptr,
-    row_stride,
-    key_stride,
-    row,
-    key,
-    rows,
-    keys,
-    offset,
-    CAUSAL: tl.constexpr,
-):
-    """The scores' gradient at these rows and keys; zero where a row does not see a key."""
+def load_gradient(source, row, key, rows, keys, offset, CONFIG: tl.constexpr):
+    """The scores' gradient at these rows and keys; zero where a row does not see a key. ``source``:
+    a pointer, and the strides of rows and keys.
+    """
+    corner, row_stride, key_stride = source
     inside = (row < rows)[:, None] & (key < keys)[None, :]
-    if CAUSAL:
+    if CONFIG.CAUSAL:
         inside &= key[None, :] <= (offset + row)[:, None]
     to_row = row.to(tl.int64) * row_stride
     to_key = key.to(tl.int64) * key_stride
-    at = dscores_ptr + (to_row[:, None] + to_key[None, :])
+    at = corner + (to_row[:, None] + to_key[None, :])
     return tl.load(at, mask=inside, other=0.0).to(tl.float32), inside
 
 
 @triton.jit
-def slope(q, k, bias, scale, g, seen, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def slope(q, k, bias, scale, g, seen, CONFIG: tl.constexpr):
     """g sigmoid'(z), and g sigmoid(z); zero where a row does not see a key, whatever lies there."""
-    y = activation(q, k, bias, scale, UPCAST, PRECISION)
+    y = activation(q, k, bias, scale, CONFIG)
     gy = tl.where(seen, g * y, 0.0)
     return tl.where(seen, gy * (1.0 - y), 0.0), gy
 
@@ -73,55 +65,45 @@ def scores_dq_kernel(
     keys,
     heads,
     offset,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of one head's dq and dw, and their part of its dbias."""
-    tiles = tl.cdiv(queries, BLOCK_Q)
+    tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
     head = (tl.program_id(0) % heads).to(tl.int64)
     tile = tl.program_id(0) // heads % tiles
     batch = (tl.program_id(0) // heads // tiles).to(tl.int64)
-    start = tile * BLOCK_Q
-    row = start + tl.arange(0, BLOCK_Q)
+    start = tile * CONFIG.BLOCK_Q
+    row = start + tl.arange(0, CONFIG.BLOCK_Q)
     q_corner = q_ptr + batch * q_batch_stride + head * q_head_stride
-    q = load_rows(q_corner, start, queries, q_row_stride, D, BLOCK_Q, BLOCK_D)
+    q = load_rows(q_corner, start, queries, q_row_stride, CONFIG.BLOCK_Q, CONFIG)
     bias = tl.load(bias_ptr + head).to(tl.float32)
     w_at = w_ptr + batch * w_batch_stride + row.to(tl.int64) * w_row_stride + head * w_head_stride
     gate = sigmoid(tl.load(w_at, mask=row < queries, other=0.0).to(tl.float32))
     k_corner = k_ptr + batch * k_batch_stride
-    dscores_corner = dscores_ptr + batch * dscores_batch_stride
+    dscores = (dscores_ptr + batch * dscores_batch_stride, dscores_row_stride, dscores_key_stride)
 
-    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    dgate = tl.zeros([BLOCK_Q], tl.float32)
-    dbias = tl.zeros([BLOCK_Q], tl.float32)
+    dq = zeros(CONFIG.BLOCK_Q, CONFIG.BLOCK_D)
+    dgate = zeros(CONFIG.BLOCK_Q)
+    dbias = zeros(CONFIG.BLOCK_Q)
     last = keys
-    if CAUSAL:
-        last = tl.minimum(keys, offset + start + BLOCK_Q)
-    for first_key in tl.range(0, last, BLOCK_K, num_stages=NUM_STAGES):
-        key = first_key + tl.arange(0, BLOCK_K)
-        k = load_rows(k_corner, first_key, keys, k_row_stride, D, BLOCK_K, BLOCK_D)
-        g, seen = load_gradient(
-            *(dscores_corner, dscores_row_stride, dscores_key_stride),
-            *(row, key, queries, keys, offset, CAUSAL),
-        )
+    if CONFIG.CAUSAL:
+        last = tl.minimum(keys, offset + start + CONFIG.BLOCK_Q)
+    for first_key in tl.range(0, last, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
+        key = first_key + tl.arange(0, CONFIG.BLOCK_K)
+        k = load_rows(k_corner, first_key, keys, k_row_stride, CONFIG.BLOCK_K, CONFIG)
+        g, seen = load_gradient(dscores, row, key, queries, keys, offset, CONFIG)
         # [BLOCK_Q, BLOCK_K]
-        g_slope, gy = slope(q, k, bias, scale, g, seen, UPCAST, PRECISION)
+        g_slope, gy = slope(q, k, bias, scale, g, seen, CONFIG)
         dgate += tl.sum(gy, 1)
         dz = g_slope * gate[:, None]
         dbias += tl.sum(dz, 1)
-        dq += product_in_order(dz.to(k.dtype), k, UPCAST, PRECISION)
+        dq += product(dz.to(k.dtype), k, CONFIG)
 
     to_row = (batch * queries + row) * heads + head
-    col = tl.arange(0, BLOCK_D)
+    col = tl.arange(0, CONFIG.BLOCK_D)
     inside = row < queries
-    at = dq_ptr + (to_row[:, None] * D + col[None, :])
-    mask = inside[:, None] & (col < D)[None, :]
+    at = dq_ptr + (to_row[:, None] * CONFIG.D + col[None, :])
+    mask = inside[:, None] & (col < CONFIG.D)[None, :]
     tl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
     dw = dgate * gate * (1.0 - gate)
     tl.store(dw_ptr + to_row, dw.to(dw_ptr.dtype.element_ty), mask=inside)
@@ -152,47 +134,37 @@ def scores_dk_kernel(
     keys,
     heads,
     offset,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes BLOCK_K rows of dk: over the queries that may see them, and over all
     heads of these.
     """
-    tiles = tl.cdiv(keys, BLOCK_K)
-    first_key = tl.program_id(0) % tiles * BLOCK_K
+    tiles = tl.cdiv(keys, CONFIG.BLOCK_K)
+    first_key = tl.program_id(0) % tiles * CONFIG.BLOCK_K
     batch = (tl.program_id(0) // tiles).to(tl.int64)
-    key = first_key + tl.arange(0, BLOCK_K)
+    key = first_key + tl.arange(0, CONFIG.BLOCK_K)
     k_corner = k_ptr + batch * k_batch_stride
-    k = load_rows(k_corner, first_key, keys, k_row_stride, D, BLOCK_K, BLOCK_D)
-    dscores_corner = dscores_ptr + batch * dscores_batch_stride
+    k = load_rows(k_corner, first_key, keys, k_row_stride, CONFIG.BLOCK_K, CONFIG)
+    dscores = (dscores_ptr + batch * dscores_batch_stride, dscores_row_stride, dscores_key_stride)
 
-    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dk = zeros(CONFIG.BLOCK_K, CONFIG.BLOCK_D)
     begin = 0
-    if CAUSAL:
-        begin = tl.maximum(first_key - offset, 0) // BLOCK_Q * BLOCK_Q
-    for start in range(begin, queries, BLOCK_Q):
-        row = start + tl.arange(0, BLOCK_Q)
-        g, seen = load_gradient(
-            *(dscores_corner, dscores_row_stride, dscores_key_stride),
-            *(row, key, queries, keys, offset, CAUSAL),
-        )
+    if CONFIG.CAUSAL:
+        begin = tl.maximum(first_key - offset, 0) // CONFIG.BLOCK_Q * CONFIG.BLOCK_Q
+    for start in range(begin, queries, CONFIG.BLOCK_Q):
+        row = start + tl.arange(0, CONFIG.BLOCK_Q)
+        g, seen = load_gradient(dscores, row, key, queries, keys, offset, CONFIG)
         w_corner = w_ptr + batch * w_batch_stride + row.to(tl.int64) * w_row_stride
-        for head in tl.range(0, heads, num_stages=NUM_STAGES):
+        for head in tl.range(0, heads, num_stages=CONFIG.NUM_STAGES):
             q_corner = q_ptr + batch * q_batch_stride + tl.cast(head, tl.int64) * q_head_stride
-            q = load_rows(q_corner, start, queries, q_row_stride, D, BLOCK_Q, BLOCK_D)
+            q = load_rows(q_corner, start, queries, q_row_stride, CONFIG.BLOCK_Q, CONFIG)
             w = tl.load(w_corner + head * w_head_stride, mask=row < queries, other=0.0)
             bias = tl.load(bias_ptr + head).to(tl.float32)
-            g_slope, _ = slope(q, k, bias, scale, g, seen, UPCAST, PRECISION)
+            g_slope, _ = slope(q, k, bias, scale, g, seen, CONFIG)
             dz = g_slope * sigmoid(w.to(tl.float32))[:, None]
-            dk += product_in_order(tl.trans(dz.to(q.dtype)), q, UPCAST, PRECISION)
+            dk += product(tl.trans(dz.to(q.dtype)), q, CONFIG)
 
-    col = tl.arange(0, BLOCK_D)
-    at = dk_ptr + ((batch * keys + key)[:, None] * D + col[None, :])
-    mask = (key < keys)[:, None] & (col < D)[None, :]
+    col = tl.arange(0, CONFIG.BLOCK_D)
+    at = dk_ptr + ((batch * keys + key)[:, None] * CONFIG.D + col[None, :])
+    mask = (key < keys)[:, None] & (col < CONFIG.D)[None, :]
     tl.store(at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)

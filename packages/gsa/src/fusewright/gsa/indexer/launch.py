@@ -4,13 +4,13 @@ the loss launch the same kernels.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import call
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._core.backends import interpreted
 from .._core.launches import (
     Allocator,
     Launch,
@@ -26,11 +26,11 @@ from .._core.precision import input_precision
 from ..common.launches import (
     Shape,
     TileConfig,
-    block_width,
     config_for,
     grid_of,
     present,
     row_strides,
+    tile_constants,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 else:
     kernels = lazy_module(__package__, "kernels")
     kernels_backward = lazy_module(__package__, "kernels_backward")
+
+Tensor = torch.Tensor
+F32 = torch.float32
 
 # Each table is read from the top; the first line that fits serves. Widths up to 64 by trial on an
 # H200, of which no result file is kept yet; the others are unmeasured.
@@ -63,129 +66,112 @@ SCORES_DK = (
 )
 
 
-class IndexerProblem(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class IndexerProblem:
     """q [B, Tq, H, d] against k [B, Tkv, d] with w [B, Tq, H], the first row at ``offset``: sizes,
-    which of q, k, w and bias are copied first, and the integers and constants that every kernel
-    takes.
+    which of q, k, w and bias are copied first, and the strides of q, k and w. Calls of one kind
+    have one object, under which their plans are kept.
     """
 
-    batches: int
-    queries: int
+    shape: Shape
     keys: int
-    heads: int
-    width: int
     causal: bool
     offset: int
+    # The dtype of q and k is that of the products.
     dtype: torch.dtype
+    gate_dtype: torch.dtype
+    precision: str
     device: torch.device
     copies: tuple[bool, ...]
     strides: tuple[int, ...]
-    constants: dict[str, Any]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return (self.queries, self.keys, self.heads, self.offset)
 
     @property
     def score_count(self) -> int:
-        return self.batches * self.queries * self.keys
+        return self.shape[0] * self.shape[1] * self.keys
 
     def config(self, table: tuple[TileConfig, ...]) -> TileConfig:
         """The line of a table that serves this problem."""
-        return config_for(table, self.width, self.dtype.itemsize, self.device)
+        return config_for(table, self.shape[-1], self.dtype.itemsize, self.device)
+
+    def launch(
+        self,
+        kernel: Any,
+        config: TileConfig,
+        programs: int,
+        options: dict[str, int],
+        before: tuple[int, ...] = (),
+        after: tuple[int, ...] = (),
+        fill: bool = False,
+    ) -> Launch:
+        """A kernel with these integers before and after those that all have."""
+        _, queries, heads, width = self.shape
+        return Launch(
+            kernel,
+            grid_of(programs),
+            self.device,
+            (*before, *self.strides, queries, self.keys, heads, self.offset, *after),
+            options,
+            CONFIG=tile_constants(width, self.causal, self.precision, config, fill),
+        )
 
 
+@functools.lru_cache(maxsize=4096)
 def indexer_problem(
     shape: Shape,
     keys: int,
-    operands: Sequence[Layout | None],
     causal: bool,
     offset: int,
+    operands: tuple[Layout | None, ...],
     precision: str,
     device: torch.device,
 ) -> IndexerProblem:
     """The problem of queries of this shape; ``operands``: layouts of q, k, w and bias."""
-    batches, queries, heads, width = shape
     q, k, w, bias = (present(layout) for layout in operands)
     copy_q, q_strides = row_strides(shape, q)
-    copy_k, k_strides = row_strides((batches, keys, width), k)
+    copy_k, k_strides = row_strides((shape[0], keys, shape[-1]), k)
     copies = (copy_q, copy_k, False, bias[1] != (1,))
     return IndexerProblem(
-        batches=batches,
-        queries=queries,
-        keys=keys,
-        heads=heads,
-        width=width,
-        causal=causal,
+        shape,
+        keys,
+        causal,
         # From the offset ``keys`` on a row sees every key: sums of positions stay below 2**31.
         offset=min(offset, keys),
-        # The dtype of q and k is that of the products.
         dtype=q[0],
+        gate_dtype=w[0],
+        precision=precision,
         device=device,
         copies=copies if any(copies) else (),
         strides=(*q_strides, *k_strides, *w[1]),
-        constants=dict(D=width, CAUSAL=causal, UPCAST=interpreted(), PRECISION=precision),
     )
 
 
-class ScoresPlan(NamedTuple):
-    """One forward pass: its launch (none where there are no scores), which operands it copies
-    first, and its output.
-    """
-
-    launch: Launch | None
-    copies: tuple[bool, ...]
-    scores: Allocator
-
-
 def scores_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor,
-    scale: float,
-    causal: bool,
-    q_offset: int,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, w: Tensor, bias: Tensor, scale: float, causal: bool, q_offset: int
+) -> Tensor:
     """The scores of every query and key, [B, Tq, Tkv] in fp32; -inf where a row sees no key."""
     if not is_current(q.device):
         with torch.cuda.device(q.device):
             return scores_forward(q, k, w, bias, scale, causal, q_offset)
     operands = (q, k, w, bias)
-    plan = scores_plan(
-        q.shape,
-        k.shape[1],
-        layouts(*operands),
-        causal,
-        q_offset,
-        input_precision(q.dtype),
-        q.device,
-    )
-    scores = plan.scores()
-    if plan.launch is not None:
-        if plan.copies:
-            operands = contiguous_where(operands, plan.copies)
-        plan.launch((*operands, scores), (scale,))
+    sizes = (q.shape, k.shape[1], causal, q_offset)
+    problem = indexer_problem(*sizes, layouts(*operands), input_precision(q.dtype), q.device)
+    launch, allocate_scores = scores_plan(problem)
+    scores = allocate_scores()
+    if launch is not None:
+        if problem.copies:
+            operands = contiguous_where(operands, problem.copies)
+        launch((*operands, scores), (scale,))
     return scores
 
 
 @functools.lru_cache(maxsize=4096)
-def scores_plan(
-    shape: Shape,
-    keys: int,
-    operands: tuple[Layout | None, ...],
-    causal: bool,
-    offset: int,
-    precision: str,
-    device: torch.device,
-) -> ScoresPlan:
-    """The plan for operands of these layouts: q, k, w and bias."""
-    problem = indexer_problem(shape, keys, operands, causal, offset, precision, device)
-    launch = None
-    if problem.score_count:
-        launch = plan_scores(problem, 0, problem.queries, problem.keys, fill=True)
-    outputs = (problem.batches, problem.queries, problem.keys)
-    return ScoresPlan(launch, problem.copies, allocator(outputs, torch.float32, device))
+def scores_plan(problem: IndexerProblem) -> tuple[Launch | None, Allocator]:
+    """The launch (none where there are no scores), and the memory of the scores."""
+    batches, queries = problem.shape[:2]
+    launch = (
+        plan_scores(problem, 0, queries, problem.keys, fill=True) if problem.score_count else None
+    )
+    return launch, allocator((batches, queries, problem.keys), F32, problem.device)
 
 
 def plan_scores(
@@ -195,47 +181,24 @@ def plan_scores(
     [B, rows, last_key].
     """
     config = problem.config(SCORES)
-    row_tiles = cdiv(last_row - first_row, config.queries)
-    key_tiles = cdiv(last_key, config.keys)
-    return Launch(
-        kernels.scores_kernel,
-        grid_of(problem.batches * row_tiles * key_tiles),
-        problem.device,
-        (*problem.strides, *problem.sizes, first_row, last_row, last_key),
-        dict(num_warps=config.num_warps, num_stages=config.num_stages),
-        **problem.constants,
-        FILL=fill,
-        BLOCK_Q=config.queries,
-        BLOCK_K=config.keys,
-        BLOCK_D=block_width(problem.width),
-    )
-
-
-class GradientsPlan(NamedTuple):
-    """One backward pass: its launches (none where there are no scores), which operands it copies
-    first, and its outputs. ``dbias`` holds a partial sum of each program of the first launch.
-    """
-
-    dq_launch: Launch | None
-    dk_launch: Launch | None
-    copies: tuple[bool, ...]
-    dq: Allocator
-    dk: Allocator
-    dw: Allocator
-    dbias: Allocator
+    tiles = cdiv(last_row - first_row, config.queries) * cdiv(last_key, config.keys)
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    part = (first_row, last_row, last_key)
+    programs = problem.shape[0] * tiles
+    return problem.launch(kernels.scores_kernel, config, programs, options, after=part, fill=fill)
 
 
 def scores_backward(
-    dscores: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor,
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor,
     scale: float,
     causal: bool,
     q_offset: int,
     wide: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dw, dbias)``, contiguous, each in its operand's dtype or, where ``wide``, in
     fp32.
     """
@@ -243,78 +206,48 @@ def scores_backward(
         with torch.cuda.device(q.device):
             return scores_backward(dscores, q, k, w, bias, scale, causal, q_offset, wide)
     operands = (q, k, w, bias)
-    plan = gradients_plan(
-        q.shape,
-        k.shape[1],
-        layouts(*operands),
-        layouts(dscores)[0],
-        causal,
-        q_offset,
-        input_precision(q.dtype),
-        q.device,
-        wide,
-    )
-    dq, dk, dw, dbias = plan.dq(), plan.dk(), plan.dw(), plan.dbias()
-    if plan.dq_launch is None or plan.dk_launch is None:
+    sizes = (q.shape, k.shape[1], causal, q_offset)
+    problem = indexer_problem(*sizes, layouts(*operands), input_precision(q.dtype), q.device)
+    launches, memory = gradients_plan(problem, layouts(dscores)[0], wide)
+    # dbias: the partial sums of the programs.
+    dq, dk, dw, dbias = map(call, memory)
+    if not launches:
         for x in (dq, dk, dw):
             x.zero_()
         return dq, dk, dw, torch.zeros_like(bias)
-    if plan.copies:
-        operands = contiguous_where(operands, plan.copies)
-    plan.dq_launch((dscores, *operands, dq, dw, dbias), (scale,))
-    plan.dk_launch((dscores, *operands, dk), (scale,))
-    return dq, dk, dw, dbias.sum(0).to(torch.float32 if wide else bias.dtype)
+    if problem.copies:
+        operands = contiguous_where(operands, problem.copies)
+    launches[0]((dscores, *operands, dq, dw, dbias), (scale,))
+    launches[1]((dscores, *operands, dk), (scale,))
+    return dq, dk, dw, dbias.sum(0).to(F32 if wide else bias.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
 def gradients_plan(
-    shape: Shape,
-    keys: int,
-    operands: tuple[Layout | None, ...],
-    dscores: Layout,
-    causal: bool,
-    offset: int,
-    precision: str,
-    device: torch.device,
-    wide: bool,
-) -> GradientsPlan:
-    """The plan for operands of these layouts: q, k, w and bias, and the scores' gradient."""
-    problem = indexer_problem(shape, keys, operands, causal, offset, precision, device)
-    batches, queries, heads, width = shape
-    w_dtype = torch.float32 if wide else present(operands[2])[0]
-    dtype = torch.float32 if wide else problem.dtype
-    dq_config, dk_config = problem.config(SCORES_DQ), problem.config(SCORES_DK)
-    row_tiles, key_tiles = cdiv(queries, dq_config.queries), cdiv(keys, dk_config.keys)
-    dq_launch = dk_launch = None
+    problem: IndexerProblem, dscores: Layout | None, wide: bool
+) -> tuple[tuple[Launch, ...], tuple[Allocator, ...]]:
+    """The launches (none where there are no scores) and the memory of what they write; ``dscores``:
+    the layout of the scores' gradient.
+    """
+    batches, queries, heads, width = problem.shape
+    dtype, gate_dtype = (F32, F32) if wide else (problem.dtype, problem.gate_dtype)
+    of_queries, of_keys = problem.config(SCORES_DQ), problem.config(SCORES_DK)
+    row_tiles = batches * cdiv(queries, of_queries.queries)
+    launches: list[Launch] = []
     if problem.score_count:
-        plan = functools.partial(plan_gradient, problem, dscores)
-        programs = batches * heads * row_tiles
-        dq_launch = plan(kernels_backward.scores_dq_kernel, dq_config, programs)
-        dk_launch = plan(kernels_backward.scores_dk_kernel, dk_config, batches * key_tiles)
-    return GradientsPlan(
-        dq_launch,
-        dk_launch,
-        problem.copies,
-        dq=allocator(shape, dtype, device),
-        dk=allocator((batches, keys, width), dtype, device),
-        dw=allocator((batches, queries, heads), w_dtype, device),
-        dbias=allocator((batches * row_tiles, heads), torch.float32, device),
-    )
-
-
-def plan_gradient(
-    problem: IndexerProblem, dscores: Layout, kernel: Any, config: TileConfig, programs: int
-) -> Launch:
-    """The launch of a kernel of the backward pass, one tile of its rows a program."""
-    return Launch(
-        kernel,
-        grid_of(programs),
-        problem.device,
-        (*dscores[1], *problem.strides, *problem.sizes),
-        dict(num_warps=config.num_warps),
-        **problem.constants,
-        BLOCK_Q=config.queries,
-        BLOCK_K=config.keys,
-        BLOCK_D=block_width(problem.width),
-        NUM_STAGES=config.num_stages,
-    )
+        for kernel, config, programs in (
+            (kernels_backward.scores_dq_kernel, of_queries, row_tiles * heads),
+            (
+                kernels_backward.scores_dk_kernel,
+                of_keys,
+                batches * cdiv(problem.keys, of_keys.keys),
+            ),
+        ):
+            options = dict(num_warps=config.num_warps)
+            launches.append(
+                problem.launch(kernel, config, programs, options, before=present(dscores)[1])
+            )
+    shapes = (problem.shape, (batches, problem.keys, width), problem.shape[:3], (row_tiles, heads))
+    dtypes = (dtype, dtype, gate_dtype, F32)
+    memory = (allocator(*x, problem.device) for x in zip(shapes, dtypes, strict=True))
+    return tuple(launches), tuple(memory)

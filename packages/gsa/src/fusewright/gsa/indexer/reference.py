@@ -7,7 +7,7 @@ once.
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ def gated_indexer(
     k: Tensor,
     w: Tensor,
     bias: Tensor,
-    *,
     scale: float,
     causal: bool = True,
     q_offset: int = 0,
@@ -34,20 +33,14 @@ def gated_indexer(
     return torch.where(keys_seen(q, k, causal, q_offset), scores, float("-inf"))
 
 
-def gated_indexer_backward(
-    dscores: Tensor,
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    bias: Tensor,
-    *,
-    scale: float,
-    causal: bool = True,
-    q_offset: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gated_indexer_backward(dscores: Tensor, *operands: Any, **options: Any) -> tuple[Tensor, ...]:
     """(dq, dk, dw, dbias) from the gradient of the scores."""
-    forward = functools.partial(gated_indexer, scale=scale, causal=causal, q_offset=q_offset)
-    return torch.func.vjp(forward, q, k, w, bias)[1](dscores)
+
+    def forward(*learning: Any) -> Tensor:
+        return gated_indexer(*learning, *operands[4:], **options)
+
+    grads = torch.func.vjp(forward, *operands[:4])[1](dscores)
+    return tuple(grad.contiguous() for grad in grads)
 
 
 def keys_seen(q: Tensor, k: Tensor, causal: bool, q_offset: int) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._core.tiles import product_in_order
-from ..common.tiles import LOG2_E
+from ..common.tiles import LOG2_E, product
 
 
 @triton.jit
@@ -16,7 +15,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def activation(q, k, bias, scale, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def activation(q, k, bias, scale, CONFIG: tl.constexpr):
     """sigmoid(scale q k^T + bias) of one head, [rows of q, rows of k]."""
-    z = product_in_order(q, tl.trans(k), UPCAST, PRECISION) * (scale * LOG2_E) + bias * LOG2_E
+    z = product(q, tl.trans(k), CONFIG) * (scale * LOG2_E) + bias * LOG2_E
     return 1.0 / (1.0 + tl.exp2(-z))

@@ -1,5 +1,5 @@
 r"""The layer: an indexer chooses the keys of each query, attention goes to these, and two gates
-weigh what goes in and what comes out.
+weigh values and outputs.
 
     v   = W_v x * sigmoid(W_gv x)                    gate on the values
     S_t = indexer_topk(W_qi x, W_ki x, W_w x, b)     one selection for all heads
@@ -41,7 +41,7 @@ INIT_STD = 0.02
 
 class Selection(NamedTuple):
     """The keys that each query has selected, as :func:`indexer_topk` returns them. A caller who
-    computes a pass a second time hands the first pass's selection over: a difference in the last
+    recomputes a pass passes the first pass's selection: a difference in the last
     place could select another key.
     """
 
@@ -156,7 +156,7 @@ class GatedSparseAttention(nn.Module):
         Args:
             x: the tokens of whole sequences.
             selection: that of an earlier pass over the same tokens, which is then used again;
-                None: select. In training mode selecting moves the average of the variance.
+                None: select. In training mode selecting updates the average of the variance.
 
         Returns:
             ``(y, selection)``: y like x, and what was selected.
@@ -187,7 +187,7 @@ class GatedSparseAttention(nn.Module):
     @torch.no_grad()
     def decode(self, x: Tensor, cache: KeyCache) -> Tensor:
         """What :meth:`forward` in evaluation mode gives for the next tokens ``[B, t, width]`` of
-        sequences whose first tokens are in the cache, which takes these up. No gradients.
+        sequences whose first tokens are in the cache, to which these are added. No gradients.
         """
         check_tokens(x, self.width)
         position = cache.length
@@ -254,7 +254,7 @@ class GatedSparseAttention(nn.Module):
 
     @torch.no_grad()
     def _follow(self, variance: Tensor) -> None:
-        """Move the average of the variance; the first one is the average."""
+        """Update the average of the variance, which starts as the first one."""
         mean = variance.mean().to(self.variance_ema.dtype)
         average = torch.lerp(mean, self.variance_ema, self.ema_decay)
         average = torch.where(self.variance_ema > 0.0, average, mean)

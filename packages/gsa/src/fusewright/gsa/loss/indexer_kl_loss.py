@@ -38,19 +38,8 @@ from . import launch, reference
 from .checks import check_loss, checked_temperature
 
 Tensor = torch.Tensor
-OPTIONS = ("index_scale", "scale", "causal", "q_offset")
-# The operands that get gradients, and all.
-LEARNING, OPERANDS = 5, 10
-
-
-def _named(options):
-    return dict(zip(OPTIONS, options, strict=True))
-
-
-def _loss_reference(*arguments):
-    operands, options = arguments[:OPERANDS], _named(arguments[OPERANDS:])
-    loss, *slopes = reference.indexer_kl_loss_with_slopes(*operands, **options)
-    return loss, *(slope.contiguous() for slope in slopes)
+# The operands that get gradients, all, and the options after them.
+LEARNING, OPERANDS, OPTIONS = 5, 10, 4
 
 
 def _loss_fake(q_index, k_index, w, bias, temperature, *_):
@@ -65,9 +54,8 @@ def _backward_multiplied(upstream, *arguments):
 
 
 def _backward_formula(upstream, *arguments):
-    operands, options = arguments[:OPERANDS], _named(arguments[OPERANDS:])
-    _, *slopes = reference.indexer_kl_loss_with_slopes(*operands, **options)
-    return _backward_multiplied(upstream, *operands, *slopes)
+    _, *slopes = reference.indexer_kl_loss_with_slopes(*arguments)
+    return _backward_multiplied(upstream, *arguments[:OPERANDS], *slopes)
 
 
 def _backward_fake(upstream, *arguments):
@@ -83,7 +71,7 @@ _SLOPES = "Tensor dq_index, Tensor dk_index, Tensor dw, Tensor dbias, Tensor dte
 _loss = Op(
     f"indexer_kl_loss({_OPERANDS}, {_OPTIONS}) -> (Tensor loss, {_SLOPES})",
     triton=launch.divergence,
-    reference=_loss_reference,
+    reference=reference.indexer_kl_loss_with_slopes,
     fake=_loss_fake,
     inference=functools.partial(launch.divergence, slopes=False),
 )
@@ -108,7 +96,7 @@ class _IndexerKLLoss(Derivative):
 
     @staticmethod
     def backward(ctx, upstream, *_):
-        unlearned = (None,) * (OPERANDS - LEARNING + len(OPTIONS))
+        unlearned = (None,) * (OPERANDS - LEARNING + OPTIONS)
         if upstream is None:
             return None, *(None,) * LEARNING, *unlearned
         grads = _backward(upstream, *ctx.saved_tensors, *ctx.options)
@@ -132,7 +120,7 @@ class _IndexerKLLossBackward(Derivative):
 
         # The slopes follow from the operands, and have no gradients of their own.
         grads = second_order(backward, ctx.saved_tensors[: 1 + LEARNING], cotangents)
-        return None, *grads, *(None,) * (OPERANDS + len(OPTIONS))
+        return None, *grads, *(None,) * (OPERANDS + OPTIONS)
 
 
 def indexer_kl_loss(
@@ -204,5 +192,5 @@ def indexer_kl_loss(
     options = (index_scale, scale, bool(causal), q_offset)
     if not (uses_triton(q_index, backend) and uses_triton(q, backend)):
         with without_autocast(q.device):
-            return reference.indexer_kl_loss(*operands, **_named(options))
+            return reference.indexer_kl_loss(*operands, *options)
     return _loss(*operands, *options)[0]

@@ -11,8 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._core.tiles import product_in_order
-from ..common.tiles import LOG2_E, LOG_2, load_rows
+from ..common.tiles import LOG2_E, LOG_2, load_rows, product, zeros
 
 # Below every score, and finite: its distance to itself is zero.
 LOWEST = tl.constexpr(-1e30)
@@ -39,39 +38,33 @@ def target_kernel(
     heads,
     shared,
     offset,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program adds the probabilities of all heads for BLOCK_Q queries and BLOCK_K keys;
     ``shared``: so many heads have one head of keys. Tiles that no row may see are left as they are.
     """
-    key_tiles = tl.cdiv(keys, BLOCK_K)
-    row_tiles = tl.cdiv(queries, BLOCK_Q)
+    key_tiles = tl.cdiv(keys, CONFIG.BLOCK_K)
+    row_tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
     tile = tl.program_id(0) // key_tiles
     batch = (tile // row_tiles).to(tl.int64)
-    start = tile % row_tiles * BLOCK_Q
-    first_key = tl.program_id(0) % key_tiles * BLOCK_K
-    row, key = start + tl.arange(0, BLOCK_Q), first_key + tl.arange(0, BLOCK_K)
+    start = tile % row_tiles * CONFIG.BLOCK_Q
+    first_key = tl.program_id(0) % key_tiles * CONFIG.BLOCK_K
+    row, key = start + tl.arange(0, CONFIG.BLOCK_Q), first_key + tl.arange(0, CONFIG.BLOCK_K)
     visible = True
-    if CAUSAL:
-        visible = first_key <= offset + start + BLOCK_Q - 1
+    if CONFIG.CAUSAL:
+        visible = first_key <= offset + start + CONFIG.BLOCK_Q - 1
     if visible:
-        total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+        total = zeros(CONFIG.BLOCK_Q, CONFIG.BLOCK_K)
         for head in range(heads):
             at = tl.cast(head, tl.int64)
             q_corner = q_ptr + batch * q_batch_stride + at * q_head_stride
-            q = load_rows(q_corner, start, queries, q_row_stride, D, BLOCK_Q, BLOCK_D)
+            q = load_rows(q_corner, start, queries, q_row_stride, CONFIG.BLOCK_Q, CONFIG)
             k_corner = k_ptr + batch * k_batch_stride + at // shared * k_head_stride
-            k = load_rows(k_corner, first_key, keys, k_row_stride, D, BLOCK_K, BLOCK_D)
+            k = load_rows(k_corner, first_key, keys, k_row_stride, CONFIG.BLOCK_K, CONFIG)
             lse_at = lse_ptr + batch * lse_batch_stride + at * lse_head_stride
             lse_at += row.to(tl.int64) * lse_row_stride
             lse = tl.load(lse_at, mask=row < queries, other=0.0).to(tl.float32)
-            s = product_in_order(q, tl.trans(k), UPCAST, PRECISION) * (scale * LOG2_E)
+            s = product(q, tl.trans(k), CONFIG) * (scale * LOG2_E)
             # A row without keys has no probabilities.
             p = tl.exp2(s - (lse * LOG2_E)[:, None])
             total += tl.where((lse > float("-inf"))[:, None], p, 0.0)
@@ -81,10 +74,10 @@ def target_kernel(
 
 
 @triton.jit
-def counted_keys(members_ptr, to_row, key, visible, HAS_MEMBERS: tl.constexpr):
+def counted_keys(members_ptr, to_row, key, visible):
     """Which of these keys the loss of a row counts."""
     inside = key < visible
-    if HAS_MEMBERS:
+    if members_ptr is not None:
         inside &= tl.load(members_ptr + to_row + key, mask=inside, other=0) != 0
     return inside
 
@@ -102,11 +95,9 @@ def divergence_kernel(
     members_stride,
     offset,
     CAUSAL: tl.constexpr,
-    HAS_MEMBERS: tl.constexpr,
-    WITH_SLOPES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program computes the divergence of one row, its slope along the temperature and, in the
+    """One program computes the divergence of one row, its derivative by the temperature and, in
     place of the scores, their gradients G: softmax less target.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -129,7 +120,7 @@ def divergence_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, visible, BLOCK):
         key = start + step
-        counts = counted_keys(members_ptr, to_member, key, visible, HAS_MEMBERS)
+        counts = counted_keys(members_ptr, to_member, key, visible)
         score = tl.load(scores_at + key, mask=counts, other=0.0)
         height = tl.where(counts, sign * score, LOWEST)
         next_highest = tl.maximum(highest, height)
@@ -156,16 +147,16 @@ def divergence_kernel(
     slope = tl.zeros([BLOCK], tl.float32)
     for start in range(0, keys, BLOCK):
         key = start + step
-        counts = counted_keys(members_ptr, to_member, key, visible, HAS_MEMBERS)
+        counts = counted_keys(members_ptr, to_member, key, visible)
         score = tl.load(scores_at + key, mask=counts, other=0.0)
         x = (sign * score - top) * factor
         p = tl.load(target_at + key, mask=counts, other=0.0) * inverse_mass
         loss += tl.where(p > 0.0, p * (tl.log2(tl.where(p > 0.0, p, 1.0)) - x + log_z), 0.0)
-        if WITH_SLOPES:
+        if slope_ptr is not None:
             g = tl.where(counts, tl.exp2(x) * inverse_z - p, 0.0)
             g = tl.where(mass > 0.0, g, 0.0)
             slope += g * (score - middle)
             tl.store(scores_at + key, g, mask=key < keys)
     tl.store(loss_ptr + row, tl.sum(loss, 0) * LOG_2)
-    if WITH_SLOPES:
+    if slope_ptr is not None:
         tl.store(slope_ptr + row, tl.sum(slope, 0))

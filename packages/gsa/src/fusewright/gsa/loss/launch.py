@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.backends import interpreted
 from .._core.launches import Launch, Layout, cdiv, is_current, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import input_precision
@@ -17,10 +16,11 @@ from ..common.launches import (
     MAX_ROW_STRIDE,
     Shape,
     TileConfig,
-    block_width,
+    chunks_of_rows,
     config_for,
     grid_of,
     present,
+    tile_constants,
 )
 from ..indexer.launch import scores_backward, scores_forward
 
@@ -76,38 +76,26 @@ def divergence(
     """
     if not is_current(q.device):
         with torch.cuda.device(q.device):
-            return divergence(
-                q_index,
-                k_index,
-                w,
-                bias,
-                temperature,
-                q,
-                k,
-                lse,
-                indices,
-                count,
-                index_scale,
-                scale,
-                causal,
-                q_offset,
-                slopes,
-            )
-    batches, queries = q.shape[:2]
-    q_offset = min(q_offset, k.shape[1])
+            learning, attention = (q_index, k_index, w, bias, temperature), (q, k, lse)
+            operands = (*learning, *attention, indices, count)
+            return divergence(*operands, index_scale, scale, causal, q_offset, slopes)
+    batches, queries, all_keys = *q.shape[:2], k.shape[1]
+    q_offset = min(q_offset, all_keys)
     q, k = (x if rows_are_near(x) else x.contiguous() for x in (q, k))
     temperature = temperature.detach().float().contiguous()
-    # Of each chunk of rows.
-    divergences: list[Tensor] = []
-    dtemperatures: list[Tensor] = []
-    dq: list[Tensor] = []
-    dw: list[Tensor] = []
-    dbias: list[Tensor] = []
+
+    def fits(first: int, last: int) -> bool:
+        keys = min(all_keys, q_offset + last) if causal else all_keys
+        return batches * (last - first) * keys <= SCORES_AT_A_TIME
+
+    # Of each chunk: divergences of its rows, dtemperature, dq, dw and dbias.
+    parts: list[tuple[Tensor, ...]] = []
     dk = torch.zeros(k_index.shape, dtype=torch.float32, device=q.device)
-    for first, last, keys in chunks_of_rows(batches, queries, k.shape[1], causal, q_offset):
+    for first, last in chunks_of_rows(queries if batches and all_keys else 0, ROWS, fits):
+        keys = min(all_keys, q_offset + last) if causal else all_keys
         offset = q_offset + first
-        operands = (q_index[:, first:last], k_index[:, :keys], w[:, first:last], bias)
-        scores = scores_forward(*operands, index_scale, causal, offset)
+        part = (q_index[:, first:last], k_index[:, :keys], w[:, first:last], bias)
+        scores = scores_forward(*part, index_scale, causal, offset)
         target = torch.empty_like(scores)
         attention = (q[:, first:last], k[:, :keys], lse[:, :, first:last])
         write_target(*attention, target, scale, causal, offset)
@@ -115,37 +103,35 @@ def divergence(
         rows = torch.empty(2, batches, last - first, dtype=torch.float32, device=q.device)
         members_stride = 0 if members is None else keys + 1
         sizes = (last - first, keys, members_stride, offset)
-        launch = divergence_plan(batches, sizes, causal, members is not None, slopes, q.device)
-        launch((scores, target, members, temperature, rows[0], rows[1]))
-        divergences.append(rows[0])
+        launch = divergence_plan(batches, sizes, causal, slopes, q.device)
+        launch((scores, target, members, temperature, rows[0], rows[1] if slopes else None))
         if slopes:
             # The launch has replaced the scores by their gradients.
-            dq_part, dk_part, dw_part, dbias_part = scores_backward(
-                scores, *operands, index_scale, causal, offset, wide=True
+            dq, dk_part, dw, dbias = scores_backward(
+                scores, *part, index_scale, causal, offset, wide=True
             )
-            dq.append(dq_part)
             dk[:, :keys] += dk_part
-            dw.append(dw_part)
-            dbias.append(dbias_part)
-            dtemperatures.append(rows[1])
-    if not divergences:
-        loss = torch.zeros((), dtype=torch.float32, device=q.device)
-        dq_index, dw_index = (
-            torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q_index, w)
-        )
-        return loss, dq_index, dk, dw_index, torch.zeros_like(bias).float(), loss.clone()
+            parts.append((rows[0], rows[1], dq, dw, dbias))
+        else:
+            parts.append((rows[0],))
+    if not parts:
+        shapes = (temperature.shape, q_index.shape, k_index.shape, w.shape, bias.shape, ())
+        return tuple(torch.zeros(x, dtype=torch.float32, device=q.device) for x in shapes)
     row_weight = 1.0 / (batches * queries)
+    divergences, *others = zip(*parts, strict=True)
     loss = torch.cat(divergences, 1).sum() * row_weight
     if not slopes:
         return loss, None, None, None, None, None
+    dtemperature, dq, dw = map(functools.partial(torch.cat, dim=1), others[:3])
     factor = temperature * row_weight
+    dbias = torch.stack(others[3]).sum(0)
     return (
         loss,
-        torch.cat(dq, 1) * factor,
+        dq * factor,
         dk * factor,
-        torch.cat(dw, 1) * factor,
-        torch.stack(dbias).sum(0) * factor,
-        torch.cat(dtemperatures, 1).sum() * row_weight,
+        dw * factor,
+        dbias * factor,
+        dtemperature.sum() * row_weight,
     )
 
 
@@ -154,34 +140,9 @@ def rows_are_near(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.stride(1) <= MAX_ROW_STRIDE
 
 
-def chunks_of_rows(
-    batches: int, queries: int, all_keys: int, causal: bool, offset: int
-) -> list[tuple[int, int, int]]:
-    """Chunks ``(first, last, keys)``: rows from ``first`` to before ``last``, and how many keys
-    they see at most.
-    """
-
-    def keys_before(row: int) -> int:
-        return min(all_keys, offset + row) if causal else all_keys
-
-    chunks: list[tuple[int, int, int]] = []
-    first = 0
-    while batches and all_keys and first < queries:
-        last = first + ROWS
-        while (
-            last < queries
-            and batches * (last + ROWS - first) * keys_before(last + ROWS) <= SCORES_AT_A_TIME
-        ):
-            last += ROWS
-        last = min(last, queries)
-        chunks.append((first, last, keys_before(last)))
-        first = last
-    return chunks
-
-
 def members_of(indices: Tensor, count: Tensor | None, first: int, last: int, keys: int) -> Tensor:
     """Which keys each row from ``first`` to before ``last`` has selected, [B, rows, keys + 1]; the
-    last column stands for no key.
+    last column is for no key.
     """
     slots = indices[:, first:last]
     valid = (slots >= 0) & (slots < keys)
@@ -197,15 +158,8 @@ def write_target(
     q: Tensor, k: Tensor, lse: Tensor, target: Tensor, scale: float, causal: bool, offset: int
 ) -> None:
     """Write the sum of the heads' probabilities of every row and key."""
-    launch = target_plan(
-        q.shape,
-        k.shape,
-        layouts(q, k, lse),
-        causal,
-        offset,
-        input_precision(q.dtype),
-        q.device,
-    )
+    sizes = (q.shape, k.shape, causal, offset)
+    launch = target_plan(*sizes, layouts(q, k, lse), input_precision(q.dtype), q.device)
     launch((q, k, lse, target), (scale,))
 
 
@@ -213,9 +167,9 @@ def write_target(
 def target_plan(
     shape: Shape,
     key_shape: Shape,
-    operands: tuple[Layout | None, ...],
     causal: bool,
     offset: int,
+    operands: tuple[Layout | None, ...],
     precision: str,
     device: torch.device,
 ) -> Launch:
@@ -231,26 +185,17 @@ def target_plan(
         device,
         (*q[1][:-1], *k[1][:-1], *lse[1], queries, keys, heads, heads // key_heads, offset),
         dict(num_warps=config.num_warps, num_stages=config.num_stages),
-        D=width,
-        CAUSAL=causal,
-        UPCAST=interpreted(),
-        PRECISION=precision,
-        BLOCK_Q=config.queries,
-        BLOCK_K=config.keys,
-        BLOCK_D=block_width(width),
+        CONFIG=tile_constants(width, causal, precision, config),
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def divergence_plan(
-    batches: int,
-    sizes: tuple[int, ...],
-    causal: bool,
-    has_members: bool,
-    slopes: bool,
-    device: torch.device,
+    batches: int, sizes: tuple[int, ...], causal: bool, slopes: bool, device: torch.device
 ) -> Launch:
-    """The launch for these ``sizes``: rows, keys, the stride of members' rows, and the offset."""
+    """The launch for these ``sizes``: rows, keys, the stride of members' rows (0 without members),
+    and the offset.
+    """
     return Launch(
         kernels.divergence_kernel,
         grid_of(batches * sizes[0]),
@@ -258,7 +203,5 @@ def divergence_plan(
         sizes,
         dict(num_warps=DIVERGENCE.num_warps),
         CAUSAL=causal,
-        HAS_MEMBERS=has_members,
-        WITH_SLOPES=slopes,
         BLOCK=DIVERGENCE.block,
     )

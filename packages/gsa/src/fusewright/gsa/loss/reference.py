@@ -28,9 +28,8 @@ def indexer_kl_loss(
     lse: Tensor,
     indices: Tensor | None = None,
     count: Tensor | None = None,
-    *,
-    index_scale: float,
-    scale: float,
+    index_scale: float = 1.0,
+    scale: float = 1.0,
     causal: bool = True,
     q_offset: int = 0,
 ) -> Tensor:
@@ -39,33 +38,23 @@ def indexer_kl_loss(
     """
     counts = keys_counted(q, k, indices, count, causal, q_offset)
     p = attention_target(q, k, lse, counts, scale).to(wide(q_index).dtype)
-    scores = gated_indexer(
-        q_index, k_index, w, bias, scale=index_scale, causal=causal, q_offset=q_offset
-    )
+    scores = gated_indexer(q_index, k_index, w, bias, index_scale, causal, q_offset)
     log_softmax = log_probabilities(scores, temperature, counts)
     log_p = torch.where(p > 0, p, 1.0).log()
     return (p * (log_p - log_softmax)).sum() / max(q.shape[0] * q.shape[1], 1)
 
 
-def indexer_kl_loss_with_slopes(
-    q_index: Tensor,
-    k_index: Tensor,
-    w: Tensor,
-    bias: Tensor,
-    temperature: Tensor,
-    *constants: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, ...]:
+def indexer_kl_loss_with_slopes(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
     """:func:`indexer_kl_loss` and its gradients for q_index, k_index, w, bias and temperature, in
     fp32.
     """
 
-    def forward(*operands: Tensor) -> Tensor:
-        return indexer_kl_loss(*operands, *constants, **options)
+    def forward(*learning: Any) -> Tensor:
+        return indexer_kl_loss(*learning, *arguments[5:], **options)
 
-    operands = (x.to(wide(q_index).dtype) for x in (q_index, k_index, w, bias, temperature))
-    loss, pullback = torch.func.vjp(forward, *operands)[:2]
-    return loss, *pullback(torch.ones_like(loss))
+    learning = (x.to(wide(arguments[0]).dtype) for x in arguments[:5])
+    loss, pullback = torch.func.vjp(forward, *learning)[:2]
+    return loss, *(slope.contiguous() for slope in pullback(torch.ones_like(loss)))
 
 
 def keys_counted(

@@ -30,7 +30,6 @@ from ..common.checks import Law, check_indexer, check_law, check_whole, checked_
 from . import launch, reference
 
 Tensor = torch.Tensor
-OPTIONS = ("scale", "law", "k_base", "k_min", "k_max", "sinks", "causal", "q_offset")
 
 
 class SelectionStats(NamedTuple):
@@ -48,21 +47,18 @@ def _topk_triton(q, k, w, bias, variance_ema, *options):
     return indices, count, variance, empty_grad(variance) if entropy is None else entropy
 
 
-def _topk_reference(q, k, w, bias, variance_ema, *options):
-    named = dict(zip(OPTIONS, options, strict=True))
-    indices, count, variance, entropy = reference.indexer_topk(q, k, w, bias, variance_ema, **named)
-    return indices, count, variance, entropy if named["law"] == "entropy" else empty_grad(entropy)
+def _topk_reference(q, k, w, bias, variance_ema, scale, law, *options):
+    *outputs, entropy = reference.indexer_topk(q, k, w, bias, variance_ema, scale, law, *options)
+    return *outputs, entropy if law == "entropy" else empty_grad(entropy)
 
 
-def _topk_fake(q, k, w, bias, variance_ema, *options):
-    named = dict(zip(OPTIONS, options, strict=True))
-    rows = q.shape[:2]
-    wide = torch.promote_types(q.dtype, torch.float32)
+def _topk_fake(q, k, w, bias, variance_ema, scale, law, k_base, k_min, k_max, *_):
+    rows, wide = q.shape[:2], torch.promote_types(q.dtype, torch.float32)
     return (
-        q.new_empty((*rows, named["k_max"]), dtype=torch.int32),
+        q.new_empty((*rows, k_max), dtype=torch.int32),
         q.new_empty(rows, dtype=torch.int32),
         q.new_empty(rows, dtype=wide),
-        q.new_empty(rows if named["law"] == "entropy" else (0,), dtype=wide),
+        q.new_empty(rows if law == "entropy" else (0,), dtype=wide),
     )
 
 
@@ -84,11 +80,12 @@ class _IndexerTopk(Derivative):
     def forward(ctx, run, *arguments):
         outputs = run(*arguments)
         ctx.mark_non_differentiable(*outputs)
+        ctx.inputs = 1 + len(arguments)
         return outputs
 
     @staticmethod
     def backward(ctx, *_):
-        return (None,) * (6 + len(OPTIONS))
+        return (None,) * ctx.inputs
 
 
 def indexer_topk(
@@ -117,11 +114,11 @@ def indexer_topk(
             k_max may pass Tkv.
         law: how the number of a row's keys follows from its scores: "inverse" (fewer where they are
             spread out), "proportional", "entropy" or "fixed".
-        sinks: so many first keys are selected by every row that sees them, 0 to k_min.
+        sinks: this many first keys are selected by every row that sees them, 0 to k_min.
         variance_ema: one number in fp32 on q's device, an average of the variances of earlier calls
             for the laws "inverse" and "proportional". Where it is None, or not positive, every row
-            counts as typical: a mean over the rows of this call would tell early rows of later
-            ones. It is read on the device alone.
+            counts as typical: a mean over the rows of this call would make early rows depend on
+            later ones. It is read on the device alone.
 
     Returns:
         ``(indices, count, stats)``: indices ``[B, Tq, k_max]`` in int32, the first ``count`` of a

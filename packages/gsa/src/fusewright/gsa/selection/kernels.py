@@ -33,8 +33,8 @@ FIELDS = tl.constexpr(0x0001000100010001)
 
 @triton.jit
 def sums_before(x, RUNS: tl.constexpr, BLOCK: tl.constexpr):
-    """For each of the small numbers [RUNS, BLOCK] the sum of what stands before it, row by row, and
-    the sum of all. Four rows fraction one scan: each has 16 bits of 64.
+    """For each of the small numbers [RUNS, BLOCK] the sum of those before it, row by row, and
+    the sum of all. Four rows share one scan: each has 16 bits of 64.
     """
     ROWS: tl.constexpr = min(RUNS, 4)
     GROUPS: tl.constexpr = RUNS // ROWS
@@ -55,20 +55,12 @@ def sums_before(x, RUNS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_chosen(
-    out,
-    keys_ptr,
-    chosen,
-    start,
-    items,
-    BLOCK: tl.constexpr,
-    RUNS: tl.constexpr,
-    LISTED: tl.constexpr,
-):
+def store_chosen(out, keys_ptr, chosen, start, items, CONFIG: tl.constexpr):
     """Store the keys of those chosen, 1 or 0 for each place from ``start`` on, one behind the
-    other, and return how many they are. A key is its place, or stands there in a list of them.
+    other, and return how many they are. A key is its place, or the number there in a list of keys.
     """
-    FOURS: tl.constexpr = BLOCK // 4
+    RUNS: tl.constexpr = CONFIG.RUNS
+    FOURS: tl.constexpr = CONFIG.BLOCK // 4
     # A thread has four neighbours: as bits they are one register, and one sum serves them.
     chosen = tl.reshape(chosen, [RUNS, FOURS // RUNS, 4])
     bits = tl.reshape(tl.sum(chosen << tl.arange(0, 4), 2), [FOURS])
@@ -78,7 +70,7 @@ def store_chosen(
     for _ in range(0, tl.minimum(items, 4)):
         here = (bits & 1) > 0
         key = at
-        if LISTED:
+        if keys_ptr is not None:
             key = tl.load(keys_ptr + at, mask=here, other=0)
         tl.store(out + place, key, mask=here)
         place += bits & 1
@@ -88,67 +80,51 @@ def store_chosen(
 
 
 @triton.jit
-def raised(images, start, low, end, BLOCK: tl.constexpr):
+def raised(images, start, low, end, CONFIG: tl.constexpr):
     """Images, those of ``low`` before place ``end`` raised above all bounds."""
-    place = start + tl.arange(0, BLOCK)
+    place = start + tl.arange(0, CONFIG.BLOCK)
     return tl.where((images == low) & (place < end), SINK, images)
 
 
 @triton.jit
-def write_held(
-    out,
-    keys_ptr,
-    images,
-    items,
-    low,
-    high,
-    reach,
-    above,
-    lower,
-    upper,
-    count,
-    BLOCK: tl.constexpr,
-    RUNS: tl.constexpr,
-    LISTED: tl.constexpr,
-):
+def write_held(out, keys_ptr, images, items, bracket, count, CONFIG: tl.constexpr):
     """Narrow the bracket of images that are held, and write the ``count`` greatest's keys."""
-    low, high, reach, above, _, _ = narrowed(
-        *(out, images, items, 0, low, high, reach, above, lower, upper, count, 0),
-        *(BLOCK, RUNS, True),
-    )
+    row = (out, images, items, 0)
+    low, high, _, above, _, _ = narrowed(row, bracket, count, 0, CONFIG)
     if above < count:
-        end = end_of_ties(out, images, items, 0, low, count - above, BLOCK, True)
-        images = raised(images, 0, low, end, BLOCK)
-    store_chosen(out, keys_ptr, is_less(high - 1, images), 0, items, BLOCK, RUNS, LISTED)
+        end = end_of_ties(row, low, count - above, CONFIG)
+        images = raised(images, 0, low, end, CONFIG)
+    store_chosen(out, keys_ptr, is_less(high - 1, images), 0, items, CONFIG)
 
 
 @triton.jit
-def write_streamed(
-    out, corner, items, sinks, low, high, above, count, BLOCK: tl.constexpr, RUNS: tl.constexpr
-):
+def write_streamed(out, row, bracket, count, CONFIG: tl.constexpr):
     """Write the keys of the ``count`` greatest of a row that is read again, its bracket narrow."""
+    corner, _, items, sinks = row
+    low, high, _, above, _, _ = bracket
     end = 0 * count
     if above < count:
-        end = end_of_ties(corner, 0, items, sinks, low, count - above, BLOCK, False)
-    for start in range(0, items, BLOCK):
-        images = raised(load_images(corner, start, items, sinks, BLOCK), start, low, end, BLOCK)
-        chosen = is_less(high - 1, images)
-        out += store_chosen(out, out, chosen, start, items, BLOCK, RUNS, False)
+        end = end_of_ties(row, low, count - above, CONFIG)
+    for start in range(0, items, CONFIG.BLOCK):
+        images = load_images(corner, start, items, sinks, CONFIG)
+        chosen = is_less(high - 1, raised(images, start, low, end, CONFIG))
+        out += store_chosen(out, None, chosen, start, items, CONFIG)
 
 
 @triton.jit
-def list_reaching(listed, corner, items, sinks, low, BLOCK: tl.constexpr, RUNS: tl.constexpr):
+def list_reaching(listed, row, low, CONFIG: tl.constexpr):
     """List the keys of what reaches ``low``, no more than BLOCK, and return their images and how
     many they are.
     """
+    corner, _, items, sinks = row
     listed_keys = 0 * items
-    for start in range(0, items, BLOCK):
-        chosen = is_less(low - 1, load_images(corner, start, items, sinks, BLOCK))
+    for start in range(0, items, CONFIG.BLOCK):
+        chosen = is_less(low - 1, load_images(corner, start, items, sinks, CONFIG))
         out = listed + listed_keys
-        listed_keys += store_chosen(out, listed, chosen, start, items, BLOCK, RUNS, False)
+        listed_keys += store_chosen(out, None, chosen, start, items, CONFIG)
     # What other threads have stored is read from here on.
     tl.debug_barrier()
-    place = tl.arange(0, BLOCK)
+    place = tl.arange(0, CONFIG.BLOCK)
     key = tl.load(listed + place, mask=place < listed_keys, other=0)
     x = tl.load(corner + key, mask=place < listed_keys, other=0.0)
     image = to_image(tl.where(x == x, x, 0.0)) | (-is_less(key, sinks) & SINK)
@@ -174,13 +150,7 @@ def select_kernel(
     k_min,
     k_max,
     sinks,
-    CAUSAL: tl.constexpr,
-    LAW: tl.constexpr,
-    HAS_EMA: tl.constexpr,
-    HELD: tl.constexpr,
-    LISTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RUNS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program selects the keys of one row, whose scores, [B, rows, last_key], it holds or, if
     they are too many, reads again for each use until it may hold the candidates, LISTED.
@@ -188,30 +158,30 @@ def select_kernel(
     program = tl.program_id(0).to(tl.int64)
     row = first_row + tl.program_id(0) % rows
     visible = keys
-    if CAUSAL:
+    if CONFIG.CAUSAL:
         visible = tl.minimum(keys, offset + row + 1)
     corner = scores_ptr + program * last_key
     sinks = tl.minimum(sinks, visible)
-    if HELD:
-        x = load_scores(corner, 0, visible, BLOCK)
+    if CONFIG.HELD:
+        x = load_scores(corner, 0, visible, CONFIG)
         mean, variance, low, highest = statistics_of(x, visible)
     else:
         x = corner
-        mean, variance, low, highest = streamed_statistics(corner, visible, BLOCK, RUNS)
+        mean, variance, low, highest = streamed_statistics(corner, visible, CONFIG)
     entropy = variance
-    if LAW == "entropy":
-        entropy = entropy_of(corner, x, visible, to_score(highest), BLOCK, RUNS, HELD)
-    if HELD:
+    if CONFIG.LAW == "entropy":
+        entropy = entropy_of(corner, x, visible, to_score(highest), CONFIG)
+    if CONFIG.HELD:
         images = to_image(x)
         if sinks > 0:
             # A block of its own: 32 masks and 32 scores together do not fit the registers.
-            images = images_of(x, 0, sinks, BLOCK)
-    count = wanted_keys(variance, entropy, ema_ptr, k_base, k_min, k_max, LAW, HAS_EMA)
+            images = images_of(x, 0, sinks, CONFIG)
+    count = wanted_keys(variance, entropy, ema_ptr, k_base, k_min, k_max, CONFIG)
     count = tl.minimum(count, visible)
     at = tl.program_id(0) // rows * queries + row
     tl.store(count_ptr + at, count)
     tl.store(variance_ptr + at, variance)
-    if LAW == "entropy":
+    if CONFIG.LAW == "entropy":
         tl.store(entropy_ptr + at, entropy)
 
     # A row that sees no more keys than its law gives it selects all of them.
@@ -219,28 +189,20 @@ def select_kernel(
     high, above = tl.where(more, highest + 1, 0), tl.where(more, sinks, count)
     fraction = (count - sinks).to(tl.float32) / (visible - sinks).to(tl.float32)
     lower, upper = first_bounds(mean, variance, fraction)
-    reach = visible
+    bracket = (low, high, visible, above, lower, upper)
     out = indices_ptr + at.to(tl.int64) * k_max
-    if HELD:
-        write_held(
-            *(out, out, images, visible, low, high, reach, above, lower, upper, count),
-            *(BLOCK, RUNS, False),
-        )
+    if CONFIG.HELD:
+        write_held(out, None, images, visible, bracket, count, CONFIG)
     else:
-        low, high, reach, above, lower, upper = narrowed(
-            *(corner, 0, visible, sinks, low, high, reach, above, lower, upper),
-            *(count, BLOCK if LISTED else 0, BLOCK, RUNS, False),
-        )
-        if LISTED and reach <= BLOCK:
-            listed = listed_ptr + program * BLOCK
-            images, candidates = list_reaching(listed, corner, visible, sinks, low, BLOCK, RUNS)
-            write_held(
-                *(out, listed, images, candidates, low, high, reach, above, lower, upper, count),
-                *(BLOCK, RUNS, True),
-            )
+        scores = (corner, None, visible, sinks)
+        bracket = narrowed(scores, bracket, count, CONFIG.BLOCK if CONFIG.LISTED else 0, CONFIG)
+        if CONFIG.LISTED and bracket[2] <= CONFIG.BLOCK:
+            listed = listed_ptr + program * CONFIG.BLOCK
+            images, candidates = list_reaching(listed, scores, bracket[0], CONFIG)
+            write_held(out, listed, images, candidates, bracket, count, CONFIG)
         else:
-            write_streamed(*(out, corner, visible, sinks, low, high, above, count, BLOCK, RUNS))
-    step = tl.arange(0, BLOCK // RUNS)
-    for start in range(count, k_max, BLOCK // RUNS):
-        slot = start + step
-        tl.store(out + slot, tl.full([BLOCK // RUNS], -1, tl.int32), mask=slot < k_max)
+            write_streamed(out, scores, bracket, count, CONFIG)
+    STEP: tl.constexpr = CONFIG.BLOCK // CONFIG.RUNS
+    for start in range(count, k_max, STEP):
+        slot = start + tl.arange(0, STEP)
+        tl.store(out + slot, tl.full([STEP], -1, tl.int32), mask=slot < k_max)

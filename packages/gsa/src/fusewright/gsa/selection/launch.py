@@ -1,13 +1,14 @@
 """The launches of indexer_topk: configurations and plans.
 
 The scores of a chunk of the rows are computed into memory, and the selection of these rows reads
-them from there; then the next rows take their place.
+them from there; the next rows overwrite them.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from operator import call
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,7 +17,6 @@ from .._core.backends import device_properties
 from .._core.launches import (
     Allocator,
     Launch,
-    Layout,
     allocate,
     allocator,
     contiguous_where,
@@ -25,13 +25,15 @@ from .._core.launches import (
 )
 from .._core.lazy import lazy_module
 from .._core.precision import input_precision, round_up
-from ..common.launches import Shape, grid_of
+from ..common.launches import chunks_of_rows, grid_of
 from ..indexer.launch import SCORES, IndexerProblem, indexer_problem, plan_scores
 
 if TYPE_CHECKING:
     from . import kernels
 else:
     kernels = lazy_module(__package__, "kernels")
+
+Tensor = torch.Tensor
 
 
 class SelectConfig(NamedTuple):
@@ -73,12 +75,12 @@ SELECT = (
 )
 # The scores of a chunk of rows, 128 MiB: fewer leave a GPU idle where rows are long.
 SCORES_TO_SELECT = 1 << 25
-# Rows of scores start at multiples of so many.
+# Rows of scores start at multiples of this many.
 SCORES_IN_LINE = 128
-# Rows of up to so many scores are one chunk, whatever line serves them.
+# Rows of up to this many scores are one chunk, whatever line serves them.
 SHORT_ROW = 2048
-# A row that reads its scores again lists and holds a block of the candidates, if that is so many
-# times the most keys that it may select.
+# A row that reads its scores again lists and holds a block of the candidates, if that is this
+# many times the most keys that it may select.
 LISTED = 2
 
 
@@ -92,28 +94,35 @@ class SelectionLaw(NamedTuple):
     sinks: int
 
 
+class SelectConstants(NamedTuple):
+    """What the kernel is compiled for, read as ``CONFIG``."""
+
+    CAUSAL: bool
+    LAW: str
+    HELD: bool
+    LISTED: bool
+    BLOCK: int
+    RUNS: int
+
+
 class SelectionPlan(NamedTuple):
     """One selection: for each chunk of the rows the launches of its scores (None where the rows see
-    no key) and of its selection, which operands it copies first, its intermediate results and its
-    outputs.
+    no key) and of its selection, the memory of the scores, that of lists (None without any), and
+    that of indices, counts, variance and entropy (but for its law, none).
     """
 
     chunks: tuple[tuple[Launch | None, Launch], ...]
-    copies: tuple[bool, ...]
     scores: Allocator
     listed: Allocator | None
-    indices: Allocator
-    counts: Allocator
-    variance: Allocator
-    entropy: Allocator | None
+    outputs: tuple[Allocator, ...]
 
 
 def select_keys(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor,
-    variance_ema: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    variance_ema: Tensor | None,
     scale: float,
     law: str,
     k_base: int,
@@ -122,46 +131,25 @@ def select_keys(
     sinks: int,
     causal: bool,
     q_offset: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """``(indices, count, variance, entropy)`` of every row, contiguous; entropy is None but for the
     law "entropy".
     """
     if not is_current(q.device):
         with torch.cuda.device(q.device):
-            return select_keys(
-                q,
-                k,
-                w,
-                bias,
-                variance_ema,
-                scale,
-                law,
-                k_base,
-                k_min,
-                k_max,
-                sinks,
-                causal,
-                q_offset,
-            )
+            counts = (law, k_base, k_min, k_max, sinks)
+            return select_keys(q, k, w, bias, variance_ema, scale, *counts, causal, q_offset)
     operands = (q, k, w, bias)
-    plan = selection_plan(
-        q.shape,
-        k.shape[1],
-        layouts(*operands),
-        causal,
-        q_offset,
-        SelectionLaw(law, k_base, k_min, k_max, sinks),
-        variance_ema is not None,
-        input_precision(q.dtype),
-        q.device,
-    )
-    indices, count, variance = plan.indices(), plan.counts(), plan.variance()
-    entropy = allocate(plan.entropy)
+    sizes = (q.shape, k.shape[1], causal, q_offset)
+    problem = indexer_problem(*sizes, layouts(*operands), input_precision(q.dtype), q.device)
+    counts = SelectionLaw(law, k_base, k_min, k_max, sinks)
+    plan = selection_plan(problem, counts, variance_ema is not None)
+    indices, count, variance, *entropies = map(call, plan.outputs)
+    entropy = entropies[0] if entropies else None
     if plan.chunks:
-        if plan.copies:
-            operands = contiguous_where(operands, plan.copies)
-        scores = plan.scores()
-        listed = allocate(plan.listed)
+        if problem.copies:
+            operands = contiguous_where(operands, problem.copies)
+        scores, listed = plan.scores(), allocate(plan.listed)
         outputs = (indices, count, variance, entropy)
         for scores_launch, select_launch in plan.chunks:
             if scores_launch is not None:
@@ -171,66 +159,47 @@ def select_keys(
 
 
 @functools.lru_cache(maxsize=1024)
-def selection_plan(
-    shape: Shape,
-    keys: int,
-    operands: tuple[Layout | None, ...],
-    causal: bool,
-    offset: int,
-    law: SelectionLaw,
-    has_ema: bool,
-    precision: str,
-    device: torch.device,
-) -> SelectionPlan:
-    """The plan for operands of these layouts: q, k, w and bias."""
-    problem = indexer_problem(shape, keys, operands, causal, offset, precision, device)
-    rows = shape[:2]
+def selection_plan(problem: IndexerProblem, law: SelectionLaw, has_ema: bool) -> SelectionPlan:
+    """The plan for one law; ``has_ema``: whether there is an average of the variance."""
+    device, rows = problem.device, problem.shape[:2]
     few_registers = device_properties(device).capability == 90 and law.law != "entropy"
     chunks, most_scores, most_listed = [], 1, 0
-    for first, last, width in chunks_of_rows(problem, few_registers):
+    for first, last, width in chunks_with_widths(problem, few_registers):
         scores_launch = plan_scores(problem, first, last, width, fill=False) if width else None
-        select_launch = plan_select(problem, first, last, width, law, has_ema, few_registers)
+        select_launch = plan_select(problem, first, last, width, law, few_registers)
         chunks.append((scores_launch, select_launch))
-        programs = problem.batches * (last - first)
+        programs = rows[0] * (last - first)
         most_scores = max(most_scores, programs * width)
-        if select_launch.constants["LISTED"]:
-            most_listed = max(most_listed, programs * select_launch.constants["BLOCK"])
+        if select_launch.constants["CONFIG"].LISTED:
+            most_listed = max(most_listed, programs * select_launch.constants["CONFIG"].BLOCK)
+    of_rows = allocator(rows, torch.float32, device)
     return SelectionPlan(
         tuple(chunks),
-        problem.copies,
         allocator((most_scores,), torch.float32, device),
         allocator((most_listed,), torch.int32, device) if most_listed else None,
-        indices=allocator((*rows, law.k_max), torch.int32, device),
-        counts=allocator(rows, torch.int32, device),
-        variance=allocator(rows, torch.float32, device),
-        entropy=allocator(rows, torch.float32, device) if law.law == "entropy" else None,
+        (
+            *(allocator(x, torch.int32, device) for x in ((*rows, law.k_max), rows)),
+            *((of_rows, of_rows) if law.law == "entropy" else (of_rows,)),
+        ),
     )
 
 
-def chunks_of_rows(problem: IndexerProblem, few_registers: bool) -> list[tuple[int, int, int]]:
-    """Chunks ``(first, last, width)``: rows from ``first`` to before ``last``, and how many scores
-    each has. A chunk's scores fit their memory, or it is one tile of rows. It ends before rows that
-    need another line of the table, unless these are short.
+def chunks_with_widths(problem: IndexerProblem, few_registers: bool) -> list[tuple[int, int, int]]:
+    """Chunks of the rows, and how many scores each of their rows has. A chunk's scores fit their
+    memory, or it is one tile of rows. It ends before rows that need another line of the table,
+    unless these are short.
     """
+    batches, queries = problem.shape[:2]
     tile = problem.config(SCORES).queries
-    chunks: list[tuple[int, int, int]] = []
-    if not problem.batches * problem.queries:
-        return chunks
-    first = 0
-    while first < problem.queries:
-        last = first + tile
-        config = config_of_rows(problem, last, few_registers)
-        while last < problem.queries:
-            longer = keys_before(problem, last + tile)
-            if problem.batches * (last + tile - first) * longer > SCORES_TO_SELECT:
-                break
-            if config_of_rows(problem, last + tile, few_registers) != config:
-                break
-            last += tile
-        last = min(last, problem.queries)
-        chunks.append((first, last, keys_before(problem, last)))
-        first = last
-    return chunks
+
+    def fits(first: int, last: int) -> bool:
+        if batches * (last - first) * keys_before(problem, last) > SCORES_TO_SELECT:
+            return False
+        lines = (config_of_rows(problem, row, few_registers) for row in (first + tile, last))
+        return next(lines) == next(lines)
+
+    chunks = chunks_of_rows(queries if batches else 0, tile, fits)
+    return [(first, last, keys_before(problem, last)) for first, last in chunks]
 
 
 def config_of_rows(problem: IndexerProblem, last: int, few_registers: bool) -> SelectConfig:
@@ -250,29 +219,26 @@ def plan_select(
     last: int,
     width: int,
     law: SelectionLaw,
-    has_ema: bool,
     few_registers: bool,
 ) -> Launch:
     """The launch that selects of rows from ``first`` to before ``last``, with ``width`` scores."""
     config = select_config(width, few_registers)
+    batches, queries = problem.shape[:2]
+    listed = not config.held and LISTED * law.k_max <= config.block
     return Launch(
         kernels.select_kernel,
-        grid_of(problem.batches * (last - first)),
+        grid_of(batches * (last - first)),
         problem.device,
-        (problem.queries, problem.keys, problem.offset, first, last - first, width, *law[1:]),
+        (queries, problem.keys, problem.offset, first, last - first, width, *law[1:]),
         dict(num_warps=config.num_warps, maxnreg=config.max_registers),
-        CAUSAL=problem.causal,
-        LAW=law.law,
-        HAS_EMA=has_ema,
-        HELD=config.held,
-        LISTED=not config.held and LISTED * law.k_max <= config.block,
-        BLOCK=config.block,
-        RUNS=config.runs,
+        CONFIG=SelectConstants(
+            problem.causal, law.law, config.held, listed, config.block, config.runs
+        ),
     )
 
 
 def select_config(scores: int, few_registers: bool) -> SelectConfig:
-    """The line for rows of so many scores; ``few_registers``: whether such a line may serve."""
+    """The line for rows of this many scores; ``few_registers``: whether such a line may serve."""
     return next(
         config
         for config in SELECT

@@ -4,8 +4,6 @@ tests and the CPU implementation. All scores of a call are in memory at once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -19,8 +17,7 @@ def indexer_topk(
     k: Tensor,
     w: Tensor,
     bias: Tensor,
-    variance_ema: Tensor | None = None,
-    *,
+    variance_ema: Tensor | None,
     scale: float,
     law: str,
     k_base: int,
@@ -33,9 +30,9 @@ def indexer_topk(
     """(indices, count, variance, entropy) of the keys that each row selects; see the public
     function. entropy is that of the scores' softmax over log(n + 1).
     """
-    scores = gated_indexer(q, k, w, bias, scale=scale, causal=causal, q_offset=q_offset)
+    scores = gated_indexer(q, k, w, bias, scale, causal, q_offset)
     seen = keys_seen(q, k, causal, q_offset)
-    counts: dict[str, Any] = dict(k_base=k_base, k_min=k_min, k_max=k_max, sinks=sinks)
+    counts = dict(k_base=k_base, k_min=k_min, k_max=k_max, sinks=sinks)
     return select(scores, seen, variance_ema, law=law, **counts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.tiles import zeros
 from .tiles_row import is_less, load_images, sum_of_runs, to_image, to_score
 
 
@@ -42,66 +43,40 @@ def even_bounds(low, high, reach, above, count):
 
 
 @triton.jit
-def counts_from(
-    corner,
-    images,
-    items,
-    sinks,
-    lower,
-    upper,
-    BLOCK: tl.constexpr,
-    RUNS: tl.constexpr,
-    HELD: tl.constexpr,
-):
-    """How many images are not below ``lower``, and how many not below ``upper``."""
-    if HELD:
-        reached = sum_of_runs(is_less(lower - 1, images), BLOCK, RUNS)
-        passed = sum_of_runs(is_less(upper - 1, images), BLOCK, RUNS)
-    else:
-        reached = tl.zeros([BLOCK // RUNS], tl.int32)
-        passed = tl.zeros([BLOCK // RUNS], tl.int32)
-        for start in range(0, items, BLOCK):
-            part = load_images(corner, start, items, sinks, BLOCK)
-            reached += sum_of_runs(is_less(lower - 1, part), BLOCK, RUNS)
-            passed += sum_of_runs(is_less(upper - 1, part), BLOCK, RUNS)
-    if HELD:
+def counts_from(row, lower, upper, CONFIG: tl.constexpr):
+    """How many images of a row are not below ``lower``, and how many not below ``upper``. A row is
+    where it lies, its images (None: they are read), how many they are, and how many are sinks.
+    """
+    corner, images, items, sinks = row
+    if images is not None:
+        reached = sum_of_runs(is_less(lower - 1, images), CONFIG)
+        passed = sum_of_runs(is_less(upper - 1, images), CONFIG)
         # Both in one sum: a row that is held has at most 2**15.
         both = tl.sum(reached + (passed << 16), 0)
         from_lower, from_upper = both & 0xFFFF, (both >> 16) & 0xFFFF
     else:
+        reached = zeros(CONFIG.BLOCK // CONFIG.RUNS).to(tl.int32)
+        passed = reached
+        for start in range(0, items, CONFIG.BLOCK):
+            part = load_images(corner, start, items, sinks, CONFIG)
+            reached += sum_of_runs(is_less(lower - 1, part), CONFIG)
+            passed += sum_of_runs(is_less(upper - 1, part), CONFIG)
         from_lower, from_upper = tl.sum(reached, 0), tl.sum(passed, 0)
     return from_lower, from_upper
 
 
 @triton.jit
-def narrowed(
-    corner,
-    images,
-    items,
-    sinks,
-    low,
-    high,
-    reach,
-    above,
-    lower,
-    upper,
-    count,
-    limit,
-    BLOCK: tl.constexpr,
-    RUNS: tl.constexpr,
-    HELD: tl.constexpr,
-):
+def narrowed(row, bracket, count, limit, CONFIG: tl.constexpr):
     """The bracket from ``low``, that more than ``count`` images reach, to ``high``, that at most
     ``count`` do, made narrower until ``above`` is ``count``, until it is one image wide, or until
     no more than ``limit`` images reach ``low``. ``lower`` and ``upper`` are what is tried first,
     and what is to be tried next.
     """
+    low, high, reach, above, lower, upper = bracket
     while (high - low > 1) & (above < count) & (reach > limit):
         lower = tl.minimum(tl.maximum(lower, low + 1), high - 1)
         upper = tl.minimum(tl.maximum(upper, lower), high - 1)
-        from_lower, from_upper = counts_from(
-            corner, images, items, sinks, lower, upper, BLOCK, RUNS, HELD
-        )
+        from_lower, from_upper = counts_from(row, lower, upper, CONFIG)
         before = reach - above
         under, over = from_upper > count, from_lower <= count
         low = tl.where(under, upper, tl.where(over, low, lower))
@@ -118,20 +93,19 @@ def narrowed(
 
 
 @triton.jit
-def end_of_ties(
-    corner, images, items, sinks, image, needed, BLOCK: tl.constexpr, HELD: tl.constexpr
-):
+def end_of_ties(row, image, needed, CONFIG: tl.constexpr):
     """The place before which ``needed``, 1 or more, of those with this image lie."""
+    corner, images, items, sinks = row
     first, last = 0 * items, items
-    step = tl.arange(0, BLOCK)
+    step = tl.arange(0, CONFIG.BLOCK)
     while last - first > 1:
         middle = first + (last - first) // 2
-        if HELD:
+        if images is not None:
             equal = ((images == image) & (step < middle)).to(tl.int32)
         else:
-            equal = tl.zeros([BLOCK], tl.int32)
-            for start in range(0, middle, BLOCK):
-                part = load_images(corner, start, items, sinks, BLOCK)
+            equal = tl.zeros_like(step)
+            for start in range(0, middle, CONFIG.BLOCK):
+                part = load_images(corner, start, items, sinks, CONFIG)
                 equal += ((part == image) & (start + step < middle)).to(tl.int32)
         enough = tl.sum(equal, 0) >= needed
         last = tl.where(enough, middle, last)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import LOG2_E, LOG_2
+from ..common.tiles import LOG2_E, LOG_2, zeros
 
 # The image of a sink, above that of every score. What a row does not see has one below all: -1, the
 # bits of a NaN.
@@ -34,11 +34,11 @@ def is_less(a, b):
 
 
 @triton.jit
-def load_scores(corner, start, visible, BLOCK: tl.constexpr):
+def load_scores(corner, start, visible, CONFIG: tl.constexpr):
     """Scores ``start``, ``start + 1``, ... of a row: 0 for NaN, and NaN for what the row does not
     see.
     """
-    place = start + tl.arange(0, BLOCK)
+    place = start + tl.arange(0, CONFIG.BLOCK)
     # Memory goes on to a multiple of four, so that a thread reads four at once.
     x = tl.load(corner + place, mask=place < tl.cdiv(visible, 4) * 4, other=0.0)
     x = tl.where(x == x, x, 0.0)
@@ -46,25 +46,32 @@ def load_scores(corner, start, visible, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def images_of(x, start, sinks, BLOCK: tl.constexpr):
+def images_of(x, start, sinks, CONFIG: tl.constexpr):
     """The images of scores, and of sinks."""
-    return to_image(x) | (-is_less(start + tl.arange(0, BLOCK), sinks) & SINK)
+    return to_image(x) | (-is_less(start + tl.arange(0, CONFIG.BLOCK), sinks) & SINK)
 
 
 @triton.jit
-def load_images(corner, start, visible, sinks, BLOCK: tl.constexpr):
-    return images_of(load_scores(corner, start, visible, BLOCK), start, sinks, BLOCK)
+def load_images(corner, start, visible, sinks, CONFIG: tl.constexpr):
+    return images_of(load_scores(corner, start, visible, CONFIG), start, sinks, CONFIG)
 
 
 @triton.jit
-def sum_of_runs(x, BLOCK: tl.constexpr, RUNS: tl.constexpr):
+def runs_of(x, CONFIG: tl.constexpr):
+    """A block, each of its runs a row."""
+    RUNS: tl.constexpr = CONFIG.RUNS
+    return tl.reshape(x, [RUNS, CONFIG.BLOCK // RUNS])
+
+
+@triton.jit
+def sum_of_runs(x, CONFIG: tl.constexpr):
     """The sum of a block's runs: what a thread has of them becomes four numbers."""
-    return tl.sum(tl.reshape(x, [RUNS, BLOCK // RUNS]), 0)
+    return tl.sum(runs_of(x, CONFIG), 0)
 
 
 @triton.jit
-def greatest_of_runs(x, BLOCK: tl.constexpr, RUNS: tl.constexpr):
-    return tl.max(tl.reshape(x, [RUNS, BLOCK // RUNS]), 0)
+def greatest_of_runs(x, CONFIG: tl.constexpr):
+    return tl.max(runs_of(x, CONFIG), 0)
 
 
 @triton.jit
@@ -96,26 +103,27 @@ def statistics_of(x, visible):
 
 
 @triton.jit
-def streamed_statistics(corner, visible, BLOCK: tl.constexpr, RUNS: tl.constexpr):
+def streamed_statistics(corner, visible, CONFIG: tl.constexpr):
     """The same of a row that is read again, once, but for its first block.
 
     Distances are those to the mean of the first block. It is no further from the mean of all than
     the deviation times the root of how many blocks there are: few bits cancel.
     """
-    x = load_scores(corner, 0, visible, BLOCK)
-    start_mean = tl.sum(tl.where(x >= 0.0, x, 0.0), 0) / tl.maximum(tl.minimum(visible, BLOCK), 1)
-    totals = tl.zeros([BLOCK // RUNS], tl.float32)
-    squares = tl.zeros([BLOCK // RUNS], tl.float32)
-    most = tl.full([BLOCK // RUNS], -1, tl.int32)
+    x = load_scores(corner, 0, visible, CONFIG)
+    total = tl.sum(tl.where(x >= 0.0, x, 0.0), 0)
+    start_mean = total / tl.maximum(tl.minimum(visible, CONFIG.BLOCK), 1)
+    totals = zeros(CONFIG.BLOCK // CONFIG.RUNS)
+    squares = zeros(CONFIG.BLOCK // CONFIG.RUNS)
+    most = zeros(CONFIG.BLOCK // CONFIG.RUNS).to(tl.int32) - 1
     least = most
-    for start in range(0, visible, BLOCK):
-        x = load_scores(corner, start, visible, BLOCK)
+    for start in range(0, visible, CONFIG.BLOCK):
+        x = load_scores(corner, start, visible, CONFIG)
         distance = distances(x, start_mean)
-        totals += sum_of_runs(distance, BLOCK, RUNS)
-        squares += sum_of_runs(distance * distance, BLOCK, RUNS)
+        totals += sum_of_runs(distance, CONFIG)
+        squares += sum_of_runs(distance * distance, CONFIG)
         image = to_image(x)
-        most = tl.maximum(most, greatest_of_runs(image, BLOCK, RUNS))
-        least = tl.maximum(least, greatest_of_runs(image ^ 0x7FFFFFFF, BLOCK, RUNS))
+        most = tl.maximum(most, greatest_of_runs(image, CONFIG))
+        least = tl.maximum(least, greatest_of_runs(image ^ 0x7FFFFFFF, CONFIG))
     lowest, highest = extremes(most, least)
     further = tl.sum(totals, 0) / tl.maximum(visible, 1)
     variance = tl.sum(squares, 0) / tl.maximum(visible, 1) - further * further
@@ -131,25 +139,17 @@ def weights_of(x, highest):
 
 
 @triton.jit
-def entropy_of(
-    corner,
-    x,
-    visible,
-    highest,
-    BLOCK: tl.constexpr,
-    RUNS: tl.constexpr,
-    HELD: tl.constexpr,
-):
+def entropy_of(corner, x, visible, highest, CONFIG: tl.constexpr):
     """The entropy of the softmax of a row's n scores over log(n + 1)."""
-    if HELD:
+    if CONFIG.HELD:
         weights, logs = weights_of(x, highest)
     else:
-        weights = tl.zeros([BLOCK // RUNS], tl.float32)
-        logs = tl.zeros([BLOCK // RUNS], tl.float32)
-        for start in range(0, visible, BLOCK):
-            weight, log = weights_of(load_scores(corner, start, visible, BLOCK), highest)
-            weights += sum_of_runs(weight, BLOCK, RUNS)
-            logs += sum_of_runs(log, BLOCK, RUNS)
+        weights = zeros(CONFIG.BLOCK // CONFIG.RUNS)
+        logs = zeros(CONFIG.BLOCK // CONFIG.RUNS)
+        for start in range(0, visible, CONFIG.BLOCK):
+            weight, log = weights_of(load_scores(corner, start, visible, CONFIG), highest)
+            weights += sum_of_runs(weight, CONFIG)
+            logs += sum_of_runs(log, CONFIG)
     both = tl.sum(tl.join(weights, logs), 0)
     first = tl.arange(0, 2) == 0
     total, logs = tl.sum(tl.where(first, both, 0.0), 0), tl.sum(tl.where(first, 0.0, both), 0)
@@ -159,21 +159,19 @@ def entropy_of(
 
 
 @triton.jit
-def wanted_keys(
-    variance, entropy, ema_ptr, k_base, k_min, k_max, LAW: tl.constexpr, HAS_EMA: tl.constexpr
-):
+def wanted_keys(variance, entropy, ema_ptr, k_base, k_min, k_max, CONFIG: tl.constexpr):
     """How many keys the law gives a row, if it sees as many."""
     factor = tl.full([], 1.0, tl.float32)
-    if LAW == "entropy":
+    if CONFIG.LAW == "entropy":
         factor = 0.5 + entropy
-    elif LAW != "fixed":
+    elif CONFIG.LAW != "fixed":
         ratio = factor
-        if HAS_EMA:
+        if ema_ptr is not None:
             ema = tl.load(ema_ptr)
             ratio = tl.div_rn(variance, tl.maximum(ema, 1e-6))
             ratio = tl.where(ema > 0.0, ratio, 1.0)
         factor = ratio
-        if LAW == "inverse":
+        if CONFIG.LAW == "inverse":
             factor = 0.5 + tl.div_rn(1.0, 1.0 + ratio)
     wanted = tl.floor(k_base * factor)
     return tl.minimum(tl.maximum(wanted, k_min), k_max).to(tl.int32)

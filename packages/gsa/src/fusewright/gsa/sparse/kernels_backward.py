@@ -14,9 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._core.tiles import product_in_order
 from ..common.launches import SMALLEST_TILE as SMALLEST
-from ..common.tiles import LOG2_E, product_with_rows
+from ..common.tiles import LOG2_E, product, product_with_rows, zeros
 from .tiles import gather_rows, head_rows, load_selected, place_of, selection_of
 
 SMALLEST_TILE = tl.constexpr(SMALLEST)
@@ -58,68 +57,59 @@ def sparse_dq_kernel(
     shared,
     slots,
     rows,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes dq of the ROWS heads of a group for one query, and their delta."""
     batch, query, group = place_of(queries, groups)
     key_head = (group // shared).to(tl.int64)
     q_corner = q_ptr + batch * q_batch_stride + query.to(tl.int64) * q_row_stride
-    q_at, inside = head_rows(q_corner, group * ROWS, ROWS, q_head_stride, D, BLOCK_G, BLOCK_D)
+    q_at, inside = head_rows(q_corner, group * CONFIG.HEADS, q_head_stride, CONFIG)
     q = tl.load(q_at, mask=inside, other=0.0)
-    to_query = (batch * queries + query) * heads * D
-    o_at, _ = head_rows(o_ptr + to_query, group * ROWS, ROWS, D, D, BLOCK_G, BLOCK_D)
-    do_at, _ = head_rows(do_ptr + to_query, group * ROWS, ROWS, D, D, BLOCK_G, BLOCK_D)
+    to_query = (batch * queries + query) * heads * CONFIG.D
+    o_at, _ = head_rows(o_ptr + to_query, group * CONFIG.HEADS, CONFIG.D, CONFIG)
+    do_at, _ = head_rows(do_ptr + to_query, group * CONFIG.HEADS, CONFIG.D, CONFIG)
     o = tl.load(o_at, mask=inside, other=0.0).to(tl.float32)
     do = tl.load(do_at, mask=inside, other=0.0)
-    head = tl.arange(0, BLOCK_G)
-    to_lse = (batch * heads + group * ROWS + head) * queries + query
-    m = tl.load(softmax_ptr + to_lse, mask=head < ROWS, other=0.0)
-    inverse_l = tl.load(softmax_ptr + rows + to_lse, mask=head < ROWS, other=0.0)
+    head = tl.arange(0, CONFIG.BLOCK_G)
+    to_lse = (batch * heads + group * CONFIG.HEADS + head) * queries + query
+    m = tl.load(softmax_ptr + to_lse, mask=head < CONFIG.HEADS, other=0.0)
+    inverse_l = tl.load(softmax_ptr + rows + to_lse, mask=head < CONFIG.HEADS, other=0.0)
     delta = tl.sum(o * do.to(tl.float32), 1)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + to_lse, mask=head < ROWS, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + to_lse, delta, mask=head < ROWS)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + to_lse, mask=head < CONFIG.HEADS, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + to_lse, delta, mask=head < CONFIG.HEADS)
     k_corner = k_ptr + batch * k_batch_stride + key_head * k_head_stride
     v_corner = v_ptr + batch * v_batch_stride + key_head * v_head_stride
     indices_at, last = selection_of(
         (indices_ptr, indices_batch_stride, indices_head_stride, indices_row_stride),
         (count_ptr, count_batch_stride, count_head_stride, count_row_stride),
-        *(batch, query, group, slots, HAS_COUNT),
+        *(batch, query, group, slots),
     )
 
-    dq = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in tl.range(0, last, BLOCK_K, num_stages=NUM_STAGES):
-        key, valid = load_selected(indices_at, start, last, keys, BLOCK_K)
-        k = gather_rows(k_corner, key, valid, k_row_stride, D, BLOCK_D)
-        v = gather_rows(v_corner, key, valid, v_row_stride, D, BLOCK_D)
+    dq = zeros(CONFIG.BLOCK_G, CONFIG.BLOCK_D)
+    for start in tl.range(0, last, CONFIG.BLOCK, num_stages=CONFIG.NUM_STAGES):
+        key, valid = load_selected(indices_at, start, last, keys, CONFIG.BLOCK)
+        k = gather_rows(k_corner, key, valid, k_row_stride, CONFIG)
+        v = gather_rows(v_corner, key, valid, v_row_stride, CONFIG)
         # [BLOCK_G, BLOCK_K]
-        s = product_with_rows(q, k, UPCAST, PRECISION) * (scale * LOG2_E)
+        s = product_with_rows(q, k, CONFIG) * (scale * LOG2_E)
         p = tl.where(valid[None, :], tl.exp2(s - m[:, None]) * inverse_l[:, None], 0.0)
-        dp = product_with_rows(do, v, UPCAST, PRECISION)
+        dp = product_with_rows(do, v, CONFIG)
         ds = tl.where(valid[None, :], p * (dp - delta[:, None]), 0.0)
-        dq += product_in_order(ds.to(k.dtype), k, UPCAST, PRECISION)
+        dq += product(ds.to(k.dtype), k, CONFIG)
 
-    dq_at, _ = head_rows(dq_ptr + to_query, group * ROWS, ROWS, D, D, BLOCK_G, BLOCK_D)
+    dq_at, _ = head_rows(dq_ptr + to_query, group * CONFIG.HEADS, CONFIG.D, CONFIG)
     tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def times_row(rows, x, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def times_row(rows, x, CONFIG: tl.constexpr):
     """Products of rows with one row, as the other passes compute them: in the first of the columns
     that a product of tiles takes at least.
     """
     first = tl.arange(0, SMALLEST_TILE) == 0
     column = tl.where(first[None, :], x[:, None], 0.0).to(x.dtype)
-    return tl.sum(product_in_order(rows, column, UPCAST, PRECISION), 1)
+    return tl.sum(product(rows, column, CONFIG), 1)
 
 
 @triton.jit
@@ -159,14 +149,7 @@ def sparse_dkdv_kernel(
     segments,
     most_parts,
     rows,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program goes through one segment of a key's list, for the ROWS heads of a group, and
     writes dk and dv, or a part of them.
@@ -174,7 +157,7 @@ def sparse_dkdv_kernel(
     group = tl.program_id(0) % groups
     segment = tl.program_id(0) // groups % segments
     batch = (tl.program_id(0) // groups // segments).to(tl.int64)
-    # All groups inverse_l a selection, or each has its own.
+    # All groups share a selection, or each has its own.
     selection = batch * selections + group % selections
     at = selection * segments + segment
     key = tl.load(key_ptr + at)
@@ -182,8 +165,8 @@ def sparse_dkdv_kernel(
         first, last = tl.load(first_ptr + at), tl.load(last_ptr + at)
         part = tl.load(part_ptr + at)
         key_head = (group // shared).to(tl.int64)
-        col = tl.arange(0, BLOCK_D)
-        of_head = col < D
+        col = tl.arange(0, CONFIG.BLOCK_D)
+        of_head = col < CONFIG.D
         k_at = k_ptr + batch * k_batch_stride + key_head * k_head_stride
         v_at = v_ptr + batch * v_batch_stride + key_head * v_head_stride
         k_at += key.to(tl.int64) * k_row_stride
@@ -191,18 +174,18 @@ def sparse_dkdv_kernel(
         k = tl.load(k_at + col, mask=of_head, other=0.0)
         v = tl.load(v_at + col, mask=of_head, other=0.0)
 
-        dk = tl.zeros([BLOCK_D], tl.float32)
-        dv = tl.zeros([BLOCK_D], tl.float32)
-        row = tl.arange(0, BLOCK_T * BLOCK_G)
-        head = (group * ROWS + row % BLOCK_G).to(tl.int64)
-        for start in tl.range(first, last, BLOCK_T, num_stages=NUM_STAGES):
-            place = start + row // BLOCK_G
-            valid = (place < last) & (row % BLOCK_G < ROWS)
+        dk = zeros(CONFIG.BLOCK_D)
+        dv = zeros(CONFIG.BLOCK_D)
+        row = tl.arange(0, CONFIG.BLOCK * CONFIG.BLOCK_G)
+        head = (group * CONFIG.HEADS + row % CONFIG.BLOCK_G).to(tl.int64)
+        for start in tl.range(first, last, CONFIG.BLOCK, num_stages=CONFIG.NUM_STAGES):
+            place = start + row // CONFIG.BLOCK_G
+            valid = (place < last) & (row % CONFIG.BLOCK_G < CONFIG.HEADS)
             query = tl.load(lists_ptr + selection * list_length + place, mask=valid, other=0)
             query = query.to(tl.int64)
             inside = valid[:, None] & of_head[None, :]
             to_q = batch * q_batch_stride + query * q_row_stride + head * q_head_stride
-            to_do = ((batch * queries + query) * heads + head) * D
+            to_do = ((batch * queries + query) * heads + head) * CONFIG.D
             q = tl.load(q_ptr + to_q[:, None] + col[None, :], mask=inside, other=0.0)
             do = tl.load(do_ptr + to_do[:, None] + col[None, :], mask=inside, other=0.0)
             to_row = (batch * heads + head) * queries + query
@@ -210,19 +193,19 @@ def sparse_dkdv_kernel(
             inverse_l = tl.load(softmax_ptr + rows + to_row, mask=valid, other=0.0)
             delta = tl.load(delta_ptr + to_row, mask=valid, other=0.0)
             # [BLOCK_T * BLOCK_G]
-            s = times_row(q, k, UPCAST, PRECISION) * (scale * LOG2_E)
+            s = times_row(q, k, CONFIG) * (scale * LOG2_E)
             p = tl.where(valid, tl.exp2(s - m) * inverse_l, 0.0)
-            ds = p * (times_row(do, v, UPCAST, PRECISION) - delta)
+            ds = p * (times_row(do, v, CONFIG) - delta)
             dv += tl.sum(p[:, None] * do.to(tl.float32), 0)
             dk += tl.sum(ds[:, None] * q.to(tl.float32), 0)
 
         dk = dk * scale
         if part < 0:
-            out = ((batch * keys + key) * groups + group) * D + col
+            out = ((batch * keys + key) * groups + group) * CONFIG.D + col
             tl.store(dk_ptr + out, dk.to(dk_ptr.dtype.element_ty), mask=of_head)
             tl.store(dv_ptr + out, dv.to(dv_ptr.dtype.element_ty), mask=of_head)
         else:
-            out = ((batch * groups + group) * most_parts + part) * D + col
+            out = ((batch * groups + group) * most_parts + part) * CONFIG.D + col
             tl.store(dk_parts_ptr + out, dk, mask=of_head)
             tl.store(dv_parts_ptr + out, dv, mask=of_head)
 

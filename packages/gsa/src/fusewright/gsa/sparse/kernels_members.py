@@ -2,7 +2,7 @@
 selected, and from these for each tile of queries the keys that any of them has selected, for each
 tile of keys the queries that have selected any of them.
 
-Bits are set by an atomic or of integers, whose result does not depend on the order. Lists ascend.
+Bits are set by an atomic "or" of integers, whose result does not depend on the order. Lists ascend.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.tiles import zeros
 from .tiles import load_selected, place_of, selection_of
 
 
@@ -30,7 +31,6 @@ def members_kernel(
     selections,
     slots,
     words,
-    HAS_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program sets the bits of the keys of one of ``part`` queries from ``first`` on, in its
@@ -40,7 +40,7 @@ def members_kernel(
     indices_at, last = selection_of(
         (indices_ptr, indices_batch_stride, indices_head_stride, indices_row_stride),
         (count_ptr, count_batch_stride, count_head_stride, count_row_stride),
-        *(batch, first + place, selection, slots, HAS_COUNT),
+        *(batch, first + place, selection, slots),
     )
     row = members_ptr + ((batch * selections + selection) * part + place) * words
     for start in range(0, last, BLOCK):
@@ -50,27 +50,27 @@ def members_kernel(
 
 
 @triton.jit
-def append(
-    name, members, length, list_at, members_at, capacity,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def append(name, members, length, outputs, CONFIG: tl.constexpr):
     """Write those of BLOCK names that have members, ``[BLOCK, WORDS]`` bits, behind the
-    first ``length``; the new length, and the last of the new ones (0 without any).
+    first ``length``; the new length, and the last of the new ones (0 without any). ``outputs``:
+    where the list and its members stand, and how many entries they hold.
     """
+    list_at, members_at, capacity = outputs
     valid = tl.max((members != 0).to(tl.int32), 1)
     place = length + tl.cumsum(valid, 0) - valid
     tl.store(list_at + place, name, mask=valid > 0)
-    word = tl.arange(0, WORDS)
+    word = tl.arange(0, CONFIG.WORDS)
     at = members_at + word[None, :] * capacity + place[:, None]
     tl.store(at, members, mask=(valid > 0)[:, None])
     return length + tl.sum(valid, 0), tl.max(tl.where(valid > 0, name, 0), 0)
 
 
 @triton.jit
-def fill(
-    last, length, list_at, members_at, capacity, FILL: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
-    """Go on to a multiple of FILL entries with the last name, without members."""
+def fill(last, length, outputs, CONFIG: tl.constexpr):
+    """Pad the list to a multiple of FILL entries by the last name, without members."""
+    FILL: tl.constexpr = CONFIG.FILL
+    WORDS: tl.constexpr = CONFIG.WORDS
+    list_at, members_at, capacity = outputs
     place = length + tl.arange(0, FILL)
     beyond = place < tl.cdiv(length, FILL) * FILL
     tl.store(list_at + place, tl.zeros([FILL], tl.int32) + last, mask=beyond)
@@ -90,10 +90,7 @@ def keys_of_tiles_kernel(
     words,
     tiles,
     capacity,
-    TILE: tl.constexpr,
-    WORDS: tl.constexpr,
-    FILL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program lists the keys that TILE queries have selected, and for each key its queries: a
     bit for each query of the tile, 32 of them a word.
@@ -101,22 +98,22 @@ def keys_of_tiles_kernel(
     selection = (tl.program_id(0) // tiles).to(tl.int64)
     number = tl.program_id(0).to(tl.int64)
     list_at = list_ptr + number * capacity
-    members_at = list_members_ptr + number * WORDS * capacity
-    first = tl.program_id(0) % tiles * TILE + tl.arange(0, WORDS) * 32
+    outputs = (list_at, list_members_ptr + number * CONFIG.WORDS * capacity, capacity)
+    first = tl.program_id(0) % tiles * CONFIG.TILE + tl.arange(0, CONFIG.WORDS) * 32
     corner = members_ptr + (selection * part + first) * words
-    PLACES: tl.constexpr = TILE if TILE < 32 else 32
+    PLACES: tl.constexpr = CONFIG.TILE if CONFIG.TILE < 32 else 32
     length, last = 0, 0
-    for start in range(0, keys, BLOCK):
-        key = start + tl.arange(0, BLOCK)
+    for start in range(0, keys, CONFIG.BLOCK):
+        key = start + tl.arange(0, CONFIG.BLOCK)
         at = corner[None, :] + (key >> 5)[:, None]
-        here = tl.zeros([BLOCK, WORDS], tl.int32)
+        here = zeros(CONFIG.BLOCK, CONFIG.WORDS).to(tl.int32)
         for place in range(0, PLACES):
             inside = (first + place < part)[None, :] & (key < keys)[:, None]
             word = tl.load(at + place * words, mask=inside, other=0)
             here |= ((word >> (key & 31)[:, None]) & 1) << place
-        length, newest = append(key, here, length, list_at, members_at, capacity, WORDS, BLOCK)
+        length, newest = append(key, here, length, outputs, CONFIG)
         last = tl.maximum(last, newest)
-    fill(last, length, list_at, members_at, capacity, FILL, WORDS)
+    fill(last, length, outputs, CONFIG)
     tl.store(length_ptr + number, length)
 
 
@@ -131,10 +128,7 @@ def queries_of_tiles_kernel(
     words,
     tiles,
     capacity,
-    TILE: tl.constexpr,
-    WORDS: tl.constexpr,
-    FILL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program lists the queries that have selected one of TILE keys, and for each query
     its keys: a bit for each key of the tile, 32 of them a word.
@@ -142,18 +136,18 @@ def queries_of_tiles_kernel(
     selection = (tl.program_id(0) // tiles).to(tl.int64)
     number = tl.program_id(0).to(tl.int64)
     list_at = list_ptr + number * capacity
-    members_at = list_members_ptr + number * WORDS * capacity
-    first = tl.program_id(0) % tiles * TILE
-    word = first // 32 + tl.arange(0, WORDS)
+    outputs = (list_at, list_members_ptr + number * CONFIG.WORDS * capacity, capacity)
+    first = tl.program_id(0) % tiles * CONFIG.TILE
+    word = first // 32 + tl.arange(0, CONFIG.WORDS)
     length, last = 0, 0
-    for start in range(0, part, BLOCK):
-        place = start + tl.arange(0, BLOCK)
+    for start in range(0, part, CONFIG.BLOCK):
+        place = start + tl.arange(0, CONFIG.BLOCK)
         at = members_ptr + ((selection * part + place) * words)[:, None] + word[None, :]
         here = tl.load(at, mask=(place < part)[:, None] & (word < words)[None, :], other=0)
-        if TILE < 32:
-            here = (here >> (first & 31)) & ((1 << TILE) - 1)
+        if CONFIG.TILE < 32:
+            here = (here >> (first & 31)) & ((1 << CONFIG.TILE) - 1)
         query = first_query + place
-        length, newest = append(query, here, length, list_at, members_at, capacity, WORDS, BLOCK)
+        length, newest = append(query, here, length, outputs, CONFIG)
         last = tl.maximum(last, newest)
-    fill(last, length, list_at, members_at, capacity, FILL, WORDS)
+    fill(last, length, outputs, CONFIG)
     tl.store(length_ptr + number, length)

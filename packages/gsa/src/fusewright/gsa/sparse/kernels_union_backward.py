@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._core.tiles import product_in_order
-from ..common.tiles import LOG2_E, product_with_rows
+from ..common.tiles import LOG2_E, product, product_with_rows, zeros
 from .tiles import are_members, load_listed, tile_of
 
 
@@ -46,60 +45,48 @@ def union_dq_kernel(
     tiles,
     capacity,
     rows,
-    D: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STACK: tl.constexpr,
-    TILE: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes dq and delta of STACK heads of TILE queries."""
-    tile, block, batch, number = tile_of(tiles, selections, STACK, heads // STACK)
-    row = tl.arange(0, TILE * STACK)
-    place = row // STACK
-    query = (first + tile * TILE + place).to(tl.int64)
-    head = (block * STACK + row % STACK).to(tl.int64)
-    key_head = (block * STACK // shared).to(tl.int64)
-    col = tl.arange(0, BLOCK_D)
-    inside = (query < queries)[:, None] & (col < D)[None, :]
+    batch, number, place, query, head, key_head = tile_of(
+        first, tiles, selections, heads, shared, CONFIG
+    )
+    col = tl.arange(0, CONFIG.BLOCK_D)
+    inside = (query < queries)[:, None] & (col < CONFIG.D)[None, :]
     to_q = batch * q_batch_stride + query * q_row_stride + head * q_head_stride
     q = tl.load(q_ptr + to_q[:, None] + col[None, :], mask=inside, other=0.0)
-    to_o = (((batch * queries + query) * heads + head) * D)[:, None] + col[None, :]
+    to_o = (((batch * queries + query) * heads + head) * CONFIG.D)[:, None] + col[None, :]
     o = tl.load(o_ptr + to_o, mask=inside, other=0.0).to(tl.float32)
     do = tl.load(do_ptr + to_o, mask=inside, other=0.0)
     to_row = (batch * heads + head) * queries + query
     m = tl.load(softmax_ptr + to_row, mask=query < queries, other=0.0)
     inverse_l = tl.load(softmax_ptr + rows + to_row, mask=query < queries, other=0.0)
     delta = tl.sum(o * do.to(tl.float32), 1)
-    if HAS_DLSE:
+    if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + to_row, mask=query < queries, other=0.0).to(tl.float32)
     tl.store(delta_ptr + to_row, delta, mask=query < queries)
     k_corner = k_ptr + batch * k_batch_stride + key_head * k_head_stride
     v_corner = v_ptr + batch * v_batch_stride + key_head * v_head_stride
     list_at = list_ptr + number * capacity
-    members_at = members_ptr + number * WORDS * capacity
+    members_at = members_ptr + number * CONFIG.WORDS * capacity
     factor = scale * LOG2_E
 
-    dq = tl.zeros([TILE * STACK, BLOCK_D], tl.float32)
-    for start in tl.range(0, tl.load(length_ptr + number), BLOCK_K, num_stages=NUM_STAGES):
-        slot = start + tl.arange(0, BLOCK_K)
+    dq = zeros(CONFIG.TILE * CONFIG.HEADS, CONFIG.BLOCK_D)
+    length = tl.load(length_ptr + number)
+    for start in tl.range(0, length, CONFIG.BLOCK, num_stages=CONFIG.NUM_STAGES):
+        slot = start + tl.arange(0, CONFIG.BLOCK)
         key = tl.load(list_at + slot)
-        k = load_listed(k_corner, key, k_row_stride, D, BLOCK_D)
-        v = load_listed(v_corner, key, v_row_stride, D, BLOCK_D)
+        k = load_listed(k_corner, key, k_row_stride, CONFIG)
+        v = load_listed(v_corner, key, v_row_stride, CONFIG)
         # [TILE * STACK, BLOCK_K]
-        s = product_with_rows(q, k, UPCAST, PRECISION)
-        s = tl.where(are_members(members_at, slot, place, capacity, WORDS), s, float("-inf"))
+        s = product_with_rows(q, k, CONFIG)
+        s = tl.where(are_members(members_at, slot, place, capacity, CONFIG), s, float("-inf"))
         p = tl.exp2(s * factor - m[:, None]) * inverse_l[:, None]
-        dp = product_with_rows(do, v, UPCAST, PRECISION)
+        dp = product_with_rows(do, v, CONFIG)
         ds = p * (dp - delta[:, None])
-        dq += product_in_order(ds.to(k.dtype), k, UPCAST, PRECISION)
+        dq += product(ds.to(k.dtype), k, CONFIG)
 
-    to_dq = (((batch * queries + query) * heads + head) * D)[:, None] + col[None, :]
-    tl.store(dq_ptr + to_dq, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    tl.store(dq_ptr + to_o, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -133,16 +120,7 @@ def union_dkdv_kernel(
     tiles,
     capacity,
     rows,
-    D: tl.constexpr,
-    ADDS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STACK: tl.constexpr,
-    TILE: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes dk and dv of TILE keys of one head of keys, from all heads that share
     it, or ADDS them to what earlier queries gave.
@@ -151,56 +129,56 @@ def union_dkdv_kernel(
     tile = tl.program_id(0) % tiles
     key_head = (tl.program_id(0) // tiles % key_heads).to(tl.int64)
     batch = (tl.program_id(0) // tiles // key_heads).to(tl.int64)
-    place, col = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
-    key = (tile * TILE + place).to(tl.int64)
-    inside = (key < keys)[:, None] & (col < D)[None, :]
+    place, col = tl.arange(0, CONFIG.TILE), tl.arange(0, CONFIG.BLOCK_D)
+    key = (tile * CONFIG.TILE + place).to(tl.int64)
+    inside = (key < keys)[:, None] & (col < CONFIG.D)[None, :]
     to_k = batch * k_batch_stride + key * k_row_stride + key_head * k_head_stride
     to_v = batch * v_batch_stride + key * v_row_stride + key_head * v_head_stride
     k = tl.load(k_ptr + to_k[:, None] + col[None, :], mask=inside, other=0.0)
     v = tl.load(v_ptr + to_v[:, None] + col[None, :], mask=inside, other=0.0)
     factor = scale * LOG2_E
-    column = tl.arange(0, BLOCK_Q * STACK)
+    column = tl.arange(0, CONFIG.BLOCK * CONFIG.HEADS)
 
-    dk = tl.zeros([TILE, BLOCK_D], tl.float32)
-    dv = tl.zeros([TILE, BLOCK_D], tl.float32)
+    dk = zeros(CONFIG.TILE, CONFIG.BLOCK_D)
+    dv = zeros(CONFIG.TILE, CONFIG.BLOCK_D)
     longest = 0
-    for block in range(0, shared // STACK):
-        first_head = key_head * shared + block * STACK
+    for block in range(0, shared // CONFIG.HEADS):
+        first_head = key_head * shared + block * CONFIG.HEADS
         number = (batch * selections + first_head % selections) * tiles + tile
         length = tl.load(length_ptr + number)
         longest = tl.maximum(longest, length)
         list_at = list_ptr + number * capacity
-        members_at = members_ptr + number * WORDS * capacity
-        head = first_head + column % STACK
+        members_at = members_ptr + number * CONFIG.WORDS * capacity
+        head = first_head + column % CONFIG.HEADS
         q_at = q_ptr + (batch * q_batch_stride + head * q_head_stride)[:, None] + col[None, :]
-        do_at = do_ptr + ((batch * queries * heads + head) * D)[:, None] + col[None, :]
+        do_at = do_ptr + ((batch * queries * heads + head) * CONFIG.D)[:, None] + col[None, :]
         of_head = (batch * heads + head) * queries
-        for start in tl.range(0, length, BLOCK_Q, num_stages=NUM_STAGES):
-            slot = start + column // STACK
+        for start in tl.range(0, length, CONFIG.BLOCK, num_stages=CONFIG.NUM_STAGES):
+            slot = start + column // CONFIG.HEADS
             query = tl.load(list_at + slot).to(tl.int64)
-            to_do = (query * heads * D)[:, None]
-            if D == BLOCK_D:
+            to_do = (query * heads * CONFIG.D)[:, None]
+            if CONFIG.D == CONFIG.BLOCK_D:
                 q = tl.load(q_at + (query * q_row_stride)[:, None])
                 do = tl.load(do_at + to_do)
             else:
-                wide = (col < D)[None, :]
+                wide = (col < CONFIG.D)[None, :]
                 q = tl.load(q_at + (query * q_row_stride)[:, None], mask=wide, other=0.0)
                 do = tl.load(do_at + to_do, mask=wide, other=0.0)
             m = tl.load(softmax_ptr + of_head + query)
             inverse_l = tl.load(softmax_ptr + rows + of_head + query)
             delta = tl.load(delta_ptr + of_head + query)
             # [TILE, BLOCK_Q * STACK]
-            s = product_with_rows(k, q, UPCAST, PRECISION)
-            s = tl.where(are_members(members_at, slot, place, capacity, WORDS), s, float("-inf"))
+            s = product_with_rows(k, q, CONFIG)
+            s = tl.where(are_members(members_at, slot, place, capacity, CONFIG), s, float("-inf"))
             p = tl.exp2(s * factor - m[None, :]) * inverse_l[None, :]
-            dv += product_in_order(p.to(do.dtype), do, UPCAST, PRECISION)
-            dp = product_with_rows(v, do, UPCAST, PRECISION)
+            dv += product(p.to(do.dtype), do, CONFIG)
+            dp = product_with_rows(v, do, CONFIG)
             ds = p * (dp - delta[None, :])
-            dk += product_in_order(ds.to(q.dtype), q, UPCAST, PRECISION)
+            dk += product(ds.to(q.dtype), q, CONFIG)
 
     dk = dk * scale
-    at = (((batch * keys + key) * key_heads + key_head) * D)[:, None] + col[None, :]
-    if ADDS:
+    at = (((batch * keys + key) * key_heads + key_head) * CONFIG.D)[:, None] + col[None, :]
+    if CONFIG.ADDS:
         inside = inside & (longest > 0)
         dk += tl.load(dk_ptr + at, mask=inside, other=0.0)
         dv += tl.load(dv_ptr + at, mask=inside, other=0.0)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
+from operator import call
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._core.backends import interpreted
 from .._core.launches import (
     Allocator,
     Launch,
-    Layout,
     allocator,
     contiguous_where,
     is_current,
@@ -19,7 +18,7 @@ from .._core.launches import (
 )
 from .._core.lazy import lazy_module
 from .._core.precision import input_precision, power_of_2
-from ..common.launches import SMALLEST_TILE, Shape, block_width, grid_of
+from ..common.launches import SMALLEST_TILE
 from .launch_paths import goes_by_tiles
 from .launch_problem import GatherConfig, SparseProblem, UnionConfig, sparse_problem
 from .launch_unions import (
@@ -27,7 +26,7 @@ from .launch_unions import (
     Tiles,
     chunks_of_queries,
     plan_members,
-    plan_queries_tiles,
+    plan_tiles,
     tile_queries,
 )
 
@@ -60,16 +59,12 @@ UNION = (
 
 class SparsePlan(NamedTuple):
     """One forward pass: its launch query by query, or the tiles of chunks of queries (neither where
-    there are no queries), which operands it copies first, and its outputs.
+    there are no queries), and the memory of its outputs.
     """
 
     launch: Launch | None
     chunks: tuple[tuple[Members, Tiles], ...]
-    copies: tuple[bool, ...]
-    o: Allocator
-    lse: Allocator
-    softmax: Allocator
-    o_wide: Allocator
+    outputs: tuple[Allocator, ...]
 
 
 def sparse_forward(
@@ -92,12 +87,12 @@ def sparse_forward(
             return sparse_forward(q, k, v, indices, count, scale, path, keep)
     operands = (q, k, v, indices, count)
     shapes = (q.shape, k.shape, indices.shape)
-    plan = forward_plan(shapes, layouts(*operands), keep, path, input_precision(q.dtype), q.device)
-    o, lse = plan.o(), plan.lse()
-    softmax = plan.softmax() if keep else None
-    o_wide = plan.o_wide() if keep and q.dtype.itemsize < 4 else None
-    if plan.copies:
-        operands = contiguous_where(operands, plan.copies)
+    problem = sparse_problem(shapes, layouts(*operands), input_precision(q.dtype), q.device)
+    plan = forward_plan(problem, keep, path)
+    o, lse, *kept = map(call, plan.outputs)
+    softmax, o_wide = (*kept, None, None)[:2]
+    if problem.copies:
+        operands = contiguous_where(operands, problem.copies)
     outputs = (o, lse, softmax, o_wide)
     if plan.launch is not None:
         plan.launch((*operands, *outputs), (scale,))
@@ -109,18 +104,9 @@ def sparse_forward(
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(
-    shapes: tuple[Shape, Shape, Shape],
-    operands: tuple[Layout | None, ...],
-    keep: bool,
-    path: str,
-    precision: str,
-    device: torch.device,
-) -> SparsePlan:
-    """The plan for operands of these layouts: q, k, v, indices and count."""
-    problem = sparse_problem(shapes, operands, precision, device)
+def forward_plan(problem: SparseProblem, keep: bool, path: str) -> SparsePlan:
+    """The plan; with ``keep`` for a backward pass too."""
     launch, chunks = None, []
-    outputs: dict[str, Any] = dict(KEEP=keep, HAS_WIDE=keep and problem.dtype.itemsize < 4)
     config = problem.config(UNION)
     if problem.empty:
         pass
@@ -128,47 +114,27 @@ def forward_plan(
         kernel = kernels_union.union_forward_kernel
         for first, part in chunks_of_queries(problem, tile_queries(problem, config)):
             members = plan_members(problem, first, part)
-            tiles = plan_queries_tiles(kernel, problem, config, members, **outputs)
-            chunks.append((members, tiles))
+            chunks.append((members, plan_tiles(kernel, problem, config, members)))
     else:
-        launch = plan_queries(kernels.sparse_forward_kernel, problem, SPARSE, **outputs)
-    rows = (problem.batches, problem.heads, problem.queries)
-    return SparsePlan(
-        launch,
-        tuple(chunks),
-        problem.copies,
-        o=allocator(problem.shape, problem.dtype, device),
-        lse=allocator(rows, torch.float32, device),
-        softmax=allocator((2, *rows), torch.float32, device),
-        o_wide=allocator(problem.shape, torch.float32, device),
-    )
+        launch = plan_queries(kernels.sparse_forward_kernel, problem, SPARSE)
+    rows, shape = (problem.batches, problem.heads, problem.queries), problem.shape
+    outputs = [(shape, problem.dtype), (rows, torch.float32)]
+    if keep:
+        outputs += [((2, *rows), torch.float32)]
+        outputs += [(shape, torch.float32)] if problem.dtype.itemsize < 4 else []
+    memory = (allocator(*output, problem.device) for output in outputs)
+    return SparsePlan(launch, tuple(chunks), tuple(memory))
 
 
-def plan_queries(
-    kernel: Any, problem: SparseProblem, table: tuple[GatherConfig, ...], **constants: Any
-) -> Launch:
+def plan_queries(kernel: Any, problem: SparseProblem, table: tuple[GatherConfig, ...]) -> Launch:
     """The launch of a kernel that takes one query and one group of heads a program."""
-    config = problem.config(table)
-    return Launch(
+    config, heads = problem.config(table), problem.rows
+    return problem.launch(
         kernel,
-        grid_of(problem.batches * problem.queries * problem.groups),
-        problem.device,
-        (
-            *problem.strides,
-            *problem.selection_strides,
-            *problem.sizes,
-            problem.slots,
-            problem.score_rows,
-        ),
-        dict(num_warps=config.num_warps),
-        D=problem.width,
-        ROWS=problem.rows,
-        HAS_COUNT=problem.has_count,
-        **constants,
-        UPCAST=interpreted(),
-        PRECISION=problem.precision,
-        BLOCK_G=max(power_of_2(problem.rows), SMALLEST_TILE),
-        BLOCK_K=config.rows,
-        BLOCK_D=block_width(problem.width),
-        NUM_STAGES=config.num_stages,
+        config,
+        problem.batches * problem.queries * problem.groups,
+        (*problem.selection_strides, *problem.sizes, problem.slots, problem.score_rows),
+        HEADS=heads,
+        BLOCK=config.rows,
+        BLOCK_G=max(power_of_2(heads), SMALLEST_TILE),
     )

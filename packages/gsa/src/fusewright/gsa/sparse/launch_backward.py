@@ -5,15 +5,14 @@ each take either path.
 from __future__ import annotations
 
 import functools
+from operator import call
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.backends import interpreted
 from .._core.launches import (
     Allocator,
     Launch,
-    Layout,
     allocator,
     contiguous_where,
     is_current,
@@ -21,7 +20,7 @@ from .._core.launches import (
 )
 from .._core.lazy import lazy_module
 from .._core.precision import input_precision, power_of_2
-from ..common.launches import Shape, block_width, grid_of
+from ..common.launches import block_width, grid_of
 from .launch import plan_queries
 from .launch_inverse import inverse_of
 from .launch_paths import goes_by_tiles
@@ -30,9 +29,8 @@ from .launch_unions import (
     Members,
     Tiles,
     chunks_of_queries,
-    plan_keys_tiles,
     plan_members,
-    plan_queries_tiles,
+    plan_tiles,
     tile_queries,
 )
 
@@ -56,7 +54,7 @@ SPARSE_DKDV = (
     GatherConfig(256, 4, rows=16, num_warps=4, num_stages=1, hopper=True),
     GatherConfig(256, 4, rows=8, num_warps=4, num_stages=1),
 )
-# So many queries of a key are one program's; the sums of more are added afterwards.
+# This many queries of a key are one program's; the sums of more are added afterwards.
 LIST_SEGMENT = 4096
 # Tiles of the union of what queries have selected, and of the queries that have selected a key.
 # Widths up to 64: docs/decisions/0014-tiles-h200.csv; the others are unmeasured.
@@ -101,10 +99,9 @@ class KeyByKey(NamedTuple):
 
 
 class GradientsPlan(NamedTuple):
-    """One backward pass: its launches (none where there are no queries or no keys), which operands
-    it copies first, its intermediate results and its outputs. ``dk`` and ``dv`` have a head for
-    each group of heads where they go key by key; they start at zero, ``zeroed``, where several
-    chunks are added to them.
+    """One backward pass: its launches (none where there are no queries or no keys), and the memory
+    of dq, dk, dv and delta. dk and dv have a head for each group of heads where they go key by key;
+    they start at zero, ``zeroed``, where several chunks are added to them.
     """
 
     empty: bool
@@ -112,11 +109,7 @@ class GradientsPlan(NamedTuple):
     chunks: tuple[Chunk, ...]
     key_by_key: KeyByKey | None
     zeroed: bool
-    copies: tuple[bool, ...]
-    dq: Allocator
-    dk: Allocator
-    dv: Allocator
-    delta: Allocator
+    memory: tuple[Allocator, ...]
 
 
 def sparse_backward(
@@ -140,17 +133,16 @@ def sparse_backward(
             return sparse_backward(do, dlse, q, k, v, indices, count, o, softmax, scale, path)
     operands = (q, k, v, indices, count)
     shapes = (q.shape, k.shape, indices.shape)
-    plan = backward_plan(
-        shapes, layouts(*operands), dlse is not None, path, input_precision(q.dtype), q.device
-    )
-    dq, dk, dv, delta = plan.dq(), plan.dk(), plan.dv(), plan.delta()
+    problem = sparse_problem(shapes, layouts(*operands), input_precision(q.dtype), q.device)
+    plan = backward_plan(problem, dlse is not None, path)
+    dq, dk, dv, delta = map(call, plan.memory)
     if plan.empty:
         dq.zero_()
     if plan.empty or plan.zeroed:
         dk.zero_()
         dv.zero_()
-    if plan.copies:
-        operands = contiguous_where(operands, plan.copies)
+    if problem.copies:
+        operands = contiguous_where(operands, problem.copies)
     qkv, (indices, count) = operands[:3], operands[3:]
     do, o, softmax = do.contiguous(), o.contiguous(), softmax.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
@@ -179,55 +171,40 @@ def sparse_backward(
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_plan(
-    shapes: tuple[Shape, Shape, Shape],
-    operands: tuple[Layout | None, ...],
-    has_dlse: bool,
-    path: str,
-    precision: str,
-    device: torch.device,
-) -> GradientsPlan:
-    """The plan for operands of these layouts: q, k, v, indices and count."""
-    problem = sparse_problem(shapes, operands, precision, device)
+def backward_plan(problem: SparseProblem, has_dlse: bool, path: str) -> GradientsPlan:
+    """The plan; ``has_dlse``: whether lse has a gradient, for which kernels of dq are compiled."""
     dq_config, dkdv_config = problem.config(UNION_DQ), problem.config(UNION_DKDV)
     empty = problem.empty or not problem.keys
     dq_tiles = not empty and goes_by_tiles(problem, "dq", path, dq_config)
     dkdv_tiles = not empty and goes_by_tiles(problem, "dkdv", path, dkdv_config)
     dq_launch, key_by_key, chunks = None, None, []
     if not empty and not dq_tiles:
-        kernel = kernels_backward.sparse_dq_kernel
-        dq_launch = plan_queries(kernel, problem, SPARSE_DQ, HAS_DLSE=has_dlse)
+        dq_launch = plan_queries(kernels_backward.sparse_dq_kernel, problem, SPARSE_DQ)
     if not empty and not dkdv_tiles:
         key_by_key = plan_key_by_key(problem)
     if dq_tiles or dkdv_tiles:
         parts = chunks_of_queries(problem, tile_queries(problem, dq_config))
         for first, part in parts:
             members = plan_members(problem, first, part)
+            plan = functools.partial(plan_tiles, problem=problem, members=members)
             dq = dkdv = None
             if dq_tiles:
-                kernel = kernels_union_backward.union_dq_kernel
-                dq = plan_queries_tiles(kernel, problem, dq_config, members, HAS_DLSE=has_dlse)
+                dq = plan(kernels_union_backward.union_dq_kernel, config=dq_config)
             if dkdv_tiles:
                 kernel, adds = kernels_union_backward.union_dkdv_kernel, len(parts) > 1
-                dkdv = plan_keys_tiles(kernel, problem, dkdv_config, members, ADDS=adds)
+                dkdv = plan(kernel, config=dkdv_config, of_keys=True, adds=adds)
             chunks.append(Chunk(members, dq, dkdv))
     zeroed = dkdv_tiles and len(chunks) > 1
     groups = problem.groups if key_by_key else problem.key_heads
-    shape = (problem.batches, problem.keys, groups, problem.width)
     # Groups that share a head of keys, and chunks, are added in fp32.
     dtype = torch.float32 if zeroed or groups != problem.key_heads else problem.dtype
-    return GradientsPlan(
-        empty,
-        dq_launch,
-        tuple(chunks),
-        key_by_key,
-        zeroed,
-        problem.copies,
-        dq=allocator(problem.shape, problem.dtype, device),
-        dk=allocator(shape, dtype, device),
-        dv=allocator(shape, dtype, device),
-        delta=allocator((problem.batches, problem.heads, problem.queries), torch.float32, device),
+    of_keys = allocator(
+        (problem.batches, problem.keys, groups, problem.width), dtype, problem.device
     )
+    rows = (problem.batches, problem.heads, problem.queries)
+    dq_memory = allocator(problem.shape, problem.dtype, problem.device)
+    memory = (dq_memory, of_keys, of_keys, allocator(rows, torch.float32, problem.device))
+    return GradientsPlan(empty, dq_launch, tuple(chunks), key_by_key, zeroed, memory)
 
 
 def plan_key_by_key(problem: SparseProblem) -> KeyByKey:
@@ -237,29 +214,15 @@ def plan_key_by_key(problem: SparseProblem) -> KeyByKey:
     most_parts = 2 * list_length // LIST_SEGMENT
     segments = problem.keys + list_length // LIST_SEGMENT
     groups = problem.batches * problem.groups
-    block_rows, block_d = power_of_2(problem.rows), block_width(problem.width)
-    segments_launch = Launch(
+    block_rows = power_of_2(problem.rows)
+    segments_launch = problem.launch(
         kernels_backward.sparse_dkdv_kernel,
-        grid_of(groups * segments),
-        problem.device,
-        (
-            *problem.strides,
-            *problem.sizes,
-            problem.selections,
-            list_length,
-            segments,
-            most_parts,
-            problem.score_rows,
-        ),
-        dict(num_warps=config.num_warps),
-        D=problem.width,
-        ROWS=problem.rows,
-        UPCAST=interpreted(),
-        PRECISION=problem.precision,
-        BLOCK_T=max(config.rows // block_rows, 1),
+        config,
+        groups * segments,
+        (*problem.sizes, problem.selections, list_length, segments, most_parts, problem.score_rows),
+        HEADS=problem.rows,
+        BLOCK=max(config.rows // block_rows, 1),
         BLOCK_G=block_rows,
-        BLOCK_D=block_d,
-        NUM_STAGES=config.num_stages,
     )
     sums_launch = Launch(
         kernels_backward.add_parts_kernel,
@@ -268,7 +231,7 @@ def plan_key_by_key(problem: SparseProblem) -> KeyByKey:
         (problem.keys, problem.groups, problem.selections, most_parts),
         dict(num_warps=1),
         D=problem.width,
-        BLOCK_D=block_d,
+        BLOCK_D=block_width(problem.width),
     )
     parts = (problem.batches, problem.groups, most_parts, problem.width)
     return KeyByKey(

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .._core.launches import Layout, contiguous_strides
-from ..common.launches import Config, Shape, config_for, present, row_strides
+from .._core.backends import interpreted
+from .._core.launches import Launch, Layout, contiguous_strides
+from ..common.launches import (
+    Config,
+    Shape,
+    block_width,
+    config_for,
+    grid_of,
+    present,
+    row_strides,
+)
 
 
 class GatherConfig(NamedTuple):
@@ -41,15 +51,36 @@ class UnionConfig(NamedTuple):
     hopper: bool = False
 
     def stacked(self, heads: int) -> int:
-        """How many of so many heads are stacked: a power of 2 that divides them."""
+        """How many of this many heads are stacked: a power of 2 that divides them."""
         return math.gcd(heads, self.stack)
 
 
-class SparseProblem(NamedTuple):
+class SparseConstants(NamedTuple):
+    """What a kernel is compiled for, read as ``CONFIG``: HEADS neighbouring heads are one program's
+    (BLOCK_G: the rows that they take by queries), and BLOCK rows are gathered, or listed names
+    read, at a time. A tile has TILE queries or keys, whose bits take WORDS words.
+    """
+
+    D: int
+    BLOCK_D: int
+    UPCAST: bool
+    PRECISION: str
+    NUM_STAGES: int
+    HEADS: int
+    BLOCK: int
+    BLOCK_G: int = 0
+    TILE: int = 0
+    WORDS: int = 0
+    ADDS: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SparseProblem:
     """q [B, T, H, D] against k and v [B, Tkv, Hkv, D] with selections [B, R, T, K], R = 1 or H.
 
     ``rows`` neighbouring heads, a group, have a selection and a head of keys in common; ``shared``
-    groups have one head of keys.
+    groups have one head of keys. Calls of one kind have one object, under which their plans are
+    kept.
     """
 
     batches: int
@@ -65,7 +96,6 @@ class SparseProblem(NamedTuple):
     copies: tuple[bool, ...]
     strides: tuple[int, ...]
     selection_strides: tuple[int, ...]
-    has_count: bool
     precision: str
 
     @property
@@ -97,10 +127,31 @@ class SparseProblem(NamedTuple):
         """The line of a table that serves this problem."""
         return config_for(table, self.width, self.dtype.itemsize, self.device)
 
+    def launch(
+        self,
+        kernel: Any,
+        config: GatherConfig | UnionConfig,
+        programs: int,
+        integers: tuple[int, ...],
+        **constants: Any,
+    ) -> Launch:
+        """A kernel of attention, with these integers after the strides of q, k and v."""
+        columns = (self.width, block_width(self.width))
+        common = (*columns, interpreted(), self.precision, config.num_stages)
+        return Launch(
+            kernel,
+            grid_of(programs),
+            self.device,
+            (*self.strides, *integers),
+            dict(num_warps=config.num_warps),
+            CONFIG=SparseConstants(*common, **constants),
+        )
 
+
+@functools.lru_cache(maxsize=4096)
 def sparse_problem(
     shapes: tuple[Shape, Shape, Shape],
-    operands: Sequence[Layout | None],
+    operands: tuple[Layout | None, ...],
     precision: str,
     device: torch.device,
 ) -> SparseProblem:
@@ -125,19 +176,10 @@ def sparse_problem(
             (batch, 0, row) for batch, _, row in (indices_strides, count_strides)
         )
     return SparseProblem(
-        batches=batches,
-        queries=queries,
-        keys=key_shape[1],
-        heads=heads,
-        key_heads=key_shape[2],
-        width=width,
-        selections=selections,
-        slots=selection_shape[-1],
-        dtype=q[0],
-        device=device,
+        *(batches, queries, key_shape[1], heads, key_shape[2], width),
+        *(selections, selection_shape[-1], q[0], device),
         copies=copies if any(copies) else (),
         strides=(*q_strides, *k_strides, *v_strides),
         selection_strides=(*indices_strides, *count_strides),
-        has_count=count is not None,
         precision=precision,
     )

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._core.backends import interpreted
 from .._core.launches import Launch, cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import round_up
-from ..common.launches import Shape, block_width, grid_of
+from ..common.launches import Shape, grid_of
 from .launch_problem import SparseProblem, UnionConfig
 
 if TYPE_CHECKING:
@@ -35,11 +34,20 @@ class ListConfig(NamedTuple):
     num_warps: int
 
 
+class ListConstants(NamedTuple):
+    """What a kernel of lists is compiled for, read as ``CONFIG``: lists go on to whole FILLs."""
+
+    TILE: int
+    WORDS: int
+    FILL: int
+    BLOCK: int
+
+
 # Source: docs/decisions/0014-tiles-h200.csv.
 MEMBERS = ListConfig(block=512, num_warps=4)
 KEYS_OF_TILES = ListConfig(block=1024, num_warps=8)
 QUERIES_OF_TILES = ListConfig(block=1024, num_warps=4)
-# Bits for so many pairs of a query and a key are held at a time, 128 MiB of bits, and lists with
+# Bits for this many pairs of a query and a key are held at a time, 128 MiB of bits, and lists with
 # them: no more than five times the int32 indices of these queries, or four times the bits.
 MEMBERS_AT_A_TIME = 1 << 30
 
@@ -100,21 +108,13 @@ def chunks_of_queries(problem: SparseProblem, tile: int) -> list[tuple[int, int]
 def plan_members(problem: SparseProblem, first: int, part: int) -> Members:
     """The bits of ``part`` queries from ``first`` on."""
     words = round_up(problem.keys, LONGEST_TILE) // WORD_BITS
+    sizes = (first, part, problem.keys, problem.selections, problem.slots, words)
     launch = Launch(
         kernels_members.members_kernel,
         grid_of(problem.batches * problem.selections * part),
         problem.device,
-        (
-            *problem.selection_strides,
-            first,
-            part,
-            problem.keys,
-            problem.selections,
-            problem.slots,
-            words,
-        ),
+        (*problem.selection_strides, *sizes),
         dict(num_warps=MEMBERS.num_warps),
-        HAS_COUNT=problem.has_count,
         BLOCK=MEMBERS.block,
     )
     shape = (problem.batches, problem.selections, part, words)
@@ -126,109 +126,43 @@ def tile_queries(problem: SparseProblem, config: UnionConfig) -> int:
     return max(config.rows // config.stacked(problem.rows), 1)
 
 
-def plan_queries_tiles(
-    kernel: Any, problem: SparseProblem, config: UnionConfig, members: Members, **constants: Any
+def plan_tiles(
+    kernel: Any,
+    problem: SparseProblem,
+    config: UnionConfig,
+    members: Members,
+    of_keys: bool = False,
+    adds: bool = False,
 ) -> Tiles:
-    """Tiles of the queries that ``members`` are of: the keys of each, and a kernel over them."""
-    tile, stack = tile_queries(problem, config), config.stacked(problem.rows)
-    tiles = cdiv(members.part, tile)
-    lists = problem.batches * problem.selections * tiles
-    capacity = list_capacity(min(problem.keys, tile * problem.slots), config.columns)
-    words = cdiv(tile, WORD_BITS)
-    listing = Launch(
-        kernels_members.keys_of_tiles_kernel,
-        grid_of(lists),
-        problem.device,
-        (members.part, problem.keys, members.shape[-1], tiles, capacity),
-        dict(num_warps=KEYS_OF_TILES.num_warps),
-        TILE=tile,
-        WORDS=words,
-        FILL=config.columns,
-        BLOCK=KEYS_OF_TILES.block,
-    )
-    launch = Launch(
-        kernel,
-        grid_of(problem.batches * (problem.heads // stack) * tiles),
-        problem.device,
-        (
-            *problem.strides,
-            members.first,
-            problem.queries,
-            problem.heads,
-            problem.heads // problem.key_heads,
-            problem.selections,
-            tiles,
-            capacity,
-            problem.score_rows,
-        ),
-        dict(num_warps=config.num_warps),
-        D=problem.width,
-        **constants,
-        UPCAST=interpreted(),
-        PRECISION=problem.precision,
-        STACK=stack,
-        TILE=tile,
-        WORDS=words,
-        BLOCK_K=config.columns,
-        BLOCK_D=block_width(problem.width),
-        NUM_STAGES=config.num_stages,
-    )
-    return Tiles(listing, launch, lists, words, capacity)
-
-
-def plan_keys_tiles(
-    kernel: Any, problem: SparseProblem, config: UnionConfig, members: Members, **constants: Any
-) -> Tiles:
-    """Tiles of keys: which of the queries that ``members`` are of have selected any, and a kernel
-    over them.
+    """Tiles of the queries that ``members`` are of and the keys that any of a tile has selected, or
+    tiles of keys and those of these queries that have selected any; and a kernel over them.
     """
-    tile, stack = config.rows, config.stacked(problem.rows)
-    queries = max(config.columns // stack, 1)
-    tiles = cdiv(problem.keys, tile)
+    stack = config.stacked(problem.rows)
+    if of_keys:
+        tile, block = config.rows, max(config.columns // stack, 1)
+        tiles, entries = cdiv(problem.keys, tile), members.part
+        listing, line = kernels_members.queries_of_tiles_kernel, QUERIES_OF_TILES
+        listed, sizes = (members.first, members.part), (problem.queries, problem.keys)
+        programs = problem.batches * problem.key_heads * tiles
+    else:
+        tile, block = tile_queries(problem, config), config.columns
+        tiles, entries = cdiv(members.part, tile), min(problem.keys, tile * problem.slots)
+        listing, line = kernels_members.keys_of_tiles_kernel, KEYS_OF_TILES
+        listed, sizes = (members.part, problem.keys), (members.first, problem.queries)
+        programs = problem.batches * (problem.heads // stack) * tiles
     lists = problem.batches * problem.selections * tiles
-    capacity = list_capacity(members.part, queries)
-    words = cdiv(tile, WORD_BITS)
-    listing = Launch(
-        kernels_members.queries_of_tiles_kernel,
+    # Whole blocks of columns, and whole reads of the GPU.
+    capacity, words = round_up(entries, max(block, WORD_BITS)), cdiv(tile, WORD_BITS)
+    listing_launch = Launch(
+        listing,
         grid_of(lists),
         problem.device,
-        (members.first, members.part, members.shape[-1], tiles, capacity),
-        dict(num_warps=QUERIES_OF_TILES.num_warps),
-        TILE=tile,
-        WORDS=words,
-        FILL=queries,
-        BLOCK=QUERIES_OF_TILES.block,
+        (*listed, members.shape[-1], tiles, capacity),
+        dict(num_warps=line.num_warps),
+        CONFIG=ListConstants(tile, words, block, line.block),
     )
-    launch = Launch(
-        kernel,
-        grid_of(problem.batches * problem.key_heads * tiles),
-        problem.device,
-        (
-            *problem.strides,
-            problem.queries,
-            problem.keys,
-            problem.heads,
-            problem.heads // problem.key_heads,
-            problem.selections,
-            tiles,
-            capacity,
-            problem.score_rows,
-        ),
-        dict(num_warps=config.num_warps),
-        D=problem.width,
-        **constants,
-        UPCAST=interpreted(),
-        PRECISION=problem.precision,
-        STACK=stack,
-        TILE=tile,
-        WORDS=words,
-        BLOCK_Q=queries,
-        BLOCK_D=block_width(problem.width),
-        NUM_STAGES=config.num_stages,
-    )
-    return Tiles(listing, launch, lists, words, capacity)
-
-
-def list_capacity(entries: int, block: int) -> int:
-    """The slots of a list: whole blocks of columns, and whole reads of the GPU."""
-    return round_up(entries, max(block, WORD_BITS))
+    heads = (problem.heads, problem.heads // problem.key_heads, problem.selections)
+    integers = (*sizes, *heads, tiles, capacity, problem.score_rows)
+    constants = dict(HEADS=stack, BLOCK=block, TILE=tile, WORDS=words, ADDS=adds)
+    launch = problem.launch(kernel, config, programs, integers, **constants)
+    return Tiles(listing_launch, launch, lists, words, capacity)

@@ -4,7 +4,7 @@ r"""Attention of each query to the keys that were selected for it.
     o_t  = sum_r p_tr v_j(t,r)     over the slots r of query t, j(t,r) the key in a slot
 
 B sequences, H query heads of width D in groups that share a head of keys, K slots a query. The
-backward pass computes p again, with delta_t = sum_d do_t o_t - dlse_t:
+backward pass recomputes p, with delta_t = sum_d do_t o_t - dlse_t:
 
     dp_tr = do_t . v_j    ds = p * (dp - delta)    dq_t = scale sum_r ds_tr k_j
     dk_j = scale sum_{t selects j} ds_tr q_t       dv_j = sum_{t selects j} p_tr do_t
@@ -171,7 +171,7 @@ def sparse_attention(
             neighbouring queries that have not selected it, and all in the reference, which has no
             paths.
         dense_below: where Tkv is below it, the selection is set aside and each query attends to all
-            keys up to its position, the last of the queries standing at the last key: dense causal
+            keys up to its position, the last query at the last key's: dense causal
             attention, another function than the selection's. 0: never.
         check: look at the selection, and refuse indices below -1 or not below Tkv, and keys that a
             query names twice, in the slots that count. This waits for the GPU, and is for
@@ -253,8 +253,8 @@ def _attention(q, k, v, indices, count, mask, scale, path, dense_below, check, b
 
 
 def causal_selection(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """All keys up to a query's position, the last query standing at the last key: one row of
-    indices, seen from every query.
+    """All keys up to a query's position, the last query at the last key's: one row of indices,
+    expanded to every query.
     """
     batches, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     number = torch.arange(keys + 1, dtype=torch.int32, device=q.device)

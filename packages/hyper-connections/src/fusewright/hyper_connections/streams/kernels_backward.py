@@ -7,7 +7,7 @@ With g the gradient of x', and ds that of s by way of the gates,
     dv = pre du + Phi^T dm - v r^2 / D sum(ds_hat s_hat)
     dPhi = sum over tokens of dm v^T
 
-to which reading adds what arrives at the streams that it has handed on.
+to which reading adds the gradients of the streams that it returned.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def stream_gates_backward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """One program takes every num_programs-th block of BLOCK tokens: dm, what v is multiplied by in
-    its own gradient, and its share of dbias and dalpha.
+    its own gradient, and a partial sum of dbias and dalpha.
     """
     part = tl.arange(0, PARTS)
     parts: tl.constexpr = n * (n + 2)
@@ -159,7 +159,7 @@ def stream_read_backward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """One program keeps BLOCK_C columns of one stream and takes every num_programs(1)-th block of
-    BLOCK tokens: dx of these columns, and its share of dPhi.
+    BLOCK tokens: dx of these columns, and a partial sum of dPhi.
     """
     blocks = tl.cdiv(C, BLOCK_C)
     stream = tl.program_id(0) // blocks

@@ -26,8 +26,8 @@ F32 = torch.float32
 
 
 class Tile(NamedTuple):
-    """One program takes ``tokens``, ``columns`` of each at a time; one that walks over tokens
-    shares a multiprocessor with others, ``programs`` in all.
+    """One program takes ``tokens``, ``columns`` of each at a time; where programs loop over tokens,
+    ``programs`` of them run on a multiprocessor.
     """
 
     tokens: int
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of each launch, for up to so many streams."""
+    """Of each launch, for up to this many streams."""
 
     streams: int
     read: Tile
@@ -82,7 +82,7 @@ def parts_of(streams: int) -> dict[str, int]:
 
 
 def block_of(tile: Tile, columns: int) -> dict[str, int]:
-    """The constants of a launch that has so many columns to take."""
+    """The constants of a launch that has this many columns to take."""
     return dict(BLOCK=tile.tokens, BLOCK_C=min(tile.columns, max(16, power_of_2(columns))))
 
 

@@ -1,7 +1,7 @@
 """The launches of the gradients of reading streams and of writing to them, and their plans.
 
-Streams are ``[N, n, C]`` in fp32, contiguous, as is everything else that is given. Sums over tokens
-are made in shares, one for each program that walks over tokens, and added in a fixed order.
+Streams are ``[N, n, C]`` in fp32, contiguous, as is every other operand. Each program that loops
+over tokens writes a partial sum; these are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 class ReadBackwardPlan(NamedTuple):
     """The launch of the gates' gradients and that of the streams', both None without tokens; the
-    memory of dx, of what the first leaves to the second, and of their shares of sums over tokens.
+    memory of dx, of what the first leaves to the second, and of their partial sums over tokens.
     """
 
     gates: Launch | None
@@ -40,7 +40,7 @@ class ReadBackwardPlan(NamedTuple):
 
 
 def walkers(tile: Tile, tokens: int, beside: int, device: torch.device) -> int:
-    """How many programs walk over the tokens where so many walk beside each."""
+    """How many programs loop over the tokens, where ``beside`` of them take each block."""
     there = tile.programs * device_properties(device).multiprocessors
     return max(1, min(cdiv(tokens, tile.tokens), there // beside))
 
@@ -91,7 +91,7 @@ def stream_read_backward(
 
     Args:
         du, dpost, dlogits: of what ``stream_read`` returns.
-        dmixed, dorigin: of the streams that are handed on, the latter's negative if ``negated``.
+        dmixed, dorigin: of the streams that it returns, the latter's negative if ``negated``.
         x, phi, alpha, bias, s_hat, scale: what ``stream_read`` took and saved.
     """
     arrived = dmixed is not None, dorigin is not None, negated
@@ -114,8 +114,8 @@ def read_backward_plan(
     arrived: tuple[bool, bool, bool],
     device: torch.device,
 ) -> ReadBackwardPlan:
-    """The plan for streams of this shape, with u in this dtype; ``arrived`` tells of dmixed and of
-    dorigin whether they are there, and whether the latter is its negative.
+    """The plan for streams of this shape, with u in this dtype; ``arrived``: whether
+    dmixed and dorigin are given, and whether the latter is its negative.
     """
     tokens, n, width = shape
     parts, tiles = n * (n + 2), tiles_of(n)

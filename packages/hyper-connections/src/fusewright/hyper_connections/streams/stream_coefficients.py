@@ -33,7 +33,7 @@ def stream_coefficients(
 
     Raises:
         TypeError: a tensor is not floating or not strided, or eps is no number.
-        ValueError: shapes or devices do not go together, or eps is negative or not finite.
+        ValueError: shapes or devices do not agree, or eps is negative or not finite.
     """
     check_gates(x, phi, alpha, bias)
     eps = checked_number("eps", eps, lowest=0.0)

@@ -7,18 +7,18 @@ With v the n streams x_1 ... x_n of a token, one after the other, and rms(v) the
     u = sum_i pre_i x_i
 
 x is [..., n, C], every other axis counts tokens; Phi is [n (n + 2), n C], alpha has three numbers,
-b n (n + 2). A layer takes u; ``stream_write`` takes what it makes of it, post, and a matrix res
-that the caller makes of the logits, in mHC a doubly stochastic one by Sinkhorn and Knopp's
+b n (n + 2). A layer takes u; ``stream_write`` takes the layer's output, post, and a matrix res
+that the caller computes from the logits, in mHC a doubly stochastic one by Sinkhorn and Knopp's
 iterations.
 
 Forward it is one launch: the dot products and the mean square in one pass over the streams, then u.
 The products of Phi are TF32 in three parts, which is as near as fp32; everything else is fp32.
-Saved for the backward pass, beside what goes in: s before alpha and b (s_hat), and 1 / rms(v).
+Saved for the backward pass, beside the inputs: s before alpha and b (s_hat), and 1 / rms(v).
 
-The reading hands the streams on, once to be mixed and once to be taken from the result. The
-gradients that a writing sends to either arrive in the reading's backward pass unadded, and a launch
-that writes dx anyway adds them: no pass over memory for a sum. An op may not return what it was
-given, so the derivative is no part of the registered ops: it is an autograd.Function around them.
+The reading returns the streams twice, to be mixed and to be subtracted from the result. Both
+gradients reach the reading's backward pass, and the launch that writes dx adds them: no pass over
+memory for a sum. An op may not return one of its inputs, so the derivative is no part of the
+registered ops: it is an autograd.Function around them.
 
 Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, eq. 14-19.
 """
@@ -41,15 +41,15 @@ Tensor = torch.Tensor
 
 
 class StreamReading(NamedTuple):
-    """What a layer reads of streams, and what it takes to write to them.
+    """What a layer reads of streams, and what writing to them needs.
 
     Attributes:
         u: ``[..., C]``, what the layer takes: in autocast's dtype where that is on, else in the
             streams'.
-        post: ``[..., n]``, how much each stream has of what the layer makes.
+        post: ``[..., n]``, how much each stream gets of the layer's output.
         logits: ``[..., n, n]``, of the matrix that mixes the streams.
-        mixed, origin: the streams ``[..., n, C]``, once for what mixes them and once for what is
-            taken from them: the gradients of both are added in the backward pass of the reading.
+        mixed, origin: the streams ``[..., n, C]``, once to be mixed and once to be
+            subtracted: the gradients of both are added in the backward pass of the reading.
     """
 
     u: Tensor
@@ -130,26 +130,26 @@ def stream_read(
     eps: float = 1e-6,
     backend: Backend = "auto",
 ) -> StreamReading:
-    """What a layer reads of streams, and what it takes to write to them.
+    """What a layer reads of streams, and what writing to them needs.
 
     Args:
-        x: ``[..., n, C]``, n streams of C columns for each token, any strides. They are taken in
-            fp32 (fp64 streams in fp64). The kernels serve n up to 8.
+        x: ``[..., n, C]``, n streams of C columns for each token, any strides. They are converted
+            to fp32 (fp64 streams stay). The kernels serve n up to 8.
         phi: ``[n (n + 2), n C]``: the rows for pre, for post and for res.
-        alpha: ``[3]``: what multiplies these three kinds.
+        alpha: ``[3]``: factors of these three parts.
         bias: ``[n (n + 2)]``, b.
         eps: added to the mean square of a token's streams.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 
     Returns:
-        A ``StreamReading``. Hand its ``mixed`` to ``stream_write``, and its ``origin`` where the
-        difference to what was read is wanted; parameters are taken in the streams' dtype.
+        A ``StreamReading``. Pass its ``mixed`` to ``stream_write``, and its ``origin`` where the
+        difference to what was read is wanted; parameters are converted to the streams' dtype.
         Differentiable in all tensors, with the reference twice.
 
     Raises:
         TypeError: a tensor is not floating or not strided, or eps is no number.
-        ValueError: shapes or devices do not go together, or eps is negative or not finite.
+        ValueError: shapes or devices do not agree, or eps is negative or not finite.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     check_gates(x, phi, alpha, bias)

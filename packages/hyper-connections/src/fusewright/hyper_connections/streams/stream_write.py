@@ -84,13 +84,13 @@ def stream_write(
     """The streams after a layer has written ``y`` to them, mixed by ``res``.
 
     Args:
-        x: ``[..., n, C]``, the streams that were read, ``mixed`` of a ``StreamReading``; taken in
-            fp32 (fp64 streams in fp64). The kernels serve n up to 8.
+        x: ``[..., n, C]``, the streams that were read, ``mixed`` of a ``StreamReading``; converted
+            to fp32 (fp64 streams stay). The kernels serve n up to 8.
         res: ``[..., n, n]``, the matrix that mixes them, in mHC a doubly stochastic one.
-        post: ``[..., n]``, how much each stream has of y.
-        y: ``[..., C]``, what the layer made, in fp32, bf16 or fp16 (the reference takes fp64 too).
-        origin: ``[..., n, C]``, taken from the result: ``origin`` of a ``StreamReading``, so that
-            what comes back is the difference to the streams that were read.
+        post: ``[..., n]``, how much each stream gets of y.
+        y: ``[..., C]``, the layer's output, in fp32, bf16 or fp16 (the reference takes fp64 too).
+        origin: ``[..., n, C]``, subtracted from the result: ``origin`` of a ``StreamReading``, so
+            that the result is the difference to the streams that were read.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 
@@ -100,7 +100,7 @@ def stream_write(
 
     Raises:
         TypeError: a tensor is not floating or not strided.
-        ValueError: shapes or devices do not go together.
+        ValueError: shapes or devices do not agree.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     check_streams("x", x)

@@ -4,7 +4,7 @@ packed memory.
 A memory and its momentum lie packed as [2, SIZE], each w1 [HIDDEN, D], the transpose of w2 [HIDDEN,
 D], b1 [HIDDEN], b2 [D] one after the other: ``memory`` is a pointer to the first number of one of
 the two. A tile of tokens is [BLOCK_C, BLOCK_D], one of the hidden layer [BLOCK_C, BLOCK_H], of the
-block ``block`` of HIDDEN / BLOCK_H.
+block ``block`` of HIDDEN / BLOCK_H. ``CONFIG`` is the record of a family's constants.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ RSQRT_2_PI = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
-def activated(z, ACTIVATION: tl.constexpr):
+def zeros(ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A tile of sums: the shape as two numbers, which may be fields of a CONFIG."""
+    return tl.zeros([ROWS, COLS], tl.float32)
+
+
+@triton.jit
+def activated(z, CONFIG: tl.constexpr):
     """act, act' and act'' of z; what is not used costs nothing."""
-    if ACTIVATION == "silu":
+    if CONFIG.ACTIVATION == "silu":
         s = tl.sigmoid(z)
         h = z * s
         slope = s * (1.0 + z * (1.0 - s))
         curve = s * (1.0 - s) * (2.0 + z * (1.0 - 2.0 * s))
-    elif ACTIVATION == "relu":
+    elif CONFIG.ACTIVATION == "relu":
         # A NaN stays one.
         h = tl.where(z <= 0.0, 0.0, z)
         slope = tl.where(z > 0.0, 1.0, 0.0)
@@ -41,26 +47,26 @@ def activated(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def add_product(acc, a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def add_product(acc, a, b, CONFIG: tl.constexpr):
     """acc + a b. The interpreter multiplies only fp32 rightly: there the operands are widened."""
-    if UPCAST:
+    if CONFIG.UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision=CONFIG.PRECISION)
 
 
 @triton.jit
-def product_onto(total, a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def product_onto(total, a, b, CONFIG: tl.constexpr):
     """total + a b in fp32."""
-    if PRECISION == "tf32":
+    if CONFIG.PRECISION == "tf32":
         a, b = to_tf32(a), to_tf32(b)
-    return add_product(total, a, b, UPCAST, PRECISION)
+    return add_product(total, a, b, CONFIG)
 
 
 @triton.jit
-def product(a, b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def product(a, b, CONFIG: tl.constexpr):
     """a b in fp32."""
     total = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
-    return product_onto(total, a, b, UPCAST, PRECISION)
+    return product_onto(total, a, b, CONFIG)
 
 
 @triton.jit
@@ -82,116 +88,68 @@ def load_vector(at, index, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def load_weights(
-    memory,
-    block,
-    LAYER: tl.constexpr,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+def load_weights(memory, block, LAYER: tl.constexpr, CONFIG: tl.constexpr):
     """[BLOCK_H, BLOCK_D] of w1, or for LAYER 2 of the transpose of w2."""
-    row = block * BLOCK_H + tl.arange(0, BLOCK_H)
-    return load_matrix(memory + (LAYER - 1) * HIDDEN * D, row, tl.arange(0, BLOCK_D), HIDDEN, D)
+    row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
+    at = memory + (LAYER - 1) * CONFIG.HIDDEN * CONFIG.D
+    return load_matrix(at, row, tl.arange(0, CONFIG.BLOCK_D), CONFIG.HIDDEN, CONFIG.D)
 
 
 @triton.jit
-def store_weights(
-    memory,
-    x,
-    block,
-    LAYER: tl.constexpr,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    row = block * BLOCK_H + tl.arange(0, BLOCK_H)
-    at = memory + (LAYER - 1) * HIDDEN * D
-    store_matrix(at, x, row, tl.arange(0, BLOCK_D), HIDDEN, D)
+def store_weights(memory, x, block, LAYER: tl.constexpr, CONFIG: tl.constexpr):
+    row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
+    at = memory + (LAYER - 1) * CONFIG.HIDDEN * CONFIG.D
+    store_matrix(at, x, row, tl.arange(0, CONFIG.BLOCK_D), CONFIG.HIDDEN, CONFIG.D)
 
 
 @triton.jit
-def load_b1(
-    memory,
-    block,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    index = block * BLOCK_H + tl.arange(0, BLOCK_H)
-    return load_vector(memory + 2 * HIDDEN * D, index, HIDDEN)
+def load_b1(memory, block, CONFIG: tl.constexpr):
+    index = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
+    return load_vector(memory + 2 * CONFIG.HIDDEN * CONFIG.D, index, CONFIG.HIDDEN)
 
 
 @triton.jit
-def load_b2(memory, D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_D: tl.constexpr):
-    return load_vector(memory + (2 * HIDDEN * D + HIDDEN), tl.arange(0, BLOCK_D), D)
+def load_b2(memory, CONFIG: tl.constexpr):
+    at = memory + (2 * CONFIG.HIDDEN * CONFIG.D + CONFIG.HIDDEN)
+    return load_vector(at, tl.arange(0, CONFIG.BLOCK_D), CONFIG.D)
 
 
 @triton.jit
-def store_memory(
-    memory,
-    w1,
-    b1,
-    w2,
-    b2,
-    block,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """The same, stored; b2 by the first block alone."""
-    store_weights(memory, tl.trans(w1), block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-    store_weights(memory, tl.trans(w2), block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-    row = block * BLOCK_H + tl.arange(0, BLOCK_H)
-    tl.store(memory + 2 * HIDDEN * D + row, b1, mask=row < HIDDEN)
-    col = tl.arange(0, BLOCK_D)
-    tl.store(memory + (2 * HIDDEN * D + HIDDEN) + col, b2, mask=(col < D) & (block == 0))
-
-
-@triton.jit
-def token_rows(
-    x_ptr,
-    batch_stride,
-    token_stride,
-    head_stride,
-    batch,
-    head,
-    first,
-    there,
-    D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """The tokens ``first``, ``first + 1``, ... of one head of [B, T, heads, D]; zero where they are
-    not ``there``.
+def store_memory(memory, weights, block, CONFIG: tl.constexpr):
+    """One block of a memory, (w1^T [BLOCK_D, BLOCK_H], b1, w2 [BLOCK_D, BLOCK_H], b2), stored; b2
+    by the first block alone.
     """
-    col = tl.arange(0, BLOCK_D)
-    token = (first + tl.arange(0, BLOCK_C)).to(tl.int64)
+    w1, b1, w2, b2 = weights
+    store_weights(memory, tl.trans(w1), block, 1, CONFIG)
+    store_weights(memory, tl.trans(w2), block, 2, CONFIG)
+    row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
+    tl.store(memory + 2 * CONFIG.HIDDEN * CONFIG.D + row, b1, mask=row < CONFIG.HIDDEN)
+    col = tl.arange(0, CONFIG.BLOCK_D)
+    at = memory + (2 * CONFIG.HIDDEN * CONFIG.D + CONFIG.HIDDEN) + col
+    tl.store(at, b2, mask=(col < CONFIG.D) & (block == 0))
+
+
+@triton.jit
+def token_rows(x, place, there, CONFIG: tl.constexpr):
+    """The tokens ``first``, ``first + 1``, ... of one head; zero where they are not ``there``. x
+    [B, T, heads, D] is a pointer and the strides of its first axes, ``place`` (batch, head, first).
+    """
+    x_ptr, batch_stride, token_stride, head_stride = x
+    batch, head, first = place
+    col = tl.arange(0, CONFIG.BLOCK_D)
+    token = (first + tl.arange(0, CONFIG.BLOCK_C)).to(tl.int64)
     start = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
     at = x_ptr + start + token[:, None] * token_stride + col[None, :]
-    return tl.load(at, mask=there[:, None] & (col < D)[None, :], other=0.0)
+    return tl.load(at, mask=there[:, None] & (col < CONFIG.D)[None, :], other=0.0)
 
 
 @triton.jit
-def store_token_rows(
-    x_ptr,
-    x,
-    batch,
-    head,
-    first,
-    there,
-    tokens,
-    heads,
-    D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def store_token_rows(x_ptr, x, place, there, tokens, heads, CONFIG: tl.constexpr):
     """The same into a contiguous [B, T, heads, D]."""
-    col = tl.arange(0, BLOCK_D)
-    token = (first + tl.arange(0, BLOCK_C)).to(tl.int64)
+    batch, head, first = place
+    col = tl.arange(0, CONFIG.BLOCK_D)
+    token = (first + tl.arange(0, CONFIG.BLOCK_C)).to(tl.int64)
     row = (batch.to(tl.int64) * tokens + token) * heads + head
-    at = x_ptr + row[:, None] * D + col[None, :]
-    tl.store(at, x.to(x_ptr.dtype.element_ty), mask=there[:, None] & (col < D)[None, :])
+    at = x_ptr + row[:, None] * CONFIG.D + col[None, :]
+    mask = there[:, None] & (col < CONFIG.D)[None, :]
+    tl.store(at, x.to(x_ptr.dtype.element_ty), mask=mask)

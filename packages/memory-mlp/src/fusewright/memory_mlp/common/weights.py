@@ -43,7 +43,7 @@ class MemoryWeights(NamedTuple):
     b2: Tensor
 
     def map(self, function: Callable[..., Tensor], *others: MemoryWeights) -> MemoryWeights:
-        """``function`` of each of the four tensors, together with those of ``others``."""
+        """``function`` applied to each of the four tensors, and to those of ``others`` with it."""
         return MemoryWeights(*(function(*parts) for parts in zip(self, *others, strict=True)))
 
 
@@ -59,7 +59,7 @@ def like(weights: Weights, tensors: Sequence[Tensor]) -> Weights:
 
 
 def mapped(function: Callable[..., Tensor], weights: Weights, *others: Weights) -> Weights:
-    """``function`` of each tensor, together with those of ``others``."""
+    """``function`` applied to each tensor, and to those of ``others`` with it."""
     return like(weights, [function(*parts) for parts in zip(weights, *others, strict=True)])
 
 

@@ -1,6 +1,6 @@
 """Triton kernels of the backward pass between the joint projection and the memory.
 
-The convolution is computed again. Its gradient by a row needs the gradients of its results at later
+The convolution is recomputed. Its gradient by a row needs the gradients of its results at later
 tokens, of which a program recomputes those beyond its runs: so one launch writes the
 projection's gradient. The taps' gradient is a sum over all tokens: each program stores a
 partial sum, and a second launch adds them. No atomics: the same inputs give the same bits.
@@ -42,83 +42,66 @@ def upstream_rows(dy_ptr, token, batch_tokens, head, lane, tokens, heads, D: tl.
 
 
 @triton.jit
-def conv_gradient(c, dy, KEY_NORM: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr):
+def conv_gradient(c, dy, IS_KEY: tl.constexpr, CONFIG: tl.constexpr):
     """The gradient by the convolution's results ``c``."""
-    y, factor, slope = activated(c, KEY_NORM, EPS, D)
-    if KEY_NORM != "":
+    y, factor, slope = activated(c, IS_KEY, CONFIG)
+    if IS_KEY and CONFIG.KEY_NORM != "":
         along = tl.sum(dy * y, 1)
-        if KEY_NORM == "rms":
-            along = along / D
+        if CONFIG.KEY_NORM == "rms":
+            along = along / CONFIG.D
         dy = (dy - y * along[:, None]) * factor
     return dy * slope
 
 
 @triton.jit
 def group_gradient(
-    joint_ptr,
-    history_ptr,
+    source,
     taps_ptr,
     dy_ptr,
     dlast_ptr,
     djoint_ptr,
     dhistory_ptr,
     parts_ptr,
-    tile,
-    batch_tokens,
-    head,
+    place,
     group,
     lane,
-    tokens,
     heads,
-    row_stride,
-    channels,
-    USED: tl.constexpr,
-    HAS_TAPS: tl.constexpr,
-    HAS_DLAST: tl.constexpr,
-    REACH: tl.constexpr,
-    KEY_NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    RUN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Write the gradient by the rows of one group that the convolution saw, and this program's
-    partial sum of the taps' gradient. Where the group is not USED, its results have no gradient.
+    partial sum of the taps' gradient. ``source`` as in ``joint_rows``, ``place`` is (tile, tokens
+    of earlier rows, head).
     """
-    within = lane < D
-    col = (group * heads + head) * D + lane
+    _, _, tokens, _, channels = source
+    tile, batch_tokens, head = place
+    REACH: tl.constexpr = CONFIG.REACH
+    ROWS: tl.constexpr = CONFIG.ROWS
+    RUN: tl.constexpr = CONFIG.RUN
+    IS_KEY: tl.constexpr = group != 2
+    within = lane < CONFIG.D
+    col = (group * heads + head) * CONFIG.D + lane
     first = tile.to(tl.int64) * (ROWS * RUN)
     start = first + tl.arange(0, ROWS) * RUN
-    taps = taps_of(taps_ptr, col, within, HAS_TAPS, REACH)
+    taps = taps_of(taps_ptr, col, within, CONFIG)
     tap_sums = zeros(ROWS, lane.shape[0], REACH + 1)
     pending = zeros(ROWS, lane.shape[0], REACH)
-    if USED:
-        next_x = joint_rows(joint_ptr, start, col, tokens, within, row_stride)
-        next_dy = upstream_rows(dy_ptr, start, batch_tokens, head, lane, tokens, heads, D)
-        seen = seen_rows(
-            joint_ptr,
-            history_ptr,
-            start,
-            col,
-            tokens,
-            first,
-            within,
-            row_stride,
-            channels,
-            REACH,
-            0,
-        )
+    if dy_ptr is not None:
+        next_x = joint_rows(source, start, col, within)
+        next_dy = upstream_rows(dy_ptr, start, batch_tokens, head, lane, tokens, heads, CONFIG.D)
+        seen = seen_rows(source, start, col, first, within, 0, CONFIG)
     for step in range(RUN + REACH):
         token = start + step
         dc = tl.zeros([ROWS, lane.shape[0]], tl.float32)
-        if USED:
+        if dy_ptr is not None:
             window = seen
             window += (next_x.to(tl.float32),)
             dy = next_dy.to(tl.float32)
             # Those of the next token are loaded meanwhile.
-            next_x = joint_rows(joint_ptr, token + 1, col, tokens, within, row_stride)
-            next_dy = upstream_rows(dy_ptr, token + 1, batch_tokens, head, lane, tokens, heads, D)
-            dc = conv_gradient(convolved(window, taps, 0, REACH), dy, KEY_NORM, EPS, D)
+            next_x = joint_rows(source, token + 1, col, within)
+            next_dy = upstream_rows(
+                dy_ptr, token + 1, batch_tokens, head, lane, tokens, heads, CONFIG.D
+            )
+            dc = conv_gradient(convolved(window, taps, 0, CONFIG), dy, IS_KEY, CONFIG)
             dc = tl.where((token < tokens)[:, None], dc, 0.0)
             # Those beyond the run belong to another program, or to another row.
             own = tl.where(step < RUN, dc, 0.0)
@@ -139,7 +122,7 @@ def group_gradient(
                 part += pending[tap]
             later += (part,)
         pending = later
-        if HAS_DLAST and first + (ROWS * RUN + REACH) > tokens:
+        if REACH > 0 and dlast_ptr is not None and first + (ROWS * RUN + REACH) > tokens:
             slot = token - tokens
             ending = ((slot >= 0) & (slot < REACH))[:, None] & within[None, :]
             dlast = tl.load(
@@ -158,7 +141,7 @@ def group_gradient(
                 dx.to(dhistory_ptr.dtype.element_ty),
                 mask=(start == 0)[:, None] & within[None, :],
             )
-    if HAS_TAPS:
+    if taps_ptr is not None:
         for tap in tl.static_range(REACH + 1):
             to = parts_ptr + col * (REACH + 1) + tap
             tl.store(to, tl.sum(tap_sums[tap], 0), mask=within)
@@ -187,80 +170,56 @@ def memory_input_backward_kernel(
     tiles,
     batch_stride,
     row_stride,
-    GROUPS: tl.constexpr,
-    LEARNED: tl.constexpr,
-    HAS_TAPS: tl.constexpr,
-    HAS_DQ: tl.constexpr,
-    HAS_DK: tl.constexpr,
-    HAS_DV: tl.constexpr,
-    HAS_DGATES: tl.constexpr,
-    HAS_DLAST: tl.constexpr,
-    REACH: tl.constexpr,
-    KEY_NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    RUN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes the gradient by the projection, and by the history's rows before the
     first tile, and its partial sum of the taps' gradient, for a tile of one head in one group; the
     last programs compute dlogits. ``parts`` is [tiles of all rows, channels, REACH + 1].
     """
+    REACH: tl.constexpr = CONFIG.REACH
+    GROUPS: tl.constexpr = CONFIG.GROUPS
     head = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads
     batch = (tile // tiles).to(tl.int64)
-    lane = tl.arange(0, BLOCK_D)
-    channels = GROUPS * heads * D
+    lane = tl.arange(0, CONFIG.BLOCK_D)
+    channels = CONFIG.GROUPS * heads * CONFIG.D
     joint_ptr += batch * batch_stride
     history_ptr += batch * (REACH * channels)
     dhistory_ptr += batch * (REACH * channels)
-    if HAS_DLAST:
+    if dlast_ptr is not None:
         dlast_ptr += batch * (REACH * channels)
-    if HAS_TAPS:
+    if taps_ptr is not None:
         parts_ptr += tile.to(tl.int64) * ((REACH + 1) * channels)
     tile = tile % tiles
 
+    source = joint_ptr, history_ptr, tokens, row_stride, channels
     for group in tl.static_range(GROUPS):
         # One group in a program: three would take more registers than there are.
         if tl.program_id(1) == group:
             group_gradient(
-                joint_ptr,
-                history_ptr,
+                source,
                 taps_ptr,
                 dq_ptr if group == 0 else dk_ptr if group == 1 else dv_ptr,
                 dlast_ptr,
                 djoint_ptr,
                 dhistory_ptr,
                 parts_ptr,
-                tile,
-                batch * tokens,
-                head,
+                (tile, batch * tokens, head),
                 group,
                 lane,
-                tokens,
                 heads,
-                row_stride,
-                channels,
-                HAS_DQ if group == 0 else HAS_DK if group == 1 else HAS_DV,
-                HAS_TAPS,
-                HAS_DLAST,
-                REACH,
-                "" if group == 2 else KEY_NORM,
-                EPS,
-                D,
-                ROWS,
-                RUN,
+                CONFIG,
             )
-    if HAS_DGATES and tl.program_id(1) == GROUPS:
-        token = tile.to(tl.int64) * (ROWS * RUN) + tl.arange(0, ROWS * RUN)
+    if dalpha_ptr is not None and tl.program_id(1) == GROUPS:
+        TILE: tl.constexpr = CONFIG.ROWS * CONFIG.RUN
+        token = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
         there = token < tokens
         place = (batch * tokens + token) * heads + head
-        at = (batch * tokens + token) * ((2 + LEARNED) * heads) + head
-        alpha, eta, rate_gate, _ = gates_of(logits_ptr, at, heads, there, rate, LEARNED)
+        at = (batch * tokens + token) * ((2 + CONFIG.LEARNED) * heads) + head
+        alpha, eta, rate_gate, _ = gates_of(logits_ptr, at, heads, there, rate, CONFIG)
         dalpha = tl.load(dalpha_ptr + place, mask=there, other=0.0)
         deta = tl.load(deta_ptr + place, mask=there, other=0.0)
-        if LEARNED:
+        if CONFIG.LEARNED:
             drate = rate * tl.load(dtheta_ptr + place, mask=there, other=0.0)
             deta -= drate * rate_gate
             drate_gate = drate * (1.0 - eta) * rate_gate * (1.0 - rate_gate)
@@ -275,14 +234,15 @@ def add_parts_kernel(
     out1_ptr,
     out2_ptr,
     count,
-    SIZE1: tl.constexpr,
-    SIZE2: tl.constexpr,
-    PARTS: tl.constexpr,
-    NUMBERS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program adds the partial sums of NUMBERS numbers, PARTS of them at a time. ``parts`` is
     [count, SIZE1 + SIZE2]: the numbers of one tensor, then those of another.
     """
+    PARTS: tl.constexpr = CONFIG.PARTS
+    NUMBERS: tl.constexpr = CONFIG.NUMBERS
+    SIZE1: tl.constexpr = CONFIG.SIZE1
+    SIZE2: tl.constexpr = CONFIG.SIZE2
     number = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
     inside = number < SIZE1 + SIZE2
     total = tl.zeros([PARTS, NUMBERS], tl.float32)

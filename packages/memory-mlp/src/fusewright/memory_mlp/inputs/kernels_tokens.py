@@ -23,20 +23,19 @@ def finite_tokens_kernel(
     rows,
     batch_stride,
     row_stride,
-    HAS_MASK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program takes ROWS tokens of all rows: x where it is finite and not masked, else 0."""
+    WIDTH: tl.constexpr = CONFIG.WIDTH
+    ROWS: tl.constexpr = CONFIG.ROWS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK_WIDTH)
+    col = tl.arange(0, CONFIG.BLOCK_WIDTH)
     there = row < rows
     inside = there[:, None] & (col < WIDTH)[None, :]
     at = row // tokens * batch_stride + row % tokens * row_stride
     x = tl.load(x_ptr + at[:, None] + col[None, :], mask=inside, other=0.0)
     present = tl.abs(tl.sum(x.to(tl.float32), 1)) < INFINITY
-    if HAS_MASK:
+    if mask_ptr is not None:
         present = present & (tl.load(mask_ptr + row, mask=there, other=0) != 0)
     y = tl.where(present[:, None], x, 0.0).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * WIDTH + col[None, :], y, mask=inside)
@@ -54,19 +53,17 @@ def kept_tokens_kernel(
     rows,
     batch_stride,
     row_stride,
-    FLAGS: tl.constexpr,
-    BLOCK_FLAGS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program takes ROWS tokens of all rows: x where all FLAGS of the token are set and
     ``other`` where they are not; 0 where it is masked.
     """
+    FLAGS: tl.constexpr = CONFIG.FLAGS
+    WIDTH: tl.constexpr = CONFIG.WIDTH
+    ROWS: tl.constexpr = CONFIG.ROWS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK_WIDTH)
-    flag = tl.arange(0, BLOCK_FLAGS)
+    col = tl.arange(0, CONFIG.BLOCK_WIDTH)
+    flag = tl.arange(0, CONFIG.BLOCK_FLAGS)
     there = row < rows
     inside = there[:, None] & (col < WIDTH)[None, :]
     flags = tl.load(
@@ -79,7 +76,7 @@ def kept_tokens_kernel(
     # Tokens that are left out may be NaN and are not loaded.
     x = tl.load(x_ptr + at[:, None] + col[None, :], mask=inside & kept[:, None], other=0.0)
     y = tl.where(kept[:, None], x.to(tl.float32), other)
-    if HAS_MASK:
+    if mask_ptr is not None:
         unmasked = tl.load(mask_ptr + row, mask=there, other=0) != 0
         y = tl.where(unmasked[:, None], y, 0.0)
     y = y.to(y_ptr.dtype.element_ty)
@@ -98,13 +95,12 @@ def count_tokens_kernel(
     later_ptr,
     tokens,
     heads,
-    HAS_MASK: tl.constexpr,
-    HAS_LOST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program counts the tokens of one row that one head did not write, in all those that are
-    not masked, and moves both counters of the state on.
+    not masked, and advances both counters of the state.
     """
+    BLOCK: tl.constexpr = CONFIG.BLOCK
     batch = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     missing = tl.zeros([BLOCK], tl.int32)
@@ -114,12 +110,12 @@ def count_tokens_kernel(
         place = batch * tokens + token
         written = tl.load(written_ptr + place * heads + head, mask=there, other=0) != 0
         expected = there
-        if HAS_MASK:
+        if mask_ptr is not None:
             expected = tl.load(mask_ptr + place, mask=there, other=0) != 0
         missing += expected.to(tl.int32) - written.to(tl.int32)
     at = batch * heads + head
     now = tl.sum(missing, 0).to(tl.int64)
-    if HAS_LOST:
+    if lost_ptr is not None:
         now += tl.load(lost_ptr + at)
     tl.store(now_ptr + at, now)
     tl.store(total_ptr + at, tl.load(skipped_ptr + at) + now)
@@ -132,16 +128,16 @@ def weight_rows(
     weight_ptr,
     first,
     col,
-    LOGITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """AT_ONCE rows of the gates' weights from ``first`` on, in fp32, zeros beyond the last."""
+    AT_ONCE: tl.constexpr = CONFIG.AT_ONCE
+    WIDTH: tl.constexpr = CONFIG.WIDTH
     rows = tl.tuple(())
     for step in tl.static_range(AT_ONCE):
         row = tl.load(
             weight_ptr + (first + step) * WIDTH + col,
-            mask=(col < WIDTH) & (first + step < LOGITS),
+            mask=(col < WIDTH) & (first + step < CONFIG.LOGITS),
             other=0.0,
         )
         rows += (row.to(tl.float32),)
@@ -161,26 +157,25 @@ def gated_tokens_kernel(
     rows,
     batch_stride,
     row_stride,
-    HAS_MASK: tl.constexpr,
-    LOGITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program takes ROWS tokens of all rows: x where it is finite and not masked, else 0, and
     the LOGITS logits of each token.
     """
+    LOGITS: tl.constexpr = CONFIG.LOGITS
+    AT_ONCE: tl.constexpr = CONFIG.AT_ONCE
+    WIDTH: tl.constexpr = CONFIG.WIDTH
+    ROWS: tl.constexpr = CONFIG.ROWS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK_WIDTH)
+    col = tl.arange(0, CONFIG.BLOCK_WIDTH)
     there = row < rows
     inside = there[:, None] & (col < WIDTH)[None, :]
     at = row // tokens * batch_stride + row % tokens * row_stride
     x = tl.load(x_ptr + at[:, None] + col[None, :], mask=inside, other=0.0)
-    weights = weight_rows(weight_ptr, 0, col, LOGITS, WIDTH, AT_ONCE)
+    weights = weight_rows(weight_ptr, 0, col, CONFIG)
     y = x.to(tl.float32)
     present = tl.abs(tl.sum(y, 1)) < INFINITY
-    if HAS_MASK:
+    if mask_ptr is not None:
         present = present & (tl.load(mask_ptr + row, mask=there, other=0) != 0)
     y = tl.where(present[:, None], y, 0.0)
     tl.store(y_ptr + row[:, None] * WIDTH + col[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -191,7 +186,7 @@ def gated_tokens_kernel(
             bias = tl.load(bias_ptr + number, mask=number < LOGITS, other=0.0).to(tl.float32)
             logit = tl.sum(y * weights[step][None, :], 1) + bias
             tl.store(logits_ptr + row * LOGITS + number, logit, mask=there & (number < LOGITS))
-        weights = weight_rows(weight_ptr, first + AT_ONCE, col, LOGITS, WIDTH, AT_ONCE)
+        weights = weight_rows(weight_ptr, first + AT_ONCE, col, CONFIG)
 
 
 @triton.jit
@@ -203,14 +198,14 @@ def tokens_gradient(
     dx_ptr,
     tile,
     rows,
-    HAS_DY: tl.constexpr,
-    LOGITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Write the gradient of ROWS tokens, from those of the kept tokens and of the logits."""
+    LOGITS: tl.constexpr = CONFIG.LOGITS
+    AT_ONCE: tl.constexpr = CONFIG.AT_ONCE
+    WIDTH: tl.constexpr = CONFIG.WIDTH
+    BLOCK_WIDTH: tl.constexpr = CONFIG.BLOCK_WIDTH
+    ROWS: tl.constexpr = CONFIG.ROWS
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK_WIDTH)
     there = row < rows
@@ -218,10 +213,10 @@ def tokens_gradient(
     to = row[:, None] * WIDTH + col[None, :]
     present = tl.load(present_ptr + row, mask=there, other=0) != 0
     dx = tl.zeros([ROWS, BLOCK_WIDTH], tl.float32)
-    if HAS_DY:
+    if dy_ptr is not None:
         dx += tl.load(dy_ptr + to, mask=inside, other=0.0).to(tl.float32)
     for first in range(0, LOGITS, AT_ONCE):
-        weights = weight_rows(weight_ptr, first, col, LOGITS, WIDTH, AT_ONCE)
+        weights = weight_rows(weight_ptr, first, col, CONFIG)
         for step in tl.static_range(AT_ONCE):
             number = first + step
             slope = tl.load(
@@ -240,15 +235,16 @@ def weights_part(
     part,
     tile,
     rows,
-    LOGITS: tl.constexpr,
-    BLOCK_LOGITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Write the partial sums, over TOKENS tokens, of the gradients of COLS columns of the weights
     and, with the first columns, of the biases.
     """
+    LOGITS: tl.constexpr = CONFIG.LOGITS
+    BLOCK_LOGITS: tl.constexpr = CONFIG.BLOCK_LOGITS
+    WIDTH: tl.constexpr = CONFIG.WIDTH
+    COLS: tl.constexpr = CONFIG.COLS
+    TOKENS: tl.constexpr = CONFIG.TOKENS
     row = part.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     col = tile * COLS + tl.arange(0, COLS)
     there, within = row < rows, col < WIDTH
@@ -286,49 +282,16 @@ def gated_tokens_backward_kernel(
     parts_ptr,
     rows,
     row_tiles,
-    HAS_DY: tl.constexpr,
-    LOGITS: tl.constexpr,
-    BLOCK_LOGITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """The first ``row_tiles`` programs compute the gradient of ROWS tokens each, the others the
     partial sums, over TOKENS tokens, of the weights' and biases' gradients. ``parts`` is [partial
     sums, LOGITS * WIDTH + LOGITS].
     """
-    WIDE: tl.constexpr = (WIDTH + COLS - 1) // COLS
+    WIDE: tl.constexpr = (CONFIG.WIDTH + CONFIG.COLS - 1) // CONFIG.COLS
     program = tl.program_id(0)
     if program < row_tiles:
-        tokens_gradient(
-            present_ptr,
-            weight_ptr,
-            dy_ptr,
-            dlogits_ptr,
-            dx_ptr,
-            program,
-            rows,
-            HAS_DY,
-            LOGITS,
-            AT_ONCE,
-            WIDTH,
-            BLOCK_WIDTH,
-            ROWS,
-        )
+        tokens_gradient(present_ptr, weight_ptr, dy_ptr, dlogits_ptr, dx_ptr, program, rows, CONFIG)
     else:
-        weights_part(
-            y_ptr,
-            dlogits_ptr,
-            parts_ptr,
-            (program - row_tiles) // WIDE,
-            (program - row_tiles) % WIDE,
-            rows,
-            LOGITS,
-            BLOCK_LOGITS,
-            WIDTH,
-            COLS,
-            TOKENS,
-        )
+        program -= row_tiles
+        weights_part(y_ptr, dlogits_ptr, parts_ptr, program // WIDE, program % WIDE, rows, CONFIG)

@@ -56,6 +56,29 @@ class RunTile(NamedTuple):
         return self.run * self.rows(columns)
 
 
+class RunConfig(NamedTuple):
+    """The constants of the kernels between the projection and the memory."""
+
+    GROUPS: int
+    LEARNED: bool
+    REACH: int
+    KEY_NORM: str
+    EPS: float
+    D: int
+    BLOCK_D: int
+    ROWS: int
+    RUN: int
+
+
+class PartsConfig(NamedTuple):
+    """The constants of the kernel that adds partial sums."""
+
+    SIZE1: int
+    SIZE2: int
+    PARTS: int
+    NUMBERS: int
+
+
 class PartsTile(NamedTuple):
     """One program adds the partial sums of ``numbers`` numbers, ``parts`` of them at a time."""
 
@@ -128,9 +151,7 @@ class Problem(NamedTuple):
             and self.programs(groups, line) >= line.fills * multiprocessors
         )
 
-    def launch(
-        self, kernel: Any, config: RunTile, joint: Layout, groups: int, **flags: bool
-    ) -> Launch:
+    def launch(self, kernel: Any, config: RunTile, joint: Layout, groups: int) -> Launch:
         """A kernel whose programs have some tokens of one head, ``groups`` programs of each."""
         tiles = self.tiles(config)
         return Launch(
@@ -139,17 +160,17 @@ class Problem(NamedTuple):
             self.device,
             (self.tokens, self.heads, tiles, *joint[1][:2]),
             dict(num_warps=config.num_warps),
-            GROUPS=self.groups,
-            LEARNED=self.gates == 3,
-            HAS_TAPS=self.taps > 0,
-            **flags,
-            REACH=self.reach,
-            KEY_NORM=self.key_norm or "",
-            EPS=NORM_EPS,
-            D=self.width,
-            BLOCK_D=self.block_d,
-            ROWS=config.rows(self.block_d),
-            RUN=config.run,
+            CONFIG=RunConfig(
+                self.groups,
+                self.gates == 3,
+                self.reach,
+                self.key_norm or "",
+                NORM_EPS,
+                self.width,
+                self.block_d,
+                config.rows(self.block_d),
+                config.run,
+            ),
         )
 
 
@@ -213,7 +234,7 @@ def memory_input_forward(
 @functools.lru_cache(maxsize=4096)
 def forward_plan(problem: Problem, operands: tuple[Layout | None, ...]) -> Plan:
     """The plan for operands of these layouts: joint, history, taps, logits and present."""
-    joint, history, *_, present = operands
+    joint, history, *_ = operands
     assert joint is not None
     assert history is not None
     by_head = problem.batch, problem.tokens, problem.heads
@@ -223,8 +244,7 @@ def forward_plan(problem: Problem, operands: tuple[Layout | None, ...]) -> Plan:
         # One program computes queries, another keys, values and gates.
         groups = 2 if problem.gates else 1
         config = problem.config(FORWARD, groups)
-        flags = dict(HAS_PRESENT=present is not None)
-        launch = problem.launch(kernels.memory_input_kernel, config, joint, groups, **flags)
+        launch = problem.launch(kernels.memory_input_kernel, config, joint, groups)
     return Plan(
         launch,
         allocator((*by_head, problem.width), problem.dtype, device),
@@ -283,7 +303,7 @@ def backward_plan(problem: Problem, operands: tuple[Layout | None, ...]) -> Back
     """The plan for operands of these layouts: joint, history, taps, logits, the gradients of q, k,
     v, alpha, eta, theta and the next history.
     """
-    joint, history, taps, _, dq, dk, dv, dalpha, *_, dlast = operands
+    joint, history, taps, _, _, _, _, dalpha, *_ = operands
     assert joint is not None
     assert history is not None
     batch, tokens, channels = problem.batch, problem.tokens, problem.channels
@@ -294,17 +314,8 @@ def backward_plan(problem: Problem, operands: tuple[Layout | None, ...]) -> Back
     wide = functools.partial(allocator, dtype=torch.float32, device=device)
     launch = add_parts = None
     if batch:
-        launch = problem.launch(
-            kernels_backward.memory_input_backward_kernel,
-            config,
-            joint,
-            groups,
-            HAS_DQ=dq is not None,
-            HAS_DK=dk is not None,
-            HAS_DV=dv is not None,
-            HAS_DGATES=dalpha is not None,
-            HAS_DLAST=dlast is not None and reach > 0,
-        )
+        kernel = kernels_backward.memory_input_backward_kernel
+        launch = problem.launch(kernel, config, joint, groups)
     if batch and taps is not None:
         add_parts = parts_launch(parts, (reach + 1) * channels, 0, device)
     return BackwardPlan(
@@ -328,10 +339,7 @@ def parts_launch(parts: int, size1: int, size2: int, device: torch.device) -> La
         device,
         (parts,),
         dict(num_warps=ADD_PARTS.num_warps),
-        SIZE1=size1,
-        SIZE2=size2,
-        PARTS=ADD_PARTS.parts,
-        NUMBERS=ADD_PARTS.numbers,
+        CONFIG=PartsConfig(size1, size2, ADD_PARTS.parts, ADD_PARTS.numbers),
     )
 
 

@@ -79,6 +79,29 @@ GATED_TOKENS_BACKWARD = GatedTile(numbers=1024, held=20, num_warps=4)
 GATE_WEIGHTS = WeightsTile(columns=64, tokens=32)
 
 
+class TokensConfig(NamedTuple):
+    """The constants of a kernel over whole tokens."""
+
+    WIDTH: int
+    BLOCK_WIDTH: int
+    ROWS: int
+    FLAGS: int = 0
+    BLOCK_FLAGS: int = 1
+    LOGITS: int = 0
+    # Of the gates' weights: rows at a time, and what a program takes of their gradient.
+    AT_ONCE: int = 1
+    COLS: int = 0
+    TOKENS: int = 0
+    # The smallest tile that tl.dot multiplies.
+    BLOCK_LOGITS: int = 16
+
+
+class CountConfig(NamedTuple):
+    """The constants of the kernel that counts tokens."""
+
+    BLOCK: int
+
+
 class Plan(NamedTuple):
     """One launch, none where there are no tokens, and its outputs."""
 
@@ -123,28 +146,24 @@ def token_plan(
     """The plan for operands of these layouts, x ``[B, T, dim]`` and mask, and ``flags`` flags of
     each token; without flags that of finite_tokens.
     """
-    x, mask = operands
+    x, _ = operands
     assert x is not None
     batch, tokens, width = shape
     launch = None
     if batch * tokens:
         block = power_of_2(width)
         rows = TOKENS.rows(block, x[0])
-        kernel, sizes = kernels_tokens.finite_tokens_kernel, {}
+        kernel, config = kernels_tokens.finite_tokens_kernel, TokensConfig(width, block, rows)
         if flags is not None:
             kernel = kernels_tokens.kept_tokens_kernel
-            sizes = dict(FLAGS=flags, BLOCK_FLAGS=power_of_2(flags))
+            config = TokensConfig(width, block, rows, flags, power_of_2(flags))
         launch = Launch(
             kernel,
             (cdiv(batch * tokens, rows),),
             device,
             (tokens, batch * tokens, *x[1][:2]),
             dict(num_warps=TOKENS.num_warps),
-            **sizes,
-            HAS_MASK=mask is not None,
-            WIDTH=width,
-            BLOCK_WIDTH=block,
-            ROWS=rows,
+            CONFIG=config,
         )
     return Plan(
         launch, allocator(shape, x[0], device), allocator((batch, tokens), torch.bool, device)
@@ -191,7 +210,7 @@ def gated_plan(
     shape: tuple[int, ...], logits: int, operands: tuple[Layout | None, ...], device: torch.device
 ) -> GatedPlan:
     """The plan for operands of these layouts, x ``[B, T, dim]``, weight, bias and mask."""
-    x, _, _, mask = operands
+    x, *_ = operands
     assert x is not None
     batch, tokens, width = shape
     launch = None
@@ -204,12 +223,9 @@ def gated_plan(
             device,
             (tokens, batch * tokens, *x[1][:2]),
             dict(num_warps=GATED_TOKENS.warps(block)),
-            HAS_MASK=mask is not None,
-            LOGITS=logits,
-            AT_ONCE=GATED_TOKENS.at_once(block, logits),
-            WIDTH=width,
-            BLOCK_WIDTH=block,
-            ROWS=rows,
+            CONFIG=TokensConfig(
+                width, block, rows, LOGITS=logits, AT_ONCE=GATED_TOKENS.at_once(block, logits)
+            ),
         )
     return GatedPlan(
         launch,
@@ -242,7 +258,7 @@ def gated_backward_plan(
     """The plan for operands of these layouts: y ``[B, T, dim]``, present, weight, and the gradients
     of y and of the logits.
     """
-    y, _, weight, dy, _ = operands
+    y, _, weight, *_ = operands
     assert y is not None
     assert weight is not None
     batch, tokens, width = shape
@@ -258,16 +274,15 @@ def gated_backward_plan(
             device,
             (batch * tokens, row_tiles),
             dict(num_warps=config.warps(block)),
-            HAS_DY=dy is not None,
-            LOGITS=logits,
-            # The smallest tile that tl.dot multiplies.
-            BLOCK_LOGITS=16,
-            AT_ONCE=config.at_once(block, logits),
-            WIDTH=width,
-            BLOCK_WIDTH=block,
-            ROWS=config.rows(block),
-            COLS=GATE_WEIGHTS.columns,
-            TOKENS=GATE_WEIGHTS.tokens,
+            CONFIG=TokensConfig(
+                width,
+                block,
+                config.rows(block),
+                LOGITS=logits,
+                AT_ONCE=config.at_once(block, logits),
+                COLS=GATE_WEIGHTS.columns,
+                TOKENS=GATE_WEIGHTS.tokens,
+            ),
         )
     return GatedBackwardPlan(
         launch,
@@ -320,9 +335,7 @@ def count_plan(
             device,
             (tokens, heads),
             dict(num_warps=COUNTED_TOKENS.num_warps),
-            HAS_MASK=has_mask,
-            HAS_LOST=has_lost,
-            BLOCK=COUNTED_TOKENS.size,
+            CONFIG=CountConfig(COUNTED_TOKENS.size),
         )
     whole = torch.int64
     return CountPlan(

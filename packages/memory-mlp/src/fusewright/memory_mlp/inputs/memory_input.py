@@ -53,7 +53,7 @@ class Writes(NamedTuple):
         return self.k.shape[1]
 
     def map(self, function: Callable[..., Tensor], *others: Writes) -> Writes:
-        """``function`` of each of the tensors, together with those of ``others``."""
+        """``function`` applied to each of the tensors, and to those of ``others`` with it."""
         return Writes(*(function(*parts) for parts in zip(self, *others, strict=True)))
 
     def part(self, start: int, stop: int) -> Writes:

@@ -1,1 +1,1 @@
-"""The neural memory as a layer, and the state that it hands from call to call."""
+"""The neural memory as a layer, and the state that it passes from call to call."""

@@ -1,4 +1,4 @@
-"""What NeuralMemory asks of its arguments, before any memory is touched."""
+"""Checks of NeuralMemory's arguments, before any memory is touched."""
 
 from __future__ import annotations
 

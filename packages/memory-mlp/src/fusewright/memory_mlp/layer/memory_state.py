@@ -1,4 +1,4 @@
-"""The state that a NeuralMemory hands from one call to the next: tensors, and nothing else."""
+"""The state that a NeuralMemory returns from one call for the next: tensors, and nothing else."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ OUTER_GRADS = ("full", "detach_state", "none")
 class NeuralMemory(nn.Module):
     """A memory that learns keys and values of a sequence while it is read, as a layer.
 
-    A pure function of its arguments and parameters: the memory is a state that comes in and goes
-    out. ``forward`` of a sequence cut anywhere, the state handed on, equals forward of the whole
+    A pure function of its arguments and parameters: the memory is a state that is passed in and
+    returned. ``forward`` of a sequence cut anywhere, with that state, equals forward of the whole
     ("segment" alone makes a step of each call). No output depends on a later token.
 
     Args:
@@ -78,7 +78,7 @@ class NeuralMemory(nn.Module):
         outer_grad: "full": gradients pass through the steps, to earlier calls as well.
             "detach_state": the state that a call returns is detached. "none": no gradient passes
             through the steps; projections of queries and the output are trained, nothing else.
-        read: "token" alone asks: whether a token reads "after" or "before" it has written itself.
+        read: for "token" alone: whether a token reads "after" or "before" it has written itself.
         backend: "auto", "triton" or "reference", for the memory and for its inputs: convolution,
             SiLU, normalisation, gates. Heads wider than 128 columns, more than 8 taps
             and a dim beyond 8192 have that in plain torch.
@@ -88,8 +88,8 @@ class NeuralMemory(nn.Module):
         projections, gates, output: the layers around the memory.
         initial: the memory's weights ``[heads, ...]`` at a row's start, ``w1 .. bn``.
 
-    Gradients of a chunk do not see one another. Where its keys are alike, they pass the goal
-    together once chunk * theta / (1 - eta) is more than about 0.6 ("sum", keys of length 1), and
+    Gradients of a chunk do not see one another. Where its keys are alike, their sum overshoots
+    once chunk * theta / (1 - eta) is more than about 0.6 ("sum", keys of length 1), and
     the memory diverges: a constant theta may take it there, a learned one does not.
 
     Example:
@@ -205,7 +205,7 @@ class NeuralMemory(nn.Module):
         Args:
             x: ``[B, T, dim]``, any T.
             state: of an earlier call; None for a new sequence.
-            queries: ``[B, T, dim]``, with which the memory is read; x where left out.
+            queries: ``[B, T, dim]``, for which the memory is read; x where left out.
             mask: ``[B, T]`` bool, False for padding: such a token is not written, is a zero to the
                 convolution and to its output.
 

@@ -65,6 +65,32 @@ class ReadBackwardTile(NamedTuple):
     fills: int = 2
 
 
+class ReadConfig(NamedTuple):
+    """The constants of a kernel, of tokens by hidden units."""
+
+    D: int
+    HIDDEN: int
+    SIZE: int
+    BLOCK_C: int
+    BLOCK_D: int
+    BLOCK_H: int
+    BLOCKS: int
+    HALVES: int
+    ACTIVATION: str
+    UPCAST: bool
+    PRECISION: str
+    SPLIT: bool = False
+    NUM_STAGES: int = 1
+
+
+class SumConfig(NamedTuple):
+    """The constants of the kernel that adds partial sums."""
+
+    HALVES: int
+    SIZE: int
+    BLOCK: int
+
+
 class SumTile(NamedTuple):
     """A program adds the partial sums of ``block`` numbers."""
 
@@ -125,25 +151,26 @@ class Problem(NamedTuple):
         """Hidden units at a time: ``units``, or fewer where the memory has fewer."""
         return min(units, max(fewest, power_of_2(self.hidden)))
 
-    def constants(self) -> dict[str, Any]:
-        return dict(
-            UPCAST=interpreted(),
-            PRECISION=self.precision,
-            ACTIVATION=self.activation,
-            HALVES=self.halves,
+    def config(self, tokens: int, block_h: int, **others: Any) -> ReadConfig:
+        """The constants of programs that take so many tokens and hidden units at a time."""
+        return ReadConfig(
+            self.width,
+            self.hidden,
+            packed_size(self.hidden, self.width),
+            tokens,
+            max(FEWEST_ROWS, power_of_2(self.width)),
+            block_h,
+            cdiv(self.hidden, block_h),
+            self.halves,
+            self.activation,
+            interpreted(),
+            self.precision,
+            **others,
         )
 
-    def sizes(self, line: ReadTile | ReadBackwardTile) -> dict[str, Any]:
-        """Constants of a program that takes all hidden units of some tokens."""
-        block_h = self.most_units(line.block_h, FEWEST_ROWS)
-        return dict(
-            C=line.tokens,
-            D=self.width,
-            HIDDEN=self.hidden,
-            BLOCK_D=max(FEWEST_ROWS, power_of_2(self.width)),
-            BLOCK_H=block_h,
-            BLOCKS=cdiv(self.hidden, block_h),
-        )
+    def reading(self, line: ReadTile | ReadBackwardTile) -> ReadConfig:
+        """Those of a program that takes all hidden units of some tokens."""
+        return self.config(line.tokens, self.most_units(line.block_h, FEWEST_ROWS))
 
 
 class ForwardPlan(NamedTuple):
@@ -207,8 +234,7 @@ def forward_plan(
         device,
         (problem.tokens, problem.heads, chunks, *strides[0]),
         dict(num_warps=line.num_warps),
-        **problem.constants(),
-        **problem.sizes(line),
+        CONFIG=problem.reading(line),
     )
     return ForwardPlan(copies, launch, allocator(shape, dtype, device))
 
@@ -278,12 +304,8 @@ def backward_plan(
             *(stride for operand in strides for stride in operand),
         ),
         dict(num_warps=line.num_warps),
-        **problem.constants(),
-        SPLIT=split,
-        **problem.sizes(line),
-        UNITS=units,
-        UNIT_BLOCKS=unit_blocks,
-        NUM_STAGES=line.num_stages,
+        QUERIES=problem.reading(line),
+        WEIGHTS=problem.config(line.tokens, units, SPLIT=split, NUM_STAGES=line.num_stages),
     )
     numbers = all_heads * size
     add = Launch(
@@ -292,9 +314,7 @@ def backward_plan(
         device,
         (numbers, splits),
         dict(num_warps=SUM.num_warps),
-        HALVES=halves,
-        SIZE=size,
-        BLOCK=SUM.block,
+        CONFIG=SumConfig(halves, size, SUM.block),
     )
     wide = functools.partial(allocator, dtype=torch.float32, device=device)
     return BackwardPlan(

@@ -4,7 +4,7 @@ r"""Reading the memory without writing it: a two-layer perceptron for every row 
 
 One launch forward and one backward, a second where few heads have many tokens. Saved are q and the
 weights; the hidden layer is recomputed. Weights that are views of what a scan returned are read
-where they lie, and their gradient is written as it is packed. Operands of products are in q's dtype
+in place, and their gradient is written packed. Operands of products are in q's dtype
 (fp32: exact, unless torch multiplies fp32 matrices in TF32), sums and biases in fp32. Sums have a
 fixed order.
 """
@@ -126,7 +126,7 @@ def memory_read(
         q: ``[B, T, heads, D]``, fp32, bf16 or fp16 (the reference takes fp64 too). Any strides;
             only a tensor whose last axis is not contiguous is copied.
         weights: ``[B, heads, ...]`` of any floating dtype; may be expanded. Views of what a scan
-            returned are read as they lie, others are packed first.
+            returned are read in place, others are packed first.
         activation: "silu", "relu" or "gelu" (the exact one).
         backend: "auto" takes the kernels for CUDA tensors and the reference, products of torch, for
             CPU tensors; "triton" raises where the kernels cannot serve.

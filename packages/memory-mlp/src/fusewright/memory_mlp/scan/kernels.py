@@ -28,11 +28,13 @@ from ..common.tiles import (
     store_memory,
     store_token_rows,
     token_rows,
+    zeros,
 )
 from .tiles import (
     COUNTS,
     FACTOR,
     TOKENS_AT_ONCE,
+    chunk_of_program,
     hidden_of,
     load_last,
     load_memory,
@@ -59,17 +61,16 @@ def decays_kernel(
     heads,
     first_chunk,
     chunks,
-    HAS_MASK: tl.constexpr,
-    KEEP: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """One program computes gamma [C, C], the last row of nu (with KEEP all of it), and keep, carry
+    """One program computes gamma [C, C], the last row of nu (in ``nus`` all of it), and keep, carry
     and decay [C] of one chunk of one head, row after row. Gates are [B, tokens, heads]; ``chunks``
     chunks of every head from ``first_chunk`` on are computed. Tokens past the end keep
     everything, so that the last row is that of the last token. The count of programs that have
     arrived at a step of ``scan_states_kernel`` is set to 0.
     """
+    C: tl.constexpr = CONFIG.C
+    BLOCK_C: tl.constexpr = CONFIG.BLOCK_C
     local = tl.program_id(0).to(tl.int64)
     if arrived_ptr is not None:
         tl.store(arrived_ptr + local // chunks, 0)
@@ -91,7 +92,7 @@ def decays_kernel(
         for i in tl.static_range(TOKENS_AT_ONCE):
             at = gates_at + (start + i) * heads
             written = (first + start + i < tokens) & (start + i < C)
-            if HAS_MASK:
+            if written_ptr is not None:
                 written = written & (tl.load(written_ptr + at, mask=written, other=0) != 0)
             forget = 1.0 - tl.load(alpha_ptr + at, mask=written, other=0.0)
             eta = tl.load(eta_ptr + at, mask=written, other=1.0)
@@ -107,7 +108,7 @@ def decays_kernel(
             keep *= forget
             inside = t < C
             tl.store(gamma_ptr + rows_at + t * C, gamma, mask=(col < C) & inside)
-            if KEEP:
+            if nus_ptr is not None:
                 tl.store(nus_ptr + rows_at + t * C, nu, mask=(col < C) & inside)
             tl.store(reach_at + t, keep, mask=inside)
             tl.store(reach_at + C + t, carry, mask=inside)
@@ -137,17 +138,7 @@ def scan_states_kernel(
     v_batch_stride,
     v_token_stride,
     v_head_stride,
-    HAS_MASK: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program carries BLOCK_H hidden units of the memory and the momentum of one head over all
     chunks; with the other BLOCKS - 1 programs of its head it adds up the memory's outputs for
@@ -157,73 +148,69 @@ def scan_states_kernel(
     Weights are held as [BLOCK_D, BLOCK_H]: every tile has the rows that a group of four warps
     takes, however few hidden units a program has, so that more programs can work on a head.
     """
-    SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
-    own = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    block = tl.program_id(0) % BLOCKS
+    C: tl.constexpr = CONFIG.C
+    SIZE: tl.constexpr = CONFIG.SIZE
+    own = (tl.program_id(0) // CONFIG.BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % CONFIG.BLOCKS
     batch = own // heads
     head = own % heads
+    k_at = k_ptr, k_batch_stride, k_token_stride, k_head_stride
+    v_at = v_ptr, v_batch_stride, v_token_stride, v_head_stride
     chunks = tl.cdiv(tokens, C)
     memory = state_ptr + own * (2 * SIZE)
-    w1, b1, w2, b2 = load_memory(memory, block, D, HIDDEN, BLOCK_D, BLOCK_H)
-    s1, sb1, s2, sb2 = load_memory(memory + SIZE, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    w1, b1, w2, b2 = load_memory(memory, block, CONFIG)
+    s1, sb1, s2, sb2 = load_memory(memory + SIZE, block, CONFIG)
     for chunk in tl.range(0, chunks, num_stages=1):
         first = chunk * C
+        place = batch, head, first
         count = tl.minimum(tokens - first, C)
-        there = tl.arange(0, BLOCK_C) < count
-        written = load_written(
-            written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C
-        )
-        k = token_rows(
-            k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-            batch, head, first, written, D, BLOCK_C, BLOCK_D,
-        )  # fmt: skip
-        v = token_rows(
-            v_ptr, v_batch_stride, v_token_stride, v_head_stride,
-            batch, head, first, written, D, BLOCK_C, BLOCK_D,
-        )  # fmt: skip
+        there = tl.arange(0, CONFIG.BLOCK_C) < count
+        written = load_written(written_ptr, place, there, tokens, heads, CONFIG)
+        k = token_rows(k_at, place, written, CONFIG)
+        v = token_rows(v_at, place, written, CONFIG)
         local = own * chunks + chunk
         gamma, nu, keep, carry, decay = load_last(
-            gamma_ptr, nu_ptr, reach_ptr, local, count, C, BLOCK_C
+            (gamma_ptr, nu_ptr, reach_ptr), local, count, CONFIG
         )
-        z = product(k, w1.to(k.dtype), UPCAST, PRECISION) + b1[None, :]  # [BLOCK_C, BLOCK_H]
-        h, slope, _ = activated(z, ACTIVATION)
+        z = product(k, w1.to(k.dtype), CONFIG) + b1[None, :]  # [BLOCK_C, BLOCK_H]
+        h, slope, _ = activated(z, CONFIG)
         w2_rounded = w2.to(k.dtype)
-        read = product(h.to(k.dtype), tl.trans(w2_rounded), UPCAST, PRECISION)  # [BLOCK_C, BLOCK_D]
+        read = product(h.to(k.dtype), tl.trans(w2_rounded), CONFIG)  # [BLOCK_C, BLOCK_D]
         # Work that needs no other program stands between storing the part and loading the sum.
-        if BLOCKS > 1:
-            store_part(read, parts_ptr, arrived_ptr, own, block, chunk, BLOCKS, BLOCK_C, BLOCK_D)
+        if CONFIG.BLOCKS > 1:
+            store_part(read, parts_ptr, arrived_ptr, own, block, chunk, CONFIG)
         memory = states_ptr + (tl.cast(chunk, tl.int64) * all_heads + own) * (2 * SIZE)
-        store_memory(memory, w1, b1, w2, b2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
-        store_memory(memory + SIZE, s1, sb1, s2, sb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        store_memory(memory, (w1, b1, w2, b2), block, CONFIG)
+        store_memory(memory + SIZE, (s1, sb1, s2, sb2), block, CONFIG)
         w1, s1 = keep * w1 + carry * s1, decay * s1
         w2, s2 = keep * w2 + carry * s2, decay * s2
-        if BLOCKS > 1:
-            read = sum_of_programs(parts_ptr, arrived_ptr, own, chunk, BLOCKS, BLOCK_C, BLOCK_D)
+        if CONFIG.BLOCKS > 1:
+            read = sum_of_programs(parts_ptr, arrived_ptr, own, chunk, CONFIG)
         e = FACTOR * (read + b2[None, :] - v.to(tl.float32))
         e = tl.where(written[:, None], e, 0.0)
         e_rounded = e.to(k.dtype)
-        p = product(e_rounded, w2_rounded, UPCAST, PRECISION) * slope
+        p = product(e_rounded, w2_rounded, CONFIG) * slope
 
         # Rows of the gradients, times the factor with which each reaches the chunk's end.
         h_rounded = h.to(k.dtype)
         to_memory = -gamma[:, None] * e
         to_momentum = -nu[:, None] * e
-        w2 = product_onto(w2, tl.trans(to_memory.to(k.dtype)), h_rounded, UPCAST, PRECISION)
-        s2 = product_onto(s2, tl.trans(to_momentum.to(k.dtype)), h_rounded, UPCAST, PRECISION)
+        w2 = product_onto(w2, tl.trans(to_memory.to(k.dtype)), h_rounded, CONFIG)
+        s2 = product_onto(s2, tl.trans(to_momentum.to(k.dtype)), h_rounded, CONFIG)
         to_memory, to_momentum = sums(to_memory, to_momentum)
         b2 = keep * b2 + carry * sb2 + to_memory
         sb2 = decay * sb2 + to_momentum
         k_transposed = tl.trans(k)
         to_memory = -gamma[:, None] * p
         to_momentum = -nu[:, None] * p
-        w1 = product_onto(w1, k_transposed, to_memory.to(k.dtype), UPCAST, PRECISION)
-        s1 = product_onto(s1, k_transposed, to_momentum.to(k.dtype), UPCAST, PRECISION)
+        w1 = product_onto(w1, k_transposed, to_memory.to(k.dtype), CONFIG)
+        s1 = product_onto(s1, k_transposed, to_momentum.to(k.dtype), CONFIG)
         to_memory, to_momentum = sums(to_memory, to_momentum)
         b1 = keep * b1 + carry * sb1 + to_memory
         sb1 = decay * sb1 + to_momentum
     memory = end_ptr + own * (2 * SIZE)
-    store_memory(memory, w1, b1, w2, b2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
-    store_memory(memory + SIZE, s1, sb1, s2, sb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    store_memory(memory, (w1, b1, w2, b2), block, CONFIG)
+    store_memory(memory + SIZE, (s1, sb1, s2, sb2), block, CONFIG)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -259,109 +246,90 @@ def scan_read_kernel(
     v_batch_stride,
     v_token_stride,
     v_head_stride,
-    HAS_MASK: tl.constexpr,
-    KEEP: tl.constexpr,
-    SHIFT: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program reads for the queries of one chunk of one head; ``chunks`` chunks of every head
-    from ``first_chunk`` on are read. With KEEP it writes, instead of y, what the backward pass
+    from ``first_chunk`` on are read. With ``e`` it writes, instead of y, what the backward pass
     needs of the keys (e [C, D], rounded and in fp32; h, act'(z), dh act''(z) and p [C, HIDDEN]) and
     of the reads (h and act'(z) [C, HIDDEN], and how the hidden layers match [C, C]).
     """
-    SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
-    local = tl.program_id(0).to(tl.int64)
-    own = local // chunks
-    chunk = first_chunk + local % chunks
-    batch = own // heads
-    head = own % heads
-    first = chunk * C
-    count = tl.minimum(tokens - first, C)
+    C: tl.constexpr = CONFIG.C
+    D: tl.constexpr = CONFIG.D
+    HIDDEN: tl.constexpr = CONFIG.HIDDEN
+    SIZE: tl.constexpr = CONFIG.SIZE
+    BLOCK_C: tl.constexpr = CONFIG.BLOCK_C
+    local, own, chunk, place, count, there = chunk_of_program(
+        first_chunk, chunks, tokens, heads, CONFIG
+    )
+    k_at = k_ptr, k_batch_stride, k_token_stride, k_head_stride
+    v_at = v_ptr, v_batch_stride, v_token_stride, v_head_stride
+    q_at = q_ptr, q_batch_stride, q_token_stride, q_head_stride
     token = tl.arange(0, BLOCK_C)
-    col = tl.arange(0, BLOCK_D)
-    there = token < count
-    written = load_written(written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C)
-    k = token_rows(
-        k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-        batch, head, first, written, D, BLOCK_C, BLOCK_D,
-    )  # fmt: skip
-    v = token_rows(
-        v_ptr, v_batch_stride, v_token_stride, v_head_stride,
-        batch, head, first, written, D, BLOCK_C, BLOCK_D,
-    )  # fmt: skip
-    q = token_rows(
-        q_ptr, q_batch_stride, q_token_stride, q_head_stride,
-        batch, head, first, there, D, BLOCK_C, BLOCK_D,
-    )  # fmt: skip
-    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
+    col = tl.arange(0, CONFIG.BLOCK_D)
+    written = load_written(written_ptr, place, there, tokens, heads, CONFIG)
+    k = token_rows(k_at, place, written, CONFIG)
+    v = token_rows(v_at, place, written, CONFIG)
+    q = token_rows(q_at, place, there, CONFIG)
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
     memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
     momentum = memory + SIZE
-    e = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    for block in tl.range(0, BLOCKS, num_stages=1):
-        z = hidden_of(k, memory, block, UPCAST, PRECISION, D, HIDDEN, BLOCK_D, BLOCK_H)
-        w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
-        h, _, _ = activated(z, ACTIVATION)
-        e = product_onto(e, h.to(k.dtype), w2, UPCAST, PRECISION)
-    e = FACTOR * (e + load_b2(memory, D, HIDDEN, BLOCK_D)[None, :] - v.to(tl.float32))
+    e = zeros(BLOCK_C, CONFIG.BLOCK_D)
+    for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
+        z = hidden_of(k, memory, block, CONFIG)
+        w2 = load_weights(memory, block, 2, CONFIG).to(k.dtype)
+        h, _, _ = activated(z, CONFIG)
+        e = product_onto(e, h.to(k.dtype), w2, CONFIG)
+    e = FACTOR * (e + load_b2(memory, CONFIG)[None, :] - v.to(tl.float32))
     e = tl.where(written[:, None], e, 0.0)
-    if KEEP:
+    if e_ptr is not None:
         store_matrix(e_wide_ptr + local * (C * D), e, token, col, C, D)
     e = e.to(k.dtype)
-    by_p = product(q, tl.trans(k), UPCAST, PRECISION)  # [BLOCK_C, BLOCK_C]
+    by_p = product(q, tl.trans(k), CONFIG)  # [BLOCK_C, BLOCK_C]
     # The ones carry the biases.
     by_p = (-(by_p + 1.0) * gamma).to(k.dtype)
     q_kept = (keep * q.to(tl.float32)).to(k.dtype)
     q_carried = (carry * q.to(tl.float32)).to(k.dtype)
     matches = tl.full([BLOCK_C, BLOCK_C], 1.0, tl.float32)
-    y = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    y = zeros(BLOCK_C, CONFIG.BLOCK_D)
     corner = local * (C * HIDDEN)
-    for block in tl.range(0, BLOCKS, num_stages=1):
-        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        w1 = tl.trans(load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype))
-        b1 = load_b1(memory, block, D, HIDDEN, BLOCK_H)[None, :]
-        z = product(k, w1, UPCAST, PRECISION) + b1
-        h, slope, curve = activated(z, ACTIVATION)
+    for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
+        row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
+        w1 = tl.trans(load_weights(memory, block, 1, CONFIG).to(k.dtype))
+        b1 = load_b1(memory, block, CONFIG)[None, :]
+        z = product(k, w1, CONFIG) + b1
+        h, slope, curve = activated(z, CONFIG)
         h = h.to(k.dtype)
-        w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
-        dh = product(e, tl.trans(w2), UPCAST, PRECISION)
+        w2 = load_weights(memory, block, 2, CONFIG).to(k.dtype)
+        dh = product(e, tl.trans(w2), CONFIG)
         p = (dh * slope).to(k.dtype)
-        if KEEP:
+        if e_ptr is not None:
             store_matrix(h_ptr + corner, h, token, row, C, HIDDEN)
             store_matrix(slope_ptr + corner, slope.to(k.dtype), token, row, C, HIDDEN)
             curve = (dh * curve).to(k.dtype)
             store_matrix(curve_ptr + corner, curve, token, row, C, HIDDEN)
             store_matrix(p_ptr + corner, p, token, row, C, HIDDEN)
 
-        s1 = tl.trans(load_weights(momentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype))
-        sb1 = load_b1(momentum, block, D, HIDDEN, BLOCK_H)[None, :]
-        z = product(q_kept, w1, UPCAST, PRECISION)  # [BLOCK_C, BLOCK_H]
-        z = product_onto(z, q_carried, s1, UPCAST, PRECISION)
-        z = product_onto(z, by_p, p, UPCAST, PRECISION) + (keep * b1 + carry * sb1)
-        h_q, slope_q, _ = activated(z, ACTIVATION)
-        matches = product_onto(matches, h_q.to(k.dtype), tl.trans(h), UPCAST, PRECISION)
-        if KEEP:
+        s1 = tl.trans(load_weights(momentum, block, 1, CONFIG).to(k.dtype))
+        sb1 = load_b1(momentum, block, CONFIG)[None, :]
+        z = product(q_kept, w1, CONFIG)  # [BLOCK_C, BLOCK_H]
+        z = product_onto(z, q_carried, s1, CONFIG)
+        z = product_onto(z, by_p, p, CONFIG) + (keep * b1 + carry * sb1)
+        h_q, slope_q, _ = activated(z, CONFIG)
+        matches = product_onto(matches, h_q.to(k.dtype), tl.trans(h), CONFIG)
+        if e_ptr is not None:
             store_matrix(read_h_ptr + corner, h_q.to(k.dtype), token, row, C, HIDDEN)
             store_matrix(read_slope_ptr + corner, slope_q.to(k.dtype), token, row, C, HIDDEN)
         else:
-            s2 = load_weights(momentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
-            y = product_onto(y, (keep * h_q).to(k.dtype), w2, UPCAST, PRECISION)
-            y = product_onto(y, (carry * h_q).to(k.dtype), s2, UPCAST, PRECISION)
-    if KEEP:
+            s2 = load_weights(momentum, block, 2, CONFIG).to(k.dtype)
+            y = product_onto(y, (keep * h_q).to(k.dtype), w2, CONFIG)
+            y = product_onto(y, (carry * h_q).to(k.dtype), s2, CONFIG)
+    if e_ptr is not None:
         store_matrix(e_ptr + local * (C * D), e, token, col, C, D)
         store_matrix(matches_ptr + local * (C * C), matches, token, token, C, C)
     else:
         # Loaded again: held since the start, they would fill the registers.
-        gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
-        y = product_onto(y, (-matches * gamma).to(k.dtype), e, UPCAST, PRECISION)
-        y += keep * load_b2(memory, D, HIDDEN, BLOCK_D)[None, :]
-        y += carry * load_b2(momentum, D, HIDDEN, BLOCK_D)[None, :]
-        store_token_rows(y_ptr, y, batch, head, first, there, tokens, heads, D, BLOCK_C, BLOCK_D)
+        gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
+        y = product_onto(y, (-matches * gamma).to(k.dtype), e, CONFIG)
+        y += keep * load_b2(memory, CONFIG)[None, :]
+        y += carry * load_b2(momentum, CONFIG)[None, :]
+        store_token_rows(y_ptr, y, place, there, tokens, heads, CONFIG)

@@ -24,6 +24,7 @@ from .tiles import (
     COUNTS,
     FACTOR,
     TOKENS_AT_ONCE,
+    chunk_of_program,
     load_last,
     load_memory,
     load_written,
@@ -33,13 +34,13 @@ from .tiles import (
 
 
 @triton.jit
-def gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, SIZE: tl.constexpr):
+def gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, CONFIG: tl.constexpr):
     """The address of the gradient of the memory with which a chunk ends: that of the next chunk's
     start, or for the last chunk that of the end of these chunks.
     """
-    after = dstates_ptr + (local + 1) * (2 * SIZE)
+    after = dstates_ptr + (local + 1) * (2 * CONFIG.SIZE)
     if is_last:
-        after = dstate_ptr + own * (2 * SIZE)
+        after = dstate_ptr + own * (2 * CONFIG.SIZE)
     return after
 
 
@@ -72,16 +73,7 @@ def scan_states_backward_kernel(
     k_batch_stride,
     k_token_stride,
     k_head_stride,
-    HAS_MASK: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program carries the gradient of BLOCK_H hidden units of the memory and the momentum of
     one head back over ``chunks`` chunks from ``first_chunk`` on: it starts from ``dstate``, adds to
@@ -90,33 +82,33 @@ def scan_states_backward_kernel(
     and writes the gradient of z over that of h. Weights' gradients are held as [BLOCK_D, BLOCK_H],
     as in the forward pass.
     """
-    SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
-    own = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    block = tl.program_id(0) % BLOCKS
+    C: tl.constexpr = CONFIG.C
+    D: tl.constexpr = CONFIG.D
+    HIDDEN: tl.constexpr = CONFIG.HIDDEN
+    SIZE: tl.constexpr = CONFIG.SIZE
+    own = (tl.program_id(0) // CONFIG.BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % CONFIG.BLOCKS
     batch = own // heads
     head = own % heads
-    token = tl.arange(0, BLOCK_C)
-    col = tl.arange(0, BLOCK_D)
-    row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    k_at = k_ptr, k_batch_stride, k_token_stride, k_head_stride
+    token = tl.arange(0, CONFIG.BLOCK_C)
+    col = tl.arange(0, CONFIG.BLOCK_D)
+    row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
     dmemory = dstate_ptr + own * (2 * SIZE)
-    dw1, db1, dw2, db2 = load_memory(dmemory, block, D, HIDDEN, BLOCK_D, BLOCK_H)
-    ds1, dsb1, ds2, dsb2 = load_memory(dmemory + SIZE, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+    dw1, db1, dw2, db2 = load_memory(dmemory, block, CONFIG)
+    ds1, dsb1, ds2, dsb2 = load_memory(dmemory + SIZE, block, CONFIG)
     for back in tl.range(0, chunks, num_stages=1):
         local = own * chunks + (chunks - 1 - back)
         chunk = first_chunk + (chunks - 1 - back)
         first = chunk * C
+        place = batch, head, first
         count = tl.minimum(tokens - first, C)
         there = token < count
         corner = local * (C * HIDDEN)
-        written = load_written(
-            written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C
-        )
-        k = token_rows(
-            k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-            batch, head, first, written, D, BLOCK_C, BLOCK_D,
-        )  # fmt: skip
+        written = load_written(written_ptr, place, there, tokens, heads, CONFIG)
+        k = token_rows(k_at, place, written, CONFIG)
         gamma, nu, keep, carry, decay = load_last(
-            gamma_ptr, nu_ptr, reach_ptr, local, count, C, BLOCK_C
+            (gamma_ptr, nu_ptr, reach_ptr), local, count, CONFIG
         )
         to_memory = -gamma[:, None]
         to_momentum = -nu[:, None]
@@ -124,33 +116,33 @@ def scan_states_backward_kernel(
         # The gradient of p, through the chunk's end too; then of dh.
         k_wide = k.to(tl.float32)
         k_end = (to_memory * k_wide).to(k.dtype)
-        dp = product_onto(dp, k_end, dw1.to(k.dtype), UPCAST, PRECISION)
+        dp = product_onto(dp, k_end, dw1.to(k.dtype), CONFIG)
         k_end = (to_momentum * k_wide).to(k.dtype)
-        dp = product_onto(dp, k_end, ds1.to(k.dtype), UPCAST, PRECISION)
+        dp = product_onto(dp, k_end, ds1.to(k.dtype), CONFIG)
         dp += to_memory * db1[None, :] + to_momentum * dsb1[None, :]
         slope = load_matrix(slope_ptr + corner, token, row, C, HIDDEN)
         ddh = (dp * slope.to(tl.float32)).to(k.dtype)
 
         # The gradient of e, from all of these.
         memory = states_ptr + (tl.cast(chunk, tl.int64) * all_heads + own) * (2 * SIZE)
-        w2 = tl.trans(load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype))
+        w2 = tl.trans(load_weights(memory, block, 2, CONFIG).to(k.dtype))
         dw2_rounded = dw2.to(k.dtype)
         ds2_rounded = ds2.to(k.dtype)
         h = load_matrix(h_ptr + corner, token, row, C, HIDDEN)
         h_wide = h.to(tl.float32)
-        de = product(ddh, tl.trans(w2), UPCAST, PRECISION)
+        de = product(ddh, tl.trans(w2), CONFIG)
         h_end = (to_memory * h_wide).to(k.dtype)
-        de = product_onto(de, h_end, tl.trans(dw2_rounded), UPCAST, PRECISION)
+        de = product_onto(de, h_end, tl.trans(dw2_rounded), CONFIG)
         h_end = (to_momentum * h_wide).to(k.dtype)
-        de = product_onto(de, h_end, tl.trans(ds2_rounded), UPCAST, PRECISION)
+        de = product_onto(de, h_end, tl.trans(ds2_rounded), CONFIG)
         # The reads' gradients. Of the last biases, before the head's first program may overwrite
         # them.
         target = dstates_ptr + local * (2 * SIZE)
-        b2_read = load_b2(target, D, HIDDEN, BLOCK_D)
-        sb2_read = load_b2(target + SIZE, D, HIDDEN, BLOCK_D)
+        b2_read = load_b2(target, CONFIG)
+        sb2_read = load_b2(target + SIZE, CONFIG)
         # Work that needs no other program stands between storing the part and loading the sum.
-        if BLOCKS > 1:
-            store_part(de, parts_ptr, arrived_ptr, own, block, back, BLOCKS, BLOCK_C, BLOCK_D)
+        if CONFIG.BLOCKS > 1:
+            store_part(de, parts_ptr, arrived_ptr, own, block, back, CONFIG)
         e = load_matrix(e_ptr + local * (C * D), token, col, C, D)
         dh = load_matrix(dh_ptr + corner, token, row, C, HIDDEN).to(tl.float32)
         de_read = load_matrix(de_ptr + local * (C * D), token, col, C, D)
@@ -158,15 +150,13 @@ def scan_states_backward_kernel(
         slope = load_matrix(slope_ptr + corner, token, row, C, HIDDEN)
         e_wide = e.to(tl.float32)
         e_end = (to_memory * e_wide).to(k.dtype)
-        dh = product_onto(dh, e_end, dw2_rounded, UPCAST, PRECISION)
+        dh = product_onto(dh, e_end, dw2_rounded, CONFIG)
         e_end = (to_momentum * e_wide).to(k.dtype)
-        dh = product_onto(dh, e_end, ds2_rounded, UPCAST, PRECISION)
+        dh = product_onto(dh, e_end, ds2_rounded, CONFIG)
         de_read += to_memory * db2[None, :] + to_momentum * dsb2[None, :]
         # Gradients of the memory and the momentum with which the chunk began.
-        w1_read, b1_read, w2_read, _ = load_memory(target, block, D, HIDDEN, BLOCK_D, BLOCK_H)
-        s1_read, sb1_read, s2_read, _ = load_memory(
-            target + SIZE, block, D, HIDDEN, BLOCK_D, BLOCK_H
-        )
+        w1_read, b1_read, w2_read, _ = load_memory(target, block, CONFIG)
+        s1_read, sb1_read, s2_read, _ = load_memory(target + SIZE, block, CONFIG)
         ds1 = carry * dw1 + decay * ds1 + s1_read
         dw1 = keep * dw1 + w1_read
         dsb1 = carry * db1 + decay * dsb1 + sb1_read
@@ -175,31 +165,28 @@ def scan_states_backward_kernel(
         dw2 = keep * dw2 + w2_read
         dsb2 = carry * db2 + decay * dsb2 + sb2_read
         db2 = keep * db2 + b2_read
-        dw2 = product_onto(dw2, tl.trans(e), ddh, UPCAST, PRECISION)
+        dw2 = product_onto(dw2, tl.trans(e), ddh, CONFIG)
         # All threads have loaded the reads' gradients and that of h before they are overwritten.
         tl.debug_barrier()
-        if BLOCKS > 1:
-            de = sum_of_programs(parts_ptr, arrived_ptr, own, back, BLOCKS, BLOCK_C, BLOCK_D)
+        if CONFIG.BLOCKS > 1:
+            de = sum_of_programs(parts_ptr, arrived_ptr, own, back, CONFIG)
 
         # Gradients of v, h and z.
         dr = tl.where(written[:, None], FACTOR * (de + de_read), 0.0)
-        store_token_rows(
-            dv_ptr, -dr, batch, head, first, there & (block == 0),
-            tokens, heads, D, BLOCK_C, BLOCK_D,
-        )  # fmt: skip
+        store_token_rows(dv_ptr, -dr, place, there & (block == 0), tokens, heads, CONFIG)
         db2 += tl.sum(dr, 0)
         dr = dr.to(k.dtype)
-        dh = product_onto(dh, dr, w2, UPCAST, PRECISION)
+        dh = product_onto(dh, dr, w2, CONFIG)
         dz = dp * curve.to(tl.float32) + dh * slope.to(tl.float32)
         db1 += tl.sum(dz, 0)
         dz = dz.to(k.dtype)
         store_matrix(dh_ptr + corner, dz, token, row, C, HIDDEN)
-        dw2 = product_onto(dw2, tl.trans(dr), h, UPCAST, PRECISION)
-        dw1 = product_onto(dw1, tl.trans(k), dz, UPCAST, PRECISION)
+        dw2 = product_onto(dw2, tl.trans(dr), h, CONFIG)
+        dw1 = product_onto(dw1, tl.trans(k), dz, CONFIG)
         if back == chunks - 1:
             target = dbegin_ptr + own * (2 * SIZE)
-        store_memory(target, dw1, db1, dw2, db2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
-        store_memory(target + SIZE, ds1, dsb1, ds2, dsb2, block, D, HIDDEN, BLOCK_D, BLOCK_H)
+        store_memory(target, (dw1, db1, dw2, db2), block, CONFIG)
+        store_memory(target + SIZE, (ds1, dsb1, ds2, dsb2), block, CONFIG)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -228,49 +215,36 @@ def scan_keys_backward_kernel(
     k_batch_stride,
     k_token_stride,
     k_head_stride,
-    HAS_MASK: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes dk of one chunk of one head, and the gradients of the last rows of gamma
     and nu and of the last keep, carry and decay, from the gradient of the memory with which the
     chunk ends. e is a factor of the whole gradient of a token, so its rounding would not average
     out of those of gamma and nu: here it is in fp32.
     """
-    SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
-    local = tl.program_id(0).to(tl.int64)
-    own = local // chunks
-    chunk = first_chunk + local % chunks
-    batch = own // heads
-    head = own % heads
-    first = chunk * C
-    count = tl.minimum(tokens - first, C)
-    token = tl.arange(0, BLOCK_C)
-    col = tl.arange(0, BLOCK_D)
-    there = token < count
-    written = load_written(written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C)
-    k = token_rows(
-        k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-        batch, head, first, written, D, BLOCK_C, BLOCK_D,
-    )  # fmt: skip
-    gamma, nu, _, _, _ = load_last(gamma_ptr, nu_ptr, reach_ptr, local, count, C, BLOCK_C)
+    C: tl.constexpr = CONFIG.C
+    D: tl.constexpr = CONFIG.D
+    HIDDEN: tl.constexpr = CONFIG.HIDDEN
+    SIZE: tl.constexpr = CONFIG.SIZE
+    local, own, chunk, place, count, there = chunk_of_program(
+        first_chunk, chunks, tokens, heads, CONFIG
+    )
+    k_at = k_ptr, k_batch_stride, k_token_stride, k_head_stride
+    token = tl.arange(0, CONFIG.BLOCK_C)
+    col = tl.arange(0, CONFIG.BLOCK_D)
+    written = load_written(written_ptr, place, there, tokens, heads, CONFIG)
+    k = token_rows(k_at, place, written, CONFIG)
+    gamma, nu, _, _, _ = load_last((gamma_ptr, nu_ptr, reach_ptr), local, count, CONFIG)
     memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
     momentum = memory + SIZE
     is_last = local % chunks == chunks - 1
-    dmemory = gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, SIZE)
+    dmemory = gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, CONFIG)
     dmomentum = dmemory + SIZE
     e = load_matrix(e_wide_ptr + local * (C * D), token, col, C, D)
-    b2 = load_b2(memory, D, HIDDEN, BLOCK_D)
-    sb2 = load_b2(momentum, D, HIDDEN, BLOCK_D)
-    db2 = load_b2(dmemory, D, HIDDEN, BLOCK_D)
-    dsb2 = load_b2(dmomentum, D, HIDDEN, BLOCK_D)
+    b2 = load_b2(memory, CONFIG)
+    sb2 = load_b2(momentum, CONFIG)
+    db2 = load_b2(dmemory, CONFIG)
+    dsb2 = load_b2(dmomentum, CONFIG)
     dgamma = -tl.sum(e * db2[None, :], 1)
     dnu = -tl.sum(e * dsb2[None, :], 1)
     dkeep = tl.sum(db2 * b2)
@@ -278,48 +252,48 @@ def scan_keys_backward_kernel(
     ddecay = tl.sum(dsb2 * sb2)
     corner = local * (C * HIDDEN)
     # One layer after the other: both at once would fill the registers.
-    for block in tl.range(0, BLOCKS, num_stages=1):
-        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        s2 = load_weights(momentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        dw2 = load_weights(dmemory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        ds2 = load_weights(dmomentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
+    for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
+        row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
+        w2 = load_weights(memory, block, 2, CONFIG)
+        s2 = load_weights(momentum, block, 2, CONFIG)
+        dw2 = load_weights(dmemory, block, 2, CONFIG)
+        ds2 = load_weights(dmomentum, block, 2, CONFIG)
         dkeep += tl.sum(dw2 * w2)
         dcarry += tl.sum(dw2 * s2)
         ddecay += tl.sum(ds2 * s2)
         h = load_matrix(h_ptr + corner, token, row, C, HIDDEN)
-        dgamma -= tl.sum(e * product(h, dw2.to(k.dtype), UPCAST, PRECISION), 1)
-        dnu -= tl.sum(e * product(h, ds2.to(k.dtype), UPCAST, PRECISION), 1)
+        dgamma -= tl.sum(e * product(h, dw2.to(k.dtype), CONFIG), 1)
+        dnu -= tl.sum(e * product(h, ds2.to(k.dtype), CONFIG), 1)
 
     dk = load_matrix(dk_read_ptr + local * (C * D), token, col, C, D)
-    for block in tl.range(0, BLOCKS, num_stages=1):
-        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        dw1 = load_weights(dmemory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        ds1 = load_weights(dmomentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        w1 = load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        s1 = load_weights(momentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+    for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
+        row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
+        dw1 = load_weights(dmemory, block, 1, CONFIG)
+        ds1 = load_weights(dmomentum, block, 1, CONFIG)
+        w1 = load_weights(memory, block, 1, CONFIG)
+        s1 = load_weights(momentum, block, 1, CONFIG)
         dkeep += tl.sum(dw1 * w1)
         dcarry += tl.sum(dw1 * s1)
         ddecay += tl.sum(ds1 * s1)
-        b1 = load_b1(memory, block, D, HIDDEN, BLOCK_H)
-        sb1 = load_b1(momentum, block, D, HIDDEN, BLOCK_H)
-        db1 = load_b1(dmemory, block, D, HIDDEN, BLOCK_H)
-        dsb1 = load_b1(dmomentum, block, D, HIDDEN, BLOCK_H)
+        b1 = load_b1(memory, block, CONFIG)
+        sb1 = load_b1(momentum, block, CONFIG)
+        db1 = load_b1(dmemory, block, CONFIG)
+        dsb1 = load_b1(dmomentum, block, CONFIG)
         dkeep += tl.sum(db1 * b1)
         dcarry += tl.sum(db1 * sb1)
         ddecay += tl.sum(dsb1 * sb1)
         # p against k dw1^T + db1 is k against p dw1, and p against the biases.
         p = load_matrix(p_ptr + corner, token, row, C, HIDDEN)
         p_wide = p.to(tl.float32)
-        by_p = product(p, dw1.to(k.dtype), UPCAST, PRECISION)
+        by_p = product(p, dw1.to(k.dtype), CONFIG)
         dgamma -= tl.sum(by_p * k.to(tl.float32), 1) + tl.sum(p_wide * db1[None, :], 1)
         dk -= gamma[:, None] * by_p
-        by_p = product(p, ds1.to(k.dtype), UPCAST, PRECISION)
+        by_p = product(p, ds1.to(k.dtype), CONFIG)
         dnu -= tl.sum(by_p * k.to(tl.float32), 1) + tl.sum(p_wide * dsb1[None, :], 1)
         dk -= nu[:, None] * by_p
         dz = load_matrix(dz_ptr + corner, token, row, C, HIDDEN)
-        dk += product(dz, w1.to(k.dtype), UPCAST, PRECISION)
-    store_token_rows(dk_ptr, dk, batch, head, first, there, tokens, heads, D, BLOCK_C, BLOCK_D)
+        dk += product(dz, w1.to(k.dtype), CONFIG)
+    store_token_rows(dk_ptr, dk, place, there, tokens, heads, CONFIG)
     dlast = dlast_ptr + local * (2 * C) + token
     tl.store(dlast, dgamma, mask=there)
     tl.store(dlast + C, dnu, mask=there)
@@ -347,22 +321,20 @@ def decays_backward_kernel(
     heads,
     first_chunk,
     chunks,
-    HAS_MASK: tl.constexpr,
-    SHIFT: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes the gradients of the gates of one chunk of one head, from its last token
     to its first. Gradients arrive from the reads (of gamma [C, C]; of keep and carry, as [2, C]),
     SHIFT rows further down, and from the chunk's end (of the last rows of gamma and nu, as [2, C];
     of the last keep, carry and decay).
     """
+    C: tl.constexpr = CONFIG.C
     local = tl.program_id(0).to(tl.int64)
     batch = local // chunks // heads
     head = local // chunks % heads
     first = (first_chunk + local % chunks) * C
     count = tl.minimum(tokens - first, C).to(tl.int32)
-    col = tl.arange(0, BLOCK_C)
+    col = tl.arange(0, CONFIG.BLOCK_C)
     gates_at = (batch * tokens + first) * heads + head
     rows_at = local * (C * C) + col
     reach = reach_ptr + local * (3 * C)
@@ -381,7 +353,7 @@ def decays_backward_kernel(
         before_token = ()
         for i in tl.static_range(TOKENS_AT_ONCE):
             t = count - 1 - start - i
-            read = t + SHIFT
+            read = t + CONFIG.SHIFT
             inside = t >= 0
             has_read = inside & (read < count)
             read_cols = has_read & (col < count)
@@ -390,7 +362,7 @@ def decays_backward_kernel(
             dcarry = tl.load(dreach + C + read, mask=has_read, other=0.0)
             written = inside
             at = gates_at + t * heads
-            if HAS_MASK:
+            if written_ptr is not None:
                 written = inside & (tl.load(written_ptr + at, mask=inside, other=0) != 0)
             forget = 1.0 - tl.load(alpha_ptr + at, mask=written, other=0.0)
             eta = tl.load(eta_ptr + at, mask=written, other=1.0)

@@ -18,8 +18,9 @@ from ..common.tiles import (
     store_token_rows,
     store_weights,
     token_rows,
+    zeros,
 )
-from .tiles import COUNTS, load_seen, load_written
+from .tiles import COUNTS, chunk_of_program, load_seen, load_written
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -59,48 +60,31 @@ def scan_read_backward_kernel(
     k_batch_stride,
     k_token_stride,
     k_head_stride,
-    HAS_MASK: tl.constexpr,
-    SHIFT: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes, for one chunk of one head, dq, and the gradients through the reads of
     k, e, h and p, of gamma, keep and carry, and of the memory and momentum with which the chunk
     began. The gradients of h and p may overwrite ``read_h`` and ``read_slope``.
     """
-    SIZE: tl.constexpr = 2 * HIDDEN * D + HIDDEN + D
-    local = tl.program_id(0).to(tl.int64)
-    own = local // chunks
-    chunk = first_chunk + local % chunks
-    batch = own // heads
-    head = own % heads
-    first = chunk * C
-    count = tl.minimum(tokens - first, C)
+    C: tl.constexpr = CONFIG.C
+    D: tl.constexpr = CONFIG.D
+    HIDDEN: tl.constexpr = CONFIG.HIDDEN
+    SIZE: tl.constexpr = CONFIG.SIZE
+    BLOCK_C: tl.constexpr = CONFIG.BLOCK_C
+    local, own, chunk, place, count, there = chunk_of_program(
+        first_chunk, chunks, tokens, heads, CONFIG
+    )
+    k_at = k_ptr, k_batch_stride, k_token_stride, k_head_stride
+    q_at = q_ptr, q_batch_stride, q_token_stride, q_head_stride
+    dy_at = dy_ptr, dy_batch_stride, dy_token_stride, dy_head_stride
     token = tl.arange(0, BLOCK_C)
-    col = tl.arange(0, BLOCK_D)
+    col = tl.arange(0, CONFIG.BLOCK_D)
     corner = local * (C * HIDDEN)
-    there = token < count
-    written = load_written(written_ptr, batch, head, first, there, tokens, heads, HAS_MASK, BLOCK_C)
-    k = token_rows(
-        k_ptr, k_batch_stride, k_token_stride, k_head_stride,
-        batch, head, first, written, D, BLOCK_C, BLOCK_D,
-    )  # fmt: skip
-    q = token_rows(
-        q_ptr, q_batch_stride, q_token_stride, q_head_stride,
-        batch, head, first, there, D, BLOCK_C, BLOCK_D,
-    )  # fmt: skip
-    dy = token_rows(
-        dy_ptr, dy_batch_stride, dy_token_stride, dy_head_stride,
-        batch, head, first, there, D, BLOCK_C, BLOCK_D,
-    )  # fmt: skip
-    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
+    written = load_written(written_ptr, place, there, tokens, heads, CONFIG)
+    k = token_rows(k_at, place, written, CONFIG)
+    q = token_rows(q_at, place, there, CONFIG)
+    dy = token_rows(dy_at, place, there, CONFIG)
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
     memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
     momentum = memory + SIZE
     dmemory = dstates_ptr + local * (2 * SIZE)
@@ -109,15 +93,15 @@ def scan_read_backward_kernel(
     # The second layer's product with e, and its biases.
     e = load_matrix(e_ptr + local * (C * D), token, col, C, D)
     matches = load_matrix(matches_ptr + local * (C * C), token, token, C, C)
-    dye = product(dy, tl.trans(e), UPCAST, PRECISION)
-    de = product(tl.trans((-matches * gamma).to(k.dtype)), dy, UPCAST, PRECISION)
+    dye = product(dy, tl.trans(e), CONFIG)
+    de = product(tl.trans((-matches * gamma).to(k.dtype)), dy, CONFIG)
     store_matrix(de_ptr + local * (C * D), de, token, col, C, D)
     at = dgamma_ptr + local * (C * C)
     store_matrix(at, -matches * dye, token, token, C, C)
     dmatches = (-gamma * dye).to(k.dtype)
     dy_wide = dy.to(tl.float32)
-    dkeep = tl.sum(dy_wide * load_b2(memory, D, HIDDEN, BLOCK_D)[None, :], 1)
-    dcarry = tl.sum(dy_wide * load_b2(momentum, D, HIDDEN, BLOCK_D)[None, :], 1)
+    dkeep = tl.sum(dy_wide * load_b2(memory, CONFIG)[None, :], 1)
+    dcarry = tl.sum(dy_wide * load_b2(momentum, CONFIG)[None, :], 1)
     dy_kept = keep * dy_wide
     dy_carried = carry * dy_wide
     b2_at = dmemory + 2 * HIDDEN * D + HIDDEN + col
@@ -126,33 +110,33 @@ def scan_read_backward_kernel(
     dy_kept = dy_kept.to(k.dtype)
     dy_carried = dy_carried.to(k.dtype)
     # One layer after the other, dz stored in between: both at once would fill the registers.
-    for block in tl.range(0, BLOCKS, num_stages=1):
-        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
+        row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
         h_q = load_matrix(read_h_ptr + corner, token, row, C, HIDDEN)
         # Operands that are the same for all blocks stand on the right: a left one is held in
         # registers, and ptxas overwrites them although the next iteration needs them.
-        dw2 = product(tl.trans(h_q), dy_kept, UPCAST, PRECISION)
-        store_weights(dmemory, dw2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        ds2 = product(tl.trans(h_q), dy_carried, UPCAST, PRECISION)
-        store_weights(dmomentum, ds2, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)
-        dh = product(tl.trans(dmatches), h_q, UPCAST, PRECISION).to(k.dtype)
+        dw2 = product(tl.trans(h_q), dy_kept, CONFIG)
+        store_weights(dmemory, dw2, block, 2, CONFIG)
+        ds2 = product(tl.trans(h_q), dy_carried, CONFIG)
+        store_weights(dmomentum, ds2, block, 2, CONFIG)
+        dh = product(tl.trans(dmatches), h_q, CONFIG).to(k.dtype)
 
-        w2 = load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
-        dz = product(dy, tl.trans(w2), UPCAST, PRECISION)
+        w2 = load_weights(memory, block, 2, CONFIG).to(k.dtype)
+        dz = product(dy, tl.trans(w2), CONFIG)
         h_q = h_q.to(tl.float32)
         dkeep += tl.sum(h_q * dz, 1)
-        s2 = load_weights(momentum, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
-        dh_carried = product(dy, tl.trans(s2), UPCAST, PRECISION)
+        s2 = load_weights(momentum, block, 2, CONFIG).to(k.dtype)
+        dh_carried = product(dy, tl.trans(s2), CONFIG)
         dcarry += tl.sum(h_q * dh_carried, 1)
         dz = keep * dz + carry * dh_carried
         h = load_matrix(h_ptr + corner, token, row, C, HIDDEN)
-        dz = product_onto(dz, dmatches, h, UPCAST, PRECISION)
+        dz = product_onto(dz, dmatches, h, CONFIG)
         slope = load_matrix(read_slope_ptr + corner, token, row, C, HIDDEN)
         dz *= slope.to(tl.float32)
 
-        b1 = load_b1(memory, block, D, HIDDEN, BLOCK_H)[None, :]
+        b1 = load_b1(memory, block, CONFIG)[None, :]
         dkeep += tl.sum(dz * b1, 1)
-        sb1 = load_b1(momentum, block, D, HIDDEN, BLOCK_H)[None, :]
+        sb1 = load_b1(momentum, block, CONFIG)[None, :]
         dcarry += tl.sum(dz * sb1, 1)
         b1_at = dmemory + 2 * HIDDEN * D + row
         tl.store(b1_at, tl.sum(keep * dz, 0), mask=row < HIDDEN)
@@ -163,28 +147,28 @@ def scan_read_backward_kernel(
         store_matrix(dp_ptr + corner, dz.to(k.dtype), token, row, C, HIDDEN)
     tl.debug_barrier()
 
-    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
-    by_p = product(q, tl.trans(k), UPCAST, PRECISION)
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
+    by_p = product(q, tl.trans(k), CONFIG)
     by_p = tl.trans((-(by_p + 1.0) * gamma).to(k.dtype))
     q_kept = (keep * q.to(tl.float32)).to(k.dtype)
     q_carried = (carry * q.to(tl.float32)).to(k.dtype)
-    dzp = tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
-    dq_kept = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    dq_carried = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    for block in tl.range(0, BLOCKS, num_stages=1):
-        row = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    dzp = zeros(BLOCK_C, BLOCK_C)
+    dq_kept = zeros(BLOCK_C, CONFIG.BLOCK_D)
+    dq_carried = zeros(BLOCK_C, CONFIG.BLOCK_D)
+    for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
+        row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
         dz = load_matrix(dp_ptr + corner, token, row, C, HIDDEN)
         p = load_matrix(p_ptr + corner, token, row, C, HIDDEN)
-        dzp = product_onto(dzp, dz, tl.trans(p), UPCAST, PRECISION)
-        dp = product(by_p, dz, UPCAST, PRECISION).to(k.dtype)
-        w1 = load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
-        dq_kept = product_onto(dq_kept, dz, w1, UPCAST, PRECISION)
-        s1 = load_weights(momentum, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(k.dtype)
-        dq_carried = product_onto(dq_carried, dz, s1, UPCAST, PRECISION)
-        dw1 = product(tl.trans(dz), q_kept, UPCAST, PRECISION)
-        store_weights(dmemory, dw1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
-        ds1 = product(tl.trans(dz), q_carried, UPCAST, PRECISION)
-        store_weights(dmomentum, ds1, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)
+        dzp = product_onto(dzp, dz, tl.trans(p), CONFIG)
+        dp = product(by_p, dz, CONFIG).to(k.dtype)
+        w1 = load_weights(memory, block, 1, CONFIG).to(k.dtype)
+        dq_kept = product_onto(dq_kept, dz, w1, CONFIG)
+        s1 = load_weights(momentum, block, 1, CONFIG).to(k.dtype)
+        dq_carried = product_onto(dq_carried, dz, s1, CONFIG)
+        dw1 = product(tl.trans(dz), q_kept, CONFIG)
+        store_weights(dmemory, dw1, block, 1, CONFIG)
+        ds1 = product(tl.trans(dz), q_carried, CONFIG)
+        store_weights(dmomentum, ds1, block, 1, CONFIG)
         tl.debug_barrier()
         store_matrix(dp_ptr + corner, dp, token, row, C, HIDDEN)
     # dz against q w1^T is dz w1 against q.
@@ -196,14 +180,14 @@ def scan_read_backward_kernel(
     tl.store(dreach + C, dcarry, mask=token < C)
     # The first layer's product with p. Loaded and recomputed: held since the start, they would fill
     # the registers.
-    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, SHIFT, C, BLOCK_C)
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
     dmatches = (-gamma * dzp).to(k.dtype)
     dq = keep * dq_kept + carry * dq_carried
-    dq = product_onto(dq, dmatches, k, UPCAST, PRECISION)
-    store_token_rows(dq_ptr, dq, batch, head, first, there, tokens, heads, D, BLOCK_C, BLOCK_D)
-    dk = product(tl.trans(dmatches), q, UPCAST, PRECISION)
+    dq = product_onto(dq, dmatches, k, CONFIG)
+    store_token_rows(dq_ptr, dq, place, there, tokens, heads, CONFIG)
+    dk = product(tl.trans(dmatches), q, CONFIG)
     store_matrix(dk_ptr + local * (C * D), dk, token, col, C, D)
-    dzp *= product(q, tl.trans(k), UPCAST, PRECISION) + 1.0
+    dzp *= product(q, tl.trans(k), CONFIG) + 1.0
     tl.debug_barrier()
     dgamma = load_matrix(at, token, token, C, C) - dzp
     tl.debug_barrier()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -56,6 +56,24 @@ PROGRAMS_AT_ONCE = 2
 NOT_KEPT = (None,) * 9
 
 
+class KernelConfig(NamedTuple):
+    """The constants of the kernels; those over gates take the first alone."""
+
+    C: int
+    BLOCK_C: int
+    # How many tokens before its own a query reads.
+    SHIFT: int
+    D: int = 0
+    HIDDEN: int = 0
+    SIZE: int = 0
+    BLOCK_D: int = 0
+    BLOCK_H: int = 0
+    BLOCKS: int = 0
+    ACTIVATION: str = ""
+    UPCAST: bool = False
+    PRECISION: str = ""
+
+
 class Problem(NamedTuple):
     """A call as its kernels see it."""
 
@@ -81,18 +99,9 @@ class Problem(NamedTuple):
         return cdiv(self.tokens, self.chunk)
 
     @property
-    def shift(self) -> int:
-        """How many tokens before its own a query reads."""
-        return int(self.read == "before")
-
-    @property
     def packed_size(self) -> int:
         """SIZE of a memory."""
         return packed_size(self.hidden, self.width)
-
-    @property
-    def arithmetic(self) -> dict[str, Any]:
-        return dict(UPCAST=interpreted(), PRECISION=self.precision)
 
     def sharing(self, configs: tuple[ScanConfig, ...]) -> ScanConfig:
         """The first of the lines all of whose programs run on the GPU at once."""
@@ -110,16 +119,21 @@ class Problem(NamedTuple):
     def blocks(self, config: ScanConfig) -> int:
         return cdiv(self.hidden, self.block_h(config))
 
-    def sizes(self, config: ScanConfig) -> dict[str, Any]:
-        """The last constants of the kernels over chunks."""
-        return dict(
-            C=self.chunk,
+    @property
+    def gate_constants(self) -> KernelConfig:
+        return KernelConfig(self.chunk, self.block_c, int(self.read == "before"))
+
+    def constants(self, config: ScanConfig) -> KernelConfig:
+        return self.gate_constants._replace(
             D=self.width,
             HIDDEN=self.hidden,
-            BLOCK_C=self.block_c,
+            SIZE=self.packed_size,
             BLOCK_D=self.block_d,
             BLOCK_H=self.block_h(config),
             BLOCKS=self.blocks(config),
+            ACTIVATION=self.activation,
+            UPCAST=interpreted(),
+            PRECISION=self.precision,
         )
 
     @property
@@ -234,17 +248,14 @@ def forward_plan(
     chunks, config = problem.chunks, problem.sharing(STATES)
     return ForwardPlan(
         copies,
-        decays_launch(problem, 0, chunks, keep=False),
+        decays_launch(problem, 0, chunks),
         Launch(
             kernels.scan_states_kernel,
             (problem.all_heads * problem.blocks(config),),
             device,
             (tokens, heads, problem.all_heads, *strides[1], *strides[2]),
             dict(num_warps=config.num_warps),
-            HAS_MASK=has_mask,
-            **problem.arithmetic,
-            ACTIVATION=activation,
-            **problem.sizes(config),
+            CONFIG=problem.constants(config),
         ),
         read_launch(problem, strides, 0, chunks, keep=False),
         decay_allocators(problem, chunks),
@@ -269,26 +280,18 @@ def read_launch(
             *(stride for operand in strides for stride in operand),
         ),
         dict(num_warps=config.num_warps),
-        HAS_MASK=problem.has_mask,
-        KEEP=keep,
-        SHIFT=problem.shift,
-        **problem.arithmetic,
-        ACTIVATION=problem.activation,
-        **problem.sizes(config),
+        CONFIG=problem.constants(config),
     )
 
 
-def decays_launch(problem: Problem, first: int, chunks: int, *, keep: bool) -> Launch:
+def decays_launch(problem: Problem, first: int, chunks: int) -> Launch:
     return Launch(
         kernels.decays_kernel,
         (problem.all_heads * chunks,),
         problem.device,
         (problem.tokens, problem.heads, first, chunks),
         dict(num_warps=1),
-        HAS_MASK=problem.has_mask,
-        KEEP=keep,
-        C=problem.chunk,
-        BLOCK_C=problem.block_c,
+        CONFIG=problem.gate_constants,
     )
 
 

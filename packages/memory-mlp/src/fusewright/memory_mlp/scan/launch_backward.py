@@ -207,10 +207,9 @@ def backward_part(
     """The launches for ``chunks`` chunks from ``first`` on."""
     heads, device = problem.all_heads, problem.device
     sizes = (problem.tokens, problem.heads, heads, first, chunks)
-    mask, shift = dict(HAS_MASK=problem.has_mask), dict(SHIFT=problem.shift)
     config = problem.sharing(STATES_BACKWARD)
     return Part(
-        decays_launch(problem, first, chunks, keep=True),
+        decays_launch(problem, first, chunks),
         read_launch(problem, strides[1:], first, chunks, keep=True),
         Launch(
             kernels_read_backward.scan_read_backward_kernel,
@@ -218,10 +217,7 @@ def backward_part(
             device,
             (*sizes, *strides[0], *strides[1], *strides[2]),
             dict(num_warps=READ_BACKWARD.num_warps),
-            **mask,
-            **shift,
-            **problem.arithmetic,
-            **problem.sizes(READ_BACKWARD),
+            CONFIG=problem.constants(READ_BACKWARD),
         ),
         Launch(
             kernels_backward.scan_states_backward_kernel,
@@ -229,9 +225,7 @@ def backward_part(
             device,
             (*sizes, *strides[2]),
             dict(num_warps=config.num_warps),
-            **mask,
-            **problem.arithmetic,
-            **problem.sizes(config),
+            CONFIG=problem.constants(config),
         ),
         Launch(
             kernels_backward.scan_keys_backward_kernel,
@@ -239,9 +233,7 @@ def backward_part(
             device,
             (*sizes, *strides[2]),
             dict(num_warps=KEYS_BACKWARD.num_warps),
-            **mask,
-            **problem.arithmetic,
-            **problem.sizes(KEYS_BACKWARD),
+            CONFIG=problem.constants(KEYS_BACKWARD),
         ),
         Launch(
             kernels_backward.decays_backward_kernel,
@@ -249,9 +241,6 @@ def backward_part(
             device,
             (problem.tokens, problem.heads, first, chunks),
             dict(num_warps=1),
-            **mask,
-            **shift,
-            C=problem.chunk,
-            BLOCK_C=problem.block_c,
+            CONFIG=problem.gate_constants,
         ),
     )

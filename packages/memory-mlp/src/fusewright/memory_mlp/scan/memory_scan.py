@@ -160,7 +160,7 @@ def memory_scan(
     read: str = "after",
     backend: Backend = "auto",
 ) -> MemoryScan:
-    """Write every token into the memory of its row and head, and read it there.
+    """Write every token into the memory of its row and head, and read the memory for its query.
 
     Args:
         q, k, v: ``[B, T, heads, D]``, of one dtype, fp32, bf16 or fp16 (the reference takes fp64

@@ -312,7 +312,7 @@ def packed_scan_backward(
     read: str,
 ) -> tuple[Tensor, ...]:
     """Gradients of (q, k, v, state, alpha, eta, theta), chunk by chunk from the last one, each
-    computed again from the state with which it began.
+    recomputed from the state with which it began.
     """
     states = packed_scan(
         q, k, v, state, alpha, eta, theta, written, hidden, chunk, activation, read

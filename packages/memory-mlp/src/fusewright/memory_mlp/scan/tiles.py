@@ -24,20 +24,27 @@ TOKENS_AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
-def load_memory(
-    memory,
-    block,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+def chunk_of_program(first_chunk, chunks, tokens, heads, CONFIG: tl.constexpr):
+    """Of a program that takes one of the ``chunks`` chunks of one head: its place among them, which
+    head of all rows it is, which chunk of all, (batch, head, first token), and which tokens exist.
+    """
+    local = tl.program_id(0).to(tl.int64)
+    own = local // chunks
+    chunk = first_chunk + local % chunks
+    first = chunk * CONFIG.C
+    count = tl.minimum(tokens - first, CONFIG.C)
+    there = tl.arange(0, CONFIG.BLOCK_C) < count
+    return local, own, chunk, (own // heads, own % heads, first), count, there
+
+
+@triton.jit
+def load_memory(memory, block, CONFIG: tl.constexpr):
     """One block of a memory: (w1^T [BLOCK_D, BLOCK_H], b1, w2 [BLOCK_D, BLOCK_H], b2)."""
     return (
-        tl.trans(load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H)),
-        load_b1(memory, block, D, HIDDEN, BLOCK_H),
-        tl.trans(load_weights(memory, block, 2, D, HIDDEN, BLOCK_D, BLOCK_H)),
-        load_b2(memory, D, HIDDEN, BLOCK_D),
+        tl.trans(load_weights(memory, block, 1, CONFIG)),
+        load_b1(memory, block, CONFIG),
+        tl.trans(load_weights(memory, block, 2, CONFIG)),
+        load_b2(memory, CONFIG),
     )
 
 
@@ -53,56 +60,33 @@ def sums(a, b):
 
 
 @triton.jit
-def hidden_of(
-    x,
-    memory,
-    block,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+def hidden_of(x, memory, block, CONFIG: tl.constexpr):
     """x w1^T + b1, one block of the hidden layer, [BLOCK_C, BLOCK_H]."""
-    w1 = load_weights(memory, block, 1, D, HIDDEN, BLOCK_D, BLOCK_H).to(x.dtype)
-    b1 = load_b1(memory, block, D, HIDDEN, BLOCK_H)
-    return product(x, tl.trans(w1), UPCAST, PRECISION) + b1[None, :]
+    w1 = load_weights(memory, block, 1, CONFIG).to(x.dtype)
+    b1 = load_b1(memory, block, CONFIG)
+    return product(x, tl.trans(w1), CONFIG) + b1[None, :]
 
 
 @triton.jit
-def load_written(
-    written_ptr,
-    batch,
-    head,
-    first,
-    there,
-    tokens,
-    heads,
-    HAS_MASK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+def load_written(written_ptr, place, there, tokens, heads, CONFIG: tl.constexpr):
     """Which tokens of a chunk exist and are written."""
     written = there
-    if HAS_MASK:
-        token = (first + tl.arange(0, BLOCK_C)).to(tl.int64)
+    if written_ptr is not None:
+        batch, head, first = place
+        token = (first + tl.arange(0, CONFIG.BLOCK_C)).to(tl.int64)
         row = (batch.to(tl.int64) * tokens + token) * heads + head
         written = there & (tl.load(written_ptr + row, mask=there, other=0) != 0)
     return written
 
 
 @triton.jit
-def load_last(
-    gamma_ptr,
-    nu_ptr,
-    reach_ptr,
-    local,
-    count,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """(gamma, nu, keep, carry, decay) as the end of a chunk sees them: those of its last token."""
-    token = tl.arange(0, BLOCK_C)
+def load_last(decays, local, count, CONFIG: tl.constexpr):
+    """(gamma, nu, keep, carry, decay) as the end of a chunk sees them: those of its last token.
+    ``decays`` are the pointers to gamma, nu and the other three.
+    """
+    gamma_ptr, nu_ptr, reach_ptr = decays
+    C: tl.constexpr = CONFIG.C
+    token = tl.arange(0, CONFIG.BLOCK_C)
     row = local * (C * C) + (C - 1) * C + token
     gamma = tl.load(gamma_ptr + row, mask=token < count, other=0.0)
     nu = tl.load(nu_ptr + local * C + token, mask=token < count, other=0.0)
@@ -111,21 +95,14 @@ def load_last(
 
 
 @triton.jit
-def load_seen(
-    gamma_ptr,
-    reach_ptr,
-    local,
-    count,
-    SHIFT: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+def load_seen(gamma_ptr, reach_ptr, local, count, CONFIG: tl.constexpr):
     """(gamma, keep, carry) as the reads of a chunk see them: each row that of its own token, or
     with SHIFT of the one before, whose first is what the chunk began with.
     """
-    row = tl.arange(0, BLOCK_C) - SHIFT
+    C: tl.constexpr = CONFIG.C
+    row = tl.arange(0, CONFIG.BLOCK_C) - CONFIG.SHIFT
     inside = (row >= 0) & (row < count)
-    col = tl.arange(0, BLOCK_C)
+    col = tl.arange(0, CONFIG.BLOCK_C)
     at = gamma_ptr + local * (C * C) + row[:, None] * C + col[None, :]
     gamma = tl.load(at, mask=inside[:, None] & (col < count)[None, :], other=0.0)
     reach = reach_ptr + local * (3 * C) + row
@@ -135,65 +112,42 @@ def load_seen(
 
 
 @triton.jit
-def tiles_at(
-    parts_ptr,
-    own,
-    step,
-    BLOCKS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def tiles_at(parts_ptr, own, step, CONFIG: tl.constexpr):
     """The address of the first of a head's tiles of a step."""
-    row = tl.arange(0, BLOCK_C)[:, None]
-    col = tl.arange(0, BLOCK_D)[None, :]
-    first = (own * 2 + step % 2) * (BLOCKS * BLOCK_C * BLOCK_D)
-    return parts_ptr + first + row * BLOCK_D + col
+    row = tl.arange(0, CONFIG.BLOCK_C)[:, None]
+    col = tl.arange(0, CONFIG.BLOCK_D)[None, :]
+    first = (own * 2 + step % 2) * (CONFIG.BLOCKS * CONFIG.BLOCK_C * CONFIG.BLOCK_D)
+    return parts_ptr + first + row * CONFIG.BLOCK_D + col
 
 
 @triton.jit
-def store_part(
-    x,
-    parts_ptr,
-    arrived_ptr,
-    own,
-    block,
-    step,
-    BLOCKS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def store_part(x, parts_ptr, arrived_ptr, own, block, step, CONFIG: tl.constexpr):
     """Store a program's tile for ``sum_of_programs`` and count the program as arrived. The programs
     of a head are one after the other in the grid.
 
     Tiles of two steps are kept: a program stores its tile of the next step but one only after all
     others have arrived at the next one, and so have loaded those of this one.
     """
-    at = tiles_at(parts_ptr, own, step, BLOCKS, BLOCK_C, BLOCK_D)
-    tl.store(at + block * (BLOCK_C * BLOCK_D), x)
+    at = tiles_at(parts_ptr, own, step, CONFIG)
+    tl.store(at + block * (CONFIG.BLOCK_C * CONFIG.BLOCK_D), x)
     tl.debug_barrier()
     tl.atomic_add(arrived_ptr + own, 1, sem="acq_rel")
 
 
 @triton.jit
-def sum_of_programs(
-    parts_ptr,
-    arrived_ptr,
-    own,
-    step,
-    BLOCKS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def sum_of_programs(parts_ptr, arrived_ptr, own, step, CONFIG: tl.constexpr):
     """The sum of the tiles of all programs of a head, in their order, so that it is the same in all
     of them; waits until all of them have arrived at this step.
     """
+    BLOCKS: tl.constexpr = CONFIG.BLOCKS
     arrived = tl.atomic_add(arrived_ptr + own, 0, sem="acquire")
     while arrived < (step + 1) * BLOCKS:
         arrived = tl.atomic_add(arrived_ptr + own, 0, sem="acquire")
     tl.debug_barrier()
-    at = tiles_at(parts_ptr, own, step, BLOCKS, BLOCK_C, BLOCK_D)
+    at = tiles_at(parts_ptr, own, step, CONFIG)
     # Past the L1 cache, which may still hold the tiles of two steps ago.
     total = tl.load(at, cache_modifier=".cg")
     for other in tl.static_range(1, BLOCKS):
-        total += tl.load(at + other * (BLOCK_C * BLOCK_D), cache_modifier=".cg")
+        tile = at + other * (CONFIG.BLOCK_C * CONFIG.BLOCK_D)
+        total += tl.load(tile, cache_modifier=".cg")
     return total

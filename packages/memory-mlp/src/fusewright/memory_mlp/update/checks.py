@@ -1,4 +1,4 @@
-"""What memory_update asks of its arguments, before any memory is touched."""
+"""Checks of memory_update's arguments, before any memory is touched."""
 
 from __future__ import annotations
 

@@ -1,6 +1,16 @@
-"""Triton kernels of the pooled update, backward, over the rows, in the order in which they run.
+"""Triton kernels of the pooled update, backward, in the order in which they run.
 
-With A, the cotangent of G, and c, twice the loss's factor:
+Over the elements of weights and momentum, of the gradients u_w of W' and u_s of S', with
+U = u_w + u_s:
+
+    <u_w, W>, <U, S>, <U, G>        and the weights as operands of the products
+    A = -theta rho (U - ratio G)    the cotangent of G
+    dS = eta U, dW = (1 - alpha) u_w, dalpha = -<u_w, W>, deta = <U, S>, dtheta = -rho <U, G>
+
+ratio is <U, G> / |G|^2 where the norm was clipped, and 0 otherwise. The part of dW that passes
+through G is added later. Where the step was skipped, dS and dW are u_s and u_w, all others zero.
+
+Then over the rows, with c, twice the loss's factor:
 
     p_bar = k A1^T + a1, dh_bar = p_bar * act'(z)                 a tile of the hidden layer each
     e_bar = h A2^T + a2 + dh_bar w2^T, q = w * e_bar + dloss e    a tile of the output each
@@ -20,17 +30,209 @@ import triton.language as tl
 from ..common.tiles import activated
 from .tiles import (
     after_the_launch_before,
-    column_major,
+    elements_from,
     elements_of_tile,
+    exists,
     is_finite,
+    load_bias,
+    part_of_program,
     product,
-    row_major,
+    product_operand,
     start_of_problem,
     store_column_sums,
     store_operand,
+    sum_of_partials,
     tile_of_program,
     two_products,
 )
+
+
+@triton.jit
+def load_upstream(x_ptr, at, inside, BLOCK: tl.constexpr):
+    """A block of a gradient, zeros where there is none."""
+    x = tl.zeros([BLOCK], dtype=tl.float32)
+    if x_ptr is not None:
+        x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def inner_products(
+    tensors, partials_ptr, norm_ptr, place, size, slots, ROUNDS: tl.constexpr, CONFIG: tl.constexpr
+):
+    """The parts of the three inner products of BLOCK elements of one tensor."""
+    uw_ptr, us_ptr, w_ptr, s_ptr, g_ptr, operand_ptr = tensors
+    problem, slot, first = place
+    inside = first + tl.arange(0, CONFIG.BLOCK) < size
+    at = problem.to(tl.int64) * size + first + tl.arange(0, CONFIG.BLOCK)
+    w = tl.load(w_ptr + at, mask=inside, other=0.0)
+    s = tl.load(s_ptr + at, mask=inside, other=0.0)
+    g = tl.load(g_ptr + at, mask=inside, other=0.0)
+    finite = is_finite(tl.load(norm_ptr + problem))
+    uw = tl.where(finite, load_upstream(uw_ptr, at, inside, CONFIG.BLOCK), 0.0)
+    u = uw + tl.where(finite, load_upstream(us_ptr, at, inside, CONFIG.BLOCK), 0.0)
+    partials_at = partials_ptr + 3 * problem.to(tl.int64) * slots + slot
+    tl.store(partials_at, tl.sum(uw * w, 0))
+    tl.store(partials_at + slots, tl.sum(u * s, 0))
+    tl.store(partials_at + 2 * slots, tl.sum(u * g, 0))
+    if ROUNDS:
+        w = product_operand(w, operand_ptr.dtype.element_ty, CONFIG)
+        tl.store(operand_ptr + at, w, mask=inside)
+
+
+@triton.jit
+def inner_products_kernel(
+    uw1_ptr,
+    ub1_ptr,
+    uw2_ptr,
+    ub2_ptr,
+    us1_ptr,
+    uc1_ptr,
+    us2_ptr,
+    uc2_ptr,
+    w1_ptr,
+    b1_ptr,
+    w2_ptr,
+    b2_ptr,
+    s1_ptr,
+    c1_ptr,
+    s2_ptr,
+    c2_ptr,
+    g1_ptr,
+    d1_ptr,
+    g2_ptr,
+    d2_ptr,
+    norm_ptr,
+    partials_ptr,
+    operand1_ptr,
+    operand2_ptr,
+    width,
+    hidden,
+    programs,
+    CONFIG: tl.constexpr,
+):
+    """One program takes BLOCK elements of one tensor."""
+    after_the_launch_before(CONFIG)
+    problem = tl.program_id(0) // programs
+    slot = tl.program_id(0) % programs
+    part, first = part_of_program(slot, width, hidden, CONFIG.BLOCK)
+    place = problem, slot, first
+    matrix = tl.cast(hidden, tl.int64) * width
+    ROUNDS: tl.constexpr = CONFIG.ROUNDS
+    of_w1 = uw1_ptr, us1_ptr, w1_ptr, s1_ptr, g1_ptr, operand1_ptr
+    of_w2 = uw2_ptr, us2_ptr, w2_ptr, s2_ptr, g2_ptr, operand2_ptr
+    of_b1 = ub1_ptr, uc1_ptr, b1_ptr, c1_ptr, d1_ptr, operand1_ptr
+    of_b2 = ub2_ptr, uc2_ptr, b2_ptr, c2_ptr, d2_ptr, operand2_ptr
+    if part == 0:
+        inner_products(of_w1, partials_ptr, norm_ptr, place, matrix, programs, ROUNDS, CONFIG)
+    elif part == 1:
+        inner_products(of_w2, partials_ptr, norm_ptr, place, matrix, programs, ROUNDS, CONFIG)
+    elif part == 2:
+        inner_products(of_b1, partials_ptr, norm_ptr, place, hidden, programs, False, CONFIG)
+    else:
+        inner_products(of_b2, partials_ptr, norm_ptr, place, width, programs, False, CONFIG)
+
+
+@triton.jit
+def cotangents(tensors, place, size, factors, IS_OPERAND: tl.constexpr, CONFIG: tl.constexpr):
+    """BLOCK elements of one tensor of A, dS and dW."""
+    uw_ptr, us_ptr, g_ptr, a_ptr, ds_ptr, dw_ptr = tensors
+    problem, first = place
+    finite, alpha, eta, rate, ratio = factors
+    inside = first + tl.arange(0, CONFIG.BLOCK) < size
+    at = problem.to(tl.int64) * size + first + tl.arange(0, CONFIG.BLOCK)
+    uw = load_upstream(uw_ptr, at, inside, CONFIG.BLOCK)
+    us = load_upstream(us_ptr, at, inside, CONFIG.BLOCK)
+    g = tl.load(g_ptr + at, mask=inside, other=0.0)
+    u = uw + us
+    a = tl.where(finite, -rate * (u - ratio * g), 0.0)
+    if IS_OPERAND:
+        a = product_operand(a, a_ptr.dtype.element_ty, CONFIG)
+    tl.store(a_ptr + at, a, mask=inside)
+    tl.store(ds_ptr + at, tl.where(finite, eta * u, us), mask=inside)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + at, tl.where(finite, (1.0 - alpha) * uw, uw), mask=inside)
+
+
+@triton.jit
+def cotangents_kernel(
+    uw1_ptr,
+    ub1_ptr,
+    uw2_ptr,
+    ub2_ptr,
+    us1_ptr,
+    uc1_ptr,
+    us2_ptr,
+    uc2_ptr,
+    g1_ptr,
+    d1_ptr,
+    g2_ptr,
+    d2_ptr,
+    alpha_ptr,
+    eta_ptr,
+    theta_ptr,
+    norm_ptr,
+    partials_ptr,
+    a1_ptr,
+    a1_bias_ptr,
+    a2_ptr,
+    a2_bias_ptr,
+    ds1_ptr,
+    dc1_ptr,
+    ds2_ptr,
+    dc2_ptr,
+    dw1_ptr,
+    db1_ptr,
+    dw2_ptr,
+    db2_ptr,
+    dalpha_ptr,
+    deta_ptr,
+    dtheta_ptr,
+    max_norm,
+    width,
+    hidden,
+    programs,
+    slots,
+    CONFIG: tl.constexpr,
+):
+    """One program takes BLOCK elements of one tensor; a problem's first one also the gates."""
+    after_the_launch_before(CONFIG)
+    problem = tl.program_id(0) // programs
+    tile = tl.program_id(0) % programs
+    part, first = part_of_program(tile, width, hidden, CONFIG.BLOCK)
+    matrix = tl.cast(hidden, tl.int64) * width
+    alpha = tl.load(alpha_ptr + problem)
+    eta = tl.load(eta_ptr + problem)
+    theta = tl.load(theta_ptr + problem)
+    norm = tl.load(norm_ptr + problem)
+    finite = is_finite(norm)
+    along = sum_of_partials(partials_ptr + 2 * slots, 3 * problem, slots)
+    rho = 1.0
+    ratio = 0.0
+    if CONFIG.CLIPS:
+        # Divided twice: the square of the norm may overflow or vanish.
+        rho = tl.where(norm > max_norm, max_norm / norm, 1.0)
+        ratio = tl.where(norm > max_norm, along / norm / norm, 0.0)
+    rate = theta * rho
+    if tile == 0:
+        dalpha = -sum_of_partials(partials_ptr, 3 * problem, slots)
+        tl.store(dalpha_ptr + problem, tl.where(finite, dalpha, 0.0))
+        deta = sum_of_partials(partials_ptr + slots, 3 * problem, slots)
+        tl.store(deta_ptr + problem, tl.where(finite, deta, 0.0))
+        tl.store(dtheta_ptr + problem, tl.where(finite, -rho * along, 0.0))
+    place, factors = (problem, first), (finite, alpha, eta, rate, ratio)
+    of_w1 = uw1_ptr, us1_ptr, g1_ptr, a1_ptr, ds1_ptr, dw1_ptr
+    of_w2 = uw2_ptr, us2_ptr, g2_ptr, a2_ptr, ds2_ptr, dw2_ptr
+    of_b1 = ub1_ptr, uc1_ptr, d1_ptr, a1_bias_ptr, dc1_ptr, db1_ptr
+    of_b2 = ub2_ptr, uc2_ptr, d2_ptr, a2_bias_ptr, dc2_ptr, db2_ptr
+    if part == 0:
+        cotangents(of_w1, place, matrix, factors, True, CONFIG)
+    elif part == 1:
+        cotangents(of_w2, place, matrix, factors, True, CONFIG)
+    elif part == 2:
+        cotangents(of_b1, place, hidden, factors, False, CONFIG)
+    else:
+        cotangents(of_b2, place, width, factors, False, CONFIG)
 
 
 @triton.jit
@@ -50,64 +252,22 @@ def p_bar_kernel(
     rows,
     width,
     hidden,
-    ACTIVATION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes a tile of dh_bar and, unless act'' is zero, of p_bar."""
-    after_the_launch_before(OVERLAPS)
-    problem, row_tile, col_tile = tile_of_program(rows, hidden, BLOCK_M, BLOCK_N)
-    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = problem.to(tl.int64) * rows + row_tile * BLOCK_M
-    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tile_of_program(rows, hidden, CONFIG)
+    problem, _, _, _, _ = tile
     k_ptr += start_of_problem(problem, k_inner, k_outer_stride, k_inner_stride)
-    a1_ptr += problem.to(tl.int64) * hidden * width
-    p_bar = product(
-        row_major(k_ptr, row_tile, rows, k_row_stride, BLOCK_M, BLOCK_K),
-        row_major(a1_ptr, col_tile, hidden, width, BLOCK_N, BLOCK_K),
-        col,
-        hidden,
-        width,
-        1,
-        True,
-        EVEN,
-        UPCAST,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        NUM_STAGES,
-    )
-    bias_at = a1_bias_ptr + problem.to(tl.int64) * hidden + col
-    p_bar += tl.load(bias_at, mask=col < hidden, other=0.0)[None, :]
-    inside = (row < rows)[:, None] & (col < hidden)[None, :]
-    z = tl.load(elements_of_tile(z_ptr, first, hidden, col, BLOCK_M), mask=inside, other=0.0)
-    _, slope, _ = activated(z, ACTIVATION)
+    p_bar = product(k_ptr, k_row_stride, a1_ptr, tile, rows, hidden, width, True, CONFIG)
+    p_bar += load_bias(a1_bias_ptr, tile, hidden)
+    inside = exists(tile, rows, hidden)
+    z = tl.load(elements_of_tile(z_ptr, tile, rows, hidden, CONFIG), mask=inside, other=0.0)
+    _, slope, _ = activated(z, CONFIG)
     finite = is_finite(tl.load(norm_ptr + problem))
-    if ACTIVATION != "relu":
-        p_bar_at = elements_of_tile(p_bar_ptr, first, hidden, col, BLOCK_M)
-        tl.store(p_bar_at, p_bar, mask=inside)
+    if CONFIG.ACTIVATION != "relu":
+        tl.store(elements_of_tile(p_bar_ptr, tile, rows, hidden, CONFIG), p_bar, mask=inside)
     dh_bar = tl.where(finite, p_bar * slope, 0.0)
-    store_operand(
-        dh_bar_ptr,
-        dh_bar_transposed_ptr,
-        dh_bar,
-        problem,
-        row_tile,
-        row,
-        col,
-        rows,
-        hidden,
-        UPCAST,
-        PRECISION,
-        BLOCK_M,
-    )
+    store_operand(dh_bar_ptr, dh_bar_transposed_ptr, dh_bar, tile, rows, hidden, CONFIG)
 
 
 @triton.jit
@@ -135,106 +295,59 @@ def e_bar_kernel(
     rows,
     width,
     hidden,
-    HAS_ROW_WEIGHTS: tl.constexpr,
-    HAS_DLOSS: tl.constexpr,
-    WITH_ROWS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes a tile of q and of dv, the sums of q's columns, and the tile's part of
     the gradients of the row weights.
     """
-    after_the_launch_before(OVERLAPS)
-    problem, row_tile, col_tile = tile_of_program(rows, width, BLOCK_M, BLOCK_N)
-    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = problem.to(tl.int64) * rows + row_tile * BLOCK_M
-    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    hidden_start = problem.to(tl.int64) * rows * hidden
-    matrix_start = problem.to(tl.int64) * width * hidden
-    e_bar, r = two_products(
-        row_major(h_ptr + hidden_start, row_tile, rows, hidden, BLOCK_M, BLOCK_K),
-        row_major(a2_ptr + matrix_start, col_tile, width, hidden, BLOCK_N, BLOCK_K),
-        row_major(dh_bar_ptr + hidden_start, row_tile, rows, hidden, BLOCK_M, BLOCK_K),
-        row_major(w2_ptr + matrix_start, col_tile, width, hidden, BLOCK_N, BLOCK_K),
-        col,
-        width,
-        hidden,
-        1,
-        HAS_ROW_WEIGHTS or HAS_DLOSS,
-        True,
-        EVEN,
-        UPCAST,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        NUM_STAGES,
-    )
-    inside = (row < rows)[:, None] & (col < width)[None, :]
-    bias_at = problem.to(tl.int64) * width + col
-    e_bar += tl.load(a2_bias_ptr + bias_at, mask=col < width, other=0.0)[None, :]
+    tile = tile_of_program(rows, width, CONFIG)
+    problem, row_tile, col_tile, row, col = tile
+    WITH_R: tl.constexpr = row_weights_ptr is not None or dloss_ptr is not None
+    pairs = h_ptr, a2_ptr, dh_bar_ptr, w2_ptr
+    e_bar, r = two_products(pairs, tile, rows, width, hidden, WITH_R, True, CONFIG)
+    inside = exists(tile, rows, width)
+    e_bar += load_bias(a2_bias_ptr, tile, width)
     finite = is_finite(tl.load(norm_ptr + problem))
     q = e_bar
     e = tl.zeros_like(e_bar)
-    if HAS_ROW_WEIGHTS or HAS_DLOSS:
-        r += tl.load(b2_ptr + bias_at, mask=col < width, other=0.0)[None, :]
+    if WITH_R:
+        r += load_bias(b2_ptr, tile, width)
         v_ptr += start_of_problem(problem, v_inner, v_outer_stride, v_inner_stride)
-        v_at = elements_of_tile(
-            v_ptr, (row_tile * BLOCK_M).to(tl.int64), v_row_stride, col, BLOCK_M
-        )
+        first = (row_tile * CONFIG.BLOCK_M).to(tl.int64)
+        v_at = elements_from(v_ptr, first, v_row_stride, col, CONFIG)
         r -= tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
         r = tl.where(inside, r, 0.0)
         e = r
-    if HAS_ROW_WEIGHTS:
+    if row_weights_ptr is not None:
         weights_at = row_weights_ptr + problem.to(tl.int64) * rows + row
         row_weights = tl.load(weights_at, mask=row < rows, other=0.0)[:, None]
         q = row_weights * e_bar
         e = row_weights * r
         by_weight = e_bar * r
-    if HAS_DLOSS:
+    if dloss_ptr is not None:
         dloss = tl.load(dloss_ptr + problem).to(tl.float32)
         q += dloss * e
-        if HAS_ROW_WEIGHTS:
+        if row_weights_ptr is not None:
             by_weight += 0.5 * dloss * r * r
-    if HAS_ROW_WEIGHTS:
+    if row_weights_ptr is not None:
         by_weight = tl.where(inside, tl.where(finite, factor * by_weight, 0.0), 0.0)
-        col_tiles = tl.cdiv(width, BLOCK_N)
+        col_tiles = tl.cdiv(width, CONFIG.BLOCK_N)
         parts_at = (problem.to(tl.int64) * col_tiles + col_tile) * rows + row
         tl.store(row_parts_ptr + parts_at, tl.sum(by_weight, 1), mask=row < rows)
     q = tl.where(inside, tl.where(finite, q, 0.0), 0.0)
-    store_column_sums(sums_ptr, q, problem, row_tile, tl.cdiv(rows, BLOCK_M), col, width)
-    if WITH_ROWS:
+    store_column_sums(sums_ptr, q, tile, rows, width, CONFIG)
+    if dv_ptr is not None:
         dv = (-factor * q).to(dv_ptr.dtype.element_ty)
-        tl.store(elements_of_tile(dv_ptr, first, width, col, BLOCK_M), dv, mask=inside)
-    store_operand(
-        q_ptr,
-        q_transposed_ptr,
-        q,
-        problem,
-        row_tile,
-        row,
-        col,
-        rows,
-        width,
-        UPCAST,
-        PRECISION,
-        BLOCK_M,
-    )
+        tl.store(elements_of_tile(dv_ptr, tile, rows, width, CONFIG), dv, mask=inside)
+    store_operand(q_ptr, q_transposed_ptr, q, tile, rows, width, CONFIG)
 
 
 @triton.jit
-def add_row_parts(
-    parts_ptr, out_ptr, problem, col_tile, row, rows, row_parts, BLOCK_M: tl.constexpr
-):
+def add_row_parts(parts_ptr, out_ptr, tile, rows, row_parts, BLOCK_M: tl.constexpr):
     """The first tile of some rows adds the parts of their weights' gradients, one of each tile of
     q.
     """
+    problem, _, col_tile, row, _ = tile
     if col_tile == 0:
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         start = problem.to(tl.int64) * row_parts
@@ -262,85 +375,30 @@ def z_bar_kernel(
     width,
     hidden,
     row_parts,
-    ACTIVATION: tl.constexpr,
-    HAS_ROW_WEIGHTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes a tile of z_bar and the sums of its columns; the first of its rows also
     adds the parts of the row weights' gradients that the tiles of q stored. ``TRANSPOSED``: A2 and
     w2 are stored as their transposes.
     """
-    after_the_launch_before(OVERLAPS)
-    problem, row_tile, col_tile = tile_of_program(rows, hidden, BLOCK_M, BLOCK_N)
-    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = problem.to(tl.int64) * rows + row_tile * BLOCK_M
-    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_start = problem.to(tl.int64) * rows * width
-    matrix_start = problem.to(tl.int64) * width * hidden
-    a2_ptr += matrix_start
-    w2_ptr += matrix_start
-    if TRANSPOSED:
-        a2_at = row_major(a2_ptr, col_tile, hidden, width, BLOCK_N, BLOCK_K)
-        w2_at = row_major(w2_ptr, col_tile, hidden, width, BLOCK_N, BLOCK_K)
-    else:
-        a2_at = column_major(a2_ptr, col, hidden, BLOCK_K)
-        w2_at = column_major(w2_ptr, col, hidden, BLOCK_K)
-    h_bar, dh = two_products(
-        row_major(e_ptr + row_start, row_tile, rows, width, BLOCK_M, BLOCK_K),
-        a2_at,
-        row_major(q_ptr + row_start, row_tile, rows, width, BLOCK_M, BLOCK_K),
-        w2_at,
-        col,
-        hidden,
-        width,
-        hidden,
-        ACTIVATION != "relu",
-        TRANSPOSED,
-        EVEN,
-        UPCAST,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        NUM_STAGES,
-    )
-    inside = (row < rows)[:, None] & (col < hidden)[None, :]
-    at = elements_of_tile(z_ptr, first, hidden, col, BLOCK_M)
-    z = tl.load(at, mask=inside, other=0.0)
-    _, slope, curve = activated(z, ACTIVATION)
+    tile = tile_of_program(rows, hidden, CONFIG)
+    problem, _, _, _, _ = tile
+    CURVED: tl.constexpr = CONFIG.ACTIVATION != "relu"
+    pairs = e_ptr, a2_ptr, q_ptr, w2_ptr
+    h_bar, dh = two_products(pairs, tile, rows, hidden, width, CURVED, CONFIG.TRANSPOSED, CONFIG)
+    inside = exists(tile, rows, hidden)
+    z = tl.load(elements_of_tile(z_ptr, tile, rows, hidden, CONFIG), mask=inside, other=0.0)
+    _, slope, curve = activated(z, CONFIG)
     z_bar = h_bar * slope
-    if ACTIVATION != "relu":
-        p_bar_at = elements_of_tile(p_bar_ptr, first, hidden, col, BLOCK_M)
+    if CURVED:
+        p_bar_at = elements_of_tile(p_bar_ptr, tile, rows, hidden, CONFIG)
         z_bar += tl.load(p_bar_at, mask=inside, other=0.0) * dh * curve
     finite = is_finite(tl.load(norm_ptr + problem))
     z_bar = tl.where(inside, tl.where(finite, z_bar, 0.0), 0.0)
-    store_column_sums(sums_ptr, z_bar, problem, row_tile, tl.cdiv(rows, BLOCK_M), col, hidden)
-    store_operand(
-        z_bar_ptr,
-        z_bar_transposed_ptr,
-        z_bar,
-        problem,
-        row_tile,
-        row,
-        col,
-        rows,
-        hidden,
-        UPCAST,
-        PRECISION,
-        BLOCK_M,
-    )
-    if HAS_ROW_WEIGHTS:
-        add_row_parts(
-            row_parts_ptr, drow_weights_ptr, problem, col_tile, row, rows, row_parts, BLOCK_M
-        )
+    store_column_sums(sums_ptr, z_bar, tile, rows, hidden, CONFIG)
+    store_operand(z_bar_ptr, z_bar_transposed_ptr, z_bar, tile, rows, hidden, CONFIG)
+    if drow_weights_ptr is not None:
+        add_row_parts(row_parts_ptr, drow_weights_ptr, tile, rows, row_parts, CONFIG.BLOCK_M)
 
 
 @triton.jit
@@ -355,52 +413,14 @@ def dk_kernel(
     rows,
     width,
     hidden,
-    TRANSPOSED: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program computes a tile of dk. ``TRANSPOSED``: A1 and w1 are stored transposed."""
-    after_the_launch_before(OVERLAPS)
-    problem, row_tile, col_tile = tile_of_program(rows, width, BLOCK_M, BLOCK_N)
-    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = problem.to(tl.int64) * rows + row_tile * BLOCK_M
-    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    hidden_start = problem.to(tl.int64) * rows * hidden
-    matrix_start = problem.to(tl.int64) * width * hidden
-    a1_ptr += matrix_start
-    w1_ptr += matrix_start
-    if TRANSPOSED:
-        a1_at = row_major(a1_ptr, col_tile, width, hidden, BLOCK_N, BLOCK_K)
-        w1_at = row_major(w1_ptr, col_tile, width, hidden, BLOCK_N, BLOCK_K)
-    else:
-        a1_at = column_major(a1_ptr, col, width, BLOCK_K)
-        w1_at = column_major(w1_ptr, col, width, BLOCK_K)
-    dk, _ = two_products(
-        row_major(p_ptr + hidden_start, row_tile, rows, hidden, BLOCK_M, BLOCK_K),
-        a1_at,
-        row_major(z_bar_ptr + hidden_start, row_tile, rows, hidden, BLOCK_M, BLOCK_K),
-        w1_at,
-        col,
-        width,
-        hidden,
-        width,
-        False,
-        TRANSPOSED,
-        EVEN,
-        UPCAST,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        NUM_STAGES,
-    )
-    inside = (row < rows)[:, None] & (col < width)[None, :]
+    tile = tile_of_program(rows, width, CONFIG)
+    problem, _, _, _, _ = tile
+    pairs = p_ptr, a1_ptr, z_bar_ptr, w1_ptr
+    dk, _ = two_products(pairs, tile, rows, width, hidden, False, CONFIG.TRANSPOSED, CONFIG)
+    inside = exists(tile, rows, width)
     finite = is_finite(tl.load(norm_ptr + problem))
     dk = tl.where(finite, factor * dk, 0.0).to(dk_ptr.dtype.element_ty)
-    tl.store(elements_of_tile(dk_ptr, first, width, col, BLOCK_M), dk, mask=inside)
+    tl.store(elements_of_tile(dk_ptr, tile, rows, width, CONFIG), dk, mask=inside)

@@ -20,21 +20,11 @@ from .tiles import (
 
 
 @triton.jit
-def transpose_tile(
-    x_ptr,
-    out_ptr,
-    transposed_ptr,
-    problem,
-    tile,
-    rows,
-    cols,
-    row_stride,
-    transposed_row_stride,
-    BLOCK: tl.constexpr,
-):
+def transpose_tile(tensors, problem, tile, rows, cols, row_stride, transposed_row_stride, BLOCK):
     """Store a tile of one problem's x [rows, cols], rounded: as it is and as its transpose, each
     where its pointer is not None.
     """
+    x_ptr, out_ptr, transposed_ptr = tensors
     col_tiles = tl.cdiv(cols, BLOCK)
     row = tile // col_tiles * BLOCK + tl.arange(0, BLOCK)
     col = tile % col_tiles * BLOCK + tl.arange(0, BLOCK)
@@ -75,12 +65,11 @@ def transpose_kernel(
     width,
     hidden,
     programs,
-    BACKWARD: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One program takes a tile of one matrix: of w1, w2 and k, backward also of A, e and h."""
-    after_the_launch_before(OVERLAPS)
+    BLOCK: tl.constexpr = CONFIG.BLOCK
+    after_the_launch_before(CONFIG)
     problem = tl.program_id(0) // programs
     tile = tl.program_id(0) % programs
     weight_tiles = tl.cdiv(hidden, BLOCK) * tl.cdiv(width, BLOCK)
@@ -88,96 +77,29 @@ def transpose_kernel(
     stride = padded_rows(rows)
     matrix = problem.to(tl.int64) * hidden * width
     if tile < weight_tiles:
-        transpose_tile(
-            w1_ptr + matrix,
-            w1_out_ptr,
-            w1_transposed_ptr,
-            problem,
-            tile,
-            hidden,
-            width,
-            width,
-            hidden,
-            BLOCK,
-        )
+        w1 = w1_ptr + matrix, w1_out_ptr, w1_transposed_ptr
+        transpose_tile(w1, problem, tile, hidden, width, width, hidden, BLOCK)
     elif tile < 2 * weight_tiles:
-        transpose_tile(
-            w2_ptr + matrix,
-            w2_out_ptr,
-            w2_transposed_ptr,
-            problem,
-            tile - weight_tiles,
-            width,
-            hidden,
-            hidden,
-            width,
-            BLOCK,
-        )
+        w2 = w2_ptr + matrix, w2_out_ptr, w2_transposed_ptr
+        transpose_tile(w2, problem, tile - weight_tiles, width, hidden, hidden, width, BLOCK)
     elif tile < 2 * weight_tiles + k_tiles:
-        transpose_tile(
-            k_ptr + start_of_problem(problem, k_inner, k_outer_stride, k_inner_stride),
-            k_out_ptr,
-            k_transposed_ptr,
-            problem,
-            tile - 2 * weight_tiles,
-            rows,
-            width,
-            k_row_stride,
-            stride,
-            BLOCK,
-        )
-    elif BACKWARD:
+        k_ptr += start_of_problem(problem, k_inner, k_outer_stride, k_inner_stride)
+        k = k_ptr, k_out_ptr, k_transposed_ptr
+        tile -= 2 * weight_tiles
+        transpose_tile(k, problem, tile, rows, width, k_row_stride, stride, BLOCK)
+    elif a1_ptr is not None:
         tile -= 2 * weight_tiles + k_tiles
         first = problem.to(tl.int64) * rows
         if tile < weight_tiles:
-            transpose_tile(
-                a1_ptr + matrix,
-                None,
-                a1_transposed_ptr,
-                problem,
-                tile,
-                hidden,
-                width,
-                width,
-                hidden,
-                BLOCK,
-            )
+            a1 = a1_ptr + matrix, None, a1_transposed_ptr
+            transpose_tile(a1, problem, tile, hidden, width, width, hidden, BLOCK)
         elif tile < 2 * weight_tiles:
-            transpose_tile(
-                a2_ptr + matrix,
-                None,
-                a2_transposed_ptr,
-                problem,
-                tile - weight_tiles,
-                width,
-                hidden,
-                hidden,
-                width,
-                BLOCK,
-            )
+            a2 = a2_ptr + matrix, None, a2_transposed_ptr
+            transpose_tile(a2, problem, tile - weight_tiles, width, hidden, hidden, width, BLOCK)
         elif tile < 2 * weight_tiles + k_tiles:
-            transpose_tile(
-                e_ptr + first * width,
-                None,
-                e_transposed_ptr,
-                problem,
-                tile - 2 * weight_tiles,
-                rows,
-                width,
-                width,
-                stride,
-                BLOCK,
-            )
+            e = e_ptr + first * width, None, e_transposed_ptr
+            transpose_tile(e, problem, tile - 2 * weight_tiles, rows, width, width, stride, BLOCK)
         else:
-            transpose_tile(
-                h_ptr + first * hidden,
-                None,
-                h_transposed_ptr,
-                problem,
-                tile - (2 * weight_tiles + k_tiles),
-                rows,
-                hidden,
-                hidden,
-                stride,
-                BLOCK,
-            )
+            h = h_ptr + first * hidden, None, h_transposed_ptr
+            tile -= 2 * weight_tiles + k_tiles
+            transpose_tile(h, problem, tile, rows, hidden, hidden, stride, BLOCK)

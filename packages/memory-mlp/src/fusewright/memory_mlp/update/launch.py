@@ -24,6 +24,7 @@ from .problem import (
     ANY_SIZE,
     GRADIENTS_ANY_SIZE,
     HOPPER,
+    ElementConfig,
     GradientsPlan,
     UpdateBlock,
     UpdateProblem,
@@ -218,7 +219,7 @@ def update_plan(
     slope = problem.tile(SLOPE, hidden)
     residual_tiles, slope_tiles = tiles(rows, residual), tiles(rows, slope)
     loss_tiles = residual_tiles * cdiv(width, residual.cols)
-    gradients = plan_gradients(problem, GRADIENTS, (slope_tiles, residual_tiles), backward=False)
+    gradients = plan_gradients(problem, GRADIENTS, (slope_tiles, residual_tiles))
     return UpdatePlan(
         round_launch(problem) if problem.rounds and not problem.transposes else None,
         transpose_launch(problem, backward=False) if problem.transposes else None,
@@ -229,7 +230,6 @@ def update_plan(
             hidden,
             width,
             (*problem.key_operands, *problem.sizes),
-            ACTIVATION=activation,
         ),
         row_product_launch(
             kernels.residual_kernel,
@@ -238,25 +238,15 @@ def update_plan(
             width,
             hidden,
             (*problem.values, *problem.sizes),
-            HAS_ROW_WEIGHTS=has_row_weights,
         ),
-        row_product_launch(
-            kernels.slope_kernel,
-            problem,
-            slope,
-            hidden,
-            width,
-            problem.sizes,
-            ACTIVATION=activation,
-            TRANSPOSED=problem.transposes,
-        ),
+        row_product_launch(kernels.slope_kernel, problem, slope, hidden, width, problem.sizes),
         gradients,
         element_launch(
             kernels.step_kernel,
             problem,
             STEP,
             (width, hidden, element_programs(problem, STEP.block), gradients.slots, loss_tiles),
-            CLIPS=clips,
+            clips=clips,
         ),
         problem.copies,
         rows=(
@@ -295,6 +285,5 @@ def round_launch(problem: UpdateProblem) -> Launch:
         problem.device,
         (elements,),
         dict(num_warps=ROUND.num_warps),
-        UPCAST=interpreted(),
-        BLOCK=ROUND.block,
+        CONFIG=ElementConfig(ROUND.block, interpreted(), problem.precision),
     )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.backends import interpreted
 from .._core.launches import (
     Allocator,
     Launch,
@@ -40,10 +39,9 @@ from .problem import (
 )
 
 if TYPE_CHECKING:
-    from . import kernels_backward, kernels_cotangents
+    from . import kernels_backward
 else:
     kernels_backward = lazy_module(__package__, "kernels_backward")
-    kernels_cotangents = lazy_module(__package__, "kernels_cotangents")
 
 Tensor = torch.Tensor
 
@@ -311,29 +309,20 @@ def backward_plan(
     q_tiles, z_bar_tiles = tiles(rows, e_bar), tiles(rows, z_bar)
     row_parts = cdiv(width, e_bar.cols)
     partials = element_programs(problem, INNER_PRODUCTS.block)
-    exists = dict(HAS_UW=options.from_weights, HAS_US=options.from_momentum)
     return UpdateBackwardPlan(
         element_launch(
-            kernels_cotangents.inner_products_kernel,
+            kernels_backward.inner_products_kernel,
             problem,
             INNER_PRODUCTS,
             (width, hidden, partials),
             first=True,
-            **exists,
-            ROUNDS=problem.rounds,
-            UPCAST=interpreted(),
-            PRECISION=precision,
         ),
         element_launch(
-            kernels_cotangents.cotangents_kernel,
+            kernels_backward.cotangents_kernel,
             problem,
             COTANGENTS,
             (width, hidden, element_programs(problem, COTANGENTS.block), partials),
-            **exists,
-            WITH_WEIGHTS=options.weights,
-            CLIPS=clips,
-            UPCAST=interpreted(),
-            PRECISION=precision,
+            clips=clips,
         ),
         transpose_launch(problem, backward=True) if problem.transposes else None,
         row_product_launch(
@@ -343,7 +332,6 @@ def backward_plan(
             hidden,
             width,
             (*problem.key_operands, *problem.sizes),
-            ACTIVATION=activation,
         ),
         row_product_launch(
             kernels_backward.e_bar_kernel,
@@ -352,9 +340,6 @@ def backward_plan(
             width,
             hidden,
             (*problem.values, *problem.sizes),
-            HAS_ROW_WEIGHTS=options.row_weights,
-            HAS_DLOSS=options.from_loss,
-            WITH_ROWS=options.rows,
         ),
         row_product_launch(
             kernels_backward.z_bar_kernel,
@@ -363,9 +348,6 @@ def backward_plan(
             hidden,
             width,
             (*problem.sizes, row_parts),
-            ACTIVATION=activation,
-            HAS_ROW_WEIGHTS=options.row_weights,
-            TRANSPOSED=problem.transposes,
         ),
         row_product_launch(
             kernels_backward.dk_kernel,
@@ -374,13 +356,10 @@ def backward_plan(
             width,
             hidden,
             problem.sizes,
-            TRANSPOSED=problem.transposes,
         )
         if options.rows
         else None,
-        plan_gradients(problem, DWEIGHTS, (z_bar_tiles, q_tiles), backward=True)
-        if options.weights
-        else None,
+        plan_gradients(problem, DWEIGHTS, (z_bar_tiles, q_tiles)) if options.weights else None,
         problem.copies,
         problem.rounds,
         weight_operands=problem.weight_operands(),

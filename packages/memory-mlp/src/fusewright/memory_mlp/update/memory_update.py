@@ -137,28 +137,23 @@ def _backward_triton(*args):
 
 def _backward_reference(*args):
     upstream, inputs, _, options = _parts(args)
-    return _reference_gradients(upstream, inputs, options)
+    return reference_gradients(upstream, inputs, options)
 
 
-def _reference_gradients(upstream, inputs, options):
+def reference_gradients(upstream, inputs, options):
     """The gradients of all inputs, empty where not needed, in plain torch."""
     *options, with_rows, with_weights = options
-    lead = inputs[10].shape
-    state, loss = [x.new_zeros(x.shape) for x in inputs[2:10]], inputs[2].new_zeros(lead)
-    filled = [y if x is None else x for x, y in zip(upstream, (*state, loss), strict=True)]
-    dk, dv, dweights, dmomentum, *dgates, drow_weights = reference.memory_update_backward(
-        MemoryWeights(*filled[:4]),
-        MemoryWeights(*filled[4:8]),
-        filled[8],
-        *_grouped(inputs),
-        **_named(options),
-    )
-    grads = [dk, dv, *dweights, *dmomentum, *dgates, drow_weights]
+
+    def step(*tensors):
+        weights, momentum, loss, *_ = reference.memory_update(*_grouped(tensors), **_named(options))
+        return *weights, *momentum, loss
+
+    grads = second_order(step, inputs, upstream)
     if not with_rows:
         grads[:2] = [None] * 2
     if not with_weights:
         grads[2:6] = [None] * 4
-    return tuple(empty_grad(inputs[2]) if x is None else x for x in grads)
+    return tuple(empty_grad(inputs[2]) if x is None else x.contiguous() for x in grads)
 
 
 def _backward_fake(*args):
@@ -245,7 +240,7 @@ class _MemoryUpdateBackward(Derivative):
     @staticmethod
     def backward(ctx, *cotangents):
         def backward(*tensors):
-            return _reference_gradients(tensors[-9:], tensors[:-9], ctx.options)
+            return reference_gradients(tensors[-9:], tensors[:-9], ctx.options)
 
         grads = second_order(backward, ctx.saved_tensors, cotangents)
         # The saved tensors are functions of the inputs, through which their gradients pass.

@@ -55,6 +55,34 @@ class UpdateBlock(NamedTuple):
     num_warps: int
 
 
+class ProductConfig(NamedTuple):
+    """The constants of a kernel that multiplies tiles."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    NUM_STAGES: int
+    UPCAST: bool
+    PRECISION: str
+    # Whether the depth is a multiple of BLOCK_K.
+    EVEN: bool
+    OVERLAPS: bool
+    TRANSPOSED: bool
+    ACTIVATION: str
+    SPLIT: bool = False
+
+
+class ElementConfig(NamedTuple):
+    """The constants of a kernel over elements."""
+
+    BLOCK: int
+    UPCAST: bool
+    PRECISION: str
+    OVERLAPS: bool = False
+    ROUNDS: bool = False
+    CLIPS: bool = False
+
+
 HOPPER: dict[str, Any] = dict(hopper=True)
 # Serve wherever no line above does.
 ANY: dict[str, Any] = dict(rows=32, cols=32, depth=32, num_warps=4, num_stages=2, aligned=False)
@@ -267,28 +295,27 @@ def product_launch(
     programs: int,
     depth: int,
     integers: tuple[int, ...],
-    **constants: Any,
+    split: bool = False,
 ) -> Launch:
     """``programs`` programs of a kernel whose products add ``depth`` numbers, after another launch
     of the same pass.
     """
     overlaps = problem.overlaps
-    return Launch(
-        kernel,
-        grid_of(programs),
-        problem.device,
-        integers,
-        problem.options(line.num_warps, overlaps),
-        **constants,
-        UPCAST=interpreted(),
-        PRECISION="ieee" if problem.precision == "narrow" else problem.precision,
-        EVEN=depth % line.depth == 0,
-        OVERLAPS=overlaps,
-        BLOCK_M=line.rows,
-        BLOCK_N=line.cols,
-        BLOCK_K=line.depth,
-        NUM_STAGES=line.num_stages,
+    config = ProductConfig(
+        line.rows,
+        line.cols,
+        line.depth,
+        line.num_stages,
+        interpreted(),
+        "ieee" if problem.precision == "narrow" else problem.precision,
+        depth % line.depth == 0,
+        overlaps,
+        problem.transposes,
+        problem.activation,
+        split,
     )
+    options = problem.options(line.num_warps, overlaps)
+    return Launch(kernel, grid_of(programs), problem.device, integers, options, CONFIG=config)
 
 
 def row_product_launch(
@@ -298,11 +325,10 @@ def row_product_launch(
     cols: int,
     depth: int,
     integers: tuple[int, ...],
-    **constants: Any,
 ) -> Launch:
     """One program for every tile of [rows, cols] of every problem."""
     programs = problem.problems * tiles(problem.rows, line) * cdiv(cols, line.cols)
-    return product_launch(kernel, problem, line, programs, depth, integers, **constants)
+    return product_launch(kernel, problem, line, programs, depth, integers)
 
 
 def tiles(rows: int, line: UpdateTile) -> int:
@@ -321,22 +347,25 @@ def element_launch(
     problem: UpdateProblem,
     config: UpdateBlock,
     integers: tuple[int, ...],
+    programs: int | None = None,
     first: bool = False,
-    **constants: Any,
+    clips: bool = False,
 ) -> Launch:
-    """One program for every block of every tensor of every memory; the first launch of a pass waits
-    until all before it has ended.
+    """As many programs for each problem, or one for every block of every tensor of its memory; the
+    first launch of a pass waits until all before it has ended.
     """
     overlaps = problem.overlaps and not first
+    if programs is None:
+        programs = element_programs(problem, config.block)
     return Launch(
         kernel,
-        grid_of(problem.problems * element_programs(problem, config.block)),
+        grid_of(problem.problems * programs),
         problem.device,
         integers,
         problem.options(config.num_warps, overlaps),
-        **constants,
-        OVERLAPS=overlaps,
-        BLOCK=config.block,
+        CONFIG=ElementConfig(
+            config.block, interpreted(), problem.precision, overlaps, problem.rounds, clips
+        ),
     )
 
 
@@ -356,16 +385,14 @@ def transpose_launch(problem: UpdateProblem, backward: bool) -> Launch:
     rows, width, hidden = (cdiv(size, TRANSPOSE.block) for size in problem.sizes)
     weights, keys, units = hidden * width, rows * width, rows * hidden
     programs = 4 * weights + 2 * keys + units if backward else 2 * weights + keys
-    overlaps = problem.overlaps and backward
-    return Launch(
+    integers = (*problem.keys, *problem.sizes, programs)
+    return element_launch(
         kernels_transpose.transpose_kernel,
-        grid_of(problem.problems * programs),
-        problem.device,
-        (*problem.keys, *problem.sizes, programs),
-        problem.options(TRANSPOSE.num_warps, overlaps),
-        BACKWARD=backward,
-        OVERLAPS=overlaps,
-        BLOCK=TRANSPOSE.block,
+        problem,
+        TRANSPOSE,
+        integers,
+        programs,
+        first=not backward,
     )
 
 
@@ -391,7 +418,8 @@ class GradientsPlan(NamedTuple):
         factor: float,
     ) -> None:
         """Write ``out``, the tensors of a MemoryWeights, from the operands a1, k, a2, b2, a3, b3
-        and the column sums of a1 and of the last left operand.
+        and the column sums of a1 and of the last left operand: forward with the squares, backward,
+        where there is a norm, added to what lies there.
         """
         if self.add is None or self.parts is None:
             self.launch((*operands, *sums, norm, *out, squares), (factor,))
@@ -407,12 +435,8 @@ def plan_gradients(
     problem: UpdateProblem,
     table: tuple[UpdateTile, ...],
     row_tiles: tuple[int, int],
-    backward: bool,
 ) -> GradientsPlan:
-    """Forward with the squares, or backward: added to the outputs, with the third product.
-
-    ``row_tiles``: of how many tiles of rows there are column sums, for b1 and for b2.
-    """
+    """``row_tiles``: of how many tiles of rows there are column sums, for b1 and for b2."""
     rows, width, hidden = problem.sizes
     # Both weights count.
     line = problem.tile_of(table, hidden, width, 2 * problem.problems)
@@ -422,7 +446,6 @@ def plan_gradients(
     split = splits > 1
     biases = cdiv(hidden, line.cols) + cdiv(width, line.cols)
     programs = splits * (one + other) + (0 if split else biases)
-    final = dict(ADD=backward, SQUARES=not backward)
     launch = product_launch(
         kernels_gradients.gradients_kernel,
         problem,
@@ -440,10 +463,7 @@ def plan_gradients(
             rows_of_split,
             *row_tiles,
         ),
-        THIRD=backward,
-        **(dict(ADD=False, SQUARES=False) if split else final),
-        SPLIT=split,
-        TRANSPOSED=problem.transposes,
+        split,
     )
     if not split:
         return GradientsPlan(launch, None, None, programs)
@@ -453,7 +473,6 @@ def plan_gradients(
         problem,
         ADD_SPLITS,
         (width, hidden, problem.problems, slots, splits, *row_tiles),
-        **final,
     )
     shape = (splits, problem.problems, hidden * width)
     part = allocator(shape, torch.float32, problem.device)

@@ -5,6 +5,9 @@ A problem is one memory with its N rows. Matrix operands are in the keys' dtype 
 products are rounded to it when they are stored); every sum is fp32. Neighbouring programs share the
 rows that they read. A TF32 product adds along contiguous numbers: where it adds over rows, its
 operands are stored transposed too, [cols, rows].
+
+``CONFIG`` is a ``ProductConfig`` or an ``ElementConfig`` of launch.py. A tile is what
+``tile_of_program`` returns.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._core.tiles import as_operand, to_tf32
-from ..common.tiles import add_product
+from ..common.tiles import add_product, zeros
 
 # How many sums of columns, and how many numbers, are added at once.
 SUMS_AT_ONCE = tl.constexpr(16)
@@ -24,21 +27,21 @@ ROW_MULTIPLE = tl.constexpr(16)
 
 
 @triton.jit
-def after_the_launch_before(OVERLAPS: tl.constexpr):
+def after_the_launch_before(CONFIG: tl.constexpr):
     """Wait until the launch before has written its results. With ``OVERLAPS`` the program may have
     been placed before that launch ended, and now lets the next one be placed.
     """
-    if OVERLAPS:
+    if CONFIG.OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
 
 
 @triton.jit
-def product_operand(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def product_operand(x, DTYPE: tl.constexpr, CONFIG: tl.constexpr):
     """An fp32 tile as it enters a product of this precision."""
-    if PRECISION == "tf32":
+    if CONFIG.PRECISION == "tf32":
         x = to_tf32(x)
-    return as_operand(x, DTYPE, UPCAST)
+    return as_operand(x, DTYPE, CONFIG.UPCAST)
 
 
 @triton.jit
@@ -47,12 +50,26 @@ def is_finite(x):
 
 
 @triton.jit
-def tile_of_program(rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Problem, tile of rows and tile of columns of a program."""
-    row_tiles = tl.cdiv(rows, BLOCK_M)
-    col_tiles = tl.cdiv(cols, BLOCK_N)
+def tile_of_program(rows, cols, CONFIG: tl.constexpr):
+    """The tile of a problem's [rows, cols] that a program computes, after the launch before:
+    problem, tile of rows, tile of columns, its rows and its columns.
+    """
+    after_the_launch_before(CONFIG)
+    row_tiles = tl.cdiv(rows, CONFIG.BLOCK_M)
+    col_tiles = tl.cdiv(cols, CONFIG.BLOCK_N)
     tile = tl.program_id(0)
-    return tile // (row_tiles * col_tiles), tile // col_tiles % row_tiles, tile % col_tiles
+    problem = tile // (row_tiles * col_tiles)
+    row_tile, col_tile = tile // col_tiles % row_tiles, tile % col_tiles
+    row = row_tile * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
+    col = col_tile * CONFIG.BLOCK_N + tl.arange(0, CONFIG.BLOCK_N)
+    return problem, row_tile, col_tile, row, col
+
+
+@triton.jit
+def exists(tile, rows, cols):
+    """Which numbers of a tile there are. Asked after a product: masks would be held during it."""
+    _, _, _, row, col = tile
+    return (row < rows)[:, None] & (col < cols)[None, :]
 
 
 @triton.jit
@@ -94,136 +111,134 @@ def store_transposed(x_ptr, x, problem, row, col, rows, cols, stride):
 
 
 @triton.jit
-def store_operand(
-    x_ptr,
-    transposed_ptr,
-    x,
-    problem,
-    row_tile,
-    row,
-    col,
-    rows,
-    cols,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
+def store_operand(x_ptr, transposed_ptr, x, tile, rows, cols, CONFIG: tl.constexpr):
     """Store a tile of a problem's x [rows, cols], rounded, and its transpose where that is kept."""
-    x = product_operand(x, x_ptr.dtype.element_ty, UPCAST, PRECISION)
-    first = problem.to(tl.int64) * rows + row_tile * BLOCK_ROWS
-    inside = (row < rows)[:, None] & (col < cols)[None, :]
-    tl.store(elements_of_tile(x_ptr, first, cols, col, BLOCK_ROWS), x, mask=inside)
+    problem, _, _, row, col = tile
+    x = product_operand(x, x_ptr.dtype.element_ty, CONFIG)
+    x_at = elements_of_tile(x_ptr, tile, rows, cols, CONFIG)
+    tl.store(x_at, x, mask=exists(tile, rows, cols))
     if transposed_ptr is not None:
         store_transposed(transposed_ptr, x, problem, row, col, rows, cols, padded_rows(rows))
 
 
 @triton.jit
-def elements_of_tile(x_ptr, first, stride, col, BLOCK_ROWS: tl.constexpr):
-    """The elements of a tile from row ``first`` (64 bits) on; offsets within it have 32."""
-    corner = x_ptr + first * stride
-    return corner + (tl.arange(0, BLOCK_ROWS)[:, None] * stride + col[None, :])
+def elements_of_tile(x_ptr, tile, rows, cols, CONFIG: tl.constexpr):
+    """The elements of a tile of a contiguous x [problems, rows, cols]."""
+    problem, row_tile, _, _, col = tile
+    first = problem.to(tl.int64) * rows + row_tile * CONFIG.BLOCK_M
+    return elements_from(x_ptr, first, cols, col, CONFIG)
 
 
 @triton.jit
-def load_left(at, start, depth, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+def elements_from(x_ptr, first, stride, col, CONFIG: tl.constexpr):
+    """The elements of a tile from row ``first`` (64 bits) on; offsets within it have 32."""
+    corner = x_ptr + first * stride
+    return corner + (tl.arange(0, CONFIG.BLOCK_M)[:, None] * stride + col[None, :])
+
+
+@triton.jit
+def load_bias(x_ptr, tile, cols):
+    """The columns of a tile of a problem's x [cols], as one row."""
+    problem, _, _, _, col = tile
+    return tl.load(x_ptr + problem.to(tl.int64) * cols + col, mask=col < cols, other=0.0)[None, :]
+
+
+@triton.jit
+def load_left(at, start, depth, CONFIG: tl.constexpr):
     """Columns ``start``, ``start + 1``, ... of a left operand."""
-    if EVEN:
+    if CONFIG.EVEN:
         x = tl.load(at + start)
     else:
-        left = start + tl.arange(0, BLOCK_K) < depth
+        left = start + tl.arange(0, CONFIG.BLOCK_K) < depth
         x = tl.load(at + start, mask=left[None, :], other=0.0)
     return x
 
 
 @triton.jit
-def load_right(
-    at,
-    start,
-    depth,
-    col,
-    cols,
-    stride,
-    TRANSPOSED: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def load_right(at, start, depth, col, cols, stride, TRANSPOSED: tl.constexpr, CONFIG: tl.constexpr):
     """Rows ``start``, ``start + 1``, ... of a right operand: its columns lie one after the other
     with ``TRANSPOSED`` (``row_major``), its rows otherwise (``column_major``).
     """
     if TRANSPOSED:
-        x = tl.trans(load_left(at, start, depth, EVEN, BLOCK_K))
+        x = tl.trans(load_left(at, start, depth, CONFIG))
     else:
         inside = (col < cols)[None, :]
-        if not EVEN:
-            inside = inside & (start + tl.arange(0, BLOCK_K) < depth)[:, None]
+        if not CONFIG.EVEN:
+            inside = inside & (start + tl.arange(0, CONFIG.BLOCK_K) < depth)[:, None]
         x = tl.load(at + tl.cast(start, tl.int64) * stride, mask=inside, other=0.0)
     return x
 
 
 @triton.jit
+def left_operand(x_ptr, tile, rows, stride, CONFIG: tl.constexpr):
+    """The first columns of a tile's rows."""
+    _, row_tile, _, _, _ = tile
+    return row_major(x_ptr, row_tile, rows, stride, CONFIG.BLOCK_M, CONFIG.BLOCK_K)
+
+
+@triton.jit
+def right_operand(x_ptr, tile, cols, depth, TRANSPOSED: tl.constexpr, CONFIG: tl.constexpr):
+    """The first rows of a tile's columns of a problem's x [depth, cols], or of [cols, depth]."""
+    problem, _, col_tile, _, col = tile
+    x_ptr += problem.to(tl.int64) * cols * depth
+    if TRANSPOSED:
+        at = row_major(x_ptr, col_tile, cols, depth, CONFIG.BLOCK_N, CONFIG.BLOCK_K)
+    else:
+        at = column_major(x_ptr, col, cols, CONFIG.BLOCK_K)
+    return at
+
+
+@triton.jit
 def product(
-    a_at,
-    b_at,
-    col,
-    cols,
-    depth,
-    stride,
-    TRANSPOSED: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    a_ptr, a_stride, b_ptr, tile, rows, cols, depth, TRANSPOSED: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """a b over the whole depth."""
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for start in tl.range(0, depth, BLOCK_K, num_stages=NUM_STAGES):
-        a = load_left(a_at, start, depth, EVEN, BLOCK_K)
-        b = load_right(b_at, start, depth, col, cols, stride, TRANSPOSED, EVEN, BLOCK_K)
-        acc = add_product(acc, a, b, UPCAST, PRECISION)
+    """A tile of a b: a [rows, depth] as it lies in its problem, b [depth, cols], or with
+    ``TRANSPOSED`` [cols, depth], of all problems.
+    """
+    _, _, _, _, col = tile
+    a_at = left_operand(a_ptr, tile, rows, a_stride, CONFIG)
+    b_at = right_operand(b_ptr, tile, cols, depth, TRANSPOSED, CONFIG)
+    acc = zeros(CONFIG.BLOCK_M, CONFIG.BLOCK_N)
+    for start in tl.range(0, depth, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
+        a = load_left(a_at, start, depth, CONFIG)
+        b = load_right(b_at, start, depth, col, cols, cols, TRANSPOSED, CONFIG)
+        acc = add_product(acc, a, b, CONFIG)
     return acc
 
 
 @triton.jit
 def two_products(
-    a_at,
-    b_at,
-    c_at,
-    d_at,
-    col,
-    cols,
-    depth,
-    stride,
-    CROSS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    pairs, tile, rows, cols, depth, CROSS: tl.constexpr, TRANSPOSED: tl.constexpr, CONFIG
 ):
-    """a b + c d and, with ``CROSS``, a d, whose operands are loaded anyway."""
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    cross = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for start in tl.range(0, depth, BLOCK_K, num_stages=NUM_STAGES):
-        a = load_left(a_at, start, depth, EVEN, BLOCK_K)
-        b = load_right(b_at, start, depth, col, cols, stride, TRANSPOSED, EVEN, BLOCK_K)
-        acc = add_product(acc, a, b, UPCAST, PRECISION)
-        c = load_left(c_at, start, depth, EVEN, BLOCK_K)
-        d = load_right(d_at, start, depth, col, cols, stride, TRANSPOSED, EVEN, BLOCK_K)
-        acc = add_product(acc, c, d, UPCAST, PRECISION)
+    """Tiles of a b + c d and, with ``CROSS``, of a d, whose operands are loaded anyway: a and c
+    [rows, depth], b and d as in ``product``, of all problems.
+    """
+    a_ptr, b_ptr, c_ptr, d_ptr = pairs
+    problem, _, _, _, col = tile
+    first = problem.to(tl.int64) * rows * depth
+    a_at = left_operand(a_ptr + first, tile, rows, depth, CONFIG)
+    b_at = right_operand(b_ptr, tile, cols, depth, TRANSPOSED, CONFIG)
+    c_at = left_operand(c_ptr + first, tile, rows, depth, CONFIG)
+    d_at = right_operand(d_ptr, tile, cols, depth, TRANSPOSED, CONFIG)
+    acc = zeros(CONFIG.BLOCK_M, CONFIG.BLOCK_N)
+    cross = zeros(CONFIG.BLOCK_M, CONFIG.BLOCK_N)
+    for start in tl.range(0, depth, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
+        a = load_left(a_at, start, depth, CONFIG)
+        b = load_right(b_at, start, depth, col, cols, cols, TRANSPOSED, CONFIG)
+        acc = add_product(acc, a, b, CONFIG)
+        c = load_left(c_at, start, depth, CONFIG)
+        d = load_right(d_at, start, depth, col, cols, cols, TRANSPOSED, CONFIG)
+        acc = add_product(acc, c, d, CONFIG)
         if CROSS:
-            cross = add_product(cross, a, d, UPCAST, PRECISION)
+            cross = add_product(cross, a, d, CONFIG)
     return acc, cross
 
 
 @triton.jit
-def store_column_sums(sums_ptr, x, problem, row_tile, row_tiles, col, cols):
+def store_column_sums(sums_ptr, x, tile, rows, cols, CONFIG: tl.constexpr):
     """The sum of each column of a tile, in its place among the tiles of rows."""
+    problem, row_tile, _, _, col = tile
+    row_tiles = tl.cdiv(rows, CONFIG.BLOCK_M)
     at = (problem.to(tl.int64) * row_tiles + row_tile) * cols + col
     tl.store(sums_ptr + at, tl.sum(x, 0), mask=col < cols)
 

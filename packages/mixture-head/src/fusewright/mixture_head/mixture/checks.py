@@ -1,4 +1,4 @@
-"""What the functions of mixtures ask of their tensors, before any memory is touched."""
+"""Checks of the tensors of mixture functions, before any memory is touched."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 HALF_LOG_2_PI = tl.constexpr(0.9189385332046727)
-# A target so many standard deviations away counts as just so far.
+# A target this many standard deviations away counts as just so far.
 FAR = tl.constexpr(2.0**50)
 # Where a search for a maximum starts, the lowest finite number: not at -inf, which a logit may be
 # and whose distance to itself is NaN.

@@ -264,13 +264,13 @@ def backward_plan(
 
 
 def forward_config(components: int) -> ForwardConfig:
-    """The launch of mixtures of so many components."""
+    """The launch of mixtures of this many components."""
     return next(config for config in FORWARD if components <= config.max_components)
 
 
 def slope_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which slopes of parameters of ``dtype`` wait for the backward pass: they pass
-    fp16's range where the gradient of a mean does not.
+    """The dtype in which slopes of parameters of ``dtype`` are saved for the backward pass: they
+    pass fp16's range where the gradient of a mean does not.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 

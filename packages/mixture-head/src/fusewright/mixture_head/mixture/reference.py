@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 Components = tuple[Tensor, Tensor, Tensor, Tensor]
 
 HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
-# A target so many standard deviations away counts as just so far: squares and gradients stay
+# A target this many standard deviations away counts as just so far: squares and gradients stay
 # finite.
 FAR = 2.0**50
 

@@ -1,4 +1,4 @@
-"""What the norms ask of their arguments, before any memory is touched."""
+"""Checks of the norms' arguments, before any memory is touched."""
 
 from __future__ import annotations
 

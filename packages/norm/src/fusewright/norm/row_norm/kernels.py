@@ -142,8 +142,8 @@ def norm_forward_wide_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program normalises one row that does not fit in registers, in walks of BLOCK_COLS
-    columns.
+    """One program normalises one row that does not fit in registers, BLOCK_COLS columns
+    at a time, two or three times over.
     """
     row = tl.program_id(0)
     x_row = x_ptr + row_offset(row, x_inner_rows, x_outer_stride, x_inner_stride)

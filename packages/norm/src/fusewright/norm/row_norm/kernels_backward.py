@@ -1,8 +1,8 @@
 """Triton kernels of the backward pass, shared by rms_norm, add_rms_norm, rms_norm_gated and
 layer_norm.
 
-A fixed number of programs walks over the rows; each keeps its share of the weight's gradient in
-registers and writes it once, and a second launch adds the shares in a fixed order. A small tensor
+A fixed number of programs loops over the rows; each keeps its partial sum of the weight's gradient
+in registers and writes it once, and a second launch adds these in a fixed order. A small tensor
 takes one launch, whose programs compute either. No atomics: the same inputs give the same bits on
 one GPU. What is absent has no pointer: the mean is there for a centred norm alone.
 """
@@ -52,8 +52,8 @@ def norm_backward_kernel(
     NUM_STAGES: tl.constexpr,
     READ_AGAIN: tl.constexpr,
 ):
-    """One program takes every num_programs-th block of rows: dx and dgate of those rows, and its
-    share of dweight and dbias.
+    """One program takes every num_programs-th block of rows: dx and dgate of those rows, and a
+    partial sum of dweight and dbias.
     """
     first = tl.program_id(0)
     col = tl.arange(0, BLOCK_COLS)
@@ -164,8 +164,8 @@ def add_parts_kernel(
     BLOCK_PARTS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program adds the shares of BLOCK_COLS columns, in the order of the programs that wrote
-    them.
+    """One program adds the partial sums of BLOCK_COLS columns, in the order of the programs that
+    wrote them.
     """
     col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     dweight = tl.zeros([BLOCK_PARTS, BLOCK_COLS], tl.float32)

@@ -1,7 +1,7 @@
 """Triton kernels of the backward pass for rows that do not fit in registers.
 
-dx takes two walks over the row, the second served by the L2 cache; dweight and dbias are summed by
-tiles of columns, in shares that add_parts_kernel adds in a fixed order.
+dx reads the row twice, the second time from the L2 cache; dweight and dbias are summed by tiles of
+columns, into partial sums that add_parts_kernel adds in a fixed order.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def norm_backward_wide_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program computes dx and dgate of one row that does not fit in registers, in two walks of
-    BLOCK_COLS columns.
+    """One program computes dx and dgate of one row that does not fit in registers, BLOCK_COLS
+    columns at a time, twice over.
     """
     row = tl.program_id(0)
     x_row = x_ptr + row_offset(row, x_inner_rows, x_outer_stride, x_inner_stride)
@@ -121,7 +121,7 @@ def weight_parts_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program adds up dweight and dbias of BLOCK_COLS columns over its share of the rows."""
+    """One program adds up dweight and dbias of BLOCK_COLS columns over a part of the rows."""
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     x = x_ptr, (x_inner_rows, x_outer_stride, x_inner_stride)
     dy = dy_ptr, (dy_inner_rows, dy_outer_stride, dy_inner_stride)

@@ -31,7 +31,7 @@ class ForwardConfig(NamedTuple):
 
 
 class ForwardWideConfig(NamedTuple):
-    """Rows too wide for registers are walked in blocks of ``block_cols`` columns."""
+    """Rows too wide for registers are read in blocks of ``block_cols`` columns."""
 
     block_cols: int
     num_warps: int
@@ -54,7 +54,7 @@ FORWARD = (
 # rms_norm_gated reads two tensors as well and takes these lines, unmeasured.
 FORWARD_ADD = (*FORWARD_NARROW, ForwardConfig(max_cols=16384, block_rows=1, num_warps=16))
 FORWARD_LAYER = (*FORWARD_NARROW, ForwardConfig(max_cols=16384, block_rows=1, num_warps=8))
-# Up to so many elements the rows that were read make room in the cache for those that are written.
+# Up to this many elements, rows that were read are evicted from the cache before written ones.
 EVICT_ELEMENTS = 1 << 22
 FORWARD_WIDE = ForwardWideConfig(block_cols=8192, num_warps=16)
 

@@ -34,10 +34,10 @@ else:
 
 
 class BackwardConfig(NamedTuple):
-    """``programs_per_sm`` programs stay on each multiprocessor and walk over blocks of
+    """``programs_per_sm`` programs stay on each multiprocessor and loop over blocks of
     ``block_rows`` rows.
 
-    With ``read_again`` they fetch the row a second time after its reduction instead of keeping it
+    With ``read_again`` they load the row a second time after its reduction instead of keeping it
     in registers. What of ``num_stages`` does not fit in a GPU's shared memory is left out.
     """
 
@@ -65,7 +65,7 @@ class BackwardSmallConfig(NamedTuple):
 
 
 class BackwardWideConfig(NamedTuple):
-    """dx as in the forward pass; dweight in ``parts`` shares, by tiles of ``block_rows`` and
+    """dx as in the forward pass; dweight in ``parts`` partial sums, by tiles of ``block_rows`` and
     ``part_cols``.
     """
 
@@ -77,7 +77,7 @@ class BackwardWideConfig(NamedTuple):
 
 
 class AddPartsConfig(NamedTuple):
-    """One program adds ``block_cols`` columns, ``block_parts`` shares at a time."""
+    """One program adds ``block_cols`` columns, ``block_parts`` partial sums at a time."""
 
     block_parts: int
     block_cols: int
@@ -166,7 +166,7 @@ def norm_backward(
 
     Args:
         dy: gradient of the normalised rows.
-        dsum: gradient that reaches x by another way (the sum of add_rms_norm), added to dx.
+        dsum: gradient that reaches x by another path (the sum of add_rms_norm), added to dx.
         x: what was normalised.
         weight, bias: the factor and the summand, or None.
         mean, rstd: as the forward pass returned them.
@@ -346,8 +346,8 @@ def backward_config(
         # spills.
         return None
     tile = config.block_rows * power_of_2(cols) * itemsize * operands
-    # Of the stages, one is in registers and the others wait in shared memory; some of it goes to
-    # reductions.
+    # Of the stages, one is in registers and the others are in shared memory, part of which
+    # reductions take.
     stages = 1 + max(0, shared_bytes - REDUCTION_BYTES) // tile
     return config._replace(num_stages=min(config.num_stages, stages))
 

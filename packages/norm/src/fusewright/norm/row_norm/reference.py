@@ -84,8 +84,8 @@ def rms_norm_backward(
     eps: float,
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(dx, dweight) of rms_norm; ``dsum``, a gradient that reaches x by another way, is added to
-    dx.
+    """(dx, dweight) of rms_norm; ``dsum``, a gradient that reaches x by another path, is added
+    to dx.
     """
     x_wide = wide(x)
     rstd = rstd_of(x_wide, eps)

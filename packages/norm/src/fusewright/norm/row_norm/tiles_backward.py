@@ -137,7 +137,7 @@ def column_sums(
 def store_parts(
     parts_ptr, dweight, dbias, col, cols, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr
 ):
-    """Write this program's share of both gradients: parts is [2, programs, cols], dweight first."""
+    """Write this program's partial sums: parts is [2, programs, cols], dweight first."""
     if WEIGHT_GRAD:
         part = parts_ptr + tl.program_id(0) * cols + col
         tl.store(part, tl.sum(dweight, 0), mask=col < cols)

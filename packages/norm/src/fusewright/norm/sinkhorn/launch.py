@@ -23,7 +23,7 @@ else:
 
 class SinkhornConfig(NamedTuple):
     """One program holds ``matrices`` square matrices of up to ``max_n`` rows in registers; in the
-    backward pass ``programs_per_sm`` programs stay on each multiprocessor and walk over blocks of
+    backward pass ``programs_per_sm`` programs stay on each multiprocessor and loop over blocks of
     them.
     """
 

@@ -16,8 +16,8 @@ and g the gradient of its logarithm, that of the logarithm before the step is
 
     g - M * sum(g) of the same row or column
 
-which is exact with eps and divides by nothing. Saved for it: x alone; the backward pass walks
-forward once more and keeps the 2 * iterations * n sums of a matrix until it has walked back.
+which is exact with eps and divides by nothing. Saved for it: x alone; the backward pass repeats
+the iterations and keeps their 2 * iterations * n sums of a matrix, then goes back through them.
 Everything is fp32 between the input and the output.
 
 Sinkhorn and Knopp, Concerning nonnegative matrices and doubly stochastic matrices, Pacific Journal

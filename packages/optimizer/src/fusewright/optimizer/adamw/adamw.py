@@ -5,7 +5,7 @@ steps that were taken:
     p' = (1 - lr wd) p - lr / (1 - beta1^t) m' / (sqrt(v' / (1 - beta2^t)) + eps)
 
 On a GPU one small launch decides whether the step is taken and prepares its numbers, and one more
-for each combination of dtypes moves every element; where gradients are clipped, a launch before
+for each combination of dtypes updates every element; where gradients are clipped, a launch before
 them adds their squares. All that a step depends on is on the device: a captured step follows
 schedules that write to tensors, and the host waits for nothing. Arithmetic is fp32, the numbers of
 a step and the norm fp64.
@@ -25,7 +25,6 @@ from ..common.checks import check_adamw_group, check_adamw_state, check_storage
 from ..common.contract import keep_rate_on_device, loss_of
 from ..common.placement import current, is_dense
 from ..common.planned_optimizer import PlannedOptimizer
-from ..common.step import Part
 from . import launch
 from .members import Member, Rules, StateFormat
 from .reference import ReferencePart
@@ -40,7 +39,7 @@ class AdamW(PlannedOptimizer):
 
     Args:
         params: tensors, parameter groups or named parameters, as torch's optimizers take them, of
-            fp32, bf16 or fp16. Plain torch moves fp64 parameters and those with gaps in their
+            fp32, bf16 or fp16. Plain torch updates fp64 parameters and those with gaps in their
             memory; complex ones are pairs of real numbers, DTensors their local shards.
         lr, betas, eps, weight_decay: numbers, or 0-d tensors on the parameters' device in fp32 or
             fp64, which a step reads there. A number that has changed is uploaded by the next step;
@@ -58,7 +57,7 @@ class AdamW(PlannedOptimizer):
             of fp16 parameters fp32.
         rounding: of bf16 parameters: "nearest"; "stochastic", up or down at random, bf16 state
             too; or "remainder": the 16 bits that bf16 lacks are kept as state, so that parameters
-            move as in fp32.
+            are updated as in fp32.
         seed: of stochastic rounding.
         backend: "auto" takes the kernels for CUDA parameters and plain torch for others; "triton"
             raises where the kernels cannot serve.
@@ -171,7 +170,7 @@ class AdamW(PlannedOptimizer):
     def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
         for p, state in self._states_of(saved):
             for name, value in state.items():
-                # Another optimizer cast these bits, and moved the parameter without them.
+                # Another optimizer cast these bits, and updated the parameter without them.
                 if name != "remainder" or value.dtype == torch.int16:
                     self.state[p][name] = self._state_format.converted(name, value, p)
         for group, was in zip(self.param_groups, before, strict=True):
@@ -185,8 +184,8 @@ class AdamW(PlannedOptimizer):
     def _obstacle(self, member: Member) -> str | None:
         return None if is_dense(member.p) else "a parameter has gaps in its memory"
 
-    def _part(self, members: list[Member], device: torch.device, with_kernels: bool) -> Part:
-        """Members on one device, moved by kernels or in plain torch."""
+    def _part(self, members: list[Member], device: torch.device, with_kernels: bool) -> Any:
+        """Members on one device, updated by kernels or in plain torch."""
         rules = Rules(
             len(self.param_groups),
             self.decoupled_weight_decay,

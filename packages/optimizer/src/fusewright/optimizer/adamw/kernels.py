@@ -1,4 +1,4 @@
-"""Kernels of AdamW: one program prepares the numbers of a step, then one launch moves every
+"""Kernels of AdamW: one program prepares the numbers of a step, then one launch updates every
 element.
 
     m' = m + RATE1 (g - m)    v' = BETA2 v + RATE2 g^2    v^ = max(v^, v') for amsgrad
@@ -102,7 +102,7 @@ def adamw_kernel(
     seed,
     CONFIG: tl.constexpr,
 ):
-    """One program moves ``SIZE`` elements of one tensor, with their state."""
+    """One program updates ``SIZE`` elements of one tensor, with their state."""
     block = tl.program_id(0)
     tensor, start, length = elements_of(block, owner, first, lengths, CONFIG.SIZE)
     if ~tl.load(skipped):

@@ -55,7 +55,7 @@ def move(
     rules: Rules,
     number: int,
 ) -> None:
-    """Move one parameter and its state, in place; in fp64 for a parameter of fp64, else in fp32."""
+    """Update one parameter and its state in place; in fp64 for an fp64 parameter, else in fp32."""
     lr, beta1, beta2, eps, weight_decay = map(in_fp64, numbers)
     exp_avg, exp_avg_sq, max_exp_avg_sq, remainder = member.buffers
     assert exp_avg is not None

@@ -1,4 +1,4 @@
-"""AdamW for stacks: the parameters of one shape that other optimizers move by AdamW.
+"""AdamW for stacks: the parameters of one shape that other optimizers update by AdamW.
 
 The state ``exp_avg``, ``exp_avg_sq`` and ``step`` of a stack has the parameters along its first
 axis; a parameter group calls betas and eps ``adam_betas`` and ``adam_eps``.

@@ -1,5 +1,5 @@
-"""Numbers of parameter groups where a kernel reads them: those of the host are uploaded, tensors
-are read in place.
+"""Numbers of parameter groups as kernels read them: those of the host are uploaded, tensors are
+read in place.
 """
 
 from __future__ import annotations

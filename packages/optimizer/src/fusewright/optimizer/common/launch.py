@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 class GridStride(NamedTuple):
     """``programs_per_sm`` programs stay on each multiprocessor; each takes a block of ``size``,
-    then the one that lies as many blocks further as there are programs, and so on.
+    then the one as many blocks further as there are programs, and so on.
     """
 
     size: int
@@ -48,7 +48,7 @@ class GridStride(NamedTuple):
 
 
 SQUARES = GridStride(size=4096, num_warps=8, programs_per_sm=4)
-# Of the one program that prepares a step: so many tensors, or partial sums, at a time.
+# Of the one program that prepares a step: this many tensors, or partial sums, at a time.
 PREPARE = Block(size=512, num_warps=4)
 
 
@@ -74,7 +74,8 @@ def planned(
     if registers is not None:
         options["maxnreg"] = registers
     named = {name.upper(): x for name, x in table._asdict().items()} | constants
-    config = namedtuple("Config", named)(*(tiles.DTYPES.get(x, x) for x in named.values()))
+    record: Any = namedtuple("Config", named)  # type: ignore[misc]
+    config = record(*(tiles.DTYPES.get(x, x) for x in named.values()))
     return Launch(getattr(module, kernel), grid, device, integers, options, CONFIG=config)
 
 

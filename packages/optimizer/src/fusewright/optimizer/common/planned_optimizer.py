@@ -13,7 +13,7 @@ from .._core.backends import KERNEL_DTYPES, Backend, check_backend, decline, use
 from .checks import check_gradient, checked_clipping
 from .contract import Contract, new_results
 from .placement import current, is_distributed, local, mesh_of, on, placed_like
-from .step import Part, Step, total_squares
+from .step import Step, total_squares
 from .tables import addresses_of, layouts_of, same
 
 Tensor = torch.Tensor
@@ -140,17 +140,16 @@ class PlannedOptimizer(Contract):
                 its = its if part.plain else part.gradients_of(its)
                 part.point(its, self.param_groups)
 
-    def _steps(self, found_inf: Tensor | None) -> list[tuple[Part, Step]]:
+    def _steps(self, found_inf: Tensor | None) -> list[tuple[Any, Step]]:
         """Each part with its step."""
         scale = getattr(self, "grad_scale", None)
         squares = None
         if self.skip_nonfinite:
             squares = total_squares([part for part, _ in self._parts])
-        steps: list[tuple[Part, Step]] = []
+        steps: list[tuple[Any, Step]] = []
         for part, _ in self._parts:
             device = part.device
             results = new_results(device) if steps else self._results_on(device)
-            given = squares, scale, found_inf
-            inputs = [None if x is None else on(device, x) for x in given]
-            steps.append((part, Step(*inputs, *results)))
+            here = [None if x is None else on(device, x) for x in (squares, scale, found_inf)]
+            steps.append((part, Step(here[0], here[1], here[2], *results)))
         return steps

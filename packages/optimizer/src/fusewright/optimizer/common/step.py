@@ -1,4 +1,4 @@
-"""One step on one device: what decides it, and the parameters that are moved together."""
+"""One step on one device: what decides it, and the parameters that are updated together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 class Part:
-    """Members, which are parameters with their state, on one device, all moved by kernels or all in
+    """Members, which are parameters with their state, on one device, updated by kernels or in
     plain torch.
 
     Attributes:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-# Accesses of several elements need addresses at multiples of so many bytes.
+# Accesses of several elements need addresses at multiples of this many bytes.
 ALIGNED_BYTES = 16
 # Called by map, in half of a comprehension's time: each step calls it for all parameters.
 ADDRESS = Tensor.data_ptr

@@ -5,7 +5,7 @@ to those of its weights and biases.
     update = d exp(exp_mult e) step_mult
     dd = dupdate exp(exp_mult e) step_mult    de = dd d exp_mult
 
-Features and layers are computed again. Each program writes partial sums over its stretch.
+Features and layers are recomputed. Each program writes partial sums over its stretch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Launches of the learned optimizer's network, after those of the statistics: one that folds the
-normalisation into the first layer of each tensor, one that moves the parameters, and two of the
+normalisation into the first layer of each tensor, one that updates the parameters, and two of the
 derivative.
 """
 

@@ -3,7 +3,7 @@ element's update from 28 features of its gradient, value and statistics, 11 of t
 the caller adds; ``reference`` and ``common.statistics.reference`` have the formulas.
 
 On a GPU one small launch decides whether the step is taken and prepares its numbers, and five more
-for each combination of dtypes move all parameters: squares over rows and columns; their means;
+for each combination of dtypes update all parameters: squares over rows and columns; their means;
 momenta and the squares of all features; the normalisation, folded into a first layer for each
 tensor; the network. Where gradients are clipped or nonfinite steps skipped, a launch before them
 adds their squares. Features exist in registers alone, sums have a fixed order, and the host waits
@@ -40,7 +40,7 @@ class LearnedOptimizer(StatisticsOptimizer):
 
     Args:
         params: real tensors, parameter groups or named parameters, of fp32, bf16 or fp16. Plain
-            torch moves fp64 parameters and those with gaps in their memory. A group may have
+            torch updates fp64 parameters and those with gaps in their memory. A group may have
             options of its own.
         mlp: the network, on the parameters' device; a step reads its weights as they are, so that
             they may be trained. ``load_update_mlp`` has the public ones;

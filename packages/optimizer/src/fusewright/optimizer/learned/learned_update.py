@@ -4,7 +4,7 @@
     params' = (1 - lr wd) params - lr updates
 
 On a GPU the updates of all tensors are computed as by ``LearnedOptimizer``, their features never in
-memory. One launch, which computes features and layers again, gives the gradients of the network's
+memory. One launch, which recomputes features and layers, gives the gradients of the network's
 weights and biases, and of the features that the caller adds. They are exact for this step: in these
 launches parameters, gradients and statistics are constants. Plain torch differentiates everything.
 """

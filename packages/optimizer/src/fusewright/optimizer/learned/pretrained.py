@@ -19,7 +19,7 @@ def trained_update_mlp() -> UpdateMLP:
     weight decay. Nothing is downloaded.
 
     Its time features beyond 300 steps have no weight: after 1000 steps it goes on as at step 1000.
-    The README tells where it helps and where AdamW is better.
+    The README says where it helps and where AdamW is better.
 
     Returns:
         An ``UpdateMLP`` of fp32 on the CPU, without gradients. ``requires_grad_()`` of its

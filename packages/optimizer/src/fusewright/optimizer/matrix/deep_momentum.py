@@ -61,7 +61,7 @@ class DeepMomentum(StackedOptimizer):
             floating, not sharded.
         lr, weight_decay: numbers, or 0-d tensors that a captured step reads again. Decay is
             decoupled.
-        alpha: the share of what the MLP has learned that an inner step retains, from 0 to below 1.
+        alpha: the part of what the MLP has learned that an inner step retains, from 0 to below 1.
         inner_lr: of the inner step; 1 - alpha where left out, which makes W2 a running mean.
         hidden: width of the MLP.
         objective: "dot" or "regression".

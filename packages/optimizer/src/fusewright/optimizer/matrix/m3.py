@@ -40,12 +40,12 @@ class M3(MatrixOptimizer):
       means.
     * Unit. An orthogonal step over sqrt(V) has the unit of one over the gradient: it grows as
       gradients shrink. ``relative``, the default, divides sqrt(V) by its root mean square over the
-      matrix, so that the size of gradients does not matter and eps is a share of one.
+      matrix, so that the size of gradients does not matter and eps is relative to 1.
     * eps stands outside of the root, as in Adam.
-    * Order. A chunk's gradients reach M2 after the chunk's last step; O2 moves parameters from the
+    * Order. A chunk's gradients reach M2 after the chunk's last step; O2 takes part from the
       next step on, and stays as it is in between. It is zero in the first chunk.
     * Weight decay is decoupled, and 0 by default: the paper has none.
-    * Vectors, embeddings and heads belong in groups with matrix=False, which AdamW moves; of the
+    * Vectors, embeddings and heads belong in groups with matrix=False, which AdamW updates; of the
       paper's two halves, Adam and Muon, they have no use for the second.
 
     Which step fires is decided on the host by the group's ``steps``, a plain number that counts

@@ -1,4 +1,4 @@
-"""Optimizers that move groups of matrices, and other groups by AdamW."""
+"""Optimizers that update groups of matrices, and other groups by AdamW."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class MatrixOptimizer(StackedOptimizer):
-    """A subclass moves groups with matrix=True; AdamW moves the others."""
+    """A subclass updates groups with matrix=True; AdamW updates the others."""
 
     def _check_matrices(self, group: dict[str, Any]) -> None:
         """Raise where a group of matrices has options out of their range."""

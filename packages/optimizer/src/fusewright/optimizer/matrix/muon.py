@@ -52,7 +52,7 @@ class Muon(MatrixOptimizer):
             dtype.
         matrix: whether a group is of matrices. These have two axes or more, and of more all but the
             first are columns. Embeddings, heads, norms and biases belong in a group with
-            matrix=False, which AdamW moves by the group's lr and weight_decay.
+            matrix=False, which AdamW updates by the group's lr and weight_decay.
         adam_betas, adam_eps: of such groups.
         maximize: ascend.
         capturable: make lr a tensor on the parameters' device, so that learning-rate

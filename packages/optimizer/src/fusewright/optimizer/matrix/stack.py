@@ -1,4 +1,4 @@
-"""Parameters of one shape that are moved together, and the checks of what is stacked."""
+"""Parameters of one shape that are updated together, and the checks of what is stacked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Stack:
         number: of their group.
         buffers: state by name, ``[parameters, ...]``.
         views: the same for each parameter, as the optimizer's state has it.
-        by_kernels: whether kernels move it in this step.
+        by_kernels: whether kernels update it in this step.
         launches: of its kernels, once they were planned.
     """
 

@@ -1,4 +1,4 @@
-"""Optimizers that move parameters of one shape together.
+"""Optimizers that update parameters of one shape together.
 
 Parameters of one shape, dtype and group are a stack: each piece of their state is one tensor, of
 which the parameters' own are views, and a step stacks their gradients. So the layers of a model
@@ -33,7 +33,7 @@ class StackedOptimizer(Contract):
     """What the optimizers of this kind share: groups, state dicts, skipping and the order of a
     step.
 
-    A subclass says what state a parameter begins with, and how a stack is moved.
+    A subclass says what state a parameter begins with, and how a stack is updated.
     """
 
     copied = "skip_nonfinite", "backend"
@@ -61,13 +61,13 @@ class StackedOptimizer(Contract):
         raise NotImplementedError
 
     def _check_stacks(self, stacks: list[Stack]) -> None:
-        """Raise where a stack cannot be moved, before any is."""
+        """Raise where a stack cannot be updated, before any is."""
 
     def _begin(self, groups: list[dict[str, Any]]) -> None:
-        """Called with the groups that a step is about to move."""
+        """Called with the groups that a step is about to update."""
 
     def _move(self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None) -> None:
-        """Move a stack along its gradients, unless the device says that the step is skipped."""
+        """Update a stack along its gradients, unless the device says that the step is skipped."""
         raise NotImplementedError
 
     def _move_stack(
@@ -78,7 +78,7 @@ class StackedOptimizer(Contract):
         group: dict[str, Any],
         skips: Tensor | None,
     ) -> None:
-        """Move a stack along its gradients times the sign, over the scale."""
+        """Update a stack along its gradients times the sign, over the scale."""
         self._move(stack, stack.gradients(factor_of(sign, scale)), group, skips)
 
     def _check_group(self, group: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""How DeepNestedOptimizer moves parameters by AdamW; ``continuum_mode`` does it by a continuum of
+"""How DeepNestedOptimizer updates parameters by AdamW; ``continuum_mode`` does it by a continuum of
 momenta. Each has the norm of the gradients and whether the last step was skipped, and says how a
-parameter was moved per learning rate, which it saves for copies.
+parameter was updated per learning rate, which it saves for copies.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class AdamWMode:
     def last(self) -> dict[str, Any]:
         """The last step, by place: "gradients", their dtypes, None where there was none, and
         "numbers", the kernels' ``[parameters, STEP_NUMBERS]``, None where plain torch computes how
-        parameters were moved.
+        parameters were updated.
         """
         if self.loaded is not None:
             return self.loaded
@@ -120,7 +120,7 @@ class AdamWMode:
         self.plan_loaded()
         part = self.kernels_part()
         if part is None:
-            # Where it is not known which parameters moved, all that have state did.
+            # Where it is not known which parameters were updated, all that have state did.
             moved = self.gradients() if self.loaded is None else self.loaded["gradients"]
             if moved is not None:
                 pairs = itertools.zip_longest(gradients, moved)
@@ -140,7 +140,7 @@ class AdamWMode:
         return dtypes
 
     def kernels_part(self) -> Any:
-        """The one part of the last step; None where kernels did not move all parameters, or where
+        """The one part of the last step; None where kernels did not update all parameters, or where
         these have other memory since.
         """
         parts = [part for part, _ in self.adamw._parts]

@@ -5,7 +5,7 @@ it. Level l of frequency f_l adds gradients up, and at every f_l-th step t takes
     d = sum u_l / sqrt(levels that fired) + wd p    p' = p - lr d
 
 Momentum is clipped to |m_l| <= 100 |g_l|. A level whose u_l is not finite keeps its momentum, adds
-nothing and is not counted; a parameter that no level moves stays. The device selects all of this.
+nothing and is not counted; a parameter that no level updates stays. The device selects all of this.
 Which levels fire follows from t alone, on the host.
 
 These are buffers of an optimizer, one set for each parameter. They are neither the chain of blocks
@@ -26,7 +26,7 @@ from .continuum_networks import ElementNetwork, ScalarNetwork
 Tensor = torch.Tensor
 BOUND, TINY = 100.0, 1e-8
 RETAINED, ADDED = 0.9, 0.1
-# So many elements go through a network at a time.
+# This many elements go through a network at a time.
 PIECE = 1 << 20
 # Of the element network's training: parameters, elements of each, and how often.
 SAMPLED_PARAMETERS, SAMPLED_ELEMENTS, TRAINING_FREQUENCY = 20, 4096, 5
@@ -95,7 +95,7 @@ class Continuum:
             rates, base: learning rates with multipliers and without, 0-d.
 
         Returns:
-            d of each parameter, zero where it was not moved; None where no level fires.
+            d of each parameter, zero where it was not updated; None where no level fires.
         """
         levels = self.firing(t)
         means = [

@@ -1,4 +1,4 @@
-"""How DeepNestedOptimizer moves parameters by a continuum of momenta; ``adamw_mode`` has the same
+"""How DeepNestedOptimizer updates parameters by a continuum of momenta; ``adamw_mode`` has the same
 methods.
 """
 
@@ -30,8 +30,8 @@ class ContinuumMode:
 
     Attributes:
         needed, allowed: names in the state of a parameter.
-        directions: how the last step moved a parameter, by its id, where the hypergradient will be
-            asked for.
+        directions: the last step's update of a parameter, by its id, where the hypergradient will
+            be asked for.
     """
 
     def __init__(self, groups: Groups, rates: GroupRates, options: Options) -> None:
@@ -102,7 +102,7 @@ class ContinuumMode:
         self.groups, self.state = groups, state
 
     def last(self) -> dict[str, Any]:
-        """The last step: how it moved each parameter, None where it is not known."""
+        """The last step: how it updated each parameter, None where it is not known."""
         ps = [p for group in self.groups for p in group["params"]]
         return {"directions": [self.directions.get(id(p)) for p in ps]}
 

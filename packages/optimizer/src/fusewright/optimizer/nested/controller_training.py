@@ -19,8 +19,8 @@ RECORDS, IMPROVEMENT, EXPLORATION = 10, 1e-3, 0.1
 
 
 class ControllerTraining:
-    """Moves a controller's weights by Adam, its gradients clipped to a norm of 1; gradients that
-    are not finite move nothing.
+    """Updates a controller's weights by Adam, its gradients clipped to a norm of 1; gradients that
+    are not finite update nothing.
 
     Attributes:
         optimizer: AdamW over the controller's parameters, with no decay.

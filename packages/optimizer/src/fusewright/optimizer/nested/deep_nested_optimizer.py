@@ -73,13 +73,13 @@ class DeepNestedOptimizer(NestedState):
         global_step: how many steps were called, skipped ones too; a whole number on the host.
         grad_norm, skipped, skipped_steps: as AdamW has them.
 
-    A step whose loss or gradients are not finite, or that a ``torch.amp.GradScaler`` skips, moves
-    nothing and leaves counts of steps as they were, ``global_step`` apart. Gradients stay as they
+    A step whose loss or gradients are not finite, or that a ``torch.amp.GradScaler`` skips, updates
+    nothing and leaves all counts of steps but ``global_step`` as they were. Gradients stay as they
     are.
 
     In a CUDA graph: a step is captured as it is at its ``global_step``, so capture one for each
     pattern of things that happen, most simply with mode "explicit", and after the first steps of
-    all patterns, which make what they need. The controller may then look every time; of the levels
+    all patterns, which make what they need. The controller may then run each step; of the levels
     of "continuum" those fire that would at that number. Give the loss as a tensor of the graph's,
     and write what schedules say with ``capturable``. Replays do not count: set ``global_step``.
 
@@ -268,7 +268,7 @@ class DeepNestedOptimizer(NestedState):
     def _descend(
         self, gradients: Sequence[Tensor | None], loss: Tensor, scale: Tensor | None = None
     ) -> Tensor:
-        """Move the controller against dL/dm of the last step; returns it."""
+        """Update the controller against dL/dm of the last step; returns it."""
         for p, g in zip(self._all_parameters(), gradients, strict=True):
             if g is not None:
                 check_gradient(p, g)

@@ -1,5 +1,5 @@
 """AdamW whose groups' learning rates follow from this step's gradients: they are set after the sum
-of the gradients' squares, which clipping needs anyway, and before any parameter moves.
+of the gradients' squares, which clipping needs anyway, and before any parameter is updated.
 """
 
 from __future__ import annotations

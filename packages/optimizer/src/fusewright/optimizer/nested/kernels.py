@@ -59,7 +59,7 @@ def group_dots_kernel(
     place,
     CONFIG: tl.constexpr,
 ):
-    """One program adds gradients times how AdamW's last step moved their parameters, over some
+    """One program adds gradients times how AdamW's last step updated their parameters, over some
     blocks of one group, in fp64; a gradient without an address counts as zero.
     """
     SIZE: tl.constexpr = CONFIG.SIZE

@@ -70,7 +70,7 @@ class BatchSquares:
         launch((batch.gradients.table, batch.table, *self.blocks.tables, self.bounds, squares))
 
     def dots(self, gradients: Sequence[Tensor | None], dots: Tensor, place: int) -> None:
-        """Write partial sums of a loss's gradients times how the last step moved the members."""
+        """Write partial sums of a loss's gradients times how the last step updated the members."""
         if not self.groups:
             return
         batch, count = self.batch, len(self.batch.members)
@@ -112,7 +112,7 @@ class PartSquares:
 
     def dots(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """``[partials]`` in fp64 of gradients, in the members' order, times how AdamW's last step
-        moved their parameters: p - p'.
+        updated their parameters: p - p'.
         """
         laid_out = []
         for member, g in zip(self.part.members, gradients, strict=True):

@@ -32,7 +32,7 @@ from .._core.precision import wide
 from ..common.reference import adamw_root
 
 Tensor = torch.Tensor
-# Of a parameter and its group's place: how the parameter was moved, per learning rate.
+# Of a parameter and its group's place: how the parameter was updated, per learning rate.
 Direction = Callable[[Tensor, int], Tensor | None]
 # Bounds of the multiplier, the output at which it is 1, and inputs of the controller.
 LOWEST, HIGHEST = 0.1, 2.0
@@ -83,7 +83,7 @@ def dots_by_group(
     Args:
         groups: of parameters, as an optimizer has them.
         gradients: of L at the parameters after the step, in their order; None counts as zero.
-        direction: gives d of a parameter and its group's place, None where it was not moved.
+        direction: gives d of a parameter and its group's place, None where it was not updated.
     """
     remaining = iter(gradients)
     sums = []

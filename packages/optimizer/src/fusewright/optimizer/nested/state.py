@@ -68,8 +68,8 @@ class NestedState(Contract):
             continuum.load_state_dict(numbers["continuum"])
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A state dict of this optimizer; or, where it moves by AdamW, of AdamW, of this package or
-        of torch, which has no controller.
+        """A state dict of this optimizer; or, where it updates by AdamW, of AdamW, of this package
+        or of torch, which has no controller.
         """
         check_adamw_state(saved, self.param_groups)
         mode, update = self._mode, f'state of update="{self.options.update}"'

@@ -58,7 +58,7 @@ def clip_grad_norm_(
     ``max_norm``; torch.nn.utils.clip_grad_norm_'s formula for the L2 norm.
 
     Args:
-        parameters: those without a gradient are passed by.
+        parameters: those without a gradient are skipped.
         max_norm: at least 0.
         backend: as ``grad_norm`` has it.
 

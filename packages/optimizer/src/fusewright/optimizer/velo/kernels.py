@@ -1,4 +1,4 @@
-"""Kernels of VeLO: the moments and feature norms of each tensor, and the move of each element by
+"""Kernels of VeLO: the moments and feature norms of each tensor, and the update of each element by
 its tensor's perceptron, 30 -> 4 -> 4 -> 3.
 
     (d, e, unused) = W3 relu(W2 relu(W1 f + b1) + b2) + b3    p' = p - rate d exp(exp_mult e)
@@ -101,7 +101,7 @@ def velo_apply_kernel(
     tensors,
     CONFIG: tl.constexpr,
 ):
-    """One program moves a stretch of one tensor."""
+    """One program updates a stretch of one tensor."""
     block = tl.program_id(0)
     if ~tl.load(skipped):
         tensor = tl.load(owner + block)

@@ -1,5 +1,5 @@
 """VeLO's launches, after those of the statistics: one that adds the moments of each tensor, and one
-that moves the parameters.
+that updates the parameters.
 """
 
 from __future__ import annotations

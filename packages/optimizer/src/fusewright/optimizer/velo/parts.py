@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 class VeLOPart(StatisticsPart):
     """Members on one device, whose step has two halves: the statistics, of which the LSTM sees
-    moments, and the move by the perceptrons that it mixes.
+    moments, and the update by the perceptrons that it mixes.
 
     Attributes:
         ranks: ``[members, 5]``, of ``rank_features``.
@@ -49,7 +49,7 @@ class VeLOPart(StatisticsPart):
         return any(isinstance(x, Tensor) or x != 0.0 for x in self.numbers[1::2])
 
     def advance(self, step: Step) -> Moments:
-        """Decide, move the statistics, and return the tensors' moments before the step."""
+        """Decide, update the statistics, and return the tensors' moments before the step."""
         raise NotImplementedError
 
     def penalty(self, moments: Moments) -> Tensor:
@@ -57,7 +57,7 @@ class VeLOPart(StatisticsPart):
         raise NotImplementedError
 
     def apply(self, mixed: Tensor, scales: Tensor) -> None:
-        """Move the parameters by perceptrons ``[members, 159]`` and scales ``[members]``."""
+        """Update the parameters by perceptrons ``[members, 159]`` and scales ``[members]``."""
         raise NotImplementedError
 
 

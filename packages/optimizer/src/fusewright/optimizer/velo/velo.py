@@ -5,7 +5,7 @@ element from 30 features; ``reference`` has the formulas.
 On a GPU one small launch decides whether the step is taken and prepares its numbers, and four more
 for each combination of dtypes do what depends on all elements: squares over rows and columns; their
 means; momenta, the squares of all features and the tensor's moments; the sums of those. The LSTM
-and the mixing are torch's products over all tensors together, and one launch more moves all
+and the mixing are torch's products over all tensors together, and one launch more updates all
 elements. Where gradients are clipped or nonfinite steps skipped, a launch before them adds their
 squares. Features exist in registers alone, sums have a fixed order, and the host waits for nothing.
 
@@ -53,8 +53,8 @@ class VeLO(StatisticsOptimizer):
 
     Args:
         params: real tensors, parameter groups or named parameters, of fp32, bf16 or fp16. Plain
-            torch moves fp64 parameters and those with gaps in their memory. A group may have ``lr``
-            and ``weight_decay`` of its own.
+            torch updates fp64 parameters and those with gaps in their memory. A group may have
+            ``lr`` and ``weight_decay`` of its own.
         networks: in fp32 or fp64, on the device of one of the parameters; a step reads their
             weights as they are. ``load_velo`` has the public ones.
         num_steps: how many steps the whole training has. The public networks were trained for up
@@ -174,7 +174,7 @@ class VeLO(StatisticsOptimizer):
 
     def _mix(self, value: Tensor, moments: list[Moments], skipped: Tensor) -> tuple[Tensor, Tensor]:
         """Perceptrons ``[tensors, 159]`` and scales ``[tensors]`` in the order of the parts'
-        members; moves the losses' statistics and the LSTM's state.
+        members; updates the losses' statistics and the LSTM's state.
         """
         home = value.device
         if self.losses.means.device != home:

@@ -5,7 +5,7 @@
 s is int32 of any shape, delta a layer's force in the dtype that states are shown in: fp32, or fp64
 for fp64 states. A step and the step back are a launch each, which also writes what is shown of the
 state; plain torch has the same states to the bit. Nothing is saved, and nothing is differentiated:
-``MidpointStack`` passes gradients. The launch of a step sets a flag that it is given, so it is a
+``MidpointStack`` passes gradients. The launch of a step writes to an argument, the flag, so it is a
 function and no registered op; torch.compile traces torch's operations.
 
 Midpoint rule on such states: docs/decisions/0011.
@@ -27,7 +27,7 @@ LIMIT = reference.LIMIT
 
 
 class Stepped(NamedTuple):
-    """What a step leads to.
+    """The result of a step.
 
     Attributes:
         state: the next one.

@@ -16,7 +16,7 @@ LIMIT = 1 << 30
 
 
 def rounded(x: Tensor, one: float) -> Tensor:
-    """x in whole numbers; what has no place there, NaN too, is `outside`."""
+    """x in whole numbers; what does not fit, NaN too, is `outside`."""
     scaled = (wide(x) * one).round_()
     scaled = torch.nan_to_num(scaled, nan=LIMIT, posinf=LIMIT, neginf=-LIMIT)
     return scaled.clamp_(-LIMIT, LIMIT).to(torch.int32)

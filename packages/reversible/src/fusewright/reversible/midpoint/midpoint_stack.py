@@ -6,7 +6,7 @@ With f_l(p) = layer_l(p) - p and h the step,
     p_{l+1} = p_{l-1} + 2 h f_l(p_l)        l = 1 ... L-1
 
 is solved for p_{l-1}, so that a backward pass needs p_L and p_{L-1} alone, whatever the depth. In
-floating point it would not come back. States are therefore whole numbers of 2^-F: the force is
+floating point rounding would change it. States are therefore whole numbers of 2^-F: the force is
 rounded to such, and sums of whole numbers are undone to the bit. Gradients pass rounding as if it
 were not there.
 
@@ -48,7 +48,7 @@ ASIDE = object()
 
 
 class Passed(NamedTuple):
-    """What came of a stack.
+    """What a stack returns.
 
     Attributes:
         x: the last state, fp32; NaN where the stack saturated.

@@ -40,7 +40,7 @@ class Tape:
 
 
 class Forced(nn.Module):
-    """Calls a layer's force, where buffers can be put in the place of its own."""
+    """Calls a layer's force, where other buffers can replace its own."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Forced(nn.Module):
 
 
 class Surroundings:
-    """What a layer found when it was first computed.
+    """The surroundings of a layer when it was first computed.
 
     Attributes:
         buffers: copies of its persistent ones, by their names in `Forced`; what a layer derives

@@ -111,7 +111,7 @@ def statistics_kernel(
     tensors,
     CONFIG: tl.constexpr,
 ):
-    """One program moves the statistics of a stretch of one tensor and adds the squares of each of
+    """One program updates the statistics of a stretch of one tensor and adds the squares of each of
     its features; with ``VELO`` it first adds p^2, the momenta, v and their squares.
     """
     SIZE: tl.constexpr = CONFIG.SIZE

@@ -129,8 +129,8 @@ def means_kernel(
     span,
     CONFIG: tl.constexpr,
 ):
-    """One program moves the row statistics along the second longest axis and writes their mean, or
-    moves a stretch of column statistics.
+    """One program updates the row statistics along the second longest axis with their mean, or
+    updates a stretch of column statistics.
     """
     SIZE: tl.constexpr = CONFIG.SIZE
     PARTIALS: tl.constexpr = CONFIG.PARTIALS

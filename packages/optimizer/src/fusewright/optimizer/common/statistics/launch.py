@@ -1,5 +1,5 @@
 """Launches of the learned optimizers' statistics: one that prepares a step, then for each batch of
-tensors three that move the statistics.
+tensors three that update the statistics.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ FOLD = Sums(rows=64, size=32, num_warps=4)
 
 
 class StatisticsBatch:
-    """Tensors of one dtype with gradients of one dtype, and the launches that move their
+    """Tensors of one dtype with gradients of one dtype, and the launches that update their
     statistics.
 
     Attributes:
         velo: whether features and gradients are VeLO's.
         decays: of VeLO, whether weight decay is in the gradients.
-        updates: fp32, in the order of the parameters' memory; None where parameters are moved in
-            place.
+        updates: fp32, in the order of the parameters' memory; None where parameters are updated
+            in place.
     """
 
     velo = False
@@ -177,8 +177,8 @@ class StatisticsBatch:
         if self.moving.blocks.count:
             plan = self.moving.grid, (len(self.ps),), self.moving.stretch
             launch = planned(kernels, self.device, "statistics_kernel", *plan, **constants)
-            sums = self.row_means, self.partials, self.moment_partials
-            launch((*operands, *self.moving.tables, numbers, decays, skipped, *sums))
+            written = self.row_means, self.partials, self.moment_partials
+            launch((*operands, *self.moving.tables, numbers, decays, skipped, *written))
 
 
 class StatisticsKernelPart(KernelPart, StatisticsPart):

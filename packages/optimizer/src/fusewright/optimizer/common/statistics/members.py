@@ -17,7 +17,7 @@ GROUP_OPTIONS = ("lr", "weight_decay")
 
 
 class Member(NamedTuple):
-    """A parameter, its statistics and how it is moved.
+    """A parameter, its statistics and how it is updated.
 
     Attributes:
         place: among all of the optimizer.
@@ -53,7 +53,7 @@ class Rules(NamedTuple):
 
 
 class StatisticsPart(Part):
-    """Members on one device, all moved by kernels or all in plain torch.
+    """Members on one device, all updated by kernels or all in plain torch.
 
     Attributes:
         extra: features of each member that the caller adds to this step, None for a network

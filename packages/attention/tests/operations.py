@@ -1,0 +1,227 @@
+"""The package and its operations, as the conformance suite asks about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from fusewright import attention
+from fusewright_testkit.conformance import Operation, Package
+
+SCALE = 0.3
+Tensors = list[torch.Tensor]
+
+PACKAGE = Package(
+    "fusewright.attention",
+    names=(
+        "rectangular_attention rectangular_attention_with_lse rotary sdpa_backend "
+        "sliding_window_attention sliding_window_attention_with_lse"
+    ),
+    registered=(
+        "rectangular_attention rectangular_attention_backward rotary rotary_backward "
+        "sliding_window_attention sliding_window_attention_backward"
+    ),
+    without_triton=(
+        "q = torch.randn(1, 3, 2, 8, requires_grad=True)\n"
+        "rectangular_attention(q, q, q).square().sum().backward()\n"
+        "assert q.grad.isfinite().all()\n"
+    ),
+)
+
+
+@dataclass(frozen=True)
+class AttentionOp(Operation):
+    """One public function of q [B, Nq, H, D] and k and v [B, M, H, D]."""
+
+    name: str
+
+    # B, Nq, M, H, D. The rule of vmap takes one sample at a time: tasks would prove nothing that
+    # heads do not.
+    small = (1, 5, 6, 2, 8)
+    tiny = (1, 2, 3, 1, 8)
+    several = (2, 20, 24, 1, 16)
+    growing = ((2, 3, 6, 2, 8), (2, 5, 6, 2, 8), (2, 8, 6, 2, 8))
+    gpu = ((4, 300, 64, 8, 64), (2, 300, 700, 4, 64))
+
+    @property
+    def function(self) -> str:
+        """The name without what is said of a form."""
+        return self.name.partition("-")[0]
+
+    def public(self, q, k, v, key_lengths=None, **options: Any) -> Any:
+        options = {"scale": SCALE} | options
+        return getattr(attention, self.function)(q, k, v, key_lengths=key_lengths, **options)
+
+    def check(self, tensors: Tensors, lengths: list[int] | None = None, **options: Any) -> None:
+        """Hold the kernels' outputs and gradients against the yardstick."""
+        key_lengths = None if lengths is None else torch.tensor(lengths, device=tensors[0].device)
+        super().check([*tensors, key_lengths], **options)
+
+    def draw(
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> Tensors:
+        """q, k and v of a (B, Nq, M, H, D) from normal distributions."""
+        batches, queries, keys, heads, width = shape
+        rows = (queries, keys, keys)
+        return [torch.randn(batches, n, heads, width, device=device).to(dtype) for n in rows]
+
+    def autocast(self, tensors: Tensors) -> Tensors:
+        return [x.bfloat16() for x in tensors]
+
+
+@dataclass(frozen=True)
+class LengthsOp(AttentionOp):
+    """The same with as many keys as follow from the sizes."""
+
+    small = (2, 5, 6, 2, 8)
+
+    def public(self, q, k, v, **options: Any) -> Any:
+        lengths = k.shape[1] - 3 * (torch.arange(len(q), device=q.device) % 2)
+        return super().public(q, k, v, lengths, **options)
+
+
+@dataclass(frozen=True)
+class ManyKeysOp(AttentionOp):
+    """The same with more keys than one tile has."""
+
+    small = (1, 5, 140, 1, 8)
+
+
+@dataclass(frozen=True)
+class ManyLengthsOp(LengthsOp):
+    """The same with both."""
+
+    small = (2, 5, 140, 1, 8)
+
+
+@dataclass(frozen=True)
+class WindowOp(AttentionOp):
+    """One public function of q [B, Nq, H, D], the last rows of a sequence, and k and v
+    [B, T, H, D].
+    """
+
+    window: int = 3
+    prefix: int = 2
+
+    # The last row does not see all keys.
+    tiny = (1, 2, 6, 1, 8)
+    strided = (2, 18, 18, 2, 16)
+    growing = ((1, 12, 12, 1, 8), (1, 17, 17, 1, 8), (1, 40, 40, 1, 8))
+    gpu = ((2, 700, 700, 4, 64),)
+    saves_outputs = True
+
+    def given(self, k: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        # As a model's, of a sequence as long.
+        long = isinstance(k, torch.Tensor) and k.shape[1] >= 500
+        band = (130, 17) if long else (self.window, self.prefix)
+        return dict(scale=SCALE, window=band[0], prefix=band[1]) | options
+
+    def public(self, *tensors: torch.Tensor, **options: Any) -> Any:
+        return getattr(attention, self.function)(*tensors, **self.given(tensors[1], options))
+
+    check = Operation.check
+
+
+@dataclass(frozen=True)
+class LongWindowOp(WindowOp):
+    """The same of a sequence of many tiles."""
+
+    small = (1, 5, 140, 1, 8)
+
+
+@dataclass(frozen=True)
+class RotaryOp(Operation):
+    """rotary of rows [B, T, K, H, D] and optionally of a second operand and a prefix; cos
+    and sin are those of the tokens' positions.
+    """
+
+    base: float = 100.0
+    # Whether there are rows beside, and the leading axes of a prefix.
+    beside: bool = True
+    prefix: tuple[int, ...] | None = (3,)
+
+    small = (2, 2, 2, 1, 4)
+    tiny = (2, 2, 2, 1, 2)
+    several = (2, 5, 2, 3, 8)
+    growing = ((2, 5, 2, 3, 8), (2, 8, 2, 3, 8), (2, 13, 2, 3, 8))
+    gpu = ((4, 512, 2, 8, 40), (3, 333, 2, 5, 6), (2, 65, 2, 3, 256), (50, 9, 2, 8, 64))
+    exempt: ClassVar = {
+        "test_input_changed_after_the_forward_pass_is_noticed": "cos and sin alone are read",
+        "test_refused_input_touches_no_memory": "the angles follow from the rows",
+        "test_inductor_compiles_forward_and_backward": "it would compile the angles, too",
+    }
+
+    @property
+    def name(self) -> str:
+        beside = "-beside" * self.beside
+        prefix = "" if self.prefix is None else "-prefix" + "x".join(map(str, self.prefix))
+        return f"rotary{beside}{prefix}"
+
+    def public(self, rows, *others: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        beside, prefix = self.parts(others)
+        return attention.rotary(rows, *self.angles(rows), beside=beside, prefix=prefix, **options)
+
+    def parts(self, others: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """The rows beside and the prefix."""
+        return (*([] if self.beside else [None]), *others, None, None)[:2]
+
+    def angles(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of position / base^(2 i / D), [T, D / 2]."""
+        tokens, width = rows.shape[1], rows.shape[-1]
+        steps = torch.arange(0, width, 2, device=rows.device, dtype=torch.float64)
+        positions = torch.arange(tokens, device=rows.device, dtype=torch.float64)
+        angles = positions.unsqueeze(-1) * self.base ** (-steps / width)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        return angles.cos().to(wide), angles.sin().to(wide)
+
+    def draw(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        beside: bool = True,
+        prefix: tuple[int, ...] | None = (3,),
+    ) -> list[torch.Tensor | None]:
+        """Rows, a second operand, and a prefix with these leading axes; None for what is absent."""
+        _, _, *row = shape
+        before = None if prefix is None else (*prefix, *row)
+        shapes = (shape, shape if beside else None, before)
+        return [None if x is None else torch.randn(x, device=device).to(dtype) for x in shapes]
+
+    def sample(self, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensors:
+        drawn = self.draw(sizes, dtype, device, self.beside, self.prefix)
+        return [x for x in drawn if x is not None]
+
+    def kept(self, tensors: Tensors) -> int:
+        """cos and sin."""
+        return tensors[0].shape[1] * tensors[0].shape[-1]
+
+
+RECTANGULAR = {
+    op.name: op
+    for op in map(AttentionOp, ("rectangular_attention", "rectangular_attention_with_lse"))
+}
+LSE_OP = RECTANGULAR["rectangular_attention_with_lse"]
+WINDOW_OP = WindowOp("sliding_window_attention_with_lse")
+OPERATIONS = {op.name: op for op in (*RECTANGULAR.values(), WINDOW_OP, RotaryOp())}
+# Rows beside, and the leading axes of a prefix for a batch of two.
+PARTS = {
+    "alone": (False, None),
+    "beside": (True, None),
+    "prefix": (False, (3,)),
+    "prefix-of-each": (False, (2, 4)),
+    "beside-prefix": (True, (5,)),
+    "beside-prefix-of-each": (True, (2, 1)),
+    "prefix-of-no-tokens": (True, (0,)),
+}
+FORMS = {
+    op.name: op
+    for op in (
+        LengthsOp("rectangular_attention_with_lse-lengths"),
+        ManyKeysOp("rectangular_attention-keys"),
+        ManyLengthsOp("rectangular_attention_with_lse-keys-lengths"),
+        LongWindowOp("sliding_window_attention_with_lse-long"),
+        *(RotaryOp(100.0, *part) for part in PARTS.values()),
+    )
+}

@@ -1,0 +1,145 @@
+"""The package and its operations, as the conformance suite asks about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fusewright import norm
+from fusewright.norm.row_norm import reference
+from fusewright.norm.sinkhorn import reference as sinkhorn_reference
+from fusewright_testkit.conformance import Operation, Package
+
+EPS = 1e-6
+Tensors = list[torch.Tensor | None]
+
+PACKAGE = Package(
+    "fusewright.norm",
+    names=(
+        "LayerNorm RMSNorm RMSNormGated add_rms_norm layer_norm rms_norm rms_norm_gated "
+        "sinkhorn_knopp"
+    ),
+    registered=(
+        "add_rms_norm layer_norm layer_norm_backward rms_norm rms_norm_backward rms_norm_gated "
+        "rms_norm_gated_backward sinkhorn_knopp sinkhorn_knopp_backward"
+    ),
+    without_triton=(
+        "x = torch.randn(3, 8, requires_grad=True)\n"
+        "layer_norm(RMSNorm(8)(x)).square().sum().backward()\n"
+        "assert x.grad.isfinite().all()\n"
+    ),
+)
+
+
+@dataclass(frozen=True)
+class NormOp(Operation):
+    """One public function: ``rows`` operands [..., N], then ``vectors`` operands [N]."""
+
+    function: str
+    rows: int
+    vectors: int
+    twin: Callable
+    outputs: int = 1
+    # Numbers of a row that the derivative keeps.
+    statistics: int = 1
+    form: str = ""
+
+    small = (3, 20)
+    tiny = (2, 5)
+    several = (70, 33)
+    growing = ((3, 20), (5, 20), (8, 20))
+    empty = ((0, 5), (3, 0), (0, 0), (2, 0, 4), (0,))
+    strided = (2, 3, 2, 24)
+    gpu = ((3000, 1024), (64, 256), (7, 20000))
+
+    @property
+    def name(self) -> str:
+        return self.function + self.form
+
+    def public(self, *tensors: torch.Tensor | None, **options: Any) -> Any:
+        return getattr(norm, self.function)(*tensors, **{"eps": EPS} | options)
+
+    def reference(self, *tensors: torch.Tensor | None, **options: Any) -> Any:
+        return getattr(reference, self.function)(*tensors, **{"eps": EPS} | options)
+
+    def draw(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: str,
+        vector_dtype: torch.dtype | None = None,
+    ) -> Tensors:
+        """Operands from normal distributions, the rows' with a mean of 1/2."""
+        rows = [torch.randn(shape, device=device).add(0.5).to(dtype) for _ in range(self.rows)]
+        vector_dtype = vector_dtype or dtype
+        vectors = torch.randn(self.vectors, shape[-1], device=device).to(vector_dtype)
+        return [*rows, *vectors]
+
+    def kept(self, tensors: Tensors) -> int:
+        rows, cols = tensors[0].shape
+        # Of two outputs the second, which is normalised, is kept.
+        return rows * (self.statistics + (cols if self.outputs == 2 else 0))
+
+
+@dataclass(frozen=True)
+class SinkhornOp(Operation):
+    """sinkhorn_knopp in one domain: to what is registered a domain is a word."""
+
+    name: str
+    domain: str
+
+    small = (3, 4, 4)
+    tiny = (1, 3, 3)
+    several = (37, 4, 4)
+    growing = ((3, 4, 4), (5, 4, 4), (8, 4, 4))
+    empty = ((0, 4, 4), (3, 0, 0), (0, 0), (2, 0, 3, 3))
+    gpu = ((16384, 4, 4), (1024, 64, 64), (5000, 7, 7))
+    gpu_dtypes = (torch.float32,)
+
+    def public(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        options = dict(iterations=3, eps=EPS, domain=self.domain) | options
+        return norm.sinkhorn_knopp(*tensors, **options)
+
+    def reference(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        options = dict(iterations=3, eps=EPS, domain=self.domain) | options
+        return sinkhorn_reference.sinkhorn_knopp(x, **options)
+
+    def draw(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensors:
+        return [torch.randn(shape, device=device).to(dtype)]
+
+    def kept(self, tensors: Tensors) -> int:
+        return 0
+
+
+def torch_rms_norm(x, weight=None, eps=EPS):
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def torch_add_rms_norm(x, residual, weight=None, eps=EPS):
+    return torch_rms_norm(x + residual, weight, eps), x + residual
+
+
+def torch_rms_norm_gated(x, gate, weight=None, eps=EPS):
+    return torch_rms_norm(x, weight, eps) * F.silu(gate)
+
+
+def torch_layer_norm(x, weight=None, bias=None, eps=EPS):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+ROW_NORMS = {
+    op.name: op
+    for op in (
+        NormOp("rms_norm", rows=1, vectors=1, twin=torch_rms_norm),
+        NormOp("add_rms_norm", rows=2, vectors=1, twin=torch_add_rms_norm, outputs=2),
+        NormOp("rms_norm_gated", rows=2, vectors=1, twin=torch_rms_norm_gated),
+        NormOp("layer_norm", rows=1, vectors=2, twin=torch_layer_norm, statistics=2),
+    )
+}
+SINKHORN = [SinkhornOp("sinkhorn_knopp", "linear"), SinkhornOp("sinkhorn_knopp-log", "log")]
+OPERATIONS = ROW_NORMS | {"sinkhorn_knopp": SINKHORN[0]}
+WITHOUT = [replace(op, vectors=0, form="-no-vectors") for op in ROW_NORMS.values()]
+FORMS = {op.name: op for op in (*WITHOUT, SINKHORN[1])}

@@ -1,4 +1,4 @@
-"""What only a GPU can show: full sizes, graphs, synchronisation, streams, fla as a peer."""
+"""What only a GPU can show: full sizes, sequences, the layer, fla as a peer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fusewright.deltanet.convolution.short_convolution import short_convolution
 from fusewright.deltanet.gated_norm.gated_norm import gated_norm
 from fusewright.deltanet.rule.fla import refuses_backward
 from fusewright_testkit import Yardstick, assert_within, capture, no_synchronisation
+from fusewright_testkit.conformance import everything, same_bits
 from fusewright_testkit.yardstick import Allowance
 
 pytestmark = pytest.mark.gpu
@@ -22,16 +23,6 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 FULL = 2, 300, 8, 128, 128
 # As a model's, so that fla tunes its kernels no more often than a benchmark has it do.
 MODEL = 2, 1030, 8, 128, 128
-
-
-def everything(op, leaves, **options):
-    """Outputs and gradients."""
-    outputs = op.public(*leaves, **dict(backend="triton") | options)
-    return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])]
-
-
-def same_bits(found, truth):
-    return all(torch.equal(f, t) for f, t in zip(found, truth, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -136,58 +127,24 @@ def test_slices_of_one_projection_give_the_bits_of_copies(rule_op):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("varlen", [False, True], ids=["rows", "sequences"])
-def test_replayed_graph_gives_eager_bits_of_the_values_of_the_replay(rule_op, varlen, dtype):
-    lengths = torch.tensor([0, 100, 300], device="cuda") if varlen else None
+def test_graph_of_sequences_gives_eager_bits_of_the_replay_and_waits_for_nothing(rule_op, dtype):
+    lengths = torch.tensor([0, 100, 300], device="cuda")
     op = rule_op.having(cu_seqlens=lengths)
-    sizes = (1, 300, 3, 64, 64, dtype, "cuda")
-    leaves = [x.requires_grad_() for x in op.draw(*sizes, sequences=2 if varlen else 1)]
-    others = op.draw(*sizes, sequences=2 if varlen else 1)
-    graph, captured = capture(lambda: everything(op, leaves))
+    leaves, others = (
+        [x.requires_grad_() for x in op.draw(1, 300, 3, 64, 64, dtype, "cuda", sequences=2)]
+        for _ in range(2)
+    )
+    graph, captured = capture(lambda: everything(op.kernels, leaves))
     with torch.no_grad():
         for x, other in zip(leaves, others, strict=True):
             x.copy_(other)
-        if varlen:
-            lengths[1] = 37
+        lengths[1] = 37
     for _ in range(2):
         graph.replay()
     torch.cuda.synchronize()
-    assert same_bits(captured, everything(op, leaves))
-
-
-@pytest.mark.parametrize("varlen", [False, True], ids=["rows", "sequences"])
-def test_no_call_waits_for_the_gpu(rule_op, varlen):
-    lengths = torch.tensor([0, 100, 300], device="cuda") if varlen else None
-    op = rule_op.having(cu_seqlens=lengths)
-    leaves = [x.requires_grad_() for x in op.draw(1, 300, 3, 64, 64, BF16, "cuda",
-                                                  sequences=2 if varlen else 1)]  # fmt: skip
-    everything(op, leaves)
-    torch.cuda.synchronize()
     with no_synchronisation():
-        everything(op, leaves)
-
-
-def test_same_bits_twice_and_on_two_streams(rule_op):
-    leaves = [x.requires_grad_() for x in rule_op.draw(*FULL, BF16, "cuda")]
-    expected = everything(rule_op, leaves)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    found = []
-    torch.cuda.synchronize()
-    for _ in range(5):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(everything(rule_op, leaves))
-    torch.cuda.synchronize()
-    assert all(same_bits(values, expected) for values in found)
-
-
-def test_inductor_compiles_forward_and_backward(rule_op):
-    torch._dynamo.reset()
-    leaves = [x.requires_grad_() for x in rule_op.draw(*FULL, BF16, "cuda")]
-    expected = everything(rule_op, leaves)
-    outputs = torch.compile(rule_op.kernels, fullgraph=True)(*leaves)
-    grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])
-    assert same_bits([*outputs, *grads], expected)
+        expected = everything(op.kernels, leaves)
+    assert same_bits(captured, expected)
 
 
 @pytest.mark.parametrize("sizes", [(3, (2, 4), 128, 128), (1, (1, 1), 200, 72)])
@@ -322,12 +279,6 @@ def test_layer_and_flas_load_each_others_state():
             (y.double() - truth).square().mean().sqrt() for y in (peer(x)[0], ours(x))
         )
     assert error <= 2 * allowed
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_kernels_run_on_the_device_of_the_tensor(rule_op):
-    leaves = [x.requires_grad_() for x in rule_op.draw(*FULL, BF16, "cuda:1")]
-    assert same_bits(everything(rule_op, leaves), everything(rule_op, leaves))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])

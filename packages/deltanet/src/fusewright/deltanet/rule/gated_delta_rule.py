@@ -284,7 +284,8 @@ def by_kernels(
     if state is not None and (pad_keys or pad_values):
         state = F.pad(state, (0, pad_values, 0, pad_keys))
     o, end, *_ = _forward(q, k, v, g, beta, state, cu_seqlens, scale)
-    return o[..., :values], end[..., :keys, :values]
+    o, end = o[..., :values], end[..., :keys, :values]
+    return o.contiguous() if pad_values else o, end
 
 
 def with_residual(

@@ -205,7 +205,7 @@ def chunked(
         out.append(q[:, :, c] @ state + weights[:, :, c] @ new_values)
         decayed = decays[:, :, c, -1].exp()[..., None, None] * state
         state = decayed + k[:, :, c].mT @ new_values
-    o = (scale * torch.cat(out, 2)[:, :, :tokens]).transpose(1, 2).to(dtype)
+    o = (scale * torch.cat(out, 2)[:, :, :tokens]).transpose(1, 2).to(dtype).contiguous()
     starts = torch.stack(states, 2) if states else state.unsqueeze(2)[:, :, :0]
     if not states:
         # An op must not return its own operand.
@@ -214,6 +214,7 @@ def chunked(
     def of_chunks(x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(0, 1)
 
+    state = state.contiguous()
     return o, state, of_chunks(inverses), of_chunks(starts), of_chunks(decays)
 
 

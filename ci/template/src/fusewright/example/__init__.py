@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from ._core.backends import Backend, available_backends
+from ._core.version import installed_version
 from .elementwise.scale import scale
 
-try:
-    __version__ = version("fusewright-example")
-except PackageNotFoundError:
-    __version__ = "0+source"
+__version__ = installed_version(__name__)
 
 __all__ = ["Backend", "__version__", "available_backends", "scale"]

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from importlib.metadata import version
 
 import pytest
 import torch
 
+from ..fresh import run_python
 from .records import Package
 
 
 @pytest.fixture
 def package(request: pytest.FixtureRequest) -> Package:
     return request.module.PACKAGE
-
-
-def in_a_fresh_python(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_public_names_are_what_the_package_offers(package):
@@ -37,7 +32,7 @@ def test_version_is_that_of_the_distribution(package):
 def test_import_needs_torch_only_and_works_without_triton(package):
     """Nor does it ask for triton where there is one: that waits for the first call."""
     absent = ("triton", *package.absent)
-    in_a_fresh_python(
+    run_python(
         "import builtins, sys\n"
         f"sys.modules |= dict.fromkeys({absent})\n"
         "import torch\n"

@@ -4,16 +4,12 @@ a deterministic backward pass.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
+from ._core.version import installed_version
 from .layer.gated_delta_net import DeltaNetCache, GatedDeltaNet
 from .rule.gated_delta_rule import Backend, GatedDeltaRule, available_backends, gated_delta_rule
 from .rule.gated_delta_rule_step import gated_delta_rule_step
 
-try:
-    __version__ = version("fusewright-deltanet")
-except PackageNotFoundError:
-    __version__ = "0+source"
+__version__ = installed_version(__name__)
 
 __all__ = [
     "Backend",

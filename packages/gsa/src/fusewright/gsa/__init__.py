@@ -4,9 +4,8 @@ attention to the selected keys, the loss that the indexer learns by, and the lay
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from ._core.backends import Backend, available_backends
+from ._core.version import installed_version
 from .common.checks import Law, Path
 from .indexer.gated_indexer import gated_indexer
 from .layer.gated_sparse_attention import GatedSparseAttention, Selection
@@ -15,10 +14,7 @@ from .loss.indexer_kl_loss import indexer_kl_loss
 from .selection.indexer_topk import SelectionStats, indexer_topk
 from .sparse.sparse_attention import sparse_attention, sparse_attention_with_lse
 
-try:
-    __version__ = version("fusewright-gsa")
-except PackageNotFoundError:
-    __version__ = "0+source"
+__version__ = installed_version(__name__)
 
 __all__ = [
     "Backend",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from ._core.backends import Backend, available_backends
+from ._core.version import installed_version
 from .common.weights import MemoryWeights
 from .layer.memory_state import MemoryState, MemoryStats, Reads
 from .layer.neural_memory import NeuralMemory
@@ -12,10 +11,7 @@ from .read.memory_read import memory_read
 from .scan.memory_scan import MemoryScan, memory_scan
 from .update.memory_update import MemoryUpdate, memory_update
 
-try:
-    __version__ = version("fusewright-memory-mlp")
-except PackageNotFoundError:
-    __version__ = "0+source"
+__version__ = installed_version(__name__)
 
 __all__ = [
     "Backend",

@@ -4,9 +4,8 @@ loop.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from ._core.backends import Backend, available_backends
+from ._core.version import installed_version
 from .adamw.adamw import AdamW
 from .adamw.functional_adamw import AdamWState, FunctionalAdamW
 from .learned.learned_optimizer import LearnedOptimizer
@@ -30,10 +29,7 @@ from .norms.grad_norm import clip_grad_norm_, grad_norm
 from .velo.velo import VeLO
 from .velo.velo_networks import VeLONetworks, load_velo
 
-try:
-    __version__ = version("fusewright-optimizer")
-except PackageNotFoundError:
-    __version__ = "0+source"
+__version__ = installed_version(__name__)
 
 __all__ = [
     "M3",

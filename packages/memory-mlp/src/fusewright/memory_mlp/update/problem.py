@@ -12,6 +12,7 @@ from .._core.backends import DeviceProperties, device_properties, interpreted
 from .._core.launches import Allocator, Launch, Layout, allocator, cdiv, contiguous_strides
 from .._core.lazy import lazy_module
 from .._core.precision import allows_tf32, round_up
+from .._core.rows import row_strides as strides_of_rows
 from ..common.weights import weight_shapes
 
 if TYPE_CHECKING:
@@ -264,21 +265,11 @@ def row_strides(shape: Sequence[int], strides: Sequence[int]) -> RowStrides | No
     the leading axes need three strides or the rows lie too far apart.
     """
     *lead, _, width = shape
-    if (strides[-1] != 1 and width != 1) or strides[-2] > MAX_ROW_STRIDE:
+    *lead_strides, row_stride, column_stride = strides
+    if row_stride > MAX_ROW_STRIDE:
         return None
-    axes: list[tuple[int, int]] = []
-    for length, stride in zip(lead, strides, strict=False):
-        if length == 1:
-            continue
-        if axes and axes[-1][1] == length * stride:
-            axes[-1] = (axes[-1][0] * length, stride)
-        else:
-            axes.append((length, stride))
-    if len(axes) > 2:
-        return None
-    if len(axes) == 2:
-        return axes[1][0], axes[0][1], axes[1][1], strides[-2]
-    return 1, axes[0][1] if axes else 0, 0, strides[-2]
+    places = strides_of_rows((*lead, width), (*lead_strides, column_stride))
+    return None if places is None else (*places, row_stride)
 
 
 def tile_precision(dtype: torch.dtype) -> str:

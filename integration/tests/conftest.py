@@ -213,6 +213,10 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+# Presets whose training holds gigabytes.
+LARGE = {"170m": (pytest.mark.large,)}
+
+
 @pytest.fixture(
     params=[
         *(pytest.param(("small", kind), id=f"small-{kind}") for kind in KINDS),
@@ -220,7 +224,7 @@ def kind(request: pytest.FixtureRequest) -> str:
             pytest.param(
                 (preset, kind),
                 id=f"{preset}-{kind}",
-                marks=() if preset == "tiny" else pytest.mark.gpu,
+                marks=() if preset == "tiny" else (pytest.mark.gpu, *LARGE.get(preset, ())),
             )
             for preset in TITAN_MAC
             for kind in VARIANTS

@@ -127,6 +127,7 @@ def test_loss_and_gradients_are_as_near_to_fp64_as_torch(dtype, backend, device)
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_full_sizes_are_as_near_to_fp64_as_torch(dtype):
     """In two chunks."""

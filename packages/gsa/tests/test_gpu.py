@@ -163,6 +163,7 @@ def sparse_gradients(sparse, leaves, selection, **options):
     return [o, lse, *torch.autograd.grad(o.float().square().sum() + lse.sum(), leaves)]
 
 
+@pytest.mark.large
 def test_both_paths_are_as_near_to_fp64_as_torch_and_repeat_at_full_size(sparse):
     op = dataclasses.replace(sparse, key_heads=2)
     leaves = leaves_of(op, (1, 3000, 3000, 8, 64))

@@ -68,6 +68,7 @@ def test_fp32_is_as_near_to_fp64_as_torch_in_each_precision(update_op, sizes, fp
     check_one_by_one(op, *sizes, F32)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
 def test_greatest_size_is_as_near_to_fp64_as_torch(update_op, clip):
     op = update_op.having(max_grad_norm=clip)

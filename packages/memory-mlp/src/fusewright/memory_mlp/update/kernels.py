@@ -67,8 +67,7 @@ def hidden_kernel(
 ):
     """One program computes a tile of z and of h."""
     tile = tile_of_program(rows, hidden, CONFIG)
-    problem, _, _, _, _ = tile
-    k_ptr += start_of_problem(problem, k_inner, k_outer_stride, k_inner_stride)
+    k_ptr += start_of_problem(tile.problem, k_inner, k_outer_stride, k_inner_stride)
     z = product(k_ptr, k_row_stride, w1_ptr, tile, rows, hidden, width, True, CONFIG)
     z += load_bias(b1_ptr, tile, hidden)
     h, _, _ = activated(z, CONFIG)
@@ -99,22 +98,21 @@ def residual_kernel(
 ):
     """One program computes a tile of e, the sums of its columns and its sum of e * r."""
     tile = tile_of_program(rows, width, CONFIG)
-    problem, row_tile, col_tile, row, col = tile
-    h_ptr += problem.to(tl.int64) * rows * hidden
+    h_ptr += tile.problem.to(tl.int64) * rows * hidden
     r = product(h_ptr, hidden, w2_ptr, tile, rows, width, hidden, True, CONFIG)
     inside = exists(tile, rows, width)
     r += load_bias(b2_ptr, tile, width)
-    v_ptr += start_of_problem(problem, v_inner, v_outer_stride, v_inner_stride)
-    first = (row_tile * CONFIG.BLOCK_M).to(tl.int64)
-    v_at = elements_from(v_ptr, first, v_row_stride, col, CONFIG)
+    v_ptr += start_of_problem(tile.problem, v_inner, v_outer_stride, v_inner_stride)
+    first = (tile.row_tile * CONFIG.BLOCK_M).to(tl.int64)
+    v_at = elements_from(v_ptr, first, v_row_stride, tile.col, CONFIG)
     r -= tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
     r = tl.where(inside, r, 0.0)
     e = r
     if row_weights_ptr is not None:
-        weights_at = row_weights_ptr + problem.to(tl.int64) * rows + row
-        e = r * tl.load(weights_at, mask=row < rows, other=0.0)[:, None]
+        weights_at = row_weights_ptr + tile.problem.to(tl.int64) * rows + tile.row
+        e = r * tl.load(weights_at, mask=tile.row < rows, other=0.0)[:, None]
     row_tiles, col_tiles = tl.cdiv(rows, CONFIG.BLOCK_M), tl.cdiv(width, CONFIG.BLOCK_N)
-    loss_at = (problem.to(tl.int64) * row_tiles + row_tile) * col_tiles + col_tile
+    loss_at = (tile.problem.to(tl.int64) * row_tiles + tile.row_tile) * col_tiles + tile.col_tile
     tl.store(losses_ptr + loss_at, tl.sum(tl.sum(e * r, 1), 0))
     store_column_sums(sums_ptr, e, tile, rows, width, CONFIG)
     store_operand(e_ptr, e_transposed_ptr, e, tile, rows, width, CONFIG)
@@ -137,8 +135,7 @@ def slope_kernel(
     its transpose.
     """
     tile = tile_of_program(rows, hidden, CONFIG)
-    problem, _, _, _, _ = tile
-    e_ptr += problem.to(tl.int64) * rows * width
+    e_ptr += tile.problem.to(tl.int64) * rows * width
     dh = product(e_ptr, width, w2_ptr, tile, rows, hidden, width, CONFIG.TRANSPOSED, CONFIG)
     inside = exists(tile, rows, hidden)
     z = tl.load(elements_of_tile(z_ptr, tile, rows, hidden, CONFIG), mask=inside, other=0.0)

@@ -256,14 +256,13 @@ def p_bar_kernel(
 ):
     """One program computes a tile of dh_bar and, unless act'' is zero, of p_bar."""
     tile = tile_of_program(rows, hidden, CONFIG)
-    problem, _, _, _, _ = tile
-    k_ptr += start_of_problem(problem, k_inner, k_outer_stride, k_inner_stride)
+    k_ptr += start_of_problem(tile.problem, k_inner, k_outer_stride, k_inner_stride)
     p_bar = product(k_ptr, k_row_stride, a1_ptr, tile, rows, hidden, width, True, CONFIG)
     p_bar += load_bias(a1_bias_ptr, tile, hidden)
     inside = exists(tile, rows, hidden)
     z = tl.load(elements_of_tile(z_ptr, tile, rows, hidden, CONFIG), mask=inside, other=0.0)
     _, slope, _ = activated(z, CONFIG)
-    finite = is_finite(tl.load(norm_ptr + problem))
+    finite = is_finite(tl.load(norm_ptr + tile.problem))
     if CONFIG.ACTIVATION != "relu":
         tl.store(elements_of_tile(p_bar_ptr, tile, rows, hidden, CONFIG), p_bar, mask=inside)
     dh_bar = tl.where(finite, p_bar * slope, 0.0)
@@ -301,39 +300,38 @@ def e_bar_kernel(
     the gradients of the row weights.
     """
     tile = tile_of_program(rows, width, CONFIG)
-    problem, row_tile, col_tile, row, col = tile
     WITH_R: tl.constexpr = row_weights_ptr is not None or dloss_ptr is not None
     pairs = h_ptr, a2_ptr, dh_bar_ptr, w2_ptr
     e_bar, r = two_products(pairs, tile, rows, width, hidden, WITH_R, True, CONFIG)
     inside = exists(tile, rows, width)
     e_bar += load_bias(a2_bias_ptr, tile, width)
-    finite = is_finite(tl.load(norm_ptr + problem))
+    finite = is_finite(tl.load(norm_ptr + tile.problem))
     q = e_bar
     e = tl.zeros_like(e_bar)
     if WITH_R:
         r += load_bias(b2_ptr, tile, width)
-        v_ptr += start_of_problem(problem, v_inner, v_outer_stride, v_inner_stride)
-        first = (row_tile * CONFIG.BLOCK_M).to(tl.int64)
-        v_at = elements_from(v_ptr, first, v_row_stride, col, CONFIG)
+        v_ptr += start_of_problem(tile.problem, v_inner, v_outer_stride, v_inner_stride)
+        first = (tile.row_tile * CONFIG.BLOCK_M).to(tl.int64)
+        v_at = elements_from(v_ptr, first, v_row_stride, tile.col, CONFIG)
         r -= tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
         r = tl.where(inside, r, 0.0)
         e = r
     if row_weights_ptr is not None:
-        weights_at = row_weights_ptr + problem.to(tl.int64) * rows + row
-        row_weights = tl.load(weights_at, mask=row < rows, other=0.0)[:, None]
+        weights_at = row_weights_ptr + tile.problem.to(tl.int64) * rows + tile.row
+        row_weights = tl.load(weights_at, mask=tile.row < rows, other=0.0)[:, None]
         q = row_weights * e_bar
         e = row_weights * r
         by_weight = e_bar * r
     if dloss_ptr is not None:
-        dloss = tl.load(dloss_ptr + problem).to(tl.float32)
+        dloss = tl.load(dloss_ptr + tile.problem).to(tl.float32)
         q += dloss * e
         if row_weights_ptr is not None:
             by_weight += 0.5 * dloss * r * r
     if row_weights_ptr is not None:
         by_weight = tl.where(inside, tl.where(finite, factor * by_weight, 0.0), 0.0)
         col_tiles = tl.cdiv(width, CONFIG.BLOCK_N)
-        parts_at = (problem.to(tl.int64) * col_tiles + col_tile) * rows + row
-        tl.store(row_parts_ptr + parts_at, tl.sum(by_weight, 1), mask=row < rows)
+        parts_at = (tile.problem.to(tl.int64) * col_tiles + tile.col_tile) * rows + tile.row
+        tl.store(row_parts_ptr + parts_at, tl.sum(by_weight, 1), mask=tile.row < rows)
     q = tl.where(inside, tl.where(finite, q, 0.0), 0.0)
     store_column_sums(sums_ptr, q, tile, rows, width, CONFIG)
     if dv_ptr is not None:
@@ -347,14 +345,13 @@ def add_row_parts(parts_ptr, out_ptr, tile, rows, row_parts, BLOCK_M: tl.constex
     """The first tile of some rows adds the parts of their weights' gradients, one of each tile of
     q.
     """
-    problem, _, col_tile, row, _ = tile
-    if col_tile == 0:
+    if tile.col_tile == 0:
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        start = problem.to(tl.int64) * row_parts
+        start = tile.problem.to(tl.int64) * row_parts
         for part in tl.range(0, row_parts):
-            part_at = parts_ptr + (start + part) * rows + row
-            total += tl.load(part_at, mask=row < rows, other=0.0)
-        tl.store(out_ptr + problem.to(tl.int64) * rows + row, total, mask=row < rows)
+            part_at = parts_ptr + (start + part) * rows + tile.row
+            total += tl.load(part_at, mask=tile.row < rows, other=0.0)
+        tl.store(out_ptr + tile.problem.to(tl.int64) * rows + tile.row, total, mask=tile.row < rows)
 
 
 @triton.jit
@@ -382,7 +379,6 @@ def z_bar_kernel(
     w2 are stored as their transposes.
     """
     tile = tile_of_program(rows, hidden, CONFIG)
-    problem, _, _, _, _ = tile
     CURVED: tl.constexpr = CONFIG.ACTIVATION != "relu"
     pairs = e_ptr, a2_ptr, q_ptr, w2_ptr
     h_bar, dh = two_products(pairs, tile, rows, hidden, width, CURVED, CONFIG.TRANSPOSED, CONFIG)
@@ -393,7 +389,7 @@ def z_bar_kernel(
     if CURVED:
         p_bar_at = elements_of_tile(p_bar_ptr, tile, rows, hidden, CONFIG)
         z_bar += tl.load(p_bar_at, mask=inside, other=0.0) * dh * curve
-    finite = is_finite(tl.load(norm_ptr + problem))
+    finite = is_finite(tl.load(norm_ptr + tile.problem))
     z_bar = tl.where(inside, tl.where(finite, z_bar, 0.0), 0.0)
     store_column_sums(sums_ptr, z_bar, tile, rows, hidden, CONFIG)
     store_operand(z_bar_ptr, z_bar_transposed_ptr, z_bar, tile, rows, hidden, CONFIG)
@@ -417,10 +413,9 @@ def dk_kernel(
 ):
     """One program computes a tile of dk. ``TRANSPOSED``: A1 and w1 are stored transposed."""
     tile = tile_of_program(rows, width, CONFIG)
-    problem, _, _, _, _ = tile
     pairs = p_ptr, a1_ptr, z_bar_ptr, w1_ptr
     dk, _ = two_products(pairs, tile, rows, width, hidden, False, CONFIG.TRANSPOSED, CONFIG)
     inside = exists(tile, rows, width)
-    finite = is_finite(tl.load(norm_ptr + problem))
+    finite = is_finite(tl.load(norm_ptr + tile.problem))
     dk = tl.where(finite, factor * dk, 0.0).to(dk_ptr.dtype.element_ty)
     tl.store(elements_of_tile(dk_ptr, tile, rows, width, CONFIG), dk, mask=inside)

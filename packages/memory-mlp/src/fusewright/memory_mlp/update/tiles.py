@@ -6,11 +6,12 @@ products are rounded to it when they are stored); every sum is fp32. Neighbourin
 rows that they read. A TF32 product adds along contiguous numbers: where it adds over rows, its
 operands are stored transposed too, [cols, rows].
 
-``CONFIG`` is a ``ProductConfig`` or an ``ElementConfig`` of launch.py. A tile is what
-``tile_of_program`` returns.
+``CONFIG`` is a ``ProductConfig`` or an ``ElementConfig`` of launch.py, a tile a ``Tile``.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -24,6 +25,24 @@ SUMS_AT_ONCE = tl.constexpr(16)
 PARTIALS_AT_ONCE = tl.constexpr(256)
 # Rows of a transposed operand are padded with zeros to a multiple of this.
 ROW_MULTIPLE = tl.constexpr(16)
+
+
+class Tile(NamedTuple):
+    """A tile of a problem's matrix.
+
+    Attributes:
+        problem: which one.
+        row_tile, col_tile: which of its tiles of rows and of columns.
+        row, col: [BLOCK_M] and [BLOCK_N], the tile's rows and columns.
+        first: its first row among the rows of all problems, in 64 bits.
+    """
+
+    problem: Any
+    row_tile: Any
+    col_tile: Any
+    row: Any
+    first: Any
+    col: Any
 
 
 @triton.jit
@@ -51,9 +70,7 @@ def is_finite(x):
 
 @triton.jit
 def tile_of_program(rows, cols, CONFIG: tl.constexpr):
-    """The tile of a problem's [rows, cols] that a program computes, after the launch before:
-    problem, tile of rows, tile of columns, its rows and its columns.
-    """
+    """The ``Tile`` of a problem's [rows, cols] that a program computes, after the launch before."""
     after_the_launch_before(CONFIG)
     row_tiles = tl.cdiv(rows, CONFIG.BLOCK_M)
     col_tiles = tl.cdiv(cols, CONFIG.BLOCK_N)
@@ -61,15 +78,15 @@ def tile_of_program(rows, cols, CONFIG: tl.constexpr):
     problem = tile // (row_tiles * col_tiles)
     row_tile, col_tile = tile // col_tiles % row_tiles, tile % col_tiles
     row = row_tile * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
+    first = problem.to(tl.int64) * rows + row_tile * CONFIG.BLOCK_M
     col = col_tile * CONFIG.BLOCK_N + tl.arange(0, CONFIG.BLOCK_N)
-    return problem, row_tile, col_tile, row, col
+    return Tile(problem, row_tile, col_tile, row, first, col)
 
 
 @triton.jit
 def exists(tile, rows, cols):
     """Which numbers of a tile there are. Asked after a product: masks would be held during it."""
-    _, _, _, row, col = tile
-    return (row < rows)[:, None] & (col < cols)[None, :]
+    return (tile.row < rows)[:, None] & (tile.col < cols)[None, :]
 
 
 @triton.jit
@@ -113,20 +130,19 @@ def store_transposed(x_ptr, x, problem, row, col, rows, cols, stride):
 @triton.jit
 def store_operand(x_ptr, transposed_ptr, x, tile, rows, cols, CONFIG: tl.constexpr):
     """Store a tile of a problem's x [rows, cols], rounded, and its transpose where that is kept."""
-    problem, _, _, row, col = tile
     x = product_operand(x, x_ptr.dtype.element_ty, CONFIG)
     x_at = elements_of_tile(x_ptr, tile, rows, cols, CONFIG)
     tl.store(x_at, x, mask=exists(tile, rows, cols))
     if transposed_ptr is not None:
-        store_transposed(transposed_ptr, x, problem, row, col, rows, cols, padded_rows(rows))
+        store_transposed(
+            transposed_ptr, x, tile.problem, tile.row, tile.col, rows, cols, padded_rows(rows)
+        )
 
 
 @triton.jit
 def elements_of_tile(x_ptr, tile, rows, cols, CONFIG: tl.constexpr):
     """The elements of a tile of a contiguous x [problems, rows, cols]."""
-    problem, row_tile, _, _, col = tile
-    first = problem.to(tl.int64) * rows + row_tile * CONFIG.BLOCK_M
-    return elements_from(x_ptr, first, cols, col, CONFIG)
+    return elements_from(x_ptr, tile.first, cols, tile.col, CONFIG)
 
 
 @triton.jit
@@ -139,8 +155,9 @@ def elements_from(x_ptr, first, stride, col, CONFIG: tl.constexpr):
 @triton.jit
 def load_bias(x_ptr, tile, cols):
     """The columns of a tile of a problem's x [cols], as one row."""
-    problem, _, _, _, col = tile
-    return tl.load(x_ptr + problem.to(tl.int64) * cols + col, mask=col < cols, other=0.0)[None, :]
+    return tl.load(
+        x_ptr + tile.problem.to(tl.int64) * cols + tile.col, mask=tile.col < cols, other=0.0
+    )[None, :]
 
 
 @triton.jit
@@ -172,19 +189,16 @@ def load_right(at, start, depth, col, cols, stride, TRANSPOSED: tl.constexpr, CO
 @triton.jit
 def left_operand(x_ptr, tile, rows, stride, CONFIG: tl.constexpr):
     """The first columns of a tile's rows."""
-    _, row_tile, _, _, _ = tile
-    return row_major(x_ptr, row_tile, rows, stride, CONFIG.BLOCK_M, CONFIG.BLOCK_K)
+    return row_major(x_ptr, tile.row_tile, rows, stride, CONFIG.BLOCK_M, CONFIG.BLOCK_K)
 
 
 @triton.jit
 def right_operand(x_ptr, tile, cols, depth, TRANSPOSED: tl.constexpr, CONFIG: tl.constexpr):
-    """The first rows of a tile's columns of a problem's x [depth, cols], or of [cols, depth]."""
-    problem, _, col_tile, _, col = tile
-    x_ptr += problem.to(tl.int64) * cols * depth
+    """The first rows of a tile's columns of its problem's x [depth, cols], or of [cols, depth]."""
     if TRANSPOSED:
-        at = row_major(x_ptr, col_tile, cols, depth, CONFIG.BLOCK_N, CONFIG.BLOCK_K)
+        at = row_major(x_ptr, tile.col_tile, cols, depth, CONFIG.BLOCK_N, CONFIG.BLOCK_K)
     else:
-        at = column_major(x_ptr, col, cols, CONFIG.BLOCK_K)
+        at = column_major(x_ptr, tile.col, cols, CONFIG.BLOCK_K)
     return at
 
 
@@ -195,13 +209,13 @@ def product(
     """A tile of a b: a [rows, depth] as it lies in its problem, b [depth, cols], or with
     ``TRANSPOSED`` [cols, depth], of all problems.
     """
-    _, _, _, _, col = tile
+    matrix = tile.problem.to(tl.int64) * cols * depth
     a_at = left_operand(a_ptr, tile, rows, a_stride, CONFIG)
-    b_at = right_operand(b_ptr, tile, cols, depth, TRANSPOSED, CONFIG)
+    b_at = right_operand(b_ptr + matrix, tile, cols, depth, TRANSPOSED, CONFIG)
     acc = zeros(CONFIG.BLOCK_M, CONFIG.BLOCK_N)
     for start in tl.range(0, depth, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
         a = load_left(a_at, start, depth, CONFIG)
-        b = load_right(b_at, start, depth, col, cols, cols, TRANSPOSED, CONFIG)
+        b = load_right(b_at, start, depth, tile.col, cols, cols, TRANSPOSED, CONFIG)
         acc = add_product(acc, a, b, CONFIG)
     return acc
 
@@ -214,20 +228,20 @@ def two_products(
     [rows, depth], b and d as in ``product``, of all problems.
     """
     a_ptr, b_ptr, c_ptr, d_ptr = pairs
-    problem, _, _, _, col = tile
-    first = problem.to(tl.int64) * rows * depth
+    first = tile.problem.to(tl.int64) * rows * depth
+    matrix = tile.problem.to(tl.int64) * cols * depth
     a_at = left_operand(a_ptr + first, tile, rows, depth, CONFIG)
-    b_at = right_operand(b_ptr, tile, cols, depth, TRANSPOSED, CONFIG)
+    b_at = right_operand(b_ptr + matrix, tile, cols, depth, TRANSPOSED, CONFIG)
     c_at = left_operand(c_ptr + first, tile, rows, depth, CONFIG)
-    d_at = right_operand(d_ptr, tile, cols, depth, TRANSPOSED, CONFIG)
+    d_at = right_operand(d_ptr + matrix, tile, cols, depth, TRANSPOSED, CONFIG)
     acc = zeros(CONFIG.BLOCK_M, CONFIG.BLOCK_N)
     cross = zeros(CONFIG.BLOCK_M, CONFIG.BLOCK_N)
     for start in tl.range(0, depth, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
         a = load_left(a_at, start, depth, CONFIG)
-        b = load_right(b_at, start, depth, col, cols, cols, TRANSPOSED, CONFIG)
+        b = load_right(b_at, start, depth, tile.col, cols, cols, TRANSPOSED, CONFIG)
         acc = add_product(acc, a, b, CONFIG)
         c = load_left(c_at, start, depth, CONFIG)
-        d = load_right(d_at, start, depth, col, cols, cols, TRANSPOSED, CONFIG)
+        d = load_right(d_at, start, depth, tile.col, cols, cols, TRANSPOSED, CONFIG)
         acc = add_product(acc, c, d, CONFIG)
         if CROSS:
             cross = add_product(cross, a, d, CONFIG)
@@ -237,10 +251,9 @@ def two_products(
 @triton.jit
 def store_column_sums(sums_ptr, x, tile, rows, cols, CONFIG: tl.constexpr):
     """The sum of each column of a tile, in its place among the tiles of rows."""
-    problem, row_tile, _, _, col = tile
     row_tiles = tl.cdiv(rows, CONFIG.BLOCK_M)
-    at = (problem.to(tl.int64) * row_tiles + row_tile) * cols + col
-    tl.store(sums_ptr + at, tl.sum(x, 0), mask=col < cols)
+    at = (tile.problem.to(tl.int64) * row_tiles + tile.row_tile) * cols + tile.col
+    tl.store(sums_ptr + at, tl.sum(x, 0), mask=tile.col < cols)
 
 
 @triton.jit

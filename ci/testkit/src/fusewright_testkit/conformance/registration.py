@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .package import package  # noqa: F401
-from .records import everything
+from .records import OPCHECKS, everything
+
+# Torch's check that traces an op, and its derivative where an operand asks for one.
+TRACE = OPCHECKS[-1]
 
 
 class Calls(TorchDispatchMode):
@@ -31,10 +35,27 @@ def copied(x):
     return copy.copy_(x.detach()).requires_grad_(x.requires_grad)
 
 
-def test_registered_ops_pass_opcheck(form, package, device):  # noqa: F811
+def calls_of(form, package, device):
     leaves = form.leaves(form.small, torch.float32, device)
     with Calls(package.namespace) as found:
         everything(form.kernels, leaves, create_graph=True)
     assert found.calls
-    for func, args in found.calls:
-        torch.library.opcheck(func, args, test_utils=form.opchecks(func.name()))
+    return found.calls
+
+
+def test_registered_ops_pass_opcheck(form, package, device):  # noqa: F811
+    for func, args in calls_of(form, package, device):
+        checks = form.opchecks(func.name())
+        if func.name().endswith("_backward"):
+            # As autograd calls it, without a derivative of its own: to trace that takes long.
+            once = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+            torch.library.opcheck(func, once, test_utils=checks)
+            checks = [check for check in checks if check != TRACE]
+        torch.library.opcheck(func, args, test_utils=checks)
+
+
+@pytest.mark.slow
+def test_derivatives_of_backward_ops_are_traced(form, package, device):  # noqa: F811
+    for func, args in calls_of(form, package, device):
+        if func.name().endswith("_backward") and TRACE in form.opchecks(func.name()):
+            torch.library.opcheck(func, args, test_utils=TRACE)

@@ -7,6 +7,7 @@ Packages are discovered, sessions are parametrized over them: ``nox -s tests`` r
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -23,6 +24,9 @@ nox.needs_version = ">=2025.2.9"
 # pip, because it follows the user's configuration: a machine may have torch in a local folder.
 nox.options.default_venv_backend = "virtualenv"
 nox.options.error_on_missing_interpreters = True
+
+# Where a machine forbids bytecode files, each process that imports torch compiles a thousand files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 CONSTRAINED = ("-c", "ci/constraints/tested.txt")
 CORE = "core"

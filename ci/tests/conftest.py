@@ -78,15 +78,25 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def build_wheel() -> Callable[[Path, Path], None]:
+    """Builds the wheel of a project's folder into another, with this environment's backend."""
+
+    def build(folder: Path, out: Path) -> None:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+    return build
+
+
 @pytest.fixture
-def build_wheels(tmp_path: Path) -> Callable[..., Path]:
-    """Builds wheels of projects into one folder with the build backend of this environment."""
+def build_wheels(tmp_path: Path, build_wheel: Callable[[Path, Path], None]) -> Callable[..., Path]:
+    """Builds wheels of projects into one folder."""
 
     def build(*projects: workspace.Project) -> Path:
         out = tmp_path / "dist"
         for project in projects:
-            command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
-            subprocess.run(command, cwd=project.folder, check=True, capture_output=True)
+            build_wheel(project.folder, out)
         return out
 
     return build

@@ -38,58 +38,66 @@ def write_stand_in(folder: Path, requirement: str) -> None:
         wheel.writestr(f"{info}/RECORD", "")
 
 
-@pytest.fixture
-def copied(tmp_path, build_wheels):
-    """A copy of the repository's parts; the call bumps one, builds all, and asks pip's resolver."""
-    root = tmp_path / "copy"
-    for part in [*workspace.packages(), *workspace.integration()]:
-        target = root / part.folder.relative_to(workspace.ROOT)
-        shutil.copytree(part.source, target / "src", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(part.folder / name, target)
+def copy_of(part: workspace.Project, root: Path) -> workspace.Project:
+    """What a part's wheel is built from, under another root."""
+    target = root / part.folder.relative_to(workspace.ROOT)
+    shutil.copytree(part.source, target / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(part.folder / name, target)
+    return workspace.find(part.name, root)
 
-    def install_with_bumped(name: str, place: int) -> subprocess.CompletedProcess:
-        moved = workspace.find(name, root)
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory, build_wheel):
+    """The wheels of all parts, and of what they require of others, by distribution."""
+    parts = [*workspace.packages(), *workspace.integration()]
+    built, others = (tmp_path_factory.mktemp(name) for name in ("built", "others"))
+    for requirement in workspace.third_party(parts):
+        write_stand_in(others, requirement)
+    found = {}
+    for part in parts:
+        build_wheel(part.folder, built / part.name)
+        (found[part.name],) = (built / part.name).glob("*.whl")
+    return found, others
+
+
+@pytest.fixture
+def install_with_bumped(tmp_path, wheels, build_wheel):
+    """Bumps one part, builds its wheel, and asks pip's resolver for it beside all others'."""
+
+    def install(name: str, place: int) -> subprocess.CompletedProcess:
+        moved = copy_of(workspace.find(name), tmp_path / "copy")
         file = moved.folder / "pyproject.toml"
         line = f'version = "{moved.version}"'
         file.write_text(
             file.read_text().replace(line, f'version = "{bumped(moved.version, place)}"', 1)
         )
-        parts = [*workspace.packages(root), *workspace.integration(root)]
-        dist, others = build_wheels(*parts), tmp_path / "others"
-        others.mkdir()
-        for requirement in workspace.third_party(parts):
-            write_stand_in(others, requirement)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--dry-run",
-            "--ignore-installed",
-            "--isolated",
-        ]
-        command += ["--no-index", "--find-links", str(others), *map(str, dist.glob("*.whl"))]
+        build_wheel(moved.folder, tmp_path / "dist")
+        built, others = wheels
+        (wheel,) = (tmp_path / "dist").glob("*.whl")
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+        command += ["--isolated", "--no-index", "--find-links", str(others)]
+        command += map(str, {**built, name: wheel}.values())
         # No configuration of the machine: the resolver sees these files and nothing else.
         environment = os.environ | {"PIP_CONFIG_FILE": os.devnull}
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
-    return install_with_bumped
+    return install
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_one_package_moves_alone(copied, name):
-    told = copied(name, 2)
+def test_one_package_moves_alone(install_with_bumped, name):
+    told = install_with_bumped(name, 2)
     assert told.returncode == 0, told.stderr
     moved = bumped(workspace.find(name).version, 2)
     assert f"fusewright-{name}-{moved}" in told.stdout
 
 
 @pytest.mark.skipif(not MODELS, reason="the repository has no models yet")
-def test_models_refuse_a_package_that_may_have_broken_them(copied):
+def test_models_refuse_a_package_that_may_have_broken_them(install_with_bumped):
     (models,) = workspace.integration()
     name = models.siblings[0].removeprefix("fusewright-")
     place = 1 if workspace.find(name).version.startswith("0.") else 0
-    told = copied(name, place)
+    told = install_with_bumped(name, place)
     assert told.returncode != 0
     assert "conflict" in told.stderr.lower()

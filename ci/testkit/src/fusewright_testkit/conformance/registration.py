@@ -35,16 +35,16 @@ def copied(x):
     return copy.copy_(x.detach()).requires_grad_(x.requires_grad)
 
 
-def calls_of(form, package, device):
+def calls_of(form, namespace, device):
     leaves = form.leaves(form.small, torch.float32, device)
-    with Calls(package.namespace) as found:
+    with Calls(namespace) as found:
         everything(form.kernels, leaves, create_graph=True)
     assert found.calls
     return found.calls
 
 
 def test_registered_ops_pass_opcheck(form, package, device):  # noqa: F811
-    for func, args in calls_of(form, package, device):
+    for func, args in calls_of(form, package.namespace, device):
         checks = form.opchecks(func.name())
         if func.name().endswith("_backward"):
             # As autograd calls it, without a derivative of its own: to trace that takes long.
@@ -56,6 +56,6 @@ def test_registered_ops_pass_opcheck(form, package, device):  # noqa: F811
 
 @pytest.mark.slow
 def test_derivatives_of_backward_ops_are_traced(form, package, device):  # noqa: F811
-    for func, args in calls_of(form, package, device):
+    for func, args in calls_of(form, package.namespace, device):
         if func.name().endswith("_backward") and TRACE in form.opchecks(func.name()):
             torch.library.opcheck(func, args, test_utils=TRACE)

@@ -44,12 +44,6 @@ class GatingOp(Operation):
     strided = (2, 3, 2, 16)
     gpu = ((3000, 1024), (64, 256), (7, 20001))
 
-    @property
-    def exempt(self) -> dict[str, str]:
-        if self.name == "silu_mul":
-            return {}
-        return {"test_refused_input_touches_no_memory": "it is not public: SwiGLU checks for it"}
-
     def public(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         return self.function(*tensors, **options)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.feed_forward import SwiGLU, silu_mul
+from fusewright.feed_forward.gating.silu_mul import silu_mul_halves
 from fusewright_testkit.conformance.input import NothingRuns
 
 F64, BF16 = torch.float64, torch.bfloat16
@@ -21,6 +22,8 @@ BAD = [
     (lambda: silu_mul(X, X.to("meta")), ValueError, "gate's device cpu, got meta"),
     (lambda: silu_mul(X, X, backend="cuda"), ValueError, "got 'cuda'"),
     (lambda: silu_mul(X.to(F64), X.to(F64), backend="triton"), RuntimeError, "not torch.float64"),
+    (lambda: silu_mul_halves(X[:, 1:]), ValueError, r"two halves.*got \[3, 7\]"),
+    (lambda: silu_mul_halves(X[0, 0]), ValueError, r"two halves.*got \[\]"),
     (lambda: SwiGLU(0, 5), ValueError, "dim must be at least 1, got 0"),
     (lambda: SwiGLU(8, -1), ValueError, "hidden_width must be at least 1, got -1"),
     (lambda: SwiGLU(8, 5.0), TypeError, "hidden_width must be a whole number, got float"),

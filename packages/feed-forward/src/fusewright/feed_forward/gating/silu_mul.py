@@ -127,7 +127,22 @@ def silu_mul(gate: Tensor, up: Tensor, *, backend: Backend = "auto") -> Tensor:
 
 
 def silu_mul_halves(joint: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """silu_mul of the first and the second half of the last axis of ``joint [..., 2 * N]``."""
+    """silu_mul of the first and the second half of the last axis of ``joint [..., 2 * N]``: the
+    gate, then up.
+
+    Returns:
+        ``[..., N]``, as :func:`silu_mul`, whose numerics, gradients and backends these are.
+
+    Raises:
+        TypeError: joint is not floating point or not strided.
+        ValueError: joint has no axis, or an odd number of columns.
+        RuntimeError: backend is "triton" and the kernels cannot serve this call.
+    """
+    check_floating("joint", joint)
+    if joint.dim() == 0 or joint.shape[-1] % 2:
+        raise ValueError(
+            f"joint must have two halves of one width, [..., 2 * N]; got {list(joint.shape)}"
+        )
     if not uses_triton(joint, backend):
         return reference.silu_mul_halves(joint)
     return _halves_forward(joint)

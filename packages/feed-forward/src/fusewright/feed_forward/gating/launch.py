@@ -69,6 +69,7 @@ def silu_mul_halves_backward(dy: torch.Tensor, joint: torch.Tensor) -> torch.Ten
     operands = dy, *joint.tensor_split(2, -1)
     plan = backward_plan(operands[1].shape, layouts(*operands), True, joint.device)
     (allocate,) = plan.outputs
+    assert allocate is not None
     djoint = allocate()
     if plan.launch is not None:
         if plan.copies:

@@ -7,9 +7,12 @@ from typing import NamedTuple
 import pytest
 import torch
 from fusewright_models import TransformerNP, TransformerNPConfig
+from fusewright_models.bench.harness import Harness
 from fusewright_models.models.titan_mac import TITAN_MAC, VARIANTS, TitanMAC, TitanMACConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .commands import leave_out_pictures
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
@@ -78,6 +81,18 @@ def weights(tmp_path_factory):
     file = tmp_path_factory.mktemp("network") / "model.safetensors"
     save_file(tensors, file)
     return file
+
+
+@pytest.fixture
+def without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a collection of garbage takes longer than what a benchmark measures here."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(Harness, "let_go", lambda harness: None)
+
+
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out_pictures(monkeypatch)
 
 
 @pytest.fixture

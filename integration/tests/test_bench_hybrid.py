@@ -17,6 +17,8 @@ from torch import nn
 
 from .commands import assert_refused, invoke, rows_of
 
+pytestmark = pytest.mark.usefixtures("without_collections")
+
 TINY = HYBRID["tiny"]
 CPU = torch.device("cpu")
 
@@ -133,8 +135,6 @@ def test_depth_that_fails_is_a_line_and_plain_autograd_may(tmp_path, monkeypatch
         return Memory(2**22, 2**20, 0, 2**21)
 
     monkeypatch.setattr(depth, "measured", measured)
-    # A collection of garbage takes longer than all else here.
-    monkeypatch.setattr(HybridHarness, "let_go", lambda harness: None)
     for failing, code in (("plain", 0), ("exact", 1)):
         # Rows that the file has are replaced.
         for _ in range(2):
@@ -162,7 +162,7 @@ def test_gradients_that_lie_there_are_no_activations(monkeypatch, mode):
         Peaks, "look", lambda self, gradients: (of_layers.append(gradients), look(self, gradients))
     )
     peaks.watch(step.model)
-    step.run(peaks)
+    step.run(peaks.mark)
     layers = step.model.stack.layers
     behind = nbytes(step.model) - sum(map(nbytes, layers))
     later = [behind + sum(map(nbytes, layers[place + 1 :])) for place in (3, 2, 1, 0)]

@@ -8,17 +8,14 @@ import torch
 from fusewright_models.bench import switches, titan_mac
 from fusewright_models.bench.__main__ import app
 from fusewright_models.bench.results import COLUMNS
-from fusewright_models.bench.switches import (
-    SWITCHES,
-    SwitchedStep,
-    taken_back,
-    waiting_share,
-)
+from fusewright_models.bench.switches import SWITCHES, taken_back, waiting_share
 from fusewright_models.bench.text import Text, TextShape
 from fusewright_models.bench.titan_mac import TitanMACHarness
 from fusewright_models.models.titan_mac import TITAN_MAC, TitanMAC
 
 from .commands import assert_refused, invoke, rows_of
+
+pytestmark = pytest.mark.usefixtures("without_collections")
 
 SMALL = replace(TITAN_MAC["tiny"], dim=32, segment=16, memory_chunk=8)
 CASE = "dim=64 layers=2 B=1 T=20"
@@ -165,7 +162,6 @@ def test_switches_are_a_line_and_a_row_each(tmp_path, monkeypatch):
 def test_waiting_is_the_time_of_reading_the_loss(monkeypatch):
     harness = TitanMACHarness(SMALL, torch.device("cpu"), 0.0, False, None, None)
     step = harness.step(TextShape(1, 9), "fusewright")
-    step = SwitchedStep(step.model, step.sampler, step.batch, step.loss_function, step.optimizer)
     step.reads = True
     read = torch.Tensor.item
     monkeypatch.setattr(torch.Tensor, "item", lambda x: time.sleep(0.3) or read(x))

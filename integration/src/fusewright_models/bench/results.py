@@ -44,9 +44,10 @@ def row(
 ) -> Row:
     """A row of op, case, pass and provider; the rate is that of so many operations."""
     rate = f"{operations / time.ms / 1e9:.1f}" if operations else ""
-    memory = "" if memory_mib is None else f"{memory_mib:.1f}"
     times = (f"{ms:.4f}" for ms in time)
-    return dict(zip(COLUMNS, (*named, "bf16", timing, *times, rate, "", memory), strict=True))
+    return dict(
+        zip(COLUMNS, (*named, "bf16", timing, *times, rate, "", mib(memory_mib)), strict=True)
+    )
 
 
 def merge(path: Path, new: Iterable[Row]) -> None:
@@ -96,6 +97,10 @@ def table_of(title: str, caption: str, named: Iterable[str], numbers: Iterable[s
     for name in numbers:
         table.add_column(name, justify="right")
     return table
+
+
+def mib(memory_mib: float | None) -> str:
+    return "" if memory_mib is None else f"{memory_mib:.1f}"
 
 
 def gib(memory_mib: float | None, digits: int) -> str:

@@ -33,6 +33,7 @@ from fusewright_models.training.optimizer_traits import counts, set_counts
 
 from .trainers import assert_same_bits, quiet_trainer, tiny
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
 CONFIG = TrainingConfig(steps=44, batch_size=2, warmup_steps=4, log_every=4, evaluate_every=20)
 
 

@@ -89,12 +89,12 @@ SIZES = {"dim": 128, "delta_heads": 2, "sparse_heads": 2, "feed_forward_width": 
 def test_steps_in_bf16_follow_the_reference():
     """Attention is dense: what a query selects is no continuous function of anything."""
     models = (make(backend, **SIZES) for backend in ("triton", "reference"))
-    tokens = draw(length=130)
+    tokens = draw(length=100)
     losses = check_steps(
         *models,
         lambda model, step: model.losses(tokens.roll(step, 1), dense=True).total,
-        (0, 1, 10, 20),
-        steps=21,
+        (0, 10),
+        steps=11,
         dtype=torch.bfloat16,
     )
     assert losses[-1] < losses[0]

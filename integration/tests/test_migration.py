@@ -97,6 +97,7 @@ def commands() -> list[str]:
     return [x for x in lines if x.startswith("fusewright-train") and "--wandb" not in x]
 
 
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("line", commands())
 def test_training_command_runs(line, tmp_path, monkeypatch):
     """One step of the smallest preset; its own flags stand before those."""

@@ -14,6 +14,7 @@ from fusewright_models.training import OPTIMIZER_NAMES
 
 from .commands import assert_refused, invoke, metrics, written_text
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 

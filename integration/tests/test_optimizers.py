@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from .trainers import MODELS, quiet_trainer, tiny, training_lines
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
 CONFIG = TrainingConfig(steps=24, batch_size=4, warmup_steps=2, log_every=4, evaluate_every=12)
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 

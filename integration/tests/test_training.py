@@ -15,6 +15,7 @@ from .commands import metrics
 from .steps import check_steps
 from .trainers import quiet_trainer
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
 CONFIG = TrainingConfig(steps=12, batch_size=4, warmup_steps=2, log_every=2, evaluate_every=6)
 
 
@@ -93,7 +94,9 @@ def test_loss_of_transformer_np_decreases(tmp_path, data):
     assert losses == sorted(losses, reverse=True)
 
 
-def test_metrics_hold_mean_loss_rate_and_evaluations(tmp_path):
+def test_metrics_hold_mean_loss_rate_and_evaluations(tmp_path, monkeypatch):
+    # With its picture.
+    monkeypatch.undo()
     seen = []
     trainer = linear_trainer(tmp_path, evaluate=lambda: {"score_log_likelihood": float(len(seen))})
     plain = trainer.stepper.loss_function

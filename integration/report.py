@@ -24,8 +24,8 @@ from fusewright_models.bench.switches import COLUMNS as SWITCHES_COLUMNS
 from fusewright_models.studies import results as studies
 from fusewright_models.studies.attention_mass import MASSES
 from fusewright_models.studies.compare_optimizers import Point as OptimizerPoint
-from fusewright_models.studies.selection_points import LAST
-from fusewright_models.studies.selection_points import Point as SelectionPoint
+from fusewright_models.studies.selection import LAST
+from fusewright_models.studies.selection import Point as SelectionPoint
 from fusewright_testkit.report import COLOURS, COLUMNS, TABLES, Results, with_made
 
 FOLDER = Path(__file__).resolve().parent

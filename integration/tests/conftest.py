@@ -1,18 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from fusewright_models import TransformerNP, TransformerNPConfig
 from fusewright_models.bench.harness import Harness
+from fusewright_models.cli import text as cli_text
 from fusewright_models.models.titan_mac import TITAN_MAC, VARIANTS, TitanMAC, TitanMACConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .commands import leave_out_pictures
+from .commands import leave_out_pictures, written_text
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
@@ -81,6 +83,20 @@ def weights(tmp_path_factory):
     file = tmp_path_factory.mktemp("network") / "model.safetensors"
     save_file(tensors, file)
     return file
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The only data of most runs of language models."""
+    return written_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def short_samples() -> Iterator[None]:
+    """A language model's run ends with a few tokens of its own, of the session's all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli_text, "SAMPLE_TOKENS", 8)
+        yield
 
 
 @pytest.fixture
@@ -186,11 +202,6 @@ class Sized(NamedTuple):
             return cls(TitanMAC(config), tokens, (0, 16, 63, 64))
         tokens = torch.randint(config.vocab_size, (3, 1100), device="cuda")
         return cls(TitanMAC(config).cuda(), tokens, (0, 63, 64, 511, 512, 700, 1099))
-
-    def changed(self, index: tuple) -> Tensor:
-        tokens = self.tokens.clone()
-        tokens[index] = (tokens[index] + 1) % self.model.config.vocab_size
-        return tokens
 
     def computing(self) -> torch.autocast:
         device = self.tokens.device.type

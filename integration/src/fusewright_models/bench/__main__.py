@@ -17,14 +17,14 @@ from ..devices import checked_device
 from ..models.hybrid import HYBRID
 from ..models.titan_mac import TITAN_MAC, Variant
 from ..models.transformer_np import TransformerNPConfig
-from .depth import DepthHarness, parsed_depths
+from .depth import DepthHarness
 from .harness import Harness
 from .hybrid import PROVIDER_NAMES as HYBRID_PROVIDERS
 from .hybrid import SHAPES as HYBRID_SHAPES
 from .hybrid import HybridHarness
 from .providers import PROVIDER_NAMES, SDPA_CHOICES, by_comma, chosen_providers
 from .results import environment_name
-from .shapes import SHAPES, Shape
+from .shapes import SHAPES, Shape, parsed
 from .switches import SwitchesHarness
 from .text import TextShape
 from .titan_mac import PROVIDER_NAMES as TITAN_MAC_PROVIDERS
@@ -151,7 +151,10 @@ def hybrid(
         if short:
             raise ValueError(f"T must be at least 2, for a token after next; got {short[0].length}")
         providers = by_comma("provider", provider, HYBRID_PROVIDERS)
-        layers = parsed_depths(depths) if depths is not None else []
+        layers: tuple[int, ...] = ()
+        if depths is not None:
+            wanted = "depths are numbers of layers such as 8,16,32"
+            layers = parsed(lambda *numbers: numbers, depths, wanted, "depths")
         where = checked_device(device)
     harness = made(HybridHarness, config, where, seconds, check, out)
     if layers:

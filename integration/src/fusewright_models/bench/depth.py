@@ -11,6 +11,7 @@ and backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -28,17 +29,6 @@ from .text import TextShape
 COLUMNS = ["case", "mode", "peak_mib", "gradients_mib", "choices_mib", "activations_mib"]
 # Of a step, while its backward pass runs: those before data, forward pass and backward pass.
 BACKWARD = 3
-
-
-def parsed_depths(text: str) -> list[int]:
-    """Read "8,16,32"."""
-    try:
-        depths = [int(word) for word in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"depths are numbers of layers such as 8,16,32; got {text!r}") from error
-    if min(depths) < 1:
-        raise ValueError(f"depths must be at least 1; got {text!r}")
-    return depths
 
 
 class Peaks:
@@ -122,7 +112,7 @@ class DepthHarness(NamedTuple):
     """
 
     harness: HybridHarness
-    depths: list[int]
+    depths: Sequence[int]
 
     def bench(self, shape: TextShape) -> bool:
         """Measure one shape, print its table, keep its rows; False where a mode fails that does not

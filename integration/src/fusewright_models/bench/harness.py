@@ -133,7 +133,7 @@ class Harness(ABC):
 
     def bench(self, shape: Any, providers: list[Any]) -> bool:
         """Measure one shape, print its table, keep its rows; False where ours failed."""
-        expected = self._attempt(self.expected, shape) if self.check else None
+        expected = self.attempt(self.expected, shape) if self.check else None
         if isinstance(expected, Failure):
             self.console.print(
                 f"{self.title(shape)}: nothing to hold losses against: {expected.reason}"
@@ -160,7 +160,7 @@ class Harness(ABC):
         """
         good = True
         for line in lines:
-            found = self._attempt(line.measure)
+            found = self.attempt(line.measure)
             if isinstance(found, Failure):
                 table.add_row(*line.names, found.reason)
                 good &= not line.needed
@@ -175,19 +175,16 @@ class Harness(ABC):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _attempt(self, call: Callable[..., Found], *arguments: Any) -> Found | Failure:
-        found = attempt(call, *arguments)
+    def attempt(self, call: Callable[..., Found], *arguments: Any) -> Found | Failure:
+        """What ``call`` returns, or why it did not."""
+        found: Found | Failure
+        try:
+            found = call(*arguments)
+        except torch.OutOfMemoryError:
+            found = Failure("out of memory")
+        except Exception as error:
+            first_line = str(error).strip().partition("\n")[0]
+            found = Failure(f"{type(error).__name__}: {first_line}")
         # What a failed call held is let go with its traceback.
         self.let_go()
         return found
-
-
-def attempt(call: Callable[..., Found], *arguments: Any) -> Found | Failure:
-    """What ``call`` returns, or why it did not."""
-    try:
-        return call(*arguments)
-    except torch.OutOfMemoryError:
-        return Failure("out of memory")
-    except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        return Failure(f"{type(error).__name__}: {first_line}")

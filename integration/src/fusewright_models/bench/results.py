@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from .step import Time
 
@@ -91,12 +91,8 @@ def merge_by(
 
 def table_of(title: str, caption: str, named: Iterable[str], numbers: Iterable[str]) -> Table:
     """An empty table of columns to the left and to the right."""
-    table = Table(title=title, caption=caption)
-    for name in named:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
+    right = (Column(name, justify="right") for name in numbers)
+    return Table(*named, *right, title=title, caption=caption)
 
 
 def mib(memory_mib: float | None) -> str:

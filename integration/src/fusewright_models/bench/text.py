@@ -35,7 +35,7 @@ class TextShape(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> TextShape:
         """Read "4,4096"."""
-        return parsed(cls, text, "B,T such as 4,4096", "B and T")
+        return parsed(cls, text, "a shape is B,T such as 4,4096", "B and T")
 
     def case(self, config: Any) -> str:
         return f"dim={config.dim} layers={config.layers} B={self.batch} T={self.length}"

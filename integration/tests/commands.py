@@ -12,6 +12,7 @@ import pytest
 import torch
 import typer
 from click.testing import Result
+from fusewright_models.bench.__main__ import app as bench
 from fusewright_models.cli import transformer_np
 from fusewright_models.training import trainer
 from matplotlib.figure import Figure
@@ -28,6 +29,12 @@ def invoke(program: typer.Typer | Callable[..., None], *arguments: object) -> Re
         program.command()(command)
     environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
     return CliRunner().invoke(program, [*map(str, arguments)], env=environment)
+
+
+def bench_of(model: str, *arguments: object, device: str = "cpu", shape: str = "1,20") -> Result:
+    """Of the smallest preset of a language model."""
+    sizes = ["--preset", "tiny", "--seconds", "0", "--shape", shape]
+    return invoke(bench, model, *sizes, "--device", device, *arguments)
 
 
 def leave_out_pictures(patch: pytest.MonkeyPatch) -> None:

@@ -7,32 +7,19 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from fusewright_models import TransformerNP, TransformerNPConfig
+from fusewright_models import TransformerNP
 from fusewright_models.bench.harness import Harness
 from fusewright_models.cli import text as cli_text
-from fusewright_models.models.titan_mac import TITAN_MAC, VARIANTS, TitanMAC, TitanMACConfig
+from fusewright_models.models.titan_mac import TITAN_MAC, VARIANTS, TitanMAC
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .commands import leave_out_pictures, written_text
+from .trainers import SMALL, SMALL_TITAN_MAC
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
 
-SMALL = TransformerNPConfig(
-    x_width=3, width=16, layers=3, heads=2, feed_forward_width=21, components=4
-)
-SMALL_TITAN_MAC = TitanMACConfig(
-    vocab_size=11,
-    dim=16,
-    layers=2,
-    heads=2,
-    segment=8,
-    persistent=2,
-    memory_chunk=4,
-    memory_heads=2,
-    memory_hidden=8,
-)
 KINDS = {
     "mac": {},
     "mag": {"variant": "mag"},
@@ -211,12 +198,6 @@ class Sized(NamedTuple):
     def read(self, tokens: Tensor) -> Tensor:
         with self.computing():
             return self.model(tokens)[0]
-
-
-@pytest.fixture
-def small_titan_mac() -> TitanMACConfig:
-    """What ``titan_mac`` makes, where nothing is changed."""
-    return SMALL_TITAN_MAC
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusewright.deltanet import GatedDeltaNet
 from fusewright.gsa import GatedSparseAttention, Selection, gated_indexer
-from fusewright_models.models.hybrid import HYBRID, HybridConfig, HybridLM
+from fusewright_models.models.hybrid import HYBRID, HybridLM
 
 from .properties import assert_every_parameter_learns, assert_nothing_sees_the_future
 from .steps import SEEDS, check_final_losses, check_steps
@@ -389,43 +389,6 @@ def test_smallest_preset_is_that_of_the_specification():
     assert not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(layers=0), "layers must be at least 1; got 0"),
-        (dict(sinks=-1), "sinks must be at least 0; got -1"),
-        (dict(key_heads=0), "key_heads must be at least 1; got 0"),
-        (dict(rope_base=1.0), "rope_base must be above 1 and finite; got 1.0"),
-        (dict(step=float("nan")), "step must be at least 0 and finite; got nan"),
-        (dict(mode="fast"), "mode must be one of"),
-        (dict(embedding="x"), "embedding must be one of"),
-        (dict(k_min=9), "wanted sinks <= k_min <= k_base <= k_max; got 2, 9, 8, 16"),
-        (dict(sparse_width=3), "sparse_width must be even; got 3"),
-        (dict(sparse_heads=3, key_heads=2), "sparse_heads must be a multiple of key_heads"),
-        (dict(second_weight=-1.0), "second_weight must be at least 0 and finite; got -1.0"),
-    ],
-)
-def test_bad_shapes_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        HybridConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(dim=2.5), "dim must be an int; got 2.5"),
-        (dict(layers=True), "layers must be an int; got True"),
-        (dict(layers=None), "layers must be an int; got None"),
-        (dict(key_heads="2"), "key_heads must be an int; got '2'"),
-        (dict(step="h"), "step must be a number; got 'h'"),
-        (dict(second_weight=True), "second_weight must be a number; got True"),
-    ],
-)
-def test_values_of_another_kind_are_refused(options, message):
-    with pytest.raises(TypeError, match=message):
-        HybridConfig(**options)
-
-
 def test_more_streams_than_can_be_mixed_are_refused():
     with pytest.raises(ValueError, match="streams must be from 1 to 64; got 65"):
         HybridLM(replace(TINY, streams=65))
@@ -445,8 +408,6 @@ def test_bad_input_is_refused(tokens):
     _, caches = model.read(tokens)
     with pytest.raises(ValueError, match="the 2 rows that the caches have read; got 1 rows"):
         model.read(tokens[:1], caches)
-    with pytest.raises(ValueError, match="backend must be one of"):
-        HybridLM(TINY, backend="cuda")
     with pytest.raises(ValueError, match="wanted the bytes of 300 tokens; got none"):
         HybridLM(replace(TINY, vocab_size=300, embedding="bytes"))
     with pytest.raises(ValueError, match='token_bytes are for embedding="bytes"'):

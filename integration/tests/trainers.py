@@ -6,7 +6,13 @@ from io import StringIO
 from pathlib import Path
 
 import torch
-from fusewright_models import TITAN_MAC, TitanMAC, TransformerNP, TransformerNPConfig
+from fusewright_models import (
+    TITAN_MAC,
+    TitanMAC,
+    TitanMACConfig,
+    TransformerNP,
+    TransformerNPConfig,
+)
 from fusewright_models.cli.presets import TRANSFORMER_NP
 from fusewright_models.cli.titan_mac import next_token_loss
 from fusewright_models.cli.transformer_np import negative_log_likelihood
@@ -15,6 +21,20 @@ from fusewright_models.text import Windows
 from fusewright_models.training import RunFolder, Trainer
 from rich.console import Console
 
+SMALL = TransformerNPConfig(
+    x_width=3, width=16, layers=3, heads=2, feed_forward_width=21, components=4
+)
+SMALL_TITAN_MAC = TitanMACConfig(
+    vocab_size=11,
+    dim=16,
+    layers=2,
+    heads=2,
+    segment=8,
+    persistent=2,
+    memory_chunk=4,
+    memory_heads=2,
+    memory_hidden=8,
+)
 MODELS = ("titan-mac", "transformer-np")
 
 

@@ -123,7 +123,7 @@ class DepthHarness(NamedTuple):
         numbers = (name.removesuffix("_mib") for name in COLUMNS[2:])
         table = table_of(title, "MiB, eager", ("layers", "mode"), numbers)
 
-        def line(mode: Mode, layers: int) -> Line:
+        def line_of(mode: Mode, layers: int) -> Line:
             deep = replace(harness, config=replace(harness.config, layers=layers, mode=mode))
 
             def told(memory: Memory) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ class DepthHarness(NamedTuple):
             names = str(layers), mode
             return Line(names, mode != "plain", lambda: measured(deep, shape), told)
 
-        return harness.tabulate(table, [line(mode, n) for mode in MODES for n in self.depths])
+        return harness.tabulate(table, [line_of(mode, n) for mode in MODES for n in self.depths])
 
 
 def measured(harness: HybridHarness, shape: TextShape) -> Memory:

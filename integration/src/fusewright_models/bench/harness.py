@@ -140,7 +140,7 @@ class Harness(ABC):
             )
             expected = None
 
-        def line(provider: Any, timing: str) -> Line:
+        def line_of(provider: Any, timing: str) -> Line:
             def told(measured: Measurement) -> list[str]:
                 if self.file is not None:
                     merge(self.file, self.rows(shape, provider, timing, measured))
@@ -150,7 +150,7 @@ class Harness(ABC):
             measure = partial(self.measure, shape, provider, timing, expected)
             return Line(names, self.is_ours(provider), measure, told)
 
-        lines = [line(each, timing) for each in providers for timing in self.timings(each)]
+        lines = [line_of(each, timing) for each in providers for timing in self.timings(each)]
         named = "provider", self.second
         return self.tabulate(table_of(self.title(shape), self.caption, named, self.columns), lines)
 

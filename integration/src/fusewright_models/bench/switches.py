@@ -160,7 +160,7 @@ class SwitchesHarness(NamedTuple):
         settings = {"none": SWITCHES, **others, "all": ()}
         before: float | None = None
 
-        def line(name: str, plain: tuple[str, ...]) -> Line:
+        def line_of(name: str, plain: tuple[str, ...]) -> Line:
             def told(found: tuple[Measurement, Shares]) -> list[str]:
                 nonlocal before
                 (measured, shares), case = found, harness.case(shape)
@@ -174,7 +174,7 @@ class SwitchesHarness(NamedTuple):
 
             return Line((name,), name == "all", lambda: self.measure(shape, plain), told)
 
-        return harness.tabulate(table, [line(*setting) for setting in settings.items()])
+        return harness.tabulate(table, [line_of(*setting) for setting in settings.items()])
 
     def measure(self, shape: TextShape, plain: tuple[str, ...]) -> tuple[Measurement, Shares]:
         """A step, and its shares, with these of our ways taken back."""

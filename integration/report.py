@@ -24,15 +24,16 @@ from fusewright_models.bench.switches import COLUMNS as SWITCHES_COLUMNS
 from fusewright_models.studies import results as studies
 from fusewright_models.studies.attention_mass import MASSES
 from fusewright_models.studies.compare_optimizers import Point as OptimizerPoint
-from fusewright_models.studies.selection_points import LAST
-from fusewright_models.studies.selection_points import Point as SelectionPoint
+from fusewright_models.studies.selection import LAST
+from fusewright_models.studies.selection import Point as SelectionPoint
 from fusewright_testkit.report import COLOURS, COLUMNS, TABLES, Results, with_made
 
 FOLDER = Path(__file__).resolve().parent
 # The pages of the models, beside the folder of this script, and whose steps they show.
 PAGES = {"transformer-np": "TransformerNP", "titan-mac": "TitanMAC", "hybrid": "HybridLM"}
 STAGES = ("data", "fwd", "bwd", "optimizer")
-HEADER = ("case", "provider", "tokens/s", "step", *STAGES, "TFLOPS", "GiB")
+# Headers are those of the markdown tables; columns from the third on are numbers, if no other.
+HEADER = f"case | provider | tokens/s | step | {' | '.join(STAGES)} | TFLOPS | GiB"
 TOLD = (
     "Medians, the most tokens/s in bold. A step is data, forward pass, backward pass and "
     "optimizer; its time is the host's, in ms, the device waited for before and after, and "
@@ -40,30 +41,22 @@ TOLD = (
     "counts the operations that the pruned model needs, for every provider; GiB is the peak of a "
     "step."
 )
-TEXT_HEADER = ("case", "provider", "timing", "tokens/s", "step", "GiB")
+TEXT_HEADER = "case | provider | timing | tokens/s | step | GiB"
 TOLD_OF_TEXT = (
     "{op}: a step is forward pass, loss, backward pass and AdamW on B T tokens that lie on the "
     "device, in ms; wall by the host's clock, graph where the whole step is replayed from a CUDA "
     "graph. GiB is the peak of a step."
 )
 LANGUAGE_MODELS = ("TitanMAC", "HybridLM")
-SWITCHES_HEADER = (
-    "case",
-    "ours",
-    "step",
-    "tokens/s",
-    "times before",
-    "GiB",
-    "waiting",
-    "evaluation",
-)
+SWITCHES_HEADER = "case | ours | step | tokens/s | times before | GiB | waiting | evaluation"
 TOLD_OF_SWITCHES = (
     "What each of our ways saves in an eager step of TitanMAC, by itself and all together: "
     "[{name}]({name}). Waiting is the share of the host's time in a step that it reads "
     "numbers of the device, evaluation the share of a run's time that 10 batches every 50 steps "
     "take."
 )
-DEPTH_HEADER = ("case", "mode", "activations", "choices", "gradients", "peak")
+DEPTHS = ("activations", "choices", "gradients", "peak")
+DEPTH_HEADER = f"case | mode | {' | '.join(DEPTHS)}"
 TOLD_OF_DEPTH = (
     "Memory of an eager training step of HybridLM by its number of layers, in MiB, beside weights "
     "and optimizer: [{name}]({name}). Activations are the peak of both passes without "
@@ -76,53 +69,20 @@ COMPARED = {
 }
 AGAINST = "adamw"
 OPTIMIZER_HEADER = (
-    "optimizer",
-    "peak rate",
-    "ended",
-    "score",
-    "deviation",
-    f"seeds better than {AGAINST}",
-    "seconds",
+    f"optimizer | peak rate | ended | score | deviation | seeds better than {AGAINST} | seconds"
 )
-TOLD_OF_OPTIMIZERS = (
-    "{model} after {steps} steps from each of {seeds} seeds, less is better: "
-    "[{name}]({name}). Peak rates are the best of {rates} each, by runs from other seeds, "
-    "{grid_seeds} a rate; a rate at an end of its grid is marked *. Scores are of the seeds whose "
-    "runs ended with a finite one. Seconds are of all steps of a run."
-)
-SELECTION_HEADER = ("layer", "keys", *MASSES)
-SELECTION_HEADER += ("divergence", "of uniform", "share, start", "share, end")
-TOLD_OF_SELECTION = (
-    "HybridLM `mini`, what its indexers select after {steps} steps in {seconds:.0f} s, held out: "
-    "[{name}]({name}). In the mean over the layers of the stack the selected keys hold "
-    "{selected:.3f} of the dense attention's mass, {of_window:.1f} times as much as a window of as "
-    "many and {of_random:.1f} times as much as a random choice before that window; behind the "
-    "stack, in the layer that predicts the token after next, {last_of_window:.1f} and "
-    "{last_of_random:.1f} times. The indexers learn from step {start} on; then their divergence "
-    "from the attention is {begin:.3f} nats and at the end {kl:.3f}, {share:.2f} of that of an "
-    "indexer that tells no key from another. In between it is at most {highest:.3f}, at step "
-    "{worst}, and at least {lowest:.3f}, at step {best}. By layer, with that share when they begin "
-    "to learn and at the end:"
-)
+SELECTION_HEADER = f"layer | keys | {' | '.join(MASSES)} | divergence | of uniform"
+SELECTION_HEADER += " | share, start | share, end"
 TOLD_OF_STEPS = (
     "{environment}: tokens/s of training steps in bf16, the loss of ours checked before it is "
     "timed. Eager steps are by the host's clock, replayed ones whole CUDA graphs. "
     "[All rows]({tables})."
 )
-SHORT_HEADER = ("case", "fusewright, eager", "replayed", "fastest other, eager")
+SHORT_HEADER = "case | fusewright, eager | replayed | fastest other, eager"
 
-
-class Step(NamedTuple):
-    """One provider at one case: milliseconds by pass, rate of the step, memory."""
-
-    ms: dict[str, float]
-    tokens_per_second: float
-    tflops: float
-    gib: str
-
-
-Cases = dict[str, dict[str, Step]]
 Row = dict[str, str]
+# By case, provider and pass.
+Cases = dict[str, dict[str, dict[str, Row]]]
 
 
 def rows_of(path: Path, columns: list[str]) -> list[Row] | None:
@@ -143,34 +103,29 @@ def rate_of(row: Row) -> float:
     return 1e3 * tokens / float(row["ms"])
 
 
+def ms_of(row: Row) -> str:
+    return f"{float(row['ms']):,.1f}"
+
+
 def gib(row: Row) -> str:
     return f"{float(row['mem_mib']) / 1024:.1f}" if row["mem_mib"] else ""
 
 
-def markdown(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 2) -> str:
+def markdown(header: str, lines: Iterable[Sequence[str]], left: int = 2) -> str:
     """A table, all columns but the first few to the right."""
-    rule = ("---",) * left + ("---:",) * (len(header) - left)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
+    names = header.split(" | ")
+    rule = ["---"] * left + ["---:"] * (len(names) - left)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (names, rule, *lines))
 
 
 def read(path: Path) -> Cases | None:
-    """Steps of TransformerNP by case and provider, in the order of the file; None where its columns
-    are others.
-    """
-    rows = rows_of(path, COLUMNS)
-    if rows is None:
-        return None
-    passes: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
+    """Rows of TransformerNP, in the order of the file; None where its columns are others."""
+    rows, cases = rows_of(path, COLUMNS), Cases()
+    for row in rows or ():
         if row["op"] == "TransformerNP":
-            passes.setdefault((row["case"], row["provider"]), {})[row["pass"]] = row
-    cases: Cases = {}
-    for (case, provider), found in passes.items():
-        ms = {name: float(row["ms"]) for name, row in found.items()}
-        step = found["step"]
-        told = Step(ms, rate_of(step), float(step["tflops"]), gib(step))
-        cases.setdefault(case, {})[provider] = told
-    return cases
+            steps = cases.setdefault(row["case"], {})
+            steps.setdefault(row["provider"], {})[row["pass"]] = row
+    return None if rows is None else cases
 
 
 def text_rows(path: Path, op: str) -> list[tuple[str, ...]]:
@@ -181,12 +136,7 @@ def text_rows(path: Path, op: str) -> list[tuple[str, ...]]:
     found.sort(key=lambda row: (order.index(row["case"]), not is_ours(row["provider"])))
     named = ("case", "provider", "timing")
     return [
-        (
-            *(row[name] for name in named),
-            f"{rate_of(row):,.0f}",
-            f"{float(row['ms']):,.1f}",
-            gib(row),
-        )
+        (*(row[name] for name in named), f"{rate_of(row):,.0f}", ms_of(row), gib(row))
         for row in found
     ]
 
@@ -198,14 +148,14 @@ def switch_rows(path: Path) -> list[tuple[str, ...]]:
         ms = float(row["ms"])
         before = ms if row["ours"] == "none" else before
         shares = (f"{100 * float(row[name]):.1f} %" for name in ("waiting", "evaluation"))
-        times = f"{ms:,.1f}", f"{rate_of(row):,.0f}", f"{before / ms:.2f}"
+        times = ms_of(row), f"{rate_of(row):,.0f}", f"{before / ms:.2f}"
         lines.append((row["case"], row["ours"], *times, gib(row), *shares))
     return lines
 
 
 def depth_rows(path: Path) -> list[tuple[str, ...]]:
     """A line for each mode at each depth."""
-    names = [f"{name}_mib" for name in DEPTH_HEADER[2:]]
+    names = [f"{name}_mib" for name in DEPTHS]
     return [
         (row["case"], row["mode"], *(f"{float(row[x]):,.1f}" if row[x] else "" for x in names))
         for row in rows_of(path, DEPTH_COLUMNS) or ()
@@ -222,19 +172,13 @@ def table(cases: Cases) -> str:
     """A markdown table, a line for each provider at each case."""
     lines = []
     for case, steps in cases.items():
-        most = max(step.tokens_per_second for step in steps.values())
-        for provider, step in steps.items():
-            rate = f"{step.tokens_per_second:,.0f}"
-            lines.append(
-                (
-                    case,
-                    provider,
-                    f"**{rate}**" if step.tokens_per_second == most else rate,
-                    *(f"{step.ms[name]:,.1f}" for name in ("step", *STAGES)),
-                    f"{step.tflops:.0f}",
-                    step.gib,
-                )
-            )
+        most = max(rate_of(passes["step"]) for passes in steps.values())
+        for provider, passes in steps.items():
+            step = passes["step"]
+            rate = f"{rate_of(step):,.0f}"
+            rate = f"**{rate}**" if rate_of(step) == most else rate
+            times = (ms_of(passes[name]) for name in ("step", *STAGES))
+            lines.append((case, provider, rate, *times, f"{float(step['tflops']):.0f}", gib(step)))
     return markdown(HEADER, lines)
 
 
@@ -318,13 +262,14 @@ def optimizer_lines(found: dict[str, Runs]) -> list[tuple[str, ...]]:
 def optimizer_parts(path: Path, rows: list[OptimizerPoint]) -> list[str]:
     """Paragraph, picture and table of a comparison."""
     found, name = runs_of(rows), COMPARED[rows[0].model]
-    told = TOLD_OF_OPTIMIZERS.format(
-        model=name,
-        name=path.name,
-        steps=max(row.step for row in rows),
-        seeds=max(runs.seeds for runs in found.values()),
-        rates=max(len(runs.rates) for runs in found.values()),
-        grid_seeds=max(runs.grid_seeds for runs in found.values()),
+    told = (
+        f"{name} after {max(row.step for row in rows)} steps from each of "
+        f"{max(runs.seeds for runs in found.values())} seeds, less is better: "
+        f"[{path.name}]({path.name}). Peak rates are the best of "
+        f"{max(len(runs.rates) for runs in found.values())} each, by runs from other seeds, "
+        f"{max(runs.grid_seeds for runs in found.values())} a rate; a rate at an end of its grid "
+        "is marked *. Scores are of the seeds whose runs ended with a finite one. Seconds are of "
+        "all steps of a run."
     )
     table = markdown(OPTIMIZER_HEADER, optimizer_lines(found), left=1)
     return [told, f"![{name}, by optimizer]({path.stem}.png)", table]
@@ -346,23 +291,20 @@ def selection_parts(path: Path, rows: list[SelectionPoint]) -> list[str]:
     last, first = ([row for row in rows if row.step == step] for step in (steps[-1], start))
     (behind,) = (row for row in last if row.layer == LAST)
     worst, best = max(later, key=divergence.__getitem__), min(later, key=divergence.__getitem__)
-    told = TOLD_OF_SELECTION.format(
-        name=path.name,
-        steps=steps[-1],
-        seconds=of_stack("seconds"),
-        selected=of_stack("selected"),
-        of_window=of_stack("selected") / of_stack("window"),
-        of_random=of_stack("selected") / of_stack("random"),
-        last_of_window=behind.selected / behind.window,
-        last_of_random=behind.selected / behind.random,
-        kl=of_stack("kl"),
-        share=of_stack("kl") / of_stack("kl_uniform"),
-        start=start,
-        begin=divergence[start],
-        worst=worst,
-        highest=divergence[worst],
-        best=best,
-        lowest=divergence[best],
+    selected, kl = of_stack("selected"), of_stack("kl")
+    told = (
+        f"HybridLM `mini`, what its indexers select after {steps[-1]} steps in "
+        f"{of_stack('seconds'):.0f} s, held out: [{path.name}]({path.name}). In the mean over the "
+        f"layers of the stack the selected keys hold {selected:.3f} of the dense attention's mass, "
+        f"{selected / of_stack('window'):.1f} times as much as a window of as many and "
+        f"{selected / of_stack('random'):.1f} times as much as a random choice before that window; "
+        "behind the stack, in the layer that predicts the token after next, "
+        f"{behind.selected / behind.window:.1f} and {behind.selected / behind.random:.1f} times. "
+        f"The indexers learn from step {start} on; then their divergence from the attention is "
+        f"{divergence[start]:.3f} nats and at the end {kl:.3f}, {kl / of_stack('kl_uniform'):.2f} "
+        "of that of an indexer that tells no key from another. In between it is at most "
+        f"{divergence[worst]:.3f}, at step {worst}, and at least {divergence[best]:.3f}, at step "
+        f"{best}. By layer, with that share when they begin to learn and at the end:"
     )
     lines = []
     for row, before in zip(last, first, strict=True):
@@ -434,21 +376,14 @@ def short(folder: Path, op: str) -> str:
     return "Nothing has been measured yet."
 
 
-def fastest(rows: list[Row]) -> tuple[str, str, str]:
+def fastest(rows: list[Row]) -> list[str]:
     """Tokens/s of ours, eager and replayed, and of another provider, with its name."""
-    ours, graph, others = (
-        max(
-            (
-                (rate_of(row), row["provider"])
-                for row in rows
-                if is_ours(row["provider"]) == mine and row["timing"] == timing
-            ),
-            default=None,
-        )
-        for mine, timing in ((True, "wall"), (True, "graph"), (False, "wall"))
-    )
-    told = [f"{found[0]:,.0f}" if found else "" for found in (ours, graph)]
-    return told[0], told[1], f"{others[1]} {others[0]:,.0f}" if others else ""
+    told = []
+    for mine, timing in ((True, "wall"), (True, "graph"), (False, "wall")):
+        some = (row for row in rows if row["timing"] == timing and is_ours(row["provider"]) == mine)
+        rate, name = max(((rate_of(row), row["provider"]) for row in some), default=(0.0, ""))
+        told.append(f"{'' if mine else name + ' '}{rate:,.0f}" if name else "")
+    return told
 
 
 def draw(path: Path, cases: Cases) -> Any:
@@ -463,8 +398,8 @@ def draw(path: Path, cases: Cases) -> Any:
     panels = figure.subplots(1, len(cases), squeeze=False)[0]
     handles: dict[str, Any] = {}
     for panel, (case, steps) in zip(panels, cases.items(), strict=True):
-        for place, (provider, step) in enumerate(steps.items()):
-            bar = panel.bar(place, step.tokens_per_second, color=colours[provider])
+        for number, (provider, passes) in enumerate(steps.items()):
+            bar = panel.bar(number, rate_of(passes["step"]), color=colours[provider])
             handles.setdefault(provider, bar)
         panel.set(title=case, xticks=[])
         panel.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
@@ -473,14 +408,9 @@ def draw(path: Path, cases: Cases) -> Any:
         panel.set_axisbelow(True)
     panels[0].set_ylabel("tokens/s")
     figure.suptitle(f"{Results(path, {}).environment}: TransformerNP, one training step in bf16")
-    names = [name for name in providers if name in handles]
-    figure.legend(
-        [handles[name] for name in names],
-        names,
-        loc="outside lower center",
-        ncols=min(6, len(names)),
-        frameon=False,
-    )
+    columns = min(6, len(handles))
+    place: Any = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    figure.legend(handles.values(), handles.keys(), **place)
     return figure
 
 

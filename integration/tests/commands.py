@@ -12,6 +12,10 @@ import pytest
 import torch
 import typer
 from click.testing import Result
+from fusewright_models.bench.__main__ import app as bench
+from fusewright_models.cli import transformer_np
+from fusewright_models.training import trainer
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 # Of a language model; `draw` has its own.
@@ -25,6 +29,18 @@ def invoke(program: typer.Typer | Callable[..., None], *arguments: object) -> Re
         program.command()(command)
     environment = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
     return CliRunner().invoke(program, [*map(str, arguments)], env=environment)
+
+
+def bench_of(model: str, *arguments: object, device: str = "cpu", shape: str = "1,20") -> Result:
+    """Of the smallest preset of a language model."""
+    sizes = ["--preset", "tiny", "--seconds", "0", "--shape", shape]
+    return invoke(bench, model, *sizes, "--device", device, *arguments)
+
+
+def leave_out_pictures(patch: pytest.MonkeyPatch) -> None:
+    """A picture takes longer than the training of a tiny model."""
+    patch.setattr(trainer, "plot_loss", lambda folder: None)
+    patch.setattr(transformer_np, "draw_predictions", lambda *given: Figure())
 
 
 def assert_refused(result: Result, message: str, folder: Path | None = None) -> None:

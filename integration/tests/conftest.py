@@ -1,33 +1,25 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from fusewright_models import TransformerNP, TransformerNPConfig
-from fusewright_models.models.titan_mac import TITAN_MAC, VARIANTS, TitanMAC, TitanMACConfig
+from fusewright_models import TransformerNP
+from fusewright_models.bench.harness import Harness
+from fusewright_models.cli import text as cli_text
+from fusewright_models.models.titan_mac import TITAN_MAC, VARIANTS, TitanMAC
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .commands import leave_out_pictures, written_text
+from .trainers import SMALL, SMALL_TITAN_MAC
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
 
-SMALL = TransformerNPConfig(
-    x_width=3, width=16, layers=3, heads=2, feed_forward_width=21, components=4
-)
-SMALL_TITAN_MAC = TitanMACConfig(
-    vocab_size=11,
-    dim=16,
-    layers=2,
-    heads=2,
-    segment=8,
-    persistent=2,
-    memory_chunk=4,
-    memory_heads=2,
-    memory_hidden=8,
-)
 KINDS = {
     "mac": {},
     "mag": {"variant": "mag"},
@@ -78,6 +70,32 @@ def weights(tmp_path_factory):
     file = tmp_path_factory.mktemp("network") / "model.safetensors"
     save_file(tensors, file)
     return file
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The only data of most runs of language models."""
+    return written_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def short_samples() -> Iterator[None]:
+    """A language model's run ends with a few tokens of its own, of the session's all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli_text, "SAMPLE_TOKENS", 8)
+        yield
+
+
+@pytest.fixture
+def without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a collection of garbage takes longer than what a benchmark measures here."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(Harness, "let_go", lambda harness: None)
+
+
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out_pictures(monkeypatch)
 
 
 @pytest.fixture
@@ -172,11 +190,6 @@ class Sized(NamedTuple):
         tokens = torch.randint(config.vocab_size, (3, 1100), device="cuda")
         return cls(TitanMAC(config).cuda(), tokens, (0, 63, 64, 511, 512, 700, 1099))
 
-    def changed(self, index: tuple) -> Tensor:
-        tokens = self.tokens.clone()
-        tokens[index] = (tokens[index] + 1) % self.model.config.vocab_size
-        return tokens
-
     def computing(self) -> torch.autocast:
         device = self.tokens.device.type
         return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
@@ -185,12 +198,6 @@ class Sized(NamedTuple):
     def read(self, tokens: Tensor) -> Tensor:
         with self.computing():
             return self.model(tokens)[0]
-
-
-@pytest.fixture
-def small_titan_mac() -> TitanMACConfig:
-    """What ``titan_mac`` makes, where nothing is changed."""
-    return SMALL_TITAN_MAC
 
 
 @pytest.fixture

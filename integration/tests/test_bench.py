@@ -17,15 +17,17 @@ from torch.nn.attention import SDPBackend
 
 from .commands import assert_refused, flags_of, invoke, rows_of
 
+pytestmark = pytest.mark.usefixtures("without_collections")
+
 EAGER = "sdpa-unpruned,sdpa,fusewright"
 # What torch takes on the CPU stands in the row.
 EAGER_ROWS = ["sdpa-unpruned (flash)", "sdpa (flash)", "fusewright"]
-TINY = ["--preset", "tiny", "--seconds", "0", "--shape", "8,6,2"]
+TINY = ["--preset", "tiny", "--seconds", "0"]
 CASE = "M=8 N=6 B=2"
 
 
-def run(*arguments, device: str = "cpu"):
-    return invoke(main, *TINY, "--device", device, *arguments)
+def run(*arguments, device: str = "cpu", shape: str = "8,6,2"):
+    return invoke(main, *TINY, "--shape", shape, "--device", device, *arguments)
 
 
 def line_of(output: str, provider: str) -> str:
@@ -117,7 +119,7 @@ def test_ours_that_fails_is_a_line_and_an_exit_code(tmp_path, monkeypatch):
 
 
 def test_loss_of_one_target_is_within_its_allowance():
-    result = run("--provider", "fusewright", "--shape", "1,1,1")
+    result = run("--provider", "fusewright", shape="1,1,1")
     assert result.exit_code == 0, result.output
 
 
@@ -293,7 +295,7 @@ def test_gpu_that_is_not_there_is_said_in_one_sentence():
 
 @pytest.mark.gpu
 def test_every_provider_is_measured_on_the_gpu(tmp_path):
-    result = run("--out", tmp_path, "--preset", "demo", "--shape", "160,6,2", device="cuda")
+    result = run("--out", tmp_path, device="cuda", shape="160,6,2")
     assert result.exit_code == 0, result.output
     rows = rows_of(tmp_path)
     assert {row["provider"].partition(" (")[0] for row in rows} == {*PROVIDER_NAMES}

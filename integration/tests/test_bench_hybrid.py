@@ -3,27 +3,25 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fusewright_models.bench import depth, hybrid
-from fusewright_models.bench.__main__ import app
+from fusewright_models.bench import depth
 from fusewright_models.bench.depth import Memory, Peaks, nbytes
 from fusewright_models.bench.hybrid import HybridHarness, peer_model
 from fusewright_models.bench.text import TextShape
 from fusewright_models.models.hybrid import HYBRID, HybridLM
 from torch import nn
 
-from .commands import assert_refused, invoke, rows_of
+from .commands import bench_of, rows_of
+
+pytestmark = pytest.mark.usefixtures("without_collections")
 
 TINY = HYBRID["tiny"]
 CPU = torch.device("cpu")
-
-
-def run(*arguments, device: str = "cpu", shape: str = "1,20"):
-    sizes = ["--preset", "tiny", "--seconds", "0", "--shape", shape]
-    return invoke(app, "hybrid", *sizes, "--device", device, *arguments)
+run = partial(bench_of, "hybrid")
 
 
 def test_steps_are_rows_and_a_missing_peer_is_a_line(tmp_path, monkeypatch):
@@ -38,21 +36,6 @@ def test_steps_are_rows_and_a_missing_peer_is_a_line(tmp_path, monkeypatch):
         assert row["case"] == "dim=64 layers=4 B=1 T=20"
         assert (row["pass"], row["dtype"], row["timing"]) == ("step", "bf16", "wall")
         assert 0.0 < float(row["ms_p20"]) <= float(row["ms"]) <= float(row["ms_p80"])
-
-
-def test_wrong_loss_of_ours_is_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(hybrid, "our_loss", lambda model, tokens: model.loss(tokens) + 0.5)
-    result = run("--provider", "fusewright", "--out", tmp_path)
-    assert result.exit_code == 1
-    assert "is not within" in result.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_allowance_is_what_a_wrong_loss_exceeds():
-    harness = HybridHarness(TINY, CPU, 0.0, True, None, None)
-    expected = harness.expected(TextShape(2, 40))
-    assert 0.0 < expected.allowed < 0.01 * expected.loss
-    assert expected.complaint(1.01 * expected.loss)
 
 
 def test_providers_differ_in_who_computes_and_what_is_kept():
@@ -133,8 +116,6 @@ def test_depth_that_fails_is_a_line_and_plain_autograd_may(tmp_path, monkeypatch
         return Memory(2**22, 2**20, 0, 2**21)
 
     monkeypatch.setattr(depth, "measured", measured)
-    # A collection of garbage takes longer than all else here.
-    monkeypatch.setattr(HybridHarness, "let_go", lambda harness: None)
     for failing, code in (("plain", 0), ("exact", 1)):
         # Rows that the file has are replaced.
         for _ in range(2):
@@ -162,7 +143,7 @@ def test_gradients_that_lie_there_are_no_activations(monkeypatch, mode):
         Peaks, "look", lambda self, gradients: (of_layers.append(gradients), look(self, gradients))
     )
     peaks.watch(step.model)
-    step.run(peaks)
+    step.run(peaks.mark)
     layers = step.model.stack.layers
     behind = nbytes(step.model) - sum(map(nbytes, layers))
     later = [behind + sum(map(nbytes, layers[place + 1 :])) for place in (3, 2, 1, 0)]
@@ -184,30 +165,6 @@ def test_stretch_of_a_step_has_its_own_gradients(monkeypatch):
     # The optimizer's is no part.
     peaks.mark()
     assert (peaks.highest, peaks.activations) == (850, 800)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shape", "64"], "a shape is B,T such as 4,4096; got '64'"),
-        (["--shape", "4,1"], "T must be at least 2, for a token after next; got 1"),
-        (["--provider", "jax"], "provider must be of fusewright, .*; got 'jax'"),
-        (["--depths", "8,x"], "depths are numbers of layers such as 8,16,32; got '8,x'"),
-        (["--depths", "8,0"], "depths must be at least 1; got '8,0'"),
-        (["--preset", "huge"], "preset must be of tiny, .*; got 'huge'"),
-    ],
-)
-def test_bad_options_get_one_clear_sentence(arguments, message):
-    assert_refused(run(*arguments), message)
-
-
-@pytest.mark.gpu
-def test_eager_steps_and_replayed_ones_are_measured_on_the_gpu(tmp_path):
-    result = run("--provider", "fusewright", "--out", tmp_path, device="cuda", shape="2,200")
-    assert result.exit_code == 0, result.output
-    rows = rows_of(tmp_path)
-    assert [row["timing"] for row in rows] == ["wall", "graph"]
-    assert all(float(row["mem_mib"]) > 0.0 for row in rows)
 
 
 @pytest.mark.gpu

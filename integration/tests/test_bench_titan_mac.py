@@ -2,31 +2,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from fusewright_models.bench import switches, titan_mac
 from fusewright_models.bench.__main__ import app
 from fusewright_models.bench.results import COLUMNS
-from fusewright_models.bench.switches import (
-    SWITCHES,
-    SwitchedStep,
-    taken_back,
-    waiting_share,
-)
-from fusewright_models.bench.text import Text, TextShape
+from fusewright_models.bench.switches import SWITCHES, taken_back, waiting_share
+from fusewright_models.bench.text import TextShape
 from fusewright_models.bench.titan_mac import TitanMACHarness
 from fusewright_models.models.titan_mac import TITAN_MAC, TitanMAC
 
-from .commands import assert_refused, invoke, rows_of
+from .commands import assert_refused, bench_of, invoke, rows_of
+
+pytestmark = pytest.mark.usefixtures("without_collections")
 
 SMALL = replace(TITAN_MAC["tiny"], dim=32, segment=16, memory_chunk=8)
 CASE = "dim=64 layers=2 B=1 T=20"
-
-
-def run(*arguments, device: str = "cpu", shape: str = "1,20"):
-    sizes = ["--preset", "tiny", "--seconds", "0", "--shape", shape]
-    return invoke(app, "titan-mac", *sizes, "--device", device, *arguments)
+run = partial(bench_of, "titan-mac")
 
 
 def test_step_is_a_row_and_a_missing_peer_a_line(tmp_path, monkeypatch):
@@ -63,32 +57,6 @@ def test_rows_name_what_the_case_does_not(tmp_path, options, provider):
     result = run("--provider", "fusewright", "--no-check", "--out", tmp_path, *options)
     assert result.exit_code == 0, result.output
     assert [row["provider"] for row in rows_of(tmp_path)] == [provider]
-
-
-def test_wrong_loss_of_ours_is_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(titan_mac, "our_loss", lambda model, tokens: model.loss(tokens) + 0.5)
-    result = run("--provider", "fusewright", "--out", tmp_path)
-    assert result.exit_code == 1
-    assert "is not within" in result.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_allowance_of_bf16_is_what_a_wrong_loss_exceeds():
-    """A model that cannot remember errs by more than rounding does."""
-    harness = TitanMACHarness(SMALL, torch.device("cpu"), 0.0, True, None, None)
-    expected = harness.expected(TextShape(2, 40))
-    assert 0.0 < expected.allowed < 0.01 * expected.loss
-    assert expected.complaint(expected.loss) is None
-    assert expected.complaint(1.01 * expected.loss)
-    assert expected.complaint(float("nan"))
-
-
-def test_every_step_reads_the_same_tokens():
-    text = Text(11, 5, torch.device("cpu"))
-    tokens = text.sample(3)
-    assert tokens.shape == (3, 6)
-    assert tokens is text.sample(3)
-    assert 0 <= tokens.min() <= tokens.max() < 11
 
 
 @pytest.mark.sampled
@@ -165,7 +133,6 @@ def test_switches_are_a_line_and_a_row_each(tmp_path, monkeypatch):
 def test_waiting_is_the_time_of_reading_the_loss(monkeypatch):
     harness = TitanMACHarness(SMALL, torch.device("cpu"), 0.0, False, None, None)
     step = harness.step(TextShape(1, 9), "fusewright")
-    step = SwitchedStep(step.model, step.sampler, step.batch, step.loss_function, step.optimizer)
     step.reads = True
     read = torch.Tensor.item
     monkeypatch.setattr(torch.Tensor, "item", lambda x: time.sleep(0.3) or read(x))
@@ -184,29 +151,3 @@ def test_step_that_reads_nothing_waits_for_nothing():
 
 def test_providers_of_the_other_model_are_still_the_default_command():
     assert_refused(invoke(app, "--provider", "jax"), "provider must be of sdpa-unpruned")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shape", "64"], "a shape is B,T such as 4,4096; got '64'"),
-        (["--shape", "4,0"], "B and T must be at least 1; got '4,0'"),
-        (["--provider", "jax"], "provider must be of fusewright, .*; got 'jax'"),
-        (["--preset", "huge"], "preset must be of tiny, .*; got 'huge'"),
-        (["--variant", "mad"], "'mad' is not one of"),
-        (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
-    ],
-    ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else "",
-)
-def test_bad_options_get_one_clear_sentence(arguments, message):
-    assert_refused(run(*arguments), message)
-
-
-@pytest.mark.gpu
-def test_eager_steps_and_replayed_ones_are_measured_on_the_gpu(tmp_path):
-    arguments = ("--provider", "fusewright", "--out", tmp_path)
-    result = run(*arguments, device="cuda", shape="2,200")
-    assert result.exit_code == 0, result.output
-    rows = rows_of(tmp_path)
-    assert [row["timing"] for row in rows] == ["wall", "graph"]
-    assert all(float(row["mem_mib"]) > 0.0 for row in rows)

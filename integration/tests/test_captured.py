@@ -33,6 +33,7 @@ from fusewright_models.training.optimizer_traits import counts, set_counts
 
 from .trainers import assert_same_bits, quiet_trainer, tiny
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
 CONFIG = TrainingConfig(steps=44, batch_size=2, warmup_steps=4, log_every=4, evaluate_every=20)
 
 
@@ -83,9 +84,13 @@ def make(path, *, stood, name="adamw", ragged=True, gives=None, **changes) -> Tr
     return trainer
 
 
-def run_both(path, **options) -> list[Trainer]:
+def both(path, **options) -> list[Trainer]:
     """Eager and replayed."""
-    trainers = [make(path / str(stood), stood=stood, **options) for stood in (False, True)]
+    return [make(path / str(stood), stood=stood, **options) for stood in (False, True)]
+
+
+def run_both(path, **options) -> list[Trainer]:
+    trainers = both(path, **options)
     for trainer in trainers:
         trainer.run()
     return trainers
@@ -118,9 +123,7 @@ def test_shapes_beyond_the_most_stay_eager_and_are_told_of_once(tmp_path, monkey
 
 
 def test_capture_that_fails_leaves_the_training_as_it_is(tmp_path):
-    one, other = trainers = [
-        make(tmp_path / str(stood), stood=stood, name="m3") for stood in (False, True)
-    ]
+    one, other = trainers = both(tmp_path, name="m3")
     other.stepper.fails = True
     for trainer in trainers:
         trainer.run()
@@ -130,9 +133,7 @@ def test_capture_that_fails_leaves_the_training_as_it_is(tmp_path):
 
 
 def test_capture_that_fails_later_lets_go_of_the_graphs(tmp_path):
-    one, other = trainers = [
-        make(tmp_path / str(stood), stood=stood, name="nested") for stood in (False, True)
-    ]
+    one, other = trainers = both(tmp_path, name="nested")
     for trainer in trainers:
         trainer.run(until=10)
     stepper = other.stepper
@@ -195,12 +196,7 @@ TOLD = "not all batches give gradients to the same parameters"
 )
 def test_parameter_with_gradients_of_some_batches_leaves_an_eager_run(tmp_path, kind, name):
     gives, changes = SOMETIMES[kind]
-    one, other = trainers = [
-        make(tmp_path / str(stood), stood=stood, name=name, gives=gives, steps=24, **changes)
-        for stood in (False, True)
-    ]
-    for trainer in trainers:
-        trainer.run()
+    one, other = run_both(tmp_path, name=name, gives=gives, steps=24, **changes)
     assert other.stepper.failed
     assert not other.stepper.graphs
     assert not other.stepper.gradients

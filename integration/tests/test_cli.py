@@ -17,6 +17,7 @@ from .commands import (
     flags_of,
     interrupted,
     invoke,
+    leave_out_pictures,
     metrics,
 )
 
@@ -64,6 +65,7 @@ def test_same_seed_same_run_and_interrupted_run_resumes_to_it(tmp_path, monkeypa
     assert (whole / "predictions.png").read_bytes() == (parts / "predictions.png").read_bytes()
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_run_stopped_before_its_first_checkpoint_resumes_from_its_start(tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(*TINY, "--out", whole).exit_code == 0
@@ -101,7 +103,9 @@ def test_run_that_is_not_finite_ends_in_one_sentence(tmp_path, optimizer, what):
 def finished(tmp_path_factory) -> Path:
     """The folder of a run of one step, to be copied."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    assert run(*TINY, "--steps", "1", "--out", folder).exit_code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        leave_out_pictures(patch)
+        assert run(*TINY, "--steps", "1", "--out", folder).exit_code == 0
     return folder
 
 
@@ -215,6 +219,7 @@ def test_one_task_of_one_context_point_and_one_target_trains(tmp_path, norm, sca
     assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_options_reach_the_run(tmp_path):
     choices = {
         "--norm": "post",

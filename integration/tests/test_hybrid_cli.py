@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from fusewright_models.cli import app
-from fusewright_models.cli import text as text_command
 from fusewright_models.cli.hybrid import HybridBatch, HybridRun, WarmedWindows, all_losses
 from fusewright_models.models.hybrid import HYBRID, HybridLM
 from fusewright_models.text import Windows
@@ -24,8 +23,9 @@ from .commands import (
     assert_same_weights,
     invoke,
     metrics,
-    written_text,
 )
+
+pytestmark = pytest.mark.usefixtures("short_samples")
 
 TINY = "--preset tiny --seq-len 20 --batch-size 2 --max-steps 5 --log-every 2 --eval-every 3"
 TINY = [*TINY.split(), "--indexer-warmup", "2", "--backend", "reference"]
@@ -36,20 +36,8 @@ def run(*arguments):
     return invoke(app, *arguments)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def short_samples():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_command, "SAMPLE_TOKENS", 8)
-        yield
-
-
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return written_text(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, text):
+def finished(tmp_path_factory, text, short_samples):
     """The folder of a short run, which is only read, and what it printed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     result = run("hybrid", *TINY, "--dataset", text, "--out", folder)

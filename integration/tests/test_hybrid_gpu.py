@@ -13,6 +13,7 @@ from fusewright_models.training import Trainer, TrainingConfig, adamw
 from fusewright_testkit import no_synchronisation
 from rich.console import Console
 
+from .properties import assert_every_parameter_learns, assert_nothing_sees_the_future
 from .steps import SEEDS, check_final_losses, check_steps, trained
 
 pytestmark = pytest.mark.gpu
@@ -46,31 +47,23 @@ def stepped(model: HybridLM, tokens: torch.Tensor, **options) -> list[torch.Tens
     return found + [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@torch.no_grad()
 def test_future_token_changes_nothing_before_it():
-    model, tokens = make().eval(), draw()
+    model = make().eval()
     with bf16():
-        before = model(tokens)
-        for place in (1, 63, 64, 300, LENGTH):
-            changed = tokens.clone()
-            changed[0, place] = (changed[0, place] + 7) % 256
-            after = model(changed)
-            assert torch.equal(after[0, :place], before[0, :place])
-            assert not torch.equal(after[0, place:], before[0, place:])
-            assert torch.equal(after[1], before[1])
+        assert_nothing_sees_the_future(model, draw(), (1, 63, 64, 300, LENGTH), 256)
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 def test_every_parameter_has_had_a_gradient_within_three_steps(dense):
     model, tokens = make(), draw()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    had: set[str] = set()
-    for _ in range(3):
-        found = stepped(model, tokens, dense=dense)
-        assert all(x.isfinite().all() for x in found)
-        had |= {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
-        optimizer.step()
-    assert {name for name, _ in model.named_parameters()} == had
+
+    def loss():
+        with bf16():
+            losses = model.losses(tokens, dense=dense)
+        assert all(x.isfinite().all() for x in losses[:6])
+        return losses.total
+
+    assert_every_parameter_learns(model, loss, lr=1e-2)
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
@@ -89,12 +82,12 @@ SIZES = {"dim": 128, "delta_heads": 2, "sparse_heads": 2, "feed_forward_width": 
 def test_steps_in_bf16_follow_the_reference():
     """Attention is dense: what a query selects is no continuous function of anything."""
     models = (make(backend, **SIZES) for backend in ("triton", "reference"))
-    tokens = draw(length=130)
+    tokens = draw(length=100)
     losses = check_steps(
         *models,
         lambda model, step: model.losses(tokens.roll(step, 1), dense=True).total,
-        (0, 1, 10, 20),
-        steps=21,
+        (0, 10),
+        steps=11,
         dtype=torch.bfloat16,
     )
     assert losses[-1] < losses[0]

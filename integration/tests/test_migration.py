@@ -12,7 +12,6 @@ import torch
 import typer
 from fusewright_models.bench.__main__ import app as bench
 from fusewright_models.cli import app
-from fusewright_models.cli import text as text_command
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,15 +96,14 @@ def commands() -> list[str]:
     return [x for x in lines if x.startswith("fusewright-train") and "--wandb" not in x]
 
 
+@pytest.mark.usefixtures("without_pictures", "short_samples")
 @pytest.mark.parametrize("line", commands())
-def test_training_command_runs(line, tmp_path, monkeypatch):
+def test_training_command_runs(line, tmp_path, text):
     """One step of the smallest preset; its own flags stand before those."""
-    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 8)
-    (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(2000)))
     _, name, *flags = shlex.split(line)
     flags += [*SMALL[name].split(), "--out", str(tmp_path / "run")]
     if name != "transformer-np":
-        flags += ["--dataset", str(tmp_path / "text.txt")]
+        flags += ["--dataset", str(text)]
     result = CliRunner().invoke(app, [name, *flags])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "run/metrics.jsonl").is_file()

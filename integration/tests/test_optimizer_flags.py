@@ -9,11 +9,11 @@ import re
 import pytest
 import torch
 from fusewright_models.cli import app
-from fusewright_models.cli import text as text_command
 from fusewright_models.training import OPTIMIZER_NAMES
 
-from .commands import assert_refused, invoke, metrics, written_text
+from .commands import assert_refused, invoke, metrics
 
+pytestmark = pytest.mark.usefixtures("without_pictures", "short_samples")
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
@@ -53,15 +53,9 @@ def test_flag_chooses_the_optimizer_and_its_rate(tmp_path, weights, name):
     assert_chosen(config, saved, name, mine, rate=2e-3, decay=0.01)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return written_text(tmp_path_factory.mktemp("data"), 200)
-
-
 @pytest.mark.sampled
 @every_optimizer
-def test_titan_mac_is_trained_by_the_optimizer_of_the_flag(tmp_path, monkeypatch, text, name):
-    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 2)
+def test_titan_mac_is_trained_by_the_optimizer_of_the_flag(tmp_path, text, name):
     flags = [*TINY_TITAN_MAC, "--dataset", text]
     config, losses, saved = run_with(tmp_path / "run", name, flags)
     assert_chosen(config, saved, name, None, rate=4e-3, decay=0.1)
@@ -70,8 +64,7 @@ def test_titan_mac_is_trained_by_the_optimizer_of_the_flag(tmp_path, monkeypatch
     assert saved["step"] == 2
 
 
-def test_titan_mac_is_trained_by_the_network_of_the_flag(tmp_path, monkeypatch, text, weights):
-    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 2)
+def test_titan_mac_is_trained_by_the_network_of_the_flag(tmp_path, text, weights):
     flags = [*TINY_TITAN_MAC, "--dataset", text]
     found = []
     for number, more in enumerate(([], ["--optimizer-weights", weights])):

@@ -26,8 +26,16 @@ from fusewright_models.training.optimization import hidden_matrices
 from fusewright_models.training.optimizer_traits import OURS, network_digest
 from torch.utils import _pytree as pytree
 
-from .trainers import MODELS, quiet_trainer, tiny, training_lines
+from .trainers import (
+    MODELS,
+    assert_same_bits,
+    assert_same_state,
+    quiet_trainer,
+    tiny,
+    training_lines,
+)
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
 CONFIG = TrainingConfig(steps=24, batch_size=4, warmup_steps=2, log_every=4, evaluate_every=12)
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
@@ -74,17 +82,8 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path, make_trainer
     rest.resume()
     assert rest.step == 12
     rest.run()
-    for one, other in zip(whole.model.parameters(), rest.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    kept = ("step", "loss", "gradient_norm", "lr")
-    lines = [[[x[k] for k in kept] for x in training_lines(each)] for each in (whole, rest)]
-    assert lines[0] == lines[1]
-    states = [each.optimizer.state_dict() for each in (whole, rest)]
-    ours, theirs = (
-        [x for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor)] for state in states
-    )
-    # What has not been counted yet is NaN.
-    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True)
+    assert_same_bits(whole, rest)
+    assert_same_state(whole, rest)
 
 
 def test_checkpoint_of_another_optimizer_is_refused(tmp_path, make_trainer):

@@ -13,9 +13,9 @@ from fusewright_models.data import LinearRegression, Size
 
 from .steps import ENDS, SEEDS, LossOf, check_final_losses, check_steps, trained
 
-STEPS = 21
+STEPS = 11
 # Before anything is learned, and when AdamW has moved all of it some way.
-LOOKED_AT = (0, 1, 10, 20)
+LOOKED_AT = (0, 10)
 Batch = tuple[torch.Tensor, ...]
 Make = Callable[..., TransformerNP]
 
@@ -74,7 +74,8 @@ def test_steps_of_a_training_follow_the_reference(smallest, batches, norm):
 
 @every_norm
 def test_steps_with_ragged_batches_follow_the_reference(small, ragged, norm):
-    check_losses(lambda **given: small(norm=norm, **given), ragged)
+    """A block that computes context rows, and the last one, which does not."""
+    check_losses(lambda **given: small(norm=norm, layers=2, **given), ragged)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from fusewright_models.studies import compare_optimizers, selection_points
+from fusewright_models.studies import compare_optimizers, selection
 from fusewright_models.studies.compare_optimizers import Point
 from fusewright_models.studies.results import write
 from fusewright_testkit.report import BEGIN, COLUMNS, END
@@ -211,9 +211,9 @@ def test_tables_and_picture_of_a_comparison_that_are_behind_are_told(report, com
     assert report.problems(compared) == [f"{picture} is missing"]
 
 
-def point(step: int, layer: str, kl: float, selected: float) -> selection_points.Point:
+def point(step: int, layer: str, kl: float, selected: float) -> selection.Point:
     phase = "alone" if step <= 5 else "sparse"
-    return selection_points.Point(
+    return selection.Point(
         *(step, 2.0 * step, phase, layer, 2.0, kl, 1.0, 60.0),
         *(selected, 0.25, 0.125, 0.05),
     )
@@ -225,7 +225,7 @@ def test_tables_say_what_indexers_select(report, tmp_path):
     rows += [point(7, "4", 0.3, 0.4), point(7, "8", 0.2, 0.4), point(7, "last", 0.6, 0.4)]
     rows += [point(9, "4", 0.5, 0.5), point(9, "8", 0.3, 0.7), point(9, "last", 9.0, 0.1)]
     file = tmp_path / "results/selection-GPU.csv"
-    write(rows, file, selection_points.draw, number=".5g")
+    write(rows, file, selection.draw, number=".5g")
     ((told, picture, table),) = report.study_parts(tmp_path).values()
     assert "after 9 steps in 18 s" in told
     assert "hold 0.600 of the dense" in told
@@ -238,7 +238,7 @@ def test_tables_say_what_indexers_select(report, tmp_path):
     row = "| 8 | 60 | 0.700 | 0.250 | 0.125 | 0.050 | 0.300 | 1.000 | 0.60 | 0.30 |"
     assert row in table.splitlines()
     # A run that was over before the indexers began.
-    write(rows[:6], file, selection_points.draw)
+    write(rows[:6], file, selection.draw)
     assert (
         "at most 0.700, at step 5, and at least 0.700, at step 5."
         in report.study_parts(tmp_path)[file][0]

@@ -21,8 +21,7 @@ from fusewright_models.studies.attention_mass import (
 )
 from fusewright_models.studies.late_indexers import LateBatch, late_losses
 from fusewright_models.studies.results import columns
-from fusewright_models.studies.selection import evaluate_selection
-from fusewright_models.studies.selection_points import Point
+from fusewright_models.studies.selection import Point, evaluate_selection
 from rich.console import Console
 
 from .commands import assert_refused, invoke, rows_of, written_text

@@ -24,11 +24,12 @@ from .commands import (
     invoke,
     metrics,
     weights,
-    written_text,
 )
 
 datasets = pytest.importorskip("datasets", reason="the extra 'text' is not installed")
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("short_samples")
 
 SIZES = "--num-layers 1 --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4"
 SMALL = f"--preset tiny {SIZES} --seq-len 20"
@@ -38,17 +39,6 @@ TINY = [*SMALL.split(), *STEPS.split()]
 
 def run(*arguments):
     return invoke(app, *arguments)
-
-
-@pytest.fixture(autouse=True)
-def short_samples(monkeypatch):
-    monkeypatch.setattr(text_command, "SAMPLE_TOKENS", 8)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """The only data of most runs here."""
-    return written_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.sampled
@@ -271,12 +261,10 @@ def test_empty_data_is_refused(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, text):
+def finished(tmp_path_factory, text, short_samples):
     """The folder of a short run, which is only read."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_command, "SAMPLE_TOKENS", 8)
-        assert run("titan-mac", *TINY, "--dataset", text, "--out", folder).exit_code == 0
+    assert run("titan-mac", *TINY, "--dataset", text, "--out", folder).exit_code == 0
     return folder
 
 

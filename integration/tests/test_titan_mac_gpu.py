@@ -88,12 +88,12 @@ def test_checkpointing_changes_no_gradient_of_the_kernels_in_bf16(variant):
 @every_variant
 def test_steps_in_bf16_follow_the_reference(variant):
     models = [make("l4", backend, variant=variant, **SIZES) for backend in ("triton", "reference")]
-    batches = [draw(models[0], 2, 301) for _ in range(21)]
+    batches = [draw(models[0], 2, 301) for _ in range(11)]
     check_steps(
         *models,
         lambda model, step: model.loss(batches[step]),
-        (0, 1, 10, 20),
-        steps=21,
+        (0, 10),
+        steps=11,
         dtype=torch.bfloat16,
     )
 

@@ -13,8 +13,9 @@ from fusewright_testkit import no_synchronisation
 
 from .commands import metrics
 from .steps import check_steps
-from .trainers import quiet_trainer
+from .trainers import assert_same_bits, assert_same_state, quiet_trainer
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
 CONFIG = TrainingConfig(steps=12, batch_size=4, warmup_steps=2, log_every=2, evaluate_every=6)
 
 
@@ -93,7 +94,9 @@ def test_loss_of_transformer_np_decreases(tmp_path, data):
     assert losses == sorted(losses, reverse=True)
 
 
-def test_metrics_hold_mean_loss_rate_and_evaluations(tmp_path):
+def test_metrics_hold_mean_loss_rate_and_evaluations(tmp_path, monkeypatch):
+    # With its picture.
+    monkeypatch.undo()
     seen = []
     trainer = linear_trainer(tmp_path, evaluate=lambda: {"score_log_likelihood": float(len(seen))})
     plain = trainer.stepper.loss_function
@@ -130,17 +133,8 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path, make):
     assert rest.step == 6
     rest.run()
 
-    for one, other in zip(whole.model.parameters(), rest.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    ours, theirs = whole.optimizer.state_dict(), rest.optimizer.state_dict()
-    for index, state in ours["state"].items():
-        assert all(torch.equal(state[name], theirs["state"][index][name]) for name in state)
-    kept = ("step", "loss", "gradient_norm", "lr")
-    lines = [
-        [{name: line[name] for name in kept} for line in trainer.folder.read_metrics()]
-        for trainer in (whole, rest)
-    ]
-    assert lines[0] == lines[1]
+    assert_same_bits(whole, rest)
+    assert_same_state(whole, rest)
 
 
 class Dealt:
@@ -293,8 +287,7 @@ def test_resumed_run_on_the_gpu_equals_uninterrupted_run(tmp_path):
     rest = transformer_trainer(tmp_path / "parts", device="cuda")
     rest.resume()
     rest.run()
-    for one, other in zip(whole.model.parameters(), rest.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_bits(whole, rest)
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ from fusewright_models.bench import plain
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
+from .properties import assert_every_parameter_learns
+
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("pruned", [True, False], ids=["pruned", "unpruned"])
@@ -148,15 +150,7 @@ def test_rows_of_a_batch_are_independent(small, rows):
 @pytest.mark.parametrize("scale", ["log_sigma", "softplus"])
 def test_every_parameter_gets_a_gradient_within_three_steps(small, rows, norm, scale):
     model = small(norm=norm, scale=scale)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    seen = {name: False for name, _ in model.named_parameters()}
-    for _ in range(3):
-        model.loss(*rows(2, 5, 6)).backward()
-        for name, parameter in model.named_parameters():
-            seen[name] |= parameter.grad is not None and bool((parameter.grad != 0).any())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert [name for name, reached in seen.items() if not reached] == []
+    assert_every_parameter_learns(model, lambda: model.loss(*rows(2, 5, 6)))
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -326,43 +320,3 @@ def test_input_that_does_not_fit_is_refused_before_anything_is_computed(
         with pytest.raises(error, match=message.format(name)):
             ask(**inputs)
     assert computed == []
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("width", 15),
-        ("width", 24),
-        ("width", 272),
-        ("layers", 0),
-        ("components", 0),
-        ("norm", "mid"),
-        ("scale", "sigma"),
-    ],
-)
-def test_wrong_configs_are_refused(small, field, value):
-    with pytest.raises(ValueError, match=f"{field} must be .*got"):
-        small(**{field: value})
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "wanted"),
-    [
-        ("indicator", 2, "True or False"),
-        ("indicator", "yes", "True or False"),
-        ("layers", 2.0, "an int"),
-        ("layers", True, "an int"),
-        ("width", 16.0, "an int"),
-        ("width", "16", "an int"),
-        ("components", None, "an int"),
-    ],
-    ids=str,
-)
-def test_configs_of_wrong_types_are_refused(small, field, value, wanted):
-    with pytest.raises(TypeError, match=f"{field} must be {wanted}; got {value!r}"):
-        small(**{field: value})
-
-
-def test_unknown_backend_is_refused(small):
-    with pytest.raises(ValueError, match=r"backend must be one of .*got 'cuda'"):
-        small(backend="cuda")

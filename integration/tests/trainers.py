@@ -6,7 +6,13 @@ from io import StringIO
 from pathlib import Path
 
 import torch
-from fusewright_models import TITAN_MAC, TitanMAC, TransformerNP, TransformerNPConfig
+from fusewright_models import (
+    TITAN_MAC,
+    TitanMAC,
+    TitanMACConfig,
+    TransformerNP,
+    TransformerNPConfig,
+)
 from fusewright_models.cli.presets import TRANSFORMER_NP
 from fusewright_models.cli.titan_mac import next_token_loss
 from fusewright_models.cli.transformer_np import negative_log_likelihood
@@ -14,7 +20,24 @@ from fusewright_models.data import make_sampler
 from fusewright_models.text import Windows
 from fusewright_models.training import RunFolder, Trainer
 from rich.console import Console
+from torch.utils import _pytree as pytree
 
+from .commands import assert_same_metrics
+
+SMALL = TransformerNPConfig(
+    x_width=3, width=16, layers=3, heads=2, feed_forward_width=21, components=4
+)
+SMALL_TITAN_MAC = TitanMACConfig(
+    vocab_size=11,
+    dim=16,
+    layers=2,
+    heads=2,
+    segment=8,
+    persistent=2,
+    memory_chunk=4,
+    memory_heads=2,
+    memory_hidden=8,
+)
 MODELS = ("titan-mac", "transformer-np")
 
 
@@ -44,11 +67,16 @@ def training_lines(trainer: Trainer) -> list[dict]:
 
 def assert_same_bits(one: Trainer, other: Trainer) -> None:
     """All that both have written, but times, and their parameters."""
-    timed = ("seconds", "tokens_per_second")
-    ours, theirs = (
-        [{name: line[name] for name in line if name not in timed} for line in lines]
-        for lines in (one.folder.read_metrics(), other.folder.read_metrics())
-    )
-    assert ours == theirs
+    assert_same_metrics(one.folder.path, other.folder.path)
     pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(p, q) for p, q in pairs)
+
+
+def assert_same_state(one: Trainer, other: Trainer) -> None:
+    """Of their optimizers."""
+    ours, theirs = (
+        [x for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
+        for state in (one.optimizer.state_dict(), other.optimizer.state_dict())
+    )
+    # What has not been counted yet is NaN.
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True)

@@ -169,20 +169,27 @@ def forget_plans() -> None:
 @pytest.fixture(autouse=True)
 def share_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests run in several processes on one GPU. Those marked large hold their memory one at a
-    time; any other may take MOST_GPU_MEMORY. Each gives back what it held.
+    time; any other may take MOST_GPU_MEMORY beside what is there when it begins. Each gives back
+    what it held, but for what its fixtures and a failure's traceback hold until the next begins.
     """
     large = request.node.get_closest_marker("large") is not None
     with alone() if large else nullcontext():
         if HAS_GPU:
+            give_back_memory()
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_reserved()
         yield
         if HAS_GPU:
-            peak = torch.cuda.max_memory_reserved()
-            if torch.cuda.memory_reserved() > KEPT_GPU_MEMORY:
-                gc.collect()
-                torch.cuda.empty_cache()
-            if not large and peak > MOST_GPU_MEMORY:
-                pytest.fail(f"took {peak / 2**30:.1f} GiB of the GPU's memory: mark it large")
+            taken = torch.cuda.max_memory_reserved() - before
+            give_back_memory()
+            if not large and taken > MOST_GPU_MEMORY:
+                pytest.fail(f"took {taken / 2**30:.1f} GiB of the GPU's memory: mark it large")
+
+
+def give_back_memory() -> None:
+    if torch.cuda.memory_reserved() > KEPT_GPU_MEMORY:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @contextmanager

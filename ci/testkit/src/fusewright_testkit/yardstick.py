@@ -73,6 +73,8 @@ class MovedResults(TorchDispatchMode):
         # Views and in-place operations return memory that others see.
         if any(returned.alias_info for returned in func._schema.returns):
             return results
+        if isinstance(results, torch.Tensor):
+            return moved(results, dtype)
         return tree_map_only(torch.Tensor, lambda x: moved(x, dtype), results)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import torch
 import typer
@@ -16,18 +17,18 @@ from ..devices import checked_device
 from ..models.hybrid import HYBRID
 from ..models.titan_mac import TITAN_MAC, Variant
 from ..models.transformer_np import TransformerNPConfig
-from .depth import DepthHarness, parsed_depths
+from .depth import DepthHarness
 from .harness import Harness
 from .hybrid import PROVIDER_NAMES as HYBRID_PROVIDERS
 from .hybrid import SHAPES as HYBRID_SHAPES
 from .hybrid import HybridHarness
 from .providers import PROVIDER_NAMES, SDPA_CHOICES, by_comma, chosen_providers
 from .results import environment_name
-from .shapes import SHAPES, Shape
+from .shapes import SHAPES, Shape, parsed
 from .switches import SwitchesHarness
 from .text import TextShape
 from .titan_mac import PROVIDER_NAMES as TITAN_MAC_PROVIDERS
-from .titan_mac import SHAPES as TEXT_SHAPES
+from .titan_mac import SHAPES as TITAN_MAC_SHAPES
 from .titan_mac import TitanMACHarness
 from .transformer_np import TransformerNPHarness
 
@@ -80,8 +81,7 @@ def main(
         where = checked_device(device)
     config = TransformerNPConfig(**TRANSFORMER_NP[preset].architecture)
     harness = made(TransformerNPHarness, config, where, seconds, check, out)
-    good = [harness.bench(each, providers) for each in shapes]
-    raise typer.Exit(not all(good))
+    bench_all(shapes, harness.bench, providers)
 
 
 def titan_mac(
@@ -113,21 +113,14 @@ def titan_mac(
     The exit code is 1 where ours fails.
     """
     with usage_errors():
-        if preset not in TITAN_MAC:
-            raise ValueError(f"preset must be of {', '.join(TITAN_MAC)}; got {preset!r}")
-        config = replace(
-            TITAN_MAC[preset], variant=variant, memory=memory, checkpointing=checkpointing
-        )
-        shapes = [TextShape.parse(text) for text in shape] if shape else list(TEXT_SHAPES[preset])
+        config, shapes = config_and_shapes(preset, TITAN_MAC, shape, TITAN_MAC_SHAPES)
+        config = replace(config, variant=variant, memory=memory, checkpointing=checkpointing)
         providers = by_comma("provider", provider, TITAN_MAC_PROVIDERS)
         where = checked_device(device)
     harness = made(TitanMACHarness, config, where, seconds, check, out)
     if switches:
-        switched = SwitchesHarness(harness, evaluate_every, evaluation_batches)
-        good = [switched.bench(each) for each in shapes]
-    else:
-        good = [harness.bench(each, providers) for each in shapes]
-    raise typer.Exit(not all(good))
+        bench_all(shapes, SwitchesHarness(harness, evaluate_every, evaluation_batches).bench)
+    bench_all(shapes, harness.bench, providers)
 
 
 def hybrid(
@@ -153,25 +146,36 @@ def hybrid(
     The exit code is 1 where ours fails.
     """
     with usage_errors():
-        if preset not in HYBRID:
-            raise ValueError(f"preset must be of {', '.join(HYBRID)}; got {preset!r}")
-        shapes = [TextShape.parse(text) for text in shape or ()] or list(HYBRID_SHAPES[preset])
+        config, shapes = config_and_shapes(preset, HYBRID, shape, HYBRID_SHAPES)
         short = [each for each in shapes if each.length < 2]
         if short:
             raise ValueError(f"T must be at least 2, for a token after next; got {short[0].length}")
         providers = by_comma("provider", provider, HYBRID_PROVIDERS)
-        layers = parsed_depths(depths) if depths is not None else []
+        layers: tuple[int, ...] = ()
+        if depths is not None:
+            wanted = "depths are numbers of layers such as 8,16,32"
+            layers = parsed(lambda *numbers: numbers, depths, wanted, "depths")
         where = checked_device(device)
-    harness = made(HybridHarness, HYBRID[preset], where, seconds, check, out)
+    harness = made(HybridHarness, config, where, seconds, check, out)
     if layers:
-        deep = DepthHarness(harness, layers)
-        good = [deep.bench(each) for each in shapes]
-    else:
-        good = [harness.bench(each, providers) for each in shapes]
-    raise typer.Exit(not all(good))
+        bench_all(shapes, DepthHarness(harness, layers).bench)
+    bench_all(shapes, harness.bench, providers)
 
 
+ConfigT = TypeVar("ConfigT")
 HarnessT = TypeVar("HarnessT", bound=Harness)
+
+
+def config_and_shapes(
+    preset: str,
+    configs: Mapping[str, ConfigT],
+    given: list[str] | None,
+    shapes: Mapping[str, tuple[TextShape, ...]],
+) -> tuple[ConfigT, list[TextShape]]:
+    """Of a language model's preset, its own shapes where none are given."""
+    if preset not in configs:
+        raise ValueError(f"preset must be of {', '.join(configs)}; got {preset!r}")
+    return configs[preset], [TextShape.parse(text) for text in given or ()] or list(shapes[preset])
 
 
 def made(
@@ -188,6 +192,12 @@ def made(
     console.print(f"{name}: bf16 autocast over fp32 weights, AdamW", highlight=False)
     file = out / f"{name}.csv" if out else None
     return kind(config, device, seconds, check, file, console)
+
+
+def bench_all(shapes: Iterable[Any], bench: Callable[..., bool], *arguments: Any) -> NoReturn:
+    """Measure all shapes; the exit code is 1 where one is not good."""
+    good = [bench(each, *arguments) for each in shapes]
+    raise typer.Exit(not all(good))
 
 
 app = typer.Typer()

@@ -11,32 +11,24 @@ and backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
+from fusewright.reversible import Mode
 from torch import Tensor, nn
 
 from ..models.hybrid import MODES, HybridLM
+from .harness import Line
 from .hybrid import HybridHarness
 from .results import keep_beside, table_of
-from .text import TextShape, Unclocked
+from .text import TextShape
 
 # Of a file of its own: nothing is timed.
 COLUMNS = ["case", "mode", "peak_mib", "gradients_mib", "choices_mib", "activations_mib"]
 # Of a step, while its backward pass runs: those before data, forward pass and backward pass.
 BACKWARD = 3
-
-
-def parsed_depths(text: str) -> list[int]:
-    """Read "8,16,32"."""
-    try:
-        depths = [int(word) for word in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"depths are numbers of layers such as 8,16,32; got {text!r}") from error
-    if min(depths) < 1:
-        raise ValueError(f"depths must be at least 1; got {text!r}")
-    return depths
 
 
 class Peaks:
@@ -120,7 +112,7 @@ class DepthHarness(NamedTuple):
     """
 
     harness: HybridHarness
-    depths: list[int]
+    depths: Sequence[int]
 
     def bench(self, shape: TextShape) -> bool:
         """Measure one shape, print its table, keep its rows; False where a mode fails that does not
@@ -130,20 +122,19 @@ class DepthHarness(NamedTuple):
         title = f"{harness.op} B={shape.batch} T={shape.length}"
         numbers = (name.removesuffix("_mib") for name in COLUMNS[2:])
         table = table_of(title, "MiB, eager", ("layers", "mode"), numbers)
-        good = True
-        for mode in MODES:
-            for layers in self.depths:
-                deep = replace(harness, config=replace(harness.config, layers=layers, mode=mode))
-                names = str(layers), mode
-                found = harness.tried(table, names, measured, deep, shape)
-                if found is None:
-                    good &= mode == "plain"
-                    continue
-                table.add_row(*names, *found.mib())
-                values = shape.case(deep.config), mode, *found.mib()
+
+        def line_of(mode: Mode, layers: int) -> Line:
+            deep = replace(harness, config=replace(harness.config, layers=layers, mode=mode))
+
+            def told(memory: Memory) -> tuple[str, ...]:
+                values = deep.case(shape), mode, *memory.mib()
                 keep_beside(harness.file, "depth", COLUMNS, values)
-        harness.console.print(table)
-        return good
+                return memory.mib()
+
+            names = str(layers), mode
+            return Line(names, mode != "plain", lambda: measured(deep, shape), told)
+
+        return harness.tabulate(table, [line_of(mode, n) for mode in MODES for n in self.depths])
 
 
 def measured(harness: HybridHarness, shape: TextShape) -> Memory:
@@ -158,13 +149,13 @@ def measured(harness: HybridHarness, shape: TextShape) -> Memory:
 
     step = harness.step(shape, "fusewright")
     step.loss_function = loss
-    step.run(Unclocked())
+    step.run()
     gradients = nbytes(step.model)
     if harness.device.type != "cuda":
         return Memory(None, gradients, choices, None)
     peaks = Peaks(harness.device)
     peaks.watch(cast(HybridLM, step.model))
-    step.run(peaks)
+    step.run(peaks.mark)
     return Memory(peaks.highest, gradients, choices, peaks.activations - choices)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -43,6 +44,22 @@ class Failure(NamedTuple):
     """Why there is no result, in one line."""
 
     reason: str
+
+
+class Line(NamedTuple):
+    """One line of a table.
+
+    Attributes:
+        names: in its first columns.
+        needed: whether the command fails where this does.
+        measure: what takes the time, or another measurement.
+        told: what was measured, for the other columns; it keeps the rows of the result file.
+    """
+
+    names: tuple[str, ...]
+    needed: bool
+    measure: Callable[[], Any]
+    told: Callable[[Any], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -116,36 +133,41 @@ class Harness(ABC):
 
     def bench(self, shape: Any, providers: list[Any]) -> bool:
         """Measure one shape, print its table, keep its rows; False where ours failed."""
-        table = table_of(self.title(shape), self.caption, ("provider", self.second), self.columns)
-        good = True
-        expected = self._attempt(self.expected, shape) if self.check else None
+        expected = self.attempt(self.expected, shape) if self.check else None
         if isinstance(expected, Failure):
             self.console.print(
                 f"{self.title(shape)}: nothing to hold losses against: {expected.reason}"
             )
             expected = None
-        for provider in providers:
-            for timing in self.timings(provider):
-                names = self.name(provider), *([timing] if self.second == "timing" else [])
-                measured = self.tried(table, names, self.measure, shape, provider, timing, expected)
-                if measured is None:
-                    good &= not self.is_ours(provider)
-                    continue
-                table.add_row(self.name(provider), *self.line(shape, timing, measured))
+
+        def line_of(provider: Any, timing: str) -> Line:
+            def told(measured: Measurement) -> list[str]:
                 if self.file is not None:
                     merge(self.file, self.rows(shape, provider, timing, measured))
+                return self.line(shape, timing, measured)
+
+            names = self.name(provider), *([timing] if self.second == "timing" else [])
+            measure = partial(self.measure, shape, provider, timing, expected)
+            return Line(names, self.is_ours(provider), measure, told)
+
+        lines = [line_of(each, timing) for each in providers for timing in self.timings(each)]
+        named = "provider", self.second
+        return self.tabulate(table_of(self.title(shape), self.caption, named, self.columns), lines)
+
+    def tabulate(self, table: Table, lines: Iterable[Line]) -> bool:
+        """Measure what makes each line of the table and print it; False where a line failed that
+        is needed. What fails is a line that says why.
+        """
+        good = True
+        for line in lines:
+            found = self.attempt(line.measure)
+            if isinstance(found, Failure):
+                table.add_row(*line.names, found.reason)
+                good &= not line.needed
+            else:
+                table.add_row(*line.names, *line.told(found))
         self.console.print(table)
         return good
-
-    def tried(
-        self, table: Table, names: tuple[str, ...], call: Callable[..., Found], *arguments: Any
-    ) -> Found | None:
-        """What ``call`` returns; None where it fails, which is a line of the table."""
-        found = self._attempt(call, *arguments)
-        if isinstance(found, Failure):
-            table.add_row(*names, found.reason)
-            return None
-        return found
 
     def let_go(self) -> None:
         """What a call held is let go, that nothing of it counts next."""
@@ -153,19 +175,16 @@ class Harness(ABC):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _attempt(self, call: Callable[..., Found], *arguments: Any) -> Found | Failure:
-        found = attempt(call, *arguments)
+    def attempt(self, call: Callable[..., Found], *arguments: Any) -> Found | Failure:
+        """What ``call`` returns, or why it did not."""
+        found: Found | Failure
+        try:
+            found = call(*arguments)
+        except torch.OutOfMemoryError:
+            found = Failure("out of memory")
+        except Exception as error:
+            first_line = str(error).strip().partition("\n")[0]
+            found = Failure(f"{type(error).__name__}: {first_line}")
         # What a failed call held is let go with its traceback.
         self.let_go()
         return found
-
-
-def attempt(call: Callable[..., Found], *arguments: Any) -> Found | Failure:
-    """What ``call`` returns, or why it did not."""
-    try:
-        return call(*arguments)
-    except torch.OutOfMemoryError:
-        return Failure("out of memory")
-    except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        return Failure(f"{type(error).__name__}: {first_line}")

@@ -92,24 +92,16 @@ class Provider:
         """
         if self.ours:
             return []
-        context, rows = shape.context, shape.context + shape.targets
-        weight = model.embedder.output.weight
-        taken = []
-        attention = cast(Block, model.blocks[0]).attention
-        with self.context(), torch.autocast(weight.device.type, torch.bfloat16):
-            for first in dict.fromkeys((0, context if self.pruned else 0)):
-                a = torch.zeros(
-                    shape.batch,
-                    rows,
-                    model.config.width,
-                    dtype=torch.bfloat16,
-                    device=weight.device,
-                )
-                operands = plain.attention_operands(
-                    attention, a, context, first, pruned=self.pruned
-                )
-                taken.append(sdpa_backend(*operands))
-        return list(dict.fromkeys(taken))
+        context, device = shape.context, model.embedder.output.weight.device
+        sizes = shape.batch, context + shape.targets, model.config.width
+        rows = torch.zeros(sizes, dtype=torch.bfloat16, device=device)
+        layer, options = cast(Block, model.blocks[0]).attention, {"pruned": self.pruned}
+        with self.context(), torch.autocast(device.type, torch.bfloat16):
+            firsts = (0, context) if self.pruned else (0,)
+            operands = (
+                plain.attention_operands(layer, rows, context, n, **options) for n in firsts
+            )
+            return list(dict.fromkeys(sdpa_backend(*each) for each in operands))
 
     def attention(self, taken: list[SDPBackend]) -> str:
         """Whose attention it is, in words."""

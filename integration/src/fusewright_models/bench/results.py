@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from .step import Time
 
@@ -44,9 +44,10 @@ def row(
 ) -> Row:
     """A row of op, case, pass and provider; the rate is that of so many operations."""
     rate = f"{operations / time.ms / 1e9:.1f}" if operations else ""
-    memory = "" if memory_mib is None else f"{memory_mib:.1f}"
     times = (f"{ms:.4f}" for ms in time)
-    return dict(zip(COLUMNS, (*named, "bf16", timing, *times, rate, "", memory), strict=True))
+    return dict(
+        zip(COLUMNS, (*named, "bf16", timing, *times, rate, "", mib(memory_mib)), strict=True)
+    )
 
 
 def merge(path: Path, new: Iterable[Row]) -> None:
@@ -90,12 +91,12 @@ def merge_by(
 
 def table_of(title: str, caption: str, named: Iterable[str], numbers: Iterable[str]) -> Table:
     """An empty table of columns to the left and to the right."""
-    table = Table(title=title, caption=caption)
-    for name in named:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
+    right = (Column(name, justify="right") for name in numbers)
+    return Table(*named, *right, title=title, caption=caption)
+
+
+def mib(memory_mib: float | None) -> str:
+    return "" if memory_mib is None else f"{memory_mib:.1f}"
 
 
 def gib(memory_mib: float | None, digits: int) -> str:

@@ -11,7 +11,7 @@ ShapeT = TypeVar("ShapeT", bound=tuple[int, ...])
 
 
 def parsed(kind: Callable[..., ShapeT], text: str, wanted: str, numbers: str) -> ShapeT:
-    """The shape of whole numbers by comma.
+    """Whole numbers by comma, of 1 and more.
 
     Raises:
         ValueError: it is none.
@@ -19,7 +19,7 @@ def parsed(kind: Callable[..., ShapeT], text: str, wanted: str, numbers: str) ->
     try:
         shape = kind(*map(int, text.split(",")))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"a shape is {wanted}; got {text!r}") from error
+        raise ValueError(f"{wanted}; got {text!r}") from error
     if min(shape) < 1:
         raise ValueError(f"{numbers} must be at least 1; got {text!r}")
     return shape
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Shape:
         """Read "64,500,64"."""
-        return parsed(cls, text, "M,N,B such as 64,500,64", "M, N and B")
+        return parsed(cls, text, "a shape is M,N,B such as 64,500,64", "M, N and B")
 
     @property
     def case(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,13 +30,21 @@ class Time(NamedTuple):
         return cls(statistics.median(samples), fifths[0], fifths[3])
 
 
+class Taken(NamedTuple):
+    """One step: wall time and stages in milliseconds, and its loss."""
+
+    wall: float
+    stages: list[float]
+    loss: float
+
+
 class Measurement(NamedTuple):
     """What one provider took at one shape.
 
     Attributes:
         loss: of the first batch, with the first weights.
         attention: whose it was, in words.
-        stages: times of data, forward pass, backward pass and optimizer.
+        stages: times of data, forward pass, backward pass and optimizer; none of a replayed step.
         step: wall time of the whole, the device waited for.
         steps: how many were timed.
         memory_mib: the peak of a step, weights and optimizer included; None on the CPU.
@@ -48,27 +57,30 @@ class Measurement(NamedTuple):
     steps: int
     memory_mib: float | None
 
-
-class Taken(NamedTuple):
-    """One step: wall time and stages in milliseconds, and its loss."""
-
-    wall: float
-    stages: list[float]
-    loss: float
+    @classmethod
+    def of(
+        cls, samples: Sequence[Taken], device: torch.device, *, loss: float, attention: str = ""
+    ) -> Measurement:
+        """Of steps on that device, whose peak is the one since it was last reset."""
+        by_stage = zip(*(taken.stages for taken in samples), strict=True)
+        stages = {name: Time.of(ms) for name, ms in zip(STAGES, by_stage, strict=False)}
+        wall, peak = Time.of([taken.wall for taken in samples]), None
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device) / 2**20
+        return cls(loss, attention, stages, wall, len(samples), peak)
 
 
 class Source(Protocol):
     """What makes the data of a step, where the model is."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device | str: ...
 
     def sample(self, batch: int, /) -> Any: ...
 
 
-class Marks(Protocol):
-    """What is told where a stage ends."""
-
-    def mark(self) -> None: ...
+def no_mark() -> None:
+    """Of a step without times inside, such as one that a graph captures."""
 
 
 class Clock:
@@ -97,45 +109,45 @@ class Clock:
         ]
 
 
+@dataclass
 class Step:
     """Data, forward pass under bf16 autocast, backward pass, optimizer.
 
-    Args:
+    Attributes:
         model: on the device that is measured.
         sampler: makes the data there.
         batch: tasks of a step.
         loss_function: ``(model, data)`` to the loss.
         optimizer: over the model's parameters.
+        reads: whether the host reads each loss.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sampler: Source,
-        batch: int,
-        loss_function: Callable[[Any, Any], Tensor],
-        optimizer: Optimizer,
-    ) -> None:
-        self.model = model
-        self.sampler = sampler
-        self.batch = batch
-        self.loss_function = loss_function
-        self.optimizer = optimizer
-        self.device = sampler.device
+    model: nn.Module
+    sampler: Source
+    batch: int
+    loss_function: Callable[[Any, Any], Tensor]
+    optimizer: Optimizer
+    reads: bool = False
 
-    def run(self, clock: Marks) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.sampler.device)
+
+    def run(self, mark: Callable[[], None] = no_mark) -> Tensor:
         """Take the step, with a mark before, between and after the stages; returns the loss."""
-        clock.mark()
+        mark()
         data = self.sampler.sample(self.batch)
-        clock.mark()
+        mark()
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.loss_function(self.model, data)
-        clock.mark()
+        mark()
         loss.backward()
-        clock.mark()
+        mark()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        clock.mark()
+        mark()
+        if self.reads:
+            loss.item()
         return loss.detach()
 
     def timed(self) -> Taken:
@@ -143,7 +155,7 @@ class Step:
         self._synchronize()
         start = time.perf_counter()
         clock = Clock(self.device)
-        loss = self.run(clock)
+        loss = self.run(clock.mark)
         self._synchronize()
         return Taken(1e3 * (time.perf_counter() - start), clock.between(), float(loss))
 
@@ -161,20 +173,7 @@ class Step:
             wanted = max(FEWEST_STEPS, min(MOST_STEPS, round(seconds / wall)))
         while len(samples) < wanted:
             samples.append(self.timed())
-        by_stage = zip(*(taken.stages for taken in samples), strict=True)
-        return Measurement(
-            loss,
-            attention,
-            {name: Time.of(ms) for name, ms in zip(STAGES, by_stage, strict=True)},
-            Time.of([taken.wall for taken in samples]),
-            len(samples),
-            self._peak_mib(),
-        )
-
-    def _peak_mib(self) -> float | None:
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_allocated(self.device) / 2**20
+        return Measurement.of(samples, self.device, loss=loss, attention=attention)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -17,6 +17,7 @@ import functools
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -31,9 +32,10 @@ from torch import Tensor
 
 from ..models.titan_mac import TitanMAC
 from ..models.titan_mac import layers as titan_mac_layers
-from .results import gib, keep_beside, table_of
-from .step import Marks, Measurement, Step
-from .text import TextShape, Unclocked
+from .harness import Line
+from .results import gib, keep_beside, mib, table_of
+from .step import Measurement, Step
+from .text import TextShape
 from .titan_mac import TitanMACHarness
 
 SWITCHES = ("syncs", "attention", "norms", "gating", "memory")
@@ -106,43 +108,26 @@ def waiting(memory: NeuralMemory, *arguments: Any, **options: Any) -> Any:
 @contextmanager
 def taken_back(model: TitanMAC, switches: tuple[str, ...]) -> Iterator[None]:
     """The model with these of our ways replaced by the plain ones."""
+    memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+    layers: Any = titan_mac_layers
+    plain: dict[str, list[tuple[Any, str, Any]]] = {
+        "syncs": [(memory, "advance", functools.partial(waiting, memory)) for memory in memories],
+        "attention": [(layers, "sliding_window_attention", manual_attention)],
+        "norms": [
+            (layers, "add_rms_norm", manual_add_norm),
+            (RMSNorm, "forward", lambda self, x: manual_norm(x, self.weight, self.eps)),
+        ],
+        "gating": [(swiglu, "silu_mul_halves", manual_gating)],
+        "memory": [
+            (scan_reference, "rows_of", rows_by_autograd),
+            *((each, "rules", each.rules._replace(backend="reference")) for each in memories),
+        ],
+    }
     with ExitStack() as stack:
-        if "attention" in switches:
-            stack.enter_context(
-                patch.object(titan_mac_layers, "sliding_window_attention", manual_attention)
-            )
-        if "norms" in switches:
-            stack.enter_context(patch.object(titan_mac_layers, "add_rms_norm", manual_add_norm))
-            stack.enter_context(
-                patch.object(
-                    RMSNorm, "forward", lambda self, x: manual_norm(x, self.weight, self.eps)
-                )
-            )
-        if "gating" in switches:
-            stack.enter_context(patch.object(swiglu, "silu_mul_halves", manual_gating))
-        memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
-        if "memory" in switches:
-            stack.enter_context(patch.object(scan_reference, "rows_of", rows_by_autograd))
-            for memory in memories:
-                plain = memory.rules._replace(backend="reference")
-                stack.enter_context(patch.object(memory, "rules", plain))
-        if "syncs" in switches:
-            for memory in memories:
-                patched = functools.partial(waiting, memory)
-                stack.enter_context(patch.object(memory, "advance", patched))
+        for switch in switches:
+            for owner, name, replacement in plain[switch]:
+                stack.enter_context(patch.object(owner, name, replacement))
         yield
-
-
-class SwitchedStep(Step):
-    """A training step that may read its loss on the host."""
-
-    reads = False
-
-    def run(self, clock: Marks) -> Tensor:
-        loss = super().run(clock)
-        if self.reads:
-            loss.item()
-        return loss
 
 
 class Shares(NamedTuple):
@@ -171,41 +156,30 @@ class SwitchesHarness(NamedTuple):
         columns = ("ms", "tokens/s", "times before", "GiB", "host waits", "evaluation")
         title, caption = harness.case(shape), "a step, everything eager"
         table = table_of(title, caption, ("ours",), columns)
-        settings = {"none": SWITCHES, **{name: others(name) for name in SWITCHES}, "all": ()}
-        before = None
-        good = True
-        for name, plain in settings.items():
-            found = harness.tried(table, (name,), self.measure, shape, plain)
-            if found is None:
-                good &= name != "all"
-                continue
-            measured, shares = found
-            before = measured.step.ms if name == "none" else before
-            memory = measured.memory_mib
-            table.add_row(
-                name,
-                f"{measured.step.ms:,.2f}",
-                f"{1e3 * shape.tokens / measured.step.ms:,.0f}",
-                "" if before is None else f"{before / measured.step.ms:.2f}",
-                gib(memory, 2),
-                f"{100 * shares.waiting:.1f} %",
-                f"{100 * shares.evaluation:.1f} %",
-            )
-            mib = "" if memory is None else f"{memory:.1f}"
-            values = harness.case(shape), name, f"{measured.step.ms:.4f}", mib
-            told = (f"{share:.4f}" for share in shares)
-            keep_beside(harness.file, "switches", COLUMNS, (*values, *told))
-        harness.console.print(table)
-        return good
+        others = {name: tuple(each for each in SWITCHES if each != name) for name in SWITCHES}
+        settings = {"none": SWITCHES, **others, "all": ()}
+        before: float | None = None
+
+        def line_of(name: str, plain: tuple[str, ...]) -> Line:
+            def told(found: tuple[Measurement, Shares]) -> list[str]:
+                nonlocal before
+                (measured, shares), case = found, harness.case(shape)
+                ms, memory = measured.step.ms, measured.memory_mib
+                before = ms if name == "none" else before
+                kept = f"{ms:.4f}", mib(memory), *(f"{share:.4f}" for share in shares)
+                keep_beside(harness.file, "switches", COLUMNS, (case, name, *kept))
+                cells = [f"{ms:,.2f}", f"{1e3 * shape.tokens / ms:,.0f}"]
+                cells += ["" if before is None else f"{before / ms:.2f}", gib(memory, 2)]
+                return cells + [f"{100 * share:.1f} %" for share in shares]
+
+            return Line((name,), name == "all", lambda: self.measure(shape, plain), told)
+
+        return harness.tabulate(table, [line_of(*setting) for setting in settings.items()])
 
     def measure(self, shape: TextShape, plain: tuple[str, ...]) -> tuple[Measurement, Shares]:
         """A step, and its shares, with these of our ways taken back."""
         harness = self.harness
-        step = harness.step(shape, "fusewright")
-        step = SwitchedStep(
-            step.model, step.sampler, step.batch, step.loss_function, step.optimizer
-        )
-        step.reads = "syncs" in plain
+        step = replace(harness.step(shape, "fusewright"), reads="syncs" in plain)
         with taken_back(cast(TitanMAC, step.model), plain):
             loss = step.timed().loss
             measured = step.measure(harness.seconds, loss, "")
@@ -240,10 +214,5 @@ def waiting_share(step: Step) -> float:
     step.timed()
     with patch.object(Tensor, "item", timed):
         start = time.perf_counter()
-        step.run(Unclocked())
+        step.run()
         return waited / (time.perf_counter() - start)
-
-
-def others(name: str) -> tuple[str, ...]:
-    """Every switch but one."""
-    return tuple(switch for switch in SWITCHES if switch != name)

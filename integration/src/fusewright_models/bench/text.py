@@ -20,7 +20,7 @@ from ..training.captured import uncollected
 from .harness import SEED, Expected, Harness
 from .results import Row, gib, row
 from .shapes import parsed
-from .step import Measurement, Step, Taken, Time
+from .step import Measurement, Step, Taken
 
 # Before a graph is captured, everything has been compiled, tuned and allocated once.
 WARM_UP_STEPS = 3
@@ -35,7 +35,7 @@ class TextShape(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> TextShape:
         """Read "4,4096"."""
-        return parsed(cls, text, "B,T such as 4,4096", "B and T")
+        return parsed(cls, text, "a shape is B,T such as 4,4096", "B and T")
 
     def case(self, config: Any) -> str:
         return f"dim={config.dim} layers={config.layers} B={self.batch} T={self.length}"
@@ -62,13 +62,6 @@ class Text:
         return self.tokens[batch]
 
 
-class Unclocked:
-    """No marks: a graph that is captured has no times inside."""
-
-    def mark(self) -> None:
-        pass
-
-
 class Replayed:
     """A step captured in a CUDA graph, all of it: one launch, nothing of Python in between."""
 
@@ -79,13 +72,13 @@ class Replayed:
         stream.wait_stream(torch.cuda.current_stream(step.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_STEPS):
-                step.run(Unclocked())
+                step.run()
         torch.cuda.current_stream(step.device).wait_stream(stream)
         torch.cuda.synchronize(step.device)
         self.device = step.device
         self.graph = torch.cuda.CUDAGraph()
         with uncollected(), torch.cuda.graph(self.graph, stream=stream):
-            self.loss = step.run(Unclocked())
+            self.loss = step.run()
 
     def timed(self) -> Taken:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -137,15 +130,12 @@ class TextHarness(Harness):
             return step.measure(self.seconds, loss, "")
         torch.cuda.reset_peak_memory_stats(self.device)
         replayed = Replayed(step)
-        first = replayed.timed()
-        wanted = max(10, min(100, round(1e3 * self.seconds / first.wall)))
-        walls = [replayed.timed().wall for _ in range(wanted)]
-        peak = torch.cuda.max_memory_allocated(self.device) / 2**20
-        return Measurement(loss, "", {}, Time.of(walls), wanted, peak)
+        wanted = max(10, min(100, round(1e3 * self.seconds / replayed.timed().wall)))
+        samples = [replayed.timed() for _ in range(wanted)]
+        return Measurement.of(samples, self.device, loss=loss)
 
     def line(self, shape: TextShape, timing: str, measured: Measurement) -> list[str]:
         return [
-            timing,
             f"{1e3 * shape.tokens / measured.step.ms:,.0f}",
             *(f"{ms:,.2f}" for ms in measured.step),
             gib(measured.memory_mib, 2),

@@ -14,7 +14,7 @@ import typer
 from fusewright.attention import Backend
 from fusewright.norm import layer_norm
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 from torch.optim import Optimizer
 
@@ -243,10 +243,7 @@ def score_table(
     title: str, columns: tuple[str, str], scores: Iterable[tuple[str, float, str]]
 ) -> Table:
     """Of each name its score, and what else there is to say of it."""
-    table = Table(title=title)
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = Table("", *(Column(column, justify="right") for column in columns), title=title)
     for name, score, besides in scores:
         table.add_row(name, f"{score:.4f}", besides)
     return table

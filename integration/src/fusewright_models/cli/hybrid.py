@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -10,27 +11,21 @@ from fusewright.reversible import Mode
 from torch import Tensor
 
 from ..models.hybrid import HybridConfig, HybridLM
-from ..text import Corpus, Windows
+from ..text import Corpus, TextBatch, Windows
 from ..training import Told
 from .presets import HYBRID_PRESETS, HybridPresetName
 from .text import TextRun, takes_text, train_on_text
 
 
 @dataclass(frozen=True)
-class HybridBatch:
-    """B windows of consecutive tokens, ``[B, T + 1]``.
+class HybridBatch(TextBatch):
+    """B windows of consecutive tokens.
 
     Attributes:
         dense: attention goes to all keys, for the indexers to learn from it.
     """
 
-    windows: Tensor
     dense: bool
-
-    @property
-    def tokens(self) -> int:
-        """B T, the tokens that the model reads."""
-        return self.windows.shape[0] * (self.windows.shape[1] - 1)
 
 
 class WarmedWindows:
@@ -50,16 +45,6 @@ class WarmedWindows:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.windows.load_state_dict(state)
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """The model as evaluations know one: its loss is that of the next token alone."""
-
-    model: HybridLM
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        return self.model.next_token_loss(tokens)
 
 
 @dataclass(frozen=True)
@@ -155,8 +140,8 @@ class HybridRun(TextRun):
         )
         return HybridLM(config, backend=self.backend)
 
-    def scored(self, model: HybridLM) -> NextToken:
-        return NextToken(model)
+    def scored(self, model: HybridLM) -> Any:
+        return SimpleNamespace(loss=model.next_token_loss)
 
     def reading(self, model: HybridLM) -> Reading:
         return Reading(model)

@@ -12,6 +12,8 @@ per pixel, fitted to the training images: what is known of a pixel without looki
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor
@@ -24,6 +26,7 @@ LEVELS = 17
 HELD_OUT = 300
 
 
+@dataclass(eq=False, kw_only=True)
 class Digits(Sampler):
     """Pixels of a digit given others of the same image.
 
@@ -40,24 +43,11 @@ class Digits(Sampler):
     default_context = Size(4, 48)
     reference = "per-pixel Gaussian"
 
-    def __init__(
-        self,
-        *,
-        held_out: bool = False,
-        context_size: Size | None = None,
-        target_size: Size | None = None,
-        ragged: bool = False,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            context_size=context_size,
-            target_size=target_size,
-            ragged=ragged,
-            device=device,
-            seed=seed,
-        )
-        most = self.context_size.high + (target_size.high if target_size else 1)
+    held_out: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = self.contexts.high + (self.target_size.high if self.target_size else 1)
         if most > PIXELS:
             raise ValueError(
                 f"an image has {PIXELS} pixels, of which one or more are targets; got sizes that "
@@ -69,7 +59,7 @@ class Digits(Sampler):
         noise_variance = 1.0 / 12.0
         self.pixel_mean = ((training.mean(0) + 0.5) / LEVELS - 0.5).to(self.device)
         self.pixel_variance = ((training.var(0) + noise_variance) / LEVELS**2).to(self.device)
-        self.values = (rest if held_out else training).float().to(self.device)
+        self.values = (rest if self.held_out else training).float().to(self.device)
         line = torch.linspace(-1.0, 1.0, SIDE)
         self.coordinates = torch.cartesian_prod(line, line).to(self.device)
 

@@ -11,6 +11,7 @@ with M ~ U{3 ... 46} and N ~ U{3 ... 49 - M}, the generator of https://arxiv.org
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -53,6 +54,7 @@ def covariance(
     return scale.square() * shape
 
 
+@dataclass(eq=False)
 class GaussianProcess(Sampler):
     """Functions drawn from a Gaussian process; the oracle knows kernel, parameters and noise.
 
@@ -69,31 +71,17 @@ class GaussianProcess(Sampler):
     default_context = Size(3, 46)
     reference = "Gaussian process with the true parameters"
 
-    def __init__(
-        self,
-        kernel: Kernel = "rbf",
-        *,
-        context_size: Size | None = None,
-        target_size: Size | None = None,
-        ragged: bool = False,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            context_size=context_size,
-            target_size=target_size,
-            ragged=ragged,
-            device=device,
-            seed=seed,
-        )
-        if kernel not in KERNELS:
-            raise ValueError(f"kernel must be one of {KERNELS}; got {kernel!r}")
-        self.kernel: Kernel = kernel
-        if target_size is None and self.context_size.high > MOST_POINTS - FEWEST_TARGETS:
+    kernel: Kernel = "rbf"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kernel not in KERNELS:
+            raise ValueError(f"kernel must be one of {KERNELS}; got {self.kernel!r}")
+        if self.target_size is None and self.contexts.high > MOST_POINTS - FEWEST_TARGETS:
             raise ValueError(
                 f"{MOST_POINTS} points in all, {FEWEST_TARGETS} or more of them targets, leave at "
                 f"most {MOST_POINTS - FEWEST_TARGETS} for the context; got a context size of up to "
-                f"{self.context_size.high}: give a target size as well"
+                f"{self.contexts.high}: give a target size as well"
             )
 
     def default_targets(self, context: int) -> Size:

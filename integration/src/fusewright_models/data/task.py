@@ -6,7 +6,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class Size:
         return generator.randint(self.low, self.high)
 
 
+@dataclass(eq=False, kw_only=True)
 class Sampler(ABC):
     """Endless batches of tasks, made on the device that trains, the same ones for the same seed.
 
@@ -93,26 +94,25 @@ class Sampler(ABC):
         reference: what ``reference_log_likelihood`` is the likelihood of, in words.
     """
 
-    x_width: int
-    y_width: int = 1
-    default_context: Size
-    reference: str
+    x_width: ClassVar[int]
+    y_width: ClassVar[int] = 1
+    default_context: ClassVar[Size]
+    reference: ClassVar[str]
 
-    def __init__(
-        self,
-        *,
-        context_size: Size | None = None,
-        target_size: Size | None = None,
-        ragged: bool = False,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-    ) -> None:
-        self.context_size = context_size or self.default_context
-        self.target_size = target_size
-        self.ragged = ragged
-        self.device = torch.device(device)
-        self.seed = seed
+    context_size: Size | None = None
+    target_size: Size | None = None
+    ragged: bool = False
+    device: torch.device | str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.context_size, self.device = self.contexts, torch.device(self.device)
         self.reset()
+
+    @property
+    def contexts(self) -> Size:
+        """M, whether given or not."""
+        return self.context_size or self.default_context
 
     def reset(self) -> None:
         """Start again from the seed."""
@@ -124,10 +124,10 @@ class Sampler(ABC):
 
         They are the same under autocast as without it.
         """
-        low, high = self.context_size.low, self.context_size.high
-        context = high if self.ragged else self.context_size.draw(self.host_generator)
+        low, high = self.contexts.low, self.contexts.high
+        context = high if self.ragged else self.contexts.draw(self.host_generator)
         targets = self.target_size or self.default_targets(context)
-        with torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.generator.device.type, enabled=False):
             task = self.sample_sized(batch, context, targets.draw(self.host_generator))
         if not self.ragged:
             return task

@@ -24,11 +24,14 @@ class ByteCounts:
     """How often each byte follows each one and each pair, of a text ``[n]`` uint8."""
 
     def __init__(self, text: np.ndarray) -> None:
-        a, b, c = text[:-2].astype(np.int64), text[1:-1].astype(np.int64), text[2:]
-        self.triples = np.bincount((a << 16) | (b << 8) | c, minlength=2**24).astype(np.int32)
-        self.pairs = np.bincount((text[:-1].astype(np.int64) << 8) | text[1:], minlength=2**16)
+        pairs = (text[:-1].astype(np.int32) << 8) | text[1:]
+        seen, counts = np.unique((pairs[:-1] << 8) | text[2:], return_counts=True)
+        # Memory of zeros, of which a short text touches little.
+        self.triples = np.zeros(2**24, dtype=np.int32)
+        self.triples[seen] = counts
+        self.pairs = np.bincount(pairs, minlength=2**16)
         self.bytes = np.bincount(text, minlength=2**8)
-        self.after_pair = self.triples.reshape(2**16, 2**8).sum(axis=1)
+        self.after_pair = np.bincount(pairs[:-1], minlength=2**16)
         self.after_byte = self.pairs.reshape(2**8, 2**8).sum(axis=1)
 
     def probabilities(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

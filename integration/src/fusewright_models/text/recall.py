@@ -40,6 +40,7 @@ class RecallBatch:
         return self.targets.numel()
 
 
+@dataclass(eq=False, kw_only=True)
 class KeyValueRecall:
     """Endless batches of the task; the n-th depends on seed and n alone.
 
@@ -58,29 +59,26 @@ class KeyValueRecall:
         ValueError: a number is too small.
     """
 
-    def __init__(
-        self,
-        *,
-        pairs: int,
-        gap: int,
-        keys: int = 64,
-        values: int = 16,
-        noise: int = 32,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-    ) -> None:
-        if pairs < 1 or gap < 0 or keys < pairs or values < 2 or noise < 1:
+    pairs: int
+    gap: int
+    keys: int = 64
+    values: int = 16
+    noise: int = 32
+    device: torch.device | str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        enough = self.pairs >= 1 and self.keys >= self.pairs and self.values >= 2
+        if not enough or self.gap < 0 or self.noise < 1:
             raise ValueError(
                 "wanted a pair or more, keys as many as pairs or more, two values or more, a noise "
-                f"or more and no negative gap; got {pairs} pairs, {keys} keys, {values} values, "
-                f"{noise} noises, gap {gap}"
+                f"or more and no negative gap; got {self.pairs} pairs, {self.keys} keys, "
+                f"{self.values} values, {self.noise} noises, gap {self.gap}"
             )
-        self.pairs, self.gap, self.keys, self.values, self.noise = pairs, gap, keys, values, noise
-        self.vocab_size = keys + values + noise
-        self.chance = 1.0 / values
-        self.seed = seed
+        self.vocab_size = self.keys + self.values + self.noise
+        self.chance = 1.0 / self.values
         self.batches = 0
-        self.generator = torch.Generator(device)
+        self.generator = torch.Generator(self.device)
 
     def sample(self, batch: int) -> RecallBatch:
         self.generator.manual_seed(mixed(self.seed, self.batches))

@@ -24,7 +24,6 @@ from fusewright.optimizer import (
     DeepNestedOptimizer,
     LearnedOptimizer,
     Muon,
-    UpdateMLP,
     group_of,
     load_update_mlp,
     parameter_groups,
@@ -32,6 +31,8 @@ from fusewright.optimizer import (
 )
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from ..extras import imported
 
 OptimizerName = Literal["adamw", "nested", "m3", "muon", "learned", "torch-adamw"]
 OPTIMIZER_NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
@@ -214,7 +215,11 @@ def learned(asked: Asked) -> LearnedOptimizer:
     """
     model, lr = asked.model, asked.lr
     groups = _decaying(model.named_parameters(), lr, asked.weight_decay)
-    network = trained_update_mlp() if asked.weights is None else _network_of(asked.weights)
+    if asked.weights is None:
+        network = trained_update_mlp()
+    else:
+        imported("safetensors", extra="learned", purpose="weights of the optimizer learned")
+        network = load_update_mlp(asked.weights)
     network = network.to(groups[0]["params"][0].device)
     options: dict[str, Any] = {"max_grad_norm": asked.clip_norm, "backend": asked.backend}
     optimizer = LearnedOptimizer(groups, network, lr, **options)
@@ -227,16 +232,6 @@ def learned(asked: Asked) -> LearnedOptimizer:
 
         optimizer.register_step_post_hook(clear)
     return optimizer
-
-
-def _network_of(weights: str | os.PathLike) -> UpdateMLP:
-    try:
-        return load_update_mlp(weights)
-    except ImportError as missing:
-        raise RuntimeError(
-            "weights of the optimizer learned need safetensors, which is not installed: "
-            'pip install "./integration[learned]" brings it'
-        ) from missing
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:

@@ -27,14 +27,8 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / CONFIG
-
-    @property
-    def checkpoint_file(self) -> Path:
-        return self.path / CHECKPOINT
+        self.config_file, self.checkpoint_file = self.path / CONFIG, self.path / CHECKPOINT
+        self.metrics_file = self.path / METRICS
 
     @property
     def holds_a_run(self) -> bool:
@@ -61,7 +55,7 @@ class RunFolder:
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / METRICS).open("a") as file:
+        with self.metrics_file.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -70,16 +64,14 @@ class RunFolder:
         Raises:
             ValueError: a line is not a JSON object.
         """
-        file = self.path / METRICS
+        file = self.metrics_file
         lines = file.read_bytes().splitlines() if file.exists() else []
-        return [
-            _json_object(line, f"line {number} of {file}") for number, line in enumerate(lines, 1)
-        ]
+        return [_json_object(line, f"line {n} of {file}") for n, line in enumerate(lines, 1)]
 
     def forget_metrics(self, after: int = -1) -> None:
         """Drop the lines of steps past ``after``, which a resumed run will take again."""
         kept = [line for line in self.read_metrics() if line["step"] <= after]
-        (self.path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Replace the checkpoint; a run that dies in the middle keeps the old one."""

@@ -284,11 +284,8 @@ def _check_tensor(
 
 def _fit(came: dict[str, list[int]], widths: dict[str, int]) -> bool:
     """Whether every axis has one size wherever it stands, M and N at least 1."""
-    sizes = dict(widths)
-    for name, shape in came.items():
-        if len(shape) != len(AXES[name]):
-            return False
-        for axis, size in zip(AXES[name], shape, strict=True):
-            if sizes.setdefault(axis, size) != size:
-                return False
-    return sizes["M"] > 0 and sizes["N"] > 0
+    if any(len(shape) != len(AXES[name]) for name, shape in came.items()):
+        return False
+    given = [pair for name, shape in came.items() for pair in zip(AXES[name], shape, strict=True)]
+    sizes = dict(given) | widths
+    return all(sizes[axis] == size for axis, size in given) and sizes["M"] > 0 and sizes["N"] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import torch
 
 
@@ -29,10 +31,18 @@ def assert_equal(found, expected):
 
 
 def everything(optimizer):
-    """Copies of all parameters and states."""
+    """Copies of all parameters and states, and of VeLO's losses."""
     found = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             found.append(p.detach().clone())
             found += [x.clone() for _, x in sorted(optimizer.state.get(p, {}).items())]
-    return found
+    return found + [x.clone() for x in getattr(optimizer, "losses", ())]
+
+
+def as_file(state_dict):
+    """The state dict as a file gives it back."""
+    memory = io.BytesIO()
+    torch.save(state_dict, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=True)

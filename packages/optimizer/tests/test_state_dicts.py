@@ -5,7 +5,6 @@ others put there.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from fusewright.optimizer import AdamW
 from torch.optim import lr_scheduler
 
-from .compared import assert_equal, assert_near, everything
+from .compared import as_file, assert_equal, assert_near, everything
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -32,14 +31,6 @@ def groups(ps):
 
 def named(ps):
     return [(f"p{number}", p) for number, p in enumerate(ps)]
-
-
-def as_file(state_dict):
-    """The state dict as a file gives it back."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 TORCHS = [dict(foreach=False), dict(fused=True), dict(foreach=False, amsgrad=True)]

@@ -61,13 +61,6 @@ def test_many_programs_give_the_bits_of_one(training, device, request):
     assert all(map(torch.equal, found, expected))
 
 
-def test_same_inputs_same_bits(training, backend, device):
-    runs = [training.parameters(device=device) for _ in range(2)]
-    for ps in runs:
-        training.run(AdamW, ps, max_grad_norm=0.5, backend=backend)
-    assert all(map(torch.equal, *runs))
-
-
 @pytest.mark.parametrize("backend", ["reference"])
 @pytest.mark.parametrize("options", OPTIONS, ids=spelled)
 def test_remainder_holds_the_bits_of_fp32_parameters(training, device, backend, options):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -118,64 +117,6 @@ def test_nan_loss_spreads_where_steps_are_not_skipped(learned, backend, device):
     optimizer.step(math.nan)
     assert not optimizer.skipped
     assert ps[2].isnan().all()
-
-
-def test_scaled_gradients_are_unscaled_in_the_step(learned, backend, device):
-    pairs = []
-    for scale in (1.0, 64.0):
-        ps, optimizer = trained(learned, backend, device, steps=1)
-        optimizer.grad_scale = torch.tensor(scale, device=device)
-        optimizer.found_inf = torch.zeros((), device=device)
-        for p in ps:
-            p.grad = scale * learned.gradient(p, 1)
-        optimizer.step(1.0)
-        pairs.append(everything(ps, optimizer))
-    assert all(map(torch.equal, *pairs))
-
-
-def test_scaler_hands_the_loss_on(learned, backend, device):
-    found = []
-    for scaled in (False, True):
-        ps, optimizer = trained(learned, backend, device, steps=0)
-        scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=64.0, enabled=scaled)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = sum(p.square().sum() for p in ps)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer, loss)
-            scaler.update()
-        found.append(everything(ps, optimizer))
-    assert all(map(torch.equal, *found))
-
-
-def test_autocast_changes_nothing(learned, backend, device):
-    found = []
-    for enabled in (False, True):
-        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=enabled):
-            found.append(everything(*trained(learned, backend, device)))
-    assert all(map(torch.equal, *found))
-
-
-def test_state_dict_goes_round(learned, backend, device):
-    ps, optimizer = trained(learned, backend, device, steps=3)
-    saved = copy.deepcopy(optimizer.state_dict())
-    twin = [torch.nn.Parameter(p.detach().clone()) for p in ps]
-    _, other = trained(learned, backend, device, steps=0, ps=twin)
-    other.load_state_dict(saved)
-    for some in (optimizer, other):
-        take(learned, some, range(3, 6))
-    assert all(map(torch.equal, everything(ps, optimizer), everything(twin, other)))
-
-
-@pytest.mark.parametrize("how", ["copied", "pickled"])
-def test_copies_step_alike(learned, backend, device, how):
-    ps, optimizer = trained(learned, backend, device)
-    ways = {"copied": copy.deepcopy, "pickled": lambda x: pickle.loads(pickle.dumps(x))}
-    other = ways[how](optimizer)
-    twins = other.param_groups[0]["params"]
-    for some in (optimizer, other):
-        take(learned, some, range(2, 4))
-    assert all(map(torch.equal, everything(ps, optimizer), everything(twins, other)))
 
 
 def test_parameters_without_gradients_or_elements_take_no_part(learned, backend, device):

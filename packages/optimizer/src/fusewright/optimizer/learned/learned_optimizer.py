@@ -51,17 +51,10 @@ class LearnedOptimizer(StatisticsOptimizer):
         extra_features: for a network that has some: ``[extra features]`` on the parameters' device,
             or a tensor that can be broadcast to ``[*shape, extra features]``, for which plain torch
             serves; or a function of a parameter, called in each step, that returns such a tensor.
-        max_grad_norm: scale all gradients down to this norm over all parameters; the gradients
-            themselves are left as they are.
-        skip_nonfinite: skip a step whose gradients have no finite norm; clipping implies it.
-        backend: "auto" takes the kernels for CUDA parameters and plain torch for others; "triton"
-            raises where the kernels cannot serve.
+        max_grad_norm, skip_nonfinite, backend: as ``AdamW`` has them.
 
     Attributes:
-        grad_norm: of the last step, 0-d fp32 on the device of the first parameter that has a
-            gradient; NaN before one and where no norm is taken.
-        skipped: whether the last step was skipped, 0-d bool there.
-        skipped_steps: how many steps were skipped, 0-d int64 there.
+        grad_norm, skipped, skipped_steps: as ``AdamW`` has them.
 
     The state of a parameter: ``step``, ``momenta``, ``square``, ``row`` and ``column`` of
     ``common.statistics.reference.Statistics`` in fp32 (fp64 for fp64): 16 bytes for each element,

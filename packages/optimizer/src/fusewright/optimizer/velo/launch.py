@@ -4,6 +4,7 @@ that updates the parameters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,7 @@ from .._core.lazy import lazy_module
 from ..common.launch import planned
 from ..common.statistics.launch import FOLD, StatisticsBatch, StatisticsKernelPart
 from ..common.statistics.members import Member, Rules
-from ..common.statistics.reference import (
-    FACTORED_DECAYS,
-    MOMENTUM_DECAYS,
-    SQUARE_DECAYS,
-    Statistics,
-)
+from ..common.statistics.reference import START_DECAYS, Statistics
 from ..common.step import Step
 from ..common.tables import upload
 from .parts import VeLOPart
@@ -88,10 +84,8 @@ class VeLOKernelPart(StatisticsKernelPart, VeLOPart):
 
     def __init__(self, members: Sequence[Member], rules: Rules, device: torch.device) -> None:
         super().__init__(members, rules, device)
-        starts = (MOMENTUM_DECAYS, SQUARE_DECAYS, FACTORED_DECAYS)
-        self.offsets = [
-            torch.zeros(len(some), dtype=torch.float32, device=device) for some in starts
-        ]
+        zeros = functools.partial(torch.zeros, dtype=torch.float32, device=device)
+        self.offsets = [zeros(len(some)) for some in START_DECAYS]
         self.lengths = upload([member.p.numel() for member in self.members], torch.float64, device)
 
     def advance(self, step: Step) -> Moments:

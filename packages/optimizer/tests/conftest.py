@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from .kinds import ADAMW, LEARNED, STACKED, of_kinds
+
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
 
@@ -158,78 +160,6 @@ def small_learned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "FOLD", statistics.Sums(rows=2, size=32, num_warps=1))
     add_partials = statistics.Sums(rows=2, size=128, num_warps=1)
     monkeypatch.setattr(learned, "ADD_PARTIALS", add_partials)
-
-
-class Kind:
-    """One of the optimizers as the tests of several take it: called with parameters it makes one,
-    with options that matter.
-    """
-
-    def __init__(self, name: str, backend: str, learned: Learned) -> None:
-        self.name, self.backend, self.learned = name, backend, learned
-        self.by_kernels, self.takes_loss = backend == "triton", name == "velo"
-        # The learned optimizers' kernels take long in the interpreter.
-        slow = name in ("learned", "velo")
-        self.shapes = ((3, 4), (5,), (0, 4)) if slow else MATRICES_AND_OTHERS
-
-    def __call__(self, ps: Sequence[torch.nn.Parameter], **options: Any) -> Any:
-        from fusewright import optimizer as ours
-
-        name, device = self.name, ps[0].device.type
-        if name in ("delta", "deep"):
-            make = ours.DeltaMomentum if name == "delta" else ours.DeepMomentum
-            return make(ps, **{"lr": 0.05, "weight_decay": 0.1} | options)
-        # The kernels serve no fp64.
-        served = self.by_kernels and ps[0].dtype != torch.float64
-        options = {"backend": "triton" if served else "reference"} | options
-        if name == "adamw":
-            return ours.AdamW(ps, **{"lr": 0.1} | options)
-        if name == "learned":
-            return ours.LearnedOptimizer(
-                ps, self.learned.network(device=device), **{"lr": 0.5} | options
-            )
-        if name == "velo":
-            networks = self.learned.velo_networks(device)
-            return ours.VeLO(ps, networks, 20, **{"lr": 0.2} | options)
-        groups = [
-            dict(params=[p for p in ps if p.dim() >= 2]),
-            dict(params=[p for p in ps if p.dim() < 2], matrix=False),
-        ]
-        if name == "muon":
-            return ours.Muon(groups, **{"lr": 0.05} | options)
-        # Firing in between.
-        return ours.M3(groups, **{"lr": 0.05, "frequency": 2, "weight_decay": 0.1} | options)
-
-    def losses(self, step: int) -> tuple[float, ...]:
-        """What a step takes."""
-        return (3.0 - step,) if self.takes_loss else ()
-
-    def go_on(self, training: Training, optimizer: Any, steps: Sequence[int]) -> Any:
-        """Take these steps; returns the optimizer."""
-        ps = [p for group in optimizer.param_groups for p in group["params"]]
-        for step in steps:
-            training.give_gradients(ps, step)
-            optimizer.step(*self.losses(step))
-        return optimizer
-
-
-MATRICES_AND_OTHERS = ((6, 10), (12, 5), (6, 10), (7,), (), (4, 3, 2), (0, 4), (7,))
-STACKED = [(name, backend) for name in ("muon", "m3") for backend in ("reference", "triton")]
-STACKED += [("delta", "reference"), ("deep", "reference")]
-LEARNED = [(name, backend) for name in ("learned", "velo") for backend in ("reference", "triton")]
-ADAMW = [("adamw", "reference"), ("adamw", "triton")]
-
-
-def of_kinds(pairs: Sequence[tuple[str, str]]) -> Any:
-    """A fixture: each of the optimizers, with what its tests are given."""
-
-    @pytest.fixture(params=pairs, ids="-".join)
-    def kind(request: pytest.FixtureRequest, learned: Learned, training: Training) -> Kind:
-        found = Kind(*request.param, learned)
-        training.shapes = found.shapes
-        return found
-
-    return kind
 
 
 kind = of_kinds([*ADAMW, *STACKED, *LEARNED])

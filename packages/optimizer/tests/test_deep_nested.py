@@ -14,7 +14,7 @@ from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimize
 from fusewright.optimizer.nested.parameter_groups import parameter_groups, relative_depths
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .compared import assert_near
+from .compared import assert_equal, assert_near
 from .nested import STEPS, Eager, assert_followed, give, model, optimizer_of
 
 ADAMW = {"exp_avg", "exp_avg_sq", "step"}
@@ -102,8 +102,7 @@ def test_untrained_step_has_the_bits_of_adamw(device, backend):
         give(twin, step)
         ours.step(loss)
         theirs.step()
-        for p, q in zip(some.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p, q)
+        assert_equal(some.parameters(), twin.parameters())
 
 
 class NoNumberRead(TorchDispatchMode):
@@ -275,8 +274,7 @@ def test_scaler_unscales_and_skips_in_the_step(update):
         del optimizers[1].grad_scale, optimizers[1].found_inf
         assert out["skipped"].item() == other["skipped"].item() == (step == 5)
         torch.testing.assert_close(out["lr_multipliers"], other["lr_multipliers"])
-        for p, q in zip(some.parameters(), twin.parameters(), strict=True):
-            assert_near([p], [q])
+        assert_near(some.parameters(), twin.parameters())
 
 
 def test_found_inf_alone_skips():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fusewright.optimizer import AdamW
 
-from .compared import assert_near
+from .compared import assert_equal, assert_near
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -59,11 +59,6 @@ def found(folder, backend) -> list[dict]:
     if backend not in results[0]:
         pytest.skip("the kernels take CPU tensors in the interpreter alone")
     return [result[backend] for result in results]
-
-
-def assert_equal(found, expected):
-    for x, y in zip(found, expected, strict=True):
-        assert torch.equal(x, y)
 
 
 def unsharded(sharded, backend):

@@ -137,27 +137,6 @@ def test_parameters_without_gradients_or_elements_take_no_part(learned, backend,
     assert list(optimizer.state) == [ps[0]]
 
 
-def test_parameters_with_gaps_and_fp64_ones_are_moved_in_plain_torch(learned, device):
-    networks = learned.velo_networks(device)
-    memory = torch.zeros(6, 4, device=device)
-    memory[::2] = learned.drawn([(3, 4)], device)[0]
-    plain = torch.nn.Parameter(memory[::2].clone())
-    strided = torch.nn.Parameter(memory[::2])
-    for p in (plain, strided):
-        p.grad = torch.ones_like(p)
-        VeLO([p], networks, 20).step(1.0)
-    torch.testing.assert_close(strided.detach(), plain.detach())
-    assert memory[1::2].count_nonzero() == 0
-    with pytest.raises(RuntimeError, match="gaps"):
-        VeLO([strided], networks, 20, backend="triton").step(1.0)
-    wide = torch.nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
-    wide.grad = torch.ones_like(wide)
-    optimizer = VeLO([wide], networks, 20)
-    optimizer.step(1.0)
-    assert optimizer.state[wide]["momenta"].dtype == torch.float64
-    assert not torch.equal(wide, torch.ones_like(wide))
-
-
 def test_rates_follow_a_schedule(learned, backend, device):
     ps, optimizer = trained(learned, backend, device, steps=1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import torch
+from fusewright.optimizer.matrix.newton_schulz import QUINTIC
 
 
 def assert_near(found, expected, roundings=None):
@@ -46,3 +47,14 @@ def as_file(state_dict):
     torch.save(state_dict, memory)
     memory.seek(0)
     return torch.load(memory, weights_only=True)
+
+
+def orthogonalized(x, coefficients=QUINTIC):
+    """Five steps of Newton-Schulz, written out."""
+    a, b, c = coefficients
+    norm = x.square().sum().sqrt()
+    x = x / torch.where(norm == 0.0, 1.0, norm)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x

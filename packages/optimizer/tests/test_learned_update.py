@@ -25,12 +25,9 @@ from fusewright.optimizer.learned.pretrained import (
 from fusewright_testkit import Yardstick
 
 from .compared import assert_near
+from .published import spelled
 
 KINDS = ((), (5,), (3, 4), (2, 5, 3))
-
-
-def spelled(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def updates(learned, mlp, weights, p, extra, backend, steps=2):

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from fusewright.optimizer import M3, DeepMomentum, DeltaMomentum, Muon
 from fusewright.optimizer.common import checks
 from fusewright.optimizer.matrix import stacked_optimizer
 from fusewright_testkit import capture, no_synchronisation
@@ -372,3 +373,86 @@ def test_replayed_steps_are_the_eager_ones_and_skip_and_follow_a_schedule(traini
         graph.replay()
         assert all(map(torch.equal, ps, twin))
     assert optimizer.skipped_steps.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "factor"),
+    [
+        (functools.partial(Muon, lr=0.1, weight_decay=0.0), 0.01),
+        (functools.partial(M3, lr=0.1), 0.01),
+        # The paper's own swings.
+        (functools.partial(M3, lr=0.03, **M3.ALGORITHM_1), 0.7),
+        (functools.partial(DeltaMomentum, lr=0.1), 0.02),
+        (functools.partial(DeltaMomentum, lr=0.1, normalize=False), 0.02),
+        (functools.partial(DeepMomentum, lr=1.5), 0.02),
+        (functools.partial(DeepMomentum, lr=1.5, objective="regression"), 0.02),
+        (functools.partial(DeepMomentum, lr=0.05, orthogonal=True), 0.02),
+    ],
+    ids=[
+        *("muon", "m3", "m3-paper", "delta", "delta-paper"),
+        *("deep-dot", "deep-regression", "deep-orthogonal"),
+    ],
+)
+def test_regression_on_a_matrix_is_solved(device, make_optimizer, factor):
+    """The loss falls to this factor; a wrong sign, or a gradient that is forgotten, raises it."""
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(shape, generator=generator) for shape in ((64, 12), (12, 8)))
+    x, target = x.to(device), target.to(device)
+    w = torch.nn.Parameter(torch.zeros(12, 8, device=device))
+    optimizer = make_optimizer([w])
+    (group,) = optimizer.param_groups
+    rate, losses = group["lr"], []
+    for step in range(200):
+        if "matrix" in group:
+            # An orthogonal step has a length of its own.
+            group["lr"] = rate * (1 - step / 200)
+        optimizer.zero_grad()
+        loss = (x @ (w - target)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < factor * losses[0]
+
+
+BAD = [
+    (Muon, dict(lr=-1.0), "lr must be at least 0, got -1.0"),
+    (Muon, dict(momentum=1.0), "momentum must be from 0 to below 1, got 1.0"),
+    (Muon, dict(momentum=torch.tensor(0.9)), "momentum must be a number, got a tensor"),
+    (Muon, dict(nesterov=1), "nesterov must be True or False, got 1"),
+    (Muon, dict(scale="wide"), "scale must be \"output_rms\" or .* got 'wide'"),
+    (Muon, dict(ns_steps=0), "at least 1, got 0"),
+    (Muon, dict(ns_coefficients=(1.0,)), "three numbers"),
+    (Muon, dict(ns_dtype=torch.int8), "dtype must be floating"),
+    (Muon, dict(matrix="yes"), "matrix must be True or False"),
+    (Muon, dict(adam_betas=(0.9,)), "adam_betas must be two numbers"),
+    (Muon, dict(adam_betas=(0.9, 1.5)), r"adam_betas\[1\] must be from 0 to below 1"),
+    (M3, dict(betas=(0.9, 0.999)), "betas must be three numbers"),
+    (M3, dict(betas=(0.0, 0.9, 0.9)), r"betas\[0\] must be above 0 and at most 1, got 0.0"),
+    (M3, dict(retain=(1.0, 1.0, 1.1)), r"retain\[2\] must be from 0 to 1, got 1.1"),
+    (M3, dict(alpha=-0.1), "alpha must be at least 0"),
+    (M3, dict(frequency=0), "frequency must be at least 1, got 0"),
+    (M3, dict(frequency=2.0), "frequency must be a whole number, got float"),
+    (M3, dict(eps=-1.0), "eps must be at least 0"),
+    (M3, dict(relative=None), "relative must be True or False"),
+    (DeltaMomentum, dict(alpha=1.0), "alpha must be from 0 to below 1, got 1.0"),
+    (DeltaMomentum, dict(delta=2.0), "delta must be at most 1 . alpha = 1.9, got 2.0"),
+    (DeltaMomentum, dict(normalize=1), "normalize must be True or False"),
+    (DeltaMomentum, dict(weight_decay=-0.1), "weight_decay must be at least 0"),
+    (DeepMomentum, dict(alpha=-0.1), "alpha must be from 0"),
+    (DeepMomentum, dict(inner_lr=-1.0), "inner_lr must be at least 0"),
+    (DeepMomentum, dict(hidden=0), "hidden must be at least 1, got 0"),
+    (DeepMomentum, dict(seed=-1), "seed must be at least 0, got -1"),
+    (DeepMomentum, dict(objective="l2"), 'objective must be "dot" or "regression", got \'l2\''),
+    (DeepMomentum, dict(orthogonal="yes"), "orthogonal must be True or False"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "options", "message"),
+    BAD,
+    ids=[f"{make.__name__}-{'-'.join(options)}-{k}" for k, (make, options, _) in enumerate(BAD)],
+)
+def test_bad_options_are_refused(make_optimizer, options, message):
+    a_type = "whole number" in message or "dtype" in message
+    with pytest.raises(TypeError if a_type else ValueError, match=message):
+        make_optimizer([torch.nn.Parameter(torch.ones(2, 3))], **options)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import sys
 import pytest
 import torch
 from fusewright.optimizer import AdamW
+from fusewright_testkit.plugin import alone
 
 from .compared import assert_equal, assert_near
 
@@ -43,12 +45,15 @@ def sharded():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> pathlib.Path:
-    """Where the two processes have left what they found."""
-    folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    # Who waits for the other in vain gives up after a minute.
-    done = subprocess.run(command, timeout=SECONDS, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    """Where the two processes have left what they found, once in a run of the tests."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "sharded"
+    with alone(folder.with_suffix(".lock")):
+        if not folder.exists():
+            folder.mkdir()
+            command = [sys.executable, str(SCRIPT), str(folder)]
+            # Who waits for the other in vain gives up after a minute.
+            subprocess.run(command, timeout=SECONDS, check=True)
     return folder
 
 

@@ -149,7 +149,7 @@ def test_functional_steps_are_the_optimizers(learned, backend, device):
     ps = [torch.nn.Parameter(x.clone()) for x in xs]
     optimizer = LearnedOptimizer(ps, mlp, lr=0.5, weight_decay=0.1, backend=backend)
     kept = learned_init(xs)
-    for step in range(3):
+    for step in range(2):
         gs = [learned.gradient(x, step) for x in xs]
         found, kept = learned_update(mlp, xs, gs, kept, backend=backend)
         xs = learned_apply(xs, [u.detach() for u in found], lr=0.5, weight_decay=0.1)

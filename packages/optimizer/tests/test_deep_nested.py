@@ -350,36 +350,6 @@ def test_frozen_parameters_are_left_out():
         DeepNestedOptimizer(some.requires_grad_(False))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"base_lr": -1.0}, "lr must be at least 0"),
-        ({"meta_lr": -1.0}, "meta_lr must be at least 0"),
-        ({"mode": "never"}, 'mode must be "simple" or "explicit"'),
-        ({"meta": "guess"}, 'meta must be "hypergradient" or "proxy"'),
-        ({"features": "square"}, 'features must be "log" or "raw"'),
-        ({"update": "sgd"}, 'update must be "adamw" or "continuum"'),
-        ({"meta_update_freq": 0}, "meta_update_freq must be at least 1, got 0"),
-        (
-            {"controller_update_freq": 1.5},
-            "controller_update_freq must be a whole number, got float",
-        ),
-        ({"controller_hidden_dim": True}, "controller_hidden_dim must be a whole number, got bool"),
-        ({"frequencies": ()}, "frequencies must be of one level"),
-        ({"frequencies": (1, 0)}, "frequencies must be at least 1, got 0"),
-        ({"momentum_hidden_dim": 1}, "momentum_hidden_dim must be at least 2"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be a finite number above 0"),
-        ({"update": "continuum", "rounding": "stochastic"}, "rounding and state_dtype are of"),
-        ({"betas": (0.9, 1.0)}, "betas"),
-        ({"backend": "cuda"}, "backend must be"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    error = TypeError if "whole number" in message else ValueError
-    with pytest.raises(error, match=message):
-        DeepNestedOptimizer(model(), **options)
-
-
 def test_what_is_no_model_is_refused():
     for given in (torch.ones(3), [torch.nn.Parameter(torch.ones(3))], 3):
         with pytest.raises(TypeError, match="model must be a module or pairs"):

@@ -239,22 +239,6 @@ def test_state_of_another_shape_is_refused(learned, device):
         second.load_state_dict(first.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"lr": -1.0}, ValueError, "lr must be at least 0"),
-        ({"weight_decay": math.nan}, ValueError, "weight_decay must be"),
-        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be"),
-        ({"backend": "cuda"}, ValueError, "backend must be"),
-        ({"extra_features": torch.ones(1)}, ValueError, "extra_features must be given"),
-    ],
-    ids=lambda x: str(x)[:20],
-)
-def test_bad_options_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        LearnedOptimizer([torch.nn.Parameter(torch.ones(2))], UpdateMLP(), **options)
-
-
 def test_bad_parameters_and_networks_are_refused():
     p = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(TypeError, match="mlp must be an UpdateMLP"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import warnings
 import weakref
 
 import pytest
@@ -59,7 +60,10 @@ def catalogue(monkeypatch):
     pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
     # Its import would forbid all other tests of this process to set torch's flags.
     monkeypatch.setattr(torch.backends, "disable_global_flags", lambda: None)
-    found = importlib.import_module("torch.testing._internal.common_optimizers")
+    with warnings.catch_warnings():
+        # It warns where hypothesis is not installed.
+        warnings.simplefilter("ignore", ImportWarning)
+        found = importlib.import_module("torch.testing._internal.common_optimizers")
     return {info.optim_cls.__name__: info for info in found.optim_db}
 
 

@@ -160,27 +160,6 @@ def test_an_untrained_network_is_no_hindrance(backend, device):
     assert not torch.equal(p, before)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"lr": -1.0}, ValueError, "lr must be at least 0"),
-        ({"weight_decay": math.nan}, ValueError, "weight_decay must be"),
-        ({"num_steps": 0}, ValueError, "num_steps must be at least 1, got 0"),
-        ({"num_steps": 1.5}, TypeError, "num_steps must be a whole number, got float"),
-        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be"),
-        ({"backend": "cuda"}, ValueError, "backend must be"),
-        ({"networks": torch.nn.Linear(2, 2)}, TypeError, "networks must be VeLONetworks"),
-        ({"params": []}, ValueError, "empty parameter list"),
-    ],
-    ids=lambda x: str(x)[:20],
-)
-def test_bad_options_are_refused(learned, options, error, message):
-    given = {"params": [torch.nn.Parameter(torch.ones(2))], "num_steps": 20}
-    given["networks"] = learned.velo_networks()
-    with pytest.raises(error, match=message):
-        VeLO(**(given | options))
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("loss", "error", "message"),

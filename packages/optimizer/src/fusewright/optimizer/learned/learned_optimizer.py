@@ -24,7 +24,7 @@ from .._core.backends import Backend
 from .._core.precision import without_autocast
 from ..common.contract import loss_of
 from ..common.placement import current
-from ..common.statistics.members import Member, StatisticsPart
+from ..common.statistics.members import Member
 from ..common.statistics.optimizer import StatisticsOptimizer
 from . import launch
 from .checks import check_extra, network_obstacle
@@ -70,6 +70,7 @@ class LearnedOptimizer(StatisticsOptimizer):
         RuntimeError: backend is "triton" and the kernels cannot serve a parameter.
     """
 
+    _kinds = ReferencePart, launch.KernelPart
     copied = (*StatisticsOptimizer.copied, "mlp")
 
     def __init__(
@@ -126,11 +127,8 @@ class LearnedOptimizer(StatisticsOptimizer):
         self._extra = {}
         return loss
 
-    def _part(
-        self, members: list[Member], device: torch.device, with_kernels: bool
-    ) -> StatisticsPart:
-        part = launch.KernelPart if with_kernels else ReferencePart
-        return part(members, self._rules(self.mlp), device)
+    def _network(self) -> UpdateMLP:
+        return self.mlp
 
     def _obstacle(self, member: Member) -> str | None:
         extra = self._extra.get(member.place)

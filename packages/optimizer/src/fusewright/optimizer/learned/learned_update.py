@@ -61,6 +61,10 @@ class UpdateMLP(nn.Module):
         ValueError: extra_features is below 0.
     """
 
+    momentum_offsets: nn.Parameter
+    square_offsets: nn.Parameter
+    factored_offsets: nn.Parameter
+
     def __init__(
         self, extra_features: int = 0, *, exp_mult: float = 0.001, step_mult: float = 0.01
     ) -> None:

@@ -25,7 +25,7 @@ def log_sign(g: Tensor) -> tuple[Tensor, Tensor]:
     return scale, torch.where(large, g.sign(), g / least)
 
 
-def perceptron(widths: Sequence[int], **like: Any) -> torch.nn.ModuleList:
+def perceptron(widths: Sequence[int], **like: Any) -> Any:
     """Linear layers of these widths, from the input's to the output's."""
     return torch.nn.ModuleList(
         torch.nn.Linear(width, after, **like) for width, after in itertools.pairwise(widths)

@@ -57,7 +57,7 @@ class NestedController(torch.nn.Module):
         super().__init__()
         self.hidden, self.features = hidden, features
         widths = [INPUTS] + [hidden] * layers + [1]
-        self.layers = perceptron(widths, device=device, dtype=dtype)
+        self.layers: torch.nn.ModuleList = perceptron(widths, device=device, dtype=dtype)
         self.reset_parameters()
 
     @property

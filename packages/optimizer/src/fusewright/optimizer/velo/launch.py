@@ -15,7 +15,7 @@ from .._core.lazy import lazy_module
 from ..common.launch import planned
 from ..common.statistics.launch import FOLD, StatisticsBatch, StatisticsKernelPart
 from ..common.statistics.members import Member, Rules
-from ..common.statistics.reference import START_DECAYS, Statistics
+from ..common.statistics.reference import START_DECAYS
 from ..common.step import Step
 from ..common.tables import upload
 from .parts import VeLOPart
@@ -34,13 +34,10 @@ class VeLOBatch(StatisticsBatch):
 
     velo = True
 
-    def __init__(
-        self, ps: Sequence[Tensor], statistics: Sequence[Statistics], gradient: torch.dtype
-    ) -> None:
-        super().__init__(ps, statistics, gradient)
+    def plan_network(self) -> None:
         self.moment_partials, self.moments = (
             torch.empty(count, kernels.MOMENT_SUMS.value, dtype=torch.float64, device=self.device)
-            for count in (self.moving.blocks.count, len(ps))
+            for count in (self.moving.blocks.count, len(self.ps))
         )
         self.line = kernels.LINE.value
 

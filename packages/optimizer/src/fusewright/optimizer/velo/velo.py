@@ -27,7 +27,7 @@ from ..common.checks import is_number
 from ..common.contract import loss_of
 from ..common.placement import current, on
 from ..common.statistics.checks import check_pieces
-from ..common.statistics.members import Member, StatisticsPart
+from ..common.statistics.members import Member
 from ..common.statistics.optimizer import StatisticsOptimizer
 from . import launch
 from .parts import VeLOPart, VeLOReferencePart
@@ -86,6 +86,7 @@ class VeLO(StatisticsOptimizer):
         RuntimeError: backend is "triton" and the kernels cannot serve a parameter.
     """
 
+    _kinds = VeLOReferencePart, launch.VeLOKernelPart
     copied = (*StatisticsOptimizer.copied, "networks", "num_steps", "losses")
 
     def __init__(
@@ -201,11 +202,8 @@ class VeLO(StatisticsOptimizer):
         torch._foreach_copy_(states, list(torch.where(skipped, before, lstm_states).unbind()))
         return mixed, scales_of(multipliers, all_moments)
 
-    def _part(
-        self, members: list[Member], device: torch.device, with_kernels: bool
-    ) -> StatisticsPart:
-        part = launch.VeLOKernelPart if with_kernels else VeLOReferencePart
-        return part(members, self._rules(self.networks), device)
+    def _network(self) -> VeLONetworks:
+        return self.networks
 
     def _member(self, p: Tensor, g: Tensor, place: int, number: int, mesh: int) -> Member | None:
         # Without elements there are no means.

@@ -119,6 +119,10 @@ class StatisticsBatch:
         self.moment_partials = self.partials
         self.row_means = self.empty(max(3 * sum(layout.row_means for layout in layouts), 1))
         self.norms = self.empty(len(ps), 32)
+        self.plan_network()
+
+    def plan_network(self) -> None:
+        """Allocate what a subclass's own launches need."""
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)

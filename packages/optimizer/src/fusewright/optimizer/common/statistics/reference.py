@@ -100,6 +100,11 @@ def new_statistics(p: Tensor) -> Statistics:
     )
 
 
+def on_meta(p: Tensor) -> Tensor:
+    """A parameter of the same shape and strides without memory."""
+    return torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+
+
 def zeros_like_axes(p: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros ``[3, *axes of p]``, each of the three in the order of p's memory."""
     order = memory_order(p, axes)

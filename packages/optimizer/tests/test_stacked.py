@@ -65,24 +65,6 @@ def test_stacks_of_a_bounded_size_move_as_whole_ones(training, device, make, mon
         torch.testing.assert_close(p, q)
 
 
-def test_state_that_others_have_put_there_is_taken(training, device, make):
-    ps, twin = (training.parameters(device=device) for _ in range(2))
-    optimizer, other = (training.run(make, some, 2) for some in (ps, twin))
-    for p, q in zip(ps, twin, strict=True):
-        for name, x in other.state[q].items():
-            optimizer.state[p][name] = x.clone()
-    for state in optimizer.state.values():
-        for x in state.values():
-            x.mul_(0.5)
-    for state in other.state.values():
-        for x in state.values():
-            x.mul_(0.5)
-    for some, each in ((ps, optimizer), (twin, other)):
-        training.give_gradients(some, 2)
-        each.step()
-    assert all(map(torch.equal, ps, twin))
-
-
 def test_without_skipping_what_is_strange_stays_in_its_parameter(training, device, make):
     ps, clean = (training.parameters(device=device) for _ in range(2))
     optimizers = make(ps), make(clean)

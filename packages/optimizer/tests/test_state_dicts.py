@@ -207,27 +207,3 @@ def test_capturable_rates_stay_tensors_when_others_state_is_loaded(training):
     rate = capturable.param_groups[0]["lr"]
     assert isinstance(rate, torch.Tensor)
     assert (rate.item(), rate.dtype, rate.device) == (0.25, F32, ps[0].device)
-
-
-@pytest.mark.parametrize("way", ["replaced", "cleared"])
-def test_state_that_others_put_there_is_moved(training, device, backend, way):
-    """As an offloading loop does it; and where a parameter's state is cleared, it begins again."""
-    ps, twin = (training.parameters(device=device) for _ in range(2))
-    ours = training.run(AdamW, ps, 2, backend=backend)
-    theirs = training.run(AdamW, twin, 2, backend=backend)
-    for p, q in zip(ps, twin, strict=True):
-        if way == "cleared":
-            ours.state[p] = {}
-            theirs.state.pop(q)
-        else:
-            for name, x in ours.state[p].items():
-                ours.state[p][name] = x.clone().mul_(0.5)
-                theirs.state[q][name].mul_(0.5)
-    for step in (2, 3):
-        for some, optimizer in ((ps, ours), (twin, theirs)):
-            training.give_gradients(some, step)
-            optimizer.step()
-    assert all(map(torch.equal, ps, twin))
-    for p, q in zip(ps, twin, strict=True):
-        for name, x in ours.state[p].items():
-            assert torch.equal(x, theirs.state[q][name])

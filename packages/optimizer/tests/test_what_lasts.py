@@ -133,6 +133,25 @@ def test_scaler_unscales_and_skips_in_the_step(training, kind, device):
         assert_equal(everything(optimizer), everything(other))
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("way", ["replaced", "cleared"])
+def test_state_that_others_put_there_is_moved(training, kind, device, way):
+    """As an offloading loop does it; and where a parameter's state is cleared, it begins again."""
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    ours, theirs = (kind.go_on(training, kind(some), range(2)) for some in (ps, twin))
+    # VeLO keeps no state of a parameter without elements.
+    for p, q in ((p, q) for p, q in zip(ps, twin, strict=True) if p in ours.state):
+        if way == "cleared":
+            ours.state[p] = {}
+            theirs.state.pop(q)
+        else:
+            for name, x in ours.state[p].items():
+                ours.state[p][name] = x.clone().mul_(0.5)
+                theirs.state[q][name].mul_(0.5)
+    found = [everything(kind.go_on(training, each, range(2, 4))) for each in (ours, theirs)]
+    assert_equal(*found)
+
+
 @pytest.mark.parametrize("maker", [Muon, M3, AdamW])
 def test_step_that_a_scaler_had_skipped_is_not_the_next_ones_result(maker, backend):
     ps = matrices()

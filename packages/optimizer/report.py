@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import re
 from pathlib import Path
+
+from fusewright_testkit.report import with_made
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results/meta-training-h200.csv"
-BEGIN, END = "<!-- meta-training:begin -->", "<!-- meta-training:end -->"
+MARKS = "<!-- meta-training:begin -->", "<!-- meta-training:end -->"
 META, LEARNED, DEFAULT = "meta-training", "learned", "AdamW lr=0.001"
 HEADER = ("held-out task", "untrained", "trained", "AdamW, best of {rates} rates", DEFAULT)
 
@@ -51,23 +52,13 @@ def shares(row: dict[str, str]) -> str:
     return f"{mean_of(row):.3f} / {float(row['last_loss']):.3f}"
 
 
-def with_table(text: str, made: str) -> str:
-    """The README with what is between the marks replaced."""
-    text, times = re.subn(
-        f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{made}\n{END}", text, flags=re.DOTALL
-    )
-    if times != 1:
-        raise ValueError(f"wanted the marks {BEGIN} and {END} once in the README, got {times}")
-    return text
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args().check
     readme = FOLDER / "README.md"
     before = readme.read_text()
-    after = with_table(before, table(RESULTS))
+    after = with_made(before, table(RESULTS), MARKS)
     if not check:
         readme.write_text(after)
     elif before != after:

@@ -12,13 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from fusewright.optimizer import (
-    AdamWState,
-    FunctionalAdamW,
-    UpdateMLP,
-    learned_apply,
-    learned_init,
-)
+from fusewright.optimizer import FunctionalAdamW, UpdateMLP, learned_apply, learned_init
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -83,9 +77,7 @@ class AdamWSteps(NamedTuple):
     rates: Tensor
 
     def start(self, params: list[Tensor]) -> Any:
-        zeros = [torch.zeros_like(p) for p in params]
-        step = torch.zeros_like(self.rates)
-        return AdamWState(step, zeros, [torch.zeros_like(p) for p in params])
+        return FunctionalAdamW().init(params)._replace(step=torch.zeros_like(self.rates))
 
     def move(
         self, params: list[Tensor], gradients: list[Tensor], state: Any

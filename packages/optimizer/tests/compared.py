@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+
 import torch
+from fusewright.optimizer.matrix.newton_schulz import QUINTIC
 
 
 def assert_near(found, expected, roundings=None):
@@ -29,10 +32,29 @@ def assert_equal(found, expected):
 
 
 def everything(optimizer):
-    """Copies of all parameters and states."""
+    """Copies of all parameters and states, and of VeLO's losses."""
     found = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             found.append(p.detach().clone())
             found += [x.clone() for _, x in sorted(optimizer.state.get(p, {}).items())]
-    return found
+    return found + [x.clone() for x in getattr(optimizer, "losses", ())]
+
+
+def as_file(state_dict):
+    """The state dict as a file gives it back."""
+    memory = io.BytesIO()
+    torch.save(state_dict, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=True)
+
+
+def orthogonalized(x, coefficients=QUINTIC):
+    """Five steps of Newton-Schulz, written out."""
+    a, b, c = coefficients
+    norm = x.square().sum().sqrt()
+    x = x / torch.where(norm == 0.0, 1.0, norm)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from .kinds import ADAMW, LEARNED, STACKED, of_kinds
+
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
 
@@ -158,3 +160,9 @@ def small_learned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "FOLD", statistics.Sums(rows=2, size=32, num_warps=1))
     add_partials = statistics.Sums(rows=2, size=128, num_warps=1)
     monkeypatch.setattr(learned, "ADD_PARTIALS", add_partials)
+
+
+kind = of_kinds([*ADAMW, *STACKED, *LEARNED])
+# Those that update matrices of one shape together, and those with a network.
+stacked = of_kinds(STACKED)
+networked = of_kinds(LEARNED)

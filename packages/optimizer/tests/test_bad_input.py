@@ -8,7 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fusewright.optimizer import AdamW, DeepNestedOptimizer, LearnedOptimizer, Muon, UpdateMLP
+from fusewright.optimizer import (
+    M3,
+    AdamW,
+    DeepMomentum,
+    DeepNestedOptimizer,
+    DeltaMomentum,
+    LearnedOptimizer,
+    Muon,
+    NestedController,
+    UpdateMLP,
+    VeLO,
+    VeLONetworks,
+)
 from fusewright.optimizer.common.checks import check_gradient
 
 from .compared import assert_near
@@ -320,6 +332,109 @@ BAD = [
 def test_bad_options_are_told_what_was_wanted_and_what_came(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def of_matrix(make):
+    return lambda **options: make([torch.nn.Parameter(torch.ones(2, 3))], **options)
+
+
+muon, m3, delta, deep = map(of_matrix, (Muon, M3, DeltaMomentum, DeepMomentum))
+
+
+def learned(**options):
+    return LearnedOptimizer([parameter()], UpdateMLP(), **options)
+
+
+def velo(**options):
+    given = dict(params=[parameter()], networks=VeLONetworks(8, 4), num_steps=20)
+    return VeLO(**(given | options))
+
+
+def nested(**options):
+    return DeepNestedOptimizer([("core", parameter())], **options)
+
+
+BAD_OPTIONS = [
+    (muon, dict(lr=-1.0), "lr must be at least 0, got -1.0"),
+    (muon, dict(momentum=1.0), "momentum must be from 0 to below 1, got 1.0"),
+    (muon, dict(momentum=torch.tensor(0.9)), "momentum must be a number, got a tensor"),
+    (muon, dict(nesterov=1), "nesterov must be True or False, got 1"),
+    (muon, dict(scale="wide"), "scale must be \"output_rms\" or .* got 'wide'"),
+    (muon, dict(ns_steps=0), "at least 1, got 0"),
+    (muon, dict(ns_coefficients=(1.0,)), "three numbers"),
+    (muon, dict(ns_dtype=torch.int8), "dtype must be floating"),
+    (muon, dict(matrix="yes"), "matrix must be True or False"),
+    (muon, dict(adam_betas=(0.9,)), "adam_betas must be two numbers"),
+    (muon, dict(adam_betas=(0.9, 1.5)), r"adam_betas\[1\] must be from 0 to below 1"),
+    (m3, dict(betas=(0.9, 0.999)), "betas must be three numbers"),
+    (m3, dict(betas=(0.0, 0.9, 0.9)), r"betas\[0\] must be above 0 and at most 1, got 0.0"),
+    (m3, dict(retain=(1.0, 1.0, 1.1)), r"retain\[2\] must be from 0 to 1, got 1.1"),
+    (m3, dict(alpha=-0.1), "alpha must be at least 0"),
+    (m3, dict(frequency=0), "frequency must be at least 1, got 0"),
+    (m3, dict(frequency=2.0), "frequency must be a whole number, got float"),
+    (m3, dict(eps=-1.0), "eps must be at least 0"),
+    (m3, dict(relative=None), "relative must be True or False"),
+    (delta, dict(alpha=1.0), "alpha must be from 0 to below 1, got 1.0"),
+    (delta, dict(delta=2.0), "delta must be at most 1 . alpha = 1.9, got 2.0"),
+    (delta, dict(normalize=1), "normalize must be True or False"),
+    (delta, dict(weight_decay=-0.1), "weight_decay must be at least 0"),
+    (deep, dict(alpha=-0.1), "alpha must be from 0"),
+    (deep, dict(inner_lr=-1.0), "inner_lr must be at least 0"),
+    (deep, dict(hidden=0), "hidden must be at least 1, got 0"),
+    (deep, dict(seed=-1), "seed must be at least 0, got -1"),
+    (deep, dict(objective="l2"), 'objective must be "dot" or "regression", got \'l2\''),
+    (deep, dict(orthogonal="yes"), "orthogonal must be True or False"),
+    (learned, dict(lr=-1.0), "lr must be at least 0"),
+    (learned, dict(weight_decay=NAN), "weight_decay must be"),
+    (learned, dict(max_grad_norm=0.0), "max_grad_norm must be"),
+    (learned, dict(backend="cuda"), "backend must be"),
+    (learned, dict(extra_features=torch.ones(1)), "extra_features must be given"),
+    (velo, dict(lr=-1.0), "lr must be at least 0"),
+    (velo, dict(weight_decay=NAN), "weight_decay must be"),
+    (velo, dict(num_steps=0), "num_steps must be at least 1, got 0"),
+    (velo, dict(num_steps=1.5), "num_steps must be a whole number, got float"),
+    (velo, dict(max_grad_norm=0.0), "max_grad_norm must be"),
+    (velo, dict(backend="cuda"), "backend must be"),
+    (velo, dict(networks=torch.nn.Linear(2, 2)), "networks must be VeLONetworks"),
+    (velo, dict(params=[]), "empty parameter list"),
+    (NestedController, dict(hidden=0), "hidden must be at least 1, got 0"),
+    (NestedController, dict(hidden=True), "hidden must be a whole number, got bool"),
+    (NestedController, dict(layers=1.0), "layers must be a whole number, got float"),
+    (NestedController, dict(features="sqrt"), 'features must be "log" or "raw"'),
+    (nested, dict(base_lr=-1.0), "lr must be at least 0"),
+    (nested, dict(meta_lr=-1.0), "meta_lr must be at least 0"),
+    (nested, dict(mode="never"), 'mode must be "simple" or "explicit"'),
+    (nested, dict(meta="guess"), 'meta must be "hypergradient" or "proxy"'),
+    (nested, dict(features="square"), 'features must be "log" or "raw"'),
+    (nested, dict(update="sgd"), 'update must be "adamw" or "continuum"'),
+    (nested, dict(meta_update_freq=0), "meta_update_freq must be at least 1, got 0"),
+    (
+        nested,
+        dict(controller_update_freq=1.5),
+        "controller_update_freq must be a whole number, got float",
+    ),
+    (
+        nested,
+        dict(controller_hidden_dim=True),
+        "controller_hidden_dim must be a whole number, got bool",
+    ),
+    (nested, dict(frequencies=()), "frequencies must be of one level"),
+    (nested, dict(frequencies=(1, 0)), "frequencies must be at least 1, got 0"),
+    (nested, dict(momentum_hidden_dim=1), "momentum_hidden_dim must be at least 2"),
+    (nested, dict(max_grad_norm=0.0), "max_grad_norm must be a finite number above 0"),
+    (nested, dict(update="continuum", rounding="stochastic"), "rounding and state_dtype are of"),
+    (nested, dict(betas=(0.9, 1.0)), "betas"),
+    (nested, dict(backend="cuda"), "backend must be"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"), BAD_OPTIONS, ids=[m for *_, m in BAD_OPTIONS]
+)
+def test_bad_options_of_the_others_are_told_so_too(make, options, message):
+    a_type = any(word in message for word in ("whole number", "dtype must", "VeLONetworks"))
+    with pytest.raises(TypeError if a_type else ValueError, match=message):
+        make(**options)
 
 
 def test_refused_group_leaves_the_optimizer_as_it_was(training, backend):

@@ -14,7 +14,7 @@ from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimize
 from fusewright.optimizer.nested.parameter_groups import parameter_groups, relative_depths
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .compared import assert_near
+from .compared import assert_equal, assert_near
 from .nested import STEPS, Eager, assert_followed, give, model, optimizer_of
 
 ADAMW = {"exp_avg", "exp_avg_sq", "step"}
@@ -102,8 +102,7 @@ def test_untrained_step_has_the_bits_of_adamw(device, backend):
         give(twin, step)
         ours.step(loss)
         theirs.step()
-        for p, q in zip(some.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p, q)
+        assert_equal(some.parameters(), twin.parameters())
 
 
 class NoNumberRead(TorchDispatchMode):
@@ -275,8 +274,7 @@ def test_scaler_unscales_and_skips_in_the_step(update):
         del optimizers[1].grad_scale, optimizers[1].found_inf
         assert out["skipped"].item() == other["skipped"].item() == (step == 5)
         torch.testing.assert_close(out["lr_multipliers"], other["lr_multipliers"])
-        for p, q in zip(some.parameters(), twin.parameters(), strict=True):
-            assert_near([p], [q])
+        assert_near(some.parameters(), twin.parameters())
 
 
 def test_found_inf_alone_skips():
@@ -352,36 +350,6 @@ def test_frozen_parameters_are_left_out():
         DeepNestedOptimizer(some.requires_grad_(False))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"base_lr": -1.0}, "lr must be at least 0"),
-        ({"meta_lr": -1.0}, "meta_lr must be at least 0"),
-        ({"mode": "never"}, 'mode must be "simple" or "explicit"'),
-        ({"meta": "guess"}, 'meta must be "hypergradient" or "proxy"'),
-        ({"features": "square"}, 'features must be "log" or "raw"'),
-        ({"update": "sgd"}, 'update must be "adamw" or "continuum"'),
-        ({"meta_update_freq": 0}, "meta_update_freq must be at least 1, got 0"),
-        (
-            {"controller_update_freq": 1.5},
-            "controller_update_freq must be a whole number, got float",
-        ),
-        ({"controller_hidden_dim": True}, "controller_hidden_dim must be a whole number, got bool"),
-        ({"frequencies": ()}, "frequencies must be of one level"),
-        ({"frequencies": (1, 0)}, "frequencies must be at least 1, got 0"),
-        ({"momentum_hidden_dim": 1}, "momentum_hidden_dim must be at least 2"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be a finite number above 0"),
-        ({"update": "continuum", "rounding": "stochastic"}, "rounding and state_dtype are of"),
-        ({"betas": (0.9, 1.0)}, "betas"),
-        ({"backend": "cuda"}, "backend must be"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    error = TypeError if "whole number" in message else ValueError
-    with pytest.raises(error, match=message):
-        DeepNestedOptimizer(model(), **options)
-
-
 def test_what_is_no_model_is_refused():
     for given in (torch.ones(3), [torch.nn.Parameter(torch.ones(3))], 3):
         with pytest.raises(TypeError, match="model must be a module or pairs"):
@@ -418,7 +386,7 @@ def test_same_inputs_same_bits(device, backend):
     for _ in range(2):
         some = model(torch.float32, device)
         optimizer = optimizer_of(some, mode="simple", meta_update_freq=2, backend=backend)
-        for step in range(1, 8):
+        for step in range(1, 5):
             optimizer.step(give(some, step))
         runs.append([*(p.detach() for p in some.parameters()), *optimizer.controller.parameters()])
     assert all(map(torch.equal, *runs))

@@ -5,7 +5,6 @@ bad ones, of which nothing is taken.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -14,19 +13,11 @@ from fusewright.optimizer import AdamW
 from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimizer
 from torch.utils import _pytree as pytree
 
-from .compared import assert_equal
+from .compared import as_file, assert_equal
 from .nested import NAN, give, model, optimizer_of
 
 UPDATES = ("adamw", "continuum")
 TRAINING = dict(mode="simple", meta_update_freq=3, meta_lr=0.05, frequencies=(1, 3))
-
-
-def as_file(state):
-    """As a file gives it back."""
-    memory = io.BytesIO()
-    torch.save(state, memory)
-    memory.seek(0)
-    return torch.load(memory, weights_only=True)
 
 
 def copied(some, optimizer, way, **options):

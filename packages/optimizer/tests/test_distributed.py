@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import sys
 import pytest
 import torch
 from fusewright.optimizer import AdamW
+from fusewright_testkit.plugin import alone
 
-from .compared import assert_near
+from .compared import assert_equal, assert_near
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -43,12 +45,15 @@ def sharded():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> pathlib.Path:
-    """Where the two processes have left what they found."""
-    folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    # Who waits for the other in vain gives up after a minute.
-    done = subprocess.run(command, timeout=SECONDS, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    """Where the two processes have left what they found, once in a run of the tests."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "sharded"
+    with alone(folder.with_suffix(".lock")):
+        if not folder.exists():
+            folder.mkdir()
+            command = [sys.executable, str(SCRIPT), str(folder)]
+            # Who waits for the other in vain gives up after a minute.
+            subprocess.run(command, timeout=SECONDS, check=True)
     return folder
 
 
@@ -59,11 +64,6 @@ def found(folder, backend) -> list[dict]:
     if backend not in results[0]:
         pytest.skip("the kernels take CPU tensors in the interpreter alone")
     return [result[backend] for result in results]
-
-
-def assert_equal(found, expected):
-    for x, y in zip(found, expected, strict=True):
-        assert torch.equal(x, y)
 
 
 def unsharded(sharded, backend):

@@ -25,12 +25,9 @@ from fusewright.optimizer.learned.pretrained import (
 from fusewright_testkit import Yardstick
 
 from .compared import assert_near
+from .published import spelled
 
 KINDS = ((), (5,), (3, 4), (2, 5, 3))
-
-
-def spelled(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def updates(learned, mlp, weights, p, extra, backend, steps=2):
@@ -152,7 +149,7 @@ def test_functional_steps_are_the_optimizers(learned, backend, device):
     ps = [torch.nn.Parameter(x.clone()) for x in xs]
     optimizer = LearnedOptimizer(ps, mlp, lr=0.5, weight_decay=0.1, backend=backend)
     kept = learned_init(xs)
-    for step in range(3):
+    for step in range(2):
         gs = [learned.gradient(x, step) for x in xs]
         found, kept = learned_update(mlp, xs, gs, kept, backend=backend)
         xs = learned_apply(xs, [u.detach() for u in found], lr=0.5, weight_decay=0.1)

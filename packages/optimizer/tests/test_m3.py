@@ -7,23 +7,12 @@ import functools
 import pytest
 import torch
 from fusewright.optimizer.matrix.m3 import M3
-from fusewright.optimizer.matrix.newton_schulz import QUINTIC
 from fusewright_testkit import Yardstick
+
+from .compared import orthogonalized
 
 SHAPES = ((6, 10), (8, 3, 2), (6, 10))
 OWN = dict(betas=(0.05, 0.001, 0.1), retain=(0.95, 0.999, 0.9), relative=True, eps=0.1)
-
-
-def orthogonalized(x):
-    a, b, c = QUINTIC
-    norm = x.square().sum().sqrt()
-    if norm == 0.0:
-        return x
-    x = x / norm
-    for _ in range(5):
-        gram = x @ x.T
-        x = a * x + b * gram @ x + c * gram @ gram @ x
-    return x
 
 
 def algorithm_1(
@@ -159,46 +148,3 @@ def test_relative_denominator_does_not_see_the_size_of_gradients(training, devic
     assert torch.equal(moves[True, 1.0], moves[True, 2.0**-12])
     ratio = moves[False, 2.0**-12].norm() / moves[False, 1.0].norm()
     assert ratio.item() == pytest.approx(2.0**12, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("options", "factor"),
-    [({"lr": 0.1}, 0.01), ({"lr": 0.03, **M3.ALGORITHM_1}, 0.7)],
-    ids=["ours", "paper"],
-)
-def test_regression_on_a_matrix_is_learned(device, options, factor):
-    """The loss falls to this factor; a wrong sign raises it. The paper's own swings."""
-    generator = torch.Generator().manual_seed(0)
-    x, target = (torch.randn(shape, generator=generator) for shape in ((64, 12), (12, 8)))
-    x, target = x.to(device), target.to(device)
-    w = torch.nn.Parameter(torch.zeros(12, 8, device=device))
-    optimizer = M3([w], **options)
-    rate, losses = options["lr"], []
-    for step in range(200):
-        optimizer.param_groups[0]["lr"] = rate * (1 - step / 200)
-        optimizer.zero_grad()
-        loss = (x @ (w - target)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < factor * losses[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(betas=(0.9, 0.999)), "betas must be three numbers"),
-        (dict(betas=(0.0, 0.9, 0.9)), r"betas\[0\] must be above 0 and at most 1, got 0.0"),
-        (dict(retain=(1.0, 1.0, 1.1)), r"retain\[2\] must be from 0 to 1, got 1.1"),
-        (dict(alpha=-0.1), "alpha must be at least 0"),
-        (dict(frequency=0), "frequency must be at least 1, got 0"),
-        (dict(frequency=2.0), "frequency must be a whole number, got float"),
-        (dict(eps=-1.0), "eps must be at least 0"),
-        (dict(relative=None), "relative must be True or False"),
-    ],
-    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
-)
-def test_bad_options_are_refused(options, message):
-    error = TypeError if "whole number" in message else ValueError
-    with pytest.raises(error, match=message):
-        M3([torch.nn.Parameter(torch.ones(2, 3))], **options)

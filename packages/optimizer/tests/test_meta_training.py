@@ -312,6 +312,7 @@ class Problem:
 KINDS = ("digits", "curve", "images")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_trained_network_trains_what_it_never_saw(kind):
     losses = Problem(kind).train(150)

@@ -68,8 +68,7 @@ def test_delta_momentum_without_delta_is_torchs_momentum(training, device):
     ps, twin = (training.parameters(device=device) for _ in range(2))
     training.run(DeltaMomentum, ps, lr=0.1, alpha=0.8, delta=0.0)
     training.run(torch.optim.SGD, twin, lr=0.1, momentum=0.8)
-    for p, q in zip(ps, twin, strict=True):
-        assert_near([p], [q])
+    assert_near(ps, twin)
 
 
 def test_delta_momentum_forgets_along_the_gradient_alone(device):
@@ -190,52 +189,3 @@ def test_deep_momentum_steps_as_far_as_gradients_are_large(training, device):
             training.run(DeepMomentum, ps, 3, scale=scale, orthogonal=orthogonal)
             moves.append(torch.cat([p.detach().flatten() for p in ps]))
         torch.testing.assert_close(moves[1], ratio * moves[0])
-
-
-@pytest.mark.parametrize(
-    ("make_optimizer", "factor"),
-    [
-        (functools.partial(DeltaMomentum, lr=0.1), 0.02),
-        (functools.partial(DeltaMomentum, lr=0.1, normalize=False), 0.02),
-        (functools.partial(DeepMomentum, lr=1.5), 0.02),
-        (functools.partial(DeepMomentum, lr=1.5, objective="regression"), 0.02),
-        (functools.partial(DeepMomentum, lr=0.05, orthogonal=True), 0.02),
-    ],
-    ids=["delta", "delta-paper", "deep-dot", "deep-regression", "deep-orthogonal"],
-)
-def test_regression_on_a_matrix_is_solved(device, make_optimizer, factor):
-    """The loss falls to this factor; a wrong sign raises it."""
-    generator = torch.Generator().manual_seed(0)
-    x, target = (torch.randn(shape, generator=generator) for shape in ((64, 12), (12, 8)))
-    x, target = x.to(device), target.to(device)
-    w = torch.nn.Parameter(torch.zeros(12, 8, device=device))
-    optimizer = make_optimizer([w])
-    losses = []
-    for _ in range(200):
-        optimizer.zero_grad()
-        loss = (x @ (w - target)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < factor * losses[0]
-
-
-@pytest.mark.parametrize(
-    ("make_optimizer", "options", "message"),
-    [
-        (DeltaMomentum, dict(alpha=1.0), "alpha must be from 0 to below 1, got 1.0"),
-        (DeltaMomentum, dict(delta=2.0), "delta must be at most 1 . alpha = 1.9, got 2.0"),
-        (DeltaMomentum, dict(normalize=1), "normalize must be True or False"),
-        (DeltaMomentum, dict(weight_decay=-0.1), "weight_decay must be at least 0"),
-        (DeepMomentum, dict(alpha=-0.1), "alpha must be from 0"),
-        (DeepMomentum, dict(inner_lr=-1.0), "inner_lr must be at least 0"),
-        (DeepMomentum, dict(hidden=0), "hidden must be at least 1, got 0"),
-        (DeepMomentum, dict(seed=-1), "seed must be at least 0, got -1"),
-        (DeepMomentum, dict(objective="l2"), 'objective must be "dot" or "regression", got \'l2\''),
-        (DeepMomentum, dict(orthogonal="yes"), "orthogonal must be True or False"),
-    ],
-    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
-)
-def test_bad_options_are_refused(make_optimizer, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_optimizer([torch.nn.Parameter(torch.ones(2, 3))], **options)

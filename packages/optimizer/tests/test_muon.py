@@ -11,7 +11,7 @@ from fusewright.optimizer.matrix.muon import Muon
 from fusewright.optimizer.matrix.newton_schulz import CUBIC, QUINTIC
 from fusewright_testkit import Yardstick
 
-from .compared import assert_near
+from .compared import assert_near, orthogonalized
 
 # Several of a shape, tall and wide, a filter bank and an empty one.
 SHAPES = ((6, 10), (12, 5), (6, 10), (4, 3, 2, 2), (0, 4))
@@ -51,15 +51,6 @@ class Eager:
             if u.numel():
                 o = orthogonalized(u, self.coefficients) * self.scale(*u.shape)
                 p.copy_(p - self.lr * self.weight_decay * p - self.lr * o.view_as(p))
-
-
-def orthogonalized(x, coefficients):
-    a, b, c = coefficients
-    x = x / x.square().sum().sqrt()
-    for _ in range(5):
-        gram = x @ x.T
-        x = a * x + b * gram @ x + c * gram @ gram @ x
-    return x
 
 
 def stepped(training, make, tensors, **options):
@@ -156,8 +147,7 @@ def test_groups_without_matrices_take_adamws_steps(training, device, backend):
         training.give_gradients(twin, step)
         optimizer.step()
         theirs.step()
-    for p, q in zip(ps[1:], twin[1:], strict=True):
-        assert_near([p], [q])
+    assert_near(ps[1:], twin[1:])
 
 
 def test_step_is_as_long_as_its_scale_says(device):
@@ -169,46 +159,6 @@ def test_step_is_as_long_as_its_scale_says(device):
         Muon([p], lr=lr, scale=scale, ns_dtype=None).step()
         # Columns of length 1, within what five steps leave of singular values.
         assert p.square().mean().sqrt().item() == pytest.approx(lr * rms, rel=0.25)
-
-
-def test_regression_on_a_matrix_is_solved(device):
-    """The loss falls to a hundredth; a wrong sign or a step that forgets the gradient raises it."""
-    generator = torch.Generator().manual_seed(0)
-    x, target = (torch.randn(shape, generator=generator) for shape in ((64, 12), (12, 8)))
-    x, target = x.to(device), target.to(device)
-    w = torch.nn.Parameter(torch.zeros(12, 8, device=device))
-    optimizer = Muon([w], lr=0.1, weight_decay=0.0)
-    losses = []
-    for step in range(150):
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / 150)
-        optimizer.zero_grad()
-        loss = (x @ (w - target)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.01 * losses[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (dict(lr=-1.0), ValueError, "lr must be at least 0, got -1.0"),
-        (dict(momentum=1.0), ValueError, "momentum must be from 0 to below 1, got 1.0"),
-        (dict(momentum=torch.tensor(0.9)), ValueError, "momentum must be a number, got a tensor"),
-        (dict(nesterov=1), ValueError, "nesterov must be True or False, got 1"),
-        (dict(scale="wide"), ValueError, "scale must be \"output_rms\" or .* got 'wide'"),
-        (dict(ns_steps=0), ValueError, "at least 1, got 0"),
-        (dict(ns_coefficients=(1.0,)), ValueError, "three numbers"),
-        (dict(ns_dtype=torch.int8), TypeError, "dtype must be floating"),
-        (dict(matrix="yes"), ValueError, "matrix must be True or False"),
-        (dict(adam_betas=(0.9,)), ValueError, "adam_betas must be two numbers"),
-        (dict(adam_betas=(0.9, 1.5)), ValueError, r"adam_betas\[1\] must be from 0 to below 1"),
-    ],
-    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
-)
-def test_bad_options_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        Muon([torch.nn.Parameter(torch.ones(2, 3))], **options)
 
 
 def test_vectors_are_asked_into_groups_of_their_own():

@@ -99,21 +99,6 @@ def test_gradients_are_those_of_differences():
     assert torch.autograd.gradcheck(run, weights)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"hidden": 0}, "hidden must be at least 1, got 0"),
-        ({"hidden": True}, "hidden must be a whole number, got bool"),
-        ({"layers": 1.0}, "layers must be a whole number, got float"),
-        ({"features": "sqrt"}, 'features must be "log" or "raw"'),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    error = TypeError if "whole number" in message else ValueError
-    with pytest.raises(error, match=message):
-        NestedController(**options)
-
-
 @pytest.mark.parametrize("shape", [(3,), (2, 4), (2, 3, 1)])
 def test_statistics_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match="must have shape"):

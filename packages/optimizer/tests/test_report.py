@@ -39,9 +39,9 @@ def test_line_is_of_the_network_with_the_lowest_losses_in_training(report, tmp_p
 
 def test_committed_table_is_that_of_the_result_file(report):
     text = (FOLDER / "README.md").read_text()
-    assert text == report.with_table(text, report.table(report.RESULTS))
+    assert text == report.with_made(text, report.table(report.RESULTS), report.MARKS)
 
 
 def test_readme_without_marks_is_refused(report):
     with pytest.raises(ValueError, match="marks"):
-        report.with_table("nothing", "table")
+        report.with_made("nothing", "table", report.MARKS)

@@ -5,7 +5,6 @@ others put there.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from fusewright.optimizer import AdamW
 from torch.optim import lr_scheduler
 
-from .compared import assert_equal, assert_near, everything
+from .compared import as_file, assert_equal, assert_near, everything
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -32,14 +31,6 @@ def groups(ps):
 
 def named(ps):
     return [(f"p{number}", p) for number, p in enumerate(ps)]
-
-
-def as_file(state_dict):
-    """The state dict as a file gives it back."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 TORCHS = [dict(foreach=False), dict(fused=True), dict(foreach=False, amsgrad=True)]
@@ -216,27 +207,3 @@ def test_capturable_rates_stay_tensors_when_others_state_is_loaded(training):
     rate = capturable.param_groups[0]["lr"]
     assert isinstance(rate, torch.Tensor)
     assert (rate.item(), rate.dtype, rate.device) == (0.25, F32, ps[0].device)
-
-
-@pytest.mark.parametrize("way", ["replaced", "cleared"])
-def test_state_that_others_put_there_is_moved(training, device, backend, way):
-    """As an offloading loop does it; and where a parameter's state is cleared, it begins again."""
-    ps, twin = (training.parameters(device=device) for _ in range(2))
-    ours = training.run(AdamW, ps, 2, backend=backend)
-    theirs = training.run(AdamW, twin, 2, backend=backend)
-    for p, q in zip(ps, twin, strict=True):
-        if way == "cleared":
-            ours.state[p] = {}
-            theirs.state.pop(q)
-        else:
-            for name, x in ours.state[p].items():
-                ours.state[p][name] = x.clone().mul_(0.5)
-                theirs.state[q][name].mul_(0.5)
-    for step in (2, 3):
-        for some, optimizer in ((ps, ours), (twin, theirs)):
-            training.give_gradients(some, step)
-            optimizer.step()
-    assert all(map(torch.equal, ps, twin))
-    for p, q in zip(ps, twin, strict=True):
-        for name, x in ours.state[p].items():
-            assert torch.equal(x, theirs.state[q][name])

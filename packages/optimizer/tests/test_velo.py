@@ -10,21 +10,19 @@ import math
 import numpy as np
 import pytest
 import torch
-from fusewright.optimizer.common.statistics.reference import advanced, new_statistics
-from fusewright.optimizer.velo.reference import element_features, start_decays
+from fusewright.optimizer.common.statistics.reference import (
+    advanced,
+    element_features,
+    new_statistics,
+)
+from fusewright.optimizer.velo.reference import start_decays
 from fusewright.optimizer.velo.velo import VeLO
 from fusewright.optimizer.velo.velo_networks import VeLONetworks
-from fusewright_testkit import Yardstick
 
 from .compared import assert_near
+from .published import SHAPES, STARTS, Published, spelled
 
-# Without axes, with one, the longest axis first, last, in the middle, equal ones, and none at all.
-SHAPES = ((), (5,), (1, 1), (7, 4), (3, 9), (6, 6), (2, 5, 3), (4, 2, 3, 3), (0, 4))
 STEPS = 4
-
-
-def spelled(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def loss_at(step: int) -> float:
@@ -32,17 +30,12 @@ def loss_at(step: int) -> float:
     return 30.0 if step == 2 else 4.0 / (1 + step)
 
 
-class Published:
-    """One tensor of HyperV2 as arXiv 2211.09760 and its published definition describe it, in NumPy
-    and fp64: statistics have the decay along a last axis, features too.
-    """
-
-    decays = np.array([0.9, 0.99, 0.999])
+class PublishedTensor(Published):
+    """One tensor of HyperV2."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self.m = np.zeros((*shape, 3))
-        self.v = np.zeros((*shape, 1))
-        self.r = self.c = 0.0
+        super().__init__([np.array(some) for some in STARTS], velo=True)
+        self.m, self.v = np.zeros((*shape, 3)), np.zeros((*shape, 1))
 
     def of_tensor(self, x: np.ndarray, progress: np.ndarray, losses: np.ndarray) -> np.ndarray:
         axes = tuple(range(x.ndim))
@@ -65,35 +58,8 @@ class Published:
         }
         return np.concatenate([inputs[name] for name in sorted(inputs)])
 
-    def of_elements(self, x: np.ndarray, g: np.ndarray) -> np.ndarray:
-        x, g = x[..., None], g[..., None]
-        self.m = self.decays * self.m + (1 - self.decays) * g
-        self.v = 0.999 * self.v + 0.001 * g**2
-        g2 = g**2 + 1e-30
-        s = (self.v + 1e-6) ** -0.5
-        if g.ndim < 3:
-            self.r = self.decays * self.r + (1 - self.decays) * g2
-            r = c = self.r
-            of_g = np.maximum(r + 1e-9, 1e-9) ** -0.5
-            of_m = r**-0.5
-        else:
-            second, longest = (int(axis) for axis in np.argsort(g.shape[:-1], kind="stable")[-2:])
-            keep = dict(keepdims=True)
-            self.r = self.decays * self.r + (1 - self.decays) * g2.mean(longest, **keep)
-            self.c = self.decays * self.c + (1 - self.decays) * g2.mean(second, **keep)
-            r, c = self.r + 0.0 * g2, self.c + 0.0 * g2
-            scaled = self.r / (self.r.mean(second, **keep) + 1e-9)
-            of_g = np.maximum(scaled, 1e-9) ** -0.5 * np.maximum(self.c, 1e-9) ** -0.5
-            of_m = of_g
-        found = [
-            *(g, np.clip(g, -0.1, 0.1), x, self.m, self.v, self.m * s, s, g * of_g, g * s),
-            *(r, c, (r + 1e-8) ** -0.5, (c + 1e-8) ** -0.5, self.m * of_m),
-        ]
-        return np.concatenate(found, -1)
-
     def step(self, x, g, layers: list[np.ndarray], a: float, mult) -> np.ndarray:
-        f = self.of_elements(x, g)
-        f = f / np.sqrt((f**2).reshape(-1, 30).mean(0) + 1e-5)
+        f = self.normalised(x, g)
         w1, b1, w2, b2, w3, b3 = layers
         h = np.maximum(f @ w1.T + b1, 0)
         h = np.maximum(h @ w2.T + b2, 0)
@@ -110,7 +76,7 @@ class PublishedTraining:
             name: x.detach().double().numpy() for name, x in networks.named_parameters()
         }
         self.mult = networks.exp_mult, networks.step_mult
-        self.tensors = [Published(shape) for shape in shapes]
+        self.tensors = [PublishedTensor(shape) for shape in shapes]
         self.h, self.c = (np.stack([x] * len(shapes)) for x in self.weights["start"])
         self.decays = np.exp(-1 / np.logspace(1, np.log10(num_steps), 10))
         self.means, self.lowest = np.zeros(10), np.full(10, 999999999999.0)
@@ -162,14 +128,14 @@ class PublishedTraining:
 
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=spelled)
 def test_element_features_are_those_of_the_published_definition(learned, shape):
-    published = Published(shape)
+    published = PublishedTensor(shape)
     p = learned.drawn([shape])[0].double()
     kept = new_statistics(p)
     for step in range(3):
         g = 2.0 * learned.gradient(p, step)
         kept = advanced(kept, g, start_decays(p.device))
-        expected = torch.from_numpy(published.of_elements(p.numpy(), g.numpy()))
-        assert_near([element_features(p, g, kept)], [expected])
+        expected = torch.from_numpy(published.features(p.numpy(), g.numpy()))
+        assert_near([element_features(p, g, kept, velo=True)], [expected])
 
 
 @pytest.mark.parametrize("num_steps", [1, 7, 40])
@@ -203,48 +169,6 @@ def stepped(learned, networks, backend, tensors, steps=STEPS, **options):
             p.grad = learned.gradient(x, step).to(p.dtype)
         optimizer.step(loss_at(step))
     return tuple(p.detach() for p in ps)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("shape", [(), (5,), (7, 4), (2, 5, 3), (4, 2, 3, 3)], ids=spelled)
-@pytest.mark.usefixtures("small_learned_tiles")
-def test_kernels_are_as_near_to_fp64_as_the_reference(learned, shape, device):
-    networks = learned.velo_networks(device)
-    tensors = learned.drawn([shape], device)
-
-    def by(backend):
-        return lambda *some: stepped(learned, networks, backend, some, weight_decay=0.02)
-
-    Yardstick(by("reference"), tensors, [None]).check(by("triton"))
-
-
-@pytest.mark.usefixtures("small_learned_tiles")
-def test_kernels_of_many_tensors_are_as_near_to_fp64_as_the_reference(learned, device):
-    networks = learned.velo_networks(device)
-    tensors = learned.drawn(learned.kinds, device)
-
-    def by(backend):
-        return lambda *some: stepped(learned, networks, backend, some, 3, max_grad_norm=3.0)
-
-    Yardstick(by("reference"), tensors, [None] * len(tensors)).check(by("triton"))
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("permuted", [(1, 0), (0, 2, 1), (2, 0, 1), (0, 2, 3, 1)], ids=spelled)
-@pytest.mark.usefixtures("small_learned_tiles")
-def test_order_of_memory_changes_nothing(learned, backend, permuted, device):
-    shape = (3, 4, 2, 2)[: len(permuted)]
-    stored = learned.drawn([tuple(shape[axis] for axis in permuted)])[0].to(device)
-    moved = stored.permute([permuted.index(axis) for axis in range(len(permuted))])
-    networks = learned.velo_networks(device)
-    (plain,) = stepped(learned, networks, "reference", [moved.contiguous()], weight_decay=0.1)
-    p = torch.nn.Parameter(moved.detach())
-    optimizer = VeLO([p], networks, 20, lr=0.2, weight_decay=0.1, backend=backend)
-    start = p.detach().clone()
-    for step in range(STEPS):
-        p.grad = learned.gradient(start, step)
-        optimizer.step(loss_at(step))
-    assert_near([p.detach()], [plain])
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
@@ -326,13 +250,6 @@ def test_parameters_of_several_dtypes_and_groups_move_in_one_step(learned, backe
         bound = torch.finfo(p.dtype).eps * (1.0 if cut else 0.5) + 2 * fp32
         assert (p.float() - q).abs().le(bound * q.abs()).all()
     assert torch.equal(still, x)
-
-
-def test_same_inputs_same_bits(learned, backend, device):
-    tensors = learned.drawn(learned.kinds, device)
-    networks = learned.velo_networks(device)
-    runs = [stepped(learned, networks, backend, tensors, max_grad_norm=0.5) for _ in range(2)]
-    assert all(map(torch.equal, *runs))
 
 
 def test_networks_are_read_as_they_are(learned, backend, device):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -120,64 +119,6 @@ def test_nan_loss_spreads_where_steps_are_not_skipped(learned, backend, device):
     assert ps[2].isnan().all()
 
 
-def test_scaled_gradients_are_unscaled_in_the_step(learned, backend, device):
-    pairs = []
-    for scale in (1.0, 64.0):
-        ps, optimizer = trained(learned, backend, device, steps=1)
-        optimizer.grad_scale = torch.tensor(scale, device=device)
-        optimizer.found_inf = torch.zeros((), device=device)
-        for p in ps:
-            p.grad = scale * learned.gradient(p, 1)
-        optimizer.step(1.0)
-        pairs.append(everything(ps, optimizer))
-    assert all(map(torch.equal, *pairs))
-
-
-def test_scaler_hands_the_loss_on(learned, backend, device):
-    found = []
-    for scaled in (False, True):
-        ps, optimizer = trained(learned, backend, device, steps=0)
-        scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=64.0, enabled=scaled)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = sum(p.square().sum() for p in ps)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer, loss)
-            scaler.update()
-        found.append(everything(ps, optimizer))
-    assert all(map(torch.equal, *found))
-
-
-def test_autocast_changes_nothing(learned, backend, device):
-    found = []
-    for enabled in (False, True):
-        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=enabled):
-            found.append(everything(*trained(learned, backend, device)))
-    assert all(map(torch.equal, *found))
-
-
-def test_state_dict_goes_round(learned, backend, device):
-    ps, optimizer = trained(learned, backend, device, steps=3)
-    saved = copy.deepcopy(optimizer.state_dict())
-    twin = [torch.nn.Parameter(p.detach().clone()) for p in ps]
-    _, other = trained(learned, backend, device, steps=0, ps=twin)
-    other.load_state_dict(saved)
-    for some in (optimizer, other):
-        take(learned, some, range(3, 6))
-    assert all(map(torch.equal, everything(ps, optimizer), everything(twin, other)))
-
-
-@pytest.mark.parametrize("how", ["copied", "pickled"])
-def test_copies_step_alike(learned, backend, device, how):
-    ps, optimizer = trained(learned, backend, device)
-    ways = {"copied": copy.deepcopy, "pickled": lambda x: pickle.loads(pickle.dumps(x))}
-    other = ways[how](optimizer)
-    twins = other.param_groups[0]["params"]
-    for some in (optimizer, other):
-        take(learned, some, range(2, 4))
-    assert all(map(torch.equal, everything(ps, optimizer), everything(twins, other)))
-
-
 def test_parameters_without_gradients_or_elements_take_no_part(learned, backend, device):
     xs = learned.drawn([(3, 4), (5,), (0, 4)], device)
     found = []
@@ -194,27 +135,6 @@ def test_parameters_without_gradients_or_elements_take_no_part(learned, backend,
         found.append(ps[0].detach())
     assert torch.equal(*found)
     assert list(optimizer.state) == [ps[0]]
-
-
-def test_parameters_with_gaps_and_fp64_ones_are_moved_in_plain_torch(learned, device):
-    networks = learned.velo_networks(device)
-    memory = torch.zeros(6, 4, device=device)
-    memory[::2] = learned.drawn([(3, 4)], device)[0]
-    plain = torch.nn.Parameter(memory[::2].clone())
-    strided = torch.nn.Parameter(memory[::2])
-    for p in (plain, strided):
-        p.grad = torch.ones_like(p)
-        VeLO([p], networks, 20).step(1.0)
-    torch.testing.assert_close(strided.detach(), plain.detach())
-    assert memory[1::2].count_nonzero() == 0
-    with pytest.raises(RuntimeError, match="gaps"):
-        VeLO([strided], networks, 20, backend="triton").step(1.0)
-    wide = torch.nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
-    wide.grad = torch.ones_like(wide)
-    optimizer = VeLO([wide], networks, 20)
-    optimizer.step(1.0)
-    assert optimizer.state[wide]["momenta"].dtype == torch.float64
-    assert not torch.equal(wide, torch.ones_like(wide))
 
 
 def test_rates_follow_a_schedule(learned, backend, device):
@@ -238,27 +158,6 @@ def test_an_untrained_network_is_no_hindrance(backend, device):
         optimizer.step(p.detach().square().sum() / (1 + step))
     assert p.isfinite().all()
     assert not torch.equal(p, before)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"lr": -1.0}, ValueError, "lr must be at least 0"),
-        ({"weight_decay": math.nan}, ValueError, "weight_decay must be"),
-        ({"num_steps": 0}, ValueError, "num_steps must be at least 1, got 0"),
-        ({"num_steps": 1.5}, TypeError, "num_steps must be a whole number, got float"),
-        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be"),
-        ({"backend": "cuda"}, ValueError, "backend must be"),
-        ({"networks": torch.nn.Linear(2, 2)}, TypeError, "networks must be VeLONetworks"),
-        ({"params": []}, ValueError, "empty parameter list"),
-    ],
-    ids=lambda x: str(x)[:20],
-)
-def test_bad_options_are_refused(learned, options, error, message):
-    given = {"params": [torch.nn.Parameter(torch.ones(2))], "num_steps": 20}
-    given["networks"] = learned.velo_networks()
-    with pytest.raises(error, match=message):
-        VeLO(**(given | options))
 
 
 @pytest.mark.sampled

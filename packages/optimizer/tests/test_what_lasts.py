@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
-from fusewright.optimizer import AdamW, LearnedOptimizer, Muon, VeLO, clip_grad_norm_, grad_norm
-from fusewright.optimizer.matrix.m3 import M3
+from fusewright.optimizer import M3, AdamW, Muon, clip_grad_norm_, grad_norm
 
-MAKERS = ["adamw", "muon", "m3", "learned", "velo"]
+from .compared import as_file, assert_equal, everything
+from .kinds import of_kinds
+
+# Where it is the host's part that is asked, which all backends share.
+plain = of_kinds(
+    [(name, "reference") for name in ("adamw", "muon", "m3", "deep", "learned", "velo")]
+)
 
 
-@pytest.fixture(params=MAKERS)
-def make(request, learned):
-    """Makes one of the optimizers, which skips what is not finite, and says how it steps."""
-    options = dict(skip_nonfinite=True)
-    makers = {
-        "adamw": functools.partial(AdamW, lr=0.1, **options),
-        "muon": functools.partial(Muon, lr=0.1, **options),
-        "m3": functools.partial(M3, lr=0.1, **options),
-        "learned": functools.partial(LearnedOptimizer, mlp=learned.network(), lr=0.1, **options),
-        "velo": lambda ps, **more: VeLO(ps, learned.velo_networks(), 20, lr=0.1, **options, **more),
-    }
-
-    def of(ps, backend):
-        optimizer = makers[request.param](ps, backend=backend)
-        takes = (torch.tensor(1.0),) if request.param == "velo" else ()
-        return optimizer, functools.partial(optimizer.step, *takes)
-
-    return of
+def made(kind, ps):
+    """An optimizer that skips what is not finite, and its step."""
+    optimizer = kind(ps, skip_nonfinite=True)
+    return optimizer, functools.partial(optimizer.step, *map(torch.tensor, kind.losses(0)))
 
 
 def matrices():
@@ -39,9 +32,9 @@ def matrices():
     return ps
 
 
-def test_step_without_gradients_has_no_results_of_another(make, backend):
+def test_step_without_gradients_has_no_results_of_another(kind):
     ps = matrices()
-    optimizer, step = make(ps, backend)
+    optimizer, step = made(kind, ps)
     ps[1].grad[2, 3] = float("nan")
     step()
     assert optimizer.skipped.item()
@@ -51,6 +44,112 @@ def test_step_without_gradients_has_no_results_of_another(make, backend):
     assert not optimizer.skipped.item()
     assert optimizer.grad_norm.isnan().item()
     assert optimizer.skipped_steps.item() == 1
+
+
+def test_same_inputs_same_bits(training, kind, device):
+    options = {} if kind.name in ("muon", "m3", "delta", "deep") else {"max_grad_norm": 0.5}
+    runs = [kind(training.parameters(device=device), **options) for _ in range(2)]
+    assert_equal(*(everything(kind.go_on(training, each, range(2))) for each in runs))
+
+
+def test_autocast_changes_nothing(training, networked, device):
+    found = []
+    for enabled in (False, True):
+        optimizer = networked(training.parameters(device=device))
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=enabled):
+            found.append(everything(networked.go_on(training, optimizer, range(1))))
+    assert_equal(*found)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("way", ["file", "deepcopy", "pickle"])
+def test_copies_go_on_with_the_same_bits(training, kind, device, way):
+    optimizer = kind(training.parameters(device=device), skip_nonfinite=True)
+    kind.go_on(training, optimizer, range(2))
+    if way == "file":
+        ps = [p for group in optimizer.param_groups for p in group["params"]]
+        other = kind([torch.nn.Parameter(p.detach().clone()) for p in ps], lr=0.7)
+        other.load_state_dict(as_file(optimizer.state_dict()))
+    else:
+        other = (
+            copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+        )
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert_equal(
+        *(everything(kind.go_on(training, each, range(2, 4))) for each in (optimizer, other))
+    )
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_step_without_a_finite_norm_changes_nothing(training, kind, device, strange):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    optimizer, other = kind(ps, skip_nonfinite=True), kind(twin)
+    for step in range(4):
+        training.give_gradients(ps, step)
+        if step in (0, 2):
+            ps[0].grad[1, 2] = strange
+        before, start = everything(optimizer), [p.detach().clone() for p in ps]
+        optimizer.step(*kind.losses(step))
+        assert optimizer.skipped.item() == (step in (0, 2))
+        if optimizer.skipped:
+            assert not optimizer.grad_norm.isfinite().item()
+            assert_equal(ps, start)
+            # A first step makes state.
+            assert step == 0 or all(map(torch.equal, everything(optimizer), before))
+        else:
+            whole = torch.cat([p.grad.flatten() for p in ps])
+            torch.testing.assert_close(optimizer.grad_norm, whole.norm())
+            training.give_gradients(twin, step)
+            other.step(*kind.losses(step))
+    assert optimizer.skipped_steps.item() == 2
+    # M3 counts on the host; all others go on as if there had been no such step.
+    if kind.name != "m3":
+        assert_equal(everything(optimizer), everything(other))
+
+
+def test_scaler_unscales_and_skips_in_the_step(training, kind, device):
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    optimizer, other = kind(ps), kind(twin)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    for step in range(3):
+        training.give_gradients(twin, step)
+        optimizer.zero_grad()
+        loss = sum((p * q.grad).sum() for p, q in zip(ps, twin, strict=True))
+        scaler.scale(loss).backward()
+        before = everything(optimizer)
+        if step == 1:
+            ps[0].grad[0, 0] = float("inf")
+        scaler.step(optimizer, *kind.losses(step))
+        scaler.update()
+        assert optimizer.skipped.item() == (step == 1)
+        if step == 1:
+            assert_equal(everything(optimizer), before)
+        else:
+            other.step(*kind.losses(step))
+    assert scaler.get_scale() == 512.0
+    # A scale that is a power of two rounds nothing.
+    if kind.name != "m3":
+        assert_equal(everything(optimizer), everything(other))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("way", ["replaced", "cleared"])
+def test_state_that_others_put_there_is_moved(training, kind, device, way):
+    """As an offloading loop does it; and where a parameter's state is cleared, it begins again."""
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    ours, theirs = (kind.go_on(training, kind(some), range(2)) for some in (ps, twin))
+    # VeLO keeps no state of a parameter without elements.
+    for p, q in ((p, q) for p, q in zip(ps, twin, strict=True) if p in ours.state):
+        if way == "cleared":
+            ours.state[p] = {}
+            theirs.state.pop(q)
+        else:
+            for name, x in ours.state[p].items():
+                ours.state[p][name] = x.clone().mul_(0.5)
+                theirs.state[q][name].mul_(0.5)
+    found = [everything(kind.go_on(training, each, range(2, 4))) for each in (ours, theirs)]
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("maker", [Muon, M3, AdamW])
@@ -65,9 +164,9 @@ def test_step_that_a_scaler_had_skipped_is_not_the_next_ones_result(maker, backe
     assert not optimizer.skipped.item()
 
 
-def test_parameter_that_is_cut_is_not_moved_beyond_its_end(make, backend):
+def test_parameter_that_is_cut_is_not_moved_beyond_its_end(kind):
     ps = matrices()
-    _, step = make(ps, backend)
+    _, step = made(kind, ps)
     step()
     memory = ps[0].data
     ps[0].data = memory[:3]
@@ -76,6 +175,9 @@ def test_parameter_that_is_cut_is_not_moved_beyond_its_end(make, backend):
         step()
     assert torch.equal(memory, before[0])
     assert torch.equal(ps[1], before[1])
+    if kind.name == "deep":
+        # Whose state has the size of a row.
+        return
     # With a gradient of its own there is no state for it.
     ps[0].grad = torch.ones(3, 5)
     with pytest.raises(ValueError, match=r"3, 5\]"):
@@ -83,10 +185,10 @@ def test_parameter_that_is_cut_is_not_moved_beyond_its_end(make, backend):
     assert torch.equal(memory, before[0])
 
 
-def test_state_is_not_made_in_a_capture(make, capture):
+def test_state_is_not_made_in_a_capture(plain, capture):
     """Each replay would make it again, and take the first step for ever."""
     ps = matrices()
-    _, step = make(ps, "reference")
+    _, step = made(plain, ps)
     before = [p.detach().clone() for p in ps]
     capture(True)
     with pytest.raises(RuntimeError, match="take a step of the same parameters before"):
@@ -98,9 +200,9 @@ def test_state_is_not_made_in_a_capture(make, capture):
     step()
 
 
-def test_captured_steps_are_held_once_and_let_go_of(make, capture):
+def test_captured_steps_are_held_once_and_let_go_of(plain, capture):
     ps = matrices()
-    optimizer, step = make(ps, "reference")
+    optimizer, step = made(plain, ps)
     step()
     capture(True)
     for _ in range(3):

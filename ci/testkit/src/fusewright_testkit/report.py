@@ -221,12 +221,13 @@ def made(package: Path) -> str:
     )
 
 
-def with_made(text: str, new: str) -> str:
+def with_made(text: str, new: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """``text`` with what is between the marks replaced."""
-    marked = f"{BEGIN}\n{new}\n{END}"
-    text, times = re.subn(f"{BEGIN}.*{END}", lambda _: marked, text, flags=re.DOTALL)
+    begin, end = marks
+    marked = f"{begin}\n{new}\n{end}"
+    text, times = re.subn(f"{begin}.*{end}", lambda _: marked, text, flags=re.DOTALL)
     if times != 1:
-        raise ValueError(f"wanted the marks {BEGIN} and {END} once in the README, got {times}")
+        raise ValueError(f"wanted the marks {begin} and {end} once in the README, got {times}")
     return text
 
 

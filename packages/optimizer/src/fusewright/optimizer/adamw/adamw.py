@@ -78,8 +78,7 @@ class AdamW(PlannedOptimizer):
         RuntimeError: backend is "triton" and the kernels cannot serve a parameter.
     """
 
-    # Of parts: in plain torch, and by kernels.
-    _kinds: Any = ReferencePart, launch.KernelPart
+    _kinds = ReferencePart, launch.KernelPart
     copied = (
         *PlannedOptimizer.copied,
         *("decoupled_weight_decay", "state_dtype", "rounding", "seed", "_state_format"),
@@ -184,13 +183,11 @@ class AdamW(PlannedOptimizer):
     def _obstacle(self, member: Member) -> str | None:
         return None if is_dense(member.p) else "a parameter has gaps in its memory"
 
-    def _part(self, members: list[Member], device: torch.device, with_kernels: bool) -> Any:
-        """Members on one device, updated by kernels or in plain torch."""
-        rules = Rules(
+    def _rules(self) -> Rules:
+        return Rules(
             len(self.param_groups),
             self.decoupled_weight_decay,
             self.rounding,
             self.seed,
             self.max_grad_norm,
         )
-        return self._kinds[with_kernels](members, rules, device)

@@ -20,10 +20,7 @@ class Contract(torch.optim.Optimizer):
     """A subclass says what it requires of a group and of a state dict, and what its copies keep.
 
     Attributes:
-        grad_norm: of the last step, 0-d fp32 on the device of the first parameter that had a
-            gradient; NaN before one and where no norm is taken.
-        skipped: whether the last step was skipped, 0-d bool there.
-        skipped_steps: how many were, 0-d int64 there.
+        grad_norm, skipped, skipped_steps: as ``AdamW`` has them.
     """
 
     # torch.amp.GradScaler sets grad_scale and found_inf before a step, and deletes them after.

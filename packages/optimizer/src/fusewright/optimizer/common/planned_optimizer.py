@@ -23,6 +23,8 @@ class PlannedOptimizer(Contract):
     """A subclass says what its members and its parts are."""
 
     copied: tuple[str, ...] = ("backend", "max_grad_norm", "skip_nonfinite")
+    # Of parts: in plain torch, and by kernels.
+    _kinds: Any
 
     def _prepare(
         self, max_grad_norm: float | None, skip_nonfinite: bool | None, backend: Backend
@@ -43,9 +45,13 @@ class PlannedOptimizer(Contract):
         """Why the kernels cannot serve a member."""
         raise NotImplementedError
 
+    def _rules(self) -> Any:
+        """What holds of all members."""
+        raise NotImplementedError
+
     def _part(self, members: list[Any], device: torch.device, with_kernels: bool) -> Any:
         """Members on one device, moved by kernels or in plain torch."""
-        raise NotImplementedError
+        return self._kinds[with_kernels](members, self._rules(), device)
 
     def _forget_plans(self) -> None:
         # With the places of their members among all parameters; a range where a part has all.

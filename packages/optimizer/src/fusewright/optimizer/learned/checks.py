@@ -8,7 +8,7 @@ import torch
 
 from ..common.checks import check_gradient
 from ..common.statistics.checks import check_learnable
-from ..common.statistics.reference import Statistics, new_statistics
+from ..common.statistics.reference import Statistics, new_statistics, on_meta
 from .reference import Network
 
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ def check_arguments(
     for p, g, its in zip(params, gradients, statistics, strict=True):
         check_learnable(p)
         check_gradient(p, g)
-        shapes = [list(x.shape) for x in meta_statistics(p)]
+        shapes = [list(x.shape) for x in new_statistics(on_meta(p))]
         if [list(x.shape) for x in its] != shapes:
             wanted = f"statistics of a parameter of shape {list(p.shape)} must be of {shapes}"
             raise ValueError(f"{wanted}, got {[list(x.shape) for x in its]}")
@@ -61,11 +61,6 @@ def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     """Whether a tensor of the shape can be expanded."""
     ahead = len(to) - len(shape)
     return ahead >= 0 and all(x in (1, y) for x, y in zip(shape, to[ahead:], strict=True))
-
-
-def meta_statistics(p: Tensor) -> Statistics:
-    """Shapes and strides of a parameter's statistics."""
-    return new_statistics(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta"))
 
 
 def network_obstacle(mlp: Network, device: torch.device) -> str | None:

@@ -17,7 +17,6 @@ from .._core.precision import allows_tf32
 from ..common.launch import planned
 from ..common.statistics.launch import FOLD, StatisticsBatch, StatisticsKernelPart, Sums
 from ..common.statistics.layout import Stretch, Stretches
-from ..common.statistics.reference import Statistics
 from ..common.step import Step
 from ..common.tables import addresses_of, upload
 from .reference import TIMESCALES, Network, time_features
@@ -41,17 +40,10 @@ GRADIENTS = sum(GRADIENT_SIZES)
 class LearnedBatch(StatisticsBatch):
     """The statistics of a batch of tensors, and the network."""
 
-    def __init__(
-        self,
-        ps: Sequence[Tensor],
-        statistics: Sequence[Statistics],
-        gradient: torch.dtype,
-        updates: Sequence[Tensor] | None = None,
-    ) -> None:
-        super().__init__(ps, statistics, gradient, updates)
+    def plan_network(self) -> None:
         self.timescales = upload(TIMESCALES, torch.float64, self.device)
-        self.biases = self.empty(len(ps), 32)
-        self.folded = self.empty(len(ps), 32, 32)
+        self.biases = self.empty(len(self.ps), 32)
+        self.folded = self.empty(len(self.ps), 32, 32)
 
     def move(
         self,

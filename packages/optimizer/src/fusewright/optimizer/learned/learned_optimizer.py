@@ -24,7 +24,7 @@ from .._core.backends import Backend
 from .._core.precision import without_autocast
 from ..common.contract import loss_of
 from ..common.placement import current
-from ..common.statistics.members import Member, StatisticsPart
+from ..common.statistics.members import Member
 from ..common.statistics.optimizer import StatisticsOptimizer
 from . import launch
 from .checks import check_extra, network_obstacle
@@ -51,17 +51,10 @@ class LearnedOptimizer(StatisticsOptimizer):
         extra_features: for a network that has some: ``[extra features]`` on the parameters' device,
             or a tensor that can be broadcast to ``[*shape, extra features]``, for which plain torch
             serves; or a function of a parameter, called in each step, that returns such a tensor.
-        max_grad_norm: scale all gradients down to this norm over all parameters; the gradients
-            themselves are left as they are.
-        skip_nonfinite: skip a step whose gradients have no finite norm; clipping implies it.
-        backend: "auto" takes the kernels for CUDA parameters and plain torch for others; "triton"
-            raises where the kernels cannot serve.
+        max_grad_norm, skip_nonfinite, backend: as ``AdamW`` has them.
 
     Attributes:
-        grad_norm: of the last step, 0-d fp32 on the device of the first parameter that has a
-            gradient; NaN before one and where no norm is taken.
-        skipped: whether the last step was skipped, 0-d bool there.
-        skipped_steps: how many steps were skipped, 0-d int64 there.
+        grad_norm, skipped, skipped_steps: as ``AdamW`` has them.
 
     The state of a parameter: ``step``, ``momenta``, ``square``, ``row`` and ``column`` of
     ``common.statistics.reference.Statistics`` in fp32 (fp64 for fp64): 16 bytes for each element,
@@ -77,6 +70,7 @@ class LearnedOptimizer(StatisticsOptimizer):
         RuntimeError: backend is "triton" and the kernels cannot serve a parameter.
     """
 
+    _kinds = ReferencePart, launch.KernelPart
     copied = (*StatisticsOptimizer.copied, "mlp")
 
     def __init__(
@@ -133,11 +127,8 @@ class LearnedOptimizer(StatisticsOptimizer):
         self._extra = {}
         return loss
 
-    def _part(
-        self, members: list[Member], device: torch.device, with_kernels: bool
-    ) -> StatisticsPart:
-        part = launch.KernelPart if with_kernels else ReferencePart
-        return part(members, self._rules(self.mlp), device)
+    def _network(self) -> UpdateMLP:
+        return self.mlp
 
     def _obstacle(self, member: Member) -> str | None:
         extra = self._extra.get(member.place)

@@ -22,15 +22,14 @@ from .._core.backends import Backend, check_backend, decline, uses_triton
 from .._core.checks import checked_count
 from ..common.statistics.checks import tensor_obstacle
 from ..common.statistics.reference import (
-    FACTORED_DECAYS,
-    MOMENTUM_DECAYS,
-    SQUARE_DECAYS,
+    START_DECAYS,
     Decays,
     Statistics,
     Weights,
     advanced,
     new_statistics,
 )
+from ..common.weights_file import cut_normal_
 from .autograd import by_kernels
 from .checks import check_arguments, network_obstacle
 from .reference import FEATURES, decays_of, update_of
@@ -62,6 +61,10 @@ class UpdateMLP(nn.Module):
         ValueError: extra_features is below 0.
     """
 
+    momentum_offsets: nn.Parameter
+    square_offsets: nn.Parameter
+    factored_offsets: nn.Parameter
+
     def __init__(
         self, extra_features: int = 0, *, exp_mult: float = 0.001, step_mult: float = 0.01
     ) -> None:
@@ -71,16 +74,15 @@ class UpdateMLP(nn.Module):
         self.first = nn.Linear(FEATURES + extra_features, HIDDEN)
         self.second = nn.Linear(HIDDEN, HIDDEN)
         self.last = nn.Linear(HIDDEN, 2)
-        self.momentum_offsets = new_offsets(MOMENTUM_DECAYS)
-        self.square_offsets = new_offsets(SQUARE_DECAYS)
-        self.factored_offsets = new_offsets(FACTORED_DECAYS)
+        offsets = (torch.zeros(len(some)) for some in START_DECAYS)
+        parameters = (nn.Parameter(x, requires_grad=False) for x in offsets)
+        self.momentum_offsets, self.square_offsets, self.factored_offsets = parameters
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights again."""
         for layer in (self.first, self.second, self.last):
-            deviation = layer.in_features**-0.5
-            nn.init.trunc_normal_(layer.weight, 0.0, deviation, -2 * deviation, 2 * deviation)
+            cut_normal_(layer.weight, layer.in_features)
             nn.init.zeros_(layer.bias)
 
     def extra_repr(self) -> str:
@@ -266,7 +268,3 @@ def served(
     if obstacle is not None:
         decline(obstacle, backend)
     return obstacle is None
-
-
-def new_offsets(decays: Sequence[float]) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(len(decays)), requires_grad=False)

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 import torch
 
-from ..common.weights_file import read_weights
+from ..common.weights_file import check_names, check_shapes, read_weights
 from .learned_update import UpdateMLP
 
 
@@ -68,17 +68,9 @@ def load_update_mlp(path: str | os.PathLike, *, step_mult: float = 0.01) -> Upda
     """
     public = read_weights(path, "load_update_mlp")
     mlp = UpdateMLP(step_mult=step_mult)
-    wanted = mlp.state_dict()
-    if set(public) != set(PUBLIC_NAMES):
-        raise ValueError(
-            f"the file must have the weights {sorted(PUBLIC_NAMES)}, got {sorted(public)}"
-        )
-    for public_name, name in PUBLIC_NAMES.items():
-        shape = list(public[public_name].shape)
-        if shape != list(wanted[name].shape):
-            raise ValueError(
-                f"{public_name} must have shape {list(wanted[name].shape)}, got {shape}"
-            )
+    check_names("the file", public, PUBLIC_NAMES)
+    state = mlp.state_dict()
+    check_shapes(public, {theirs: state[name].shape for theirs, name in PUBLIC_NAMES.items()})
     offsets = {name: torch.tensor(values) for name, values in PUBLIC_OFFSETS.items()}
     mlp.load_state_dict({PUBLIC_NAMES[name]: x for name, x in public.items()} | offsets)
     return mlp.requires_grad_(False)

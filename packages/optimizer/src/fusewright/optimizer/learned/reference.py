@@ -32,14 +32,12 @@ import torch
 from ..common.reference import decide, in_fp64, rounded
 from ..common.statistics.members import StatisticsPart
 from ..common.statistics.reference import (
-    FACTORED_DECAYS,
-    MOMENTUM_DECAYS,
-    SQUARE_DECAYS,
+    START_DECAYS,
     Decays,
     Statistics,
     Weights,
     advanced,
-    factors,
+    element_features,
     normalised,
     perceptron,
 )
@@ -66,9 +64,8 @@ class Network(Protocol):
 
 def decays_of(momentum: Tensor, square: Tensor, factored: Tensor) -> Decays:
     """Decays from their learned offsets."""
-    starts = (MOMENTUM_DECAYS, SQUARE_DECAYS, FACTORED_DECAYS)
     decays = []
-    for start, offset in zip(starts, (momentum, square, factored), strict=True):
+    for start, offset in zip(START_DECAYS, (momentum, square, factored), strict=True):
         # In fp64, which a start near 1 needs.
         complement = numbers_on(offset.device, [1.0 - x for x in start])
         decays.append((1.0 - complement * torch.exp(10.0 * offset.double())).clamp(0.0, 1.0))
@@ -80,20 +77,6 @@ def numbers_on(device: torch.device, numbers: Sequence[float]) -> Tensor:
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=torch.float64)
     return torch.stack([torch.full((), x, dtype=torch.float64, device=device) for x in numbers])
-
-
-def element_features(p: Tensor, g: Tensor, statistics: Statistics) -> Tensor:
-    """``[*shape, 28]`` before their normalisation, from statistics that have seen g."""
-    dtype = statistics.square.dtype
-    p, g = p.to(dtype), g.to(dtype)
-    m, v = statistics.momenta, statistics.square
-    s = (v + 1e-6).rsqrt()
-    row, column, of_gradient, of_momenta = factors(p.shape, statistics, 1e-6)
-    features = [
-        *(g, p, *m, v, *(m * s), s, *(g * of_gradient)),
-        *(*row, *column, *(row + 1e-8).rsqrt(), *(column + 1e-8).rsqrt(), *(m * of_momenta)),
-    ]
-    return torch.stack([x.expand(p.shape) for x in features], -1)
 
 
 def time_features(t: Tensor) -> Tensor:
@@ -113,7 +96,7 @@ def update_of(
     """``[*shape]``: what lr times is taken off p, from statistics that have seen g; ``extra`` is
     broadcast to ``[*shape, extra features]``.
     """
-    features = normalised(element_features(p, g, statistics))
+    features = normalised(element_features(p, g, statistics, velo=False))
     dtype = features.dtype
     time = time_features(statistics.step - 1.0).to(dtype).expand(*p.shape, -1)
     inputs = [features, time]

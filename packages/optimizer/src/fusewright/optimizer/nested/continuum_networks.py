@@ -26,6 +26,7 @@ def log_sign(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def perceptron(widths: Sequence[int], **like: Any) -> Any:
+    """Linear layers of these widths, from the input's to the output's."""
     return torch.nn.ModuleList(
         torch.nn.Linear(width, after, **like) for width, after in itertools.pairwise(widths)
     )

@@ -10,12 +10,12 @@ The last layer begins with no weight and a bias at which m is 1.
 
 from __future__ import annotations
 
-import itertools
 from typing import Literal, get_args
 
 import torch
 
 from .._core.checks import check_option, checked_count
+from .continuum_networks import perceptron
 from .reference import INPUTS, START, multipliers_of
 
 Tensor = torch.Tensor
@@ -57,10 +57,7 @@ class NestedController(torch.nn.Module):
         super().__init__()
         self.hidden, self.features = hidden, features
         widths = [INPUTS] + [hidden] * layers + [1]
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(width, after, device=device, dtype=dtype)
-            for width, after in itertools.pairwise(widths)
-        )
+        self.layers: torch.nn.ModuleList = perceptron(widths, device=device, dtype=dtype)
         self.reset_parameters()
 
     @property

@@ -4,6 +4,7 @@ that updates the parameters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,7 @@ from .._core.lazy import lazy_module
 from ..common.launch import planned
 from ..common.statistics.launch import FOLD, StatisticsBatch, StatisticsKernelPart
 from ..common.statistics.members import Member, Rules
-from ..common.statistics.reference import (
-    FACTORED_DECAYS,
-    MOMENTUM_DECAYS,
-    SQUARE_DECAYS,
-    Statistics,
-)
+from ..common.statistics.reference import START_DECAYS
 from ..common.step import Step
 from ..common.tables import upload
 from .parts import VeLOPart
@@ -38,13 +34,10 @@ class VeLOBatch(StatisticsBatch):
 
     velo = True
 
-    def __init__(
-        self, ps: Sequence[Tensor], statistics: Sequence[Statistics], gradient: torch.dtype
-    ) -> None:
-        super().__init__(ps, statistics, gradient)
+    def plan_network(self) -> None:
         self.moment_partials, self.moments = (
             torch.empty(count, kernels.MOMENT_SUMS.value, dtype=torch.float64, device=self.device)
-            for count in (self.moving.blocks.count, len(ps))
+            for count in (self.moving.blocks.count, len(self.ps))
         )
         self.line = kernels.LINE.value
 
@@ -88,10 +81,8 @@ class VeLOKernelPart(StatisticsKernelPart, VeLOPart):
 
     def __init__(self, members: Sequence[Member], rules: Rules, device: torch.device) -> None:
         super().__init__(members, rules, device)
-        starts = (MOMENTUM_DECAYS, SQUARE_DECAYS, FACTORED_DECAYS)
-        self.offsets = [
-            torch.zeros(len(some), dtype=torch.float32, device=device) for some in starts
-        ]
+        zeros = functools.partial(torch.zeros, dtype=torch.float32, device=device)
+        self.offsets = [zeros(len(some)) for some in START_DECAYS]
         self.lengths = upload([member.p.numel() for member in self.members], torch.float64, device)
 
     def advance(self, step: Step) -> Moments:

@@ -39,13 +39,11 @@ from typing import NamedTuple
 import torch
 
 from ..common.statistics.reference import (
-    FACTORED_DECAYS,
-    MOMENTUM_DECAYS,
-    SQUARE_DECAYS,
+    START_DECAYS,
     Decays,
     Statistics,
     Weights,
-    factors,
+    element_features,
     normalised,
     perceptron,
 )
@@ -125,8 +123,7 @@ def constants_on(device: torch.device, num_steps: int) -> Constants:
 
 def start_decays(device: torch.device) -> Decays:
     """The statistics' decays, which nothing learns."""
-    starts = (MOMENTUM_DECAYS, SQUARE_DECAYS, FACTORED_DECAYS)
-    return Decays(*(upload(some, torch.float64, device) for some in starts))
+    return Decays(*(upload(some, torch.float64, device) for some in START_DECAYS))
 
 
 def new_loss_statistics(device: torch.device) -> LossStatistics:
@@ -204,20 +201,6 @@ def decayed_gradient(g: Tensor, p: Tensor, weight_decay: float | Tensor) -> Tens
     return (g + weight_decay * p).clamp(-BOUND, BOUND)
 
 
-def element_features(p: Tensor, g: Tensor, statistics: Statistics) -> Tensor:
-    """``[*shape, 30]`` before their normalisation, from statistics that have seen g."""
-    dtype = statistics.square.dtype
-    p, g = p.to(dtype), g.to(dtype)
-    m, v = statistics.momenta, statistics.square
-    s = (v + 1e-6).rsqrt()
-    row, column, of_gradient, of_momenta = factors(p.shape, statistics, 0.0)
-    features = [
-        *(g, g.clamp(-0.1, 0.1), p, *m, v, *(m * s), s, *(g * of_gradient), g * s),
-        *(*row, *column, *(row + 1e-8).rsqrt(), *(column + 1e-8).rsqrt(), *(m * of_momenta)),
-    ]
-    return torch.stack([x.expand(p.shape) for x in features], -1)
-
-
 def step_of(
     weights: Weights,
     p: Tensor,
@@ -236,7 +219,7 @@ def step_of(
         statistics: that have seen g.
         scale: 0-d: a sqrt(mean x^2 + 1e-9).
     """
-    features = normalised(element_features(p, g, statistics))
+    features = normalised(element_features(p, g, statistics, velo=True))
     direction, magnitude, _ = perceptron(features, weights).unbind(-1)
     return scale.to(features.dtype) * direction * torch.exp(exp_mult * magnitude) * step_mult
 

@@ -26,7 +26,8 @@ from .._core.precision import without_autocast
 from ..common.checks import is_number
 from ..common.contract import loss_of
 from ..common.placement import current, on
-from ..common.statistics.members import Member, StatisticsPart
+from ..common.statistics.checks import check_pieces
+from ..common.statistics.members import Member
 from ..common.statistics.optimizer import StatisticsOptimizer
 from . import launch
 from .parts import VeLOPart, VeLOReferencePart
@@ -63,25 +64,17 @@ class VeLO(StatisticsOptimizer):
             has none.
         weight_decay: that much of the parameter is added to its gradient, and of its sum of squares
             to the loss, as the original does; it advises 1e-6.
-        max_grad_norm: scale all gradients down to this norm over all parameters; the gradients
-            themselves are left as they are.
+        max_grad_norm, backend: as ``AdamW`` has them.
         skip_nonfinite: skip a step whose loss is not finite or whose gradients have no finite norm;
             clipping implies it. Without it a loss that is not finite reaches all parameters, as in
             the original.
-        backend: "auto" takes the kernels for CUDA parameters and plain torch for others; "triton"
-            raises where the kernels cannot serve.
 
     Attributes:
-        grad_norm: of the last step, 0-d fp32 on the device of the first parameter that has a
-            gradient; NaN before one and where no norm is taken.
-        skipped: whether the last step was skipped, 0-d bool there.
-        skipped_steps: how many steps were skipped, 0-d int64 there.
+        grad_norm, skipped, skipped_steps: as ``AdamW`` has them.
         losses: ``velo.reference.LossStatistics``: the count of steps and the means of losses.
 
-    The state of a parameter: ``step``, ``momenta``, ``square``, ``row`` and ``column`` of
-    ``common.statistics.reference.Statistics`` in fp32 (fp64 for fp64): 16 bytes for each element,
-    and three numbers for each row and column, or of fewer than two axes for each element; and
-    ``lstm`` ``[2, hidden]``. A skipped step leaves all of it, and ``losses``, as they were.
+    The state of a parameter: that of ``LearnedOptimizer``, and ``lstm`` ``[2, hidden]``. A skipped
+    step leaves all of it, and ``losses``, as they were.
     Parameters without a gradient or without elements take no part in a step.
 
     Raises:
@@ -93,6 +86,7 @@ class VeLO(StatisticsOptimizer):
         RuntimeError: backend is "triton" and the kernels cannot serve a parameter.
     """
 
+    _kinds = VeLOReferencePart, launch.VeLOKernelPart
     copied = (*StatisticsOptimizer.copied, "networks", "num_steps", "losses")
 
     def __init__(
@@ -208,11 +202,8 @@ class VeLO(StatisticsOptimizer):
         torch._foreach_copy_(states, list(torch.where(skipped, before, lstm_states).unbind()))
         return mixed, scales_of(multipliers, all_moments)
 
-    def _part(
-        self, members: list[Member], device: torch.device, with_kernels: bool
-    ) -> StatisticsPart:
-        part = launch.VeLOKernelPart if with_kernels else VeLOReferencePart
-        return part(members, self._rules(self.networks), device)
+    def _network(self) -> VeLONetworks:
+        return self.networks
 
     def _member(self, p: Tensor, g: Tensor, place: int, number: int, mesh: int) -> Member | None:
         # Without elements there are no means.
@@ -245,14 +236,7 @@ class VeLO(StatisticsOptimizer):
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
         losses = saved.get("losses", {})
-        for name, wanted in self.losses._asdict().items():
-            if name not in losses:
-                raise ValueError(
-                    f"the state dict must have losses with {name}, got {sorted(losses)}"
-                )
-            shape = list(torch.as_tensor(losses[name]).shape)
-            if shape != list(wanted.shape):
-                raise ValueError(f"{name} must have shape {list(wanted.shape)}, got {shape}")
+        check_pieces(losses, self.losses._asdict(), "the state dict must have losses with")
         return super()._checked(saved)
 
     def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:

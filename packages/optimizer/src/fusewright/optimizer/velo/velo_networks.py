@@ -5,15 +5,13 @@ files of their weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from .._core.checks import checked_count
 from ..common.statistics.reference import Weights
-from ..common.weights_file import read_weights
+from ..common.weights_file import check_names, check_shapes, cut_normal_, read_weights
 from .reference import SHAPES, TENSOR_FEATURES
 
 Tensor = torch.Tensor
@@ -146,11 +144,6 @@ class VeLONetworks(nn.Module):
         return mixed, self.multiplier(output)[:, 0], torch.stack((output, cell), 1)
 
 
-def cut_normal_(x: Tensor, inputs: int) -> None:
-    deviation = inputs**-0.5
-    nn.init.trunc_normal_(x, 0.0, deviation, -2 * deviation, 2 * deviation)
-
-
 def load_velo(rnn_path: str | os.PathLike, mlp_path: str | os.PathLike) -> VeLONetworks:
     """The public weights from local files: model.safetensors of the Hugging Face models
     Pauljanson002/VeLO_RNN and Pauljanson002/VeLO_MLP.
@@ -167,8 +160,8 @@ def load_velo(rnn_path: str | os.PathLike, mlp_path: str | os.PathLike) -> VeLON
             ones.
     """
     rnn, mlp = (read_weights(path, "load_velo") for path in (rnn_path, mlp_path))
-    check_names("rnn_path", rnn, (*LSTM_NAMES, *GATES, *START))
-    check_names("mlp_path", mlp, tuple(BANK_NAMES))
+    check_names("the file of rnn_path", rnn, (*LSTM_NAMES, *GATES, *START), UNUSED)
+    check_names("the file of mlp_path", mlp, BANK_NAMES, UNUSED)
     networks = VeLONetworks(rnn["step_size.weight"].shape[-1], len(mlp["input_bias_"]))
     hidden = networks.hidden
     names = LSTM_NAMES | BANK_NAMES
@@ -176,9 +169,7 @@ def load_velo(rnn_path: str | os.PathLike, mlp_path: str | os.PathLike) -> VeLON
     shapes |= dict(zip(GATES, ((4 * hidden, 2 * hidden), (4 * hidden,)), strict=True))
     shapes |= dict.fromkeys(START, (1, hidden))
     found = rnn | mlp
-    for name, shape in shapes.items():
-        if tuple(found[name].shape) != shape:
-            raise ValueError(f"{name} must have shape {list(shape)}, got {list(found[name].shape)}")
+    check_shapes(found, shapes)
     state = {mine: found[name] for name, mine in names.items()}
     weight, bias = (in_torch_order(found[name]) for name in GATES)
     bias[hidden : 2 * hidden] += 1.0
@@ -193,10 +184,3 @@ def in_torch_order(gates: Tensor) -> Tensor:
     """Input, cell, forget and output gates, as Haiku has them, with forget and cell exchanged."""
     i, g, f, o = gates.chunk(4)
     return torch.cat((i, f, g, o))
-
-
-def check_names(argument: str, found: dict[str, Any], wanted: Sequence[str]) -> None:
-    if set(found) - set(UNUSED) != set(wanted):
-        raise ValueError(
-            f"the file of {argument} must have the weights {sorted(wanted)}, got {sorted(found)}"
-        )

@@ -8,6 +8,7 @@ import torch
 
 from ..checks import check_whole
 from ..placement import is_dense
+from ..weights_file import check_shapes
 from .layout import too_long
 
 Tensor = torch.Tensor
@@ -30,15 +31,16 @@ def tensor_obstacle(p: Tensor) -> str | None:
 
 def check_state(state: dict[str, Any], shapes: dict[str, Tensor], number: int) -> None:
     """A parameter's state must be empty, or have all of these names and shapes."""
-    if not state:
-        return
-    for name, wanted in shapes.items():
-        if name not in state:
-            raise ValueError(
-                f"the state of parameter {number} must have {name}, got {sorted(state)}"
-            )
-        shape = list(torch.as_tensor(state[name]).shape)
-        if shape != list(wanted.shape):
-            raise ValueError(
-                f"{name} of parameter {number} must have shape {list(wanted.shape)}, got {shape}"
-            )
+    if state:
+        of = f"of parameter {number}"
+        check_pieces(state, shapes, f"the state {of} must have", f" {of}")
+
+
+def check_pieces(
+    found: dict[str, Any], wanted: dict[str, Tensor], must_have: str, of: str = ""
+) -> None:
+    """Pieces of a state dict must be there, by name, and have their shapes."""
+    for name in wanted:
+        if name not in found:
+            raise ValueError(f"{must_have} {name}, got {sorted(found)}")
+    check_shapes(found, {name: x.shape for name, x in wanted.items()}, of)

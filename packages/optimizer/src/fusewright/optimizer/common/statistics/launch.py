@@ -16,7 +16,7 @@ from ..step import Step
 from ..tables import Blocks, Uploaded, addresses_of, aligned, upload
 from .layout import Layout, Stretch, Stretches
 from .members import Member, Rules, StatisticsPart
-from .reference import FACTORED_DECAYS, MOMENTUM_DECAYS, SQUARE_DECAYS, Statistics
+from .reference import START_DECAYS, Statistics
 
 if TYPE_CHECKING:
     from . import kernels, kernels_sums, tiles
@@ -119,6 +119,10 @@ class StatisticsBatch:
         self.moment_partials = self.partials
         self.row_means = self.empty(max(3 * sum(layout.row_means for layout in layouts), 1))
         self.norms = self.empty(len(ps), 32)
+        self.plan_network()
+
+    def plan_network(self) -> None:
+        """Allocate what a subclass's own launches need."""
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -208,8 +212,8 @@ class StatisticsKernelPart(KernelPart, StatisticsPart):
         self.decay_numbers = self.table[:, tiles.DECAY.value]
         count = 2 * tiles.DECAY_COUNT.value
         self.decays = torch.empty(count, dtype=torch.float32, device=device)
-        starts = (*MOMENTUM_DECAYS, *SQUARE_DECAYS, *FACTORED_DECAYS)
-        self.complements = upload([1.0 - x for x in starts], torch.float64, device)
+        complements = [1.0 - x for x in itertools.chain(*START_DECAYS)]
+        self.complements = upload(complements, torch.float64, device)
 
     def point(self, gradients: list[Tensor], groups: list[dict]) -> None:
         """Put a step's gradients, in the members' order, and the groups' numbers into tables."""

@@ -13,7 +13,7 @@ from ..planned_optimizer import PlannedOptimizer
 from ..tables import check_eager
 from .checks import check_learnable, check_state, tensor_obstacle
 from .members import Member, Rules
-from .reference import Statistics, new_statistics
+from .reference import Statistics, new_statistics, on_meta
 
 Tensor = torch.Tensor
 
@@ -45,9 +45,7 @@ class StatisticsOptimizer(PlannedOptimizer):
 
     def _meta_state(self, p: Tensor) -> dict[str, Tensor]:
         """Shapes and strides of a parameter's state."""
-        return self._new_state(
-            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
-        )
+        return self._new_state(on_meta(p))
 
     def _plan(self, *context: Any) -> list[Tensor | None]:
         formats = [(p.dtype, p.shape, p.stride()) for p in self._all_parameters()]
@@ -61,8 +59,12 @@ class StatisticsOptimizer(PlannedOptimizer):
     def _obstacle(self, member: Member) -> str | None:
         return tensor_obstacle(member.p)
 
-    def _rules(self, network: Any) -> Rules:
-        return Rules(network, self.max_grad_norm, len(self.param_groups))
+    def _network(self) -> Any:
+        """What makes the updates."""
+        raise NotImplementedError
+
+    def _rules(self) -> Rules:
+        return Rules(self._network(), self.max_grad_norm, len(self.param_groups))
 
     def _statistics_of(self, p: Tensor) -> Statistics:
         state = self.state[p]

@@ -28,9 +28,8 @@ import torch.nn.functional as F
 from ..._core.precision import wide_dtype
 
 Tensor = torch.Tensor
-MOMENTUM_DECAYS = (0.9, 0.99, 0.999)
-SQUARE_DECAYS = (0.999,)
-FACTORED_DECAYS = (0.9, 0.99, 0.999)
+# Of the momenta, of the square, and of rows and columns; a network may learn to change them.
+START_DECAYS = (0.9, 0.99, 0.999), (0.999,), (0.9, 0.99, 0.999)
 
 
 class Statistics(NamedTuple):
@@ -101,6 +100,11 @@ def new_statistics(p: Tensor) -> Statistics:
     )
 
 
+def on_meta(p: Tensor) -> Tensor:
+    """A parameter of the same shape and strides without memory."""
+    return torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+
+
 def zeros_like_axes(p: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros ``[3, *axes of p]``, each of the three in the order of p's memory."""
     order = memory_order(p, axes)
@@ -161,6 +165,23 @@ def factors(
     row_factor = (row / (mean + 1e-9)).clamp(min=1e-9).rsqrt()
     both = row_factor * column.clamp(min=1e-9).rsqrt()
     return row, column, both, both
+
+
+def element_features(p: Tensor, g: Tensor, statistics: Statistics, *, velo: bool) -> Tensor:
+    """``[*shape, 28]`` before their normalisation, from statistics that have seen g; of VeLO
+    ``[*shape, 30]``, with two of g more.
+    """
+    dtype = statistics.square.dtype
+    p, g = p.to(dtype), g.to(dtype)
+    m, v = statistics.momenta, statistics.square
+    s = (v + 1e-6).rsqrt()
+    row, column, of_gradient, of_momenta = factors(p.shape, statistics, 0.0 if velo else 1e-6)
+    clipped, scaled = ([g.clamp(-0.1, 0.1)], [g * s]) if velo else ([], [])
+    features = [
+        *(g, *clipped, p, *m, v, *(m * s), s, *(g * of_gradient), *scaled),
+        *(*row, *column, *(row + 1e-8).rsqrt(), *(column + 1e-8).rsqrt(), *(m * of_momenta)),
+    ]
+    return torch.stack([x.expand(p.shape) for x in features], -1)
 
 
 def normalised(features: Tensor) -> Tensor:

@@ -96,7 +96,19 @@ class DeepMomentum(StackedOptimizer):
         capturable: bool = False,
         skip_nonfinite: bool = False,
     ) -> None:
-        super().__init__(params, locals())
+        defaults = dict(
+            lr=lr,
+            alpha=alpha,
+            inner_lr=inner_lr,
+            hidden=hidden,
+            weight_decay=weight_decay,
+            objective=objective,
+            orthogonal=orthogonal,
+            seed=seed,
+            maximize=maximize,
+            capturable=capturable,
+        )
+        super().__init__(params, defaults, skip_nonfinite)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         check_plain_number("alpha", group["alpha"], below=1.0)

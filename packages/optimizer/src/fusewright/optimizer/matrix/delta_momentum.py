@@ -74,7 +74,16 @@ class DeltaMomentum(StackedOptimizer):
         capturable: bool = False,
         skip_nonfinite: bool = False,
     ) -> None:
-        super().__init__(params, locals())
+        defaults = dict(
+            lr=lr,
+            alpha=alpha,
+            delta=delta,
+            weight_decay=weight_decay,
+            normalize=normalize,
+            maximize=maximize,
+            capturable=capturable,
+        )
+        super().__init__(params, defaults, skip_nonfinite)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         check_plain_number("alpha", group["alpha"], below=1.0)

@@ -107,7 +107,26 @@ class M3(MatrixOptimizer):
         skip_nonfinite: bool = False,
         backend: Backend = "auto",
     ) -> None:
-        super().__init__(params, locals() | {"steps": 0})
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            alpha=alpha,
+            frequency=frequency,
+            eps=eps,
+            weight_decay=weight_decay,
+            retain=retain,
+            relative=relative,
+            ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients,
+            ns_dtype=ns_dtype,
+            matrix=matrix,
+            adam_betas=adam_betas,
+            adam_eps=adam_eps,
+            maximize=maximize,
+            capturable=capturable,
+            steps=0,
+        )
+        super().__init__(params, defaults, skip_nonfinite, backend)
 
     def _check_matrices(self, group: dict[str, Any]) -> None:
         ranges = {"betas": (5e-324, "above 0 and at most 1"), "retain": (0.0, "from 0 to 1")}

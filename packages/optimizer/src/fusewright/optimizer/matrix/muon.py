@@ -90,7 +90,22 @@ class Muon(MatrixOptimizer):
         skip_nonfinite: bool = False,
         backend: Backend = "auto",
     ) -> None:
-        super().__init__(params, locals())
+        defaults = dict(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            scale=scale,
+            ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients,
+            ns_dtype=ns_dtype,
+            matrix=matrix,
+            adam_betas=adam_betas,
+            adam_eps=adam_eps,
+            maximize=maximize,
+            capturable=capturable,
+        )
+        super().__init__(params, defaults, skip_nonfinite, backend)
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
         groups = []

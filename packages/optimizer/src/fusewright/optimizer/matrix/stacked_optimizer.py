@@ -40,16 +40,17 @@ class StackedOptimizer(Contract):
     # Where nonfinite steps are skipped, a step whose gradients' norm is not below this is.
     norm_below = torch.inf
 
-    def __init__(self, params: Iterable, arguments: dict[str, Any]) -> None:
-        """All ``arguments``, a subclass's ``locals()``, are options of its groups but for those of
-        the whole optimizer.
-        """
-        self.backend: Backend = arguments.get("backend", "auto")
-        check_backend(self.backend)
-        self.skip_nonfinite: bool = arguments["skip_nonfinite"]
+    def __init__(
+        self,
+        params: Iterable,
+        defaults: dict[str, Any],
+        skip_nonfinite: bool,
+        backend: Backend = "auto",
+    ) -> None:
+        check_backend(backend)
+        self.skip_nonfinite, self.backend = skip_nonfinite, backend
         self._forget_plans()
-        whole = "self", "params", "skip_nonfinite", "backend", "__class__"
-        super().__init__(params, {name: x for name, x in arguments.items() if name not in whole})
+        super().__init__(params, defaults)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         """Raise where a group's options are out of their range."""

@@ -119,12 +119,36 @@ class DeepNestedOptimizer(NestedState):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        given = locals() | {"frequencies": tuple(frequencies)}
-        self.options = Options(**{name: given[name] for name in Options._fields})
+        self.options = Options(
+            meta_lr=meta_lr,
+            max_grad_norm=max_grad_norm,
+            mode=mode,
+            meta=meta,
+            meta_update_freq=meta_update_freq,
+            controller_hidden_dim=controller_hidden_dim,
+            controller_num_layers=controller_num_layers,
+            controller_update_freq=controller_update_freq,
+            features=features,
+            update=update,
+            frequencies=tuple(frequencies),
+            preprocessing=preprocessing,
+            momentum_hidden_dim=momentum_hidden_dim,
+            momentum_num_layers=momentum_num_layers,
+            state_dtype=state_dtype,
+            rounding=rounding,
+            seed=seed,
+            backend=backend,
+        )
         check_nested(self.options)
         groups = parameter_groups(model, grouping)
-        defaults = dict(lr=base_lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(groups, defaults | {"capturable": capturable})
+        defaults = dict(
+            lr=base_lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            capturable=capturable,
+        )
+        super().__init__(groups, defaults)
         self.global_step = 0
         self._build()
 

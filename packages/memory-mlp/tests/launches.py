@@ -49,26 +49,13 @@ def launch_update(
     state = [empty(*lead, *shape) for _ in range(2) for shape in shapes]
     gates = [empty(lead) for _ in range(3)]
     row_weights = empty(*lead, rows) if all_options else None
-    clip = 1.0 if all_options else None
-    outputs = update.update_forward(k, k, *state, *gates, row_weights, 2.0, activation, clip)
-    update_backward.update_backward(
-        state if all_options else [*state[:4], *(None,) * 4],
-        gates[0] if all_options else None,
-        k,
-        k,
-        state[:4],
-        state[4:],
-        gates,
-        row_weights,
-        outputs[9],
-        outputs[11:15],
-        outputs[15:],
-        2.0,
-        activation,
-        clip,
-        True,
-        True,
-    )
+    options = 2.0, activation, 1.0 if all_options else None
+    inputs = k, k, *state, *gates, row_weights
+    results = update.update_forward(inputs, *options)
+    # Gradients of W', and with all options of S' and of the loss.
+    upstream = [*state, gates[0]] if all_options else [*state[:4], *(None,) * 5]
+    saved = results[9], *results[11:]
+    update_backward.update_backward(upstream, inputs, saved, *options, True, True)
 
 
 def with_precision(precision: str, *args, launch=launch_update, **options) -> None:
@@ -123,7 +110,7 @@ def launch_a_scan(
     options = hidden, chunk, activation, read_when
     gates = gate, gate, gate, written
     y, end, states = scan.scan_forward(rows, rows, rows, state, *gates, *options)
-    scan_backward.scan_backward(y, end, rows, rows, rows, states, *gates, *options)
+    scan_backward.scan_backward(y, end, rows, rows, rows, state, states, *gates, *options)
 
 
 def every_scan() -> None:

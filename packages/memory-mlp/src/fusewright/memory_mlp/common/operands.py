@@ -4,12 +4,13 @@ that ``tl.dot`` multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 
 from .._core.backends import interpreted
-from .._core.launches import Layout
+from .._core.launches import Layout, contiguous_strides
 from .._core.precision import allows_tf32
 
 MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
@@ -37,15 +38,25 @@ def product_precision(dtype: torch.dtype) -> str:
 
 
 def head_strides(
-    shape: tuple[int, ...], operands: tuple[Layout, ...]
+    shape: tuple[int, ...],
+    operands: Sequence[Layout],
+    *others: tuple[tuple[int, ...], Layout | None],
 ) -> tuple[tuple[bool, ...], list[tuple[int, ...]]]:
-    """Which operands [B, T, heads, D] of these layouts the kernels read from a contiguous copy,
-    empty where there is none, and the strides of batch, tokens and heads with which they are read.
+    """Of operands [B, T, heads, D], and then of others whose shapes are given and which are read
+    where they are contiguous: which the kernels read from a contiguous copy, empty where there is
+    none. And the strides of batch, tokens and heads with which the operands are read.
     """
     _, tokens, heads, width = shape
-    copies = tuple(strides[-1] != 1 and width > 1 for _, strides in operands)
+    copies = [strides[-1] != 1 and width > 1 for _, strides in operands]
     copy = (tokens * heads * width, heads * width, width)
-    return copies if any(copies) else (), [
+    read = [
         copy if is_copied else strides[:-1]
         for is_copied, (_, strides) in zip(copies, operands, strict=True)
     ]
+    copies += [is_strided(shape, layout) for shape, layout in others]
+    return tuple(copies) if any(copies) else (), read
+
+
+def is_strided(shape: tuple[int, ...], layout: Layout | None) -> bool:
+    """Whether an operand is not contiguous."""
+    return layout is not None and layout[1] != contiguous_strides(shape)

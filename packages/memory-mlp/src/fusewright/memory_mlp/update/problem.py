@@ -13,6 +13,7 @@ from .._core.launches import Allocator, Launch, Layout, allocator, cdiv, contigu
 from .._core.lazy import lazy_module
 from .._core.precision import allows_tf32, round_up
 from .._core.rows import row_strides as strides_of_rows
+from ..common.operands import is_strided
 from ..common.weights import weight_shapes
 
 if TYPE_CHECKING:
@@ -116,8 +117,7 @@ class UpdateProblem(NamedTuple):
     """``problems`` memories of ``hidden`` units, each with ``rows`` pairs of a key and a value as
     wide as ``width``.
 
-    ``keys`` and ``values`` say how their rows are reached, ``copies`` whether they are copied
-    first.
+    ``keys`` and ``values`` say how their rows are reached.
     """
 
     problems: int
@@ -132,7 +132,6 @@ class UpdateProblem(NamedTuple):
     gpu: DeviceProperties
     keys: RowStrides
     values: RowStrides
-    copies: tuple[bool, bool]
 
     @property
     def rounds(self) -> bool:
@@ -185,9 +184,14 @@ class UpdateProblem(NamedTuple):
         """For an operand of a product."""
         return self.allocator(*shape, dtype=self.dtype)
 
-    def transposed_rows(self, cols: int) -> Allocator | None:
-        """For the transpose of an operand [rows, cols]; None where it is not kept."""
-        return self.operand(cols, self.padded_rows) if self.transposes else None
+    def transposed_rows(self) -> tuple[Allocator | None, ...]:
+        """For k as an operand, and for transposes of rows of ``width`` and of ``hidden`` numbers;
+        None where they are not kept.
+        """
+        if not self.transposes:
+            return None, None, None
+        keys, rows = self.operand(self.rows, self.width), self.padded_rows
+        return keys, self.operand(self.width, rows), self.operand(self.hidden, rows)
 
     def weight_operands(self) -> tuple[Allocator, Allocator]:
         """For w1 and w2, or tensors as large, in the dtype of the products."""
@@ -223,13 +227,13 @@ class UpdateProblem(NamedTuple):
 def problem_of(
     shape: Sequence[int],
     hidden: int,
-    keys: Layout,
-    values: Layout,
+    inputs: tuple[Layout | None, ...],
     activation: str,
     precision: str,
     device: torch.device,
-) -> UpdateProblem:
-    """The problem of keys of this shape, [*lead, rows, width].
+) -> tuple[UpdateProblem, tuple[bool, ...]]:
+    """The problem of keys of this shape, [*lead, rows, width], and which of the update's inputs are
+    copied first, empty where none is.
 
     Raises:
         ValueError: there are more rows than the kernels can count.
@@ -240,10 +244,13 @@ def problem_of(
             f"the kernels serve up to {MAX_COUNT} rows and {MAX_ROW_STRIDE} numbers a row, got "
             f"{rows} rows, keys of {width} and {hidden} hidden units"
         )
+    keys, values, *others = inputs
+    assert keys is not None
+    assert values is not None
     key_strides, value_strides = row_strides(shape, keys[1]), row_strides(shape, values[1])
     contiguous = row_strides(shape, contiguous_strides(shape))
     assert contiguous is not None
-    return UpdateProblem(
+    problem = UpdateProblem(
         math.prod(lead),
         rows,
         width,
@@ -256,8 +263,13 @@ def problem_of(
         device_properties(device),
         key_strides or contiguous,
         value_strides or contiguous,
-        (key_strides is None, value_strides is None),
     )
+    shapes = *weight_shapes(lead, hidden, width) * 2, *(tuple(lead),) * 3, (*lead, rows)
+    copies = (
+        *(key_strides is None, value_strides is None),
+        *(is_strided(*each) for each in zip(shapes, others, strict=True)),
+    )
+    return problem, copies if any(copies) else ()
 
 
 def row_strides(shape: Sequence[int], strides: Sequence[int]) -> RowStrides | None:
@@ -309,15 +321,13 @@ def product_launch(
     return Launch(kernel, grid_of(programs), problem.device, integers, options, CONFIG=config)
 
 
-def row_product_launch(
-    kernel: Any,
-    problem: UpdateProblem,
-    line: UpdateTile,
-    cols: int,
-    depth: int,
-    integers: tuple[int, ...],
+def rows_launch(
+    kernel: Any, problem: UpdateProblem, line: UpdateTile, cols: int, integers: tuple[int, ...]
 ) -> Launch:
-    """One program for every tile of [rows, cols] of every problem."""
+    """One program for every tile of [rows, cols] of every problem: of ``width`` or ``hidden``
+    columns, each the sum of as many products as the other of both says.
+    """
+    depth = problem.width + problem.hidden - cols
     programs = problem.problems * tiles(problem.rows, line) * cdiv(cols, line.cols)
     return product_launch(kernel, problem, line, programs, depth, integers)
 
@@ -389,15 +399,15 @@ def transpose_launch(problem: UpdateProblem, backward: bool) -> Launch:
 
 class GradientsPlan(NamedTuple):
     """Gradients of weights and biases from all rows: one launch, and where the rows of a tile are
-    split among programs, one that adds their partial sums, ``parts``.
+    split among programs, one that adds their partial sums, of each weight a ``part``.
 
     ``slots``: how many sums of squares each problem has.
     """
 
     launch: Launch
-    add: Launch | None
-    parts: tuple[Allocator, Allocator] | None
     slots: int
+    add: Launch | None = None
+    part: Allocator | None = None
 
     def run(
         self,
@@ -412,10 +422,10 @@ class GradientsPlan(NamedTuple):
         and the column sums of a1 and of the last left operand: forward with the squares, backward,
         where there is a norm, added to what lies there.
         """
-        if self.add is None or self.parts is None:
+        if self.add is None or self.part is None:
             self.launch((*operands, *sums, norm, *out, squares), (factor,))
             return
-        parts = self.parts[0](), self.parts[1]()
+        parts = self.part(), self.part()
         # The biases are left to the second launch.
         unwritten = (parts[0], None, parts[1], None)
         self.launch((*operands, None, None, None, *unwritten, None), (factor,))
@@ -457,7 +467,7 @@ def plan_gradients(
         split,
     )
     if not split:
-        return GradientsPlan(launch, None, None, programs)
+        return GradientsPlan(launch, programs)
     slots = element_programs(problem, ADD_SPLITS.block)
     add = element_launch(
         kernels_gradients.add_splits_kernel,
@@ -467,7 +477,7 @@ def plan_gradients(
     )
     shape = (splits, problem.problems, hidden * width)
     part = allocator(shape, torch.float32, problem.device)
-    return GradientsPlan(launch, add, (part, part), slots)
+    return GradientsPlan(launch, slots, add, part)
 
 
 def split_rows(problem: UpdateProblem, line: UpdateTile, matrix_tiles: int) -> tuple[int, int]:

@@ -21,13 +21,14 @@ from .._core.tiles import as_operand
 from ..common.tiles import activated
 from .tiles import (
     after_the_launch_before,
-    elements_from,
     elements_of_tile,
     exists,
     is_finite,
     load_bias,
+    load_row_weights,
     part_of_program,
     product,
+    residual_of,
     start_of_problem,
     store_column_sums,
     store_operand,
@@ -99,20 +100,15 @@ def residual_kernel(
 ):
     """One program computes a tile of e, the sums of its columns and its sum of e * r."""
     tile = tile_of_program(rows, width, CONFIG)
-    problem, row_tile, col_tile, row, col = tile
+    problem, row_tile, col_tile, _, _ = tile
     h_ptr += problem.to(tl.int64) * rows * hidden
     r = product(h_ptr, hidden, w2_ptr, tile, rows, width, hidden, True, CONFIG)
     inside = exists(tile, rows, width)
-    r += load_bias(b2_ptr, tile, width)
-    v_ptr += start_of_problem(problem, v_inner, v_outer_stride, v_inner_stride)
-    first = (row_tile * CONFIG.BLOCK_M).to(tl.int64)
-    v_at = elements_from(v_ptr, first, v_row_stride, col, CONFIG)
-    r -= tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
-    r = tl.where(inside, r, 0.0)
+    v_at = v_ptr, v_inner, v_outer_stride, v_inner_stride, v_row_stride
+    r = residual_of(r, b2_ptr, v_at, tile, inside, width, CONFIG)
     e = r
     if row_weights_ptr is not None:
-        weights_at = row_weights_ptr + problem.to(tl.int64) * rows + row
-        e = r * tl.load(weights_at, mask=row < rows, other=0.0)[:, None]
+        e = r * load_row_weights(row_weights_ptr, tile, rows)
     row_tiles, col_tiles = tl.cdiv(rows, CONFIG.BLOCK_M), tl.cdiv(width, CONFIG.BLOCK_N)
     loss_at = (problem.to(tl.int64) * row_tiles + row_tile) * col_tiles + col_tile
     tl.store(losses_ptr + loss_at, tl.sum(tl.sum(e * r, 1), 0))

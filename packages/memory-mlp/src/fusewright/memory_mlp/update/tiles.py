@@ -144,6 +144,27 @@ def load_bias(x_ptr, tile, cols):
 
 
 @triton.jit
+def residual_of(output, b2_ptr, v_at, tile, inside, width, CONFIG: tl.constexpr):
+    """M(k) - v of a tile, from h w2^T; ``v_at`` is v with its strides, as in ``UpdateProblem``."""
+    v_ptr, inner, outer_stride, inner_stride, row_stride = v_at
+    problem, row_tile, _, _, col = tile
+    r = output + load_bias(b2_ptr, tile, width)
+    v_ptr += start_of_problem(problem, inner, outer_stride, inner_stride)
+    first = (row_tile * CONFIG.BLOCK_M).to(tl.int64)
+    at = elements_from(v_ptr, first, row_stride, col, CONFIG)
+    r -= tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, r, 0.0)
+
+
+@triton.jit
+def load_row_weights(row_weights_ptr, tile, rows):
+    """Those of a tile's rows, as one column."""
+    problem, _, _, row, _ = tile
+    at = row_weights_ptr + problem.to(tl.int64) * rows + row
+    return tl.load(at, mask=row < rows, other=0.0)[:, None]
+
+
+@triton.jit
 def load_left(at, start, depth, CONFIG: tl.constexpr):
     """Columns ``start``, ``start + 1``, ... of a left operand."""
     if CONFIG.EVEN:

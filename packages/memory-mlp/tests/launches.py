@@ -68,8 +68,7 @@ def with_precision(precision: str, *args, launch=launch_update, **options) -> No
 
 
 def one_of_each_update() -> None:
-    """Every kernel of the pooled update at the sizes of a model, and where rows are split."""
-    launch_update(*FIRST, BF16)
+    """Every kernel of the pooled update: where rows are split, and at the size of a model."""
     launch_update(65536, 64, 128, BF16, all_options=True)
     with_precision("tf32", *FIRST, F32)
 
@@ -136,25 +135,26 @@ def launch_a_read(
     activation: str = "silu",
     halves: int = 2,
     heads: int = 5,
+    wanted: tuple = ((True, True), (True, False), (False, True)),
 ) -> None:
     """Forward and backward of 4 rows, with both gradients, and with each alone."""
     q = torch.empty(4, heads, tokens, width, dtype=dtype).transpose(1, 2)
     state = torch.empty(4, heads, halves, packed_size(hidden, width))
     options = hidden, activation
     y = read.read_forward(q, state, *options)
-    for wanted in ((True, True), (True, False), (False, True)):
-        read.read_backward(y, q, state, *options, *wanted)
+    for each in wanted:
+        read.read_backward(y, q, state, *options, *each)
 
 
 def one_of_each_read() -> None:
-    """Every kernel of the read at the sizes of a model, and with tokens split among programs."""
-    launch_a_read(64, 128, BF16)
-    launch_a_read(64, 128, BF16, tokens=4096, heads=1)
+    """Every kernel of the read with tokens split among programs, and one where they are not."""
+    launch_a_read(64, 128, BF16, wanted=((False, True),))
+    launch_a_read(64, 128, BF16, tokens=4096, heads=1, wanted=((True, True),))
 
 
 def every_read() -> None:
     """Every line of the tables, precision and activation, and sizes of one."""
-    for dtype in (F16, F32):
+    for dtype in (BF16, F16, F32):
         launch_a_read(64, 128, dtype)
         launch_a_read(64, 512, dtype, tokens=4096, heads=1)
         launch_a_read(40, 200, dtype, halves=1)

@@ -31,6 +31,11 @@ def contiguous(x: MaybeTensor) -> MaybeTensor:
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
+def all_contiguous(*operands: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Each of them, or a contiguous copy; one call for them all."""
+    return tuple([x if x is None or x.is_contiguous() else x.contiguous() for x in operands])
+
+
 def product_precision(dtype: torch.dtype) -> str:
     """``tl.dot``'s precision for tiles of heads of this dtype."""
     # Three products of TF32 parts are as good as one of fp32, and fit the same units.

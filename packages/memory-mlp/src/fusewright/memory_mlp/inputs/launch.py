@@ -11,7 +11,6 @@ from .._core.backends import device_properties
 from .._core.launches import Allocator, Launch, Layout, Plan, allocator, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
-from ..common.operands import contiguous
 from .reference import NORM_EPS
 
 if TYPE_CHECKING:
@@ -212,23 +211,13 @@ def memory_input_backward(
     history: Tensor,
     taps: Tensor | None,
     logits: Tensor | None,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dalpha: Tensor | None,
-    deta: Tensor | None,
-    dtheta: Tensor | None,
-    dlast: Tensor | None,
-    heads: int,
-    key_norm: str | None,
-    largest: float,
-    theta: float | None,
+    *grads_and_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of (joint, history, taps, logits), of the last only where those of the gates are
-    there: all or none of them.
+    there: all or none of them. ``grads_and_options`` as in the reference.
     """
-    others = history, taps, logits, dq, dk, dv, dalpha, deta, dtheta, dlast
-    operands = contiguous_after(joint, *others)
+    *grads, heads, key_norm, largest, theta = grads_and_options
+    operands = contiguous_after(joint, history, taps, logits, *grads)
     problem = problem_of(joint, taps, logits, heads, key_norm)
     plan, add = backward_plan(problem, layouts(*operands))
     rate = largest if theta is None else theta
@@ -311,4 +300,4 @@ def contiguous_after(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, 
     last axis, the others contiguous.
     """
     rows = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    return rows, *[contiguous(other) for other in others]
+    return rows, *[y if y is None or y.is_contiguous() else y.contiguous() for y in others]

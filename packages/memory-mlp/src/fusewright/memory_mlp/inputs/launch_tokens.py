@@ -10,7 +10,7 @@ import torch
 from .._core.launches import Launch, Layout, Plan, allocator, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
-from ..common.operands import contiguous
+from ..common.operands import all_contiguous
 from .launch import contiguous_after, parts_plan
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def gated_tokens_backward(
     y: Tensor, present: Tensor, weight: Tensor, dy: Tensor | None, dlogits: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (x, weight, bias)."""
-    operands = tuple([contiguous(x) for x in (y, present, weight, dy, dlogits)])
+    operands = all_contiguous(y, present, weight, dy, dlogits)
     plan, add = gated_backward_plan(y.shape, len(weight), layouts(*operands), y.device)
     dx, parts = plan.run(operands)
     return dx, *add.run((parts,))
@@ -251,7 +251,7 @@ def count_tokens(
     lost: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(tokens not written now, in all, tokens since the row's start)``."""
-    operands = tuple([contiguous(x) for x in (written, skipped, position, mask, lost)])
+    operands = all_contiguous(written, skipped, position, mask, lost)
     plan = count_plan(written.shape, mask is not None, lost is not None, written.device)
     return plan.run(operands)
 

@@ -110,6 +110,8 @@ BACKWARD = (
 )
 SUM = SumTile(block=512, num_warps=4)
 
+# hidden, activation, halves, precision.
+Options = tuple[int, str, int, str]
 Line = TypeVar("Line", ReadTile, ReadBackwardTile)
 
 
@@ -123,8 +125,8 @@ class Problem(NamedTuple):
     hidden: int
     activation: str
     halves: int
-    dtype: torch.dtype
     precision: str
+    dtype: torch.dtype
     device: torch.device
 
     @property
@@ -171,24 +173,18 @@ class Problem(NamedTuple):
 def read_forward(q: Tensor, state: Tensor, hidden: int, activation: str) -> Tensor:
     """y, for weights packed in fp32, ``state [B, heads, 1 or 2, SIZE]``."""
     options = hidden, activation, state.shape[2], product_precision(q.dtype)
-    plan = forward_plan(q.shape, *options, layouts(q, state), q.device)
+    plan = forward_plan(q.shape, options, layouts(q, state), q.device)
     return plan.run((q, state))[0]
 
 
 @functools.lru_cache(maxsize=4096)
 def forward_plan(
-    shape: tuple[int, ...],
-    hidden: int,
-    activation: str,
-    halves: int,
-    precision: str,
-    operands: tuple[Layout, ...],
-    device: torch.device,
+    shape: tuple[int, ...], options: Options, operands: tuple[Layout, ...], device: torch.device
 ) -> Plan:
     """The plan for a q and a state of these layouts."""
     *rows, state = operands
     ((dtype, _),) = rows
-    problem = Problem(*shape, hidden, activation, halves, dtype, precision, device)
+    problem = Problem(*shape, *options, dtype, device)
     copies, strides = head_strides(shape, rows, (problem.state_shape, state))
     y = allocator(shape, dtype, device)
     if not math.prod(shape):
@@ -218,7 +214,8 @@ def read_backward(
     """Gradients of (q, state), None where they are not needed."""
     options = hidden, activation, state.shape[2], product_precision(q.dtype)
     operands = dy, q, state
-    plan, add = backward_plan(q.shape, *options, layouts(*operands), q.device, with_q, with_weights)
+    needed = with_q, with_weights
+    plan, add = backward_plan(q.shape, options, layouts(*operands), q.device, *needed)
     dq, dstate = plan.run(operands)
     if add is not None:
         # These were partial sums.
@@ -231,10 +228,7 @@ def read_backward(
 @functools.lru_cache(maxsize=4096)
 def backward_plan(
     shape: tuple[int, ...],
-    hidden: int,
-    activation: str,
-    halves: int,
-    precision: str,
+    options: Options,
     operands: tuple[Layout, ...],
     device: torch.device,
     with_q: bool,
@@ -245,7 +239,7 @@ def backward_plan(
     """
     *rows, state = operands
     dtype = rows[1][0]
-    problem = Problem(*shape, hidden, activation, halves, dtype, precision, device)
+    problem = Problem(*shape, *options, dtype, device)
     copies, strides = head_strides(shape, rows, (problem.state_shape, state))
     all_heads, size = problem.all_heads, problem.state_shape[-1]
     wide = functools.partial(allocator, dtype=torch.float32, device=device)
@@ -256,7 +250,7 @@ def backward_plan(
     line = problem.line(BACKWARD)
     chunks = cdiv(problem.tokens, line.tokens)
     units = problem.most_units(line.units, SMALLEST_TILE)
-    unit_blocks = cdiv(hidden, units)
+    unit_blocks = cdiv(problem.hidden, units)
     splits, split_chunks = split_tokens(problem, line, chunks, all_heads * unit_blocks)
     split = with_weights and splits > 1
     weight_programs = splits * all_heads * unit_blocks if with_weights else 0
@@ -282,7 +276,7 @@ def backward_plan(
         device,
         (numbers, splits),
         dict(num_warps=SUM.num_warps),
-        CONFIG=SumConfig(halves, size, SUM.block),
+        CONFIG=SumConfig(problem.halves, size, SUM.block),
     )
     return Plan(launch, copies, (dq, wide((splits, numbers)))), Plan(add, (), (dstate,))
 

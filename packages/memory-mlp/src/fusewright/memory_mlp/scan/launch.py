@@ -15,7 +15,6 @@ from .._core.launches import (
     Allocator,
     Launch,
     Layout,
-    allocate,
     allocator,
     cdiv,
     contiguous_where,
@@ -191,7 +190,9 @@ def scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
     q, k, v, state, *gates, written = operands
-    gamma, nu, reach, tiles, arrived = [allocate(tensor) for tensor in plan.intermediate]
+    # No call of ``allocate`` for each of them.
+    intermediate = [None if x is None else x() for x in plan.intermediate]
+    gamma, nu, reach, tiles, arrived = intermediate
     y, end, states = [allocate() for allocate in plan.results]
     plan.find_decays((*gates, written, gamma, nu, reach, None, arrived))
     plan.write((k, v, written, gamma, nu, reach, state, states, end, tiles, arrived))

@@ -13,7 +13,6 @@ from .._core.launches import (
     Allocator,
     Launch,
     Layout,
-    allocate,
     cdiv,
     contiguous_where,
     layouts,
@@ -100,7 +99,9 @@ def scan_backward(*arguments: Any) -> tuple[Tensor, ...]:
         operands = contiguous_where(operands, plan.copies)
     dy, q, k, v, dstate, states, alpha, eta, theta, written = operands
     dq, dk, dv, *dgates = [allocate() for allocate in plan.results]
-    gamma, nu, reach, tiles, arrived = [allocate(tensor) for tensor in plan.intermediate]
+    # No call of ``allocate`` for each of them.
+    intermediate = [None if x is None else x() for x in plan.intermediate]
+    gamma, nu, reach, tiles, arrived = intermediate
     nus = plan.nus()
     from_reads = tuple([allocate() for allocate in plan.from_reads])
     from_ends = tuple([allocate() for allocate in plan.from_ends])

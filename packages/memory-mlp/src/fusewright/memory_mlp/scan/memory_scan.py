@@ -185,11 +185,12 @@ def memory_scan(
     q, k, v = autocast(q, k, v)
     dtype = wide_dtype(q)
     hidden, width = weights.w1.shape[-2:]
+    on_kernels = uses_triton(q, backend) and serves(q, hidden, chunk, backend)
     alpha, eta, theta = (gate.to(dtype) for gate in gates)
     state = pack(weights, momentum)
     options = (hidden, chunk, activation, read)
     tensors = (q, k, v, state, alpha, eta, theta, write_mask)
-    if uses_triton(q, backend) and serves(q, hidden, chunk, backend):
+    if on_kernels:
         y, end, _ = _forward(*tensors, *options)
     else:
         with without_autocast(q.device):
@@ -271,10 +272,11 @@ def checked_chunk(
     for name, half in (("weights", weights), ("momentum", momentum)):
         if not isinstance(half, MemoryWeights):
             raise TypeError(f"{name} must be MemoryWeights, got {type(half).__name__}")
+        for field, x in zip(half._fields, half, strict=True):
+            check_floating(f"{name}.{field}", x)
         hidden = hidden or (half.w1.shape[-2] if half.w1.ndim == 4 else 0)
         shapes = weight_shapes((batch, heads), hidden, width)
         for field, x, shape in zip(half._fields, half, shapes, strict=True):
-            check_floating(f"{name}.{field}", x)
             if tuple(x.shape) != shape or not hidden:
                 wanted = (batch, heads, *(axis or "hidden" for axis in shape[2:]))
                 raise ValueError(f"{name}.{field} must be {wanted}, got {tuple(x.shape)}")

@@ -27,14 +27,10 @@ from .problem import (
     UpdateBlock,
     UpdateProblem,
     UpdateTile,
-    element_launch,
-    element_programs,
     grid_of,
     plan_gradients,
     problem_of,
-    rows_launch,
     tile_precision,
-    tiles,
     transpose_launch,
 )
 
@@ -184,31 +180,29 @@ def update_plan(
     rows, width, hidden = problem.sizes
     residual = problem.tile(RESIDUAL if inputs[-1] is None else WEIGHTED_RESIDUAL, width)
     slope = problem.tile(SLOPE, hidden)
-    residual_tiles, slope_tiles = tiles(rows, residual), tiles(rows, slope)
+    residual_tiles, slope_tiles = cdiv(rows, residual.rows), cdiv(rows, slope.rows)
     loss_tiles = residual_tiles * cdiv(width, residual.cols)
     gradients = plan_gradients(problem, GRADIENTS, (slope_tiles, residual_tiles))
-    programs = element_programs(problem, STEP.block)
+    programs = problem.element_programs(STEP.block)
     weights, number = problem.weights(), problem.allocator()
     of_width, of_hidden = problem.operand(rows, width), problem.operand(rows, hidden)
     keys, by_width, by_hidden = problem.transposed_rows()
     return UpdatePlan(
         round_launch(problem) if problem.rounds and not problem.transposes else None,
         transpose_launch(problem, backward=False) if problem.transposes else None,
-        rows_launch(
+        problem.rows_launch(
             kernels.hidden_kernel,
-            problem,
             problem.tile(HIDDEN, hidden),
             hidden,
             (*problem.key_operands, *problem.sizes),
         ),
-        rows_launch(
-            kernels.residual_kernel, problem, residual, width, (*problem.values, *problem.sizes)
+        problem.rows_launch(
+            kernels.residual_kernel, residual, width, (*problem.values, *problem.sizes)
         ),
-        rows_launch(kernels.slope_kernel, problem, slope, hidden, problem.sizes),
+        problem.rows_launch(kernels.slope_kernel, slope, hidden, problem.sizes),
         gradients,
-        element_launch(
+        problem.element_launch(
             kernels.step_kernel,
-            problem,
             STEP,
             (width, hidden, programs, gradients.slots, loss_tiles),
             clips=clips,

@@ -27,13 +27,9 @@ from .problem import (
     UpdateBlock,
     UpdateProblem,
     UpdateTile,
-    element_launch,
-    element_programs,
     plan_gradients,
     problem_of,
-    rows_launch,
     tile_precision,
-    tiles,
     transpose_launch,
 )
 
@@ -265,45 +261,42 @@ def backward_plan(
     with_r = has_row_weights or needed.from_loss
     e_bar = problem.tile(E_BAR_AND_R if with_r else E_BAR, width)
     z_bar = problem.tile(Z_BAR, hidden)
-    q_tiles, z_bar_tiles = tiles(rows, e_bar), tiles(rows, z_bar)
+    q_tiles, z_bar_tiles = cdiv(rows, e_bar.rows), cdiv(rows, z_bar.rows)
     row_parts = cdiv(width, e_bar.cols)
-    partials = element_programs(problem, INNER_PRODUCTS.block)
-    programs = element_programs(problem, COTANGENTS.block)
+    partials = problem.element_programs(INNER_PRODUCTS.block)
+    programs = problem.element_programs(COTANGENTS.block)
     of_width, of_hidden = problem.operand(rows, width), problem.operand(rows, hidden)
     a1, a2 = problem.weight_operands()
     weights, number = problem.weights(), problem.allocator()
     dk = None
     if needed.rows:
         line = problem.tile(DK, width)
-        dk = rows_launch(kernels_backward.dk_kernel, problem, line, width, problem.sizes)
+        dk = problem.rows_launch(kernels_backward.dk_kernel, line, width, problem.sizes)
     return UpdateBackwardPlan(
-        element_launch(
+        problem.element_launch(
             kernels_backward.inner_products_kernel,
-            problem,
             INNER_PRODUCTS,
             (width, hidden, partials),
             first=True,
         ),
-        element_launch(
+        problem.element_launch(
             kernels_backward.cotangents_kernel,
-            problem,
             COTANGENTS,
             (width, hidden, programs, partials),
             clips=clips,
         ),
         transpose_launch(problem, backward=True) if problem.transposes else None,
-        rows_launch(
+        problem.rows_launch(
             kernels_backward.p_bar_kernel,
-            problem,
             problem.tile(P_BAR, hidden),
             hidden,
             (*problem.key_operands, *problem.sizes),
         ),
-        rows_launch(
-            kernels_backward.e_bar_kernel, problem, e_bar, width, (*problem.values, *problem.sizes)
+        problem.rows_launch(
+            kernels_backward.e_bar_kernel, e_bar, width, (*problem.values, *problem.sizes)
         ),
-        rows_launch(
-            kernels_backward.z_bar_kernel, problem, z_bar, hidden, (*problem.sizes, row_parts)
+        problem.rows_launch(
+            kernels_backward.z_bar_kernel, z_bar, hidden, (*problem.sizes, row_parts)
         ),
         dk,
         plan_gradients(problem, DWEIGHTS, (z_bar_tiles, q_tiles)) if needed.weights else None,

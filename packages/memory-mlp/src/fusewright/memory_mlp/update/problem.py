@@ -223,6 +223,76 @@ class UpdateProblem(NamedTuple):
             >= line.fills * self.gpu.multiprocessors
         )
 
+    def product_launch(
+        self,
+        kernel: Any,
+        line: UpdateTile,
+        programs: int,
+        depth: int,
+        integers: tuple[int, ...],
+        split: bool = False,
+    ) -> Launch:
+        """``programs`` programs of a kernel whose products add ``depth`` numbers, after another
+        launch of the same pass.
+        """
+        overlaps = self.overlaps
+        config = ProductConfig(
+            line.rows,
+            line.cols,
+            line.depth,
+            line.num_stages,
+            interpreted(),
+            "ieee" if self.precision == "narrow" else self.precision,
+            depth % line.depth == 0,
+            overlaps,
+            self.transposes,
+            self.activation,
+            split,
+        )
+        options = self.options(line.num_warps, overlaps)
+        return Launch(kernel, grid_of(programs), self.device, integers, options, CONFIG=config)
+
+    def rows_launch(
+        self, kernel: Any, line: UpdateTile, cols: int, integers: tuple[int, ...]
+    ) -> Launch:
+        """One program for every tile of [rows, cols] of every problem: of ``width`` or ``hidden``
+        columns, each the sum of as many products as the other of both says.
+        """
+        depth = self.width + self.hidden - cols
+        programs = self.problems * cdiv(self.rows, line.rows) * cdiv(cols, line.cols)
+        return self.product_launch(kernel, line, programs, depth, integers)
+
+    def element_programs(self, block: int) -> int:
+        """How many blocks the four tensors of one memory are."""
+        matrix = self.hidden * self.width
+        return sum(cdiv(size, block) for size in (matrix, matrix, self.hidden, self.width))
+
+    def element_launch(
+        self,
+        kernel: Any,
+        config: UpdateBlock,
+        integers: tuple[int, ...],
+        programs: int | None = None,
+        first: bool = False,
+        clips: bool = False,
+    ) -> Launch:
+        """As many programs for each problem, or one for every block of every tensor of its memory;
+        the first launch of a pass waits until all before it has ended.
+        """
+        overlaps = self.overlaps and not first
+        if programs is None:
+            programs = self.element_programs(config.block)
+        return Launch(
+            kernel,
+            grid_of(self.problems * programs),
+            self.device,
+            integers,
+            self.options(config.num_warps, overlaps),
+            CONFIG=ElementConfig(
+                config.block, interpreted(), self.precision, overlaps, self.rounds, clips
+            ),
+        )
+
 
 def problem_of(
     shape: Sequence[int],
@@ -291,85 +361,6 @@ def tile_precision(dtype: torch.dtype) -> str:
     return "tf32" if allows_tf32() else "ieee"
 
 
-def product_launch(
-    kernel: Any,
-    problem: UpdateProblem,
-    line: UpdateTile,
-    programs: int,
-    depth: int,
-    integers: tuple[int, ...],
-    split: bool = False,
-) -> Launch:
-    """``programs`` programs of a kernel whose products add ``depth`` numbers, after another launch
-    of the same pass.
-    """
-    overlaps = problem.overlaps
-    config = ProductConfig(
-        line.rows,
-        line.cols,
-        line.depth,
-        line.num_stages,
-        interpreted(),
-        "ieee" if problem.precision == "narrow" else problem.precision,
-        depth % line.depth == 0,
-        overlaps,
-        problem.transposes,
-        problem.activation,
-        split,
-    )
-    options = problem.options(line.num_warps, overlaps)
-    return Launch(kernel, grid_of(programs), problem.device, integers, options, CONFIG=config)
-
-
-def rows_launch(
-    kernel: Any, problem: UpdateProblem, line: UpdateTile, cols: int, integers: tuple[int, ...]
-) -> Launch:
-    """One program for every tile of [rows, cols] of every problem: of ``width`` or ``hidden``
-    columns, each the sum of as many products as the other of both says.
-    """
-    depth = problem.width + problem.hidden - cols
-    programs = problem.problems * tiles(problem.rows, line) * cdiv(cols, line.cols)
-    return product_launch(kernel, problem, line, programs, depth, integers)
-
-
-def tiles(rows: int, line: UpdateTile) -> int:
-    """How many tiles cover the rows."""
-    return cdiv(rows, line.rows)
-
-
-def element_programs(problem: UpdateProblem, block: int) -> int:
-    """How many blocks the four tensors of one memory are."""
-    matrix = problem.hidden * problem.width
-    return sum(cdiv(size, block) for size in (matrix, matrix, problem.hidden, problem.width))
-
-
-def element_launch(
-    kernel: Any,
-    problem: UpdateProblem,
-    config: UpdateBlock,
-    integers: tuple[int, ...],
-    programs: int | None = None,
-    first: bool = False,
-    clips: bool = False,
-) -> Launch:
-    """As many programs for each problem, or one for every block of every tensor of its memory; the
-    first launch of a pass waits until all before it has ended.
-    """
-    overlaps = problem.overlaps and not first
-    if programs is None:
-        programs = element_programs(problem, config.block)
-    return Launch(
-        kernel,
-        grid_of(problem.problems * programs),
-        problem.device,
-        integers,
-        problem.options(config.num_warps, overlaps),
-        CONFIG=ElementConfig(
-            config.block, interpreted(), problem.precision, overlaps, problem.rounds, clips
-        ),
-    )
-
-
 def grid_of(programs: int) -> tuple[int]:
     """A grid of ``programs`` programs.
 
@@ -387,9 +378,8 @@ def transpose_launch(problem: UpdateProblem, backward: bool) -> Launch:
     weights, keys, units = hidden * width, rows * width, rows * hidden
     programs = 4 * weights + 2 * keys + units if backward else 2 * weights + keys
     integers = (*problem.keys, *problem.sizes, programs)
-    return element_launch(
+    return problem.element_launch(
         kernels_transpose.transpose_kernel,
-        problem,
         TRANSPOSE,
         integers,
         programs,
@@ -447,9 +437,8 @@ def plan_gradients(
     split = splits > 1
     biases = cdiv(hidden, line.cols) + cdiv(width, line.cols)
     programs = splits * (one + other) + (0 if split else biases)
-    launch = product_launch(
+    launch = problem.product_launch(
         kernels_gradients.gradients_kernel,
-        problem,
         line,
         problem.problems * programs,
         problem.padded_rows,
@@ -468,10 +457,9 @@ def plan_gradients(
     )
     if not split:
         return GradientsPlan(launch, programs)
-    slots = element_programs(problem, ADD_SPLITS.block)
-    add = element_launch(
+    slots = problem.element_programs(ADD_SPLITS.block)
+    add = problem.element_launch(
         kernels_gradients.add_splits_kernel,
-        problem,
         ADD_SPLITS,
         (width, hidden, problem.problems, slots, splits, *row_tiles),
     )

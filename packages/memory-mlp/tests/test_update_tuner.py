@@ -70,7 +70,7 @@ def test_every_kind_of_launch_is_timed(tuner, launched_before, table, capsys):
     if entry.pairs:
         line = tuner.UpdateTile(tuner.PRECISIONS[dtype], 16, 16, 16, 1, 1, aligned=False)
     tuning = tuner.tuning(entry, dtype, size)
-    few = functools.partial(tuner.bench.update_inputs, *size, tuner.DTYPES[dtype], lead=(16,))
+    few = functools.partial(tuner.bench.update_inputs, *size, tuner.DTYPES[dtype], lead=(4,))
     tuning = dataclasses.replace(
         tuning,
         case=dataclasses.replace(tuning.case, sample=few),

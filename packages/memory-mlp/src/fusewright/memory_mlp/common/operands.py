@@ -47,9 +47,9 @@ def head_strides(
     operands: Sequence[Layout],
     *others: tuple[tuple[int, ...], Layout | None],
 ) -> tuple[tuple[bool, ...], list[tuple[int, ...]]]:
-    """Of operands [B, T, heads, D], and then of others whose shapes are given and which are read
-    where they are contiguous: which the kernels read from a contiguous copy, empty where there is
-    none. And the strides of batch, tokens and heads with which the operands are read.
+    """Which operands the kernels read from a contiguous copy, empty where there is none: of those
+    [B, T, heads, D] of this shape, then of the others, whose shapes are given. And the strides of
+    batch, tokens and heads with which the former are read.
     """
     _, tokens, heads, width = shape
     copies = [strides[-1] != 1 and width > 1 for _, strides in operands]
@@ -58,10 +58,10 @@ def head_strides(
         copy if is_copied else strides[:-1]
         for is_copied, (_, strides) in zip(copies, operands, strict=True)
     ]
-    copies += [is_strided(shape, layout) for shape, layout in others]
+    copies += [needs_copy(*other) for other in others]
     return tuple(copies) if any(copies) else (), read
 
 
-def is_strided(shape: tuple[int, ...], layout: Layout | None) -> bool:
-    """Whether an operand is not contiguous."""
+def needs_copy(shape: tuple[int, ...], layout: Layout | None) -> bool:
+    """Whether the kernels, which read it where it is contiguous, read a copy of an operand."""
     return layout is not None and layout[1] != contiguous_strides(shape)

@@ -13,7 +13,7 @@ from .._core.launches import Allocator, Launch, Layout, allocator, cdiv, contigu
 from .._core.lazy import lazy_module
 from .._core.precision import allows_tf32, round_up
 from .._core.rows import row_strides as strides_of_rows
-from ..common.operands import is_strided
+from ..common.operands import needs_copy
 from ..common.weights import weight_shapes
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ def problem_of(
     shapes = *weight_shapes(lead, hidden, width) * 2, *(tuple(lead),) * 3, (*lead, rows)
     copies = (
         *(key_strides is None, value_strides is None),
-        *(is_strided(*each) for each in zip(shapes, others, strict=True)),
+        *(needs_copy(*each) for each in zip(shapes, others, strict=True)),
     )
     return problem, copies if any(copies) else ()
 

@@ -44,6 +44,7 @@ def test_tables_as_they_are_give_the_bits_of_small_tiles(input_op, device, reque
     assert same_bits(input_op.kernels(*tensors), expected)
 
 
+@pytest.mark.usefixtures("many_input_programs")
 def test_wider_history_is_as_near_to_fp64_as_torch(input_op, device):
     """As autocast has it: the state in fp32, the projection in bf16."""
     for dtype, wider in ((BF16, F32), (F32, F16)):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_scan, memory_update
+from fusewright.memory_mlp.common.weights import weight_shapes
 from fusewright.memory_mlp.update import reference
 from fusewright_testkit import Case
 from fusewright_testkit.cases import Layer, by_pass, compiled, installed
@@ -74,16 +75,17 @@ def update_inputs(
     lead: tuple[int, ...] = (),
 ) -> list[Tensor]:
     """k, v, the memories, their momentum and the gates."""
-    draw = functools.partial(torch.randn, *lead, device=device)
-    memory = [
-        draw(hidden, width) / width**0.5,
-        0.1 * draw(hidden),
-        draw(width, hidden) / hidden**0.5,
-        0.1 * draw(width),
-    ]
-    momentum = [0.01 * torch.randn_like(x) for x in memory]
+    k, v = (torch.randn(*lead, rows, width, device=device).to(dtype) for _ in range(2))
     gates = [torch.full(lead, x, device=device) for x in (0.01, 0.9, 0.1)]
-    return [draw(rows, width).to(dtype), draw(rows, width).to(dtype), *memory, *momentum, *gates]
+    return [k, v, *memory_inputs(lead, hidden, width, device), *gates]
+
+
+def memory_inputs(lead: tuple[int, ...], hidden: int, width: int, device: str) -> list[Tensor]:
+    """Memories whose outputs are of the size of their inputs, and a small momentum."""
+    spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
+    shapes = weight_shapes(lead, hidden, width)
+    memory = [s * torch.randn(n, device=device) for s, n in zip(spreads, shapes, strict=True)]
+    return [*memory, *(0.01 * torch.randn_like(x) for x in memory)]
 
 
 def flat_update(call: Callable, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
@@ -207,18 +209,12 @@ def scan_inputs(hidden: int, sizes: dict[str, int], device: str) -> list[Tensor]
     batch, tokens, heads, width = sizes.values()
     draw = functools.partial(torch.randn, batch, tokens, heads, width, device=device)
     rows = [F.normalize(draw(), dim=-1), F.normalize(draw(), dim=-1), draw()]
-    shapes = (hidden, width), (hidden,), (width, hidden), (width,)
-    spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
-    start = [
-        spread * torch.randn(batch, heads, *shape, device=device)
-        for shape, spread in zip(shapes, spreads, strict=True)
-    ]
-    momentum = [0.01 * torch.randn_like(x) for x in start]
+    state = memory_inputs((batch, heads), hidden, width, device)
     gates = [
         least + (most - least) * torch.rand(batch, tokens, heads, device=device)
         for least, most in ((0.0, 0.02), (0.85, 0.95), (0.0, 0.002))
     ]
-    return [*(x.to(torch.bfloat16) for x in rows), *start, *momentum, *gates]
+    return [*(x.to(torch.bfloat16) for x in rows), *state, *gates]
 
 
 def flat_scan(backend: Any, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:

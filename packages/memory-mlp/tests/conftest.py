@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from fusewright.memory_mlp import (
-    MemoryWeights,
-    NeuralMemory,
-    memory_read,
-    memory_scan,
-    memory_update,
-)
-from fusewright.memory_mlp.common.weights import weight_shapes
-from fusewright.memory_mlp.inputs import memory_input, tokens
-from fusewright_testkit import Yardstick
+from fusewright.memory_mlp import NeuralMemory
+
+from .operations import GatedOp, InputOp, ReadOp, ScanOp, UpdateOp
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
@@ -37,263 +28,6 @@ def memory_of(device: str) -> Callable[..., NeuralMemory]:
         return memory
 
     return make
-
-
-@dataclass(frozen=True)
-class FlatOp:
-    """An op on flat lists of tensors, with options of its own."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def having(self, **options: Any) -> Self:
-        """The op with options of its own."""
-        return replace(self, options=self.options | options)
-
-    def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-        """What gradients pass through."""
-        raise NotImplementedError
-
-    def kernels(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.public(*tensors, backend="triton")
-
-    def reference(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.public(*tensors, backend="reference")
-
-    def check(self, tensors: list[torch.Tensor]) -> None:
-        """Hold the kernels' outputs and gradients against the yardstick."""
-        Yardstick(self.reference, tensors).check(self.kernels)
-
-
-def drawn_memory(
-    normal: Callable[..., torch.Tensor], lead: tuple[int, ...], hidden: int, width: int
-) -> list[torch.Tensor]:
-    """Weights whose outputs are of the size of their inputs."""
-    spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
-    shapes = weight_shapes(lead, hidden, width)
-    return [normal(*shape, spread=s) for shape, s in zip(shapes, spreads, strict=True)]
-
-
-@dataclass(frozen=True)
-class UpdateOp(FlatOp):
-    """memory_update on flat lists of tensors: k, v, the memory, its momentum, the three gates and,
-    with ``row_weights``, those.
-    """
-
-    row_weights: bool = False
-
-    def having(self, row_weights: bool = False, **options: Any) -> UpdateOp:
-        """The op with options of its own."""
-        return replace(self, row_weights=row_weights, options=self.options | options)
-
-    def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-        """What gradients pass through: W', S' and the loss."""
-        done = self.whole(*tensors, **options)
-        return *done.weights, *done.momentum, done.loss
-
-    def whole(self, k, v, *others, **options):
-        state = MemoryWeights(*others[:4]), MemoryWeights(*others[4:8])
-        return memory_update(k, v, *state, *others[8:], **self.options | options)
-
-    def draw(
-        self,
-        lead: tuple[int, ...],
-        rows: int,
-        width: int,
-        hidden: int,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-    ) -> list[torch.Tensor]:
-        """Rows and a memory of unit size, gates between 0 and 1."""
-        state = torch.float64 if dtype == torch.float64 else torch.float32
-
-        def normal(*shape: int, spread: float = 1.0) -> torch.Tensor:
-            return spread * torch.randn(*shape, device=device, dtype=state)
-
-        memory = drawn_memory(normal, lead, hidden, width)
-        momentum = [normal(*shape, spread=0.1) for shape in weight_shapes(lead, hidden, width)]
-        gates = [torch.rand(lead, device=device, dtype=state) for _ in range(3)]
-        k, v = (normal(*lead, rows, width).to(dtype) for _ in range(2))
-        others = [torch.rand(*lead, rows, device=device, dtype=state)] if self.row_weights else []
-        return [k, v, *memory, *momentum, *gates, *others]
-
-
-@dataclass(frozen=True)
-class ScanOp(FlatOp):
-    """memory_scan on flat lists of tensors: q, k, v, the memory, its momentum and the three gates.
-    A start that all rows share is given without their axis.
-    """
-
-    def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-        """y, then weights and momentum after the last token."""
-        q, k, v, *others = tensors
-        rows = q.shape[0]
-        start = [
-            x if x.ndim == dimensions else x.expand(rows, *x.shape)
-            for x, dimensions in zip(others[:8], (4, 3) * 4, strict=True)
-        ]
-        state = MemoryWeights(*start[:4]), MemoryWeights(*start[4:])
-        done = memory_scan(q, k, v, *state, *others[8:], **self.options | options)
-        return done.y, *done.weights, *done.momentum
-
-    def draw(
-        self,
-        batch: int,
-        tokens: int,
-        heads: int,
-        width: int,
-        hidden: int,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        *,
-        rate: float = 0.05,
-    ) -> list[torch.Tensor]:
-        """Keys of length 1, gates of a memory that stays small, theta up to ``rate``."""
-        state = torch.float64 if dtype == torch.float64 else torch.float32
-
-        def normal(*shape: int, spread: float = 1.0) -> torch.Tensor:
-            return spread * torch.randn(*shape, device=device, dtype=state)
-
-        def gate(least: float, most: float) -> torch.Tensor:
-            number = torch.rand(batch, tokens, heads, device=device, dtype=state)
-            return least + (most - least) * number
-
-        q, k, v = (normal(batch, tokens, heads, width) for _ in range(3))
-        q, k = (F.normalize(x, dim=-1) for x in (q, k))
-        lead = batch, heads
-        memory = drawn_memory(normal, lead, hidden, width)
-        momentum = [normal(*shape, spread=0.01) for shape in weight_shapes(lead, hidden, width)]
-        gates = gate(0.0, 0.02), gate(0.85, 0.95), gate(0.0, rate)
-        return [*(x.to(dtype) for x in (q, k, v)), *memory, *momentum, *gates]
-
-
-@dataclass(frozen=True)
-class ReadOp(FlatOp):
-    """memory_read on flat lists of tensors: q and the memory."""
-
-    def public(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-        q, *weights = tensors
-        return (memory_read(q, MemoryWeights(*weights), **self.options | options),)
-
-    def draw(
-        self,
-        batch: int,
-        tokens: int,
-        heads: int,
-        width: int,
-        hidden: int,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-    ) -> list[torch.Tensor]:
-        """Queries and a memory of unit size."""
-        state = torch.float64 if dtype == torch.float64 else torch.float32
-
-        def normal(*shape: int, spread: float = 1.0) -> torch.Tensor:
-            return spread * torch.randn(*shape, device=device, dtype=state)
-
-        memory = drawn_memory(normal, (batch, heads), hidden, width)
-        return [normal(batch, tokens, heads, width).to(dtype), *memory]
-
-
-@dataclass(frozen=True)
-class InputOp(FlatOp):
-    """memory_input on flat lists of tensors: joint, history, taps where there are any, logits;
-    without logits memory_queries.
-    """
-
-    heads: int = 2
-    key_norm: str | None = "l2"
-    largest: float = 0.25
-    theta: float | None = None
-    taps: int = 4
-    queries: bool = False
-    present: torch.Tensor | None = None
-
-    def having(self, **options: Any) -> InputOp:
-        """The op with options of its own."""
-        return replace(self, **options)
-
-    def public(self, *tensors: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, ...]:
-        """q, k, v, alpha, eta, theta and the next history; of queries, q."""
-        whole = self.whole(*tensors, backend=backend)
-        if self.queries:
-            return (whole,)
-        k, v, alpha, eta, theta, _ = whole.writes
-        # A constant has no gradient.
-        gates = (alpha, eta) if self.theta else (alpha, eta, theta)
-        return whole.q, k, v, *gates, whole.history
-
-    def whole(self, joint, history, *others, backend="auto"):
-        taps, *logits = others if self.taps else (None, *others)
-        options = dict(heads=self.heads, key_norm=self.key_norm, backend=backend)
-        if self.queries:
-            return memory_input.memory_queries(joint, history, taps, **options)
-        return memory_input.memory_input(
-            *(joint, history, taps, *logits, self.present),
-            **dict(largest=self.largest, theta=self.theta),
-            **options,
-        )
-
-    def draw(
-        self,
-        batch: int,
-        tokens: int,
-        width: int,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        *,
-        history_dtype: torch.dtype | None = None,
-    ) -> list[torch.Tensor]:
-        """All of unit size."""
-        state = torch.float64 if dtype == torch.float64 else torch.float32
-        channels = (1 if self.queries else 3) * self.heads * width
-        shapes = [(batch, tokens, channels), (batch, max(self.taps - 1, 0), channels)]
-        dtypes = [dtype, history_dtype or dtype]
-        if self.taps:
-            shapes.append((channels, self.taps))
-            dtypes.append(state)
-        if not self.queries:
-            shapes.append((batch, tokens, (2 if self.theta else 3) * self.heads))
-            dtypes.append(state)
-        return [
-            torch.randn(shape, device=device, dtype=state).to(kind)
-            for shape, kind in zip(shapes, dtypes, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
-class GatedOp(FlatOp):
-    """gated_tokens on flat lists of tensors: x, the gates' weights and their biases."""
-
-    mask: torch.Tensor | None = None
-
-    def having(self, mask: torch.Tensor | None) -> GatedOp:
-        """The op with a mask."""
-        return replace(self, mask=mask)
-
-    def public(self, *tensors: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, ...]:
-        """The tokens that are left, and the logits."""
-        y, _, logits = tokens.gated_tokens(*tensors, self.mask, backend=backend)
-        return y, logits
-
-    def draw(
-        self,
-        batch: int,
-        tokens: int,
-        width: int,
-        logits: int,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        *,
-        weight_dtype: torch.dtype | None = None,
-    ) -> list[torch.Tensor]:
-        """All of unit size."""
-        state = torch.float64 if dtype == torch.float64 else torch.float32
-        shapes = (batch, tokens, width), (logits, width), (logits,)
-        dtypes = dtype, weight_dtype or state, weight_dtype or state
-        return [
-            torch.randn(shape, device=device, dtype=state).to(kind)
-            for shape, kind in zip(shapes, dtypes, strict=True)
-        ]
 
 
 @pytest.fixture
@@ -319,6 +53,24 @@ def input_op() -> InputOp:
 @pytest.fixture
 def gated_op() -> GatedOp:
     return GatedOp()
+
+
+def multiplied_in(precision: str) -> Iterator[None]:
+    """torch multiplies fp32 matrices in this precision."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.fixture(params=["ieee", "tf32"])
+def fp32_precision(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from multiplied_in(request.param)
+
+
+@pytest.fixture
+def in_tf32() -> Iterator[None]:
+    yield from multiplied_in("tf32")
 
 
 @pytest.fixture

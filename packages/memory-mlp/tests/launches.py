@@ -49,26 +49,13 @@ def launch_update(
     state = [empty(*lead, *shape) for _ in range(2) for shape in shapes]
     gates = [empty(lead) for _ in range(3)]
     row_weights = empty(*lead, rows) if all_options else None
-    clip = 1.0 if all_options else None
-    outputs = update.update_forward(k, k, *state, *gates, row_weights, 2.0, activation, clip)
-    update_backward.update_backward(
-        state if all_options else [*state[:4], *(None,) * 4],
-        gates[0] if all_options else None,
-        k,
-        k,
-        state[:4],
-        state[4:],
-        gates,
-        row_weights,
-        outputs[9],
-        outputs[11:15],
-        outputs[15:],
-        2.0,
-        activation,
-        clip,
-        True,
-        True,
-    )
+    options = 2.0, activation, 1.0 if all_options else None
+    inputs = k, k, *state, *gates, row_weights
+    results = update.update_forward(inputs, *options)
+    # Gradients of W', and with all options of S' and of the loss.
+    upstream = [*state, gates[0]] if all_options else [*state[:4], *(None,) * 5]
+    saved = results[9], *results[11:]
+    update_backward.update_backward(upstream, inputs, saved, *options, True, True)
 
 
 def with_precision(precision: str, *args, launch=launch_update, **options) -> None:
@@ -81,8 +68,7 @@ def with_precision(precision: str, *args, launch=launch_update, **options) -> No
 
 
 def one_of_each_update() -> None:
-    """Every kernel of the pooled update at the sizes of a model, and where rows are split."""
-    launch_update(*FIRST, BF16)
+    """Every kernel of the pooled update: where rows are split, and at the size of a model."""
     launch_update(65536, 64, 128, BF16, all_options=True)
     with_precision("tf32", *FIRST, F32)
 
@@ -123,7 +109,7 @@ def launch_a_scan(
     options = hidden, chunk, activation, read_when
     gates = gate, gate, gate, written
     y, end, states = scan.scan_forward(rows, rows, rows, state, *gates, *options)
-    scan_backward.scan_backward(y, end, rows, rows, rows, states, *gates, *options)
+    scan_backward.scan_backward(y, end, rows, rows, rows, state, states, *gates, *options)
 
 
 def every_scan() -> None:
@@ -149,25 +135,26 @@ def launch_a_read(
     activation: str = "silu",
     halves: int = 2,
     heads: int = 5,
+    wanted: tuple = ((True, True), (True, False), (False, True)),
 ) -> None:
     """Forward and backward of 4 rows, with both gradients, and with each alone."""
     q = torch.empty(4, heads, tokens, width, dtype=dtype).transpose(1, 2)
     state = torch.empty(4, heads, halves, packed_size(hidden, width))
     options = hidden, activation
     y = read.read_forward(q, state, *options)
-    for wanted in ((True, True), (True, False), (False, True)):
-        read.read_backward(y, q, state, *options, *wanted)
+    for each in wanted:
+        read.read_backward(y, q, state, *options, *each)
 
 
 def one_of_each_read() -> None:
-    """Every kernel of the read at the sizes of a model, and with tokens split among programs."""
-    launch_a_read(64, 128, BF16)
-    launch_a_read(64, 128, BF16, tokens=4096, heads=1)
+    """Every kernel of the read with tokens split among programs, and one where they are not."""
+    launch_a_read(64, 128, BF16, wanted=((False, True),))
+    launch_a_read(64, 128, BF16, tokens=4096, heads=1, wanted=((True, True),))
 
 
 def every_read() -> None:
     """Every line of the tables, precision and activation, and sizes of one."""
-    for dtype in (F16, F32):
+    for dtype in (BF16, F16, F32):
         launch_a_read(64, 128, dtype)
         launch_a_read(64, 512, dtype, tokens=4096, heads=1)
         launch_a_read(40, 200, dtype, halves=1)

@@ -5,76 +5,25 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from fusewright_testkit.compiled import QUICK, SHARED_KIB, compiled_in_a_process
+from fusewright_testkit.compiled import SHARED_KIB, compiled_in_a_process
+from fusewright_testkit.conformance.compiled import *  # noqa: F403
 
-HERE = pathlib.Path(__file__).parent
-
-
-@pytest.mark.parametrize("capability", QUICK)
-def test_one_launch_of_every_update_kernel_compiles_without_a_spill(capability):
-    printed = compiled_in_a_process(HERE, "one_of_each_update", capability)
-    for kernel in (
-        "round_weights_kernel",
-        "transpose_kernel",
-        "hidden_kernel",
-        "residual_kernel",
-        "slope_kernel",
-        "gradients_kernel",
-        "add_splits_kernel",
-        "step_kernel",
-        "inner_products_kernel",
-        "cotangents_kernel",
-        "p_bar_kernel",
-        "e_bar_kernel",
-        "z_bar_kernel",
-        "dk_kernel",
-    ):
-        assert kernel in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_KIB)
-def test_every_line_of_the_update_tables_compiles_without_a_spill(capability):
-    compiled_in_a_process(HERE, "every_update", capability)
+LAUNCHES = {
+    "one_of_each_update": (
+        "round_weights transpose hidden residual slope gradients add_splits step inner_products "
+        "cotangents p_bar e_bar z_bar dk"
+    ),
+    "one_of_each_read": "read read_backward read_sum",
+    "one_of_each_input": (
+        "memory_input memory_input_backward add_parts finite_tokens kept_tokens gated_tokens "
+        "gated_tokens_backward count_tokens"
+    ),
+}
+EVERY = "every_update", "every_read", "every_input"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_every_kernel_of_the_scan_compiles_and_fits_in_shared_memory(capability):
     """They spill still, docs/decisions/0005 says how much."""
-    compiled_in_a_process(HERE, "every_scan", capability, may_spill=True)
-
-
-@pytest.mark.parametrize("capability", QUICK)
-def test_one_launch_of_every_read_kernel_compiles_without_a_spill(capability):
-    printed = compiled_in_a_process(HERE, "one_of_each_read", capability)
-    for kernel in ("read_kernel", "read_backward_kernel", "read_sum_kernel"):
-        assert kernel in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_KIB)
-def test_every_read_kernel_compiles_without_a_spill(capability):
-    compiled_in_a_process(HERE, "every_read", capability)
-
-
-@pytest.mark.parametrize("capability", QUICK)
-def test_one_launch_of_every_input_kernel_compiles_without_a_spill(capability):
-    printed = compiled_in_a_process(HERE, "one_of_each_input", capability)
-    for kernel in (
-        "memory_input_kernel",
-        "memory_input_backward_kernel",
-        "add_parts_kernel",
-        "finite_tokens_kernel",
-        "kept_tokens_kernel",
-        "gated_tokens_kernel",
-        "gated_tokens_backward_kernel",
-        "count_tokens_kernel",
-    ):
-        assert kernel in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_KIB)
-def test_every_input_kernel_compiles_without_a_spill(capability):
-    compiled_in_a_process(HERE, "every_input", capability)
+    compiled_in_a_process(pathlib.Path(__file__).parent, "every_scan", capability, may_spill=True)

@@ -10,6 +10,7 @@ from fusewright.memory_mlp import NeuralMemory
 from fusewright.memory_mlp.inputs import reference
 from fusewright.memory_mlp.inputs import tokens as token_ops
 from fusewright_testkit import Yardstick
+from fusewright_testkit.conformance import same_bits
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 NAN, INFINITY = math.nan, math.inf
@@ -25,10 +26,6 @@ CASES = {
     "T5-D5-bfloat16-queries": ((2, 5, 5, BF16), dict(queries=True)),
     "T3-D6-float16-queries-no-taps": ((1, 3, 6, F16), dict(queries=True, taps=0)),
 }
-
-
-def same_bits(found, truth):
-    return all(torch.equal(f, t) for f, t in zip(found, truth, strict=True))
 
 
 @pytest.mark.sampled
@@ -47,19 +44,11 @@ def test_tables_as_they_are_give_the_bits_of_small_tiles(input_op, device, reque
     assert same_bits(input_op.kernels(*tensors), expected)
 
 
+@pytest.mark.usefixtures("many_input_programs")
 def test_wider_history_is_as_near_to_fp64_as_torch(input_op, device):
     """As autocast has it: the state in fp32, the projection in bf16."""
     for dtype, wider in ((BF16, F32), (F32, F16)):
         input_op.check(input_op.draw(2, 2, 5, dtype, device, history_dtype=wider))
-
-
-def test_projection_of_any_strides_is_read(input_op, device):
-    joint, *others = input_op.draw(2, 7, 5, F32, device)
-    expected = input_op.kernels(joint, *others)
-    wider = torch.cat((joint, joint), 1)
-    assert same_bits(input_op.kernels(wider[:, :7], *others), expected)
-    turned = joint.mT.contiguous().mT
-    assert same_bits(input_op.kernels(turned, *others), expected)
 
 
 @pytest.mark.sampled
@@ -157,19 +146,6 @@ def test_unused_keys_and_gates_leave_no_gradient_and_no_nan(input_op, device):
     assert not dtaps[6:].any()
 
 
-def test_same_inputs_same_bits(input_op, device):
-    leaves = [x.requires_grad_() for x in input_op.draw(1, 9, 5, F32, device)]
-
-    def everything():
-        outputs = input_op.kernels(*leaves)
-        return *outputs, *torch.autograd.grad([y.square().sum() for y in outputs], leaves)
-
-    first = everything()
-    assert same_bits(everything(), first)
-    with torch.no_grad():
-        assert same_bits(input_op.kernels(*leaves), first[: len(first) - len(leaves)])
-
-
 @pytest.mark.parametrize(
     "options", [dict(taps=9), dict(queries=True, taps=9), dict(heads=1)], ids=["reach", "q", "wide"]
 )
@@ -177,14 +153,6 @@ def test_what_the_kernels_do_not_serve_is_the_references(input_op, options, devi
     op = input_op.having(**options)
     tensors = op.draw(1, 3, 129 if "heads" in options else 2, F32, device)
     assert same_bits(op.kernels(*tensors), op.reference(*tensors))
-
-
-def test_fp64_is_refused_by_the_kernels(input_op, device):
-    tensors = input_op.draw(1, 3, 2, F64, device)
-    with pytest.raises(RuntimeError, match=r"not torch\.float64"):
-        input_op.kernels(*tensors)
-    with pytest.raises(RuntimeError, match=r"not torch\.float64"):
-        token_ops.finite_tokens(tensors[0], None, backend="triton")
 
 
 def strange_tokens(dtype, device, width=7):
@@ -287,16 +255,6 @@ def test_part_of_the_gated_tokens_gives_part_of_the_gradients(gated_op, used, ba
     pairs = [(x, y) for x, y in zip(found, truth, strict=True) if x is not None]
     for x, y in pairs:
         torch.testing.assert_close(x, y)
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5)], ids=str)
-def test_no_tokens_have_no_logits_and_no_gradient(gated_op, shape, backend, device):
-    leaves = [x.requires_grad_() for x in gated_op.draw(*shape, 3, F32, device)]
-    y, logits = gated_op.public(*leaves, backend=backend)
-    assert y.shape == shape
-    assert logits.shape == (*shape[:2], 3)
-    for grad in torch.autograd.grad(logits.sum() + y.sum(), leaves):
-        assert not grad.any()
 
 
 def test_gated_tokens_that_the_kernels_do_not_serve_are_the_references(gated_op, device):

@@ -10,6 +10,7 @@ from fusewright.memory_mlp import MemoryWeights, memory_scan
 from fusewright.memory_mlp.common.weights import pack, unpack
 from fusewright.memory_mlp.scan import reference
 from fusewright_testkit import Yardstick
+from fusewright_testkit.conformance import same_bits
 
 from .compared import assert_same_but_for_rounding
 
@@ -40,10 +41,6 @@ CASES = {
         dict(chunk=16, activation="relu", read="before"),
     ),
 }
-
-
-def same_bits(found, truth):
-    return all(torch.equal(f, t) for f, t in zip(found, truth, strict=True))
 
 
 def everything(op, leaves, **options):

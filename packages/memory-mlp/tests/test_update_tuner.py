@@ -70,7 +70,7 @@ def test_every_kind_of_launch_is_timed(tuner, launched_before, table, capsys):
     if entry.pairs:
         line = tuner.UpdateTile(tuner.PRECISIONS[dtype], 16, 16, 16, 1, 1, aligned=False)
     tuning = tuner.tuning(entry, dtype, size)
-    few = functools.partial(tuner.bench.update_inputs, *size, tuner.DTYPES[dtype], lead=(16,))
+    few = functools.partial(tuner.bench.update_inputs, *size, tuner.DTYPES[dtype], lead=(4,))
     tuning = dataclasses.replace(
         tuning,
         case=dataclasses.replace(tuning.case, sample=few),
@@ -105,15 +105,17 @@ def plans(tuner, dtype, size):
 
     rows, width, hidden = size
     k = torch.empty(rows, width, dtype=tuner.DTYPES[dtype], device="meta")
-    needed = tuner.launch_backward.BackwardOptions(True, True, False, False, True, True)
+    needed = tuner.launch_backward.BackwardOptions(True, True, False, True, True)
+    state = (torch.empty(0, device="meta"),) * 11
+    inputs = layouts(k, k, *state, None)
     options = "silu", True, tuner.PRECISIONS[dtype], k.device
     # Past the cache: plans are kept for one GPU.
     forward, backward = (
         plan.__wrapped__ for plan in (tuner.launch.update_plan, tuner.launch_backward.backward_plan)
     )
     return (
-        forward(k.shape, hidden, layouts(k, k), False, *options),
-        backward(k.shape, hidden, layouts(k, k), needed, *options),
+        forward(k.shape, hidden, inputs, *options),
+        backward(k.shape, hidden, inputs, needed, *options),
     )
 
 

@@ -10,18 +10,15 @@ from fusewright.memory_mlp import MemoryWeights, memory_update
 from fusewright.memory_mlp.common.reference import over
 from fusewright.memory_mlp.update.memory_update import reference_gradients
 from fusewright_testkit import Yardstick
+from fusewright_testkit.conformance import same_bits
 
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 INF, NAN = math.inf, math.nan
 
 
 def parts(update):
     """W', S' and the numbers of a MemoryUpdate, flat."""
     return [*update.weights, *update.momentum, *update[2:]]
-
-
-def same_bits(found, truth):
-    return all(torch.equal(f, t) for f, t in zip(found, truth, strict=True))
 
 
 CASES = {
@@ -54,14 +51,6 @@ def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(update_op, name, dev
     op.check(op.draw(*sizes, dtype, device))
 
 
-@pytest.fixture
-def in_tf32():
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    yield
-    torch.backends.cuda.matmul.fp32_precision = before
-
-
 def test_many_tiles_and_splits_add_up(update_op, many_update_programs, device):
     op = update_op.having(row_weights=True, max_grad_norm=1.0)
     op.check(op.draw((), 37, 20, 24, BF16, device))
@@ -81,18 +70,6 @@ def test_tf32_reads_rows_of_any_strides(update_op, in_tf32, device):
     expected = parts(update_op.whole(k, v, *others, backend="triton"))
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
     assert same_bits(parts(update_op.whole(k, v, *others, backend="triton")), expected)
-
-
-def test_rows_and_state_of_any_strides_give_the_bits_of_contiguous_ones(update_op, device):
-    """Heads moved to the front are read where they lie, columns apart and axes in three are not."""
-    k, v, *others = update_op.draw((2, 3), 5, 4, 6, F32, device)
-    expected = parts(update_op.whole(k, v, *others, backend="triton"))
-    heads_inside = k.transpose(1, 2).contiguous().transpose(1, 2)
-    columns_apart = v.mT.contiguous().mT
-    turned = [x.mT.contiguous().mT for x in others[:8:2]]
-    state = [x for pair in zip(turned, others[1:8:2], strict=True) for x in pair]
-    found = update_op.whole(heads_inside, columns_apart, *state, *others[8:], backend="triton")
-    assert same_bits(parts(found), expected)
 
 
 def test_rows_of_all_leading_axes_are_pooled_where_the_memory_has_none(update_op, device):

@@ -4,12 +4,13 @@ that ``tl.dot`` multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 
 from .._core.backends import interpreted
-from .._core.launches import Layout
+from .._core.launches import Layout, contiguous_strides
 from .._core.precision import allows_tf32
 
 MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
@@ -30,6 +31,11 @@ def contiguous(x: MaybeTensor) -> MaybeTensor:
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
+def all_contiguous(*operands: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Each of them, or a contiguous copy; one call for them all."""
+    return tuple([x if x is None or x.is_contiguous() else x.contiguous() for x in operands])
+
+
 def product_precision(dtype: torch.dtype) -> str:
     """``tl.dot``'s precision for tiles of heads of this dtype."""
     # Three products of TF32 parts are as good as one of fp32, and fit the same units.
@@ -37,15 +43,25 @@ def product_precision(dtype: torch.dtype) -> str:
 
 
 def head_strides(
-    shape: tuple[int, ...], operands: tuple[Layout, ...]
+    shape: tuple[int, ...],
+    operands: Sequence[Layout],
+    *others: tuple[tuple[int, ...], Layout | None],
 ) -> tuple[tuple[bool, ...], list[tuple[int, ...]]]:
-    """Which operands [B, T, heads, D] of these layouts the kernels read from a contiguous copy,
-    empty where there is none, and the strides of batch, tokens and heads with which they are read.
+    """Which operands the kernels read from a contiguous copy, empty where there is none: of those
+    [B, T, heads, D] of this shape, then of the others, whose shapes are given. And the strides of
+    batch, tokens and heads with which the former are read.
     """
     _, tokens, heads, width = shape
-    copies = tuple(strides[-1] != 1 and width > 1 for _, strides in operands)
+    copies = [strides[-1] != 1 and width > 1 for _, strides in operands]
     copy = (tokens * heads * width, heads * width, width)
-    return copies if any(copies) else (), [
+    read = [
         copy if is_copied else strides[:-1]
         for is_copied, (_, strides) in zip(copies, operands, strict=True)
     ]
+    copies += [needs_copy(*other) for other in others]
+    return tuple(copies) if any(copies) else (), read
+
+
+def needs_copy(shape: tuple[int, ...], layout: Layout | None) -> bool:
+    """Whether the kernels, which read it where it is contiguous, read a copy of an operand."""
+    return layout is not None and layout[1] != contiguous_strides(shape)

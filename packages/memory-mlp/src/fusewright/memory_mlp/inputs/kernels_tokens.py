@@ -10,7 +10,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.tiles import zeros
+
 INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def tokens_of_program(program, rows, CONFIG: tl.constexpr):
+    """The ROWS tokens of a program, in all rows of a batch: their places, the columns, which tokens
+    there are, and which of their numbers.
+    """
+    row = program.to(tl.int64) * CONFIG.ROWS + tl.arange(0, CONFIG.ROWS)
+    col = tl.arange(0, CONFIG.BLOCK_WIDTH)
+    there = row < rows
+    return row, col, there, there[:, None] & (col < CONFIG.WIDTH)[None, :]
+
+
+@triton.jit
+def finite_and_unmasked(x, mask_ptr, row, there):
+    """Which tokens are finite, as are their sums, and not masked."""
+    present = tl.abs(tl.sum(x.to(tl.float32), 1)) < INFINITY
+    if mask_ptr is not None:
+        present = present & (tl.load(mask_ptr + row, mask=there, other=0) != 0)
+    return present
 
 
 @triton.jit(do_not_specialize=("tokens", "rows"))
@@ -26,19 +48,12 @@ def finite_tokens_kernel(
     CONFIG: tl.constexpr,
 ):
     """One program takes ROWS tokens of all rows: x where it is finite and not masked, else 0."""
-    WIDTH: tl.constexpr = CONFIG.WIDTH
-    ROWS: tl.constexpr = CONFIG.ROWS
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, CONFIG.BLOCK_WIDTH)
-    there = row < rows
-    inside = there[:, None] & (col < WIDTH)[None, :]
+    row, col, there, inside = tokens_of_program(tl.program_id(0), rows, CONFIG)
     at = row // tokens * batch_stride + row % tokens * row_stride
     x = tl.load(x_ptr + at[:, None] + col[None, :], mask=inside, other=0.0)
-    present = tl.abs(tl.sum(x.to(tl.float32), 1)) < INFINITY
-    if mask_ptr is not None:
-        present = present & (tl.load(mask_ptr + row, mask=there, other=0) != 0)
+    present = finite_and_unmasked(x, mask_ptr, row, there)
     y = tl.where(present[:, None], x, 0.0).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row[:, None] * WIDTH + col[None, :], y, mask=inside)
+    tl.store(y_ptr + row[:, None] * CONFIG.WIDTH + col[None, :], y, mask=inside)
     tl.store(present_ptr + row, present, mask=there)
 
 
@@ -59,13 +74,11 @@ def kept_tokens_kernel(
     ``other`` where they are not; 0 where it is masked.
     """
     FLAGS: tl.constexpr = CONFIG.FLAGS
-    WIDTH: tl.constexpr = CONFIG.WIDTH
-    ROWS: tl.constexpr = CONFIG.ROWS
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * CONFIG.ROWS + tl.arange(0, CONFIG.ROWS)
     col = tl.arange(0, CONFIG.BLOCK_WIDTH)
     flag = tl.arange(0, CONFIG.BLOCK_FLAGS)
     there = row < rows
-    inside = there[:, None] & (col < WIDTH)[None, :]
+    inside = there[:, None] & (col < CONFIG.WIDTH)[None, :]
     flags = tl.load(
         kept_ptr + row[:, None] * FLAGS + flag[None, :],
         mask=there[:, None] & (flag < FLAGS)[None, :],
@@ -80,7 +93,7 @@ def kept_tokens_kernel(
         unmasked = tl.load(mask_ptr + row, mask=there, other=0) != 0
         y = tl.where(unmasked[:, None], y, 0.0)
     y = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row[:, None] * WIDTH + col[None, :], y, mask=inside)
+    tl.store(y_ptr + row[:, None] * CONFIG.WIDTH + col[None, :], y, mask=inside)
 
 
 @triton.jit(do_not_specialize=("tokens", "heads"))
@@ -124,12 +137,7 @@ def count_tokens_kernel(
 
 
 @triton.jit
-def weight_rows(
-    weight_ptr,
-    first,
-    col,
-    CONFIG: tl.constexpr,
-):
+def weight_rows(weight_ptr, first, col, CONFIG: tl.constexpr):
     """AT_ONCE rows of the gates' weights from ``first`` on, in fp32, zeros beyond the last."""
     AT_ONCE: tl.constexpr = CONFIG.AT_ONCE
     WIDTH: tl.constexpr = CONFIG.WIDTH
@@ -164,21 +172,15 @@ def gated_tokens_kernel(
     """
     LOGITS: tl.constexpr = CONFIG.LOGITS
     AT_ONCE: tl.constexpr = CONFIG.AT_ONCE
-    WIDTH: tl.constexpr = CONFIG.WIDTH
-    ROWS: tl.constexpr = CONFIG.ROWS
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, CONFIG.BLOCK_WIDTH)
-    there = row < rows
-    inside = there[:, None] & (col < WIDTH)[None, :]
+    row, col, there, inside = tokens_of_program(tl.program_id(0), rows, CONFIG)
     at = row // tokens * batch_stride + row % tokens * row_stride
     x = tl.load(x_ptr + at[:, None] + col[None, :], mask=inside, other=0.0)
     weights = weight_rows(weight_ptr, 0, col, CONFIG)
     y = x.to(tl.float32)
-    present = tl.abs(tl.sum(y, 1)) < INFINITY
-    if mask_ptr is not None:
-        present = present & (tl.load(mask_ptr + row, mask=there, other=0) != 0)
+    present = finite_and_unmasked(y, mask_ptr, row, there)
     y = tl.where(present[:, None], y, 0.0)
-    tl.store(y_ptr + row[:, None] * WIDTH + col[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    y_at = y_ptr + row[:, None] * CONFIG.WIDTH + col[None, :]
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
     tl.store(present_ptr + row, present, mask=there)
     for first in range(0, LOGITS, AT_ONCE):
         for step in tl.static_range(AT_ONCE):
@@ -191,28 +193,15 @@ def gated_tokens_kernel(
 
 @triton.jit
 def tokens_gradient(
-    present_ptr,
-    weight_ptr,
-    dy_ptr,
-    dlogits_ptr,
-    dx_ptr,
-    tile,
-    rows,
-    CONFIG: tl.constexpr,
+    present_ptr, weight_ptr, dy_ptr, dlogits_ptr, dx_ptr, tile, rows, CONFIG: tl.constexpr
 ):
     """Write the gradient of ROWS tokens, from those of the kept tokens and of the logits."""
     LOGITS: tl.constexpr = CONFIG.LOGITS
     AT_ONCE: tl.constexpr = CONFIG.AT_ONCE
-    WIDTH: tl.constexpr = CONFIG.WIDTH
-    BLOCK_WIDTH: tl.constexpr = CONFIG.BLOCK_WIDTH
-    ROWS: tl.constexpr = CONFIG.ROWS
-    row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK_WIDTH)
-    there = row < rows
-    inside = there[:, None] & (col < WIDTH)[None, :]
-    to = row[:, None] * WIDTH + col[None, :]
+    row, col, there, inside = tokens_of_program(tile, rows, CONFIG)
+    to = row[:, None] * CONFIG.WIDTH + col[None, :]
     present = tl.load(present_ptr + row, mask=there, other=0) != 0
-    dx = tl.zeros([ROWS, BLOCK_WIDTH], tl.float32)
+    dx = zeros(CONFIG.ROWS, CONFIG.BLOCK_WIDTH)
     if dy_ptr is not None:
         dx += tl.load(dy_ptr + to, mask=inside, other=0.0).to(tl.float32)
     for first in range(0, LOGITS, AT_ONCE):
@@ -228,15 +217,7 @@ def tokens_gradient(
 
 
 @triton.jit
-def weights_part(
-    y_ptr,
-    dlogits_ptr,
-    parts_ptr,
-    part,
-    tile,
-    rows,
-    CONFIG: tl.constexpr,
-):
+def weights_part(y_ptr, dlogits_ptr, parts_ptr, part, tile, rows, CONFIG: tl.constexpr):
     """Write the partial sums, over TOKENS tokens, of the gradients of COLS columns of the weights
     and, with the first columns, of the biases.
     """

@@ -8,19 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .._core.backends import device_properties
-from .._core.launches import (
-    Allocator,
-    Launch,
-    Layout,
-    allocate,
-    allocator,
-    cdiv,
-    is_current,
-    layouts,
-)
+from .._core.launches import Allocator, Launch, Layout, Plan, allocator, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
-from ..common.operands import contiguous
 from .reference import NORM_EPS
 
 if TYPE_CHECKING:
@@ -174,30 +164,6 @@ class Problem(NamedTuple):
         )
 
 
-class Plan(NamedTuple):
-    """One forward pass; no launch where there are no rows."""
-
-    launch: Launch | None
-    rows: Allocator
-    gate: Allocator
-    written: Allocator
-    last: Allocator
-
-
-class BackwardPlan(NamedTuple):
-    """One backward pass, and the launch that adds the partial sums of the taps' gradient, where
-    there are taps.
-    """
-
-    launch: Launch | None
-    add_parts: Launch | None
-    djoint: Allocator
-    dhistory: Allocator
-    dtaps: Allocator | None
-    dlogits: Allocator | None
-    parts: Allocator | None
-
-
 def memory_input_forward(
     joint: Tensor,
     history: Tensor,
@@ -212,23 +178,10 @@ def memory_input_forward(
     """``(q, k, v, alpha, eta, theta, written, history of the next call)``; without logits q and the
     last.
     """
-    if not is_current(joint.device):
-        with torch.cuda.device(joint.device):
-            return memory_input_forward(
-                joint, history, taps, logits, present, heads, key_norm, largest, theta
-            )
-    joint = with_contiguous_rows(joint)
-    operands = joint, *(contiguous(x) for x in (history, taps, logits, present))
+    operands = contiguous_after(joint, history, taps, logits, present)
     problem = problem_of(joint, taps, logits, heads, key_norm)
     plan = forward_plan(problem, layouts(*operands))
-    q, last = plan.rows(), plan.last()
-    others: tuple[Tensor | None, ...] = (None,) * 6
-    if logits is not None:
-        gates = (plan.gate() for _ in range(3))
-        others = plan.rows(), plan.rows(), *gates, plan.written()
-    if plan.launch is not None:
-        plan.launch((*operands, q, *others, last), (largest if theta is None else theta,))
-    return q, *others, last
+    return plan.run(operands, (largest if theta is None else theta,))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -245,13 +198,12 @@ def forward_plan(problem: Problem, operands: tuple[Layout | None, ...]) -> Plan:
         groups = 2 if problem.gates else 1
         config = problem.config(FORWARD, groups)
         launch = problem.launch(kernels.memory_input_kernel, config, joint, groups)
-    return Plan(
-        launch,
-        allocator((*by_head, problem.width), problem.dtype, device),
-        allocator(by_head, torch.float32, device),
-        allocator(by_head, torch.bool, device),
-        allocator((problem.batch, problem.reach, problem.channels), history[0], device),
-    )
+    rows = allocator((*by_head, problem.width), problem.dtype, device)
+    gate = allocator(by_head, torch.float32, device)
+    written = allocator(by_head, torch.bool, device)
+    writes = rows, rows, gate, gate, gate, written
+    last = allocator((problem.batch, problem.reach, problem.channels), history[0], device)
+    return Plan(launch, (), (rows, *(writes if problem.gates else (None,) * 6), last))
 
 
 def memory_input_backward(
@@ -259,49 +211,30 @@ def memory_input_backward(
     history: Tensor,
     taps: Tensor | None,
     logits: Tensor | None,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dalpha: Tensor | None,
-    deta: Tensor | None,
-    dtheta: Tensor | None,
-    dlast: Tensor | None,
-    heads: int,
-    key_norm: str | None,
-    largest: float,
-    theta: float | None,
+    *grads_and_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of (joint, history, taps, logits), of the last only where those of the gates are
-    there: all or none of them.
+    there: all or none of them. ``grads_and_options`` as in the reference.
     """
-    if not is_current(joint.device):
-        with torch.cuda.device(joint.device):
-            return memory_input_backward(
-                joint, history, taps, logits, dq, dk, dv, dalpha, deta, dtheta, dlast, heads,
-                key_norm, largest, theta,
-            )  # fmt: skip
-    joint = with_contiguous_rows(joint)
-    others = history, taps, logits, dq, dk, dv, dalpha, deta, dtheta, dlast
-    operands = joint, *(contiguous(x) for x in others)
+    *grads, heads, key_norm, largest, theta = grads_and_options
+    operands = contiguous_after(joint, history, taps, logits, *grads)
     problem = problem_of(joint, taps, logits, heads, key_norm)
-    plan = backward_plan(problem, layouts(*operands))
-    djoint, dhistory = plan.djoint(), plan.dhistory()
-    dtaps, dlogits, parts = map(allocate, (plan.dtaps, plan.dlogits, plan.parts))
-    if plan.launch is None:
-        if dtaps is not None:
-            dtaps.zero_()
-        return djoint, dhistory, dtaps, dlogits
+    plan, add = backward_plan(problem, layouts(*operands))
     rate = largest if theta is None else theta
-    plan.launch((*operands, djoint, dhistory, parts, dlogits), (rate,))
-    if plan.add_parts is not None:
-        plan.add_parts((parts, dtaps, None))
+    djoint, dhistory, dtaps, dlogits = plan.run(operands, (rate,))
+    if add is not None:
+        # These were partial sums.
+        dtaps, _ = add.run((dtaps,))
     return djoint, dhistory, dtaps, dlogits
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_plan(problem: Problem, operands: tuple[Layout | None, ...]) -> BackwardPlan:
+def backward_plan(
+    problem: Problem, operands: tuple[Layout | None, ...]
+) -> tuple[Plan, Plan | None]:
     """The plan for operands of these layouts: joint, history, taps, logits, the gradients of q, k,
-    v, alpha, eta, theta and the next history.
+    v, alpha, eta, theta and the next history; and the one that adds the partial sums of the taps'
+    gradient, where there are taps.
     """
     joint, history, taps, _, _, _, _, dalpha, *_ = operands
     assert joint is not None
@@ -311,29 +244,36 @@ def backward_plan(problem: Problem, operands: tuple[Layout | None, ...]) -> Back
     groups = problem.groups + (dalpha is not None)
     config = problem.config(BACKWARD, groups)
     parts = batch * problem.tiles(config)
-    wide = functools.partial(allocator, dtype=torch.float32, device=device)
-    launch = add_parts = None
+    launch = None
     if batch:
         kernel = kernels_backward.memory_input_backward_kernel
         launch = problem.launch(kernel, config, joint, groups)
-    if batch and taps is not None:
-        add_parts = parts_launch(parts, (reach + 1) * channels, 0, device)
-    return BackwardPlan(
-        launch,
-        add_parts,
+    outputs = (
         allocator((batch, tokens, channels), problem.dtype, device),
         allocator((batch, reach, channels), history[0], device),
-        None if taps is None else allocator((channels, reach + 1), taps[0], device),
-        None if dalpha is None else wide((batch, tokens, problem.gates * problem.heads)),
-        None if taps is None else wide((parts, channels, reach + 1)),
+        None if taps is None else allocator((parts, channels, reach + 1), torch.float32, device),
+        None
+        if dalpha is None
+        else allocator((batch, tokens, problem.gates * problem.heads), torch.float32, device),
     )
+    add = None
+    if taps is not None:
+        dtaps = allocator((channels, reach + 1), taps[0], device)
+        add = parts_plan(parts, (reach + 1) * channels, 0, (dtaps, None), device)
+    return Plan(launch, (), outputs), add
 
 
-def parts_launch(parts: int, size1: int, size2: int, device: torch.device) -> Launch:
-    """The launch that adds ``parts`` partial sums of ``size1`` numbers of one tensor and ``size2``
+def parts_plan(
+    parts: int,
+    size1: int,
+    size2: int,
+    outputs: tuple[Allocator | None, ...],
+    device: torch.device,
+) -> Plan:
+    """The launch that adds ``parts`` partial sums of ``size1`` numbers of one output and ``size2``
     of another.
     """
-    return Launch(
+    launch = Launch(
         kernels_backward.add_parts_kernel,
         (cdiv(size1 + size2, ADD_PARTS.numbers),),
         device,
@@ -341,6 +281,7 @@ def parts_launch(parts: int, size1: int, size2: int, device: torch.device) -> La
         dict(num_warps=ADD_PARTS.num_warps),
         CONFIG=PartsConfig(size1, size2, ADD_PARTS.parts, ADD_PARTS.numbers),
     )
+    return Plan(launch, (), outputs)
 
 
 def problem_of(
@@ -354,6 +295,9 @@ def problem_of(
     return Problem(*sizes, joint.dtype, joint.device)
 
 
-def with_contiguous_rows(x: Tensor) -> Tensor:
-    """x itself, or a copy where its last axis is not contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def contiguous_after(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The operands as the kernels read them, copied where they lie otherwise: x with a contiguous
+    last axis, the others contiguous.
+    """
+    rows = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return rows, *[y if y is None or y.is_contiguous() else y.contiguous() for y in others]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, Launch, Layout, allocator, cdiv, is_current, layouts
+from .._core.launches import Launch, Layout, Plan, allocator, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
-from ..common.operands import contiguous
-from .launch import parts_launch, with_contiguous_rows
+from ..common.operands import all_contiguous
+from .launch import contiguous_after, parts_plan
 
 if TYPE_CHECKING:
     from . import kernels_tokens
@@ -102,38 +102,17 @@ class CountConfig(NamedTuple):
     BLOCK: int
 
 
-class Plan(NamedTuple):
-    """One launch, none where there are no tokens, and its outputs."""
-
-    launch: Launch | None
-    y: Allocator
-    present: Allocator
-
-
 def finite_tokens(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """``(x with zeros for tokens that are masked or not finite, which are neither)``."""
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return finite_tokens(x, mask)
-    x, mask = with_contiguous_rows(x), contiguous(mask)
-    plan = token_plan(x.shape, layouts(x, mask), None, x.device)
-    y, present = plan.y(), plan.present()
-    if plan.launch is not None:
-        plan.launch((x, mask, y, present))
-    return y, present
+    operands = contiguous_after(x, mask)
+    return token_plan(x.shape, layouts(*operands), None, x.device).run(operands)
 
 
 def kept_tokens(x: Tensor, kept: Tensor, mask: Tensor | None, other: float) -> Tensor:
     """x where all of kept is True, ``other`` elsewhere, zeros where it is masked."""
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return kept_tokens(x, kept, mask, other)
-    x, kept, mask = with_contiguous_rows(x), kept.contiguous(), contiguous(mask)
-    plan = token_plan(x.shape, layouts(x, mask), kept.shape[-1], x.device)
-    y = plan.y()
-    if plan.launch is not None:
-        plan.launch((x, kept, mask, y), (other,))
-    return y
+    operands = contiguous_after(x, kept, mask)
+    plan = token_plan(x.shape, layouts(*operands), kept.shape[-1], x.device)
+    return plan.run(operands, (other,))[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,120 +122,94 @@ def token_plan(
     flags: int | None,
     device: torch.device,
 ) -> Plan:
-    """The plan for operands of these layouts, x ``[B, T, dim]`` and mask, and ``flags`` flags of
+    """The plan for operands of these layouts, the first x ``[B, T, dim]``, and ``flags`` flags of
     each token; without flags that of finite_tokens.
     """
-    x, _ = operands
+    x = operands[0]
     assert x is not None
     batch, tokens, width = shape
-    launch = None
-    if batch * tokens:
-        block = power_of_2(width)
-        rows = TOKENS.rows(block, x[0])
-        kernel, config = kernels_tokens.finite_tokens_kernel, TokensConfig(width, block, rows)
-        if flags is not None:
-            kernel = kernels_tokens.kept_tokens_kernel
-            config = TokensConfig(width, block, rows, flags, power_of_2(flags))
-        launch = Launch(
-            kernel,
-            (cdiv(batch * tokens, rows),),
-            device,
-            (tokens, batch * tokens, *x[1][:2]),
-            dict(num_warps=TOKENS.num_warps),
-            CONFIG=config,
-        )
-    return Plan(
-        launch, allocator(shape, x[0], device), allocator((batch, tokens), torch.bool, device)
+    rows = TOKENS.rows(power_of_2(width), x[0])
+    place = shape, x, rows, TOKENS.num_warps, device
+    y = allocator(shape, x[0], device)
+    if flags is not None:
+        block = power_of_2(flags)
+        kernel = kernels_tokens.kept_tokens_kernel
+        return Plan(launch_of_rows(kernel, *place, FLAGS=flags, BLOCK_FLAGS=block), (), (y,))
+    present = allocator((batch, tokens), torch.bool, device)
+    return Plan(launch_of_rows(kernels_tokens.finite_tokens_kernel, *place), (), (y, present))
+
+
+def launch_of_rows(
+    kernel: Any,
+    shape: tuple[int, ...],
+    x: Layout,
+    rows: int,
+    num_warps: int,
+    device: torch.device,
+    **constants: int,
+) -> Launch | None:
+    """A kernel whose programs take ``rows`` tokens of x each; None where there are no tokens."""
+    batch, tokens, width = shape
+    if not batch * tokens:
+        return None
+    return Launch(
+        kernel,
+        (cdiv(batch * tokens, rows),),
+        device,
+        (tokens, batch * tokens, *x[1][:2]),
+        dict(num_warps=num_warps),
+        CONFIG=TokensConfig(width, power_of_2(width), rows, **constants),
     )
-
-
-class GatedPlan(NamedTuple):
-    """One launch, none where there are no tokens, and its outputs."""
-
-    launch: Launch | None
-    y: Allocator
-    present: Allocator
-    logits: Allocator
-
-
-class GatedBackwardPlan(NamedTuple):
-    """One launch, and the one that adds the partial sums of the weights' and biases' gradients."""
-
-    launch: Launch | None
-    add_parts: Launch
-    dx: Allocator
-    dweight: Allocator
-    dbias: Allocator
-    parts: Allocator
 
 
 def gated_tokens(
     x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(x with zeros for tokens that are masked or not finite, which are neither, logits)``."""
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return gated_tokens(x, weight, bias, mask)
-    operands = with_contiguous_rows(x), *(contiguous(t) for t in (weight, bias, mask))
-    plan = gated_plan(x.shape, len(weight), layouts(*operands), x.device)
-    outputs = plan.y(), plan.present(), plan.logits()
-    if plan.launch is not None:
-        plan.launch((*operands, *outputs))
-    return outputs
+    operands = contiguous_after(x, weight, bias, mask)
+    return gated_plan(x.shape, len(weight), layouts(*operands), x.device).run(operands)
 
 
 @functools.lru_cache(maxsize=4096)
 def gated_plan(
     shape: tuple[int, ...], logits: int, operands: tuple[Layout | None, ...], device: torch.device
-) -> GatedPlan:
+) -> Plan:
     """The plan for operands of these layouts, x ``[B, T, dim]``, weight, bias and mask."""
     x, *_ = operands
     assert x is not None
     batch, tokens, width = shape
-    launch = None
-    if batch * tokens:
-        block = power_of_2(width)
-        rows = GATED_TOKENS.rows(block)
-        launch = Launch(
-            kernels_tokens.gated_tokens_kernel,
-            (cdiv(batch * tokens, rows),),
-            device,
-            (tokens, batch * tokens, *x[1][:2]),
-            dict(num_warps=GATED_TOKENS.warps(block)),
-            CONFIG=TokensConfig(
-                width, block, rows, LOGITS=logits, AT_ONCE=GATED_TOKENS.at_once(block, logits)
-            ),
-        )
-    return GatedPlan(
-        launch,
+    block = power_of_2(width)
+    launch = launch_of_rows(
+        *(kernels_tokens.gated_tokens_kernel, shape, x),
+        *(GATED_TOKENS.rows(block), GATED_TOKENS.warps(block), device),
+        LOGITS=logits,
+        AT_ONCE=GATED_TOKENS.at_once(block, logits),
+    )
+    outputs = (
         allocator(shape, x[0], device),
         allocator((batch, tokens), torch.bool, device),
         allocator((batch, tokens, logits), torch.float32, device),
     )
+    return Plan(launch, (), outputs)
 
 
 def gated_tokens_backward(
     y: Tensor, present: Tensor, weight: Tensor, dy: Tensor | None, dlogits: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (x, weight, bias)."""
-    if not is_current(y.device):
-        with torch.cuda.device(y.device):
-            return gated_tokens_backward(y, present, weight, dy, dlogits)
-    operands = tuple(contiguous(t) for t in (y, present, weight, dy, dlogits))
-    plan = gated_backward_plan(y.shape, len(weight), layouts(*operands), y.device)
-    dx, dweight, dbias, parts = plan.dx(), plan.dweight(), plan.dbias(), plan.parts()
-    if plan.launch is not None:
-        plan.launch((*operands, dx, parts))
-    plan.add_parts((parts, dweight, dbias))
-    return dx, dweight, dbias
+    operands = all_contiguous(y, present, weight, dy, dlogits)
+    plan, add = gated_backward_plan(y.shape, len(weight), layouts(*operands), y.device)
+    dx, parts = plan.run(operands)
+    return dx, *add.run((parts,))
 
 
 @functools.lru_cache(maxsize=4096)
 def gated_backward_plan(
     shape: tuple[int, ...], logits: int, operands: tuple[Layout | None, ...], device: torch.device
-) -> GatedBackwardPlan:
+) -> tuple[Plan, Plan]:
     """The plan for operands of these layouts: y ``[B, T, dim]``, present, weight, and the gradients
-    of y and of the logits.
+    of y and of the logits; and the one that adds the partial sums of the weights' and biases'
+    gradients.
     """
     y, _, weight, *_ = operands
     assert y is not None
@@ -284,22 +237,10 @@ def gated_backward_plan(
                 TOKENS=GATE_WEIGHTS.tokens,
             ),
         )
-    return GatedBackwardPlan(
-        launch,
-        parts_launch(parts, logits * width, logits, device),
-        allocator(shape, y[0], device),
-        allocator((logits, width), weight[0], device),
-        allocator((logits,), weight[0], device),
-        allocator((parts, logits * (width + 1)), torch.float32, device),
-    )
-
-
-class CountPlan(NamedTuple):
-    """One launch, none where there are no rows or heads, and its outputs."""
-
-    launch: Launch | None
-    counts: Allocator
-    position: Allocator
+    dx = allocator(shape, y[0], device)
+    sums = allocator((parts, logits * (width + 1)), torch.float32, device)
+    grads = tuple(allocator(size, weight[0], device) for size in ((logits, width), (logits,)))
+    return Plan(launch, (), (dx, sums)), parts_plan(parts, logits * width, logits, grads, device)
 
 
 def count_tokens(
@@ -310,21 +251,15 @@ def count_tokens(
     lost: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(tokens not written now, in all, tokens since the row's start)``."""
-    if not is_current(written.device):
-        with torch.cuda.device(written.device):
-            return count_tokens(written, skipped, position, mask, lost)
-    operands = tuple(contiguous(t) for t in (written, skipped, position, mask, lost))
+    operands = all_contiguous(written, skipped, position, mask, lost)
     plan = count_plan(written.shape, mask is not None, lost is not None, written.device)
-    outputs = plan.counts(), plan.counts(), plan.position()
-    if plan.launch is not None:
-        plan.launch((*operands, *outputs))
-    return outputs
+    return plan.run(operands)
 
 
 @functools.lru_cache(maxsize=4096)
 def count_plan(
     shape: tuple[int, ...], has_mask: bool, has_lost: bool, device: torch.device
-) -> CountPlan:
+) -> Plan:
     """The plan for ``written [B, T, heads]``."""
     batch, tokens, heads = shape
     launch = None
@@ -337,7 +272,5 @@ def count_plan(
             dict(num_warps=COUNTED_TOKENS.num_warps),
             CONFIG=CountConfig(COUNTED_TOKENS.size),
         )
-    whole = torch.int64
-    return CountPlan(
-        launch, allocator((batch, heads), whole, device), allocator((batch,), whole, device)
-    )
+    counts = allocator((batch, heads), torch.int64, device)
+    return Plan(launch, (), (counts, counts, allocator((batch,), torch.int64, device)))

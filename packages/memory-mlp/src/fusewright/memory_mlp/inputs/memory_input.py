@@ -18,7 +18,7 @@ import torch
 
 from .._core.backends import KERNEL_DTYPES, Backend, uses_triton
 from .._core.precision import wide, without_autocast
-from .._core.registration import Derivative, Op, empty_grad, second_order
+from .._core.registration import Derivative, Op, empty_grad
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -198,21 +198,7 @@ class _MemoryQueries(Derivative):
         return None, djoint, dhistory, None if taps is None else dtaps, None, None
 
 
-@_backward.derivative
-class _MemoryInputBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, *operands_and_options):
-        operands, options = operands_and_options[:-4], operands_and_options[-4:]
-        ctx.save_for_backward(*operands)
-        ctx.options = options
-        return run(*operands, *options)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        def backward(*operands):
-            return _backward_reference(*operands, *ctx.options)
-
-        return None, *second_order(backward, ctx.saved_tensors, cotangents), *(None,) * 4
+_backward.derivative_of_reference()
 
 
 def memory_input(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .._core.precision import wide
+from .._core.registration import second_order
 
 Tensor = torch.Tensor
 
@@ -71,31 +72,23 @@ def memory_input_backward(
             for an output that is not used; then heads, key_norm, largest and theta.
     """
     *grads, heads, key_norm, largest, theta = grads_and_options
-    inputs = [x for x in (joint, history, taps, logits) if x is not None]
+    given = (grads[0], grads[6]) if logits is None else grads
 
-    def used_outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        remaining = iter(tensors)
-        joint, history = next(remaining), next(remaining)
-        own_taps = None if taps is None else next(remaining)
-        outputs: tuple[Tensor | None, ...]
+    def used_outputs(joint, history, taps, logits):
         if logits is None:
-            q, last = memory_queries(joint, history, own_taps, heads, key_norm)
-            outputs = q, *(None,) * 5, last
+            outputs = memory_queries(joint, history, taps, heads, key_norm)
         else:
-            *rows_and_gates, _, last = memory_input(
-                *(joint, history, own_taps, next(remaining), None, heads, key_norm, largest, theta)
-            )
+            options = None, heads, key_norm, largest, theta
+            *rows_and_gates, _, last = memory_input(joint, history, taps, logits, *options)
             outputs = *rows_and_gates, last
-        pairs = zip(outputs, grads, strict=True)
-        return tuple(y for y, g in pairs if y is not None and g is not None)
+        return tuple(y for y, g in zip(outputs, given, strict=True) if g is not None)
 
-    pullback = torch.func.vjp(used_outputs, *inputs)[1]
-    gradients = iter(pullback(tuple(g for g in grads if g is not None)))
-    djoint, dhistory = (next(gradients).contiguous() for _ in range(2))
-    dtaps = None if taps is None else next(gradients).contiguous()
-    # Gates that are not used have none.
-    dlogits = None if grads[3] is None else next(gradients).contiguous()
-    return djoint, dhistory, dtaps, dlogits
+    used = [g for g in given if g is not None]
+    gradients = second_order(used_outputs, (joint, history, taps, logits), used)
+    if grads[3] is None:
+        # Gates that are not used have none.
+        gradients[3] = None
+    return tuple(g if g is None else g.contiguous() for g in gradients)
 
 
 def convolved(seen: Tensor, taps: Tensor | None) -> Tensor:

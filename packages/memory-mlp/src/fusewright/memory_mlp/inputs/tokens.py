@@ -9,7 +9,7 @@ import torch
 
 from .._core.backends import KERNEL_DTYPES, Backend, uses_triton
 from .._core.precision import wide, without_autocast
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from . import launch_tokens, reference
 from .memory_input import Writes
 
@@ -150,22 +150,7 @@ class _GatedTokens(Derivative):
         return None, dx, None, None, None
 
 
-@_gated_backward.derivative
-class _GatedTokensBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, y, present, weight, dy, dlogits):
-        ctx.save_for_backward(y, present, weight, dy, dlogits)
-        return run(y, present, weight, dy, dlogits)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        y, present, *others = ctx.saved_tensors
-
-        def backward(y, *others):
-            return _gated_backward_reference(y, present, *others)
-
-        dy, *grads = second_order(backward, (y, *others), cotangents)
-        return None, dy, None, *grads
+_gated_backward.derivative_of_reference()
 
 
 def finite_tokens(x: Tensor, mask: Tensor | None, *, backend: Backend) -> tuple[Tensor, Tensor]:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from .._core.backends import device_properties, interpreted
-from .._core.launches import (
-    Allocator,
-    Launch,
-    Layout,
-    allocate,
-    allocator,
-    cdiv,
-    contiguous_where,
-    is_current,
-    layouts,
-)
+from .._core.launches import Launch, Layout, Plan, allocator, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 from ..common.operands import FEWEST_ROWS, SMALLEST_TILE, head_strides, product_precision
@@ -119,6 +110,8 @@ BACKWARD = (
 )
 SUM = SumTile(block=512, num_warps=4)
 
+# hidden, activation, halves, precision.
+Options = tuple[int, str, int, str]
 Line = TypeVar("Line", ReadTile, ReadBackwardTile)
 
 
@@ -132,13 +125,17 @@ class Problem(NamedTuple):
     hidden: int
     activation: str
     halves: int
-    dtype: torch.dtype
     precision: str
+    dtype: torch.dtype
     device: torch.device
 
     @property
     def all_heads(self) -> int:
         return self.batch * self.heads
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.batch, self.heads, self.halves, packed_size(self.hidden, self.width)
 
     def line(self, table: tuple[Line, ...]) -> Line:
         """The first line of the table for this precision and GPU."""
@@ -156,7 +153,7 @@ class Problem(NamedTuple):
         return ReadConfig(
             self.width,
             self.hidden,
-            packed_size(self.hidden, self.width),
+            self.state_shape[-1],
             tokens,
             max(FEWEST_ROWS, power_of_2(self.width)),
             block_h,
@@ -173,59 +170,25 @@ class Problem(NamedTuple):
         return self.config(line.tokens, self.most_units(line.block_h, FEWEST_ROWS))
 
 
-class ForwardPlan(NamedTuple):
-    """One forward pass."""
-
-    copies: tuple[bool, ...]
-    launch: Launch
-    y: Allocator
-
-
-class BackwardPlan(NamedTuple):
-    """One backward pass; ``add`` and ``parts`` where the tokens of a head are split among programs,
-    and allocators of the gradients that are needed.
-    """
-
-    copies: tuple[bool, ...]
-    launch: Launch
-    add: Launch | None
-    dq: Allocator | None
-    dstate: Allocator | None
-    parts: Allocator | None
-
-
 def read_forward(q: Tensor, state: Tensor, hidden: int, activation: str) -> Tensor:
     """y, for weights packed in fp32, ``state [B, heads, 1 or 2, SIZE]``."""
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return read_forward(q, state, hidden, activation)
-    if not q.numel():
-        return q.new_empty(q.shape)
     options = hidden, activation, state.shape[2], product_precision(q.dtype)
-    plan = forward_plan(q.shape, *options, layouts(q), q.device)
-    if plan.copies:
-        q = q.contiguous()
-    y = plan.y()
-    plan.launch((q, state.contiguous(), y))
-    return y
+    plan = forward_plan(q.shape, options, layouts(q, state), q.device)
+    return plan.run((q, state))[0]
 
 
 @functools.lru_cache(maxsize=4096)
 def forward_plan(
-    shape: tuple[int, ...],
-    hidden: int,
-    activation: str,
-    halves: int,
-    precision: str,
-    operands: tuple[Layout, ...],
-    device: torch.device,
-) -> ForwardPlan:
-    """The plan for a q of this layout."""
-    ((dtype, _),) = operands
-    batch, tokens, heads, width = shape
-    sizes = batch, tokens, heads, width, hidden
-    problem = Problem(*sizes, activation, halves, dtype, precision, device)
-    copies, strides = head_strides(shape, operands)
+    shape: tuple[int, ...], options: Options, operands: tuple[Layout, ...], device: torch.device
+) -> Plan:
+    """The plan for a q and a state of these layouts."""
+    *rows, state = operands
+    ((dtype, _),) = rows
+    problem = Problem(*shape, *options, dtype, device)
+    copies, strides = head_strides(shape, rows, (problem.state_shape, state))
+    y = allocator(shape, dtype, device)
+    if not math.prod(shape):
+        return Plan(None, (), (y,))
     line = problem.line(FORWARD)
     chunks = cdiv(problem.tokens, line.tokens)
     launch = Launch(
@@ -236,7 +199,7 @@ def forward_plan(
         dict(num_warps=line.num_warps),
         CONFIG=problem.reading(line),
     )
-    return ForwardPlan(copies, launch, allocator(shape, dtype, device))
+    return Plan(launch, copies, (y,))
 
 
 def read_backward(
@@ -249,48 +212,45 @@ def read_backward(
     with_weights: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of (q, state), None where they are not needed."""
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return read_backward(dy, q, state, hidden, activation, with_q, with_weights)
-    if not q.numel() or not (with_q or with_weights):
-        return (
-            q.new_empty(q.shape) if with_q else None,
-            state.new_zeros(state.shape) if with_weights else None,
-        )
     options = hidden, activation, state.shape[2], product_precision(q.dtype)
-    plan = backward_plan(q.shape, *options, layouts(dy, q), q.device, with_q, with_weights)
-    if plan.copies:
-        dy, q = contiguous_where((dy, q), plan.copies)
-    dq, dstate, parts = allocate(plan.dq), allocate(plan.dstate), allocate(plan.parts)
-    plan.launch((dy, q, state.contiguous(), dq, dstate if parts is None else parts))
-    if plan.add is not None:
-        plan.add((parts, dstate))
+    operands = dy, q, state
+    needed = with_q, with_weights
+    plan, add = backward_plan(q.shape, options, layouts(*operands), q.device, *needed)
+    dq, dstate = plan.run(operands)
+    if add is not None:
+        # These were partial sums.
+        (dstate,) = add.run((dstate,))
+    elif plan.launch is None and dstate is not None:
+        dstate.zero_()
     return dq, dstate
 
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(
     shape: tuple[int, ...],
-    hidden: int,
-    activation: str,
-    halves: int,
-    precision: str,
+    options: Options,
     operands: tuple[Layout, ...],
     device: torch.device,
     with_q: bool,
     with_weights: bool,
-) -> BackwardPlan:
-    """The plan for operands of these layouts: dy and q."""
-    _, (dtype, _) = operands
-    batch, tokens, heads, width = shape
-    sizes = batch, tokens, heads, width, hidden
-    problem = Problem(*sizes, activation, halves, dtype, precision, device)
-    copies, strides = head_strides(shape, operands)
+) -> tuple[Plan, Plan | None]:
+    """The plan for operands of these layouts: dy, q and the state; and where the tokens of a head
+    are split among programs, the one that adds their partial sums.
+    """
+    *rows, state = operands
+    dtype = rows[1][0]
+    problem = Problem(*shape, *options, dtype, device)
+    copies, strides = head_strides(shape, rows, (problem.state_shape, state))
+    all_heads, size = problem.all_heads, problem.state_shape[-1]
+    wide = functools.partial(allocator, dtype=torch.float32, device=device)
+    dq = allocator(shape, dtype, device) if with_q else None
+    dstate = wide(problem.state_shape) if with_weights else None
+    if not math.prod(shape) or not (with_q or with_weights):
+        return Plan(None, (), (dq, dstate)), None
     line = problem.line(BACKWARD)
-    all_heads, size = problem.all_heads, packed_size(hidden, problem.width)
     chunks = cdiv(problem.tokens, line.tokens)
     units = problem.most_units(line.units, SMALLEST_TILE)
-    unit_blocks = cdiv(hidden, units)
+    unit_blocks = cdiv(problem.hidden, units)
     splits, split_chunks = split_tokens(problem, line, chunks, all_heads * unit_blocks)
     split = with_weights and splits > 1
     weight_programs = splits * all_heads * unit_blocks if with_weights else 0
@@ -307,6 +267,8 @@ def backward_plan(
         QUERIES=problem.reading(line),
         WEIGHTS=problem.config(line.tokens, units, SPLIT=split, NUM_STAGES=line.num_stages),
     )
+    if not split:
+        return Plan(launch, copies, (dq, dstate)), None
     numbers = all_heads * size
     add = Launch(
         kernels.read_sum_kernel,
@@ -314,17 +276,9 @@ def backward_plan(
         device,
         (numbers, splits),
         dict(num_warps=SUM.num_warps),
-        CONFIG=SumConfig(halves, size, SUM.block),
+        CONFIG=SumConfig(problem.halves, size, SUM.block),
     )
-    wide = functools.partial(allocator, dtype=torch.float32, device=device)
-    return BackwardPlan(
-        copies,
-        launch,
-        add if split else None,
-        dq=allocator(shape, dtype, device) if with_q else None,
-        dstate=wide((problem.batch, problem.heads, halves, size)) if with_weights else None,
-        parts=wide((splits, numbers)) if split else None,
-    )
+    return Plan(launch, copies, (dq, wide((splits, numbers)))), Plan(add, (), (dstate,))
 
 
 def split_tokens(

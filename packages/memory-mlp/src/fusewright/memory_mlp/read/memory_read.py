@@ -16,7 +16,7 @@ import torch
 from .._core.backends import Backend, decline, uses_triton
 from .._core.checks import FLOATING, check_device, check_floating, check_option
 from .._core.precision import autocast, without_autocast
-from .._core.registration import Derivative, Op, empty_grad, second_order
+from .._core.registration import Derivative, Op, empty_grad
 from ..common import reference as common_reference
 from ..common.checks import ACTIVATION_NAMES, are_plain, check_heads
 from ..common.operands import WIDEST, WIDEST_HIDDEN
@@ -33,10 +33,6 @@ from . import launch, reference
 Tensor = torch.Tensor
 
 OPERANDS = "Tensor q, Tensor state, int hidden, str activation"
-
-
-def _forward_triton(q, state, hidden, activation):
-    return launch.read_forward(q, state, hidden, activation)
 
 
 def _forward_reference(q, state, hidden, activation):
@@ -71,7 +67,7 @@ def _backward_fake(dy, q, state, hidden, activation, with_q, with_weights):
 
 _forward = Op(
     f"memory_read({OPERANDS}) -> Tensor",
-    triton=_forward_triton,
+    triton=launch.read_forward,
     reference=_forward_reference,
     fake=_forward_fake,
 )
@@ -100,21 +96,7 @@ class _MemoryRead(Derivative):
         return None, *wanted, None, None
 
 
-@_backward.derivative
-class _MemoryReadBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dy, q, state, *options):
-        ctx.save_for_backward(dy, q, state)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return run(dy, q, state, *options)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        def backward(dy, q, state):
-            return _backward_reference(dy, q, state, *ctx.options)
-
-        return None, *second_order(backward, ctx.saved_tensors, cotangents), *(None,) * 4
+_backward.derivative_of_reference()
 
 
 def memory_read(
@@ -145,8 +127,7 @@ def memory_read(
         ValueError: the shapes do not fit together, the devices differ, or an option is unknown.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
-    if not is_read(q, weights, activation):
-        check_read(q, weights, activation)
+    check_read(q, weights, activation)
     (q,) = autocast(q)
     hidden = weights.b1.shape[-1]
     if uses_triton(q, backend) and serves(q, hidden, backend):
@@ -163,26 +144,22 @@ def deep_memory_read(q: Tensor, weights: Weights, *, activation: str) -> Tensor:
         return y.transpose(1, 2)
 
 
-def is_read(q: Tensor, weights: MemoryWeights, activation: str) -> bool:
-    """Whether all arguments are as they should be, quickly."""
-    if not (
+def check_read(q: Tensor, weights: MemoryWeights, activation: str) -> None:
+    """q must hold rows that the memories of its rows and heads can read."""
+    if (
         isinstance(q, Tensor)
         and isinstance(weights, MemoryWeights)
         and isinstance(weights.b1, Tensor)
         and q.ndim == 4
+        and q.shape[-1]
         and weights.b1.ndim
         and activation in ACTIVATION_NAMES
     ):
-        return False
-    batch, _, heads, width = q.shape
-    shapes = weight_shapes((batch, heads), weights.b1.shape[-1], width)
-    return width > 0 and are_plain((q, *weights), (q.shape, *shapes), (FLOATING,) * 5, q.device)
-
-
-def check_read(q: Tensor, weights: MemoryWeights, activation: str) -> None:
-    """Say which argument is wrong: q must hold rows that the memories of its rows and heads can
-    read.
-    """
+        batch, _, heads, width = q.shape
+        shapes = weight_shapes((batch, heads), weights.b1.shape[-1], width)
+        if are_plain((q, *weights), (q.shape, *shapes), (FLOATING,) * 5, q.device):
+            return
+    # One is wrong: which one?
     check_heads("q", q)
     if not isinstance(weights, MemoryWeights):
         raise TypeError(f"weights must be MemoryWeights, got {type(weights).__name__}")

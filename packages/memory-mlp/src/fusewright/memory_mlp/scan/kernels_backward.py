@@ -44,6 +44,16 @@ def gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, CONFIG: tl.cons
     return after
 
 
+@triton.jit
+def add_inner_products(totals, weights, momentum, dweights, dmomentum):
+    """The gradients of the last keep, carry and decay through one tensor of a memory, added."""
+    dkeep, dcarry, ddecay = totals
+    dkeep += tl.sum(dweights * weights)
+    dcarry += tl.sum(dweights * momentum)
+    ddecay += tl.sum(dmomentum * momentum)
+    return dkeep, dcarry, ddecay
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def scan_states_backward_kernel(
     k_ptr,
@@ -247,9 +257,7 @@ def scan_keys_backward_kernel(
     dsb2 = load_b2(dmomentum, CONFIG)
     dgamma = -tl.sum(e * db2[None, :], 1)
     dnu = -tl.sum(e * dsb2[None, :], 1)
-    dkeep = tl.sum(db2 * b2)
-    dcarry = tl.sum(db2 * sb2)
-    ddecay = tl.sum(dsb2 * sb2)
+    to_ends = tl.sum(db2 * b2), tl.sum(db2 * sb2), tl.sum(dsb2 * sb2)
     corner = local * (C * HIDDEN)
     # One layer after the other: both at once would fill the registers.
     for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
@@ -258,9 +266,7 @@ def scan_keys_backward_kernel(
         s2 = load_weights(momentum, block, 2, CONFIG)
         dw2 = load_weights(dmemory, block, 2, CONFIG)
         ds2 = load_weights(dmomentum, block, 2, CONFIG)
-        dkeep += tl.sum(dw2 * w2)
-        dcarry += tl.sum(dw2 * s2)
-        ddecay += tl.sum(ds2 * s2)
+        to_ends = add_inner_products(to_ends, w2, s2, dw2, ds2)
         h = load_matrix(h_ptr + corner, token, row, C, HIDDEN)
         dgamma -= tl.sum(e * product(h, dw2.to(k.dtype), CONFIG), 1)
         dnu -= tl.sum(e * product(h, ds2.to(k.dtype), CONFIG), 1)
@@ -272,16 +278,12 @@ def scan_keys_backward_kernel(
         ds1 = load_weights(dmomentum, block, 1, CONFIG)
         w1 = load_weights(memory, block, 1, CONFIG)
         s1 = load_weights(momentum, block, 1, CONFIG)
-        dkeep += tl.sum(dw1 * w1)
-        dcarry += tl.sum(dw1 * s1)
-        ddecay += tl.sum(ds1 * s1)
+        to_ends = add_inner_products(to_ends, w1, s1, dw1, ds1)
         b1 = load_b1(memory, block, CONFIG)
         sb1 = load_b1(momentum, block, CONFIG)
         db1 = load_b1(dmemory, block, CONFIG)
         dsb1 = load_b1(dmomentum, block, CONFIG)
-        dkeep += tl.sum(db1 * b1)
-        dcarry += tl.sum(db1 * sb1)
-        ddecay += tl.sum(dsb1 * sb1)
+        to_ends = add_inner_products(to_ends, b1, sb1, db1, dsb1)
         # p against k dw1^T + db1 is k against p dw1, and p against the biases.
         p = load_matrix(p_ptr + corner, token, row, C, HIDDEN)
         p_wide = p.to(tl.float32)
@@ -297,9 +299,8 @@ def scan_keys_backward_kernel(
     dlast = dlast_ptr + local * (2 * C) + token
     tl.store(dlast, dgamma, mask=there)
     tl.store(dlast + C, dnu, mask=there)
-    tl.store(dend_ptr + local * 3, dkeep)
-    tl.store(dend_ptr + local * 3 + 1, dcarry)
-    tl.store(dend_ptr + local * 3 + 2, ddecay)
+    for each in tl.static_range(3):
+        tl.store(dend_ptr + local * 3 + each, to_ends[each])
 
 
 @triton.jit(do_not_specialize=COUNTS)

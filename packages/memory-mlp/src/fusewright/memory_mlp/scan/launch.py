@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,11 +15,9 @@ from .._core.launches import (
     Allocator,
     Launch,
     Layout,
-    allocate,
     allocator,
     cdiv,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -52,6 +50,8 @@ READ = ScanConfig(block_h=64, num_warps=4)
 RECOMPUTE = ScanConfig(block_h=64, num_warps=4)
 # Programs of four warps on one multiprocessor.
 PROGRAMS_AT_ONCE = 2
+# hidden, chunk, activation, read, precision.
+Options = tuple[int, int, str, str, str]
 # Tensors of the read kernel that it writes for the backward pass alone.
 NOT_KEPT = (None,) * 9
 
@@ -85,9 +85,8 @@ class Problem(NamedTuple):
     chunk: int
     activation: str
     read: str
-    has_mask: bool
-    dtype: torch.dtype
     precision: str
+    dtype: torch.dtype
     device: torch.device
 
     @property
@@ -99,9 +98,9 @@ class Problem(NamedTuple):
         return cdiv(self.tokens, self.chunk)
 
     @property
-    def packed_size(self) -> int:
-        """SIZE of a memory."""
-        return packed_size(self.hidden, self.width)
+    def state_shape(self) -> tuple[int, ...]:
+        """Of weights and momentum, packed."""
+        return self.batch, self.heads, 2, packed_size(self.hidden, self.width)
 
     def sharing(self, configs: tuple[ScanConfig, ...]) -> ScanConfig:
         """The first of the lines all of whose programs run on the GPU at once."""
@@ -127,7 +126,7 @@ class Problem(NamedTuple):
         return self.gate_constants._replace(
             D=self.width,
             HIDDEN=self.hidden,
-            SIZE=self.packed_size,
+            SIZE=self.state_shape[-1],
             BLOCK_D=self.block_d,
             BLOCK_H=self.block_h(config),
             BLOCKS=self.blocks(config),
@@ -135,6 +134,14 @@ class Problem(NamedTuple):
             UPCAST=interpreted(),
             PRECISION=self.precision,
         )
+
+    def launch(
+        self, kernel: Any, config: ScanConfig, programs: int, integers: tuple[int, ...]
+    ) -> Launch:
+        """``programs`` programs of a kernel over tokens."""
+        options = dict(num_warps=config.num_warps)
+        constants = self.constants(config)
+        return Launch(kernel, (programs,), self.device, integers, options, CONFIG=constants)
 
     @property
     def block_d(self) -> int:
@@ -153,140 +160,104 @@ class Problem(NamedTuple):
         return allocator(shape, self.dtype, self.device)
 
 
-class DecayAllocators(NamedTuple):
-    """For gamma, the last row of nu, and keep, carry and decay, of some chunks of all heads."""
-
-    gamma: Allocator
-    nu: Allocator
-    reach: Allocator
-
-
-class PartialSums(NamedTuple):
-    """For the tiles that the programs of a head add up, and the count of those that have stored
-    theirs; None where a head has one program.
-    """
-
-    tiles: Allocator | None
-    arrived: Allocator | None
-
-
 class ForwardPlan(NamedTuple):
-    """One forward pass: which of q, k and v it copies first, its launches in their order, and the
-    allocators of its tensors.
+    """One forward pass: which operands it copies first, its launches in their order, and the
+    allocators of its tensors, ``intermediate`` ones and results.
     """
 
     copies: tuple[bool, ...]
     find_decays: Launch
     write: Launch
     read: Launch
-    decays: DecayAllocators
-    sums: PartialSums
-    y: Allocator
-    states: Allocator
-    end: Allocator
+    intermediate: tuple[Allocator | None, ...]
+    results: tuple[Allocator, ...]
 
 
-def scan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    alpha: Tensor,
-    eta: Tensor,
-    theta: Tensor,
-    written: Tensor | None,
-    hidden: int,
-    chunk: int,
-    activation: str,
-    read: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(y, state after the last token, states with which the chunks began)``."""
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return scan_forward(
-                q, k, v, state, alpha, eta, theta, written, hidden, chunk, activation, read
-            )
+def scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``(y, state after the last token, states with which the chunks began)``.
+
+    Args:
+        arguments: q, k, v, the packed state, alpha, eta, theta, which tokens are written or None;
+            then hidden, chunk, activation and read.
+    """
+    operands, options = arguments[:8], arguments[8:]
+    q, _, _, state, *_ = operands
     if not q.numel():
-        chunks = cdiv(q.shape[1], chunk)
+        chunks = cdiv(q.shape[1], options[1])
         return q.new_empty(q.shape), state.clone(), state.new_empty(chunks, *state.shape)
-    options = hidden, chunk, activation, read, written is not None, product_precision(q.dtype)
-    plan = forward_plan(q.shape, *options, layouts(q, k, v), q.device)
+    options = *options, product_precision(q.dtype)
+    plan = forward_plan(q.shape, options, layouts(*operands), q.device)
     if plan.copies:
-        q, k, v = contiguous_where((q, k, v), plan.copies)
-    alpha, eta, theta = alpha.contiguous(), eta.contiguous(), theta.contiguous()
-    written = None if written is None else written.contiguous()
-    gamma, nu, reach = plan.decays.gamma(), plan.decays.nu(), plan.decays.reach()
-    tiles, arrived = allocate(plan.sums.tiles), allocate(plan.sums.arrived)
-    y, states, end = plan.y(), plan.states(), plan.end()
-    plan.find_decays((alpha, eta, theta, written, gamma, nu, reach, None, arrived))
-    ends = (gamma, nu, reach, state.contiguous(), states, end)
-    plan.write((k, v, written, *ends, tiles, arrived))
+        operands = contiguous_where(operands, plan.copies)
+    q, k, v, state, *gates, written = operands
+    # No call of ``allocate`` for each of them.
+    intermediate = [None if x is None else x() for x in plan.intermediate]
+    gamma, nu, reach, tiles, arrived = intermediate
+    y, end, states = [allocate() for allocate in plan.results]
+    plan.find_decays((*gates, written, gamma, nu, reach, None, arrived))
+    plan.write((k, v, written, gamma, nu, reach, state, states, end, tiles, arrived))
     plan.read((q, k, v, written, gamma, reach, states, y, *NOT_KEPT))
     return y, end, states
 
 
 @functools.lru_cache(maxsize=4096)
 def forward_plan(
-    shape: tuple[int, ...],
-    hidden: int,
-    chunk: int,
-    activation: str,
-    read: str,
-    has_mask: bool,
-    precision: str,
-    operands: tuple[Layout, ...],
-    device: torch.device,
+    shape: tuple[int, ...], options: Options, operands: tuple[Layout, ...], device: torch.device
 ) -> ForwardPlan:
-    """The plan for operands of these layouts: q, k and v."""
-    (dtype, _), *_ = operands
-    # A chunk is no longer than there are tokens.
-    batch, tokens, heads, width = shape
-    sizes = batch, tokens, heads, width, hidden, min(chunk, tokens)
-    problem = Problem(*sizes, activation, read, has_mask, dtype, precision, device)
-    copies, strides = head_strides(shape, operands)
-    state = batch, heads, 2, problem.packed_size
+    """The plan for operands of these layouts: q, k, v, the state, alpha, eta, theta and, where
+    tokens are left out, which are written.
+    """
+    *rows, state, alpha, eta, theta, written = operands
+    problem = problem_of(shape, options, rows[0], device)
+    gates = ((shape[:3], gate) for gate in (alpha, eta, theta, written))
+    copies, strides = head_strides(shape, rows, (problem.state_shape, state), *gates)
     chunks, config = problem.chunks, problem.sharing(STATES)
     return ForwardPlan(
         copies,
-        decays_launch(problem, 0, chunks),
-        Launch(
+        decays_launch(kernels.decays_kernel, problem, 0, chunks),
+        problem.launch(
             kernels.scan_states_kernel,
-            (problem.all_heads * problem.blocks(config),),
-            device,
-            (tokens, heads, problem.all_heads, *strides[1], *strides[2]),
-            dict(num_warps=config.num_warps),
-            CONFIG=problem.constants(config),
+            config,
+            problem.all_heads * problem.blocks(config),
+            (problem.tokens, problem.heads, problem.all_heads, *strides[1], *strides[2]),
         ),
         read_launch(problem, strides, 0, chunks, keep=False),
-        decay_allocators(problem, chunks),
-        partial_sums(problem, config),
-        y=problem.narrow(*shape),
-        states=problem.wide(chunks, *state),
-        end=problem.wide(*state),
+        intermediate_tensors(problem, config, chunks),
+        (
+            problem.narrow(*shape),
+            problem.wide(*problem.state_shape),
+            problem.wide(chunks, *problem.state_shape),
+        ),
     )
+
+
+def problem_of(
+    shape: tuple[int, ...], options: Options, rows: Layout, device: torch.device
+) -> Problem:
+    hidden, chunk, *others = options
+    # A chunk is no longer than there are tokens.
+    return Problem(*shape, hidden, min(chunk, shape[1]), *others, rows[0], device)
 
 
 def read_launch(
     problem: Problem, strides: Sequence[tuple[int, ...]], first: int, chunks: int, *, keep: bool
 ) -> Launch:
     """The reads of ``chunks`` chunks from ``first`` on, for q, k and v of these strides."""
-    config = RECOMPUTE if keep else READ
-    return Launch(
+    return problem.launch(
         kernels.scan_read_kernel,
-        (problem.all_heads * chunks,),
-        problem.device,
+        RECOMPUTE if keep else READ,
+        problem.all_heads * chunks,
         (
             *(problem.tokens, problem.heads, problem.all_heads, first, chunks),
             *(stride for operand in strides for stride in operand),
         ),
-        dict(num_warps=config.num_warps),
-        CONFIG=problem.constants(config),
     )
 
 
-def decays_launch(problem: Problem, first: int, chunks: int) -> Launch:
+def decays_launch(kernel: Any, problem: Problem, first: int, chunks: int) -> Launch:
+    """A kernel over the gates of ``chunks`` chunks from ``first`` on."""
     return Launch(
-        kernels.decays_kernel,
+        kernel,
         (problem.all_heads * chunks,),
         problem.device,
         (problem.tokens, problem.heads, first, chunks),
@@ -295,21 +266,22 @@ def decays_launch(problem: Problem, first: int, chunks: int) -> Launch:
     )
 
 
-def decay_allocators(problem: Problem, chunks: int) -> DecayAllocators:
-    heads, chunk = problem.all_heads, problem.chunk
-    return DecayAllocators(
+def intermediate_tensors(
+    problem: Problem, config: ScanConfig, chunks: int
+) -> tuple[Allocator | None, ...]:
+    """For gamma, the last row of nu, and keep, carry and decay, of ``chunks`` chunks of all heads;
+    for the tiles that the programs of a head add up, and the count of those that have stored
+    theirs: None where a head has one program.
+    """
+    blocks, heads, chunk = problem.blocks(config), problem.all_heads, problem.chunk
+    tiles = arrived = None
+    if blocks > 1:
+        tiles = problem.wide(heads, 2, blocks, problem.block_c, problem.block_d)
+        arrived = allocator((heads,), torch.int32, problem.device)
+    return (
         problem.wide(heads, chunks, chunk, chunk),
         problem.wide(heads, chunks, chunk),
         problem.wide(heads, chunks, 3, chunk),
-    )
-
-
-def partial_sums(problem: Problem, config: ScanConfig) -> PartialSums:
-    """The tensors of ``sum_of_programs``."""
-    blocks, heads = problem.blocks(config), problem.all_heads
-    if blocks == 1:
-        return PartialSums(None, None)
-    return PartialSums(
-        problem.wide(heads, 2, blocks, problem.block_c, problem.block_d),
-        allocator((heads,), torch.int32, problem.device),
+        tiles,
+        arrived,
     )

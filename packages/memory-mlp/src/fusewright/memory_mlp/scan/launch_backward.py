@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,28 +13,26 @@ from .._core.launches import (
     Allocator,
     Launch,
     Layout,
-    allocate,
     cdiv,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
 from ..common.operands import head_strides, product_precision
 from .launch import (
-    DecayAllocators,
-    PartialSums,
+    Options,
     Problem,
     ScanConfig,
-    decay_allocators,
     decays_launch,
-    partial_sums,
+    intermediate_tensors,
+    problem_of,
     read_launch,
 )
 
 if TYPE_CHECKING:
-    from . import kernels_backward, kernels_read_backward
+    from . import kernels, kernels_backward, kernels_read_backward
 else:
+    kernels = lazy_module(__package__, "kernels")
     kernels_backward = lazy_module(__package__, "kernels_backward")
     kernels_read_backward = lazy_module(__package__, "kernels_read_backward")
 
@@ -64,17 +62,16 @@ class Part(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """One backward pass: which of dy, q, k and v it copies first, its parts, from the last chunks
-    to the first, and the allocators of its tensors.
+    """One backward pass: which operands it copies first, its parts, from the last chunks to the
+    first, and the allocators of its tensors.
     """
 
     copies: tuple[bool, ...]
     parts: tuple[Part, ...]
-    decays: DecayAllocators
+    intermediate: tuple[Allocator | None, ...]
     nus: Allocator
-    sums: PartialSums
-    rows: Allocator
-    gates: Allocator
+    # Gradients of q, k, v, alpha, eta and theta.
+    results: tuple[Allocator, ...]
     # The forward kernel's results for a part's chunks; gradients through their reads of k, e,
     # gamma, the reach and the states; gradients through their ends of the last rows.
     kept: tuple[Allocator, ...]
@@ -83,47 +80,32 @@ class BackwardPlan(NamedTuple):
     dbegin: Allocator
 
 
-def scan_backward(
-    dy: Tensor,
-    dend: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    states: Tensor,
-    alpha: Tensor,
-    eta: Tensor,
-    theta: Tensor,
-    written: Tensor | None,
-    hidden: int,
-    chunk: int,
-    activation: str,
-    read: str,
-) -> tuple[Tensor, ...]:
-    """Gradients of (q, k, v, state, alpha, eta, theta)."""
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return scan_backward(
-                dy, dend, q, k, v, states, alpha, eta, theta, written, hidden, chunk, activation,
-                read,
-            )  # fmt: skip
+def scan_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Gradients of (q, k, v, state, alpha, eta, theta).
+
+    Args:
+        arguments: the gradients of y and of the last state, q, k, v, the packed state before the
+            first token, the states with which the chunks began; then as for ``scan_forward``.
+    """
+    dy, dend, q, k, v, _, states, alpha, eta, theta, written, *options = arguments
     if not q.numel():
         like = (q, k, v, alpha, eta, theta)
         zeros = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
         return *zeros[:3], dend.clone(), *zeros[3:]
-    options = hidden, chunk, activation, read, written is not None, product_precision(q.dtype)
-    plan = backward_plan(q.shape, *options, layouts(dy, q, k, v), q.device)
+    operands: tuple = dy, q, k, v, dend, states, alpha, eta, theta, written
+    precise = *options, product_precision(q.dtype)
+    plan = backward_plan(q.shape, precise, layouts(*operands), q.device)
     if plan.copies:
-        dy, q, k, v = contiguous_where((dy, q, k, v), plan.copies)
-    alpha, eta, theta = alpha.contiguous(), eta.contiguous(), theta.contiguous()
-    written = None if written is None else written.contiguous()
-    dq, dk, dv = plan.rows(), plan.rows(), plan.rows()
-    dgates = plan.gates(), plan.gates(), plan.gates()
-    gamma, nu, reach = plan.decays.gamma(), plan.decays.nu(), plan.decays.reach()
-    nus, tiles, arrived = plan.nus(), allocate(plan.sums.tiles), allocate(plan.sums.arrived)
-    dstate, states = dend.contiguous(), states.contiguous()
-    from_reads = tuple([allocator() for allocator in plan.from_reads])
-    from_ends = tuple([allocator() for allocator in plan.from_ends])
-    kept = tuple([allocator() for allocator in plan.kept])
+        operands = contiguous_where(operands, plan.copies)
+    dy, q, k, v, dstate, states, alpha, eta, theta, written = operands
+    dq, dk, dv, *dgates = [allocate() for allocate in plan.results]
+    # No call of ``allocate`` for each of them.
+    intermediate = [None if x is None else x() for x in plan.intermediate]
+    gamma, nu, reach, tiles, arrived = intermediate
+    nus = plan.nus()
+    from_reads = tuple([allocate() for allocate in plan.from_reads])
+    from_ends = tuple([allocate() for allocate in plan.from_ends])
+    kept = tuple([allocate() for allocate in plan.kept])
     e, e_wide, h, slope, curve, p, read_h, read_slope, matches = kept
     dk_read, de, dgamma, dreach, dstates = from_reads
     # The reads' own results are not needed once their gradients exist: these overwrite them.
@@ -147,26 +129,20 @@ def scan_backward(
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(
-    shape: tuple[int, ...],
-    hidden: int,
-    chunk: int,
-    activation: str,
-    read: str,
-    has_mask: bool,
-    precision: str,
-    operands: tuple[Layout, ...],
-    device: torch.device,
+    shape: tuple[int, ...], options: Options, operands: tuple[Layout, ...], device: torch.device
 ) -> BackwardPlan:
-    """The plan for operands of these layouts: dy, q, k and v."""
-    (dtype, _), *_ = operands
-    batch, tokens, heads, width = shape
-    sizes = batch, tokens, heads, width, hidden, min(chunk, tokens)
-    problem = Problem(*sizes, activation, read, has_mask, dtype, precision, device)
-    copies, strides = head_strides(shape, operands)
-    all_heads, chunk, size = problem.all_heads, problem.chunk, problem.packed_size
+    """The plan for operands of these layouts: dy, q, k, v, dend, the states, alpha, eta, theta and,
+    where tokens are left out, which are written.
+    """
+    rows, (dend, states, *gates) = operands[:4], operands[4:]
+    problem = problem_of(shape, options, rows[0], device)
+    all_heads, state = problem.all_heads, problem.state_shape
+    chunk, hidden = problem.chunk, problem.hidden
+    ends = (state, dend), ((problem.chunks, *state), states)
+    copies, strides = head_strides(shape, rows, *ends, *((shape[:3], gate) for gate in gates))
     # As many chunks at once as fill the GPU twice, within the memory that their intermediate
     # results may take.
-    chunk_bytes = all_heads * (8 * size + 6 * chunk * hidden * problem.dtype.itemsize)
+    chunk_bytes = all_heads * (8 * state[-1] + 6 * chunk * hidden * problem.dtype.itemsize)
     part_chunks = cdiv(2 * device_properties(device).multiprocessors, all_heads)
     part_chunks = max(1, min(problem.chunks, part_chunks, PART_BYTES // chunk_bytes))
     starts = range(0, problem.chunks, part_chunks)
@@ -178,26 +154,24 @@ def backward_plan(
             backward_part(problem, strides, first, min(part_chunks, problem.chunks - first))
             for first in reversed(starts)
         ),
-        decay_allocators(problem, part_chunks),
+        intermediate_tensors(problem, problem.sharing(STATES_BACKWARD), part_chunks),
         nus=wide(*lead, chunk, chunk),
-        sums=partial_sums(problem, problem.sharing(STATES_BACKWARD)),
-        rows=narrow(*shape),
-        gates=wide(batch, tokens, heads),
+        results=(*[narrow(*shape)] * 3, *[wide(*shape[:3])] * 3),
         kept=(
-            narrow(*lead, chunk, width),
-            wide(*lead, chunk, width),
+            narrow(*lead, chunk, problem.width),
+            wide(*lead, chunk, problem.width),
             *[narrow(*lead, chunk, hidden)] * 6,
             wide(*lead, chunk, chunk),
         ),
         from_reads=(
-            wide(*lead, chunk, width),
-            wide(*lead, chunk, width),
+            wide(*lead, chunk, problem.width),
+            wide(*lead, chunk, problem.width),
             wide(*lead, chunk, chunk),
             wide(*lead, 2, chunk),
-            wide(*lead, 2, size),
+            wide(*lead, *state[2:]),
         ),
         from_ends=(wide(*lead, 2, chunk), wide(*lead, 3)),
-        dbegin=wide(batch, heads, 2, size),
+        dbegin=wide(*state),
     )
 
 
@@ -205,42 +179,18 @@ def backward_part(
     problem: Problem, strides: Sequence[tuple[int, ...]], first: int, chunks: int
 ) -> Part:
     """The launches for ``chunks`` chunks from ``first`` on."""
-    heads, device = problem.all_heads, problem.device
-    sizes = (problem.tokens, problem.heads, heads, first, chunks)
+    heads = problem.all_heads
+    sizes = problem.tokens, problem.heads, heads, first, chunks
+    dy, q, k, _ = strides
     config = problem.sharing(STATES_BACKWARD)
+    of_reads = kernels_read_backward.scan_read_backward_kernel
+    of_states = kernels_backward.scan_states_backward_kernel
+    of_keys = kernels_backward.scan_keys_backward_kernel
     return Part(
-        decays_launch(problem, first, chunks),
+        decays_launch(kernels.decays_kernel, problem, first, chunks),
         read_launch(problem, strides[1:], first, chunks, keep=True),
-        Launch(
-            kernels_read_backward.scan_read_backward_kernel,
-            (heads * chunks,),
-            device,
-            (*sizes, *strides[0], *strides[1], *strides[2]),
-            dict(num_warps=READ_BACKWARD.num_warps),
-            CONFIG=problem.constants(READ_BACKWARD),
-        ),
-        Launch(
-            kernels_backward.scan_states_backward_kernel,
-            (heads * problem.blocks(config),),
-            device,
-            (*sizes, *strides[2]),
-            dict(num_warps=config.num_warps),
-            CONFIG=problem.constants(config),
-        ),
-        Launch(
-            kernels_backward.scan_keys_backward_kernel,
-            (heads * chunks,),
-            device,
-            (*sizes, *strides[2]),
-            dict(num_warps=KEYS_BACKWARD.num_warps),
-            CONFIG=problem.constants(KEYS_BACKWARD),
-        ),
-        Launch(
-            kernels_backward.decays_backward_kernel,
-            (heads * chunks,),
-            device,
-            (problem.tokens, problem.heads, first, chunks),
-            dict(num_warps=1),
-            CONFIG=problem.gate_constants,
-        ),
+        problem.launch(of_reads, READ_BACKWARD, heads * chunks, (*sizes, *dy, *q, *k)),
+        problem.launch(of_states, config, heads * problem.blocks(config), (*sizes, *k)),
+        problem.launch(of_keys, KEYS_BACKWARD, heads * chunks, (*sizes, *k)),
+        decays_launch(kernels_backward.decays_backward_kernel, problem, first, chunks),
     )

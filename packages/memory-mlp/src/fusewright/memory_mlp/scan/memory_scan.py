@@ -40,7 +40,7 @@ from .._core.checks import (
     checked_count,
 )
 from .._core.precision import autocast, wide, wide_dtype, without_autocast
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from ..common.checks import ACTIVATION_NAMES, READS, are_plain, check_bool, check_heads
 from ..common.operands import WIDEST, WIDEST_HIDDEN
 from ..common.weights import MemoryWeights, Weights, pack, unpack, weight_shapes
@@ -74,10 +74,6 @@ def _forward_fake(q, k, v, state, alpha, eta, theta, written, hidden, chunk, act
     return q.new_empty(q.shape), state.new_empty(state.shape), states
 
 
-def _backward_triton(dy, dend, q, k, v, state, states, *gates_and_options):
-    return launch_backward.scan_backward(dy, dend, q, k, v, states, *gates_and_options)
-
-
 def _backward_reference(dy, dend, q, k, v, state, states, *gates_and_options):
     return reference.packed_scan_backward(dy, dend, q, k, v, state, *gates_and_options)
 
@@ -96,7 +92,7 @@ _backward = Op(
     f"memory_scan_backward(Tensor dy, Tensor dend, {ROWS}, Tensor states, {GATES}, {OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta,"
     " Tensor dtheta)",
-    triton=_backward_triton,
+    triton=launch_backward.scan_backward,
     reference=_backward_reference,
     fake=_backward_fake,
 )
@@ -123,25 +119,8 @@ class _MemoryScan(Derivative):
         return None, *grads, None, None, None, None, None
 
 
-@_backward.derivative
-class _MemoryScanBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dy, dend, q, k, v, state, states, alpha, eta, theta, written, *options):
-        ctx.save_for_backward(dy, dend, q, k, v, state, alpha, eta, theta, written)
-        ctx.options = options
-        return run(dy, dend, q, k, v, state, states, alpha, eta, theta, written, *options)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        *inputs, written = ctx.saved_tensors
-
-        def backward(dy, dend, q, k, v, state, alpha, eta, theta):
-            tensors = (dy, dend, q, k, v, state, alpha, eta, theta, written)
-            return reference.packed_scan_backward(*tensors, *ctx.options)
-
-        # The states are functions of the inputs, through which their gradients pass.
-        *before, dalpha, deta, dtheta = second_order(backward, inputs, cotangents)
-        return None, *before, None, dalpha, deta, dtheta, None, None, None, None, None
+# The states follow from the inputs, through which their gradients pass.
+_backward.derivative_of_reference("states")
 
 
 def memory_scan(
@@ -200,18 +179,18 @@ def memory_scan(
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     gates = alpha, eta, theta
-    if not is_scan(q, k, v, weights, momentum, gates, chunk, activation, read):
-        chunk = checked_chunk(q, k, v, weights, momentum, gates, chunk, activation, read)
+    chunk = checked_chunk(q, k, v, weights, momentum, gates, chunk, activation, read)
     if write_mask is not None:
         write_mask = checked_mask(write_mask, q)
     q, k, v = autocast(q, k, v)
     dtype = wide_dtype(q)
     hidden, width = weights.w1.shape[-2:]
+    on_kernels = uses_triton(q, backend) and serves(q, hidden, chunk, backend)
     alpha, eta, theta = (gate.to(dtype) for gate in gates)
     state = pack(weights, momentum)
     options = (hidden, chunk, activation, read)
     tensors = (q, k, v, state, alpha, eta, theta, write_mask)
-    if uses_triton(q, backend) and serves(q, hidden, chunk, backend):
+    if on_kernels:
         y, end, _ = _forward(*tensors, *options)
     else:
         with without_autocast(q.device):
@@ -244,42 +223,6 @@ def deep_memory_scan(
         return y.transpose(1, 2).to(dtype), weights, momentum
 
 
-def is_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: MemoryWeights,
-    momentum: MemoryWeights,
-    gates: tuple[Tensor, ...],
-    chunk: int,
-    activation: str,
-    read: str,
-) -> bool:
-    """Whether all arguments but the mask are as they should be, quickly."""
-    if not (
-        isinstance(q, Tensor)
-        and isinstance(weights, MemoryWeights)
-        and isinstance(momentum, MemoryWeights)
-        and isinstance(weights.w1, Tensor)
-        and q.ndim == weights.w1.ndim == 4
-        and type(chunk) is int
-        and activation in ACTIVATION_NAMES
-        and read in READS
-    ):
-        return False
-    shape, hidden = q.shape, weights.w1.shape[2]
-    if not (shape[3] and hidden and chunk > 0):
-        return False
-    *numbers, width = shape
-    state = weight_shapes((shape[0], shape[2]), hidden, width)
-    return q.dtype in FLOATING and are_plain(
-        (q, k, v, *weights, *momentum, *gates),
-        (shape,) * 3 + (*state, *state) + (tuple(numbers),) * 3,
-        ((q.dtype,),) * 3 + ((wide_dtype(q),),) * 8 + (FLOATING,) * 3,
-        q.device,
-    )
-
-
 def checked_chunk(
     q: Tensor,
     k: Tensor,
@@ -291,10 +234,33 @@ def checked_chunk(
     activation: str,
     read: str,
 ) -> int:
-    """Say which argument is wrong: q, k, v must be rows of heads of one shape, weights and momentum
-    memories of these rows and heads, each gate one number for each token and head. Returns the
-    chunk as an int.
+    """The chunk as an int. q, k, v must be rows of heads of one shape, weights and momentum
+    memories of these rows and heads, each gate one number for each token and head.
     """
+    if (
+        isinstance(q, Tensor)
+        and isinstance(weights, MemoryWeights)
+        and isinstance(momentum, MemoryWeights)
+        and isinstance(weights.w1, Tensor)
+        and q.ndim == weights.w1.ndim == 4
+        and type(chunk) is int
+        and activation in ACTIVATION_NAMES
+        and read in READS
+        and q.shape[3]
+        and weights.w1.shape[2]
+        and chunk > 0
+        and q.dtype in FLOATING
+    ):
+        shape = q.shape
+        state = weight_shapes((shape[0], shape[2]), weights.w1.shape[2], shape[3])
+        if are_plain(
+            (q, k, v, *weights, *momentum, *gates),
+            (shape,) * 3 + (*state, *state) + (shape[:3],) * 3,
+            ((q.dtype,),) * 3 + ((wide_dtype(q),),) * 8 + (FLOATING,) * 3,
+            q.device,
+        ):
+            return chunk
+    # One is wrong: which one?
     check_heads("q", q)
     check_same("k", k, "q", q)
     check_same("v", v, "q", q)
@@ -306,10 +272,11 @@ def checked_chunk(
     for name, half in (("weights", weights), ("momentum", momentum)):
         if not isinstance(half, MemoryWeights):
             raise TypeError(f"{name} must be MemoryWeights, got {type(half).__name__}")
+        for field, x in zip(half._fields, half, strict=True):
+            check_floating(f"{name}.{field}", x)
         hidden = hidden or (half.w1.shape[-2] if half.w1.ndim == 4 else 0)
         shapes = weight_shapes((batch, heads), hidden, width)
         for field, x, shape in zip(half._fields, half, shapes, strict=True):
-            check_floating(f"{name}.{field}", x)
             if tuple(x.shape) != shape or not hidden:
                 wanted = (batch, heads, *(axis or "hidden" for axis in shape[2:]))
                 raise ValueError(f"{name}.{field} must be {wanted}, got {tuple(x.shape)}")

@@ -21,37 +21,6 @@ from ..common.weights import MemoryWeights, weight_shapes
 Tensor = torch.Tensor
 
 
-def is_update(
-    k: Tensor,
-    v: Tensor,
-    weights: MemoryWeights,
-    momentum: MemoryWeights,
-    gates: tuple[Tensor | float, ...],
-) -> bool:
-    """Whether all tensors but the row weights are as they should be, quickly."""
-    if not (
-        isinstance(k, Tensor)
-        and isinstance(weights, MemoryWeights)
-        and isinstance(momentum, MemoryWeights)
-        and isinstance(weights.w1, Tensor)
-        and k.ndim > 1
-        and weights.w1.ndim > 1
-    ):
-        return False
-    *lead, hidden, _ = weights.w1.shape
-    *outer, _, width = k.shape
-    if not (width and hidden) or (lead and lead != outer):
-        return False
-    state = weight_shapes(lead, hidden, width)
-    tensors = [x for x in gates if isinstance(x, Tensor)]
-    return are_plain(
-        (k, v, *weights, *momentum, *tensors),
-        (k.shape, k.shape, *state, *state) + (tuple(lead),) * len(tensors),
-        (FLOATING,) * 2 + ((wide_dtype(k),),) * 8 + (FLOATING,) * len(tensors),
-        k.device,
-    )
-
-
 def check_update(
     k: Tensor,
     v: Tensor,
@@ -59,10 +28,34 @@ def check_update(
     momentum: MemoryWeights,
     gates: tuple[Tensor | float, ...],
 ) -> None:
-    """Say which argument is wrong: k and v must be [*lead, N, D] of one shape, weights and momentum
-    one memory for each leading index of k, or one for all, in fp32 (fp64 for fp64 keys), each gate
-    a number or one for each memory.
+    """k and v must be [*lead, N, D] of one shape, weights and momentum one memory for each leading
+    index of k, or one for all, in fp32 (fp64 for fp64 keys), each gate a number or one for each
+    memory.
     """
+    if (
+        isinstance(k, Tensor)
+        and isinstance(weights, MemoryWeights)
+        and isinstance(momentum, MemoryWeights)
+        and isinstance(weights.w1, Tensor)
+        and k.ndim > 1
+        and weights.w1.ndim > 1
+    ):
+        *lead, hidden, _ = weights.w1.shape
+        *outer, _, width = k.shape
+        state = weight_shapes(lead, hidden, width)
+        tensors = [x for x in gates if isinstance(x, Tensor)]
+        if (
+            (width and hidden)
+            and (not lead or lead == outer)
+            and are_plain(
+                (k, v, *weights, *momentum, *tensors),
+                (k.shape, k.shape, *state, *state) + (tuple(lead),) * len(tensors),
+                (FLOATING,) * 2 + ((wide_dtype(k),),) * 8 + (FLOATING,) * len(tensors),
+                k.device,
+            )
+        ):
+            return
+    # One is wrong: which one?
     for name, x in (("k", k), ("v", v)):
         check_floating(name, x)
     if k.ndim < 2 or not k.shape[-1]:

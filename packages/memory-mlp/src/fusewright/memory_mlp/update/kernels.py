@@ -21,13 +21,14 @@ from .._core.tiles import as_operand
 from ..common.tiles import activated
 from .tiles import (
     after_the_launch_before,
-    elements_from,
     elements_of_tile,
     exists,
     is_finite,
     load_bias,
+    load_row_weights,
     part_of_program,
     product,
+    residual_of,
     start_of_problem,
     store_column_sums,
     store_operand,
@@ -101,16 +102,11 @@ def residual_kernel(
     h_ptr += tile.problem.to(tl.int64) * rows * hidden
     r = product(h_ptr, hidden, w2_ptr, tile, rows, width, hidden, True, CONFIG)
     inside = exists(tile, rows, width)
-    r += load_bias(b2_ptr, tile, width)
-    v_ptr += start_of_problem(tile.problem, v_inner, v_outer_stride, v_inner_stride)
-    first = (tile.row_tile * CONFIG.BLOCK_M).to(tl.int64)
-    v_at = elements_from(v_ptr, first, v_row_stride, tile.col, CONFIG)
-    r -= tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
-    r = tl.where(inside, r, 0.0)
+    v_at = v_ptr, v_inner, v_outer_stride, v_inner_stride, v_row_stride
+    r = residual_of(r, b2_ptr, v_at, tile, inside, width, CONFIG)
     e = r
     if row_weights_ptr is not None:
-        weights_at = row_weights_ptr + tile.problem.to(tl.int64) * rows + tile.row
-        e = r * tl.load(weights_at, mask=tile.row < rows, other=0.0)[:, None]
+        e = r * load_row_weights(row_weights_ptr, tile, rows)
     row_tiles, col_tiles = tl.cdiv(rows, CONFIG.BLOCK_M), tl.cdiv(width, CONFIG.BLOCK_N)
     loss_at = (tile.problem.to(tl.int64) * row_tiles + tile.row_tile) * col_tiles + tile.col_tile
     tl.store(losses_ptr + loss_at, tl.sum(tl.sum(e * r, 1), 0))

@@ -30,14 +30,15 @@ import triton.language as tl
 from ..common.tiles import activated
 from .tiles import (
     after_the_launch_before,
-    elements_from,
     elements_of_tile,
     exists,
     is_finite,
     load_bias,
+    load_row_weights,
     part_of_program,
     product,
     product_operand,
+    residual_of,
     start_of_problem,
     store_column_sums,
     store_operand,
@@ -309,16 +310,11 @@ def e_bar_kernel(
     q = e_bar
     e = tl.zeros_like(e_bar)
     if WITH_R:
-        r += load_bias(b2_ptr, tile, width)
-        v_ptr += start_of_problem(tile.problem, v_inner, v_outer_stride, v_inner_stride)
-        first = (tile.row_tile * CONFIG.BLOCK_M).to(tl.int64)
-        v_at = elements_from(v_ptr, first, v_row_stride, tile.col, CONFIG)
-        r -= tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
-        r = tl.where(inside, r, 0.0)
+        v_at = v_ptr, v_inner, v_outer_stride, v_inner_stride, v_row_stride
+        r = residual_of(r, b2_ptr, v_at, tile, inside, width, CONFIG)
         e = r
     if row_weights_ptr is not None:
-        weights_at = row_weights_ptr + tile.problem.to(tl.int64) * rows + tile.row
-        row_weights = tl.load(weights_at, mask=tile.row < rows, other=0.0)[:, None]
+        row_weights = load_row_weights(row_weights_ptr, tile, rows)
         q = row_weights * e_bar
         e = row_weights * r
         by_weight = e_bar * r

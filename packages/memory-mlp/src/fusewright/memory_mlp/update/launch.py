@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,11 +15,9 @@ from .._core.launches import (
     allocate,
     cdiv,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
-from ..common.operands import contiguous
 from .problem import (
     ANY_SIZE,
     GRADIENTS_ANY_SIZE,
@@ -29,14 +27,10 @@ from .problem import (
     UpdateBlock,
     UpdateProblem,
     UpdateTile,
-    element_launch,
-    element_programs,
     grid_of,
     plan_gradients,
     problem_of,
-    row_product_launch,
     tile_precision,
-    tiles,
     transpose_launch,
 )
 
@@ -97,10 +91,9 @@ STEP = UpdateBlock(block=512, num_warps=4)
 
 
 class UpdatePlan(NamedTuple):
-    """One forward pass: its launches in their order, which of k and v it copies first, and the
-    allocators of its tensors: z, h, e and p of all rows, the partial sums, the rounded weights, the
-    operands of TF32 products (k rounded, then transposes of k, h, e, p and w2), and the tensors of
-    a MemoryWeights, for the gradient, W' and S'.
+    """One forward pass: its launches in their order, which inputs it copies first, and the
+    allocators of its tensors: results, partial sums, and operands of products that it writes, w1
+    and w2 rounded and of TF32 products k rounded and transposes of k, h, e, p and w2.
     """
 
     rounds: Launch | None
@@ -110,150 +103,114 @@ class UpdatePlan(NamedTuple):
     slope: Launch
     gradients: GradientsPlan
     step: Launch
-    copies: tuple[bool, bool]
-    rows: tuple[Allocator, ...]
+    copies: tuple[bool, ...]
+    results: tuple[Allocator, ...]
     partials: tuple[Allocator, ...]
-    operands: tuple[Allocator, Allocator] | None
-    transposed: tuple[Allocator | None, ...]
-    weights: tuple[Allocator, ...]
-    number: Allocator
-    flag: Allocator
+    operands: tuple[Allocator | None, ...]
 
 
 def update_forward(
-    k: Tensor,
-    v: Tensor,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    s1: Tensor,
-    c1: Tensor,
-    s2: Tensor,
-    c2: Tensor,
-    alpha: Tensor,
-    eta: Tensor,
-    theta: Tensor,
-    row_weights: Tensor | None,
-    factor: float,
-    activation: str,
-    max_grad_norm: float | None,
+    inputs: tuple[Any, ...], factor: float, activation: str, max_grad_norm: float | None
 ) -> tuple[Tensor, ...]:
-    """One step of the memory (w1, b1, w2, b2) with the momentum (s1, c1, s2, c2).
+    """One step of a memory.
+
+    Args:
+        inputs: k, v, the memory (w1, b1, w2, b2), its momentum (s1, c1, s2, c2), alpha, eta, theta,
+            row weights or None.
+        factor: twice that of the sum of the residuals' squares in the loss.
+        activation, max_grad_norm: options of the update.
 
     Returns:
         W' and S', four tensors each; loss, norm, skipped; z in fp32 and h, e, p in k's dtype, e and
         p without ``factor``; the gradient, four tensors.
     """
-    if not is_current(k.device):
-        with torch.cuda.device(k.device):
-            return update_forward(
-                k, v, w1, b1, w2, b2, s1, c1, s2, c2, alpha, eta, theta, row_weights, factor,
-                activation, max_grad_norm,
-            )  # fmt: skip
-    plan = update_plan(
-        k.shape,
-        w1.shape[-2],
-        layouts(k, v),
-        row_weights is not None,
-        activation,
-        max_grad_norm is not None,
-        tile_precision(k.dtype),
-        k.device,
-    )
-    if any(plan.copies):
-        k, v = contiguous_where((k, v), plan.copies)
-    w1, b1, w2, b2, s1, c1, s2, c2 = map(contiguous, (w1, b1, w2, b2, s1, c1, s2, c2))
-    gates = contiguous(alpha), contiguous(eta), contiguous(theta)
-    z, h, e, p = (allocator() for allocator in plan.rows)
-    e_sums, p_sums, losses, squares = (allocator() for allocator in plan.partials)
-    gradient = [allocator() for allocator in plan.weights]
-    new_weights = [allocator() for allocator in plan.weights]
-    new_momentum = [allocator() for allocator in plan.weights]
-    loss, norm, skipped = plan.number(), plan.number(), plan.flag()
-    w1_operand, w2_operand = w1, w2
-    if plan.operands is not None:
-        w1_operand, w2_operand = plan.operands[0](), plan.operands[1]()
-    if plan.rounds is not None:
-        plan.rounds((w1, w2, w1_operand, w2_operand))
-    k_operand, k_transposed, *transposed = map(allocate, plan.transposed)
+    k, _, w1, *_ = inputs
+    precision, clips = tile_precision(k.dtype), max_grad_norm is not None
+    options = layouts(*inputs), activation, clips, precision, k.device
+    plan = update_plan(k.shape, w1.shape[-2], *options)
+    if plan.copies:
+        inputs = contiguous_where(inputs, plan.copies)
+    k, v, *state, alpha, eta, theta, row_weights = inputs
+    w1, b1, w2, b2, *_ = state
+    results = tuple([allocate() for allocate in plan.results])
+    loss, norm, skipped, z, h, e, p = results[8:15]
+    gradient = results[15:]
+    e_sums, p_sums, losses, squares = [allocate() for allocate in plan.partials]
+    operands = [allocate(operand) for operand in plan.operands]
+    w1_operand, w2_operand, k_operand, k_transposed, *transposed = operands
     h_transposed, e_transposed, p_transposed, w2_transposed = transposed
     if plan.transposes is not None:
         absent = None, None, None, None
         weights_out = w1_operand, None, w2_operand, w2_transposed
         plan.transposes((k, w1, w2, *absent, k_operand, k_transposed, *weights_out, *absent))
-        operands = p_transposed, k_transposed, e_transposed, h_transposed, None, None
+        pairs = p_transposed, k_transposed, e_transposed, h_transposed, None, None
     else:
-        operands = p, k, e, h, None, None
+        if plan.rounds is not None:
+            plan.rounds((w1, w2, w1_operand, w2_operand))
+        else:
+            w1_operand, w2_operand = w1, w2
         k_operand, w2_transposed = k, w2_operand
+        pairs = p, k, e, h, None, None
     plan.hidden((k_operand, w1_operand, b1, z, h, h_transposed))
-    plan.residual((h, w2_operand, b2, v, contiguous(row_weights), e, e_transposed, e_sums, losses))
+    plan.residual((h, w2_operand, b2, v, row_weights, e, e_transposed, e_sums, losses))
     plan.slope((e, w2_transposed, z, p, p_transposed, p_sums))
-    plan.gradients.run(operands, (p_sums, e_sums), None, gradient, squares, factor)
+    plan.gradients.run(pairs, (p_sums, e_sums), None, gradient, squares, factor)
     plan.step(
         (
-            *(w1, b1, w2, b2, s1, c1, s2, c2, *gradient),
-            *(*gates, squares, losses, *new_weights, *new_momentum, loss, norm, skipped),
+            *(*state, *gradient, alpha, eta, theta, squares, losses),
+            *(*results[:8], loss, norm, skipped),
         ),
         (0.5 * factor, max_grad_norm or 0.0),
     )
-    return *new_weights, *new_momentum, loss, norm, skipped, z, h, e, p, *gradient
+    return results
 
 
 @functools.lru_cache(maxsize=4096)
 def update_plan(
     shape: tuple[int, ...],
     units: int,
-    operands: tuple[Layout, Layout],
-    has_row_weights: bool,
+    inputs: tuple[Layout | None, ...],
     activation: str,
     clips: bool,
     precision: str,
     device: torch.device,
 ) -> UpdatePlan:
-    """The plan for k and v of these layouts and a memory of ``units`` hidden units."""
-    problem = problem_of(shape, units, *operands, activation, precision, device)
+    """The plan for inputs of these layouts and a memory of ``units`` hidden units."""
+    problem, copies = problem_of(shape, units, inputs, activation, precision, device)
     rows, width, hidden = problem.sizes
-    first = problem.tile(HIDDEN, hidden)
-    residual = problem.tile(WEIGHTED_RESIDUAL if has_row_weights else RESIDUAL, width)
+    residual = problem.tile(RESIDUAL if inputs[-1] is None else WEIGHTED_RESIDUAL, width)
     slope = problem.tile(SLOPE, hidden)
-    residual_tiles, slope_tiles = tiles(rows, residual), tiles(rows, slope)
+    residual_tiles, slope_tiles = cdiv(rows, residual.rows), cdiv(rows, slope.rows)
     loss_tiles = residual_tiles * cdiv(width, residual.cols)
     gradients = plan_gradients(problem, GRADIENTS, (slope_tiles, residual_tiles))
+    programs = problem.element_programs(STEP.block)
+    weights, number = problem.weights(), problem.allocator()
+    of_width, of_hidden = problem.operand(rows, width), problem.operand(rows, hidden)
+    keys, by_width, by_hidden = problem.transposed_rows()
     return UpdatePlan(
         round_launch(problem) if problem.rounds and not problem.transposes else None,
         transpose_launch(problem, backward=False) if problem.transposes else None,
-        row_product_launch(
+        problem.rows_launch(
             kernels.hidden_kernel,
-            problem,
-            first,
+            problem.tile(HIDDEN, hidden),
             hidden,
-            width,
             (*problem.key_operands, *problem.sizes),
         ),
-        row_product_launch(
-            kernels.residual_kernel,
-            problem,
-            residual,
-            width,
-            hidden,
-            (*problem.values, *problem.sizes),
+        problem.rows_launch(
+            kernels.residual_kernel, residual, width, (*problem.values, *problem.sizes)
         ),
-        row_product_launch(kernels.slope_kernel, problem, slope, hidden, width, problem.sizes),
+        problem.rows_launch(kernels.slope_kernel, slope, hidden, problem.sizes),
         gradients,
-        element_launch(
+        problem.element_launch(
             kernels.step_kernel,
-            problem,
             STEP,
-            (width, hidden, element_programs(problem, STEP.block), gradients.slots, loss_tiles),
+            (width, hidden, programs, gradients.slots, loss_tiles),
             clips=clips,
         ),
-        problem.copies,
-        rows=(
-            problem.allocator(rows, hidden),
-            problem.operand(rows, hidden),
-            problem.operand(rows, width),
-            problem.operand(rows, hidden),
+        copies,
+        results=(
+            *(*weights, *weights, number, number, problem.allocator(dtype=torch.bool)),
+            *(problem.allocator(rows, hidden), of_hidden, of_width, of_hidden, *weights),
         ),
         partials=(
             problem.allocator(residual_tiles, width),
@@ -261,18 +218,11 @@ def update_plan(
             problem.allocator(loss_tiles),
             problem.allocator(gradients.slots),
         ),
-        operands=problem.weight_operands() if problem.rounds else None,
-        transposed=(
-            problem.operand(rows, width) if problem.transposes else None,
-            problem.transposed_rows(width),
-            problem.transposed_rows(hidden),
-            problem.transposed_rows(width),
-            problem.transposed_rows(hidden),
+        operands=(
+            *(problem.weight_operands() if problem.rounds else (None, None)),
+            *(keys, by_width, by_hidden, by_width, by_hidden),
             problem.operand(hidden, width) if problem.transposes else None,
         ),
-        weights=problem.weights(),
-        number=problem.allocator(),
-        flag=problem.allocator(dtype=torch.bool),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,6 @@ from .._core.launches import (
     allocate,
     cdiv,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -28,13 +27,9 @@ from .problem import (
     UpdateBlock,
     UpdateProblem,
     UpdateTile,
-    element_launch,
-    element_programs,
     plan_gradients,
     problem_of,
-    row_product_launch,
     tile_precision,
-    tiles,
     transpose_launch,
 )
 
@@ -109,21 +104,22 @@ COTANGENTS = UpdateBlock(block=1024, num_warps=8)
 
 
 class BackwardOptions(NamedTuple):
-    """Which upstream gradients exist (of W', of S', of the loss), whether there are row weights,
-    and which gradients are needed (of k and v; of W).
+    """Which upstream gradients exist (of W', of S', of the loss), and which gradients are needed
+    (of k and v; of W).
     """
 
     from_weights: bool
     from_momentum: bool
     from_loss: bool
-    row_weights: bool
     rows: bool
     weights: bool
 
 
 class UpdateBackwardPlan(NamedTuple):
-    """One backward pass: its launches in their order, which of k and v it copies first, and the
-    allocators of its tensors.
+    """One backward pass: its launches in their order, which inputs it copies first, and the
+    allocators of its tensors: results, intermediate ones (A and its biases, partial sums, dh_bar,
+    q, z_bar, p_bar, parts of the row weights' gradients), w1 and w2 rounded, and what TF32 products
+    read, as in ``transposed_operands``.
     """
 
     inner_products: Launch
@@ -134,33 +130,17 @@ class UpdateBackwardPlan(NamedTuple):
     z_bar: Launch
     dk: Launch | None
     gradients: GradientsPlan | None
-    copies: tuple[bool, bool]
-    rounds: bool
-    weight_operands: tuple[Allocator, Allocator]
+    copies: tuple[bool, ...]
+    results: tuple[Allocator | None, ...]
+    intermediate: tuple[Allocator | None, ...]
+    rounded: tuple[Allocator, Allocator] | None
     transposed: tuple[Allocator | None, ...]
-    biases: tuple[Allocator, Allocator]
-    partials: tuple[Allocator, ...]
-    p_bar_rows: Allocator | None
-    rows: tuple[Allocator, ...]
-    drows: tuple[Allocator, Allocator] | None
-    row_parts: Allocator | None
-    drow_weights: Allocator | None
-    weights: tuple[Allocator, ...]
-    number: Allocator
 
 
 def update_backward(
     upstream: Sequence[Tensor | None],
-    dloss: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    momentum: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    row_weights: Tensor | None,
-    norm: Tensor,
-    rows: Sequence[Tensor],
-    gradient: Sequence[Tensor],
+    inputs: tuple[Any, ...],
+    saved: Sequence[Tensor],
     factor: float,
     activation: str,
     max_grad_norm: float | None,
@@ -170,69 +150,47 @@ def update_backward(
     """Gradients of all floating inputs of ``update_forward``.
 
     Args:
-        upstream: the gradients of W', then those of S', None for each that does not exist.
-        dloss: the gradient of the loss, or None.
-        weights, momentum, gates, row_weights: inputs of the forward pass.
-        norm, rows, gradient: its outputs; rows are z, h, e and p.
+        upstream: the gradients of W', then those of S', then of the loss, None for each that does
+            not exist.
+        inputs, factor, activation, max_grad_norm: of the forward pass.
+        saved: results of the forward pass: norm, z, h, e and p, the gradient.
         with_rows, with_weights: whether the gradients of k and v, and of W, are needed.
 
     Returns:
-        The gradients of k, v, W (four), S (four), alpha, eta, theta, row_weights; None where not
+        The gradients of k, v, W (four), S (four), alpha, eta, theta, row weights; None where not
         needed.
     """
-    if not is_current(k.device):
-        with torch.cuda.device(k.device):
-            return update_backward(
-                upstream, dloss, k, v, weights, momentum, gates, row_weights, norm, rows,
-                gradient, factor, activation, max_grad_norm, with_rows, with_weights,
-            )  # fmt: skip
-    uw, us = filled(upstream[:4], weights), filled(upstream[4:], weights)
-    w1, b1, w2, b2 = (contiguous(x) for x in weights)
-    plan = backward_plan(
-        k.shape,
-        w1.shape[-2],
-        layouts(k, v),
-        BackwardOptions(
-            uw[0] is not None,
-            us[0] is not None,
-            dloss is not None,
-            row_weights is not None,
-            with_rows,
-            with_weights,
-        ),
-        activation,
-        max_grad_norm is not None,
-        tile_precision(k.dtype),
-        k.device,
+    k, _, w1, *_ = inputs
+    uw, us, dloss = filled(upstream[:4], inputs), filled(upstream[4:8], inputs), upstream[8]
+    needed = BackwardOptions(
+        uw[0] is not None, us[0] is not None, dloss is not None, with_rows, with_weights
     )
-    if any(plan.copies):
-        k, v = contiguous_where((k, v), plan.copies)
-    row_weights = contiguous(row_weights)
-    z, h, e, p = rows
-    partials, q_sums, z_bar_sums = (allocator() for allocator in plan.partials)
+    precision, clips = tile_precision(k.dtype), max_grad_norm is not None
+    options = layouts(*inputs), needed, activation, clips, precision, k.device
+    plan = backward_plan(k.shape, w1.shape[-2], *options)
+    if plan.copies:
+        inputs = contiguous_where(inputs, plan.copies)
+    k, v, *state, alpha, eta, theta, row_weights = inputs
+    w1, _, w2, b2, *_ = state
+    norm, z, h, e, p, *gradient = saved
+    results = tuple([allocate(result) for result in plan.results])
+    dk, dv, *dstate, drow_weights = results
+    dw, ds, dgates = dstate[:4], dstate[4:8], dstate[8:]
+    intermediate = [allocate(tensor) for tensor in plan.intermediate]
+    a1, a1_bias, a2, a2_bias, partials, q_sums, z_bar_sums, *rows = intermediate
+    dh_bar, q, z_bar, p_bar, row_parts = rows
     w1_operand, w2_operand = w1, w2
-    if plan.rounds:
-        w1_operand, w2_operand = plan.weight_operands[0](), plan.weight_operands[1]()
-    a1, a2 = (allocator() for allocator in plan.weight_operands)
-    a1_bias, a2_bias = (allocator() for allocator in plan.biases)
-    ds = [allocator() for allocator in plan.weights]
-    dw = [allocator() if with_weights else None for allocator in plan.weights]
-    dgates = [plan.number() for _ in range(3)]
-    dh_bar, q, z_bar = (allocator() for allocator in plan.rows)
-    p_bar, row_parts = allocate(plan.p_bar_rows), allocate(plan.row_parts)
-    drow_weights = allocate(plan.drow_weights)
-    dk, dv = (None, None) if plan.drows is None else (plan.drows[0](), plan.drows[1]())
-
-    state = (w1, b1, w2, b2, *map(contiguous, momentum))
+    if plan.rounded is not None:
+        w1_operand, w2_operand = plan.rounded[0](), plan.rounded[1]()
     plan.inner_products((*uw, *us, *state, *gradient, norm, partials, w1_operand, w2_operand))
     plan.cotangents(
         (
-            *(*uw, *us, *gradient, *map(contiguous, gates), norm, partials),
+            *(*uw, *us, *gradient, alpha, eta, theta, norm, partials),
             *(a1, a1_bias, a2, a2_bias, *ds, *dw, *dgates),
         ),
         (max_grad_norm or 0.0,),
     )
-    transposed = [allocate(allocator) for allocator in plan.transposed]
+    transposed = [allocate(operand) for operand in plan.transposed]
     k_operand, k_transposed, e_transposed, h_transposed = transposed[:4]
     a1_transposed, a2_transposed, w1_transposed, w2_transposed = transposed[4:8]
     dh_bar_transposed, q_transposed, z_bar_transposed = transposed[8:]
@@ -244,14 +202,8 @@ def update_backward(
                 *(e_transposed, h_transposed, a1_transposed, a2_transposed),
             )
         )
-        products = (
-            z_bar_transposed,
-            k_transposed,
-            e_transposed,
-            dh_bar_transposed,
-            q_transposed,
-            h_transposed,
-        )
+        first = z_bar_transposed, k_transposed
+        products = *first, e_transposed, dh_bar_transposed, q_transposed, h_transposed
     else:
         products = z_bar, k, e, dh_bar, q, h
         k_operand, a1_transposed, a2_transposed = k, a1, a2
@@ -274,18 +226,20 @@ def update_backward(
         plan.dk((p, z_bar, a1_transposed, w1_transposed, norm, dk), (factor,))
     if plan.gradients is not None:
         plan.gradients.run(products, (z_bar_sums, q_sums), norm, dw, None, factor)
-    return dk, dv, *dw, *ds, *dgates, drow_weights
+    return results
 
 
 def filled(
-    upstream: Sequence[Tensor | None], weights: Sequence[Tensor]
+    upstream: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Four gradients or none: zeros for those of four that do not exist."""
+    """Four gradients, of tensors like the memory, or none: zeros for those of four that do not
+    exist.
+    """
     if all(x is None for x in upstream):
         return (None,) * 4
     return tuple(
         torch.zeros_like(w, memory_format=torch.contiguous_format) if x is None else contiguous(x)
-        for x, w in zip(upstream, weights, strict=True)
+        for x, w in zip(upstream, inputs[2:6], strict=True)
     )
 
 
@@ -293,106 +247,86 @@ def filled(
 def backward_plan(
     shape: tuple[int, ...],
     units: int,
-    operands: tuple[Layout, Layout],
-    options: BackwardOptions,
+    inputs: tuple[Layout | None, ...],
+    needed: BackwardOptions,
     activation: str,
     clips: bool,
     precision: str,
     device: torch.device,
 ) -> UpdateBackwardPlan:
-    """The plan for k and v of these layouts and a memory of ``units`` hidden units."""
-    problem = problem_of(shape, units, *operands, activation, precision, device)
+    """The plan for inputs of these layouts and a memory of ``units`` hidden units."""
+    problem, copies = problem_of(shape, units, inputs, activation, precision, device)
     rows, width, hidden = problem.sizes
-    with_r = options.row_weights or options.from_loss
+    has_row_weights = inputs[-1] is not None
+    with_r = has_row_weights or needed.from_loss
     e_bar = problem.tile(E_BAR_AND_R if with_r else E_BAR, width)
     z_bar = problem.tile(Z_BAR, hidden)
-    q_tiles, z_bar_tiles = tiles(rows, e_bar), tiles(rows, z_bar)
+    q_tiles, z_bar_tiles = cdiv(rows, e_bar.rows), cdiv(rows, z_bar.rows)
     row_parts = cdiv(width, e_bar.cols)
-    partials = element_programs(problem, INNER_PRODUCTS.block)
+    partials = problem.element_programs(INNER_PRODUCTS.block)
+    programs = problem.element_programs(COTANGENTS.block)
+    of_width, of_hidden = problem.operand(rows, width), problem.operand(rows, hidden)
+    a1, a2 = problem.weight_operands()
+    weights, number = problem.weights(), problem.allocator()
+    dk = None
+    if needed.rows:
+        line = problem.tile(DK, width)
+        dk = problem.rows_launch(kernels_backward.dk_kernel, line, width, problem.sizes)
     return UpdateBackwardPlan(
-        element_launch(
+        problem.element_launch(
             kernels_backward.inner_products_kernel,
-            problem,
             INNER_PRODUCTS,
             (width, hidden, partials),
             first=True,
         ),
-        element_launch(
+        problem.element_launch(
             kernels_backward.cotangents_kernel,
-            problem,
             COTANGENTS,
-            (width, hidden, element_programs(problem, COTANGENTS.block), partials),
+            (width, hidden, programs, partials),
             clips=clips,
         ),
         transpose_launch(problem, backward=True) if problem.transposes else None,
-        row_product_launch(
+        problem.rows_launch(
             kernels_backward.p_bar_kernel,
-            problem,
             problem.tile(P_BAR, hidden),
             hidden,
-            width,
             (*problem.key_operands, *problem.sizes),
         ),
-        row_product_launch(
-            kernels_backward.e_bar_kernel,
-            problem,
-            e_bar,
-            width,
-            hidden,
-            (*problem.values, *problem.sizes),
+        problem.rows_launch(
+            kernels_backward.e_bar_kernel, e_bar, width, (*problem.values, *problem.sizes)
         ),
-        row_product_launch(
-            kernels_backward.z_bar_kernel,
-            problem,
-            z_bar,
-            hidden,
-            width,
-            (*problem.sizes, row_parts),
+        problem.rows_launch(
+            kernels_backward.z_bar_kernel, z_bar, hidden, (*problem.sizes, row_parts)
         ),
-        row_product_launch(
-            kernels_backward.dk_kernel,
-            problem,
-            problem.tile(DK, width),
-            width,
-            hidden,
-            problem.sizes,
-        )
-        if options.rows
-        else None,
-        plan_gradients(problem, DWEIGHTS, (z_bar_tiles, q_tiles)) if options.weights else None,
-        problem.copies,
-        problem.rounds,
-        weight_operands=problem.weight_operands(),
-        transposed=transposed_allocators(problem),
-        biases=(problem.allocator(hidden), problem.allocator(width)),
-        partials=(
+        dk,
+        plan_gradients(problem, DWEIGHTS, (z_bar_tiles, q_tiles)) if needed.weights else None,
+        copies,
+        results=(
+            *([of_width] * 2 if needed.rows else [None] * 2),
+            *(weights if needed.weights else [None] * 4),
+            *(*weights, number, number, number),
+            problem.allocator(rows) if has_row_weights else None,
+        ),
+        intermediate=(
+            *(a1, problem.allocator(hidden), a2, problem.allocator(width)),
             problem.allocator(3, partials),
             problem.allocator(q_tiles, width),
             problem.allocator(z_bar_tiles, hidden),
+            *(of_hidden, of_width, of_hidden),
+            problem.allocator(rows, hidden) if activation != "relu" else None,
+            problem.allocator(row_parts, rows) if has_row_weights else None,
         ),
-        p_bar_rows=problem.allocator(rows, hidden) if activation != "relu" else None,
-        rows=(
-            problem.operand(rows, hidden),
-            problem.operand(rows, width),
-            problem.operand(rows, hidden),
-        ),
-        drows=(problem.operand(rows, width), problem.operand(rows, width))
-        if options.rows
-        else None,
-        row_parts=problem.allocator(row_parts, rows) if options.row_weights else None,
-        drow_weights=problem.allocator(rows) if options.row_weights else None,
-        weights=problem.weights(),
-        number=problem.allocator(),
+        rounded=(a1, a2) if problem.rounds else None,
+        transposed=transposed_operands(problem),
     )
 
 
-def transposed_allocators(problem: UpdateProblem) -> tuple[Allocator | None, ...]:
+def transposed_operands(problem: UpdateProblem) -> tuple[Allocator | None, ...]:
     """For k as an operand, then for transposes of k, e, h, A1, A2, w1, w2, dh_bar, q and z_bar."""
     if not problem.transposes:
         return (None,) * 11
-    rows, width, hidden = problem.sizes
-    by_width, by_hidden = problem.transposed_rows(width), problem.transposed_rows(hidden)
-    matrix1, matrix2 = problem.operand(width, hidden), problem.operand(hidden, width)
+    keys, by_width, by_hidden = problem.transposed_rows()
+    matrix1 = problem.operand(problem.width, problem.hidden)
+    matrix2 = problem.operand(problem.hidden, problem.width)
     weights = matrix1, matrix2, matrix1, matrix2
-    keys = problem.operand(rows, width)
     return keys, by_width, by_width, by_hidden, *weights, by_hidden, by_width, by_hidden

@@ -41,7 +41,6 @@ from .checks import (
     checked_gates,
     checked_options,
     checked_row_weights,
-    is_update,
 )
 
 Tensor = torch.Tensor
@@ -76,7 +75,7 @@ class MemoryUpdate(NamedTuple):
 def _forward_triton(*args):
     *inputs, activation, reduction, max_grad_norm = args
     factor = reference.loss_factor(reduction, inputs[0])
-    return launch.update_forward(*(*inputs, factor, activation, max_grad_norm))
+    return launch.update_forward(inputs, factor, activation, max_grad_norm)
 
 
 def _forward_reference(*args):
@@ -112,27 +111,10 @@ def _forward_fake(k, v, *others):
 
 def _backward_triton(*args):
     upstream, inputs, saved, options = _parts(args)
-    activation, reduction, max_grad_norm, *needed = options
-    k, v, *state = inputs[:10]
-    norm, z, h, e, p, *gradient = saved
-    grads = launch_backward.update_backward(
-        upstream[:8],
-        upstream[8],
-        k,
-        v,
-        state[:4],
-        state[4:],
-        inputs[10:13],
-        inputs[13],
-        norm,
-        (z, h, e, p),
-        gradient,
-        reference.loss_factor(reduction, k),
-        activation,
-        max_grad_norm,
-        *needed,
-    )
-    return tuple(empty_grad(state[0]) if x is None else x for x in grads)
+    activation, reduction, *others = options
+    factor = reference.loss_factor(reduction, inputs[0])
+    grads = launch_backward.update_backward(upstream, inputs, saved, factor, activation, *others)
+    return tuple(empty_grad(inputs[2]) if x is None else x for x in grads)
 
 
 def _backward_reference(*args):
@@ -229,23 +211,8 @@ class _MemoryUpdate(Derivative):
         return None, *wanted, None, None, None
 
 
-@_backward.derivative
-class _MemoryUpdateBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, *args):
-        upstream, inputs, _, ctx.options = _parts(args)
-        ctx.save_for_backward(*inputs, *upstream)
-        return run(*args)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        def backward(*tensors):
-            return reference_gradients(tensors[-9:], tensors[:-9], ctx.options)
-
-        grads = second_order(backward, ctx.saved_tensors, cotangents)
-        # The saved tensors are functions of the inputs, through which their gradients pass.
-        saved = (None,) * 9
-        return None, *grads[:INPUT_COUNT], *saved, *grads[INPUT_COUNT:], *(None,) * 5
+# What the forward op saves follows from the inputs, through which its gradients pass.
+_backward.derivative_of_reference("norm", "z", "h", "e", "p", "g1", "d1", "g2", "d2")
 
 
 def memory_update(
@@ -303,8 +270,7 @@ def memory_update(
     """
     options = checked_options(activation, reduction, max_grad_norm)
     gates = alpha, eta, theta
-    if not is_update(k, v, weights, momentum, gates):
-        check_update(k, v, weights, momentum, gates)
+    check_update(k, v, weights, momentum, gates)
     k, v = cast_rows(k, v)
     alpha, eta, theta = checked_gates(weights.w1, alpha=alpha, eta=eta, theta=theta)
     if row_weights is not None:

@@ -13,6 +13,7 @@ from .._core.launches import Allocator, Launch, Layout, allocator, cdiv, contigu
 from .._core.lazy import lazy_module
 from .._core.precision import allows_tf32, round_up
 from .._core.rows import row_strides as strides_of_rows
+from ..common.operands import needs_copy
 from ..common.weights import weight_shapes
 
 if TYPE_CHECKING:
@@ -116,8 +117,7 @@ class UpdateProblem(NamedTuple):
     """``problems`` memories of ``hidden`` units, each with ``rows`` pairs of a key and a value as
     wide as ``width``.
 
-    ``keys`` and ``values`` say how their rows are reached, ``copies`` whether they are copied
-    first.
+    ``keys`` and ``values`` say how their rows are reached.
     """
 
     problems: int
@@ -132,7 +132,6 @@ class UpdateProblem(NamedTuple):
     gpu: DeviceProperties
     keys: RowStrides
     values: RowStrides
-    copies: tuple[bool, bool]
 
     @property
     def rounds(self) -> bool:
@@ -185,9 +184,14 @@ class UpdateProblem(NamedTuple):
         """For an operand of a product."""
         return self.allocator(*shape, dtype=self.dtype)
 
-    def transposed_rows(self, cols: int) -> Allocator | None:
-        """For the transpose of an operand [rows, cols]; None where it is not kept."""
-        return self.operand(cols, self.padded_rows) if self.transposes else None
+    def transposed_rows(self) -> tuple[Allocator | None, ...]:
+        """For k as an operand, and for transposes of rows of ``width`` and of ``hidden`` numbers;
+        None where they are not kept.
+        """
+        if not self.transposes:
+            return None, None, None
+        keys, rows = self.operand(self.rows, self.width), self.padded_rows
+        return keys, self.operand(self.width, rows), self.operand(self.hidden, rows)
 
     def weight_operands(self) -> tuple[Allocator, Allocator]:
         """For w1 and w2, or tensors as large, in the dtype of the products."""
@@ -219,17 +223,87 @@ class UpdateProblem(NamedTuple):
             >= line.fills * self.gpu.multiprocessors
         )
 
+    def product_launch(
+        self,
+        kernel: Any,
+        line: UpdateTile,
+        programs: int,
+        depth: int,
+        integers: tuple[int, ...],
+        split: bool = False,
+    ) -> Launch:
+        """``programs`` programs of a kernel whose products add ``depth`` numbers, after another
+        launch of the same pass.
+        """
+        overlaps = self.overlaps
+        config = ProductConfig(
+            line.rows,
+            line.cols,
+            line.depth,
+            line.num_stages,
+            interpreted(),
+            "ieee" if self.precision == "narrow" else self.precision,
+            depth % line.depth == 0,
+            overlaps,
+            self.transposes,
+            self.activation,
+            split,
+        )
+        options = self.options(line.num_warps, overlaps)
+        return Launch(kernel, grid_of(programs), self.device, integers, options, CONFIG=config)
+
+    def rows_launch(
+        self, kernel: Any, line: UpdateTile, cols: int, integers: tuple[int, ...]
+    ) -> Launch:
+        """One program for every tile of [rows, cols] of every problem: of ``width`` or ``hidden``
+        columns, each the sum of as many products as the other of both says.
+        """
+        depth = self.width + self.hidden - cols
+        programs = self.problems * cdiv(self.rows, line.rows) * cdiv(cols, line.cols)
+        return self.product_launch(kernel, line, programs, depth, integers)
+
+    def element_programs(self, block: int) -> int:
+        """How many blocks the four tensors of one memory are."""
+        matrix = self.hidden * self.width
+        return sum(cdiv(size, block) for size in (matrix, matrix, self.hidden, self.width))
+
+    def element_launch(
+        self,
+        kernel: Any,
+        config: UpdateBlock,
+        integers: tuple[int, ...],
+        programs: int | None = None,
+        first: bool = False,
+        clips: bool = False,
+    ) -> Launch:
+        """As many programs for each problem, or one for every block of every tensor of its memory;
+        the first launch of a pass waits until all before it has ended.
+        """
+        overlaps = self.overlaps and not first
+        if programs is None:
+            programs = self.element_programs(config.block)
+        return Launch(
+            kernel,
+            grid_of(self.problems * programs),
+            self.device,
+            integers,
+            self.options(config.num_warps, overlaps),
+            CONFIG=ElementConfig(
+                config.block, interpreted(), self.precision, overlaps, self.rounds, clips
+            ),
+        )
+
 
 def problem_of(
     shape: Sequence[int],
     hidden: int,
-    keys: Layout,
-    values: Layout,
+    inputs: tuple[Layout | None, ...],
     activation: str,
     precision: str,
     device: torch.device,
-) -> UpdateProblem:
-    """The problem of keys of this shape, [*lead, rows, width].
+) -> tuple[UpdateProblem, tuple[bool, ...]]:
+    """The problem of keys of this shape, [*lead, rows, width], and which of the update's inputs are
+    copied first, empty where none is.
 
     Raises:
         ValueError: there are more rows than the kernels can count.
@@ -240,10 +314,13 @@ def problem_of(
             f"the kernels serve up to {MAX_COUNT} rows and {MAX_ROW_STRIDE} numbers a row, got "
             f"{rows} rows, keys of {width} and {hidden} hidden units"
         )
+    keys, values, *others = inputs
+    assert keys is not None
+    assert values is not None
     key_strides, value_strides = row_strides(shape, keys[1]), row_strides(shape, values[1])
     contiguous = row_strides(shape, contiguous_strides(shape))
     assert contiguous is not None
-    return UpdateProblem(
+    problem = UpdateProblem(
         math.prod(lead),
         rows,
         width,
@@ -256,8 +333,13 @@ def problem_of(
         device_properties(device),
         key_strides or contiguous,
         value_strides or contiguous,
-        (key_strides is None, value_strides is None),
     )
+    shapes = *weight_shapes(lead, hidden, width) * 2, *(tuple(lead),) * 3, (*lead, rows)
+    copies = (
+        *(key_strides is None, value_strides is None),
+        *(needs_copy(*each) for each in zip(shapes, others, strict=True)),
+    )
+    return problem, copies if any(copies) else ()
 
 
 def row_strides(shape: Sequence[int], strides: Sequence[int]) -> RowStrides | None:
@@ -279,87 +361,6 @@ def tile_precision(dtype: torch.dtype) -> str:
     return "tf32" if allows_tf32() else "ieee"
 
 
-def product_launch(
-    kernel: Any,
-    problem: UpdateProblem,
-    line: UpdateTile,
-    programs: int,
-    depth: int,
-    integers: tuple[int, ...],
-    split: bool = False,
-) -> Launch:
-    """``programs`` programs of a kernel whose products add ``depth`` numbers, after another launch
-    of the same pass.
-    """
-    overlaps = problem.overlaps
-    config = ProductConfig(
-        line.rows,
-        line.cols,
-        line.depth,
-        line.num_stages,
-        interpreted(),
-        "ieee" if problem.precision == "narrow" else problem.precision,
-        depth % line.depth == 0,
-        overlaps,
-        problem.transposes,
-        problem.activation,
-        split,
-    )
-    options = problem.options(line.num_warps, overlaps)
-    return Launch(kernel, grid_of(programs), problem.device, integers, options, CONFIG=config)
-
-
-def row_product_launch(
-    kernel: Any,
-    problem: UpdateProblem,
-    line: UpdateTile,
-    cols: int,
-    depth: int,
-    integers: tuple[int, ...],
-) -> Launch:
-    """One program for every tile of [rows, cols] of every problem."""
-    programs = problem.problems * tiles(problem.rows, line) * cdiv(cols, line.cols)
-    return product_launch(kernel, problem, line, programs, depth, integers)
-
-
-def tiles(rows: int, line: UpdateTile) -> int:
-    """How many tiles cover the rows."""
-    return cdiv(rows, line.rows)
-
-
-def element_programs(problem: UpdateProblem, block: int) -> int:
-    """How many blocks the four tensors of one memory are."""
-    matrix = problem.hidden * problem.width
-    return sum(cdiv(size, block) for size in (matrix, matrix, problem.hidden, problem.width))
-
-
-def element_launch(
-    kernel: Any,
-    problem: UpdateProblem,
-    config: UpdateBlock,
-    integers: tuple[int, ...],
-    programs: int | None = None,
-    first: bool = False,
-    clips: bool = False,
-) -> Launch:
-    """As many programs for each problem, or one for every block of every tensor of its memory; the
-    first launch of a pass waits until all before it has ended.
-    """
-    overlaps = problem.overlaps and not first
-    if programs is None:
-        programs = element_programs(problem, config.block)
-    return Launch(
-        kernel,
-        grid_of(problem.problems * programs),
-        problem.device,
-        integers,
-        problem.options(config.num_warps, overlaps),
-        CONFIG=ElementConfig(
-            config.block, interpreted(), problem.precision, overlaps, problem.rounds, clips
-        ),
-    )
-
-
 def grid_of(programs: int) -> tuple[int]:
     """A grid of ``programs`` programs.
 
@@ -377,9 +378,8 @@ def transpose_launch(problem: UpdateProblem, backward: bool) -> Launch:
     weights, keys, units = hidden * width, rows * width, rows * hidden
     programs = 4 * weights + 2 * keys + units if backward else 2 * weights + keys
     integers = (*problem.keys, *problem.sizes, programs)
-    return element_launch(
+    return problem.element_launch(
         kernels_transpose.transpose_kernel,
-        problem,
         TRANSPOSE,
         integers,
         programs,
@@ -389,15 +389,15 @@ def transpose_launch(problem: UpdateProblem, backward: bool) -> Launch:
 
 class GradientsPlan(NamedTuple):
     """Gradients of weights and biases from all rows: one launch, and where the rows of a tile are
-    split among programs, one that adds their partial sums, ``parts``.
+    split among programs, one that adds their partial sums, of each weight a ``part``.
 
     ``slots``: how many sums of squares each problem has.
     """
 
     launch: Launch
-    add: Launch | None
-    parts: tuple[Allocator, Allocator] | None
     slots: int
+    add: Launch | None = None
+    part: Allocator | None = None
 
     def run(
         self,
@@ -412,10 +412,10 @@ class GradientsPlan(NamedTuple):
         and the column sums of a1 and of the last left operand: forward with the squares, backward,
         where there is a norm, added to what lies there.
         """
-        if self.add is None or self.parts is None:
+        if self.add is None or self.part is None:
             self.launch((*operands, *sums, norm, *out, squares), (factor,))
             return
-        parts = self.parts[0](), self.parts[1]()
+        parts = self.part(), self.part()
         # The biases are left to the second launch.
         unwritten = (parts[0], None, parts[1], None)
         self.launch((*operands, None, None, None, *unwritten, None), (factor,))
@@ -437,9 +437,8 @@ def plan_gradients(
     split = splits > 1
     biases = cdiv(hidden, line.cols) + cdiv(width, line.cols)
     programs = splits * (one + other) + (0 if split else biases)
-    launch = product_launch(
+    launch = problem.product_launch(
         kernels_gradients.gradients_kernel,
-        problem,
         line,
         problem.problems * programs,
         problem.padded_rows,
@@ -457,17 +456,16 @@ def plan_gradients(
         split,
     )
     if not split:
-        return GradientsPlan(launch, None, None, programs)
-    slots = element_programs(problem, ADD_SPLITS.block)
-    add = element_launch(
+        return GradientsPlan(launch, programs)
+    slots = problem.element_programs(ADD_SPLITS.block)
+    add = problem.element_launch(
         kernels_gradients.add_splits_kernel,
-        problem,
         ADD_SPLITS,
         (width, hidden, problem.problems, slots, splits, *row_tiles),
     )
     shape = (splits, problem.problems, hidden * width)
     part = allocator(shape, torch.float32, problem.device)
-    return GradientsPlan(launch, add, (part, part), slots)
+    return GradientsPlan(launch, slots, add, part)
 
 
 def split_rows(problem: UpdateProblem, line: UpdateTile, matrix_tiles: int) -> tuple[int, int]:

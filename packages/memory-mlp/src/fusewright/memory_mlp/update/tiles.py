@@ -161,6 +161,25 @@ def load_bias(x_ptr, tile, cols):
 
 
 @triton.jit
+def residual_of(output, b2_ptr, v_at, tile, inside, width, CONFIG: tl.constexpr):
+    """M(k) - v of a tile, from h w2^T; ``v_at`` is v with its strides, as in ``UpdateProblem``."""
+    v_ptr, inner, outer_stride, inner_stride, row_stride = v_at
+    r = output + load_bias(b2_ptr, tile, width)
+    v_ptr += start_of_problem(tile.problem, inner, outer_stride, inner_stride)
+    first = (tile.row_tile * CONFIG.BLOCK_M).to(tl.int64)
+    at = elements_from(v_ptr, first, row_stride, tile.col, CONFIG)
+    r -= tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, r, 0.0)
+
+
+@triton.jit
+def load_row_weights(row_weights_ptr, tile, rows):
+    """Those of a tile's rows, as one column."""
+    at = row_weights_ptr + tile.problem.to(tl.int64) * rows + tile.row
+    return tl.load(at, mask=tile.row < rows, other=0.0)[:, None]
+
+
+@triton.jit
 def load_left(at, start, depth, CONFIG: tl.constexpr):
     """Columns ``start``, ``start + 1``, ... of a left operand."""
     if CONFIG.EVEN:

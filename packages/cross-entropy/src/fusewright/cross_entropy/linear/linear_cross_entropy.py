@@ -28,7 +28,13 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .._core.backends import Backend, check_backend, uses_triton
-from .._core.checks import check_device, check_dtype, check_floating, check_strided
+from .._core.checks import (
+    check_device,
+    check_dtype,
+    check_floating,
+    check_strided,
+    checked_count,
+)
 from .._core.launches import cdiv
 from .._core.precision import autocasts, without_autocast
 from . import launch, reference
@@ -101,7 +107,7 @@ def linear_cross_entropy(
 
     Args:
         x: ``[.., d]``, one row for each target, in fp32, bf16, fp16 or fp64.
-        weight: ``[V, d]``, in x's dtype; under autocast both are taken in its dtype.
+        weight: ``[V, d]``, in x's dtype; under autocast both are taken in its dtype, but for fp64.
         targets: ``[..]``, int64, each below V or ``ignore_index``. They are not read for a check:
             others make the loss NaN, or fail as in torch.
         ignore_index: rows with this target count for nothing and get gradients of zero.
@@ -115,17 +121,18 @@ def linear_cross_entropy(
         does. Differentiable once in x and weight; nothing waits for the device.
 
     Raises:
-        TypeError: x or weight is not a floating tensor, or targets not int64.
+        TypeError: x or weight is not a floating tensor, targets not int64, or ignore_index no whole
+            number.
         ValueError: shapes, dtypes or devices do not agree.
         RuntimeError: backend is "triton" and the kernel cannot serve this call.
     """
     check_backend(backend)
-    _check(x, weight, targets)
-    casts = autocasts(x.device.type)
+    casts = _checked(x, weight, targets)
+    ignore_index = checked_count("ignore_index", ignore_index, lowest=torch.iinfo(torch.int64).min)
     dtype = torch.get_autocast_dtype(x.device.type) if casts else weight.dtype
     torchs = backend != "triton" and _torchs_is_exact(dtype)
     launches = not torchs and uses_triton(x, backend)
-    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    x, targets = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
     chunks = max(1, cdiv(len(x) * len(weight), CHUNK_ELEMENTS))
     with without_autocast(x.device):
         if torchs:
@@ -150,6 +157,8 @@ def _mean(total: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
 
 
 def _torchs(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunks: int) -> Tensor:
+    # It multiplies a row that counts for nothing with zero, which NaN outlasts.
+    x = torch.where((targets != ignore_index).unsqueeze(-1), x, 0.0)
     options = torch.nn.LinearCrossEntropyOptions(
         batch_chunk_size=max(1, cdiv(len(x), chunks)), allow_retain_graph=True
     )
@@ -159,7 +168,8 @@ def _torchs(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk
     return _mean(total, targets, ignore_index)
 
 
-def _check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
+def _checked(x: Tensor, weight: Tensor, targets: Tensor) -> bool:
+    """Whether autocast takes x and weight in its dtype: as in torch, not fp64."""
     check_floating("x", x)
     check_floating("weight", weight)
     if not isinstance(targets, Tensor):
@@ -174,5 +184,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
         )
     check_device("weight", weight, "x", x)
     check_device("targets", targets, "x", x)
-    if not autocasts(x.device.type):
+    casts = autocasts(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
+    if not casts:
         check_dtype("weight", weight, "x", x)
+    return casts

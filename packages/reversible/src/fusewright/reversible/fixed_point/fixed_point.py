@@ -38,6 +38,18 @@ class Stepped(NamedTuple):
     shown: Tensor
 
 
+def check_step(name: str, state: Tensor, delta: Tensor) -> None:
+    """A state and the force that changes it must be of one shape, in their dtypes."""
+    if delta.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"delta must be float32 or float64, got {delta.dtype}")
+    if state.dtype is not torch.int32:
+        raise TypeError(f"{name} must be a state, int32, got {state.dtype}")
+    if delta.shape != state.shape:
+        raise ValueError(
+            f"delta must have the state's shape {tuple(state.shape)}, got {tuple(delta.shape)}"
+        )
+
+
 class FixedPoint:
     """Numbers of 2^-F in int32, and the step of a midpoint stack on them: on a GPU one launch.
 
@@ -67,11 +79,13 @@ class FixedPoint:
         """From the state ``before`` on by ``gain`` times ``delta``, in the dtype that states are
         shown in. Sets ``saturated``, 0-d bool, where that leaves the range.
         """
+        check_step("before", before, delta)
         way = launch if self._kernels_serve(delta) else reference
         return Stepped(*way.advance(before, delta, gain, self.one, saturated))
 
     def step_back(self, after: Tensor, delta: Tensor, gain: float) -> Stepped:
         """The state whose step by ``gain`` times ``delta`` led to ``after``."""
+        check_step("after", after, delta)
         way = launch if self._kernels_serve(delta) else reference
         return Stepped(*way.undo(after, delta, gain, self.one))
 

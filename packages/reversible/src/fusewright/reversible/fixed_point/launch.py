@@ -34,13 +34,13 @@ def advance(
     before: Tensor, delta: Tensor, gain: float, one: float, saturated: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The next state, and as it is shown; sets ``saturated``, 0-d bool, where that leaves the
-    range. States are int32, contiguous; delta is fp32.
+    range. States are int32; delta is fp32.
     """
     if delta.is_cuda and delta.device.index != current_device():
         with torch.cuda.device(delta.device):
             return advance(before, delta, gain, one, saturated)
     plan = step_plan("advance", delta.shape, gain, one, delta.device)
-    return plan.run((before, delta.contiguous(), saturated.view(torch.int8)))
+    return plan.run((before.contiguous(), delta.contiguous(), saturated.view(torch.int8)))
 
 
 def undo(after: Tensor, delta: Tensor, gain: float, one: float) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def undo(after: Tensor, delta: Tensor, gain: float, one: float) -> tuple[Tensor,
         with torch.cuda.device(delta.device):
             return undo(after, delta, gain, one)
     plan = step_plan("undo", delta.shape, gain, one, delta.device)
-    return plan.run((after, delta.contiguous()))
+    return plan.run((after.contiguous(), delta.contiguous()))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -34,7 +34,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from .._core.backends import Backend
-from .._core.checks import check_option, checked_number
+from .._core.checks import check_floating, check_option, checked_number
 from .._core.precision import wide_dtype
 from ..fixed_point.fixed_point import FixedPoint, Stepped
 from .replay import Forced, Surroundings, Tape
@@ -100,13 +100,25 @@ class MidpointStack(nn.Module):
         super().__init__()
         if not layers:
             raise ValueError("layers must be at least one, got none")
+        for layer in layers:
+            if not callable(getattr(layer, "force", None)):
+                raise TypeError(f"layers must have a method force, got {type(layer).__name__}")
         check_option("mode", mode, MODES)
         self.layers = nn.ModuleList(layers)
         self.step, self.mode = checked_number("step", step), mode
         self.states = FixedPoint(fraction_bits, backend=backend)
 
     def forward(self, x: Tensor, **context: Any) -> Passed:
-        """The last state of the stack that starts at ``x``, and what the layers add to the loss."""
+        """The last state of the stack that starts at ``x``, and what the layers add to the loss.
+
+        Raises:
+            TypeError: x is not a floating tensor.
+            ValueError: a tensor of ``context`` requires gradients, or a force has another shape
+                than x.
+        """
+        check_floating("x", x)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(context)):
+            raise ValueError("context must be without gradients, got a tensor that requires one")
         if not torch.is_grad_enabled() or self.mode == "plain":
             return self._plainly(x, context)
         return self._reversibly(x, context)
@@ -156,9 +168,6 @@ class Run:
     """One pass through a stack: what its backward pass needs beside states."""
 
     def __init__(self, stack: MidpointStack, context: dict[str, Any]) -> None:
-        given = [x for x in pytree.tree_leaves(context) if isinstance(x, Tensor)]
-        if any(x.requires_grad for x in given):
-            raise ValueError("context must be without gradients, got a tensor that requires one")
         self.stack, self.states, self.context = stack, stack.states, context
         # Frozen ones too: they may be another call's, or change before the backward pass.
         self.parameters = list(stack.parameters())
@@ -193,17 +202,19 @@ class Run:
         return kept, shown, aux, saturated
 
     def put_aside(self) -> list[Tensor]:
-        """What is kept beside states, for autograd to keep: it lets go of it after the backward
-        pass, even while the loss is held.
+        """What is kept beside states, choices and context, for autograd to keep: it lets go of it
+        after the backward pass, even while the loss is held, and notices where it was changed.
         """
-        leaves, self.shape_of_choices = pytree.tree_flatten([tape.kept for tape in self.tapes])
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        self.choices = [ASIDE if isinstance(x, Tensor) else x for x in leaves]
-        self.tapes = []
+        choices = [tape.kept for tape in self.tapes]
+        tensors = tensors_of(choices)
+        leaves, self.shape_of_rest = pytree.tree_flatten((choices, self.context))
+        self.rest = [ASIDE if isinstance(x, Tensor) else x for x in leaves]
+        kept = [x for x in leaves if isinstance(x, Tensor)]
+        self.tapes, self.context = [], {}
         # What is in several places is kept once.
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
         self.bytes = sum(storage.nbytes() for storage in storages.values())
-        return tensors
+        return kept
 
     def backward(
         self,
@@ -216,8 +227,8 @@ class Run:
         """The gradients of x and of the parameters, from those of the last state and of aux."""
         states = self.states
         given = iter(beside)
-        leaves = [next(given) if x is ASIDE else x for x in self.choices]
-        choices = pytree.tree_unflatten(leaves, self.shape_of_choices)
+        leaves = [next(given) if x is ASIDE else x for x in self.rest]
+        choices, context = pytree.tree_unflatten(leaves, self.shape_of_rest)
         gradients: list[Tensor | None] = [None] * len(parameters)
         g_before: Tensor | None = None
         *kept, before, after = kept
@@ -227,7 +238,7 @@ class Run:
             x = shown.detach().requires_grad_()
             mine = {name: parameters[place] for name, place in self.places[number].items()}
             trained = [name for name, p in mine.items() if p.requires_grad]
-            delta, aux = self._again(number, x, mine, Tape(choices[number]))
+            delta, aux = self._again(number, x, mine, Tape(choices[number]), context)
             through, *of_mine = torch.autograd.grad(
                 [delta] if aux is None else [delta, aux],
                 [x, *(mine[name] for name in trained)],
@@ -252,15 +263,21 @@ class Run:
         raise AssertionError("a stack has a first layer")
 
     def _again(
-        self, number: int, x: Tensor, mine: dict[str, Tensor], tape: Tape
+        self,
+        number: int,
+        x: Tensor,
+        mine: dict[str, Tensor],
+        tape: Tape,
+        context: dict[str, Any],
     ) -> tuple[Tensor, Any]:
         """The force of a layer once more, with its graph."""
         around = self.surroundings[number]
         forced = Forced(self.stack.layers[number])
-        given = {**mine, **around.buffers}
+        # Copies: a force that changes a buffer does so again in each backward pass.
+        given = mine | {name: x.clone() for name, x in around.buffers.items()}
         with torch.enable_grad(), around.restored():
-            delta, aux = functional_call(forced, given, (x, tape.rewind()), self.context)
-        return delta, aux if aux is not None and aux.requires_grad else None
+            delta, aux = functional_call(forced, given, (x, tape.rewind()), context)
+        return delta, aux if isinstance(aux, Tensor) and aux.requires_grad else None
 
 
 class Reversed(torch.autograd.Function):
@@ -299,6 +316,10 @@ class Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         return grads[0].to(ctx.dtype), None
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def added(some: Tensor | None, other: Tensor | None) -> Any:

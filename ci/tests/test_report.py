@@ -66,7 +66,9 @@ def test_events_are_told_only_where_there_is_no_graph(package):
 
 def test_environment_is_read_from_the_file_name(package):
     assert f"\n\n**H200, torch 2.11, triton 3.6**: medians of [{NAME}" in report.tables(package)
-    assert "\n\nH200, torch 2.11, triton 3.6: kernel time" in report.made(package)
+    assert "\n\nH200, torch 2.11, triton 3.6, in microseconds of graph time:" in report.made(
+        package
+    )
     assert report.Results(Path("results/laptop.csv"), {}).environment == "laptop"
 
 
@@ -106,7 +108,32 @@ def test_readme_has_the_largest_case_beside_the_fastest_other(package):
         "| `rms_norm` bf16 | rows=8 cols=4 | fwd | 3.12 | torch 2.89 | 0.93 |"
     ]
     assert lines_of(text, "attend") == ["| `attend` fp8 | B=4 M=200 N=10 | fwd | 262800 |  |  |"]
-    assert "In 1 of 1 measured rows another provider is faster." in text
+    assert "In 1 of the 1 rows that have a peer the peer is faster:" in text
+
+
+def test_readme_has_every_row_that_another_wins_whatever_its_case(package):
+    file = package / f"results/{NAME}.csv"
+    small = "attend,B=4 M=100 N=10,fwd,torch,fp8,event,150.0,149,151,550.2,10.1,9.0\n"
+    file.write_text(file.read_text() + small)
+    text = report.made(package)
+    assert [line.split(" | ")[1] for line in lines_of(text, "attend")] == [
+        "B=4 M=100 N=10",
+        "B=4 M=200 N=10",
+    ]
+    assert "In 2 of the 2 rows that have a peer" in text
+
+
+def test_both_passes_stand_in_place_of_a_backward_pass_that_the_forward_prepares(package):
+    row = "rms_norm,rows=8 cols=4,{},fusewright,bf16,graph,{},0.003,0.004,,1344.9,6.0\n"
+    file = package / f"results/{NAME}.csv"
+    alone = file.read_text() + row.format("bwd", 0.001)
+
+    def passes(both: float) -> list[str]:
+        file.write_text(alone + row.format("fwd+bwd", both))
+        return [line.split(" | ")[2] for line in lines_of(report.made(package), "rms_norm")]
+
+    assert passes(0.0042) == ["fwd", "bwd"]
+    assert passes(0.0062) == ["fwd", "fwd+bwd"]
 
 
 @pytest.mark.parametrize("name", ["README.md", "results/tables.md", f"results/{NAME}.csv"])

@@ -3,9 +3,10 @@
     python -m fusewright_testkit.report packages/norm [--check]
 
 Every CSV file in ``results/`` that has a benchmark's ``COLUMNS`` is read. The whole tables go into
-``results/tables.md``; the README gets, between two marks, a picture and the largest case of each
-op. ``--check`` only says whether they are behind the files. Nothing here imports torch or anything
-of ours, so the file also runs as a script where there is no torch.
+``results/tables.md``; the README gets, between two marks, a picture, the largest case of each op
+and every row that another provider wins. ``--check`` only says whether they are behind the files.
+Nothing here imports torch or anything of ours, so the file also runs as a script where there is no
+torch.
 """
 
 from __future__ import annotations
@@ -24,15 +25,22 @@ COLUMNS = ["op", "case", "pass", "provider", "dtype", "timing"]
 COLUMNS += ["ms", "ms_p20", "ms_p80", "tflops", "gbps", "mem_mib"]
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 CLOCKS = {
-    "graph": "Kernel time, from a CUDA graph over copies of the inputs that exceed the L2 cache",
-    "event": "Time between device events around one call, the L2 cache flushed before it",
-    "wall": "Eager wall time of one call on the host's clock, in a run of many",
+    "graph": "Graph time: the GPU's for one call, from a replayed CUDA graph over copies of the "
+    "inputs that exceed the L2 cache",
+    "event": "Event time: between device events around one call, the L2 cache flushed before it",
+    "wall": "Wall time: one eager call's time by the host's clock, in a run of many",
 }
 UNITS = {
     "TB/s": "TB/s counts each input read once and each output written once",
     "TFLOPS": "TFLOPS counts the operations of the formula",
 }
+CHECKED = (
+    "every provider that computes the same is checked against the fp64 reference before it is timed"
+)
 OURS = "fusewright"
+# Where both passes in one call take so many times what they take alone, the forward pass of a call
+# with gradients does work that neither of them shows.
+MORE = 1.1
 TABLES = "results/tables.md"
 # Okabe and Ito's colours, which colour-blind readers distinguish too; the first provider is ours.
 COLOURS = ("#D55E00", "#999999", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#E69F00", "#000000")
@@ -127,12 +135,11 @@ def table(lines: Lines, rates: bool) -> str:
 
 
 def section(results: Results) -> str:
-    """The tables of one result file: environment, picture, kernel times, wall times."""
+    """The tables of one result file: environment, picture, times on the GPU, wall times."""
     name = results.path.name
     parts = [
-        f"**{results.environment}**: medians of [{name}]({name}), fastest in bold. "
-        "Before it is timed, every provider is checked against the fp64 reference.",
-        f"![{results.environment}: kernel times]({results.path.stem}.png)",
+        f"**{results.environment}**: medians of [{name}]({name}), fastest in bold; {CHECKED}.",
+        f"![{results.environment}: rates]({results.path.stem}.png)",
     ]
     kernels = results.kernels()
     for clock, unit in itertools.product(("graph", "event"), UNITS):
@@ -154,7 +161,9 @@ def tables(package: Path) -> str:
 
 
 def largest_cases(lines: Lines) -> Lines:
-    """The case of each op and dtype that takes ours longest, forward and backward separately."""
+    """The case of each op and dtype that takes ours longest: forward and backward separately, or
+    forward and both where the backward pass alone is no time to compare.
+    """
     longest: dict[tuple[str, str], tuple[float, str]] = {}
     for key, cells in lines.items():
         if OURS in cells:
@@ -165,12 +174,22 @@ def largest_cases(lines: Lines) -> Lines:
         for key, cells in lines.items()
         if OURS in cells and key.case == longest[key[:2]][1]
     }
-    separate = {key[:2] for key in chosen if key.passed in ("fwd", "bwd")}
-    return {
-        key: cells
-        for key, cells in chosen.items()
-        if key.passed != "fwd+bwd" or key[:2] not in separate
-    }
+    times = {(*key[:2], key.passed): cells[OURS].microseconds for key, cells in chosen.items()}
+
+    def telling(key: Key) -> bool:
+        alone = [times[*key[:2], p] for p in ("fwd", "bwd") if (*key[:2], p) in times]
+        both = times.get((*key[:2], "fwd+bwd"))
+        if not alone or both is None or key.passed == "fwd":
+            return True
+        return (key.passed == "fwd+bwd") == (both > MORE * sum(alone))
+
+    return {key: cells for key, cells in chosen.items() if telling(key)}
+
+
+def lost(cells: dict[str, Cell]) -> bool:
+    """Whether another provider is faster than ours."""
+    other = rival(cells) if OURS in cells else None
+    return other is not None and other[1].microseconds < cells[OURS].microseconds
 
 
 def rival(cells: dict[str, Cell]) -> tuple[str, Cell] | None:
@@ -194,31 +213,43 @@ def short_table(lines: Lines) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def standing(lines: Lines) -> tuple[Lines, str]:
+    """The rows that another provider wins, and how many these are of those that have a peer."""
+    behind = {key: cells for key, cells in lines.items() if lost(cells)}
+    with_peer = sum(OURS in cells and rival(cells) is not None for cells in lines.values())
+    return behind, f"In {len(behind)} of the {with_peer} rows that have a peer the peer is faster"
+
+
 def made(package: Path) -> str:
     """What belongs between the marks of a package's README: picture and short table of the first
-    environment by name, and how often another provider is faster.
+    environment by name, with every row that another provider wins; of others these rows alone.
     """
     found = result_files(package)
     if not found:
         return "Nothing has been measured yet."
-    results = found[0]
+    results, *others = found
     kernels = results.kernels()
-    pairs = [
-        (cells[OURS], other[1])
-        for cells in kernels.values()
-        if OURS in cells and (other := rival(cells))
-    ]
-    slower = sum(ours.microseconds > other.microseconds for ours, other in pairs)
-    return "\n\n".join(
-        [
-            f"![{results.environment}: kernel times](results/{results.path.stem}.png)",
-            f"{results.environment}: kernel time in microseconds, the largest case of each "
-            f"operation; every provider is checked before it is timed. In {slower} of "
-            f"{len(pairs)} measured rows another provider is faster. "
-            f"[All rows, wall time included]({TABLES}).",
-            short_table(largest_cases(kernels)),
-        ]
+    behind, count = standing(kernels)
+    shown = largest_cases(kernels) | behind
+    captured = shown.keys() <= results.clocks.get("graph", {}).keys()
+    # Passes of one case beside each other, cases as in the file.
+    cases = [(key.op, key.dtype, key.case) for key in kernels]
+    order = sorted(shown, key=lambda key: cases.index((key.op, key.dtype, key.case)))
+    caption = (
+        f"{results.environment}, in microseconds of graph time: the GPU's, from a replayed CUDA "
+        f"graph{'' if captured else '; of a step without one, between device events'}. "
+        "Wall time is the host's, of an eager call. `fwd` runs without gradients, `bwd` is the "
+        f"backward pass alone. {count}: the table has these and the largest case of each "
+        f"operation; {CHECKED}. [All rows, wall time included]({TABLES})."
     )
+    picture = f"![{results.environment}: rates](results/{results.path.stem}.png)"
+    parts = [picture, caption, short_table({key: shown[key] for key in order})]
+    for other in others:
+        behind, count = standing(other.kernels())
+        parts.append(f"{other.environment}: {count[0].lower()}{count[1:]}{':' if behind else '.'}")
+        if behind:
+            parts.append(short_table(behind))
+    return "\n\n".join(parts)
 
 
 def with_made(text: str, new: str, marks: tuple[str, str] = (BEGIN, END)) -> str:

@@ -49,12 +49,14 @@ def test_strided_operands_are_read_by_their_strides(backend, device, monkeypatch
         torch.testing.assert_close(value, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("held", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
-def test_ignored_rows_may_hold_anything(backend, device):
-    x, weight, targets = operands(device, torch.bfloat16)
+def test_ignored_rows_may_hold_anything(backend, held, dtype, device):
+    x, weight, targets = operands(device, dtype)
     targets[2] = -100
     poisoned = x.detach().clone()
-    poisoned[2] = torch.nan
+    poisoned[2] = held
 
     def call(*tensors):
         return linear_cross_entropy(*tensors, backend=backend)
@@ -103,3 +105,17 @@ def test_second_derivative_raises():
 def test_backend_is_one_of_three():
     with pytest.raises(ValueError, match='backend must be "auto", "triton" or "reference"'):
         linear_cross_entropy(*operands(), backend="torch")
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_rows_without_columns_have_the_loss_of_equal_logits(backend, device):
+    x, weight = torch.zeros(3, 0, device=device), torch.zeros(5, 0, device=device)
+    loss = linear_cross_entropy(x, weight, torch.arange(3, device=device), backend=backend)
+    torch.testing.assert_close(loss, torch.tensor(5.0, device=device).log())
+
+
+def test_autocast_leaves_fp64_as_it_is(device):
+    given = operands(device, torch.float64)
+    with torch.autocast(device, torch.bfloat16):
+        found = everything(linear_cross_entropy, *given)
+    assert all(map(torch.equal, found, everything(linear_cross_entropy, *given)))

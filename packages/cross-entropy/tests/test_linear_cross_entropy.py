@@ -220,6 +220,13 @@ def test_operands_that_do_not_fit_are_refused(spoil, error, message):
         linear_cross_entropy(*spoil(*operands(5)))
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("ignored", [None, 1.5, "none"])
+def test_ignore_index_must_be_a_whole_number(ignored, backend):
+    with pytest.raises(TypeError, match="ignore_index must be a whole number, got"):
+        linear_cross_entropy(*operands(5), ignore_index=ignored, backend=backend)
+
+
 @pytest.mark.gpu
 def test_loss_on_the_gpu_is_captured_without_waiting_and_replayed():
     x, weight, targets = (operand.cuda() for operand in operands(512, width=64, vocabulary=3000))

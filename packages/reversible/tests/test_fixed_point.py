@@ -78,6 +78,34 @@ def test_steps_at_the_ends_of_the_range_do_not_wrap():
     assert torch.equal(new, (ends.long() + kick).clamp(-LIMIT, LIMIT).int())
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_states_and_forces_of_other_strides_are_read_by_them(backend, device):
+    states = FixedPoint(20, backend=backend)
+    before, _, saturated = states.start(torch.randn(5, 3, device=device))
+    delta = torch.randn(3, 5, device=device).t()
+    new = states.step(before, delta, 0.5, saturated)
+    transposed = states.step(before.t(), delta.t(), 0.5, saturated)
+    assert torch.equal(transposed.state, new.state.t())
+    for some, other in ((new.state, delta), (new.state.t().contiguous().t(), delta.contiguous())):
+        assert torch.equal(states.step_back(some, other, 0.5).state, before)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_what_is_no_state_or_no_force_of_it_is_refused(backend, device):
+    states = FixedPoint(20, backend=backend)
+    before, _, saturated = states.start(torch.ones(2, 3, device=device))
+    for state, delta, error, message in (
+        (before, torch.zeros(4, 3), ValueError, r"state's shape \(2, 3\), got \(4, 3\)"),
+        (before, torch.zeros(1, 3), ValueError, r"state's shape \(2, 3\), got \(1, 3\)"),
+        (before, torch.zeros(2, 3).bfloat16(), TypeError, "delta must be float32 or float64, got"),
+        (before.long(), torch.zeros(2, 3), TypeError, "must be a state, int32, got torch.int64"),
+    ):
+        with pytest.raises(error, match=message):
+            states.step(state, delta.to(device), 1.0, saturated)
+        with pytest.raises(error, match=message):
+            states.step_back(state, delta.to(device), 1.0)
+
+
 @pytest.mark.parametrize(
     ("bits", "error"), [(0, ValueError), (30, ValueError), (2.0, TypeError), (True, TypeError)]
 )

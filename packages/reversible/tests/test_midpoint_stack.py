@@ -323,8 +323,84 @@ def test_bad_options_are_refused():
             MidpointStack(layers, **options)
     with pytest.raises(ValueError, match="layers must be at least one"):
         MidpointStack([])
+    with pytest.raises(TypeError, match="layers must have a method force, got Linear"):
+        MidpointStack([nn.Linear(2, 2)])
+
+
+class Force(nn.Module):
+    """A layer of one function of x and of what else the stack passes."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.0, WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def force(self, x, *, tape, **context):
+        return self.function(self, x, **context)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bad_input_is_refused(mode):
+    stack = make(mode, 2)
     with pytest.raises(ValueError, match="context must be without gradients"):
-        MidpointStack(layers)(torch.ones(WIDTH), scale=torch.ones((), requires_grad=True))
+        stack(torch.ones(WIDTH), scale=torch.ones((), requires_grad=True))
+    for x, message in ((torch.ones(WIDTH).int(), "int32"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=f"x must be .*, got .*{message}"):
+            stack(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("of", [lambda x: x.expand(2, *x.shape), lambda x: x.mean(0, keepdim=True)])
+def test_force_of_another_shape_is_refused(of, backend, mode):
+    stack = MidpointStack([Force(lambda self, x: (of(x), None))], mode=mode, backend=backend)
+    with pytest.raises(ValueError, match=r"delta must have the state's shape \(3, 6\), got"):
+        stack(torch.ones(3, WIDTH))
+
+
+@pytest.mark.parametrize("aux", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
+def test_aux_may_be_without_a_graph_and_a_force_transposed(aux):
+    def force(self, x):
+        return torch.tanh(self.weight * x).t().contiguous().t(), aux
+
+    x, found = torch.randn(7, WIDTH), []
+    for mode in MODES:
+        for backend in ("triton", "reference"):
+            stack = MidpointStack([Force(force) for _ in range(3)], mode=mode, backend=backend)
+            found.append(results(stack, x))
+    assert found[0][1] == 3 * 0.25
+    assert all(same_bits(found[0][:2], other[:2]) for other in found)
+    assert all(same_bits(found[0], other) for other in found[:4])
+
+
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_second_backward_pass_has_the_gradients_of_the_first(mode):
+    """Where a force changes a buffer of its own, too."""
+
+    def force(self, x):
+        self.calls += 1
+        return torch.tanh(self.weight * x) * self.calls, None
+
+    stack = MidpointStack([Force(force) for _ in range(4)], mode=mode)
+    x = torch.ones(3, WIDTH, requires_grad=True)
+    loss, leaves = stack(x).x.square().sum(), [x, *stack.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert same_bits(first, torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_context_that_changes_before_the_backward_pass_is_noticed(mode):
+    def force(self, x, mask):
+        return torch.tanh(self.weight * x) * mask, None
+
+    mask = torch.ones(WIDTH)
+    passed = MidpointStack([Force(force) for _ in range(2)], mode=mode)(
+        torch.ones(3, WIDTH), mask=mask
+    )
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        passed.x.sum().backward()
 
 
 def test_one_launch_a_step_passes_a_stack():

@@ -62,7 +62,7 @@ def memory_input_backward(
     taps: Tensor | None,
     logits: Tensor | None,
     *grads_and_options: Any,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Gradients of (joint, history, taps, logits).
 
     Args:
@@ -72,15 +72,15 @@ def memory_input_backward(
             for an output that is not used; then heads, key_norm, largest and theta.
     """
     *grads, heads, key_norm, largest, theta = grads_and_options
-    given = (grads[0], grads[6]) if logits is None else grads
+    given = [grads[0], grads[6]] if logits is None else grads
 
     def used_outputs(joint, history, taps, logits):
         if logits is None:
-            outputs = memory_queries(joint, history, taps, heads, key_norm)
+            outputs = [*memory_queries(joint, history, taps, heads, key_norm)]
         else:
             options = None, heads, key_norm, largest, theta
-            *rows_and_gates, _, last = memory_input(joint, history, taps, logits, *options)
-            outputs = *rows_and_gates, last
+            *outputs, _, last = memory_input(joint, history, taps, logits, *options)
+            outputs.append(last)
         return tuple(y for y, g in zip(outputs, given, strict=True) if g is not None)
 
     used = [g for g in given if g is not None]

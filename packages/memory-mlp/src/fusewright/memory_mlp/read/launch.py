@@ -179,7 +179,10 @@ def read_forward(q: Tensor, state: Tensor, hidden: int, activation: str) -> Tens
 
 @functools.lru_cache(maxsize=4096)
 def forward_plan(
-    shape: tuple[int, ...], options: Options, operands: tuple[Layout, ...], device: torch.device
+    shape: tuple[int, int, int, int],
+    options: Options,
+    operands: tuple[Layout, ...],
+    device: torch.device,
 ) -> Plan:
     """The plan for a q and a state of these layouts."""
     *rows, state = operands
@@ -227,7 +230,7 @@ def read_backward(
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(
-    shape: tuple[int, ...],
+    shape: tuple[int, int, int, int],
     options: Options,
     operands: tuple[Layout, ...],
     device: torch.device,

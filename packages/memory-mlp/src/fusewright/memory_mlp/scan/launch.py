@@ -202,7 +202,10 @@ def scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def forward_plan(
-    shape: tuple[int, ...], options: Options, operands: tuple[Layout, ...], device: torch.device
+    shape: tuple[int, int, int, int],
+    options: Options,
+    operands: tuple[Layout, ...],
+    device: torch.device,
 ) -> ForwardPlan:
     """The plan for operands of these layouts: q, k, v, the state, alpha, eta, theta and, where
     tokens are left out, which are written.
@@ -232,11 +235,12 @@ def forward_plan(
 
 
 def problem_of(
-    shape: tuple[int, ...], options: Options, rows: Layout, device: torch.device
+    shape: tuple[int, int, int, int], options: Options, rows: Layout, device: torch.device
 ) -> Problem:
-    hidden, chunk, *others = options
+    hidden, chunk, activation, read, precision = options
     # A chunk is no longer than there are tokens.
-    return Problem(*shape, hidden, min(chunk, shape[1]), *others, rows[0], device)
+    chunk = min(chunk, shape[1])
+    return Problem(*shape, hidden, chunk, activation, read, precision, rows[0], device)
 
 
 def read_launch(

@@ -129,7 +129,10 @@ def scan_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(
-    shape: tuple[int, ...], options: Options, operands: tuple[Layout, ...], device: torch.device
+    shape: tuple[int, int, int, int],
+    options: Options,
+    operands: tuple[Layout, ...],
+    device: torch.device,
 ) -> BackwardPlan:
     """The plan for operands of these layouts: dy, q, k, v, dend, the states, alpha, eta, theta and,
     where tokens are left out, which are written.

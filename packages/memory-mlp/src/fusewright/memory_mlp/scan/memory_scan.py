@@ -276,9 +276,9 @@ def checked_chunk(
             check_floating(f"{name}.{field}", x)
         hidden = hidden or (half.w1.shape[-2] if half.w1.ndim == 4 else 0)
         shapes = weight_shapes((batch, heads), hidden, width)
-        for field, x, shape in zip(half._fields, half, shapes, strict=True):
-            if tuple(x.shape) != shape or not hidden:
-                wanted = (batch, heads, *(axis or "hidden" for axis in shape[2:]))
+        for field, x, axes in zip(half._fields, half, shapes, strict=True):
+            if tuple(x.shape) != axes or not hidden:
+                wanted = (batch, heads, *(axis or "hidden" for axis in axes[2:]))
                 raise ValueError(f"{name}.{field} must be {wanted}, got {tuple(x.shape)}")
             if x.dtype != dtype or x.device != q.device:
                 raise ValueError(

@@ -42,14 +42,14 @@ def check_update(
     ):
         *lead, hidden, _ = weights.w1.shape
         *outer, _, width = k.shape
-        state = weight_shapes(lead, hidden, width)
+        shapes = weight_shapes(lead, hidden, width)
         tensors = [x for x in gates if isinstance(x, Tensor)]
         if (
             (width and hidden)
             and (not lead or lead == outer)
             and are_plain(
                 (k, v, *weights, *momentum, *tensors),
-                (k.shape, k.shape, *state, *state) + (tuple(lead),) * len(tensors),
+                (k.shape, k.shape, *shapes, *shapes) + (tuple(lead),) * len(tensors),
                 (FLOATING,) * 2 + ((wide_dtype(k),),) * 8 + (FLOATING,) * len(tensors),
                 k.device,
             )

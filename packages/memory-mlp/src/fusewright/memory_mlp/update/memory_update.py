@@ -75,7 +75,7 @@ class MemoryUpdate(NamedTuple):
 def _forward_triton(*args):
     *inputs, activation, reduction, max_grad_norm = args
     factor = reference.loss_factor(reduction, inputs[0])
-    return launch.update_forward(inputs, factor, activation, max_grad_norm)
+    return launch.update_forward(tuple(inputs), factor, activation, max_grad_norm)
 
 
 def _forward_reference(*args):

@@ -402,7 +402,7 @@ class GradientsPlan(NamedTuple):
     def run(
         self,
         operands: tuple[torch.Tensor | None, ...],
-        sums: tuple[torch.Tensor, torch.Tensor],
+        sums: tuple[torch.Tensor | None, torch.Tensor | None],
         norm: torch.Tensor | None,
         out: Sequence[torch.Tensor | None],
         squares: torch.Tensor | None,

@@ -15,6 +15,7 @@ from .._core.checks import (
     check_floating,
     check_option,
     check_strided,
+    checked_count,
     checked_number,
 )
 
@@ -121,22 +122,12 @@ def check_whole_numbers(name: str, x: Tensor) -> None:
     check_strided(name, x)
 
 
-def check_whole(name: str, number: int, lowest: int | None = None) -> None:
-    """A whole number of at least ``lowest``, where that is given; a symbol of torch's tracers may
-    stand for it.
-    """
-    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be a whole number, got {type(number).__name__}")
-    if lowest is not None and number < lowest:
-        raise ValueError(f"{name} must be at least {lowest}, got {number}")
-
-
 def check_law(law: str, k_base: int, k_min: int, k_max: int, sinks: int) -> None:
     """The law must be known, and the counts 1 <= k_min <= k_max, 0 <= sinks <= k_min."""
     check_option("law", law, LAWS)
     for name, number in (("k_base", k_base), ("k_min", k_min), ("k_max", k_max), ("sinks", sinks)):
-        check_whole(name, number)
-    check_whole("k_base", k_base, lowest=1)
+        checked_count(name, number, lowest=-(2**63))
+    checked_count("k_base", k_base)
     if not 1 <= k_min <= k_max:
         raise ValueError(f"k_min must be from 1 to k_max, {k_max}, got {k_min}")
     if not 0 <= sinks <= k_min:

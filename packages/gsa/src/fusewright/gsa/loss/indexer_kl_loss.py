@@ -24,16 +24,10 @@ import functools
 import torch
 
 from .._core.backends import Backend, uses_triton
-from .._core.checks import check_dtype
+from .._core.checks import check_dtype, checked_count
 from .._core.precision import autocast, without_autocast
 from .._core.registration import Derivative, Op, second_order
-from ..common.checks import (
-    check_attention,
-    check_indexer,
-    check_selection,
-    check_whole,
-    checked_scale,
-)
+from ..common.checks import check_attention, check_indexer, check_selection, checked_scale
 from . import launch, reference
 from .checks import check_loss, checked_temperature
 
@@ -181,7 +175,7 @@ def indexer_kl_loss(
         check_selection(q, indices, count, None)
     index_scale = checked_scale(index_scale, q_index.shape[-1])
     scale = checked_scale(scale, q.shape[-1])
-    check_whole("q_offset", q_offset, lowest=0)
+    q_offset = checked_count("q_offset", q_offset, lowest=0)
     temperature = checked_temperature(temperature, q_index)
     q_index, k_index = autocast(q_index, k_index)
     q, k = autocast(q, k)

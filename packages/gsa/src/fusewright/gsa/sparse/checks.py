@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..common.checks import check_whole
+from .._core.checks import checked_count
 
 Tensor = torch.Tensor
 
 
 def checked_dense_below(dense_below: int, q: Tensor, k: Tensor) -> bool:
     """Whether attention to these keys is to be dense."""
-    check_whole("dense_below", dense_below, lowest=0)
+    checked_count("dense_below", dense_below, lowest=0)
     if not dense_below or k.shape[1] >= dense_below:
         return False
     if q.shape[1] > k.shape[1]:

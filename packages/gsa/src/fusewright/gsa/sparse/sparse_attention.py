@@ -33,7 +33,7 @@ import torch
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_dtype, check_option
 from .._core.precision import autocast, without_autocast
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from ..common.checks import PATHS, Path, check_attention, check_selection, checked_scale
 from . import launch, launch_backward, reference
 from .checks import check_selected, checked_dense_below
@@ -112,25 +112,8 @@ class _SparseAttention(Derivative):
         return None, *grads, None, None, None, None
 
 
-@_backward.derivative
-class _SparseAttentionBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, do, dlse, q, k, v, indices, count, o, softmax, scale, path):
-        ctx.save_for_backward(do, dlse, q, k, v, indices, count)
-        ctx.scale = scale
-        return run(do, dlse, q, k, v, indices, count, o, softmax, scale, path)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        *inputs, indices, count = ctx.saved_tensors
-
-        def backward(do, dlse, q, k, v):
-            selection = (indices, count, None, None)
-            return _backward_reference(do, dlse, q, k, v, *selection, ctx.scale, None)
-
-        # o and softmax follow from the inputs, and have no gradients of their own.
-        grads = second_order(backward, inputs, cotangents)
-        return None, *grads, None, None, None, None, None, None
+# o and softmax follow from the inputs, and have no gradients of their own.
+_backward.derivative_of_reference("o", "softmax")
 
 
 def sparse_attention(

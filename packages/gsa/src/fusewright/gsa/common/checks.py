@@ -41,10 +41,7 @@ def check_indexer(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> None:
         ("w", w, "batch, tokens, heads"),
         ("bias", bias, "heads"),
     ):
-        check_floating(name, x)
-        if x.ndim != axes.count(",") + 1:
-            raise ValueError(f"{name} must be [{axes}], got {tuple(x.shape)}")
-        check_device(name, x, "q", q)
+        check_axes(name, x, axes, q)
     batches, queries, heads, width = q.shape
     if heads == 0:
         raise ValueError("q must have at least one head, got 0")
@@ -64,10 +61,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     multiple of Hkv.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_floating(name, x)
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be [batch, tokens, heads, width], got {tuple(x.shape)}")
-        check_device(name, x, "q", q)
+        check_axes(name, x, "batch, tokens, heads, width", q)
     batches, _, heads, width = q.shape
     if not 0 < width <= MAX_WIDTH:
         raise ValueError(f"the width of a head must be from 1 to {MAX_WIDTH}, got {width}")
@@ -83,6 +77,14 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"k and v must be [{batches}, Tkv, Hkv, {width}] for q {tuple(q.shape)}, with "
                 f"one Tkv and one Hkv; got k {tuple(k.shape)}, v {tuple(v.shape)}"
             )
+
+
+def check_axes(name: str, x: Tensor, axes: str, q: Tensor) -> None:
+    """A floating tensor of these axes on q's device."""
+    check_floating(name, x)
+    if x.ndim != axes.count(",") + 1:
+        raise ValueError(f"{name} must be [{axes}], got {tuple(x.shape)}")
+    check_device(name, x, "q", q)
 
 
 def check_selection(q: Tensor, indices: Tensor, count: Tensor | None, mask: Tensor | None) -> None:

@@ -24,12 +24,23 @@ import functools
 import torch
 
 from .._core.backends import Backend, uses_triton
-from .._core.checks import check_dtype, checked_count
+from .._core.checks import (
+    check_device,
+    check_dtype,
+    check_floating,
+    checked_count,
+    checked_number,
+)
 from .._core.precision import autocast, without_autocast
 from .._core.registration import Derivative, Op, second_order
-from ..common.checks import check_attention, check_indexer, check_selection, checked_scale
+from ..common.checks import (
+    HIGHEST_SCALE,
+    check_attention,
+    check_indexer,
+    check_selection,
+    checked_scale,
+)
 from . import launch, reference
-from .checks import check_loss, checked_temperature
 
 Tensor = torch.Tensor
 # The operands that get gradients, all, and the options after them.
@@ -188,3 +199,43 @@ def indexer_kl_loss(
         with without_autocast(q.device):
             return reference.indexer_kl_loss(*operands, *options)
     return _loss(*operands, *options)[0]
+
+
+def check_loss(
+    q_index: Tensor, k_index: Tensor, q: Tensor, k: Tensor, lse: Tensor, indices: Tensor | None
+) -> None:
+    """The indexer and the attention must be of the same tokens, lse [B, H, T], and indices of all
+    heads.
+    """
+    for name, x, other_name, other in (
+        ("q", q, "q_index", q_index),
+        ("k", k, "k_index", k_index),
+    ):
+        if x.shape[:2] != other.shape[:2]:
+            raise ValueError(
+                f"{name} must have the tokens of {other_name}, {tuple(other.shape[:2])}, "
+                f"got {tuple(x.shape[:2])}"
+            )
+        check_device(name, x, "q_index", q_index)
+    check_floating("lse", lse)
+    wanted = (q.shape[0], q.shape[2], q.shape[1])
+    if tuple(lse.shape) != wanted:
+        raise ValueError(f"lse must have shape {wanted}, got {tuple(lse.shape)}")
+    check_device("lse", lse, "q_index", q_index)
+    if indices is not None and isinstance(indices, Tensor) and indices.ndim != 3:
+        raise ValueError(f"indices must be [batch, tokens, K], got {tuple(indices.shape)}")
+
+
+def checked_temperature(temperature: Tensor | float, q_index: Tensor) -> Tensor:
+    """The temperature as a tensor of one number, on the indexer's device."""
+    if isinstance(temperature, Tensor):
+        check_floating("temperature", temperature)
+        if temperature.ndim:
+            raise ValueError(
+                f"temperature must be one number, got shape {tuple(temperature.shape)}"
+            )
+        check_device("temperature", temperature, "q_index", q_index)
+        return temperature
+    number = checked_number("temperature", temperature, -HIGHEST_SCALE, HIGHEST_SCALE)
+    wide = torch.promote_types(q_index.dtype, torch.float32)
+    return torch.full((), number, dtype=wide, device=q_index.device)

@@ -32,7 +32,7 @@ from .._core.checks import (
     checked_number,
 )
 from .._core.precision import autocast, without_autocast
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from ..common.checks import (
     HIGHEST_SCALE,
     check_attention,
@@ -58,9 +58,13 @@ def _backward_multiplied(upstream, *arguments):
     return tuple((upstream * slope).to(x.dtype) for x, slope in zip(operands, slopes, strict=True))
 
 
-def _backward_formula(upstream, *arguments):
-    _, *slopes = reference.indexer_kl_loss_with_slopes(*arguments)
-    return _backward_multiplied(upstream, *arguments[:OPERANDS], *slopes)
+def _backward_reference(upstream, *arguments):
+    operands, options = arguments[:OPERANDS], arguments[OPERANDS + LEARNING :]
+    slopes = arguments[OPERANDS : OPERANDS + LEARNING]
+    if slopes[0] is None:
+        # For a second derivative, in which they follow from the operands.
+        _, *slopes = reference.indexer_kl_loss_with_slopes(*operands, *options)
+    return _backward_multiplied(upstream, *operands, *slopes)
 
 
 def _backward_fake(upstream, *arguments):
@@ -84,7 +88,7 @@ _backward = Op(
     f"indexer_kl_loss_backward(Tensor upstream, {_OPERANDS}, {_SLOPES}, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     triton=_backward_multiplied,
-    reference=_backward_multiplied,
+    reference=_backward_reference,
     fake=_backward_fake,
 )
 
@@ -108,24 +112,7 @@ class _IndexerKLLoss(Derivative):
         return None, *grads, *unlearned
 
 
-@_backward.derivative
-class _IndexerKLLossBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, upstream, *arguments):
-        ctx.save_for_backward(upstream, *arguments[:OPERANDS])
-        ctx.options = arguments[OPERANDS + LEARNING :]
-        return run(upstream, *arguments)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        constant = ctx.saved_tensors[1 + LEARNING :]
-
-        def backward(*inputs):
-            return _backward_formula(*inputs, *constant, *ctx.options)
-
-        # The slopes follow from the operands, and have no gradients of their own.
-        grads = second_order(backward, ctx.saved_tensors[: 1 + LEARNING], cotangents)
-        return None, *grads, *(None,) * (OPERANDS + OPTIONS)
+_backward.derivative_of_reference("dq_index", "dk_index", "dw", "dbias", "dtemperature")
 
 
 def indexer_kl_loss(

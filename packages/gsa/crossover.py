@@ -61,19 +61,6 @@ def selection(tokens: int, slots: int, kind: str) -> tuple[Tensor, Tensor]:
     return indices, (indices >= 0).sum(-1).int()
 
 
-def passes(op: Callable[..., Tensor], tensors: list[Tensor]) -> Iterator[tuple[str, float]]:
-    """Medians of the forward pass and of both, in milliseconds, each of eager calls."""
-    q, k, v, *others = tensors
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.no_grad():
-        yield "fwd", event_time(lambda: op(q, k, v, *others)).ms
-    g = torch.randn_like(q)
-    yield (
-        "fwd+bwd",
-        event_time(lambda: torch.autograd.grad(op(*leaves, *others), leaves, g)).ms,
-    )
-
-
 def measured(all_tokens: Iterable[int]) -> Iterator[dict[str, object]]:
     """Dense attention at each size, ours at each selection, and the gather-based reference where
     its copies have room.
@@ -101,10 +88,16 @@ def measured(all_tokens: Iterable[int]) -> Iterator[dict[str, object]]:
 def rows(
     provider: str, op: Callable[..., Tensor], kind: str, tensors: list
 ) -> Iterator[dict[str, object]]:
-    q, k, _, indices, _ = tensors
-    slots = "" if indices is None else indices.shape[-1]
+    """Medians of the forward pass and of both, in milliseconds, each of eager calls."""
+    q, k, v, *selected = tensors
+    slots = "" if selected[0] is None else selected[0].shape[-1]
     sizes = dict(tokens=q.shape[1], slots=slots, heads=HEADS, key_heads=k.shape[2], width=WIDTH)
-    for name, ms in passes(op, tensors):
+    leaves, g = [x.detach().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
+    for name, call in (
+        ("fwd", torch.no_grad()(lambda: op(*tensors))),
+        ("fwd+bwd", lambda: torch.autograd.grad(op(*leaves, *selected), leaves, g)),
+    ):
+        ms = event_time(call).ms
         yield sizes | {"selection": kind, "pass": name, "provider": provider, "ms": ms}
 
 

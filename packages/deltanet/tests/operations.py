@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from fusewright.deltanet import gated_delta_rule, gated_delta_rule_step
+from fusewright.deltanet.convolution.short_convolution import short_convolution
+from fusewright.deltanet.gated_norm.gated_norm import gated_norm
 from fusewright.deltanet.rule import reference
 from fusewright_testkit import Yardstick
 from fusewright_testkit.conformance import Operation, Package
@@ -31,9 +34,14 @@ PACKAGE = Package(
 )
 
 
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of gates, states and weights beside rows of this one."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def drawn(*lead: int, dtype: torch.dtype, device: str, heads: tuple[int, int], widths) -> list:
     """q, k of length 1, v, g down to ``-forget`` and beta up to 1, of rows ``lead``."""
-    state = torch.float64 if dtype == torch.float64 else torch.float32
+    state = state_dtype(dtype)
     normal = [torch.randn(*lead, heads[0], widths[0], device=device, dtype=state) for _ in range(2)]
     q, k = (F.normalize(x, dim=-1) for x in normal)
     v = torch.randn(*lead, heads[1], widths[1], device=device, dtype=state)
@@ -208,7 +216,66 @@ class SequencesOp(RuleOp):
     small = (1, 65, 1, 2, 3)
 
 
-RULE, STEP = RuleOp(), StepOp()
+@dataclass(frozen=True)
+class ConvolutionOp(FlatOp):
+    """short_convolution of x, the taps and, with ``bias``, a bias; with a ``period`` a sequence
+    begins after so many tokens.
+    """
+
+    heads: int = 0
+    bias: bool = True
+    period: int = 0
+
+    # Rows, tokens, channels, taps.
+    small = (1, 5, 4, 3)
+    tiny = (1, 5, 4, 3)
+
+    @property
+    def name(self) -> str:
+        return "short_convolution" + "-bias" * self.bias
+
+    def public(self, x, weight, bias=None, place=None, **options: Any) -> Tensor:
+        if self.period:
+            place = torch.arange(x.shape[1], device=x.device) % self.period
+        return short_convolution(x, weight, bias, place=place, heads=self.heads, **options)
+
+    def draw(
+        self,
+        batch: int,
+        tokens: int,
+        channels: int,
+        taps: int = 4,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> list[Tensor]:
+        draw = partial(torch.randn, dtype=state_dtype(dtype), device=device)
+        others = [draw(channels, taps), *([draw(channels)] if self.bias else [])]
+        return [draw(batch, tokens, channels).to(dtype), *others]
+
+
+@dataclass(frozen=True)
+class NormOp(FlatOp):
+    """gated_norm of o, weight and, with ``gated``, a gate."""
+
+    gated: bool = True
+
+    small = ((2, 3, 5),)
+    tiny = ((2, 3, 4),)
+
+    @property
+    def name(self) -> str:
+        return "gated_norm" + "-gated" * self.gated
+
+    def public(self, o, weight, gate=None, **options: Any) -> Tensor:
+        return gated_norm(o, weight, gate, 1e-5, **options)
+
+    def draw(self, shape, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+        draw = partial(torch.randn, dtype=state_dtype(dtype), device=device)
+        o, gate = draw(shape).to(dtype), draw(shape).to(dtype)
+        return [o, draw(shape[-1]), *([gate] if self.gated else [])]
+
+
+RULE, STEP, CONVOLUTION, NORM = RuleOp(), StepOp(), ConvolutionOp(), NormOp()
 OPERATIONS = {op.name: op for op in (RULE, STEP)}
 FORMS = {
     op.name: op
@@ -216,5 +283,7 @@ FORMS = {
         RuleOp(starts=False, form="-zeros"),
         SharedHeadsOp(form="-shared"),
         SequencesOp(sequences=True, form="-sequences"),
+        *(ConvolutionOp(heads=2, bias=bias, period=3) for bias in (False, True)),
+        *(NormOp(gated) for gated in (False, True)),
     )
 }

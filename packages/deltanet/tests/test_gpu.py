@@ -10,12 +10,12 @@ import warnings
 import pytest
 import torch
 from fusewright.deltanet import GatedDeltaNet, gated_delta_rule
-from fusewright.deltanet.convolution.short_convolution import short_convolution
-from fusewright.deltanet.gated_norm.gated_norm import gated_norm
 from fusewright.deltanet.rule.fla import refuses_backward
 from fusewright_testkit import Yardstick, assert_within, capture, no_synchronisation
 from fusewright_testkit.conformance import everything, same_bits
 from fusewright_testkit.yardstick import Allowance
+
+from .operations import NORM, ConvolutionOp
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -150,7 +150,7 @@ def test_graph_of_sequences_gives_eager_bits_of_the_replay_and_waits_for_nothing
 @pytest.mark.parametrize("sizes", [(3, (2, 4), 128, 128), (1, (1, 1), 200, 72)])
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_step_is_as_near_to_fp64_as_torch(step_op, sizes, dtype):
-    Yardstick(step_op.reference, step_op.draw(*sizes, dtype, "cuda")).check(step_op.kernels)
+    step_op.check(step_op.draw(*sizes, dtype, "cuda"))
 
 
 def test_fla_computes_the_same(rule_op):
@@ -210,27 +210,14 @@ def test_auto_takes_the_kernels_where_fla_is_installed_too(rule_op):
 @pytest.mark.parametrize("unit", [False, True], ids=["silu", "unit"])
 def test_convolution_is_as_near_to_fp64_as_torch(unit, sizes, dtype):
     batch, tokens, heads, width = sizes
-    x = torch.randn(batch, tokens, heads * width, device="cuda").to(dtype)
-    weight = torch.randn(heads * width, 4, device="cuda")
-    place = torch.arange(tokens, device="cuda") % 50
-
-    def call(backend):
-        options = dict(place=place, heads=heads if unit else 0, backend=backend)
-        return lambda x, weight: short_convolution(x, weight, None, **options)
-
-    Yardstick(call("reference"), [x, weight]).check(call("triton"))
+    op = ConvolutionOp(heads=heads if unit else 0, bias=False, period=50)
+    op.check(op.draw(batch, tokens, heads * width, 4, dtype, "cuda"))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("shape", [(2, 300, 4, 128), (3, 33, 5, 20), (7, 256)])
 def test_gated_norm_is_as_near_to_fp64_as_torch(shape, dtype):
-    o, gate = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
-    weight = torch.randn(shape[-1], device="cuda")
-
-    def call(backend):
-        return lambda o, weight, gate: gated_norm(o, weight, gate, 1e-5, backend=backend)
-
-    Yardstick(call("reference"), [o, weight, gate]).check(call("triton"))
+    NORM.check(NORM.draw(shape, dtype, "cuda"))
 
 
 def test_layer_decodes_what_it_computes_as_a_whole():

@@ -11,6 +11,7 @@ from fusewright.deltanet import gated_delta_rule
 from fusewright.deltanet._core.launches import Launch
 from fusewright.deltanet.rule import reference
 from fusewright_testkit import Yardstick
+from fusewright_testkit.conformance import same_bits
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # Rows, tokens, heads of keys and of values, K, V.
@@ -26,10 +27,6 @@ CASES = {
     "T3-K40-V130": (1, 3, 1, 40, 130),
     "T2-K130-V8": (1, 2, 1, 130, 8),
 }
-
-
-def same_bits(found, truth):
-    return all(torch.equal(f, t) for f, t in zip(found, truth, strict=True))
 
 
 def everything(op, leaves, **options):

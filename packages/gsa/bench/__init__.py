@@ -18,6 +18,7 @@ from fusewright.gsa import (
 )
 from fusewright.gsa.indexer import reference as indexer_reference
 from fusewright.gsa.selection.reference import law_factor, score_statistics
+from fusewright_testkit.cases import compiled
 
 from .cases import INDEX_WIDTH, Op, cases, counted, counts, loss_of, reference_loss
 
@@ -52,7 +53,6 @@ def providers() -> dict[str, dict[str, Callable]]:
     """Ours; torch with all scores at once, eager and compiled; attention by gathered copies of the
     keys; and dense attention, which computes something else and is compared with.
     """
-    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
     scored = functools.partial(indexer_reference.gated_indexer, scale=1 / math.sqrt(INDEX_WIDTH))
     return {
         "fusewright": {
@@ -63,15 +63,13 @@ def providers() -> dict[str, dict[str, Callable]]:
         },
         "torch": {
             "gated_indexer": scored,
-            "indexer_topk": Selecting(functools.partial(scores_and_topk, scored), of_scores),
+            "indexer_topk": selecting(scored),
             "sparse_attention": gathered_attention,
             "indexer_kl_loss": functools.partial(loss_of, reference_loss),
         },
         "compile": {
             "gated_indexer": compiled(scored),
-            "indexer_topk": Selecting(
-                functools.partial(scores_and_topk, compiled(scored)), of_scores
-            ),
+            "indexer_topk": selecting(compiled(scored)),
             "indexer_kl_loss": functools.partial(loss_of, compiled(reference_loss)),
         },
         "dense": {"sparse_attention": dense_attention},
@@ -86,6 +84,10 @@ def statistics_of_ours(
     indices: Tensor, count: Tensor, stats: SelectionStats, average: Tensor | None
 ) -> tuple:
     return stats.variance, counted(count, average)
+
+
+def selecting(score: Op) -> Selecting:
+    return Selecting(functools.partial(scores_and_topk, score), of_scores)
 
 
 def scores_and_topk(score: Op, *tensors: Tensor) -> tuple:

@@ -15,6 +15,7 @@ from fusewright.gsa.loss import reference as loss_reference
 from fusewright.gsa.selection import reference as selection_reference
 from fusewright.gsa.sparse import reference as sparse_reference
 from fusewright_testkit import Case
+from fusewright_testkit.cases import by_pass
 
 BF16 = torch.bfloat16
 INDEX_HEADS, INDEX_WIDTH = 4, 64
@@ -62,9 +63,9 @@ def indexer_case(op: str, tokens: int, slots: int = 0) -> Case:
         reference=statistics if slots else formula,
         inputs=functools.partial(indexer_inputs, tokens),
         sample=functools.partial(indexer_inputs, SAMPLE_TOKENS),
-        bytes_moved={"step": size, "fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
+        bytes_moved={"step": size} | by_pass(size),
         # A causal half of all products; the backward pass computes them again.
-        flops={"step": flops, "fwd": flops, "bwd": 3 * flops, "fwd+bwd": 4 * flops},
+        flops={"step": flops} | by_pass(flops, 3 * flops),
     )
 
 
@@ -138,8 +139,8 @@ def attention_case(tokens: int, slots: int, heads: int, key_heads: int, width: i
         reference=functools.partial(reference_attention, scale=1 / math.sqrt(width)),
         inputs=functools.partial(inputs, tokens),
         sample=functools.partial(inputs, SAMPLE_TOKENS),
-        bytes_moved={"fwd": size, "bwd": 2 * size, "fwd+bwd": 3 * size},
-        flops={"fwd": flops, "bwd": 5 * flops // 2, "fwd+bwd": 7 * flops // 2},
+        bytes_moved=by_pass(size),
+        flops=by_pass(flops, 5 * flops // 2),
     )
 
 
@@ -167,7 +168,7 @@ def loss_case(tokens: int, slots: int, heads: int, key_heads: int, width: int) -
         reference=functools.partial(loss_of, reference_loss),
         inputs=functools.partial(inputs, tokens),
         sample=functools.partial(inputs, SAMPLE_TOKENS),
-        bytes_moved={"fwd": size, "bwd": size, "fwd+bwd": 2 * size},
+        bytes_moved=by_pass(size, size),
         # None for the backward pass alone: our forward pass computes the slopes.
         flops={"fwd": scores + target, "fwd+bwd": 4 * scores + target},
     )
@@ -199,19 +200,11 @@ def loss_of(op: Op, *tensors: Tensor) -> Tensor:
     return op(*operands, *attention, *tensors[8:], temperature=temperature)
 
 
-def reference_loss(
-    q_index: Tensor,
-    k_index: Tensor,
-    w: Tensor,
-    bias: Tensor,
-    q: Tensor,
-    k: Tensor,
-    *of_attention: Tensor,
-    temperature: Tensor,
-) -> Tensor:
+def reference_loss(*tensors: Tensor, temperature: Tensor) -> Tensor:
+    of_indexer, (q, *of_attention) = tensors[:4], tensors[4:]
     widths = dict(index_scale=INDEX_WIDTH, scale=q.shape[-1])
     scales: dict[str, Any] = {name: 1 / math.sqrt(width) for name, width in widths.items()}
-    operands: tuple[Any, ...] = (q_index, k_index, w, bias, temperature, q, k, *of_attention)
+    operands: tuple[Any, ...] = (*of_indexer, temperature, q, *of_attention)
     return loss_reference.indexer_kl_loss(*operands, **scales)
 
 

@@ -32,6 +32,11 @@ PACKAGE = Package(
 )
 
 
+def drawn(shape, keys, device, dtype=torch.int32):
+    """Different keys for each of ``shape[:-1]`` queries."""
+    return torch.rand(*shape[:-1], keys, device=device).argsort(-1)[..., : shape[-1]].to(dtype)
+
+
 @dataclass(frozen=True)
 class GsaOp(Operation):
     """One public function of differentiable tensors; options beside it are the same everywhere."""

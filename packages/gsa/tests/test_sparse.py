@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,39 +13,50 @@ from fusewright.gsa import sparse_attention, sparse_attention_with_lse
 from fusewright.gsa.sparse.launch_inverse import inverse_of
 from fusewright_testkit import Yardstick
 
+from .operations import drawn
+
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
-def drawn(shape, keys, device, dtype=torch.int32):
-    """Different keys for each of ``shape[:-1]`` queries."""
-    return torch.rand(*shape[:-1], keys, device=device).argsort(-1)[..., : shape[-1]].to(dtype)
+# The kernels' paths; the reference has none.
+each_path = pytest.mark.parametrize("path", ["queries", "tiles"])
+each_way = pytest.mark.parametrize(
+    ("backend", "path"), [("reference", "auto"), ("triton", "queries"), ("triton", "tiles")]
+)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 4, 13, 4, 20), (1, 3, 40, 2, 64)])
-def test_values_and_gradients_are_as_near_to_fp64_as_torch(sparse, shape, device):
-    sparse.check(sparse.draw(shape, F32, device))
+@each_path
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 5, 21, 4, 20), (1, 3, 40, 2, 64)])
+def test_values_and_gradients_are_as_near_to_fp64_as_torch(sparse, shape, path, device):
+    sparse.check(sparse.draw(shape, F32, device), path=path)
 
 
+@each_path
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_low_precision_is_as_near_to_fp64_as_torch(sparse, dtype, device):
-    sparse.check(sparse.draw((1, 5, 9, 4, 20), dtype, device))
+def test_low_precision_is_as_near_to_fp64_as_torch(sparse, dtype, path, device):
+    sparse.check(sparse.draw((1, 7, 19, 4, 20), dtype, device), path=path)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
+@each_path
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (4, 1), (6, 1)])
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per-head"])
-def test_heads_share_keys_and_selections(sparse, heads, key_heads, per_head, device):
+def test_heads_share_keys_and_selections(sparse, heads, key_heads, per_head, path, device):
+    """By tiles four heads are stacked four at a time, six two at a time, heads with keys of their
+    own not at all.
+    """
     op = dataclasses.replace(sparse, key_heads=key_heads)
-    tensors = op.draw((1, 4, 9, heads, 8), F32, device)
-    leading = (1, heads, 4) if per_head else (1, 4)
+    tensors = op.draw((1, 6, 9, heads, 8), F32, device)
+    leading = (1, heads, 6) if per_head else (1, 6)
     indices = drawn((*leading, 4), 9, device, torch.int64)
     count = torch.randint(0, 5, leading, device=device)
-    op.check(tensors, indices=indices, count=count)
+    op.check(tensors, indices=indices, count=count, path=path)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("tokens", [1, 7, 12])
-def test_selection_of_all_keys_is_dense_attention(sparse, tokens, backend, device):
+@each_way
+@pytest.mark.parametrize("tokens", [1, 7, 18])
+def test_selection_of_all_keys_is_dense_attention(sparse, tokens, backend, path, device):
     slot = torch.arange(tokens, device=device, dtype=torch.int32)
     indices = torch.where(slot <= slot[:, None], slot, -1).expand(1, -1, -1)
 
@@ -53,27 +65,37 @@ def test_selection_of_all_keys_is_dense_attention(sparse, tokens, backend, devic
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return o.transpose(1, 2)
 
+    options = dict(scale=None, backend=backend, path=path)
     Yardstick(dense, sparse.draw((1, tokens, tokens, 2, 16), F32, device)).check(
-        lambda *tensors: sparse.public(*tensors, indices, None, scale=None, backend=backend)[0]
+        lambda *tensors: sparse.public(*tensors, indices, None, **options)[0]
     )
 
 
-def test_queries_without_keys_are_zero(sparse, backend, device):
-    leaves = [x.requires_grad_() for x in sparse.draw((1, 4, 9, 2, 8), F32, device)]
-    indices = drawn((1, 4, 5), 9, device)
+@each_way
+def test_queries_without_keys_are_zero(sparse, backend, path, device):
+    leaves = [x.requires_grad_() for x in sparse.draw((1, 20, 9, 2, 8), F32, device)]
+    indices = drawn((1, 20, 5), 9, device)
     indices[0, 1] = -1
     indices[0, 2] = 9
-    count = torch.tensor([[5, 5, 5, 0]], device=device)
-    o, lse = sparse.public(*leaves, indices, count, backend=backend)
-    assert not o[0, 1:].any()
-    assert (lse[0, :, 1:] == -math.inf).all()
+    count = torch.full((1, 20), 5, device=device)
+    # A whole tile of queries without keys, and one key that no query has selected.
+    count[0, 3] = 0
+    count[0, 16:] = 0
+    indices[indices == 4] = -1
+    o, lse = sparse.public(*leaves, indices, count, backend=backend, path=path)
+    without = [1, 2, 3, *range(16, 20)]
+    assert not o[0, without].any()
+    assert (lse[0, :, without] == -math.inf).all()
     assert lse[0, :, 0].isfinite().all()
-    grads = torch.autograd.grad((o * torch.randn_like(o)).sum() + lse[0, :, 0].sum(), leaves)
-    assert all(g.isfinite().all() for g in grads)
-    assert not grads[0][0, 1:].any()
+    loss = (o * torch.randn_like(o)).sum() + lse[0, :, 0].sum()
+    dq, dk, dv = torch.autograd.grad(loss, leaves)
+    assert all(g.isfinite().all() for g in (dq, dk, dv))
+    assert not dq[0, without].any()
+    assert not dk[0, 4].any()
+    assert not dv[0, 4].any()
 
 
-@pytest.mark.parametrize("path", ["queries", "tiles"])
+@each_path
 def test_infinite_scores_do_what_is_written(sparse, path, backend, device):
     """-inf weighs nothing, nothing else is no key; inf and NaN make their query NaN, none other."""
     q = torch.full((1, 5, 1, 8), 1e20, device=device)
@@ -91,17 +113,19 @@ def test_infinite_scores_do_what_is_written(sparse, path, backend, device):
     assert not torch.autograd.grad(o[0, [0, 1, 3]].sum(), q)[0][0, 1].any()
 
 
-def test_slots_that_hold_no_key_read_nothing(sparse, device):
+@each_path
+def test_slots_that_hold_no_key_read_nothing(sparse, path, device):
+    kernels = partial(sparse.kernels, path=path)
     q, k, v = sparse.draw((1, 3, 9, 2, 8), F32, device)
     indices = torch.tensor([[[1, -5, 4, 2**31 - 1, 7, 9]] * 3], device=device, dtype=torch.int32)
     plain = torch.tensor([[[1, 4, 7]] * 3], device=device, dtype=torch.int32)
     Yardstick(lambda *tensors: sparse.reference(*tensors, plain, None), [q, k, v]).check(
-        lambda *tensors: sparse.kernels(*tensors, indices, None)
+        lambda *tensors: kernels(*tensors, indices, None)
     )
-    found = sparse.kernels(q, k, v, indices)[0]
+    found = kernels(q, k, v, indices)[0]
     for x in (k, v):
         x[:, [0, 2, 3, 5, 6, 8]] = math.nan
-    assert torch.equal(sparse.kernels(q, k, v, indices)[0], found)
+    assert torch.equal(kernels(q, k, v, indices)[0], found)
 
 
 def test_mask_and_count_leave_out_the_same_slots(sparse, backend, device):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 
 import pytest
@@ -16,15 +15,13 @@ from fusewright.gsa.sparse.launch_paths import goes_by_tiles
 from fusewright.gsa.sparse.launch_problem import SparseProblem, UnionConfig, sparse_problem
 from fusewright.gsa.sparse.launch_unions import plan_members, plan_tiles
 from fusewright_testkit import Yardstick, assert_within
+from fusewright_testkit.conformance import everything, same_bits
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+from .operations import drawn
+
+F32, BF16 = torch.float32, torch.bfloat16
 TILES = dict(path="tiles")
 needs_kernels = pytest.mark.skipif("triton" not in available_backends(), reason="needs the kernels")
-
-
-def drawn(shape, keys, device, dtype=torch.int32):
-    """Different keys for each of ``shape[:-1]`` queries."""
-    return torch.rand(*shape[:-1], keys, device=device).argsort(-1)[..., : shape[-1]].to(dtype)
 
 
 @pytest.fixture
@@ -42,29 +39,6 @@ def tiles_of(monkeypatch, device):
                 monkeypatch.setattr(module, name, (line,))
 
     return change
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 5, 21, 4, 20)])
-def test_values_and_gradients_are_as_near_to_fp64_as_torch(sparse, shape, device):
-    sparse.check(sparse.draw(shape, F32, device), **TILES)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_low_precision_is_as_near_to_fp64_as_torch(sparse, dtype, device):
-    sparse.check(sparse.draw((1, 7, 19, 4, 20), dtype, device), **TILES)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (4, 1), (6, 1)])
-@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per-head"])
-def test_heads_share_keys_and_selections(sparse, heads, key_heads, per_head, device):
-    """Four heads are stacked four at a time, six two at a time, heads of their own not at all."""
-    op = dataclasses.replace(sparse, key_heads=key_heads)
-    tensors = op.draw((1, 6, 9, heads, 8), F32, device)
-    leading = (1, heads, 6) if per_head else (1, 6)
-    indices = drawn((*leading, 4), 9, device, torch.int64)
-    count = torch.randint(0, 5, leading, device=device)
-    op.check(tensors, indices=indices, count=count, **TILES)
 
 
 def test_bits_of_a_tile_may_take_several_words(sparse, tiles_of, device):
@@ -99,15 +73,6 @@ def test_key_that_is_named_twice_counts_once(sparse, device):
     Yardstick(once, tensors).check(partial(sparse.kernels, indices=twice, **TILES))
 
 
-@pytest.mark.parametrize("tokens", [1, 18])
-def test_selection_of_all_keys_is_dense_attention(sparse, tokens, device):
-    slot = torch.arange(tokens, device=device, dtype=torch.int32)
-    indices = torch.where(slot <= slot[:, None], slot, -1).expand(1, -1, -1)
-    Yardstick(dense, sparse.draw((1, tokens, tokens, 2, 16), F32, device)).check(
-        lambda *tensors: sparse.kernels(*tensors, indices, None, scale=None, **TILES)[0]
-    )
-
-
 def dense(q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     position = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
@@ -134,47 +99,10 @@ def test_dense_below_is_causal_attention_to_all_keys(sparse, shape, backend, dev
         yardstick.check(lambda *tensors: below(keys)(*tensors)[0])
 
 
-def test_queries_without_keys_are_zero(sparse, device):
-    leaves = [x.requires_grad_() for x in sparse.draw((1, 20, 9, 2, 8), F32, device)]
-    indices = drawn((1, 20, 5), 9, device)
-    indices[0, 1] = -1
-    indices[0, 2] = 9
-    count = torch.full((1, 20), 5, device=device)
-    # A whole tile of queries without keys, and one key that no query has selected.
-    count[0, 3] = 0
-    count[0, 16:] = 0
-    indices[indices == 4] = -1
-    o, lse = sparse.kernels(*leaves, indices, count, **TILES)
-    without = [1, 2, 3, *range(16, 20)]
-    assert not o[0, without].any()
-    assert (lse[0, :, without] == -math.inf).all()
-    assert lse[0, :, 0].isfinite().all()
-    loss = (o * torch.randn_like(o)).sum() + lse[0, :, 0].sum()
-    dq, dk, dv = torch.autograd.grad(loss, leaves)
-    assert all(g.isfinite().all() for g in (dq, dk, dv))
-    assert not dq[0, without].any()
-    assert not dk[0, 4].any()
-    assert not dv[0, 4].any()
-
-
-def test_keys_that_no_query_has_selected_are_not_read(sparse, device):
-    q, k, v = sparse.draw((1, 3, 9, 2, 8), F32, device)
-    indices = torch.tensor([[[1, -5, 4, 2**31 - 1, 7, 9]] * 3], device=device, dtype=torch.int32)
-    found = sparse.kernels(q, k, v, indices, None, **TILES)[0]
-    for x in (k, v):
-        x[:, [0, 2, 3, 5, 6, 8]] = math.nan
-    assert torch.equal(sparse.kernels(q, k, v, indices, None, **TILES)[0], found)
-
-
 def test_same_inputs_same_bits(sparse, device):
     leaves = [x.requires_grad_() for x in sparse.draw((1, 18, 20, 4, 8), BF16, device)]
-
-    def everything():
-        o, lse = sparse.kernels(*leaves, **TILES)
-        return [o, lse, *torch.autograd.grad(o.float().square().sum(), leaves)]
-
-    pairs = zip(everything(), everything(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    one, other = (everything(partial(sparse.kernels, **TILES), leaves) for _ in range(2))
+    assert same_bits(one, other)
 
 
 @needs_kernels

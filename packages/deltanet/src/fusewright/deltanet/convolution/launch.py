@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .._core.backends import device_properties, interpreted
-from .._core.launches import (
-    Allocator,
-    Launch,
-    Layout,
-    allocator,
-    cdiv,
-    contiguous_where,
-    is_current,
-    layouts,
-)
+from .._core.launches import Launch, Layout, Plan, allocator, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 from .._core.registration import empty_grad
@@ -49,48 +40,27 @@ STRIPS = (64, 32, 16)
 STRIPS_PROGRAMS = 6
 
 
-class ConvolutionPlan(NamedTuple):
-    """One pass over [B, T, channels]: its launch, the memory of y or dx and, backward, that of
-    each program's partial sums of the gradients of taps and bias.
-    """
-
-    launch: Launch
-    result: Allocator
-    partial_sums: Allocator
-
-
 def convolution_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor | None, heads: int
 ) -> Tensor:
     """silu(conv(x)), contiguous."""
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return convolution_forward(x, weight, bias, place, heads)
-    operands = contiguous_where((x, weight, bias, place), (True,) * 4)
+    operands = (x, weight, bias, place)
     plan = convolution_plan(
-        x.shape, weight.shape[1], heads, x.dtype, layouts(*operands), x.device, backward=False
+        x.shape, weight.shape[1], heads, layouts(*operands), x.device, backward=False
     )
-    y = plan.result()
-    if y.numel():
-        plan.launch((*operands, y))
-    return y
+    return plan.run(operands)[0]
 
 
 def convolution_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor | None, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dx, dweight, dbias)``, the last empty where there is no bias."""
-    if not is_current(x.device):
-        with torch.cuda.device(x.device):
-            return convolution_backward(dy, x, weight, bias, place, heads)
-    operands = contiguous_where((dy, x, weight, bias, place), (True,) * 5)
+    operands = (dy, x, weight, bias, place)
     plan = convolution_plan(
-        x.shape, weight.shape[1], heads, x.dtype, layouts(*operands), x.device, backward=True
+        x.shape, weight.shape[1], heads, layouts(*operands), x.device, backward=True
     )
-    dx, partial_sums = plan.result(), plan.partial_sums()
-    if dx.numel():
-        plan.launch((*operands, dx, partial_sums))
-    else:
+    dx, partial_sums = plan.run(operands)
+    if plan.launch is None:
         partial_sums.zero_()
     dweight = partial_sums[:, :-1].sum(0).T.contiguous().to(weight.dtype)
     if bias is None:
@@ -103,13 +73,14 @@ def convolution_plan(
     shape: torch.Size,
     taps: int,
     heads: int,
-    dtype: torch.dtype,
-    operands: tuple[Layout | None, ...],
+    operands: tuple[Layout, ...],
     device: torch.device,
     *,
     backward: bool,
-) -> ConvolutionPlan:
-    """The plan for contiguous operands of these layouts."""
+) -> Plan:
+    """The plan of one pass over [B, T, channels], for contiguous copies of operands of these
+    layouts. It writes y, or dx and each program's partial sums of the gradients of taps and bias.
+    """
     config = CONVOLUTION_BACKWARD if backward else CONVOLUTION
     batch, tokens, channels = shape
     width = channels // heads if heads else config.channels
@@ -138,5 +109,9 @@ def convolution_plan(
         **constants,
         BLOCK_D=block_d,
     )
-    partial_sums = allocator((max(programs, 1), taps + 1, channels), torch.float32, device)
-    return ConvolutionPlan(launch, allocator(shape, dtype, device), partial_sums)
+    x_dtype = operands[-4][0]
+    outputs = [allocator(shape, x_dtype, device)]
+    if backward:
+        partial_sums = (max(programs, 1), taps + 1, channels)
+        outputs.append(allocator(partial_sums, torch.float32, device))
+    return Plan(launch if shape.numel() else None, (True,) * len(operands), tuple(outputs))

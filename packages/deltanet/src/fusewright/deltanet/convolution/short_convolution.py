@@ -15,7 +15,7 @@ from torch import nn
 
 from .._core.backends import Backend, uses_triton
 from .._core.precision import without_autocast
-from .._core.registration import Derivative, Op, empty_grad, second_order
+from .._core.registration import Derivative, Op, empty_grad
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -62,22 +62,7 @@ class _ShortConvolution(Derivative):
         return None, dx, dweight, None if bias is None else dbias, None, None
 
 
-@_backward.derivative
-class _ShortConvolutionBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dy, x, weight, bias, place, heads):
-        ctx.save_for_backward(dy, x, weight, bias, place)
-        ctx.heads = heads
-        return run(dy, x, weight, bias, place, heads)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        *inputs, place = ctx.saved_tensors
-
-        def backward(dy, x, weight, bias):
-            return reference.short_convolution_backward(dy, x, weight, bias, place, ctx.heads)
-
-        return None, *second_order(backward, inputs, cotangents), None, None
+_backward.derivative_of_reference()
 
 
 def short_convolution(

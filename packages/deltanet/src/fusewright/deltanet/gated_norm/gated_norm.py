@@ -14,7 +14,7 @@ from torch import nn
 
 from .._core.backends import Backend, uses_triton
 from .._core.precision import without_autocast
-from .._core.registration import Derivative, Op, empty_grad, second_order
+from .._core.registration import Derivative, Op, empty_grad
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -59,20 +59,7 @@ class _GatedNorm(Derivative):
         return None, do, dweight, None if gate is None else dgate, None
 
 
-@_backward.derivative
-class _GatedNormBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, dy, o, weight, gate, eps):
-        ctx.save_for_backward(dy, o, weight, gate)
-        ctx.eps = eps
-        return run(dy, o, weight, gate, eps)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        def backward(dy, o, weight, gate):
-            return reference.gated_norm_backward(dy, o, weight, gate, ctx.eps)
-
-        return None, *second_order(backward, ctx.saved_tensors, cotangents), None
+_backward.derivative_of_reference()
 
 
 def gated_norm(

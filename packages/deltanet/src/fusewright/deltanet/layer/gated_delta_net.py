@@ -24,10 +24,10 @@ from torch import nn
 
 from .._core.checks import check_option
 from .._core.precision import wide
-from ..common.checks import check_lengths
 from ..common.unit_length import unit_length
 from ..convolution.short_convolution import ShortConvolution
 from ..gated_norm.gated_norm import GatedRMSNorm
+from ..rule.checks import check_lengths
 from ..rule.gated_delta_rule import BACKENDS, RESIDUALS, Backend, Residual, gated_delta_rule
 from ..rule.gated_delta_rule_step import gated_delta_rule_step
 from .checks import check_sizes, check_tokens

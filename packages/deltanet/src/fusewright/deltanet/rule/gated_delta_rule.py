@@ -36,7 +36,7 @@ from .._core.backends import available_backends as kernel_backends
 from .._core.backends import decline, uses_triton
 from .._core.checks import check_option
 from .._core.precision import autocast, wide, wide_dtype, without_autocast
-from .._core.registration import Derivative, Op, empty_grad, second_order
+from .._core.registration import Derivative, Op, empty_grad
 from . import launch, launch_backward, reference
 from .checks import check_residual_weight, check_rule, checked_decay, checked_scale
 from .fla import fla_obstacle, fla_rule, has_fla
@@ -110,23 +110,8 @@ class _GatedDeltaRule(Derivative):
         return None, *grads, None if state is None else dstate, None, None
 
 
-@_backward.derivative
-class _GatedDeltaRuleBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, *tensors_and_scale):
-        # The saved tensors follow from the inputs, whose gradients are complete without them.
-        ctx.save_for_backward(*tensors_and_scale[:9])
-        ctx.scale = tensors_and_scale[-1]
-        return run(*tensors_and_scale)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        *inputs, cu_seqlens = ctx.saved_tensors
-
-        def backward(*inputs):
-            return reference.rule_backward(*inputs, cu_seqlens, ctx.scale)
-
-        return None, *second_order(backward, inputs, cotangents), *(None,) * 5
+# The saved tensors follow from the inputs, whose gradients are complete without them.
+_backward.derivative_of_reference("inverses", "states", "decays")
 
 
 class GatedDeltaRule(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 
 from .._core.backends import Backend, check_backend, decline, uses_triton
 from .._core.precision import autocast, wide_dtype, without_autocast
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Op
 from . import launch, launch_step, reference
 from .checks import check_step, checked_scale
 from .gated_delta_rule import GatedDeltaRule
@@ -33,24 +33,8 @@ _step = Op(
 )
 
 
-@_step.derivative
-class _GatedDeltaRuleStep(Derivative):
-    @staticmethod
-    def forward(ctx, run, *tensors_and_scale):
-        *tensors, ctx.scale = tensors_and_scale
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        return run(*tensors_and_scale)
-
-    @staticmethod
-    def backward(ctx, do, dend):
-        if do is None and dend is None:
-            return (None,) * 8
-
-        def forward(q, k, v, g, beta, state):
-            return reference.gated_delta_rule_step(q, k, v, g, beta, state, ctx.scale)
-
-        return None, *second_order(forward, ctx.saved_tensors, (do, dend)), None
+# A token takes so little that its backward pass has no kernel.
+_step.derivative_of_reference()
 
 
 def gated_delta_rule_step(

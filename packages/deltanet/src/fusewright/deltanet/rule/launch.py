@@ -20,7 +20,6 @@ from .._core.launches import (
     allocator,
     cdiv,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -349,9 +348,6 @@ def rule_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(o, end, inverses, states, decays)``."""
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return rule_forward(q, k, v, g, beta, state, cu_seqlens, scale)
     q, k, v, g, beta, state = aligned(q, k, v, g, beta, state)
     problem = problem_of(q, v, state, cu_seqlens)
     plan = forward_plan(problem, layouts(q, k, v))

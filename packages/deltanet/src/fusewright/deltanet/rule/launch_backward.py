@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._core.launches import Layout, contiguous_where, is_current, layouts
+from .._core.launches import Layout, contiguous_where, layouts
 from .._core.lazy import lazy_module
 from .._core.registration import empty_grad
 from .launch import (
@@ -61,11 +61,6 @@ def rule_backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """``(dq, dk, dv, dg, dbeta, dstate)``, the last empty where there is no state."""
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return rule_backward(
-                do, dend, q, k, v, g, beta, state, cu_seqlens, inverses, states, decays, scale
-            )
     if not v.numel():
         grads = (torch.zeros_like(x) for x in (q, k, v, g, beta))
         return *grads, empty_grad(g) if state is None else dend.clone()

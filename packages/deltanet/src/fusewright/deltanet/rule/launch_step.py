@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._core.backends import interpreted
-from .._core.launches import Launch, cdiv, is_current
+from .._core.launches import Launch, Plan, allocator, cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 
@@ -28,39 +28,34 @@ def step_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """``(o, state after the token)``."""
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return step_forward(q, k, v, g, beta, state, scale)
-    operands = [x.contiguous() for x in (q, k, v, g, beta, state)]
-    o, end = q.new_empty(v.shape), torch.empty_like(operands[-1])
-    if end.numel():
-        batch, heads, keys, width = state.shape
-        launch = step_plan(batch, heads, heads // q.shape[1], keys, width, q.dtype, q.device)
-        launch((*operands, o, end), (scale,))
-    return o, end
+    operands = (q, k, v, g, beta, state)
+    plan = step_plan(state.shape, q.shape[1], q.dtype, state.dtype, q.device)
+    return plan.run(operands, (scale,))
 
 
 @functools.lru_cache(maxsize=4096)
 def step_plan(
-    batch: int,
-    heads: int,
-    group: int,
-    keys: int,
-    width: int,
+    shape: torch.Size,
+    key_heads: int,
     dtype: torch.dtype,
+    state_dtype: torch.dtype,
     device: torch.device,
-) -> Launch:
-    """The launch for contiguous tensors of these sizes and this dtype."""
-    return Launch(
+) -> Plan:
+    """The plan for contiguous copies of operands of this dtype and a state of this shape."""
+    batch, heads, keys, width = shape
+    launch = Launch(
         kernels_step.step_kernel,
         (batch * heads * cdiv(width, STEP_BLOCK_V),),
         device,
         (heads,),
         dict(num_warps=4),
         UPCAST=interpreted(),
-        GROUP=group,
+        GROUP=heads // key_heads,
         K=keys,
         V=width,
         BLOCK_K=power_of_2(keys),
         BLOCK_V=STEP_BLOCK_V,
     )
+    o = allocator((batch, heads, width), dtype, device)
+    outputs = (o, allocator(shape, state_dtype, device))
+    return Plan(launch if shape.numel() else None, (True,) * 6, outputs)

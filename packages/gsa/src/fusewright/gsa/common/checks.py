@@ -15,6 +15,7 @@ from .._core.checks import (
     check_floating,
     check_option,
     check_strided,
+    checked_count,
     checked_number,
 )
 
@@ -40,10 +41,7 @@ def check_indexer(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> None:
         ("w", w, "batch, tokens, heads"),
         ("bias", bias, "heads"),
     ):
-        check_floating(name, x)
-        if x.ndim != axes.count(",") + 1:
-            raise ValueError(f"{name} must be [{axes}], got {tuple(x.shape)}")
-        check_device(name, x, "q", q)
+        check_axes(name, x, axes, q)
     batches, queries, heads, width = q.shape
     if heads == 0:
         raise ValueError("q must have at least one head, got 0")
@@ -63,10 +61,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     multiple of Hkv.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_floating(name, x)
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be [batch, tokens, heads, width], got {tuple(x.shape)}")
-        check_device(name, x, "q", q)
+        check_axes(name, x, "batch, tokens, heads, width", q)
     batches, _, heads, width = q.shape
     if not 0 < width <= MAX_WIDTH:
         raise ValueError(f"the width of a head must be from 1 to {MAX_WIDTH}, got {width}")
@@ -82,6 +77,14 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"k and v must be [{batches}, Tkv, Hkv, {width}] for q {tuple(q.shape)}, with "
                 f"one Tkv and one Hkv; got k {tuple(k.shape)}, v {tuple(v.shape)}"
             )
+
+
+def check_axes(name: str, x: Tensor, axes: str, q: Tensor) -> None:
+    """A floating tensor of these axes on q's device."""
+    check_floating(name, x)
+    if x.ndim != axes.count(",") + 1:
+        raise ValueError(f"{name} must be [{axes}], got {tuple(x.shape)}")
+    check_device(name, x, "q", q)
 
 
 def check_selection(q: Tensor, indices: Tensor, count: Tensor | None, mask: Tensor | None) -> None:
@@ -121,22 +124,12 @@ def check_whole_numbers(name: str, x: Tensor) -> None:
     check_strided(name, x)
 
 
-def check_whole(name: str, number: int, lowest: int | None = None) -> None:
-    """A whole number of at least ``lowest``, where that is given; a symbol of torch's tracers may
-    stand for it.
-    """
-    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be a whole number, got {type(number).__name__}")
-    if lowest is not None and number < lowest:
-        raise ValueError(f"{name} must be at least {lowest}, got {number}")
-
-
 def check_law(law: str, k_base: int, k_min: int, k_max: int, sinks: int) -> None:
     """The law must be known, and the counts 1 <= k_min <= k_max, 0 <= sinks <= k_min."""
     check_option("law", law, LAWS)
     for name, number in (("k_base", k_base), ("k_min", k_min), ("k_max", k_max), ("sinks", sinks)):
-        check_whole(name, number)
-    check_whole("k_base", k_base, lowest=1)
+        checked_count(name, number, lowest=-(2**63))
+    checked_count("k_base", k_base)
     if not 1 <= k_min <= k_max:
         raise ValueError(f"k_min must be from 1 to k_max, {k_max}, got {k_min}")
     if not 0 <= sinks <= k_min:

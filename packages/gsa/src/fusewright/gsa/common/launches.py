@@ -102,12 +102,6 @@ def row_strides(shape: Shape, layout: Layout) -> tuple[bool, tuple[int, ...]]:
     return copy, (contiguous_strides(shape) if copy else layout[1])[:-1]
 
 
-def present(layout: Layout | None) -> Layout:
-    """The layout of an operand that is never absent."""
-    assert layout is not None
-    return layout
-
-
 def grid_of(programs: int) -> tuple[int]:
     """A grid of this many programs.
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 import torch
 
 from .._core.backends import Backend, uses_triton
-from .._core.checks import check_dtype
+from .._core.checks import check_dtype, checked_count
 from .._core.precision import autocast, without_autocast
-from .._core.registration import Derivative, Op, second_order
-from ..common.checks import check_indexer, check_whole, checked_scale
+from .._core.registration import Derivative, Op
+from ..common.checks import check_indexer, checked_scale
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -69,21 +69,7 @@ class _GatedIndexer(Derivative):
         return None, *grads, None, None, None
 
 
-@_backward.derivative
-class _GatedIndexerBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, *arguments):
-        ctx.save_for_backward(*arguments[:5])
-        ctx.options = arguments[5:]
-        return run(*arguments)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        def backward(*inputs):
-            return reference.gated_indexer_backward(*inputs, *ctx.options)
-
-        grads = second_order(backward, ctx.saved_tensors, cotangents)
-        return None, *grads, None, None, None
+_backward.derivative_of_reference()
 
 
 def gated_indexer(
@@ -131,7 +117,7 @@ def gated_indexer(
     """
     check_indexer(q, k, w, bias)
     scale = checked_scale(scale, q.shape[-1])
-    check_whole("q_offset", q_offset, lowest=0)
+    q_offset = checked_count("q_offset", q_offset, lowest=0)
     q, k = autocast(q, k)
     check_dtype("k", k, "q", q)
     options = (scale, bool(causal), q_offset)

@@ -15,10 +15,10 @@ from .._core.launches import (
     Allocator,
     Launch,
     Layout,
+    Plan,
     allocator,
     cdiv,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -28,7 +28,6 @@ from ..common.launches import (
     TileConfig,
     config_for,
     grid_of,
-    present,
     row_strides,
     tile_constants,
 )
@@ -121,12 +120,12 @@ def indexer_problem(
     keys: int,
     causal: bool,
     offset: int,
-    operands: tuple[Layout | None, ...],
+    operands: tuple[Layout, ...],
     precision: str,
     device: torch.device,
 ) -> IndexerProblem:
     """The problem of queries of this shape; ``operands``: layouts of q, k, w and bias."""
-    q, k, w, bias = (present(layout) for layout in operands)
+    q, k, w, bias = operands
     copy_q, q_strides = row_strides(shape, q)
     copy_k, k_strides = row_strides((shape[0], keys, shape[-1]), k)
     copies = (copy_q, copy_k, False, bias[1] != (1,))
@@ -149,29 +148,21 @@ def scores_forward(
     q: Tensor, k: Tensor, w: Tensor, bias: Tensor, scale: float, causal: bool, q_offset: int
 ) -> Tensor:
     """The scores of every query and key, [B, Tq, Tkv] in fp32; -inf where a row sees no key."""
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return scores_forward(q, k, w, bias, scale, causal, q_offset)
     operands = (q, k, w, bias)
     sizes = (q.shape, k.shape[1], causal, q_offset)
     problem = indexer_problem(*sizes, layouts(*operands), input_precision(q.dtype), q.device)
-    launch, allocate_scores = scores_plan(problem)
-    scores = allocate_scores()
-    if launch is not None:
-        if problem.copies:
-            operands = contiguous_where(operands, problem.copies)
-        launch((*operands, scores), (scale,))
-    return scores
+    return scores_plan(problem).run(operands, (scale,))[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def scores_plan(problem: IndexerProblem) -> tuple[Launch | None, Allocator]:
-    """The launch (none where there are no scores), and the memory of the scores."""
+def scores_plan(problem: IndexerProblem) -> Plan:
+    """The plan of all scores."""
     batches, queries = problem.shape[:2]
     launch = (
         plan_scores(problem, 0, queries, problem.keys, fill=True) if problem.score_count else None
     )
-    return launch, allocator((batches, queries, problem.keys), F32, problem.device)
+    scores = allocator((batches, queries, problem.keys), F32, problem.device)
+    return Plan(launch, problem.copies, (scores,))
 
 
 def plan_scores(
@@ -202,9 +193,6 @@ def scores_backward(
     """``(dq, dk, dw, dbias)``, contiguous, each in its operand's dtype or, where ``wide``, in
     fp32.
     """
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return scores_backward(dscores, q, k, w, bias, scale, causal, q_offset, wide)
     operands = (q, k, w, bias)
     sizes = (q.shape, k.shape[1], causal, q_offset)
     problem = indexer_problem(*sizes, layouts(*operands), input_precision(q.dtype), q.device)
@@ -224,7 +212,7 @@ def scores_backward(
 
 @functools.lru_cache(maxsize=4096)
 def gradients_plan(
-    problem: IndexerProblem, dscores: Layout | None, wide: bool
+    problem: IndexerProblem, dscores: Layout, wide: bool
 ) -> tuple[tuple[Launch, ...], tuple[Allocator, ...]]:
     """The launches (none where there are no scores) and the memory of what they write; ``dscores``:
     the layout of the scores' gradient.
@@ -233,21 +221,18 @@ def gradients_plan(
     dtype, gate_dtype = (F32, F32) if wide else (problem.dtype, problem.gate_dtype)
     of_queries, of_keys = problem.config(SCORES_DQ), problem.config(SCORES_DK)
     row_tiles = batches * cdiv(queries, of_queries.queries)
-    launches: list[Launch] = []
-    if problem.score_count:
+    key_tiles = batches * cdiv(problem.keys, of_keys.keys)
+    launches = tuple(
+        problem.launch(
+            kernel, config, programs, dict(num_warps=config.num_warps), before=dscores[1]
+        )
         for kernel, config, programs in (
             (kernels_backward.scores_dq_kernel, of_queries, row_tiles * heads),
-            (
-                kernels_backward.scores_dk_kernel,
-                of_keys,
-                batches * cdiv(problem.keys, of_keys.keys),
-            ),
-        ):
-            options = dict(num_warps=config.num_warps)
-            launches.append(
-                problem.launch(kernel, config, programs, options, before=present(dscores)[1])
-            )
+            (kernels_backward.scores_dk_kernel, of_keys, key_tiles),
+        )
+        if problem.score_count
+    )
     shapes = (problem.shape, (batches, problem.keys, width), problem.shape[:3], (row_tiles, heads))
     dtypes = (dtype, dtype, gate_dtype, F32)
     memory = (allocator(*x, problem.device) for x in zip(shapes, dtypes, strict=True))
-    return tuple(launches), tuple(memory)
+    return launches, tuple(memory)

@@ -24,18 +24,23 @@ import functools
 import torch
 
 from .._core.backends import Backend, uses_triton
-from .._core.checks import check_dtype
+from .._core.checks import (
+    check_device,
+    check_dtype,
+    check_floating,
+    checked_count,
+    checked_number,
+)
 from .._core.precision import autocast, without_autocast
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from ..common.checks import (
+    HIGHEST_SCALE,
     check_attention,
     check_indexer,
     check_selection,
-    check_whole,
     checked_scale,
 )
 from . import launch, reference
-from .checks import check_loss, checked_temperature
 
 Tensor = torch.Tensor
 # The operands that get gradients, all, and the options after them.
@@ -53,9 +58,13 @@ def _backward_multiplied(upstream, *arguments):
     return tuple((upstream * slope).to(x.dtype) for x, slope in zip(operands, slopes, strict=True))
 
 
-def _backward_formula(upstream, *arguments):
-    _, *slopes = reference.indexer_kl_loss_with_slopes(*arguments)
-    return _backward_multiplied(upstream, *arguments[:OPERANDS], *slopes)
+def _backward_reference(upstream, *arguments):
+    operands, options = arguments[:OPERANDS], arguments[OPERANDS + LEARNING :]
+    slopes = arguments[OPERANDS : OPERANDS + LEARNING]
+    if slopes[0] is None:
+        # For a second derivative, in which they follow from the operands.
+        _, *slopes = reference.indexer_kl_loss_with_slopes(*operands, *options)
+    return _backward_multiplied(upstream, *operands, *slopes)
 
 
 def _backward_fake(upstream, *arguments):
@@ -79,7 +88,7 @@ _backward = Op(
     f"indexer_kl_loss_backward(Tensor upstream, {_OPERANDS}, {_SLOPES}, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     triton=_backward_multiplied,
-    reference=_backward_multiplied,
+    reference=_backward_reference,
     fake=_backward_fake,
 )
 
@@ -103,24 +112,7 @@ class _IndexerKLLoss(Derivative):
         return None, *grads, *unlearned
 
 
-@_backward.derivative
-class _IndexerKLLossBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, upstream, *arguments):
-        ctx.save_for_backward(upstream, *arguments[:OPERANDS])
-        ctx.options = arguments[OPERANDS + LEARNING :]
-        return run(upstream, *arguments)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        constant = ctx.saved_tensors[1 + LEARNING :]
-
-        def backward(*inputs):
-            return _backward_formula(*inputs, *constant, *ctx.options)
-
-        # The slopes follow from the operands, and have no gradients of their own.
-        grads = second_order(backward, ctx.saved_tensors[: 1 + LEARNING], cotangents)
-        return None, *grads, *(None,) * (OPERANDS + OPTIONS)
+_backward.derivative_of_reference("dq_index", "dk_index", "dw", "dbias", "dtemperature")
 
 
 def indexer_kl_loss(
@@ -181,7 +173,7 @@ def indexer_kl_loss(
         check_selection(q, indices, count, None)
     index_scale = checked_scale(index_scale, q_index.shape[-1])
     scale = checked_scale(scale, q.shape[-1])
-    check_whole("q_offset", q_offset, lowest=0)
+    q_offset = checked_count("q_offset", q_offset, lowest=0)
     temperature = checked_temperature(temperature, q_index)
     q_index, k_index = autocast(q_index, k_index)
     q, k = autocast(q, k)
@@ -194,3 +186,43 @@ def indexer_kl_loss(
         with without_autocast(q.device):
             return reference.indexer_kl_loss(*operands, *options)
     return _loss(*operands, *options)[0]
+
+
+def check_loss(
+    q_index: Tensor, k_index: Tensor, q: Tensor, k: Tensor, lse: Tensor, indices: Tensor | None
+) -> None:
+    """The indexer and the attention must be of the same tokens, lse [B, H, T], and indices of all
+    heads.
+    """
+    for name, x, other_name, other in (
+        ("q", q, "q_index", q_index),
+        ("k", k, "k_index", k_index),
+    ):
+        if x.shape[:2] != other.shape[:2]:
+            raise ValueError(
+                f"{name} must have the tokens of {other_name}, {tuple(other.shape[:2])}, "
+                f"got {tuple(x.shape[:2])}"
+            )
+        check_device(name, x, "q_index", q_index)
+    check_floating("lse", lse)
+    wanted = (q.shape[0], q.shape[2], q.shape[1])
+    if tuple(lse.shape) != wanted:
+        raise ValueError(f"lse must have shape {wanted}, got {tuple(lse.shape)}")
+    check_device("lse", lse, "q_index", q_index)
+    if indices is not None and isinstance(indices, Tensor) and indices.ndim != 3:
+        raise ValueError(f"indices must be [batch, tokens, K], got {tuple(indices.shape)}")
+
+
+def checked_temperature(temperature: Tensor | float, q_index: Tensor) -> Tensor:
+    """The temperature as a tensor of one number, on the indexer's device."""
+    if isinstance(temperature, Tensor):
+        check_floating("temperature", temperature)
+        if temperature.ndim:
+            raise ValueError(
+                f"temperature must be one number, got shape {tuple(temperature.shape)}"
+            )
+        check_device("temperature", temperature, "q_index", q_index)
+        return temperature
+    number = checked_number("temperature", temperature, -HIGHEST_SCALE, HIGHEST_SCALE)
+    wide = torch.promote_types(q_index.dtype, torch.float32)
+    return torch.full((), number, dtype=wide, device=q_index.device)

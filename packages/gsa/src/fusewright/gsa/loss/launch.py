@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Launch, Layout, cdiv, is_current, layouts
+from .._core.launches import Launch, Layout, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import input_precision
 from ..common.launches import (
@@ -19,7 +19,6 @@ from ..common.launches import (
     chunks_of_rows,
     config_for,
     grid_of,
-    present,
     tile_constants,
 )
 from ..indexer.launch import scores_backward, scores_forward
@@ -74,11 +73,6 @@ def divergence(
     """``(loss, dq_index, dk_index, dw, dbias, dtemperature)``: the mean divergence and, with
     ``slopes``, its gradients, all in fp32.
     """
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            learning, attention = (q_index, k_index, w, bias, temperature), (q, k, lse)
-            operands = (*learning, *attention, indices, count)
-            return divergence(*operands, index_scale, scale, causal, q_offset, slopes)
     batches, queries, all_keys = *q.shape[:2], k.shape[1]
     q_offset = min(q_offset, all_keys)
     q, k = (x if rows_are_near(x) else x.contiguous() for x in (q, k))
@@ -169,12 +163,12 @@ def target_plan(
     key_shape: Shape,
     causal: bool,
     offset: int,
-    operands: tuple[Layout | None, ...],
+    operands: tuple[Layout, ...],
     precision: str,
     device: torch.device,
 ) -> Launch:
     """The launch for operands of these layouts: q, k and lse."""
-    q, k, lse = (present(layout) for layout in operands)
+    q, k, lse = operands
     batches, queries, heads, width = shape
     keys, key_heads = key_shape[1:3]
     config = config_for(TARGET, width, q[0].itemsize, device)

@@ -37,7 +37,8 @@ def indexer_kl_loss(
     public function.
     """
     counts = keys_counted(q, k, indices, count, causal, q_offset)
-    p = attention_target(q, k, lse, counts, scale).to(wide(q_index).dtype)
+    # A constant: the attention does not learn from the loss.
+    p = attention_target(q, k, lse, counts, scale).to(wide(q_index).dtype).detach()
     scores = gated_indexer(q_index, k_index, w, bias, index_scale, causal, q_offset)
     log_softmax = log_probabilities(scores, temperature, counts)
     log_p = torch.where(p > 0, p, 1.0).log()

@@ -20,7 +20,6 @@ from .._core.launches import (
     allocate,
     allocator,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -135,10 +134,6 @@ def select_keys(
     """``(indices, count, variance, entropy)`` of every row, contiguous; entropy is None but for the
     law "entropy".
     """
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            counts = (law, k_base, k_min, k_max, sinks)
-            return select_keys(q, k, w, bias, variance_ema, scale, *counts, causal, q_offset)
     operands = (q, k, w, bias)
     sizes = (q.shape, k.shape[1], causal, q_offset)
     problem = indexer_problem(*sizes, layouts(*operands), input_precision(q.dtype), q.device)

@@ -13,7 +13,6 @@ from .._core.launches import (
     Launch,
     allocator,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -82,9 +81,6 @@ def sparse_forward(
     row of scores, in base 2, and one over the sum of their exponentials below it; and o in fp32,
     None for fp32.
     """
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return sparse_forward(q, k, v, indices, count, scale, path, keep)
     operands = (q, k, v, indices, count)
     shapes = (q.shape, k.shape, indices.shape)
     problem = sparse_problem(shapes, layouts(*operands), input_precision(q.dtype), q.device)

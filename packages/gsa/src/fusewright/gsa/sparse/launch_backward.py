@@ -15,7 +15,6 @@ from .._core.launches import (
     Launch,
     allocator,
     contiguous_where,
-    is_current,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -128,9 +127,6 @@ def sparse_backward(
     """``(dq, dk, dv)``, contiguous, from the gradients of o and of lse; ``o`` is as precise as the
     forward pass had it, and ``softmax`` what it returned.
     """
-    if not is_current(q.device):
-        with torch.cuda.device(q.device):
-            return sparse_backward(do, dlse, q, k, v, indices, count, o, softmax, scale, path)
     operands = (q, k, v, indices, count)
     shapes = (q.shape, k.shape, indices.shape)
     problem = sparse_problem(shapes, layouts(*operands), input_precision(q.dtype), q.device)

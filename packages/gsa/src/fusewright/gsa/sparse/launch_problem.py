@@ -17,7 +17,6 @@ from ..common.launches import (
     block_width,
     config_for,
     grid_of,
-    present,
     row_strides,
 )
 
@@ -151,7 +150,7 @@ class SparseProblem:
 @functools.lru_cache(maxsize=4096)
 def sparse_problem(
     shapes: tuple[Shape, Shape, Shape],
-    operands: tuple[Layout | None, ...],
+    operands: tuple[Layout, Layout, Layout, Layout, Layout | None],
     precision: str,
     device: torch.device,
 ) -> SparseProblem:
@@ -160,8 +159,7 @@ def sparse_problem(
     """
     shape, key_shape, selection_shape = shapes
     batches, queries, heads, width = shape
-    q, k, v, indices = (present(layout) for layout in operands[:4])
-    count = operands[4]
+    q, k, v, indices, count = operands
     copy_q, q_strides = row_strides(shape, q)
     copy_k, k_strides = row_strides(key_shape, k)
     copy_v, v_strides = row_strides(key_shape, v)

@@ -31,12 +31,11 @@ import functools
 import torch
 
 from .._core.backends import Backend, uses_triton
-from .._core.checks import check_dtype, check_option
+from .._core.checks import check_dtype, check_option, checked_count
 from .._core.precision import autocast, without_autocast
-from .._core.registration import Derivative, Op, second_order
+from .._core.registration import Derivative, Op
 from ..common.checks import PATHS, Path, check_attention, check_selection, checked_scale
 from . import launch, launch_backward, reference
-from .checks import check_selected, checked_dense_below
 
 Tensor = torch.Tensor
 
@@ -112,25 +111,8 @@ class _SparseAttention(Derivative):
         return None, *grads, None, None, None, None
 
 
-@_backward.derivative
-class _SparseAttentionBackward(Derivative):
-    @staticmethod
-    def forward(ctx, run, do, dlse, q, k, v, indices, count, o, softmax, scale, path):
-        ctx.save_for_backward(do, dlse, q, k, v, indices, count)
-        ctx.scale = scale
-        return run(do, dlse, q, k, v, indices, count, o, softmax, scale, path)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        *inputs, indices, count = ctx.saved_tensors
-
-        def backward(do, dlse, q, k, v):
-            selection = (indices, count, None, None)
-            return _backward_reference(do, dlse, q, k, v, *selection, ctx.scale, None)
-
-        # o and softmax follow from the inputs, and have no gradients of their own.
-        grads = second_order(backward, inputs, cotangents)
-        return None, *grads, None, None, None, None, None, None
+# o and softmax follow from the inputs, and have no gradients of their own.
+_backward.derivative_of_reference("o", "softmax")
 
 
 def sparse_attention(
@@ -250,6 +232,41 @@ def _attention(q, k, v, indices, count, mask, scale, path, dense_below, check, b
         with without_autocast(q.device):
             return reference.sparse_attention_with_lse(q, k, v, indices, count, scale=scale)
     return _forward(q, k, v, indices, count, scale, path)[:2]
+
+
+def checked_dense_below(dense_below: int, q: Tensor, k: Tensor) -> bool:
+    """Whether attention to these keys is to be dense."""
+    checked_count("dense_below", dense_below, lowest=0)
+    if not dense_below or k.shape[1] >= dense_below:
+        return False
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(
+            f"dense_below asks for as many keys as queries at least, got {q.shape[1]} queries and "
+            f"{k.shape[1]} keys"
+        )
+    return True
+
+
+def check_selected(indices: Tensor, count: Tensor | None, keys: int) -> None:
+    """In the slots that count, of indices [B, R, T, K], must be keys or -1, and no key twice."""
+    slot = torch.arange(indices.shape[-1], device=indices.device)
+    counts = slot < (indices.shape[-1] if count is None else count.unsqueeze(-1))
+    outside = counts & ((indices < -1) | (indices >= keys))
+    for place in outside.nonzero()[:1].tolist():  # sync: check=True says that it waits
+        index = indices[tuple(place)].item()  # sync: of what is about to be refused
+        raise ValueError(
+            f"indices must be from -1 to {keys - 1}, got {index} at [batch, head, query, slot] "
+            f"{place}"
+        )
+    # Slots without a key get numbers that differ from each other.
+    ordered = torch.where(counts & (indices >= 0), indices, -1 - slot).sort(-1).values
+    twice = (ordered.diff(dim=-1) == 0).nonzero()[:1]
+    for batch, head, query, slot in twice.tolist():  # sync: as above
+        key = ordered[batch, head, query, slot].item()  # sync: of what is about to be refused
+        raise ValueError(
+            f"the keys of a query must differ, got {key} twice at [batch, head, query] "
+            f"{[batch, head, query]}"
+        )
 
 
 def causal_selection(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

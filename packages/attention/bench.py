@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Tensor = torch.Tensor
 Attention = Callable[..., Tensor]
+Shape = tuple[int, ...]
 
 # B, M keys, N further queries, and up to which M and N a case is checked against fp64, whose scores
 # of all queries and keys would not fit beside each other.
@@ -57,43 +59,55 @@ def cases() -> list[Case]:
 
 
 def rectangular_case(batches: int, keys: int, targets: int) -> Case:
-    queries, dtype = keys + targets, torch.bfloat16
-    wide, narrow = (batches * rows * HEADS * WIDTH * dtype.itemsize for rows in (queries, keys))
-    # q, k, v and o; q, k, v, do and the three gradients.
-    forward, backward = 2 * wide + 2 * narrow, 3 * wide + 4 * narrow
-    product = 2 * batches * HEADS * WIDTH * queries * keys
-    sample = (min(batches, 4), min(keys, CHECKED_KEYS), min(targets, CHECKED_QUERIES))
-    return Case(
-        op="rectangular_attention",
-        sizes={"B": batches, "M": keys, "N": targets, "H": HEADS, "D": WIDTH},
-        dtype=dtype,
-        reference=functools.partial(rectangular_reference.rectangular_attention, scale=WIDTH**-0.5),
-        inputs=functools.partial(inputs, batches, keys, targets, dtype),
-        sample=functools.partial(inputs, *sample, dtype),
-        bytes_moved=by_pass(forward, backward),
-        # The forward pass multiplies twice, the backward pass five times.
-        flops=by_pass(2 * product, 5 * product),
+    def shapes(batches: int, keys: int, targets: int) -> list[Shape]:
+        return [(batches, rows, HEADS, WIDTH) for rows in (keys + targets, keys, keys)]
+
+    return attention_case(
+        "rectangular_attention",
+        {"B": batches, "M": keys, "N": targets, "H": HEADS, "D": WIDTH},
+        rectangular_reference.rectangular_attention,
+        shapes(batches, keys, targets),
+        shapes(min(batches, 4), min(keys, CHECKED_KEYS), min(targets, CHECKED_QUERIES)),
+        pairs=(keys + targets) * keys,
     )
 
 
 def window_case(batches: int, tokens: int, heads: int) -> Case:
-    dtype = torch.bfloat16
-    one = batches * tokens * heads * WIDTH * dtype.itemsize
-    # q, k, v and o; q, k, v, do and the three gradients.
-    forward, backward = 4 * one, 7 * one
     shorter = min(WINDOW, tokens)
-    pairs = tokens * shorter - shorter * (shorter - 1) // 2
-    product = 2 * batches * heads * WIDTH * pairs
+    return attention_case(
+        "sliding_window_attention",
+        {"B": batches, "T": tokens, "window": WINDOW, "H": heads, "D": WIDTH},
+        functools.partial(window_reference.sliding_window_attention, window=WINDOW),
+        [(batches, tokens, heads, WIDTH)] * 3,
+        [(1, CHECKED_TOKENS, heads, WIDTH)] * 3,
+        pairs=tokens * shorter - shorter * (shorter - 1) // 2,
+    )
+
+
+def attention_case(
+    op: str,
+    sizes: dict[str, int],
+    reference: Attention,
+    shapes: list[Shape],
+    sample: list[Shape],
+    pairs: int,
+) -> Case:
+    """Attention in bf16: the shapes of q, k and v, and those that are checked; how many pairs of
+    queries and keys a head multiplies.
+    """
+    dtype = torch.bfloat16
+    wide, narrow, _ = (math.prod(shape) * dtype.itemsize for shape in shapes)
+    batches, _, heads, width = shapes[0]
+    product = 2 * batches * heads * width * pairs
     return Case(
-        op="sliding_window_attention",
-        sizes={"B": batches, "T": tokens, "window": WINDOW, "H": heads, "D": WIDTH},
+        op=op,
+        sizes=sizes,
         dtype=dtype,
-        reference=functools.partial(
-            window_reference.sliding_window_attention, window=WINDOW, scale=WIDTH**-0.5
-        ),
-        inputs=functools.partial(sequences, batches, tokens, heads, dtype),
-        sample=functools.partial(sequences, 1, CHECKED_TOKENS, heads, dtype),
-        bytes_moved=by_pass(forward, backward),
+        reference=functools.partial(reference, scale=WIDTH**-0.5),
+        inputs=functools.partial(normal, shapes, dtype),
+        sample=functools.partial(normal, sample, dtype),
+        # q, k, v and o; q, k, v, do and the three gradients.
+        bytes_moved=by_pass(2 * wide + 2 * narrow, 3 * wide + 4 * narrow),
         # The forward pass multiplies twice, the backward pass five times.
         flops=by_pass(2 * product, 5 * product),
     )
@@ -101,35 +115,26 @@ def window_case(batches: int, tokens: int, heads: int) -> Case:
 
 def rotary_case(batches: int, tokens: int, heads: int, width: int, prefix: int) -> Case:
     dtype = torch.bfloat16
+    shape, prefix_shape = (batches, tokens, 2, heads, width), (prefix, 2, heads, width)
+    # With a prefix there is a second operand too.
+    shapes = [shape, shape, prefix_shape] if prefix else [shape]
     row = 2 * heads * width * dtype.itemsize
     rows = batches * tokens * row * (2 if prefix else 1)
     angles = tokens * width * torch.float32.itemsize
     # What is read and what is written; a prefix is read once and written for each row.
     moved = 2 * rows + angles + (batches + 1) * prefix * row
-    draw = functools.partial(rotary_rows, batches, tokens, heads, width, prefix, dtype)
     return Case(
         op="rotary",
         sizes={"B": batches, "T": tokens, "K": 2, "H": heads, "D": width, "P": prefix},
         dtype=dtype,
         reference=with_angles(rotary_reference.rotary),
-        inputs=draw,
+        inputs=functools.partial(normal, shapes, dtype),
         bytes_moved=by_pass(moved, moved),
     )
 
 
-def rotary_rows(
-    batches: int,
-    tokens: int,
-    heads: int,
-    width: int,
-    prefix: int,
-    dtype: torch.dtype,
-    device: str,
-) -> list[Tensor]:
-    """Keys and values from normal distributions; with a prefix also a second operand, and it."""
-    row = (2, heads, width)
-    rows = (batches, tokens, *row)
-    shapes = [rows, rows, (prefix, *row)] if prefix else [rows]
+def normal(shapes: list[Shape], dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Tensors from normal distributions."""
     return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
 
 
@@ -180,20 +185,6 @@ def torch_rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x, y = k.chunk(2, -1)
     rotated = k * cos + torch.cat([-y, x], -1) * sin
     return torch.stack([rotated.to(v.dtype), v], 2)
-
-
-def sequences(
-    batches: int, tokens: int, heads: int, dtype: torch.dtype, device: str
-) -> list[Tensor]:
-    """q, k and v of one length, from normal distributions."""
-    shape = (batches, tokens, heads, WIDTH)
-    return [torch.randn(shape, dtype=dtype, device=device) for _ in range(3)]
-
-
-def inputs(batches: int, keys: int, targets: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """q, k and v from normal distributions."""
-    rows = (keys + targets, keys, keys)
-    return [torch.randn(batches, n, HEADS, WIDTH, dtype=dtype, device=device) for n in rows]
 
 
 def providers() -> dict[str, dict[str, Attention]]:

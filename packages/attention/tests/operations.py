@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,6 +44,7 @@ class AttentionOp(Operation):
     tiny = (1, 2, 3, 1, 8)
     several = (2, 20, 24, 1, 16)
     growing = ((2, 3, 6, 2, 8), (2, 5, 6, 2, 8), (2, 8, 6, 2, 8))
+    empty = ((2, 0, 3, 1, 16), (2, 3, 0, 1, 16), (0, 3, 4, 1, 16))
     gpu = ((4, 300, 64, 8, 64), (2, 300, 700, 4, 64))
 
     @property
@@ -75,6 +78,7 @@ class LengthsOp(AttentionOp):
     """The same with as many keys as follow from the sizes."""
 
     small = (2, 5, 6, 2, 8)
+    tiny = (2, 2, 4, 1, 8)
 
     def public(self, q, k, v, **options: Any) -> Any:
         lengths = k.shape[1] - 3 * (torch.arange(len(q), device=q.device) % 2)
@@ -107,6 +111,8 @@ class WindowOp(AttentionOp):
     # The last row does not see all keys.
     tiny = (1, 2, 6, 1, 8)
     strided = (2, 18, 18, 2, 16)
+    # A prefix is a part of the keys.
+    empty = ()
     growing = ((1, 12, 12, 1, 8), (1, 17, 17, 1, 8), (1, 40, 40, 1, 8))
     gpu = ((2, 700, 700, 4, 64),)
     saves_outputs = True
@@ -144,6 +150,7 @@ class RotaryOp(Operation):
     small = (2, 2, 2, 1, 4)
     tiny = (2, 2, 2, 1, 2)
     several = (2, 5, 2, 3, 8)
+    strided = (2, 5, 2, 3, 8)
     growing = ((2, 5, 2, 3, 8), (2, 8, 2, 3, 8), (2, 13, 2, 3, 8))
     gpu = ((4, 512, 2, 8, 40), (3, 333, 2, 5, 6), (2, 65, 2, 3, 256), (50, 9, 2, 8, 64))
     exempt: ClassVar = {
@@ -196,6 +203,17 @@ class RotaryOp(Operation):
     def kept(self, tensors: Tensors) -> int:
         """cos and sin."""
         return tensors[0].shape[1] * tensors[0].shape[-1]
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """torch multiplies fp32 matrices in TF32."""
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 RECTANGULAR = {

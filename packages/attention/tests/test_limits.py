@@ -8,6 +8,8 @@ import pytest
 import torch
 from fusewright_testkit import Yardstick
 
+from .operations import tf32
+
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -80,14 +82,9 @@ def test_one_key_gives_its_value(op, scheme, device):
 def test_tf32_only_where_torch_takes_it(op, keys, device):
     tensors = op.draw((1, 20, keys, 1, 64), F32, device)
     exact = op.first(op.kernels(*tensors))
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "tf32"
-    try:
+    with tf32():
         op.check(tensors)
         assert not torch.equal(op.first(op.kernels(*tensors)), exact)
-    finally:
-        products.fp32_precision = before
     assert torch.equal(op.first(op.kernels(*tensors)), exact)
 
 
@@ -96,13 +93,8 @@ def test_tf32_keeps_the_gpus_own_nan(op, keys, device):
     """All ones, which rounding would carry over into a zero."""
     q, k, v = op.draw((1, 20, keys, 1, 64), F32, device)
     k[0, 3, 0, 5] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(F32)
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "tf32"
-    try:
+    with tf32():
         assert op.first(op.kernels(q, k, v)).isnan().all()
-    finally:
-        products.fp32_precision = before
 
 
 def untouched(numbers: int, device: str) -> torch.Tensor:

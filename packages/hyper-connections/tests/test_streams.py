@@ -11,7 +11,8 @@ from fusewright.hyper_connections._core import backends
 from fusewright.hyper_connections.streams import launch, reference
 from fusewright.hyper_connections.streams import stream_read as reading
 from fusewright.hyper_connections.streams.launch import Tile, Tiles
-from fusewright_testkit import Yardstick, capture, no_synchronisation
+from fusewright_testkit import Yardstick, capture, conformance, no_synchronisation
+from fusewright_testkit.conformance import same_bits
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.fusewright_hyper_connections
@@ -128,15 +129,8 @@ def test_tiny_and_huge_streams(scale, device):
     Yardstick(plain(F32), inputs).check(called("triton"))
 
 
-def everything(op, inputs, **options):
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    results = op(*leaves)
-    loss = sum((y.float() * y.float().cos()).sum() for y in results)
-    return [*(y.detach() for y in results), *torch.autograd.grad(loss, leaves)]
-
-
-def same_bits(some, others):
-    return all(map(torch.equal, some, others))
+def everything(op, inputs):
+    return conformance.everything(op, [x.detach().requires_grad_() for x in inputs])
 
 
 def test_same_bits_twice_and_without_gradients(device):

@@ -26,16 +26,10 @@ def levels_of(levels):
 
 
 BAD = [
-    (lambda: mixture_nll([1.0], Y), TypeError, "params must be a tensor, got list"),
-    (lambda: mixture_nll(P.int(), Y), TypeError, "params must be.*int32"),
-    (lambda: mixture_nll(P.to_sparse(), Y), TypeError, "strided tensor, got layout"),
     (lambda: mixture_nll(P[..., :2], Y), ValueError, r"\[\.\.\., K, 3\].*got shape \(3, 4, 2\)"),
     (lambda: mixture_nll(P[:, :0], Y), ValueError, r"at least one.*got shape \(3, 0, 3\)"),
     (lambda: mixture_mean(torch.zeros(3)), ValueError, r"params must be.*got shape \(3,\)"),
-    (lambda: mixture_nll(P, Y.long()), TypeError, "y must be.*int64"),
-    (lambda: mixture_nll(P, 1.0), TypeError, "y must be a tensor, got float"),
     (lambda: mixture_nll(P, Y[:2]), ValueError, r"y must have shape \(3,\).*got \(2,\)"),
-    (lambda: mixture_nll(P, META), ValueError, "y must be on params's device cpu, got meta"),
     (lambda: mixture_nll(P, Y, Y), TypeError, "mask must be a boolean.*float32"),
     (lambda: mixture_nll(P, Y, [True]), TypeError, "mask must be a boolean.*list"),
     (lambda: mixture_nll(P, Y, Y[:2] > 0), ValueError, r"y's shape \(3,\), got \(2,\)"),
@@ -49,8 +43,6 @@ BAD = [
     (lambda: mixture_nll(P, Y, eps=0.0), ValueError, "eps must be from 1e-06.*got 0.0"),
     (lambda: mixture_nll(P, Y, eps=float("nan")), ValueError, "eps must be.*got nan"),
     (lambda: mixture_nll(P, Y, eps=True), TypeError, "eps must be a number, got bool"),
-    (lambda: mixture_nll(P, Y, backend="cuda"), ValueError, "got 'cuda'"),
-    (lambda: mixture_nll(P.double(), Y, backend="triton"), RuntimeError, "float64"),
     (lambda: mixture_cdf(P, Y.long()), TypeError, "y must be.*int64"),
     (lambda: mixture_cdf(P, META), ValueError, "device cpu, got meta"),
     (lambda: mixture_cdf(P, 0.0), TypeError, "y must be a tensor, got float"),
@@ -69,8 +61,6 @@ BAD = [
     (lambda: grouped_heads(X[0, 0], HIDDEN, OUTPUT), ValueError, "one axis, got a scalar"),
     (lambda: grouped_heads(X, HIDDEN[:9], OUTPUT), ValueError, r"\(10, 8\).*got \(9, 8\)"),
     (lambda: grouped_heads(X, HIDDEN, OUTPUT[0]), ValueError, r"\[heads, S, 3\], got shape"),
-    (lambda: grouped_heads(X, HIDDEN.int(), OUTPUT), TypeError, "hidden_weight must be.*int32"),
-    (lambda: grouped_heads(X, HIDDEN, OUTPUT.to("meta")), ValueError, "x's device cpu, got meta"),
     (lambda: grouped_heads(X, HIDDEN.half(), OUTPUT), ValueError, "x's dtype.*got torch.float16"),
     (lambda: GaussianMixtureHead(4, 0, 3), ValueError, "hidden_width must be at least 1, got 0"),
     (

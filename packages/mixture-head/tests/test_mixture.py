@@ -11,10 +11,18 @@ from fusewright.mixture_head import mixture_log_likelihood, mixture_nll
 from fusewright.mixture_head.common.scale import checked_scale
 from fusewright.mixture_head.mixture import reference
 from fusewright_testkit import Yardstick
+from fusewright_testkit.conformance import layouts
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INF, NAN = math.inf, math.nan
+LAYOUTS = (
+    layouts.every_other_token,
+    layouts.every_other_row,
+    layouts.repeated_rows,
+    layouts.columns_before_rows,
+    layouts.amid_memory,
+)
 
 
 @pytest.mark.sampled
@@ -72,40 +80,11 @@ def test_targets_keep_their_own_dtype(mixture, dtype, y_dtype, device, draw_mixt
     mixture.check(draw_mixtures((7, 5), dtype, device, y_dtype))
 
 
-def of_longer_sequences(shape, draw):
-    return draw(shape[0], shape[1] + 3, *shape[2:])[:, 3:]
-
-
-def every_other_row(shape, draw):
-    return draw(2 * shape[0], *shape[1:])[::2]
-
-
-def repeated(shape, draw):
-    return draw(1, *shape[1:]).expand(shape)
-
-
-def reversed_axes(shape, draw):
-    return draw(*shape[::-1]).permute(*reversed(range(len(shape))))
-
-
-def at_an_odd_offset(shape, draw):
-    return draw(1 + math.prod(shape))[1:].view(shape)
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "layout",
-    [of_longer_sequences, every_other_row, repeated, reversed_axes, at_an_odd_offset],
-    ids=lambda layout: layout.__name__,
-)
-def test_any_strides_are_read_as_they_are(mixture, layout, device):
-    def normal(*shape):
-        return torch.randn(shape, device=device)
-
-    shape = (3, 4, 5)
-    params = layout((*shape, 3), lambda *shape: normal(*shape).half())
-    y = layout(shape[:-1], normal)
-    mask = layout(shape[:-1], lambda *shape: normal(*shape) < 0.4)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_any_strides_are_read_as_they_are(mixture, layout, device, draw_mixtures):
+    mask = torch.randn(3, 4, device=device) < 0.4
+    params, y, mask = map(layout, (*draw_mixtures((3, 4, 5), F16, device), mask))
     mixture.check([params, y], mask=mask)
     found = mixture.kernels(params, y, mask)
     plain = (x.contiguous() for x in (params, y, mask))

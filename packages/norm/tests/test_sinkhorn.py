@@ -228,10 +228,10 @@ def test_any_strides_are_read_as_they_are(layout, device):
 def test_logits_within_a_projection_are_not_copied():
     pytest.importorskip("triton", reason="plans are made for Triton's kernels")
     from fusewright.norm._core.launches import layouts
-    from fusewright.norm.sinkhorn.launch import backward_plan
+    from fusewright.norm.sinkhorn.launch import sinkhorn_plan
 
     x = of_a_projection(BF16, "cpu")
-    assert backward_plan(x.shape, layouts(x, x), 20, "linear", x.device).copies == ()
+    assert sinkhorn_plan(x.shape, layouts(x, x), 20, "linear", x.device).copies == ()
 
 
 @DOMAINS
@@ -264,13 +264,10 @@ def test_programs_walk_over_more_matrices_than_they_hold(domain, device, fresh_p
 
 
 @DOMAINS
-def test_same_inputs_same_bits_whatever_is_beside_them(domain, device):
+def test_matrices_have_the_same_bits_whatever_is_beside_them(domain, device):
     x = torch.randn(37, 4, 4, device=device)
     y, dx = value_and_slope(x, domain=domain)
-    again = value_and_slope(x, domain=domain)
     fewer = value_and_slope(x[:2], domain=domain)
-    assert torch.equal(y, again[0])
-    assert torch.equal(dx, again[1])
     assert torch.equal(y[:2], fewer[0])
     assert torch.equal(dx[:2], fewer[1])
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .._core.backends import interpreted
-from .._core.launches import Allocator, Launch, allocator, cdiv, contiguous_where
+from .._core.launches import Allocator, Launch, Plan, allocator, cdiv, contiguous_where
 from .._core.lazy import lazy_module
 from .problem import KernelConfig, Problem, TileConfig, tile_rows
 
@@ -36,58 +35,53 @@ ADD_CHUNKS = AddChunksConfig(block=256, num_warps=4)
 BACKWARD_PROGRAMS_PER_SM = 2
 
 
-class TileLaunch:
+class DescribedLaunch(Launch):
+    """A launch whose first operands are read by tensor descriptors, in tiles of ``tiles_of`` rows
+    each.
+    """
+
+    tiles_of: tuple[int, ...]
+    # Looked up once: the launch is repeated.
+    descriptor: Any
+
+    def __call__(
+        self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...] = ()
+    ) -> None:
+        described = [
+            self.descriptor(x, rows) for x, rows in zip(tensors, self.tiles_of, strict=False)
+        ]
+        self.dispatch((*described, *tensors[len(described) :]), floats)
+
+
+def tile_launch(
+    kernel: Any, problem: Problem, config: TileConfig, programs: int, integers: tuple[int, ...]
+) -> Launch:
     """The launch of a kernel that multiplies tiles, in the sizes of a line of the tables; it reads
     the operands by pointers or, with ``descriptors`` in the line, by tensor descriptors.
     ``integers`` are what this kernel takes after the problem's.
     """
-
-    def __init__(
-        self,
-        kernel: Any,
-        problem: Problem,
-        config: TileConfig,
-        programs: int,
-        integers: tuple[int, ...],
-    ) -> None:
-        # The rows of a tile of an operand like q, and of one like k.
-        self.described: tuple[int, int] | None = None
-        if config.descriptors:
-            self.described = config.queries, config.keys
-            # Looked up once: the launch is repeated.
-            self.descriptor = tiles.descriptor
-        self.launch = Launch(
-            kernel,
-            grid_of(programs),
-            problem.device,
-            (*problem.integers, *integers),
-            dict(num_warps=config.num_warps),
-            CONFIG=KernelConfig(
-                D=problem.width,
-                BLOCK_Q=config.queries,
-                BLOCK_K=config.keys,
-                BLOCK_D=tile_rows(problem.width),
-                NUM_STAGES=config.num_stages,
-                DESCRIPTORS=config.descriptors,
-                UPCAST=interpreted(),
-                PRECISION=problem.precision,
-            ),
-        )
-
-    def __call__(
-        self,
-        operands: Sequence[torch.Tensor],
-        others: Sequence[torch.Tensor | None],
-        scale: float,
-    ) -> None:
-        if self.described is None:
-            self.launch((*operands, *others), (scale,))
-            return
-        block_queries, block_keys = self.described
-        *like_q, k, v = operands
-        described = [self.descriptor(x, block_queries) for x in like_q]
-        described += [self.descriptor(k, block_keys), self.descriptor(v, block_keys)]
-        self.launch.dispatch((*described, *others), (scale,))
+    launch = (DescribedLaunch if config.descriptors else Launch)(
+        kernel,
+        grid_of(programs),
+        problem.device,
+        (*problem.integers, *integers),
+        dict(num_warps=config.num_warps),
+        CONFIG=KernelConfig(
+            D=problem.width,
+            BLOCK_Q=config.queries,
+            BLOCK_K=config.keys,
+            BLOCK_D=tile_rows(problem.width),
+            NUM_STAGES=config.num_stages,
+            DESCRIPTORS=config.descriptors,
+            UPCAST=interpreted(),
+            PRECISION=problem.precision,
+        ),
+    )
+    if isinstance(launch, DescribedLaunch):
+        like_q = problem.operands - 2
+        launch.tiles_of = (*[config.queries] * like_q, config.keys, config.keys)
+        launch.descriptor = tiles.descriptor
+    return launch
 
 
 def grid_of(programs: int) -> tuple[int]:
@@ -101,54 +95,29 @@ def grid_of(programs: int) -> tuple[int]:
     return (programs,)
 
 
-class ForwardPlan(NamedTuple):
-    """One forward pass: what it launches (nothing where there are no queries), which of q, k and v
-    it copies first, and the allocators of o, lse, softmax and o_low, None for one that is not
-    asked for.
+def plan_forward(problem: Problem, launch: Launch | None, with_lse: bool, keep: bool) -> Plan:
+    """The plan of a forward pass, whose outputs are ``(o, lse, softmax, o_low)``.
+
+    o is contiguous, like q; lse [B, H, Nq] in fp32, with ``with_lse``. The others are for the
+    backward pass, with ``keep``: softmax [2, B, H, Nq] in fp32, the maximum of each row of scores,
+    in base 2, and one over the sum of their exponentials below it; o_low, like o, what rounding
+    took from it.
     """
-
-    launch: TileLaunch | None
-    copies: tuple[bool, ...]
-    outputs: tuple[Allocator | None, ...]
-
-    def run(
-        self,
-        operands: Sequence[torch.Tensor],
-        others: tuple[torch.Tensor | None, ...],
-        scale: float,
-    ) -> Outputs:
-        """Allocate and launch; ``others`` are what the kernel takes between operands and outputs.
-
-        Returns:
-            ``(o, lse, softmax, o_low)``: o contiguous, like q; lse [B, H, Nq] in fp32. The others
-            are for the backward pass: softmax [2, B, H, Nq] in fp32, the maximum of each row of
-            scores, in base 2, and one over the sum of their exponentials below it; o_low, like o,
-            what rounding took from it.
-        """
-        outputs = tuple([None if make is None else make() for make in self.outputs])
-        if self.launch is not None:
-            if self.copies:
-                operands = contiguous_where(operands, self.copies)
-            self.launch(operands, (*others, *outputs), scale)
-        return outputs
-
-
-def plan_outputs(problem: Problem, with_lse: bool, keep: bool) -> tuple[Allocator | None, ...]:
-    """The allocators of a ForwardPlan; without ``keep`` nothing is for the backward pass."""
     device, dtype, shape = problem.device, problem.dtype, problem.query_shape
-    return (
+    outputs = (
         allocator(shape, dtype, device),
         allocator(problem.rows, torch.float32, device) if with_lse else None,
         allocator((2, *problem.rows), torch.float32, device) if keep else None,
         allocator(shape, dtype, device) if keep and problem.narrow else None,
     )
+    return Plan(launch, problem.copies, outputs)
 
 
-def plan_query_tiles(kernel: Any, problem: Problem, config: TileConfig) -> TileLaunch:
+def plan_query_tiles(kernel: Any, problem: Problem, config: TileConfig) -> Launch:
     """One program for every tile of queries of every head."""
     rows = problem.all_heads * problem.queries
     programs = problem.all_heads * cdiv(problem.queries, config.queries)
-    return TileLaunch(kernel, problem, config, programs, (rows,))
+    return tile_launch(kernel, problem, config, programs, (rows,))
 
 
 def plan_add_chunks(problem: Problem, chunks: int, keys: int) -> tuple[Launch, Allocator]:
@@ -170,20 +139,66 @@ def plan_add_chunks(problem: Problem, chunks: int, keys: int) -> tuple[Launch, A
 
 
 class BackwardPlan(NamedTuple):
-    """One backward pass: its launches (none where there are no queries or keys), which of do, q, k
-    and v it copies first, and the allocators of dq, dk and dv.
+    """One backward pass: which operands it copies first, the allocators of dq, dk and dv, and its
+    launches, none where there are no queries or keys.
+
+    One launch is for dq and for delta, which the next needs: dk and dv. Where keys are one tile,
+    the first is for all three. Gradients of keys that all queries see may come as partial sums of
+    chunks of queries, which ``add_chunks`` adds; where both are written, the second launch takes
+    ``sums_beside`` the gradients.
     """
 
-    launches: Any
     copies: tuple[bool, ...]
     dq: Allocator
     dk: Allocator
     dv: Allocator
+    launch_dq: Launch | None = None
+    add_chunks: Launch | None = None
+    partial_sums: Allocator | None = None
+    launch_dkdv: Launch | None = None
+    delta: Allocator | None = None
+    sums_beside: bool = False
+
+    def run(
+        self,
+        operands: tuple[torch.Tensor | None, ...],
+        saved: tuple[torch.Tensor | None, ...],
+        scale: float,
+    ) -> Gradients:
+        """Allocate and launch.
+
+        Args:
+            operands: do, q, k, v, dlse, and what else the kernels read.
+            saved: o, o_low and softmax of the forward pass; not read where keys are one tile.
+            scale: factor of the scores.
+        """
+        dq, dk, dv = self.dq(), self.dk(), self.dv()
+        if self.launch_dq is None:
+            for grad in (dq, dk, dv):
+                grad.zero_()
+            return dq, dk, dv
+        if self.copies:
+            operands = contiguous_where(operands, self.copies)
+        sums = dk, dv
+        if self.partial_sums is not None:
+            sums = self.partial_sums(), self.partial_sums()
+        if self.launch_dkdv is None or self.delta is None:
+            self.launch_dq((*operands, dq, *sums), (scale,))
+        else:
+            do, q, k, v, _, *others = operands
+            delta, (*_, softmax) = self.delta(), saved
+            self.launch_dq((*operands, *saved, delta, dq), (scale,))
+            results = (*sums, dk, dv) if self.sums_beside else (dk, dv)
+            self.launch_dkdv((do, q, k, v, *others, softmax, delta, *results), (scale,))
+        if self.add_chunks is not None:
+            self.add_chunks((*sums, dk, dv))
+        return dq, dk, dv
 
 
-def plan_backward(problem: Problem, launches: Any) -> BackwardPlan:
+def plan_backward(problem: Problem, *launches: Any, **more: Any) -> BackwardPlan:
+    """The plan of these launches, in the order of its fields."""
     dq, dk, dv = (
         allocator(shape, problem.dtype, problem.device)
         for shape in (problem.query_shape, problem.key_shape, problem.key_shape)
     )
-    return BackwardPlan(launches, problem.copies, dq, dk, dv)
+    return BackwardPlan(problem.copies, dq, dk, dv, *launches, **more)

@@ -47,9 +47,9 @@ class KernelConfig(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Sizes, what the call runs on, which operands are copied first, whether tensor descriptors
-    span them, the precision of products of fp32 tiles, and the integers that every kernel takes
-    first.
+    """Sizes, what the call runs on, how many operands are never absent, which of all are copied
+    first, whether tensor descriptors span them, the precision of products of fp32 tiles, and the
+    integers that every kernel takes first.
     """
 
     batches: int
@@ -60,6 +60,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     gpu: DeviceProperties
+    operands: int
     copies: tuple[bool, ...]
     described: bool
     precision: str
@@ -107,12 +108,17 @@ def problem_of(key: Key, operands: int, band: tuple[int, ...] = ()) -> Problem:
         for shape_and_layout in zip(shapes, read, strict=True)
         for stride in head_strides(*shape_and_layout)
     ]
+    copies = to_copy(read)
+    if copies:
+        # The others are contiguous.
+        copies += (False,) * (len(read_layouts) - operands)
     return Problem(
         *(batches, queries, keys, heads, width),
         read[-1][0],
         device,
         device_properties(device),
-        to_copy(read),
+        operands,
+        copies,
         aligned and all(map(describable, shapes, read)),
         precision,
         (*strides, queries, keys, heads, *band),

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .._core.backends import DeviceProperties
-from .._core.launches import cdiv
+from .._core.launches import Launch, Plan, cdiv
 from .._core.lazy import lazy_module
-from ..common.launch import ForwardPlan, Outputs, TileLaunch, plan_outputs, plan_query_tiles
+from ..common.launch import Outputs, plan_forward, plan_query_tiles, tile_launch
 from ..common.problem import (
     HOPPER,
     Key,
@@ -83,22 +83,20 @@ def attention_forward(
     [B, M, H, D].
 
     Returns:
-        ``(o, lse, softmax, o_low)`` as :meth:`ForwardPlan.run`: lse is None without ``with_lse``,
+        ``(o, lse, softmax, o_low)`` as of :func:`plan_forward`: lse is None without ``with_lse``,
         softmax and o_low without ``keep`` and where keys are one tile, o_low for fp32 too.
     """
     if key_lengths is not None:
         key_lengths = key_lengths.contiguous()
-    operands = q, k, v
-    plan = forward_plan(key_of(operands, key_lengths), with_lse, keep)
-    return plan.run(operands, (key_lengths,), scale)
+    plan = forward_plan(key_of((q, k, v), key_lengths), with_lse, keep)
+    return plan.run((q, k, v, key_lengths), (scale,))
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(key: Key, with_lse: bool, keep: bool) -> ForwardPlan:
+def forward_plan(key: Key, with_lse: bool, keep: bool) -> Plan:
     """The plan for a call that reads q, k, v and key_lengths."""
     problem = problem_of(key, 3)
     single = in_single_tile(problem)
-    keep = keep and not single
     launch = None
     if math.prod(problem.query_shape):
         if single:
@@ -106,15 +104,15 @@ def forward_plan(key: Key, with_lse: bool, keep: bool) -> ForwardPlan:
         else:
             kernel = kernels_streaming.streaming_forward_kernel
             launch = plan_query_tiles(kernel, problem, tile_config(FORWARD, problem))
-    return ForwardPlan(launch, problem.copies, plan_outputs(problem, with_lse, keep))
+    return plan_forward(problem, launch, with_lse, keep and not single)
 
 
-def plan_single_tile(problem: Problem) -> TileLaunch:
+def plan_single_tile(problem: Problem) -> Launch:
     """One program for every chunk of queries of every head."""
     config = single_tile_config(SINGLE_TILE_FORWARD, problem)
     programs = FORWARD_PROGRAMS_PER_SM * problem.gpu.multiprocessors
     chunk = chunk_rows(problem.all_heads, problem.queries, config.queries, programs)
-    return TileLaunch(
+    return tile_launch(
         kernels_single_tile.single_tile_forward_kernel,
         problem,
         config,

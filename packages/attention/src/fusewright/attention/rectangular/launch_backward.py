@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from .._core.launches import Allocator, Launch, allocator, cdiv, contiguous_where
+from .._core.launches import allocator, cdiv
 from .._core.lazy import lazy_module
 from ..common.launch import (
     BACKWARD_PROGRAMS_PER_SM,
     BackwardPlan,
     Gradients,
-    TileLaunch,
     plan_add_chunks,
     plan_backward,
     plan_query_tiles,
+    tile_launch,
 )
 from ..common.problem import (
     DESCRIBED,
@@ -77,30 +77,6 @@ SINGLE_TILE_BACKWARD = (
 )
 
 
-class SingleTile(NamedTuple):
-    """One launch for all gradients."""
-
-    gradients: TileLaunch
-
-
-class SingleTileChunks(NamedTuple):
-    """One launch for dq and for each chunk of queries' partial sums of dk and dv, and one that adds
-    these.
-    """
-
-    gradients: TileLaunch
-    add_chunks: Launch
-    partial_sums: Allocator
-
-
-class Streaming(NamedTuple):
-    """One launch for dq, and for delta, which the next needs: dk and dv."""
-
-    dq: TileLaunch
-    dkdv: TileLaunch
-    delta: Allocator
-
-
 def attention_backward(
     do: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -125,66 +101,49 @@ def attention_backward(
         dlse = dlse.contiguous()
     if key_lengths is not None:
         key_lengths = key_lengths.contiguous()
-    operands = do, q, k, v
-    plan = backward_plan(key_of(operands, key_lengths, dlse))
-    dq, dk, dv = plan.dq(), plan.dk(), plan.dv()
-    if plan.copies:
-        operands = contiguous_where(operands, plan.copies)
-    match plan.launches:
-        case SingleTile(gradients):
-            gradients(operands, (dlse, key_lengths, dq, dk, dv), scale)
-        case SingleTileChunks(gradients, add_chunks, allocate_partial_sums):
-            dk_partial, dv_partial = allocate_partial_sums(), allocate_partial_sums()
-            gradients(operands, (dlse, key_lengths, dq, dk_partial, dv_partial), scale)
-            add_chunks((dk_partial, dv_partial, dk, dv))
-        case Streaming(launch_dq, launch_dkdv, allocate_delta):
-            delta = allocate_delta()
-            launch_dq(operands, (dlse, key_lengths, o, o_low, softmax, delta, dq), scale)
-            launch_dkdv(operands, (key_lengths, softmax, delta, dk, dv), scale)
-        case None:
-            for grad in (dq, dk, dv):
-                grad.zero_()
-    return dq, dk, dv
+    plan = backward_plan(key_of((do, q, k, v), dlse, key_lengths))
+    return plan.run((do, q, k, v, dlse, key_lengths), (o, o_low, softmax), scale)
 
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(key: Key) -> BackwardPlan:
-    """The plan for a call that reads do, q, k, v, key_lengths and dlse."""
+    """The plan for a call that reads do, q, k, v, dlse and key_lengths."""
     problem = problem_of(key, 4)
-    launches = None
-    if math.prod(problem.query_shape) and problem.keys:
-        plan = plan_single_tile if in_single_tile(problem) else plan_streaming
-        launches = plan(problem)
-    return plan_backward(problem, launches)
+    if not (math.prod(problem.query_shape) and problem.keys):
+        return plan_backward(problem)
+    return (plan_single_tile if in_single_tile(problem) else plan_streaming)(problem)
 
 
-def plan_single_tile(problem: Problem) -> SingleTile | SingleTileChunks:
+def plan_single_tile(problem: Problem) -> BackwardPlan:
+    """One launch for all gradients; where queries are cut into chunks, those of dk and dv are
+    partial sums.
+    """
     config = single_tile_config(SINGLE_TILE_BACKWARD, problem)
     programs = BACKWARD_PROGRAMS_PER_SM * problem.gpu.multiprocessors
     chunk = chunk_rows(problem.all_heads, problem.queries, config.queries, programs)
     chunks = cdiv(problem.queries, chunk)
-    launch = TileLaunch(
+    launch = tile_launch(
         kernels_single_tile.single_tile_backward_kernel,
         problem,
         config,
         problem.all_heads * chunks,
         (problem.batches, chunk),
     )
-    if chunks == 1:
-        return SingleTile(launch)
-    return SingleTileChunks(launch, *plan_add_chunks(problem, chunks, problem.keys))
+    sums = plan_add_chunks(problem, chunks, problem.keys) if chunks > 1 else ()
+    return plan_backward(problem, launch, *sums)
 
 
-def plan_streaming(problem: Problem) -> Streaming:
+def plan_streaming(problem: Problem) -> BackwardPlan:
     kernels, config = kernels_streaming_backward, tile_config(DKDV, problem)
-    return Streaming(
+    return plan_backward(
+        problem,
         plan_query_tiles(kernels.streaming_dq_kernel, problem, tile_config(DQ, problem)),
-        TileLaunch(
+        launch_dkdv=tile_launch(
             kernels.streaming_dkdv_kernel,
             problem,
             config,
             problem.all_heads * cdiv(problem.keys, config.keys),
             (problem.all_heads * problem.queries,),
         ),
-        allocator(problem.rows, torch.float32, problem.device),
+        delta=allocator(problem.rows, torch.float32, problem.device),
     )

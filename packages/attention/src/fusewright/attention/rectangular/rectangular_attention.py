@@ -27,8 +27,9 @@ import torch
 from .._core.backends import Backend, device_properties, uses_triton
 from .._core.checks import check_device, check_strided
 from .._core.precision import without_autocast
-from .._core.registration import Derivative, Op
+from .._core.registration import Op
 from ..common.checks import check_attention, prepared
+from ..common.derivative import give_derivative
 from ..common.outputs import new_outputs, outputs_of_launch, outputs_of_reference
 from . import launch, launch_backward, reference
 
@@ -81,30 +82,7 @@ _backward = Op(
     fake=_backward_fake,
 )
 _backward.derivative_of_reference("o", "rest", "softmax")
-
-
-@_forward.derivative
-class _RectangularAttention(Derivative):
-    @staticmethod
-    def forward(ctx, run, q, k, v, key_lengths, scale, with_lse):
-        o, lse, softmax, o_low = run(q, k, v, key_lengths, scale, with_lse)
-        saved = (None, None, None) if _in_single_tile(k) else (o, o_low, softmax)
-        ctx.save_for_backward(q, k, v, key_lengths, *saved)
-        ctx.scale = scale
-        ctx.set_materialize_grads(False)
-        if with_lse:
-            return o, lse, *_forward.statistics(ctx, run, softmax, o_low)
-        return o, *_forward.statistics(ctx, run, lse, softmax, o_low)
-
-    @staticmethod
-    def backward(ctx, do, dlse, *_):
-        q, k, v, key_lengths, o, o_low, softmax = ctx.saved_tensors
-        if do is None and dlse is None:
-            return (None,) * 7
-        if do is None:
-            do = torch.zeros_like(q)
-        grads = _backward(do, dlse, q, k, v, key_lengths, o, o_low, softmax, ctx.scale)
-        return None, *grads, None, None, None
+give_derivative(_forward, _backward, _in_single_tile)
 
 
 def rectangular_attention(

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, Launch, allocator, cdiv, contiguous_where
+from .._core.launches import Plan, allocator, cdiv
 from .._core.lazy import lazy_module
 from ..common.launch import (
     BACKWARD_PROGRAMS_PER_SM,
     BackwardPlan,
-    ForwardPlan,
     Gradients,
     Outputs,
-    TileLaunch,
     plan_add_chunks,
     plan_backward,
-    plan_outputs,
+    plan_forward,
     plan_query_tiles,
+    tile_launch,
 )
 from ..common.problem import (
     HOPPER,
@@ -79,19 +78,6 @@ class Band(NamedTuple):
     every: int = 1
 
 
-class BackwardLaunches(NamedTuple):
-    """One launch for dq, and for delta, which the next needs: dk and dv. Those of a prefix come as
-    partial sums of chunks of queries, which one more launch adds; without a prefix there is
-    neither.
-    """
-
-    dq: TileLaunch
-    dkdv: TileLaunch
-    delta: Allocator
-    add_chunks: Launch | None
-    partial_sums: Allocator | None
-
-
 def attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -105,11 +91,11 @@ def attention_forward(
     and ``v`` [B, M, H, D].
 
     Returns:
-        ``(o, lse, softmax, o_low)`` as :meth:`ForwardPlan.run`: lse is None without ``with_lse``,
+        ``(o, lse, softmax, o_low)`` as of :func:`plan_forward`: lse is None without ``with_lse``,
         softmax and o_low without ``keep``, o_low for fp32 too.
     """
-    operands = q, k, v
-    return forward_plan(key_of(operands), band, with_lse, keep).run(operands, (), scale)
+    plan = forward_plan(key_of((q, k, v)), band, with_lse, keep)
+    return plan.run((q, k, v), (scale,))
 
 
 def attention_backward(
@@ -134,46 +120,28 @@ def attention_backward(
     """
     if dlse is not None:
         dlse = dlse.contiguous()
-    operands = do, q, k, v
-    plan = backward_plan(key_of(operands, dlse), band)
-    dq, dk, dv = plan.dq(), plan.dk(), plan.dv()
-    if plan.launches is None:
-        for grad in (dq, dk, dv):
-            grad.zero_()
-        return dq, dk, dv
-    if plan.copies:
-        operands = contiguous_where(operands, plan.copies)
-    launch_dq, launch_dkdv, allocate_delta, add_chunks, allocate_partial_sums = plan.launches
-    delta = allocate_delta()
-    launch_dq(operands, (dlse, o, o_low, softmax, delta, dq), scale)
-    # Without a prefix nothing is written to the partial sums.
-    dk_partial = dk if allocate_partial_sums is None else allocate_partial_sums()
-    dv_partial = dv if allocate_partial_sums is None else allocate_partial_sums()
-    launch_dkdv(operands, (softmax, delta, dk_partial, dv_partial, dk, dv), scale)
-    if add_chunks is not None:
-        add_chunks((dk_partial, dv_partial, dk, dv))
-    return dq, dk, dv
+    plan = backward_plan(key_of((do, q, k, v), dlse), band)
+    return plan.run((do, q, k, v, dlse), (o, o_low, softmax), scale)
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(key: Key, band: Band, with_lse: bool, keep: bool) -> ForwardPlan:
+def forward_plan(key: Key, band: Band, with_lse: bool, keep: bool) -> Plan:
     """The plan for a call that reads q, k and v."""
     problem = problem_of(key, 3, integers_of(band, key))
     launch = None
     if math.prod(problem.query_shape):
         kernel = kernels.window_forward_kernel
         launch = plan_query_tiles(kernel, problem, tile_config(FORWARD, problem))
-    return ForwardPlan(launch, problem.copies, plan_outputs(problem, with_lse, keep))
+    return plan_forward(problem, launch, with_lse, keep)
 
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(key: Key, band: Band) -> BackwardPlan:
     """The plan for a call that reads do, q, k, v and dlse."""
     problem = problem_of(key, 4, integers_of(band, key))
-    launches = None
-    if math.prod(problem.query_shape) and problem.keys:
-        launches = plan_launches(problem, band.prefix)
-    return plan_backward(problem, launches)
+    if not (math.prod(problem.query_shape) and problem.keys):
+        return plan_backward(problem)
+    return plan_launches(problem, band.prefix)
 
 
 def integers_of(band: Band, key: Key) -> tuple[int, int, int]:
@@ -183,7 +151,8 @@ def integers_of(band: Band, key: Key) -> tuple[int, int, int]:
     return min(band.window, keys), band.prefix, band.every
 
 
-def plan_launches(problem: Problem, prefix: int) -> BackwardLaunches:
+def plan_launches(problem: Problem, prefix: int) -> BackwardPlan:
+    """The gradients of a prefix come as partial sums; without one, none are written."""
     config = tile_config(DKDV, problem)
     prefix_tiles = cdiv(prefix, config.keys)
     programs = BACKWARD_PROGRAMS_PER_SM * problem.gpu.multiprocessors
@@ -191,17 +160,18 @@ def plan_launches(problem: Problem, prefix: int) -> BackwardLaunches:
     chunk = chunk_rows(tiles_of_all, problem.queries, config.queries, programs)
     chunks = cdiv(problem.queries, chunk)
     key_tiles = cdiv(problem.keys - prefix, config.keys)
-    add_chunks, partial_sums = plan_add_chunks(problem, chunks, prefix) if prefix else (None, None)
-    return BackwardLaunches(
+    sums = plan_add_chunks(problem, chunks, prefix) if prefix else ()
+    return plan_backward(
+        problem,
         plan_query_tiles(kernels_backward.window_dq_kernel, problem, tile_config(DQ, problem)),
-        TileLaunch(
+        *sums,
+        launch_dkdv=tile_launch(
             kernels_backward.window_dkdv_kernel,
             problem,
             config,
             problem.all_heads * (prefix_tiles * chunks + key_tiles),
             (problem.all_heads * problem.queries, problem.batches, chunk),
         ),
-        allocator(problem.rows, torch.float32, problem.device),
-        add_chunks,
-        partial_sums,
+        delta=allocator(problem.rows, torch.float32, problem.device),
+        sums_beside=True,
     )

@@ -81,13 +81,36 @@ def parts_of(streams: int) -> dict[str, int]:
     return dict(n=streams, PARTS=max(16, power_of_2(streams * (streams + 2))))
 
 
-def block_of(tile: Tile, columns: int) -> dict[str, int]:
-    """The constants of a launch that has this many columns to take."""
-    return dict(BLOCK=tile.tokens, BLOCK_C=min(tile.columns, max(16, power_of_2(columns))))
+def block_columns(tile: Tile, columns: int) -> int:
+    """How many of this many columns a program takes at a time."""
+    return min(tile.columns, max(16, power_of_2(columns)))
 
 
-def options_of(tile: Tile) -> dict[str, int]:
-    return dict(num_warps=tile.warps, num_stages=tile.stages)
+def plan_launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    shape: tuple[int, ...],
+    tile: Tile,
+    device: torch.device,
+    *numbers: Any,
+    **constants: int,
+) -> Launch | None:
+    """The launch for streams of this shape, in this tile; None where there are none. The kernel
+    takes ``numbers`` behind the sizes.
+    """
+    if not math.prod(shape):
+        return None
+    tokens, _, width = shape
+    return Launch(
+        kernel,
+        grid,
+        device,
+        (tokens, width, *numbers),
+        dict(num_warps=tile.warps, num_stages=tile.stages),
+        **constants,
+        BLOCK=tile.tokens,
+        BLOCK_C=block_columns(tile, width),
+    )
 
 
 def stream_read(
@@ -104,23 +127,15 @@ def read_plan(shape: tuple[int, ...], eps: float, dtype: torch.dtype, device: to
     """The plan for streams of this shape, with u in this dtype."""
     tokens, n, width = shape
     tile = tiles_of(n).read
-    # The kernel takes eps behind the integers: a plan is for one of them.
-    numbers: tuple[Any, ...] = (tokens, width, eps)
-    launch = Launch(
-        kernels.stream_read_kernel,
-        (cdiv(tokens, tile.tokens),),
-        device,
-        numbers,
-        options_of(tile),
-        **parts_of(n),
-        **block_of(tile, width),
-    )
+    # A plan is for one eps.
+    grid = (cdiv(tokens, tile.tokens),)
+    launch = plan_launch(kernels.stream_read_kernel, grid, shape, tile, device, eps, **parts_of(n))
     shapes = (tokens, n), (tokens, n, n), (tokens, n * (n + 2)), (tokens,)
     outputs = (
         allocator((tokens, width), dtype, device),
         *(allocator(shape, F32, device) for shape in shapes),
     )
-    return Plan(launch if math.prod((tokens, n, width)) else None, (), outputs)
+    return Plan(launch, (), outputs)
 
 
 def stream_write(x: Tensor, res: Tensor, post: Tensor, y: Tensor, origin: Tensor | None) -> Tensor:
@@ -136,14 +151,6 @@ def write_plan(
     """The plan for streams of this shape, with y in this dtype."""
     tokens, n, width = shape
     tile = tiles_of(n).write
-    block = block_of(tile, width)
-    launch = Launch(
-        kernels.stream_write_kernel,
-        (cdiv(tokens, tile.tokens), cdiv(width, block["BLOCK_C"])),
-        device,
-        (tokens, width),
-        options_of(tile),
-        n=n,
-        **block,
-    )
-    return Plan(launch if math.prod(shape) else None, (), (allocator(shape, F32, device),))
+    grid = cdiv(tokens, tile.tokens), cdiv(width, block_columns(tile, width))
+    launch = plan_launch(kernels.stream_write_kernel, grid, shape, tile, device, n=n)
+    return Plan(launch, (), (allocator(shape, F32, device),))

@@ -7,7 +7,6 @@ over tokens writes a partial sum; these are added in a fixed order.
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from .._core.backends import device_properties
 from .._core.launches import Allocator, Launch, Plan, allocator, cdiv
 from .._core.lazy import lazy_module
-from .launch import F32, Tile, block_of, options_of, parts_of, tiles_of
+from .launch import F32, Tile, block_columns, parts_of, plan_launch, tiles_of
 
 if TYPE_CHECKING:
     from . import kernels_backward as kernels
@@ -27,16 +26,13 @@ Tensor = torch.Tensor
 
 class ReadBackwardPlan(NamedTuple):
     """The launch of the gates' gradients and that of the streams', both None without tokens; the
-    memory of dx, of what the first leaves to the second, and of their partial sums over tokens.
+    memory of dx, of dm and pull, which the first leaves to the second, and of the partial sums over
+    tokens of the gates' gradients and of dPhi.
     """
 
     gates: Launch | None
     streams: Launch | None
-    dx: Allocator
-    dm: Allocator
-    pull: Allocator
-    of_gates: Allocator
-    of_phi: Allocator
+    memory: tuple[Allocator, ...]
 
 
 def walkers(tile: Tile, tokens: int, beside: int, device: torch.device) -> int:
@@ -57,20 +53,13 @@ def write_backward_plan(shape: tuple[int, ...], dtype: torch.dtype, device: torc
     """The plan for streams of this shape, with y in this dtype."""
     tokens, n, width = shape
     tile = tiles_of(n).write_backward
-    launch = Launch(
-        kernels.stream_write_backward_kernel,
-        (cdiv(tokens, tile.tokens),),
-        device,
-        (tokens, width),
-        options_of(tile),
-        n=n,
-        **block_of(tile, width),
-    )
+    grid = (cdiv(tokens, tile.tokens),)
+    launch = plan_launch(kernels.stream_write_backward_kernel, grid, shape, tile, device, n=n)
     outputs = (
         *(allocator(each, F32, device) for each in (shape, (tokens, n, n), (tokens, n))),
         allocator((tokens, width), dtype, device),
     )
-    return Plan(launch if math.prod(shape) else None, (), outputs)
+    return Plan(launch, (), outputs)
 
 
 def stream_read_backward(
@@ -96,10 +85,13 @@ def stream_read_backward(
     """
     arrived = dmixed is not None, dorigin is not None, negated
     plan = read_backward_plan(x.shape, du.dtype, arrived, x.device)
-    dx = plan.dx()
+    memory: tuple[Tensor, ...] = ()
+    # No comprehension, whose call takes the host longer.
+    for allocate in plan.memory:
+        memory += (allocate(),)
+    dx, dm, pull, of_gates, of_phi = memory
     if plan.gates is None or plan.streams is None:
         return dx, torch.zeros_like(phi), torch.zeros_like(alpha), torch.zeros_like(bias)
-    dm, pull, of_gates, of_phi = plan.dm(), plan.pull(), plan.of_gates(), plan.of_phi()
     plan.gates((du, dpost, dlogits, x, s_hat, scale, alpha, bias, dm, pull, of_gates))
     plan.streams((du, x, s_hat, dm, pull, phi, alpha, bias, dmixed, dorigin, dx, of_phi))
     dbias, dalpha = of_gates.sum(0).split([len(bias), 3])
@@ -119,41 +111,30 @@ def read_backward_plan(
     """
     tokens, n, width = shape
     parts, tiles = n * (n + 2), tiles_of(n)
-    tile = tiles.gates_backward
-    programs = walkers(tile, tokens, 1, device)
-    of_gates = allocator((programs, parts + 3), F32, device)
-    gates = Launch(
+    *_, negated = arrived
+    gate_programs = walkers(tiles.gates_backward, tokens, 1, device)
+    gates = plan_launch(
         kernels.stream_gates_backward_kernel,
-        (programs,),
+        (gate_programs,),
+        shape,
+        tiles.gates_backward,
         device,
-        (tokens, width),
-        options_of(tile),
         **parts_of(n),
-        **block_of(tile, width),
     )
     tile = tiles.read_backward
-    block = block_of(tile, width)
-    beside = n * cdiv(width, block["BLOCK_C"])
+    beside = n * cdiv(width, block_columns(tile, width))
     programs = walkers(tile, tokens, beside, device)
-    *_, negated = arrived
-    streams = Launch(
-        kernels.stream_read_backward_kernel,
-        (beside, programs),
-        device,
-        (tokens, width),
-        options_of(tile),
+    streams = plan_launch(
+        *(kernels.stream_read_backward_kernel, (beside, programs), shape, tile, device),
         n=n,
         NEGATED=negated,
         PARTS=parts_of(n)["PARTS"],
-        **block,
     )
-    there = bool(math.prod(shape))
-    return ReadBackwardPlan(
-        gates if there else None,
-        streams if there else None,
-        dx=allocator(shape, F32, device),
-        dm=allocator((tokens, parts), F32, device),
-        pull=allocator((tokens,), F32, device),
-        of_gates=of_gates,
-        of_phi=allocator((programs, parts, n * width), F32, device),
+    shapes = (
+        shape,
+        (tokens, parts),
+        (tokens,),
+        (gate_programs, parts + 3),
+        (programs, parts, n * width),
     )
+    return ReadBackwardPlan(gates, streams, tuple(allocator(each, F32, device) for each in shapes))

@@ -37,7 +37,7 @@ def coefficients(s: Tensor, streams: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def stream_read(
-    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, *, eps: float, dtype: torch.dtype
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """u in a dtype, post, the logits of res, s_hat, and 1 / rms(v) ``[...]``."""
     s, s_hat, scale = gate_logits(x, phi, alpha, bias, eps)

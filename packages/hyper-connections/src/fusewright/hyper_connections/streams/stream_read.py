@@ -59,10 +59,6 @@ class StreamReading(NamedTuple):
     origin: Tensor
 
 
-def _read_reference(x, phi, alpha, bias, eps, dtype):
-    return reference.stream_read(x, phi, alpha, bias, eps=eps, dtype=dtype)
-
-
 def _read_fake(x, phi, alpha, bias, eps, dtype):
     tokens, n, width = x.shape
     u = x.new_empty(tokens, width, dtype=dtype)
@@ -80,7 +76,7 @@ _read = Op(
     "stream_read(Tensor x, Tensor phi, Tensor alpha, Tensor bias, float eps, ScalarType dtype)"
     " -> (Tensor u, Tensor post, Tensor logits, Tensor s_hat, Tensor scale)",
     triton=launch.stream_read,
-    reference=_read_reference,
+    reference=reference.stream_read,
     fake=_read_fake,
 )
 _read_backward = Op(
@@ -158,12 +154,12 @@ def stream_read(
     x = wide(x)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if autocasts(device) else x.dtype
-    parameters = [parameter.to(x.dtype) for parameter in (phi, alpha, bias)]
+    phi, alpha, bias = (parameter.to(x.dtype) for parameter in (phi, alpha, bias))
     with without_autocast(x.device):
         if not serves(x, backend):
-            u, post, logits, *_ = reference.stream_read(x, *parameters, eps=eps, dtype=dtype)
+            u, post, logits, *_ = reference.stream_read(x, phi, alpha, bias, eps, dtype)
             return StreamReading(u, post, logits, x, x)
         leading, flat = x.shape[:-2], x.reshape(-1, *x.shape[-2:]).contiguous()
-        given = (parameter.contiguous() for parameter in parameters)
+        given = (parameter.contiguous() for parameter in (phi, alpha, bias))
         found = _Read.apply(flat, *given, eps, dtype)
         return StreamReading(*(t.view(*leading, *t.shape[1:]) for t in found))

@@ -15,7 +15,6 @@ from .._core.launches import (
     Launch,
     Layout,
     Plan,
-    allocate,
     allocator,
     cdiv,
     contiguous_where,
@@ -75,18 +74,14 @@ MAX_STRIDE = 2**21
 
 class ForwardPlan(NamedTuple):
     """One forward pass: what it launches (nothing where there are no rows), which operands it
-    copies first, and its memory. ``add_sums`` and what it reads and writes serve the mean alone.
+    copies first, and the memory of what it returns, then of the partial sums and their counts, None
+    for what is absent. ``add_sums`` adds these for the mean.
     """
 
     launch: Launch | None
     add_sums: Launch | None
     copies: tuple[bool, ...]
-    log_p: Allocator
-    params_slope: Allocator | None
-    y_slope: Allocator | None
-    factor: Allocator | None
-    sums: Allocator | None
-    counts: Allocator | None
+    memory: tuple[Allocator | None, ...]
 
 
 def mixture_forward(
@@ -109,10 +104,8 @@ def mixture_forward(
     """
     operands: tuple[torch.Tensor | None, ...] = (params, y, mask)
     plan = forward_plan(params.shape, layouts(*operands), softplus, mean, slopes, params.device)
-    value = plan.log_p()
-    params_slope = allocate(plan.params_slope)
-    y_slope = allocate(plan.y_slope)
-    factor = allocate(plan.factor)
+    allocated: tuple = tuple([None if make is None else make() for make in plan.memory])
+    value, params_slope, y_slope, factor, sums, counts = allocated
     if plan.launch is None:
         if factor is not None:
             value.zero_()
@@ -120,8 +113,6 @@ def mixture_forward(
         return value, params_slope, y_slope, factor
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
-    sums = allocate(plan.sums)
-    counts = allocate(plan.counts)
     log_p = None if mean else value
     plan.launch((*operands, log_p, params_slope, y_slope, sums, counts), (low, high, eps))
     if plan.add_sums is not None:
@@ -178,19 +169,21 @@ def forward_plan(
                 dict(num_warps=MEAN.num_warps),
                 BLOCK=MEAN.block,
             )
+    # Shapes and dtypes; None for what is absent.
     fp32 = torch.float32
+    memory = (
+        (() if mean else rows_shape, fp32),
+        ((components, 3, *rows_shape), slope_dtype(params[0])) if slopes else None,
+        (rows_shape, fp32) if slopes else None,
+        ((), fp32) if mean else None,
+        ((programs,), fp32) if mean else None,
+        ((programs,), torch.int32) if mean and mask is not None else None,
+    )
     return ForwardPlan(
         launch,
         add_sums,
         copies if any(copies) else (),
-        log_p=allocator(() if mean else rows_shape, fp32, device),
-        params_slope=allocator((components, 3, *rows_shape), slope_dtype(params[0]), device)
-        if slopes
-        else None,
-        y_slope=allocator(rows_shape, fp32, device) if slopes else None,
-        factor=allocator((), fp32, device) if mean else None,
-        sums=allocator((programs,), fp32, device) if mean else None,
-        counts=allocator((programs,), torch.int32, device) if mean and mask is not None else None,
+        tuple(None if each is None else allocator(*each, device) for each in memory),
     )
 
 

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from .._core.backends import Backend, uses_triton
+from .._core.precision import wide_dtype
 from .._core.registration import Derivative, Op, empty_grad
 from ..common.scale import EPS, LOG_SIGMA_RANGE, Scale, checked_scale
 from . import launch, reference
@@ -41,54 +42,30 @@ def _scale(softplus, low, high, eps):
     return dict(softplus=softplus, low=low, high=high, eps=eps)
 
 
-def _slopes_reference(params, y, mask, scale):
-    slope, slope_y = reference.mixture_slopes(params, y, mask, **_scale(*scale))
+def _triton(mean, params, y, mask, softplus, low, high, eps, slopes=True):
+    outputs = launch.mixture_forward(params, y, mask, softplus, low, high, eps, mean, slopes)
+    return outputs if mean else outputs[:3]
+
+
+def _reference(mean, params, y, mask, *scale):
+    log_p = reference.mixture_log_likelihood(params, y, mask, **_scale(*scale))
+    slope, y_slope = reference.mixture_slopes(params, y, mask, **_scale(*scale))
     # The kernels' layout: [K, 3, ...].
     slope = slope.to(launch.slope_dtype(params.dtype)).movedim((-2, -1), (0, 1))
-    return slope.contiguous(), slope_y.contiguous()
-
-
-def _slopes_fake(params, y):
-    wide = torch.promote_types(params.dtype, torch.float32)
-    return (
-        params.new_empty((*params.shape[-2:], *y.shape), dtype=launch.slope_dtype(params.dtype)),
-        params.new_empty(y.shape, dtype=wide),
-        wide,
-    )
-
-
-def _rows_triton(params, y, mask, softplus, low, high, eps, slopes=True):
-    return launch.mixture_forward(
-        params, y, mask, softplus, low, high, eps, mean=False, slopes=slopes
-    )[:3]
-
-
-def _rows_reference(params, y, mask, *scale):
-    log_p = reference.mixture_log_likelihood(params, y, mask, **_scale(*scale))
-    return log_p.contiguous(), *_slopes_reference(params, y, mask, scale)
-
-
-def _rows_fake(params, y, mask, *scale):
-    params_slope, y_slope, wide = _slopes_fake(params, y)
-    return params.new_empty(y.shape, dtype=wide), params_slope, y_slope
-
-
-def _mean_triton(params, y, mask, softplus, low, high, eps, slopes=True):
-    return launch.mixture_forward(
-        params, y, mask, softplus, low, high, eps, mean=True, slopes=slopes
-    )
-
-
-def _mean_reference(params, y, mask, *scale):
-    log_p = reference.mixture_log_likelihood(params, y, mask, **_scale(*scale))
+    slopes = slope.contiguous(), y_slope.contiguous()
+    if not mean:
+        return log_p.contiguous(), *slopes
     factor = reference.mean_factor(log_p, mask)
-    return log_p.sum() * factor, *_slopes_reference(params, y, mask, scale), factor
+    return log_p.sum() * factor, *slopes, factor
 
 
-def _mean_fake(params, y, mask, *scale):
-    params_slope, y_slope, wide = _slopes_fake(params, y)
-    loss = params.new_empty((), dtype=wide)
-    return loss, params_slope, y_slope, torch.empty_like(loss)
+def _fake(mean, params, y, mask, *scale):
+    empty = functools.partial(params.new_empty, dtype=wide_dtype(params))
+    slope_dtype = launch.slope_dtype(params.dtype)
+    slope = params.new_empty((*params.shape[-2:], *y.shape), dtype=slope_dtype)
+    if mean:
+        return empty(()), slope, empty(y.shape), empty(())
+    return empty(y.shape), slope, empty(y.shape)
 
 
 def _backward_triton(upstream, factor, params, y, mask, params_slope, y_slope, *options):
@@ -110,22 +87,6 @@ def _backward_fake(upstream, factor, params, y, mask, params_slope, y_slope, *op
     return params.new_empty(params.shape), y.new_empty(y.shape) if y_grad else empty_grad(y)
 
 
-_rows = Op(
-    f"mixture_log_likelihood(Tensor params, Tensor y, Tensor? mask, {SCALE})"
-    " -> (Tensor log_p, Tensor params_slope, Tensor y_slope)",
-    triton=_rows_triton,
-    reference=_rows_reference,
-    fake=_rows_fake,
-    inference=functools.partial(_rows_triton, slopes=False),
-)
-_mean = Op(
-    f"mixture_nll(Tensor params, Tensor y, Tensor? mask, {SCALE})"
-    " -> (Tensor loss, Tensor params_slope, Tensor y_slope, Tensor factor)",
-    triton=_mean_triton,
-    reference=_mean_reference,
-    fake=_mean_fake,
-    inference=functools.partial(_mean_triton, slopes=False),
-)
 _backward = Op(
     "mixture_backward(Tensor upstream, Tensor? factor, Tensor params, Tensor y, Tensor? mask,"
     f" Tensor params_slope, Tensor y_slope, {SCALE}, bool y_grad) -> (Tensor dparams, Tensor dy)",
@@ -136,47 +97,48 @@ _backward = Op(
 _backward.derivative_of_reference("params_slope", "y_slope")
 
 
-def _gradients(ctx, upstream, factor, saved):
-    """What both derivatives return: nothing for run, mask and the scale."""
-    if upstream is None:
-        return (None,) * 8
-    params, y, mask, params_slope, y_slope = saved
-    y_grad = ctx.needs_input_grad[2]
-    dparams, dy = _backward(
-        upstream, factor, params, y, mask, params_slope, y_slope, *ctx.scale, y_grad
+def _forward(signature, mean):
+    """The op that returns every log p, or minus their mean, with its derivative."""
+    op = Op(
+        signature,
+        triton=functools.partial(_triton, mean),
+        reference=functools.partial(_reference, mean),
+        fake=functools.partial(_fake, mean),
+        inference=functools.partial(_triton, mean, slopes=False),
     )
-    return None, dparams, dy if y_grad else None, None, None, None, None, None
+
+    @op.derivative
+    class MixtureDerivative(Derivative):
+        @staticmethod
+        def forward(ctx, run, params, y, mask, *scale):
+            value, *saved = run(params, y, mask, *scale)
+            ctx.save_for_backward(params, y, mask, *saved)
+            ctx.scale = scale
+            ctx.set_materialize_grads(False)
+            return value, *op.statistics(ctx, run, *saved)
+
+        @staticmethod
+        def backward(ctx, upstream, *_):
+            if upstream is None:
+                return (None,) * 8
+            *saved, factor = ctx.saved_tensors if mean else (*ctx.saved_tensors, None)
+            y_grad = ctx.needs_input_grad[2]
+            dparams, dy = _backward(upstream, factor, *saved, *ctx.scale, y_grad)
+            return None, dparams, dy if y_grad else None, None, None, None, None, None
+
+    return op
 
 
-@_rows.derivative
-class _Rows(Derivative):
-    @staticmethod
-    def forward(ctx, run, params, y, mask, *scale):
-        log_p, params_slope, y_slope = run(params, y, mask, *scale)
-        ctx.save_for_backward(params, y, mask, params_slope, y_slope)
-        ctx.scale = scale
-        ctx.set_materialize_grads(False)
-        return log_p, *_rows.statistics(ctx, run, params_slope, y_slope)
-
-    @staticmethod
-    def backward(ctx, upstream, *_):
-        return _gradients(ctx, upstream, None, ctx.saved_tensors)
-
-
-@_mean.derivative
-class _Mean(Derivative):
-    @staticmethod
-    def forward(ctx, run, params, y, mask, *scale):
-        loss, params_slope, y_slope, factor = run(params, y, mask, *scale)
-        ctx.save_for_backward(params, y, mask, params_slope, y_slope, factor)
-        ctx.scale = scale
-        ctx.set_materialize_grads(False)
-        return loss, *_mean.statistics(ctx, run, params_slope, y_slope, factor)
-
-    @staticmethod
-    def backward(ctx, upstream, *_):
-        *saved, factor = ctx.saved_tensors
-        return _gradients(ctx, upstream, factor, saved)
+_rows = _forward(
+    f"mixture_log_likelihood(Tensor params, Tensor y, Tensor? mask, {SCALE})"
+    " -> (Tensor log_p, Tensor params_slope, Tensor y_slope)",
+    mean=False,
+)
+_mean = _forward(
+    f"mixture_nll(Tensor params, Tensor y, Tensor? mask, {SCALE})"
+    " -> (Tensor loss, Tensor params_slope, Tensor y_slope, Tensor factor)",
+    mean=True,
+)
 
 
 def mixture_nll(

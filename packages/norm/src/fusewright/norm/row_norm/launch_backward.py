@@ -15,7 +15,6 @@ from .._core.launches import (
     Allocator,
     Launch,
     Layout,
-    allocate,
     allocator,
     cdiv,
     contiguous_where,
@@ -122,30 +121,22 @@ REDUCTION_BYTES = 2048
 ADD_PARTS = AddPartsConfig(block_parts=128, block_cols=8, num_warps=8)
 
 
-class Launches(NamedTuple):
-    """Small rows and columns share one launch. Else ``rows`` computes dx, dgate and, where a row
-    fits in registers, the shares of dweight and dbias too; for wide rows ``weight_parts`` does
-    that. ``add_parts`` adds the shares.
+class BackwardPlan(NamedTuple):
+    """One backward pass: which operands it copies first, the memory of dx, dgate, dweight and
+    dbias, and its launches, none without elements.
+
+    Small rows and columns share one launch. Else ``rows`` computes dx, dgate and, where a row fits
+    in registers, the partial sums of dweight and dbias too; for wide rows ``weight_parts`` does
+    that. ``add_parts`` adds the partial sums.
     """
 
-    scheme: Literal["small", "rows", "wide"]
-    rows: Launch
+    copies: tuple[bool, ...]
+    grads: tuple[Allocator | None, ...]
+    scheme: Literal["small", "rows", "wide"] = "small"
+    rows: Launch | None = None
     weight_parts: Launch | None = None
     add_parts: Launch | None = None
-    shares: Allocator | None = None
-
-
-class BackwardPlan(NamedTuple):
-    """One backward pass: its launches (none without elements), which operands it copies first, and
-    its memory.
-    """
-
-    launches: Launches | None
-    copies: tuple[bool, ...]
-    dx: Allocator
-    dgate: Allocator | None
-    dweight: Allocator | None
-    dbias: Allocator | None
+    partial_sums: Allocator | None = None
 
 
 def norm_backward(
@@ -187,27 +178,27 @@ def norm_backward(
         activation,
         x.device,
     )
-    dx = plan.dx()
-    dgate, dweight, dbias = allocate(plan.dgate), allocate(plan.dweight), allocate(plan.dbias)
-    launches = plan.launches
-    if launches is None:
+    grads: tuple = tuple([None if make is None else make() for make in plan.grads])
+    dx, dgate, dweight, dbias = grads
+    if plan.rows is None:
         for grad in (dweight, dbias):
             if grad is not None:
                 grad.zero_()
-        return dx, dgate, dweight, dbias
+        return grads
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
-    tensors = (*operands, mean, rstd, dx, dgate)
-    if launches.scheme == "small":
-        launches.rows((*tensors, dweight, dbias), (weight_offset,))
-        return dx, dgate, dweight, dbias
-    shares = allocate(launches.shares)
-    launches.rows(tensors if launches.scheme == "wide" else (*tensors, shares), (weight_offset,))
-    if launches.weight_parts is not None:
-        launches.weight_parts((operands[0], operands[2], operands[3], mean, rstd, shares))
-    if launches.add_parts is not None:
-        launches.add_parts((shares, dweight, dbias))
-    return dx, dgate, dweight, dbias
+    tensors: tuple = (*operands, mean, rstd, dx, dgate)
+    sums = plan.partial_sums and plan.partial_sums()
+    if plan.scheme == "small":
+        tensors += dweight, dbias
+    elif plan.scheme == "rows":
+        tensors += (sums,)
+    plan.rows(tensors, (weight_offset,))
+    if plan.weight_parts is not None:
+        plan.weight_parts((operands[0], operands[2], operands[3], mean, rstd, sums))
+    if plan.add_parts is not None:
+        plan.add_parts((sums, dweight, dbias))
+    return grads
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,18 +214,16 @@ def backward_plan(
     """The plan for operands of these layouts: dy, dsum, x, gate, weight and bias."""
     *read, bias = operands
     _, _, x, gate, weight = read
-    assert x is not None
-    dweight, dbias = (
-        allocator(shape[-1:], vector[0], device) if wanted and vector is not None else None
-        for vector, wanted in ((weight, weight_grad), (bias, bias_grad))
+    vectors = weight if weight_grad else None, bias if bias_grad else None
+    of_shapes = (shape, x), (shape, gate), *((shape[-1:], vector) for vector in vectors)
+    grads = tuple(
+        None if layout is None else allocator(each, layout[0], device) for each, layout in of_shapes
     )
-    launches = None
+    launches: tuple = ()
     if math.prod(shape):
         wanted = dict(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad)
         launches = plan_launches(shape, operands, center, wanted, activation, device)
-    dx = allocator(shape, x[0], device)
-    dgate = None if gate is None else allocator(shape, gate[0], device)
-    return BackwardPlan(launches, to_copy(shape, *read), dx, dgate, dweight, dbias)
+    return BackwardPlan(to_copy(shape, *read), grads, *launches)
 
 
 def plan_launches(
@@ -244,7 +233,8 @@ def plan_launches(
     wanted: dict[str, bool],
     activation: str,
     device: torch.device,
-) -> Launches:
+) -> tuple:
+    """The scheme and the launches of a BackwardPlan."""
     dy, dsum, x, gate, *_ = operands
     assert dy is not None
     assert x is not None
@@ -273,11 +263,11 @@ def plan_launches(
             PART_ROWS=max(1, min(BACKWARD_SMALL.part_rows, power_of_2(rows) // 4)),
             PART_COLS=BACKWARD_SMALL.part_cols,
         )
-        return Launches("small", launch)
+        return "small", launch
     itemsize = max(x[0].itemsize, dy[0].itemsize)
     read = sum(operand is not None for operand in (dy, dsum, x, gate))
     config = backward_config(cols, itemsize, read, center, gate is not None, gpu.shared_bytes)
-    scheme: Literal["rows", "wide"] = "wide" if config is None else "rows"
+    scheme = "wide" if config is None else "rows"
     weight_parts = None
     if config is None:
         parts = min(cdiv(rows, BACKWARD_WIDE.block_rows), BACKWARD_WIDE.parts)
@@ -319,7 +309,7 @@ def plan_launches(
             READ_AGAIN=config.read_again,
         )
     if not any(wanted.values()):
-        return Launches(scheme, launch_rows)
+        return scheme, launch_rows
     add_parts = Launch(
         kernels_backward.add_parts_kernel,
         (cdiv(cols, ADD_PARTS.block_cols),),
@@ -330,8 +320,8 @@ def plan_launches(
         BLOCK_PARTS=ADD_PARTS.block_parts,
         BLOCK_COLS=ADD_PARTS.block_cols,
     )
-    shares = allocator((2, parts, cols), torch.float32, device)
-    return Launches(scheme, launch_rows, weight_parts, add_parts, shares)
+    partial_sums = allocator((2, parts, cols), torch.float32, device)
+    return scheme, launch_rows, weight_parts, add_parts, partial_sums
 
 
 def backward_config(

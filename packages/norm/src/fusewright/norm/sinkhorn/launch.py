@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .._core.backends import device_properties
-from .._core.launches import Launch, Layout, Plan, allocator, cdiv, layouts
+from .._core.launches import Allocator, Launch, Layout, Plan, allocator, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 from .._core.rows import read_strides, to_copy
@@ -56,7 +56,7 @@ SINKHORN_BACKWARD = (
 
 def sinkhorn_forward(x: torch.Tensor, iterations: int, eps: float, domain: str) -> torch.Tensor:
     """The doubly stochastic matrices of logits ``x``, contiguous in x's shape and dtype."""
-    plan = forward_plan(x.shape, layouts(x), iterations, domain, x.device)
+    plan = sinkhorn_plan(x.shape, layouts(x), iterations, domain, x.device)
     return plan.run((x,), (eps,))[0]
 
 
@@ -64,78 +64,47 @@ def sinkhorn_backward(
     dy: torch.Tensor, x: torch.Tensor, iterations: int, eps: float, domain: str
 ) -> torch.Tensor:
     """The gradient of the logits ``x`` from that of the result, in x's shape and dtype."""
-    plan = backward_plan(x.shape, layouts(dy, x), iterations, domain, x.device)
+    plan = sinkhorn_plan(x.shape, layouts(dy, x), iterations, domain, x.device)
     return plan.run((dy, x), (eps,))[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(
+def sinkhorn_plan(
     shape: tuple[int, ...],
     operands: tuple[Layout, ...],
     iterations: int,
     domain: str,
     device: torch.device,
 ) -> Plan:
-    """The plan for x of this layout."""
-    config = sinkhorn_config(SINKHORN_FORWARD, shape[-1])
-    programs = cdiv(math.prod(shape[:-2]), config.matrices)
-    launch = plan_launch(
-        kernels.sinkhorn_forward_kernel,
-        *(programs, config, shape, operands, iterations, domain, device),
-    )
-    return Plan(launch, to_copy(shape, *operands), (allocator(shape, operands[0][0], device),))
-
-
-@functools.lru_cache(maxsize=4096)
-def backward_plan(
-    shape: tuple[int, ...],
-    operands: tuple[Layout, ...],
-    iterations: int,
-    domain: str,
-    device: torch.device,
-) -> Plan:
-    """The plan for operands of these layouts: dy and x. Behind the gradient it has the memory of
-    the sums on the way.
+    """The plan for operands of these layouts: x; or dy and x, for the backward pass, which behind
+    the gradient has the memory of the sums on the way.
     """
-    _, x = operands
-    config = sinkhorn_config(SINKHORN_BACKWARD, shape[-1])
-    # As many programs as the GPU holds: each reuses its part of the sums from block to block.
-    resident = config.programs_per_sm * device_properties(device).multiprocessors
-    programs = min(cdiv(math.prod(shape[:-2]), config.matrices), resident)
-    launch = plan_launch(
-        kernels.sinkhorn_backward_kernel,
-        *(programs, config, shape, operands, iterations, domain, device),
-    )
-    sums = (programs, iterations, 2, config.matrices, power_of_2(max(shape[-1], 1)))
-    outputs = allocator(shape, x[0], device), allocator(sums, torch.float32, device)
+    *_, x = operands
+    backward, n = len(operands) > 1, shape[-1]
+    config = sinkhorn_config(SINKHORN_BACKWARD if backward else SINKHORN_FORWARD, n)
+    programs = cdiv(math.prod(shape[:-2]), config.matrices)
+    outputs: tuple[Allocator, ...] = (allocator(shape, x[0], device),)
+    if backward:
+        # As many programs as the GPU holds: each reuses its part of the sums from block to block.
+        resident = config.programs_per_sm * device_properties(device).multiprocessors
+        programs = min(programs, resident)
+        sums = (programs, iterations, 2, config.matrices, power_of_2(max(n, 1)))
+        outputs += (allocator(sums, torch.float32, device),)
+    launch = None
+    if math.prod(shape):
+        strides = [stride for operand in operands for stride in read_strides(shape, operand)]
+        launch = Launch(
+            kernels.sinkhorn_backward_kernel if backward else kernels.sinkhorn_forward_kernel,
+            (programs,),
+            device,
+            (*strides, count_rows(shape) // n, iterations),
+            dict(num_warps=config.num_warps),
+            n=n,
+            LOG=domain == "log",
+            BLOCK=config.matrices,
+            SIZE=power_of_2(n),
+        )
     return Plan(launch, to_copy(shape, *operands), outputs)
-
-
-def plan_launch(
-    kernel: Any,
-    programs: int,
-    config: SinkhornConfig,
-    shape: tuple[int, ...],
-    operands: tuple[Layout, ...],
-    iterations: int,
-    domain: str,
-    device: torch.device,
-) -> Launch | None:
-    if not math.prod(shape):
-        return None
-    n = shape[-1]
-    strides = [stride for operand in operands for stride in read_strides(shape, operand)]
-    return Launch(
-        kernel,
-        (programs,),
-        device,
-        (*strides, count_rows(shape) // n, iterations),
-        dict(num_warps=config.num_warps),
-        n=n,
-        LOG=domain == "log",
-        BLOCK=config.matrices,
-        SIZE=power_of_2(n),
-    )
 
 
 def sinkhorn_config(table: tuple[SinkhornConfig, ...], n: int) -> SinkhornConfig:

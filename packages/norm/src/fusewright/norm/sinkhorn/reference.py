@@ -19,7 +19,7 @@ LOWEST_LOGIT = -70.0
 
 
 def sinkhorn_knopp(
-    x: torch.Tensor, *, iterations: int, eps: float, domain: str = "linear"
+    x: torch.Tensor, iterations: int, eps: float, domain: str = "linear"
 ) -> torch.Tensor:
     """exp(x), its rows and then its columns divided by their sums, ``iterations`` times over."""
     *_, logs = sinkhorn_steps(x, iterations, eps, domain)
@@ -49,7 +49,7 @@ def sinkhorn_steps(x: torch.Tensor, iterations: int, eps: float, domain: str) ->
 
 
 def sinkhorn_knopp_backward(
-    dy: torch.Tensor, x: torch.Tensor, *, iterations: int, eps: float, domain: str
+    dy: torch.Tensor, x: torch.Tensor, iterations: int, eps: float, domain: str
 ) -> torch.Tensor:
     """dx of sinkhorn_knopp, back through every step."""
     steps = [logs.exp() for logs in sinkhorn_steps(x, iterations, eps, domain)]

@@ -42,16 +42,8 @@ DOMAINS = ("linear", "log")
 WIDEST = 64
 
 
-def _forward_reference(x, iterations, eps, domain):
-    return reference.sinkhorn_knopp(x, iterations=iterations, eps=eps, domain=domain)
-
-
 def _forward_fake(x, iterations, eps, domain):
     return x.new_empty(x.shape)
-
-
-def _backward_reference(dy, x, iterations, eps, domain):
-    return reference.sinkhorn_knopp_backward(dy, x, iterations=iterations, eps=eps, domain=domain)
 
 
 def _backward_fake(dy, x, iterations, eps, domain):
@@ -61,13 +53,13 @@ def _backward_fake(dy, x, iterations, eps, domain):
 _forward = Op(
     "sinkhorn_knopp(Tensor x, int iterations, float eps, str domain) -> Tensor",
     triton=launch.sinkhorn_forward,
-    reference=_forward_reference,
+    reference=reference.sinkhorn_knopp,
     fake=_forward_fake,
 )
 _backward = Op(
     "sinkhorn_knopp_backward(Tensor dy, Tensor x, int iterations, float eps, str domain) -> Tensor",
     triton=launch.sinkhorn_backward,
-    reference=_backward_reference,
+    reference=reference.sinkhorn_knopp_backward,
     fake=_backward_fake,
 )
 _backward.derivative_of_reference()

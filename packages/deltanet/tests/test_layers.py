@@ -57,7 +57,11 @@ def test_sequences_in_one_row_see_zeros_before_them(op, backend, device):
     y = op.public(*tensors, place=place, backend=backend)
     for part in (slice(0, 2), slice(2, 20), slice(20, 21)):
         alone = op.public(tensors[0][:, part], *tensors[1:], backend=backend)
-        assert torch.equal(y[:, part], alone)
+        if backend == "triton":
+            assert torch.equal(y[:, part], alone)
+        else:
+            # torch's convolution may add in another order for another length.
+            torch.testing.assert_close(y[:, part], alone)
 
 
 def test_it_is_torchs_convolution(op, backend, device):

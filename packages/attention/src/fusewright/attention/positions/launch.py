@@ -102,6 +102,7 @@ def rotary_forward(
     prefix_shape = None if prefix is None else prefix.shape
     plan = forward_plan(rows.shape, prefix_shape, layouts(*operands), rows.device)
     (allocate,) = plan.outputs
+    assert allocate is not None
     joint = allocate()
     if plan.launch is not None:
         if plan.copies:
@@ -118,7 +119,7 @@ def rotary_backward(
     """
     operands = djoint, cos, sin
     plan = backward_plan(djoint.shape, len(cos), beside, shared, layouts(*operands), djoint.device)
-    drows, dbeside, dprefix = [allocate() for allocate in plan.outputs]
+    drows, dbeside, dprefix = [allocate() for allocate in plan.outputs if allocate is not None]
     if plan.launch is not None:
         if plan.copies:
             operands = contiguous_where(operands, plan.copies)

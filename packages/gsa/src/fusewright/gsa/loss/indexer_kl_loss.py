@@ -63,7 +63,7 @@ def _backward_reference(upstream, *arguments):
     slopes = arguments[OPERANDS : OPERANDS + LEARNING]
     if slopes[0] is None:
         # For a second derivative, in which they follow from the operands.
-        _, *slopes = reference.indexer_kl_loss_with_slopes(*operands, *options)
+        slopes = reference.indexer_kl_loss_with_slopes(*operands, *options)[1:]
     return _backward_multiplied(upstream, *operands, *slopes)
 
 

@@ -317,7 +317,8 @@ def bad(**changed):
         (dict(x=3.0), TypeError, "x must be a tensor, got float"),
         (dict(x=torch.ones(3, 2, 4).long()), TypeError, r"x must be float32.* got torch\.int64"),
         (dict(x=torch.ones(4)), ValueError, r"x must be streams \[\.\.\., n, C\].* got \[4\]"),
-        (dict(x=torch.ones(3, 0, 4)), ValueError, r"n at least 1, got \[3, 0, 4\]"),
+        (dict(x=torch.ones(3, 0, 4)), ValueError, r"n and C at least 1, got \[3, 0, 4\]"),
+        (dict(x=torch.ones(3, 2, 0)), ValueError, r"n and C at least 1, got \[3, 2, 0\]"),
         (
             dict(phi=torch.ones(8, 4)),
             ValueError,

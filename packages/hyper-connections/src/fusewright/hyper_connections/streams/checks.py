@@ -14,10 +14,12 @@ WIDEST = 8
 
 
 def check_streams(name: str, x: Tensor) -> None:
-    """Floating streams ``[..., n, C]``, one at least."""
+    """Floating streams ``[..., n, C]``, one at least of one column at least."""
     check_floating(name, x)
-    if x.ndim < 2 or not x.shape[-2]:
-        raise ValueError(f"{name} must be streams [..., n, C], n at least 1, got {list(x.shape)}")
+    if x.ndim < 2 or not (x.shape[-2] and x.shape[-1]):
+        raise ValueError(
+            f"{name} must be streams [..., n, C], n and C at least 1, got {list(x.shape)}"
+        )
 
 
 def check_beside(name: str, tensor: Tensor, shape: tuple[int, ...], x: Tensor) -> None:

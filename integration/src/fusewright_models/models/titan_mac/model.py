@@ -180,7 +180,7 @@ class TitanMAC(nn.Module):
             A scalar in fp32 (fp64 for a model in fp64). The logits are never all in memory.
 
         Raises:
-            As ``forward``; ValueError where targets' shape or device is not as above.
+            ValueError: targets' shape or device is not as above, and as ``forward``.
         """
         self._check(tokens, state)
         if tokens.shape[1] < 1:

@@ -117,11 +117,11 @@ class MidpointStack(nn.Module):
                 than x.
         """
         check_floating("x", x)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(context)):
-            raise ValueError("context must be without gradients, got a tensor that requires one")
-        if not torch.is_grad_enabled() or self.mode == "plain":
+        if not torch.is_grad_enabled():
             return self._plainly(x, context)
-        return self._reversibly(x, context)
+        if any(tensor.requires_grad for tensor in tensors_of(context)):
+            raise ValueError("context must be without gradients, got a tensor that requires one")
+        return (self._plainly if self.mode == "plain" else self._reversibly)(x, context)
 
     def _reversibly(self, x: Tensor, context: dict[str, Any]) -> Passed:
         """Layers may be compiled, what keeps account of them not: `keep_uncompiled`."""

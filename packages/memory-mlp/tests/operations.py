@@ -192,9 +192,12 @@ class ScanOp(FlatOp):
         dtype: torch.dtype = F32,
         device: str = "cpu",
         *,
-        rate: float = 0.05,
+        rate: float | None = None,
     ) -> list[Tensor]:
-        """Keys of length 1, gates of a memory that stays small, theta up to ``rate``."""
+        """Keys of length 1, gates of a memory that stays small, theta up to ``rate``, which is the
+        lower the more tokens write.
+        """
+        rate = min(0.05, 0.6 / max(tokens, 1)) if rate is None else rate
         draw = normal(dtype, device)
         q, k, v = (draw(batch, tokens, heads, width) for _ in range(3))
         q, k = (F.normalize(x, dim=-1) for x in (q, k))

@@ -33,6 +33,8 @@ MOST_GPU_MEMORY = 6 << 30
 # What a process keeps from one test to the next.
 KEPT_GPU_MEMORY = 512 << 20
 LOCK = pathlib.Path(tempfile.gettempdir(), f"fusewright-large-tests-{os.getuid()}.lock")
+# So many that two kernels seldom share one.
+COMPILE_LOCKS = 1024
 CACHED = type(functools.cache(len))
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -128,6 +130,32 @@ def quicker_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "_patch_lang", prepare_once)
         patch.setattr(interpreter.GridExecutor, "__call__", launch_afresh)
         yield
+
+
+@pytest.fixture(scope="session", autouse=HAS_GPU)
+def kernels_compiled_once() -> Iterator[None]:
+    """Processes that want one kernel at one time compile it once: the others wait and read it from
+    Triton's cache. Tests of one operation start side by side, and compiling is most of their time.
+    """
+    import triton.compiler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.compiler, "compile", one_at_a_time(triton.compiler.compile))
+        yield
+
+
+def one_at_a_time(compile, folder: pathlib.Path = LOCK.parent):
+    """A ``triton.compile`` that no two processes are in for equal kernels. Triton looks into its
+    cache when it has begun.
+    """
+
+    def compile_alone(src, target=None, options=None, **others):
+        kernel = src.hash() if hasattr(src, "hash") else str(src)
+        number = zlib.crc32(f"{kernel} {target} {options}".encode()) % COMPILE_LOCKS
+        with alone(folder / f"fusewright-compile-{os.getuid()}-{number}.lock"):
+            return compile(src, target=target, options=options, **others)
+
+    return compile_alone
 
 
 @pytest.fixture(autouse=True)

@@ -132,10 +132,10 @@ def update_forward(
         inputs = contiguous_where(inputs, plan.copies)
     k, v, *state, alpha, eta, theta, row_weights = inputs
     w1, b1, w2, b2, *_ = state
-    results = tuple([allocate() for allocate in plan.results])
+    results = tuple([make() for make in plan.results])
     loss, norm, skipped, z, h, e, p = results[8:15]
     gradient = results[15:]
-    e_sums, p_sums, losses, squares = [allocate() for allocate in plan.partials]
+    e_sums, p_sums, losses, squares = [make() for make in plan.partials]
     operands = [allocate(operand) for operand in plan.operands]
     w1_operand, w2_operand, k_operand, k_transposed, *transposed = operands
     h_transposed, e_transposed, p_transposed, w2_transposed = transposed

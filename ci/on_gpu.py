@@ -7,7 +7,7 @@ Nothing is installed and no index is asked, because a machine with a GPU often c
 torch and reaches none: the package and the testkit run from source. ``--installed`` uses what is
 installed instead, as the nox sessions ``gpu`` and ``bench`` do. What follows ``--`` goes to
 pytest, or to the benchmarks where those alone are asked for. ``all`` runs the tests of all parts,
-two parts at a time. A GPU run that executes no GPU test is an error.
+three parts at a time. A GPU run that executes no GPU test is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quick import pytest_command
 
 ALL = "all"
 # Parts whose tests run at one time: while the last tests of one end, those of another fill the GPU.
-AT_ONCE = 2
+AT_ONCE = 3
 
 
 def run_tests(project: workspace.Project, environment: dict[str, str], more: list[str]) -> bool:
@@ -58,10 +58,16 @@ def run_bench(
     return subprocess.run(command, env=environment).returncode == 0
 
 
+def text_for_gpus(part: workspace.Project) -> int:
+    """How long the files are that ask something of a GPU."""
+    texts = [path.read_text() for path in part.tests.rglob("*.py")]
+    return sum(len(text) for text in texts if "mark.gpu" in text or "conformance" in text)
+
+
 def run_all(arguments: list[str]) -> bool:
-    """The tests of all parts, those with the most text first: True when every part's passed."""
+    """The tests of all parts, those with most for a GPU first: True when every part's passed."""
     parts = [*workspace.packages(), *workspace.integration()]
-    parts.sort(key=lambda part: -sum(path.stat().st_size for path in part.tests.rglob("*.py")))
+    parts.sort(key=lambda part: -text_for_gpus(part))
 
     def run(part: workspace.Project) -> bool:
         command = [sys.executable, __file__, part.name, *arguments]

@@ -72,8 +72,7 @@ def test_replayed_graph_gives_eager_bits_of_the_replays_values(memory):
 
 @pytest.mark.parametrize("granularity", ["token", "chunk", "segment"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_kernels_are_as_near_to_fp64_as_plain_torch(granularity, dtype, in_tf32):
-    """fp32 in TF32: exact products, whose kernels compile for longest, are asked of the scan."""
+def test_kernels_are_as_near_to_fp64_as_plain_torch(granularity, dtype):
     options = dict(heads=2, hidden=128, granularity=granularity, device="cuda", dtype=dtype)
     plain, memory = (
         NeuralMemory(128, backend=backend, **options) for backend in ("reference", "triton")

@@ -33,6 +33,7 @@ def test_same_inputs_same_bits(backend, device):
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
 def test_strided_operands_are_read_by_their_strides(backend, device, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 60)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
     x, weight, targets = operands(device)
     strided = [
         torch.stack([x, x], -1)[..., 0].detach().requires_grad_(),

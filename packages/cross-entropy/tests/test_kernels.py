@@ -99,6 +99,7 @@ def test_loss_by_the_launch_is_the_loss_by_torch(device, monkeypatch):
     """Chunks of a few rows, some of them ignored."""
     monkeypatch.setattr(module, "_torchs_is_exact", lambda dtype: False)
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 400)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
     x = torch.randn(33, 8, device=device, requires_grad=True)
     weight = torch.randn(50, 8, device=device, requires_grad=True)
     targets = torch.randint(50, (33,), device=device)
@@ -159,6 +160,7 @@ def test_triton_takes_the_launch_once_a_chunk_and_refuses_fp64(device, monkeypat
 
     monkeypatch.setattr(launch, "softmax_gradient_", counted)
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 500)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
     x = torch.randn(25, 8, device=device, requires_grad=True)
     weight, targets = torch.randn(50, 8, device=device), torch.zeros(25, dtype=torch.int64)
     targets = targets.to(device)

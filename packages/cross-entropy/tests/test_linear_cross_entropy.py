@@ -23,6 +23,7 @@ def way(request, monkeypatch) -> str:
     """By our chunks, and by torch's function where there is one; chunks of a few rows."""
     monkeypatch.setattr(module, "_torchs_is_exact", lambda dtype: request.param == "torch")
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 400)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
     return request.param
 
 
@@ -138,6 +139,7 @@ def test_no_tensor_has_all_logits(monkeypatch):
     """Of 64 rows, those of one chunk at a time."""
     monkeypatch.setattr(module, "_torchs_is_exact", lambda dtype: False)
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 8 * 500)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
     x, weight, targets = operands(64, vocabulary=500)
     with LargestTensor() as seen:
         linear_cross_entropy(x, weight, targets).backward()
@@ -194,6 +196,7 @@ def test_gradient_of_a_sure_prediction_is_not_rounded_away():
 def test_compiled_loss_equals_eager_loss(monkeypatch, chosen):
     monkeypatch.setattr(module, "_torchs_is_exact", lambda dtype: chosen == "torch")
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 400)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
     x, weight, targets = operands(33)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     results = []

@@ -43,6 +43,9 @@ Tensor = torch.Tensor
 
 # Of a chunk's logits: an eighth of a GiB in bf16.
 CHUNK_ELEMENTS = 2**26
+# A chunk reads and writes dw, 8 V d bytes beside 6 rows V d operations: with fewer rows than these
+# memory would bind, so a large vocabulary has larger chunks.
+CHUNK_ROWS = 2048
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -63,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dw is None:
                 continue
             dx.append(g @ matrix)
-            dw += _wide_product(g.mT, row, wide)
+            _add_product_(dw, g.mT, row)
         if dw is not None:
             ctx.save_for_backward(torch.where(counted.unsqueeze(-1), torch.cat(dx), 0.0), dw)
             ctx.dtypes = x.dtype, weight.dtype
@@ -88,11 +91,17 @@ def _log_p_and_gradient(
     return reference.softmax_gradient(logits, index, with_gradient=with_gradient)
 
 
-def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in a dtype at least as wide, where the device can without rounding in between."""
-    if a.is_cuda and a.dtype != dtype:
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, where total's dtype is at least as wide: added before anything is rounded
+    where the device can, and without another tensor of total's size.
+    """
+    if not total.is_cuda or total.dtype == a.dtype:
+        total += a @ b
+    elif torch.compiler.is_compiling():
+        # torch.compile does not know addmm with another dtype.
+        total += torch.mm(a, b, out_dtype=total.dtype)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def linear_cross_entropy(
@@ -133,7 +142,8 @@ def linear_cross_entropy(
     torchs = backend != "triton" and _torchs_is_exact(dtype)
     launches = not torchs and uses_triton(x, backend)
     x, targets = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
-    chunks = max(1, cdiv(len(x) * len(weight), CHUNK_ELEMENTS))
+    chunks = min(cdiv(len(x) * len(weight), CHUNK_ELEMENTS), cdiv(len(x), CHUNK_ROWS))
+    chunks = max(1, chunks)
     with without_autocast(x.device):
         if torchs:
             return _torchs(x.to(dtype), weight.to(dtype), targets, ignore_index, chunks)

@@ -190,9 +190,9 @@ def demo(session: nox.Session) -> None:
         session.run("fusewright-train", *session.posargs)
         return
     # Fewer steps than a preset's own: together within six minutes on two cores.
-    session.run("fusewright-train", "transformer-np", "--steps", "800")
-    session.run("fusewright-train", "titan-mac", "--max-steps", "560", "--margin", "0.15")
-    session.run("fusewright-train", "hybrid", "--max-steps", "320", "--margin", "0.15")
+    session.run("fusewright-train", "transformer-np", "--steps", "700")
+    session.run("fusewright-train", "titan-mac", "--max-steps", "520", "--margin", "0.15")
+    session.run("fusewright-train", "hybrid", "--max-steps", "370", "--margin", "0.15")
 
 
 @nox.session(default=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -175,11 +176,46 @@ def test_ragged_batches_have_one_shape_and_sizes_of_the_given_range(name):
     assert torch.equal(sampler.sample(8).context_lengths, lengths[0])
 
 
-@pytest.mark.parametrize("name", DATA_NAMES)
+@pytest.mark.parametrize("name", ["digits", "blr"])
 def test_targets_fit_beside_the_largest_context_of_a_ragged_batch(name):
     sampler = make_sampler(name, ragged=True)
     shapes = {sampler.sample(2).x_target.shape for _ in range(5)}
     assert len(shapes) == 1
+
+
+def ragged_sizes(batches: int, batch: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """M ``[batches, batch]`` and N ``[batches, 1]`` of ragged tasks of a Gaussian process."""
+    sampler = make_sampler("gp-rbf", ragged=True, **options)
+    tasks = [sampler.sample(batch) for _ in range(batches)]
+    targets = torch.tensor([[task.x_target.shape[1]] for task in tasks])
+    return torch.stack([task.context_lengths for task in tasks]), targets
+
+
+def test_ragged_tasks_of_a_gaussian_process_have_the_sizes_of_others():
+    """M ~ U{3 ... 46}, N ~ U{3 ... 49 - M}."""
+    contexts, targets = (sizes.flatten() for sizes in ragged_sizes(4400, 1))
+    counts = contexts.bincount(minlength=50)
+    assert counts[:3].sum() == counts[47:].sum() == 0
+    # Six standard deviations of 4400 draws among 44.
+    assert (counts[3:47] - 100).abs().max() <= 60
+    assert targets.min() == 3
+    assert (contexts + targets).max() == 49
+    # N's place among its 47 - M numbers is uniform, whatever M.
+    place = (targets - 3 + 0.5) / (47 - contexts)
+    for part in (contexts <= 20, contexts > 20):
+        few = place[part]
+        assert (few.mean() - 0.5).abs() <= 6 * 12**-0.5 / len(few) ** 0.5
+
+
+@pytest.mark.parametrize("sizes", [(3, 46), (1, 7), (46, 46)], ids=str)
+def test_ragged_tasks_of_a_gaussian_process_are_of_49_points_at_most(sizes):
+    contexts, targets = ragged_sizes(60, 9, context_size=Size(*sizes))
+    assert (contexts + targets <= 49).all()
+    assert contexts.min() >= sizes[0]
+    assert contexts.max() <= sizes[1]
+    assert len(targets.unique()) > 10 or sizes[0] == 46
+    # Within a batch they differ.
+    assert sizes[0] == 46 or sum(len(row.unique()) > 1 for row in contexts) > 30
 
 
 def largest_condition(sampler: Sampler, task: Task) -> float:

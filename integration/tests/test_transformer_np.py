@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,13 +79,31 @@ def test_padding_is_bitwise_zero_after_100_decayed_steps(small, rows, norm):
     assert all((p != q).any() for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_state_of_another_width_stored_alike_leaves_zero_padding(small):
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_state_of_another_width_stored_alike_is_refused(small, assign):
     model, other = small(feed_forward_width=21), small(feed_forward_width=32)
-    model.load_state_dict(other.state_dict())
-    assert_zero_padding(model)
-    hidden, loaded = (m.blocks[0].feed_forward.hidden.weight for m in (model, other))
-    assert torch.equal(hidden[:21], loaded[:21])
-    assert (loaded[21:] != 0).all()
+    state = other.state_dict()
+    before = copy.deepcopy(state)
+    with pytest.raises(RuntimeError) as told:
+        model.load_state_dict(state, assign=assign)
+    for block in range(model.config.layers):
+        for name in ("hidden", "output"):
+            name = f"blocks.{block}.feed_forward.{name}.weight"
+            assert f"size mismatch for {name}: " in str(told.value)
+    assert all(torch.equal(x, before[name]) for name, x in state.items())
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_state_is_saved_without_padding_and_loads_with_it_too(small, assign):
+    model = small(feed_forward_width=21)
+    state = model.state_dict()
+    assert sum(x.numel() for x in state.values()) == model.parameter_count()
+    stored = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for saved in (state, stored):
+        other = small(feed_forward_width=21)
+        other.load_state_dict(saved, assign=assign)
+        assert all(map(torch.equal, other.parameters(), model.parameters()))
+        assert_zero_padding(other)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

@@ -124,25 +124,47 @@ def test_state_dict_makes_the_same_layer(device):
     assert torch.equal(other(x), layer(x))
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_weights_of_a_wider_layer_leave_no_trace_beyond_the_width(assign):
-    layer = layer_of("reference")
-    layer.load_state_dict(layer_of(width=WIDTH + 9).state_dict(), assign=assign)
-    assert not any(part.any() for part in layer.padding())
-    inputs = [torch.randn(3, DIM), *layer.parameters()]
-    Yardstick(three_products, inputs).check(as_function(layer))
+def stored_weights(layer):
+    """As a state dict that was saved with the padding holds them."""
+    return {name: p.detach().clone() for name, p in layer.named_parameters()}
 
 
-def test_layer_within_a_model_is_cleared_too():
-    model = torch.nn.Sequential(layer_of(), layer_of())
-    wider = torch.nn.Sequential(layer_of(width=STORED), layer_of(width=STORED))
-    model.load_state_dict(wider.state_dict())
-    assert not any(part.any() for layer in model for part in layer.padding())
+def test_state_dict_holds_the_weights_in_the_width_of_the_layer():
+    layer = layer_of()
+    gate, up = (half[:WIDTH] for half in layer.joint.weight.view(2, STORED, DIM))
+    state = layer.state_dict()
+    assert torch.equal(state["joint.weight"], torch.cat([gate, up]))
+    assert torch.equal(state["output.weight"], layer.output.weight[:, :WIDTH])
 
 
-def test_weights_of_another_stored_width_are_refused():
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        layer_of().load_state_dict(layer_of(width=STORED + 1).state_dict())
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("of", [stored_weights, SwiGLU.state_dict], ids=["stored", "in-width"])
+def test_weights_are_loaded_with_padding_and_without(of, assign):
+    layer, other = layer_of(), layer_of()
+    other.load_state_dict(of(layer), assign=assign)
+    for weight, expected in zip(other.parameters(), layer.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("width", [WIDTH - 1, WIDTH + 9, STORED, STORED + 1])
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_weights_of_another_width_are_refused_and_stay_as_they_are(assign, width):
+    """Stored as wide, too; alone and in a model."""
+    layer, state = layer_of(), layer_of(width=width).state_dict()
+    before = copy.deepcopy(state)
+    told = rf"size mismatch for joint.weight: .*\[{2 * width}, 12\].* is .*\[{2 * WIDTH}, 12\]"
+    with pytest.raises(RuntimeError, match=told):
+        layer.load_state_dict(state, assign=assign)
+    model = torch.nn.Sequential(layer)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.output\.weight"):
+        model.load_state_dict({f"0.{name}": x for name, x in state.items()}, assign=assign)
+    for name, weight in state.items():
+        assert torch.equal(weight, before[name])
+
+
+def test_stored_weights_of_a_wider_layer_are_refused():
+    with pytest.raises(RuntimeError, match=r"size mismatch for joint\.weight"):
+        layer_of().load_state_dict(stored_weights(layer_of(width=WIDTH + 9)))
 
 
 def test_layer_is_copied_and_pickled_whole():
@@ -151,8 +173,9 @@ def test_layer_is_copied_and_pickled_whole():
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert repr(other) == repr(layer)
         assert torch.equal(other(x), layer(x))
-        other.load_state_dict(layer_of(width=STORED).state_dict())
-        assert not any(part.any() for part in other.padding())
+        other.load_state_dict(layer_of().state_dict())
+        assert other.state_dict()["output.weight"].shape == (DIM, WIDTH)
+        assert not torch.equal(other(x), layer(x))
 
 
 def test_layer_says_its_widths_and_its_backend():

@@ -259,15 +259,43 @@ def test_every_parameter_gets_a_gradient_and_padding_stays_zero(scale, backend, 
     assert not any(unused.any() for unused in head.padding())
 
 
-def test_padding_is_zero_after_loading_a_head_of_another_width(device):
-    wide, head = (GaussianMixtureHead(6, width, 4, device=device) for width in (32, 10))
-    for loaded in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
-        loaded.load_state_dict(wide.state_dict())
-        assert torch.equal(loaded.output[:, :10], wide.output[:, :10])
-        assert not any(unused.any() for unused in loaded.padding())
-    parent = torch.nn.Sequential(copy.deepcopy(head))
-    parent.load_state_dict(torch.nn.Sequential(wide).state_dict())
-    assert not any(unused.any() for unused in parent[0].padding())
+def test_state_dict_holds_the_weights_in_the_width_of_the_networks(device):
+    head, other = (GaussianMixtureHead(6, 10, 4, outputs=2, device=device) for _ in range(2))
+    stored = {name: p.detach().clone() for name, p in head.named_parameters()}
+    state = head.state_dict()
+    assert torch.equal(state["output"], head.output[:, :10])
+    hidden = head.hidden.weight.view(8, 32, 6)[:, :10]
+    assert torch.equal(state["hidden.weight"], hidden.flatten(0, 1))
+    # With the padding, as they were saved once, they load too.
+    for saved in (state, stored):
+        other.load_state_dict(saved)
+        assert all(map(torch.equal, other.parameters(), head.parameters()))
+        other.reset_parameters()
+
+
+@pytest.mark.parametrize("width", [9, 11, 32, 33])
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_weights_of_another_width_are_refused_and_stay_as_they_are(width, assign):
+    """Stored as wide, too; alone, in a model, and by copies of a head."""
+    head, wide = (GaussianMixtureHead(6, f, 4) for f in (10, width))
+    state = wide.state_dict()
+    before = copy.deepcopy(state)
+    for own in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        with pytest.raises(RuntimeError, match=rf"size mismatch for output: .*, {width}, 3\]"):
+            own.load_state_dict(state, assign=assign)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.hidden\.weight: "):
+        torch.nn.Sequential(head).load_state_dict(
+            torch.nn.Sequential(wide).state_dict(), assign=assign
+        )
+    assert all(torch.equal(weight, before[name]) for name, weight in state.items())
+
+
+def test_stored_width_of_a_state_dict_may_be_another():
+    head, other = GaussianMixtureHead(6, 10, 4, stored_width=10), GaussianMixtureHead(6, 10, 4)
+    other.load_state_dict(head.state_dict())
+    t = torch.randn(5, 6)
+    assert close(other(t), head(t))
+    head.load_state_dict(other.state_dict())
 
 
 def test_fresh_head_is_near_the_standard_normal_distribution():

@@ -120,22 +120,71 @@ def test_slopes_of_distant_targets_are_those_of_the_nearest_components(
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("distance", [-LARGEST, INF])
 def test_slopes_of_targets_past_the_farthest_share_them_equally(
-    distance, implementation, components, scale, device, draw_mixtures
+    implementation, components, scale, device, draw_mixtures
 ):
     params, y = draw_mixtures((6, components), F32, device)
-    y[:] = distance
+    y[:] = -LARGEST
     r = torch.full((components,), 1.0 / components, device=device, dtype=torch.float64)
     yardstick = Yardstick(slopes_of(r, scale, near=False), [params, y], [None] * 4)
     yardstick.check(computed_slopes(implementation, scale))
 
 
-def test_infinite_target_counts_as_very_far(backend, device, draw_mixtures):
+def test_largest_target_counts_as_very_far(backend, device, draw_mixtures):
     params, y = draw_mixtures((3, 4), F32, device)
-    y[:2] = torch.tensor([INF, -INF])
+    y[:2] = torch.tensor([LARGEST, -LARGEST])
     log_p = mixture_log_likelihood(params, y, backend=backend)
     assert log_p[:2].tolist() == [-(2.0**99)] * 2
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize("components", [1, 4, 20])
+def test_infinite_target_has_no_density_and_no_gradient(
+    components, dtype, scale, backend, device, draw_mixtures, values_and_gradients
+):
+    """log p is -inf and the row's gradients are NaN, whatever its parameters are."""
+    params, y = draw_mixtures((6, components), dtype, device)
+    params[1, 0, 2], params[2, 0, 2], params[3, :, 1] = 30.0, -INF, 6e4
+    y[1:4] = torch.tensor([INF, -INF, INF]).to(y)
+    log_p, dparams, dy = values_and_gradients(
+        lambda *t: mixture_log_likelihood(*t, scale=scale, backend=backend), params, y
+    )
+    assert log_p[1:4].tolist() == [-INF] * 3
+    assert dparams[1:4].isnan().all()
+    assert dy[1:4].isnan().all()
+    others = [0, 4, 5]
+    alone = values_and_gradients(
+        lambda *t: mixture_log_likelihood(*t, scale=scale, backend=backend),
+        params[others],
+        y[others],
+    )
+    for found, expected in zip((log_p, dparams, dy), alone, strict=True):
+        assert torch.equal(found[others], expected)
+
+
+@pytest.mark.parametrize("components", [3, 20])
+def test_loss_of_an_infinite_target_is_infinite_where_it_counts(
+    components, scale, backend, device, draw_mixtures, values_and_gradients
+):
+    params, y = draw_mixtures((300, components), F32, device)
+    finite = y.clone()
+    y[7], y[200] = INF, -INF
+    loss, dparams, dy = values_and_gradients(
+        lambda *t: mixture_nll(*t, scale=scale, backend=backend), params, y
+    )
+    assert loss == INF
+    assert dparams.isnan().any((-2, -1)).nonzero().flatten().tolist() == [7, 200]
+    assert dy.isnan().nonzero().flatten().tolist() == [7, 200]
+    # Masked they count for nothing, to the bit.
+    mask = y.isfinite()
+    found, expected = (
+        values_and_gradients(
+            lambda *t: mixture_nll(*t, mask, scale=scale, backend=backend), params, targets
+        )
+        for targets in (y, finite)
+    )
+    assert all(map(torch.equal, found, expected))
+    assert all(x.isfinite().all() for x in found)
 
 
 def test_infinite_scale_of_every_component_leaves_no_density(backend, device, draw_mixtures):

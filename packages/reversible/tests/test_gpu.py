@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fusewright.reversible import MidpointStack
 from fusewright_testkit import capture, no_synchronisation
 from torch import nn
@@ -91,25 +92,86 @@ def test_steps_wait_for_nothing_and_have_the_same_bits_in_a_graph(mode):
     assert all(map(torch.equal, found, stepped(stack, x)))
 
 
+DRAWS = {
+    "module": nn.Dropout(0.5),
+    "function": lambda y: F.dropout(y, 0.5),
+    "noise": lambda y: y + torch.randn_like(y),
+    "attention": lambda y: F.scaled_dot_product_attention(y, y, y, dropout_p=0.5),
+}
+
+
+class Drawing(nn.Sequential):
+    """What a layer draws, behind its linear part."""
+
+    def __init__(self, inner, draw) -> None:
+        super().__init__()
+        self.inner, self.draw = inner, draw
+
+    def forward(self, x):
+        return self.draw(self.inner(x))
+
+
+def make_drawing(mode, draw):
+    stack = make(4, mode)
+    for layer in stack.layers:
+        layer.inner = Drawing(layer.inner, DRAWS[draw])
+    return stack
+
+
+@pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("mode", ["exact", "stored"])
-def test_random_numbers_of_the_gpu_are_drawn_again(mode):
+def test_random_numbers_of_the_gpu_are_drawn_again(mode, draw):
     """With others in the backward pass gradients would be of other columns."""
     x = torch.randn(2, 64, STREAMS, DIM, device="cuda", requires_grad=True)
 
-    def stepped_with_dropout(mode):
-        stack = make(4, mode)
-        for layer in stack.layers:
-            layer.inner = nn.Sequential(layer.inner, nn.Dropout(0.5))
+    def stepped_from_a_seed(mode):
+        stack = make_drawing(mode, draw)
         torch.cuda.manual_seed(1)
         loss, _, *gradients = stepped(stack, x)
-        return [loss, *gradients]
+        # What is drawn after the step is what it left.
+        return [loss, *gradients, torch.rand(8, device="cuda")]
 
     for found, expected in zip(
-        stepped_with_dropout(mode), stepped_with_dropout("plain"), strict=True
+        stepped_from_a_seed(mode), stepped_from_a_seed("plain"), strict=True
     ):
         # Sums of fewer than 2^10 terms, of states that are whole numbers of 2^-20.
         bound = 2**10 / make(4).states.one * expected.double().norm()
         assert (found - expected).double().norm() <= bound
+
+
+@pytest.mark.parametrize("draw", ["module", "function", "noise"])
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_a_graph_draws_again_what_it_drew(mode, draw):
+    """Two replays from a seed have the bits of two eager steps from it, and their own numbers."""
+    stack = make_drawing(mode, draw)
+    x = torch.randn(2, 64, STREAMS, DIM, device="cuda", requires_grad=True)
+    stepped(stack, x)
+    torch.cuda.manual_seed(3)
+    eager = [stepped(stack, x) for _ in range(2)]
+    after = torch.rand(8, device="cuda")
+    graph, captured = capture(lambda: stepped(stack, x))
+    torch.cuda.manual_seed(3)
+    for expected in eager:
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
+    assert torch.equal(torch.rand(8, device="cuda"), after)
+    assert not any(map(torch.equal, eager[0][2:], eager[1][2:]))
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_backward_pass_that_is_captured_apart_is_refused_where_layers_draw():
+    class Last(nn.Module):
+        def __init__(self, stack) -> None:
+            super().__init__()
+            self.stack = stack
+
+        def forward(self, x):
+            return self.stack(x).x
+
+    x = torch.randn(2, 64, STREAMS, DIM, device="cuda", requires_grad=True)
+    torch.cuda.make_graphed_callables(Last(make(2)), (x,))
+    with pytest.raises(RuntimeError, match="in the CUDA graph of its forward pass"):
+        torch.cuda.make_graphed_callables(Last(make_drawing("exact", "noise")), (x,))
 
 
 def test_exact_gradients_are_those_of_stored_states_to_the_bit():

@@ -7,11 +7,14 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fusewright.reversible import MidpointStack, Tape
-from fusewright.reversible.midpoint.midpoint_stack import MODES
+from fusewright.reversible.midpoint.midpoint_stack import MODES, Run
 from fusewright.reversible.midpoint.reference import midpoint_rule
+from fusewright.reversible.midpoint.replay import GPU, Generators
 from fusewright_testkit import Yardstick
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 WIDTH = 6
@@ -420,3 +423,139 @@ def test_states_are_those_of_a_start_laid_out_otherwise(mode):
             for start in (x, x.contiguous()):
                 found.append(results(make(mode, 3, backend), start))
         assert all(same_bits(found[0], other) for other in found[1:])
+
+
+class Random(nn.Module):
+    """A layer of one function of x and of numbers that it draws itself."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.draw, self.linear = draw, nn.Linear(WIDTH, WIDTH)
+
+    def force(self, x, *, tape):
+        return self.draw(torch.tanh(self.linear(x))), None
+
+
+DRAWS = {
+    "dropout": lambda y: F.dropout(y, 0.4),
+    "noise": lambda y: y * torch.randn_like(y),
+    "attention": lambda y: F.scaled_dot_product_attention(y, y, y, dropout_p=0.5),
+    "relu": lambda y: F.rrelu(y, training=True),
+    "switch": lambda y: y if torch.rand(()) < 0.5 else 2.0 * y.sin(),
+    "gumbel": lambda y: F.gumbel_softmax(y),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_random_numbers_of_any_function_are_drawn_again(mode, draw):
+    """And the backward pass leaves what is drawn after it as it was."""
+    x, found = torch.randn(3, 5, WIDTH), []
+    for each in (mode, "plain"):
+        torch.manual_seed(5)
+        stack = MidpointStack([Random(DRAWS[draw]) for _ in range(6)], mode=each)
+        found.append([*results(stack, x), torch.rand(4)])
+    for value, truth in zip(*found, strict=True):
+        torch.testing.assert_close(value, truth)
+
+
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_states_of_random_numbers_are_kept_where_a_layer_draws(mode):
+    layers = [Random(DRAWS["noise"] if number % 2 else torch.sin) for number in range(4)]
+    run = Run(MidpointStack(layers, mode=mode), {})
+    run.forward(torch.randn(2, WIDTH))
+    assert [len(around.random) for around in run.surroundings] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("last", [False, True], ids=["between", "last"])
+def test_force_may_be_without_a_graph(mode, last):
+    """Of a layer that is skipped: zeros, or x itself, detached."""
+
+    def skipped(self, x):
+        return (torch.zeros_like(x) if last else 0.5 * x.detach()), None
+
+    def force(self, x):
+        return torch.tanh(self.weight * x), None
+
+    x, found = torch.randn(3, WIDTH), []
+    skip = {0, 1, 4} if last else {0, 2}
+    for each in (mode, "plain"):
+        layers = [Force(skipped if number in skip else force) for number in range(5)]
+        stack = MidpointStack(layers, mode=each)
+        start = x.clone().requires_grad_()
+        stack(start).x.square().sum().backward()
+        found.append([start.grad, *(p.grad for p in stack.parameters())])
+    for value, truth in zip(*found, strict=True):
+        assert (value is None) == (truth is None)
+        if truth is not None:
+            torch.testing.assert_close(value, truth)
+    # The last state is a sum of every other force: skipping the last layer skips the one before.
+    assert sum(value is None for value in found[0]) == (4 if last else 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_dropped_by_chance_are_dropped_again(mode):
+    def draw(y):
+        return torch.zeros_like(y) if torch.rand(()) < 0.5 else y
+
+    x, found = torch.randn(3, WIDTH), []
+    for each in (mode, "plain"):
+        torch.manual_seed(5)
+        stack = MidpointStack([Random(draw) for _ in range(8)], mode=each)
+        start = x.clone().requires_grad_()
+        stack(start).x.square().sum().backward()
+        found.append([start.grad, *(p.grad for p in stack.parameters())])
+    dropped = [value is None or not value.any() for value in found[0]]
+    assert any(dropped)
+    assert not all(dropped)
+    for value, truth in zip(*found, strict=True):
+        if truth is not None:
+            torch.testing.assert_close(value, truth)
+        else:
+            assert value is None
+
+
+def test_second_backward_pass_draws_the_same_numbers():
+    stack = MidpointStack([Random(DRAWS["noise"]) for _ in range(4)])
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    loss = stack(x).x.square().sum()
+    leaves = [x, *stack.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    torch.rand(7)
+    assert same_bits(first, torch.autograd.grad(loss, leaves))
+
+
+def test_gpu_numbers_are_drawn_again_in_the_graph_that_drew_them_alone(monkeypatch):
+    """By what torch says of a capture: seed and place in the graph, both on the host."""
+    places, capturing = [0], [True]
+
+    class Generator:
+        def get_state(self):
+            return torch.tensor([7, places[0]]).view(torch.uint8)
+
+    def backward_after(captured, end, now, captures):
+        capturing[0], places[0] = captured, 0
+        generators = Generators(torch.device("cuda", 0))
+        places[0] = end
+        assert set(generators.drawn()) == ({GPU} if end else set())
+        capturing[0], places[0] = captures, now
+        generators.check_graph()
+
+    monkeypatch.setattr(torch.cuda, "default_generators", (Generator(),))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    backward_after(True, 8, 8, True)
+    backward_after(True, 2**40, 2**40 + 4, True)
+    backward_after(True, 0, 0, True)
+    backward_after(False, 8, 0, False)
+    for apart in ((True, 8, 4, True), (True, 8, 8, False), (False, 8, 8, True)):
+        with pytest.raises(RuntimeError, match="in the CUDA graph of its forward pass"):
+            backward_after(*apart)
+
+
+def test_layers_of_fake_tensors_draw_nothing():
+    with FakeTensorMode():
+        stack = MidpointStack([Random(DRAWS["noise"]) for _ in range(3)])
+        x = torch.randn(2, WIDTH, requires_grad=True)
+        stack(x).x.sum().backward()
+        assert x.grad.shape == (2, WIDTH)

@@ -62,7 +62,8 @@ class GaussianProcess(Sampler):
         kernel: "rbf", "matern" or "periodic".
         context_size: M; by default uniform from 3 to 46.
         target_size: N; by default uniform from 3 to 49 - M.
-        ragged: a context size for each task, within one batch.
+        ragged: a context size for each task, within one batch, whose tasks have one N; by default
+            M and N of a task are together distributed as above.
         device: where the tasks are made.
         seed: of both generators.
     """
@@ -86,6 +87,26 @@ class GaussianProcess(Sampler):
 
     def default_targets(self, context: int) -> Size:
         return Size(FEWEST_TARGETS, MOST_POINTS - context)
+
+    # Where a ragged batch has the default sizes, N is drawn as that of a task alone, then each M by
+    #     P(M | N) ~ P(N | M) = 1 / (47 - M)      M <= 49 - N.
+
+    def draw_sizes(self) -> tuple[int, int]:
+        if not self.ragged or self.target_size is not None:
+            return super().draw_sizes()
+        context = self.contexts.draw(self.host_generator)
+        targets = self.default_targets(context).draw(self.host_generator)
+        return min(self.contexts.high, MOST_POINTS - targets), targets
+
+    def draw_lengths(self, batch: int, context: int) -> Tensor:
+        if self.target_size is not None:
+            return super().draw_lengths(batch, context)
+        length = torch.arange(self.contexts.low, context + 1, device=self.device)
+        choices_of_targets = MOST_POINTS - FEWEST_TARGETS + 1 - length
+        # Of clocks that ring at rates P(N | M) the first one is M's with probability P(M | N).
+        rings = torch.empty(batch, len(length), device=self.device)
+        rings = rings.exponential_(generator=self.generator) * choices_of_targets
+        return length[rings.argmin(1)]
 
     def sample_sized(self, batch: int, context: int, targets: int) -> Task:
         return self.sample_at(self.uniform(-2.0, 2.0, batch, context + targets, 1), context)

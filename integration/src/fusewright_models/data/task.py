@@ -82,8 +82,8 @@ class Sampler(ABC):
         context_size: M; None takes ``default_context``.
         target_size: N; None takes what ``default_targets`` says.
         ragged: every task draws a context size of its own, on the device, and the batch is padded
-            to the largest, so that all batches have one shape where N is one number; otherwise the
-            tasks of a batch have one M, drawn again for each batch.
+            to the largest beside its N, so that all batches have one shape where N is one number;
+            otherwise the tasks of a batch have one M, drawn again for each batch.
         device: where the tasks are made.
         seed: of both generators.
 
@@ -124,17 +124,25 @@ class Sampler(ABC):
 
         They are the same under autocast as without it.
         """
-        low, high = self.contexts.low, self.contexts.high
-        context = high if self.ragged else self.contexts.draw(self.host_generator)
-        targets = self.target_size or self.default_targets(context)
+        context, targets = self.draw_sizes()
         with torch.autocast(self.generator.device.type, enabled=False):
-            task = self.sample_sized(batch, context, targets.draw(self.host_generator))
-        if not self.ragged:
-            return task
-        lengths = torch.randint(
-            low, high + 1, (batch,), generator=self.generator, device=self.device
+            task = self.sample_sized(batch, context, targets)
+            if not self.ragged:
+                return task
+            return replace(task, context_lengths=self.draw_lengths(batch, context))
+
+    def draw_sizes(self) -> tuple[int, int]:
+        """M and N of the next batch; M is that of its largest task where it is ragged."""
+        context = self.contexts.high if self.ragged else self.contexts.draw(self.host_generator)
+        targets = self.target_size or self.default_targets(context)
+        return context, targets.draw(self.host_generator)
+
+    def draw_lengths(self, batch: int, context: int) -> Tensor:
+        """The context size of each task of a ragged batch, ``context`` at most, ``[B]``."""
+        low = self.contexts.low
+        return torch.randint(
+            low, context + 1, (batch,), generator=self.generator, device=self.device
         )
-        return replace(task, context_lengths=lengths)
 
     @abstractmethod
     def default_targets(self, context: int) -> Size:

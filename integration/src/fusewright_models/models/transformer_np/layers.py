@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -14,11 +13,16 @@ from fusewright.mixture_head import Scale
 from fusewright.norm import LayerNorm
 from torch import Tensor, nn
 
+from ..._core.padding import (
+    Padded,
+    clear_padding_of,
+    keep_padding_out,
+    padded_width,
+    padding_of,
+)
 from ..checks import check_config, check_head_width
 
 Norm = Literal["pre", "post"]
-
-STORED_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class TransformerNPConfig:
     @property
     def stored_width(self) -> int:
         """F rounded up to a multiple of 32."""
-        return math.ceil(self.feed_forward_width / STORED_MULTIPLE) * STORED_MULTIPLE
+        return padded_width(self.feed_forward_width)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
@@ -145,29 +149,26 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: TransformerNPConfig) -> None:
         super().__init__()
-        self.used = config.feed_forward_width
         d, stored = config.width, config.stored_width
         self.hidden = nn.Linear(d, stored, bias=False)
         self.output = nn.Linear(stored, d, bias=False)
-        # Weights of another F that is stored as wide as this one load without a word.
-        self.register_load_state_dict_post_hook(_clear_padding)
+        sizes = dict(blocks=1, width=config.feed_forward_width, stored=stored)
+        self.padded = {
+            "hidden.weight": Padded(axis=0, **sizes),
+            "output.weight": Padded(axis=1, **sizes),
+        }
+        keep_padding_out(self)
 
     def forward(self, b: Tensor) -> Tensor:
         return self.output(F.silu(self.hidden(b)))
 
     def padding(self) -> list[Tensor]:
         """Views of the stored weights that are not part of the model."""
-        return [self.hidden.weight[self.used :], self.output.weight[:, self.used :]]
+        return padding_of(self)
 
-    @torch.no_grad()
     def clear_padding(self) -> None:
         """Set the stored weights beyond F to zero."""
-        for unused in self.padding():
-            unused.zero_()
-
-
-def _clear_padding(feed_forward: FeedForward, _: object) -> None:
-    feed_forward.clear_padding()
+        clear_padding_of(self)
 
 
 class Block(nn.Module):

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from .._core.backends import Backend, check_backend
 from .._core.checks import check_device, check_floating, checked_count
-from .._core.padding import clear_after_loading, padded_width, set_to_zero
+from .._core.padding import (
+    Padded,
+    clear_padding_of,
+    keep_padding_out,
+    padded_width,
+    padding_of,
+)
 from .._core.precision import autocasts
 from ..gating.silu_mul import silu_mul_halves
 
@@ -19,6 +25,10 @@ class SwiGLU(nn.Module):
     """(SiLU(x A^T) * x B^T) C^T, without biases; x A^T and x B^T are one product.
 
     Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
+
+    A state dict holds ``[2 F, d]`` and ``[d, F]``, copies without the padding; one with it loads
+    too, if it is zero. Of another F it is a size mismatch. States of optimizers have the stored
+    shapes, and so have sharded weights (DTensors), in a state dict too.
 
     Args:
         dim: d, width of input and output.
@@ -56,7 +66,11 @@ class SwiGLU(nn.Module):
         options: dict[str, Any] = dict(bias=False, device=device, dtype=dtype)
         self.joint: nn.Linear = nn.Linear(dim, 2 * stored, **options)
         self.output: nn.Linear = nn.Linear(stored, dim, **options)
-        clear_after_loading(self)
+        self.padded = {
+            "joint.weight": Padded(axis=0, blocks=2, width=hidden_width, stored=stored),
+            "output.weight": Padded(axis=1, blocks=1, width=hidden_width, stored=stored),
+        }
+        keep_padding_out(self)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -71,15 +85,12 @@ class SwiGLU(nn.Module):
         self.clear_padding()
 
     def clear_padding(self) -> None:
-        """Set the stored weights beyond F to zero, as loading a state dict does, whose F may be
-        another: with ``assign=True`` in the tensors of the state dict itself.
-        """
-        set_to_zero(self.padding())
+        """Set the stored weights beyond F to zero."""
+        clear_padding_of(self)
 
     def padding(self) -> list[Tensor]:
         """Views of the stored weights that are not part of the model."""
-        joint = self.joint.weight.unflatten(0, (2, -1))
-        return [joint[:, self.hidden_width :], self.output.weight[:, self.hidden_width :]]
+        return padding_of(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., d]`` to the same shape; in the autocast dtype under autocast, as nn.Linear.

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from .._core.backends import Backend, check_backend
 from .._core.checks import checked_count
-from .._core.padding import clear_after_loading, padded_width, set_to_zero
+from .._core.padding import (
+    Padded,
+    clear_padding_of,
+    keep_padding_out,
+    padded_width,
+    padding_of,
+)
 from ..common.scale import EPS, LOG_SIGMA_RANGE, Scale, checked_scale
 from ..heads.grouped_heads import grouped_heads
 from ..mixture.distribution import (
@@ -29,6 +35,10 @@ class GaussianMixtureHead(nn.Module):
 
     Calling the head computes the parameters; its methods take them, so that one set serves many
     calls.
+
+    A state dict holds ``[d_y * K * F, d]`` and ``[d_y * K, F, 3]``, copies without the padding; one
+    with it loads too, if it is zero. Of another F it is a size mismatch. States of optimizers have
+    the stored shapes, and so have sharded weights (DTensors), in a state dict too.
 
     Args:
         width: d, width of the input.
@@ -89,7 +99,12 @@ class GaussianMixtureHead(nn.Module):
         options: dict[str, Any] = dict(device=device, dtype=dtype)
         self.hidden: nn.Linear = nn.Linear(width, heads * stored_width, bias=False, **options)
         self.output: nn.Parameter = nn.Parameter(torch.empty(heads, stored_width, 3, **options))
-        clear_after_loading(self)
+        sizes = dict(width=hidden_width, stored=stored_width)
+        self.padded = {
+            "hidden.weight": Padded(axis=0, blocks=heads, **sizes),
+            "output": Padded(axis=1, blocks=1, **sizes),
+        }
+        keep_padding_out(self)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -104,15 +119,12 @@ class GaussianMixtureHead(nn.Module):
         self.clear_padding()
 
     def clear_padding(self) -> None:
-        """Set the stored weights beyond F to zero, as loading a state dict does, whose F may be
-        another: with ``assign=True`` in the tensors of the state dict itself.
-        """
-        set_to_zero(self.padding())
+        """Set the stored weights beyond F to zero."""
+        clear_padding_of(self)
 
     def padding(self) -> list[Tensor]:
         """Views of the stored weights that are not part of the model."""
-        hidden = self.hidden.weight.unflatten(0, self.output.shape[:2])
-        return [hidden[:, self.hidden_width :], self.output[:, self.hidden_width :]]
+        return padding_of(self)
 
     def forward(self, t: Tensor) -> Tensor:
         """``t [..., d]`` to raw parameters ``[..., d_y, K, 3]``, never narrower than fp32."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 HALF_LOG_2_PI = tl.constexpr(0.9189385332046727)
-# A target this many standard deviations away counts as just so far.
+# A finite target this many standard deviations away counts as just so far.
 FAR = tl.constexpr(2.0**50)
 # Where a search for a maximum starts, the lowest finite number: not at -inf, which a logit may be
 # and whose distance to itself is NaN.
@@ -105,14 +105,16 @@ def load_components(param_ptrs, counts, K: tl.constexpr):
 
 
 @triton.jit
-def log_density(y, mean, raw, low, high, eps, SOFTPLUS: tl.constexpr):
-    """log N(y; mu, sigma) + log(2 pi) / 2 and its slopes by mu and s."""
+def log_density(y, farthest, mean, raw, low, high, eps, SOFTPLUS: tl.constexpr):
+    """log N(y; mu, sigma) + log(2 pi) / 2 and its slopes by mu and s; of what is past FAR the
+    distance is ``farthest``.
+    """
     log_sigma, inverse, raw_slope = scale_of(raw, low, high, eps, SOFTPLUS)
     # Of halves, because the difference of two finite numbers may overflow.
     z = (0.5 * y - 0.5 * mean) * inverse
     z += z
     far = tl.abs(z) > FAR
-    distance = tl.where(far, FAR, z)
+    distance = tl.where(far, farthest, z)
     # Past FAR nothing depends on the distance any more.
     z = tl.where(far, 0.0, z)
     return -0.5 * distance * distance - log_sigma, z * inverse, (z * z - 1.0) * raw_slope
@@ -163,6 +165,9 @@ def mixture_forward_kernel(
     param_ptrs = params_ptr + first * PARAMS_STRIDE + row * PARAMS_STRIDE
     y = tl.load(y_ptr + (first + row) * y_stride, mask=counts, other=0.0).to(tl.float32)
 
+    # An infinite target has no density: log p is -inf, and its slopes are NaN.
+    farthest = tl.where(tl.abs(y) == float("inf"), tl.abs(y), FAR)
+
     # With a_k = w_k - max w and b_k = a_k + log N_k: log p = logsumexp(b) - logsumexp(a).
     top = tl.full([BLOCK_ROWS], LOWEST, tl.float32)
     largest = tl.full([BLOCK_ROWS], LOWEST, tl.float32)
@@ -175,7 +180,7 @@ def mixture_forward_kernel(
         held: tl.tuple = ()
         for k in tl.static_range(K):
             w, mean, raw = read[3 * k], read[3 * k + 1], read[3 * k + 2]
-            log_n, by_mean, by_raw = log_density(y, mean, raw, low, high, eps, SOFTPLUS)
+            log_n, by_mean, by_raw = log_density(y, farthest, mean, raw, low, high, eps, SOFTPLUS)
             weight = tl.exp(w - top)
             joint = w - top + log_n
             total += weight
@@ -191,7 +196,7 @@ def mixture_forward_kernel(
         lost = tl.zeros([BLOCK_ROWS], tl.float32)
         for k in range(K):
             w, mean, raw = load_component(param_ptrs, k, counts)
-            log_n, by_mean, by_raw = log_density(y, mean, raw, low, high, eps, SOFTPLUS)
+            log_n, by_mean, by_raw = log_density(y, farthest, mean, raw, low, high, eps, SOFTPLUS)
             total, lost_total = kahan_add(total, lost_total, tl.exp(w - top))
             joint = w - top + log_n
             before = largest
@@ -221,7 +226,9 @@ def mixture_forward_kernel(
             lost = tl.zeros([BLOCK_ROWS], tl.float32)
             for k in range(K):
                 w, mean, raw = load_component(param_ptrs, k, counts)
-                log_n, by_mean, by_raw = log_density(y, mean, raw, low, high, eps, SOFTPLUS)
+                log_n, by_mean, by_raw = log_density(
+                    y, farthest, mean, raw, low, high, eps, SOFTPLUS
+                )
                 r = tl.exp(w - top + log_n - largest) * per_evidence
                 by_mean *= r
                 y_slope, lost = kahan_add(y_slope, lost, -by_mean)

@@ -206,8 +206,9 @@ def mixture_log_likelihood(
     Returns:
         ``[...]``, contiguous, in nats, in fp32 (fp64 for fp64 params), under autocast too. Finite
         params and y give finite values, and gradients but for those that pass fp16's range: a
-        target more than 2^50 standard deviations away counts as just so far. NaN in a row of params
-        or in its target makes that row's value and gradients NaN.
+        target more than 2^50 standard deviations away counts as just so far. An infinite target,
+        as y is read, has log p = -inf and gradients of NaN. NaN in a row of params or in its target
+        makes that row's value and gradients NaN.
 
     Differentiable in params and y, twice; the second derivative runs in plain torch.
 

@@ -18,8 +18,8 @@ Tensor = torch.Tensor
 Components = tuple[Tensor, Tensor, Tensor, Tensor]
 
 HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
-# A target this many standard deviations away counts as just so far: squares and gradients stay
-# finite.
+# A finite target this many standard deviations away counts as just so far: squares and gradients
+# stay finite.
 FAR = 2.0**50
 
 
@@ -145,12 +145,14 @@ def log_joint(components: Components, y: Tensor) -> Tensor:
 
 def standardised(y: Tensor, mean: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
     """z = (y - mu) / sigma of every component, and 0. Past FAR nothing depends on the distance any
-    more: there z is 0, and the second result is FAR with the distance's sign.
+    more: there z is 0, and the second result is FAR, for an infinite y infinity, with the
+    distance's sign.
     """
+    y = y.to(mean.dtype)[..., None]
     # Of halves, because the difference of two finite numbers may overflow.
-    half = 0.5 * y.to(mean.dtype)[..., None] - 0.5 * mean
+    half = 0.5 * y - 0.5 * mean
     is_far = half.abs() / sigma > 0.5 * FAR
-    far = FAR * is_far * half.detach().sign()
+    far = torch.where(y.isinf(), y.detach(), FAR * is_far * half.detach().sign())
     # Before the division, whose gradient would overflow where its quotient does.
     half = finite(half) * ~is_far
     return 2.0 * (half / sigma), far

@@ -13,8 +13,8 @@ were not there.
 States have any one shape; they are int32 and shown to layers in fp32 (in fp64 for fp64 inputs).
 Saved for the backward pass: the last two states, the parameters, and what layers chose.
 
-What a layer chose (Tape), its autocast, its persistent buffers and, where it drops out, its random
-numbers are those of the forward pass when it is recomputed.
+What a layer chose (Tape), its autocast, its persistent buffers and the random numbers that it drew
+from the default generators are those of the forward pass when it is recomputed.
 
 Midpoint rule: arXiv 2512.02056, eq. 2.4.
 """
@@ -30,14 +30,13 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from .._core.backends import Backend
 from .._core.checks import check_floating, check_option, checked_number
 from .._core.precision import wide_dtype
 from ..fixed_point.fixed_point import FixedPoint, Stepped
-from .replay import Forced, Surroundings, Tape
+from .replay import GPU, Forced, Generators, Surroundings, Tape
 
 Tensor = torch.Tensor
 
@@ -70,7 +69,10 @@ class MidpointStack(nn.Module):
     Args:
         layers: modules with ``force(x, *, tape, **context) -> (delta, aux)``: x and delta
             ``[...]`` of one shape, x in fp32; aux 0-d, or None; ``tape`` a `Tape` for its choices,
-            or None. Its parameters get gradients, ``context`` does not.
+            or None. Its parameters get gradients, ``context`` does not. A force may be without
+            a graph, as where a layer is skipped. Random numbers that it draws from torch's
+            default generators, of the CPU and of x's GPU, are drawn again when it is recomputed;
+            those of another generator, of Python or of NumPy are for the tape.
         step: h.
         mode: "exact" recomputes states by the inverse; "stored" keeps them, and recomputes only
             what is inside a layer; "plain" is ordinary autograd. All have the same states to
@@ -115,6 +117,8 @@ class MidpointStack(nn.Module):
             TypeError: x is not a floating tensor.
             ValueError: a tensor of ``context`` requires gradients, or a force has another shape
                 than x.
+            RuntimeError: in the backward pass, where layers drew random numbers on the GPU and
+                it is not captured into the CUDA graph of the forward pass, or it alone is.
         """
         check_floating("x", x)
         if not torch.is_grad_enabled():
@@ -177,7 +181,6 @@ class Run:
             {f"layer.{name}": place_of[p] for name, p in layer.named_parameters()}
             for layer in stack.layers
         ]
-        self.drops = any(isinstance(m, _DropoutNd) and m.p > 0.0 for m in stack.modules())
         self.tapes: list[Tape] = []
         self.surroundings: list[Surroundings] = []
         self.bytes = 0
@@ -188,13 +191,16 @@ class Run:
         """
         before, after, saturated = self.states.start(x)
         shown = self.states.shown(after, wide_dtype(x))
+        self.dtype = shown.dtype
         aux = torch.zeros((), device=x.device)
         kept = [after]
+        self.generators = Generators(x.device)
         for number, layer in enumerate(self.stack.layers):
             self.tapes.append(Tape())
-            self.surroundings.append(Surroundings(layer, x.device, self.drops))
+            self.surroundings.append(Surroundings(layer, x.device))
             force: Any = layer.force
             delta, more = force(shown, tape=self.tapes[-1], **self.context)
+            self.surroundings[-1].random = self.generators.drawn()
             new = self.stack.stepped(number, before, delta.to(shown.dtype), saturated)
             before, after, shown = after, new.state, new.shown
             kept = [*kept, after] if self.stack.mode == "stored" else [before, after]
@@ -221,7 +227,7 @@ class Run:
         kept: list[Tensor],
         parameters: list[Tensor],
         beside: list[Tensor],
-        g: Tensor,
+        g: Tensor | None,
         g_aux: Tensor,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The gradients of x and of the parameters, from those of the last state and of aux."""
@@ -230,20 +236,21 @@ class Run:
         leaves = [next(given) if x is ASIDE else x for x in self.rest]
         choices, context = pytree.tree_unflatten(leaves, self.shape_of_rest)
         gradients: list[Tensor | None] = [None] * len(parameters)
+        if any(GPU in around.random for around in self.surroundings):
+            self.generators.check_graph()
+        # As g, of the other state at hand; None is zero.
         g_before: Tensor | None = None
         *kept, before, after = kept
-        shown = states.shown(before, g.dtype)
+        shown = states.shown(before, self.dtype)
         for number in reversed(range(len(self.stack.layers))):
             gain = self.stack.gain(number)
             x = shown.detach().requires_grad_()
             mine = {name: parameters[place] for name, place in self.places[number].items()}
             trained = [name for name, p in mine.items() if p.requires_grad]
             delta, aux = self._again(number, x, mine, Tape(choices[number]), context)
-            through, *of_mine = torch.autograd.grad(
-                [delta] if aux is None else [delta, aux],
+            through, *of_mine = gradients_of(
+                [(delta, None if g is None else gain * g), (aux, g_aux)],
                 [x, *(mine[name] for name in trained)],
-                [(gain * g).to(delta.dtype)] + ([] if aux is None else [g_aux.to(aux.dtype)]),
-                allow_unused=True,
             )
             for name, dp in zip(trained, of_mine, strict=True):
                 place = self.places[number][name]
@@ -252,13 +259,12 @@ class Run:
                     gradients[place] = dp if so_far is None else so_far + dp
             if number == 0:
                 return added(added(g_before, through), g), gradients
-            g_state = added(g_before, through)
-            g, g_before = torch.zeros_like(g) if g_state is None else g_state, g
+            g, g_before = added(g_before, through), g
             if kept:
                 before, after = kept.pop(), before
-                shown = states.shown(before, g.dtype)
+                shown = states.shown(before, self.dtype)
             else:
-                earlier, shown = states.step_back(after, delta.detach().to(g.dtype), gain)
+                earlier, shown = states.step_back(after, delta.detach().to(self.dtype), gain)
                 before, after = earlier, before
         raise AssertionError("a stack has a first layer")
 
@@ -275,9 +281,9 @@ class Run:
         forced = Forced(self.stack.layers[number])
         # Copies: a force that changes a buffer does so again in each backward pass.
         given = mine | {name: x.clone() for name, x in around.buffers.items()}
-        with torch.enable_grad(), around.restored():
+        with torch.enable_grad(), around.restored(self.generators):
             delta, aux = functional_call(forced, given, (x, tape.rewind()), context)
-        return delta, aux if isinstance(aux, Tensor) and aux.requires_grad else None
+        return delta, aux
 
 
 class Reversed(torch.autograd.Function):
@@ -320,6 +326,23 @@ class Straight(torch.autograd.Function):
 
 def tensors_of(tree: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def gradients_of(
+    results: Sequence[tuple[Any, Tensor | None]], leaves: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Those of ``leaves``, from results and theirs. A force may have no graph, as where a layer is
+    skipped, and aux may be no tensor.
+    """
+    pairs = [
+        (y, g.to(y.dtype))
+        for y, g in results
+        if isinstance(y, Tensor) and y.requires_grad and g is not None
+    ]
+    if not pairs:
+        return [None] * len(leaves)
+    found, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(found, leaves, given, allow_unused=True)
 
 
 def added(some: Tensor | None, other: Tensor | None) -> Any:

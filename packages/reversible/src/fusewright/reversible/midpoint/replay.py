@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,6 +12,8 @@ import torch
 from torch import nn
 
 Tensor = torch.Tensor
+# Its place among generators.
+GPU = 1
 
 
 class Tape:
@@ -51,40 +55,101 @@ class Forced(nn.Module):
         return force(x, tape=tape, **context)
 
 
+class Generators:
+    """The default generators of the CPU and, where ``device`` is one, of the GPU: a layer that is
+    given no other draws from these.
+
+    While a CUDA graph is captured, the state of a GPU's generator is its place in that graph: a
+    replay draws from there on, counted from the generator's place before the replay. The same
+    graph can therefore draw the same numbers twice, and no other graph can.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.all = [torch.default_generator]
+        if device.type == "cuda":
+            self.all.append(torch.cuda.default_generators[device.index])
+        self.captured = self.captures()
+        self.states = self.get_states()
+
+    def captures(self) -> bool:
+        """Whether the GPU's work goes into a CUDA graph."""
+        return len(self.all) > GPU and torch.cuda.is_current_stream_capturing()
+
+    def get_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self.all]
+
+    def drawn(self) -> dict[int, Tensor]:
+        """Which generators have been drawn from since the last call of this, by their place in
+        ``all``, and their states then.
+        """
+        before, self.states = self.states, self.get_states()
+        pairs = enumerate(zip(before, self.states, strict=True))
+        return {place: old for place, (old, new) in pairs if bytes_of(old) != bytes_of(new)}
+
+    def check_graph(self) -> None:
+        """Raise where the backward pass is not captured as the forward pass was: one of the two
+        alone, or in another graph, which has drawn less than the forward pass had at its end.
+        """
+        captures = self.captures()
+        if captures != self.captured or (
+            captures and offset(self.all[GPU].get_state()) < offset(self.states[GPU])
+        ):
+            raise RuntimeError(
+                "a layer that draws random numbers on the GPU must have its backward pass in the "
+                "CUDA graph of its forward pass, got another graph or none"
+            )
+
+    @contextmanager
+    def restored(self, states: dict[int, Tensor]) -> Iterator[None]:
+        """Draw from these states on, and afterwards from where it was."""
+        kept = {place: self.all[place].get_state() for place in states}
+        self.set_states(states)
+        try:
+            yield
+        finally:
+            self.set_states(kept)
+
+    def set_states(self, states: dict[int, Tensor]) -> None:
+        for place, state in states.items():
+            self.all[place].set_state(state)
+
+
+def bytes_of(state: Tensor) -> bytes:
+    """Of a state, which is on the host; not through torch, as a mode may refuse others' tensors."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def offset(state: Tensor) -> int:
+    """How much a GPU's generator has drawn since its seed: the last eight bytes of its state."""
+    return int.from_bytes(bytes_of(state)[-8:], sys.byteorder)
+
+
 class Surroundings:
     """The surroundings of a layer when it was first computed.
 
     Attributes:
         buffers: copies of its persistent ones, by their names in `Forced`; what a layer derives
             from its options is in buffers that are not persistent.
+        random: states of the generators that it draws from, as `Generators.drawn` has them.
     """
 
-    def __init__(self, layer: nn.Module, device: torch.device, drops: bool) -> None:
-        self.device = device
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", device.type))
         ]
         self.caches = torch.is_autocast_cache_enabled()
-        self.random: list[Tensor] = []
-        if drops:
-            self.random.append(torch.get_rng_state())
-            if device.type == "cuda":
-                self.random.append(torch.cuda.get_rng_state(device))
+        self.random: dict[int, Tensor] = {}
         own = dict(layer.named_buffers())
         saved = {name: x for name, x in layer.state_dict().items() if name in own} if own else {}
         self.buffers = {f"layer.{name}": x.detach().clone() for name, x in saved.items()}
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, generators: Generators) -> Iterator[None]:
         with ExitStack() as entered:
             for kind, enabled, dtype in self.autocast:
                 options = dict(enabled=enabled, dtype=dtype, cache_enabled=self.caches)
                 entered.enter_context(torch.autocast(kind, **options))  # type: ignore[arg-type]
             if self.random:
-                gpus = [self.device] if self.device.type == "cuda" else []
-                entered.enter_context(torch.random.fork_rng(gpus))
-                torch.set_rng_state(self.random[0])
-                for state in self.random[1:]:
-                    torch.cuda.set_rng_state(state, self.device)
+                entered.enter_context(generators.restored(self.random))
             yield

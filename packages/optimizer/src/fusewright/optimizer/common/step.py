@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ class Step(NamedTuple):
         norm: gets the norm, 0-d fp32.
         skipped: gets whether the step was skipped, 0-d bool.
         skipped_count: counts skipped steps, 0-d int64.
+        norm_below: of ``norm_bound``: the step is skipped unless the norm, unscaled and clipped, is
+            below this.
     """
 
     squares: Tensor | None
@@ -32,6 +35,16 @@ class Step(NamedTuple):
     norm: Tensor
     skipped: Tensor
     skipped_count: Tensor
+    norm_below: float = math.inf
+
+
+def norm_bound(squared: Iterable[torch.dtype]) -> float:
+    """The one bound of all optimizers: below it gradients are finite, and so are their squares, and
+    the sums of these, in all of the dtypes that a step stores squares in: 2^63, 2^511 for fp64
+    alone; infinite where it stores none.
+    """
+    # A quarter of the largest number is left for what is rounded.
+    return min((2.0 ** (511 if x == torch.float64 else 63) for x in squared), default=math.inf)
 
 
 class Part:

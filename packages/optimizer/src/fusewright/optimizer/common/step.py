@@ -82,9 +82,15 @@ class Part:
         torch.
         """
         return [
-            (getattr(member, "mesh", None), g.double().square().sum().view(1))
+            (getattr(member, "mesh", None), square_of(g).view(1))
             for member, g in zip(self.members, self.gradients, strict=True)
         ]
+
+
+def square_of(x: Tensor) -> Tensor:
+    """The sum of squares in fp64, 0-d."""
+    # One copy, squared in place: a second one would take as long as all else on a CPU.
+    return x.to(torch.float64, copy=True).square_().sum()
 
 
 def total_squares(parts: Sequence[Any]) -> Tensor:

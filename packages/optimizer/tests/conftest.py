@@ -76,6 +76,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW's reference takes its own formula on a CPU too, as on a GPU."""
+    from fusewright.optimizer.adamw import reference
+
+    monkeypatch.setattr(reference, "is_torchs", lambda device: False)
+
+
+@pytest.fixture
 def many_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles so small that few numbers take several, and sums several rounds."""
     from fusewright.optimizer.adamw import launch as adamw

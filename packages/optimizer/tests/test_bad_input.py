@@ -91,7 +91,7 @@ def test_what_lies_between_a_parameters_elements_stays(device):
     whole = torch.ones(8, 9, device=device)
     p = torch.nn.Parameter(whole[::2, 1::3])
     p.grad = torch.ones_like(p)
-    AdamW([p], lr=0.5, weight_decay=0.0).step()
+    AdamW([p], lr=0.5, betas=(0.0, 0.0), weight_decay=0.0).step()
     assert whole[::2, 1::3].eq(0.5).all()
     assert whole.sum().item() == 72 - 0.5 * 12
 
@@ -160,7 +160,7 @@ def test_parameter_that_gets_another_dtype_takes_its_state_along(backend, device
 
 def test_parameter_that_takes_anothers_place_is_the_one_that_moves(backend, device):
     old, new = (torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
-    optimizer = AdamW([old], lr=0.5, weight_decay=0.0, backend=backend)
+    optimizer = AdamW([old], lr=0.5, betas=(0.0, 0.0), weight_decay=0.0, backend=backend)
     for p in (old, new):
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -245,7 +245,7 @@ def test_defaults_of_torch_change_nothing(training, backend, device, default, to
 )
 def test_any_tensor_of_one_number_that_a_group_is_given_is_read(rate, backend, device):
     p = torch.nn.Parameter(torch.ones(3, device=device))
-    optimizer = AdamW([p], weight_decay=0.0, backend=backend)
+    optimizer = AdamW([p], betas=(0.0, 0.0), weight_decay=0.0, backend=backend)
     optimizer.param_groups[0]["lr"] = rate.to(device)
     p.grad = torch.ones_like(p)
     optimizer.step()

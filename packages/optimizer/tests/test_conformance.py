@@ -17,7 +17,7 @@ PACKAGE = Package(
     registered="",
     without_triton=(
         "p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3)\n"
-        "AdamW([p], lr=0.5, weight_decay=0.0).step()\n"
+        "AdamW([p], lr=0.5, betas=(0.0, 0.0), weight_decay=0.0).step()\n"
         "assert p.tolist() == [0.5, 0.5, 0.5]\n"
         "assert grad_norm([torch.tensor([3.0, 4.0])]).item() == 5.0\n"
     ),

@@ -14,7 +14,7 @@ from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimize
 from fusewright.optimizer.nested.parameter_groups import parameter_groups, relative_depths
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .compared import assert_equal, assert_near
+from .compared import assert_equal, assert_near, everything
 from .nested import STEPS, Eager, assert_followed, give, model, optimizer_of
 
 ADAMW = {"exp_avg", "exp_avg_sq", "step"}
@@ -116,7 +116,7 @@ class NoNumberRead(TorchDispatchMode):
 
 @pytest.mark.parametrize("update", ["adamw", "continuum"])
 @pytest.mark.parametrize("meta", ["hypergradient", "proxy"])
-def test_no_step_reads_a_number(update, meta):
+def test_no_step_reads_a_number(update, meta, formula):
     some = model()
     optimizer = optimizer_of(
         some, update=update, meta=meta, mode="simple", meta_update_freq=2, frequencies=(1, 3)
@@ -285,6 +285,20 @@ def test_found_inf_alone_skips():
     optimizer.found_inf = torch.tensor(1.0)
     assert optimizer.step(loss)["skipped"].item()
     assert all(map(torch.equal, some.parameters(), before))
+
+
+def test_squares_that_are_not_finite_are_not_stored(backend, device):
+    some = model(torch.float32, device)
+    optimizer = optimizer_of(some, backend=backend, max_grad_norm=None)
+    for step in (1, 2, 4):
+        loss = give(some, step)
+        if step == 2:
+            some.norm.weight.grad[1] = 3e22
+        before = [p.detach().clone() for p in some.parameters()]
+        assert optimizer.step(loss)["skipped"].item() == (step == 2)
+        assert all(map(torch.equal, some.parameters(), before)) == (step == 2)
+        assert all(x.isfinite().all() for x in everything(optimizer))
+    assert optimizer.state[some.norm.weight]["step"].item() == 2
 
 
 def test_group_added_later_has_its_own_multiplier():

@@ -101,7 +101,7 @@ def test_reference_steps_are_the_published_ones(learned, extra):
             p.grad = learned.gradient(torch.as_tensor(expected[place]), step)
             added = None if given is None else given.numpy()
             update = published[place].update(expected[place], p.grad.numpy(), added)
-            expected[place] = expected[place] * (1 - 0.02 * 0.5) - 0.02 * update
+            expected[place] = (expected[place] - 0.02 * update) * (1 - 0.02 * 0.5)
         optimizer.step()
     for p, x in zip(ps, expected, strict=True):
         assert_near([p], [torch.as_tensor(x)])

@@ -52,10 +52,11 @@ def test_kernels_of_many_tensors_are_as_near_to_fp64_as_the_reference(networked,
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("lengths", [(3, 4, 2, 2), (3, 3, 2, 2)], ids=["longest", "equal"])
 @pytest.mark.parametrize("permuted", [(1, 0), (0, 2, 1), (2, 0, 1), (0, 2, 3, 1)], ids=spelled)
 @pytest.mark.usefixtures("small_learned_tiles")
-def test_order_of_memory_changes_nothing(networked, learned, backend, permuted, device):
-    shape = (3, 4, 2, 2)[: len(permuted)]
+def test_order_of_memory_changes_nothing(networked, learned, backend, permuted, lengths, device):
+    shape = lengths[: len(permuted)]
     stored = learned.drawn([tuple(shape[axis] for axis in permuted)])[0].to(device)
     moved = stored.permute([permuted.index(axis) for axis in range(len(permuted))])
     expected = stepped(networked, learned, [moved.contiguous()], 2, weight_decay=0.1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fusewright.optimizer import AdamW
 from fusewright_testkit import Yardstick
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .compared import assert_near
 
@@ -39,6 +40,85 @@ def test_parameters_are_as_near_to_fp64_as_torchs(training, backend, device, opt
 
     ps = training.parameters(device=device)
     Yardstick(torchs, [p.detach() for p in ps], [None] * len(ps)).check(ours)
+
+
+KEPT = [
+    *(dict(state_dtype=dtype) for dtype in (None, torch.float32, torch.bfloat16)),
+    dict(rounding="stochastic"),
+    dict(rounding="remainder", state_dtype=torch.float32),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("clips", [False, True], ids=["whole", "clipped"])
+@pytest.mark.parametrize("kept", KEPT, ids=spelled)
+@pytest.mark.parametrize("options", [*OPTIONS, {"decoupled_weight_decay": False}], ids=spelled)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+def test_reference_on_a_cpu_is_the_formula(training, request, dtype, options, kept, clips):
+    """Of dense parameters, one in another order of axes, and one with gaps."""
+    options = {**options, **kept, "max_grad_norm": 0.9} if clips else {**options, **kept}
+
+    def run():
+        ps = training.parameters(dtype)
+        memory = torch.ones(6, 10, dtype=dtype)
+        more = memory[::2, ::3], ps[1].detach().clone().T
+        ps += [torch.nn.Parameter(x) for x in more]
+        optimizer = training.run(AdamW, ps, 3, backend="reference", **options)
+        assert memory[1::2].eq(1.0).all()
+        gradients = [p.grad for p in ps]
+        state = [optimizer.state[p][name] for p in ps for name in sorted(optimizer.state[p])]
+        return [*ps, *state], gradients
+
+    found, gradients = run()
+    request.getfixturevalue("formula")
+    expected, same_gradients = run()
+    assert all(map(torch.equal, gradients, same_gradients))
+    # What is rounded to the narrowest of all may be rounded the other way in each step.
+    narrow = max({dtype, kept.get("state_dtype") or dtype}, key=lambda x: torch.finfo(x).eps)
+    for x, y in zip(found, expected, strict=True):
+        if x.dtype != torch.int16:
+            assert_near([x.to(narrow)], [y.to(narrow)])
+
+
+def test_steps_on_a_cpu_are_few_calls_of_torch_for_any_number_of_tensors():
+    """Two, by one call for all tensors that are updated alike."""
+    counts = []
+    for tensors in (4, 40):
+        ps = [torch.nn.Parameter(torch.ones(3)) for _ in range(tensors)]
+        ps += [torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)) for _ in ps]
+        optimizer = AdamW(ps, backend="reference")
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        with CountsCalls() as calls:
+            optimizer.step()
+        counts.append(calls.count)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("length", [3, 5000])
+def test_amsgrad_keeps_nan(backend, device, length):
+    p = torch.nn.Parameter(torch.ones(length, device=device))
+    p.grad = torch.ones_like(p)
+    optimizer = AdamW([p], amsgrad=True, backend=backend)
+    optimizer.step()
+    state = optimizer.state[p]
+    state["exp_avg_sq"][1] = state["max_exp_avg_sq"][2] = torch.nan
+    optimizer.step()
+    strange = p.isnan().nonzero().flatten().tolist()
+    assert strange == state["max_exp_avg_sq"].isnan().nonzero().flatten().tolist() == [1, 2]
+
+
+class CountsCalls(TorchDispatchMode):
+    """Calls of torch's operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        return operator(*args, **kwargs or {})
 
 
 def stepped(make, tensors, **options):

@@ -11,11 +11,17 @@ import torch
 from fusewright.optimizer import M3, AdamW, Muon, clip_grad_norm_, grad_norm
 
 from .compared import as_file, assert_equal, everything
-from .kinds import of_kinds
+from .kinds import ADAMW, LEARNED, STACKED, of_kinds
 
 # Where it is the host's part that is asked, which all backends share.
 plain = of_kinds(
     [(name, "reference") for name in ("adamw", "muon", "m3", "deep", "learned", "velo")]
+)
+
+# State that has squares of gradients; VeLO clips gradients before it takes theirs.
+SQUARED = "adamw", "muon", "m3", "learned"
+squared = of_kinds(
+    [(name, backend) for name, backend in [*ADAMW, *STACKED, *LEARNED] if name in SQUARED]
 )
 
 
@@ -229,26 +235,36 @@ def test_remainder_keeps_nan(backend):
         assert p[0].item() != 1.0
 
 
-def test_gradients_whose_squares_have_no_place_are_skipped_by_m3(backend):
-    for relative in (True, False):
-        ps = matrices()
-        optimizer = M3(ps, relative=relative, skip_nonfinite=True, backend=backend)
-        optimizer.step()
-        before = [p.detach().clone() for p in ps]
-        ps[0].grad[1, 1] = 1e21
-        optimizer.step()
-        assert optimizer.skipped.item()
-        assert all(map(torch.equal, ps, before))
-        ps[0].grad[1, 1] = 1e18
-        optimizer.step()
-        assert not optimizer.skipped.item()
-        assert all(p.isfinite().all() for p in ps)
+@pytest.mark.sampled
+@pytest.mark.parametrize("large", [3e22, -3e38])
+def test_squares_that_are_not_finite_are_not_stored(training, kind, device, large):
+    """A step that would store one is skipped like one without a finite norm; others are taken."""
+    ps, twin = (training.parameters(device=device) for _ in range(2))
+    optimizer, other = kind(ps, skip_nonfinite=True), kind(twin)
+    expected = kind.name in SQUARED
+    for step in range(4):
+        training.give_gradients(ps, step)
+        training.give_gradients(twin, step)
+        if step in (0, 2):
+            ps[0].grad[1, 2] = large
+        start = [p.detach().clone() for p in ps]
+        optimizer.step(*kind.losses(step))
+        assert optimizer.skipped.item() == (expected and step in (0, 2))
+        assert all(x.isfinite().all() for x in everything(optimizer))
+        assert all(map(torch.equal, ps, start)) == optimizer.skipped.item()
+        if not optimizer.skipped:
+            other.step(*kind.losses(step))
+    assert optimizer.skipped_steps.item() == 2 * expected
+    # M3 counts on the host; all others go on as if there had been no such step.
+    if expected and kind.name != "m3":
+        assert_equal(everything(optimizer), everything(other))
 
 
-def test_m3_skips_from_the_norm_that_it_says(backend):
+def test_steps_are_skipped_from_the_documented_norm_on(squared, device):
     """Whose square still has a place in fp32, unlike that of twice as much."""
-    p = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = M3([p], skip_nonfinite=True, backend=backend)
+    # AdamW moves Muon's vectors.
+    p = torch.nn.Parameter(torch.ones(4 if squared.name == "muon" else (2, 2), device=device))
+    optimizer = squared([p], skip_nonfinite=True)
     for below in (1.0, 1.0 - 2**-20):
         p.grad = torch.full_like(p, 2.0**62 * below)
         before = p.detach().clone()
@@ -256,7 +272,74 @@ def test_m3_skips_from_the_norm_that_it_says(backend):
         assert optimizer.grad_norm.item() == 2.0**63 * below
         assert optimizer.skipped.item() == (below == 1.0)
         assert torch.equal(p, before) == (below == 1.0)
-        assert all(x.isfinite().all() for x in (p, *optimizer.state[p].values()))
+        assert all(x.isfinite().all() for x in everything(optimizer))
+
+
+def test_momentum_alone_takes_gradients_without_finite_squares(backend, device):
+    p = torch.nn.Parameter(torch.ones(2, 2, device=device))
+    optimizer = Muon([p], skip_nonfinite=True, backend=backend)
+    p.grad = torch.tensor([[3e22, 1.0], [0.0, -3e22]], device=device)
+    optimizer.step()
+    assert not optimizer.skipped
+    assert not torch.equal(p, torch.ones_like(p))
+    assert all(x.isfinite().all() for x in everything(optimizer))
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1e30])
+def test_squares_are_of_clipped_gradients(training, backend, device, max_norm):
+    ps = training.parameters(device=device)
+    optimizer = AdamW(ps, max_grad_norm=max_norm, backend=backend)
+    for scale in (1e30, 1e-3):
+        training.give_gradients(ps, 0, scale)
+        optimizer.step()
+        assert optimizer.skipped.item() == (max_norm == scale == 1e30)
+        assert optimizer.grad_norm.isfinite()
+        assert all(x.isfinite().all() for x in everything(optimizer))
+
+
+def test_squares_are_of_unscaled_gradients(training, backend, device):
+    ps = training.parameters(device=device)
+    optimizer = AdamW(ps, skip_nonfinite=True, backend=backend)
+    optimizer.found_inf = torch.zeros((), device=device)
+    for scale, times in ((2.0**16, 2.0**50), (2.0**-16, 2.0**70), (2.0**-16, 2.0**40)):
+        optimizer.grad_scale = torch.tensor(scale, device=device)
+        training.give_gradients(ps, 0, times)
+        optimizer.step()
+        assert optimizer.skipped.item() == (times / scale > 2.0**64)
+        assert all(x.isfinite().all() for x in everything(optimizer))
+
+
+@pytest.mark.parametrize("narrow", ["none", "state", "parameter"])
+def test_squares_in_fp64_may_be_larger(training, narrow):
+    """Unless one parameter or state of the step is narrower."""
+    ps = training.parameters(torch.float64)
+    if narrow == "parameter":
+        ps.append(torch.nn.Parameter(torch.ones(3)))
+    state_dtype = torch.float32 if narrow == "state" else None
+    optimizer = AdamW(ps, skip_nonfinite=True, state_dtype=state_dtype)
+    for scale in (3e22, 1e100, 1e160, 1.0):
+        training.give_gradients(ps[:5], 0)
+        for p in ps[:5]:
+            p.grad *= scale
+        if narrow == "parameter":
+            ps[-1].grad = torch.ones(3)
+        optimizer.step()
+        assert optimizer.skipped.item() == (scale > (1e150 if narrow == "none" else 1.0))
+        assert all(x.isfinite().all() for x in everything(optimizer))
+
+
+def test_m3_adds_its_matrices_squares_in_fp32(backend):
+    for relative in (True, False):
+        ps = matrices()
+        optimizer = M3(ps, relative=relative, skip_nonfinite=True, backend=backend)
+        optimizer.step()
+        before = [p.detach().clone() for p in ps]
+        for large, skipped in ((1e21, True), (1e18, False)):
+            ps[0].grad[1, 1] = large
+            optimizer.step()
+            assert optimizer.skipped.item() == skipped
+            assert all(map(torch.equal, ps, before)) == skipped
+            assert all(x.isfinite().all() for x in everything(optimizer))
 
 
 def test_state_without_its_count_of_steps_is_refused():

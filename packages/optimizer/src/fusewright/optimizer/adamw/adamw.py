@@ -15,7 +15,7 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -51,8 +51,9 @@ class AdamW(PlannedOptimizer):
             learning-rate schedulers reach a captured step.
         max_grad_norm: scale all gradients down to this norm over all parameters, of all shards and
             devices. The gradients themselves are left as they are.
-        skip_nonfinite: skip a step whose gradients have no finite norm. Clipping implies it;
-            without clipping it costs one more reading of the gradients.
+        skip_nonfinite: skip a step whose gradients are not finite, or so large, after clipping,
+            that their squares may not be: whose norm is 2^63 or more, of states in fp64 alone
+            2^511. Clipping implies it; without clipping it costs one more reading of the gradients.
         state_dtype: of exp_avg and exp_avg_sq, float32 or bfloat16; the parameter's where left out,
             of fp16 parameters fp32.
         rounding: of bf16 parameters: "nearest"; "stochastic", up or down at random, bf16 state
@@ -179,6 +180,9 @@ class AdamW(PlannedOptimizer):
     def _member(self, p: Tensor, g: Tensor, place: int, number: int, mesh: int) -> Member:
         state, group = self.state[p], self.param_groups[number]
         return self._state_format.member(p, g, state, group, place, number, mesh)
+
+    def _squared(self, member: Member) -> Sequence[torch.dtype]:
+        return (member.key.state,)
 
     def _obstacle(self, member: Member) -> str | None:
         return None if is_dense(member.p) else "a parameter has gaps in its memory"

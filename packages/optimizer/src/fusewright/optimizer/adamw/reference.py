@@ -1,4 +1,5 @@
-"""AdamW in plain torch, one parameter after the other, without a host synchronisation.
+"""AdamW in plain torch, without a host synchronisation: the formula, one parameter after the other;
+on a CPU torch's own AdamW, which computes the same in place.
 
 With g the gradient, unscaled, clipped and of the right sign, t the count of steps taken:
 
@@ -14,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.optim.adam import adam
 
 from .._core.precision import wide_dtype
+from ..common.placement import is_dense
 from ..common.reference import adamw_root, decide, in_fp64, rounded
 from ..common.step import Part, Step
 from .members import Member, Rules, group_numbers
@@ -31,6 +34,16 @@ class ReferencePart(Part):
 
     numbers: Sequence[float | Tensor] = ()
 
+    def __init__(self, members: Sequence[Member], rules: Rules, device: torch.device) -> None:
+        super().__init__(members, rules, device)
+        # By group, sign and what torch takes in one call: their places, and whether it takes them
+        # as they are.
+        self.batches: dict[tuple, tuple[list[int], bool]] = {}
+        for place, member in enumerate(self.members):
+            key = (member.group, member.sign, member.key, is_dense(member.p))
+            places, _ = self.batches.setdefault(key, ([], in_place(member, rules)))
+            places.append(place)
+
     def point(self, gradients: list[Tensor], groups: list[dict]) -> None:
         """Take a step's gradients, in the members' order, and the groups' numbers."""
         self.gradients, self.numbers = gradients, group_numbers(groups, self.device)
@@ -41,9 +54,111 @@ class ReferencePart(Part):
     def move(self, step: Step) -> None:
         """Take the step, unless it is skipped."""
         factor = decide(step, self.rules.max_grad_norm, self.device)
+        if is_torchs(self.device):
+            if not step.skipped:
+                self.move_by_torch(None if factor == 1.0 else factor)
+            return
         for number, (member, g) in enumerate(zip(self.members, self.gradients, strict=True)):
             numbers = self.numbers[5 * member.group : 5 * member.group + 5]
             move(member, g, numbers, factor, step.skipped, self.rules, number)
+
+    def move_by_torch(self, factor: Tensor | None) -> None:
+        """Take the step by torch's AdamW, on gradients times the factor; None where that is 1."""
+        for (group, *_), (places, as_they_are) in self.batches.items():
+            numbers = [
+                x.item() if isinstance(x, Tensor) else x
+                for x in self.numbers[5 * group : 5 * group + 5]
+            ]
+            members, gradients = zip(
+                *((self.members[place], self.gradients[place]) for place in places), strict=True
+            )
+            if as_they_are and factor is None:
+                wide = [(x.p, *x.buffers[:3]) for x in members]
+                move_in_place(members, wide, gradients, numbers, self.rules)
+                continue
+            # One after the other: together they would take the memory of a whole model again.
+            for place, member, gradient in zip(places, members, gradients, strict=True):
+                its = widened(member)
+                g = gradient.to(its[0].dtype)
+                g = g if factor is None else g * factor.to(g.dtype)
+                move_in_place([member], [its], [g], numbers, self.rules)
+                keep(member, its, member.step.double(), None, self.rules, place)
+
+
+Wide = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def is_torchs(device: torch.device) -> bool:
+    """Whether torch's own AdamW takes the steps on a device: where the host reads whether a step is
+    skipped, and its numbers, without waiting for it.
+    """
+    return device.type == "cpu"
+
+
+def in_place(member: Member, rules: Rules) -> bool:
+    """Whether torch's AdamW updates a parameter and its state as they are: it computes bf16 in fp32
+    where it is fused, and rounds to the nearest.
+    """
+    key, wide = member.key, wide_dtype(member.p)
+    if len({key.parameter, key.gradient, key.state}) > 1 or key.remainder:
+        return False
+    return key.parameter == wide or (
+        key.parameter == torch.bfloat16 and rules.rounding == "nearest" and is_fused(member)
+    )
+
+
+def is_fused(member: Member) -> bool:
+    """Whether torch's fused AdamW serves a member: it reads memory in its order, gaps included, and
+    loses some NaN of amsgrad's.
+    """
+    return is_dense(member.p) and not member.key.amsgrad
+
+
+def widened(member: Member) -> Wide:
+    """p, exp_avg, exp_avg_sq and max_exp_avg_sq in fp64 for an fp64 parameter, else in fp32: the
+    member's own where they are that already.
+    """
+    dtype = wide_dtype(member.p)
+    exp_avg, exp_avg_sq, most, remainder = member.buffers
+    assert exp_avg is not None
+    assert exp_avg_sq is not None
+    p = member.p.to(dtype)
+    if remainder is not None:
+        p = (p.view(torch.int32) + remainder.to(torch.int32)).view(torch.float32)
+    return p, exp_avg.to(dtype), exp_avg_sq.to(dtype), None if most is None else most.to(dtype)
+
+
+def move_in_place(
+    members: Sequence[Member],
+    wide: Sequence[tuple],
+    gradients: Sequence[Tensor],
+    numbers: Sequence[float],
+    rules: Rules,
+) -> None:
+    """One step of torch's AdamW of some members of one group and kind, and of their counts of
+    steps.
+    """
+    lr, beta1, beta2, eps, weight_decay = numbers
+    first = members[0]
+    ps, exp_avgs, exp_avg_sqs, most = map(list, zip(*wide, strict=True))
+    adam(
+        ps,
+        list(gradients),
+        exp_avgs,
+        exp_avg_sqs,
+        most if first.key.amsgrad else [],
+        [member.step for member in members],
+        foreach=False,
+        fused=is_fused(first),
+        decoupled_weight_decay=rules.decoupled,
+        amsgrad=first.key.amsgrad,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=first.sign < 0.0,
+    )
 
 
 def move(
@@ -57,14 +172,9 @@ def move(
 ) -> None:
     """Update one parameter and its state in place; in fp64 for an fp64 parameter, else in fp32."""
     lr, beta1, beta2, eps, weight_decay = map(in_fp64, numbers)
-    exp_avg, exp_avg_sq, max_exp_avg_sq, remainder = member.buffers
-    assert exp_avg is not None
-    assert exp_avg_sq is not None
-    dtype = wide_dtype(member.p)
-    p, m, v = (x.to(dtype) for x in (member.p, exp_avg, exp_avg_sq))
+    p, m, v, most = widened(member)
+    dtype = p.dtype
     g = gradient.to(dtype) * (factor * member.sign).to(dtype)
-    if remainder is not None:
-        p = (p.view(torch.int32) + remainder.to(torch.int32)).view(torch.float32)
     t = (member.step + 1.0).double()
     if rules.decoupled:
         p = p * rounded(1.0 - lr * weight_decay, dtype)
@@ -72,27 +182,40 @@ def move(
         g = g + rounded(weight_decay, dtype) * p
     m = m + rounded(1.0 - beta1, dtype) * (g - m)
     v = rounded(beta2, dtype) * v + rounded(1.0 - beta2, dtype) * g * g
-    bound = v if max_exp_avg_sq is None else torch.maximum(max_exp_avg_sq.to(dtype), v)
+    bound = v if most is None else torch.maximum(most, v)
     p = p - step_of(m, bound, t, lr, (beta1, beta2), eps)
+    keep(member, (p, m, v, bound), t, skipped, rules, number)
+    member.step.add_(~skipped)
 
-    def keep(buffer: Tensor, x: Tensor, shift: int) -> None:
+
+def keep(
+    member: Member, wide: Wide, t: Tensor, skipped: Tensor | None, rules: Rules, number: int
+) -> None:
+    """Store what a step computed of a member, of ``widened``'s form, rounded as the rules say,
+    unless it is skipped: t is the count of steps with this one.
+    """
+    exp_avg, exp_avg_sq, most, remainder = member.buffers
+    p, m, v, bound = wide
+
+    def store(buffer: Tensor | None, x: Tensor | None, shift: int) -> None:
+        if buffer is None or x is None or x is buffer:
+            return
         if rules.rounding == "stochastic" and buffer.dtype == torch.bfloat16:
             bits = random_bits(rules.seed, t, number, x.shape, x.device) >> shift
             x = stochastically_rounded(x, bits)
-        buffer.copy_(torch.where(skipped, buffer, x.to(buffer.dtype)))
+        x = x.to(buffer.dtype)
+        buffer.copy_(x if skipped is None else torch.where(skipped, buffer, x))
 
-    keep(exp_avg, m, SHIFTS[1])
-    keep(exp_avg_sq, v, SHIFTS[2])
-    if max_exp_avg_sq is not None:
-        keep(max_exp_avg_sq, bound, SHIFTS[2])
+    store(exp_avg, m, SHIFTS[1])
+    store(exp_avg_sq, v, SHIFTS[2])
+    store(most, bound, SHIFTS[2])
     if remainder is not None:
         # NaN has no neighbours: rounded up, its bits would be those of zero.
         bits = torch.where(p.isnan(), torch.nan, p).view(torch.int32)
         high = torch.where(p.isnan(), bits, (bits + 0x8000) & -0x10000)
-        keep(remainder, (bits - high).to(torch.int16), 0)
+        store(remainder, (bits - high).to(torch.int16), 0)
         p = high.view(torch.float32)
-    keep(member.p, p, SHIFTS[0])
-    member.step.add_(~skipped)
+    store(member.p, p, SHIFTS[0])
 
 
 def step_of(

@@ -7,6 +7,7 @@ The tables are of docs/decisions/0008-adamw-launch-h200.csv, but for PREPARE, wh
 from __future__ import annotations
 
 import functools
+import math
 from collections import namedtuple
 from collections.abc import Sequence
 from types import ModuleType
@@ -143,7 +144,7 @@ class KernelPart(Part):
         **constants: Any,
     ) -> None:
         """Decide whether the step is taken, and write its numbers."""
-        partials, grad_scale, found_inf, *results = step
+        partials, grad_scale, found_inf, *results, norm_below = step
         launch = self.planned(
             self.kernel,
             (1,),
@@ -153,6 +154,7 @@ class KernelPart(Part):
             CLIPS=self.rules.max_grad_norm is not None,
             HAS_SCALE=grad_scale is not None,
             HAS_FOUND=found_inf is not None,
+            NORM_BELOW=math.inf if partials is None else norm_below,
             **constants,
         )
         decisive = partials, self.max_norm, grad_scale, found_inf

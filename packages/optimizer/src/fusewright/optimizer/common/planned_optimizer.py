@@ -4,6 +4,8 @@ states change their memory, their layouts or the options that a plan depends on.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from .._core.backends import KERNEL_DTYPES, Backend, check_backend, decline, use
 from .checks import check_gradient, checked_clipping
 from .contract import Contract, new_results
 from .placement import current, is_distributed, local, mesh_of, on, placed_like
-from .step import Step, total_squares
+from .step import Step, norm_bound, total_squares
 from .tables import addresses_of, layouts_of, same
 
 Tensor = torch.Tensor
@@ -41,6 +43,10 @@ class PlannedOptimizer(Contract):
         """
         raise NotImplementedError
 
+    def _squared(self, member: Any) -> Sequence[torch.dtype]:
+        """The dtypes in which a step stores squares of this member's gradients."""
+        raise NotImplementedError
+
     def _obstacle(self, member: Any) -> str | None:
         """Why the kernels cannot serve a member."""
         raise NotImplementedError
@@ -59,6 +65,7 @@ class PlannedOptimizer(Contract):
         self._flat: list[Tensor] = []
         self._state: list[Any] = []
         self._sharded = False
+        self._norm_below = math.inf
         # What the parts were planned for.
         self._planned: list[Any] = []
 
@@ -96,6 +103,8 @@ class PlannedOptimizer(Contract):
         for member in self._members(gradients):
             with_kernels = self._uses_triton(member)
             members.setdefault((member.p.device, with_kernels), []).append(member)
+        squared = map(self._squared, itertools.chain.from_iterable(members.values()))
+        self._norm_below = norm_bound(itertools.chain.from_iterable(squared))
         self._parts = []
         for (device, with_kernels), some in members.items():
             with current(device):
@@ -157,5 +166,5 @@ class PlannedOptimizer(Contract):
             device = part.device
             results = new_results(device) if steps else self._results_on(device)
             here = [None if x is None else on(device, x) for x in (squares, scale, found_inf)]
-            steps.append((part, Step(here[0], here[1], here[2], *results)))
+            steps.append((part, Step(here[0], here[1], here[2], *results, self._norm_below)))
         return steps

@@ -20,13 +20,20 @@ def decide(step: Step, max_grad_norm: float | None, device: torch.device) -> Ten
     if step.squares is not None:
         norm = step.squares.sum().sqrt() * factor.abs()
         step.norm.copy_(norm)
-        # False for NaN too.
-        skips = skips | ~(norm < torch.inf)
         if max_grad_norm is not None:
-            factor = factor * (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            clip = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            factor = factor * clip
+            # inf becomes NaN.
+            norm = norm * clip
+        skips = skips | is_too_large(norm, step.norm_below)
     step.skipped.copy_(skips)
     step.skipped_count.add_(skips)
     return factor.reshape(())
+
+
+def is_too_large(norm: Tensor, norm_below: float) -> Tensor:
+    """Whether a step with gradients of this norm is skipped: for NaN too."""
+    return ~(norm < norm_below)
 
 
 def in_fp64(x: float | Tensor) -> float | Tensor:

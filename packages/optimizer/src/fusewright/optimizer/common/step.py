@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ class Step(NamedTuple):
         norm: gets the norm, 0-d fp32.
         skipped: gets whether the step was skipped, 0-d bool.
         skipped_count: counts skipped steps, 0-d int64.
+        norm_below: of ``norm_bound``: the step is skipped unless the norm, unscaled and clipped, is
+            below this.
     """
 
     squares: Tensor | None
@@ -32,6 +35,16 @@ class Step(NamedTuple):
     norm: Tensor
     skipped: Tensor
     skipped_count: Tensor
+    norm_below: float = math.inf
+
+
+def norm_bound(squared: Iterable[torch.dtype]) -> float:
+    """The one bound of all optimizers: below it gradients are finite, and so are their squares, and
+    the sums of these, in all of the dtypes that a step stores squares in: 2^63, 2^511 for fp64
+    alone; infinite where it stores none.
+    """
+    # A quarter of the largest number is left for what is rounded.
+    return min((2.0 ** (511 if x == torch.float64 else 63) for x in squared), default=math.inf)
 
 
 class Part:
@@ -69,9 +82,15 @@ class Part:
         torch.
         """
         return [
-            (getattr(member, "mesh", None), g.double().square().sum().view(1))
+            (getattr(member, "mesh", None), square_of(g).view(1))
             for member, g in zip(self.members, self.gradients, strict=True)
         ]
+
+
+def square_of(x: Tensor) -> Tensor:
+    """The sum of squares in fp64, 0-d."""
+    # One copy, squared in place: a second one would take as long as all else on a CPU.
+    return x.to(torch.float64, copy=True).square_().sum()
 
 
 def total_squares(parts: Sequence[Any]) -> Tensor:

@@ -2,7 +2,10 @@
 decides whether the step is taken. All of it is fp64.
 
     factor = 1 / grad_scale    norm = |factor| sqrt(sum of partials)
-    skipped = found_inf > 0 or norm is not finite    factor *= min(1, max_norm / (norm + 1e-6))
+    clip = min(1, max_norm / (norm + 1e-6))    skipped = found_inf > 0 or not clip norm < NORM_BELOW
+    factor *= clip
+
+A norm is below infinity where it is finite, and below ``step.norm_bound`` where its square is too.
 """
 
 from __future__ import annotations
@@ -59,11 +62,14 @@ def decided(partials, partial_count, max_norm, scaler, results, CONFIG: tl.const
     if CONFIG.HAS_NORM:
         norm = root_of_sum(partials, partial_count, CONFIG.SIZE) * tl.abs(factor)
         tl.store(norm_out, norm.to(tl.float32))
-        # False for NaN too.
-        skips = skips | ~(norm < float("inf"))
         if CONFIG.CLIPS:
             # As torch.nn.utils.clip_grad_norm_ has it.
-            factor *= tl.minimum(tl.load(max_norm) / (norm + 1e-6), 1.0)
+            clip = tl.minimum(tl.load(max_norm) / (norm + 1e-6), 1.0)
+            factor *= clip
+            # inf becomes NaN.
+            norm *= clip
+        # False for NaN too.
+        skips = skips | ~(norm < CONFIG.NORM_BELOW)
     tl.store(skipped_out, skips)
     tl.store(skipped_count, tl.load(skipped_count) + skips.to(tl.int64))
     return factor, skips

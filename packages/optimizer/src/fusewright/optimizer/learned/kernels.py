@@ -134,7 +134,7 @@ def apply_kernel(
             if CONFIG.IN_PLACE:
                 place = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED) + at + offsets
                 p = tl.load(place, mask=used, other=0).to(tl.float32)
-                tl.store(place, (decay * p - rate * update).to(CONFIG.P), mask=used)
+                tl.store(place, (decay * (p - rate * update)).to(CONFIG.P), mask=used)
             else:
                 out = pointer(addresses, tensor + AT_UPDATE * tensors, tl.float32, False)
                 tl.store(out + at + offsets, update, mask=used)

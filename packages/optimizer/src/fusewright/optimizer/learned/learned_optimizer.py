@@ -46,7 +46,8 @@ class LearnedOptimizer(StatisticsOptimizer):
             they may be trained. ``load_update_mlp`` has the public ones;
             ``fusewright.optimizer.learned_update`` gives gradients to the weights.
         lr: what an update is multiplied by, a number or a 0-d tensor on the device.
-        weight_decay: decoupled; the network's own training had none.
+        weight_decay: decoupled, and of the parameter after the update; the network's own training
+            had none.
         maximize: ascend.
         extra_features: for a network that has some: ``[extra features]`` on the parameters' device,
             or a tensor that can be broadcast to ``[*shape, extra features]``, for which plain torch

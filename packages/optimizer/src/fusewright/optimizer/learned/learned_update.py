@@ -1,7 +1,7 @@
 """The network of the learned optimizer, and its step as functions, for unrolled training.
 
     updates, statistics' = update(network, params, gradients, statistics)
-    params' = (1 - lr wd) params - lr updates
+    params' = (1 - lr wd) (params - lr updates)
 
 On a GPU the updates of all tensors are computed as by ``LearnedOptimizer``, their features never in
 memory. One launch, which recomputes features and layers, gives the gradients of the network's
@@ -177,11 +177,13 @@ def learned_apply(
     lr: float | Tensor = 1.0,
     weight_decay: float | Tensor = 0.0,
 ) -> list[Tensor]:
-    """(1 - lr wd) p - lr update of each, in the parameters' dtypes, in fp32 at least on the way."""
+    """(1 - lr wd) (p - lr update) of each, in the parameters' dtypes, of which narrow ones are
+    computed in fp32.
+    """
     applied = []
     for p, update in zip(params, updates, strict=True):
         wide = p.to(torch.promote_types(p.dtype, update.dtype))
-        applied.append(((1.0 - lr * weight_decay) * wide - lr * update).to(p.dtype))
+        applied.append(((1.0 - lr * weight_decay) * (wide - lr * update)).to(p.dtype))
     return applied
 
 
@@ -225,7 +227,9 @@ class FunctionalLearnedOptimizer(NamedTuple):
             self.mlp, leaves, tree_leaves(gradients), state, extra, backend=self.backend
         )
         decay = self.lr * self.weight_decay
-        added = [-self.lr * u - decay * p for u, p in zip(updates, leaves, strict=True)]
+        added = [
+            (decay - 1.0) * self.lr * u - decay * p for u, p in zip(updates, leaves, strict=True)
+        ]
         return tree_unflatten(added, form), tuple(after)
 
     def apply(self, params: Any, updates: Any) -> Any:

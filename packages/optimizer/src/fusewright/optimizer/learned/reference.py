@@ -13,7 +13,7 @@ For tensors of fewer than two axes g has the factor (r_i + 1e-9)^-1/2 in place o
 
     (d, e) = W3 relu(W2 relu(W1 f + b1) + b2) + b3        update = d exp(exp_mult e) step_mult
 
-    x' = (1 - lr wd) x - lr update
+    x' = (1 - lr wd) (x - lr update)
 
 t counts steps from 0, and decays are learned by an offset o: beta = 1 - (1 - beta0) exp(10 o),
 clamped to [0, 1]. All of it can be differentiated in all operands, decays and statistics included.
@@ -122,8 +122,8 @@ class ReferencePart(StatisticsPart):
             after = advanced(before, g, decays)
             extra = None if self.extra is None else self.extra[place]
             update = update_of(mlp.weights(), p, g, after, extra, mlp.exp_mult, mlp.step_mult)
-            new_p = rounded(1.0 - lr * weight_decay, dtype) * p.to(dtype)
-            new_p = new_p - rounded(lr, dtype) * update
+            new_p = p.to(dtype) - rounded(lr, dtype) * update
+            new_p = rounded(1.0 - lr * weight_decay, dtype) * new_p
             p.copy_(torch.where(step.skipped, p, new_p.to(p.dtype)))
             for old, new in zip(before, after, strict=True):
                 old.copy_(torch.where(step.skipped, old, new))

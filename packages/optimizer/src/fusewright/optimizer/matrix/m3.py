@@ -64,8 +64,7 @@ class M3(MatrixOptimizer):
         ns_steps, ns_coefficients, ns_dtype: of ``newton_schulz``; None computes in the working
             dtype.
         matrix, adam_betas, adam_eps, maximize, capturable, skip_nonfinite: as ``Muon`` has them. A
-            step that is skipped does not fire; its chunk's gradients wait for the next time. One
-            is skipped, too, whose gradients have a norm of 2^63 or more.
+            step that is skipped does not fire; its chunk's gradients wait for the next time.
 
     The state of a matrix is ``fast_momentum`` (M1), ``second_moment`` (V), ``slow_direction`` (O2)
     and ``slow_momentum``: a3 M2 and beta3 times the gradients since, which is M2 when it fires and
@@ -77,8 +76,6 @@ class M3(MatrixOptimizer):
             loaded state has another shape or device than its parameter.
     """
 
-    # Squares of larger gradients overflow in fp32: V would stay infinite.
-    norm_below = 2.0**63
     # The betas of a sum matter little: Newton-Schulz divides M1's and M2's out, and lr scales V's.
     ALGORITHM_1: ClassVar[Mapping[str, Any]] = MappingProxyType(
         dict(betas=(0.9, 0.999, 0.9), retain=(1.0, 1.0, 1.0), relative=False, eps=1e-8)

@@ -9,6 +9,7 @@ The device decides whether a step is taken and selects by it; the host waits for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,8 @@ from .._core.precision import without_autocast
 from ..common.checks import check_gradient, check_rate
 from ..common.contract import Contract, keep_rate_on_device, loss_of
 from ..common.placement import current, on
-from ..common.step import total_squares
+from ..common.reference import is_too_large
+from ..common.step import norm_bound, total_squares
 from ..common.tables import check_eager, same
 from ..norms.grad_norm import parts_of
 from .stack import Stack, check_parameter, check_state, factor_of
@@ -27,6 +29,8 @@ from .stack import Stack, check_parameter, check_state, factor_of
 Tensor = torch.Tensor
 # Elements of a stack at most: besides the state a step needs a few times their memory.
 STACKED = 1 << 26
+# The state that has squares of gradients.
+SQUARED = "exp_avg_sq", "second_moment"
 
 
 class StackedOptimizer(Contract):
@@ -37,8 +41,6 @@ class StackedOptimizer(Contract):
     """
 
     copied = "skip_nonfinite", "backend"
-    # Where nonfinite steps are skipped, a step whose gradients' norm is not below this is.
-    norm_below = torch.inf
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class StackedOptimizer(Contract):
         self._stacks: list[Stack] = []
         self._flat: list[Tensor] = []
         self._formats: list[tuple[torch.dtype, torch.device, torch.Size]] = []
+        self._norm_below = math.inf
 
     def _members(self) -> Iterator[tuple[int, int, Tensor]]:
         """The place of each parameter, the number of its group, and it."""
@@ -137,8 +140,7 @@ class StackedOptimizer(Contract):
             if scale is not None:
                 total = total / on(norm.device, scale).abs().reshape(())
             norm.copy_(total)
-            # False for NaN too.
-            nonfinite = ~(total < self.norm_below)
+            nonfinite = is_too_large(total, self._norm_below)
             skips = nonfinite if skips is None else skips | nonfinite
         if skips is None:
             skipped.zero_()
@@ -176,6 +178,12 @@ class StackedOptimizer(Contract):
                     for p, view in zip(params, views, strict=True):
                         self.state[p][name] = view
                 self._stacks.append(stack)
+        self._norm_below = norm_bound(
+            x.dtype
+            for stack in self._stacks
+            for name, x in stack.buffers.items()
+            if name in SQUARED
+        )
         self._leave_stacks(set(flat))
         self._flat, self._formats = flat, formats
         return self._stacks

@@ -73,9 +73,9 @@ class DeepNestedOptimizer(NestedState):
         global_step: how many steps were called, skipped ones too; a whole number on the host.
         grad_norm, skipped, skipped_steps: as AdamW has them.
 
-    A step whose loss or gradients are not finite, or that a ``torch.amp.GradScaler`` skips, updates
-    nothing and leaves all counts of steps but ``global_step`` as they were. Gradients stay as they
-    are.
+    A step whose loss or gradients are not finite, as ``AdamW`` has it with skip_nonfinite, or that
+    a ``torch.amp.GradScaler`` skips, updates nothing and leaves all counts of steps but
+    ``global_step`` as they were. Gradients stay as they are.
 
     In a CUDA graph: a step is captured as it is at its ``global_step``, so capture one for each
     pattern of things that happen, most simply with mode "explicit", and after the first steps of

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..common.placement import local, mesh_of
+from ..common.step import square_of
 
 Tensor = torch.Tensor
 
@@ -20,7 +21,7 @@ class ReferenceGradients:
 
     def squares(self) -> list:
         """Sums of squares in fp64, as ``total_squares`` takes them."""
-        return [(mesh_of(g), local(g).double().square().sum().view(1)) for g in self.gradients]
+        return [(mesh_of(g), square_of(local(g)).view(1)) for g in self.gradients]
 
     def norm_of(self, squares: Tensor) -> Tensor:
         return squares.sum().sqrt().float()

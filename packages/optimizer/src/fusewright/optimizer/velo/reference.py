@@ -8,8 +8,9 @@ sum x^2. Features of each element, each divided by its root mean square over the
     r_i, c_i, (r_i + 1e-8)^-1/2, (c_i + 1e-8)^-1/2, m_i R_i C_i
 
 with s = (v + 1e-6)^-1/2, and for tensors of fewer than two axes m_i r_i^-1/2 in place of m_i R_i
-C_i. Those of a tensor are 30 too, from its values before the step, means over the tensor, and
-n = max(mean x^2, 1e-9)^-1/2:
+C_i. Where the two longest axes are of one length, the earlier counts as the longest, but of the
+first two of four axes the later. Those of a tensor are 30 too, from its values before the step,
+means over the tensor, and n = max(mean x^2, 1e-9)^-1/2:
 
     tanh(10 (t / T - tau_k)), tau = .03, .1, .2, .4, .6, .8, .9, 1, 1.1     t steps of T were taken
     losses: where nine of ten means of L lie between their lowest and the next slower mean
@@ -27,8 +28,9 @@ Metz et al., VeLO, arXiv 2211.09760, and HyperV2 of google/learned_optimization,
 pretrained ones has the weight decay; Janson et al., PyLO, arXiv 2506.10315.
 """
 
-# Where PyLO differs this is the original: PyLO's decay is decoupled, of two longest axes of one
-# length it takes the earlier for the longer, and it raises for more than four axes.
+# Where PyLO differs this is the original: PyLO's decay is decoupled, and it raises for more than
+# four axes. Of axes of one length the original takes the later for the longer, on matrices [inputs,
+# outputs]: the earlier here, and in PyLO. Of the first two of four axes PyLO takes the later.
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ al., PyLO, arXiv 2506.10315.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,9 +65,9 @@ class VeLO(StatisticsOptimizer):
         weight_decay: that much of the parameter is added to its gradient, and of its sum of squares
             to the loss, as the original does; it advises 1e-6.
         max_grad_norm, backend: as ``AdamW`` has them.
-        skip_nonfinite: skip a step whose loss is not finite or whose gradients have no finite norm;
-            clipping implies it. Without it a loss that is not finite reaches all parameters, as in
-            the original.
+        skip_nonfinite: skip a step whose loss is not finite or whose gradients have no finite norm,
+            however large, since they are clipped to 1000; max_grad_norm implies it. Without it a
+            loss that is not finite reaches all parameters, as in the original.
 
     Attributes:
         grad_norm, skipped, skipped_steps: as ``AdamW`` has them.
@@ -208,6 +208,10 @@ class VeLO(StatisticsOptimizer):
     def _member(self, p: Tensor, g: Tensor, place: int, number: int, mesh: int) -> Member | None:
         # Without elements there are no means.
         return super()._member(p, g, place, number, mesh) if p.numel() else None
+
+    def _squared(self, member: Member) -> Sequence[torch.dtype]:
+        # They are clipped to 1000 before.
+        return ()
 
     def _check(self, gradients: list[Tensor | None]) -> None:
         super()._check(gradients)

@@ -95,10 +95,11 @@ class StatisticsBatch:
     ) -> None:
         self.ps, self.statistics, self.updates = ps, statistics, updates
         self.device, self.parameter, self.gradient = ps[0].device, ps[0].dtype, gradient
-        layouts = [Layout(p) for p in ps]
+        layouts = [Layout(p, velo=self.velo) for p in ps]
         self.layouts = layouts
         columns = [
-            [p, x.momenta, x.square, x.row, x.column] for p, x in zip(ps, statistics, strict=True)
+            [p, x.momenta, x.square, *((x.column, x.row) if its.exchanged else (x.row, x.column))]
+            for p, x, its in zip(ps, statistics, layouts, strict=True)
         ]
         lines = [addresses_of(line) for line in zip(*columns, strict=True)]
         self.all_aligned = aligned(lines[0])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..tables import Blocks, upload
-from .reference import factored_axes, memory_order
+from .reference import exchanges_axes, factored_axes, memory_order
 
 Tensor = torch.Tensor
 # The kernels index the elements of one row of [A, X, B, Y, C] with 32 bits.
@@ -20,13 +20,15 @@ class Layout:
     """A tensor as ``[A, X, B, Y, C]`` in memory, X and Y its two longest axes.
 
     Attributes:
+        exchanged: whether rows are the statistics' columns, and columns their rows.
         row_over_y: whether rows are means over Y and columns over X, or rows over X and columns
             over Y.
         row_means: how many means of rows there are for each decay.
     """
 
-    def __init__(self, p: Tensor) -> None:
+    def __init__(self, p: Tensor, *, velo: bool = False) -> None:
         self.length, self.factored, self.row_over_y = p.numel(), p.ndim > 1, True
+        self.exchanged = exchanges_axes(p.shape, velo=velo)
         self.a, self.x, self.b, self.y, self.c = 1, 1, 1, self.length, 1
         axes = factored_axes(p.shape)
         if axes is not None:
@@ -38,7 +40,7 @@ class Layout:
                 for some in (sizes[:first], sizes[first + 1 : last], sizes[last + 1 :])
             )
             self.x, self.y = sizes[first], sizes[last]
-            self.row_over_y = order[last] == axes[1]
+            self.row_over_y = order[last] == axes[not self.exchanged]
         self.yc, self.byc = self.y * self.c, self.b * self.y * self.c
         self.row_means = self.a * self.b * self.c if self.factored else 0
 

@@ -4,6 +4,7 @@ state, the results of a step, and plans that hold until parameters or gradients 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,9 @@ class StatisticsOptimizer(PlannedOptimizer):
     def _member(self, p: Tensor, g: Tensor, place: int, number: int, mesh: int) -> Member | None:
         sign = -1.0 if self.param_groups[number].get("maximize") else 1.0
         return Member(place, p.detach(), self._statistics_of(p), number, sign, g.dtype)
+
+    def _squared(self, member: Member) -> Sequence[torch.dtype]:
+        return (member.statistics.square.dtype,)
 
     def _obstacle(self, member: Member) -> str | None:
         return tensor_obstacle(member.p)

@@ -76,10 +76,22 @@ def factored_axes(shape: Sequence[int]) -> tuple[int, int] | None:
     """The second longest axis and the longest, the later of equals the longer; None of fewer than
     two.
     """
+    # Not NumPy's argsort, which PyLO asks: its order of equals depends on the CPU.
     if len(shape) < 2:
         return None
     ordered = sorted(range(len(shape)), key=lambda axis: shape[axis])
     return ordered[-2], ordered[-1]
+
+
+def exchanges_axes(shape: Sequence[int], *, velo: bool) -> bool:
+    """Whether features take the row for the column, and the column for the row: those of VeLO where
+    the two longest axes are of one length, but for the first two of four. Its public weights were
+    trained on matrices [inputs, outputs], which are [outputs, inputs] here.
+    """
+    axes = factored_axes(shape)
+    if not velo or axes is None or shape[axes[0]] != shape[axes[1]]:
+        return False
+    return (len(shape), *axes) != (4, 0, 1)
 
 
 def new_statistics(p: Tensor) -> Statistics:
@@ -150,16 +162,19 @@ def mixed(kept: Tensor, new: Tensor, decays: Tensor) -> Tensor:
 
 
 def factors(
-    shape: Sequence[int], statistics: Statistics, eps: float
+    shape: Sequence[int], statistics: Statistics, *, velo: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """r_i and c_i, expandable to the shape, and the factors of g and m_i: R_i C_i; of fewer than
-    two axes (r_i + 1e-9)^-1/2 for g and (r_i + eps)^-1/2 for m_i.
+    two axes (r_i + 1e-9)^-1/2 for g and (r_i + eps)^-1/2 for m_i, eps 0 for VeLO.
     """
     row, column = statistics.row, statistics.column
     axes = factored_axes(shape)
     if axes is None:
-        return row, row, (row + 1e-9).clamp(min=1e-9).rsqrt(), (row + eps).rsqrt()
+        of_momenta = (row + (0.0 if velo else 1e-6)).rsqrt()
+        return row, row, (row + 1e-9).clamp(min=1e-9).rsqrt(), of_momenta
     second, longest = (1 + axis for axis in axes)
+    if exchanges_axes(shape, velo=velo):
+        row, column, second, longest = column, row, longest, second
     row, column = row.unsqueeze(longest), column.unsqueeze(second)
     mean = row.mean(second, keepdim=True)
     row_factor = (row / (mean + 1e-9)).clamp(min=1e-9).rsqrt()
@@ -175,7 +190,7 @@ def element_features(p: Tensor, g: Tensor, statistics: Statistics, *, velo: bool
     p, g = p.to(dtype), g.to(dtype)
     m, v = statistics.momenta, statistics.square
     s = (v + 1e-6).rsqrt()
-    row, column, of_gradient, of_momenta = factors(p.shape, statistics, 0.0 if velo else 1e-6)
+    row, column, of_gradient, of_momenta = factors(p.shape, statistics, velo=velo)
     clipped, scaled = ([g.clamp(-0.1, 0.1)], [g * s]) if velo else ([], [])
     features = [
         *(g, *clipped, p, *m, v, *(m * s), s, *(g * of_gradient), *scaled),

@@ -80,7 +80,7 @@ def formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW's reference takes its own formula on a CPU too, as on a GPU."""
     from fusewright.optimizer.adamw import reference
 
-    monkeypatch.setattr(reference, "is_torchs", lambda device: False)
+    monkeypatch.setattr(reference, "takes_fused", lambda device: False)
 
 
 @pytest.fixture

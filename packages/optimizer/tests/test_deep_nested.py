@@ -116,7 +116,7 @@ class NoNumberRead(TorchDispatchMode):
 
 @pytest.mark.parametrize("update", ["adamw", "continuum"])
 @pytest.mark.parametrize("meta", ["hypergradient", "proxy"])
-def test_no_step_reads_a_number(update, meta, formula):
+def test_no_step_reads_a_number(update, meta):
     some = model()
     optimizer = optimizer_of(
         some, update=update, meta=meta, mode="simple", meta_update_freq=2, frequencies=(1, 3)

@@ -83,7 +83,7 @@ def test_reference_on_a_cpu_is_the_formula(training, request, dtype, options, ke
 
 
 def test_steps_on_a_cpu_are_few_calls_of_torch_for_any_number_of_tensors():
-    """Two, by one call for all tensors that are updated alike."""
+    """By one for all tensors that are updated alike."""
     counts = []
     for tensors in (4, 40):
         ps = [torch.nn.Parameter(torch.ones(3)) for _ in range(tensors)]
@@ -92,10 +92,24 @@ def test_steps_on_a_cpu_are_few_calls_of_torch_for_any_number_of_tensors():
         for p in ps:
             p.grad = torch.ones_like(p)
         optimizer.step()
-        with CountsCalls() as calls:
+        with Calls() as calls:
             optimizer.step()
-        counts.append(calls.count)
+        counts.append(len(calls.names))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=spelled)
+@pytest.mark.parametrize("options", [*OPTIONS, {"capturable": True}, {"max_grad_norm": 0.5}])
+def test_reference_asks_for_no_value(training, options, kept):
+    """On a CPU too, where tests of whole trainings look for it."""
+    ps = training.parameters(torch.bfloat16)
+    optimizer = AdamW(ps, backend="reference", **options, **kept)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    training.give_gradients(ps, 0)
+    with Calls() as calls:
+        optimizer.step()
+    assert calls.names
+    assert not any("_local_scalar_dense" in name for name in calls.names)
 
 
 @pytest.mark.parametrize("length", [3, 5000])
@@ -111,13 +125,15 @@ def test_amsgrad_keeps_nan(backend, device, length):
     assert strange == state["max_exp_avg_sq"].isnan().nonzero().flatten().tolist() == [1, 2]
 
 
-class CountsCalls(TorchDispatchMode):
-    """Calls of torch's operations."""
+class Calls(TorchDispatchMode):
+    """Names of torch's operations that were called."""
 
-    count = 0
+    def __init__(self):
+        super().__init__()
+        self.names = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.count += 1
+        self.names.append(operator.name())
         return operator(*args, **kwargs or {})
 
 

@@ -1,5 +1,5 @@
-"""AdamW in plain torch, without a host synchronisation: the formula, one parameter after the other;
-on a CPU torch's own AdamW, which computes the same in place.
+"""AdamW in plain torch, without a host synchronisation: the formula, one parameter after the other,
+or on a CPU torch's own fused step, which computes the same in place.
 
 With g the gradient, unscaled, clipped and of the right sign, t the count of steps taken:
 
@@ -36,13 +36,11 @@ class ReferencePart(Part):
 
     def __init__(self, members: Sequence[Member], rules: Rules, device: torch.device) -> None:
         super().__init__(members, rules, device)
-        # By group, sign and what torch takes in one call: their places, and whether it takes them
-        # as they are.
-        self.batches: dict[tuple, tuple[list[int], bool]] = {}
+        # The places of members that one call may update.
+        self.batches: dict[tuple, list[int]] = {}
         for place, member in enumerate(self.members):
-            key = (member.group, member.sign, member.key, is_dense(member.p))
-            places, _ = self.batches.setdefault(key, ([], in_place(member, rules)))
-            places.append(place)
+            key = member.group, member.sign, member.key, is_dense(member.p)
+            self.batches.setdefault(key, []).append(place)
 
     def point(self, gradients: list[Tensor], groups: list[dict]) -> None:
         """Take a step's gradients, in the members' order, and the groups' numbers."""
@@ -53,65 +51,54 @@ class ReferencePart(Part):
 
     def move(self, step: Step) -> None:
         """Take the step, unless it is skipped."""
-        factor = decide(step, self.rules.max_grad_norm, self.device)
-        if is_torchs(self.device):
-            if not step.skipped:
-                self.move_by_torch(None if factor == 1.0 else factor)
-            return
-        for number, (member, g) in enumerate(zip(self.members, self.gradients, strict=True)):
-            numbers = self.numbers[5 * member.group : 5 * member.group + 5]
-            move(member, g, numbers, factor, step.skipped, self.rules, number)
-
-    def move_by_torch(self, factor: Tensor | None) -> None:
-        """Take the step by torch's AdamW, on gradients times the factor; None where that is 1."""
-        for (group, *_), (places, as_they_are) in self.batches.items():
-            numbers = [
-                x.item() if isinstance(x, Tensor) else x
-                for x in self.numbers[5 * group : 5 * group + 5]
-            ]
-            members, gradients = zip(
-                *((self.members[place], self.gradients[place]) for place in places), strict=True
-            )
-            if as_they_are and factor is None:
-                wide = [(x.p, *x.buffers[:3]) for x in members]
-                move_in_place(members, wide, gradients, numbers, self.rules)
+        rules = self.rules
+        factor = decide(step, rules.max_grad_norm, self.device)
+        scales = step.grad_scale is not None or rules.max_grad_norm is not None
+        skips = step.squares is not None or step.found_inf is not None
+        found_inf = step.skipped.float() if skips else None
+        for (group, *_), places in self.batches.items():
+            members = [self.members[place] for place in places]
+            gradients = [self.gradients[place] for place in places]
+            numbers = self.numbers[5 * group : 5 * group + 5]
+            by_torch = is_fused(members[0])
+            if by_torch and not scales and is_stored_as_computed(members[0], rules):
+                stored = [(x.p, *x.buffers[:3]) for x in members]
+                move_fused(members, stored, gradients, numbers, found_inf, rules)
                 continue
             # One after the other: together they would take the memory of a whole model again.
             for place, member, gradient in zip(places, members, gradients, strict=True):
+                if not by_torch:
+                    move(member, gradient, numbers, factor, step.skipped, rules, place)
+                    continue
                 its = widened(member)
                 g = gradient.to(its[0].dtype)
-                g = g if factor is None else g * factor.to(g.dtype)
-                move_in_place([member], [its], [g], numbers, self.rules)
-                keep(member, its, member.step.double(), None, self.rules, place)
+                g = g * factor.to(g.dtype) if scales else g
+                move_fused([member], [its], [g], numbers, found_inf, rules)
+                keep(member, its, member.step.double(), step.skipped, rules, place)
 
 
 Wide = tuple[Tensor, Tensor, Tensor, Tensor | None]
-
-
-def is_torchs(device: torch.device) -> bool:
-    """Whether torch's own AdamW takes the steps on a device: where the host reads whether a step is
-    skipped, and its numbers, without waiting for it.
-    """
-    return device.type == "cpu"
-
-
-def in_place(member: Member, rules: Rules) -> bool:
-    """Whether torch's AdamW updates a parameter and its state as they are: it computes bf16 in fp32
-    where it is fused, and rounds to the nearest.
-    """
-    key, wide = member.key, wide_dtype(member.p)
-    if len({key.parameter, key.gradient, key.state}) > 1 or key.remainder:
-        return False
-    return key.parameter == wide or (
-        key.parameter == torch.bfloat16 and rules.rounding == "nearest" and is_fused(member)
-    )
 
 
 def is_fused(member: Member) -> bool:
     """Whether torch's fused AdamW serves a member: it reads memory in its order, gaps included, and
     loses some NaN of amsgrad's.
     """
-    return is_dense(member.p) and not member.key.amsgrad
+    return takes_fused(member.p.device) and is_dense(member.p) and not member.key.amsgrad
+
+
+def takes_fused(device: torch.device) -> bool:
+    """Whether the reference takes torch's fused AdamW on a device."""
+    return device.type == "cpu"
+
+
+def is_stored_as_computed(member: Member, rules: Rules) -> bool:
+    """Whether torch's fused AdamW rounds as the rules say: it computes bf16 in fp32, and rounds to
+    the nearest.
+    """
+    key, rounds = member.key, rules.rounding == "nearest"
+    same_dtypes = key.parameter == key.gradient == key.state and not key.remainder
+    return same_dtypes and (rounds or key.parameter == wide_dtype(member.p))
 
 
 def widened(member: Member) -> Wide:
@@ -128,36 +115,39 @@ def widened(member: Member) -> Wide:
     return p, exp_avg.to(dtype), exp_avg_sq.to(dtype), None if most is None else most.to(dtype)
 
 
-def move_in_place(
+def move_fused(
     members: Sequence[Member],
     wide: Sequence[tuple],
     gradients: Sequence[Tensor],
-    numbers: Sequence[float],
+    numbers: Sequence[float | Tensor],
+    found_inf: Tensor | None,
     rules: Rules,
 ) -> None:
-    """One step of torch's AdamW of some members of one group and kind, and of their counts of
-    steps.
+    """One step of torch's fused AdamW of members of one batch, unless found_inf is 1: of their
+    counts of steps and, in place, of p, exp_avg, exp_avg_sq and None of each.
     """
-    lr, beta1, beta2, eps, weight_decay = numbers
-    first = members[0]
-    ps, exp_avgs, exp_avg_sqs, most = map(list, zip(*wide, strict=True))
+    lr, *others = numbers
+    # These only as numbers, which are on the host.
+    beta1, beta2, eps, weight_decay = (x.item() if isinstance(x, Tensor) else x for x in others)
+    ps, exp_avgs, exp_avg_sqs, _ = map(list, zip(*wide, strict=True))
     adam(
         ps,
         list(gradients),
         exp_avgs,
         exp_avg_sqs,
-        most if first.key.amsgrad else [],
+        [],
         [member.step for member in members],
         foreach=False,
-        fused=is_fused(first),
+        fused=True,
+        found_inf=found_inf,
         decoupled_weight_decay=rules.decoupled,
-        amsgrad=first.key.amsgrad,
+        amsgrad=False,
         beta1=beta1,
         beta2=beta2,
         lr=lr,
         weight_decay=weight_decay,
         eps=eps,
-        maximize=first.sign < 0.0,
+        maximize=members[0].sign < 0.0,
     )
 
 
@@ -188,9 +178,7 @@ def move(
     member.step.add_(~skipped)
 
 
-def keep(
-    member: Member, wide: Wide, t: Tensor, skipped: Tensor | None, rules: Rules, number: int
-) -> None:
+def keep(member: Member, wide: Wide, t: Tensor, skipped: Tensor, rules: Rules, number: int) -> None:
     """Store what a step computed of a member, of ``widened``'s form, rounded as the rules say,
     unless it is skipped: t is the count of steps with this one.
     """
@@ -203,8 +191,7 @@ def keep(
         if rules.rounding == "stochastic" and buffer.dtype == torch.bfloat16:
             bits = random_bits(rules.seed, t, number, x.shape, x.device) >> shift
             x = stochastically_rounded(x, bits)
-        x = x.to(buffer.dtype)
-        buffer.copy_(x if skipped is None else torch.where(skipped, buffer, x))
+        buffer.copy_(torch.where(skipped, buffer, x.to(buffer.dtype)))
 
     store(exp_avg, m, SHIFTS[1])
     store(exp_avg_sq, v, SHIFTS[2])

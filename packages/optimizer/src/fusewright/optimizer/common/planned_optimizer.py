@@ -37,14 +37,14 @@ class PlannedOptimizer(Contract):
         self.backend = backend
         self._forget_plans()
 
+    def _squared(self, member: Any) -> Sequence[torch.dtype]:
+        """The dtypes in which a step stores squares of this member's gradients."""
+        raise NotImplementedError
+
     def _member(self, p: Tensor, g: Tensor, place: int, number: int, mesh: int) -> Any:
         """A parameter with a gradient as a step takes it, of this group and of one of the meshes;
         None where it takes no part.
         """
-        raise NotImplementedError
-
-    def _squared(self, member: Any) -> Sequence[torch.dtype]:
-        """The dtypes in which a step stores squares of this member's gradients."""
         raise NotImplementedError
 
     def _obstacle(self, member: Any) -> str | None:
@@ -103,14 +103,14 @@ class PlannedOptimizer(Contract):
         for member in self._members(gradients):
             with_kernels = self._uses_triton(member)
             members.setdefault((member.p.device, with_kernels), []).append(member)
-        squared = map(self._squared, itertools.chain.from_iterable(members.values()))
-        self._norm_below = norm_bound(itertools.chain.from_iterable(squared))
         self._parts = []
         for (device, with_kernels), some in members.items():
             with current(device):
                 part = self._part(some, device, with_kernels)
             places, all_places = [member.place for member in part.members], range(len(flat))
             self._parts.append((part, all_places if places == [*all_places] else places))
+        moved = itertools.chain.from_iterable(part.members for part, _ in self._parts)
+        self._norm_below = norm_bound(itertools.chain.from_iterable(map(self._squared, moved)))
         # With the states that were allocated just now.
         self._state, self._planned = self._all_state(), planned
         return gradients

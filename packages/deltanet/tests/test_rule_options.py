@@ -164,6 +164,71 @@ def test_fla_says_why_it_cannot_serve(monkeypatch):
         rule(backend="fla")
 
 
+class WithinSequences(torch.autograd.Function):
+    """fla's rule as it treats memory: what lies outside of all sequences is allocated, and neither
+    read nor written.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, start, cu_seqlens, scale):
+        ctx.save_for_backward(q, k, v, g, beta, start, cu_seqlens)
+        ctx.scale = scale
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta, start)]
+            o, end = reference.gated_delta_rule(*leaves, cu_seqlens, scale=scale)
+        ctx.graph = leaves, o, end
+        return WithinSequences.unset(o.detach(), cu_seqlens), end.detach()
+
+    @staticmethod
+    def backward(ctx, do, dend):
+        leaves, o, end = ctx.graph
+        grads = torch.autograd.grad((o, end), leaves, (do, dend), materialize_grads=True)
+        *of_tokens, dstart = grads
+        cu_seqlens = ctx.saved_tensors[-1]
+        of_tokens = [WithinSequences.unset(x, cu_seqlens) for x in of_tokens]
+        return *of_tokens, dstart, None, None
+
+    @staticmethod
+    def unset(x, cu_seqlens):
+        x = x.clone()
+        x[:, : cu_seqlens[0]] = math.nan
+        x[:, cu_seqlens[-1] :] = math.nan
+        return x
+
+
+@pytest.mark.parametrize("bounds", [(2, 5, 9), (0, 4, 9), (2, 2, 11), (0, 4, 11), (3, 3, 3)])
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-learn", "v-alone-learns"])
+def test_tokens_of_no_sequence_are_zero_by_fla_too(monkeypatch, bounds, frozen):
+    def rule_of_fla(q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens):
+        assert output_final_state
+        assert cu_seqlens.dtype == torch.int64
+        return WithinSequences.apply(q, k, v, g, beta, initial_state, cu_seqlens, scale)
+
+    module = types.SimpleNamespace(chunk_gated_delta_rule=rule_of_fla)
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
+    monkeypatch.setattr(operation, "fla_obstacle", lambda q, differentiates: None)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    tensors = [torch.randn(1, 11, 2, 4), torch.randn(1, 11, 2, 4), torch.randn(1, 11, 4, 3)]
+    tensors += [-torch.rand(1, 11, 4), torch.rand(1, 11, 4), torch.randn(2, 4, 4, 3)]
+
+    def everything(backend):
+        leaves = [x.clone().requires_grad_(not frozen or x is tensors[2]) for x in tensors]
+        *of_tokens, start = leaves
+        options = dict(initial_state=start, output_final_state=True, cu_seqlens=cu_seqlens)
+        o, end = gated_delta_rule(*of_tokens, **options, backend=backend)
+        loss = (o * torch.arange(o.numel()).view(o.shape).sin()).sum() + end.sum()
+        learning = [x for x in leaves if x.requires_grad]
+        return o, end, *torch.autograd.grad(loss, learning, materialize_grads=True)
+
+    for found, expected in zip(everything("fla"), everything("reference"), strict=True):
+        assert torch.equal(found, expected)
+    with torch.no_grad():
+        found = gated_delta_rule(
+            *tensors[:5], initial_state=tensors[5], cu_seqlens=cu_seqlens, backend="fla"
+        )
+    assert found.o.isfinite().all()
+
+
 class OnAGPU:
     """The attributes of a tensor that the choice of a backend reads."""
 

@@ -37,6 +37,18 @@ def drawn(shape, keys, device, dtype=torch.int32):
     return torch.rand(*shape[:-1], keys, device=device).argsort(-1)[..., : shape[-1]].to(dtype)
 
 
+def named_several_times(leading, slots, keys, device):
+    """Selections of which every third row names each key once, the others keys as they fall, some
+    up to ``slots`` times; a few slots hold none.
+    """
+    once = drawn((*leading, min(slots, keys)), keys, device)
+    once = torch.nn.functional.pad(once, (0, slots - once.shape[-1]), value=-1)
+    indices = torch.randint(-1, keys + 1, (*leading, slots), device=device, dtype=torch.int32)
+    rows = torch.arange(leading[-1], device=device)
+    indices[..., rows % 7 == 4, :] = 3 % keys
+    return torch.where((rows % 3 == 0)[:, None], once, indices)
+
+
 @dataclass(frozen=True)
 class GsaOp(Operation):
     """One public function of differentiable tensors; options beside it are the same everywhere."""

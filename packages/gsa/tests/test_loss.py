@@ -76,6 +76,44 @@ def test_selected_keys_alone_count(loss, device):
     Yardstick(of("reference"), tensors).check(of("triton"))
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+def test_key_counts_as_often_as_it_is_selected(loss, causal, backend, device):
+    """In the target, as in the attention whose lse it has, and in the indexer's softmax: the loss
+    is a sum over slots.
+    """
+    indices = torch.randint(-1, 21, (1, 20, 12), device=device)
+    indices[0, ::3] = F.pad(selection(20, 5, device), (0, 7), value=-1)[0, ::3]
+    indices[0, 7] = 2
+    count = torch.randint(1, 13, (1, 20), device=device)
+    q, k, lse = attention_over(indices, 20, device)
+    counts = (indices >= 0) & (indices < 20) & (torch.arange(12, device=device) < count[..., None])
+    if causal:
+        counts &= indices <= torch.arange(20, device=device)[:, None]
+    named = indices.clamp(0, 19).long()
+
+    def of_slots(*tensors):
+        *operands, temperature = tensors
+        keys = k.repeat_interleave(2, 2).to(temperature)
+        s = torch.einsum("bthd,bshd->bhts", q.to(temperature), keys) * 0.3
+        target = (s - lse.to(temperature)[..., None]).exp().sum(1).gather(-1, named)
+        target = torch.where(counts, target, 0.0)
+        mass = target.sum(-1, keepdim=True)
+        target = target / torch.where(mass > 0, mass, 1.0)
+        scores = gated_indexer(*operands, scale=0.3, causal=False, backend="reference")
+        scores = temperature * scores.gather(-1, named)
+        some = counts.any(-1, keepdim=True)
+        log_r = scores.masked_fill(some & ~counts, -math.inf).log_softmax(-1)
+        log_r = torch.where(counts, log_r, 0.0)
+        log_target = torch.where(target > 0, target, 1.0).log()
+        return (target * (log_target - log_r)).sum() / 20
+
+    def ours(*tensors):
+        attention = (q.to(tensors[0].dtype), k.to(tensors[0].dtype), lse, indices, count)
+        return loss.public(*tensors, attention=attention, causal=causal, backend=backend)
+
+    Yardstick(of_slots, loss.draw((1, 20, 20, 2, 8), F32, device)).check(ours)
+
+
 def test_loss_is_that_of_torch(loss, backend, device):
     slots = torch.arange(9, device=device)
     dense = torch.where(slots <= slots[:, None], slots, -1)[None]

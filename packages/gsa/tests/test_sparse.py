@@ -13,7 +13,7 @@ from fusewright.gsa import sparse_attention, sparse_attention_with_lse
 from fusewright.gsa.sparse.launch_inverse import inverse_of
 from fusewright_testkit import Yardstick
 
-from .operations import drawn
+from .operations import drawn, named_several_times
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -96,12 +96,14 @@ def test_queries_without_keys_are_zero(sparse, backend, path, device):
 
 
 @each_path
-def test_infinite_scores_do_what_is_written(sparse, path, backend, device):
+@pytest.mark.parametrize("times", [1, 2])
+def test_infinite_scores_do_what_is_written(sparse, path, times, backend, device):
     """-inf weighs nothing, nothing else is no key; inf and NaN make their query NaN, none other."""
     q = torch.full((1, 5, 1, 8), 1e20, device=device)
     k, v = (torch.rand(1, 6, 1, 8, device=device) / 1e20 for _ in "kv")
     k[0, 1:3], k[0, 3], q[0, 4] = -1e20, 1e20, math.nan
     indices = torch.tensor([[[0, 1], [1, 2], [0, 3], [0, 5], [0, 5]]], device=device)
+    indices = indices.repeat(1, 1, times)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o, lse = sparse.public(*leaves, indices, None, path=path, backend=backend)
     assert torch.equal(o[0, 0], v[0, 0])
@@ -147,10 +149,43 @@ def test_order_of_the_slots_does_not_matter(sparse, backend, device):
     )
 
 
-def test_key_that_is_named_twice_counts_twice(sparse, device):
-    tensors = sparse.draw((1, 4, 6, 2, 8), F32, device)
-    indices = torch.tensor([[[1, 4, 1, 5]] * 4], device=device)
-    sparse.check(tensors, indices=indices, count=None)
+@pytest.mark.sampled
+@each_path
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per-head"])
+@pytest.mark.parametrize("counted", [False, True], ids=["all-slots", "counted"])
+@pytest.mark.parametrize(("queries", "keys", "key_heads"), [(20, 9, 2), (40, 70, 1), (3, 1, 4)])
+def test_key_counts_as_often_as_it_is_named(
+    sparse, queries, keys, key_heads, per_head, counted, path, device
+):
+    op = dataclasses.replace(sparse, key_heads=key_heads)
+    tensors = op.draw((2, queries, keys, 4, 8), F32, device)
+    leading = (2, 4, queries) if per_head else (2, queries)
+    indices = named_several_times(leading, 12, keys, device)
+    count = torch.randint(0, 13, leading, device=device) if counted else None
+    op.check(tensors, indices=indices, count=count, path=path)
+
+
+@each_path
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_key_counts_as_often_as_it_is_named_in_low_precision(sparse, dtype, path, device):
+    tensors = sparse.draw((1, 20, 9, 4, 8), dtype, device)
+    sparse.check(tensors, indices=named_several_times((1, 20), 12, 9, device), path=path)
+
+
+@each_way
+def test_key_that_is_named_twice_is_two_keys(sparse, backend, path, device):
+    """As if each slot had a copy of the keys and values of its own."""
+    tensors = sparse.draw((1, 20, 9, 2, 8), F32, device)
+    indices = named_several_times((1, 20), 6, 9, device)
+    holds = (indices >= 0) & (indices < 9)
+    apart = torch.where(holds, indices + 9 * torch.arange(6, device=device), -1)
+
+    def of_copies(q, k, v):
+        return sparse.reference(q, torch.cat([k] * 6, 1), torch.cat([v] * 6, 1), apart, None)
+
+    Yardstick(of_copies, tensors).check(
+        lambda *tensors: sparse.public(*tensors, indices, None, backend=backend, path=path)
+    )
 
 
 def test_many_queries_of_one_key_are_added_in_parts(sparse, device):

@@ -9,15 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusewright.gsa import available_backends, sparse_attention
+from fusewright.gsa._core.backends import DeviceProperties
 from fusewright.gsa._core.launches import layouts
+from fusewright.gsa.common import launches
 from fusewright.gsa.sparse import launch, launch_backward, launch_unions
-from fusewright.gsa.sparse.launch_paths import goes_by_tiles
+from fusewright.gsa.sparse.launch_paths import ways
 from fusewright.gsa.sparse.launch_problem import SparseProblem, UnionConfig, sparse_problem
 from fusewright.gsa.sparse.launch_unions import plan_members, plan_tiles
 from fusewright_testkit import Yardstick, assert_within
 from fusewright_testkit.conformance import everything, same_bits
 
-from .operations import drawn
+from .operations import drawn, named_several_times
 
 F32, BF16 = torch.float32, torch.bfloat16
 TILES = dict(path="tiles")
@@ -48,9 +50,12 @@ def test_bits_of_a_tile_may_take_several_words(sparse, tiles_of, device):
     op.check(tensors, indices=drawn((1, 70, 5), 70, device), count=None, **TILES)
 
 
-def test_stretches_of_queries_give_the_gradients_of_the_whole(sparse, monkeypatch, device):
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+def test_stretches_of_queries_give_the_gradients_of_the_whole(sparse, monkeypatch, again, device):
     tensors = sparse.draw((2, 20, 18, 2, 8), F32, device)
     indices = drawn((2, 20, 5), 18, device)
+    if again:
+        indices = named_several_times((2, 20), 5, 18, device)
     kernels = partial(sparse.kernels, indices=indices, count=None, **TILES)
     yardstick = Yardstick(partial(sparse.reference, indices=indices, count=None), tensors)
     whole = yardstick.run(kernels)
@@ -60,17 +65,6 @@ def test_stretches_of_queries_give_the_gradients_of_the_whole(sparse, monkeypatc
     yardstick.check(kernels)
     # o, lse and dq are no sums over queries.
     assert all(map(torch.equal, yardstick.run(kernels)[:3], whole[:3]))
-
-
-def test_key_that_is_named_twice_counts_once(sparse, device):
-    tensors = sparse.draw((1, 20, 9, 2, 8), F32, device)
-    indices = drawn((1, 20, 4), 9, device)
-    twice = torch.cat([indices, indices[..., :2]], -1)
-
-    def once(*tensors):
-        return sparse.reference(*tensors, indices, None)
-
-    Yardstick(once, tensors).check(partial(sparse.kernels, indices=twice, **TILES))
 
 
 def dense(q, k, v):
@@ -99,24 +93,32 @@ def test_dense_below_is_causal_attention_to_all_keys(sparse, shape, backend, dev
         yardstick.check(lambda *tensors: below(keys)(*tensors)[0])
 
 
-def test_same_inputs_same_bits(sparse, device):
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+def test_same_inputs_same_bits(sparse, again, device):
     leaves = [x.requires_grad_() for x in sparse.draw((1, 18, 20, 4, 8), BF16, device)]
-    one, other = (everything(partial(sparse.kernels, **TILES), leaves) for _ in range(2))
+    options = dict(TILES)
+    if again:
+        options |= dict(indices=named_several_times((1, 18), 12, 20, device))
+    one, other = (everything(partial(sparse.kernels, **options), leaves) for _ in range(2))
     assert same_bits(one, other)
 
 
 @needs_kernels
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
 @pytest.mark.parametrize("order", [("queries", "tiles"), ("tiles", "queries")])
-def test_each_pass_may_take_its_own_path(sparse, order, device):
+def test_each_pass_may_take_its_own_path(sparse, order, again, device):
     tensors = sparse.draw((1, 6, 20, 4, 8), F32, device)
-    indices, count = (x.unsqueeze(1) for x in sparse.selection(*tensors[:2]))
-    operands = (*tensors, indices, count)
+    indices, count = sparse.selection(*tensors[:2])
+    if again:
+        indices = named_several_times((1, 6), indices.shape[-1], 20, device)
+    operands = (*tensors, indices.unsqueeze(1), count.unsqueeze(1))
     forward, backward = order
     do = torch.randn_like(tensors[0])
     o, lse, softmax, _ = launch.sparse_forward(*operands, 0.3, forward)
     gradients = (do, None, *operands, o, softmax, 0.3, backward)
     found = (o, lse, *launch_backward.sparse_backward(*gradients))
-    yardstick = Yardstick(sparse.reference, tensors, [do, None])
+    of_selection = partial(sparse.reference, indices=indices, count=count)
+    yardstick = Yardstick(of_selection, tensors, [do, None])
     for one, truth, allowed in zip(found, yardstick.truth, yardstick.allowed, strict=True):
         assert_within(one, truth, allowed)
 
@@ -174,24 +176,47 @@ def test_lists_are_the_unions_of_selections(tile, queries, keys, device):
 
 def problem_of(queries, keys, slots, heads, key_heads, dtype=BF16):
     sizes = (1, queries, keys, heads, key_heads, 64, 1, slots)
-    return SparseProblem(*sizes, dtype, torch.device("cuda"), (), (), (), "ieee")
+    return SparseProblem(*sizes, dtype, torch.device("cpu"), (), (), (), "ieee")
 
 
-def test_rule_follows_the_sizes():
-    line = UnionConfig(64, 2, rows=128, columns=64, num_warps=4, num_stages=3)
+@pytest.fixture
+def capability(monkeypatch):
+    """Sets the compute capability that the rule sees."""
 
-    def tiles(of, *sizes, path="auto"):
-        return goes_by_tiles(problem_of(*sizes), of, path, line)
+    def change(number):
+        gpu = DeviceProperties(multiprocessors=132, shared_bytes=227 << 10, capability=number)
+        monkeypatch.setattr(launches, "device_properties", lambda device: gpu)
 
-    assert tiles("forward", 16384, 16384, 1024, 16, 16)
-    assert not tiles("forward", 131072, 131072, 64, 16, 1)
-    assert not tiles("forward", 1, 16384, 1024, 16, 16)
-    assert tiles("dkdv", 32768, 32768, 512, 16, 2)
-    assert tiles("forward", 1, 16384, 1024, 16, 16, path="tiles")
-    assert not tiles("dq", 16384, 16384, 1024, 16, 16, path="queries")
+    return change
+
+
+def test_rule_follows_the_sizes(capability):
+    capability(90)
+
+    def found(*sizes, path="auto"):
+        return ways(problem_of(*sizes), path)
+
+    # What the benchmark times: sixteen heads that share no keys, four that do, and eight.
+    assert found(4096, 4096, 256, 16, 16) == (True, True)
+    assert found(4096, 4096, 512, 16, 4) == (True, True)
+    assert found(16384, 16384, 1024, 16, 16) == (True, True)
+    assert found(16384, 16384, 1024, 16, 2) == (False, True)
+    assert found(131072, 131072, 64, 16, 1) == (False, False)
+    assert found(1, 16384, 1024, 16, 16) == (False, False)
+    assert found(1, 16384, 1024, 16, 16, path="tiles") == (True, True)
+    assert found(16384, 16384, 1024, 16, 16, path="queries") == (False, False)
     # Without a key or a slot there is nothing to list.
-    assert not tiles("forward", 4, 0, 4, 2, 2, path="tiles")
-    assert not tiles("forward", 4, 4, 0, 2, 2, path="tiles")
+    assert found(4, 0, 4, 2, 2, path="tiles") == (False, False)
+    assert found(4, 4, 0, 2, 2, path="tiles") == (False, False)
+
+
+def test_rule_follows_the_capability(capability):
+    """No GPU goes by the rates of another: where products are slower, gathering pays sooner."""
+    sizes = (16384, 16384, 320, 16, 16)
+    for number, expected in ((90, (True, True)), (80, (False, True)), (89, (False, True))):
+        capability(number)
+        assert ways(problem_of(*sizes), "auto") == expected
+        assert ways(problem_of(*sizes), "tiles") == (True, True)
 
 
 BAD_SELECTIONS = [

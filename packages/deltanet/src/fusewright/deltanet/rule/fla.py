@@ -31,15 +31,34 @@ def fla_rule(
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The rule and the state after the last token; gradients are fla's own."""
+    """The rule and the state after the last token; gradients are fla's own.
+
+    fla allocates o and gradients and writes the tokens of sequences alone: those before the first
+    and after the last sequence are set to zero here.
+    """
     function: Any = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return function(
-        *(q, k, v, g, beta),
-        scale=scale,
-        initial_state=state,
-        output_final_state=True,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
-    )
+    options: dict[str, Any] = dict(scale=scale, initial_state=state, output_final_state=True)
+    if cu_seqlens is None:
+        o, end = function(q, k, v, g, beta, **options, cu_seqlens=None)
+        return o, end
+    token = torch.arange(q.shape[1], device=q.device)
+    inside = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
+    tensors = (zero_gradients_outside(x, inside) for x in (q, k, v, g, beta))
+    o, end = function(*tensors, **options, cu_seqlens=cu_seqlens.long())
+    return zero_outside(o, inside), end
+
+
+def zero_outside(x: Tensor, inside: Tensor) -> Tensor:
+    """``[B, T, ...]``, zeros for the tokens that are not inside."""
+    return torch.where(inside.view(-1, *(1,) * (x.ndim - 2)), x, 0.0)
+
+
+def zero_gradients_outside(x: Tensor, inside: Tensor) -> Tensor:
+    """x, whose gradient is zero for the tokens that are not inside, whatever it is handed."""
+    x = x.view_as(x)
+    if x.requires_grad:
+        x.register_hook(functools.partial(zero_outside, inside=inside))
+    return x
 
 
 def fla_obstacle(q: Tensor, differentiates: bool) -> str | None:

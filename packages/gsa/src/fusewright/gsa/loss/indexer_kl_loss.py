@@ -4,12 +4,13 @@ r"""The loss that an indexer learns by: how far its softmax is from the attentio
     r_ts = softmax_s(temperature I_ts)                      I_ts: the scores of gated_indexer
     loss = mean_t sum_s p_ts (log p_ts - log r_ts)
 
-over the keys that a row sees (dense warm-up) or has selected (sparse phase). The target p is a
-constant. With N rows, G_ts = (r_ts - p_ts) temperature / N is the gradient of the scores; those of
-q_index, k_index, w and bias follow as in :func:`gated_indexer`, and that of the temperature is
-sum_ts (r_ts - p_ts) I_ts / N. The loss is one number, so the forward pass computes its slopes,
-and the backward pass multiplies them by the upstream gradient. Scores and target of a chunk of the
-rows are in memory at a time. Saved: the slopes, in fp32; and the inputs, for second derivatives.
+over the keys that a row sees (dense warm-up) or over the slots in which it has selected one (sparse
+phase): a key in two slots counts twice, as in the attention. The target p is a constant. With N
+rows, G_ts = (r_ts - p_ts) temperature / N is the gradient of the scores; those of q_index, k_index,
+w and bias follow as in :func:`gated_indexer`, and that of the temperature is
+sum_ts (r_ts - p_ts) I_ts / N. The loss is one number, so the forward pass computes its slopes, and
+the backward pass multiplies them by the upstream gradient. Scores and target of a chunk of the rows
+are in memory at a time. Saved: the slopes, in fp32; and the inputs, for second derivatives.
 
 A score is below H: at a temperature of 1 its softmax cannot reach a target that is peaked among T
 keys. Log T is a temperature to start with; the selection does not depend on it.
@@ -144,7 +145,8 @@ def indexer_kl_loss(
         lse: ``[B, H, T]``, any floating dtype: the log-sum-exp of the attention's scores, over the
             keys that count here.
         indices, count: ``[B, T, K]`` and ``[B, T]`` as in :func:`sparse_attention`: only the
-            selected keys count, of those that a row sees. None: all that it sees.
+            selected keys count, of those that a row sees, each as often as it is named. None: all
+            that it sees, once.
         temperature: what the scores are multiplied with, one finite number or a tensor of one,
             which may learn.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;

@@ -74,38 +74,38 @@ def target_kernel(
 
 
 @triton.jit
-def counted_keys(members_ptr, to_row, key, visible):
-    """Which of these keys the loss of a row counts."""
-    inside = key < visible
-    if members_ptr is not None:
-        inside &= tl.load(members_ptr + to_row + key, mask=inside, other=0) != 0
-    return inside
+def counted_keys(selection, key, visible, AGAIN: tl.constexpr):
+    """Which of these keys the loss of a row counts, and how often."""
+    bits_at, indices_at, last = selection
+    counts, times = key < visible, 1.0
+    if AGAIN:
+        named = tl.zeros(key.shape, tl.int32)
+        for slot in range(0, last):
+            named += (tl.load(indices_at + slot) == key).to(tl.int32)
+        counts = counts & (named > 0)
+        times = named.to(tl.float32)
+    elif bits_at is not None:
+        word = tl.load(bits_at + (key >> 5), mask=counts, other=0)
+        counts = counts & (((word >> (key & 31)) & 1) != 0)
+    return counts, times
 
 
 @triton.jit
-def divergence_kernel(
-    scores_ptr,
-    target_ptr,
-    members_ptr,
+def divergence_of_row(
+    scores_at,
+    target_at,
+    selection,
     temperature_ptr,
-    loss_ptr,
-    slope_ptr,
-    queries,
+    loss_at,
+    slope_at,
     keys,
-    members_stride,
-    offset,
-    CAUSAL: tl.constexpr,
+    visible,
+    AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program computes the divergence of one row, its derivative by the temperature and, in
-    place of the scores, their gradients G: softmax less target.
+    """The divergence of a row and its slopes. AGAIN: the row names keys in several slots; it has no
+    bits, and its slots are gone through for every key.
     """
-    row = tl.program_id(0).to(tl.int64)
-    visible = keys
-    if CAUSAL:
-        visible = tl.minimum(keys, offset + tl.program_id(0) % queries + 1)
-    scores_at, target_at = scores_ptr + row * keys, target_ptr + row * keys
-    to_member = row * members_stride
     step = tl.arange(0, BLOCK)
     temperature = tl.load(temperature_ptr).to(tl.float32)
     # Exponents are distances of scores to the one that weighs most: rounding a logarithm of z, or a
@@ -120,16 +120,16 @@ def divergence_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, visible, BLOCK):
         key = start + step
-        counts = counted_keys(members_ptr, to_member, key, visible)
+        counts, times = counted_keys(selection, key, visible, AGAIN)
         score = tl.load(scores_at + key, mask=counts, other=0.0)
         height = tl.where(counts, sign * score, LOWEST)
         next_highest = tl.maximum(highest, height)
         rescale = tl.exp2((highest - next_highest) * factor)
-        weight = tl.where(counts, tl.exp2((height - next_highest) * factor), 0.0)
+        weight = tl.where(counts, tl.exp2((height - next_highest) * factor), 0.0) * times
         z = z * rescale + weight
         weighted = weighted * rescale + weight * score
         highest = next_highest
-        total += tl.load(target_at + key, mask=counts, other=0.0)
+        total += tl.load(target_at + key, mask=counts, other=0.0) * times
     top = tl.max(highest, 0)
     rescale = tl.exp2((highest - top) * factor)
     z_all = tl.sum(z * rescale, 0)
@@ -147,16 +147,70 @@ def divergence_kernel(
     slope = tl.zeros([BLOCK], tl.float32)
     for start in range(0, keys, BLOCK):
         key = start + step
-        counts = counted_keys(members_ptr, to_member, key, visible)
+        counts, times = counted_keys(selection, key, visible, AGAIN)
         score = tl.load(scores_at + key, mask=counts, other=0.0)
         x = (sign * score - top) * factor
         p = tl.load(target_at + key, mask=counts, other=0.0) * inverse_mass
-        loss += tl.where(p > 0.0, p * (tl.log2(tl.where(p > 0.0, p, 1.0)) - x + log_z), 0.0)
-        if slope_ptr is not None:
-            g = tl.where(counts, tl.exp2(x) * inverse_z - p, 0.0)
+        far = tl.log2(tl.where(p > 0.0, p, 1.0)) - x + log_z
+        loss += tl.where(p > 0.0, p * far, 0.0) * times
+        if slope_at is not None:
+            g = tl.where(counts, tl.exp2(x) * inverse_z - p, 0.0) * times
             g = tl.where(mass > 0.0, g, 0.0)
             slope += g * (score - middle)
             tl.store(scores_at + key, g, mask=key < keys)
-    tl.store(loss_ptr + row, tl.sum(loss, 0) * LOG_2)
+    tl.store(loss_at, tl.sum(loss, 0) * LOG_2)
+    if slope_at is not None:
+        tl.store(slope_at, tl.sum(slope, 0))
+
+
+@triton.jit
+def divergence_kernel(
+    scores_ptr,
+    target_ptr,
+    indices_ptr,
+    count_ptr,
+    bits_ptr,
+    temperature_ptr,
+    loss_ptr,
+    slope_ptr,
+    queries,
+    keys,
+    offset,
+    indices_batch_stride,
+    indices_row_stride,
+    count_batch_stride,
+    count_row_stride,
+    first,
+    slots,
+    words,
+    marks,
+    CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program computes the divergence of one row, its derivative by the temperature and, in
+    place of the scores, their gradients G: softmax less target.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    visible = keys
+    if CAUSAL:
+        visible = tl.minimum(keys, offset + tl.program_id(0) % queries + 1)
+    scores_at, target_at = scores_ptr + row * keys, target_ptr + row * keys
+    loss_at, slope_at = loss_ptr + row, None
     if slope_ptr is not None:
-        tl.store(slope_ptr + row, tl.sum(slope, 0))
+        slope_at = slope_ptr + row
+    rest = temperature_ptr, loss_at, slope_at, keys, visible
+    if bits_ptr is None:
+        divergence_of_row(scores_at, target_at, (None, None, 0), *rest, False, BLOCK)
+    else:
+        batch, query = row // queries, first + row % queries
+        indices_at = indices_ptr + batch * indices_batch_stride + query * indices_row_stride
+        last = slots
+        if count_ptr is not None:
+            count = tl.load(count_ptr + batch * count_batch_stride + query * count_row_stride)
+            last = tl.minimum(count, slots).to(tl.int32)
+        selection = bits_ptr + row * words, indices_at, last
+        if tl.load(bits_ptr + marks + 1 + row) != 0:
+            # Fewer keys at a time, whose times take no more registers than the other rows need.
+            divergence_of_row(scores_at, target_at, selection, *rest, True, BLOCK // 4)
+        else:
+            divergence_of_row(scores_at, target_at, selection, *rest, False, BLOCK)

@@ -5,7 +5,7 @@ has its scores and target in memory that the next chunk overwrites.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from ..common.launches import (
     tile_constants,
 )
 from ..indexer.launch import scores_backward, scores_forward
+from ..sparse.launch_unions import Members, members_of
 
 if TYPE_CHECKING:
     from . import kernels
@@ -77,6 +78,10 @@ def divergence(
     q_offset = min(q_offset, all_keys)
     q, k = (x if rows_are_near(x) else x.contiguous() for x in (q, k))
     temperature = temperature.detach().float().contiguous()
+    of_indices: tuple[Any, ...] = ()
+    if indices is not None:
+        indices = indices if indices.stride(-1) == 1 else indices.contiguous()
+        of_indices = (indices.shape, layouts(indices, count), q.device)
 
     def fits(first: int, last: int) -> bool:
         keys = min(all_keys, q_offset + last) if causal else all_keys
@@ -93,12 +98,14 @@ def divergence(
         target = torch.empty_like(scores)
         attention = (q[:, first:last], k[:, :keys], lse[:, :, first:last])
         write_target(*attention, target, scale, causal, offset)
-        members = None if indices is None else members_of(indices, count, first, last, keys)
+        bits = None
+        if indices is not None:
+            bits = bits_plan(*of_indices, keys, first, last - first).of(indices, count)
         rows = torch.empty(2, batches, last - first, dtype=torch.float32, device=q.device)
-        members_stride = 0 if members is None else keys + 1
-        sizes = (last - first, keys, members_stride, offset)
-        launch = divergence_plan(batches, sizes, causal, slopes, q.device)
-        launch((scores, target, members, temperature, rows[0], rows[1] if slopes else None))
+        sizes = (last - first, keys, offset)
+        launch = divergence_plan(batches, sizes, causal, slopes, first, of_indices, q.device)
+        of_rows = (rows[0], rows[1] if slopes else None)
+        launch((scores, target, indices, count, bits, temperature, *of_rows))
         if slopes:
             # The launch has replaced the scores by their gradients.
             dq, dk_part, dw, dbias = scores_backward(
@@ -134,18 +141,27 @@ def rows_are_near(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.stride(1) <= MAX_ROW_STRIDE
 
 
-def members_of(indices: Tensor, count: Tensor | None, first: int, last: int, keys: int) -> Tensor:
-    """Which keys each row from ``first`` to before ``last`` has selected, [B, rows, keys + 1]; the
-    last column is for no key.
+@functools.lru_cache(maxsize=4096)
+def bits_plan(
+    shape: Shape,
+    operands: tuple[Layout, Layout | None],
+    device: torch.device,
+    keys: int,
+    first: int,
+    part: int,
+) -> Members:
+    """The bits of the first ``keys`` keys that ``part`` rows from ``first`` on have selected, of
+    indices of this shape; ``operands``: layouts of indices and count.
     """
-    slots = indices[:, first:last]
-    valid = (slots >= 0) & (slots < keys)
-    if count is not None:
-        slot = torch.arange(slots.shape[-1], device=slots.device)
-        valid &= slot < count[:, first:last].unsqueeze(-1)
-    members = slots.new_zeros((*slots.shape[:2], keys + 1), dtype=torch.uint8)
-    # All writes to one place are ones: their order does not matter.
-    return members.scatter_(-1, torch.where(valid, slots, keys).long(), 1)
+    strides = selection_strides(operands)
+    strides = (strides[0], 0, strides[1], strides[2], 0, strides[3])
+    return members_of(shape[0], 1, keys, shape[-1], strides, device, first, part)
+
+
+def selection_strides(operands: tuple[Layout, Layout | None]) -> tuple[int, ...]:
+    """The strides of sequences and rows, of indices and of count."""
+    indices, count = operands
+    return (*indices[1][:2], *((0, 0) if count is None else count[1]))
 
 
 def write_target(
@@ -185,16 +201,28 @@ def target_plan(
 
 @functools.lru_cache(maxsize=4096)
 def divergence_plan(
-    batches: int, sizes: tuple[int, ...], causal: bool, slopes: bool, device: torch.device
+    batches: int,
+    sizes: tuple[int, int, int],
+    causal: bool,
+    slopes: bool,
+    first: int,
+    of_indices: tuple[Any, ...],
+    device: torch.device,
 ) -> Launch:
-    """The launch for these ``sizes``: rows, keys, the stride of members' rows (0 without members),
-    and the offset.
+    """The launch for these ``sizes``: rows, keys, and the offset; and for indices of this shape and
+    these layouts, whose rows start at ``first``.
     """
+    selection = (0,) * 8
+    if of_indices:
+        shape, operands, _ = of_indices
+        bits = bits_plan(*of_indices, sizes[1], first, sizes[0])
+        places = (first, shape[-1], bits.shape[-1], bits.marks)
+        selection = (*selection_strides(operands), *places)
     return Launch(
         kernels.divergence_kernel,
         grid_of(batches * sizes[0]),
         device,
-        sizes,
+        (*sizes, *selection),
         dict(num_warps=DIVERGENCE.num_warps),
         CAUSAL=causal,
         BLOCK=DIVERGENCE.block,

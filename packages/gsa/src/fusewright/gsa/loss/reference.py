@@ -36,11 +36,11 @@ def indexer_kl_loss(
     """mean_t KL(p_t || softmax(temperature I_t)), p_t the mean of the heads' probabilities; see the
     public function.
     """
-    counts = keys_counted(q, k, indices, count, causal, q_offset)
+    times = times_counted(q, k, indices, count, causal, q_offset)
     # A constant: the attention does not learn from the loss.
-    p = attention_target(q, k, lse, counts, scale).to(wide(q_index).dtype).detach()
+    p = attention_target(q, k, lse, times, scale).to(wide(q_index).dtype).detach()
     scores = gated_indexer(q_index, k_index, w, bias, index_scale, causal, q_offset)
-    log_softmax = log_probabilities(scores, temperature, counts)
+    log_softmax = log_probabilities(scores, temperature, times)
     log_p = torch.where(p > 0, p, 1.0).log()
     return (p * (log_p - log_softmax)).sum() / max(q.shape[0] * q.shape[1], 1)
 
@@ -58,7 +58,7 @@ def indexer_kl_loss_with_slopes(*arguments: Any, **options: Any) -> tuple[Tensor
     return loss, *(slope.contiguous() for slope in pullback(torch.ones_like(loss)))
 
 
-def keys_counted(
+def times_counted(
     q: Tensor,
     k: Tensor,
     indices: Tensor | None,
@@ -66,28 +66,31 @@ def keys_counted(
     causal: bool,
     q_offset: int,
 ) -> Tensor:
-    """Which keys the loss of each row counts, [B, T, Tkv]: those it sees, or has selected of
-    them.
+    """How often the loss of each row counts each key, [B, T, Tkv]: those it sees once, or of them
+    those it has selected as often as it names them.
     """
     seen = keys_seen(q, k, causal, q_offset)
     if indices is None:
-        return seen.expand(q.shape[0], -1, -1)
-    return seen & (times_selected(indices, count, k.shape[1]) > 0)
+        return seen.expand(q.shape[0], -1, -1).int()
+    return torch.where(seen, times_selected(indices, count, k.shape[1]), 0)
 
 
-def attention_target(q: Tensor, k: Tensor, lse: Tensor, counts: Tensor, scale: float) -> Tensor:
+def attention_target(q: Tensor, k: Tensor, lse: Tensor, times: Tensor, scale: float) -> Tensor:
     """The heads' probabilities, their sum over the counted keys made 1, [B, T, Tkv]."""
     scores = torch.einsum("bthd,bshd->bhts", wide(q), of_each_head(wide(k), q)) * scale
     lse = wide(lse).unsqueeze(-1)
-    counted = counts.unsqueeze(1) & (lse > float("-inf"))
+    counted = (times > 0).unsqueeze(1) & (lse > float("-inf"))
     total = torch.where(counted, torch.where(counted, scores - lse, 0.0).exp(), 0.0).sum(1)
+    total = total * times
     mass = total.sum(-1, keepdim=True)
     return total / torch.where(mass > 0, mass, 1.0)
 
 
-def log_probabilities(scores: Tensor, temperature: Tensor, counts: Tensor) -> Tensor:
+def log_probabilities(scores: Tensor, temperature: Tensor, times: Tensor) -> Tensor:
     """log softmax(temperature I) over the counted keys, zero elsewhere."""
+    counts = times > 0
     x = torch.where(counts, scores, 0.0) * wide(temperature)
+    x = x + torch.where(counts, times, 1).to(x.dtype).log()
     some = counts.any(-1, keepdim=True)
     x = torch.where(counts | ~some, x, float("-inf")).log_softmax(-1)
     return torch.where(counts, x, 0.0)

@@ -22,6 +22,65 @@ SMALLEST_TILE = tl.constexpr(SMALLEST)
 
 
 @triton.jit
+def query_gradient(
+    q_source,
+    k_source,
+    v_source,
+    indices_source,
+    count_source,
+    of_rows,
+    scale,
+    at,
+    sizes,
+    STAGES: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """dq of HEADS heads of one query, and their delta; ``at`` and the sources: as ``attend`` has
+    them.
+    """
+    q_ptr, q_batch_stride, q_row_stride, q_head_stride = q_source
+    k_ptr, k_batch_stride, k_row_stride, k_head_stride = k_source
+    v_ptr, v_batch_stride, v_row_stride, v_head_stride = v_source
+    o_ptr, softmax_ptr, do_ptr, dlse_ptr, dq_ptr, delta_ptr = of_rows
+    batch, query, first_head, key_head, selection = at
+    queries, keys, heads, slots, rows = sizes
+    q_corner = q_ptr + batch * q_batch_stride + query.to(tl.int64) * q_row_stride
+    q_at, inside = head_rows(q_corner, first_head, q_head_stride, CONFIG)
+    q = tl.load(q_at, mask=inside, other=0.0)
+    to_query = (batch * queries + query) * heads * CONFIG.D
+    o_at, _ = head_rows(o_ptr + to_query, first_head, CONFIG.D, CONFIG)
+    do_at, _ = head_rows(do_ptr + to_query, first_head, CONFIG.D, CONFIG)
+    o = tl.load(o_at, mask=inside, other=0.0).to(tl.float32)
+    do = tl.load(do_at, mask=inside, other=0.0)
+    head = tl.arange(0, CONFIG.BLOCK_G)
+    to_lse = (batch * heads + first_head + head) * queries + query
+    m = tl.load(softmax_ptr + to_lse, mask=head < CONFIG.HEADS, other=0.0)
+    inverse_l = tl.load(softmax_ptr + rows + to_lse, mask=head < CONFIG.HEADS, other=0.0)
+    delta = tl.sum(o * do.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + to_lse, mask=head < CONFIG.HEADS, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + to_lse, delta, mask=head < CONFIG.HEADS)
+    k_corner = k_ptr + batch * k_batch_stride + key_head * k_head_stride
+    v_corner = v_ptr + batch * v_batch_stride + key_head * v_head_stride
+    indices_at, last = selection_of(indices_source, count_source, batch, query, selection, slots)
+
+    dq = zeros(CONFIG.BLOCK_G, CONFIG.BLOCK_D)
+    for start in tl.range(0, last, CONFIG.BLOCK, num_stages=STAGES):
+        key, valid = load_selected(indices_at, start, last, keys, CONFIG.BLOCK)
+        k = gather_rows(k_corner, key, valid, k_row_stride, CONFIG)
+        v = gather_rows(v_corner, key, valid, v_row_stride, CONFIG)
+        # [BLOCK_G, BLOCK_K]
+        s = product_with_rows(q, k, CONFIG) * (scale * LOG2_E)
+        p = tl.where(valid[None, :], tl.exp2(s - m[:, None]) * inverse_l[:, None], 0.0)
+        dp = product_with_rows(do, v, CONFIG)
+        ds = tl.where(valid[None, :], p * (dp - delta[:, None]), 0.0)
+        dq += product(ds.to(k.dtype), k, CONFIG)
+
+    dq_at, _ = head_rows(dq_ptr + to_query, first_head, CONFIG.D, CONFIG)
+    tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def sparse_dq_kernel(
     q_ptr,
     k_ptr,
@@ -62,44 +121,19 @@ def sparse_dq_kernel(
     """One program computes dq of the ROWS heads of a group for one query, and their delta."""
     batch, query, group = place_of(queries, groups)
     key_head = (group // shared).to(tl.int64)
-    q_corner = q_ptr + batch * q_batch_stride + query.to(tl.int64) * q_row_stride
-    q_at, inside = head_rows(q_corner, group * CONFIG.HEADS, q_head_stride, CONFIG)
-    q = tl.load(q_at, mask=inside, other=0.0)
-    to_query = (batch * queries + query) * heads * CONFIG.D
-    o_at, _ = head_rows(o_ptr + to_query, group * CONFIG.HEADS, CONFIG.D, CONFIG)
-    do_at, _ = head_rows(do_ptr + to_query, group * CONFIG.HEADS, CONFIG.D, CONFIG)
-    o = tl.load(o_at, mask=inside, other=0.0).to(tl.float32)
-    do = tl.load(do_at, mask=inside, other=0.0)
-    head = tl.arange(0, CONFIG.BLOCK_G)
-    to_lse = (batch * heads + group * CONFIG.HEADS + head) * queries + query
-    m = tl.load(softmax_ptr + to_lse, mask=head < CONFIG.HEADS, other=0.0)
-    inverse_l = tl.load(softmax_ptr + rows + to_lse, mask=head < CONFIG.HEADS, other=0.0)
-    delta = tl.sum(o * do.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + to_lse, mask=head < CONFIG.HEADS, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + to_lse, delta, mask=head < CONFIG.HEADS)
-    k_corner = k_ptr + batch * k_batch_stride + key_head * k_head_stride
-    v_corner = v_ptr + batch * v_batch_stride + key_head * v_head_stride
-    indices_at, last = selection_of(
+    query_gradient(
+        (q_ptr, q_batch_stride, q_row_stride, q_head_stride),
+        (k_ptr, k_batch_stride, k_row_stride, k_head_stride),
+        (v_ptr, v_batch_stride, v_row_stride, v_head_stride),
         (indices_ptr, indices_batch_stride, indices_head_stride, indices_row_stride),
         (count_ptr, count_batch_stride, count_head_stride, count_row_stride),
-        *(batch, query, group, slots),
+        (o_ptr, softmax_ptr, do_ptr, dlse_ptr, dq_ptr, delta_ptr),
+        scale,
+        (batch, query, group * CONFIG.HEADS, key_head, group),
+        (queries, keys, heads, slots, rows),
+        CONFIG.NUM_STAGES,
+        CONFIG,
     )
-
-    dq = zeros(CONFIG.BLOCK_G, CONFIG.BLOCK_D)
-    for start in tl.range(0, last, CONFIG.BLOCK, num_stages=CONFIG.NUM_STAGES):
-        key, valid = load_selected(indices_at, start, last, keys, CONFIG.BLOCK)
-        k = gather_rows(k_corner, key, valid, k_row_stride, CONFIG)
-        v = gather_rows(v_corner, key, valid, v_row_stride, CONFIG)
-        # [BLOCK_G, BLOCK_K]
-        s = product_with_rows(q, k, CONFIG) * (scale * LOG2_E)
-        p = tl.where(valid[None, :], tl.exp2(s - m[:, None]) * inverse_l[:, None], 0.0)
-        dp = product_with_rows(do, v, CONFIG)
-        ds = tl.where(valid[None, :], p * (dp - delta[:, None]), 0.0)
-        dq += product(ds.to(k.dtype), k, CONFIG)
-
-    dq_at, _ = head_rows(dq_ptr + to_query, group * CONFIG.HEADS, CONFIG.D, CONFIG)
-    tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -2,7 +2,9 @@
 selected, and from these for each tile of queries the keys that any of them has selected, for each
 tile of keys the queries that have selected any of them.
 
-Bits are set by an atomic "or" of integers, whose result does not depend on the order. Lists ascend.
+A bit cannot say how often a key counts: a query that names a key in several slots has no bits, but
+a mark, by which the kernels of tiles go through its slots. Bits are set by an atomic "or" of
+integers, whose result does not depend on the order. Lists ascend.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def members_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program sets the bits of the keys of one of ``part`` queries from ``first`` on, in its
-    zeroed words.
+    zeroed words. Behind the bits of all queries stand marks, zeroed too: whether any query names a
+    key again, and for each query whether it does.
     """
     batch, place, selection = place_of(part, selections)
     indices_at, last = selection_of(
@@ -42,11 +45,22 @@ def members_kernel(
         (count_ptr, count_batch_stride, count_head_stride, count_row_stride),
         *(batch, first + place, selection, slots),
     )
-    row = members_ptr + ((batch * selections + selection) * part + place) * words
+    number = (batch * selections + selection) * part + place
+    row = members_ptr + number * words
+    again = tl.zeros([BLOCK], tl.int32)
     for start in range(0, last, BLOCK):
         key, valid = load_selected(indices_at, start, last, keys, BLOCK)
         bit = tl.full([BLOCK], 1, tl.int32) << (key & 31).to(tl.int32)
-        tl.atomic_or(row + (key >> 5), bit, mask=valid, sem="relaxed")
+        before = tl.atomic_or(row + (key >> 5), bit, mask=valid, sem="relaxed")
+        again |= tl.where(valid, before & bit, 0)
+    # All of the program's bits are set where the greatest of its numbers is known.
+    if tl.max((again != 0).to(tl.int32), 0) > 0:
+        marks = members_ptr + tl.num_programs(0).to(tl.int64) * words
+        tl.store(marks, 1)
+        tl.store(marks + 1 + number, 1)
+        for start in range(0, last, BLOCK):
+            key, valid = load_selected(indices_at, start, last, keys, BLOCK)
+            tl.store(row + (key >> 5), tl.zeros([BLOCK], tl.int32), mask=valid)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Triton kernels of sparse attention's gradients by tiles: dq of tiles of queries with the union of
 their keys as columns, dk and dv of tiles of keys with the union of the queries that have selected
-them, in their order: no two programs add to one number. The formulas are those of
-``kernels_backward``.
+them, in their order: no two programs add to one number. Queries that name a key again have no bits,
+and follow after the others. The formulas are those of ``kernels_backward``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.launches import SMALLEST_TILE as SMALLEST
 from ..common.tiles import LOG2_E, product, product_with_rows, zeros
-from .tiles import are_members, load_listed, tile_of
+from .kernels_backward import query_gradient
+from .tiles import are_members, load_listed, slots_of_rows, tile_of
+
+SMALLEST_TILE = tl.constexpr(SMALLEST)
 
 
 @triton.jit
@@ -21,6 +25,9 @@ def union_dq_kernel(
     list_ptr,
     members_ptr,
     length_ptr,
+    indices_ptr,
+    count_ptr,
+    bits_ptr,
     o_ptr,
     softmax_ptr,
     do_ptr,
@@ -37,11 +44,21 @@ def union_dq_kernel(
     v_batch_stride,
     v_row_stride,
     v_head_stride,
+    indices_batch_stride,
+    indices_head_stride,
+    indices_row_stride,
+    count_batch_stride,
+    count_head_stride,
+    count_row_stride,
     first,
+    part,
     queries,
+    keys,
     heads,
     shared,
     selections,
+    slots,
+    marks,
     tiles,
     capacity,
     rows,
@@ -88,6 +105,30 @@ def union_dq_kernel(
 
     tl.store(dq_ptr + to_o, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
+    if tl.load(bits_ptr + marks) != 0:
+        # Other threads have stored what is stored again here.
+        tl.debug_barrier()
+        list_row = number // tiles
+        first_head = tl.program_id(0) // tiles % (heads // CONFIG.HEADS) * CONFIG.HEADS
+        start = (tiles - 1 - tl.program_id(0) % tiles) * CONFIG.TILE
+        marks_at = bits_ptr + marks + 1 + list_row * part
+        for step in range(0, CONFIG.TILE):
+            one = start + step
+            if tl.load(marks_at + one, mask=one < part, other=0) != 0:
+                query_gradient(
+                    (q_ptr, q_batch_stride, q_row_stride, q_head_stride),
+                    (k_ptr, k_batch_stride, k_row_stride, k_head_stride),
+                    (v_ptr, v_batch_stride, v_row_stride, v_head_stride),
+                    (indices_ptr, indices_batch_stride, indices_head_stride, indices_row_stride),
+                    (count_ptr, count_batch_stride, count_head_stride, count_row_stride),
+                    (o_ptr, softmax_ptr, do_ptr, dlse_ptr, dq_ptr, delta_ptr),
+                    scale,
+                    (batch, first + one, first_head, key_head, list_row % selections),
+                    (queries, keys, heads, slots, rows),
+                    1,
+                    CONFIG,
+                )
+
 
 @triton.jit
 def union_dkdv_kernel(
@@ -97,6 +138,9 @@ def union_dkdv_kernel(
     list_ptr,
     members_ptr,
     length_ptr,
+    indices_ptr,
+    count_ptr,
+    bits_ptr,
     softmax_ptr,
     do_ptr,
     delta_ptr,
@@ -112,11 +156,21 @@ def union_dkdv_kernel(
     v_batch_stride,
     v_row_stride,
     v_head_stride,
+    indices_batch_stride,
+    indices_head_stride,
+    indices_row_stride,
+    count_batch_stride,
+    count_head_stride,
+    count_row_stride,
+    first,
+    part,
     queries,
     keys,
     heads,
     shared,
     selections,
+    slots,
+    marks,
     tiles,
     capacity,
     rows,
@@ -175,6 +229,53 @@ def union_dkdv_kernel(
             dp = product_with_rows(v, do, CONFIG)
             ds = p * (dp - delta[None, :])
             dk += product(ds.to(q.dtype), q, CONFIG)
+
+    if tl.load(bits_ptr + marks) != 0:
+        longest = 1
+        entry = tl.arange(0, SMALLEST_TILE)
+        for block in range(0, shared // CONFIG.HEADS):
+            first_head = key_head * shared + block * CONFIG.HEADS
+            selection = first_head % selections
+            of_selection = (batch * selections + selection) * part
+            head = first_head + entry % CONFIG.HEADS
+            q_row = q_ptr + batch * q_batch_stride + head * q_head_stride
+            do_row = do_ptr + (batch * queries * heads + head) * CONFIG.D
+            row = (batch * heads + head) * queries
+            for start in range(0, part, SMALLEST_TILE // CONFIG.HEADS):
+                number = start + entry // CONFIG.HEADS
+                valid = number < part
+                marked = bits_ptr + marks + 1 + of_selection + number
+                valid = valid & (tl.load(marked, mask=valid, other=0) != 0)
+                if tl.max(valid.to(tl.int32), 0) > 0:
+                    name = (first + number).to(tl.int64)
+                    indices_at, last = slots_of_rows(
+                        (
+                            indices_ptr,
+                            indices_batch_stride,
+                            indices_head_stride,
+                            indices_row_stride,
+                        ),
+                        (count_ptr, count_batch_stride, count_head_stride, count_row_stride),
+                        *(batch, name, selection, valid, slots),
+                    )
+                    times = zeros(CONFIG.TILE, SMALLEST_TILE)
+                    for slot in range(0, slots):
+                        named = tl.load(indices_at + slot, mask=slot < last, other=-1)
+                        times += (key[:, None] == named.to(tl.int64)[None, :]).to(tl.float32)
+                    wide = valid[:, None] & (col < CONFIG.D)[None, :]
+                    q_at = (q_row + name * q_row_stride)[:, None] + col[None, :]
+                    do_at = (do_row + name * heads * CONFIG.D)[:, None] + col[None, :]
+                    q = tl.load(q_at, mask=wide, other=0.0)
+                    do = tl.load(do_at, mask=wide, other=0.0)
+                    m = tl.load(softmax_ptr + row + name, mask=valid, other=0.0)
+                    inverse_l = tl.load(softmax_ptr + rows + row + name, mask=valid, other=0.0)
+                    delta = tl.load(delta_ptr + row + name, mask=valid, other=0.0)
+                    # [TILE, SMALLEST_TILE]
+                    s = tl.where(times > 0.0, product_with_rows(k, q, CONFIG), float("-inf"))
+                    p = tl.exp2(s * factor - m[None, :]) * inverse_l[None, :] * times
+                    dv += product(p.to(do.dtype), do, CONFIG)
+                    ds = p * (product_with_rows(v, do, CONFIG) - delta[None, :])
+                    dk += product(ds.to(q.dtype), q, CONFIG)
 
     dk = dk * scale
     at = (((batch * keys + key) * key_heads + key_head) * CONFIG.D)[:, None] + col[None, :]

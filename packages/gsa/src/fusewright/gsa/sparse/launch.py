@@ -18,7 +18,7 @@ from .._core.launches import (
 from .._core.lazy import lazy_module
 from .._core.precision import input_precision, power_of_2
 from ..common.launches import SMALLEST_TILE
-from .launch_paths import goes_by_tiles
+from .launch_paths import ways
 from .launch_problem import GatherConfig, SparseProblem, UnionConfig, sparse_problem
 from .launch_unions import (
     Members,
@@ -94,8 +94,8 @@ def sparse_forward(
         plan.launch((*operands, *outputs), (scale,))
     q, k, v, indices, count = operands
     for members, tiles in plan.chunks:
-        lists = tiles.of(members.of(indices, count))
-        tiles.launch((q, k, v, *lists, *outputs), (scale,))
+        bits = members.of(indices, count)
+        tiles.launch((q, k, v, *tiles.of(bits), indices, count, bits, *outputs), (scale,))
     return outputs
 
 
@@ -106,7 +106,7 @@ def forward_plan(problem: SparseProblem, keep: bool, path: str) -> SparsePlan:
     config = problem.config(UNION)
     if problem.empty:
         pass
-    elif goes_by_tiles(problem, "forward", path, config):
+    elif ways(problem, path).of_queries:
         kernel = kernels_union.union_forward_kernel
         for first, part in chunks_of_queries(problem, tile_queries(problem, config)):
             members = plan_members(problem, first, part)

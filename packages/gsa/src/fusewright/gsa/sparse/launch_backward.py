@@ -1,5 +1,5 @@
 """The launches of sparse_attention's backward pass: configurations and plans. dq, and dk with dv,
-each take either path.
+each may be computed by tiles or not, as the one choice of a call says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._core.precision import input_precision, power_of_2
 from ..common.launches import block_width, grid_of
 from .launch import plan_queries
 from .launch_inverse import inverse_of
-from .launch_paths import goes_by_tiles
+from .launch_paths import ways
 from .launch_problem import GatherConfig, SparseProblem, UnionConfig, sparse_problem
 from .launch_unions import (
     Members,
@@ -146,12 +146,13 @@ def sparse_backward(
     if plan.dq_launch is not None:
         plan.dq_launch((*operands, *of_rows), (scale,))
     for chunk in plan.chunks:
-        members = chunk.members.of(indices, count)
+        bits = chunk.members.of(indices, count)
+        selection = (indices, count, bits)
         if chunk.dq is not None:
-            chunk.dq.launch((*qkv, *chunk.dq.of(members), *of_rows), (scale,))
+            chunk.dq.launch((*qkv, *chunk.dq.of(bits), *selection, *of_rows), (scale,))
         if chunk.dkdv is not None:
             of_keys = (softmax, do, delta, dk, dv)
-            chunk.dkdv.launch((*qkv, *chunk.dkdv.of(members), *of_keys), (scale,))
+            chunk.dkdv.launch((*qkv, *chunk.dkdv.of(bits), *selection, *of_keys), (scale,))
     if plan.key_by_key is not None:
         flat_count = None if count is None else count.flatten(0, 1)
         inverse = inverse_of(indices.flatten(0, 1), flat_count, k.shape[1], LIST_SEGMENT)
@@ -171,8 +172,7 @@ def backward_plan(problem: SparseProblem, has_dlse: bool, path: str) -> Gradient
     """The plan; ``has_dlse``: whether lse has a gradient, for which kernels of dq are compiled."""
     dq_config, dkdv_config = problem.config(UNION_DQ), problem.config(UNION_DKDV)
     empty = problem.empty or not problem.keys
-    dq_tiles = not empty and goes_by_tiles(problem, "dq", path, dq_config)
-    dkdv_tiles = not empty and goes_by_tiles(problem, "dkdv", path, dkdv_config)
+    dq_tiles, dkdv_tiles = (not empty and by_tiles for by_tiles in ways(problem, path))
     dq_launch, key_by_key, chunks = None, None, []
     if not empty and not dq_tiles:
         dq_launch = plan_queries(kernels_backward.sparse_dq_kernel, problem, SPARSE_DQ)

@@ -34,6 +34,15 @@ class GatherConfig(NamedTuple):
     hopper: bool = False
 
 
+# So many heads are stacked in a tile at most.
+STACK = 8
+
+
+def stacked(heads: int, stack: int = STACK) -> int:
+    """How many of this many heads are stacked in a tile: a power of 2 that divides them."""
+    return math.gcd(heads, stack)
+
+
 class UnionConfig(NamedTuple):
     """Serves heads up to ``max_width`` of numbers up to ``max_bytes`` by tiles of ``rows``, which
     are queries with up to ``stack`` heads each, or keys; and of ``columns``, which are listed keys,
@@ -46,12 +55,12 @@ class UnionConfig(NamedTuple):
     columns: int
     num_warps: int
     num_stages: int
-    stack: int = 8
+    stack: int = STACK
     hopper: bool = False
 
     def stacked(self, heads: int) -> int:
-        """How many of this many heads are stacked: a power of 2 that divides them."""
-        return math.gcd(heads, self.stack)
+        """How many of this many heads are stacked."""
+        return stacked(heads, self.stack)
 
 
 class SparseConstants(NamedTuple):

@@ -12,8 +12,8 @@ import torch
 
 from .._core.launches import Launch, cdiv
 from .._core.lazy import lazy_module
-from .._core.precision import round_up
-from ..common.launches import Shape, grid_of
+from .._core.precision import power_of_2, round_up
+from ..common.launches import SMALLEST_TILE, Shape, grid_of
 from .launch_problem import SparseProblem, UnionConfig
 
 if TYPE_CHECKING:
@@ -61,10 +61,16 @@ class Members(NamedTuple):
     shape: Shape
     first: int
     part: int
+    # Where the marks stand, behind the bits: one for all queries, and one for each; and where they
+    # end.
+    marks: int
+    end: int
 
     def of(self, indices: Tensor, count: Tensor | None) -> Tensor:
-        """A bit for each query and key, in words of 32 along the keys."""
-        members = torch.zeros(self.shape, dtype=torch.int32, device=indices.device)
+        """A bit for each query and key, in words of 32 along the keys, and behind these the marks
+        of queries that name a key again.
+        """
+        members = torch.zeros(self.end, dtype=torch.int32, device=indices.device)
         self.launch((indices, count, members))
         return members
 
@@ -107,18 +113,36 @@ def chunks_of_queries(problem: SparseProblem, tile: int) -> list[tuple[int, int]
 
 def plan_members(problem: SparseProblem, first: int, part: int) -> Members:
     """The bits of ``part`` queries from ``first`` on."""
-    words = round_up(problem.keys, LONGEST_TILE) // WORD_BITS
-    sizes = (first, part, problem.keys, problem.selections, problem.slots, words)
+    sizes = (problem.batches, problem.selections, problem.keys, problem.slots)
+    return members_of(*sizes, problem.selection_strides, problem.device, first, part)
+
+
+def members_of(
+    batches: int,
+    selections: int,
+    keys: int,
+    slots: int,
+    strides: tuple[int, ...],
+    device: torch.device,
+    first: int,
+    part: int,
+) -> Members:
+    """The bits of ``part`` queries from ``first`` on; ``strides``: of sequences, heads and queries,
+    of indices and of count.
+    """
+    words = round_up(keys, LONGEST_TILE) // WORD_BITS
     launch = Launch(
         kernels_members.members_kernel,
-        grid_of(problem.batches * problem.selections * part),
-        problem.device,
-        (*problem.selection_strides, *sizes),
+        grid_of(batches * selections * part),
+        device,
+        (*strides, first, part, keys, selections, slots, words),
         dict(num_warps=MEMBERS.num_warps),
         BLOCK=MEMBERS.block,
     )
-    shape = (problem.batches, problem.selections, part, words)
-    return Members(launch, shape, first, part)
+    queries = batches * selections * part
+    marks = queries * words
+    shape = (batches, selections, part, words)
+    return Members(launch, shape, first, part, marks, marks + 1 + queries)
 
 
 def tile_queries(problem: SparseProblem, config: UnionConfig) -> int:
@@ -142,13 +166,13 @@ def plan_tiles(
         tile, block = config.rows, max(config.columns // stack, 1)
         tiles, entries = cdiv(problem.keys, tile), members.part
         listing, line = kernels_members.queries_of_tiles_kernel, QUERIES_OF_TILES
-        listed, sizes = (members.first, members.part), (problem.queries, problem.keys)
+        listed = (members.first, members.part)
         programs = problem.batches * problem.key_heads * tiles
     else:
         tile, block = tile_queries(problem, config), config.columns
         tiles, entries = cdiv(members.part, tile), min(problem.keys, tile * problem.slots)
         listing, line = kernels_members.keys_of_tiles_kernel, KEYS_OF_TILES
-        listed, sizes = (members.part, problem.keys), (members.first, problem.queries)
+        listed = (members.part, problem.keys)
         programs = problem.batches * (problem.heads // stack) * tiles
     lists = problem.batches * problem.selections * tiles
     # Whole blocks of columns, and whole reads of the GPU.
@@ -161,8 +185,14 @@ def plan_tiles(
         dict(num_warps=line.num_warps),
         CONFIG=ListConstants(tile, words, block, line.block),
     )
+    sizes = (members.first, members.part, problem.queries, problem.keys)
     heads = (problem.heads, problem.heads // problem.key_heads, problem.selections)
-    integers = (*sizes, *heads, tiles, capacity, problem.score_rows)
+    of_bits = (problem.slots, members.marks)
+    integers = (*problem.selection_strides, *sizes, *heads, *of_bits, tiles, capacity)
+    integers = (*integers, problem.score_rows)
     constants = dict(HEADS=stack, BLOCK=block, TILE=tile, WORDS=words, ADDS=adds)
+    if not of_keys:
+        # The rows of one query by itself.
+        constants |= dict(BLOCK_G=max(power_of_2(stack), SMALLEST_TILE))
     launch = problem.launch(kernel, config, programs, integers, **constants)
     return Tiles(listing_launch, launch, lists, words, capacity)

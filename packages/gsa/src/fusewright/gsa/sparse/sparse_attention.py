@@ -14,7 +14,9 @@ share them; its dk and dv go over the inverse of the selection, for each key its
 order, which a stable sort makes. *Tiles* multiplies tiles of neighbouring queries and the union of
 their keys on tensor cores, dk and dv tiles of keys and the union of their queries, and a bit for
 each query and key says which products count: T Tkv / 8 bytes, in memory for a chunk of queries at
-a time. Either gives the same bits at every call: sums have a fixed order, floats no atomics.
+a time. A bit cannot say how often: the kernel that sets bits finds queries that name a key in
+several slots, and those of tiles compute these one by one, as by queries. Either gives the same
+bits at every call: sums have a fixed order, floats no atomics.
 
 Saved: the inputs, o in fp32, and two fp32 numbers for each row, its greatest score and one over the
 sum below it. Products accumulate in fp32; p and ds are rounded to the inputs' dtype for the next
@@ -138,26 +140,27 @@ def sparse_attention(
         k, v: ``[B, Tkv, Hkv, D]``, in q's dtype; H is a multiple of Hkv, and each head of keys
             serves H / Hkv neighbouring query heads.
         indices: int32 or int64, ``[B, T, K]``, one selection for all heads, or ``[B, H, T, K]``. A
-            slot whose index is below 0 or not below Tkv holds no key. The keys of a query must
-            differ: how much a key counts that is named twice is not defined (twice by queries and
-            in the reference, once by tiles), and ``check`` finds it.
+            slot whose index is below 0 or not below Tkv holds no key. Each slot is an entry of the
+            softmax: a key that a query names twice counts twice, in o, lse and all gradients.
         count: how many of the first slots count, ``[B, T]`` or ``[B, H, T]`` as indices is; None:
             all. The work follows it, and what later slots hold is not looked at.
         mask: which slots count, True or above 0.5, in the shape of indices; None: all.
         scale: factor of the scores, positive; None takes 1 / sqrt(D).
         path: "queries" gathers the keys of each query, "tiles" multiplies tiles of queries and the
-            union of their keys; "auto" chooses for each pass by the sizes alone, as the rates in
-            ``sparse/launch_paths.py`` say, as if every query had selected at random: about tiles
-            where T is below 80 K Hkv / H. Where neighbouring queries select alike, "tiles" pays for
-            longer sequences too. A key or value with an infinity or a NaN reaches by tiles
+            union of their keys. "auto" chooses once for all passes of a call, by the sizes and the
+            GPU's compute capability, as if every query had selected at random; it may gather for o
+            and dq and multiply tiles for dk and dv. The rates are in ``sparse/launch_paths.py``: on
+            an H200 tiles for o where T is about below 80 K Hkv / H. Where neighbouring queries
+            select alike, "tiles" pays for longer sequences too; queries that name a key in several
+            slots gain nothing by it. A key or value with an infinity or a NaN reaches by tiles
             neighbouring queries that have not selected it, and all in the reference, which has no
             paths.
         dense_below: where Tkv is below it, the selection is set aside and each query attends to all
             keys up to its position, the last query at the last key's: dense causal
             attention, another function than the selection's. 0: never.
-        check: look at the selection, and refuse indices below -1 or not below Tkv, and keys that a
-            query names twice, in the slots that count. This waits for the GPU, and is for
-            debugging.
+        check: look at the selection, and refuse what is seldom meant: indices below -1 or not
+            below Tkv, and keys that a query names twice, in the slots that count. This waits for
+            the GPU, and is for debugging.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve. The reference holds all scores.
 

@@ -101,6 +101,22 @@ def store_softmax(lse_ptr, softmax_ptr, at, rows, m, l, inverse_l, valid):
 
 
 @triton.jit
+def slots_of_rows(indices_source, count_source, batch, query, selection, valid, slots):
+    """Where the selection of each row's query starts, and how many of its slots are looked at, of
+    rows that are not valid none; the sources are those of ``selection_of``.
+    """
+    indices_ptr, batch_stride, head_stride, row_stride = indices_source
+    at = indices_ptr + batch * batch_stride + selection * head_stride + query * row_stride
+    last = tl.where(valid, slots, 0)
+    count_ptr, batch_stride, head_stride, row_stride = count_source
+    if count_ptr is not None:
+        count_at = count_ptr + batch * batch_stride + selection * head_stride + query * row_stride
+        count = tl.load(count_at, mask=valid, other=0)
+        last = tl.minimum(count, slots).to(tl.int32)
+    return at, last
+
+
+@triton.jit
 def place_bits(place, word):
     """The bit of each place that lies in this word of 32, 0 for another's."""
     bit = tl.full(place.shape, 1, tl.int32) << (place % 32)

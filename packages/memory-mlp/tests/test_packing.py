@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, NeuralMemory, Reads, memory_read
-from fusewright.memory_mlp.common.weights import cast, pack, packed, packed_size, unpack
+from fusewright.memory_mlp.common.weights import cast, handed_on, pack, packed_size, unpack, views
 from torch.autograd import forward_ad
 
 HIDDEN, WIDTH = 5, 3
@@ -38,6 +38,14 @@ def half_detached(weights: MemoryWeights, momentum: MemoryWeights) -> Halves:
     return weights, momentum._replace(w2=momentum.w2.detach())
 
 
+def made_again(weights: MemoryWeights, momentum: MemoryWeights) -> Halves:
+    return MemoryWeights(*weights), momentum
+
+
+def plain(weights: MemoryWeights, momentum: MemoryWeights) -> Halves:
+    return views(a_state(), HIDDEN, WIDTH)
+
+
 def other_rows(weights: MemoryWeights, momentum: MemoryWeights) -> Halves:
     return weights.map(lambda x: x[1:]), momentum.map(lambda x: x[1:])
 
@@ -47,30 +55,59 @@ def flipped(weights: MemoryWeights, momentum: MemoryWeights) -> Halves:
     return weights._replace(b2=momentum.b2), momentum
 
 
-def observed(weights: MemoryWeights, momentum: MemoryWeights) -> Halves:
-    weights.b2.retain_grad()
-    return weights, momentum
-
-
-def hooked(weights: MemoryWeights, momentum: MemoryWeights) -> Halves:
-    momentum.w1.register_hook(lambda grad: grad)
-    return weights, momentum
-
-
-def test_views_of_one_tensor_are_that_tensor():
+def test_views_of_one_tensor_are_packed_without_a_copy():
     state = a_state()
-    assert pack(*unpack(state, HIDDEN, WIDTH)) is state
+    for weights, momentum in (unpack(state, HIDDEN, WIDTH), unpack(state.detach(), HIDDEN, WIDTH)):
+        whole = pack(weights, momentum)
+        assert whole.data_ptr() == state.data_ptr()
+        assert whole.shape == state.shape
+        assert whole.requires_grad == weights.w1.requires_grad
+        assert pack(weights, momentum) is whole
+
+
+def test_gradient_of_a_packed_state_is_not_copied():
+    state, u = a_state(), torch.randn(2, 4, 2, packed_size(HIDDEN, WIDTH))
+    (grad,) = torch.autograd.grad(pack(*unpack(state, HIDDEN, WIDTH)), state, u)
+    assert grad.data_ptr() == u.data_ptr()
+    assert torch.equal(grad, u)
+
+
+@pytest.mark.parametrize("change", ["scaled", "exchanged", "dropped", "twice"])
+def test_gradient_that_was_changed_on_its_way_is_what_it_was_changed_to(change):
+    """A hook sees views of the packed gradient; what it returns may be others of them."""
+    state, u = a_state(), torch.randn(2, 4, 2, packed_size(HIDDEN, WIDTH))
+    weights, momentum = unpack(state, HIDDEN, WIDTH)
+    wanted, other = unpack(u.clone(), HIDDEN, WIDTH)
+    if change == "scaled":
+        weights.b2.register_hook(lambda grad: 2.0 * grad)
+        wanted = wanted._replace(b2=2.0 * wanted.b2)
+    elif change == "exchanged":
+        part = views(u, HIDDEN, WIDTH)[1].b2
+        weights.b2.register_hook(lambda grad: part)
+        wanted = wanted._replace(b2=other.b2)
+    elif change == "dropped":
+        momentum.w1.register_hook(torch.zeros_like)
+        other = other._replace(w1=torch.zeros_like(other.w1))
+    outputs, cotangents = [pack(weights, momentum)], [u]
+    if change == "twice":
+        outputs += [weights.w2]
+        cotangents += [u.new_ones(weights.w2.shape)]
+        wanted = wanted._replace(w2=wanted.w2 + 1.0)
+    (grad,) = torch.autograd.grad(outputs, state, cotangents)
+    for found, truth in zip(views(grad, HIDDEN, WIDTH), (wanted, other), strict=True):
+        assert same(found, truth)
 
 
 @pytest.mark.parametrize(
     "change",
-    [of_another, scaled, exchanged, half_detached, other_rows, flipped, observed, hooked],
+    [of_another, scaled, exchanged, half_detached, other_rows, flipped, made_again, plain],
 )
 def test_anything_else_is_joined(change: Callable[..., Halves]):
     state = a_state()
     weights, momentum = change(*unpack(state, HIDDEN, WIDTH))
     whole = pack(weights, momentum)
-    assert whole is not state
+    assert whole.data_ptr() != state.data_ptr()
+    assert handed_on(weights, momentum) is None
     for found, wanted in zip(unpack(whole, HIDDEN, WIDTH), (weights, momentum), strict=True):
         assert same(found, wanted)
 
@@ -152,8 +189,8 @@ def test_function_between_the_views_and_their_tensor_is_not_passed_by(leaf):
     state = a_state().detach().requires_grad_()
     whole = state if leaf else state * 1.0
     weights, momentum = unpack(whole, HIDDEN, WIDTH)
-    assert pack(weights, momentum) is whole
-    assert packed(weights._replace(b2=Stopped.apply(weights.b2)), momentum) is None
+    assert pack(weights, momentum).data_ptr() == whole.data_ptr()
+    assert handed_on(weights._replace(b2=Stopped.apply(weights.b2)), momentum) is None
     stopped = pack(weights.map(Stopped.apply), momentum.map(Stopped.apply))
     (grad,) = torch.autograd.grad(stopped.square().sum(), state)
     assert not grad.any()

@@ -4,29 +4,37 @@ the ops take them.
 For a memory and its momentum the kernels read one row of 2 SIZE numbers, each half w1, the
 transpose of w2, b1, b2 one after the other: both matrices are [hidden, D].
 
-What a scan returns are views of such a tensor. The next scan and the next read find it again
-through them and copy nothing, nor do their gradients. The gradient does not pass through the views,
-unless they retain it or have a hook of their own; where anything else stands between them and the
-tensor, such as a function that scales a gradient, they are packed again.
+What a scan returns are views of such a tensor, and the tensor goes with them: the next scan and
+the next read take it as it is and copy nothing, nor do their gradients. To autograd it is a
+function of the views, so that a gradient by one of them, or a hook of it, sees every use of the
+state. Weights that came in any other way are packed by a copy.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from .._core.internals import REGISTERS_AUTOGRAD
+from .._core.registration import Derivative, is_plain_call
 
 # The weights and biases (w1, b1, .., wn, bn) of a memory of n layers; of two, a MemoryWeights.
 Weights = tuple[Tensor, ...]
-# Autograd's nodes from a tensor to the views that ``unpack`` makes of it.
-VIEWS = {"ViewBackward0", "SplitWithSizesBackward0", "TransposeBackward0"}
 
 
-class MemoryWeights(NamedTuple):
+class _Tensors(NamedTuple):
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+
+
+class MemoryWeights(_Tensors):
     """The memory M(x) = w2 act(w1 x + b1) + b2, or a momentum or gradient of that shape.
 
     Attributes:
@@ -37,10 +45,14 @@ class MemoryWeights(NamedTuple):
         b2: ``[*lead, D]``.
     """
 
-    w1: Tensor
-    b1: Tensor
-    w2: Tensor
-    b2: Tensor
+    # Of weights that lie in one tensor [*lead, 2, SIZE] with a momentum: that tensor, to autograd a
+    # function of both, and the momentum. No fields: a tuple made of other tensors has neither.
+    _whole: Tensor | None = None
+    _momentum: MemoryWeights | None = None
+
+    def __getstate__(self) -> None:
+        # What is saved or copied is the tuple. A copy of it shares no memory with the tensor.
+        return None
 
     def map(self, function: Callable[..., Tensor], *others: MemoryWeights) -> MemoryWeights:
         """``function`` applied to each of the four tensors, and to those of ``others`` with it."""
@@ -64,17 +76,29 @@ def mapped(function: Callable[..., Tensor], weights: Weights, *others: Weights) 
 
 
 def pack(weights: MemoryWeights, momentum: MemoryWeights) -> Tensor:
-    """``[*lead, 2, SIZE]``, the tensor itself where these are the views that ``unpack`` makes."""
-    whole = packed(weights, momentum)
+    """``[*lead, 2, SIZE]``, the tensor itself where ``unpack`` made both of one."""
+    whole = handed_on(weights, momentum)
     return packed_copy(weights, momentum) if whole is None else whole
 
 
 def pack_weights(weights: MemoryWeights) -> Tensor:
-    """``[*lead, 1, SIZE]``, or the tensor ``[*lead, 2, SIZE]`` where these are views that
-    ``unpack`` makes.
-    """
-    whole = packed(weights)
+    """``[*lead, 1, SIZE]``, or the tensor ``[*lead, 2, SIZE]`` of which ``unpack`` made them."""
+    whole = handed_on(weights)
     return packed_copy(weights) if whole is None else whole
+
+
+def handed_on(weights: MemoryWeights, momentum: MemoryWeights | None = None) -> Tensor | None:
+    """The tensor that goes with these weights and, where one is given, this momentum."""
+    # A compiler traces the tensors of a tuple alone.
+    if torch.compiler.is_compiling():
+        return None
+    whole, partner = weights._whole, weights._momentum
+    if whole is None or partner is None or (momentum is not None and momentum is not partner):
+        return None
+    if not whole.requires_grad and any(x.requires_grad for x in (*weights, *partner)):
+        # They became leaves after that.
+        return None
+    return whole
 
 
 def packed_copy(*halves: MemoryWeights) -> Tensor:
@@ -89,12 +113,38 @@ def packed_copy(*halves: MemoryWeights) -> Tensor:
 
 
 def unpack(state: Tensor, hidden: int, width: int) -> tuple[MemoryWeights, MemoryWeights]:
-    """(weights, momentum), views of ``state [*lead, 2, SIZE]``."""
+    """(weights, momentum), views of ``state [*lead, 2, SIZE]`` that ``pack`` and ``pack_weights``
+    take together without a copy.
+    """
+    if not REGISTERS_AUTOGRAD or torch.compiler.is_compiling() or not is_plain_call((state,)):
+        return views(state, hidden, width)
+    whole = state.detach() if state.requires_grad else state
+    if not (state.requires_grad and torch.is_grad_enabled()):
+        weights, momentum = views(whole, hidden, width)
+    else:
+        parts = _Views.apply(state, hidden, width)
+        weights, momentum = MemoryWeights(*parts[:4]), MemoryWeights(*parts[4:])
+        whole = _Whole.apply(whole, hidden, width, *parts)
+    weights._whole, weights._momentum = whole, momentum
+    return weights, momentum
+
+
+def views(state: Tensor, hidden: int, width: int) -> tuple[MemoryWeights, MemoryWeights]:
+    """(weights, momentum), plain views of ``state [*lead, 2, SIZE]``."""
     # Split once more for the momentum: where only the weights are read, its gradient is one tensor.
     size = packed_size(hidden, width)
     *weights, momentum = state.flatten(-2).split((*part_sizes(hidden, width), size), -1)
     parts = momentum.split(part_sizes(hidden, width), -1)
     return shaped(hidden, width, *weights), shaped(hidden, width, *parts)
+
+
+def detached(weights: Weights, momentum: Weights) -> tuple[Weights, Weights]:
+    """The same numbers, cut from the graph; still in one tensor where they lay in one."""
+    if isinstance(weights, MemoryWeights) and isinstance(momentum, MemoryWeights):
+        whole = handed_on(weights, momentum)
+        if whole is not None:
+            return unpack(whole.detach(), *weights.w1.shape[-2:])
+    return mapped(Tensor.detach, weights), mapped(Tensor.detach, momentum)
 
 
 def unpack_weights(state: Tensor, hidden: int, width: int) -> MemoryWeights:
@@ -115,58 +165,81 @@ def shaped(
     return MemoryWeights(w1.unflatten(-1, matrix), b1, w2.unflatten(-1, matrix).mT, b2)
 
 
-def packed(weights: MemoryWeights, momentum: MemoryWeights | None = None) -> Tensor | None:
-    """The tensor ``[*lead, 2, SIZE]`` of which these, all of them, are the views that ``unpack``
-    makes; None where they are not.
-    """
-    hidden, width = weights.w1.shape[-2:]
-    # A view names the tensor it was made of, unless it is detached or traced by a compiler; its
-    # tangent is its own.
-    no_base = torch.compiler.is_compiling() or forward_ad._current_level >= 0
-    whole = None if no_base else weights.w1._base
-    if whole is None or whole.shape != (*weights.b1.shape[:-1], 2, packed_size(hidden, width)):
-        return None
-    views = unpack(whole.detach(), hidden, width)
-    for half, view in zip((weights, momentum), views, strict=True):
-        if half is not None and not all(map(is_view, half, [whole] * 4, view)):
-            return None
-    return whole
-
-
-def is_view(x: Tensor, whole: Tensor, view: Tensor) -> bool:
-    """Whether x, a view of ``whole``, is the same as ``view`` and does not retain its gradient."""
-    return (
-        x._base is whole
-        and x.requires_grad == whole.requires_grad
-        and not (x.retains_grad or x._backward_hooks or x.is_neg())
-        and x.dtype == view.dtype
-        and x.shape == view.shape
-        and x.stride() == view.stride()
-        and x.storage_offset() == view.storage_offset()
-        and (not x.requires_grad or only_views_between(x, whole))
-    )
-
-
-def only_views_between(x: Tensor, whole: Tensor) -> bool:
-    """Whether the gradient of x reaches ``whole`` as it is."""
-    node, end = x.grad_fn, whole.grad_fn
-    while node is not None and node is not end:
-        if end is None and getattr(node, "variable", None) is whole:
-            return True
-        if node.name() not in VIEWS:
-            return False
-        node = node.next_functions[0][0]
-    return node is not None
-
-
 def cast(weights: MemoryWeights, dtype: torch.dtype) -> MemoryWeights:
     """The weights in another dtype; one copy where they lie in one tensor."""
-    whole = packed(weights)
+    whole = handed_on(weights)
     if whole is None:
         return weights.map(lambda x: x.to(dtype))
-    return unpack(whole.to(dtype), *weights.w1.shape[-2:])[0]
+    return views(whole.to(dtype), *weights.w1.shape[-2:])[0]
 
 
 def packed_size(hidden: int, width: int) -> int:
     """SIZE."""
     return 2 * hidden * width + hidden + width
+
+
+class _Views(Derivative):
+    """The four tensors of the weights, then those of the momentum, as views."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, hidden: int, width: int) -> tuple[Tensor, ...]:
+        ctx.sizes = state.shape[:-2], hidden, width
+        ctx.set_materialize_grads(False)
+        weights, momentum = views(state, hidden, width)
+        return *weights, *momentum
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        known = next((g for g in grads if g is not None), None)
+        if known is None:
+            return None, None, None
+        whole = whole_of(grads, *ctx.sizes)
+        if whole is None:
+            shapes = weight_shapes(*ctx.sizes) * 2
+            filled = [
+                known.new_zeros(shape) if g is None else g
+                for g, shape in zip(grads, shapes, strict=True)
+            ]
+            whole = packed_copy(MemoryWeights(*filled[:4]), MemoryWeights(*filled[4:]))
+        return whole, None, None
+
+
+class _Whole(Derivative):
+    """The tensor of which ``parts`` are the views: no copy, nor is its gradient copied."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, hidden: int, width: int, *parts: Tensor) -> Tensor:
+        ctx.sizes = hidden, width
+        return whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
+        weights, momentum = views(dwhole, *ctx.sizes)
+        return None, None, None, *weights, *momentum
+
+
+def whole_of(
+    grads: Sequence[Tensor | None], lead: Sequence[int], hidden: int, width: int
+) -> Tensor | None:
+    """The contiguous tensor ``[*lead, 2, SIZE]`` of which all these, in order, are the ``views``;
+    None where they are not, and where their own derivative is wanted.
+    """
+    first = grads[0]
+    whole = None if first is None or torch.is_grad_enabled() else first._base
+    size = 2 * packed_size(hidden, width)
+    if whole is None or whole.shape != (*lead, 2, size // 2) or not whole.is_contiguous():
+        return None
+    *strides, _, _ = whole.stride()
+    w1, w2, b1, b2 = itertools.accumulate(part_sizes(hidden, width)[:-1], initial=0)
+    within = (width, 1), (1,), (1, width), (1,)
+    start = whole.storage_offset()
+    offsets = [start + half + part for half in (0, size // 2) for part in (w1, b1, w2, b2)]
+    for g, offset, inner in zip(grads, offsets, within * 2, strict=True):
+        if (
+            g is None
+            or g._base is not whole
+            or g.storage_offset() != offset
+            or g.stride() != (*strides, *inner)
+        ):
+            return None
+    return whole

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._core.precision import wide_dtype
+from ..common import weights as packing
 from ..common.weights import MemoryWeights, Weights, mapped, pack, unpack
 from ..inputs.memory_input import Writes
 
@@ -20,8 +21,8 @@ class MemoryState(NamedTuple):
         weights: the memory's tensors ``[R, heads, ...]``, in fp32 (fp64 in an fp64 module), as they
             were at the start of the running chunk: a :class:`MemoryWeights` for two layers, else
             ``(w1, b1, w2, b2, ...)``.
-        momentum: likewise. With two layers both are views of one tensor, which the next call takes
-            as it is: a gradient by one of them needs ``retain_grad()`` or a hook set before that.
+        momentum: likewise. With granularity "token" and two layers both are views of one tensor,
+            ``packed``, which the next call takes as it is; gradients are those of separate tensors.
         tail: the tokens of the running chunk, fewer than ``chunk``; their number is a shape.
         convolution: ``[B, convolution - 1, 3 * heads * D]``, the last projections, which the
             causal convolution sees again.
@@ -36,6 +37,16 @@ class MemoryState(NamedTuple):
     convolution: Tensor
     skipped: Tensor
     position: Tensor
+
+    @property
+    def packed(self) -> Tensor | None:
+        """``[R, heads, 2, SIZE]``, weights and momentum of two layers in one tensor, a function of
+        them: that of which they are views, or a copy where they are tensors of their own. None for
+        any other number of layers.
+        """
+        if isinstance(self.weights, MemoryWeights) and isinstance(self.momentum, MemoryWeights):
+            return pack(self.weights, self.momentum)
+        return None
 
     def weight_norm(self) -> Tensor:
         """``[R, heads]``, of each memory's weights at the running chunk's start, detached."""
@@ -139,10 +150,8 @@ def fresh_state(
 
 def detached(state: MemoryState) -> MemoryState:
     """The same numbers, cut from the graph."""
-    weights, momentum = (mapped(Tensor.detach, w) for w in (state.weights, state.momentum))
     return MemoryState(
-        weights,
-        momentum,
+        *packing.detached(state.weights, state.momentum),
         state.tail.map(Tensor.detach),
         state.convolution.detach(),
         state.skipped,

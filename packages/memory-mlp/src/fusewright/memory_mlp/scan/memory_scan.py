@@ -164,8 +164,8 @@ def memory_scan(
 
     Returns:
         A :class:`MemoryScan`; y is contiguous, in q's dtype. Weights and momentum are views of one
-        tensor, which the next scan or read takes as it is: for a gradient by one of them set
-        ``retain_grad()`` or a hook before that. The gates' range is not checked.
+        tensor, which the next scan or read takes without a copy; their gradients are those of
+        tensors of their own. The gates' range is not checked.
         Numbers that are not finite stay within their row and head; a memory that diverges is not
         repaired here.
 

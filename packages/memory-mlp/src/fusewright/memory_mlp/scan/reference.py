@@ -26,7 +26,7 @@ from ..common.reference import (
     over,
     rows_of,
 )
-from ..common.weights import MemoryWeights, Weights, mapped, pack, unpack
+from ..common.weights import MemoryWeights, Weights, mapped, packed_copy, views
 
 Tensor = torch.Tensor
 
@@ -285,12 +285,12 @@ def packed_scan(
     """
     dtype = q.dtype
     q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
-    weights, momentum = unpack(state, hidden, q.shape[-1])
+    weights, momentum = views(state, hidden, q.shape[-1])
     gates = [gate.mT for gate in (alpha, eta, theta)]
     mask = None if written is None else written.mT
     y, states = chunk_by_chunk(q, k, v, weights, momentum, gates, mask, chunk, activation, read)
     wanted = states if starts else states[-1:]
-    *begins, end = [pack(MemoryWeights(*w), MemoryWeights(*s)) for w, s in wanted]
+    *begins, end = [packed_copy(MemoryWeights(*w), MemoryWeights(*s)) for w, s in wanted]
     began = torch.stack(begins) if begins else state.new_empty(0, *state.shape)
     return y.transpose(1, 2).to(dtype).contiguous(), end, began
 

@@ -22,7 +22,7 @@ import torch
 
 from .._core.backends import Backend
 from ..common.checks import check_adamw_group, check_adamw_state, check_storage
-from ..common.contract import keep_rate_on_device, loss_of
+from ..common.contract import as_it_is, keep_rate_on_device, loss_of
 from ..common.placement import current, is_dense
 from ..common.planned_optimizer import PlannedOptimizer
 from . import launch
@@ -129,7 +129,7 @@ class AdamW(PlannedOptimizer):
             for name in ("amsgrad", "maximize", "capturable"):
                 group.setdefault(name, False)
 
-    @torch.no_grad()
+    @as_it_is
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; the closure, if given, computes the loss again and returns it."""
         loss = None if closure is None else loss_of(closure)

@@ -4,16 +4,36 @@ all, copies, state dicts that are checked before anything is taken from them, an
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .placement import local
 from .tables import is_captured, same
 
 Tensor = torch.Tensor
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def as_it_is(method: Method) -> Method:
+    """A method that runs without gradients and, in a loop under torch.compile, as it is between
+    the loop's graphs: the compiler would trace parts of it, and lose what these write to the
+    optimizer.
+    """
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # False outside of the compiler, which takes it for True.
+        if is_dynamo_compiling():
+            return torch.compiler.disable(run)(*args, **kwargs)
+        with torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 class Contract(torch.optim.Optimizer):

@@ -25,7 +25,7 @@ from .._core.backends import Backend
 from .._core.precision import wide_dtype
 from ..adamw.adamw import Rounding
 from ..common.checks import check_adamw_group, check_gradient
-from ..common.contract import keep_rate_on_device
+from ..common.contract import as_it_is, keep_rate_on_device
 from ..common.placement import current
 from .adamw_mode import AdamWMode
 from .checks import Options, check_members, check_nested
@@ -199,7 +199,7 @@ class DeepNestedOptimizer(NestedState):
         """Set the loss of the next step that is called without one, as a GradScaler does."""
         self._loss = loss
 
-    @torch.no_grad()
+    @as_it_is
     def step(  # type: ignore[override]
         self, loss: Loss = None, *, closure: Callable[[], Any] | None = None
     ) -> dict[str, Any]:
@@ -280,6 +280,7 @@ class DeepNestedOptimizer(NestedState):
         self._training.follow(rates.statistics, hypergradient, skips)
         return hypergradient
 
+    @as_it_is
     def meta_update(self, loss: Loss = None) -> dict[str, Tensor]:
         """Train the controller on a loss at the parameters as they are, right after a step.
 

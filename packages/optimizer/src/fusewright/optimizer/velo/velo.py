@@ -24,7 +24,7 @@ from .._core.backends import Backend
 from .._core.checks import checked_count
 from .._core.precision import without_autocast
 from ..common.checks import is_number
-from ..common.contract import loss_of
+from ..common.contract import as_it_is, loss_of
 from ..common.placement import current, on
 from ..common.statistics.checks import check_pieces
 from ..common.statistics.members import Member
@@ -112,7 +112,7 @@ class VeLO(StatisticsOptimizer):
         super()._forget_plans()
         self._constants: Constants | None = None
 
-    @torch.no_grad()
+    @as_it_is
     def step(self, loss: Loss | Callable[[], Loss]) -> Loss:  # type: ignore[override]
         """Take one step.
 

@@ -16,6 +16,8 @@ from .placement import local
 from .tables import is_captured, same
 
 Tensor = torch.Tensor
+# Options of torch's groups that ours take by another name, or keep as they are.
+THEIRS = "capturable", "adjust_lr_fn"
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -49,6 +51,8 @@ class Contract(torch.optim.Optimizer):
     # its optimizer's step, and copies must not have that one.
     copied: tuple[str, ...] = ()
     _results: tuple[Tensor, Tensor, Tensor] | None = None
+    # Of the groups that were loaded last, what they had of THEIRS.
+    _theirs: Sequence[dict[str, Any]] = ()
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise where a group's parameters or options are not supported."""
@@ -109,18 +113,30 @@ class Contract(torch.optim.Optimizer):
             raise
         self._forget_plans()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's optimizers have it, with what torch's own had chosen and ours does not use."""
+        saved = super().state_dict()
+        for group, theirs in zip(saved["param_groups"], self._theirs, strict=False):
+            if "capturable" in theirs:
+                group["capturable"] = theirs["capturable"]
+        return saved
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of such an optimizer, in the dtypes that it has."""
         before = [dict(group) for group in self.param_groups]
         saved: dict[str, Any] = {}
+        theirs: list[dict[str, Any]] = []
 
         def check(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
             saved.update(self._checked(self._completed(adapted)))
+            for group in adapted["param_groups"]:
+                theirs.append({name: group[name] for name in THEIRS if name in group})
             # torch would cast it to the parameters' dtypes.
             return {**saved, "state": {}}
 
         def take(_: Any) -> None:
             self._take(saved, before)
+            self._theirs = theirs
             self._forget_plans()
 
         # Other hooks may adapt what is loaded before it is checked, and run after it is taken.
@@ -135,7 +151,7 @@ class Contract(torch.optim.Optimizer):
                 hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = (*self.copied, "_results")
+        kept = (*self.copied, "_results", "_theirs")
         return super().__getstate__() | {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ all, copies, state dicts that are checked before anything is taken from them, an
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,10 @@ from .tables import is_captured, same
 Tensor = torch.Tensor
 # Options of torch's groups that ours take by another name, or keep as they are.
 THEIRS = "capturable", "adjust_lr_fn"
+# The option of the first group that has a state dict's pieces of no parameter: what
+# torch.distributed.checkpoint keeps of a state dict is state of parameters, and groups. As bytes,
+# since it loads only tensors that it found in the state dict of the optimizer that it loads into.
+OWN = "optimizer_state"
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -113,13 +118,22 @@ class Contract(torch.optim.Optimizer):
             raise
         self._forget_plans()
 
+    def _own(self) -> dict[str, Any]:
+        """The pieces of a state dict that are of no parameter; their optimizers have OWN among the
+        groups' options.
+        """
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it, with what torch's own had chosen and ours does not use."""
         saved = super().state_dict()
         for group, theirs in zip(saved["param_groups"], self._theirs, strict=False):
             if "capturable" in theirs:
                 group["capturable"] = theirs["capturable"]
-        return saved
+        own = self._own()
+        if own:
+            saved["param_groups"][0][OWN] = packed(own)
+        return saved | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of such an optimizer, in the dtypes that it has."""
@@ -128,7 +142,7 @@ class Contract(torch.optim.Optimizer):
         theirs: list[dict[str, Any]] = []
 
         def check(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
-            saved.update(self._checked(self._completed(adapted)))
+            saved.update(self._checked(self._completed(unpacked(adapted))))
             for group in adapted["param_groups"]:
                 theirs.append({name: group[name] for name in THEIRS if name in group})
             # torch would cast it to the parameters' dtypes.
@@ -176,6 +190,12 @@ class Contract(torch.optim.Optimizer):
         first = next(iter(self._all_parameters()), None)
         return self._results_on(torch.device("cpu") if first is None else first.device)
 
+    def _allocates(self) -> bool:
+        """Whether a step without a loss is torch.distributed.checkpoint's, which takes one at a
+        learning rate of 0 so that state is allocated.
+        """
+        return not self.state and all(is_zero(group["lr"]) for group in self.param_groups)
+
     def _results_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Where a step on this device writes them."""
         if self._results is None:
@@ -196,6 +216,27 @@ class Contract(torch.optim.Optimizer):
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         states = (saved["state"].get(number, {}) for number in numbers)
         return list(zip(self._all_parameters(), states, strict=True))
+
+
+def packed(own: dict[str, Any]) -> bytes:
+    memory = io.BytesIO()
+    torch.save(own, memory)
+    return memory.getvalue()
+
+
+def unpacked(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with the pieces of no parameter at its top alone."""
+    groups = [{k: x for k, x in group.items() if k != OWN} for group in saved["param_groups"]]
+    own = [group[OWN] for group in saved["param_groups"] if group.get(OWN) is not None]
+    pieces: dict[str, Any] = {}
+    if own:
+        pieces = torch.load(io.BytesIO(own[0]), map_location="cpu", weights_only=True)
+    return {**pieces, **saved, "param_groups": groups}
+
+
+def is_zero(lr: float | Tensor) -> bool:
+    """Of a learning rate on the host; no other is looked at."""
+    return bool(lr == 0.0) if not isinstance(lr, Tensor) or lr.is_cpu else False
 
 
 def loss_of(closure: Callable[[], Any]) -> Any:

@@ -25,7 +25,7 @@ from .._core.backends import Backend
 from .._core.precision import wide_dtype
 from ..adamw.adamw import Rounding
 from ..common.checks import check_adamw_group, check_gradient
-from ..common.contract import as_it_is, keep_rate_on_device
+from ..common.contract import OWN, as_it_is, keep_rate_on_device
 from ..common.placement import current
 from .adamw_mode import AdamWMode
 from .checks import Options, check_decoupled, check_members, check_nested
@@ -149,6 +149,7 @@ class DeepNestedOptimizer(NestedState):
             decoupled_weight_decay=True,
             capturable=capturable,
         )
+        defaults[OWN] = None
         super().__init__(groups, defaults)
         self.global_step = 0
         self._build()
@@ -209,7 +210,9 @@ class DeepNestedOptimizer(NestedState):
 
         Args:
             loss: of the gradients: a number, a tensor of one, or a closure that computes gradients
-                and returns it. Without one ``set_loss``'s counts, else 0 with a warning.
+                and returns it. Without one ``set_loss``'s counts, else 0 with a warning; but a
+                first step at learning rates of 0, as torch.distributed.checkpoint takes it, then
+                allocates state and has no other effect.
             closure: the same, by torch's name.
 
         Returns:
@@ -226,13 +229,19 @@ class DeepNestedOptimizer(NestedState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        value: Any = self._pending_loss() if loss is None else loss
-        rates, t = self._rates, self.global_step + 1
+        allocates = loss is None and self._loss is None and self._allocates()
+        value: Any = loss
+        if loss is None:
+            value = 0.0 if allocates else self._pending_loss()
+        rates, t = self._rates, self.global_step + (not allocates)
         scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         options = self.options
         with current(rates.device):
             now = rates.loss_of(value)
             self._mode.follow(self.param_groups, self.state)
+            if allocates:
+                self._mode.allocate()
+                return self._report(now)
             trains = options.mode == "simple" and t % options.meta_update_freq == 0
             if trains and options.meta == "hypergradient" and t > 1:
                 gradients = [p.grad for p in self._all_parameters()]
@@ -246,13 +255,17 @@ class DeepNestedOptimizer(NestedState):
             if trains and options.meta == "proxy":
                 self._training.follow_proxy(rates.statistics, now, self.skipped)
         self._loss, self.global_step = None, t
+        return self._report(now)
+
+    def _report(self, loss: Tensor) -> dict[str, Any]:
+        rates = self._rates
         return {
-            "global_step": torch.scalar_tensor(t, dtype=torch.int64),
+            "global_step": torch.scalar_tensor(self.global_step, dtype=torch.int64),
             "lr_multipliers": rates.multipliers,
             "ema_loss": rates.ema_loss,
             "skipped": self.skipped,
             "grad_norm": self.grad_norm,
-            "loss": now,
+            "loss": loss,
         }
 
     def _pending_loss(self) -> float | Tensor:

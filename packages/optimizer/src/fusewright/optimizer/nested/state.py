@@ -32,9 +32,12 @@ class NestedState(Contract):
         """Make everything that follows from the groups."""
         raise NotImplementedError
 
+    def _own(self) -> dict[str, Any]:
+        return {"nested": self._numbers()}
+
     def state_dict(self) -> dict[str, Any]:
         """torch.optim's, by the order of parameters, with the optimizer's own under "nested"."""
-        return super().state_dict() | {"nested": self._numbers()}
+        return super().state_dict()
 
     def _numbers(self) -> dict[str, Any]:
         """The state that is of no parameter."""

@@ -13,6 +13,7 @@ STACKED = [(name, backend) for name in ("muon", "m3") for backend in ("reference
 STACKED += [("delta", "reference"), ("deep", "reference")]
 LEARNED = [(name, backend) for name in ("learned", "velo") for backend in ("reference", "triton")]
 ADAMW = [("adamw", "reference"), ("adamw", "triton")]
+NAMES = ("adamw", "muon", "m3", "delta", "deep", "learned", "velo")
 
 
 class Kind:

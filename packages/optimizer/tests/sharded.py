@@ -5,6 +5,7 @@ python sharded.py FOLDER
 
 from __future__ import annotations
 
+import copy
 import datetime
 import multiprocessing
 import os
@@ -17,8 +18,27 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fusewright.optimizer import AdamW, clip_grad_norm_, grad_norm
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from fusewright.optimizer import (
+    M3,
+    AdamW,
+    DeepMomentum,
+    DeepNestedOptimizer,
+    DeltaMomentum,
+    LearnedOptimizer,
+    Muon,
+    UpdateMLP,
+    VeLO,
+    VeLONetworks,
+    clip_grad_norm_,
+    grad_norm,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -114,6 +134,88 @@ def sharded_training(rank: int, folder: pathlib.Path, backend: str) -> dict:
     return found
 
 
+def replicated(rank: int, folder: pathlib.Path) -> dict:
+    """Of parameters that every process has whole, as DDP's: what training that goes on from a
+    checkpoint has, and from a state dict that the first process alone has, beside training that
+    was not interrupted.
+    """
+
+    def made(make, seed):
+        model = new_model()
+        torch.manual_seed(seed)
+        return model, make(model)
+
+    def train(model, optimizer, takes_loss, first, last):
+        for step in range(first, last):
+            optimizer.zero_grad()
+            loss = model(batch(step)).square().mean()
+            loss.backward()
+            optimizer.step(*(loss,) * takes_loss)
+
+    def numbers(model, optimizer):
+        controller = getattr(optimizer, "controller", None)
+        weights = [] if controller is None else list(controller.parameters())
+        return [x.detach().clone() for x in (*everything(model, optimizer), *weights)]
+
+    torch.manual_seed(7)
+    networks = VeLONetworks(8, 6, exp_mult=0.1, step_mult=0.1)
+    nested = dict(meta_update_freq=2, meta_lr=0.05, frequencies=(1, 2))
+    cases = {
+        "muon": (lambda m: Muon([p for p in m.parameters() if p.ndim == 2]), False),
+        "velo": (lambda m: VeLO(m.parameters(), networks, 20), True),
+        "nested": (lambda m: DeepNestedOptimizer(m, **nested), True),
+        "continuum": (lambda m: DeepNestedOptimizer(m, update="continuum", **nested), True),
+    }
+    found = {}
+    for name, (make, takes_loss) in cases.items():
+        model, optimizer = made(make, 1)
+        train(model, optimizer, takes_loss, 0, BREAK)
+        save(model, optimizer, folder / f"replicated-{name}")
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        # Of the first process alone.
+        parts = copy.deepcopy(get_state_dict(model, optimizer, options=whole))
+        train(model, optimizer, takes_loss, BREAK, STEPS)
+        expected = numbers(model, optimizer)
+
+        model, optimizer = made(make, 2 + rank)
+        load(model, optimizer, folder / f"replicated-{name}")
+        train(model, optimizer, takes_loss, BREAK, STEPS)
+        loaded = numbers(model, optimizer)
+
+        model, optimizer = made(make, 4 + rank)
+        sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, parts[0], options=sent)
+        set_optimizer_state_dict(model, optimizer, parts[1], options=sent)
+        train(model, optimizer, takes_loss, BREAK, STEPS)
+        found[name] = {"whole": expected, "loaded": loaded, "sent": numbers(model, optimizer)}
+    return found
+
+
+def refusals() -> dict:
+    """What each optimizer says to sharded parameters; nothing where it takes them."""
+    model = new_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (PROCESSES,)))
+    ps = [p for p in model.parameters() if p.ndim == 2]
+    makers = {
+        "AdamW": lambda: AdamW(ps),
+        "Muon": lambda: Muon(ps),
+        "M3": lambda: M3(ps),
+        "DeltaMomentum": lambda: DeltaMomentum(ps),
+        "DeepMomentum": lambda: DeepMomentum(ps),
+        "LearnedOptimizer": lambda: LearnedOptimizer(ps, UpdateMLP()),
+        "VeLO": lambda: VeLO(ps, VeLONetworks(8, 6), 20),
+        "DeepNestedOptimizer": lambda: DeepNestedOptimizer(model),
+    }
+    said = {}
+    for name, make in makers.items():
+        try:
+            make()
+            said[name] = ""
+        except TypeError as error:
+            said[name] = str(error)
+    return said
+
+
 def clipping(rank: int, backend: str) -> dict:
     """Norms of gradients of FSDP's shards beside a tensor that every process has."""
     model = new_model()
@@ -180,7 +282,7 @@ def work(rank: int, folder: pathlib.Path) -> None:
         world_size=PROCESSES,
         timeout=datetime.timedelta(seconds=60),
     )
-    found = {}
+    found = {"replicated": replicated(rank, folder), "refusals": refusals()}
     for backend in BACKENDS:
         found[backend] = sharded_training(rank, folder, backend)
         found[backend]["clipping"] = clipping(rank, backend)

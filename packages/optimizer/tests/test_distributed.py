@@ -57,13 +57,18 @@ def folder(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def of_both(folder) -> list[dict]:
+    """By process, what is of no backend."""
+    return [torch.load(folder / f"found-{rank}.pt", weights_only=True) for rank in range(2)]
+
+
 @pytest.fixture
-def found(folder, backend) -> list[dict]:
+def found(of_both, backend) -> list[dict]:
     """By process."""
-    results = [torch.load(folder / f"found-{rank}.pt", weights_only=True) for rank in range(2)]
-    if backend not in results[0]:
+    if backend not in of_both[0]:
         pytest.skip("the kernels take CPU tensors in the interpreter alone")
-    return [result[backend] for result in results]
+    return [result[backend] for result in of_both]
 
 
 def unsharded(sharded, backend):
@@ -109,6 +114,22 @@ def test_checkpoint_of_two_processes_goes_on_in_one(sharded, folder, found, back
     norms = sharded.steps(model, optimizer, sharded.BREAK, sharded.STEPS)
     assert norms == pytest.approx(found[0]["norms"][sharded.BREAK :], rel=8 * EPS)
     assert_near(sharded.everything(model, optimizer), found[0]["whole"])
+
+
+@pytest.mark.parametrize("name", ["muon", "velo", "nested", "continuum"])
+@pytest.mark.parametrize("way", ["loaded", "sent"])
+def test_training_of_whole_parameters_goes_on_in_two_processes(of_both, name, way):
+    for each in of_both:
+        assert_equal(each["replicated"][name][way], of_both[0]["replicated"][name]["whole"])
+
+
+def test_optimizers_take_sharded_parameters_or_say_that_they_do_not(of_both):
+    for each in of_both:
+        said = dict(each["refusals"])
+        assert said.pop("AdamW") == ""
+        assert len(said) == 7
+        for message in said.values():
+            assert "got a DTensor" in message
 
 
 def test_norm_counts_every_shard_and_every_whole_tensor_once(found):

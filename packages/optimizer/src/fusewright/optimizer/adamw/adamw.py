@@ -22,7 +22,7 @@ import torch
 
 from .._core.backends import Backend
 from ..common.checks import check_adamw_group, check_adamw_state, check_storage
-from ..common.contract import keep_rate_on_device, loss_of
+from ..common.contract import as_it_is, keep_rate_on_device, loss_of
 from ..common.placement import current, is_dense
 from ..common.planned_optimizer import PlannedOptimizer
 from . import launch
@@ -47,6 +47,7 @@ class AdamW(PlannedOptimizer):
         amsgrad: the denominator takes the greatest exp_avg_sq so far.
         maximize: ascend.
         decoupled_weight_decay: False adds weight_decay p to the gradient, as torch.optim.Adam does.
+            An option of groups, as torch.optim.Adam has it: a state dict that has it sets it.
         capturable: make lr a tensor on the device of a group's first parameter, so that
             learning-rate schedulers reach a captured step.
         max_grad_norm: scale all gradients down to this norm over all parameters, of all shards and
@@ -82,7 +83,7 @@ class AdamW(PlannedOptimizer):
     _kinds = ReferencePart, launch.KernelPart
     copied = (
         *PlannedOptimizer.copied,
-        *("decoupled_weight_decay", "state_dtype", "rounding", "seed", "_state_format"),
+        *("state_dtype", "rounding", "seed", "_state_format"),
     )
 
     def __init__(
@@ -106,7 +107,6 @@ class AdamW(PlannedOptimizer):
     ) -> None:
         self._prepare(max_grad_norm, skip_nonfinite, backend)
         check_storage(state_dtype, rounding, seed)
-        self.decoupled_weight_decay = decoupled_weight_decay
         self.state_dtype, self.rounding, self.seed = state_dtype, rounding, seed
         self._state_format = StateFormat(state_dtype, rounding)
         defaults = dict(
@@ -116,9 +116,15 @@ class AdamW(PlannedOptimizer):
             weight_decay=weight_decay,
             amsgrad=amsgrad,
             maximize=maximize,
+            decoupled_weight_decay=decoupled_weight_decay,
             capturable=capturable,
         )
         super().__init__(params, defaults)
+
+    @property
+    def decoupled_weight_decay(self) -> bool:
+        """Whether weight decay is decoupled in every group."""
+        return all(group["decoupled_weight_decay"] for group in self.param_groups)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_adamw_group(group)
@@ -126,11 +132,14 @@ class AdamW(PlannedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # Of a pickle from before it was an option of groups.
+        decoupled = state.get("decoupled_weight_decay", True)
         for group in self.param_groups:
+            group.setdefault("decoupled_weight_decay", decoupled)
             for name in ("amsgrad", "maximize", "capturable"):
                 group.setdefault(name, False)
 
-    @torch.no_grad()
+    @as_it_is
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; the closure, if given, computes the loss again and returns it."""
         loss = None if closure is None else loss_of(closure)
@@ -140,7 +149,10 @@ class AdamW(PlannedOptimizer):
     def _move_all(self) -> None:
         """The step itself, without torch's hooks."""
         gradients = self._plan(
-            [(group["amsgrad"], group["maximize"]) for group in self.param_groups]
+            [
+                (group["amsgrad"], group["maximize"], group["decoupled_weight_decay"])
+                for group in self.param_groups
+            ]
         )
         if not self._parts:
             self._clear_results()
@@ -187,10 +199,13 @@ class AdamW(PlannedOptimizer):
     def _obstacle(self, member: Member) -> str | None:
         return None if is_dense(member.p) else "a parameter has gaps in its memory"
 
-    def _rules(self) -> Rules:
+    def _apart(self, member: Member) -> bool:
+        return bool(self.param_groups[member.group]["decoupled_weight_decay"])
+
+    def _rules(self, members: list[Any]) -> Rules:
         return Rules(
             len(self.param_groups),
-            self.decoupled_weight_decay,
+            self._apart(members[0]),
             self.rounding,
             self.seed,
             self.max_grad_norm,

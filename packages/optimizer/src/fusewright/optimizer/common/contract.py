@@ -4,16 +4,43 @@ all, copies, state dicts that are checked before anything is taken from them, an
 
 from __future__ import annotations
 
+import functools
+import io
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .placement import local
 from .tables import is_captured, same
 
 Tensor = torch.Tensor
+# Options of torch's groups that ours take by another name, or keep as they are.
+THEIRS = "capturable", "adjust_lr_fn"
+# The option of the first group that has a state dict's pieces of no parameter: what
+# torch.distributed.checkpoint keeps of a state dict is state of parameters, and groups. As bytes,
+# since it loads only tensors that it found in the state dict of the optimizer that it loads into.
+OWN = "optimizer_state"
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def as_it_is(method: Method) -> Method:
+    """A method that runs without gradients and, in a loop under torch.compile, as it is between
+    the loop's graphs: the compiler would trace parts of it, and lose what these write to the
+    optimizer.
+    """
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # False outside of the compiler, which takes it for True.
+        if is_dynamo_compiling():
+            return torch.compiler.disable(run)(*args, **kwargs)
+        with torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 class Contract(torch.optim.Optimizer):
@@ -29,6 +56,8 @@ class Contract(torch.optim.Optimizer):
     # its optimizer's step, and copies must not have that one.
     copied: tuple[str, ...] = ()
     _results: tuple[Tensor, Tensor, Tensor] | None = None
+    # Of the groups that were loaded last, what they had of THEIRS.
+    _theirs: Sequence[dict[str, Any]] = ()
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise where a group's parameters or options are not supported."""
@@ -89,18 +118,39 @@ class Contract(torch.optim.Optimizer):
             raise
         self._forget_plans()
 
+    def _own(self) -> dict[str, Any]:
+        """The pieces of a state dict that are of no parameter; their optimizers have OWN among the
+        groups' options.
+        """
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's optimizers have it, with what torch's own had chosen and ours does not use."""
+        saved = super().state_dict()
+        for group, theirs in zip(saved["param_groups"], self._theirs, strict=False):
+            if "capturable" in theirs:
+                group["capturable"] = theirs["capturable"]
+        own = self._own()
+        if own:
+            saved["param_groups"][0][OWN] = packed(own)
+        return saved | own
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of such an optimizer, in the dtypes that it has."""
         before = [dict(group) for group in self.param_groups]
         saved: dict[str, Any] = {}
+        theirs: list[dict[str, Any]] = []
 
         def check(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
-            saved.update(self._checked(self._completed(adapted)))
+            saved.update(self._checked(self._completed(unpacked(adapted))))
+            for group in adapted["param_groups"]:
+                theirs.append({name: group[name] for name in THEIRS if name in group})
             # torch would cast it to the parameters' dtypes.
             return {**saved, "state": {}}
 
         def take(_: Any) -> None:
             self._take(saved, before)
+            self._theirs = theirs
             self._forget_plans()
 
         # Other hooks may adapt what is loaded before it is checked, and run after it is taken.
@@ -115,7 +165,7 @@ class Contract(torch.optim.Optimizer):
                 hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = (*self.copied, "_results")
+        kept = (*self.copied, "_results", "_theirs")
         return super().__getstate__() | {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,6 +190,12 @@ class Contract(torch.optim.Optimizer):
         first = next(iter(self._all_parameters()), None)
         return self._results_on(torch.device("cpu") if first is None else first.device)
 
+    def _allocates(self) -> bool:
+        """Whether a step without a loss is torch.distributed.checkpoint's, which takes one at a
+        learning rate of 0 so that state is allocated.
+        """
+        return not self.state and all(is_zero(group["lr"]) for group in self.param_groups)
+
     def _results_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Where a step on this device writes them."""
         if self._results is None:
@@ -160,6 +216,27 @@ class Contract(torch.optim.Optimizer):
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         states = (saved["state"].get(number, {}) for number in numbers)
         return list(zip(self._all_parameters(), states, strict=True))
+
+
+def packed(own: dict[str, Any]) -> bytes:
+    memory = io.BytesIO()
+    torch.save(own, memory)
+    return memory.getvalue()
+
+
+def unpacked(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with the pieces of no parameter at its top alone."""
+    groups = [{k: x for k, x in group.items() if k != OWN} for group in saved["param_groups"]]
+    own = [group[OWN] for group in saved["param_groups"] if group.get(OWN) is not None]
+    pieces: dict[str, Any] = {}
+    if own:
+        pieces = torch.load(io.BytesIO(own[0]), map_location="cpu", weights_only=True)
+    return {**pieces, **saved, "param_groups": groups}
+
+
+def is_zero(lr: float | Tensor) -> bool:
+    """Of a learning rate on the host; no other is looked at."""
+    return bool(lr == 0.0) if not isinstance(lr, Tensor) or lr.is_cpu else False
 
 
 def loss_of(closure: Callable[[], Any]) -> Any:

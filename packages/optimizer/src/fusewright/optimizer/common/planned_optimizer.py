@@ -51,13 +51,17 @@ class PlannedOptimizer(Contract):
         """Why the kernels cannot serve a member."""
         raise NotImplementedError
 
-    def _rules(self) -> Any:
-        """What holds of all members."""
+    def _apart(self, member: Any) -> Any:
+        """Members that differ in it are parts of their own."""
+        return None
+
+    def _rules(self, members: list[Any]) -> Any:
+        """What holds of all members of a part."""
         raise NotImplementedError
 
     def _part(self, members: list[Any], device: torch.device, with_kernels: bool) -> Any:
         """Members on one device, moved by kernels or in plain torch."""
-        return self._kinds[with_kernels](members, self._rules(), device)
+        return self._kinds[with_kernels](members, self._rules(members), device)
 
     def _forget_plans(self) -> None:
         # With the places of their members among all parameters; a range where a part has all.
@@ -99,12 +103,12 @@ class PlannedOptimizer(Contract):
         if planned == self._planned and same(self._all_state(), self._state):
             return gradients
         self._check(gradients)
-        members: dict[tuple[torch.device, bool], list[Any]] = {}
+        members: dict[tuple[torch.device, bool, Any], list[Any]] = {}
         for member in self._members(gradients):
-            with_kernels = self._uses_triton(member)
-            members.setdefault((member.p.device, with_kernels), []).append(member)
+            key = member.p.device, self._uses_triton(member), self._apart(member)
+            members.setdefault(key, []).append(member)
         self._parts = []
-        for (device, with_kernels), some in members.items():
+        for (device, with_kernels, _), some in members.items():
             with current(device):
                 part = self._part(some, device, with_kernels)
             places, all_places = [member.place for member in part.members], range(len(flat))

@@ -22,7 +22,7 @@ import torch
 
 from .._core.backends import Backend
 from .._core.precision import without_autocast
-from ..common.contract import loss_of
+from ..common.contract import as_it_is, loss_of
 from ..common.placement import current
 from ..common.statistics.members import Member
 from ..common.statistics.optimizer import StatisticsOptimizer
@@ -107,7 +107,7 @@ class LearnedOptimizer(StatisticsOptimizer):
         if isinstance(extra, Tensor):
             check_extra(self.mlp, group["params"], [extra] * len(group["params"]))
 
-    @torch.no_grad()
+    @as_it_is
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; the closure, if given, computes the loss again and returns it."""
         loss = None if closure is None else loss_of(closure)

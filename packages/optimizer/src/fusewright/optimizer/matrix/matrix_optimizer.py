@@ -41,6 +41,21 @@ class MatrixOptimizer(StackedOptimizer):
         """What lr is multiplied by for matrices of this size."""
         return 1.0
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's optimizers have it; dtypes by name, since torch.distributed.checkpoint takes
+        no others to another device.
+        """
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group["ns_dtype"] = None if group["ns_dtype"] is None else str(group["ns_dtype"])
+        return saved
+
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        groups = [
+            {**group, "ns_dtype": dtype_of(group["ns_dtype"])} for group in saved["param_groups"]
+        ]
+        return super()._checked({**saved, "param_groups": groups})
+
     def _check_options(self, group: dict[str, Any]) -> None:
         check_switch("matrix", group["matrix"])
         check_chain(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"])
@@ -117,6 +132,12 @@ class MatrixOptimizer(StackedOptimizer):
             new, state = stacked_adamw(p, g, stack.buffers, group)
             stack.move(skips, p, new)
             stack.keep(skips, **state)
+
+
+def dtype_of(name: Any) -> Any:
+    """A dtype by its name; anything else as it is."""
+    found = getattr(torch, name.removeprefix("torch."), name) if isinstance(name, str) else name
+    return found if isinstance(found, torch.dtype) else name
 
 
 def orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:

@@ -13,6 +13,7 @@ scalable for LLM training, arXiv 2502.16982; Behrouz et al., Nested Learning, ar
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -29,8 +30,16 @@ from .stack import Stack, as_matrices, check_switch, new_buffer
 Tensor = torch.Tensor
 Scale = Literal["output_rms", "adamw_rms", "none"]
 SCALES = ("output_rms", "adamw_rms", "none")
-# By torch.optim.Muon's adjust_lr_fn.
-TORCH_SCALES = {None: "output_rms", "original": "output_rms", "match_rms_adamw": "adamw_rms"}
+# By torch.optim.Muon's adjust_lr_fn; by any other name it multiplies by 1. The first of a scale is
+# the one that a state dict has.
+TORCH_SCALES = {
+    "original": "output_rms",
+    None: "output_rms",
+    "match_rms_adamw": "adamw_rms",
+    "none": "none",
+}
+# torch.optim.Muon's bound of a norm from below, which changes nothing here.
+TORCH_EPS = 1e-7
 
 
 class Muon(MatrixOptimizer):
@@ -108,13 +117,29 @@ class Muon(MatrixOptimizer):
         )
         super().__init__(params, defaults, skip_nonfinite, backend)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.Muon's, which takes it; ours has more options."""
+        saved = super().state_dict()
+        groups = saved["param_groups"]
+        none: Iterable[dict[str, Any]] = itertools.repeat({})
+        for group, theirs in zip(groups, itertools.chain(self._theirs, none), strict=False):
+            names = [name for name, scale in TORCH_SCALES.items() if scale == group["scale"]]
+            chosen = theirs.get("adjust_lr_fn", names[0])
+            group["adjust_lr_fn"] = chosen if chosen in names else names[0]
+            group.setdefault("eps", TORCH_EPS)
+        return saved
+
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
         groups = []
         for group in saved["param_groups"]:
             if "adjust_lr_fn" in group:
                 # torch.optim.Muon's name for the scale.
-                options = {k: x for k, x in group.items() if k != "adjust_lr_fn"}
-                group = options | {"scale": TORCH_SCALES[group["adjust_lr_fn"]]}
+                options, adjustment = dict(group), group["adjust_lr_fn"]
+                if adjustment not in TORCH_SCALES:
+                    wanted = ", ".join(map(repr, TORCH_SCALES))
+                    raise ValueError(f"adjust_lr_fn must be one of {wanted}, got {adjustment!r}")
+                del options["adjust_lr_fn"]
+                group = options | {"scale": TORCH_SCALES[adjustment]}
             groups.append(group)
         return super()._checked({**saved, "param_groups": groups})
 

@@ -18,7 +18,7 @@ import torch
 from .._core.backends import Backend, check_backend
 from .._core.precision import without_autocast
 from ..common.checks import check_gradient, check_rate
-from ..common.contract import Contract, keep_rate_on_device, loss_of
+from ..common.contract import Contract, as_it_is, keep_rate_on_device, loss_of
 from ..common.placement import current, on
 from ..common.reference import is_too_large
 from ..common.step import norm_bound, total_squares
@@ -104,7 +104,7 @@ class StackedOptimizer(Contract):
                 yield place, number, p
                 place += 1
 
-    @torch.no_grad()
+    @as_it_is
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; the closure, if given, computes the loss again and returns it."""
         loss = None if closure is None else loss_of(closure)

@@ -67,6 +67,10 @@ class AdamWMode:
             for name in GROUP_OPTIONS:
                 own[name] = group[name]
 
+    def allocate(self) -> None:
+        """Make the state of parameters that have gradients, and no step."""
+        self.adamw._plan()
+
     def step(self, t: int, loss: Tensor, updates: bool, keeps: bool, scaler: Scaler) -> None:
         """Step t of what was followed.
 

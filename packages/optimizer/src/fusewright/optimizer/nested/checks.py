@@ -115,6 +115,16 @@ def check_names_of_state(
                 )
 
 
+def check_decoupled(group: dict[str, Any]) -> None:
+    """A group whose decay is AdamW's, or which has none."""
+    decay = group["weight_decay"]
+    if not group["decoupled_weight_decay"] and (isinstance(decay, Tensor) or decay != 0.0):
+        raise ValueError(
+            "decoupled_weight_decay must be True, got "
+            f"{group['decoupled_weight_decay']!r} with weight_decay={decay!r}"
+        )
+
+
 class AnyOf(tuple):
     """Alternatives to ``check_like``; the last one's error is raised."""
 

@@ -50,6 +50,13 @@ class ContinuumMode:
         self.directions: dict[int, Tensor] = {}
         self.owners: dict[tuple[int, ...], Tensor] = {}
 
+    def allocate(self) -> None:
+        """Make the state of parameters that have gradients, and no step."""
+        for group in self.groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    self.continuum.prepare(p.detach(), self.state[p])
+
     def step(self, t: int, loss: Tensor, updates: bool, keeps: bool, scaler: Scaler) -> None:
         groups = self.groups
         pairs = [

@@ -25,10 +25,10 @@ from .._core.backends import Backend
 from .._core.precision import wide_dtype
 from ..adamw.adamw import Rounding
 from ..common.checks import check_adamw_group, check_gradient
-from ..common.contract import keep_rate_on_device
+from ..common.contract import OWN, as_it_is, keep_rate_on_device
 from ..common.placement import current
 from .adamw_mode import AdamWMode
-from .checks import Options, check_members, check_nested
+from .checks import Options, check_decoupled, check_members, check_nested
 from .continuum_mode import ContinuumMode
 from .controller_training import ControllerTraining
 from .nested_controller import Features, NestedController
@@ -146,8 +146,10 @@ class DeepNestedOptimizer(NestedState):
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
+            decoupled_weight_decay=True,
             capturable=capturable,
         )
+        defaults[OWN] = None
         super().__init__(groups, defaults)
         self.global_step = 0
         self._build()
@@ -192,6 +194,7 @@ class DeepNestedOptimizer(NestedState):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_adamw_group(group)
+        check_decoupled(group)
         check_members(self.param_groups)
         keep_rate_on_device(group)
 
@@ -199,7 +202,7 @@ class DeepNestedOptimizer(NestedState):
         """Set the loss of the next step that is called without one, as a GradScaler does."""
         self._loss = loss
 
-    @torch.no_grad()
+    @as_it_is
     def step(  # type: ignore[override]
         self, loss: Loss = None, *, closure: Callable[[], Any] | None = None
     ) -> dict[str, Any]:
@@ -207,7 +210,9 @@ class DeepNestedOptimizer(NestedState):
 
         Args:
             loss: of the gradients: a number, a tensor of one, or a closure that computes gradients
-                and returns it. Without one ``set_loss``'s counts, else 0 with a warning.
+                and returns it. Without one ``set_loss``'s counts, else 0 with a warning; but a
+                first step at learning rates of 0, as torch.distributed.checkpoint takes it, then
+                allocates state and has no other effect.
             closure: the same, by torch's name.
 
         Returns:
@@ -224,13 +229,19 @@ class DeepNestedOptimizer(NestedState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        value: Any = self._pending_loss() if loss is None else loss
-        rates, t = self._rates, self.global_step + 1
+        allocates = loss is None and self._loss is None and self._allocates()
+        value: Any = loss
+        if loss is None:
+            value = 0.0 if allocates else self._pending_loss()
+        rates, t = self._rates, self.global_step + (not allocates)
         scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         options = self.options
         with current(rates.device):
             now = rates.loss_of(value)
             self._mode.follow(self.param_groups, self.state)
+            if allocates:
+                self._mode.allocate()
+                return self._report(now)
             trains = options.mode == "simple" and t % options.meta_update_freq == 0
             if trains and options.meta == "hypergradient" and t > 1:
                 gradients = [p.grad for p in self._all_parameters()]
@@ -244,13 +255,17 @@ class DeepNestedOptimizer(NestedState):
             if trains and options.meta == "proxy":
                 self._training.follow_proxy(rates.statistics, now, self.skipped)
         self._loss, self.global_step = None, t
+        return self._report(now)
+
+    def _report(self, loss: Tensor) -> dict[str, Any]:
+        rates = self._rates
         return {
-            "global_step": torch.scalar_tensor(t, dtype=torch.int64),
+            "global_step": torch.scalar_tensor(self.global_step, dtype=torch.int64),
             "lr_multipliers": rates.multipliers,
             "ema_loss": rates.ema_loss,
             "skipped": self.skipped,
             "grad_norm": self.grad_norm,
-            "loss": now,
+            "loss": loss,
         }
 
     def _pending_loss(self) -> float | Tensor:
@@ -280,6 +295,7 @@ class DeepNestedOptimizer(NestedState):
         self._training.follow(rates.statistics, hypergradient, skips)
         return hypergradient
 
+    @as_it_is
     def meta_update(self, loss: Loss = None) -> dict[str, Tensor]:
         """Train the controller on a loss at the parameters as they are, right after a step.
 

@@ -8,14 +8,14 @@ import torch
 
 from ..common.checks import check_adamw_state
 from ..common.contract import Contract, keep_rate_on_device
-from .checks import AnyOf, Options, check_like, check_names_of_state
+from .checks import AnyOf, Options, check_decoupled, check_like, check_names_of_state
 from .controller_training import ControllerTraining
 from .nested_controller import NestedController
 from .rates import GroupRates
 
 Tensor = torch.Tensor
 # The options of a group that a loaded one does not change.
-FIXED = "name", "depth", "capturable"
+FIXED = "name", "depth", "capturable", "decoupled_weight_decay"
 
 
 class NestedState(Contract):
@@ -32,9 +32,12 @@ class NestedState(Contract):
         """Make everything that follows from the groups."""
         raise NotImplementedError
 
+    def _own(self) -> dict[str, Any]:
+        return {"nested": self._numbers()}
+
     def state_dict(self) -> dict[str, Any]:
         """torch.optim's, by the order of parameters, with the optimizer's own under "nested"."""
-        return super().state_dict() | {"nested": self._numbers()}
+        return super().state_dict()
 
     def _numbers(self) -> dict[str, Any]:
         """The state that is of no parameter."""
@@ -72,6 +75,8 @@ class NestedState(Contract):
         or of torch, which has no controller.
         """
         check_adamw_state(saved, self.param_groups)
+        for group in saved["param_groups"]:
+            check_decoupled(group)
         mode, update = self._mode, f'state of update="{self.options.update}"'
         states = [state for _, state in self._states_of(saved)]
         check_names_of_state(update, states, mode.needed, mode.allowed)
@@ -109,12 +114,15 @@ class NestedState(Contract):
         return self._mode.results
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"options": self.options, "controller": self.controller, "kept": self._numbers()}
+        names = "options", "controller", "_theirs"
+        own = {name: getattr(self, name) for name in names} | {"kept": self._numbers()}
         return torch.optim.Optimizer.__getstate__(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         numbers = state.pop("kept", None)
         torch.optim.Optimizer.__setstate__(self, state)
+        for group in self.param_groups:
+            group.setdefault("decoupled_weight_decay", True)
         if numbers is not None:
             self._build()
             self._take_numbers(numbers)

@@ -24,7 +24,7 @@ from .._core.backends import Backend
 from .._core.checks import checked_count
 from .._core.precision import without_autocast
 from ..common.checks import is_number
-from ..common.contract import loss_of
+from ..common.contract import OWN, as_it_is, loss_of
 from ..common.placement import current, on
 from ..common.statistics.checks import check_pieces
 from ..common.statistics.members import Member
@@ -106,28 +106,40 @@ class VeLO(StatisticsOptimizer):
         self.networks, self.num_steps = networks, checked_count("num_steps", num_steps)
         self.losses = new_loss_statistics(networks.start.device)
         self._prepare(max_grad_norm, skip_nonfinite, backend)
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, OWN: None})
 
     def _forget_plans(self) -> None:
         super()._forget_plans()
         self._constants: Constants | None = None
 
-    @torch.no_grad()
-    def step(self, loss: Loss | Callable[[], Loss]) -> Loss:  # type: ignore[override]
+    @as_it_is
+    def step(  # type: ignore[override]
+        self,
+        loss: Loss | Callable[[], Loss] | None = None,
+        *,
+        closure: Callable[[], Loss] | None = None,
+    ) -> Loss | None:
         """Take one step.
 
         Args:
             loss: of the batch that the gradients are of, without a scaler's factor: a tensor of one
                 element, which the step reads on its device, a number, which a captured step keeps,
                 or a closure that computes loss and gradients.
+            closure: the same, by torch's name.
 
         Returns:
-            The loss.
+            The loss. None where there is none: as torch.distributed.checkpoint calls the first step
+            at a learning rate of 0, for the state that is allocated then, with no other effect.
         """
-        value = loss_of(loss) if callable(loss) else loss
-        check_loss(value)
+        closure = loss if callable(loss) else closure
+        value: Any = loss if closure is None else loss_of(closure)
+        allocates = value is None and self._allocates()
+        if not allocates:
+            check_loss(value)
         placements = [(x.dtype, x.device) for x in self.networks.parameters()]
         gradients = self._plan(id(self.networks), self.num_steps, placements)
+        if allocates:
+            return None
         if not self._parts:
             self._clear_results()
             return value
@@ -232,11 +244,14 @@ class VeLO(StatisticsOptimizer):
         start = self.networks.start.detach()
         return super()._new_state(p) | {"lstm": start.to(p.device, copy=True)}
 
+    def _own(self) -> dict[str, Any]:
+        return {"losses": self.losses._asdict()}
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it, with ``losses``; the networks have a state dict of their
         own.
         """
-        return super().state_dict() | {"losses": self.losses._asdict()}
+        return super().state_dict()
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
         losses = saved.get("losses", {})

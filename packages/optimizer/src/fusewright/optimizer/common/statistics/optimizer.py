@@ -67,7 +67,7 @@ class StatisticsOptimizer(PlannedOptimizer):
         """What makes the updates."""
         raise NotImplementedError
 
-    def _rules(self) -> Rules:
+    def _rules(self, members: list[Any]) -> Rules:
         return Rules(self._network(), self.max_grad_norm, len(self.param_groups))
 
     def _statistics_of(self, p: Tensor) -> Statistics:

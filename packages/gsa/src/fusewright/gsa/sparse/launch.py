@@ -149,7 +149,8 @@ def plan_marked(
     """The launch of a kernel that takes the marked ones of some queries and one group of heads a
     program.
     """
-    config, heads = problem.config(table), problem.rows
+    # With four warps some lines spill registers here.
+    config, heads = problem.config(table)._replace(num_warps=8), problem.rows
     of_bits = (members.first, members.part, problem.selections, members.marks)
     return problem.launch(
         kernel,

@@ -412,3 +412,43 @@ def test_bad_input_is_refused(tokens):
         HybridLM(replace(TINY, vocab_size=300, embedding="bytes"))
     with pytest.raises(ValueError, match='token_bytes are for embedding="bytes"'):
         HybridLM(TINY, token_bytes=[b"a"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cast_model_computes_as_its_parameters_under_autocast(tokens, dtype):
+    """All that it offers, with the bits of a model in fp32 of the same numbers; gradients, which
+    are rounded elsewhere, as near to those without autocast.
+    """
+    cast = make(dtype)
+
+    def wide():
+        model = make()
+        model.load_state_dict(cast.state_dict())
+        return model
+
+    models = cast, wide(), wide()
+
+    def everything(model):
+        losses = model.losses(tokens)
+        losses.total.backward()
+        with torch.no_grad():
+            hidden = model(tokens)
+            read, caches = model.read(tokens[:, :20])
+            more, _ = model.read(tokens[:, 20:], caches)
+            following = model.next_token_loss(tokens)
+            found = [*losses[:6], following, hidden, read, more, model.logits(hidden)]
+        return found, torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+    (found, gradients), (_, truth) = map(everything, models[:2])
+    with torch.autocast("cpu", dtype):
+        expected, allowed = everything(models[2])
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert found[0].isfinite()
+    assert (gradients - truth).norm() <= 2 * (allowed - truth).norm()
+
+
+def test_cast_model_keeps_the_callers_autocast(tokens):
+    model = make(torch.float16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.logits(model(tokens)).dtype == torch.bfloat16
+    assert model.logits(model(tokens)).dtype == torch.float16

@@ -19,6 +19,7 @@ Reversible stack: arXiv 2512.02056. A second token's prediction: DeepSeek-V3, ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,10 @@ class HybridLM(nn.Module):
         token_bytes: of each token, for ``embedding="bytes"``; left out, token i is the byte i of a
             vocabulary of up to 256.
 
-    Parameters are fp32 on the default device; train them as they are, under autocast for bf16.
+    Parameters are fp32 on the default device; train them as they are, under autocast for bf16. A
+    model that was cast to bf16 or fp16 computes as under autocast of that dtype: streams, states
+    and what else autocast leaves in fp32 stay so. Its gradients are rounded to its dtype, and so
+    are embeddings of bytes.
 
     Example:
         >>> model = HybridLM(HYBRID["tiny"])
@@ -127,7 +131,8 @@ class HybridLM(nn.Module):
             ValueError: they are not [B, T], or on another device than the model.
         """
         check_tokens(tokens, self.head.weight.device)
-        return self.final_norm(self._hidden(tokens).x.mean(-2))
+        with self._precision():
+            return self.final_norm(self._hidden(tokens).x.mean(-2))
 
     @torch.no_grad()
     def read(self, tokens: Tensor, caches: Caches | None = None) -> tuple[Tensor, Caches]:
@@ -145,11 +150,13 @@ class HybridLM(nn.Module):
                 f"wanted tokens of the {len(caches[0].state)} rows that the caches have read; "
                 f"got {len(tokens)} rows"
             )
-        return self.final_norm(self._hidden(tokens, caches=caches).x.mean(-2)), caches
+        with self._precision():
+            return self.final_norm(self._hidden(tokens, caches=caches).x.mean(-2)), caches
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token, ``[.., V]`` of ``hidden [.., C]``."""
-        return self.head(hidden)
+        with self._precision():
+            return self.head(hidden)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """What to train on: `losses`' total."""
@@ -163,7 +170,8 @@ class HybridLM(nn.Module):
             As `forward`; ValueError: fewer than two tokens.
         """
         check_tokens(tokens, self.head.weight.device, least=2)
-        return self._cross_entropy(self._hidden(tokens[:, :-1]).x.mean(-2), tokens[:, 1:])
+        with self._precision():
+            return self._cross_entropy(self._hidden(tokens[:, :-1]).x.mean(-2), tokens[:, 1:])
 
     def losses(
         self, tokens: Tensor, *, dense: bool = False, observe: Observer | None = None
@@ -179,6 +187,10 @@ class HybridLM(nn.Module):
             As `forward`; ValueError: fewer than three tokens.
         """
         check_tokens(tokens, self.head.weight.device, least=3)
+        with self._precision():
+            return self._losses(tokens, dense, observe)
+
+    def _losses(self, tokens: Tensor, dense: bool, observe: Observer | None) -> Losses:
         counts: list[Tensor] = []
 
         def listen(attention: Any, u: Tensor, selection: Any) -> None:
@@ -203,6 +215,16 @@ class HybridLM(nn.Module):
         return Losses(
             total, following, second, indexer, selected, passed.saturated, passed.tape_bytes
         )
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Autocast of the parameters' dtype where they are no wider than bf16 or fp16, if the
+        caller has none: layers multiply streams, which are fp32, by parameters.
+        """
+        weight = self.head.weight
+        device = weight.device.type
+        if weight.dtype not in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(device):
+            return nullcontext()
+        return torch.autocast(device, weight.dtype)
 
     def _hidden(self, tokens: Tensor, **context: Any) -> Passed:
         """What the stack makes of the tokens' streams."""

@@ -139,3 +139,69 @@ def sparse_forward_kernel(
         CONFIG.NUM_STAGES,
         CONFIG,
     )
+
+
+@triton.jit
+def marked_forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    indices_ptr,
+    count_ptr,
+    bits_ptr,
+    o_ptr,
+    lse_ptr,
+    softmax_ptr,
+    o_wide_ptr,
+    scale,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    indices_batch_stride,
+    indices_head_stride,
+    indices_row_stride,
+    count_batch_stride,
+    count_head_stride,
+    count_row_stride,
+    first,
+    part,
+    selections,
+    marks,
+    queries,
+    keys,
+    heads,
+    groups,
+    shared,
+    slots,
+    rows,
+    CONFIG: tl.constexpr,
+):
+    """One program computes a group's heads for those of TILE queries that are marked, since they
+    name a key again, where any of ``part`` queries from ``first`` on is.
+    """
+    if tl.load(bits_ptr + marks) != 0:
+        batch, tile, group = place_of(tl.cdiv(part, CONFIG.TILE), groups)
+        key_head = (group // shared).to(tl.int64)
+        marks_at = bits_ptr + marks + 1 + (batch * selections + group % selections) * part
+        for step in range(0, CONFIG.TILE):
+            one = tile * CONFIG.TILE + step
+            if tl.load(marks_at + one, mask=one < part, other=0) != 0:
+                attend(
+                    (q_ptr, q_batch_stride, q_row_stride, q_head_stride),
+                    (k_ptr, k_batch_stride, k_row_stride, k_head_stride),
+                    (v_ptr, v_batch_stride, v_row_stride, v_head_stride),
+                    (indices_ptr, indices_batch_stride, indices_head_stride, indices_row_stride),
+                    (count_ptr, count_batch_stride, count_head_stride, count_row_stride),
+                    (o_ptr, lse_ptr, softmax_ptr, o_wide_ptr),
+                    scale,
+                    (batch, first + one, group * CONFIG.HEADS, key_head, group),
+                    (queries, keys, heads, slots, rows),
+                    1,
+                    CONFIG,
+                )

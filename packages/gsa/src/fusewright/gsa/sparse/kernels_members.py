@@ -3,7 +3,7 @@ selected, and from these for each tile of queries the keys that any of them has 
 tile of keys the queries that have selected any of them.
 
 A bit cannot say how often a key counts: a query that names a key in several slots has no bits, but
-a mark, by which the kernels of tiles go through its slots. Bits are set by an atomic "or" of
+a mark, and is computed by itself. Bits are set by an atomic "or" of
 integers, whose result does not depend on the order. Lists ascend.
 """
 

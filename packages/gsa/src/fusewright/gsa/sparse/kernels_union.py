@@ -3,7 +3,7 @@ selected as columns, the forward pass; the formula is that of ``kernels``.
 
 A tile of scores is a product on tensor cores; a bit for each query and key says which of them
 count. Rows of a tile are queries, each with STACK heads that share keys and selection. The softmax
-is computed online. Queries that name a key again have no bits, and are computed one by one.
+is computed online.
 
 Milakov and Gimelshein, arXiv 1805.02867; Dao, FlashAttention-2, arXiv 2307.08691.
 """
@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import LOG2_E, product, zeros
-from .kernels import attend
 from .tiles import are_members, load_listed, online_softmax, store_softmax, tile_of
 
 
@@ -26,9 +25,6 @@ def union_forward_kernel(
     list_ptr,
     members_ptr,
     length_ptr,
-    indices_ptr,
-    count_ptr,
-    bits_ptr,
     o_ptr,
     lse_ptr,
     softmax_ptr,
@@ -43,21 +39,11 @@ def union_forward_kernel(
     v_batch_stride,
     v_row_stride,
     v_head_stride,
-    indices_batch_stride,
-    indices_head_stride,
-    indices_row_stride,
-    count_batch_stride,
-    count_head_stride,
-    count_row_stride,
     first,
-    part,
     queries,
-    keys,
     heads,
     shared,
     selections,
-    slots,
-    marks,
     tiles,
     capacity,
     rows,
@@ -104,27 +90,3 @@ def union_forward_kernel(
     tl.store(o_ptr + to_o, o.to(o_ptr.dtype.element_ty), mask=inside)
     if o_wide_ptr is not None:
         tl.store(o_wide_ptr + to_o, o, mask=inside)
-
-    if tl.load(bits_ptr + marks) != 0:
-        # Other threads have stored what is stored again here.
-        tl.debug_barrier()
-        list_row = number // tiles
-        first_head = tl.program_id(0) // tiles % (heads // CONFIG.HEADS) * CONFIG.HEADS
-        start = (tiles - 1 - tl.program_id(0) % tiles) * CONFIG.TILE
-        marks_at = bits_ptr + marks + 1 + list_row * part
-        for step in range(0, CONFIG.TILE):
-            one = start + step
-            if tl.load(marks_at + one, mask=one < part, other=0) != 0:
-                attend(
-                    (q_ptr, q_batch_stride, q_row_stride, q_head_stride),
-                    (k_ptr, k_batch_stride, k_row_stride, k_head_stride),
-                    (v_ptr, v_batch_stride, v_row_stride, v_head_stride),
-                    (indices_ptr, indices_batch_stride, indices_head_stride, indices_row_stride),
-                    (count_ptr, count_batch_stride, count_head_stride, count_row_stride),
-                    (o_ptr, lse_ptr, softmax_ptr, o_wide_ptr),
-                    scale,
-                    (batch, first + one, first_head, key_head, list_row % selections),
-                    (queries, keys, heads, slots, rows),
-                    1,
-                    CONFIG,
-                )

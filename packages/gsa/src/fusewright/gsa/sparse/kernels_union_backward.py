@@ -1,7 +1,8 @@
 """Triton kernels of sparse attention's gradients by tiles: dq of tiles of queries with the union of
 their keys as columns, dk and dv of tiles of keys with the union of the queries that have selected
-them, in their order: no two programs add to one number. Queries that name a key again have no bits,
-and follow after the others. The formulas are those of ``kernels_backward``.
+them, in their order: no two programs add to one number. Queries that name a key again have no bits:
+where there are any, dk and dv are launched again with them. The formulas are those of
+``kernels_backward``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import triton.language as tl
 
 from ..common.launches import SMALLEST_TILE as SMALLEST
 from ..common.tiles import LOG2_E, product, product_with_rows, zeros
-from .kernels_backward import query_gradient
 from .tiles import are_members, load_listed, slots_of_rows, tile_of
 
 SMALLEST_TILE = tl.constexpr(SMALLEST)
@@ -25,9 +25,6 @@ def union_dq_kernel(
     list_ptr,
     members_ptr,
     length_ptr,
-    indices_ptr,
-    count_ptr,
-    bits_ptr,
     o_ptr,
     softmax_ptr,
     do_ptr,
@@ -44,21 +41,11 @@ def union_dq_kernel(
     v_batch_stride,
     v_row_stride,
     v_head_stride,
-    indices_batch_stride,
-    indices_head_stride,
-    indices_row_stride,
-    count_batch_stride,
-    count_head_stride,
-    count_row_stride,
     first,
-    part,
     queries,
-    keys,
     heads,
     shared,
     selections,
-    slots,
-    marks,
     tiles,
     capacity,
     rows,
@@ -105,30 +92,6 @@ def union_dq_kernel(
 
     tl.store(dq_ptr + to_o, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
-    if tl.load(bits_ptr + marks) != 0:
-        # Other threads have stored what is stored again here.
-        tl.debug_barrier()
-        list_row = number // tiles
-        first_head = tl.program_id(0) // tiles % (heads // CONFIG.HEADS) * CONFIG.HEADS
-        start = (tiles - 1 - tl.program_id(0) % tiles) * CONFIG.TILE
-        marks_at = bits_ptr + marks + 1 + list_row * part
-        for step in range(0, CONFIG.TILE):
-            one = start + step
-            if tl.load(marks_at + one, mask=one < part, other=0) != 0:
-                query_gradient(
-                    (q_ptr, q_batch_stride, q_row_stride, q_head_stride),
-                    (k_ptr, k_batch_stride, k_row_stride, k_head_stride),
-                    (v_ptr, v_batch_stride, v_row_stride, v_head_stride),
-                    (indices_ptr, indices_batch_stride, indices_head_stride, indices_row_stride),
-                    (count_ptr, count_batch_stride, count_head_stride, count_row_stride),
-                    (o_ptr, softmax_ptr, do_ptr, dlse_ptr, dq_ptr, delta_ptr),
-                    scale,
-                    (batch, first + one, first_head, key_head, list_row % selections),
-                    (queries, keys, heads, slots, rows),
-                    1,
-                    CONFIG,
-                )
-
 
 @triton.jit
 def union_dkdv_kernel(
@@ -164,21 +127,26 @@ def union_dkdv_kernel(
     count_row_stride,
     first,
     part,
+    slots,
+    marks,
     queries,
     keys,
     heads,
     shared,
     selections,
-    slots,
-    marks,
     tiles,
     capacity,
     rows,
     CONFIG: tl.constexpr,
 ):
     """One program computes dk and dv of TILE keys of one head of keys, from all heads that share
-    it, or ADDS them to what earlier queries gave.
+    it, or ADDS them to what earlier queries gave. AGAIN: where any of ``part`` queries from
+    ``first`` on is marked, with the marked ones, or ADDS theirs alone.
     """
+    if CONFIG.AGAIN:  # noqa: SIM102
+        # The first condition is a constant, and leaves nothing of the second where it is false.
+        if tl.load(bits_ptr + marks) == 0:
+            return
     key_heads = heads // shared
     tile = tl.program_id(0) % tiles
     key_head = (tl.program_id(0) // tiles % key_heads).to(tl.int64)
@@ -200,6 +168,8 @@ def union_dkdv_kernel(
         first_head = key_head * shared + block * CONFIG.HEADS
         number = (batch * selections + first_head % selections) * tiles + tile
         length = tl.load(length_ptr + number)
+        if CONFIG.AGAIN and CONFIG.ADDS:
+            length = 0
         longest = tl.maximum(longest, length)
         list_at = list_ptr + number * capacity
         members_at = members_ptr + number * CONFIG.WORDS * capacity
@@ -230,7 +200,7 @@ def union_dkdv_kernel(
             ds = p * (dp - delta[None, :])
             dk += product(ds.to(q.dtype), q, CONFIG)
 
-    if tl.load(bits_ptr + marks) != 0:
+    if CONFIG.AGAIN:
         longest = 1
         entry = tl.arange(0, SMALLEST_TILE)
         for block in range(0, shared // CONFIG.HEADS):

@@ -12,6 +12,7 @@ from .._core.launches import (
     Allocator,
     Launch,
     allocator,
+    cdiv,
     contiguous_where,
     layouts,
 )
@@ -54,6 +55,8 @@ UNION = (
     UnionConfig(64, 4, rows=32, columns=16, num_warps=4, num_stages=1),
     UnionConfig(256, 4, rows=16, columns=16, num_warps=8, num_stages=1),
 )
+# One program looks for marks among so many queries.
+MARKED_AT_A_TIME = 64
 
 
 class SparsePlan(NamedTuple):
@@ -95,7 +98,9 @@ def sparse_forward(
     q, k, v, indices, count = operands
     for members, tiles in plan.chunks:
         bits = members.of(indices, count)
-        tiles.launch((q, k, v, *tiles.of(bits), indices, count, bits, *outputs), (scale,))
+        tiles.launch((q, k, v, *tiles.of(bits), *outputs), (scale,))
+        if tiles.again is not None:
+            tiles.again((q, k, v, indices, count, bits, *outputs), (scale,))
     return outputs
 
 
@@ -110,7 +115,9 @@ def forward_plan(problem: SparseProblem, keep: bool, path: str) -> SparsePlan:
         kernel = kernels_union.union_forward_kernel
         for first, part in chunks_of_queries(problem, tile_queries(problem, config)):
             members = plan_members(problem, first, part)
-            chunks.append((members, plan_tiles(kernel, problem, config, members)))
+            tiles = plan_tiles(kernel, problem, config, members)
+            again = plan_marked(kernels.marked_forward_kernel, problem, SPARSE, members)
+            chunks.append((members, tiles._replace(again=again)))
     else:
         launch = plan_queries(kernels.sparse_forward_kernel, problem, SPARSE)
     rows, shape = (problem.batches, problem.heads, problem.queries), problem.shape
@@ -133,4 +140,25 @@ def plan_queries(kernel: Any, problem: SparseProblem, table: tuple[GatherConfig,
         HEADS=heads,
         BLOCK=config.rows,
         BLOCK_G=max(power_of_2(heads), SMALLEST_TILE),
+    )
+
+
+def plan_marked(
+    kernel: Any, problem: SparseProblem, table: tuple[GatherConfig, ...], members: Members
+) -> Launch:
+    """The launch of a kernel that takes the marked ones of some queries and one group of heads a
+    program.
+    """
+    # With four warps some lines spill registers here.
+    config, heads = problem.config(table)._replace(num_warps=8), problem.rows
+    of_bits = (members.first, members.part, problem.selections, members.marks)
+    return problem.launch(
+        kernel,
+        config,
+        problem.batches * cdiv(members.part, MARKED_AT_A_TIME) * problem.groups,
+        (*problem.selection_strides, *of_bits, *problem.sizes, problem.slots, problem.score_rows),
+        HEADS=heads,
+        BLOCK=config.rows,
+        BLOCK_G=max(power_of_2(heads), SMALLEST_TILE),
+        TILE=MARKED_AT_A_TIME,
     )

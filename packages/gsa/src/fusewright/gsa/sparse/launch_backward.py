@@ -20,7 +20,7 @@ from .._core.launches import (
 from .._core.lazy import lazy_module
 from .._core.precision import input_precision, power_of_2
 from ..common.launches import block_width, grid_of
-from .launch import plan_queries
+from .launch import plan_marked, plan_queries
 from .launch_inverse import inverse_of
 from .launch_paths import ways
 from .launch_problem import GatherConfig, SparseProblem, UnionConfig, sparse_problem
@@ -149,10 +149,15 @@ def sparse_backward(
         bits = chunk.members.of(indices, count)
         selection = (indices, count, bits)
         if chunk.dq is not None:
-            chunk.dq.launch((*qkv, *chunk.dq.of(bits), *selection, *of_rows), (scale,))
+            chunk.dq.launch((*qkv, *chunk.dq.of(bits), *of_rows), (scale,))
+            if chunk.dq.again is not None:
+                chunk.dq.again((*qkv, *selection, *of_rows), (scale,))
         if chunk.dkdv is not None:
-            of_keys = (softmax, do, delta, dk, dv)
-            chunk.dkdv.launch((*qkv, *chunk.dkdv.of(bits), *selection, *of_keys), (scale,))
+            listed = chunk.dkdv.of(bits)
+            of_keys = (*qkv, *listed, *selection, softmax, do, delta, dk, dv)
+            chunk.dkdv.launch(of_keys, (scale,))
+            if chunk.dkdv.again is not None:
+                chunk.dkdv.again(of_keys, (scale,))
     if plan.key_by_key is not None:
         flat_count = None if count is None else count.flatten(0, 1)
         inverse = inverse_of(indices.flatten(0, 1), flat_count, k.shape[1], LIST_SEGMENT)
@@ -185,7 +190,9 @@ def backward_plan(problem: SparseProblem, has_dlse: bool, path: str) -> Gradient
             plan = functools.partial(plan_tiles, problem=problem, members=members)
             dq = dkdv = None
             if dq_tiles:
+                again = plan_marked(kernels_backward.marked_dq_kernel, problem, SPARSE_DQ, members)
                 dq = plan(kernels_union_backward.union_dq_kernel, config=dq_config)
+                dq = dq._replace(again=again)
             if dkdv_tiles:
                 kernel, adds = kernels_union_backward.union_dkdv_kernel, len(parts) > 1
                 dkdv = plan(kernel, config=dkdv_config, of_keys=True, adds=adds)

@@ -80,6 +80,7 @@ class SparseConstants(NamedTuple):
     TILE: int = 0
     WORDS: int = 0
     ADDS: bool = False
+    AGAIN: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

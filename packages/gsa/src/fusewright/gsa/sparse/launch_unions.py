@@ -12,7 +12,7 @@ import torch
 
 from .._core.launches import Launch, cdiv
 from .._core.lazy import lazy_module
-from .._core.precision import power_of_2, round_up
+from .._core.precision import round_up
 from ..common.launches import SMALLEST_TILE, Shape, grid_of
 from .launch_problem import SparseProblem, UnionConfig
 
@@ -76,12 +76,13 @@ class Members(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The launch that lists what each of ``lists`` tiles needs, in ``capacity`` slots, and the one
-    that multiplies the tiles.
+    """The launch that lists what each of ``lists`` tiles needs, in ``capacity`` slots, the one that
+    multiplies the tiles, and the one that does what marked queries need: nothing without any.
     """
 
     listing: Launch
     launch: Launch
+    again: Launch | None
     lists: int
     words: int
     capacity: int
@@ -159,20 +160,21 @@ def plan_tiles(
     adds: bool = False,
 ) -> Tiles:
     """Tiles of the queries that ``members`` are of and the keys that any of a tile has selected, or
-    tiles of keys and those of these queries that have selected any; and a kernel over them.
+    tiles of keys and those of these queries that have selected any; and a kernel over them. What
+    marked queries need beside tiles of queries is ``plan_marked``'s.
     """
     stack = config.stacked(problem.rows)
     if of_keys:
         tile, block = config.rows, max(config.columns // stack, 1)
         tiles, entries = cdiv(problem.keys, tile), members.part
         listing, line = kernels_members.queries_of_tiles_kernel, QUERIES_OF_TILES
-        listed = (members.first, members.part)
+        listed, sizes = (members.first, members.part), (problem.queries, problem.keys)
         programs = problem.batches * problem.key_heads * tiles
     else:
         tile, block = tile_queries(problem, config), config.columns
         tiles, entries = cdiv(members.part, tile), min(problem.keys, tile * problem.slots)
         listing, line = kernels_members.keys_of_tiles_kernel, KEYS_OF_TILES
-        listed = (members.part, problem.keys)
+        listed, sizes = (members.part, problem.keys), (members.first, problem.queries)
         programs = problem.batches * (problem.heads // stack) * tiles
     lists = problem.batches * problem.selections * tiles
     # Whole blocks of columns, and whole reads of the GPU.
@@ -185,14 +187,16 @@ def plan_tiles(
         dict(num_warps=line.num_warps),
         CONFIG=ListConstants(tile, words, block, line.block),
     )
-    sizes = (members.first, members.part, problem.queries, problem.keys)
     heads = (problem.heads, problem.heads // problem.key_heads, problem.selections)
-    of_bits = (problem.slots, members.marks)
-    integers = (*problem.selection_strides, *sizes, *heads, *of_bits, tiles, capacity)
-    integers = (*integers, problem.score_rows)
+    integers: tuple[int, ...] = (*sizes, *heads, tiles, capacity, problem.score_rows)
     constants = dict(HEADS=stack, BLOCK=block, TILE=tile, WORDS=words, ADDS=adds)
-    if not of_keys:
-        # The rows of one query by itself.
-        constants |= dict(BLOCK_G=max(power_of_2(stack), SMALLEST_TILE))
+    again = None
+    if of_keys:
+        of_bits = (members.first, members.part, problem.slots, members.marks)
+        integers = (*problem.selection_strides, *of_bits, *integers)
+        # Narrow and spread over more warps: both ways through the queries take registers.
+        narrow = config._replace(num_stages=1, num_warps=8)
+        constants_again = constants | dict(BLOCK=max(SMALLEST_TILE // stack, 1), AGAIN=True)
+        again = problem.launch(kernel, narrow, programs, integers, **constants_again)
     launch = problem.launch(kernel, config, programs, integers, **constants)
-    return Tiles(listing_launch, launch, lists, words, capacity)
+    return Tiles(listing_launch, launch, again, lists, words, capacity)

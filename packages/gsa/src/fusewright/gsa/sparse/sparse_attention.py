@@ -15,7 +15,7 @@ order, which a stable sort makes. *Tiles* multiplies tiles of neighbouring queri
 their keys on tensor cores, dk and dv tiles of keys and the union of their queries, and a bit for
 each query and key says which products count: T Tkv / 8 bytes, in memory for a chunk of queries at
 a time. A bit cannot say how often: the kernel that sets bits finds queries that name a key in
-several slots, and those of tiles compute these one by one, as by queries. Either gives the same
+several slots, and these are computed one by one, as by queries. Either gives the same
 bits at every call: sums have a fixed order, floats no atomics.
 
 Saved: the inputs, o in fp32, and two fp32 numbers for each row, its greatest score and one over the

@@ -68,39 +68,67 @@ def test_checkpointing_keeps_less_for_the_backward_pass(titan_mac, draw_tokens):
     assert kept[1] < kept[0] / 4
 
 
-def test_gradient_through_the_memory_ends_where_asked(
-    titan_mac, draw_tokens, assert_same_but_for_rounding
-):
-    """As if each segment were read by itself, and its memory's state cut off after it."""
-    tokens = draw_tokens(2)
-    cut = titan_mac("mac", dtype=torch.float64, outer_grad="detach_state")
-    full = titan_mac("mac", dtype=torch.float64)
-    state, parts = None, []
-    for piece in tokens.split(full.config.segment, 1):
-        hidden, state = full(piece, state)
-        parts.append(hidden)
-        blocks = tuple(
+def gradients(model, hidden):
+    loss = hidden.square()[..., :3].sum()
+    return torch.autograd.grad(loss, model.parameters())
+
+
+def cut_memories(model, state):
+    """The state with every memory in it detached."""
+
+    def cut(layer, part):
+        detach = layer.memory.detach_state
+        found = {name: getattr(part, name) for name in ("memory", "earlier")}
+        return part._replace(**{name: detach(x) for name, x in found.items() if x is not None})
+
+    return state._replace(
+        blocks=tuple(
             tuple(
-                layer._replace(
-                    memory=layers.memory.detach_state(layer.memory),
-                    earlier=layers.memory.detach_state(layer.earlier),
-                )
-                for layers, layer in zip(block.layers, states, strict=True)
+                cut(layer, part) if layer.memory is not None else part
+                for layer, part in zip(block.layers, parts, strict=True)
             )
-            for block, states in zip(full.blocks, state.blocks, strict=True)
-        )
-        state = state._replace(blocks=blocks)
-    found, expected, others = (
-        torch.autograd.grad(hidden.square()[..., :3].sum(), model.parameters())
-        for model, hidden in (
-            (cut, cut(tokens)[0]),
-            (full, torch.cat(parts, 1)),
-            (full, full(tokens)[0]),
+            for block, parts in zip(model.blocks, state.blocks, strict=True)
         )
     )
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_detached_state_cuts_no_gradient_within_a_call(
+    titan_mac, draw_tokens, assert_same_but_for_rounding, kind
+):
+    """Several segments, whole chunks and a ragged one."""
+    tokens = draw_tokens(2)
+    cut, full = (
+        titan_mac(kind, dtype=torch.float64, outer_grad=far) for far in ("detach_state", "full")
+    )
+    assert tokens.shape[1] > 2 * full.config.segment
+    found, wanted = (gradients(model, model(tokens)[0]) for model in (cut, full))
+    assert_same_but_for_rounding(found, wanted)
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.mark.parametrize("ends", [[8, 22], [5, 11, 22]], ids=str)
+def test_gradient_through_the_memory_ends_with_the_call(
+    titan_mac, draw_tokens, assert_same_but_for_rounding, kind, ends
+):
+    """As if the caller cut the memory off each state."""
+    tokens = draw_tokens(2)
+    cut = titan_mac(kind, dtype=torch.float64, outer_grad="detach_state")
+    full = titan_mac(kind, dtype=torch.float64)
+
+    def read(model, change):
+        state, parts, start = None, [], 0
+        for end in ends:
+            hidden, state = model(tokens[:, start:end], state)
+            state, start = change(state), end
+            parts.append(hidden)
+        return gradients(model, torch.cat(parts, 1))
+
+    found = read(cut, lambda state: state)
+    expected = read(full, lambda state: cut_memories(full, state))
     assert_same_but_for_rounding(found, expected)
     with pytest.raises(AssertionError):
-        assert_same_but_for_rounding(found, others)
+        assert_same_but_for_rounding(found, read(full, lambda state: state))
 
 
 @pytest.mark.parametrize("kind", VARIANTS)

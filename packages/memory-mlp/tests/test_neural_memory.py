@@ -60,6 +60,9 @@ def plainly(memory, x):
             factor = (rules.max_grad_norm / norm).clamp(max=1.0)
             gradient = [g * broadcast(factor, g) for g in gradient]
         a, e, t = (of_memories(gate[:, tokens]).mean(1) for gate in (alpha, eta, theta))
+        count = of_memories(theta[:, tokens]).shape[1]
+        if memory.gates.constant_theta is None and rules.reduction != "mean_all":
+            t = t * min(1.0, rules.chunk / count)
         momentum = [
             broadcast(e, s) * s - broadcast(t, s) * g
             for s, g in zip(momentum, gradient, strict=True)
@@ -272,6 +275,45 @@ def test_memory_of_start_gates_stays_bounded_where_all_keys_are_alike(chunk, dev
     # Every key writes the same value, which the memory soon knows.
     assert torch.all(state.weight_norm() < 2 * start)
     assert torch.all(state.momentum_norm() < start)
+
+
+POOLS = [
+    ("segment", "sequence", 2, 3072),
+    ("segment", "batch_pooled", 4, 768),
+    ("chunk", "batch_pooled", 64, 64),
+]
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0], ids=["start", "largest"])
+@pytest.mark.parametrize("reduction", ["sum", "mean_feature", "mean_all"])
+@pytest.mark.parametrize(("granularity", "scope", "batch", "tokens"), POOLS)
+def test_memory_of_learned_theta_stays_bounded_however_many_tokens_a_step_pools(
+    granularity, scope, batch, tokens, reduction, rate, device
+):
+    options = {"granularity": granularity, "scope": scope, "reduction": reduction}
+    memory = NeuralMemory(16, chunk=8, hidden=16, device=device, **options)
+    with torch.no_grad():
+        # sigmoid of it is 1.
+        memory.gates.linear.bias[2:] = 0.0 if rate == 0.5 else 40.0
+        x = torch.randn(1, 1, 16, device=device)
+        state = None
+        for _ in range(30 if granularity == "segment" else 4):
+            noise = 0.01 * torch.randn(batch, tokens, 16, device=device)
+            state = memory(x + noise, state)[1]
+    start = torch.stack([w.norm() for w in memory.initial.values()]).norm()
+    # Every key writes the same value, which the memory soon knows.
+    assert torch.all(state.weight_norm() < 2 * start)
+    assert not state.skipped.any()
+
+
+@pytest.mark.parametrize("scope", ["sequence", "batch_pooled"])
+def test_learned_theta_of_a_step_follows_from_the_tokens_that_it_writes(scope, memory_of, device):
+    """Those of padding are not among them."""
+    memory = memory_of(granularity="segment", scope=scope)
+    x = torch.randn(2, 20, memory.dim, dtype=F64, device=device)
+    mask = torch.arange(20, device=device).expand(2, 20) < 5
+    padded, alone = memory(x, mask=mask)[1], memory(x[:, :5])[1]
+    assert_same_but_for_rounding(padded.weights, alone.weights)
 
 
 def test_constant_theta_is_no_parameter_and_the_same_for_every_token(memory_of, device):

@@ -48,8 +48,9 @@ class TitanMACConfig:
             one step for each ``segment`` tokens, on their mean loss, as TitanMAC was first
             published, but for every row by itself.
         gate: how "mac" and "mag" let the memory gate the attention: "sigmoid" or "normalized".
-        outer_grad: how far the gradient of the loss goes through the memory's updates: "full",
-            "detach_state" (within one call) or "none".
+        outer_grad: how far the gradient of the loss goes through the memory's updates: "full", to
+            those of earlier calls of the model too; "detach_state", to all of this call, since the
+            memory in the state that a call returns is detached; or "none".
         rope_base: of the rotary positions.
         checkpointing: compute every block again in the backward pass instead of keeping what it
             needs there. Changes no gradient.

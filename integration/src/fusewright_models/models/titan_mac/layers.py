@@ -201,6 +201,13 @@ class WindowAttention(AttentionLayer):
 class SegmentAttention(AttentionLayer):
     """Attention within each segment, and to what the memory of those before it says."""
 
+    def __init__(self, config: TitanMACConfig, *, backend: Backend, gated: bool) -> None:
+        super().__init__(config, backend=backend, gated=gated)
+        # A call of the model calls the memory once for each segment: it ends the gradient itself.
+        self.detaches_state = self.memory is not None and self.memory.outer_grad == "detach_state"
+        if self.memory is not None and self.detaches_state:
+            self.memory.outer_grad = "full"
+
     def init_state(self, batch: int) -> LayerState:
         """The state before the first token."""
         state = super().init_state(batch)
@@ -250,6 +257,8 @@ class SegmentAttention(AttentionLayer):
             if position % self.segment == 0:
                 state = state._replace(earlier=state.memory, seen=None)
             mixed.append(y)
+        if self.memory is not None and self.detaches_state:
+            state = detached(state, self.memory)
         y = torch.cat(mixed, 1)
         if self.memory is not None and self.gate is not None:
             y = self.gate(y, self.memory.outputs(Reads.joined(reads)))
@@ -304,6 +313,15 @@ class Block(nn.Module):
         """The state before the first token."""
         layers = cast(list[MemoryLayer | AttentionLayer], self.layers)
         return tuple(layer.init_state(batch) for layer in layers)
+
+
+def detached(state: LayerState, memory: NeuralMemory) -> LayerState:
+    """The state with its memories cut from the graph."""
+    last, earlier = cast(MemoryState, state.memory), cast(MemoryState, state.earlier)
+    cut = memory.detach_state(last)
+    return state._replace(
+        memory=cut, earlier=cut if earlier is last else memory.detach_state(earlier)
+    )
 
 
 def segment_sizes(length: int, position: int, segment: int) -> Iterator[int]:

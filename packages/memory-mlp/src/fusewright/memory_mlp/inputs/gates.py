@@ -23,7 +23,8 @@ class Gates(nn.Module):
     constant.
 
     Momentum adds a gradient up to 1 / (1 - eta) times, and a chunk's tokens do not see one another:
-    all that they write for one key stays below max_step. All tokens start with alpha = 0.01,
+    all that they write for one key stays below max_step. (A step that pools more tokens than a
+    chunk scales theta down.) All tokens start with alpha = 0.01,
     eta = 0.9 and rate = 0.5, for the weights start at zero. Computed in fp32, under autocast too
     (in fp64 for an fp64 x).
 

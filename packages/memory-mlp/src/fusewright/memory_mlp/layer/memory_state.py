@@ -62,7 +62,7 @@ class MemoryStats(NamedTuple):
     are computed when a caller asks for them.
 
     Attributes:
-        alpha, eta, theta: ``[B, T, heads]``, the gates.
+        alpha, eta, theta: ``[B, T, heads]``, the gates of the tokens.
         written: ``[B, T, heads]`` bool, which tokens were written.
         skipped: ``[B, heads]`` int64, tokens not written for not being finite.
     """

@@ -67,8 +67,10 @@ class NeuralMemory(nn.Module):
         key_norm: "l2" divides queries and keys of every head by their norm, "rms" by their root
             mean square, None leaves them.
         theta: "learned" by token and head, or a constant.
-        max_step: what chunk * theta / (1 - eta) stays below where theta is learned, in units of the
-            chosen loss. It starts at half of that.
+        max_step: what n * theta / (1 - eta) stays below where theta is learned, in units of the
+            chosen loss, n being ``chunk``, or the tokens that a step pools where they are more. It
+            starts at half of that. A step that pools n > chunk tokens takes chunk / n times their
+            mean theta ("mean_all" has divided by n already, and takes the mean).
         scope: "sequence": every row of the batch has its memory. "batch_pooled": one memory serves
             all rows and every step pools their tokens, so that rows depend on one another; not for
             "token".
@@ -88,9 +90,11 @@ class NeuralMemory(nn.Module):
         projections, gates, output: the layers around the memory.
         initial: the memory's weights ``[heads, ...]`` at a row's start, ``w1 .. bn``.
 
-    Gradients of a chunk do not see one another. Where its keys are alike, their sum overshoots
-    once chunk * theta / (1 - eta) is more than about 0.6 ("sum", keys of length 1), and
-    the memory diverges: a constant theta may take it there, a learned one does not.
+    Gradients of a chunk or of a pooled step do not see one another. Where its keys are alike, their
+    sum overshoots once tokens * theta / (1 - eta) is more than about 0.6 ("sum", keys of length 1),
+    and the memory diverges: a constant theta may take it there, a learned one with the default
+    ``max_step`` does not, however many tokens a step pools. Longer keys have no such bound: those
+    of key_norm "rms" have length sqrt(D), and need a loss that is a mean.
 
     Example:
         >>> memory = NeuralMemory(512, heads=8)
@@ -122,9 +126,10 @@ class NeuralMemory(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        rules = Rules(
-            layers, activation, chunk, granularity, reduction, scope, max_grad_norm, read, backend
-        )
+        if theta != "learned":
+            theta = checked_positive("theta", theta)
+        pooling = granularity, reduction, scope, max_grad_norm
+        rules = Rules(layers, activation, chunk, *pooling, read, backend, theta)
         check_rules(rules)
         head_dim = checked_head_dim(dim, heads, head_dim)
         hidden = 4 * head_dim if hidden is None else hidden
@@ -133,8 +138,6 @@ class NeuralMemory(nn.Module):
         check_option("outer_grad", outer_grad, OUTER_GRADS)
         if key_norm is not None:
             check_option("key_norm", key_norm, KEY_NORMS)
-        if theta != "learned":
-            theta = checked_positive("theta", theta)
         max_step = checked_positive("max_step", max_step)
         super().__init__()
         self.dim: int = dim

@@ -35,6 +35,7 @@ class Rules(NamedTuple):
     max_grad_norm: float | None
     read: Read
     backend: Backend
+    theta: Literal["learned"] | float
 
 
 class StepResult(NamedTuple):
@@ -134,10 +135,18 @@ def pooled_step(
         writes = writes.map(lambda x: x.flatten(0, 1).unsqueeze(0))
     written, count = writes.written, writes.written.sum(1)
     at_least_one = count.clamp(min=1)
-    gates = (
+    alpha, eta, theta = (
         torch.where(written, gate, 0.0).sum(1) / at_least_one
         for gate in (writes.alpha, writes.eta, writes.theta)
     )
+    if (
+        rules.theta == "learned"
+        and rules.reduction != "mean_all"
+        and written.shape[1] > rules.chunk
+    ):
+        # It is bounded for a sum over a chunk. This one is over more tokens, none of which sees the
+        # gradient of another.
+        theta = theta * rules.chunk / count.clamp(min=rules.chunk).to(theta.dtype)
     k, v = (
         torch.where(written.unsqueeze(-1), x, 0.0).transpose(1, 2) for x in (writes.k, writes.v)
     )
@@ -145,7 +154,7 @@ def pooled_step(
     if rules.reduction == "mean_all":
         # The mean is over the tokens that are written.
         row_weights = row_weights * (k.shape[2] / at_least_one.to(row_weights.dtype)).unsqueeze(-1)
-    operands = (*gates, row_weights)
+    operands = (alpha, eta, theta, row_weights)
     options: dict[str, Any] = {
         "activation": rules.activation,
         "reduction": rules.reduction,

@@ -159,6 +159,9 @@ def replicated(rank: int, folder: pathlib.Path) -> dict:
 
     torch.manual_seed(7)
     networks = VeLONetworks(8, 6, exp_mult=0.1, step_mult=0.1)
+    for x in networks.parameters():
+        # Steps stay small: NaN is equal to nothing.
+        torch.nn.init.normal_(x, std=0.1)
     nested = dict(meta_update_freq=2, meta_lr=0.05, frequencies=(1, 2))
     cases = {
         "muon": (lambda m: Muon([p for p in m.parameters() if p.ndim == 2]), False),

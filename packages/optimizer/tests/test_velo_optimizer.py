@@ -199,8 +199,11 @@ def test_bad_states_are_refused(learned):
     ps, optimizer = trained(learned, "reference")
     saved = optimizer.state_dict()
     before = everything(ps, optimizer)
+    lost = {k: copy.deepcopy(x) for k, x in saved.items() if k != "losses"}
+    # Where torch.distributed.checkpoint keeps them.
+    del lost["param_groups"][0]["optimizer_state"]
     with pytest.raises(ValueError, match="must have losses with step"):
-        optimizer.load_state_dict({k: x for k, x in saved.items() if k != "losses"})
+        optimizer.load_state_dict(lost)
     short = {**saved["losses"], "means": torch.zeros(3)}
     with pytest.raises(ValueError, match=r"means must have shape \[10\], got \[3\]"):
         optimizer.load_state_dict({**saved, "losses": short})

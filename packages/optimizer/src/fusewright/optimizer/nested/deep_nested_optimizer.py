@@ -141,7 +141,7 @@ class DeepNestedOptimizer(NestedState):
         )
         check_nested(self.options)
         groups = parameter_groups(model, grouping)
-        defaults = dict(
+        defaults: dict[str, Any] = dict(
             lr=base_lr,
             betas=betas,
             eps=eps,

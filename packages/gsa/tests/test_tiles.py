@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from functools import partial
 
 import pytest
@@ -72,6 +73,27 @@ def dense(q, k, v):
     position = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
     seen = torch.arange(k.shape[2], device=q.device) <= position
     return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(1, 2)
+
+
+def test_bits_of_one_stretch_of_queries_are_there_at_a_time(sparse, monkeypatch, device):
+    alive, most = weakref.WeakSet(), []
+    make = launch_unions.Members.of
+
+    def counted(members, *operands):
+        bits = make(members, *operands)
+        alive.add(bits)
+        most.append(len(alive))
+        return bits
+
+    monkeypatch.setattr(launch_unions, "MEMBERS_AT_A_TIME", 1)
+    monkeypatch.setattr(launch_unions.Members, "of", counted)
+    launch.forward_plan.cache_clear()
+    launch_backward.backward_plan.cache_clear()
+    leaves = [x.requires_grad_() for x in sparse.draw((1, 70, 18, 2, 8), F32, device)]
+    indices = drawn((1, 70, 5), 18, device)
+    everything(partial(sparse.kernels, indices=indices, count=None, **TILES), leaves)
+    assert len(most) > 4
+    assert max(most) == 1
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 7, 2, 8), (2, 3, 9, 4, 8)])

@@ -101,6 +101,8 @@ def sparse_forward(
         tiles.launch((q, k, v, *tiles.of(bits), *outputs), (scale,))
         if tiles.again is not None:
             tiles.again((q, k, v, indices, count, bits, *outputs), (scale,))
+        # They go before the next chunk's are allocated.
+        del bits
     return outputs
 
 

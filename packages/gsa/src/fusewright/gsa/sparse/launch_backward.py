@@ -145,19 +145,9 @@ def sparse_backward(
     of_rows = (o, softmax, do, dlse, dq, delta)
     if plan.dq_launch is not None:
         plan.dq_launch((*operands, *of_rows), (scale,))
+    of_keys = (softmax, do, delta, dk, dv)
     for chunk in plan.chunks:
-        bits = chunk.members.of(indices, count)
-        selection = (indices, count, bits)
-        if chunk.dq is not None:
-            chunk.dq.launch((*qkv, *chunk.dq.of(bits), *of_rows), (scale,))
-            if chunk.dq.again is not None:
-                chunk.dq.again((*qkv, *selection, *of_rows), (scale,))
-        if chunk.dkdv is not None:
-            listed = chunk.dkdv.of(bits)
-            of_keys = (*qkv, *listed, *selection, softmax, do, delta, dk, dv)
-            chunk.dkdv.launch(of_keys, (scale,))
-            if chunk.dkdv.again is not None:
-                chunk.dkdv.again(of_keys, (scale,))
+        gradients_of_chunk(chunk, qkv, (indices, count), of_rows, of_keys, scale)
     if plan.key_by_key is not None:
         flat_count = None if count is None else count.flatten(0, 1)
         inverse = inverse_of(indices.flatten(0, 1), flat_count, k.shape[1], LIST_SEGMENT)
@@ -170,6 +160,30 @@ def sparse_backward(
     if dk.shape != k.shape:
         dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(3) for x in (dk, dv))
     return dq, dk.to(k.dtype), dv.to(k.dtype)
+
+
+def gradients_of_chunk(
+    chunk: Chunk,
+    qkv: tuple[Tensor, ...],
+    slots: tuple[Tensor, Tensor | None],
+    of_rows: tuple[Tensor | None, ...],
+    of_keys: tuple[Tensor, ...],
+    scale: float,
+) -> None:
+    """The passes over one chunk of the queries, whose bits are gone afterwards. ``slots``: indices
+    and count.
+    """
+    bits = chunk.members.of(*slots)
+    selection = (*slots, bits)
+    if chunk.dq is not None:
+        chunk.dq.launch((*qkv, *chunk.dq.of(bits), *of_rows), (scale,))
+        if chunk.dq.again is not None:
+            chunk.dq.again((*qkv, *selection, *of_rows), (scale,))
+    if chunk.dkdv is not None:
+        operands = (*qkv, *chunk.dkdv.of(bits), *selection, *of_keys)
+        chunk.dkdv.launch(operands, (scale,))
+        if chunk.dkdv.again is not None:
+            chunk.dkdv.again(operands, (scale,))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -188,6 +188,17 @@ def test_pooled_memory_outlives_the_reset_of_a_row(memory_of):
     assert not after.tail.written[0].any()
 
 
+def test_pooled_memory_of_one_row_outlives_its_reset(memory_of):
+    memory = memory_of(granularity="chunk", scope="batch_pooled")
+    state = memory(draw(memory, length=10)[:1])[1]
+    after = memory.reset(state, rows_where([True], state.position))
+    for found, truth in zip(
+        (*after.weights, *after.momentum), (*state.weights, *state.momentum), strict=True
+    ):
+        assert torch.equal(found, truth)
+    assert after.position.tolist() == [0]
+
+
 def rows_where(rows, x):
     return torch.tensor(rows, device=x.device)
 

@@ -24,6 +24,9 @@ squared = of_kinds(
     [(name, backend) for name, backend in [*ADAMW, *STACKED, *LEARNED] if name in SQUARED]
 )
 
+# DeltaMomentum's momentum holds earlier rates.
+rated = of_kinds([case for case in [*ADAMW, *STACKED, *LEARNED] if case[0] != "delta"])
+
 
 def made(kind, ps):
     """An optimizer that skips what is not finite, and its step."""
@@ -50,6 +53,23 @@ def test_step_without_gradients_has_no_results_of_another(kind):
     assert not optimizer.skipped.item()
     assert optimizer.grad_norm.isnan().item()
     assert optimizer.skipped_steps.item() == 1
+
+
+@rated
+def test_parameter_that_moves_to_another_group_has_its_rate(kind):
+    """Over the boundary of two groups: the parameters stand in the same order as before."""
+    ps, (last, _) = matrices(), matrices()
+    optimizer, step = made(kind, ps)
+    optimizer.add_param_group({"params": [last], "lr": 0.0})
+    step()
+    # A kind may have groups of its own, empty ones too.
+    *_, one, other = (group["params"] for group in optimizer.param_groups if group["params"])
+    moved = one.pop()
+    other.insert(0, moved)
+    before = {p: p.detach().clone() for p in (*ps, last)}
+    step()
+    for p, value in before.items():
+        assert torch.equal(p, value) == (p is moved or p is last)
 
 
 def test_same_inputs_same_bits(training, kind, device):

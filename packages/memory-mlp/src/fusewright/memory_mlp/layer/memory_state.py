@@ -159,20 +159,18 @@ def detached(state: MemoryState) -> MemoryState:
     )
 
 
-def with_rows_reset(state: MemoryState, fresh: MemoryState, rows: Tensor) -> MemoryState:
+def with_rows_reset(
+    state: MemoryState, fresh: MemoryState, rows: Tensor, *, shared: bool
+) -> MemoryState:
     """``fresh`` where ``rows [B]`` is True. The running chunk goes on: a row that starts amid it
-    has a first chunk that is shorter.
-
-    One memory of all rows stays as it is.
+    has a first chunk that is shorter. A memory that all rows share stays as it is.
     """
 
     def chosen(new: Tensor, old: Tensor) -> Tensor:
         return torch.where(rows.view(-1, *(1,) * (old.ndim - 1)), new, old)
 
     def chosen_memory(new: Weights, old: Weights) -> Weights:
-        if old[0].shape[0] != rows.shape[0]:
-            return old
-        return mapped(lambda x, y: chosen(y, x), old, new)
+        return old if shared else mapped(lambda x, y: chosen(y, x), old, new)
 
     tail = state.tail
     return MemoryState(

@@ -193,7 +193,8 @@ class NeuralMemory(nn.Module):
         batch = state.position.shape[0]
         self.check_own(state, batch)
         check_mask("rows", rows, (batch,), state.position.device)
-        return with_rows_reset(state, self.init_state(batch), rows)
+        shared = self.rules.scope == "batch_pooled"
+        return with_rows_reset(state, self.init_state(batch), rows, shared=shared)
 
     def forward(
         self,

@@ -95,6 +95,8 @@ class PlannedOptimizer(Contract):
         planned = [
             addresses_of(map(local, flat) if self._sharded else flat),
             list(map(Tensor.numel, flat)),
+            # A parameter may move to a neighbouring group.
+            [len(group["params"]) for group in self.param_groups],
             len(present) == len(flat) or [g is None for g in gradients],
             layouts,
             self.max_grad_norm,

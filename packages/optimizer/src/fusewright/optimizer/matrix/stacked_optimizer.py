@@ -93,7 +93,7 @@ class StackedOptimizer(Contract):
     def _forget_plans(self) -> None:
         self._stacks: list[Stack] = []
         self._flat: list[Tensor] = []
-        self._formats: list[tuple[torch.dtype, torch.device, torch.Size]] = []
+        self._formats: list[tuple[int, torch.dtype, torch.device, torch.Size]] = []
         self._norm_below = math.inf
 
     def _members(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -156,7 +156,8 @@ class StackedOptimizer(Contract):
         for p in flat:
             assert p.grad is not None
             check_gradient(p, p.grad)
-        formats = [(p.dtype, p.device, p.shape) for p in flat]
+        # With its group, to which a parameter may have moved.
+        formats = [(number, p.dtype, p.device, p.shape) for _, number, p in members]
         # By identity: users may replace parameters.
         known = same(flat, self._flat) and formats == self._formats
         if known and all(map(self._holds, self._stacks)):

@@ -55,11 +55,10 @@ def test_step_without_gradients_has_no_results_of_another(kind):
     assert optimizer.skipped_steps.item() == 1
 
 
-@rated
-def test_parameter_that_moves_to_another_group_has_its_rate(kind):
+def test_parameter_that_moves_to_another_group_has_its_rate(rated):
     """Over the boundary of two groups: the parameters stand in the same order as before."""
     ps, (last, _) = matrices(), matrices()
-    optimizer, step = made(kind, ps)
+    optimizer, step = made(rated, ps)
     optimizer.add_param_group({"params": [last], "lr": 0.0})
     step()
     # A kind may have groups of its own, empty ones too.

@@ -24,11 +24,18 @@ UNKNOWN = 0.5
 
 def group_of(name: str, parameter: Tensor) -> str:
     """ "embed" for embeddings, norms, routers, gates and all tensors that are no matrices; "core"
-    for the other matrices.
+    for the other matrices: projections to a gate too, such as SwiGLU's "gate_proj".
     """
     low = name.lower()
-    outside = any(word in low for word in ("embed", "norm", "router", "gate"))
+    outside = any(word in low for word in ("embed", "norm", "router"))
+    outside = outside or any(map(is_gate, low.split(".")))
     return EMBED if outside or parameter.ndim != 2 else CORE
+
+
+def is_gate(part: str) -> bool:
+    """Whether a part of a name is that of a gate."""
+    words = part.split("_")
+    return "proj" not in words and any(word.endswith(("gate", "gates")) for word in words)
 
 
 def relative_depths(names: Sequence[str]) -> list[float]:

@@ -106,3 +106,56 @@ def test_nothing_has_a_norm_of_zero(backend, device):
 def test_bad_input_is_refused_by_what_was_wanted_and_what_came(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def with_gradients(dtype, device):
+    ps = [torch.nn.Parameter(torch.zeros(n, 3, dtype=dtype, device=device)) for n in (4, 1, 7)]
+    for number, p in enumerate(ps):
+        p.grad = torch.sin(torch.arange(p.numel(), device=device) + number).view_as(p).to(dtype)
+    return ps
+
+
+@pytest.mark.parametrize("max_norm", [0.25, torch.tensor(0.25), torch.tensor([0.25])])
+@pytest.mark.parametrize("norm_type", [1, 3.0, float("inf"), 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_norms_have_the_bits_of_torch(dtype, norm_type, max_norm, device):
+    ps, twins = with_gradients(dtype, device), with_gradients(dtype, device)
+    found = clip_grad_norm_(ps, max_norm, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(twins, 0.25, norm_type)
+    assert torch.equal(found, expected.float())
+    assert all(torch.equal(p.grad, twin.grad) for p, twin in zip(ps, twins, strict=True))
+    assert not torch.equal(ps[0].grad, with_gradients(dtype, device)[0].grad)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["0-d", "one"])
+def test_tensor_of_a_norm_scales_as_its_number(shape, backend, device):
+    ps, twins = with_gradients(torch.float32, device), with_gradients(torch.float32, device)
+    found = clip_grad_norm_(ps, torch.full(shape, 0.25), backend=backend)
+    assert torch.equal(found, clip_grad_norm_(twins, 0.25, backend=backend))
+    rtol = 4 * torch.finfo(torch.float32).eps
+    for p, twin in zip(ps, twins, strict=True):
+        torch.testing.assert_close(p.grad, twin.grad, rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_norm_that_is_not_finite_may_be_an_error(strange, norm_type, device):
+    ps = with_gradients(torch.float32, device)
+    ps[1].grad[0, 1] = strange
+    before = [p.grad.clone() for p in ps]
+    with pytest.raises(RuntimeError, match="wanted gradients with a finite norm"):
+        clip_grad_norm_(ps, 0.25, norm_type, error_if_nonfinite=True)
+    for p, grad in zip(ps, before, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=0.0, atol=0.0, equal_nan=True)
+    assert not clip_grad_norm_(ps, 0.25, norm_type).isfinite()
+
+
+def test_norms_that_are_none_are_refused():
+    ps = with_gradients(torch.float32, "cpu")
+    for norm_type in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="norm_type must be a number above 0"):
+            clip_grad_norm_(ps, 1.0, norm_type)
+    with pytest.raises(ValueError, match=r"max_norm must be one number, got shape \[2\]"):
+        clip_grad_norm_(ps, torch.ones(2))
+    with pytest.raises(RuntimeError, match="p = 1"):
+        clip_grad_norm_(ps, 1.0, 1, backend="triton")

@@ -52,14 +52,24 @@ def grad_norm(tensors: Tensor | Iterable[Tensor], *, backend: Backend = "auto") 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, *, backend: Backend = "auto"
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float | Tensor,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Scale the gradients of all parameters in place, so that their norm together is at most
-    ``max_norm``; torch.nn.utils.clip_grad_norm_'s formula for the L2 norm.
+    ``max_norm``: torch.nn.utils.clip_grad_norm_, with the L2 norm in fp64.
 
     Args:
         parameters: those without a gradient are skipped.
-        max_norm: at least 0.
+        max_norm: at least 0; a tensor of one number is not read by the host: plain torch scales.
+        norm_type: p of the norm, above 0, infinity too; plain torch takes another norm than L2.
+        error_if_nonfinite: raise where the norm is not finite, before anything is scaled; the host
+            waits for the norm.
+        foreach: as torch has it, where plain torch takes the norm.
         backend: as ``grad_norm`` has it.
 
     Returns:
@@ -68,18 +78,35 @@ def clip_grad_norm_(
         zero and NaN after inf, NaN after NaN.
 
     Raises:
-        TypeError: a gradient is not floating or complex, or not strided; max_norm is no number.
-        ValueError: max_norm is negative or NaN.
-        RuntimeError: backend is "triton" and the kernels cannot serve a gradient.
+        TypeError: a gradient is not floating or complex, or not strided; max_norm or norm_type is
+            no number.
+        ValueError: max_norm is negative or NaN, or a tensor of several numbers; norm_type is not
+            above 0.
+        RuntimeError: backend is "triton" and the kernels cannot serve a gradient or the norm; or
+            the norm is not finite, where that is an error.
     """
     check_backend(backend)
-    if not checked_real("max_norm", max_norm) >= 0.0:
+    if isinstance(max_norm, Tensor):
+        if max_norm.numel() != 1:
+            raise ValueError(f"max_norm must be one number, got shape {list(max_norm.shape)}")
+    elif not checked_real("max_norm", max_norm) >= 0.0:
         raise ValueError(f"max_norm must be a number of at least 0, got {max_norm!r}")
+    if not checked_real("norm_type", norm_type) > 0.0:
+        raise ValueError(f"norm_type must be a number above 0, got {norm_type!r}")
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [p.grad for p in parameters if p.grad is not None]
     check_gradients(gradients)
     if not gradients:
         return torch.zeros((), dtype=torch.float32)
+    if norm_type != 2.0:
+        if backend == "triton":
+            decline(f"the norm is that of p = {norm_type}", backend)
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
+        norm = getattr(norm, "full_tensor", lambda: norm)()
+        return scaled_to(gradients, norm, max_norm, error_if_nonfinite).float()
+    if error_if_nonfinite or isinstance(max_norm, Tensor):
+        norm = grad_norm(gradients, backend=backend)
+        return scaled_to(gradients, norm, max_norm, error_if_nonfinite)
     parts = parts_of(gradients, backend)
     squares = total_squares(parts)
     norms = []
@@ -87,6 +114,23 @@ def clip_grad_norm_(
         with current(part.device):
             norms.append(part.clip(on(part.device, squares), float(max_norm)))
     return norms[0]
+
+
+def scaled_to(
+    gradients: list[Tensor], norm: Tensor, max_norm: float | Tensor, error_if_nonfinite: bool
+) -> Tensor:
+    """Scale by plain torch; returns the norm."""
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"wanted gradients with a finite norm, got {norm.item()}")
+    if isinstance(max_norm, Tensor):
+        max_norm = on(norm.device, max_norm.detach()).reshape(())
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    groups: dict[torch.device, list[Tensor]] = {}
+    for g in map(local, gradients):
+        groups.setdefault(g.device, []).append(g)
+    for device, group in groups.items():
+        torch._foreach_mul_(group, on(device, factor))
+    return norm
 
 
 def check_gradients(gradients: list[Tensor]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-import workspace
+import check_text
 
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
 # A generator expression keeps a scope of its own.
@@ -84,8 +84,7 @@ def test_a_hidden_global_is_found():
 
 
 def test_no_comprehension_hides_a_global_from_another():
-    files = [path for path in workspace.ROOT.rglob("*.py") if ".nox" not in path.parts]
-    files = [path for path in files if ".venv" not in path.parts]
+    files = [path for path in check_text.files() if path.suffix == ".py"]
     assert len(files) > 400
     lost = {str(path): lost_names(path.read_text()) for path in files if not path.is_symlink()}
     assert {path: names for path, names in lost.items() if names} == {}

@@ -127,8 +127,11 @@ def move_fused(
     counts of steps and, in place, of p, exp_avg, exp_avg_sq and None of each.
     """
     lr, *others = numbers
-    # These only as numbers, which are on the host.
-    beta1, beta2, eps, weight_decay = (x.item() if isinstance(x, Tensor) else x for x in others)
+    # These only as numbers.
+    beta1, beta2, eps, weight_decay = (
+        x.item() if isinstance(x, Tensor) else x  # sync: none, they are on the host
+        for x in others
+    )
     ps, exp_avgs, exp_avg_sqs, _ = map(list, zip(*wide, strict=True))
     adam(
         ps,

@@ -8,6 +8,7 @@ Squares and their sum are fp64, in a fixed order: no square overflows or vanishe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -103,12 +104,18 @@ def clip_grad_norm_(
             decline(f"the norm is that of p = {norm_type}", backend)
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
         norm = getattr(norm, "full_tensor", lambda: norm)()
-        return scaled_to(gradients, norm, max_norm, error_if_nonfinite).float()
-    if error_if_nonfinite or isinstance(max_norm, Tensor):
-        norm = grad_norm(gradients, backend=backend)
-        return scaled_to(gradients, norm, max_norm, error_if_nonfinite)
+        if error_if_nonfinite:
+            check_finite(norm)
+        return scaled_to(gradients, norm, max_norm).float()
     parts = parts_of(gradients, backend)
     squares = total_squares(parts)
+    if error_if_nonfinite or isinstance(max_norm, Tensor):
+        with current(parts[0].device):
+            norm = parts[0].norm_of(squares)
+        if error_if_nonfinite:
+            check_finite(norm)
+        if isinstance(max_norm, Tensor):
+            return scaled_to(gradients, norm, max_norm)
     norms = []
     for part in parts:
         with current(part.device):
@@ -116,12 +123,14 @@ def clip_grad_norm_(
     return norms[0]
 
 
-def scaled_to(
-    gradients: list[Tensor], norm: Tensor, max_norm: float | Tensor, error_if_nonfinite: bool
-) -> Tensor:
+def check_finite(norm: Tensor) -> None:
+    value = norm.item()  # sync: error_if_nonfinite says that it waits
+    if not math.isfinite(value):
+        raise RuntimeError(f"wanted gradients with a finite norm, got {value}")
+
+
+def scaled_to(gradients: list[Tensor], norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """Scale by plain torch; returns the norm."""
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"wanted gradients with a finite norm, got {norm.item()}")
     if isinstance(max_norm, Tensor):
         max_norm = on(norm.device, max_norm.detach()).reshape(())
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -130,7 +130,7 @@ def test_loss_and_gradients_are_as_near_to_fp64_as_torch(dtype, backend, device)
 @pytest.mark.gpu
 @pytest.mark.large
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.parametrize(("rows", "width"), [(4096, 320), (2500, 1280)])
+@pytest.mark.parametrize(("rows", "width"), [(5000, 320), (4400, 2560)])
 def test_full_sizes_are_as_near_to_fp64_as_torch(rows, width, dtype):
     """In two chunks; the second size in bf16 as a whole."""
     x = torch.randn(rows, width, device="cuda", dtype=dtype)
@@ -173,12 +173,21 @@ def test_triton_takes_the_launch_once_a_chunk_and_refuses_fp64(device, monkeypat
         linear_cross_entropy(x.double(), weight.double(), targets, backend="triton")
 
 
+@pytest.mark.parametrize("shape", [(3, 700), (1, 1), (70, 61), (0, 5)])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (F32, F16), (F16, F16)])
+def test_gradients_times_a_number_are_the_references_to_the_bit(dtypes, shape, device):
+    x, factor = torch.randn(shape, device=device).to(dtypes[0]), torch.tensor(1 / 3, device=device)
+    found = launch.scaled(x, factor, dtypes[1])
+    assert torch.equal(found, reference.scaled(x, factor, dtypes[1]))
+    assert found.dtype == dtypes[1]
+
+
 def test_rows_are_cut_where_it_saves_memory():
     """All logits in bf16, 2 N V bytes, beside dw in fp32, 4 V d bytes."""
     large = dict(vocabulary=131072, width=4096)
     assert module._chunks(8192, **large, whole=True) == 1
-    assert module._chunks(8193, **large, whole=True) == 5
-    assert module._chunks(8192, **large, whole=False) == 4
+    assert module._chunks(8193, **large, whole=True) == 3
+    assert module._chunks(8192, **large, whole=False) == 2
     assert module._chunks(0, **large, whole=False) == 1
 
 

@@ -42,11 +42,11 @@ from . import launch, reference
 
 Tensor = torch.Tensor
 
-# Of a chunk's logits: an eighth of a GiB in bf16.
-CHUNK_ELEMENTS = 2**26
+# Of a chunk's logits: a quarter of a GiB in bf16. Source: docs/decisions/0007-chunks-h200.csv.
+CHUNK_ELEMENTS = 2**27
 # A chunk reads and writes dw, 8 V d bytes beside 6 rows V d operations: with fewer rows than these
 # memory would bind, so a large vocabulary has larger chunks.
-CHUNK_ROWS = 2048
+CHUNK_ROWS = 4096
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -72,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dw = _product(g.mT, row, wide) if dw is None else _add_product_(dw, g.mT, row)
         if with_gradient:
             ctx.save_for_backward(torch.where(counted.unsqueeze(-1), torch.cat(dx), 0.0), dw)
-            ctx.dtypes = x.dtype, weight.dtype
+            ctx.dtypes, ctx.launches = (x.dtype, weight.dtype), launches
         return -torch.where(counted, torch.cat(log_p), 0.0).sum()
 
     @staticmethod
@@ -80,18 +80,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dtotal):
         dx, dw = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
-        scaled = _scaled(dx, dtotal, x_dtype), _scaled(dw, dtotal, weight_dtype)
-        return *scaled, None, None, None, None, None, None
+        if ctx.launches and type(dx) is Tensor and not torch.compiler.is_compiling():
+            scaled = launch.scaled
+        else:
+            scaled = reference.scaled
+        return (
+            scaled(dx, dtotal, x_dtype),
+            scaled(dw, dtotal, weight_dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _log_p_and_gradient(
     logits: Tensor, index: Tensor, with_gradient: bool, launches: bool
 ) -> tuple[Tensor, Tensor]:
     """log p of each row's target, ``[N]``, and p - one_hot(target), which may be the logits."""
-    # Not a tensor that only stands for another.
-    if launches and type(logits) is Tensor and not torch.compiler.is_compiling():
+    if _takes(logits, launches):
         return launch.softmax_gradient_(logits, index, with_gradient=with_gradient), logits
     return reference.softmax_gradient(logits, index, with_gradient=with_gradient)
+
+
+def _takes(x: Tensor, launches: bool) -> bool:
+    """Whether x goes to the launches: not a tensor that only stands for another."""
+    return launches and type(x) is Tensor and not torch.compiler.is_compiling()
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,16 +125,6 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if not total.is_cuda or total.dtype == a.dtype or torch.compiler.is_compiling():
         return total.add_(_product(a, b, total.dtype))
     return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-
-
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x, a matrix, times a number in fp32, rounded once to dtype."""
-    # As a matrix, too: torch would round a number without axes to x's dtype.
-    factor = factor.reshape(1, 1)
-    if torch.compiler.is_compiling():
-        return (x * factor).to(dtype)
-    # Not by a product in fp32, which takes twice the gradient's memory.
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
 def linear_cross_entropy(

@@ -94,6 +94,8 @@ def main() -> int:
     arguments = parser.parse_args(ours)
     if not (arguments.tests or arguments.bench):
         parser.error("wanted --tests, --bench or both")
+    if arguments.out and not arguments.bench:
+        parser.error(f"wanted --bench with --out, which is the benchmarks', got {arguments.out}")
     if arguments.name == ALL:
         if arguments.bench:
             parser.error("wanted one part with --bench, which has the GPU to itself, got all")

@@ -79,6 +79,14 @@ def test_all_benchmarks_at_once_are_refused(run):
     assert run("on_gpu.py", "all", "--tests", "--bench")[0] == 2
 
 
+@pytest.mark.parametrize("name", ["all", "norm"])
+def test_out_without_benchmarks_is_refused(run, tmp_path, name):
+    code, told = run("on_gpu.py", name, "--tests", "--out", str(tmp_path / "new"))
+    assert code == 2
+    assert f"wanted --bench with --out, which is the benchmarks', got {tmp_path / 'new'}" in told
+    assert "passed" not in told
+
+
 def test_bench_calls_the_testkits_runner(run, tmp_path):
     code, told = run(
         "on_gpu.py", "norm", "--bench", "--out", str(tmp_path / "new"), "--", "rms_norm"

@@ -13,6 +13,7 @@ from fusewright_models.data import DATA_NAMES, Digits
 
 from .commands import (
     assert_refused,
+    assert_same_metrics,
     assert_same_weights,
     flags_of,
     interrupted,
@@ -131,9 +132,14 @@ def checkpoint_of(state: object) -> Callable[[Path], None]:
     return lambda folder: torch.save(state, folder / "checkpoint.pt")
 
 
-def cut_metrics(folder: Path) -> None:
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')
+def metrics_of(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
+    """An edit of the lines of metrics.jsonl."""
+
+    def edit(folder: Path) -> None:
+        file = folder / "metrics.jsonl"
+        file.write_text("".join(change(file.read_text().splitlines(keepends=True))))
+
+    return edit
 
 
 CONFIG, CHECKPOINT = "{folder}/config.json", "{folder}/checkpoint.pt"
@@ -177,9 +183,46 @@ CORRUPTED = {
     ),
     "other-data": (
         config_with(data="blr"),
-        f"wanted this model's checkpoint in {CHECKPOINT}; got: Error(s) in loading state_dict",
+        "wanted the choices that the run was trained with: data 'digits'; got data 'blr'",
     ),
-    "metrics": (cut_metrics, "wanted a JSON object in line 4 of {folder}/metrics.jsonl; got no"),
+    "torn-before": (
+        metrics_of(lambda lines: [lines[0], '{"step": 2, "lo\n', *lines[1:]]),
+        "wanted a JSON object in line 2 of {folder}/metrics.jsonl; got no",
+    ),
+    "no-step": (
+        metrics_of(lambda lines: [*lines, "{}\n"]),
+        "wanted the number of a step in line 4 of {folder}/metrics.jsonl; got none",
+    ),
+    "no-metrics": (
+        lambda folder: (folder / "metrics.jsonl").unlink(),
+        "wanted the metrics up to step 1, which the checkpoint was saved after, in "
+        "{folder}/metrics.jsonl; got none",
+    ),
+    "few-metrics": (metrics_of(lambda lines: lines[:1]), "got those up to step 0"),
+    "empty-config": (file_of("config.json", b""), f"wanted a JSON object in {CONFIG}; got no JSON"),
+    "empty-object": (
+        file_of("config.json", b"{}"),
+        f"wanted the name of a model in {CONFIG}; got an empty object",
+    ),
+    "no-config": (
+        lambda folder: (folder / "config.json").unlink(),
+        "wanted the folder of a run with config.json; got {folder}",
+    ),
+    **{
+        f"edited-{name}": (
+            config_with(**{name: value}),
+            f"wanted the choices that the run was trained with: {name} {before!r}; "
+            f"got {name} {value!r}",
+        )
+        for name, before, value in (
+            ("ragged", False, True),
+            ("seed", 0, 3),
+            ("weight_decay", 0.01, 0.5),
+            ("steps", 1, 9),
+            ("batch_size", 8, 4),
+            ("lr", 0.002, 0.001),
+        )
+    },
 }
 
 
@@ -193,6 +236,75 @@ def test_run_that_cannot_be_resumed_is_refused_and_kept(tmp_path, finished, corr
     assert_refused(result, re.escape(message.format(folder=folder)))
     assert "weights_only" not in result.output
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.parametrize(
+    ("change", "torn"),
+    [
+        (lambda lines: [*lines, '{"step": 2, "lo'], '{"step": 2, "lo'),
+        # Of the last evaluation, which is taken again.
+        (lambda lines: [*lines[:-1], lines[-1][:20]], '{"step": 1, "held_ou'),
+        # Whole, but for its end.
+        (lambda lines: [*lines[:-1], lines[-1].rstrip()], None),
+    ],
+    ids=["of-later", "of-checkpoint", "no-end"],
+)
+def test_torn_last_line_of_metrics_is_dropped_and_told(tmp_path, finished, change, torn):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    whole = metrics(folder)
+    metrics_of(change)(folder)
+    result = run("--resume", folder)
+    assert result.exit_code == 0, result.output
+    told = f"dropped the last line of {folder}/metrics.jsonl, torn: b{torn!r}"
+    assert ("dropped" not in result.output) if torn is None else (told in result.output)
+    assert metrics(folder) == whole
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_torn_last_line_is_dropped_where_there_is_no_checkpoint_yet(tmp_path, finished):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "checkpoint.pt").unlink()
+    metrics_of(lambda lines: [*lines[:1], '{"step'])(folder)
+    result = run("--resume", folder)
+    assert result.exit_code == 0, result.output
+    assert "dropped the last line" in result.output
+    assert_same_weights(finished, folder)
+    assert_same_metrics(finished, folder)
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_where_and_how_a_run_is_trained_may_change(tmp_path, finished):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    config_with(log_every=7, eval_every=9, capture=False, backend="reference")(folder)
+    result = run("--resume", folder)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_checkpoint_of_before_that_has_no_choices_resumes(tmp_path, finished):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    state = torch.load(folder / "checkpoint.pt")
+    for name in ("choices", "noted"):
+        del state[name]
+    del state["source"]["tasks"]
+    torch.save(state, folder / "checkpoint.pt")
+    result = run("--resume", folder)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("left", [["metrics.jsonl"], ["checkpoint.pt"]], ids="-".join)
+def test_results_are_not_mixed_with_those_of_a_run_without_its_config(tmp_path, finished, left):
+    for name in left:
+        shutil.copy(finished / name, tmp_path / name)
+    result = run(*TINY, "--out", tmp_path)
+    message = f"wanted a folder without a run's files in --out; got {tmp_path}, which holds "
+    assert_refused(result, re.escape(message + " and ".join(left)))
+    assert [path.name for path in tmp_path.iterdir()] == left
 
 
 @pytest.mark.parametrize("below", [".", "run"])

@@ -212,3 +212,35 @@ def test_impossible_samplers_are_refused():
         ValueError, match="at most 46 for the context; got a context size of up to 60"
     ):
         GaussianProcess(context_size=Size(60, 60))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (Digits(ragged=True), "of ragged False; got ragged True"),
+        (Digits(held_out=True), "of held_out False; got held_out True"),
+        (
+            Digits(context_size=Size(4, 9)),
+            r"of context_size Size\(low=4, high=48\); got context_size",
+        ),
+        (LinearRegression(), "kind Digits; got .*kind LinearRegression"),
+    ],
+    ids=["ragged", "held-out", "context", "kind"],
+)
+def test_sampler_does_not_go_on_with_other_tasks(other, message):
+    state = Digits().state_dict()
+    before = other.state_dict()
+    with pytest.raises(
+        ValueError, match=f"wanted the tasks that the run was begun with, .*{message}"
+    ):
+        other.load_state_dict(state)
+    assert torch.equal(other.state_dict()["device"], before["device"])
+
+
+def test_sampler_goes_on_with_a_state_of_before():
+    one, other = Digits(seed=3), Digits(seed=4)
+    one.sample(2)
+    state = one.state_dict()
+    del state["tasks"]
+    other.load_state_dict(state)
+    assert torch.equal(one.sample(2).x_context, other.sample(2).x_context)

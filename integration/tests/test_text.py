@@ -211,6 +211,8 @@ def test_windows_of_other_data_are_not_continued():
     state = Windows(torch.arange(9), length=2, digest="ab").state_dict()
     with pytest.raises(ValueError, match="of digest ab; got other data, of digest cd"):
         Windows(torch.arange(9), length=2, digest="cd").load_state_dict(state)
+    with pytest.raises(ValueError, match="wanted windows of seed 0; got those of 1"):
+        Windows(torch.arange(9), length=2, digest="ab", seed=1).load_state_dict(state)
 
 
 class Pairs(torch.nn.Module):

@@ -6,9 +6,11 @@ The fastest lines go to ``launch.py``, ``launch_backward.py`` and ``problem.py``
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import pathlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -39,7 +41,8 @@ MANY_PROGRAMS = 8
 class TunedLaunch(NamedTuple):
     """One launch of the update: its table, its kernels, and how many pairs of operands and how many
     accumulators a step of its loop holds (0: elements); the axes of its output, N (rows), D (width)
-    or H (hidden), and the one dtype that it serves, or "".
+    or H (hidden), the one dtype that it serves, or "", and whether the loss has a gradient: that
+    decides between E_BAR and E_BAR_AND_R, and between no others.
     """
 
     module: ModuleType
@@ -50,6 +53,7 @@ class TunedLaunch(NamedTuple):
     pairs: int = 0
     sums: int = 1
     dtype: str = ""
+    from_loss: bool = True
 
 
 def tuned(table: str, *sizes: Any, module: ModuleType = launch, dtype: str = "") -> TunedLaunch:
@@ -71,12 +75,20 @@ LAUNCHES = [
     backward("INNER_PRODUCTS"),
     backward("COTANGENTS"),
     backward("P_BAR", "NH", 1),
-    backward("E_BAR", "ND", 2),
+    backward("E_BAR", "ND", 2)._replace(from_loss=False),
+    backward("E_BAR_AND_R", "ND", 2, 2)._replace(kernels=("e_bar_kernel",)),
     backward("Z_BAR", "NH", 2, 2),
     backward("DK", "ND", 2),
     backward("DWEIGHTS", "DH", 1)._replace(kernels=GRADIENT_KERNELS),
 ]
 Candidate = UpdateTile | UpdateBlock
+
+
+def states_of(update: Callable[..., Any], *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """An update without its loss, which then has no gradient."""
+    return update(*tensors)[:-1]
+
+
 update = functools.partial(
     bench.flat_update,
     functools.partial(memory_update, **bench.UPDATE_OPTIONS, backend="triton"),
@@ -93,10 +105,14 @@ def tunings() -> list[Tuning]:
 
 def tuning(entry: TunedLaunch, dtype: str, size: Size) -> Tuning:
     case = bench.update_case(*size, DTYPES[dtype], "tf32" if dtype == "tf32" else "")
+    op = update
+    if not entry.from_loss:
+        op = functools.partial(states_of, update)
+        case = dataclasses.replace(case, reference=functools.partial(states_of, case.reference))
     return Tuning(
         names=dict(table=entry.table, case=case.described, dtype=dtype),
         case=case,
-        op=update,
+        op=op,
         module=entry.module,
         candidates=lines(candidates_of(entry, dtype, size), entry.table, table=entry.pairs > 0),
         backward=entry.backward,

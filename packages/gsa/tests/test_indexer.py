@@ -84,7 +84,7 @@ def test_parts_of_a_sequence_are_the_whole(indexer, device):
     Yardstick(whole, indexer.draw((1, 40, 40, 2, 5), F32, device)).check(parts)
 
 
-@pytest.mark.parametrize("q_offset", [6, 2**31 - 2, 2**40])
+@pytest.mark.parametrize("q_offset", [6, 2**31 - 2, 2**40, 2**63 - 1, 2**63, 2**70])
 def test_rows_beyond_all_keys_see_all_of_them(indexer, backend, q_offset, device):
     leaves = [x.requires_grad_() for x in indexer.draw((1, 5, 6, 2, 5), F32, device)]
 

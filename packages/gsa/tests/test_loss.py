@@ -44,6 +44,19 @@ def test_low_precision_is_as_near_to_fp64_as_torch(loss, dtype, device):
     loss.check(loss.draw((1, 20, 33, 2, 8), dtype, device), causal=True, q_offset=13)
 
 
+@pytest.mark.parametrize("q_offset", [33, 2**31 - 2, 2**63 - 1, 2**63, 2**70])
+def test_rows_beyond_all_keys_learn_from_all_of_them(loss, backend, q_offset, device):
+    tensors = loss.draw((1, 20, 33, 2, 8), F32, device)
+    for x in tensors[:5]:
+        x.requires_grad_()
+
+    def of(**options):
+        value = loss.public(*tensors, backend=backend, **options)
+        return [value, *torch.autograd.grad(value, tensors[:4])]
+
+    assert all(map(torch.equal, of(causal=True, q_offset=q_offset), of(causal=False)))
+
+
 @pytest.mark.parametrize("temperature", [40.0, -40.0])
 def test_peaked_softmax_is_as_near_to_fp64_as_torch(loss, temperature, device):
     """Its differences to the target cancel: an error that all weights of a row share does not."""

@@ -152,7 +152,7 @@ def test_parts_of_a_sequence_select_as_the_whole(indexer, backend, device):
         assert same_bits(part[:2], [x[:, first:last] for x in whole[:2]])
 
 
-@pytest.mark.parametrize("q_offset", [2**31 - 2, 2**40])
+@pytest.mark.parametrize("q_offset", [2**31 - 2, 2**40, 2**63 - 1, 2**63, 2**70])
 def test_rows_beyond_all_keys_select_among_all_of_them(indexer, backend, q_offset, device):
     tensors = indexer.draw((1, 5, 20, 2, 8), F32, device)
     found = topk(tensors, backend, q_offset=q_offset, sinks=1)

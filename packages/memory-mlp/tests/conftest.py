@@ -152,7 +152,7 @@ def many_update_programs(fresh_updates: None, monkeypatch: pytest.MonkeyPatch) -
     )
     tables = {
         launch: ("HIDDEN", "RESIDUAL", "SLOPE", "GRADIENTS"),
-        launch_backward: ("P_BAR", "E_BAR", "Z_BAR", "DK", "DWEIGHTS"),
+        launch_backward: ("P_BAR", "E_BAR", "E_BAR_AND_R", "Z_BAR", "DK", "DWEIGHTS"),
     }
     for module, names in tables.items():
         for name in names:

@@ -126,6 +126,28 @@ def test_rows_are_as_near_to_one_as_documented(spread, deviation):
     assert deviation / 2 < found < 2 * deviation
 
 
+@pytest.mark.parametrize(
+    ("spread", "half", "nine_tenths", "lost"), [(30.0, 0.04, 0.3, 8e-4), (100.0, 0.05, 1.0, 0.3)]
+)
+def test_great_logits_leave_what_is_documented(spread, half, nine_tenths, lost):
+    """In the log domain columns that sum to one, and rows that are on their way; in the linear
+    domain columns of zeros, too.
+    """
+    leaf = (spread * torch.randn(8192, 4, 4)).requires_grad_()
+    y = sinkhorn_knopp(leaf, domain="log", backend="reference")
+    (dx,) = torch.autograd.grad(y, leaf, torch.randn_like(y))
+    assert dx.isfinite().all()
+    y = y.detach()
+    assert (y.sum(-2) - 1).abs().max() <= 16 * torch.finfo(F32).eps
+    found = (y.sum(-1) - 1).abs().amax(-1)
+    assert half / 2 < found.quantile(0.5) < 2 * half
+    assert nine_tenths / 2 < found.quantile(0.9) < 2 * nine_tenths
+    # So many that they have a few.
+    linear = sinkhorn_knopp(spread * torch.randn(1 << 17, 4, 4), backend="reference")
+    without = (linear.sum(-2) == 0).any(-1).float().mean()
+    assert lost / 2 < without < 2 * lost
+
+
 @BACKENDS
 def test_eps_takes_its_part_of_the_columns(backend, device):
     """Of equal logits the first row step leaves 1/n everywhere and columns of sum 1."""

@@ -62,9 +62,10 @@ def training() -> Training:
 def capture(monkeypatch):
     """Makes tables and steps believe, or not, that a graph is captured."""
     from fusewright.optimizer.common import contract, tables
+    from fusewright.optimizer.norms import launch
 
     def believe(on):
-        for module in (contract, tables):
+        for module in (contract, tables, launch):
             monkeypatch.setattr(module, "is_captured", lambda device: on)
 
     return believe

@@ -31,6 +31,22 @@ from ..training import (
 )
 from .options import check_fields
 
+# Fields of a run that a resumed one may have other than its checkpoint: where and how the same
+# training runs, and paths of what is known again by its digest.
+NOT_TRAINED = {
+    "dataset",
+    "tokenizer",
+    "optimizer_weights",
+    "device",
+    "backend",
+    "compile",
+    "capture",
+    "log_every",
+    "eval_every",
+    "wandb",
+    "wandb_project",
+}
+
 
 class Run:
     """Everything that one training run was asked for: a frozen dataclass whose fields are the
@@ -101,6 +117,12 @@ class Run:
         """What the learning rate of parameters with such in their names is multiplied by."""
         return {}
 
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What its checkpoints were trained with."""
+        found = asdict(self)  # type: ignore[call-overload]
+        return {name: value for name, value in found.items() if name not in NOT_TRAINED}
+
     def training(self) -> TrainingConfig:
         raise NotImplementedError
 
@@ -139,6 +161,11 @@ def _new(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
     folder = RunFolder(out or Path("runs", name))
     if folder.holds_a_run:
         raise ValueError(f"{folder.path} holds a run: continue it with --resume, or choose another")
+    if folder.left_over:
+        raise ValueError(
+            f"wanted a folder without a run's files in --out; got {folder.path}, which holds "
+            f"{' and '.join(folder.left_over)} of a run whose config.json is gone"
+        )
     return run, folder
 
 
@@ -158,7 +185,10 @@ def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
         ValueError: it is another model's, another version's or corrupted.
     """
     config = folder.read_config()
-    if config.pop("model", None) != kind.model_name:
+    if "model" not in config:
+        got = f"the names {', '.join(config)}" if config else "an empty object"
+        raise ValueError(f"wanted the name of a model in {folder.config_file}; got {got}")
+    if config.pop("model") != kind.model_name:
         raise ValueError(f"wanted a run of {kind.model_name}; {folder.path} holds another model's")
     config.pop("torch", None)
     wanted = {field.name for field in fields(kind)}  # type: ignore[arg-type]
@@ -211,7 +241,7 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
             trainer.resume()
         else:
             # Stopped before its first checkpoint: the run begins again.
-            folder.forget_metrics()
+            trainer.forget_metrics()
     try:
         trainer.run()
     except KeyboardInterrupt:

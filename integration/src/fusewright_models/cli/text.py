@@ -241,7 +241,8 @@ def train_on_text(
         if run.wandb:
             observe = wandb_observer(folder, project=run.wandb_project, config=asdict(run))
     parts = model, windows, loss_function, chosen, training, folder
-    trainer = Trainer(*parts, evaluate=evaluation, console=console, observe=observe)
+    told = {"console": console, "observe": observe, "choices": run.choices}
+    trainer = Trainer(*parts, evaluate=evaluation, **told)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"{run.title} ({run.label}), {parameters:,} parameters, {len(corpus.training):,} tokens to "

@@ -160,7 +160,7 @@ def train_transformer_np(**flags: Any) -> None:
         }
 
     parts = model, sampler, negative_log_likelihood, chosen, training, folder
-    trainer = Trainer(*parts, evaluate=evaluation, console=console)
+    trainer = Trainer(*parts, evaluate=evaluation, console=console, choices=run.choices)
     console.print(
         f"TransformerNP, {model.parameter_count():,} parameters, {run.data}, {run.device}, "
         f"{run.precision}, into {folder.path}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -166,11 +166,33 @@ class Sampler(ABC):
         return torch.randn(shape, generator=self.generator, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of both generators."""
-        return {"device": self.generator.get_state(), "host": self.host_generator.getstate()}
+        """The state of both generators, and whose it is."""
+        generators = {"device": self.generator.get_state(), "host": self.host_generator.getstate()}
+        return generators | {"tasks": self._tasks()}
+
+    def _tasks(self) -> dict[str, str]:
+        """What tells these tasks from others, but for the seed: it is in the generators' states."""
+        names = [each.name for each in fields(self) if each.name not in ("device", "seed")]
+        return {"kind": type(self).__name__} | {name: str(getattr(self, name)) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken."""
+        """Continue where ``state_dict`` was taken.
+
+        Raises:
+            ValueError: it was taken of other tasks.
+        """
+        # States of before do not tell.
+        own = self._tasks()
+        other = state.get("tasks", own)
+        if other != own:
+            names = sorted(name for name in own | other if own.get(name) != other.get(name))
+            wanted, got = (
+                ", ".join(f"{name} {each.get(name, 'absent')}" for name in names)
+                for each in (other, own)
+            )
+            raise ValueError(
+                f"wanted the tasks that the run was begun with, of {wanted}; got {got}"
+            )
         self.generator.set_state(state["device"])
         self.host_generator.setstate(state["host"])
 

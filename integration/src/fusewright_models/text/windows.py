@@ -68,19 +68,22 @@ class Windows:
         return TextBatch(self.stream[starts + self.offsets].long())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches, "digest": self.digest}
+        return {"batches": self.batches, "digest": self.digest, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was taken.
 
         Raises:
-            ValueError: it was taken over other data.
+            ValueError: it was taken over other data, or from another seed.
         """
         if state["digest"] != self.digest:
             raise ValueError(
                 f"wanted the data that the run was begun with, of digest {state['digest']}; "
                 f"got other data, of digest {self.digest}"
             )
+        # States of before have none.
+        if state.get("seed", self.seed) != self.seed:
+            raise ValueError(f"wanted windows of seed {state['seed']}; got those of {self.seed}")
         self.batches = state["batches"]
 
 

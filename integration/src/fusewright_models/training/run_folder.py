@@ -35,12 +35,17 @@ class RunFolder:
         return self.config_file.exists()
 
     @property
+    def left_over(self) -> list[str]:
+        """What a run has left there whose config is gone."""
+        files = () if self.holds_a_run else (self.metrics_file, self.checkpoint_file)
+        return [file.name for file in files if file.exists()]
+
+    @property
     def holds_a_checkpoint(self) -> bool:
         return self.checkpoint_file.exists()
 
     def write_config(self, config: dict[str, Any]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.config_file.write_text(json.dumps(config, indent=2) + "\n")
+        self._replace(self.config_file, json.dumps(config, indent=2) + "\n")
 
     def read_config(self) -> dict[str, Any]:
         """What ``write_config`` wrote.
@@ -59,19 +64,53 @@ class RunFolder:
             file.write(json.dumps(line) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """What ``append_metrics`` wrote, line by line.
+        """What ``append_metrics`` wrote, line by line, but for a torn last one.
 
         Raises:
-            ValueError: a line is not a JSON object.
+            ValueError: a line is not a JSON object with the number of a step.
         """
-        file = self.metrics_file
-        lines = file.read_bytes().splitlines() if file.exists() else []
-        return [_json_object(line, f"line {n} of {file}") for n, line in enumerate(lines, 1)]
+        return self._metrics()[0]
 
-    def forget_metrics(self, after: int = -1) -> None:
-        """Drop the lines of steps past ``after``, which a resumed run will take again."""
+    def torn_metrics(self) -> bytes:
+        """The last line where it is no JSON object and has no end: what a program that was killed
+        had written of it.
+        """
+        return self._metrics()[1]
+
+    def _metrics(self) -> tuple[list[dict[str, Any]], bytes]:
+        """The lines, and the last one if it is torn."""
+        file = self.metrics_file
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+        read: list[dict[str, Any]] = []
+        for number, line in enumerate(lines, 1):
+            where = f"line {number} of {file}"
+            try:
+                found = _json_object(line, where)
+            except ValueError:
+                # The end of a line is written last.
+                if number == len(lines) and not line.endswith(b"\n"):
+                    return read, line
+                raise
+            if type(found.get("step")) is not int:
+                got = f"step {found['step']!r}" if "step" in found else "none"
+                raise ValueError(f"wanted the number of a step in {where}; got {got}")
+            read.append(found)
+        return read, b""
+
+    def forget_metrics(self, after: int = -1) -> list[dict[str, Any]]:
+        """Drop the lines of steps past ``after``, which a resumed run will take again, and a torn
+        last line; returns those that are kept.
+        """
         kept = [line for line in self.read_metrics() if line["step"] <= after]
-        self.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self._replace(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        return kept
+
+    def _replace(self, file: Path, text: str) -> None:
+        """A program that is killed here leaves the old text, or none."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.partial")
+        partial.write_text(text)
+        os.replace(partial, file)
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Replace the checkpoint; a run that dies in the middle keeps the old one."""

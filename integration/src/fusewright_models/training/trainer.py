@@ -64,6 +64,8 @@ class Trainer:
             every evaluation point, under the precision of the training.
         console: where progress is shown.
         observe: is shown every line of metrics as it is written.
+        choices: by name, what the run was asked for: checkpoints keep it, and one that was trained
+            with others is refused.
 
     Raises:
         ValueError: ``config.capture`` is True where steps cannot be captured.
@@ -81,6 +83,7 @@ class Trainer:
         evaluate: Callable[[], dict[str, float]] | None = None,
         console: Console | None = None,
         observe: Callable[[dict[str, Any]], None] | None = None,
+        choices: dict[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.source = source
@@ -90,7 +93,12 @@ class Trainer:
         self.evaluate = evaluate
         self.console = console or Console()
         self.observe = observe
+        self.choices = choices
         self.step = 0
+        # Of the last line of metrics.
+        self.noted: int | None = None
+        # Whether the checkpoint's evaluation is to be taken again.
+        self.evaluation_lost = False
         self.stepper = make_stepper(model, loss_function, optimizer, config, self._say)
         self.device = self.stepper.device
         # Of the network that the run began with.
@@ -109,7 +117,7 @@ class Trainer:
         last = config.steps if until is None else min(until, config.steps)
         with self._progress() as progress, self.stepper.running():
             bar = progress.add_task("training", total=config.steps, completed=self.step, state="")
-            if self.step == 0:
+            if self.step == 0 or self.evaluation_lost:
                 self._evaluate(progress)
             self._start_clock()
             while self.step < last:
@@ -138,6 +146,8 @@ class Trainer:
             "skipped_in_a_row": int(self.stepper.skipped_in_a_row),  # sync: once per checkpoint
             "source": self.source.state_dict(),
             "torch_rng": torch.get_rng_state(),
+            "choices": self.choices,
+            "noted": self.noted,
         }
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
@@ -151,8 +161,9 @@ class Trainer:
 
         Raises:
             FileNotFoundError: the folder holds no checkpoint.
-            ValueError: there is no folder, the file is damaged, or the checkpoint is of another
-                model, optimizer or network of it, or of other data.
+            ValueError: there is no folder, a file is damaged, metrics are missing, or the
+                checkpoint is of another model, optimizer or network of it, of other choices, or of
+                other data.
         """
         if self.folder is None:
             raise ValueError("wanted a run folder to resume from; got none")
@@ -172,6 +183,16 @@ class Trainer:
                 f"wanted a run with the network of digest {self.network} in {file}; "
                 f"got one with that of {state['network']}"
             )
+        # Checkpoints of before have neither.
+        self._check_choices(state.get("choices"))
+        noted = state.get("noted", 0)
+        found = [line["step"] for line in self.folder.read_metrics()]
+        if noted is not None and not (found and max(found) >= noted):
+            got = f"those up to step {max(found)}" if found else "none"
+            raise ValueError(
+                f"wanted the metrics up to step {noted}, which the checkpoint was saved after, in "
+                f"{self.folder.metrics_file}; got {got}"
+            )
         # It refuses other data before the model is touched.
         self.source.load_state_dict(state["source"])
         try:
@@ -187,7 +208,38 @@ class Trainer:
         self.step = state["step"]
         self.stepper.forget()
         self.stepper.skipped_in_a_row.fill_(state["skipped_in_a_row"])
-        self.folder.forget_metrics(after=self.step)
+        kept = self.forget_metrics(after=self.step)
+        self.noted = kept[-1]["step"] if kept else None
+        # Its line may have been torn. Those of training have a rate.
+        evaluations = [line["step"] for line in kept if "lr" not in line]
+        self.evaluation_lost = noted == self.step and self.step not in evaluations
+
+    def forget_metrics(self, after: int = -1) -> list[dict[str, Any]]:
+        """Drop the lines of steps past ``after``, and tell of a torn last line that is dropped;
+        returns those that are kept.
+        """
+        assert self.folder is not None
+        torn = self.folder.torn_metrics()
+        kept = self.folder.forget_metrics(after)
+        if torn:
+            self._say(f"dropped the last line of {self.folder.metrics_file}, torn: {torn!r}")
+        return kept
+
+    def _check_choices(self, trained: dict[str, Any] | None) -> None:
+        """Raise where the checkpoint was trained with other choices than this run's."""
+        if trained is None or self.choices is None or trained == self.choices:
+            return
+        absent = object()
+        names = [
+            name
+            for name in sorted(trained.keys() | self.choices.keys())
+            if trained.get(name, absent) != self.choices.get(name, absent)
+        ]
+        wanted, got = (
+            ", ".join(f"{name} {each.get(name, 'absent')!r}" for name in names)
+            for each in (trained, self.choices)
+        )
+        raise ValueError(f"wanted the choices that the run was trained with: {wanted}; got {got}")
 
     def _take_step(self) -> None:
         config = self.config
@@ -256,6 +308,7 @@ class Trainer:
             numbers = self.evaluate()
         self.model.train()
         self._note(numbers)
+        self.evaluation_lost = False
         shown = ", ".join(f"{_read(name)} {value:.4f}" for name, value in numbers.items())
         progress.console.print(f"step {self.step}: {shown}", highlight=False)
 
@@ -263,6 +316,7 @@ class Trainer:
         line = {"step": self.step, **numbers}
         if self.folder is not None:
             self.folder.append_metrics(line)
+            self.noted = self.step
         if self.observe is not None:
             self.observe(line)
 

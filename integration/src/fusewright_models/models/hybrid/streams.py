@@ -7,10 +7,10 @@ With v the n streams x_1 ... x_n of a token, one after the other, and rms(v) the
     u = sum_i pre_i x_i
     x'_i = sum_j res_ij x_j + post_i layer(u)
 
-A doubly stochastic res makes of each stream a mean of all, and loses nothing of their sum. Phi
-starts at 0 and b so that res is nearly the identity: streams that are mixed evenly are one and the
-same after a few layers. Each layer starts with one stream that it reads and writes more than the
-others.
+A doubly stochastic res makes of each stream a mean of all, and loses nothing of their sum: its
+columns sum to one to rounding, its rows as nearly as the iterations have converged. Phi starts at 0
+and b so that res is nearly the identity: streams that are mixed evenly are one and the same after a
+few layers. Each layer starts with one stream that it reads and writes more than the others.
 
 Reading and writing are `fusewright.hyper_connections`, the doubly stochastic matrix is
 `fusewright.norm`'s.
@@ -125,7 +125,9 @@ class StreamMixer(nn.Module):
         return pre, post, self._mixing(logits)
 
     def _mixing(self, logits: Tensor) -> Tensor:
-        return sinkhorn_knopp(logits, iterations=self.iterations, backend=self.backend)
+        # In the linear domain great logits give columns of zeros: their streams would be lost.
+        options: dict[str, Any] = dict(iterations=self.iterations, domain="log")
+        return sinkhorn_knopp(logits, **options, backend=self.backend)
 
 
 def replicated(x: Tensor, streams: int) -> Tensor:

@@ -136,6 +136,13 @@ def check_law(law: str, k_base: int, k_min: int, k_max: int, sinks: int) -> None
         raise ValueError(f"sinks must be from 0 to k_min, {k_min}, got {sinks}")
 
 
+def checked_offset(q_offset: int, keys: int) -> int:
+    """The position of the first row, at most the number of keys: from there on a row sees every
+    key, and ops take no more than 64 bits.
+    """
+    return min(checked_count("q_offset", q_offset, lowest=0), keys)
+
+
 def checked_scale(scale: float | None, width: int) -> float:
     """The factor of the products as a float; 1 / sqrt(width) where it is left out."""
     if scale is None:

@@ -21,10 +21,10 @@ from __future__ import annotations
 import torch
 
 from .._core.backends import Backend, uses_triton
-from .._core.checks import check_dtype, checked_count
+from .._core.checks import check_dtype
 from .._core.precision import autocast, without_autocast
 from .._core.registration import Derivative, Op
-from ..common.checks import check_indexer, checked_scale
+from ..common.checks import check_indexer, checked_offset, checked_scale
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -97,7 +97,7 @@ def gated_indexer(
         bias: ``[H]``, of any of these dtypes.
         scale: factor of the products, positive; None takes 1 / sqrt(d).
         causal: whether a row sees only the keys at its position and before it.
-        q_offset: the position of the first row, 0 or more.
+        q_offset: the position of the first row, 0 or more, however much.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 
@@ -117,7 +117,7 @@ def gated_indexer(
     """
     check_indexer(q, k, w, bias)
     scale = checked_scale(scale, q.shape[-1])
-    q_offset = checked_count("q_offset", q_offset, lowest=0)
+    q_offset = checked_offset(q_offset, k.shape[1])
     q, k = autocast(q, k)
     check_dtype("k", k, "q", q)
     options = (scale, bool(causal), q_offset)

@@ -29,7 +29,6 @@ from .._core.checks import (
     check_device,
     check_dtype,
     check_floating,
-    checked_count,
     checked_number,
 )
 from .._core.precision import autocast, without_autocast
@@ -39,6 +38,7 @@ from ..common.checks import (
     check_attention,
     check_indexer,
     check_selection,
+    checked_offset,
     checked_scale,
 )
 from . import launch, reference
@@ -175,7 +175,7 @@ def indexer_kl_loss(
         check_selection(q, indices, count, None)
     index_scale = checked_scale(index_scale, q_index.shape[-1])
     scale = checked_scale(scale, q.shape[-1])
-    q_offset = checked_count("q_offset", q_offset, lowest=0)
+    q_offset = checked_offset(q_offset, k.shape[1])
     temperature = checked_temperature(temperature, q_index)
     q_index, k_index = autocast(q_index, k_index)
     q, k = autocast(q, k)

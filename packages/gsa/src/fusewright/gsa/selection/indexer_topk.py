@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 
 from .._core.backends import Backend, uses_triton
-from .._core.checks import check_device, check_dtype, check_floating, checked_count
+from .._core.checks import check_device, check_dtype, check_floating
 from .._core.precision import autocast, without_autocast
 from .._core.registration import Derivative, Op, empty_grad
-from ..common.checks import Law, check_indexer, check_law, checked_scale
+from ..common.checks import Law, check_indexer, check_law, checked_offset, checked_scale
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -139,7 +139,7 @@ def indexer_topk(
     """
     check_indexer(q, k, w, bias)
     scale = checked_scale(scale, q.shape[-1])
-    q_offset = checked_count("q_offset", q_offset, lowest=0)
+    q_offset = checked_offset(q_offset, k.shape[1])
     check_law(law, k_base, k_min, k_max, sinks)
     check_ema(variance_ema, q)
     q, k = autocast(q, k)

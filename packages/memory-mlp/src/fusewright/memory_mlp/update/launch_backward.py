@@ -44,7 +44,7 @@ Tensor = torch.Tensor
 # Source: results/tuning-update-h200-torch2.11-triton3.6.csv for the tiles of Hopper and the blocks
 # of elements. At the sizes that it serves there, a tile is at most 3 % slower than the fastest, a
 # block, which serves all sizes and dtypes, 7 %. Other tiles, and those for row weights and the
-# gradient of the loss, are unmeasured.
+# gradient of the loss, E_BAR_AND_R, are unmeasured.
 P_BAR = (
     UpdateTile("narrow", 128, 64, 64, num_warps=8, num_stages=4, fills=1.5, **HOPPER),
     UpdateTile("narrow", 64, 64, 128, num_warps=4, num_stages=3, fills=1.5, **HOPPER),

@@ -21,21 +21,25 @@ ALIGNED_BYTES = 16
 # Called by map, in half of a comprehension's time: each step calls it for all parameters.
 ADDRESS = Tensor.data_ptr
 DTYPE = operator.attrgetter("dtype")
-# What replays read and nothing else keeps alive: torch does not say when a graph is gone.
-CAPTURED: list[Any] = []
 
 
-def upload(numbers: Sequence[float] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host on the device, without waiting for it."""
-    source = source_of(numbers, dtype, device)
-    if is_captured(device):
-        CAPTURED.append(source)
-    return source.to(device, non_blocking=True)
+def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host on the device, without waiting for it.
+
+    A captured copy would read the host's memory in each replay, and torch does not say when a graph
+    is gone, so that the memory could be freed: in a capture they are arguments of kernels, which
+    the graph holds itself.
+    """
+    if not is_captured(device):
+        return source_of(numbers, dtype, device).to(device, non_blocking=True)
+    table = torch.zeros(len(numbers), dtype=dtype, device=device)
+    if numbers:
+        # A hundred numbers a launch.
+        torch._foreach_add_(table.unbind(), list(numbers))
+    return table
 
 
-def source_of(
-    numbers: Sequence[float] | Tensor, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def source_of(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers of the host where a copy to the device need not be waited for."""
     source = torch.as_tensor(numbers, dtype=dtype, device="cpu")
     return source.pin_memory() if device.type == "cuda" else source
@@ -44,7 +48,7 @@ def source_of(
 class Uploaded:
     """Numbers of the host on a device, brought up to date without waiting for it.
 
-    What a captured step uploads, its replays upload again: into memory of the capture's own, so
+    What a captured step uploads, its replays write again: into memory of the capture's own, so
     that eager steps and replays may follow one another in any order. A capture whose numbers are
     up to date reads the eager table.
 
@@ -65,15 +69,14 @@ class Uploaded:
         self.host: list[float] = []
         # Whether the eager table is a capture's.
         self.left = False
-        # What replays go on reading: sources and tables of captures, and eager tables left to them.
-        self.kept: list[tuple[Tensor | None, Tensor]] = []
+        # Eager tables that are left to captures: replays go on reading them.
+        self.kept: list[Tensor] = []
 
     def hold(self, numbers: list) -> bool:
         """Put these numbers into the table; returns whether they may differ from those before."""
         captured = is_captured(self.eager.device)
         if captured and numbers != self.host:
-            self.table = torch.empty_like(self.eager)
-            self.kept.append((self._copy(numbers), self.table))
+            self.table = upload(numbers, self.eager.dtype, self.eager.device)
             return True
         switched = self.table is not self.eager
         if numbers == self.host:
@@ -81,16 +84,12 @@ class Uploaded:
             self.table = self.eager
             return switched
         if self.left:
-            self.kept.append((None, self.eager))
+            self.kept.append(self.eager)
             self.eager, self.left = torch.empty_like(self.eager), False
         self.table, self.host = self.eager, numbers
-        self._copy(numbers)
-        return True
-
-    def _copy(self, numbers: list) -> Tensor:
         source = source_of(numbers, self.table.dtype, self.table.device)
         self.table.copy_(source, non_blocking=True)
-        return source
+        return True
 
 
 def is_captured(device: torch.device) -> bool:
@@ -117,18 +116,15 @@ class Blocks:
     """
 
     def __init__(self, lengths: Sequence[int], size: int, device: torch.device) -> None:
-        of_tensor = [-(-length // size) for length in lengths]
         firsts = [0]
-        for blocks in of_tensor:
-            firsts.append(firsts[-1] + blocks)
+        for length in lengths:
+            firsts.append(firsts[-1] - (-length // size))
         self.count = firsts.pop()
-        owner = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
-        owner = owner.repeat_interleave(source_of(of_tensor, torch.int64, owner.device))
-        self.tables = (
-            upload(lengths, torch.int64, device),
-            upload(firsts, torch.int64, device),
-            upload(owner, torch.int32, device),
-        )
+        starts = upload(firsts, torch.int64, device)
+        # The last tensor that starts there or before: those without a block start there too.
+        blocks = torch.arange(self.count, device=device)
+        owner = torch.searchsorted(starts, blocks, right=True, out_int32=True).sub_(1)
+        self.tables = upload(lengths, torch.int64, device), starts, owner
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 
 from .._core.lazy import lazy_module
 from ..common.launch import PREPARE, GridStride, Squares, planned, programs_of
-from ..common.tables import CAPTURED, Blocks, Uploaded, addresses_of, aligned, is_captured
+from ..common.tables import Blocks, addresses_of, aligned, is_captured, upload
 
 if TYPE_CHECKING:
     from . import kernels
@@ -28,21 +28,16 @@ class KernelGradients:
     def __init__(self, gradients: list[Tensor], mesh: Any, device: torch.device) -> None:
         self.gradients, self.mesh, self.device = gradients, mesh, device
         # What is allocated in a capture exists in its replays alone.
-        captured = is_captured(device)
-        plan_of = gradients_plan.__wrapped__ if captured else gradients_plan
+        plan_of = gradients_plan.__wrapped__ if is_captured(device) else gradients_plan
         self.plan = plan_of(tuple(g.numel() for g in gradients), gradients[0].dtype, device)
-        if captured:
-            CAPTURED.append(self.plan)
         addresses = addresses_of(gradients)
         self.aligned = aligned(addresses)
         # Of this call alone: earlier calls' kernels may still read theirs.
-        self.table = Uploaded(len(addresses), torch.int64, device)
-        self.table.hold(addresses)
-        CAPTURED.extend(self.table.kept)
+        self.table = upload(addresses, torch.int64, device)
 
     def squares(self) -> list[tuple[Any, Tensor]]:
         """Partial sums of squares in fp64, as ``total_squares`` takes them."""
-        return [(self.mesh, self.plan.squares(self.table.table, self.aligned))]
+        return [(self.mesh, self.plan.squares(self.table, self.aligned))]
 
     def norm_of(self, squares: Tensor) -> Tensor:
         norm = torch.empty((), dtype=torch.float32, device=self.device)
@@ -52,7 +47,7 @@ class KernelGradients:
 
     def clip(self, squares: Tensor, max_norm: float) -> Tensor:
         """Scale in place; returns the norm."""
-        return self.plan.clip(self.table.table, self.aligned, squares, max_norm)
+        return self.plan.clip(self.table, self.aligned, squares, max_norm)
 
 
 @functools.lru_cache(maxsize=256)
@@ -67,16 +62,18 @@ class GradientsPlan:
 
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.squares = Squares(lengths, dtype, device)
-        self.blocks = Blocks(lengths, SCALE.size, device)
-        self.grid = (programs_of(SCALE, self.blocks.count, device),)
-        self.dtype, self.device = dtype, device
+        self.lengths, self.dtype, self.device = lengths, dtype, device
+
+    @functools.cached_property
+    def blocks(self) -> Blocks:
+        """Of clipping alone."""
+        return Blocks(self.lengths, SCALE.size, self.device)
 
     def clip(self, table: Tensor, aligned: bool, squares: Tensor, max_norm: float) -> Tensor:
         norm = torch.empty((), dtype=torch.float32, device=self.device)
+        grid = (programs_of(SCALE, self.blocks.count, self.device),)
         integers = len(squares), self.blocks.count
         constants = dict(G=self.dtype, ALIGNED=aligned, PARTIALS=PREPARE.size)
-        launch = planned(
-            kernels, self.device, "clip_kernel", self.grid, integers, SCALE, **constants
-        )
+        launch = planned(kernels, self.device, "clip_kernel", grid, integers, SCALE, **constants)
         launch((table, *self.blocks.tables, squares, norm), (max_norm,))
         return norm

@@ -18,6 +18,43 @@ from .tiles import length_of, masked_softmax
 
 
 @triton.jit
+def attend(operands, strides, key_lengths_ptr, outputs, scale, sizes, CONFIG: tl.constexpr):
+    """BLOCK_Q rows of one head. Neighbours share the head, whose keys and values then stay in the
+    L2 cache.
+    """
+    q_ptr, k_ptr, v_ptr = operands
+    q_strides, k_strides, v_strides = strides
+    o_ptr, lse_ptr, softmax_ptr, o_low_ptr = outputs
+    queries, keys, heads, rows = sizes
+    tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
+    batch = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+    first = tl.program_id(0) % tiles * CONFIG.BLOCK_Q
+    q_source = q_ptr, q_strides[0], q_strides[1], q_strides[2], batch, head, queries
+    k_source = k_ptr, k_strides[0], k_strides[1], k_strides[2], batch, head, keys
+    v_source = v_ptr, v_strides[0], v_strides[1], v_strides[2], batch, head, keys
+    length = length_of(key_lengths_ptr, batch, keys)
+    factor = scale * LOG2_E
+    q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
+
+    # The last keys come first: only they need a mask, the loop needs none.
+    last = tl.maximum(tl.cdiv(length, CONFIG.BLOCK_K) - 1, 0) * CONFIG.BLOCK_K
+    k = load_rows(k_source, last, length, CONFIG.BLOCK_K, True, CONFIG)
+    v = load_rows(v_source, last, length, CONFIG.BLOCK_K, True, CONFIG)
+    # p [BLOCK_Q, BLOCK_K]; m and l [BLOCK_Q]; o [BLOCK_Q, BLOCK_D]
+    p, m, l = masked_softmax(q, k, scale, last, length, CONFIG)
+    o = product(p.to(v.dtype), v, CONFIG)
+    for start in tl.range(0, last, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
+        k = load_rows(k_source, start, length, CONFIG.BLOCK_K, False, CONFIG)
+        s = product(q, tl.trans(k), CONFIG)
+        p, m, l, rescale = next_softmax(s, m, l, factor)
+        v = load_rows(v_source, start, length, CONFIG.BLOCK_K, False, CONFIG)
+        o = o * rescale[:, None] + product(p.to(v.dtype), v, CONFIG)
+    of_tile = batch, head, first, queries, heads
+    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.D)
+
+
+@triton.jit
 def streaming_forward_kernel(
     q_ptr,
     k_ptr,
@@ -43,32 +80,60 @@ def streaming_forward_kernel(
     rows,
     CONFIG: tl.constexpr,
 ):
-    """One program computes BLOCK_Q rows of one head. Neighbours share the head, whose keys and
-    values then stay in the L2 cache.
-    """
-    tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
-    batch = tl.program_id(0) // tiles // heads
-    head = tl.program_id(0) // tiles % heads
-    first = tl.program_id(0) % tiles * CONFIG.BLOCK_Q
-    q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
-    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
-    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
-    length = length_of(key_lengths_ptr, batch, keys)
-    factor = scale * LOG2_E
-    q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
+    """One program computes BLOCK_Q rows of one head."""
+    attend(
+        (q_ptr, k_ptr, v_ptr),
+        (
+            (q_batch_stride, q_row_stride, q_head_stride),
+            (k_batch_stride, k_row_stride, k_head_stride),
+            (v_batch_stride, v_row_stride, v_head_stride),
+        ),
+        key_lengths_ptr,
+        (o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
+        scale,
+        (queries, keys, heads, rows),
+        CONFIG,
+    )
 
-    # The last keys come first: only they need a mask, the loop needs none.
-    last = tl.maximum(tl.cdiv(length, CONFIG.BLOCK_K) - 1, 0) * CONFIG.BLOCK_K
-    k = load_rows(k_source, last, length, CONFIG.BLOCK_K, True, CONFIG)
-    v = load_rows(v_source, last, length, CONFIG.BLOCK_K, True, CONFIG)
-    # p [BLOCK_Q, BLOCK_K]; m and l [BLOCK_Q]; o [BLOCK_Q, BLOCK_D]
-    p, m, l = masked_softmax(q, k, scale, last, length, CONFIG)
-    o = product(p.to(v.dtype), v, CONFIG)
-    for start in tl.range(0, last, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
-        k = load_rows(k_source, start, length, CONFIG.BLOCK_K, False, CONFIG)
-        s = product(q, tl.trans(k), CONFIG)
-        p, m, l, rescale = next_softmax(s, m, l, factor)
-        v = load_rows(v_source, start, length, CONFIG.BLOCK_K, False, CONFIG)
-        o = o * rescale[:, None] + product(p.to(v.dtype), v, CONFIG)
-    of_tile = batch, head, first, queries, heads
-    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.D)
+
+@triton.jit
+def flagged_forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    flags_ptr,
+    o_ptr,
+    lse_ptr,
+    softmax_ptr,
+    o_low_ptr,
+    scale,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    rows,
+    CONFIG: tl.constexpr,
+):
+    """One program computes BLOCK_Q rows of one head, where their flag is set."""
+    if tl.load(flags_ptr + tl.program_id(0)) != 0:
+        attend(
+            (q_ptr, k_ptr, v_ptr),
+            (
+                (q_batch_stride, q_row_stride, q_head_stride),
+                (k_batch_stride, k_row_stride, k_head_stride),
+                (v_batch_stride, v_row_stride, v_head_stride),
+            ),
+            None,
+            (o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
+            scale,
+            (queries, keys, heads, rows),
+            CONFIG,
+        )

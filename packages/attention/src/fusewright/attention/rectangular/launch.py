@@ -24,6 +24,7 @@ from ..common.problem import (
     tile_config,
     tile_rows,
 )
+from .launch_hopper import HopperPlan, hopper_config, plan_hopper
 
 if TYPE_CHECKING:
     from . import kernels_single_tile, kernels_streaming
@@ -93,10 +94,13 @@ def attention_forward(
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(key: Key, with_lse: bool, keep: bool) -> Plan:
+def forward_plan(key: Key, with_lse: bool, keep: bool) -> Plan | HopperPlan:
     """The plan for a call that reads q, k, v and key_lengths."""
     problem = problem_of(key, 3)
     single = in_single_tile(problem)
+    _, _, (*_, of_lengths), aligned, _, _ = key
+    if not single and of_lengths is None and (hopper := hopper_config(problem, aligned)):
+        return plan_hopper(problem, hopper, with_lse, keep)
     launch = None
     if math.prod(problem.query_shape):
         if single:

@@ -1,0 +1,64 @@
+"""Triton kernel that adds the parts of a tile whose keys were cut.
+
+m = max_part r    l = sum_part 2^(r - m) l_part    o = sum_part 2^(r - m) o_part / l
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.tiles_forward import store_outputs
+from .kernels_hopper import LARGEST_OUTPUT, LARGEST_SUM
+
+
+@triton.jit
+def combine_parts_kernel(
+    partial_o_ptr,
+    partial_softmax_ptr,
+    flags_ptr,
+    o_ptr,
+    lse_ptr,
+    softmax_ptr,
+    o_low_ptr,
+    whole,
+    parts,
+    query_tiles,
+    queries,
+    heads,
+    rows,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """One program adds the parts of ROWS queries in their order, and flags those of which a part
+    has to be computed again.
+    """
+    tile = tl.program_id(0) // GROUPS
+    group = tl.program_id(0) % GROUPS
+    head = (whole + tile) // query_tiles
+    block = (whole + tile) % query_tiles * GROUPS + group
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * D + tl.arange(0, D)[None, :]
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    for part in range(parts):
+        number = (tile * parts + part) * GROUPS + group
+        m = tl.maximum(m, tl.load(partial_softmax_ptr + number * (2 * ROWS) + row))
+    l = tl.zeros([ROWS], tl.float32)
+    o = tl.zeros([ROWS, D], tl.float32)
+    good = tl.full([ROWS], 1, tl.int32)
+    for part in range(parts):
+        number = (tile * parts + part) * GROUPS + group
+        rescale = tl.exp2(tl.load(partial_softmax_ptr + number * (2 * ROWS) + row) - m)
+        total = tl.load(partial_softmax_ptr + number * (2 * ROWS) + ROWS + row)
+        partial = tl.load(partial_o_ptr + number * (ROWS * D) + at)
+        l += total * rescale
+        o += partial * rescale[:, None]
+        # Not above: NaN has to be flagged, too.
+        inside = tl.min((tl.abs(partial) <= LARGEST_OUTPUT).to(tl.int32), 1)
+        good = good & (total <= LARGEST_SUM).to(tl.int32) & inside
+    if block * ROWS < queries:
+        flag = head * tl.cdiv(queries, ROWS) + block
+        tl.store(flags_ptr + flag, 1 - tl.min(good, 0))
+        of_tile = head // heads, head % heads, block * ROWS, queries, heads
+        store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, D)

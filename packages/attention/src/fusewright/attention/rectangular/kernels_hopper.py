@@ -1,0 +1,291 @@
+"""Gluon kernel of the forward pass over many keys, for Hopper.
+
+    s_ij = factor q_i . k_j    p_ij = 2^(s_ij - r_i)
+    l_i = sum_j p_ij           o_i = sum_j p_ij v_j / l_i
+
+factor is scale log2 e. The reference r_i is the maximum of s_ij over the first tile of keys that a
+row sees, and stays what it is: no later tile rescales o and l, as an online softmax does. Exact
+while no score lies far above the reference: exponents of bf16 and fp32 reach 2^127. Rows whose sum
+or output has grown beyond a limit are flagged, and ``flagged_forward_kernel`` computes their tile
+again, online.
+
+A program is four groups of four warps. One has a warp that copies tiles of keys and values into a
+ring of STAGES in shared memory; each of the other three has 64 queries and both products of them.
+A token goes round among these three, so that one issues its products while the others are at their
+exponentials. A product's scores stay in registers and become the probabilities of the next one.
+
+Programs stay and take piece after piece of work, queries of one head next to one another, so that
+its keys and values stay in the L2 cache. The pieces that fill all programs are whole tiles of
+queries; the few that are left are cut by their keys, and ``combine_parts_kernel`` adds the parts.
+
+Shah et al., FlashAttention-3, arXiv 2407.08608.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..common.gluon import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+# Queries of a group, and groups that have queries.
+ROWS = gl.constexpr(64)
+GROUPS = gl.constexpr(3)
+# A sum above this, 2^64, makes its rows be computed again, and an output beyond fp32.
+LARGEST_SUM = gl.constexpr(18446744073709551616.0)
+LARGEST_OUTPUT = gl.constexpr(3.4028234663852886e38)
+
+
+def descriptor(x: torch.Tensor, strides: list[int], rows: int) -> TensorDescriptor:
+    """``x`` [B, rows, H, D] in tiles of this many rows of one head."""
+    layout = gl.NVMMASharedLayout(128, 16, rank=4)
+    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, x.shape[-1]], layout)
+
+
+@gluon.jit
+def work_of(piece, sizes):
+    """Task, head and tile of queries of a piece of work, the first of its tiles of keys and how
+    many these are. The first ``whole`` pieces have all; then each tile is ``parts`` pieces.
+    """
+    whole, parts, query_tiles, key_tiles, heads = sizes
+    beyond = piece - whole
+    is_part = beyond >= 0
+    tile = gl.where(is_part, whole + beyond // parts, piece)
+    part = gl.where(is_part, beyond % parts, 0)
+    first = gl.where(is_part, part * key_tiles // parts, 0)
+    last = gl.where(is_part, (part + 1) * key_tiles // parts, key_tiles)
+    head = tile // query_tiles
+    return head // heads, head % heads, tile % query_tiles, first, last - first
+
+
+@gluon.jit
+def copy_tiles(inputs, buffers, barriers, sizes, pieces, CONFIG: gl.constexpr):
+    """What the copying warp does: queries of each piece, then its keys and values, last ones first,
+    each into a place that is free.
+    """
+    q_tiles, k_tiles, v_tiles = inputs
+    q_shared, k_shared, v_shared, _ = buffers
+    q_full, q_free, full, free, _ = barriers
+    copied = 0
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        batch, head, tile, first, count = work_of(piece, sizes)
+        turn = piece // gl.num_programs(0)
+        for group in gl.static_range(GROUPS):
+            mbarrier.wait(q_free.index(group), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(group), ROWS * CONFIG.D * 2)
+            at = [batch, (tile * GROUPS + group) * ROWS, head, 0]
+            tma.async_copy_global_to_shared(q_tiles, at, q_full.index(group), q_shared.index(group))
+        last = sizes[3] - 1 - first
+        for step in range(count):
+            stage = copied % CONFIG.STAGES
+            mbarrier.wait(free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), 2 * CONFIG.BLOCK_K * CONFIG.D * 2)
+            at = [batch, (last - step) * CONFIG.BLOCK_K, head, 0]
+            tma.async_copy_global_to_shared(k_tiles, at, full.index(stage), k_shared.index(stage))
+            tma.async_copy_global_to_shared(v_tiles, at, full.index(stage), v_shared.index(stage))
+            copied += 1
+
+
+@gluon.jit
+def sums_of_lanes(p, BLOCK_K: gl.constexpr):
+    """The sum over the columns that a lane holds, [ROWS, 4]: lanes are added once, at the end."""
+    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def probabilities(s, reference, factor):
+    """2^(factor s - reference), by one multiplication with addition and one exponential each."""
+    return gl.exp2(s * factor + gl.expand_dims(-reference, 1))
+
+
+@gluon.jit
+def attend(
+    outputs, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
+):
+    """What each of the three groups does: its ROWS queries of every piece, over its keys."""
+    o_tiles, o_low_tiles = outputs
+    lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr = pointers
+    q_shared, k_shared, v_shared, o_shared = buffers
+    q_full, q_free, full, free, tokens = barriers
+    pieces, queries, keys, rows, factor = call
+    D: gl.constexpr = CONFIG.D
+    BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
+    STAGES: gl.constexpr = CONFIG.STAGES
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    OF_OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OF_OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_OUTPUT, 2)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, OF_SCORES)
+    BY_ROW_OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OF_OUTPUT)
+    whole, _, _, key_tiles, heads = sizes
+    blocks = (queries + ROWS - 1) // ROWS
+    token = tokens.index(GROUP)
+    next_token = tokens.index((GROUP + 1) % GROUPS)
+    row = gl.arange(0, ROWS, BY_ROW)
+    q = q_shared.index(GROUP).reshape([ROWS, D])
+    none = gl.zeros([ROWS, BLOCK_K], gl.float32, OF_SCORES)
+    used = 0
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        batch, head, tile, first, count = work_of(piece, sizes)
+        turn = piece // gl.num_programs(0)
+        mbarrier.wait(q_full.index(GROUP), turn & 1)
+
+        # Only the last tile in memory, which comes first, has columns that are no keys.
+        stage = used % STAGES
+        mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+        k = k_shared.index(stage).reshape([BLOCK_K, D]).permute([1, 0])
+        s = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        column = (key_tiles - 1 - first) * BLOCK_K + gl.arange(
+            0, BLOCK_K, gl.SliceLayout(0, OF_SCORES)
+        )
+        is_key = gl.expand_dims(column < keys, 0) & (gl.zeros_like(s) == 0.0)
+        s = gl.where(is_key, s, -float("inf"))
+        reference = gl.max(s, 1) * factor
+        p = probabilities(s, reference, factor)
+        l = sums_of_lanes(p, BLOCK_K)
+        p = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
+        o = gl.zeros([ROWS, D], gl.float32, OF_OUTPUT)
+        for _ in range(1, count):
+            following = (used + 1) % STAGES
+            mbarrier.wait(full.index(following), ((used + 1) // STAGES) & 1)
+            # The token has come once for each tile of keys but the first of each piece.
+            mbarrier.wait(token, ((used - turn) & 1) ^ (1 if GROUP == 0 else 0))
+            k = k_shared.index(following).reshape([BLOCK_K, D]).permute([1, 0])
+            s_ahead = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
+            v = v_shared.index(stage).reshape([BLOCK_K, D])
+            o_ahead = warpgroup_mma(p, v, o, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s_ahead,))
+            mbarrier.arrive(next_token, count=1)
+            p_next = probabilities(s, reference, factor)
+            l += sums_of_lanes(p_next, BLOCK_K)
+            p_next = gl.convert_layout(p_next.to(gl.bfloat16), OF_OPERAND)
+            o, p = warpgroup_mma_wait(0, deps=(o_ahead, p))
+            mbarrier.arrive(free.index(stage), count=1)
+            p = p_next
+            stage = following
+            used += 1
+        mbarrier.arrive(q_free.index(GROUP), count=1)
+        v = v_shared.index(stage).reshape([BLOCK_K, D])
+        o_ahead = warpgroup_mma(p, v, o, is_async=True)
+        o, p = warpgroup_mma_wait(0, deps=(o_ahead, p))
+        mbarrier.arrive(free.index(stage), count=1)
+        used += 1
+
+        total = gl.convert_layout(gl.sum(l, 1), BY_ROW)
+        block = tile * GROUPS + GROUP
+        if piece >= whole:
+            number = (piece - whole) * GROUPS + GROUP
+            to_row = gl.expand_dims(gl.arange(0, ROWS, BY_ROW_OF_OUTPUT), 1) * D
+            col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, OF_OUTPUT)), 0)
+            gl.store(partial_o_ptr + number * (ROWS * D) + to_row + col, o)
+            gl.store(partial_softmax_ptr + number * (2 * ROWS) + row, reference)
+            gl.store(partial_softmax_ptr + number * (2 * ROWS) + ROWS + row, total)
+        elif block < blocks:
+            inverse_sum = 1.0 / total
+            o = o * gl.expand_dims(gl.convert_layout(inverse_sum, BY_ROW_OF_OUTPUT), 1)
+            rounded = o.to(gl.bfloat16)
+            # Where the last piece's output went from.
+            tma.store_wait(0)
+            o_shared.index(GROUP).reshape([ROWS, D]).store(rounded)
+            if CONFIG.KEEPS:
+                low = (o - rounded.to(gl.float32)).to(gl.bfloat16)
+                o_shared.index(GROUPS + GROUP).reshape([ROWS, D]).store(low)
+            fence_async_shared()
+            at = [batch, block * ROWS, head, 0]
+            tma.async_copy_shared_to_global(o_tiles, at, o_shared.index(GROUP))
+            if CONFIG.KEEPS:
+                tma.async_copy_shared_to_global(o_low_tiles, at, o_shared.index(GROUPS + GROUP))
+            query = block * ROWS + row
+            at_row = (batch * heads + head) * queries + query
+            if CONFIG.LSE:
+                lse = (reference + gl.log2(total)) * LOG_2
+                gl.store(lse_ptr + at_row, lse, mask=query < queries)
+            if CONFIG.KEEPS:
+                gl.store(softmax_ptr + at_row, reference, mask=query < queries)
+                gl.store(softmax_ptr + rows + at_row, inverse_sum, mask=query < queries)
+            # Not above: NaN has to be flagged, too.
+            is_good = gl.where(total <= LARGEST_SUM, 1, 0)
+            largest = gl.min(gl.where(gl.abs(o) <= LARGEST_OUTPUT, 1, 0), 1)
+            is_good = is_good & gl.convert_layout(largest, BY_ROW)
+            flag = flags_ptr + (batch * heads + head) * blocks + block
+            gl.store(flag, 1 - gl.min(is_good, 0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hopper_forward_kernel(
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    o_tiles,
+    o_low_tiles,
+    lse_ptr,
+    softmax_ptr,
+    flags_ptr,
+    partial_o_ptr,
+    partial_softmax_ptr,
+    scale,
+    queries,
+    keys,
+    heads,
+    rows,
+    whole,
+    parts,
+    pieces,
+    query_tiles,
+    key_tiles,
+    CONFIG: gl.constexpr,
+):
+    """A program takes every so many-th piece of work; tiles are tensor descriptors over
+    [B, rows, H, D]. ``o_low_tiles``, ``lse_ptr`` and ``softmax_ptr`` are not touched where CONFIG
+    says that nobody reads them.
+    """
+    D: gl.constexpr = CONFIG.D
+    BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
+    STAGES: gl.constexpr = CONFIG.STAGES
+    # o, and behind it what its rounding takes.
+    STORED: gl.constexpr = 2 * GROUPS if CONFIG.KEEPS else GROUPS
+    q_shared = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 1, ROWS, 1, D], q_tiles.layout)
+    o_shared = gl.allocate_shared_memory(gl.bfloat16, [STORED, 1, ROWS, 1, D], o_tiles.layout)
+    k_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
+    v_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    tokens = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(q_full.index(group), count=1)
+        mbarrier.init(q_free.index(group), count=1)
+        mbarrier.init(tokens.index(group), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=GROUPS)
+    fence_async_shared()
+    outputs = (o_tiles, o_low_tiles)
+    pointers = (lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr)
+    buffers = (q_shared, k_shared, v_shared, o_shared)
+    barriers = (q_full, q_free, full, free, tokens)
+    sizes = (whole, parts, query_tiles, key_tiles, heads)
+    call = (pieces, queries, keys, rows, scale * LOG2_E)
+    inputs = (q_tiles, k_tiles, v_tiles)
+    gl.warp_specialize(
+        [
+            (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+            (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+            (attend, (outputs, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
+            (copy_tiles, (inputs, buffers, barriers, sizes, pieces, CONFIG)),
+        ],
+        [4, 4, 1],
+        [CONFIG.REGISTERS, CONFIG.REGISTERS, CONFIG.COPYING_REGISTERS],
+    )

@@ -1,0 +1,215 @@
+"""The launches of the forward pass over many keys on Hopper: warp groups that copy and multiply,
+parts of the last tiles, and the tiles that are computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._core.backends import interpreted
+from .._core.launches import (
+    Allocator,
+    Launch,
+    allocate,
+    allocator,
+    cdiv,
+    contiguous_strides,
+    contiguous_where,
+)
+from .._core.lazy import lazy_module
+from ..common.launch import Outputs, plan_query_tiles
+from ..common.problem import Problem, TileConfig
+
+if TYPE_CHECKING:
+    from . import kernels_combine, kernels_hopper, kernels_streaming
+else:
+    kernels_combine = lazy_module(__package__, "kernels_combine")
+    kernels_hopper = lazy_module(__package__, "kernels_hopper")
+    kernels_streaming = lazy_module(__package__, "kernels_streaming")
+
+# Queries of a group of warps, and groups that have queries.
+ROWS, GROUPS = 64, 3
+
+
+class HopperConfig(NamedTuple):
+    """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more, which fill
+    the GPU: tiles of ``keys`` rows in a ring of ``stages``, so many registers a thread that
+    multiplies and that copies.
+    """
+
+    width: int
+    fewest_scores: int
+    keys: int
+    stages: int
+    registers: int
+    copying_registers: int
+
+
+class HopperConstants(NamedTuple):
+    """What the kernel is compiled for, read as ``CONFIG``; KEEPS: whether the backward pass reads
+    softmax and o_low.
+    """
+
+    D: int
+    BLOCK_K: int
+    STAGES: int
+    REGISTERS: int
+    COPYING_REGISTERS: int
+    KEEPS: bool
+    LSE: bool
+
+
+# Source: docs/decisions/0017-hopper-forward-h200.csv.
+HOPPER_FORWARD = (
+    HopperConfig(64, 1 << 27, keys=128, stages=4, registers=160, copying_registers=24),
+)
+# What computes flagged tiles again, as many queries a program as a group has.
+AGAIN = TileConfig(64, 2, queries=ROWS, keys=64, num_warps=4, num_stages=3)
+
+
+class HopperLaunch(Launch):
+    """A launch whose first operands are read and written by tensor descriptors over
+    [B, rows, H, D], in tiles of ``tiles_of`` rows each.
+    """
+
+    tiles_of: tuple[int, ...]
+
+    def __call__(
+        self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...] = ()
+    ) -> None:
+        described = [
+            kernels_hopper.descriptor(x, tile_strides(x), rows)
+            for x, rows in zip(tensors, self.tiles_of, strict=False)
+            if x is not None
+        ]
+        self.dispatch((*described, *tensors[len(described) :]), floats)
+
+
+def tile_strides(x: torch.Tensor) -> list[int]:
+    """The strides; of an axis of one element that which a contiguous tensor has: nobody steps along
+    it, and a descriptor takes no stride of zero.
+    """
+    contiguous = contiguous_strides(x.shape)
+    sizes = zip(x.shape, x.stride(), contiguous, strict=True)
+    return [own if size > 1 else whole for size, own, whole in sizes]
+
+
+class HopperPlan(NamedTuple):
+    """One forward pass: which operands it copies first; the allocators of o, lse, softmax and
+    o_low, of flags, and of the parts' o and statistics, None without parts; and its launches.
+    """
+
+    copies: tuple[bool, ...]
+    outputs: tuple[Allocator | None, ...]
+    flags: Allocator
+    partial_o: Allocator | None
+    partial_softmax: Allocator | None
+    launch: Launch
+    combine: Launch | None
+    again: Launch
+
+    def run(self, operands: tuple[torch.Tensor | None, ...], floats: tuple[float, ...]) -> Outputs:
+        """Allocate and launch; ``operands`` are q, k, v and no key_lengths."""
+        if self.copies:
+            operands = contiguous_where(operands, self.copies)
+        q, k, v, _ = operands
+        o, lse, softmax, o_low = outputs = tuple(allocate(each) for each in self.outputs)
+        flags = self.flags()
+        partial_o, partial_softmax = allocate(self.partial_o), allocate(self.partial_softmax)
+        # A kernel takes no absent descriptor or pointer here; what stands in is not touched.
+        tiles = q, k, v, o, o if o_low is None else o_low
+        numbers = [flags if x is None else x for x in (lse, softmax)]
+        parts = [flags if x is None else x for x in (partial_o, partial_softmax)]
+        self.launch((*tiles, *numbers, flags, *parts), floats)
+        if self.combine is not None:
+            self.combine((partial_o, partial_softmax, flags, o, lse, softmax, o_low))
+        self.again((q, k, v, flags, *outputs), floats)
+        return outputs
+
+
+def hopper_config(problem: Problem, aligned: bool) -> HopperConfig | None:
+    """The line that serves a call without key_lengths; None where another kernel does. ``aligned``:
+    whether a descriptor may start where each operand does.
+    """
+    scores = problem.all_heads * problem.queries * problem.keys
+    if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
+        return None
+    if interpreted() or any(problem.copies):
+        return None
+    for line in HOPPER_FORWARD:
+        if problem.width == line.width and scores >= line.fewest_scores:
+            return line
+    return None
+
+
+def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bool) -> HopperPlan:
+    """The plan of a call that a line serves."""
+    tiles = cdiv(problem.queries, ROWS * GROUPS)
+    all_tiles, key_tiles = problem.all_heads * tiles, cdiv(problem.keys, config.keys)
+    programs = min(problem.gpu.multiprocessors, all_tiles)
+    whole, parts = parts_of(all_tiles, key_tiles, programs)
+    left = all_tiles - whole
+    launch = HopperLaunch(
+        kernels_hopper.hopper_forward_kernel,
+        (programs,),
+        problem.device,
+        (
+            *(problem.queries, problem.keys, problem.heads),
+            problem.all_heads * problem.queries,
+            *(whole, parts, whole + left * parts, tiles, key_tiles),
+        ),
+        dict(num_warps=4),
+        CONFIG=HopperConstants(
+            D=problem.width,
+            BLOCK_K=config.keys,
+            STAGES=config.stages,
+            REGISTERS=config.registers,
+            COPYING_REGISTERS=config.copying_registers,
+            KEEPS=keep,
+            LSE=with_lse,
+        ),
+    )
+    launch.tiles_of = (ROWS, config.keys, config.keys, ROWS, ROWS)
+    device, dtype, shape = problem.device, problem.dtype, problem.query_shape
+    outputs = (
+        allocator(shape, dtype, device),
+        allocator(problem.rows, torch.float32, device) if with_lse else None,
+        allocator((2, *problem.rows), torch.float32, device) if keep else None,
+        allocator(shape, dtype, device) if keep else None,
+    )
+    partial = (left * parts * GROUPS, ROWS)
+    blocks = cdiv(problem.queries, ROWS)
+    combine = None
+    if left:
+        combine = Launch(
+            kernels_combine.combine_parts_kernel,
+            (left * GROUPS,),
+            device,
+            (whole, parts, tiles, problem.queries, problem.heads, math.prod(problem.rows)),
+            dict(num_warps=4),
+            D=problem.width,
+            ROWS=ROWS,
+            GROUPS=GROUPS,
+        )
+    return HopperPlan(
+        problem.copies,
+        outputs,
+        allocator((problem.all_heads, blocks), torch.int32, device),
+        allocator((*partial, problem.width), torch.float32, device) if left else None,
+        allocator((partial[0], 2, ROWS), torch.float32, device) if left else None,
+        launch,
+        combine,
+        plan_query_tiles(kernels_streaming.flagged_forward_kernel, problem, AGAIN),
+    )
+
+
+def parts_of(tiles: int, key_tiles: int, programs: int) -> tuple[int, int]:
+    """How many tiles are computed whole, and in how many parts each of the others is: those that do
+    not fill all programs.
+    """
+    left = tiles % programs
+    parts = min(programs // left, key_tiles) if left else 1
+    return (tiles - left, parts) if parts > 1 else (tiles, 1)

@@ -1,0 +1,143 @@
+"""The forward pass of warp groups on Hopper, by a GPU; its plan and its shares of work, by none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.attention import rectangular_attention_with_lse
+from fusewright.attention.rectangular import launch, launch_hopper
+from fusewright_testkit import capture
+from fusewright_testkit.conformance import everything, same_bits
+
+BF16 = torch.bfloat16
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
+
+
+@pytest.mark.parametrize(
+    ("tiles", "key_tiles", "programs", "expected"),
+    [
+        (1848, 79, 132, (1848, 1)),
+        (1856, 79, 132, (1848, 16)),
+        # A tile is cut into no more parts than it has tiles of keys.
+        (140, 5, 132, (132, 5)),
+        # More than half of the programs have one more tile: none is cut.
+        (200, 79, 132, (200, 1)),
+        (5, 79, 5, (5, 1)),
+    ],
+)
+def test_tiles_that_do_not_fill_the_gpu_are_cut_by_their_keys(tiles, key_tiles, programs, expected):
+    assert launch_hopper.parts_of(tiles, key_tiles, programs) == expected
+
+
+def test_axis_of_one_element_has_the_stride_of_a_contiguous_tensor():
+    x = torch.empty(1, 4, 1, 8).expand(1, 4, 1, 8).transpose(0, 2)
+    assert launch_hopper.tile_strides(x) == [32, 8, 8, 1]
+
+
+@pytest.fixture
+def plans(fresh_plans, monkeypatch) -> list[launch_hopper.HopperPlan]:
+    """The plans that tests make, whatever the size."""
+    made = []
+
+    def counted(*args):
+        made.append(launch_hopper.plan_hopper(*args))
+        return made[-1]
+
+    lines = tuple(line._replace(fewest_scores=0) for line in launch_hopper.HOPPER_FORWARD)
+    monkeypatch.setattr(launch_hopper, "HOPPER_FORWARD", lines)
+    monkeypatch.setattr(launch, "plan_hopper", counted)
+    return made
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("keys", [129, 457, 500, 1000, 1024])
+@pytest.mark.parametrize("queries", [1, 63, 64, 65, 192, 193, 500])
+def test_values_and_gradients_are_as_near_to_fp64_as_torch(lse_op, plans, queries, keys):
+    lse_op.check(lse_op.draw((2, queries, keys, 3, 64), BF16, "cuda"))
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", [(3, 3000, 2000, 4, 64), (1, 1500, 5000, 17, 64)], ids=str)
+def test_many_tiles_and_parts_are_as_near_to_fp64_as_torch(lse_op, plans, shape):
+    lse_op.check(lse_op.draw(shape, BF16, "cuda"))
+    assert plans[0].combine is not None
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", [(2, 1100, 1500, 3, 64), (3, 3000, 2000, 4, 64)], ids=str)
+@pytest.mark.parametrize("factor", [5.0, 20.0, 60.0])
+def test_keys_that_grow_late_in_the_row_are_computed_again(lse_op, plans, factor, shape):
+    """Keys are visited from the last one on."""
+    q, k, v = lse_op.draw(shape, BF16, "cuda")
+    k[:, : shape[2] // 2] *= factor
+    lse_op.check([q, k, v])
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_tiny_and_huge_values(lse_op, plans, size):
+    q, k, v = lse_op.draw((1, 300, 700, 2, 64), BF16, "cuda")
+    k[:, :300] *= 4.0
+    lse_op.check([q, k, v * size])
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_strange_number_stays_in_its_head_and_row(plans, value):
+    def call(q, k, v):
+        return rectangular_attention_with_lse(q, k, v, scale=0.125, backend="triton")
+
+    clean = [torch.randn(2, n, 3, 64, device="cuda", dtype=BF16) for n in (300, 700, 700)]
+    expected = call(*clean)
+    for place in range(3):
+        tensors = [x.clone() for x in clean]
+        tensors[place][1, 33, 2, 5] = value
+        o, lse = call(*tensors)
+        assert not o[1, 33, 2].isfinite().all()
+        touched = torch.zeros_like(o, dtype=torch.bool)
+        touched[1, slice(33, 34) if place == 0 else slice(None), 2] = True
+        assert torch.equal(o[~touched], expected[0][~touched])
+        rows = touched[..., 0].mT
+        assert torch.equal(lse[~rows], expected[1][~rows])
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_strided_operands_are_read_by_their_strides(op, plans):
+    joint = torch.randn(2, 700, 3, 4, 64, device="cuda", dtype=BF16)
+    strided = [joint[:, :, i] for i in range(3)]
+    whole = [x.contiguous() for x in strided]
+    assert same_bits(
+        *(
+            everything(op.kernels, [x.detach().requires_grad_() for x in xs])
+            for xs in (strided, whole)
+        )
+    )
+    shared = [x[:1].expand(2, -1, -1, -1) for x in whole]
+    assert torch.equal(op.first(op.kernels(*shared))[0], op.first(op.kernels(*shared))[1])
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_graph_and_repeated_calls_give_the_same_bits(op, plans):
+    tensors = [x.requires_grad_() for x in op.draw((2, 1300, 1500, 3, 64), BF16, "cuda")]
+    graph, captured = capture(lambda: everything(op.kernels, tensors))
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for _ in range(3):
+        assert same_bits(captured, everything(op.kernels, tensors))
+    assert plans

@@ -88,6 +88,15 @@ BAD = {
     "half a chunk": (dict(chunk=2.0), TypeError, "chunk must be a whole number, got float"),
     "true as chunk": (dict(chunk=True), TypeError, "chunk must be a whole number, got bool"),
     "activation": (dict(activation="tanh"), ValueError, 'activation must be "silu" or "relu"'),
+    "no norm": (
+        *(dict(max_grad_norm=0.0), ValueError),
+        "max_grad_norm must be a finite number above 0, got 0",
+    ),
+    "endless norm": (
+        *(dict(max_grad_norm=float("inf")), ValueError),
+        "max_grad_norm must be a finite number, got inf",
+    ),
+    "text as norm": (dict(max_grad_norm="1"), TypeError, "max_grad_norm must be a number, got str"),
     "read": (dict(read="never"), ValueError, 'read must be "after" or "before", got \'never\''),
 }
 
@@ -112,6 +121,12 @@ def test_triton_says_which_memories_and_chunks_it_serves(scan_op, width, hidden,
     tensors = scan_op.draw(1, 1, 1, width, hidden, device=device)
     with pytest.raises(RuntimeError, match=f"tokens, not {width}, {hidden} and {chunk}"):
         scan_op.public(*tensors, chunk=chunk, backend="triton")
+
+
+def test_triton_says_that_it_does_not_clip(scan_op, device):
+    tensors = scan_op.draw(1, 1, 1, 2, 3, device=device)
+    with pytest.raises(RuntimeError, match="the kernels of memory_scan do not clip"):
+        scan_op.public(*tensors, max_grad_norm=1.0, backend="triton")
 
 
 def test_chunks_longer_than_the_kernels_serve_are_the_references(scan_op):

@@ -20,6 +20,15 @@ everything else is recomputed. Sums have a fixed order. Operands of products are
 (fp32: exact, unless torch multiplies fp32 matrices in TF32), accumulation, weights and momentum in
 fp32.
 
+With ``max_grad_norm``, c, every token's gradient is clipped and every chunk guarded:
+
+    G_t is replaced by rho_t G_t,    rho_t = min(1, c / |G_t|), and 0 where |G_t| is not finite
+    |G_t|^2 = |p_t|^2 (|k_t|^2 + 1) + |e_t|^2 (|h_t|^2 + 1)
+    W, S of the next chunk = those of this one, where W or S after it is not finite
+
+p and e being the gradients by the hidden layer before its activation and by the output. rho and
+which chunks were taken are saved beside the rest.
+
 Behrouz, Zhong, Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 2501.00663, section 3;
 gradients within a chunk as in its equation 16.
 """
@@ -41,7 +50,14 @@ from .._core.checks import (
 )
 from .._core.precision import autocast, wide, wide_dtype, without_autocast
 from .._core.registration import Derivative, Op
-from ..common.checks import ACTIVATION_NAMES, READS, are_plain, check_bool, check_heads
+from ..common.checks import (
+    ACTIVATION_NAMES,
+    READS,
+    are_plain,
+    check_bool,
+    check_heads,
+    checked_positive,
+)
 from ..common.operands import WIDEST, WIDEST_HIDDEN
 from ..common.weights import MemoryWeights, Weights, pack, unpack, weight_shapes
 from . import launch, launch_backward, reference
@@ -61,11 +77,15 @@ class MemoryScan(NamedTuple):
     Attributes:
         y: ``[B, T, heads, D]``, what the queries read.
         weights, momentum: after the last token, ``[B, heads, ...]`` in fp32.
+        skipped: ``[B, heads]`` int64: of the tokens that were to be written, how many have an inner
+            gradient whose norm is not finite, or stand in a chunk after which the memory would not
+            have been finite. None without ``max_grad_norm``.
     """
 
     y: Tensor
     weights: MemoryWeights
     momentum: MemoryWeights
+    skipped: Tensor | None = None
 
 
 def _forward_fake(q, k, v, state, alpha, eta, theta, written, hidden, chunk, activation, read):
@@ -137,6 +157,7 @@ def memory_scan(
     chunk: int = 64,
     activation: str = "silu",
     read: str = "after",
+    max_grad_norm: float | None = None,
     backend: Backend = "auto",
 ) -> MemoryScan:
     """Write every token into the memory of its row and head, and read the memory for its query.
@@ -159,6 +180,12 @@ def memory_scan(
         activation: "silu", "relu" or "gelu" (the exact one).
         read: whether a token reads the memory "after" or "before" it has written itself. Neither
             sees a later token.
+        max_grad_norm: the norm to which the inner gradient of each token is scaled down, over all
+            four tensors of the memory; a token whose norm is not finite then adds nothing, though
+            its alpha and eta still apply. A chunk after which weights or momentum of a memory are
+            not finite leaves both as they were, as if none of its tokens were written: its own
+            queries read what they wrote, finite or not, those of the next chunk the last good
+            state. ``skipped`` counts the tokens of both. None: no clip, and nothing is guarded.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 
@@ -166,10 +193,13 @@ def memory_scan(
         A :class:`MemoryScan`; y is contiguous, in q's dtype. Weights and momentum are views of one
         tensor, which the next scan or read takes without a copy; their gradients are those of
         tensors of their own. The gates' range is not checked.
-        Numbers that are not finite stay within their row and head; a memory that diverges is not
-        repaired here.
+        Numbers that are not finite stay within their row and head; without ``max_grad_norm`` a
+        memory that diverges is not repaired.
 
     Differentiable in everything but write_mask, twice; the second derivative runs in plain torch.
+    The clip's own derivative is part of it. In the backward pass a chunk that was not taken is the
+    identity: the gradients of weights and momentum pass unchanged, and all other gradients of its
+    tokens, its reads' among them, are zero.
     Memory grows with B * heads * T / chunk copies of weights and momentum.
 
     Raises:
@@ -182,20 +212,36 @@ def memory_scan(
     chunk = checked_chunk(q, k, v, weights, momentum, gates, chunk, activation, read)
     if write_mask is not None:
         write_mask = checked_mask(write_mask, q)
+    if max_grad_norm is not None:
+        max_grad_norm = checked_positive("max_grad_norm", max_grad_norm)
     q, k, v = autocast(q, k, v)
     dtype = wide_dtype(q)
     hidden, width = weights.w1.shape[-2:]
-    on_kernels = uses_triton(q, backend) and serves(q, hidden, chunk, backend)
+    on_kernels = uses_triton(q, backend) and serves(q, hidden, chunk, max_grad_norm, backend)
     alpha, eta, theta = (gate.to(dtype) for gate in gates)
     state = pack(weights, momentum)
     options = (hidden, chunk, activation, read)
     tensors = (q, k, v, state, alpha, eta, theta, write_mask)
+    skipped = None
     if on_kernels:
         y, end, _ = _forward(*tensors, *options)
-    else:
+    elif max_grad_norm is None:
         with without_autocast(q.device):
             y, end, _ = reference.packed_scan(*tensors, *options, starts=False)
-    return MemoryScan(y, *unpack(end, hidden, width))
+    else:
+        with without_autocast(q.device):
+            y, end, _, factors, taken = reference.packed_clipped_scan(
+                *tensors, *options, max_grad_norm, starts=False
+            )
+        skipped = skipped_tokens(factors, taken, chunk, write_mask)
+    return MemoryScan(y, *unpack(end, hidden, width), skipped)
+
+
+def skipped_tokens(factors: Tensor, taken: Tensor, chunk: int, written: Tensor | None) -> Tensor:
+    """``[B, heads]``, of the factors ``[B, T, heads]`` and the chunks ``[B, chunks, heads]``."""
+    mask = None if written is None else written.mT
+    by_token = reference.of_tokens(taken.mT, chunk, factors.mT)
+    return reference.lost_tokens(factors.mT, by_token, mask)
 
 
 def deep_memory_scan(
@@ -209,7 +255,7 @@ def deep_memory_scan(
     theta: Tensor,
     write_mask: Tensor,
     **options: Any,
-) -> tuple[Tensor, Weights, Weights]:
+) -> tuple[Tensor, Weights, Weights, Tensor | None]:
     """:func:`memory_scan` of a memory of any number of layers, (w1, b1, .., wn, bn), in plain
     torch; the mask is [B, T, heads], and nothing is checked.
     """
@@ -217,10 +263,10 @@ def deep_memory_scan(
         dtype = q.dtype
         q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
         alpha, eta, theta, written = (x.mT for x in (alpha, eta, theta, write_mask))
-        y, weights, momentum = reference.memory_scan(
+        y, weights, momentum, skipped = reference.memory_scan(
             q, k, v, weights, momentum, alpha, eta, theta, written, **options
         )
-        return y.transpose(1, 2).to(dtype), weights, momentum
+        return y.transpose(1, 2).to(dtype), weights, momentum, skipped
 
 
 def checked_chunk(
@@ -309,8 +355,13 @@ def check_token_numbers(name: str, x: Tensor, shape: tuple[int, ...], q: Tensor)
     check_device(name, x, "q", q)
 
 
-def serves(q: Tensor, hidden: int, chunk: int, backend: Backend) -> bool:
+def serves(
+    q: Tensor, hidden: int, chunk: int, max_grad_norm: float | None, backend: Backend
+) -> bool:
     """Whether the kernels are made for a memory and chunks of this size."""
+    if max_grad_norm is not None:
+        decline("the kernels of memory_scan do not clip", backend)
+        return False
     if q.shape[-1] <= WIDEST and hidden <= WIDEST_HIDDEN and chunk <= LONGEST_CHUNK:
         return True
     obstacle = (

@@ -123,12 +123,6 @@ def test_triton_says_which_memories_and_chunks_it_serves(scan_op, width, hidden,
         scan_op.public(*tensors, chunk=chunk, backend="triton")
 
 
-def test_triton_says_that_it_does_not_clip(scan_op, device):
-    tensors = scan_op.draw(1, 1, 1, 2, 3, device=device)
-    with pytest.raises(RuntimeError, match="the kernels of memory_scan do not clip"):
-        scan_op.public(*tensors, max_grad_norm=1.0, backend="triton")
-
-
 def test_chunks_longer_than_the_kernels_serve_are_the_references(scan_op):
     tensors = scan_op.draw(1, 3, 1, 2, 3)
     y, *_ = scan_op.public(*tensors, chunk=1000)

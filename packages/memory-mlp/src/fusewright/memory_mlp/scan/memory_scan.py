@@ -102,6 +102,24 @@ def _backward_fake(dy, dend, q, k, v, state, states, alpha, eta, theta, written,
     return tuple(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta))
 
 
+def _clipped_fake(q, k, v, state, alpha, eta, theta, written, hidden, chunk, *options):
+    options = hidden, chunk, *options[:-1]
+    outputs = _forward_fake(q, k, v, state, alpha, eta, theta, written, *options)
+    batch, tokens, heads = alpha.shape
+    taken = alpha.new_empty((batch, -(-tokens // chunk), heads), dtype=torch.bool)
+    return *outputs, alpha.new_empty(alpha.shape), taken
+
+
+def _clipped_backward_reference(dy, dend, q, k, v, state, states, factors, taken, *others):
+    return reference.packed_scan_backward(dy, dend, q, k, v, state, *others)
+
+
+def _clipped_backward_fake(
+    dy, dend, q, k, v, state, states, factors, taken, alpha, eta, theta, written, *options
+):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta))
+
+
 _forward = Op(
     f"memory_scan({ROWS}, {GATES}, {OPTIONS}) -> (Tensor y, Tensor end, Tensor states)",
     triton=launch.scan_forward,
@@ -141,6 +159,51 @@ class _MemoryScan(Derivative):
 
 # The states follow from the inputs, through which their gradients pass.
 _backward.derivative_of_reference("states")
+
+
+_clipped = Op(
+    f"clipped_scan({ROWS}, {GATES}, {OPTIONS}, float max_grad_norm)"
+    " -> (Tensor y, Tensor end, Tensor states, Tensor factors, Tensor taken)",
+    triton=launch.clipped_forward,
+    reference=reference.packed_clipped_scan,
+    fake=_clipped_fake,
+)
+_clipped_backward = Op(
+    f"clipped_scan_backward(Tensor dy, Tensor dend, {ROWS}, Tensor states, Tensor factors,"
+    f" Tensor taken, {GATES}, {OPTIONS}, float max_grad_norm)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta,"
+    " Tensor dtheta)",
+    triton=launch_backward.clipped_backward,
+    reference=_clipped_backward_reference,
+    fake=_clipped_backward_fake,
+)
+
+
+@_clipped.derivative
+class _ClippedScan(Derivative):
+    @staticmethod
+    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, *options):
+        outputs = run(q, k, v, state, alpha, eta, theta, written, *options)
+        y, end, *saved = outputs
+        ctx.save_for_backward(q, k, v, state, *saved, alpha, eta, theta, written)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        # What tokens were skipped follows from these: they are results of a direct call too.
+        ctx.mark_non_differentiable(*saved)
+        return y, end, *saved
+
+    @staticmethod
+    def backward(ctx, dy, dend, *_):
+        if dy is None and dend is None:
+            return (None,) * 14
+        saved = q, _, _, state, *_ = ctx.saved_tensors
+        dy = torch.zeros_like(q) if dy is None else dy
+        dend = torch.zeros_like(state) if dend is None else dend
+        grads = _clipped_backward(dy, dend, *saved, *ctx.options)
+        return None, *grads, None, None, None, None, None, None
+
+
+_clipped_backward.derivative_of_reference("states", "factors", "taken")
 
 
 def memory_scan(
@@ -217,23 +280,27 @@ def memory_scan(
     q, k, v = autocast(q, k, v)
     dtype = wide_dtype(q)
     hidden, width = weights.w1.shape[-2:]
-    on_kernels = uses_triton(q, backend) and serves(q, hidden, chunk, max_grad_norm, backend)
+    on_kernels = uses_triton(q, backend) and serves(q, hidden, chunk, backend)
     alpha, eta, theta = (gate.to(dtype) for gate in gates)
     state = pack(weights, momentum)
     options = (hidden, chunk, activation, read)
     tensors = (q, k, v, state, alpha, eta, theta, write_mask)
-    skipped = None
+    if max_grad_norm is None:
+        if on_kernels:
+            y, end, _ = _forward(*tensors, *options)
+        else:
+            with without_autocast(q.device):
+                y, end, _ = reference.packed_scan(*tensors, *options, starts=False)
+        return MemoryScan(y, *unpack(end, hidden, width))
+    options = *options, max_grad_norm
     if on_kernels:
-        y, end, _ = _forward(*tensors, *options)
-    elif max_grad_norm is None:
-        with without_autocast(q.device):
-            y, end, _ = reference.packed_scan(*tensors, *options, starts=False)
+        y, end, _, factors, taken = _clipped(*tensors, *options)
     else:
         with without_autocast(q.device):
             y, end, _, factors, taken = reference.packed_clipped_scan(
-                *tensors, *options, max_grad_norm, starts=False
+                *tensors, *options, starts=False
             )
-        skipped = skipped_tokens(factors, taken, chunk, write_mask)
+    skipped = skipped_tokens(factors, taken, chunk, write_mask)
     return MemoryScan(y, *unpack(end, hidden, width), skipped)
 
 
@@ -355,13 +422,8 @@ def check_token_numbers(name: str, x: Tensor, shape: tuple[int, ...], q: Tensor)
     check_device(name, x, "q", q)
 
 
-def serves(
-    q: Tensor, hidden: int, chunk: int, max_grad_norm: float | None, backend: Backend
-) -> bool:
+def serves(q: Tensor, hidden: int, chunk: int, backend: Backend) -> bool:
     """Whether the kernels are made for a memory and chunks of this size."""
-    if max_grad_norm is not None:
-        decline("the kernels of memory_scan do not clip", backend)
-        return False
     if q.shape[-1] <= WIDEST and hidden <= WIDEST_HIDDEN and chunk <= LONGEST_CHUNK:
         return True
     obstacle = (

@@ -137,13 +137,13 @@ def on_each(*values):
 
 # Rows, tokens, heads, D, hidden units, dtype, options. A program takes 32 or 64 hidden units.
 CASES = {
-    "T7-chunk4-D3-hidden5-float32-silu-after": (1, 7, 1, 3, 5, F32, dict(chunk=4)),
+    "T5-chunk4-D3-hidden5-float32-silu-after": (1, 5, 1, 3, 5, F32, dict(chunk=4)),
     "T5-chunk2-D2-hidden70-float32-gelu-before": (
         *(1, 5, 1, 2, 70, F32),
         dict(chunk=2, activation="gelu", read="before"),
     ),
-    "T33-chunk32-heads3-D12-hidden17-float16-relu-after": (
-        *(2, 33, 3, 12, 17, F16),
+    "T34-chunk32-heads3-D12-hidden17-float16-relu-after": (
+        *(2, 34, 3, 12, 17, F16),
         dict(chunk=32, activation="relu"),
     ),
 }
@@ -204,16 +204,16 @@ def test_token_without_a_finite_gradient_writes_nothing_and_is_counted(
 ):
     """All is as if its theta were zero, gradients of the other tokens included."""
     read = "after" if strange == math.inf else "before"
-    tensors = scan_op.draw(1, 3, 2, 3, 5, F32, device, rate=0.2)
+    tensors = scan_op.draw(1, 3, 1, 3, 5, F32, device, rate=0.2)
     results = []
     for place, number in ((1 if strange != strange else 2, strange), (13, 0.0)):
         leaves = [x.clone().requires_grad_() for x in tensors]
         with torch.no_grad():
-            leaves[place][0, 1, 1] = number
+            leaves[place][0, 1, 0] = number
         outputs, skipped = clipped(scan_op, leaves, read=read, chunk=2, backend=backend)
         grads = torch.autograd.grad(sum(x.sin().sum() for x in outputs), leaves)
-        assert skipped.tolist() == [[0, int(place != 13)]]
-        assert place == 13 or not any(g[0, 1, 1].any() for g in (*grads[1:3], grads[13]))
+        assert skipped.tolist() == [[int(place != 13)]]
+        assert place == 13 or not any(g[0, 1].any() for g in (*grads[1:3], grads[13]))
         # Its own theta's gradient is that of a token that was read.
         results.append([*outputs, *grads[:13], grads[13][:, 2:]])
     assert same_bits(*results)
@@ -226,10 +226,9 @@ def test_chunk_that_would_poison_the_memory_leaves_it_and_is_counted(
     """All that follows is as if its tokens were not written, and so are gradients, of which those
     through it are zero.
     """
-    tensors = scan_op.draw(1, 5, 1, 3, 33, F32, device, rate=0.2)
-    tensors[["alpha", "eta", "theta"].index(name) + 11][0, 3, 0] = math.inf
-    mask = torch.ones(1, 5, dtype=torch.bool, device=device)
-    mask[0, 2:4] = False
+    tensors = scan_op.draw(1, 3, 1, 3, 33, F32, device, rate=0.2)
+    tensors[["alpha", "eta", "theta"].index(name) + 11][0, 1, 0] = math.inf
+    mask = torch.tensor([[False, False, True]], device=device)
     results = []
     for options in ({}, {"write_mask": mask}):
         leaves = [x.clone().requires_grad_() for x in tensors]
@@ -238,12 +237,12 @@ def test_chunk_that_would_poison_the_memory_leaves_it_and_is_counted(
         # The memory that the chunk's own tokens read is what they have written.
         y = outputs[0]
         assert bool(options) == bool(y.isfinite().all())
-        outputs[0] = torch.cat((y[:, :2], y[:, 4:]), 1)
+        outputs[0] = y[:, 2:]
         total = sum(x.sin().sum() for x in outputs)
         grads = torch.autograd.grad(total, leaves)
         results.append([*outputs, *grads])
     assert same_bits(*results)
-    assert not any(g[:, 2:4].any() for g in (*grads[:3], *grads[11:]))
+    assert not any(g[:, :2].any() for g in (*grads[:3], *grads[11:]))
 
 
 def test_token_that_overflows_changes_no_earlier_output(scan_op, backend, device):
@@ -253,13 +252,11 @@ def test_token_that_overflows_changes_no_earlier_output(scan_op, backend, device
     assert torch.equal(clipped(scan_op, tensors, backend=backend)[0][0][:, :2], y[:, :2])
 
 
-def test_limit_that_no_token_reaches_changes_no_more_than_roundings(scan_op, backend, device):
-    tensors = scan_op.draw(1, 4, 1, 3, 5, F32, device)
-    found, skipped = clipped(scan_op, tensors, 1e30, backend=backend)
+def test_limit_that_no_token_reaches_changes_nothing(scan_op, device):
+    tensors = scan_op.draw(1, 5, 2, 3, 5, F64, device)
+    found, skipped = clipped(scan_op, tensors, 1e30, backend="reference")
     assert not skipped.any()
-    done = scan_op.public(*tensors, chunk=3, backend=backend)
-    for one, other in zip(found, done, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert_same_but_for_rounding(found, scan_op.public(*tensors, chunk=3, backend="reference"))
 
 
 def test_tokens_cut_at_a_chunks_end_give_the_bits_and_the_count_of_the_whole(

@@ -153,7 +153,7 @@ def amid(op, tensors):
     """A limit that about half of the tokens' norms are above, far from any of them."""
     q, k, v, *state, alpha, eta, theta = (x.double() for x in tensors)
     packed = pack(MemoryWeights(*state[:4]), MemoryWeights(*state[4:]))
-    options = {"activation": "silu", "read": "after"} | op.options
+    options = {"chunk": 64, "activation": "silu", "read": "after"} | op.options
     given = None, state[1].shape[-1], options["chunk"], options["activation"], options["read"]
     operands = q, k, v, packed, alpha, eta, theta, *given
     norms = 1e-9 / reference.packed_clipped_scan(*operands, 1e-9)[3].flatten()

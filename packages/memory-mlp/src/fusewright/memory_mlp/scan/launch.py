@@ -208,7 +208,7 @@ def scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if not q.numel():
         chunks = cdiv(q.shape[1], options[1])
         return q.new_empty(q.shape), state.clone(), state.new_empty(chunks, *state.shape)
-    return launched_forward(operands, options, ())[:3]
+    return launched_forward(operands, options, ())
 
 
 def clipped_forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -218,19 +218,19 @@ def clipped_forward(*arguments: Any) -> tuple[Tensor, ...]:
     Args:
         arguments: as for ``scan_forward``; then the largest norm.
     """
-    *arguments, limit = arguments
-    q, state, alpha = arguments[0], arguments[3], arguments[4]
+    *given, limit = arguments
+    q, state, alpha = given[0], given[3], given[4]
     if not q.numel():
-        y, end, states = scan_forward(*arguments)
+        y, end, states = scan_forward(*given)
         chunks, batch, heads = states.shape[:3]
         taken = state.new_empty((batch, chunks, heads), dtype=torch.bool)
         return y, end, states, alpha.new_empty(alpha.shape), taken
-    return launched_forward(tuple(arguments[:8]), arguments[8:], (limit,))
+    return launched_forward(tuple(given[:8]), given[8:], (limit,))
 
 
 def launched_forward(
     operands: Sequence[Any], options: Sequence[Any], limit: tuple[float, ...]
-) -> tuple[Tensor, ...]:
+) -> Any:
     q = operands[0]
     options = *options, product_precision(q.dtype)
     plan = forward_plan(q.shape, options, layouts(*operands), q.device, bool(limit))

@@ -292,13 +292,13 @@ def memory_scan(
             with without_autocast(q.device):
                 y, end, _ = reference.packed_scan(*tensors, *options, starts=False)
         return MemoryScan(y, *unpack(end, hidden, width))
-    options = *options, max_grad_norm
+    clip_options = (hidden, chunk, activation, read, max_grad_norm)
     if on_kernels:
-        y, end, _, factors, taken = _clipped(*tensors, *options)
+        y, end, _, factors, taken = _clipped(*tensors, *clip_options)
     else:
         with without_autocast(q.device):
             y, end, _, factors, taken = reference.packed_clipped_scan(
-                *tensors, *options, starts=False
+                *tensors, *clip_options, starts=False
             )
     skipped = skipped_tokens(factors, taken, chunk, write_mask)
     return MemoryScan(y, *unpack(end, hidden, width), skipped)

@@ -60,7 +60,8 @@ def memory_scan_by_token(
     if written is not None:
         k, v = (torch.where(written.unsqueeze(-1), x, 0.0) for x in (k, v))
         alpha, eta, theta = (torch.where(written, gate, 0.0) for gate in (alpha, eta, theta))
-    out, start, factors = [], (weights, momentum), []
+    out, start = [], (weights, momentum)
+    factors: list[Tensor] = []
     lost = None if max_grad_norm is None else k.new_zeros(k.shape[:-2], dtype=torch.int64)
     for t in range(k.shape[-2]):
         if t % chunk == 0:
@@ -388,13 +389,13 @@ def guarded_chunk(
         whether it was taken ``[N, 1]``).
     """
     q, k, v, *numbers, weights, momentum, activation, read, max_grad_norm = arguments
-    gates = numbers[:3]
+    alpha, eta, theta = numbers[:3]
     written = numbers[3] if len(numbers) > 3 else torch.ones_like(k[..., 0], dtype=torch.bool)
 
     def chunk(written: Tensor) -> tuple[Tensor, Weights, Weights, Tensor]:
-        decays = decays_of(*gates, written)
-        own = (torch.where(written.unsqueeze(-1), x, 0.0) for x in (k, v))
-        rows, factors = clipped_rows(*own, written, weights, activation, max_grad_norm)
+        decays = decays_of(alpha, eta, theta, written)
+        own_k, own_v = (torch.where(written.unsqueeze(-1), x, 0.0) for x in (k, v))
+        rows, factors = clipped_rows(own_k, own_v, written, weights, activation, max_grad_norm)
         y = reads_of(q, rows, weights, momentum, decays, activation, read)
         return y, *chunk_end(rows, weights, momentum, decays), factors
 

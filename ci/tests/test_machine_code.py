@@ -42,6 +42,19 @@ def undefined(made: str, listing: str = LISTING) -> tuple[str, ...]:
     return machine_code.undefined_registers(listing.replace("{made}", made))
 
 
+def test_spills_count_in_the_innermost_loops_of_products_alone():
+    spill = "/*00a8*/ STL [R1+0x4], R7 ;"
+    before = LISTING.replace(".L_x_0:", f"        {spill}\n.L_x_0:")
+    within = LISTING.replace(".L_x_0:", f".L_x_0:\n        {spill}\n        {spill}")
+    assert machine_code.spills_in_loops(before) == 0
+    assert machine_code.spills_in_loops(within) == 2
+    # A wait for a barrier that comes back is a loop around it, and not its innermost.
+    around = within.replace("BRA `(.L_x_2);", "BRA `(.L_x_0) ;")
+    assert (
+        machine_code.spills_in_loops(around.replace("EXIT", f"{spill[9:-2]} ;\n/*00d8*/ EXIT")) == 2
+    )
+
+
 def test_every_operand_made_on_some_path_is_no_fault():
     assert undefined("USHF.R.U32.HI UR14, URZ, 0x4, UR4") == ()
     assert undefined("@P2 R2UR UR14, R7") == ()

@@ -33,6 +33,12 @@ def launch(
     backward.attention_backward(q, lse, q, k, k, key_lengths, q, q, softmax, 0.125)
 
 
+def launch_hopper(keep: bool = True) -> None:
+    """The forward pass of warp groups, with parts of its last tiles, which only Hopper has."""
+    x = torch.empty(4, 2500, 8, 64, dtype=torch.bfloat16)
+    forward.attention_forward(x, x, x, None, 0.125, True, keep)
+
+
 def launch_window(width: int, dtype: torch.dtype, prefix: int = 17) -> None:
     """Forward and backward of one sequence."""
     x = torch.empty(2, 1000, 8, width, dtype=dtype)
@@ -56,12 +62,15 @@ def one_of_each() -> None:
     """Every kernel once."""
     launch_rotary(40, torch.bfloat16)
     launch(1000, 64, torch.bfloat16)
+    launch_hopper()
     launch(64, 64, torch.bfloat16)
     launch_window(64, torch.bfloat16)
 
 
 def every_line() -> None:
     """Every width and dtype of the tables, powers of 2 and others, with few keys and with many."""
+    launch_hopper()
+    launch_hopper(keep=False)
     keys = {line.max_keys for line in backward.SINGLE_TILE_BACKWARD}
     for width in (8, 16, 32, 40, 64, 80, 128):
         for dtype in (torch.bfloat16, torch.float32):

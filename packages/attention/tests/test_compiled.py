@@ -7,7 +7,8 @@ from fusewright_testkit.conformance.compiled import *  # noqa: F403
 LAUNCHES = {
     "one_of_each": (
         "streaming_forward streaming_dq streaming_dkdv window_forward window_dq window_dkdv "
-        "single_tile_forward single_tile_backward add_chunks rotary"
+        "single_tile_forward single_tile_backward add_chunks rotary hopper_forward "
+        "combine_parts flagged_forward"
     ),
 }
 EVERY = ("every_line",)

@@ -55,13 +55,15 @@ def plans(fresh_plans, monkeypatch) -> list[launch_hopper.HopperPlan]:
 @pytest.mark.parametrize("keys", [129, 457, 500, 1000, 1024])
 @pytest.mark.parametrize("queries", [1, 63, 64, 65, 192, 193, 500])
 def test_values_and_gradients_are_as_near_to_fp64_as_torch(lse_op, plans, queries, keys):
-    lse_op.check(lse_op.draw((2, queries, keys, 3, 64), BF16, "cuda"))
+    # Of few rows eager torch's largest error may be small by luck.
+    heads = 3 if queries > 1 else 64
+    lse_op.check(lse_op.draw((2, queries, keys, heads, 64), BF16, "cuda"))
     assert plans
 
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("shape", [(3, 3000, 2000, 4, 64), (1, 1500, 5000, 17, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 3000, 2000, 4, 64), (1, 1500, 1300, 17, 64)], ids=str)
 def test_many_tiles_and_parts_are_as_near_to_fp64_as_torch(lse_op, plans, shape):
     lse_op.check(lse_op.draw(shape, BF16, "cuda"))
     assert plans[0].combine is not None
@@ -93,6 +95,8 @@ def test_tiny_and_huge_values(lse_op, plans, size):
 @on_hopper
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_strange_number_stays_in_its_head_and_row(plans, value):
+    """The rows of its tile are computed again, which changes their bits."""
+
     def call(q, k, v):
         return rectangular_attention_with_lse(q, k, v, scale=0.125, backend="triton")
 
@@ -103,11 +107,14 @@ def test_strange_number_stays_in_its_head_and_row(plans, value):
         tensors[place][1, 33, 2, 5] = value
         o, lse = call(*tensors)
         assert not o[1, 33, 2].isfinite().all()
-        touched = torch.zeros_like(o, dtype=torch.bool)
-        touched[1, slice(33, 34) if place == 0 else slice(None), 2] = True
-        assert torch.equal(o[~touched], expected[0][~touched])
-        rows = touched[..., 0].mT
+        again = torch.zeros_like(o, dtype=torch.bool)
+        again[1, slice(64) if place == 0 else slice(None), 2] = True
+        assert torch.equal(o[~again], expected[0][~again])
+        rows = again[..., 0].mT
         assert torch.equal(lse[~rows], expected[1][~rows])
+        if place == 0:
+            again[1, 33] = False
+            assert (o - expected[0])[again].abs().max() <= 2 * torch.finfo(BF16).eps
     assert plans
 
 

@@ -22,7 +22,13 @@ from unittest import mock
 import pytest
 import typer
 
-from .machine_code import FOLLOWED, listing, machine_code_usage, undefined_registers
+from .machine_code import (
+    FOLLOWED,
+    listing,
+    machine_code_usage,
+    spills_in_loops,
+    undefined_registers,
+)
 
 # Shared memory that one program may take, in KiB, by compute capability.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
@@ -38,8 +44,9 @@ GPUS = [
 
 class Resources(NamedTuple):
     """What one compiled kernel takes: registers of a thread, spilled bytes of a thread, shared
-    memory in bytes. ``undefined``: registers that are read and never written, looked for where a
-    kernel for Hopper multiplies warp groups' tiles.
+    memory in bytes. Of a Gluon kernel, whose warp groups hold from their beginning what they were
+    handed, spills count in the loops of its products alone. ``undefined``: registers that are
+    read and never written, looked for where a kernel for Hopper multiplies warp groups' tiles.
     """
 
     kernel: str
@@ -90,12 +97,19 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
     options, signature, constants, attributes = function._pack_args(
         backend, launch.kwargs, bound, specialization, None
     )
-    source = ASTSource(function, signature, constants, attributes)
+    source_of = ASTSource
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source_of
+    source = source_of(function, signature, constants, attributes)
     kernel = triton.compile(source, target=target, options=options.__dict__)
     cubin = kernel.asm["cubin"]
     registers, spilled = machine_code_usage(cubin)
-    followed = capability == FOLLOWED and "wgmma" in kernel.asm["ptx"]
-    undefined = undefined_registers(listing(cubin)) if followed else ()
+    undefined: tuple[str, ...] = ()
+    if capability == FOLLOWED and "wgmma" in kernel.asm["ptx"]:
+        text = listing(cubin)
+        undefined = undefined_registers(text)
+        if function.is_gluon():
+            spilled = spills_in_loops(text)
     flags = {k: v for k, v in launch.kwargs.items() if isinstance(v, (bool, int))}
     described = " ".join(f"{k}={v}" for k, v in flags.items() if v is not False)
     return Resources(

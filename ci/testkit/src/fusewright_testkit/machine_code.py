@@ -1,4 +1,5 @@
-"""Read compiled machine code with the tools in triton's wheel: what it takes, and operands it lost.
+"""Read compiled machine code with the tools in triton's wheel: what it takes, what its loops spill,
+and operands it lost.
 
 ptxas 12.8 loses the start of a wgmma descriptor in some kernels for Hopper: the machine code adds
 to a uniform register that nothing has written, and the product's operand begins anywhere. No tool
@@ -99,8 +100,8 @@ def reads_and_writes(text: str) -> tuple[int, int]:
     return reads, writes
 
 
-def instructions(text: str) -> tuple[list[Instruction], list[int]]:
-    """The instructions of a listing of nvdisasm, and the places where its functions begin."""
+def lines_of_code(text: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
+    """Address and text of a listing's instructions, and the place of each label."""
     code: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -108,6 +109,31 @@ def instructions(text: str) -> tuple[list[Instruction], list[int]]:
             labels[label[1]] = len(code)
         elif line_of_code := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+([^;]+?)\s*;", line):
             code.append((line_of_code[1], line_of_code[2]))
+    return code, labels
+
+
+def spills_in_loops(text: str) -> int:
+    """How often the innermost loops of products of a listing store or load a spilled register."""
+    code, labels = lines_of_code(text)
+    loops = [
+        (labels[name], place)
+        for place, (_, line) in enumerate(code)
+        if "BRA" in line
+        for name in re.findall(r"`\(([^)]+)\)", line)
+        if labels.get(name, place + 1) <= place
+    ]
+    spilled = 0
+    for first, last in loops:
+        inner = any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
+        body = [line for _, line in code[first : last + 1]]
+        if not inner and any("GMMA" in line for line in body):
+            spilled += sum(bool(re.search(r"\b(STL|LDL)\b", line)) for line in body)
+    return spilled
+
+
+def instructions(text: str) -> tuple[list[Instruction], list[int]]:
+    """The instructions of a listing of nvdisasm, and the places where its functions begin."""
+    code, labels = lines_of_code(text)
     returns = tuple(i + 1 for i, (_, text) in enumerate(code) if "CALL." in text)
     found = []
     for place, (address, text) in enumerate(code):

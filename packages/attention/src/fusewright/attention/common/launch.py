@@ -100,8 +100,8 @@ def plan_forward(problem: Problem, launch: Launch | None, with_lse: bool, keep: 
 
     o is contiguous, like q; lse [B, H, Nq] in fp32, with ``with_lse``. The others are for the
     backward pass, with ``keep``: softmax [2, B, H, Nq] in fp32, the maximum of each row of scores,
-    in base 2, and one over the sum of their exponentials below it; o_low, like o, what rounding
-    took from it.
+    in base 2, or another number near it, and one over the sum of exponentials below it; o_low, like
+    o, what rounding took from it.
     """
     device, dtype, shape = problem.device, problem.dtype, problem.query_shape
     outputs = (

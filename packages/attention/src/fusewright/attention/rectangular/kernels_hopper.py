@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import torch
 
-from ..common.gluon import (
+from ..common.kernels_gluon import (
     TensorDescriptor,
     fence_async_shared,
     gl,
@@ -247,8 +247,8 @@ def hopper_forward_kernel(
     CONFIG: gl.constexpr,
 ):
     """A program takes every so many-th piece of work; tiles are tensor descriptors over
-    [B, rows, H, D]. ``o_low_tiles``, ``lse_ptr`` and ``softmax_ptr`` are not touched where CONFIG
-    says that nobody reads them.
+    [B, rows, H, D]. CONFIG says whether ``o_low_tiles`` and ``softmax_ptr``, and ``lse_ptr``, are
+    written.
     """
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K

@@ -89,8 +89,8 @@ class HopperLaunch(Launch):
 
 
 def tile_strides(x: torch.Tensor) -> list[int]:
-    """The strides; of an axis of one element that which a contiguous tensor has: nobody steps along
-    it, and a descriptor takes no stride of zero.
+    """The strides; of an axis of one element, along which no address is computed, that of a
+    contiguous tensor: a descriptor takes no stride of zero.
     """
     contiguous = contiguous_strides(x.shape)
     sizes = zip(x.shape, x.stride(), contiguous, strict=True)

@@ -9,11 +9,11 @@ pass recomputes p, with delta_i = sum_d do_id o_id - dlse_i = sum_j p_ij dp_ij -
     dp = do v^T    ds = p * (dp - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
 
 Saved for it: q, k, v; and, where the keys of a head are more than one tile, o, what its rounding
-took (o_low, ``rest`` in the schema), and two fp32 numbers for each row, the greatest score and one
-over the sum below it. Up to 128 keys are one tile, whose whole softmax is recomputed. Products
-accumulate in fp32 and the softmax is fp32; its probabilities, and ds, are rounded to the inputs'
-dtype for the next product. Outputs are rounded once. Sums have a fixed order: same inputs, same
-bits.
+took (o_low, ``rest`` in the schema), and two fp32 numbers for each row, the greatest score or, on
+Hopper, that of one tile of keys, and one over the sum of exponentials below it. Up to 128 keys are
+one tile, whose whole softmax is recomputed. Products accumulate in fp32 and the softmax is fp32;
+its probabilities, and ds, are rounded to the inputs' dtype for the next product. Outputs are
+rounded once. Sums have a fixed order: same inputs, same bits.
 
 Dao, FlashAttention-2, arXiv 2307.08691.
 """

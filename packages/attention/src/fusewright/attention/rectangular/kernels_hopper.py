@@ -222,7 +222,13 @@ def attend(
     tma.store_wait(0)
 
 
-@gluon.jit
+# One compilation serves all sizes.
+@gluon.jit(
+    do_not_specialize=(
+        *("queries", "keys", "heads", "rows", "whole", "parts", "pieces"),
+        *("query_tiles", "key_tiles"),
+    )
+)
 def hopper_forward_kernel(
     q_tiles,
     k_tiles,

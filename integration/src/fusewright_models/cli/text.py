@@ -240,9 +240,13 @@ def train_on_text(
         observe = None
         if run.wandb:
             observe = wandb_observer(folder, project=run.wandb_project, config=asdict(run))
-    parts = model, windows, loss_function, chosen, training, folder
-    told = {"console": console, "observe": observe, "choices": run.choices}
-    trainer = Trainer(*parts, evaluate=evaluation, **told)
+    trainer = Trainer(
+        *(model, windows, loss_function, chosen, training, folder),
+        console=console,
+        evaluate=evaluation,
+        observe=observe,
+        choices=run.choices,
+    )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"{run.title} ({run.label}), {parameters:,} parameters, {len(corpus.training):,} tokens to "

@@ -20,7 +20,13 @@ from .._core.lazy import lazy_module
 from .._core.precision import input_precision, power_of_2
 from ..common.launches import SMALLEST_TILE
 from .launch_paths import ways
-from .launch_problem import GatherConfig, SparseProblem, UnionConfig, sparse_problem
+from .launch_problem import (
+    ALL_REGISTERS,
+    GatherConfig,
+    SparseProblem,
+    UnionConfig,
+    sparse_problem,
+)
 from .launch_unions import (
     Members,
     Tiles,
@@ -151,7 +157,7 @@ def plan_marked(
     """The launch of a kernel that takes the marked ones of some queries and one group of heads a
     program.
     """
-    # With four warps some lines spill registers here.
+    # With four warps, or with fewer registers than there are, some lines spill here.
     config, heads = problem.config(table)._replace(num_warps=8), problem.rows
     of_bits = (members.first, members.part, problem.selections, members.marks)
     return problem.launch(
@@ -159,6 +165,7 @@ def plan_marked(
         config,
         problem.batches * cdiv(members.part, MARKED_AT_A_TIME) * problem.groups,
         (*problem.selection_strides, *of_bits, *problem.sizes, problem.slots, problem.score_rows),
+        ALL_REGISTERS,
         HEADS=heads,
         BLOCK=config.rows,
         BLOCK_G=max(power_of_2(heads), SMALLEST_TILE),

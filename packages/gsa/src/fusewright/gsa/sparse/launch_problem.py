@@ -34,6 +34,9 @@ class GatherConfig(NamedTuple):
     hopper: bool = False
 
 
+# All that a thread can have. A kernel whose launch does not say how many it may take is given fewer
+# by ptxas, and spills some of them, so that more programs run at a time.
+ALL_REGISTERS = 255
 # So many heads are stacked in a tile at most.
 STACK = 8
 
@@ -142,9 +145,12 @@ class SparseProblem:
         config: GatherConfig | UnionConfig,
         programs: int,
         integers: tuple[int, ...],
+        max_registers: int | None = None,
         **constants: Any,
     ) -> Launch:
-        """A kernel of attention, with these integers after the strides of q, k and v."""
+        """A kernel of attention, with these integers after the strides of q, k and v, of up to
+        ``max_registers`` a thread; without, as many as ptxas thinks best.
+        """
         columns = (self.width, block_width(self.width))
         common = (*columns, interpreted(), self.precision, config.num_stages)
         return Launch(
@@ -152,7 +158,7 @@ class SparseProblem:
             grid_of(programs),
             self.device,
             (*self.strides, *integers),
-            dict(num_warps=config.num_warps),
+            dict(num_warps=config.num_warps, maxnreg=max_registers),
             CONFIG=SparseConstants(*common, **constants),
         )
 

@@ -14,7 +14,7 @@ from .._core.launches import Launch, cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import round_up
 from ..common.launches import SMALLEST_TILE, Shape, grid_of
-from .launch_problem import SparseProblem, UnionConfig
+from .launch_problem import ALL_REGISTERS, SparseProblem, UnionConfig
 
 if TYPE_CHECKING:
     from . import kernels_members
@@ -200,6 +200,6 @@ def plan_tiles(
         # Narrow and spread over more warps: both ways through the queries take registers.
         narrow = config._replace(num_stages=1, num_warps=8)
         constants_again = constants | dict(BLOCK=max(SMALLEST_TILE // stack, 1), AGAIN=True)
-        again = problem.launch(kernel, narrow, programs, integers, **constants_again)
+        again = problem.launch(kernel, narrow, programs, integers, ALL_REGISTERS, **constants_again)
     launch = problem.launch(kernel, config, programs, integers, **constants)
     return Tiles(listing_launch, launch, again, lists, words, capacity)

@@ -151,6 +151,9 @@ class SparseProblem:
         """A kernel of attention, with these integers after the strides of q, k and v, of up to
         ``max_registers`` a thread; without, as many as ptxas thinks best.
         """
+        options = dict(num_warps=config.num_warps)
+        if max_registers is not None:
+            options["maxnreg"] = max_registers
         columns = (self.width, block_width(self.width))
         common = (*columns, interpreted(), self.precision, config.num_stages)
         return Launch(
@@ -158,7 +161,7 @@ class SparseProblem:
             grid_of(programs),
             self.device,
             (*self.strides, *integers),
-            dict(num_warps=config.num_warps, maxnreg=max_registers),
+            options,
             CONFIG=SparseConstants(*common, **constants),
         )
 

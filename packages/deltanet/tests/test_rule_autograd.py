@@ -62,7 +62,7 @@ def test_what_is_kept_beside_the_inputs_is_linear_in_the_chunks(rule_op, tokens,
 
     with torch.autograd.graph.saved_tensors_hooks(seen, lambda x: x):
         rule_op.kernels(*leaves)
-    assert sum(kept) == chunks * 2 * (64 * 64 + 16 * 32 + 64)
+    assert sum(kept) == chunks * 2 * (64 * 64 + 16 * 32 + 2 * 64)
 
 
 def test_o_of_narrow_heads_is_contiguous(rule_op, backend, device):

@@ -118,6 +118,15 @@ def test_gates_at_the_ends_of_their_range_are_as_near_to_fp64_as_torch(rule_op, 
     rule_op.check_by_token(gates_of(name, rule_op.draw(1, 12, 1, 8, 8, F32, device)))
 
 
+@pytest.mark.parametrize("every", [1, 7, 50])
+@pytest.mark.parametrize("least", [-math.inf, -1e4])
+def test_resets_within_chunks_are_as_near_to_fp64_as_the_recurrence(rule_op, every, least, device):
+    """The decays between two of them keep their digits."""
+    tensors = rule_op.draw(1, 140, 1, 8, 8, F32, device)
+    tensors[3][:, 3::every] = least
+    rule_op.check_by_token(tensors)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_keys_all_alike_are_as_near_to_fp64_as_torch(rule_op, dtype, device):
     """Where the inverse is hardest: all of A is near 1, and sums of its powers would explode."""

@@ -386,7 +386,7 @@ def forward_plan(problem: Problem, operands: tuple[Layout, ...]) -> RulePlan:
         problem.of_units(CHUNK, width),
         problem.of_units(CHUNK, CHUNK),
         problem.of_units(keys, width),
-        problem.of_units(CHUNK, dtype=torch.float32),
+        problem.of_units(2, CHUNK, dtype=torch.float32),
         allocator(
             (problem.sequences, problem.value_heads, keys, width), torch.float32, problem.device
         ),

@@ -19,7 +19,8 @@ from .._core.tiles import as_operand, to_tf32
 
 # Tokens of a chunk.
 C = tl.constexpr(64)
-# The logarithm of the least normal fp32 number: a lower decay leaves nothing of a state.
+# The logarithm of the least normal fp32 number: a lower decay leaves nothing of a state, and is a
+# reset.
 LEAST_DECAY = tl.constexpr(-87.33654475055310)
 # Arguments that change from call to call without a kernel of their own.
 COUNTS = ("tokens", "heads", "chunks")
@@ -159,19 +160,71 @@ def through_memory(x_ptr, x, unit, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def decay_between(decay):
-    """L_ij = exp(G_i - G_j) for i >= j, 0 above: exp may overflow there, so the mask is first."""
-    row = tl.arange(0, C)
-    between = decay[:, None] - decay[None, :]
-    return tl.exp(tl.where(row[:, None] >= row[None, :], between, float("-inf")))
+def cumulated(g):
+    """The decays of a unit: G, the cumulated g without its resets, and the number of these: a sum
+    with a reset in it would have no digits left for the others.
+    """
+    is_reset = g < LEAST_DECAY
+    return tl.cumsum(tl.where(is_reset, 0.0, g), 0), tl.cumsum(tl.where(is_reset, 1.0, 0.0), 0)
 
 
 @triton.jit
-def decay_between_transposed(decay):
+def store_decays(decays_ptr, decays, unit):
+    decay, resets = decays
+    at = decays_ptr + unit * (2 * C) + tl.arange(0, C)
+    tl.store(at, decay)
+    tl.store(at + C, resets)
+
+
+@triton.jit
+def unit_decays(decays_ptr, unit):
+    """What was stored."""
+    at = decays_ptr + unit * (2 * C) + tl.arange(0, C)
+    return tl.load(at), tl.load(at + C)
+
+
+@triton.jit
+def last_decays(decays_ptr, unit):
+    """That of the last token."""
+    at = decays_ptr + unit * (2 * C) + C - 1
+    return tl.load(at), tl.load(at + C)
+
+
+@triton.jit
+def decay_from_start(decays):
+    """What is left at a token of the state at the chunk's start: exp(G), 0 after a reset."""
+    decay, resets = decays
+    return tl.exp(tl.where(resets == 0.0, decay, float("-inf")))
+
+
+@triton.jit
+def decay_to_end(decays, last):
+    """What is left of a token at the chunk's end."""
+    decay, resets = decays
+    last_decay, last_resets = last
+    return tl.exp(tl.where(resets == last_resets, last_decay - decay, float("-inf")))
+
+
+@triton.jit
+def decay_between(decays):
+    """L_ij = exp(G_i - G_j) for i >= j, 0 above and across a reset: exp may overflow there, so the
+    mask is first.
+    """
+    decay, resets = decays
+    row = tl.arange(0, C)
+    between = decay[:, None] - decay[None, :]
+    inside = (row[:, None] >= row[None, :]) & (resets[:, None] == resets[None, :])
+    return tl.exp(tl.where(inside, between, float("-inf")))
+
+
+@triton.jit
+def decay_between_transposed(decays):
     """The transpose of L."""
+    decay, resets = decays
     row = tl.arange(0, C)
     between = decay[None, :] - decay[:, None]
-    return tl.exp(tl.where(row[:, None] <= row[None, :], between, float("-inf")))
+    inside = (row[:, None] <= row[None, :]) & (resets[:, None] == resets[None, :])
+    return tl.exp(tl.where(inside, between, float("-inf")))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The kernel compiles for every supported GPU, without a spill and within its shared memory."""
+"""The kernels compile for every supported GPU, without a spill and within their shared memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 @pytest.mark.parametrize("capability", GPUS)
-def test_kernel_compiles_without_a_spill(capability):
-    printed = compiled_in_a_process(HERE, "softmax_gradients", capability)
+def test_kernels_compile_without_a_spill(capability):
+    printed = compiled_in_a_process(HERE, "every_form", capability)
     assert printed.count("softmax_gradient_kernel") == 4
+    assert printed.count("scaled_kernel") == 2

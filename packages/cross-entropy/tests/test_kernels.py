@@ -130,11 +130,12 @@ def test_loss_and_gradients_are_as_near_to_fp64_as_torch(dtype, backend, device)
 @pytest.mark.gpu
 @pytest.mark.large
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-def test_full_sizes_are_as_near_to_fp64_as_torch(dtype):
-    """In two chunks."""
-    x = torch.randn(4096, 320, device="cuda", dtype=dtype)
-    weight = (torch.randn(32000, 320, device="cuda") * 320**-0.5).to(dtype)
-    targets = torch.randint(32000, (4096,), device="cuda")
+@pytest.mark.parametrize(("rows", "width"), [(5000, 320), (4400, 2560)])
+def test_full_sizes_are_as_near_to_fp64_as_torch(rows, width, dtype):
+    """In two chunks; the second size in bf16 as a whole."""
+    x = torch.randn(rows, width, device="cuda", dtype=dtype)
+    weight = (torch.randn(32000, width, device="cuda") * width**-0.5).to(dtype)
+    targets = torch.randint(32000, (rows,), device="cuda")
     Yardstick(reference.linear_cross_entropy, [x, weight, targets]).check(
         partial(linear_cross_entropy, backend="triton")
     )
@@ -170,6 +171,24 @@ def test_triton_takes_the_launch_once_a_chunk_and_refuses_fp64(device, monkeypat
     assert calls[3:] == [(9, False), (9, False), (7, False)]
     with pytest.raises(RuntimeError, match=r"not torch\.float64"):
         linear_cross_entropy(x.double(), weight.double(), targets, backend="triton")
+
+
+@pytest.mark.parametrize("shape", [(3, 700), (1, 1), (70, 61), (0, 5)])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (F32, F16), (F16, F16)])
+def test_gradients_times_a_number_are_the_references_to_the_bit(dtypes, shape, device):
+    x, factor = torch.randn(shape, device=device).to(dtypes[0]), torch.tensor(1 / 3, device=device)
+    found = launch.scaled(x, factor, dtypes[1])
+    assert torch.equal(found, reference.scaled(x, factor, dtypes[1]))
+    assert found.dtype == dtypes[1]
+
+
+def test_rows_are_cut_where_it_saves_memory():
+    """All logits in bf16, 2 N V bytes, beside dw in fp32, 4 V d bytes."""
+    large = dict(vocabulary=131072, width=4096)
+    assert module._chunks(8192, **large, whole=True) == 1
+    assert module._chunks(8193, **large, whole=True) == 3
+    assert module._chunks(8192, **large, whole=False) == 2
+    assert module._chunks(0, **large, whole=False) == 1
 
 
 @pytest.mark.gpu

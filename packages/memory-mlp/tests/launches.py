@@ -99,6 +99,7 @@ def launch_a_scan(
     activation: str = "silu",
     read_when: str = "after",
     masked: bool = False,
+    clipped: bool = False,
 ) -> None:
     """Forward and backward of 4 rows of 5 heads."""
     batch, tokens, heads = 4, 320, 5
@@ -108,6 +109,11 @@ def launch_a_scan(
     written = torch.empty(batch, tokens, heads, dtype=torch.bool) if masked else None
     options = hidden, chunk, activation, read_when
     gates = gate, gate, gate, written
+    if clipped:
+        y, end, *saved = scan.clipped_forward(rows, rows, rows, state, *gates, *options, 1.0)
+        inputs = y, end, rows, rows, rows, state, *saved
+        scan_backward.clipped_backward(*inputs, *gates, *options, 1.0)
+        return
     y, end, states = scan.scan_forward(rows, rows, rows, state, *gates, *options)
     scan_backward.scan_backward(y, end, rows, rows, rows, state, states, *gates, *options)
 
@@ -125,6 +131,9 @@ def every_scan() -> None:
         launch_a_scan(64, 256, BF16, activation=activation, read_when="before", masked=True)
     for chunk, width, hidden in ((16, 32, 64), (32, 40, 128), (48, 64, 512), (5, 3, 5)):
         launch_a_scan(width, hidden, BF16, chunk, masked=True)
+    for hidden, dtype in ((128, BF16), (256, BF16), (128, F16), (128, F32)):
+        launch_a_scan(64, hidden, dtype, clipped=True)
+    launch_a_scan(3, 5, BF16, 5, clipped=True)
 
 
 def launch_a_read(

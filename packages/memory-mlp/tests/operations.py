@@ -25,7 +25,8 @@ PACKAGE = Package(
         "memory_read memory_scan memory_update"
     ),
     registered=(
-        "memory_update memory_update_backward memory_scan memory_scan_backward memory_read "
+        "memory_update memory_update_backward memory_scan memory_scan_backward clipped_scan "
+        "clipped_scan_backward memory_read "
         "memory_read_backward memory_input memory_queries memory_input_backward finite_tokens "
         "kept_tokens gated_tokens gated_tokens_backward count_tokens"
     ),
@@ -441,7 +442,9 @@ FORMS = {
     op.name: op
     for op in (
         UpdateOp(form="-plain"),
-        ShortChunksOp(dict(read="before", activation="gelu"), form="-before", masked=True),
+        ShortChunksOp(
+            dict(read="before", activation="gelu", max_grad_norm=0.7), form="-clipped", masked=True
+        ),
         StateOp(form="-of-a-state"),
         InputOp(form="-constant-theta", theta=0.1, taps=1, key_norm="rms"),
         InputOp(form="-without-taps", taps=0, key_norm=None),

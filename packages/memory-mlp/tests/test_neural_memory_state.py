@@ -19,8 +19,8 @@ SPLITS = {
 ALONE = [
     {"granularity": "token"},
     {"granularity": "token", "read": "before"},
-    {"granularity": "token", "layers": 3},
-    {"granularity": "token", "chunk": 1},
+    {"granularity": "token", "layers": 3, "max_grad_norm": 0.5},
+    {"granularity": "token", "chunk": 1, "max_grad_norm": 0.5},
     {"granularity": "token", "chunk": 64},
     {"granularity": "chunk"},
     {"granularity": "chunk", "layers": 1},

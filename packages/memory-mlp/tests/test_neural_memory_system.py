@@ -252,7 +252,7 @@ BAD = [
     (make(scope="batch"), ValueError, 'scope must be "sequence" or "batch_pooled", got .batch.'),
     (make(scope="batch_pooled"), ValueError, "batch_pooled.*granularity"),
     (make(convolution=-1), ValueError, "convolution must be at least 0, got -1"),
-    (make(max_grad_norm=1.0), ValueError, "max_grad_norm is for pooled steps"),
+    (make(max_grad_norm="1"), TypeError, "max_grad_norm must be a number, got str"),
     (
         make(max_grad_norm=0, granularity="chunk"),
         ValueError,

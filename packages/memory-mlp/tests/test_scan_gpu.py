@@ -7,6 +7,8 @@ import torch
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.conformance import everything, same_bits
 
+from .test_scan_clip import amid
+
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # Rows, tokens, heads, D; the tokens are no multiple of a chunk, and theta is so small that the
@@ -122,6 +124,47 @@ def test_strange_token_stays_in_its_row_and_head(scan_op, strange):
         x, truth = (z.transpose(1, 2) if place in by_token else z for z in (x, truth))
         assert torch.equal(x[0], truth[0])
         assert torch.equal(x[1, :2], truth[1, :2])
+
+
+def two_sizes(op, width, hidden, dtype):
+    """Half of the tokens have norms eight times as large as the others: no rounding decides which
+    are clipped at the limit between.
+    """
+    tensors = drawn(op, width, hidden, dtype)
+    tensors[2][:, ::2] *= 8.0
+    return tensors, amid(op, tensors)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize(
+    ("chunk", "width", "hidden"), [(64, 64, 128), (64, 64, 256), (48, 40, 200), (16, 8, 32)]
+)
+def test_clipped_scan_is_as_near_to_fp64_as_torch(scan_op, in_tf32, chunk, width, hidden, dtype):
+    op = scan_op.having(chunk=chunk)
+    tensors, limit = two_sizes(op, width, hidden, dtype)
+    op.having(max_grad_norm=limit).check(tensors)
+
+
+@pytest.mark.parametrize("hidden", [32, 128, 512])
+def test_chunk_that_would_poison_the_memory_is_as_if_it_were_not_written(scan_op, hidden):
+    """To the bit, forward and backward, and outliers among the others stay what the clip allows."""
+    op = scan_op.having(max_grad_norm=1.0)
+    tensors = drawn(op, 64, hidden, BF16)
+    tensors[2][0, 200, 1] = 1e30
+    # The second chunk of one memory.
+    tensors[13][1, 70, 2] = float("inf")
+    mask = torch.ones(*ROWS, dtype=torch.bool, device="cuda")
+    mask[1, 64:128, 2] = False
+    kept = mask.unsqueeze(-1)
+    results = []
+    for options in ({}, {"write_mask": mask}):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        y, *ends = op.having(**options).kernels(*leaves)
+        y = torch.where(kept, y, 0.0)
+        total = sum(x.float().sin().sum() for x in (y, *ends))
+        results.append([y, *ends, *torch.autograd.grad(total, leaves)])
+    assert same_bits(*results)
+    assert all(x.isfinite().all() for x in results[0])
 
 
 def test_many_heads_at_a_length_that_fills_the_gpu_in_parts(scan_op):

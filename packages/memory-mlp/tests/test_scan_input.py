@@ -88,6 +88,15 @@ BAD = {
     "half a chunk": (dict(chunk=2.0), TypeError, "chunk must be a whole number, got float"),
     "true as chunk": (dict(chunk=True), TypeError, "chunk must be a whole number, got bool"),
     "activation": (dict(activation="tanh"), ValueError, 'activation must be "silu" or "relu"'),
+    "no norm": (
+        *(dict(max_grad_norm=0.0), ValueError),
+        "max_grad_norm must be a finite number above 0, got 0",
+    ),
+    "endless norm": (
+        *(dict(max_grad_norm=float("inf")), ValueError),
+        "max_grad_norm must be a finite number, got inf",
+    ),
+    "text as norm": (dict(max_grad_norm="1"), TypeError, "max_grad_norm must be a number, got str"),
     "read": (dict(read="never"), ValueError, 'read must be "after" or "before", got \'never\''),
 }
 

@@ -74,7 +74,7 @@ def test_gates_out_of_range_are_as_near_to_fp64_as_torch(scan_op, backend, devic
     """The recurrence holds for any number: nothing is clamped, forward or backward."""
 
     def recurrence(*tensors):
-        y, weights, momentum = reference.memory_scan_by_token(*by_heads(tensors), chunk=2)
+        y, weights, momentum, _ = reference.memory_scan_by_token(*by_heads(tensors), chunk=2)
         return y.transpose(1, 2), *weights, *momentum
 
     *tensors, _, _, _ = scan_op.draw(1, 3, 1, 3, 5, F32, device)
@@ -178,8 +178,8 @@ def by_heads(tensors):
     return *rows, *halves, *(x.mT for x in (alpha, eta, theta))
 
 
-def flat(y, weights, momentum):
-    return [y, *weights, *momentum]
+def flat(y, weights, momentum, skipped=None):
+    return [y, *weights, *momentum, *([] if skipped is None else [skipped])]
 
 
 @pytest.mark.sampled

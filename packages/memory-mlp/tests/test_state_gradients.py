@@ -206,7 +206,7 @@ def test_gradients_of_scans_in_a_row_are_those_of_separate_tensors(scan_op, back
     halves = MemoryWeights(*state[:4]), MemoryWeights(*state[4:])
     halves[0].w1.requires_grad_()
     options = {"chunk": 2, "backend": backend}
-    _, *halves = memory_scan(q, k, v, *halves, alpha, eta, theta, **options)
+    _, *halves, _ = memory_scan(q, k, v, *halves, alpha, eta, theta, **options)
     leaves = [half.map(lambda x: x.detach().clone().requires_grad_()) for half in halves]
     found, wanted = (
         torch.autograd.grad(

@@ -102,8 +102,10 @@ def seed() -> None:
 
 @pytest.fixture(scope="session", autouse=not HAS_GPU)
 def quicker_interpreter() -> Iterator[None]:
-    """The interpreter goes through all of triton.language at each call of a device function, a
-    fifth of the time of such tests: once in a launch does the same.
+    """What the interpreter does again and again to no end is done once, or not at all, for half of
+    the time of such tests: it goes through all of triton.language at each call of a device
+    function, makes a table of all dtypes at each operation to look one up, and computes at each sum
+    and product of whole numbers whether it overflows, which it asserts in debug mode alone.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -126,7 +128,18 @@ def quicker_interpreter() -> Iterator[None]:
         prepared.clear()
         return launch(self, *args, **kwargs)
 
+    unchecked = interpreter.InterpreterOptions(sanitize_overflow=False)
+    look_up, known = interpreter._get_np_dtype, {}
+
+    def known_dtype(dtype):
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = look_up(dtype.scalar)
+        return known[name]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_get_np_dtype", known_dtype)
+        patch.setattr(interpreter.interpreter_builder, "options", unchecked)
         patch.setattr(interpreter, "_patch_lang", prepare_once)
         patch.setattr(interpreter.GridExecutor, "__call__", launch_afresh)
         yield

@@ -1,11 +1,21 @@
 """The softmax of a chunk of logits, and their gradient in their place: one launch, which reads
-every logit twice, the second time soon after the first, and writes it once.
+every logit twice, the second time soon after the first, and writes it once. And a gradient times
+a number.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def scaled_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """One program multiplies BLOCK numbers with the factor in fp32 and rounds them once."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    scaled = x * tl.load(factor_ptr)
+    tl.store(out_ptr + at, scaled.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
 @triton.jit(do_not_specialize=("row_stride",))

@@ -1,8 +1,9 @@
-"""The launch of softmax_gradient_: its configuration and its plan."""
+"""The launches of softmax_gradient_ and scaled: their configurations and their plans."""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,6 +32,17 @@ class SoftmaxConfig(NamedTuple):
 
 # Source: docs/decisions/0007-vocabulary-loss-h200.csv.
 SOFTMAX = SoftmaxConfig(deep=16, lanes=512, num_warps=8)
+
+
+class ScaledConfig(NamedTuple):
+    """One program takes ``block`` numbers."""
+
+    block: int
+    num_warps: int
+
+
+# Source: docs/decisions/0007-scaled-h200.csv.
+SCALED = ScaledConfig(block=1024, num_warps=4)
 
 
 def softmax_gradient_(logits: Tensor, targets: Tensor, *, with_gradient: bool) -> Tensor:
@@ -74,3 +86,40 @@ def softmax_plan(
         LANES=min(SOFTMAX.lanes, max(16, power_of_2(cdiv(vocabulary, SOFTMAX.deep)))),
     )
     return Plan(launch, (), (log_p,))
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times a number, computed in fp32 and rounded once.
+
+    Args:
+        x: contiguous, fp32, bf16 or fp16.
+        factor: one number in fp32, on x's device.
+        dtype: of the result, fp32, bf16 or fp16.
+    """
+    if x.is_cuda and x.device.index != current_device():
+        with torch.cuda.device(x.device):
+            return scaled(x, factor, dtype)
+    return scaled_plan(x.shape, layouts(x), dtype, x.device).run((x, factor))[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def scaled_plan(
+    shape: tuple[int, ...],
+    operands: tuple[Layout | None, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Plan:
+    """The plan for numbers of this layout."""
+    size = math.prod(shape)
+    out = allocator(shape, dtype, device)
+    if not size:
+        return Plan(None, (), (out,))
+    launch = Launch(
+        kernels.scaled_kernel,
+        (cdiv(size, SCALED.block),),
+        device,
+        (size,),
+        dict(num_warps=SCALED.num_warps),
+        BLOCK=SCALED.block,
+    )
+    return Plan(launch, (), (out,))

@@ -9,8 +9,9 @@ three large products for a chunk, and none computed twice. Saved for the backwar
 which it multiplies by a number.
 
 Logits are in the operands' dtype, as torch's product makes them; log-sum-exp, loss and the sum of
-dw over chunks are fp32 (fp64 for fp64 operands). On a GPU g takes the logits' place in one launch,
-where torch's operations read and write them six times (docs/decisions/0007).
+dw over chunks are fp32 (fp64 for fp64 operands). A dw in fp32 may take more memory than all logits
+in bf16: then there is one chunk, and its dw is in the weight's dtype. On a GPU g takes the logits'
+place in one launch, where torch's operations read and write them six times (docs/decisions/0007).
 
 That launch is a function inside the derivative and no registered op: it overwrites its argument,
 and an op that returned g beside the logits would hold two chunks. torch.compile traces the chunk in
@@ -41,11 +42,11 @@ from . import launch, reference
 
 Tensor = torch.Tensor
 
-# Of a chunk's logits: an eighth of a GiB in bf16.
-CHUNK_ELEMENTS = 2**26
+# Of a chunk's logits: a quarter of a GiB in bf16. Source: docs/decisions/0007-chunks-h200.csv.
+CHUNK_ELEMENTS = 2**27
 # A chunk reads and writes dw, 8 V d bytes beside 6 rows V d operations: with fewer rows than these
 # memory would bind, so a large vocabulary has larger chunks.
-CHUNK_ROWS = 2048
+CHUNK_ROWS = 4096
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -58,18 +59,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Rows that count for nothing may hold anything.
         rows = torch.where(counted.unsqueeze(-1), x.to(dtype), 0.0).chunk(chunks)
         indices = torch.where(counted, targets, 0).chunk(chunks)
-        dw = torch.zeros_like(weight, dtype=wide) if with_gradient else None
+        # One chunk's product is dw. In fp16 a sum over rows, not yet a mean, may overflow.
+        if chunks == 1 and weight.dtype == dtype == torch.bfloat16:
+            wide = dtype
+        dw = None
         log_p, dx = [], []
         for row, index in zip(rows, indices, strict=True):
             found, g = _log_p_and_gradient(row @ matrix.mT, index, with_gradient, launches)
             log_p.append(found)
-            if dw is None:
-                continue
-            dx.append(g @ matrix)
-            _add_product_(dw, g.mT, row)
-        if dw is not None:
+            if with_gradient:
+                dx.append(g @ matrix)
+                dw = _product(g.mT, row, wide) if dw is None else _add_product_(dw, g.mT, row)
+        if with_gradient:
             ctx.save_for_backward(torch.where(counted.unsqueeze(-1), torch.cat(dx), 0.0), dw)
-            ctx.dtypes = x.dtype, weight.dtype
+            ctx.dtypes, ctx.launches = (x.dtype, weight.dtype), launches
         return -torch.where(counted, torch.cat(log_p), 0.0).sum()
 
     @staticmethod
@@ -77,31 +80,51 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dtotal):
         dx, dw = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
-        scaled = ((dtotal * dx).to(x_dtype), (dtotal * dw).to(weight_dtype))
-        return *scaled, None, None, None, None, None, None
+        if ctx.launches and type(dx) is Tensor and not torch.compiler.is_compiling():
+            scaled = launch.scaled
+        else:
+            scaled = reference.scaled
+        return (
+            scaled(dx, dtotal, x_dtype),
+            scaled(dw, dtotal, weight_dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _log_p_and_gradient(
     logits: Tensor, index: Tensor, with_gradient: bool, launches: bool
 ) -> tuple[Tensor, Tensor]:
     """log p of each row's target, ``[N]``, and p - one_hot(target), which may be the logits."""
-    # Not a tensor that only stands for another.
-    if launches and type(logits) is Tensor and not torch.compiler.is_compiling():
+    if _takes(logits, launches):
         return launch.softmax_gradient_(logits, index, with_gradient=with_gradient), logits
     return reference.softmax_gradient(logits, index, with_gradient=with_gradient)
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, where total's dtype is at least as wide: added before anything is rounded
-    where the device can, and without another tensor of total's size.
+def _takes(x: Tensor, launches: bool) -> bool:
+    """Whether x goes to the launches: not a tensor that only stands for another."""
+    return launches and type(x) is Tensor and not torch.compiler.is_compiling()
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a @ b`` in a dtype at least as wide: not rounded to theirs where the device can."""
+    if a.is_cuda and dtype != a.dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``total += a @ b``, added before anything is rounded where the device can, and without
+    another tensor of total's size.
     """
-    if not total.is_cuda or total.dtype == a.dtype:
-        total += a @ b
-    elif torch.compiler.is_compiling():
-        # torch.compile does not know addmm with another dtype.
-        total += torch.mm(a, b, out_dtype=total.dtype)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    # torch.compile does not know addmm with another dtype.
+    if not total.is_cuda or total.dtype == a.dtype or torch.compiler.is_compiling():
+        return total.add_(_product(a, b, total.dtype))
+    return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def linear_cross_entropy(
@@ -142,8 +165,7 @@ def linear_cross_entropy(
     torchs = backend != "triton" and _torchs_is_exact(dtype)
     launches = not torchs and uses_triton(x, backend)
     x, targets = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
-    chunks = min(cdiv(len(x) * len(weight), CHUNK_ELEMENTS), cdiv(len(x), CHUNK_ROWS))
-    chunks = max(1, chunks)
+    chunks = _chunks(len(x), *weight.shape, whole=launches and dtype == torch.bfloat16)
     with without_autocast(x.device):
         if torchs:
             return _torchs(x.to(dtype), weight.to(dtype), targets, ignore_index, chunks)
@@ -152,6 +174,14 @@ def linear_cross_entropy(
             x, weight, targets, ignore_index, dtype, chunks, with_gradient, launches
         )
         return _mean(total, targets, ignore_index)
+
+
+def _chunks(rows: int, vocabulary: int, width: int, *, whole: bool) -> int:
+    """Into how many the rows are cut; ``whole``: not at all where that takes no more memory."""
+    # All logits in bf16 against dw in fp32, which a sum over chunks needs.
+    if whole and 2 * rows * vocabulary <= 4 * width * vocabulary:
+        return 1
+    return max(1, min(cdiv(rows * vocabulary, CHUNK_ELEMENTS), cdiv(rows, CHUNK_ROWS)))
 
 
 def _torchs_is_exact(dtype: torch.dtype) -> bool:

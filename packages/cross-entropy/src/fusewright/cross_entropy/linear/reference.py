@@ -36,3 +36,9 @@ def softmax_gradient(
         below = log_p.expm1().to(logits.dtype)
         logits = torch.softmax(logits, -1).scatter_(-1, index, below)
     return log_p.squeeze(-1), logits
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, a matrix, times a number, computed in the wider dtype of both and rounded once."""
+    # As a matrix, too: torch would round a number without axes to x's dtype.
+    return (x * factor.reshape(1, 1)).to(dtype)

@@ -121,7 +121,8 @@ def keys_of_tiles_kernel(
         key = start + tl.arange(0, CONFIG.BLOCK)
         at = corner[None, :] + (key >> 5)[:, None]
         here = zeros(CONFIG.BLOCK, CONFIG.WORDS).to(tl.int32)
-        for place in range(0, PLACES):
+        # Unrolled, so that no query's word waits for another's.
+        for place in tl.static_range(PLACES):
             inside = (first + place < part)[None, :] & (key < keys)[:, None]
             word = tl.load(at + place * words, mask=inside, other=0)
             here |= ((word >> (key & 31)[:, None]) & 1) << place

@@ -28,7 +28,9 @@ LONGEST_TILE = 128
 
 
 class ListConfig(NamedTuple):
-    """One program lists what one tile needs, ``block`` candidates at a time."""
+    """One program lists what one tile needs, ``block`` candidates at a time; keys of more than 32
+    queries, which are several words each, so many words at a time.
+    """
 
     block: int
     num_warps: int
@@ -43,7 +45,7 @@ class ListConstants(NamedTuple):
     BLOCK: int
 
 
-# Source: docs/decisions/0014-tiles-h200.csv.
+# Source: docs/decisions/0014-tiles-h200.csv and 0014-lists-h200.csv.
 MEMBERS = ListConfig(block=512, num_warps=4)
 KEYS_OF_TILES = ListConfig(block=1024, num_warps=8)
 QUERIES_OF_TILES = ListConfig(block=1024, num_warps=4)
@@ -179,13 +181,14 @@ def plan_tiles(
     lists = problem.batches * problem.selections * tiles
     # Whole blocks of columns, and whole reads of the GPU.
     capacity, words = round_up(entries, max(block, WORD_BITS)), cdiv(tile, WORD_BITS)
+    at_a_time = line.block if of_keys else line.block // words
     listing_launch = Launch(
         listing,
         grid_of(lists),
         problem.device,
         (*listed, members.shape[-1], tiles, capacity),
         dict(num_warps=line.num_warps),
-        CONFIG=ListConstants(tile, words, block, line.block),
+        CONFIG=ListConstants(tile, words, block, at_a_time),
     )
     heads = (problem.heads, problem.heads // problem.key_heads, problem.selections)
     integers: tuple[int, ...] = (*sizes, *heads, tiles, capacity, problem.score_rows)

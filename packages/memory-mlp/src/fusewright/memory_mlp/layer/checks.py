@@ -32,11 +32,8 @@ def check_rules(rules: Rules) -> None:
     check_backend(rules.backend)
     if rules.max_grad_norm is not None:
         checked_positive("max_grad_norm", rules.max_grad_norm)
-    if rules.granularity == "token":
-        if rules.max_grad_norm is not None:
-            raise ValueError('max_grad_norm is for pooled steps, got it with granularity "token"')
-        if rules.scope == "batch_pooled":
-            raise ValueError('scope "batch_pooled" pools steps, got it with granularity "token"')
+    if rules.granularity == "token" and rules.scope == "batch_pooled":
+        raise ValueError('scope "batch_pooled" pools steps, got it with granularity "token"')
     if rules.layers != 2 and rules.backend == "triton":
         raise ValueError(
             'layers must be 2 with backend "triton": the kernels serve no other, '

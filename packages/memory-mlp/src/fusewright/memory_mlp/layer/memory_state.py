@@ -26,8 +26,8 @@ class MemoryState(NamedTuple):
         tail: the tokens of the running chunk, fewer than ``chunk``; their number is a shape.
         convolution: ``[B, convolution - 1, 3 * heads * D]``, the last projections, which the
             causal convolution sees again.
-        skipped: ``[B, heads]`` int64, how many tokens were not written because they were not
-            finite.
+        skipped: ``[B, heads]`` int64, how many tokens were not written because they, their step
+            or, of a scan with ``max_grad_norm``, their chunk was not finite.
         position: ``[B]`` int64, how many tokens were seen since the row's start.
     """
 
@@ -64,7 +64,7 @@ class MemoryStats(NamedTuple):
     Attributes:
         alpha, eta, theta: ``[B, T, heads]``, the gates of the tokens.
         written: ``[B, T, heads]`` bool, which tokens were written.
-        skipped: ``[B, heads]`` int64, tokens not written for not being finite.
+        skipped: ``[B, heads]`` int64, tokens not written for that.
     """
 
     alpha: Tensor

@@ -75,8 +75,10 @@ class NeuralMemory(nn.Module):
             all rows and every step pools their tokens, so that rows depend on one another; not for
             "token".
         convolution: taps of the causal depthwise convolution after the projections; 0 for none.
-        max_grad_norm: the largest norm of a pooled step's gradient, over all tensors of a memory;
-            not for "token".
+        max_grad_norm: the largest norm of a step's gradient, over all tensors of a memory: of a
+            pooled step's, or for "token" of each token's. Without it one token of "token" that is
+            finite, but a million times as large as the others, is all that its row remembers.
+            With it "token" also guards its chunks: see ``skipped`` below.
         outer_grad: "full": gradients pass through the steps, to earlier calls as well.
             "detach_state": the state that a call returns is detached. "none": no gradient passes
             through the steps; projections of queries and the output are trained, nothing else.
@@ -217,7 +219,11 @@ class NeuralMemory(nn.Module):
         those heads and counted in ``skipped``; its output is NaN. Other rows are not affected, nor
         are later tokens: the convolution sees a zero. Where the token is finite and its projection
         is not, the convolution sees that, and the tokens that it reaches are skipped too. A pooled
-        step whose gradient is not finite is skipped and its tokens are counted.
+        step whose gradient is not finite is skipped and its tokens are counted. So are, for "token"
+        with ``max_grad_norm``, tokens whose gradient is not finite, which then change nothing but
+        what their alpha and eta do, and chunks after which the memory is not finite, which leave
+        the state as it was; both once their chunk is complete. Without ``max_grad_norm`` neither is
+        noticed.
 
         Returns:
             (y ``[B, T, dim]``, in x's dtype or autocast's, without gate and residual; the new

@@ -45,7 +45,8 @@ class StepResult(NamedTuple):
         y: ``[B, T, heads, D]``, the memory's outputs for the queries.
         weights, momentum: at the start of the running chunk.
         tail: the running chunk's tokens.
-        skipped: ``[B, heads]``, tokens of pooled steps that were skipped; None without such steps.
+        skipped: ``[B, heads]``, tokens of pooled steps that were skipped, or that a clipped scan
+            lost in the chunks that are complete; None without such.
     """
 
     y: Tensor
@@ -74,28 +75,32 @@ def token_steps(
     closed = joined.length // rules.chunk * rules.chunk
     new_tail = joined.part(closed, joined.length)
     out = []
+    lost = None
     if closed:
-        y, weights, momentum = scan(rules, q[:, :closed], joined.part(0, closed), weights, momentum)
+        part = joined.part(0, closed)
+        y, weights, momentum, lost = scan(rules, q[:, :closed], part, weights, momentum)
         out.append(y)
     if new_tail.length:
         out.append(scan(rules, q[:, closed:], new_tail, weights, momentum)[0])
     y = torch.cat(out, 1) if len(out) > 1 else out[0] if out else q
-    return StepResult(y[:, known:], weights, momentum, new_tail.kept(tail), None)
+    return StepResult(y[:, known:], weights, momentum, new_tail.kept(tail), lost)
 
 
 def scan(
     rules: Rules, q: Tensor, writes: Writes, weights: Weights, momentum: Weights
-) -> tuple[Tensor, Weights, Weights]:
-    """Write and read token by token, from the start of a chunk."""
-    theta = writes.theta
+) -> tuple[Tensor, Weights, Weights, Tensor | None]:
+    """Write and read token by token, from the start of a chunk; last, how many tokens were lost."""
+    theta, limit = writes.theta, rules.max_grad_norm
     if rules.reduction != "sum":
-        # A step is one token: both means are over its features.
+        # A step is one token: both means are over its features. The scan's gradient is the sum's.
         theta = theta / q.shape[-1]
+        limit = None if limit is None else limit * q.shape[-1]
     rows, gates = (q, writes.k, writes.v), (writes.alpha, writes.eta, theta, writes.written)
     options: dict[str, Any] = {
         "chunk": rules.chunk,
         "activation": rules.activation,
         "read": rules.read,
+        "max_grad_norm": limit,
     }
     if isinstance(weights, MemoryWeights) and isinstance(momentum, MemoryWeights):
         return memory_scan(*rows, weights, momentum, *gates, backend=rules.backend, **options)

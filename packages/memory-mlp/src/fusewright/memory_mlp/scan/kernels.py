@@ -10,6 +10,9 @@ h_j^T, e_j) the gradient of token j:
     z_q = keep (q w1^T + b1) + carry (q s1^T + c1) - (gamma * (q k^T + 1)) p
     h_q = act(z_q)                                                   all chunks at once
     y = keep (h_q w2^T + b2) + carry (h_q s2^T + c2) - (gamma * (h_q h^T + 1)) e
+
+With a clip ``kernels_clip`` goes from chunk to chunk, and e and p are multiplied by the factors
+that it has found.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from ..common.tiles import (
     activated,
     load_b1,
     load_b2,
+    load_matrix,
     load_weights,
     product,
     product_onto,
@@ -43,6 +47,7 @@ from .tiles import (
     store_part,
     sum_of_programs,
     sums,
+    token_numbers,
 )
 
 
@@ -232,6 +237,8 @@ def scan_read_kernel(
     read_h_ptr,
     read_slope_ptr,
     matches_ptr,
+    pull_ptr,
+    factors_ptr,
     tokens,
     heads,
     all_heads,
@@ -252,6 +259,9 @@ def scan_read_kernel(
     from ``first_chunk`` on are read. With ``e`` it writes, instead of y, what the backward pass
     needs of the keys (e [C, D], rounded and in fp32; h, act'(z), dh act''(z) and p [C, HIDDEN]) and
     of the reads (h and act'(z) [C, HIDDEN], and how the hidden layers match [C, C]).
+
+    With ``factors``, by which e is multiplied, and ``e``, also ``pull`` [C, D]: half the gradient
+    of the square of the norm of a token's gradient by e, p being a function of e.
     """
     C: tl.constexpr = CONFIG.C
     D: tl.constexpr = CONFIG.D
@@ -267,6 +277,10 @@ def scan_read_kernel(
     token = tl.arange(0, BLOCK_C)
     col = tl.arange(0, CONFIG.BLOCK_D)
     written = load_written(written_ptr, place, there, tokens, heads, CONFIG)
+    if factors_ptr is not None:
+        at = token_numbers(factors_ptr, place, there, tokens, heads, CONFIG)
+        factor = tl.load(at, mask=there, other=0.0)
+        written = written & (factor != 0.0)
     k = token_rows(k_at, place, written, CONFIG)
     v = token_rows(v_at, place, written, CONFIG)
     q = token_rows(q_at, place, there, CONFIG)
@@ -281,6 +295,8 @@ def scan_read_kernel(
         e = product_onto(e, h.to(k.dtype), w2, CONFIG)
     e = FACTOR * (e + load_b2(memory, CONFIG)[None, :] - v.to(tl.float32))
     e = tl.where(written[:, None], e, 0.0)
+    if factors_ptr is not None:
+        e = e * factor[:, None]
     if e_ptr is not None:
         store_matrix(e_wide_ptr + local * (C * D), e, token, col, C, D)
     e = e.to(k.dtype)
@@ -291,6 +307,9 @@ def scan_read_kernel(
     q_carried = (carry * q.to(tl.float32)).to(k.dtype)
     matches = tl.full([BLOCK_C, BLOCK_C], 1.0, tl.float32)
     y = zeros(BLOCK_C, CONFIG.BLOCK_D)
+    if pull_ptr is not None:
+        by_p_slope = zeros(BLOCK_C, CONFIG.BLOCK_D)
+        h_squares = tl.full([BLOCK_C], 1.0, tl.float32)
     corner = local * (C * HIDDEN)
     for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
         row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
@@ -308,6 +327,10 @@ def scan_read_kernel(
             curve = (dh * curve).to(k.dtype)
             store_matrix(curve_ptr + corner, curve, token, row, C, HIDDEN)
             store_matrix(p_ptr + corner, p, token, row, C, HIDDEN)
+            if pull_ptr is not None:
+                by_p_slope = product_onto(by_p_slope, (dh * slope * slope).to(k.dtype), w2, CONFIG)
+                h_wide = h.to(tl.float32)
+                h_squares += tl.sum(h_wide * h_wide, 1)
 
         s1 = tl.trans(load_weights(momentum, block, 1, CONFIG).to(k.dtype))
         sb1 = load_b1(momentum, block, CONFIG)[None, :]
@@ -326,6 +349,14 @@ def scan_read_kernel(
     if e_ptr is not None:
         store_matrix(e_ptr + local * (C * D), e, token, col, C, D)
         store_matrix(matches_ptr + local * (C * C), matches, token, token, C, C)
+        if pull_ptr is not None:
+            k_wide = k.to(tl.float32)
+            k_squares = 1.0 + tl.sum(k_wide * k_wide, 1)
+            # All threads have stored it.
+            tl.debug_barrier()
+            e = load_matrix(e_wide_ptr + local * (C * D), token, col, C, D)
+            pull = h_squares[:, None] * e + k_squares[:, None] * by_p_slope
+            store_matrix(pull_ptr + local * (C * D), pull, token, col, C, D)
     else:
         # Loaded again: held since the start, they would fill the registers.
         gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)

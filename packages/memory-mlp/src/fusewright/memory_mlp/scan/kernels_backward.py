@@ -12,6 +12,7 @@ from ..common.tiles import (
     load_b1,
     load_b2,
     load_matrix,
+    load_vector,
     load_weights,
     product,
     product_onto,
@@ -30,6 +31,7 @@ from .tiles import (
     load_written,
     store_part,
     sum_of_programs,
+    token_numbers,
 )
 
 
@@ -75,6 +77,12 @@ def scan_states_backward_kernel(
     written_ptr,
     parts_ptr,
     arrived_ptr,
+    factors_ptr,
+    e_wide_ptr,
+    p_ptr,
+    pull_ptr,
+    tau_ptr,
+    limit,
     tokens,
     heads,
     all_heads,
@@ -91,6 +99,12 @@ def scan_states_backward_kernel(
     first chunk began; with the other BLOCKS - 1 programs of its head it adds up de. It computes dv,
     and writes the gradient of z over that of h. Weights' gradients are held as [BLOCK_D, BLOCK_H],
     as in the forward pass.
+
+    With a ``limit`` e and p are those that the clip has left, and rho e_0 = e, rho depending on the
+    square n of the norm of the gradient: for a token that is clipped, d rho / d n = -rho / (2 n).
+    Its gradient by n is tau / 2 times the squares of rho, with ``tau`` [C] = -<de, e> / limit^2, so
+    that n's gradients add tau times (|h|^2 + 1) e, (|k|^2 + 1) p, |e|^2 h and |p|^2 k to those of
+    e, p, h and k; ``pull`` has the first of these, and through p the second, for all hidden units.
     """
     C: tl.constexpr = CONFIG.C
     D: tl.constexpr = CONFIG.D
@@ -182,7 +196,24 @@ def scan_states_backward_kernel(
             de = sum_of_programs(parts_ptr, arrived_ptr, own, back, CONFIG)
 
         # Gradients of v, h and z.
-        dr = tl.where(written[:, None], FACTOR * (de + de_read), 0.0)
+        de += de_read
+        if limit is not None:
+            at = token_numbers(factors_ptr, place, there, tokens, heads, CONFIG)
+            factor = tl.load(at, mask=written, other=1.0)
+            e_wide = load_matrix(e_wide_ptr + local * (C * D), token, col, C, D)
+            tau = -tl.sum(de * e_wide, 1) / limit / limit
+            tau = tl.where(factor < 1.0, tau, 0.0)
+            tl.store(tau_ptr + local * C + token, tau, mask=(token < C) & (block == 0))
+            de += tau[:, None] * load_matrix(pull_ptr + local * (C * D), token, col, C, D)
+            de *= factor[:, None]
+            p = load_matrix(p_ptr + corner, token, row, C, HIDDEN).to(tl.float32)
+            k_wide = k.to(tl.float32)
+            more = (tau * (1.0 + tl.sum(k_wide * k_wide, 1)))[:, None] * p
+            dp += more
+            more = (more * slope.to(tl.float32)).to(k.dtype)
+            dw2 = product_onto(dw2, tl.trans(e), more, CONFIG)
+            dh += (tau * tl.sum(e_wide * e_wide, 1))[:, None] * h_wide
+        dr = tl.where(written[:, None], FACTOR * de, 0.0)
         store_token_rows(dv_ptr, -dr, place, there & (block == 0), tokens, heads, CONFIG)
         db2 += tl.sum(dr, 0)
         dr = dr.to(k.dtype)
@@ -217,6 +248,7 @@ def scan_keys_backward_kernel(
     dk_ptr,
     dlast_ptr,
     dend_ptr,
+    tau_ptr,
     tokens,
     heads,
     all_heads,
@@ -230,7 +262,7 @@ def scan_keys_backward_kernel(
     """One program computes dk of one chunk of one head, and the gradients of the last rows of gamma
     and nu and of the last keep, carry and decay, from the gradient of the memory with which the
     chunk ends. e is a factor of the whole gradient of a token, so its rounding would not average
-    out of those of gamma and nu: here it is in fp32.
+    out of those of gamma and nu: here it is in fp32. ``tau`` is that of the clip.
     """
     C: tl.constexpr = CONFIG.C
     D: tl.constexpr = CONFIG.D
@@ -272,6 +304,9 @@ def scan_keys_backward_kernel(
         dnu -= tl.sum(e * product(h, ds2.to(k.dtype), CONFIG), 1)
 
     dk = load_matrix(dk_read_ptr + local * (C * D), token, col, C, D)
+    if tau_ptr is not None:
+        tau = load_vector(tau_ptr + local * C, token, C)
+        p_squares = tl.zeros_like(tau)
     for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
         row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
         dw1 = load_weights(dmemory, block, 1, CONFIG)
@@ -295,6 +330,10 @@ def scan_keys_backward_kernel(
         dk -= nu[:, None] * by_p
         dz = load_matrix(dz_ptr + corner, token, row, C, HIDDEN)
         dk += product(dz, w1.to(k.dtype), CONFIG)
+        if tau_ptr is not None:
+            p_squares += tl.sum(p_wide * p_wide, 1)
+    if tau_ptr is not None:
+        dk += (tau * p_squares)[:, None] * k.to(tl.float32)
     store_token_rows(dk_ptr, dk, place, there, tokens, heads, CONFIG)
     dlast = dlast_ptr + local * (2 * C) + token
     tl.store(dlast, dgamma, mask=there)

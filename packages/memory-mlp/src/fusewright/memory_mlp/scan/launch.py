@@ -26,21 +26,24 @@ from ..common.operands import FEWEST_ROWS, SMALLEST_TILE, head_strides, product_
 from ..common.weights import packed_size
 
 if TYPE_CHECKING:
-    from . import kernels
+    from . import kernels, kernels_clip
 else:
     kernels = lazy_module(__package__, "kernels")
+    kernels_clip = lazy_module(__package__, "kernels_clip")
 
 Tensor = torch.Tensor
 
 
 class ScanConfig(NamedTuple):
     """A program takes a chunk of tokens and ``block_h`` hidden units. With ``splits_heads`` a
-    head's other units are with other programs; otherwise it takes them one block after the other.
+    head's other units are with other programs, for which it ``waits`` within the launch; otherwise
+    it takes them one block after the other.
     """
 
     block_h: int
     num_warps: int
     splits_heads: bool = False
+    waits: bool = True
 
 
 # Source: docs/decisions/0005-memory-scan-h200.csv. From the line of the most programs to that of
@@ -48,12 +51,16 @@ class ScanConfig(NamedTuple):
 STATES = (ScanConfig(block_h=32, num_warps=4, splits_heads=True),)
 READ = ScanConfig(block_h=64, num_warps=4)
 RECOMPUTE = ScanConfig(block_h=64, num_warps=4)
+# With a clip; unmeasured.
+CLIP = ScanConfig(block_h=64, num_warps=4)
+ADVANCE = ScanConfig(block_h=32, num_warps=4, splits_heads=True, waits=False)
 # Programs of four warps on one multiprocessor.
 PROGRAMS_AT_ONCE = 2
 # hidden, chunk, activation, read, precision.
 Options = tuple[int, int, str, str, str]
-# Tensors of the read kernel that it writes for the backward pass alone.
-NOT_KEPT = (None,) * 9
+# Tensors of the read kernel that it writes for the backward pass alone, the last one of them where
+# there is a clip.
+NOT_KEPT = (None,) * 10
 
 
 class KernelConfig(NamedTuple):
@@ -112,7 +119,7 @@ class Problem(NamedTuple):
         fewest = SMALLEST_TILE if config.splits_heads else FEWEST_ROWS
         block_h = max(fewest, power_of_2(self.hidden))
         # Programs of the interpreter run one after the other and cannot wait for one another.
-        alone = interpreted() and config.splits_heads
+        alone = interpreted() and config.splits_heads and config.waits
         return block_h if alone else min(config.block_h, block_h)
 
     def blocks(self, config: ScanConfig) -> int:
@@ -171,6 +178,22 @@ class ForwardPlan(NamedTuple):
     read: Launch
     intermediate: tuple[Allocator | None, ...]
     results: tuple[Allocator, ...]
+    clip: ClipPlan | None
+
+
+class ClipPlan(NamedTuple):
+    """What a clip takes instead of the write launch: the first two launches for every chunk, the
+    third at the end; intermediate tensors, which are e of a chunk, whether each program's part of
+    the memory is finite, and how many chunks have begun; and the factors and which chunks are
+    taken.
+    """
+
+    chunks: int
+    clip: Launch
+    advance: Launch
+    settle: Launch
+    intermediate: tuple[Allocator, ...]
+    results: tuple[Allocator, ...]
 
 
 def scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,8 +208,32 @@ def scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if not q.numel():
         chunks = cdiv(q.shape[1], options[1])
         return q.new_empty(q.shape), state.clone(), state.new_empty(chunks, *state.shape)
+    return launched_forward(operands, options, ())
+
+
+def clipped_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    """The same, and the factors of the tokens' gradients ``[B, T, heads]`` and which chunks were
+    taken ``[B, chunks, heads]``.
+
+    Args:
+        arguments: as for ``scan_forward``; then the largest norm.
+    """
+    *given, limit = arguments
+    q, state, alpha = given[0], given[3], given[4]
+    if not q.numel():
+        y, end, states = scan_forward(*given)
+        chunks, batch, heads = states.shape[:3]
+        taken = state.new_empty((batch, chunks, heads), dtype=torch.bool)
+        return y, end, states, alpha.new_empty(alpha.shape), taken
+    return launched_forward(tuple(given[:8]), given[8:], (limit,))
+
+
+def launched_forward(
+    operands: Sequence[Any], options: Sequence[Any], limit: tuple[float, ...]
+) -> Any:
+    q = operands[0]
     options = *options, product_precision(q.dtype)
-    plan = forward_plan(q.shape, options, layouts(*operands), q.device)
+    plan = forward_plan(q.shape, options, layouts(*operands), q.device, bool(limit))
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
     q, k, v, state, *gates, written = operands
@@ -194,10 +241,25 @@ def scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     intermediate = [None if x is None else x() for x in plan.intermediate]
     gamma, nu, reach, tiles, arrived = intermediate
     y, end, states = [allocate() for allocate in plan.results]
-    plan.find_decays((*gates, written, gamma, nu, reach, None, arrived))
-    plan.write((k, v, written, gamma, nu, reach, state, states, end, tiles, arrived))
-    plan.read((q, k, v, written, gamma, reach, states, y, *NOT_KEPT))
-    return y, end, states
+    if plan.clip is None:
+        plan.find_decays((*gates, written, gamma, nu, reach, None, arrived))
+        plan.write((k, v, written, gamma, nu, reach, state, states, end, tiles, arrived))
+        plan.read((q, k, v, written, gamma, reach, states, y, *NOT_KEPT, None))
+        return y, end, states
+    e, flags, step = [allocate() for allocate in plan.clip.intermediate]
+    factors, taken = [allocate() for allocate in plan.clip.results]
+    states[0].copy_(state)
+    # It sets the count of chunks to zero.
+    plan.find_decays((*gates, written, gamma, nu, reach, None, step))
+    settled = states, end, flags, taken, step
+    clipped = k, v, written, *settled, e, factors
+    advanced = k, written, gamma, nu, reach, states, end, flags, step, e, factors
+    for _ in range(plan.clip.chunks):
+        plan.clip.clip(clipped, limit)
+        plan.clip.advance(advanced)
+    plan.clip.settle(settled)
+    plan.read((q, k, v, written, gamma, reach, states, y, *NOT_KEPT, factors))
+    return y, end, states, factors, taken
 
 
 @functools.lru_cache(maxsize=4096)
@@ -206,9 +268,10 @@ def forward_plan(
     options: Options,
     operands: tuple[Layout, ...],
     device: torch.device,
+    clips: bool = False,
 ) -> ForwardPlan:
     """The plan for operands of these layouts: q, k, v, the state, alpha, eta, theta and, where
-    tokens are left out, which are written.
+    tokens are left out, which are written. A launch with a clip is another than one without.
     """
     *rows, state, alpha, eta, theta, written = operands
     problem = problem_of(shape, options, rows[0], device)
@@ -230,6 +293,28 @@ def forward_plan(
             problem.narrow(*shape),
             problem.wide(*problem.state_shape),
             problem.wide(chunks, *problem.state_shape),
+        ),
+        clip_plan(problem, strides[1], strides[2]) if clips else None,
+    )
+
+
+def clip_plan(problem: Problem, k: tuple[int, ...], v: tuple[int, ...]) -> ClipPlan:
+    """For k and v of these strides."""
+    heads, blocks = problem.all_heads, problem.blocks(ADVANCE)
+    sizes = problem.tokens, problem.heads, heads
+    return ClipPlan(
+        problem.chunks,
+        problem.launch(kernels_clip.clip_kernel, CLIP, heads, (*sizes, blocks, *k, *v)),
+        problem.launch(kernels_clip.advance_kernel, ADVANCE, heads * blocks, (*sizes, *k)),
+        problem.launch(kernels_clip.settle_kernel, CLIP, heads, (*sizes, blocks)),
+        (
+            problem.wide(heads, problem.chunk, problem.width),
+            allocator((heads, blocks), torch.int32, problem.device),
+            allocator((heads,), torch.int32, problem.device),
+        ),
+        (
+            problem.wide(problem.batch, problem.tokens, problem.heads),
+            allocator((problem.batch, problem.chunks, problem.heads), torch.bool, problem.device),
         ),
     )
 

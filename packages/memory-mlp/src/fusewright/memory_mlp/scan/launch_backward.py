@@ -48,6 +48,8 @@ READ_BACKWARD = ScanConfig(block_h=64, num_warps=4)
 KEYS_BACKWARD = ScanConfig(block_h=64, num_warps=4)
 # Memory for the chunks of a part, beyond inputs and results.
 PART_BYTES = 64 << 20
+# What the kernel of the states takes for a clip where there is none: the limit of the norm too.
+NO_CLIP = (None,) * 6
 
 
 class Part(NamedTuple):
@@ -78,6 +80,8 @@ class BackwardPlan(NamedTuple):
     from_reads: tuple[Allocator, ...]
     from_ends: tuple[Allocator, ...]
     dbegin: Allocator
+    # With a clip: its pull at e, and tau.
+    clip: tuple[Allocator, ...]
 
 
 def scan_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -89,12 +93,42 @@ def scan_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """
     dy, dend, q, k, v, _, states, alpha, eta, theta, written, *options = arguments
     if not q.numel():
-        like = (q, k, v, alpha, eta, theta)
-        zeros = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
-        return *zeros[:3], dend.clone(), *zeros[3:]
-    operands: tuple = dy, q, k, v, dend, states, alpha, eta, theta, written
+        return without_tokens(dend, q, k, v, alpha, eta, theta)
+    operands = dy, q, k, v, dend, states, alpha, eta, theta, written
+    return launched_backward(operands, options, None, ())
+
+
+def clipped_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """The same with a clip.
+
+    Args:
+        arguments: as for ``scan_backward``, the factors and which chunks were taken behind the
+            states; then the largest norm.
+    """
+    dy, dend, q, k, v, _, states, factors, taken, *gates, written = arguments[:13]
+    *options, limit = arguments[13:]
+    if not q.numel():
+        return without_tokens(dend, q, k, v, *gates)
+    # A chunk that was not taken has written nothing, and nothing passes through its reads.
+    chunk = min(options[1], q.shape[1])
+    seen = taken.unsqueeze(2).expand(-1, -1, chunk, -1).flatten(1, 2)[:, : q.shape[1]]
+    dy = torch.where(seen.unsqueeze(-1), dy, 0.0)
+    written = seen.contiguous() if written is None else written & seen
+    operands = dy, q, k, v, dend, states, *gates, written
+    return launched_backward(operands, options, factors, (limit,))
+
+
+def without_tokens(dend: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
+    zeros = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
+    return *zeros[:3], dend.clone(), *zeros[3:]
+
+
+def launched_backward(
+    operands: tuple, options: Sequence[Any], factors: Tensor | None, limit: tuple[float, ...]
+) -> tuple[Tensor, ...]:
+    q = operands[1]
     precise = *options, product_precision(q.dtype)
-    plan = backward_plan(q.shape, precise, layouts(*operands), q.device)
+    plan = backward_plan(q.shape, precise, layouts(*operands), q.device, bool(limit))
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
     dy, q, k, v, dstate, states, alpha, eta, theta, written = operands
@@ -110,17 +144,25 @@ def scan_backward(*arguments: Any) -> tuple[Tensor, ...]:
     dk_read, de, dgamma, dreach, dstates = from_reads
     # The reads' own results are not needed once their gradients exist: these overwrite them.
     dh, dp = read_h, read_slope
+    # With a clip the gates of a token count whose gradient has no norm, and nothing else of it.
+    rows_written, pull, tau = written, None, None
+    clip: tuple[Tensor | None, ...] = NO_CLIP
+    if factors is not None:
+        rows_written = written & (factors != 0.0)
+        pull, tau = [allocate() for allocate in plan.clip]
+        clip = factors, e_wide, p, pull, tau
     for part in plan.parts:
         part.find_decays((alpha, eta, theta, written, gamma, nu, reach, nus, arrived))
-        part.recompute((q, k, v, written, gamma, reach, states, None, *kept))
+        part.recompute((q, k, v, rows_written, gamma, reach, states, None, *kept, pull, factors))
         reads = (e, h, p, read_h, read_slope, matches)
         dreads = (dq, dk_read, de, dh, dp, dgamma, dreach, dstates)
-        part.read((dy, q, k, written, gamma, reach, states, *reads, *dreads))
+        part.read((dy, q, k, rows_written, gamma, reach, states, *reads, *dreads))
         ends = (gamma, nu, reach, states)
         rows = (h, slope, curve, e, de, dh, dp, dstates, dstate)
         dbegin = plan.dbegin()
-        part.write((k, *ends, *rows, dbegin, dv, written, tiles, arrived))
-        part.keys((k, *ends, e_wide, h, p, dk_read, dh, dstates, dstate, written, dk, *from_ends))
+        part.write((k, *ends, *rows, dbegin, dv, rows_written, tiles, arrived, *clip), limit)
+        drows = dk_read, dh, dstates, dstate, rows_written, dk, *from_ends
+        part.keys((k, *ends, e_wide, h, p, *drows, tau))
         part.gates((alpha, eta, written, gamma, nus, reach, dgamma, dreach, *from_ends, *dgates))
         # The chunks before these end with the state with which these began.
         dstate = dbegin
@@ -133,6 +175,7 @@ def backward_plan(
     options: Options,
     operands: tuple[Layout, ...],
     device: torch.device,
+    clips: bool = False,
 ) -> BackwardPlan:
     """The plan for operands of these layouts: dy, q, k, v, dend, the states, alpha, eta, theta and,
     where tokens are left out, which are written.
@@ -175,6 +218,7 @@ def backward_plan(
         ),
         from_ends=(wide(*lead, 2, chunk), wide(*lead, 3)),
         dbegin=wide(*state),
+        clip=(wide(*lead, chunk, problem.width), wide(*lead, chunk)) if clips else (),
     )
 
 

@@ -20,6 +20,15 @@ everything else is recomputed. Sums have a fixed order. Operands of products are
 (fp32: exact, unless torch multiplies fp32 matrices in TF32), accumulation, weights and momentum in
 fp32.
 
+With ``max_grad_norm``, c, every token's gradient is clipped and every chunk guarded:
+
+    G_t is replaced by rho_t G_t,    rho_t = min(1, c / |G_t|), and 0 where |G_t| is not finite
+    |G_t|^2 = |p_t|^2 (|k_t|^2 + 1) + |e_t|^2 (|h_t|^2 + 1)
+    W, S of the next chunk = those of this one, where W or S after it is not finite
+
+p and e being the gradients by the hidden layer before its activation and by the output. rho and
+which chunks were taken are saved beside the rest.
+
 Behrouz, Zhong, Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 2501.00663, section 3;
 gradients within a chunk as in its equation 16.
 """
@@ -41,7 +50,14 @@ from .._core.checks import (
 )
 from .._core.precision import autocast, wide, wide_dtype, without_autocast
 from .._core.registration import Derivative, Op
-from ..common.checks import ACTIVATION_NAMES, READS, are_plain, check_bool, check_heads
+from ..common.checks import (
+    ACTIVATION_NAMES,
+    READS,
+    are_plain,
+    check_bool,
+    check_heads,
+    checked_positive,
+)
 from ..common.operands import WIDEST, WIDEST_HIDDEN
 from ..common.weights import MemoryWeights, Weights, pack, unpack, weight_shapes
 from . import launch, launch_backward, reference
@@ -61,11 +77,15 @@ class MemoryScan(NamedTuple):
     Attributes:
         y: ``[B, T, heads, D]``, what the queries read.
         weights, momentum: after the last token, ``[B, heads, ...]`` in fp32.
+        skipped: ``[B, heads]`` int64: of the tokens that were to be written, how many have an inner
+            gradient whose norm is not finite, or stand in a chunk after which the memory would not
+            have been finite. None without ``max_grad_norm``.
     """
 
     y: Tensor
     weights: MemoryWeights
     momentum: MemoryWeights
+    skipped: Tensor | None = None
 
 
 def _forward_fake(q, k, v, state, alpha, eta, theta, written, hidden, chunk, activation, read):
@@ -79,6 +99,24 @@ def _backward_reference(dy, dend, q, k, v, state, states, *gates_and_options):
 
 
 def _backward_fake(dy, dend, q, k, v, state, states, alpha, eta, theta, written, *options):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta))
+
+
+def _clipped_fake(q, k, v, state, alpha, eta, theta, written, hidden, chunk, *options):
+    options = hidden, chunk, *options[:-1]
+    outputs = _forward_fake(q, k, v, state, alpha, eta, theta, written, *options)
+    batch, tokens, heads = alpha.shape
+    taken = alpha.new_empty((batch, -(-tokens // chunk), heads), dtype=torch.bool)
+    return *outputs, alpha.new_empty(alpha.shape), taken
+
+
+def _clipped_backward_reference(dy, dend, q, k, v, state, states, factors, taken, *others):
+    return reference.packed_scan_backward(dy, dend, q, k, v, state, *others)
+
+
+def _clipped_backward_fake(
+    dy, dend, q, k, v, state, states, factors, taken, alpha, eta, theta, written, *options
+):
     return tuple(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta))
 
 
@@ -123,6 +161,51 @@ class _MemoryScan(Derivative):
 _backward.derivative_of_reference("states")
 
 
+_clipped = Op(
+    f"clipped_scan({ROWS}, {GATES}, {OPTIONS}, float max_grad_norm)"
+    " -> (Tensor y, Tensor end, Tensor states, Tensor factors, Tensor taken)",
+    triton=launch.clipped_forward,
+    reference=reference.packed_clipped_scan,
+    fake=_clipped_fake,
+)
+_clipped_backward = Op(
+    f"clipped_scan_backward(Tensor dy, Tensor dend, {ROWS}, Tensor states, Tensor factors,"
+    f" Tensor taken, {GATES}, {OPTIONS}, float max_grad_norm)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta,"
+    " Tensor dtheta)",
+    triton=launch_backward.clipped_backward,
+    reference=_clipped_backward_reference,
+    fake=_clipped_backward_fake,
+)
+
+
+@_clipped.derivative
+class _ClippedScan(Derivative):
+    @staticmethod
+    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, *options):
+        outputs = run(q, k, v, state, alpha, eta, theta, written, *options)
+        y, end, *saved = outputs
+        ctx.save_for_backward(q, k, v, state, *saved, alpha, eta, theta, written)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        # What tokens were skipped follows from these: they are results of a direct call too.
+        ctx.mark_non_differentiable(*saved)
+        return y, end, *saved
+
+    @staticmethod
+    def backward(ctx, dy, dend, *_):
+        if dy is None and dend is None:
+            return (None,) * 14
+        saved = q, _, _, state, *_ = ctx.saved_tensors
+        dy = torch.zeros_like(q) if dy is None else dy
+        dend = torch.zeros_like(state) if dend is None else dend
+        grads = _clipped_backward(dy, dend, *saved, *ctx.options)
+        return None, *grads, None, None, None, None, None, None
+
+
+_clipped_backward.derivative_of_reference("states", "factors", "taken")
+
+
 def memory_scan(
     q: Tensor,
     k: Tensor,
@@ -137,6 +220,7 @@ def memory_scan(
     chunk: int = 64,
     activation: str = "silu",
     read: str = "after",
+    max_grad_norm: float | None = None,
     backend: Backend = "auto",
 ) -> MemoryScan:
     """Write every token into the memory of its row and head, and read the memory for its query.
@@ -159,6 +243,12 @@ def memory_scan(
         activation: "silu", "relu" or "gelu" (the exact one).
         read: whether a token reads the memory "after" or "before" it has written itself. Neither
             sees a later token.
+        max_grad_norm: the norm to which the inner gradient of each token is scaled down, over all
+            four tensors of the memory; a token whose norm is not finite then adds nothing, though
+            its alpha and eta still apply. A chunk after which weights or momentum of a memory are
+            not finite leaves both as they were, as if none of its tokens were written: its own
+            queries read what they wrote, finite or not, those of the next chunk the last good
+            state. ``skipped`` counts the tokens of both. None: no clip, and nothing is guarded.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 
@@ -166,10 +256,13 @@ def memory_scan(
         A :class:`MemoryScan`; y is contiguous, in q's dtype. Weights and momentum are views of one
         tensor, which the next scan or read takes without a copy; their gradients are those of
         tensors of their own. The gates' range is not checked.
-        Numbers that are not finite stay within their row and head; a memory that diverges is not
-        repaired here.
+        Numbers that are not finite stay within their row and head; without ``max_grad_norm`` a
+        memory that diverges is not repaired.
 
     Differentiable in everything but write_mask, twice; the second derivative runs in plain torch.
+    The clip's own derivative is part of it. In the backward pass a chunk that was not taken is the
+    identity: the gradients of weights and momentum pass unchanged, and all other gradients of its
+    tokens, its reads' among them, are zero.
     Memory grows with B * heads * T / chunk copies of weights and momentum.
 
     Raises:
@@ -182,6 +275,8 @@ def memory_scan(
     chunk = checked_chunk(q, k, v, weights, momentum, gates, chunk, activation, read)
     if write_mask is not None:
         write_mask = checked_mask(write_mask, q)
+    if max_grad_norm is not None:
+        max_grad_norm = checked_positive("max_grad_norm", max_grad_norm)
     q, k, v = autocast(q, k, v)
     dtype = wide_dtype(q)
     hidden, width = weights.w1.shape[-2:]
@@ -190,12 +285,30 @@ def memory_scan(
     state = pack(weights, momentum)
     options = (hidden, chunk, activation, read)
     tensors = (q, k, v, state, alpha, eta, theta, write_mask)
+    if max_grad_norm is None:
+        if on_kernels:
+            y, end, _ = _forward(*tensors, *options)
+        else:
+            with without_autocast(q.device):
+                y, end, _ = reference.packed_scan(*tensors, *options, starts=False)
+        return MemoryScan(y, *unpack(end, hidden, width))
+    clip_options = (hidden, chunk, activation, read, max_grad_norm)
     if on_kernels:
-        y, end, _ = _forward(*tensors, *options)
+        y, end, _, factors, taken = _clipped(*tensors, *clip_options)
     else:
         with without_autocast(q.device):
-            y, end, _ = reference.packed_scan(*tensors, *options, starts=False)
-    return MemoryScan(y, *unpack(end, hidden, width))
+            y, end, _, factors, taken = reference.packed_clipped_scan(
+                *tensors, *clip_options, starts=False
+            )
+    skipped = skipped_tokens(factors, taken, chunk, write_mask)
+    return MemoryScan(y, *unpack(end, hidden, width), skipped)
+
+
+def skipped_tokens(factors: Tensor, taken: Tensor, chunk: int, written: Tensor | None) -> Tensor:
+    """``[B, heads]``, of the factors ``[B, T, heads]`` and the chunks ``[B, chunks, heads]``."""
+    mask = None if written is None else written.mT
+    by_token = reference.of_tokens(taken.mT, chunk, factors.mT)
+    return reference.lost_tokens(factors.mT, by_token, mask)
 
 
 def deep_memory_scan(
@@ -209,7 +322,7 @@ def deep_memory_scan(
     theta: Tensor,
     write_mask: Tensor,
     **options: Any,
-) -> tuple[Tensor, Weights, Weights]:
+) -> tuple[Tensor, Weights, Weights, Tensor | None]:
     """:func:`memory_scan` of a memory of any number of layers, (w1, b1, .., wn, bn), in plain
     torch; the mask is [B, T, heads], and nothing is checked.
     """
@@ -217,10 +330,10 @@ def deep_memory_scan(
         dtype = q.dtype
         q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
         alpha, eta, theta, written = (x.mT for x in (alpha, eta, theta, write_mask))
-        y, weights, momentum = reference.memory_scan(
+        y, weights, momentum, skipped = reference.memory_scan(
             q, k, v, weights, momentum, alpha, eta, theta, written, **options
         )
-        return y.transpose(1, 2).to(dtype), weights, momentum
+        return y.transpose(1, 2).to(dtype), weights, momentum, skipped
 
 
 def checked_chunk(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,21 +48,34 @@ def memory_scan_by_token(
     chunk: int = 64,
     activation: str = "silu",
     read: str = "after",
-) -> tuple[Tensor, Weights, Weights]:
+    max_grad_norm: float | None = None,
+) -> tuple[Tensor, Weights, Weights, Tensor | None]:
     """S = eta S - theta G; W = (1 - alpha) W + S, for one token after the other; G is the gradient
     at the weights with which the token's chunk began.
+
+    With ``max_grad_norm`` G is scaled down to that norm, and to 0 where its norm is not finite, and
+    a chunk after which W or S is not finite leaves both as it found them. The last result is how
+    many tokens ``[*lead]`` were lost to either; None without it.
     """
     if written is not None:
         k, v = (torch.where(written.unsqueeze(-1), x, 0.0) for x in (k, v))
         alpha, eta, theta = (torch.where(written, gate, 0.0) for gate in (alpha, eta, theta))
-    out, anchor = [], weights
+    out, start = [], (weights, momentum)
+    factors: list[Tensor] = []
+    lost = None if max_grad_norm is None else k.new_zeros(k.shape[:-2], dtype=torch.int64)
     for t in range(k.shape[-2]):
         if t % chunk == 0:
-            anchor = weights
+            start, factors = (weights, momentum), []
         row = slice(t, t + 1)
         if read == "before":
             out.append(memory_read(q[..., row, :], weights, activation=activation))
-        rows = rows_of(k[..., row, :], v[..., row, :], None, anchor, FACTOR, activation)
+        own = None if written is None else written[..., row]
+        token = k[..., row, :], v[..., row, :]
+        if max_grad_norm is None:
+            rows = rows_of(*token, None, start[0], FACTOR, activation)
+        else:
+            rows, factor = clipped_rows(*token, own, start[0], activation, max_grad_norm)
+            factors.append(factor)
         new_momentum = mapped(
             lambda s, g, t=t: over(eta[..., t], s) * s - over(theta[..., t], g) * g,
             momentum,
@@ -79,7 +92,80 @@ def memory_scan_by_token(
         weights, momentum = new_weights, new_momentum
         if read == "after":
             out.append(memory_read(q[..., row, :], weights, activation=activation))
-    return torch.cat(out, -2) if out else q, weights, momentum
+        if lost is not None and t + 1 in (t // chunk * chunk + chunk, k.shape[-2]):
+            taken = are_finite(weights, momentum)
+            part = None if written is None else written[..., t + 1 - len(factors) : t + 1]
+            lost = lost + lost_tokens(torch.cat(factors, -1), taken.unsqueeze(-1), part)
+            weights, momentum = (
+                kept_where(taken, *pair) for pair in zip((weights, momentum), start, strict=True)
+            )
+    return torch.cat(out, -2) if out else q, weights, momentum, lost
+
+
+def clipped_rows(
+    k: Tensor,
+    v: Tensor,
+    written: Tensor | None,
+    weights: Weights,
+    activation: str,
+    max_grad_norm: float,
+) -> tuple[Rows, Tensor]:
+    """``rows_of`` with each row's gradients by the layers, ``by_z``, scaled to the norm
+    ``max_grad_norm`` of the row's gradient over all tensors of the memory, where it is larger; and
+    by what, ``[.., N]``. Of a row whose norm is not finite nothing is left: a factor of 0.
+    """
+    with torch.no_grad():
+        unchecked = norms_of(rows_of(k, v, None, weights, FACTOR, activation))
+        finite = unchecked.isfinite()
+        # The gradient of a row of nothing is no row's: autograd would multiply it by 0.
+        lost = ~finite if written is None else ~finite & written
+    k, v = (torch.where(finite.unsqueeze(-1), x, 0.0) for x in (k, v))
+    rows = rows_of(k, v, None, weights, FACTOR, activation)
+    norm = norms_of(rows)
+    clipped = norm > max_grad_norm
+    if written is not None:
+        clipped = clipped & written
+    factors = torch.where(clipped, max_grad_norm / torch.where(clipped, norm, 1.0), 1.0)
+    factors = torch.where(lost, 0.0, factors)
+    return rows._replace(by_z=[factors.unsqueeze(-1) * p for p in rows.by_z]), factors
+
+
+def norms_of(rows: Rows) -> Tensor:
+    """The norm of every row's gradient over all tensors of a memory: of layer l it is |p_l| times
+    that of (x_(l-1), 1), the one being the bias.
+    """
+    layers = zip(rows.inputs, rows.by_z, strict=True)
+    parts = [length(p) * length(F.pad(x, (0, 1), value=1.0)) for x, p in layers]
+    return length(torch.stack(parts, -1))
+
+
+def length(x: Tensor) -> Tensor:
+    """The norm over the last axis: the squares do not overflow, and the derivative at 0 is 0."""
+    largest = x.detach().abs().amax(-1)
+    largest = torch.where(largest > 0.0, largest, 1.0)
+    squares = (x / largest.unsqueeze(-1)).square().sum(-1)
+    some = squares != 0.0
+    return largest * torch.where(some, torch.where(some, squares, 1.0).sqrt(), 0.0)
+
+
+def are_finite(weights: Weights, momentum: Weights) -> Tensor:
+    """``[*lead]``: whether all numbers of a memory are."""
+    lead = weights[1].ndim - 1
+    parts = [x.detach().isfinite().flatten(lead).all(-1) for x in (*weights, *momentum)]
+    return torch.stack(parts).all(0)
+
+
+def kept_where(taken: Tensor, new: Weights, old: Weights) -> Weights:
+    """``new`` for the memories that ``taken [*lead]`` names, ``old`` for the others."""
+    return mapped(lambda x, y: torch.where(over(taken, x), x, y), new, old)
+
+
+def lost_tokens(factors: Tensor, taken: Tensor, written: Tensor | None) -> Tensor:
+    """``[*lead]``: how many of the tokens that were to be written have a factor of 0, or a chunk
+    that was not taken; all ``[*lead, N]``.
+    """
+    lost = (factors == 0.0) | ~taken
+    return (lost if written is None else lost & written).sum(-1)
 
 
 class Decays(NamedTuple):
@@ -156,14 +242,25 @@ def memory_scan(
     chunk: int = 64,
     activation: str = "silu",
     read: str = "after",
-) -> tuple[Tensor, Weights, Weights]:
+    max_grad_norm: float | None = None,
+) -> tuple[Tensor, Weights, Weights, Tensor | None]:
     """The same by matrix products, one chunk after the other: every G_j is an outer product, so no
     token needs weights of its own.
     """
-    y, states = chunk_by_chunk(
-        q, k, v, weights, momentum, (alpha, eta, theta), written, chunk, activation, read
+    gates = alpha, eta, theta
+    y, states, factors, taken = chunk_by_chunk(
+        q, k, v, weights, momentum, gates, written, chunk, activation, read, max_grad_norm
     )
-    return y, *states[-1]
+    if max_grad_norm is None:
+        return y, *states[-1], None
+    return y, *states[-1], lost_tokens(factors, of_tokens(taken, chunk, factors), written)
+
+
+def of_tokens(taken: Tensor, chunk: int, tokens: Tensor) -> Tensor:
+    """``taken [*lead, chunks]`` for every token of ``tokens [*lead, N]``."""
+    # No longer than all tokens, of which there may be none.
+    chunk = min(chunk, max(tokens.shape[-1], 1))
+    return taken.unsqueeze(-1).expand(*taken.shape, chunk).flatten(-2)[..., : tokens.shape[-1]]
 
 
 def chunk_by_chunk(
@@ -177,8 +274,12 @@ def chunk_by_chunk(
     chunk: int,
     activation: str,
     read: str,
-) -> tuple[Tensor, list[tuple[Weights, Weights]]]:
-    """y, and weights and momentum at the start of every chunk and after the last."""
+    max_grad_norm: float | None = None,
+) -> tuple[Tensor, list[tuple[Weights, Weights]], Tensor, Tensor]:
+    """y, and weights and momentum at the start of every chunk and after the last. With
+    ``max_grad_norm`` the factors of the tokens' gradients ``[*lead, T]``, and which chunks were
+    taken ``[*lead, chunks]``; nothing without.
+    """
     lead = q.shape[:-2]
     # One batch of matrices, laid out for the products: each of them would copy it.
     q, k, v = (x.reshape(math.prod(lead), *x.shape[-2:]) for x in (q, k, v))
@@ -191,22 +292,33 @@ def chunk_by_chunk(
     if written is not None:
         k, v = (torch.where(numbers[-1].unsqueeze(-1), x, 0.0) for x in (k, v))
     out, states = [q[:, :0]], [(weights, momentum)]
+    factors, taken = [q[:, :0, 0]], [q[:, :0, 0].bool()]
     # Tensors without tokens would split into one part.
     parts = [x.split(chunk, 1) for x in (q, k, v, *numbers)] if q.shape[1] else []
     for part in zip(*parts, strict=True):
         q_part, k_part, v_part = part[:3]
-        decays = decays_of(*part[3:])
-        rows = rows_of(k_part, v_part, None, weights, FACTOR, activation)
-        out.append(reads_of(q_part, rows, weights, momentum, decays, activation, read))
-        weights, momentum = chunk_end(rows, weights, momentum, decays)
+        if max_grad_norm is None:
+            decays = decays_of(*part[3:])
+            rows = rows_of(k_part, v_part, None, weights, FACTOR, activation)
+            out.append(reads_of(q_part, rows, weights, momentum, decays, activation, read))
+            weights, momentum = chunk_end(rows, weights, momentum, decays)
+        else:
+            options = activation, read, max_grad_norm
+            y, weights, momentum, *found = guarded_chunk(*part, weights, momentum, *options)
+            out.append(y)
+            factors.append(found[0])
+            taken.append(found[1])
         states.append((weights, momentum))
 
     def unflat(x: Tensor) -> Tensor:
         return x.reshape(*lead, *x.shape[1:])
 
-    return unflat(torch.cat(out, 1)), [
-        (mapped(unflat, weights), mapped(unflat, momentum)) for weights, momentum in states
-    ]
+    return (
+        unflat(torch.cat(out, 1)),
+        [(mapped(unflat, weights), mapped(unflat, momentum)) for weights, momentum in states],
+        unflat(torch.cat(factors, 1)),
+        unflat(torch.cat(taken, 1)),
+    )
 
 
 def reads_of(
@@ -261,6 +373,49 @@ def chunk_end(
     )
 
 
+def guarded_chunk(
+    *arguments: Any,
+) -> tuple[Tensor, Weights, Weights, Tensor, Tensor]:
+    """One chunk with a clip. Where the memory is not finite after it, it stays as it was, as if no
+    token were written, and no gradient passes through the chunk's reads, which are of what its
+    tokens wrote.
+
+    Args:
+        arguments: q, k, v, the gates, and which tokens are written where some are not; weights and
+            momentum; activation, read and the largest norm.
+
+    Returns:
+        (y, weights and momentum after the chunk, the factors of its tokens' gradients ``[N, C]``,
+        whether it was taken ``[N, 1]``).
+    """
+    q, k, v, *numbers, weights, momentum, activation, read, max_grad_norm = arguments
+    alpha, eta, theta = numbers[:3]
+    written = numbers[3] if len(numbers) > 3 else torch.ones_like(k[..., 0], dtype=torch.bool)
+
+    def chunk(written: Tensor) -> tuple[Tensor, Weights, Weights, Tensor]:
+        decays = decays_of(alpha, eta, theta, written)
+        own_k, own_v = (torch.where(written.unsqueeze(-1), x, 0.0) for x in (k, v))
+        rows, factors = clipped_rows(own_k, own_v, written, weights, activation, max_grad_norm)
+        y = reads_of(q, rows, weights, momentum, decays, activation, read)
+        return y, *chunk_end(rows, weights, momentum, decays), factors
+
+    with torch.no_grad():
+        y, *ends, factors = chunk(written)
+        taken = are_finite(*ends)
+    # Again, with nothing that is not finite among the numbers that autograd multiplies by zeros.
+    seen, *ends, _ = chunk(written & taken.unsqueeze(-1))
+    weights, momentum = (
+        kept_where(taken, *pair) for pair in zip(ends, (weights, momentum), strict=True)
+    )
+    return (
+        torch.where(over(taken, y), seen, y),
+        weights,
+        momentum,
+        factors,
+        taken.unsqueeze(-1),
+    )
+
+
 def packed_scan(
     q: Tensor,
     k: Tensor,
@@ -283,16 +438,65 @@ def packed_scan(
         (y, the packed state after the last token, the states with which the chunks began
         [chunks, B, heads, 2, SIZE], none of them without ``starts``).
     """
+    operands = q, k, v, state, alpha, eta, theta, written
+    return packed_chunks(*operands, hidden, chunk, activation, read, None, starts)[:3]
+
+
+def packed_clipped_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    written: Tensor | None,
+    hidden: int,
+    chunk: int,
+    activation: str,
+    read: str,
+    max_grad_norm: float,
+    starts: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same with a clip.
+
+    Returns:
+        (y, the packed state after the last token, the states with which the chunks began, the
+        factors of the tokens' gradients [B, T, heads], which chunks were taken [B, chunks, heads]).
+    """
+    operands = q, k, v, state, alpha, eta, theta, written
+    return packed_chunks(*operands, hidden, chunk, activation, read, max_grad_norm, starts)
+
+
+def packed_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    written: Tensor | None,
+    hidden: int,
+    chunk: int,
+    activation: str,
+    read: str,
+    max_grad_norm: float | None,
+    starts: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = q.dtype
     q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
     weights, momentum = views(state, hidden, q.shape[-1])
     gates = [gate.mT for gate in (alpha, eta, theta)]
     mask = None if written is None else written.mT
-    y, states = chunk_by_chunk(q, k, v, weights, momentum, gates, mask, chunk, activation, read)
+    y, states, factors, taken = chunk_by_chunk(
+        q, k, v, weights, momentum, gates, mask, chunk, activation, read, max_grad_norm
+    )
     wanted = states if starts else states[-1:]
     *begins, end = [packed_copy(MemoryWeights(*w), MemoryWeights(*s)) for w, s in wanted]
     began = torch.stack(begins) if begins else state.new_empty(0, *state.shape)
-    return y.transpose(1, 2).to(dtype).contiguous(), end, began
+    y = y.transpose(1, 2).to(dtype).contiguous()
+    return y, end, began, factors.mT.detach().contiguous(), taken.mT.contiguous()
 
 
 def packed_scan_backward(
@@ -310,13 +514,13 @@ def packed_scan_backward(
     chunk: int,
     activation: str,
     read: str,
+    max_grad_norm: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of (q, k, v, state, alpha, eta, theta), chunk by chunk from the last one, each
     recomputed from the state with which it began.
     """
-    states = packed_scan(
-        q, k, v, state, alpha, eta, theta, written, hidden, chunk, activation, read
-    )[2]
+    options = hidden, chunk, activation, read, max_grad_norm
+    states = packed_chunks(q, k, v, state, alpha, eta, theta, written, *options, True)[2]
     rows: list[tuple[Tensor, ...]] = []
     for index in reversed(range(len(states))):
         part = slice(index * chunk, (index + 1) * chunk)
@@ -324,7 +528,7 @@ def packed_scan_backward(
 
         def step(q, k, v, state, alpha, eta, theta, mask=mask):
             tensors = q, k, v, state, alpha, eta, theta, mask
-            return packed_scan(*tensors, hidden, chunk, activation, read, starts=False)[:2]
+            return packed_chunks(*tensors, *options, False)[:2]
 
         pullback = torch.func.vjp(
             step,

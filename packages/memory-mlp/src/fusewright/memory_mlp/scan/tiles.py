@@ -151,3 +151,53 @@ def sum_of_programs(parts_ptr, arrived_ptr, own, step, CONFIG: tl.constexpr):
         tile = at + other * (CONFIG.BLOCK_C * CONFIG.BLOCK_D)
         total += tl.load(tile, cache_modifier=".cg")
     return total
+
+
+@triton.jit
+def hypotenuse(a, b):
+    """sqrt(a^2 + b^2), where neither is negative; the squares do not overflow."""
+    largest = tl.maximum(a, b)
+    ratio = tl.minimum(a, b) / tl.where(largest > 0.0, largest, 1.0)
+    return largest * tl.sqrt(1.0 + ratio * ratio)
+
+
+@triton.jit
+def sizes_of_rows(x):
+    """The largest magnitude of each row, 1 for a row of zeros. What is not finite may be left out:
+    divided by this it is not finite still, or was not counted.
+    """
+    largest = tl.max(tl.abs(x), 1)
+    return tl.where(largest > 0.0, largest, 1.0)
+
+
+@triton.jit
+def norms_of_rows(x):
+    """The norm of each row; the squares do not overflow."""
+    largest = sizes_of_rows(x)
+    x = x / largest[:, None]
+    return largest * tl.sqrt(tl.sum(x * x, 1))
+
+
+@triton.jit
+def token_numbers(at, place, there, tokens, heads, CONFIG: tl.constexpr):
+    """The addresses of one number for each token of a chunk, in a contiguous [B, tokens, heads]."""
+    batch, head, first = place
+    token = (first + tl.arange(0, CONFIG.BLOCK_C)).to(tl.int64)
+    return at + (batch.to(tl.int64) * tokens + token) * heads + head
+
+
+@triton.jit
+def are_finite(weights, momentum):
+    """Whether all numbers of one block of a memory and of its momentum are, as 1 or 0."""
+    w1, b1, w2, b2 = weights
+    s1, sb1, s2, sb2 = momentum
+    infinity: tl.constexpr = float("inf")
+    tiles = tl.maximum(tl.abs(w1), tl.abs(s1), propagate_nan=tl.PropagateNan.ALL)
+    other = tl.maximum(tl.abs(w2), tl.abs(s2), propagate_nan=tl.PropagateNan.ALL)
+    tiles = tl.maximum(tiles, other, propagate_nan=tl.PropagateNan.ALL)
+    hidden = tl.maximum(tl.abs(b1), tl.abs(sb1), propagate_nan=tl.PropagateNan.ALL)
+    output = tl.maximum(tl.abs(b2), tl.abs(sb2), propagate_nan=tl.PropagateNan.ALL)
+    # A comparison with NaN is false.
+    found = tl.min(tl.min((tiles < infinity).to(tl.int32), 1), 0)
+    found = tl.minimum(found, tl.min((hidden < infinity).to(tl.int32), 0))
+    return tl.minimum(found, tl.min((output < infinity).to(tl.int32), 0))

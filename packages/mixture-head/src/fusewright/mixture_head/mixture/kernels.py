@@ -105,14 +105,16 @@ def load_components(param_ptrs, counts, K: tl.constexpr):
 
 
 @triton.jit
-def log_density(y, mean, raw, low, high, eps, SOFTPLUS: tl.constexpr):
-    """log N(y; mu, sigma) + log(2 pi) / 2 and its slopes by mu and s."""
+def log_density(y, reach, mean, raw, low, high, eps, SOFTPLUS: tl.constexpr):
+    """log N(y; mu, sigma) + log(2 pi) / 2 and its slopes by mu and s; ``reach``: how far a y counts
+    that is past FAR.
+    """
     log_sigma, inverse, raw_slope = scale_of(raw, low, high, eps, SOFTPLUS)
     # Of halves, because the difference of two finite numbers may overflow.
     z = (0.5 * y - 0.5 * mean) * inverse
     z += z
     far = tl.abs(z) > FAR
-    distance = tl.where(far, FAR, z)
+    distance = tl.where(far, reach, z)
     # Past FAR nothing depends on the distance any more.
     z = tl.where(far, 0.0, z)
     return -0.5 * distance * distance - log_sigma, z * inverse, (z * z - 1.0) * raw_slope
@@ -163,6 +165,9 @@ def mixture_forward_kernel(
     param_ptrs = params_ptr + first * PARAMS_STRIDE + row * PARAMS_STRIDE
     y = tl.load(y_ptr + (first + row) * y_stride, mask=counts, other=0.0).to(tl.float32)
 
+    # An infinite target has no density: log p is -inf, and its slopes are NaN.
+    reach = tl.where(tl.abs(y) == float("inf"), float("inf"), FAR)
+
     # With a_k = w_k - max w and b_k = a_k + log N_k: log p = logsumexp(b) - logsumexp(a).
     top = tl.full([BLOCK_ROWS], LOWEST, tl.float32)
     largest = tl.full([BLOCK_ROWS], LOWEST, tl.float32)
@@ -175,7 +180,7 @@ def mixture_forward_kernel(
         held: tl.tuple = ()
         for k in tl.static_range(K):
             w, mean, raw = read[3 * k], read[3 * k + 1], read[3 * k + 2]
-            log_n, by_mean, by_raw = log_density(y, mean, raw, low, high, eps, SOFTPLUS)
+            log_n, by_mean, by_raw = log_density(y, reach, mean, raw, low, high, eps, SOFTPLUS)
             weight = tl.exp(w - top)
             joint = w - top + log_n
             total += weight
@@ -191,15 +196,13 @@ def mixture_forward_kernel(
         lost = tl.zeros([BLOCK_ROWS], tl.float32)
         for k in range(K):
             w, mean, raw = load_component(param_ptrs, k, counts)
-            log_n, by_mean, by_raw = log_density(y, mean, raw, low, high, eps, SOFTPLUS)
+            log_n, by_mean, by_raw = log_density(y, reach, mean, raw, low, high, eps, SOFTPLUS)
             total, lost_total = kahan_add(total, lost_total, tl.exp(w - top))
             joint = w - top + log_n
             before = largest
             largest = tl.maximum(largest, joint)
             shrunk = tl.exp(before - largest)
             evidence, lost = kahan_add(evidence * shrunk, lost * shrunk, tl.exp(joint - largest))
-    # An infinite target has no density: log p is -inf, and its slopes are NaN.
-    evidence *= tl.where(tl.abs(y) == float("inf"), 0.0, 1.0)
     log_p = largest + (tl.log(evidence) - tl.log(total)) - HALF_LOG_2_PI
     log_p = tl.where(counts, log_p, 0.0)
 
@@ -224,7 +227,7 @@ def mixture_forward_kernel(
             lost = tl.zeros([BLOCK_ROWS], tl.float32)
             for k in range(K):
                 w, mean, raw = load_component(param_ptrs, k, counts)
-                log_n, by_mean, by_raw = log_density(y, mean, raw, low, high, eps, SOFTPLUS)
+                log_n, by_mean, by_raw = log_density(y, reach, mean, raw, low, high, eps, SOFTPLUS)
                 r = tl.exp(w - top + log_n - largest) * per_evidence
                 by_mean *= r
                 y_slope, lost = kahan_add(y_slope, lost, -by_mean)

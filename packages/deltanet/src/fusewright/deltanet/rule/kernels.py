@@ -69,15 +69,17 @@ def prepare_kernel(
     row = tl.arange(0, C)
     g = token_scalars(g_ptr, place, head, tokens, heads)
     beta = token_scalars(beta_ptr, place, head, tokens, heads)
-    decays = cumulated(g)
-    store_decays(decays_ptr, decays, unit)
+    decays = cumulated(g, CONFIG)
+    store_decays(decays_ptr, decays, unit, CONFIG)
 
     a = zeros(C, C)
     for start in range(0, CONFIG.K, CONFIG.BLOCK_K):
         col = start + tl.arange(0, CONFIG.BLOCK_K)
         k = token_tile(k_rows, head // CONFIG.GROUP, place, col, CONFIG.K)
         a = product_onto(a, k, tl.trans(k), CONFIG)
-    a = tl.where(row[:, None] > row[None, :], beta[:, None] * a * decay_between(decays), 0.0)
+    a = tl.where(
+        row[:, None] > row[None, :], beta[:, None] * a * decay_between(decays, CONFIG), 0.0
+    )
     inverse = through_memory(inverses_ptr, unit_triangular_inverse(a, CONFIG), unit, CONFIG.UPCAST)
 
     for start in range(0, CONFIG.V, CONFIG.BLOCK_V):
@@ -86,7 +88,7 @@ def prepare_kernel(
         v = as_operand(beta[:, None] * v.to(tl.float32), k_ptr.dtype.element_ty, CONFIG.UPCAST)
         values = product(inverse, v, CONFIG)
         store_unit_tile(values_ptr, values, unit, row, col, C, CONFIG.V, CONFIG.UPCAST)
-    beta_decay = beta * decay_from_start(decays)
+    beta_decay = beta * decay_from_start(decays, CONFIG)
     for start in range(0, CONFIG.K, CONFIG.BLOCK_K):
         col = start + tl.arange(0, CONFIG.BLOCK_K)
         k = token_tile(k_rows, head // CONFIG.GROUP, place, col, CONFIG.K)
@@ -137,16 +139,18 @@ def states_kernel(
         k = token_tile(k_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
         w = unit_tile(w_ptr, unit, row, key, C, CONFIG.K)
         values = unit_tile(values_ptr, unit, row, col, C, CONFIG.V)
-        decays = unit_decays(decays_ptr, unit)
-        last = last_decays(decays_ptr, unit)
+        decays = unit_decays(decays_ptr, unit, CONFIG)
+        last = last_decays(decays_ptr, unit, CONFIG)
         start_state = as_operand(state, w.dtype, CONFIG.UPCAST)
         store_unit_tile(states_ptr, start_state, unit, key, col, CONFIG.K, CONFIG.V, False)
         new_values = values.to(tl.float32) - product(w, start_state, CONFIG)
         store_unit_tile(values_ptr, new_values, unit, row, col, C, CONFIG.V, CONFIG.UPCAST)
         new_values = as_operand(
-            decay_to_end(decays, last)[:, None] * new_values, w.dtype, CONFIG.UPCAST
+            decay_to_end(decays, last, CONFIG)[:, None] * new_values, w.dtype, CONFIG.UPCAST
         )
-        state = product_onto(decay_from_start(last) * state, tl.trans(k), new_values, CONFIG)
+        state = product_onto(
+            decay_from_start(last, CONFIG) * state, tl.trans(k), new_values, CONFIG
+        )
     store_unit_tile(end_ptr, state, state_index, key, col, CONFIG.K, CONFIG.V, CONFIG.UPCAST)
 
 
@@ -189,8 +193,8 @@ def outputs_kernel(
         state = unit_tile(states_ptr, unit, key, col, CONFIG.K, CONFIG.V)
         o = product_onto(o, q, state, CONFIG)
         weights = product_onto(weights, q, tl.trans(k), CONFIG)
-    decays = unit_decays(decays_ptr, unit)
+    decays = unit_decays(decays_ptr, unit, CONFIG)
     values = unit_tile(values_ptr, unit, row, col, C, CONFIG.V)
-    weights = as_operand(weights * decay_between(decays), values.dtype, CONFIG.UPCAST)
-    o = product_onto(decay_from_start(decays)[:, None] * o, weights, values, CONFIG)
+    weights = as_operand(weights * decay_between(decays, CONFIG), values.dtype, CONFIG.UPCAST)
+    o = product_onto(decay_from_start(decays, CONFIG)[:, None] * o, weights, values, CONFIG)
     store_token_tile(o_ptr, scale * o, place, head, tokens, heads, col, CONFIG.V, CONFIG.UPCAST)

@@ -33,7 +33,7 @@ class Chunked(NamedTuple):
         inverses: ``[chunks, HV, C, C]``, (I + A)^-1 of each chunk, one sequence after the other.
         states: ``[chunks, HV, K, V]``, the state at the start of each chunk.
         decays: ``[chunks, HV, 2, C]``, the cumulated log decay of each chunk without its resets,
-            and how many of these there were.
+            and how many of these there were; for bf16 and fp16 ``[chunks, HV, C]``, with them.
     """
 
     o: Tensor
@@ -46,6 +46,18 @@ class Chunked(NamedTuple):
 def least_decay(dtype: torch.dtype) -> float:
     """The log decay below which a state vanishes: a reset."""
     return math.log(torch.finfo(dtype).tiny)
+
+
+def counts_resets(dtype: torch.dtype) -> bool:
+    """Whether the kernels count resets for q of this dtype. In a sum with resets decays lose what
+    operands of 16 bits do not have, and counting takes time.
+    """
+    return dtype.itemsize > 2
+
+
+def decays_shape(dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of what is saved of the decays of a chunk and head."""
+    return (2, CHUNK) if counts_resets(dtype) else (CHUNK,)
 
 
 def gated_delta_rule_step(
@@ -222,7 +234,10 @@ def chunked(
         return x.transpose(1, 2).flatten(0, 1)
 
     state = state.contiguous()
-    saved = torch.stack((decays, resets.to(decays.dtype)), -2)
+    if counts_resets(dtype):
+        saved = torch.stack((decays, resets.to(decays.dtype)), -2)
+    else:
+        saved = g.clamp(min=least_decay(g.dtype)).cumsum(-1)
     return o, state, of_chunks(inverses), of_chunks(starts), of_chunks(saved)
 
 

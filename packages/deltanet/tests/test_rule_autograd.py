@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from fusewright.deltanet.rule import reference
 from fusewright_testkit.conformance import same_bits
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -50,9 +53,13 @@ def test_input_changed_after_the_forward_pass_is_noticed(rule_op, device):
         o.sum().backward()
 
 
+@pytest.mark.parametrize(("dtype", "decays"), [(F32, 2 * 64), (F16, 64)])
 @pytest.mark.parametrize(("tokens", "chunks"), [(3, 1), (64, 1), (65, 2)])
-def test_what_is_kept_beside_the_inputs_is_linear_in_the_chunks(rule_op, tokens, chunks, device):
-    leaves = [x.requires_grad_() for x in rule_op.draw(1, tokens, 2, 16, 32, F16, device)]
+def test_what_is_kept_beside_the_inputs_is_linear_in_the_chunks(
+    rule_op, tokens, chunks, dtype, decays, device
+):
+    """fp32 has the number of resets too."""
+    leaves = [x.requires_grad_() for x in rule_op.draw(1, tokens, 2, 16, 32, dtype, device)]
     inputs = {x.data_ptr() for x in leaves}
     kept: list[int] = []
 
@@ -62,7 +69,20 @@ def test_what_is_kept_beside_the_inputs_is_linear_in_the_chunks(rule_op, tokens,
 
     with torch.autograd.graph.saved_tensors_hooks(seen, lambda x: x):
         rule_op.kernels(*leaves)
-    assert sum(kept) == chunks * 2 * (64 * 64 + 16 * 32 + 64)
+    assert sum(kept) == chunks * 2 * (64 * 64 + 16 * 32 + decays)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_kernels_reference_and_fake_save_the_same_decays(rule_op, dtype, device):
+    tensors = rule_op.draw(1, 65, 2, 16, 16, dtype, device)
+    tensors[3][:, 5::7] = -math.inf
+    arguments = *tensors, None, 0.25
+    op = torch.ops.fusewright_deltanet.gated_delta_rule.default
+    torch.library.opcheck(op, arguments, test_utils="test_faketensor")
+    *saved, decays = op(*arguments)
+    *others, by_reference = reference.chunked_rule(*arguments)
+    torch.testing.assert_close(decays, by_reference)
+    assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in others]
 
 
 def test_o_of_narrow_heads_is_contiguous(rule_op, backend, device):

@@ -118,6 +118,23 @@ def test_gates_at_the_ends_of_their_range_are_as_near_to_fp64_as_torch(rule_op, 
     rule_op.check_by_token(gates_of(name, rule_op.draw(1, 12, 1, 8, 8, F32, device)))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "least", "every"),
+    [
+        *itertools.product([F32], [-math.inf, -1e4], [1, 7, 50]),
+        (F16, -math.inf, 7),
+        (BF16, -math.inf, 7),
+    ],
+)
+def test_resets_within_chunks_are_as_near_to_fp64_as_the_recurrence(
+    rule_op, dtype, least, every, device
+):
+    """The decays between two of them keep the digits that operands have."""
+    tensors = rule_op.draw(1, 140, 1, 8, 8, dtype, device)
+    tensors[3][:, 3::every] = least
+    rule_op.check_by_token(tensors)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_keys_all_alike_are_as_near_to_fp64_as_torch(rule_op, dtype, device):
     """Where the inverse is hardest: all of A is near 1, and sums of its powers would explode."""

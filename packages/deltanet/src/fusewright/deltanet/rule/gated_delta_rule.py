@@ -16,9 +16,12 @@ T = (I + A)^-1, a chunk with the state S at its start has
     o = scale ((exp(G) q) S + (q k^T * L) V')
     S <- exp(G_C) S + (exp(G_C - G) k)^T V'
 
-Only the last line goes from chunk to chunk. Saved for the backward pass: the inputs, T, G and the
-state at the start of each chunk, T and states in q's dtype. Sums have a fixed order. Operands of
-products are in q's dtype (fp32: exact, unless torch multiplies fp32 matrices in TF32); sums, T
+Only the last line goes from chunk to chunk. A g that leaves nothing of a state is a reset. For fp32
+it is no part of G, which keeps its digits so, and all decays across it are 0; for bf16 and fp16,
+whose rounding is larger than what G loses, it counts in G as the least g that leaves something.
+Saved for the backward pass: the inputs, T, G, for fp32 the number of resets up to each token, and
+the state at the start of each chunk, T and states in q's dtype. Sums have a fixed order. Operands
+of products are in q's dtype (fp32: exact, unless torch multiplies fp32 matrices in TF32); sums, T
 before it is rounded and the carried state are fp32.
 
 Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv 2412.06464.
@@ -62,7 +65,7 @@ def _forward_fake(q, k, v, g, beta, state, cu_seqlens, scale):
         g.new_empty(sequences, heads, q.shape[3], width),
         q.new_empty(chunks, heads, reference.CHUNK, reference.CHUNK),
         q.new_empty(chunks, heads, q.shape[3], width),
-        g.new_empty(chunks, heads, reference.CHUNK),
+        g.new_empty(chunks, heads, *reference.decays_shape(q.dtype)),
     )
 
 

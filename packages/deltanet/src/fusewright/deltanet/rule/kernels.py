@@ -1,6 +1,6 @@
 """The forward pass of the rule: within each chunk; then the states, from chunk to chunk; then all
 outputs at once. With T, G and L as in ``gated_delta_rule`` and S [K, V] the state at a chunk's
-start:
+start, where no reset lies between (else the decays are 0):
 
     W = T (beta exp(G) k),  V' = T (beta v) - W S
     S <- exp(G_C) S + (exp(G_C - G) k)^T V'
@@ -15,18 +15,23 @@ import triton.language as tl
 from .._core.tiles import as_operand
 from .tiles import (
     COUNTS,
-    LEAST_DECAY,
     C,
+    cumulated,
     decay_between,
+    decay_from_start,
+    decay_to_end,
+    last_decays,
     locate_chunk,
     locate_sequence,
     product,
     product_onto,
+    store_decays,
     store_token_tile,
     store_unit_tile,
     through_memory,
     token_scalars,
     token_tile,
+    unit_decays,
     unit_tile,
     unit_triangular_inverse,
     zeros,
@@ -64,15 +69,17 @@ def prepare_kernel(
     row = tl.arange(0, C)
     g = token_scalars(g_ptr, place, head, tokens, heads)
     beta = token_scalars(beta_ptr, place, head, tokens, heads)
-    decay = tl.cumsum(tl.where(g < LEAST_DECAY, LEAST_DECAY, g), 0)
-    tl.store(decays_ptr + unit * C + row, decay)
+    decays = cumulated(g, CONFIG)
+    store_decays(decays_ptr, decays, unit, CONFIG)
 
     a = zeros(C, C)
     for start in range(0, CONFIG.K, CONFIG.BLOCK_K):
         col = start + tl.arange(0, CONFIG.BLOCK_K)
         k = token_tile(k_rows, head // CONFIG.GROUP, place, col, CONFIG.K)
         a = product_onto(a, k, tl.trans(k), CONFIG)
-    a = tl.where(row[:, None] > row[None, :], beta[:, None] * a * decay_between(decay), 0.0)
+    a = tl.where(
+        row[:, None] > row[None, :], beta[:, None] * a * decay_between(decays, CONFIG), 0.0
+    )
     inverse = through_memory(inverses_ptr, unit_triangular_inverse(a, CONFIG), unit, CONFIG.UPCAST)
 
     for start in range(0, CONFIG.V, CONFIG.BLOCK_V):
@@ -81,7 +88,7 @@ def prepare_kernel(
         v = as_operand(beta[:, None] * v.to(tl.float32), k_ptr.dtype.element_ty, CONFIG.UPCAST)
         values = product(inverse, v, CONFIG)
         store_unit_tile(values_ptr, values, unit, row, col, C, CONFIG.V, CONFIG.UPCAST)
-    beta_decay = beta * tl.exp(decay)
+    beta_decay = beta * decay_from_start(decays, CONFIG)
     for start in range(0, CONFIG.K, CONFIG.BLOCK_K):
         col = start + tl.arange(0, CONFIG.BLOCK_K)
         k = token_tile(k_rows, head // CONFIG.GROUP, place, col, CONFIG.K)
@@ -132,16 +139,18 @@ def states_kernel(
         k = token_tile(k_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
         w = unit_tile(w_ptr, unit, row, key, C, CONFIG.K)
         values = unit_tile(values_ptr, unit, row, col, C, CONFIG.V)
-        decay = tl.load(decays_ptr + unit * C + row)
-        last_decay = tl.load(decays_ptr + unit * C + C - 1)
+        decays = unit_decays(decays_ptr, unit, CONFIG)
+        last = last_decays(decays_ptr, unit, CONFIG)
         start_state = as_operand(state, w.dtype, CONFIG.UPCAST)
         store_unit_tile(states_ptr, start_state, unit, key, col, CONFIG.K, CONFIG.V, False)
         new_values = values.to(tl.float32) - product(w, start_state, CONFIG)
         store_unit_tile(values_ptr, new_values, unit, row, col, C, CONFIG.V, CONFIG.UPCAST)
         new_values = as_operand(
-            tl.exp(last_decay - decay)[:, None] * new_values, w.dtype, CONFIG.UPCAST
+            decay_to_end(decays, last, CONFIG)[:, None] * new_values, w.dtype, CONFIG.UPCAST
         )
-        state = product_onto(tl.exp(last_decay) * state, tl.trans(k), new_values, CONFIG)
+        state = product_onto(
+            decay_from_start(last, CONFIG) * state, tl.trans(k), new_values, CONFIG
+        )
     store_unit_tile(end_ptr, state, state_index, key, col, CONFIG.K, CONFIG.V, CONFIG.UPCAST)
 
 
@@ -184,8 +193,8 @@ def outputs_kernel(
         state = unit_tile(states_ptr, unit, key, col, CONFIG.K, CONFIG.V)
         o = product_onto(o, q, state, CONFIG)
         weights = product_onto(weights, q, tl.trans(k), CONFIG)
-    decay = tl.load(decays_ptr + unit * C + row)
+    decays = unit_decays(decays_ptr, unit, CONFIG)
     values = unit_tile(values_ptr, unit, row, col, C, CONFIG.V)
-    weights = as_operand(weights * decay_between(decay), values.dtype, CONFIG.UPCAST)
-    o = product_onto(tl.exp(decay)[:, None] * o, weights, values, CONFIG)
+    weights = as_operand(weights * decay_between(decays, CONFIG), values.dtype, CONFIG.UPCAST)
+    o = product_onto(decay_from_start(decays, CONFIG)[:, None] * o, weights, values, CONFIG)
     store_token_tile(o_ptr, scale * o, place, head, tokens, heads, col, CONFIG.V, CONFIG.UPCAST)

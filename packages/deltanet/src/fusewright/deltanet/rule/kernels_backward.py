@@ -24,6 +24,9 @@ from .tiles import (
     COUNTS,
     C,
     decay_between_transposed,
+    decay_from_start,
+    decay_to_end,
+    last_decays,
     locate_chunk,
     locate_sequence,
     product,
@@ -32,6 +35,7 @@ from .tiles import (
     through_memory,
     token_scalars,
     token_tile,
+    unit_decays,
     unit_tile,
     zeros,
 )
@@ -79,9 +83,9 @@ def local_kernel(
     k_rows = (k_ptr, k_batch_stride, k_token_stride, k_head_stride)
     v_rows = (v_ptr, v_batch_stride, v_token_stride, v_head_stride)
     row = tl.arange(0, C)
-    decay = tl.load(decays_ptr + unit * C + row)
+    decays = unit_decays(decays_ptr, unit, CONFIG)
     beta = token_scalars(beta_ptr, place, head, tokens, heads)
-    beta_decay = beta * tl.exp(decay)
+    beta_decay = beta * decay_from_start(decays, CONFIG)
     inverse = unit_tile(inverses_ptr, unit, row, row, C, C)
     weights_t = zeros(C, C)
     for start in range(0, CONFIG.K, CONFIG.BLOCK_K):
@@ -93,7 +97,7 @@ def local_kernel(
         w = product(inverse, k, CONFIG)
         store_unit_tile(w_ptr, w, unit, row, key, C, CONFIG.K, CONFIG.UPCAST)
     # The same barrier orders the stores of W above before the loads of W below.
-    weights_t = scale * weights_t * decay_between_transposed(decay)
+    weights_t = scale * weights_t * decay_between_transposed(decays, CONFIG)
     weights_t = through_memory(scratch_ptr, weights_t, unit, CONFIG.UPCAST)
     for start in range(0, CONFIG.V, CONFIG.BLOCK_V):
         col = start + tl.arange(0, CONFIG.BLOCK_V)
@@ -171,8 +175,8 @@ def state_gradients_kernel(
         do = token_tile(do_rows, head, place, col, CONFIG.V)
         w = unit_tile(w_ptr, unit, row, key, C, CONFIG.K)
         dvalues = unit_tile(dvalues_ptr, unit, row, col, C, CONFIG.V)
-        decay = tl.load(decays_ptr + unit * C + row)
-        last_decay = tl.load(decays_ptr + unit * C + C - 1)
+        decays = unit_decays(decays_ptr, unit, CONFIG)
+        last_token = last_decays(decays_ptr, unit, CONFIG)
         # The gradient of exp(G_C) is no product of matrices, whose operands are rounded anyway: it
         # takes dS' before it is rounded, and the initial state in fp32.
         chunk_state = unit_tile(states_ptr, unit, key, col, CONFIG.K, CONFIG.V).to(tl.float32)
@@ -183,11 +187,14 @@ def state_gradients_kernel(
         dstate_operand = as_operand(dstate, w.dtype, CONFIG.UPCAST)
         store_unit_tile(dstates_ptr, dstate_operand, unit, key, col, CONFIG.K, CONFIG.V, False)
         dnew_values = product(k, dstate_operand, CONFIG)
-        dnew_values = dvalues.to(tl.float32) + tl.exp(last_decay - decay)[:, None] * dnew_values
+        to_end = decay_to_end(decays, last_token, CONFIG)[:, None]
+        dnew_values = dvalues.to(tl.float32) + to_end * dnew_values
         store_unit_tile(dvalues_ptr, dnew_values, unit, row, col, C, CONFIG.V, CONFIG.UPCAST)
-        scaled_do = scale * tl.exp(decay)[:, None] * do.to(tl.float32)
+        scaled_do = scale * decay_from_start(decays, CONFIG)[:, None] * do.to(tl.float32)
         scaled_do = as_operand(scaled_do, w.dtype, CONFIG.UPCAST)
-        dstate = product_onto(tl.exp(last_decay) * dstate, tl.trans(q), scaled_do, CONFIG)
+        dstate = product_onto(
+            decay_from_start(last_token, CONFIG) * dstate, tl.trans(q), scaled_do, CONFIG
+        )
         dnew_values = as_operand(-dnew_values, w.dtype, CONFIG.UPCAST)
         dstate = product_onto(dstate, tl.trans(w), dnew_values, CONFIG)
     if dstate_ptr is not None:

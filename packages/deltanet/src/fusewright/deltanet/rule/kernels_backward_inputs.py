@@ -14,6 +14,9 @@ from .tiles import (
     C,
     decay_between,
     decay_between_transposed,
+    decay_from_start,
+    decay_to_end,
+    last_decays,
     locate_chunk,
     product,
     product_onto,
@@ -25,6 +28,7 @@ from .tiles import (
     through_memory,
     token_scalars,
     token_tile,
+    unit_decays,
     unit_tile,
     zeros,
 )
@@ -74,8 +78,8 @@ def inputs_kernel(
     PARTS: tl.constexpr = CONFIG.PARTS
     row = tl.arange(0, C)
     key = tl.program_id(0) % TILES * CONFIG.BLOCK_K + tl.arange(0, CONFIG.BLOCK_K)
-    decay = tl.load(decays_ptr + unit * C + row)
-    last_decay = tl.load(decays_ptr + unit * C + C - 1)
+    decays = unit_decays(decays_ptr, unit, CONFIG)
+    last = last_decays(decays_ptr, unit, CONFIG)
     q = token_tile(q_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
     k = token_tile(k_rows, head // CONFIG.GROUP, place, key, CONFIG.K)
 
@@ -93,11 +97,11 @@ def inputs_kernel(
         dw = product_onto(dw, dvalues, state, CONFIG)
         weights = product_onto(weights, do, tl.trans(values), CONFIG)
     store_unit_tile(dw_ptr, -dw, unit, row, key, C, CONFIG.K, CONFIG.UPCAST)
-    weights = scale * weights * decay_between(decay)
+    weights = scale * weights * decay_between(decays, CONFIG)
     qk = product(q, tl.trans(k), CONFIG)
     pairs = tl.where(row[:, None] > row[None, :], weights * qk, 0.0)
     dgate = sum_between_tokens(pairs)
-    dq *= scale * tl.exp(decay)[:, None]
+    dq *= scale * decay_from_start(decays, CONFIG)[:, None]
     dgate += sum_from_token_on(tl.sum(dq * q.to(tl.float32), 1))
     weights = as_operand(weights, q.dtype, CONFIG.UPCAST)
     dq = product_onto(dq, weights, k, CONFIG)
@@ -113,15 +117,18 @@ def inputs_kernel(
         dk = product_onto(dk, values, tl.trans(dstate), CONFIG)
         # Recomputed and not the transpose of the one above: no product is transposed.
         weights = product_onto(weights, values, tl.trans(do), CONFIG)
-    dk *= tl.exp(last_decay - decay)[:, None]
+    dk *= decay_to_end(decays, last, CONFIG)[:, None]
     key_products = tl.sum(dk * k.to(tl.float32), 1)
     products = zeros(CONFIG.BLOCK_K)
     for tile in tl.static_range(PARTS):
         at = (unit * PARTS + tile) * CONFIG.K + key
         products += tl.load(state_products_ptr + at, mask=key < CONFIG.K, other=0.0)
     # A token's own part, and the state, decay with each g that follows.
-    dgate += tl.cumsum(key_products, 0) - key_products + tl.exp(last_decay) * tl.sum(products, 0)
-    weights = as_operand(scale * weights * decay_between_transposed(decay), q.dtype, CONFIG.UPCAST)
+    earlier = tl.cumsum(key_products, 0) - key_products
+    dgate += earlier + decay_from_start(last, CONFIG) * tl.sum(products, 0)
+    weights = as_operand(
+        scale * weights * decay_between_transposed(decays, CONFIG), q.dtype, CONFIG.UPCAST
+    )
     dk = product_onto(dk, weights, q, CONFIG)
     store_unit_tile(partial_dk_ptr, dk, unit, row, key, C, CONFIG.K, CONFIG.UPCAST)
     tile = unit * TILES + tl.program_id(0) % TILES
@@ -167,9 +174,9 @@ def through_kernel(
     v_rows = (v_ptr, v_batch_stride, v_token_stride, v_head_stride)
     PARTS: tl.constexpr = CONFIG.PARTS
     row = tl.arange(0, C)
-    decay = tl.load(decays_ptr + unit * C + row)
+    decays = unit_decays(decays_ptr, unit, CONFIG)
     beta = token_scalars(beta_ptr, place, head, tokens, heads)
-    exp_decay = tl.exp(decay)
+    exp_decay = decay_from_start(decays, CONFIG)
     inverse = unit_tile(inverses_ptr, unit, row, row, C, C)
     dbeta = zeros(C)
     dinverse = zeros(C, C)
@@ -196,7 +203,7 @@ def through_kernel(
     da = product(tl.trans(inverse), dinverse, CONFIG)
     da = as_operand(da, inverse.dtype, CONFIG.UPCAST)
     da = product(da, tl.trans(inverse), CONFIG)
-    da = tl.where(row[:, None] > row[None, :], -da * decay_between(decay), 0.0)
+    da = tl.where(row[:, None] > row[None, :], -da * decay_between(decays, CONFIG), 0.0)
     through_memory(scratch_ptr, beta[:, None] * da, unit, CONFIG.UPCAST)
     kk = zeros(C, C)
     for start in range(0, CONFIG.K, CONFIG.BLOCK_K):

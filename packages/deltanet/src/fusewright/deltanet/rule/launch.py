@@ -24,7 +24,7 @@ from .._core.launches import (
 )
 from .._core.lazy import lazy_module
 from .._core.precision import allows_tf32, power_of_2
-from .reference import CHUNK, count_chunks
+from .reference import CHUNK, count_chunks, counts_resets, decays_shape
 
 if TYPE_CHECKING:
     from . import kernels
@@ -90,8 +90,8 @@ STATES = (
 class Constants(NamedTuple):
     """What a kernel of the rule is compiled for, read as ``CONFIG``: the widths of keys and values,
     how many value heads share a head of keys, the columns of its tiles, how operands of its
-    products are taken, the precision of the products that invert I + A, and into how many partial
-    sums an earlier kernel has cut what it adds.
+    products are taken, the precision of the products that invert I + A, whether resets are counted,
+    and into how many partial sums an earlier kernel has cut what it adds.
     """
 
     K: int
@@ -102,6 +102,7 @@ class Constants(NamedTuple):
     UPCAST: bool
     PRECISION: str
     INVERSE: str
+    RESETS: bool
     PARTS: int
 
 
@@ -234,6 +235,7 @@ class Problem(NamedTuple):
                 UPCAST=interpreted(),
                 PRECISION=self.precision,
                 INVERSE=self.inverse_precision,
+                RESETS=counts_resets(self.dtype),
                 PARTS=parts,
             ),
         )
@@ -386,7 +388,7 @@ def forward_plan(problem: Problem, operands: tuple[Layout, ...]) -> RulePlan:
         problem.of_units(CHUNK, width),
         problem.of_units(CHUNK, CHUNK),
         problem.of_units(keys, width),
-        problem.of_units(CHUNK, dtype=torch.float32),
+        problem.of_units(*decays_shape(problem.dtype), dtype=torch.float32),
         allocator(
             (problem.sequences, problem.value_heads, keys, width), torch.float32, problem.device
         ),

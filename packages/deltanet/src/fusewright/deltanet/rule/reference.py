@@ -32,7 +32,8 @@ class Chunked(NamedTuple):
         end: ``[N, HV, K, V]``, the state after the last token.
         inverses: ``[chunks, HV, C, C]``, (I + A)^-1 of each chunk, one sequence after the other.
         states: ``[chunks, HV, K, V]``, the state at the start of each chunk.
-        decays: ``[chunks, HV, C]``, the cumulated log decay of each chunk.
+        decays: ``[chunks, HV, 2, C]``, the cumulated log decay of each chunk without its resets,
+            and how many of these there were; for bf16 and fp16 ``[chunks, HV, C]``, with them.
     """
 
     o: Tensor
@@ -43,8 +44,20 @@ class Chunked(NamedTuple):
 
 
 def least_decay(dtype: torch.dtype) -> float:
-    """The log decay below which a state vanishes; differences of -inf would be NaN."""
+    """The log decay below which a state vanishes: a reset."""
     return math.log(torch.finfo(dtype).tiny)
+
+
+def counts_resets(dtype: torch.dtype) -> bool:
+    """Whether the kernels count resets for q of this dtype. In a sum with resets decays lose what
+    operands of 16 bits do not have, and counting takes time.
+    """
+    return dtype.itemsize > 2
+
+
+def decays_shape(dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of what is saved of the decays of a chunk and head."""
+    return (2, CHUNK) if counts_resets(dtype) else (CHUNK,)
 
 
 def gated_delta_rule_step(
@@ -164,7 +177,8 @@ def chunked(
     scale: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Within a chunk of C tokens, with G the cumulated g and L_ij = exp(G_i - G_j) for i >= j:
+    """Within a chunk of C tokens, with G the cumulated g and L_ij = exp(G_i - G_j) for i >= j, 0
+    across a reset, whose g is no part of G, so that G has no large numbers:
 
     A = the part of (beta k) k^T * L below the diagonal,  T = (I + A)^-1
     V' = T (beta v) - T (beta exp(G) k) S
@@ -183,13 +197,18 @@ def chunked(
 
     q, k, v = cut(q), cut(k), cut(v)
     g, beta = cut(g), cut(beta).unsqueeze(-1)
-    decays = g.clamp(min=least_decay(g.dtype)).cumsum(-1)
+    is_reset = g < least_decay(g.dtype)
+    decays, resets = g.masked_fill(is_reset, 0.0).cumsum(-1), is_reset.cumsum(-1)
+
+    def decay(log: Tensor, resets: Tensor, before: Tensor | int) -> Tensor:
+        """exp(log), 0 after a reset. Elsewhere exp may overflow: the mask comes first."""
+        return log.masked_fill(resets != before, -math.inf).exp()
+
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    # Above the diagonal exp may overflow: the mask comes first.
-    between = decays.unsqueeze(-1) - decays.unsqueeze(-2)
-    between = between.masked_fill(~lower, -math.inf).exp()
-    from_start = decays.exp().unsqueeze(-1)
-    to_end = (decays[..., -1:] - decays).exp().unsqueeze(-1)
+    between = (decays.unsqueeze(-1) - decays.unsqueeze(-2)).masked_fill(~lower, -math.inf)
+    between = decay(between, resets.unsqueeze(-1), resets.unsqueeze(-2))
+    from_start = decay(decays, resets, 0).unsqueeze(-1)
+    to_end = decay(decays[..., -1:] - decays, resets, resets[..., -1:]).unsqueeze(-1)
 
     identity = torch.eye(chunk, dtype=q.dtype, device=q.device)
     a = ((beta * k) @ k.mT * between).tril(-1)
@@ -203,7 +222,7 @@ def chunked(
         states.append(state)
         new_values = values[:, :, c] - w[:, :, c] @ state
         out.append(q[:, :, c] @ state + weights[:, :, c] @ new_values)
-        decayed = decays[:, :, c, -1].exp()[..., None, None] * state
+        decayed = from_start[:, :, c, -1:] * state
         state = decayed + k[:, :, c].mT @ new_values
     o = (scale * torch.cat(out, 2)[:, :, :tokens]).transpose(1, 2).to(dtype).contiguous()
     starts = torch.stack(states, 2) if states else state.unsqueeze(2)[:, :, :0]
@@ -215,7 +234,11 @@ def chunked(
         return x.transpose(1, 2).flatten(0, 1)
 
     state = state.contiguous()
-    return o, state, of_chunks(inverses), of_chunks(starts), of_chunks(decays)
+    if counts_resets(dtype):
+        saved = torch.stack((decays, resets.to(decays.dtype)), -2)
+    else:
+        saved = g.clamp(min=least_decay(g.dtype)).cumsum(-1)
+    return o, state, of_chunks(inverses), of_chunks(starts), of_chunks(saved)
 
 
 def rule_backward(do: Tensor, dend: Tensor, *operands: Any) -> tuple[Tensor, ...]:

@@ -19,7 +19,8 @@ from .._core.tiles import as_operand, to_tf32
 
 # Tokens of a chunk.
 C = tl.constexpr(64)
-# The logarithm of the least normal fp32 number: a lower decay leaves nothing of a state.
+# The logarithm of the least normal fp32 number: a lower decay leaves nothing of a state, and is a
+# reset.
 LEAST_DECAY = tl.constexpr(-87.33654475055310)
 # Arguments that change from call to call without a kernel of their own.
 COUNTS = ("tokens", "heads", "chunks")
@@ -159,19 +160,104 @@ def through_memory(x_ptr, x, unit, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def decay_between(decay):
-    """L_ij = exp(G_i - G_j) for i >= j, 0 above: exp may overflow there, so the mask is first."""
-    row = tl.arange(0, C)
-    between = decay[:, None] - decay[None, :]
-    return tl.exp(tl.where(row[:, None] >= row[None, :], between, float("-inf")))
+def cumulated(g, CONFIG: tl.constexpr):
+    """The decays of a unit: G, the cumulated g, and where resets are counted a pair, G without them
+    and their number: a sum with a reset in it has few digits left for the others.
+    """
+    is_reset = g < LEAST_DECAY
+    if CONFIG.RESETS:
+        decay = tl.cumsum(tl.where(is_reset, 0.0, g), 0)
+        decays = decay, tl.cumsum(tl.where(is_reset, 1.0, 0.0), 0)
+    else:
+        decays = tl.cumsum(tl.where(is_reset, LEAST_DECAY, g), 0)
+    return decays
 
 
 @triton.jit
-def decay_between_transposed(decay):
+def store_decays(decays_ptr, decays, unit, CONFIG: tl.constexpr):
+    """[units, 2, C] where resets are counted, else [units, C]."""
+    row = tl.arange(0, C)
+    if CONFIG.RESETS:
+        decay, resets = decays
+        at = decays_ptr + unit * (2 * C) + row
+        tl.store(at, decay)
+        tl.store(at + C, resets)
+    else:
+        tl.store(decays_ptr + unit * C + row, decays)
+
+
+@triton.jit
+def load_decays(decays_ptr, unit, row, CONFIG: tl.constexpr):
+    """Those of some tokens of a unit, as they were stored."""
+    if CONFIG.RESETS:
+        at = decays_ptr + unit * (2 * C) + row
+        decays = tl.load(at), tl.load(at + C)
+    else:
+        decays = tl.load(decays_ptr + unit * C + row)
+    return decays
+
+
+@triton.jit
+def unit_decays(decays_ptr, unit, CONFIG: tl.constexpr):
+    """Those of all tokens."""
+    return load_decays(decays_ptr, unit, tl.arange(0, C), CONFIG)
+
+
+@triton.jit
+def last_decays(decays_ptr, unit, CONFIG: tl.constexpr):
+    """Those of the last token."""
+    return load_decays(decays_ptr, unit, C - 1, CONFIG)
+
+
+@triton.jit
+def decay_from_start(decays, CONFIG: tl.constexpr):
+    """What is left at a token of the state at the chunk's start: exp(G), 0 after a reset."""
+    if CONFIG.RESETS:
+        decay, resets = decays
+        decays = tl.where(resets == 0.0, decay, float("-inf"))
+    return tl.exp(decays)
+
+
+@triton.jit
+def decay_to_end(decays, last, CONFIG: tl.constexpr):
+    """What is left of a token at the chunk's end."""
+    if CONFIG.RESETS:
+        decay, resets = decays
+        last_decay, last_resets = last
+        between = tl.where(resets == last_resets, last_decay - decay, float("-inf"))
+    else:
+        between = last - decays
+    return tl.exp(between)
+
+
+@triton.jit
+def decay_between(decays, CONFIG: tl.constexpr):
+    """L_ij = exp(G_i - G_j) for i >= j, 0 above and across a reset: exp may overflow there, so the
+    mask is first.
+    """
+    row = tl.arange(0, C)
+    if CONFIG.RESETS:
+        decay, resets = decays
+        between = decay[:, None] - decay[None, :]
+        inside = (row[:, None] >= row[None, :]) & (resets[:, None] == resets[None, :])
+    else:
+        between = decays[:, None] - decays[None, :]
+        inside = row[:, None] >= row[None, :]
+    return tl.exp(tl.where(inside, between, float("-inf")))
+
+
+@triton.jit
+def decay_between_transposed(decays, CONFIG: tl.constexpr):
     """The transpose of L."""
     row = tl.arange(0, C)
-    between = decay[None, :] - decay[:, None]
-    return tl.exp(tl.where(row[:, None] <= row[None, :], between, float("-inf")))
+    if CONFIG.RESETS:
+        decay, resets = decays
+        between = decay[None, :] - decay[:, None]
+        inside = (row[:, None] <= row[None, :]) & (resets[:, None] == resets[None, :])
+    else:
+        between = decays[None, :] - decays[:, None]
+        inside = row[:, None] <= row[None, :]
+    return tl.exp(tl.where(inside, between, float("-inf")))
 
 
 @triton.jit

@@ -34,9 +34,12 @@ def launch(
 
 
 def launch_hopper(keep: bool = True) -> None:
-    """The forward pass of warp groups, with parts of its last tiles, which only Hopper has."""
-    x = torch.empty(4, 2500, 8, 64, dtype=torch.bfloat16)
-    forward.attention_forward(x, x, x, None, 0.125, True, keep)
+    """The passes of warp groups, with parts of their last tiles, which only Hopper has."""
+    q, k = (torch.empty(4, rows, 8, 64, dtype=torch.bfloat16) for rows in (2500, 3200))
+    forward.attention_forward(q, k, k, None, 0.125, True, keep)
+    if keep:
+        softmax = torch.empty(2, 4, 8, 2500)
+        backward.attention_backward(q, None, q, k, k, None, q, q, softmax, 0.125)
 
 
 def launch_window(width: int, dtype: torch.dtype, prefix: int = 17) -> None:

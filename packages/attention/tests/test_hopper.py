@@ -1,11 +1,16 @@
-"""The forward pass of warp groups on Hopper, by a GPU; its plan and its shares of work, by none."""
+"""The passes of warp groups on Hopper, by a GPU; their plans and shares of work, by none."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from fusewright.attention import rectangular_attention_with_lse
-from fusewright.attention.rectangular import launch, launch_hopper
+from fusewright.attention.rectangular import (
+    launch,
+    launch_backward,
+    launch_hopper,
+    launch_hopper_backward,
+)
 from fusewright_testkit import capture
 from fusewright_testkit.conformance import everything, same_bits
 
@@ -37,7 +42,7 @@ def test_axis_of_one_element_has_the_stride_of_a_contiguous_tensor():
 
 @pytest.fixture
 def plans(fresh_plans, monkeypatch) -> list[launch_hopper.HopperPlan]:
-    """The plans that tests make, whatever the size."""
+    """The plans of forward passes that tests make, whatever the size."""
     made = []
 
     def counted(*args):
@@ -50,45 +55,62 @@ def plans(fresh_plans, monkeypatch) -> list[launch_hopper.HopperPlan]:
     return made
 
 
+@pytest.fixture
+def backward_plans(plans, monkeypatch) -> list[launch_hopper_backward.HopperBackwardPlan]:
+    """Those of backward passes, too."""
+    made = []
+
+    def counted(*args):
+        made.append(launch_hopper_backward.plan_hopper_backward(*args))
+        return made[-1]
+
+    lines = launch_hopper_backward.HOPPER_BACKWARD
+    lines = tuple(line._replace(fewest_scores=0, fewest_blocks=0) for line in lines)
+    monkeypatch.setattr(launch_hopper_backward, "HOPPER_BACKWARD", lines)
+    monkeypatch.setattr(launch_backward, "plan_hopper_backward", counted)
+    return made
+
+
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("keys", [129, 457, 500, 1000, 1024])
 @pytest.mark.parametrize("queries", [1, 63, 64, 65, 192, 193, 500])
-def test_values_and_gradients_are_as_near_to_fp64_as_torch(lse_op, plans, queries, keys):
+def test_values_and_gradients_are_as_near_to_fp64_as_torch(lse_op, backward_plans, queries, keys):
     # Of few rows eager torch's largest error may be small by luck.
     heads = 3 if queries > 1 else 64
     lse_op.check(lse_op.draw((2, queries, keys, heads, 64), BF16, "cuda"))
-    assert plans
+    assert backward_plans
 
 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("shape", [(3, 3000, 2000, 4, 64), (1, 1500, 1300, 17, 64)], ids=str)
-def test_many_tiles_and_parts_are_as_near_to_fp64_as_torch(lse_op, plans, shape):
+def test_many_tiles_and_parts_are_as_near_to_fp64_as_torch(lse_op, plans, backward_plans, shape):
     lse_op.check(lse_op.draw(shape, BF16, "cuda"))
     assert plans[0].combine is not None
+    assert backward_plans[0].add_parts is not None
 
 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("shape", [(2, 1100, 1500, 3, 64), (3, 3000, 2000, 4, 64)], ids=str)
 @pytest.mark.parametrize("factor", [5.0, 20.0, 60.0])
-def test_keys_that_grow_late_in_the_row_are_computed_again(lse_op, plans, factor, shape):
+def test_keys_that_grow_late_in_the_row_are_computed_again(lse_op, backward_plans, factor, shape):
     """Keys are visited from the last one on."""
     q, k, v = lse_op.draw(shape, BF16, "cuda")
     k[:, : shape[2] // 2] *= factor
     lse_op.check([q, k, v])
-    assert plans
+    assert backward_plans
 
 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_tiny_and_huge_values(lse_op, plans, size):
+def test_tiny_and_huge_values(lse_op, backward_plans, size):
     q, k, v = lse_op.draw((1, 300, 700, 2, 64), BF16, "cuda")
     k[:, :300] *= 4.0
     lse_op.check([q, k, v * size])
-    assert plans
+    assert backward_plans
 
 
 @pytest.mark.gpu
@@ -121,7 +143,7 @@ def test_strange_number_stays_in_its_head_and_row(plans, value):
 
 @pytest.mark.gpu
 @on_hopper
-def test_strided_operands_are_read_by_their_strides(op, plans):
+def test_strided_operands_are_read_by_their_strides(op, backward_plans):
     joint = torch.randn(2, 700, 3, 4, 64, device="cuda", dtype=BF16)
     strided = [joint[:, :, i] for i in range(3)]
     whole = [x.contiguous() for x in strided]
@@ -133,12 +155,12 @@ def test_strided_operands_are_read_by_their_strides(op, plans):
     )
     shared = [x[:1].expand(2, -1, -1, -1) for x in whole]
     assert torch.equal(op.first(op.kernels(*shared))[0], op.first(op.kernels(*shared))[1])
-    assert plans
+    assert backward_plans
 
 
 @pytest.mark.gpu
 @on_hopper
-def test_graph_and_repeated_calls_give_the_same_bits(op, plans):
+def test_graph_and_repeated_calls_give_the_same_bits(op, backward_plans):
     tensors = [x.requires_grad_() for x in op.draw((2, 1300, 1500, 3, 64), BF16, "cuda")]
     graph, captured = capture(lambda: everything(op.kernels, tensors))
     with torch.no_grad():
@@ -148,4 +170,51 @@ def test_graph_and_repeated_calls_give_the_same_bits(op, plans):
     torch.cuda.synchronize()
     for _ in range(3):
         assert same_bits(captured, everything(op.kernels, tensors))
-    assert plans
+    assert backward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_keys_past_the_last_have_no_part_in_gradients(lse_op, backward_plans):
+    """Their scores are 0, infinitely more likely than real ones far below it."""
+    q, k, v = lse_op.draw((2, 300, 130, 3, 64), BF16, "cuda")
+    lse_op.check([q.abs(), -8 * k.abs(), v])
+    assert backward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_strange_upstream_gradient_stays_in_its_head_and_row(op, backward_plans):
+    tensors = [x.requires_grad_() for x in op.draw((2, 300, 700, 3, 64), BF16, "cuda")]
+    o = op.first(op.kernels(*tensors))
+    upstream = torch.randn_like(o)
+    expected = torch.autograd.grad(o, tensors, upstream, retain_graph=True)
+    upstream[1, 33, 2, 5] = float("nan")
+    actual = torch.autograd.grad(o, tensors, upstream)
+    for grad, clean, others in zip(actual, expected, (slice(None), None, None), strict=True):
+        spread = torch.zeros_like(grad, dtype=torch.bool)
+        spread[1, 33 if others else slice(None), 2] = True
+        assert grad[spread].isnan().all()
+        assert torch.equal(grad[~spread], clean[~spread])
+    assert backward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gradients_have_the_same_bits_beside_other_work(op, backward_plans):
+    """Programs wait for one another's turn, in an order that time does not change."""
+    tensors = [x.requires_grad_() for x in op.draw((2, 2000, 3000, 8, 64), BF16, "cuda")]
+    o = op.first(op.kernels(*tensors))
+    upstream = torch.randn_like(o)
+
+    def gradients():
+        return torch.autograd.grad(o, tensors, upstream, retain_graph=True)
+
+    expected = gradients()
+    beside, matrix = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    torch.cuda.synchronize()
+    for _ in range(8):
+        with torch.cuda.stream(beside):
+            matrix @ matrix
+        assert same_bits(expected, gradients())
+    assert backward_plans

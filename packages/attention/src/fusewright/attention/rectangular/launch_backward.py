@@ -31,6 +31,11 @@ from ..common.problem import (
     tile_config,
 )
 from .launch import SingleTileConfig, in_single_tile, single_tile_config
+from .launch_hopper_backward import (
+    HopperBackwardPlan,
+    hopper_backward_config,
+    plan_hopper_backward,
+)
 
 if TYPE_CHECKING:
     from . import kernels_single_tile, kernels_streaming_backward
@@ -106,12 +111,19 @@ def attention_backward(
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_plan(key: Key) -> BackwardPlan:
+def backward_plan(key: Key) -> BackwardPlan | HopperBackwardPlan:
     """The plan for a call that reads do, q, k, v, dlse and key_lengths."""
     problem = problem_of(key, 4)
     if not (math.prod(problem.query_shape) and problem.keys):
         return plan_backward(problem)
-    return (plan_single_tile if in_single_tile(problem) else plan_streaming)(problem)
+    if in_single_tile(problem):
+        return plan_single_tile(problem)
+    *_, lengths = key[2]
+    if lengths is None:
+        config = hopper_backward_config(problem, aligned=key[3])
+        if config is not None:
+            return plan_hopper_backward(problem, config)
+    return plan_streaming(problem)
 
 
 def plan_single_tile(problem: Problem) -> BackwardPlan:

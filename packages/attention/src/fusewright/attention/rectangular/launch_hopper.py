@@ -5,7 +5,8 @@ parts of the last tiles, and the tiles that are computed again.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -71,21 +72,30 @@ AGAIN = TileConfig(64, 2, queries=ROWS, keys=64, num_warps=4, num_stages=3)
 
 
 class HopperLaunch(Launch):
-    """A launch whose first operands are read and written by tensor descriptors over
-    [B, rows, H, D], in tiles of ``tiles_of`` rows each.
+    """A launch whose first operands are read and written by tensor descriptors, each as its own
+    function makes it.
     """
 
-    tiles_of: tuple[int, ...]
+    descriptors: tuple[Callable[[torch.Tensor], Any], ...]
 
     def __call__(
         self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...] = ()
     ) -> None:
         described = [
-            kernels_hopper.descriptor(x, tile_strides(x), rows)
-            for x, rows in zip(tensors, self.tiles_of, strict=False)
+            describe(x)
+            for describe, x in zip(self.descriptors, tensors, strict=False)
             if x is not None
         ]
         self.dispatch((*described, *tensors[len(described) :]), floats)
+
+
+def in_tiles(rows: int) -> Callable[[torch.Tensor], Any]:
+    """The descriptor of a tensor [B, rows, H, D] in tiles of this many rows."""
+
+    def describe(x: torch.Tensor) -> Any:
+        return kernels_hopper.descriptor(x, tile_strides(x), rows)
+
+    return describe
 
 
 def tile_strides(x: torch.Tensor) -> list[int]:
@@ -172,7 +182,7 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
             LSE=with_lse,
         ),
     )
-    launch.tiles_of = (ROWS, config.keys, config.keys, ROWS, ROWS)
+    launch.descriptors = tuple(map(in_tiles, (ROWS, config.keys, config.keys, ROWS, ROWS)))
     device, dtype, shape = problem.device, problem.dtype, problem.query_shape
     outputs = (
         allocator(shape, dtype, device),

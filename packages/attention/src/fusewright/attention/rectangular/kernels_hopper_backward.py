@@ -1,0 +1,509 @@
+"""Gluon kernel of the backward pass over many keys, for Hopper.
+
+    p_ij = 2^(factor q_i . k_j - lse_i)    ds_ij = p_ij (do_i . v_j - delta_i)
+    dv_j = sum_i p_ij do_i    dk_j = scale sum_i ds_ij q_i    dq_i = scale sum_j ds_ij k_j
+
+factor is scale log2 e, lse_i the log-sum-exp of a row in base 2. All five products are computed
+once: a program keeps KEYS keys and values while the queries of their head pass, sums dk and dv in
+registers, and adds each tile of dq to memory.
+
+A program is four groups of four warps. Two have 64 keys each and compute p, ds, dk and dv of every
+tile of queries. One multiplies the ds of both by the keys and stores the tile of dq in shared
+memory. Of the fourth, one warp copies tiles of queries and of do into a ring of STAGES, and another
+adds tiles of dq to those in memory, by the bulk copy engine, in fp32.
+
+Programs stay and take piece after piece of work: KEYS keys of one head against all its queries. The
+pieces that fill all programs are whole; the few that are left are cut by their queries, and
+``add_parts_kernel`` adds their parts of dk and dv.
+
+The order of sums is fixed: a block of TILES tiles of queries has a counter of the pieces that have
+added their dq, and a piece waits for its number before it adds. Programs begin GAP blocks apart, so
+that hardly one has to wait: when a program comes to a block, the one before it has left. The number
+of a piece grows with the time at which it comes to a block, so programs that are all resident,
+which a cooperative launch sees to, cannot wait for one another in a circle.
+
+Shah et al., FlashAttention-3, arXiv 2407.08608.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..common.kernels_gluon import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    tma_add,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .kernels_hopper import LOG2_E
+
+# Queries of a tile, keys of a group of warps, and groups that have keys.
+QUERIES = gl.constexpr(64)
+ROWS = gl.constexpr(64)
+GROUPS = gl.constexpr(2)
+KEYS = gl.constexpr(128)
+
+
+def statistics_descriptor(x: torch.Tensor) -> TensorDescriptor:
+    """One number for each query of a head, [B H, tiles * QUERIES], in tiles of QUERIES."""
+    layout = gl.NVMMASharedLayout(0, 32, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 64], layout)
+
+
+def dq_descriptor(x: torch.Tensor) -> TensorDescriptor:
+    """Tiles of dq, [B H tiles QUERIES, D], each in the order of registers."""
+    layout = gl.NVMMASharedLayout(0, 32, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[-1]], layout)
+
+
+@gluon.jit
+def work_of(piece, sizes, CONFIG: gl.constexpr):
+    """Three of a piece of work: its head and tile of keys; the first of its tiles of queries, how
+    many these are and at which it begins; and what ``pieces_before`` takes.
+
+    Pieces lie side by side for HEADS heads. The first ``whole`` pieces have all queries; then each
+    tile of keys is ``parts`` pieces.
+    """
+    whole, parts, pieces, key_tiles, query_tiles, _ = sizes
+    programs = gl.num_programs(0)
+    is_part = piece >= whole
+    beyond = piece - whole
+    tile = gl.where(is_part, whole + beyond // parts, piece)
+    part = gl.where(is_part, beyond % parts, 0)
+    blocks = (query_tiles + CONFIG.TILES - 1) // CONFIG.TILES
+    first = gl.where(is_part, part * blocks // parts, 0)
+    last = gl.where(is_part, (part + 1) * blocks // parts, blocks)
+    tiles = gl.minimum(last * CONFIG.TILES, query_tiles) - first * CONFIG.TILES
+    column = tile // CONFIG.HEADS
+    heads_before = column // key_tiles * CONFIG.HEADS
+    head = heads_before + tile % CONFIG.HEADS
+    key_tile = column % key_tiles
+    # The programs that have pieces of these queries at this time, and this one's place among them.
+    wave = gl.where(is_part, whole, piece // programs * programs)
+    places = gl.where(is_part, (pieces - whole) // parts, programs) // CONFIG.HEADS
+    place = (tile - wave) // CONFIG.HEADS
+    span = gl.minimum(last - first, places * CONFIG.GAP)
+    begin = place * span // places
+    # Those of the same head are the places from ``lowest`` on up to ``highest``.
+    lowest = gl.maximum(column - key_tile - wave // CONFIG.HEADS, 0)
+    highest = gl.minimum(column - key_tile - wave // CONFIG.HEADS + key_tiles, places) - 1
+    turn = place, places, span, lowest, highest, key_tile
+    return (head, key_tile), (first * CONFIG.TILES, tiles, begin * CONFIG.TILES), turn
+
+
+@gluon.jit
+def pieces_before(block, turn):
+    """How many pieces add their dq to a block before this one: all of earlier waves, then, as
+    programs come to the block, those that begin at it or before it, the last one first, and those
+    that begin behind it.
+    """
+    place, places, span, lowest, highest, key_tile = turn
+    earlier = key_tile - (place - lowest)
+    # The last place that begins at the block or before it.
+    begun = gl.minimum(((block + 1) * places - 1) // span, places - 1)
+    last_begun = gl.minimum(begun, highest)
+    of_those = highest - place + gl.maximum(last_begun - lowest + 1, 0)
+    return earlier + gl.where(place <= begun, last_begun - place, of_those)
+
+
+@gluon.jit
+def tile_at(step, tiles, begin):
+    """The tile that a piece has at a step: from ``begin`` on, and around."""
+    tile = step + begin
+    return gl.where(tile >= tiles, tile - tiles, tile)
+
+
+@gluon.jit
+def copy_tiles(inputs, buffers, barriers, sizes, CONFIG: gl.constexpr):
+    """What the copying warp does: keys and values of each piece, then its queries, do and
+    statistics.
+    """
+    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles = inputs
+    q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared = buffers
+    kv_full, kv_free, q_full, do_full, q_free = barriers
+    heads = sizes[5]
+    copied = 0
+    for piece in range(gl.program_id(0), sizes[2], gl.num_programs(0)):
+        work = work_of(piece, sizes, CONFIG)
+        head, key_tile = work[0]
+        first, tiles, begin = work[1]
+        batch = head // heads
+        of_head = head % heads
+        mbarrier.wait(kv_free, (piece // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.expect(kv_full, 2 * KEYS * CONFIG.D * 2)
+        at = [batch, key_tile * KEYS, of_head, 0]
+        tma.async_copy_global_to_shared(k_tiles, at, kv_full, k_shared)
+        tma.async_copy_global_to_shared(v_tiles, at, kv_full, v_shared)
+        for step in range(tiles):
+            tile = first + tile_at(step, tiles, begin)
+            stage = copied % CONFIG.STAGES
+            at = [batch, tile * QUERIES, of_head, 0]
+            mbarrier.wait(q_free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
+            full = q_full.index(stage)
+            mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
+            tma.async_copy_global_to_shared(q_tiles, at, full, q_shared.index(stage))
+            at_row = [head, tile * QUERIES]
+            tma.async_copy_global_to_shared(lse_tiles, at_row, full, lse_shared.index(stage))
+            full = do_full.index(stage)
+            mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
+            tma.async_copy_global_to_shared(do_tiles, at, full, do_shared.index(stage))
+            tma.async_copy_global_to_shared(delta_tiles, at_row, full, delta_shared.index(stage))
+            copied += 1
+
+
+@gluon.jit
+def load_statistics(shared, OF_COLUMNS: gl.constexpr):
+    """QUERIES numbers, one for each column of a tile of scores. ``prepare_kernel`` wrote them so
+    that the 16 that a lane needs are next to one another.
+    """
+    BY_LANE: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [4], [8]],
+        lane_bases=[[16], [32], [0], [0], [0]],
+        warp_bases=[[0], [0]],
+        block_bases=[],
+        shape=[64],
+    )
+    x = shared.reshape([QUERIES]).load(BY_LANE)
+    return gl.convert_layout(x.reshape([4, 8, 2]).permute([1, 0, 2]).reshape([QUERIES]), OF_COLUMNS)
+
+
+@gluon.jit
+def differentiate_piece(
+    operands,
+    buffers,
+    barriers,
+    steps,
+    factor,
+    GROUP: gl.constexpr,
+    MASKED: gl.constexpr,
+    CONFIG: gl.constexpr,
+):
+    """dk, not scaled, and dv of a group's keys, [ROWS, D], over the queries of a piece; and their
+    ds, for dq. With MASKED, rows from ``limit`` on are no keys.
+    """
+    k, v = operands
+    used, tiles, limit = steps
+    q_shared, do_shared, lse_shared, delta_shared, ds_shared = buffers
+    q_full, do_full, q_free, ds_full, ds_free = barriers
+    D: gl.constexpr = CONFIG.D
+    STAGES: gl.constexpr = CONFIG.STAGES
+    DS_STAGES: gl.constexpr = CONFIG.DS_STAGES
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    OF_GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OF_OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_GRADIENT, 2)
+    BY_QUERY: gl.constexpr = gl.SliceLayout(0, OF_SCORES)
+    none = gl.zeros([ROWS, QUERIES], gl.float32, OF_SCORES)
+    dk = gl.zeros([ROWS, D], gl.float32, OF_GRADIENT)
+    dv = gl.zeros([ROWS, D], gl.float32, OF_GRADIENT)
+    for step in range(tiles):
+        stage = (used + step) % STAGES
+        phase = ((used + step) // STAGES) & 1
+        ds_stage = (used + step) % DS_STAGES
+        mbarrier.wait(q_full.index(stage), phase)
+        q = q_shared.index(stage).reshape([QUERIES, D])
+        do = do_shared.index(stage).reshape([QUERIES, D])
+        s = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
+        lse = load_statistics(lse_shared.index(stage), BY_QUERY)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        # The exponentials of s are computed while the tensor cores multiply v and do.
+        mbarrier.wait(do_full.index(stage), phase)
+        dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
+        # lse has its sign changed: one multiplication with addition.
+        p = gl.exp2(s * factor + gl.expand_dims(lse, 0))
+        if MASKED:
+            # A row beyond the keys has scores of 0, and so a p that may be infinite.
+            row = gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
+            is_key = gl.expand_dims(row < limit, 1) & (gl.zeros_like(p) == 0.0)
+            p = gl.where(is_key, p, 0.0)
+        p_operand = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
+        delta = load_statistics(delta_shared.index(stage), BY_QUERY)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        dv_ahead = warpgroup_mma(p_operand, do, dv, is_async=True)
+        ds = (p * (dp - gl.expand_dims(delta, 0))).to(gl.bfloat16)
+        mbarrier.wait(ds_free.index(ds_stage), (((used + step) // DS_STAGES) & 1) ^ 1)
+        ds_shared.index(ds_stage).slice(GROUP * ROWS, ROWS, dim=0).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(ds_stage), count=1)
+        ds_operand = gl.convert_layout(ds, OF_OPERAND)
+        dk_ahead = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dv, dk, p_operand, ds_operand = warpgroup_mma_wait(
+            0, deps=(dv_ahead, dk_ahead, p_operand, ds_operand)
+        )
+        mbarrier.arrive(q_free.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def differentiate(
+    outputs, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
+):
+    """What each of the two groups with keys does: dk and dv of its ROWS keys of every piece."""
+    dk_tiles, dv_tiles, partial_ptr = outputs
+    k_shared, v_shared, out_shared, streamed = buffers
+    kv_full, kv_free, of_queries = barriers
+    keys, scale = call
+    D: gl.constexpr = CONFIG.D
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    OF_GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OF_KEYS: gl.constexpr = gl.DotOperandLayout(0, OF_SCORES, 2)
+    whole, pieces, heads = sizes[0], sizes[2], sizes[5]
+    factor = scale * LOG2_E
+    used = 0
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        work = work_of(piece, sizes, CONFIG)
+        head, key_tile = work[0]
+        tiles = work[1][1]
+        mbarrier.wait(kv_full, piece // gl.num_programs(0) & 1)
+        # Both stay in registers, as left operands of their products.
+        k = k_shared.reshape([KEYS, D]).slice(GROUP * ROWS, ROWS, dim=0).load(OF_KEYS)
+        v = v_shared.reshape([KEYS, D]).slice(GROUP * ROWS, ROWS, dim=0).load(OF_KEYS)
+        mbarrier.arrive(kv_free, count=1)
+        first = key_tile * KEYS + GROUP * ROWS
+        steps = (used, tiles, keys - first)
+        if first + ROWS > keys:
+            dk, dv = differentiate_piece(
+                (k, v), streamed, of_queries, steps, factor, GROUP, True, CONFIG
+            )
+        else:
+            dk, dv = differentiate_piece(
+                (k, v), streamed, of_queries, steps, factor, GROUP, False, CONFIG
+            )
+        used += tiles
+        dk = dk * scale
+        if piece >= whole:
+            row = GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_GRADIENT))
+            column = gl.arange(0, D, gl.SliceLayout(0, OF_GRADIENT))
+            at = gl.expand_dims(row, 1) * D + gl.expand_dims(column, 0)
+            part = partial_ptr + (piece - whole) * (2 * KEYS * D)
+            gl.store(part + at, dk)
+            gl.store(part + KEYS * D + at, dv)
+        else:
+            # Where the last piece's gradients went from.
+            tma.store_wait(0)
+            out_shared.index(2 * GROUP).reshape([ROWS, D]).store(dk.to(gl.bfloat16))
+            out_shared.index(2 * GROUP + 1).reshape([ROWS, D]).store(dv.to(gl.bfloat16))
+            fence_async_shared()
+            place = [head // heads, first, head % heads, 0]
+            tma.async_copy_shared_to_global(dk_tiles, place, out_shared.index(2 * GROUP))
+            tma.async_copy_shared_to_global(dv_tiles, place, out_shared.index(2 * GROUP + 1))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def multiply_keys(buffers, barriers, sizes, CONFIG: gl.constexpr):
+    """What the third group does: tiles of dq, transposed, [D, QUERIES], from the ds of both groups
+    with keys, and from k, which stays in registers.
+    """
+    k_shared, ds_shared, dq_shared = buffers
+    kv_full, kv_free, ds_full, ds_free, dq_full, dq_free = barriers
+    D: gl.constexpr = CONFIG.D
+    DS_STAGES: gl.constexpr = CONFIG.DS_STAGES
+    OF_DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    OF_KEYS: gl.constexpr = gl.DotOperandLayout(0, OF_DQ, 2)
+    none = gl.zeros([D, QUERIES], gl.float32, OF_DQ)
+    used = 0
+    for piece in range(gl.program_id(0), sizes[2], gl.num_programs(0)):
+        tiles = work_of(piece, sizes, CONFIG)[1][1]
+        mbarrier.wait(kv_full, piece // gl.num_programs(0) & 1)
+        k = k_shared.reshape([KEYS, D]).permute([1, 0]).load(OF_KEYS)
+        mbarrier.arrive(kv_free, count=1)
+        for _step in range(tiles):
+            ds_stage = used % DS_STAGES
+            place = used % CONFIG.PLACES
+            mbarrier.wait(ds_full.index(ds_stage), (used // DS_STAGES) & 1)
+            ds = ds_shared.index(ds_stage)
+            dq = warpgroup_mma(k, ds, none, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            mbarrier.arrive(ds_free.index(ds_stage), count=1)
+            mbarrier.wait(dq_free.index(place), ((used // CONFIG.PLACES) & 1) ^ 1)
+            # Four numbers of a thread next to one another: stores of 16 bytes without conflicts.
+            dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64, 64])
+            dq_shared.index(place).store(dq)
+            fence_async_shared()
+            mbarrier.arrive(dq_full.index(place), count=1)
+            used += 1
+
+
+@gluon.constexpr_function
+def wait_text():
+    """Wait until the counter at $1 is $2, and order what the bulk copy engine does behind it."""
+    return """{
+.reg .pred waits;
+.reg .b32 seen;
+WAIT:
+ld.acquire.gpu.global.b32 seen, [$1];
+setp.ne.s32 waits, seen, $2;
+vote.sync.any.pred waits, waits, -1;
+@waits bra.uni WAIT;
+fence.proxy.async.global;
+mov.b32 $0, seen;
+}"""
+
+
+@gluon.constexpr_function
+def pass_on_text():
+    """Wait until the bulk copies of this warp are complete, and count one at $1."""
+    return """{
+.reg .pred chosen;
+.reg .b32 lane;
+cp.async.bulk.wait_group 0;
+fence.proxy.async.global;
+elect.sync lane|chosen, -1;
+@chosen red.release.gpu.global.add.u32 [$1], 1;
+mov.b32 $0, 0;
+}"""
+
+
+@gluon.jit
+def wait_for(counter, number):
+    gl.inline_asm_elementwise(
+        wait_text(), "=&r,l,r", [counter, number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pass_on(counter):
+    gl.inline_asm_elementwise(
+        pass_on_text(), "=&r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, CONFIG: gl.constexpr):
+    """What the adding warp does: tiles of dq to those in memory, a block's in a fixed order."""
+    dq_full, dq_free = barriers
+    query_tiles = sizes[4]
+    blocks = (query_tiles + CONFIG.TILES - 1) // CONFIG.TILES
+    counters = counters_ptr.to(gl.int64, bitcast=True)
+    used = 0
+    for piece in range(gl.program_id(0), sizes[2], gl.num_programs(0)):
+        work = work_of(piece, sizes, CONFIG)
+        head = work[0][0]
+        first, tiles, begin = work[1]
+        counter = counters
+        number = 0
+        for step in range(tiles):
+            tile = tile_at(step, tiles, begin)
+            place = used % CONFIG.PLACES
+            mbarrier.wait(dq_full.index(place), (used // CONFIG.PLACES) & 1)
+            at = [(head * query_tiles + first + tile) * QUERIES, 0]
+            if tile % CONFIG.TILES == 0:
+                if step > 0:
+                    pass_on(counter)
+                block = first // CONFIG.TILES + tile // CONFIG.TILES
+                counter = counters + (head * blocks + block).to(gl.int64) * 4
+                number = pieces_before(tile // CONFIG.TILES, work[2])
+                wait_for(counter, number)
+            # The first one finds nothing that it could be added to.
+            if number == 0:
+                tma.async_copy_shared_to_global(dq_tiles, at, dq_shared.index(place))
+            else:
+                tma_add(dq_tiles, at, dq_shared.index(place))
+            # The tile before this one is in memory: its place is free.
+            tma.store_wait(1)
+            if used > 0:
+                mbarrier.arrive(dq_free.index((used + CONFIG.PLACES - 1) % CONFIG.PLACES), count=1)
+            used += 1
+        pass_on(counter)
+    tma.store_wait(0)
+
+
+# One compilation serves all sizes.
+@gluon.jit(
+    do_not_specialize=(
+        *("queries", "keys", "heads", "whole", "parts", "pieces"),
+        *("query_tiles", "key_tiles"),
+    )
+)
+def hopper_backward_kernel(
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    do_tiles,
+    dk_tiles,
+    dv_tiles,
+    lse_tiles,
+    delta_tiles,
+    dq_tiles,
+    counters_ptr,
+    partial_ptr,
+    scale,
+    keys,
+    heads,
+    whole,
+    parts,
+    pieces,
+    query_tiles,
+    key_tiles,
+    CONFIG: gl.constexpr,
+):
+    """A program takes every so many-th piece of work; tiles are tensor descriptors: of the first
+    six over [B, rows, H, D], of statistics over [B H, queries], of dq over its tiles.
+    """
+    D: gl.constexpr = CONFIG.D
+    STAGES: gl.constexpr = CONFIG.STAGES
+    DS_STAGES: gl.constexpr = CONFIG.DS_STAGES
+    PLACES: gl.constexpr = CONFIG.PLACES
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    OF_DS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    q_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 1, D], q_tiles.layout)
+    do_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 1, D], do_tiles.layout)
+    k_shared = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 1, D], k_tiles.layout)
+    v_shared = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 1, D], v_tiles.layout)
+    lse_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], lse_tiles.layout)
+    delta_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], delta_tiles.layout)
+    ds_shared = gl.allocate_shared_memory(gl.bfloat16, [DS_STAGES, KEYS, QUERIES], OF_DS)
+    dq_shared = gl.allocate_shared_memory(gl.float32, [PLACES, QUERIES, D], dq_tiles.layout)
+    out_shared = gl.allocate_shared_memory(
+        gl.bfloat16, [2 * GROUPS, 1, ROWS, 1, D], dk_tiles.layout
+    )
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    kv_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    ds_free = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
+    dq_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_free, count=GROUPS + 1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(do_full.index(stage), count=1)
+        mbarrier.init(q_free.index(stage), count=GROUPS)
+    for stage in gl.static_range(DS_STAGES):
+        mbarrier.init(ds_full.index(stage), count=GROUPS)
+        mbarrier.init(ds_free.index(stage), count=1)
+    for place in gl.static_range(PLACES):
+        mbarrier.init(dq_full.index(place), count=1)
+        mbarrier.init(dq_free.index(place), count=1)
+    fence_async_shared()
+    sizes = (whole, parts, pieces, key_tiles, query_tiles, heads)
+    outputs = (dk_tiles, dv_tiles, partial_ptr)
+    streamed = (q_shared, do_shared, lse_shared, delta_shared, ds_shared)
+    of_queries = (q_full, do_full, q_free, ds_full, ds_free)
+    of_group = (k_shared, v_shared, out_shared, streamed)
+    to_group = (kv_full, kv_free, of_queries)
+    call = (keys, scale)
+    of_dq = (k_shared, ds_shared, dq_shared)
+    to_dq = (kv_full, kv_free, ds_full, ds_free, dq_full, dq_free)
+    inputs = (q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles)
+    copied = (q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared)
+    to_copy = (kv_full, kv_free, q_full, do_full, q_free)
+    gl.warp_specialize(
+        [
+            (differentiate, (outputs, of_group, to_group, sizes, call, 0, CONFIG)),
+            (differentiate, (outputs, of_group, to_group, sizes, call, 1, CONFIG)),
+            (multiply_keys, (of_dq, to_dq, sizes, CONFIG)),
+            (copy_tiles, (inputs, copied, to_copy, sizes, CONFIG)),
+            (add_tiles, (dq_tiles, counters_ptr, dq_shared, (dq_full, dq_free), sizes, CONFIG)),
+        ],
+        [4, 4, 1, 1],
+        [CONFIG.REGISTERS, CONFIG.DQ_REGISTERS, CONFIG.COPYING_REGISTERS, CONFIG.COPYING_REGISTERS],
+    )

@@ -1,0 +1,117 @@
+"""Triton kernels around the backward pass of warp groups on Hopper: what it reads, and the rounding
+of what it wrote.
+
+    delta_i = sum_d do_id o_id - dlse_i    lse_i = r_i - log2(1 / l_i)
+
+r_i and 1 / l_i are the reference of a row and the inverse of its sum, as the forward pass had them;
+o is taken as it was before its rounding, from o and o_low.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import load_from_pointer, store_rows
+
+# Queries of a tile.
+QUERIES = tl.constexpr(64)
+
+
+@triton.jit
+def prepare_kernel(
+    do_ptr,
+    o_ptr,
+    o_low_ptr,
+    softmax_ptr,
+    dlse_ptr,
+    lse_ptr,
+    delta_ptr,
+    counters_ptr,
+    do_batch_stride,
+    do_row_stride,
+    do_head_stride,
+    queries,
+    heads,
+    rows,
+    query_tiles,
+    blocks,
+    CONFIG: tl.constexpr,
+):
+    """One program computes -lse and delta of a tile of queries of one head, each in the order in
+    which the lanes of a warp read them, and sets the counter of its block to zero.
+    """
+    head = tl.program_id(0) // query_tiles
+    tile = tl.program_id(0) % query_tiles
+    batch, of_head, first = head // heads, head % heads, tile * QUERIES
+    do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, of_head, queries
+    do = load_from_pointer(do_source, first, queries, QUERIES, True, CONFIG).to(tl.float32)
+    # May need 64 bits.
+    task_stride = tl.cast(queries, tl.int64) * heads * CONFIG.D
+    o_source = o_ptr, task_stride, heads * CONFIG.D, CONFIG.D, batch, of_head, queries
+    o_low_source = o_low_ptr, task_stride, heads * CONFIG.D, CONFIG.D, batch, of_head, queries
+    o = load_from_pointer(o_source, first, queries, QUERIES, True, CONFIG).to(tl.float32)
+    o += load_from_pointer(o_low_source, first, queries, QUERIES, True, CONFIG)
+    delta = tl.sum(do * o, 1)
+    number = tl.arange(0, QUERIES)
+    row = first + number
+    at = head.to(tl.int64) * queries + row
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + at, mask=row < queries, other=0.0)
+    # The probabilities of rows past the last are 2^-inf.
+    reference = tl.load(softmax_ptr + at, mask=row < queries, other=float("inf"))
+    inverse_sum = tl.load(softmax_ptr + rows + at, mask=row < queries, other=1.0)
+    # A lane has columns 8 j + 2 l and 8 j + 2 l + 1 of a tile of scores, for l a number of its own.
+    place = number % 8 // 2 * 16 + number // 8 * 2 + number % 2
+    at_place = (head.to(tl.int64) * query_tiles + tile) * QUERIES + place
+    tl.store(lse_ptr + at_place, tl.log2(inverse_sum) - reference)
+    tl.store(delta_ptr + at_place, delta)
+    if tile % CONFIG.TILES == 0:
+        tl.store(counters_ptr + head * blocks + tile // CONFIG.TILES, 0)
+
+
+@triton.jit
+def round_dq_kernel(sum_ptr, dq_ptr, scale, queries, heads, query_tiles, D: tl.constexpr):
+    """One program rounds a tile of dq of one head, from the order of the registers that wrote
+    it.
+    """
+    head = tl.program_id(0) // query_tiles
+    tile = tl.program_id(0) % query_tiles
+    at = (head.to(tl.int64) * query_tiles + tile) * (QUERIES * D)
+    x = tl.load(sum_ptr + at + tl.arange(0, QUERIES * D))
+    # Which numbers these are: j, the warp, a lane's row, its columns, the half of rows, a column.
+    x = tl.reshape(x, [8, 4, 8, 4, 2, 2])
+    x = tl.reshape(tl.permute(x, [0, 3, 5, 1, 4, 2]), [QUERIES, D])
+    place = head // heads, head % heads, tile * QUERIES, queries, heads
+    store_rows(dq_ptr, x * scale, place, D)
+
+
+@triton.jit
+def add_parts_kernel(
+    partial_ptr,
+    dk_ptr,
+    dv_ptr,
+    whole,
+    parts,
+    keys,
+    heads,
+    key_tiles,
+    CONFIG: tl.constexpr,
+):
+    """One program adds the parts of dk, or of dv, of ROWS keys in their order."""
+    rows_of_tile: tl.constexpr = CONFIG.KEYS // CONFIG.ROWS
+    tile = tl.program_id(0) // (2 * rows_of_tile)
+    is_dv = tl.program_id(0) // rows_of_tile % 2
+    first = tl.program_id(0) % rows_of_tile * CONFIG.ROWS
+    column = (whole + tile) // CONFIG.HEADS
+    head = column // key_tiles * CONFIG.HEADS + (whole + tile) % CONFIG.HEADS
+    at = (first + tl.arange(0, CONFIG.ROWS))[:, None] * CONFIG.D + tl.arange(0, CONFIG.D)[None, :]
+    total = tl.full([CONFIG.ROWS, CONFIG.D], 0.0, tl.float32)
+    for part in range(parts):
+        number = (tile * parts + part) * 2 + is_dv
+        total += tl.load(partial_ptr + number * (CONFIG.KEYS * CONFIG.D) + at)
+    place = head // heads, head % heads, column % key_tiles * CONFIG.KEYS + first, keys, heads
+    if is_dv == 0:
+        store_rows(dk_ptr, total, place, CONFIG.D)
+    else:
+        store_rows(dv_ptr, total, place, CONFIG.D)

@@ -1,0 +1,239 @@
+"""The launches of the backward pass over many keys on Hopper: what it reads, warp groups that copy,
+multiply and add, parts of the last tiles, and the rounding of dq.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._core.backends import interpreted
+from .._core.launches import Allocator, Launch, allocate, allocator, cdiv, contiguous_where
+from .._core.lazy import lazy_module
+from ..common.launch import Gradients, grid_of
+from ..common.problem import Problem
+from .launch_hopper import HopperLaunch, in_tiles, parts_of
+
+if TYPE_CHECKING:
+    from . import kernels_hopper_backward, kernels_hopper_gradients
+else:
+    kernels_hopper_backward = lazy_module(__package__, "kernels_hopper_backward")
+    kernels_hopper_gradients = lazy_module(__package__, "kernels_hopper_gradients")
+
+# Queries of a tile, keys of a piece of work and of a group of warps.
+QUERIES, KEYS, ROWS = 64, 128, 64
+
+
+class HopperBackwardConfig(NamedTuple):
+    """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more, which fill
+    the GPU, and ``fewest_blocks`` blocks of queries, so that programs hardly wait: blocks of
+    ``tiles`` tiles, ``gap`` of which lie between two programs; rings of ``stages`` tiles of queries
+    and of ``ds_stages`` tiles of ds, and ``places`` for tiles of dq; so many registers a thread of
+    a group with keys, of the one for dq, and of the warps that copy and add.
+    """
+
+    width: int
+    fewest_scores: int
+    fewest_blocks: int
+    tiles: int
+    gap: int
+    stages: int
+    ds_stages: int
+    places: int
+    registers: int
+    dq_registers: int
+    copying_registers: int
+
+
+class HopperBackwardConstants(NamedTuple):
+    """What the kernels are compiled for, read as ``CONFIG``: sizes of tiles, and those of a
+    HopperBackwardConfig.
+    """
+
+    D: int
+    BLOCK_D: int
+    KEYS: int
+    ROWS: int
+    TILES: int
+    HEADS: int
+    GAP: int
+    STAGES: int
+    DS_STAGES: int
+    PLACES: int
+    REGISTERS: int
+    DQ_REGISTERS: int
+    COPYING_REGISTERS: int
+
+
+# Source: docs/decisions/0018-hopper-backward-h200.csv.
+HOPPER_BACKWARD = (
+    HopperBackwardConfig(
+        *(64, 1 << 27, 66),
+        tiles=2,
+        gap=2,
+        stages=2,
+        ds_stages=3,
+        places=4,
+        registers=192,
+        dq_registers=104,
+        copying_registers=24,
+    ),
+)
+
+
+class HopperBackwardPlan(NamedTuple):
+    """One backward pass: which operands it copies first; the allocators of dq, dk and dv, of the
+    sums of dq, of the log-sum-exp and delta, of the counters, and of parts of dk and dv, None
+    without; and its launches.
+    """
+
+    copies: tuple[bool, ...]
+    gradients: tuple[Allocator, Allocator, Allocator]
+    sums: Allocator
+    statistics: Allocator
+    counters: Allocator
+    partial: Allocator | None
+    prepare: Launch
+    launch: Launch
+    add_parts: Launch | None
+    round_dq: Launch
+
+    def run(
+        self,
+        operands: tuple[torch.Tensor | None, ...],
+        saved: tuple[torch.Tensor | None, ...],
+        scale: float,
+    ) -> Gradients:
+        """Allocate and launch; the arguments are those of ``BackwardPlan.run``."""
+        if self.copies:
+            operands = contiguous_where(operands, self.copies)
+        do, q, k, v, dlse, _ = operands
+        dq, dk, dv = (make() for make in self.gradients)
+        sums, lse, delta, counters = (
+            *(self.sums(), self.statistics(), self.statistics()),
+            self.counters(),
+        )
+        partial = allocate(self.partial)
+        self.prepare((do, *saved, dlse, lse, delta, counters))
+        # A kernel takes no absent pointer here; what stands in is not touched.
+        parts = counters if partial is None else partial
+        self.launch((q, k, v, do, dk, dv, lse, delta, sums, counters, parts), (scale,))
+        if self.add_parts is not None:
+            self.add_parts((partial, dk, dv))
+        self.round_dq((sums, dq), (scale,))
+        return dq, dk, dv
+
+
+def hopper_backward_config(problem: Problem, aligned: bool) -> HopperBackwardConfig | None:
+    """The line that serves a call without key_lengths; None where another kernel does. ``aligned``:
+    whether a descriptor may start where each operand does.
+    """
+    scores = problem.all_heads * problem.queries * problem.keys
+    if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
+        return None
+    # Rows of sums of dq are counted by 32-bit numbers.
+    if interpreted() or problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
+        return None
+    for line in HOPPER_BACKWARD:
+        blocks = problem.all_heads * cdiv(problem.queries, QUERIES * line.tiles)
+        enough = scores >= line.fewest_scores and blocks >= line.fewest_blocks
+        if problem.width == line.width and enough:
+            return line
+    return None
+
+
+def side_by_side(heads: int, blocks: int, programs: int) -> int:
+    """Of how many heads pieces lie side by side: of as few as have a block of queries for every
+    second program; more programs would wait for one another.
+    """
+    common = math.gcd(heads, programs)
+    divisors = (each for each in range(1, common + 1) if common % each == 0)
+    return next((each for each in divisors if 2 * each * blocks >= programs), common)
+
+
+def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> HopperBackwardPlan:
+    """The plan of a call that a line serves."""
+    device, heads, width = problem.device, problem.all_heads, problem.width
+    query_tiles, key_tiles = cdiv(problem.queries, QUERIES), cdiv(problem.keys, KEYS)
+    blocks = cdiv(query_tiles, config.tiles)
+    tiles = heads * key_tiles
+    programs = min(problem.gpu.multiprocessors, tiles)
+    whole, parts = parts_of(tiles, blocks, programs)
+    left = tiles - whole
+    constants = HopperBackwardConstants(
+        D=width,
+        BLOCK_D=width,
+        KEYS=KEYS,
+        ROWS=ROWS,
+        TILES=config.tiles,
+        HEADS=side_by_side(heads, blocks, programs),
+        GAP=config.gap,
+        STAGES=config.stages,
+        DS_STAGES=config.ds_stages,
+        PLACES=config.places,
+        REGISTERS=config.registers,
+        DQ_REGISTERS=config.dq_registers,
+        COPYING_REGISTERS=config.copying_registers,
+    )
+    launch = HopperLaunch(
+        kernels_hopper_backward.hopper_backward_kernel,
+        (programs,),
+        device,
+        (
+            *(problem.keys, problem.heads, whole, parts, whole + left * parts),
+            *(query_tiles, key_tiles),
+        ),
+        dict(num_warps=4, launch_cooperative_grid=True),
+        CONFIG=constants,
+    )
+    described = kernels_hopper_backward
+    launch.descriptors = (
+        *map(in_tiles, (QUERIES, KEYS, KEYS, QUERIES, ROWS, ROWS)),
+        *(described.statistics_descriptor, described.statistics_descriptor),
+        described.dq_descriptor,
+    )
+    around = kernels_hopper_gradients
+    do_strides = problem.integers[:3]
+    prepare = Launch(
+        around.prepare_kernel,
+        grid_of(heads * query_tiles),
+        device,
+        (*do_strides, problem.queries, problem.heads, math.prod(problem.rows), query_tiles, blocks),
+        dict(num_warps=4),
+        CONFIG=constants,
+    )
+    round_dq = Launch(
+        around.round_dq_kernel,
+        grid_of(heads * query_tiles),
+        device,
+        (problem.queries, problem.heads, query_tiles),
+        dict(num_warps=4),
+        D=width,
+    )
+    add_parts = None
+    if left:
+        add_parts = Launch(
+            around.add_parts_kernel,
+            grid_of(left * 2 * (KEYS // ROWS)),
+            device,
+            (whole, parts, problem.keys, problem.heads, key_tiles),
+            dict(num_warps=4),
+            CONFIG=constants,
+        )
+    queries = query_tiles * QUERIES
+    shapes = problem.query_shape, problem.key_shape, problem.key_shape
+    dq, dk, dv = (allocator(shape, problem.dtype, device) for shape in shapes)
+    return HopperBackwardPlan(
+        problem.copies,
+        (dq, dk, dv),
+        allocator((heads * queries, width), torch.float32, device),
+        allocator((heads, queries), torch.float32, device),
+        allocator((heads, blocks), torch.int32, device),
+        allocator((left * parts, 2, KEYS, width), torch.float32, device) if left else None,
+        prepare,
+        launch,
+        add_parts,
+        round_dq,
+    )

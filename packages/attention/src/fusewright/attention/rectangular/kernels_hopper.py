@@ -15,7 +15,9 @@ A token goes round among these three, so that one issues its products while the 
 exponentials. A product's scores stay in registers and become the probabilities of the next one.
 
 Programs stay and take piece after piece of work, queries of one head next to one another, so that
-its keys and values stay in the L2 cache. The pieces that fill all programs are whole tiles of
+its keys and values stay in the L2 cache. Those of a head with very many keys do not fit into it:
+there, with TOGETHER, programs begin their pieces at one time, and the tile of keys that one reads
+is in the cache for the others. The pieces that fill all programs are whole tiles of
 queries; the few that are left are cut by their keys, and ``combine_parts_kernel`` adds the parts.
 
 Shah et al., FlashAttention-3, arXiv 2407.08608.
@@ -41,6 +43,9 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 # Queries of a group, and groups that have queries.
 ROWS = gl.constexpr(64)
 GROUPS = gl.constexpr(3)
+# What is written beside o: what the backward pass reads, and the log-sum-exp.
+KEEPS = gl.constexpr(1)
+LSE = gl.constexpr(2)
 # A sum above this, 2^64, makes its rows be computed again, and an output beyond fp32.
 LARGEST_SUM = gl.constexpr(18446744073709551616.0)
 LARGEST_OUTPUT = gl.constexpr(3.4028234663852886e38)
@@ -68,8 +73,32 @@ def work_of(piece, sizes):
     return head // heads, head % heads, tile % query_tiles, first, last - first
 
 
+@gluon.constexpr_function
+def begin_together_text():
+    """Count one at $1, and wait until it is $2."""
+    return """{
+.reg .pred waits, chosen;
+.reg .b32 seen, lane;
+elect.sync lane|chosen, -1;
+@chosen red.relaxed.gpu.global.add.u32 [$1], 1;
+WAIT:
+ld.relaxed.gpu.global.b32 seen, [$1];
+setp.lt.u32 waits, seen, $2;
+vote.sync.any.pred waits, waits, -1;
+@waits bra.uni WAIT;
+mov.b32 $0, seen;
+}"""
+
+
 @gluon.jit
-def copy_tiles(inputs, buffers, barriers, sizes, pieces, CONFIG: gl.constexpr):
+def begin_together(counter, number):
+    gl.inline_asm_elementwise(
+        begin_together_text(), "=&r,l,r", [counter, number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def copy_tiles(inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG: gl.constexpr):
     """What the copying warp does: queries of each piece, then its keys and values, last ones first,
     each into a place that is free.
     """
@@ -77,9 +106,14 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, CONFIG: gl.constexpr):
     q_shared, k_shared, v_shared, _ = buffers
     q_full, q_free, full, free, _ = barriers
     copied = 0
+    begun = begun_ptr.to(gl.int64, bitcast=True)
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
         batch, head, tile, first, count = work_of(piece, sizes)
         turn = piece // gl.num_programs(0)
+        # Only where every program has a piece.
+        all_begin = (turn > 0) & (turn < sizes[0] // gl.num_programs(0))
+        if CONFIG.TOGETHER and all_begin:
+            begin_together(begun, turn * gl.num_programs(0))
         for group in gl.static_range(GROUPS):
             mbarrier.wait(q_free.index(group), (turn & 1) ^ 1)
             mbarrier.expect(q_full.index(group), ROWS * CONFIG.D * 2)
@@ -117,7 +151,7 @@ def attend(
     lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr = pointers
     q_shared, k_shared, v_shared, o_shared = buffers
     q_full, q_free, full, free, tokens = barriers
-    pieces, queries, keys, rows, factor = call
+    pieces, queries, keys, rows, factor, writes = call
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     STAGES: gl.constexpr = CONFIG.STAGES
@@ -197,20 +231,20 @@ def attend(
             # Where the last piece's output went from.
             tma.store_wait(0)
             o_shared.index(GROUP).reshape([ROWS, D]).store(rounded)
-            if CONFIG.KEEPS:
+            if writes & KEEPS:
                 low = (o - rounded.to(gl.float32)).to(gl.bfloat16)
                 o_shared.index(GROUPS + GROUP).reshape([ROWS, D]).store(low)
             fence_async_shared()
             at = [batch, block * ROWS, head, 0]
             tma.async_copy_shared_to_global(o_tiles, at, o_shared.index(GROUP))
-            if CONFIG.KEEPS:
+            if writes & KEEPS:
                 tma.async_copy_shared_to_global(o_low_tiles, at, o_shared.index(GROUPS + GROUP))
             query = block * ROWS + row
             at_row = (batch * heads + head) * queries + query
-            if CONFIG.LSE:
+            if writes & LSE:
                 lse = (reference + gl.log2(total)) * LOG_2
                 gl.store(lse_ptr + at_row, lse, mask=query < queries)
-            if CONFIG.KEEPS:
+            if writes & KEEPS:
                 gl.store(softmax_ptr + at_row, reference, mask=query < queries)
                 gl.store(softmax_ptr + rows + at_row, inverse_sum, mask=query < queries)
             # Not above: NaN has to be flagged, too.
@@ -226,7 +260,7 @@ def attend(
 @gluon.jit(
     do_not_specialize=(
         *("queries", "keys", "heads", "rows", "whole", "parts", "pieces"),
-        *("query_tiles", "key_tiles"),
+        *("query_tiles", "key_tiles", "writes"),
     )
 )
 def hopper_forward_kernel(
@@ -240,6 +274,7 @@ def hopper_forward_kernel(
     flags_ptr,
     partial_o_ptr,
     partial_softmax_ptr,
+    begun_ptr,
     scale,
     queries,
     keys,
@@ -250,19 +285,19 @@ def hopper_forward_kernel(
     pieces,
     query_tiles,
     key_tiles,
+    writes,
     CONFIG: gl.constexpr,
 ):
     """A program takes every so many-th piece of work; tiles are tensor descriptors over
-    [B, rows, H, D]. CONFIG says whether ``o_low_tiles`` and ``softmax_ptr``, and ``lse_ptr``, are
-    written.
+    [B, rows, H, D]. ``writes`` holds KEEPS where ``o_low_tiles`` and ``softmax_ptr`` are written,
+    and LSE where ``lse_ptr`` is.
     """
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     STAGES: gl.constexpr = CONFIG.STAGES
-    # o, and behind it what its rounding takes.
-    STORED: gl.constexpr = 2 * GROUPS if CONFIG.KEEPS else GROUPS
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 1, ROWS, 1, D], q_tiles.layout)
-    o_shared = gl.allocate_shared_memory(gl.bfloat16, [STORED, 1, ROWS, 1, D], o_tiles.layout)
+    # o, and behind it what its rounding takes.
+    o_shared = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, 1, ROWS, 1, D], o_tiles.layout)
     k_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
     v_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -283,14 +318,14 @@ def hopper_forward_kernel(
     buffers = (q_shared, k_shared, v_shared, o_shared)
     barriers = (q_full, q_free, full, free, tokens)
     sizes = (whole, parts, query_tiles, key_tiles, heads)
-    call = (pieces, queries, keys, rows, scale * LOG2_E)
+    call = (pieces, queries, keys, rows, scale * LOG2_E, writes)
     inputs = (q_tiles, k_tiles, v_tiles)
     gl.warp_specialize(
         [
             (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
             (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
             (attend, (outputs, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
-            (copy_tiles, (inputs, buffers, barriers, sizes, pieces, CONFIG)),
+            (copy_tiles, (inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG)),
         ],
         [4, 4, 1],
         [CONFIG.REGISTERS, CONFIG.REGISTERS, CONFIG.COPYING_REGISTERS],

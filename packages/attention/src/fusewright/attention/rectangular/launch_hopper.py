@@ -35,6 +35,12 @@ else:
 ROWS, GROUPS = 64, 3
 
 
+# What the kernel writes beside o: what the backward pass reads, and the log-sum-exp.
+KEEPS, LSE = 1, 2
+# Keys and values of a head of this many bytes do not stay in the L2 cache.
+BEYOND_CACHE = 1 << 24
+
+
 class HopperConfig(NamedTuple):
     """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more, which fill
     the GPU: tiles of ``keys`` rows in a ring of ``stages``, so many registers a thread that
@@ -50,8 +56,8 @@ class HopperConfig(NamedTuple):
 
 
 class HopperConstants(NamedTuple):
-    """What the kernel is compiled for, read as ``CONFIG``; KEEPS: whether the backward pass reads
-    softmax and o_low.
+    """What the kernel is compiled for, read as ``CONFIG``; TOGETHER: whether programs begin their
+    pieces at one time.
     """
 
     D: int
@@ -59,8 +65,7 @@ class HopperConstants(NamedTuple):
     STAGES: int
     REGISTERS: int
     COPYING_REGISTERS: int
-    KEEPS: bool
-    LSE: bool
+    TOGETHER: bool
 
 
 # Source: docs/decisions/0017-hopper-forward-h200.csv.
@@ -109,7 +114,8 @@ def tile_strides(x: torch.Tensor) -> list[int]:
 
 class HopperPlan(NamedTuple):
     """One forward pass: which operands it copies first; the allocators of o, lse, softmax and
-    o_low, of flags, and of the parts' o and statistics, None without parts; and its launches.
+    o_low, of flags, of the parts' o and statistics, None without parts, and of the counter of
+    pieces, None where programs do not begin them at one time; and its launches.
     """
 
     copies: tuple[bool, ...]
@@ -117,6 +123,7 @@ class HopperPlan(NamedTuple):
     flags: Allocator
     partial_o: Allocator | None
     partial_softmax: Allocator | None
+    begun: Allocator | None
     launch: Launch
     combine: Launch | None
     again: Launch
@@ -129,11 +136,12 @@ class HopperPlan(NamedTuple):
         o, lse, softmax, o_low = outputs = tuple(allocate(each) for each in self.outputs)
         flags = self.flags()
         partial_o, partial_softmax = allocate(self.partial_o), allocate(self.partial_softmax)
+        begun = None if self.begun is None else self.begun().zero_()
         # A kernel takes no absent descriptor or pointer here; what stands in is not touched.
         tiles = q, k, v, o, o if o_low is None else o_low
         numbers = [flags if x is None else x for x in (lse, softmax)]
-        parts = [flags if x is None else x for x in (partial_o, partial_softmax)]
-        self.launch((*tiles, *numbers, flags, *parts), floats)
+        others = [flags if x is None else x for x in (partial_o, partial_softmax, begun)]
+        self.launch((*tiles, *numbers, flags, *others), floats)
         if self.combine is not None:
             self.combine((partial_o, partial_softmax, flags, o, lse, softmax, o_low))
         self.again((q, k, v, flags, *outputs), floats)
@@ -162,6 +170,7 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
     programs = min(problem.gpu.multiprocessors, all_tiles)
     whole, parts = parts_of(all_tiles, key_tiles, programs)
     left = all_tiles - whole
+    together = 2 * problem.keys * problem.width * problem.dtype.itemsize >= BEYOND_CACHE
     launch = HopperLaunch(
         kernels_hopper.hopper_forward_kernel,
         (programs,),
@@ -170,16 +179,16 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
             *(problem.queries, problem.keys, problem.heads),
             problem.all_heads * problem.queries,
             *(whole, parts, whole + left * parts, tiles, key_tiles),
+            KEEPS * keep + LSE * with_lse,
         ),
-        dict(num_warps=4),
+        dict(num_warps=4, launch_cooperative_grid=together),
         CONFIG=HopperConstants(
             D=problem.width,
             BLOCK_K=config.keys,
             STAGES=config.stages,
             REGISTERS=config.registers,
             COPYING_REGISTERS=config.copying_registers,
-            KEEPS=keep,
-            LSE=with_lse,
+            TOGETHER=together,
         ),
     )
     launch.descriptors = tuple(map(in_tiles, (ROWS, config.keys, config.keys, ROWS, ROWS)))
@@ -210,6 +219,7 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
         allocator((problem.all_heads, blocks), torch.int32, device),
         allocator((*partial, problem.width), torch.float32, device) if left else None,
         allocator((partial[0], 2, ROWS), torch.float32, device) if left else None,
+        allocator((1,), torch.int32, device) if together else None,
         launch,
         combine,
         plan_query_tiles(kernels_streaming.flagged_forward_kernel, problem, AGAIN),

@@ -20,19 +20,23 @@ on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9
 
 
 @pytest.mark.parametrize(
-    ("tiles", "key_tiles", "programs", "expected"),
+    ("tiles", "steps", "programs", "rounds", "expected"),
     [
-        (1848, 79, 132, (1848, 1)),
-        (1856, 79, 132, (1848, 16)),
-        # A tile is cut into no more parts than it has tiles of keys.
-        (140, 5, 132, (132, 5)),
-        # More than half of the programs have one more tile: none is cut.
-        (200, 79, 132, (200, 1)),
-        (5, 79, 5, (5, 1)),
+        (1848, 79, 132, None, (1848, 1)),
+        (1856, 79, 132, None, (1848, 16)),
+        # A tile is cut into no more parts than it has steps.
+        (140, 5, 132, None, (132, 5)),
+        # More than half of the programs have one more tile.
+        (200, 79, 132, None, (132, 5)),
+        (200, 79, 132, 1, (200, 1)),
+        # Fewer tiles than programs.
+        (48, 1563, 132, None, (0, 11)),
+        (1, 1563, 132, None, (0, 131)),
+        (5, 79, 5, None, (5, 1)),
     ],
 )
-def test_tiles_that_do_not_fill_the_gpu_are_cut_by_their_keys(tiles, key_tiles, programs, expected):
-    assert launch_hopper.parts_of(tiles, key_tiles, programs) == expected
+def test_tiles_that_do_not_fill_the_gpu_are_cut(tiles, steps, programs, rounds, expected):
+    assert launch_hopper.parts_of(tiles, steps, programs, rounds) == expected
 
 
 def test_axis_of_one_element_has_the_stride_of_a_contiguous_tensor():
@@ -191,9 +195,11 @@ def test_strange_upstream_gradient_stays_in_its_head_and_row(op, backward_plans)
     expected = torch.autograd.grad(o, tensors, upstream, retain_graph=True)
     upstream[1, 33, 2, 5] = float("nan")
     actual = torch.autograd.grad(o, tensors, upstream)
-    for grad, clean, others in zip(actual, expected, (slice(None), None, None), strict=True):
+    # Of dq a row, of dk all keys, of dv their column.
+    reached = (33, 2, slice(None)), (slice(None), 2, slice(None)), (slice(None), 2, 5)
+    for grad, clean, place in zip(actual, expected, reached, strict=True):
         spread = torch.zeros_like(grad, dtype=torch.bool)
-        spread[1, 33 if others else slice(None), 2] = True
+        spread[(1, *place)] = True
         assert grad[spread].isnan().all()
         assert torch.equal(grad[~spread], clean[~spread])
     assert backward_plans

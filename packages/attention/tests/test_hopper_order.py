@@ -26,11 +26,11 @@ class Programs:
     def __init__(self, heads: int, queries: int, keys: int, programs: int, gap: int) -> None:
         self.query_tiles, self.key_tiles = cdiv(queries, QUERIES), cdiv(keys, KEYS)
         blocks, tiles = cdiv(self.query_tiles, TILES), heads * self.key_tiles
-        self.heads, self.programs = heads, min(programs, tiles)
-        whole, parts = parts_of(tiles, blocks, self.programs)
+        side = side_by_side(heads, blocks, programs)
+        whole, parts = parts_of(tiles, blocks, programs, rounds=1)
         pieces = whole + (tiles - whole) * parts
+        self.heads, self.programs = heads, min(programs, pieces)
         self.sizes = whole, parts, pieces, self.key_tiles, self.query_tiles, 1
-        side = side_by_side(heads, blocks, self.programs)
         self.config = SimpleNamespace(TILES=TILES, HEADS=side, GAP=gap)
         numbers = dict(minimum=min, maximum=max, where=lambda test, x, y: x if test else y)
         gl = SimpleNamespace(num_programs=lambda axis: self.programs, **numbers)
@@ -62,7 +62,7 @@ class Programs:
         following = {p: next(steps, None) for p, steps in left.items()}
         holds: dict[int, tuple[int, int]] = {}
         while any(following.values()):
-            before = dict(following)
+            before = dict(following), counters.total()
             for program in draw.sample(range(self.programs), self.programs):
                 for _ in range(draw.randint(1, 4)):
                     if following[program] is None:
@@ -78,7 +78,7 @@ class Programs:
                     if ends:
                         counters[holds.pop(program)] += 1
                     following[program] = next(left[program], None)
-            assert before != following, "all programs wait"
+            assert before != (following, counters.total()), "all programs wait"
         return dict(order)
 
 

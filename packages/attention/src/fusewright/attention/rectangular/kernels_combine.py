@@ -34,6 +34,7 @@ def combine_parts_kernel(
     """One program adds the parts of ROWS queries in their order, and flags those of which a part
     has to be computed again.
     """
+    left = tl.num_programs(0) // GROUPS
     tile = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
     head = (whole + tile) // query_tiles
@@ -42,13 +43,13 @@ def combine_parts_kernel(
     at = row[:, None] * D + tl.arange(0, D)[None, :]
     m = tl.full([ROWS], float("-inf"), tl.float32)
     for part in range(parts):
-        number = (tile * parts + part) * GROUPS + group
+        number = (part * left + tile) * GROUPS + group
         m = tl.maximum(m, tl.load(partial_softmax_ptr + number * (2 * ROWS) + row))
     l = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, D], tl.float32)
     good = tl.full([ROWS], 1, tl.int32)
     for part in range(parts):
-        number = (tile * parts + part) * GROUPS + group
+        number = (part * left + tile) * GROUPS + group
         rescale = tl.exp2(tl.load(partial_softmax_ptr + number * (2 * ROWS) + row) - m)
         total = tl.load(partial_softmax_ptr + number * (2 * ROWS) + ROWS + row)
         partial = tl.load(partial_o_ptr + number * (ROWS * D) + at)

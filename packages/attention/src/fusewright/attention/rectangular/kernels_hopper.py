@@ -12,13 +12,15 @@ again, online.
 A program is four groups of four warps. One has a warp that copies tiles of keys and values into a
 ring of STAGES in shared memory; each of the other three has 64 queries and both products of them.
 A token goes round among these three, so that one issues its products while the others are at their
-exponentials. A product's scores stay in registers and become the probabilities of the next one.
+exponentials. A product's scores stay in registers and become the probabilities of the next one. l
+is a product, too, with a column of ones: it adds the probabilities as they were rounded for o, so
+that the weight of a row's only key is 1, whatever its reference is.
 
 Programs stay and take piece after piece of work, queries of one head next to one another, so that
 its keys and values stay in the L2 cache. Those of a head with very many keys do not fit into it:
 there, with TOGETHER, programs begin their pieces at one time, and the tile of keys that one reads
 is in the cache for the others. The pieces that fill all programs are whole tiles of
-queries; the few that are left are cut by their keys, and ``combine_parts_kernel`` adds the parts.
+queries; those that are left are cut by their keys, and ``combine_parts_kernel`` adds the parts.
 
 Shah et al., FlashAttention-3, arXiv 2407.08608.
 """
@@ -60,13 +62,14 @@ def descriptor(x: torch.Tensor, strides: list[int], rows: int) -> TensorDescript
 @gluon.jit
 def work_of(piece, sizes):
     """Task, head and tile of queries of a piece of work, the first of its tiles of keys and how
-    many these are. The first ``whole`` pieces have all; then each tile is ``parts`` pieces.
+    many these are. The first ``whole`` pieces have all; behind them come the first part of each of
+    the ``left`` other tiles, the second of each, and so on: those at work at one time share keys.
     """
-    whole, parts, query_tiles, key_tiles, heads = sizes
+    whole, left, parts, query_tiles, key_tiles, heads = sizes
     beyond = piece - whole
     is_part = beyond >= 0
-    tile = gl.where(is_part, whole + beyond // parts, piece)
-    part = gl.where(is_part, beyond % parts, 0)
+    tile = gl.where(is_part, whole + beyond % left, piece)
+    part = gl.where(is_part, beyond // left, 0)
     first = gl.where(is_part, part * key_tiles // parts, 0)
     last = gl.where(is_part, (part + 1) * key_tiles // parts, key_tiles)
     head = tile // query_tiles
@@ -103,7 +106,7 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG: gl.c
     each into a place that is free.
     """
     q_tiles, k_tiles, v_tiles = inputs
-    q_shared, k_shared, v_shared, _ = buffers
+    q_shared, k_shared, v_shared, _, _ = buffers
     q_full, q_free, full, free, _ = barriers
     copied = 0
     begun = begun_ptr.to(gl.int64, bitcast=True)
@@ -119,7 +122,7 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG: gl.c
             mbarrier.expect(q_full.index(group), ROWS * CONFIG.D * 2)
             at = [batch, (tile * GROUPS + group) * ROWS, head, 0]
             tma.async_copy_global_to_shared(q_tiles, at, q_full.index(group), q_shared.index(group))
-        last = sizes[3] - 1 - first
+        last = sizes[4] - 1 - first
         for step in range(count):
             stage = copied % CONFIG.STAGES
             mbarrier.wait(free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
@@ -128,12 +131,6 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG: gl.c
             tma.async_copy_global_to_shared(k_tiles, at, full.index(stage), k_shared.index(stage))
             tma.async_copy_global_to_shared(v_tiles, at, full.index(stage), v_shared.index(stage))
             copied += 1
-
-
-@gluon.jit
-def sums_of_lanes(p, BLOCK_K: gl.constexpr):
-    """The sum over the columns that a lane holds, [ROWS, 4]: lanes are added once, at the end."""
-    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -149,7 +146,7 @@ def attend(
     """What each of the three groups does: its ROWS queries of every piece, over its keys."""
     o_tiles, o_low_tiles = outputs
     lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr = pointers
-    q_shared, k_shared, v_shared, o_shared = buffers
+    q_shared, k_shared, v_shared, o_shared, ones_shared = buffers
     q_full, q_free, full, free, tokens = barriers
     pieces, queries, keys, rows, factor, writes = call
     D: gl.constexpr = CONFIG.D
@@ -158,15 +155,18 @@ def attend(
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     OF_OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OF_OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_OUTPUT, 2)
+    OF_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    OF_TERMS: gl.constexpr = gl.DotOperandLayout(0, OF_SUMS, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OF_SCORES)
     BY_ROW_OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OF_OUTPUT)
-    whole, _, _, key_tiles, heads = sizes
+    whole, _, _, _, key_tiles, heads = sizes
     blocks = (queries + ROWS - 1) // ROWS
     token = tokens.index(GROUP)
     next_token = tokens.index((GROUP + 1) % GROUPS)
     row = gl.arange(0, ROWS, BY_ROW)
     q = q_shared.index(GROUP).reshape([ROWS, D])
     none = gl.zeros([ROWS, BLOCK_K], gl.float32, OF_SCORES)
+    ones = ones_shared.permute([1, 0])
     used = 0
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
         batch, head, tile, first, count = work_of(piece, sizes)
@@ -185,9 +185,8 @@ def attend(
         is_key = gl.expand_dims(column < keys, 0) & (gl.zeros_like(s) == 0.0)
         s = gl.where(is_key, s, -float("inf"))
         reference = gl.max(s, 1) * factor
-        p = probabilities(s, reference, factor)
-        l = sums_of_lanes(p, BLOCK_K)
-        p = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
+        p = gl.convert_layout(probabilities(s, reference, factor).to(gl.bfloat16), OF_OPERAND)
+        l = gl.zeros([ROWS, 8], gl.float32, OF_SUMS)
         o = gl.zeros([ROWS, D], gl.float32, OF_OUTPUT)
         for _ in range(1, count):
             following = (used + 1) % STAGES
@@ -198,12 +197,13 @@ def attend(
             s_ahead = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
             v = v_shared.index(stage).reshape([BLOCK_K, D])
             o_ahead = warpgroup_mma(p, v, o, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s_ahead,))
+            terms = gl.convert_layout(p, OF_TERMS)
+            l_ahead = warpgroup_mma(terms, ones, l, is_async=True)
+            s = warpgroup_mma_wait(2, deps=(s_ahead,))
             mbarrier.arrive(next_token, count=1)
-            p_next = probabilities(s, reference, factor)
-            l += sums_of_lanes(p_next, BLOCK_K)
-            p_next = gl.convert_layout(p_next.to(gl.bfloat16), OF_OPERAND)
-            o, p = warpgroup_mma_wait(0, deps=(o_ahead, p))
+            p_next = probabilities(s, reference, factor).to(gl.bfloat16)
+            p_next = gl.convert_layout(p_next, OF_OPERAND)
+            o, l, p, terms = warpgroup_mma_wait(0, deps=(o_ahead, l_ahead, p, terms))
             mbarrier.arrive(free.index(stage), count=1)
             p = p_next
             stage = following
@@ -211,11 +211,13 @@ def attend(
         mbarrier.arrive(q_free.index(GROUP), count=1)
         v = v_shared.index(stage).reshape([BLOCK_K, D])
         o_ahead = warpgroup_mma(p, v, o, is_async=True)
-        o, p = warpgroup_mma_wait(0, deps=(o_ahead, p))
+        terms = gl.convert_layout(p, OF_TERMS)
+        l_ahead = warpgroup_mma(terms, ones, l, is_async=True)
+        o, l, p, terms = warpgroup_mma_wait(0, deps=(o_ahead, l_ahead, p, terms))
         mbarrier.arrive(free.index(stage), count=1)
         used += 1
 
-        total = gl.convert_layout(gl.sum(l, 1), BY_ROW)
+        total = gl.convert_layout(gl.max(l, 1), BY_ROW)
         block = tile * GROUPS + GROUP
         if piece >= whole:
             number = (piece - whole) * GROUPS + GROUP
@@ -259,7 +261,7 @@ def attend(
 # One compilation serves all sizes.
 @gluon.jit(
     do_not_specialize=(
-        *("queries", "keys", "heads", "rows", "whole", "parts", "pieces"),
+        *("queries", "keys", "heads", "rows", "whole", "left", "parts"),
         *("query_tiles", "key_tiles", "writes"),
     )
 )
@@ -281,8 +283,8 @@ def hopper_forward_kernel(
     heads,
     rows,
     whole,
+    left,
     parts,
-    pieces,
     query_tiles,
     key_tiles,
     writes,
@@ -300,6 +302,10 @@ def hopper_forward_kernel(
     o_shared = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, 1, ROWS, 1, D], o_tiles.layout)
     k_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
     v_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
+    OF_ONES: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    ones_shared = gl.allocate_shared_memory(gl.bfloat16, [8, BLOCK_K], OF_ONES)
+    ONES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    ones_shared.store(gl.full([8, BLOCK_K], 1.0, gl.bfloat16, ONES))
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     tokens = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -315,9 +321,10 @@ def hopper_forward_kernel(
     fence_async_shared()
     outputs = (o_tiles, o_low_tiles)
     pointers = (lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr)
-    buffers = (q_shared, k_shared, v_shared, o_shared)
+    buffers = (q_shared, k_shared, v_shared, o_shared, ones_shared)
     barriers = (q_full, q_free, full, free, tokens)
-    sizes = (whole, parts, query_tiles, key_tiles, heads)
+    pieces = whole + left * parts
+    sizes = (whole, gl.maximum(left, 1), parts, query_tiles, key_tiles, heads)
     call = (pieces, queries, keys, rows, scale * LOG2_E, writes)
     inputs = (q_tiles, k_tiles, v_tiles)
     gl.warp_specialize(

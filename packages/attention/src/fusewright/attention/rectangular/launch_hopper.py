@@ -37,6 +37,8 @@ ROWS, GROUPS = 64, 3
 
 # What the kernel writes beside o: what the backward pass reads, and the log-sum-exp.
 KEEPS, LSE = 1, 2
+# What a piece of work takes beside its steps, in steps. Unmeasured.
+STEPS_OF_A_PIECE = 3
 # Keys and values of a head of this many bytes do not stay in the L2 cache.
 BEYOND_CACHE = 1 << 24
 
@@ -167,9 +169,9 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
     """The plan of a call that a line serves."""
     tiles = cdiv(problem.queries, ROWS * GROUPS)
     all_tiles, key_tiles = problem.all_heads * tiles, cdiv(problem.keys, config.keys)
-    programs = min(problem.gpu.multiprocessors, all_tiles)
-    whole, parts = parts_of(all_tiles, key_tiles, programs)
+    whole, parts = parts_of(all_tiles, key_tiles, problem.gpu.multiprocessors)
     left = all_tiles - whole
+    programs = min(problem.gpu.multiprocessors, whole + left * parts)
     together = 2 * problem.keys * problem.width * problem.dtype.itemsize >= BEYOND_CACHE
     launch = HopperLaunch(
         kernels_hopper.hopper_forward_kernel,
@@ -178,7 +180,7 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
         (
             *(problem.queries, problem.keys, problem.heads),
             problem.all_heads * problem.queries,
-            *(whole, parts, whole + left * parts, tiles, key_tiles),
+            *(whole, left, parts, tiles, key_tiles),
             KEEPS * keep + LSE * with_lse,
         ),
         dict(num_warps=4, launch_cooperative_grid=together),
@@ -226,10 +228,18 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
     )
 
 
-def parts_of(tiles: int, key_tiles: int, programs: int) -> tuple[int, int]:
-    """How many tiles are computed whole, and in how many parts each of the others is: those that do
-    not fill all programs.
+def parts_of(tiles: int, steps: int, programs: int, rounds: int | None = None) -> tuple[int, int]:
+    """How many tiles are computed whole, and in how many parts each of the others is, those that do
+    not fill all programs: in those that take the least time, in any number of rounds of all
+    programs or in as many as ``rounds``. A tile takes so many steps.
     """
     left = tiles % programs
-    parts = min(programs // left, key_tiles) if left else 1
+    if not left:
+        return tiles, 1
+
+    def time(parts: int) -> int:
+        return cdiv(left * parts, programs) * (cdiv(steps, parts) + STEPS_OF_A_PIECE)
+
+    most = min(steps, programs if rounds is None else rounds * programs // left)
+    parts = min(range(1, most + 1), key=time)
     return (tiles - left, parts) if parts > 1 else (tiles, 1)

@@ -159,16 +159,19 @@ def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> Hopp
     query_tiles, key_tiles = cdiv(problem.queries, QUERIES), cdiv(problem.keys, KEYS)
     blocks = cdiv(query_tiles, config.tiles)
     tiles = heads * key_tiles
-    programs = min(problem.gpu.multiprocessors, tiles)
-    whole, parts = parts_of(tiles, blocks, programs)
+    programs = problem.gpu.multiprocessors
+    side = side_by_side(heads, blocks, programs)
+    # In one round: more would not come to a block in the order of their places.
+    whole, parts = parts_of(tiles, blocks, programs, rounds=1)
     left = tiles - whole
+    programs = min(programs, whole + left * parts)
     constants = HopperBackwardConstants(
         D=width,
         BLOCK_D=width,
         KEYS=KEYS,
         ROWS=ROWS,
         TILES=config.tiles,
-        HEADS=side_by_side(heads, blocks, programs),
+        HEADS=side,
         GAP=config.gap,
         STAGES=config.stages,
         DS_STAGES=config.ds_stages,

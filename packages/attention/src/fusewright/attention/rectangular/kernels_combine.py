@@ -1,6 +1,8 @@
 """Triton kernel that adds the parts of a tile whose keys were cut.
 
 m = max_part r    l = sum_part 2^(r - m) l_part    o = sum_part 2^(r - m) o_part / l
+
+lse is of l before the rounding of probabilities.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.tiles import LOG_2
 from ..common.tiles_forward import store_outputs
 from .kernels_hopper import LARGEST_OUTPUT, LARGEST_SUM
 
@@ -44,16 +47,20 @@ def combine_parts_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     for part in range(parts):
         number = (part * left + tile) * GROUPS + group
-        m = tl.maximum(m, tl.load(partial_softmax_ptr + number * (2 * ROWS) + row))
+        m = tl.maximum(m, tl.load(partial_softmax_ptr + number * (3 * ROWS) + row))
     l = tl.zeros([ROWS], tl.float32)
+    exact_l = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, D], tl.float32)
     good = tl.full([ROWS], 1, tl.int32)
     for part in range(parts):
         number = (part * left + tile) * GROUPS + group
-        rescale = tl.exp2(tl.load(partial_softmax_ptr + number * (2 * ROWS) + row) - m)
-        total = tl.load(partial_softmax_ptr + number * (2 * ROWS) + ROWS + row)
+        rescale = tl.exp2(tl.load(partial_softmax_ptr + number * (3 * ROWS) + row) - m)
+        total = tl.load(partial_softmax_ptr + number * (3 * ROWS) + ROWS + row)
         partial = tl.load(partial_o_ptr + number * (ROWS * D) + at)
         l += total * rescale
+        if lse_ptr is not None:
+            to_exact = partial_softmax_ptr + number * (3 * ROWS) + 2 * ROWS
+            exact_l += tl.load(to_exact + row) * rescale
         o += partial * rescale[:, None]
         # Not above: NaN has to be flagged, too.
         inside = tl.min((tl.abs(partial) <= LARGEST_OUTPUT).to(tl.int32), 1)
@@ -62,4 +69,8 @@ def combine_parts_kernel(
         flag = head * tl.cdiv(queries, ROWS) + block
         tl.store(flags_ptr + flag, 1 - tl.min(good, 0))
         of_tile = head // heads, head % heads, block * ROWS, queries, heads
-        store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, D)
+        store_outputs(o, m, l, o_ptr, None, softmax_ptr, o_low_ptr, of_tile, rows, D)
+        if lse_ptr is not None:
+            query = block * ROWS + row
+            lse = (m + tl.log2(exact_l)) * LOG_2
+            tl.store(lse_ptr + head.to(tl.int64) * queries + query, lse, mask=query < queries)

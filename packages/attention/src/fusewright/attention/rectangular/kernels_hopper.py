@@ -14,7 +14,8 @@ ring of STAGES in shared memory; each of the other three has 64 queries and both
 A token goes round among these three, so that one issues its products while the others are at their
 exponentials. A product's scores stay in registers and become the probabilities of the next one. l
 is a product, too, with a column of ones: it adds the probabilities as they were rounded for o, so
-that the weight of a row's only key is 1, whatever its reference is.
+that the weight of a row's only key is 1, whatever its reference is. Where the log-sum-exp is
+wanted, its sum is that of the probabilities before their rounding.
 
 Programs stay and take piece after piece of work, queries of one head next to one another, so that
 its keys and values stay in the L2 cache. Those of a head with very many keys do not fit into it:
@@ -45,9 +46,6 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 # Queries of a group, and groups that have queries.
 ROWS = gl.constexpr(64)
 GROUPS = gl.constexpr(3)
-# What is written beside o: what the backward pass reads, and the log-sum-exp.
-KEEPS = gl.constexpr(1)
-LSE = gl.constexpr(2)
 # A sum above this, 2^64, makes its rows be computed again, and an output beyond fp32.
 LARGEST_SUM = gl.constexpr(18446744073709551616.0)
 LARGEST_OUTPUT = gl.constexpr(3.4028234663852886e38)
@@ -134,6 +132,12 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG: gl.c
 
 
 @gluon.jit
+def sums_of_lanes(p, BLOCK_K: gl.constexpr):
+    """The sum over the columns that a lane holds, [ROWS, 4]: lanes are added once, at the end."""
+    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def probabilities(s, reference, factor):
     """2^(factor s - reference), by one multiplication with addition and one exponential each."""
     return gl.exp2(s * factor + gl.expand_dims(-reference, 1))
@@ -148,7 +152,7 @@ def attend(
     lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr = pointers
     q_shared, k_shared, v_shared, o_shared, ones_shared = buffers
     q_full, q_free, full, free, tokens = barriers
-    pieces, queries, keys, rows, factor, writes = call
+    pieces, queries, keys, rows, factor, keeps = call
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     STAGES: gl.constexpr = CONFIG.STAGES
@@ -185,7 +189,9 @@ def attend(
         is_key = gl.expand_dims(column < keys, 0) & (gl.zeros_like(s) == 0.0)
         s = gl.where(is_key, s, -float("inf"))
         reference = gl.max(s, 1) * factor
-        p = gl.convert_layout(probabilities(s, reference, factor).to(gl.bfloat16), OF_OPERAND)
+        p = probabilities(s, reference, factor)
+        exact_l = sums_of_lanes(p, BLOCK_K)
+        p = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
         l = gl.zeros([ROWS, 8], gl.float32, OF_SUMS)
         o = gl.zeros([ROWS, D], gl.float32, OF_OUTPUT)
         for _ in range(1, count):
@@ -201,8 +207,10 @@ def attend(
             l_ahead = warpgroup_mma(terms, ones, l, is_async=True)
             s = warpgroup_mma_wait(2, deps=(s_ahead,))
             mbarrier.arrive(next_token, count=1)
-            p_next = probabilities(s, reference, factor).to(gl.bfloat16)
-            p_next = gl.convert_layout(p_next, OF_OPERAND)
+            p_next = probabilities(s, reference, factor)
+            if CONFIG.LSE:
+                exact_l += sums_of_lanes(p_next, BLOCK_K)
+            p_next = gl.convert_layout(p_next.to(gl.bfloat16), OF_OPERAND)
             o, l, p, terms = warpgroup_mma_wait(0, deps=(o_ahead, l_ahead, p, terms))
             mbarrier.arrive(free.index(stage), count=1)
             p = p_next
@@ -218,14 +226,18 @@ def attend(
         used += 1
 
         total = gl.convert_layout(gl.max(l, 1), BY_ROW)
+        exact_total = gl.convert_layout(gl.sum(exact_l, 1), BY_ROW)
         block = tile * GROUPS + GROUP
         if piece >= whole:
             number = (piece - whole) * GROUPS + GROUP
             to_row = gl.expand_dims(gl.arange(0, ROWS, BY_ROW_OF_OUTPUT), 1) * D
             col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, OF_OUTPUT)), 0)
             gl.store(partial_o_ptr + number * (ROWS * D) + to_row + col, o)
-            gl.store(partial_softmax_ptr + number * (2 * ROWS) + row, reference)
-            gl.store(partial_softmax_ptr + number * (2 * ROWS) + ROWS + row, total)
+            to_softmax = partial_softmax_ptr + number * (3 * ROWS) + row
+            gl.store(to_softmax, reference)
+            gl.store(to_softmax + ROWS, total)
+            if CONFIG.LSE:
+                gl.store(to_softmax + 2 * ROWS, exact_total)
         elif block < blocks:
             inverse_sum = 1.0 / total
             o = o * gl.expand_dims(gl.convert_layout(inverse_sum, BY_ROW_OF_OUTPUT), 1)
@@ -233,20 +245,20 @@ def attend(
             # Where the last piece's output went from.
             tma.store_wait(0)
             o_shared.index(GROUP).reshape([ROWS, D]).store(rounded)
-            if writes & KEEPS:
+            if keeps:
                 low = (o - rounded.to(gl.float32)).to(gl.bfloat16)
                 o_shared.index(GROUPS + GROUP).reshape([ROWS, D]).store(low)
             fence_async_shared()
             at = [batch, block * ROWS, head, 0]
             tma.async_copy_shared_to_global(o_tiles, at, o_shared.index(GROUP))
-            if writes & KEEPS:
+            if keeps:
                 tma.async_copy_shared_to_global(o_low_tiles, at, o_shared.index(GROUPS + GROUP))
             query = block * ROWS + row
             at_row = (batch * heads + head) * queries + query
-            if writes & LSE:
-                lse = (reference + gl.log2(total)) * LOG_2
+            if CONFIG.LSE:
+                lse = (reference + gl.log2(exact_total)) * LOG_2
                 gl.store(lse_ptr + at_row, lse, mask=query < queries)
-            if writes & KEEPS:
+            if keeps:
                 gl.store(softmax_ptr + at_row, reference, mask=query < queries)
                 gl.store(softmax_ptr + rows + at_row, inverse_sum, mask=query < queries)
             # Not above: NaN has to be flagged, too.
@@ -262,7 +274,7 @@ def attend(
 @gluon.jit(
     do_not_specialize=(
         *("queries", "keys", "heads", "rows", "whole", "left", "parts"),
-        *("query_tiles", "key_tiles", "writes"),
+        *("query_tiles", "key_tiles", "keeps"),
     )
 )
 def hopper_forward_kernel(
@@ -287,12 +299,12 @@ def hopper_forward_kernel(
     parts,
     query_tiles,
     key_tiles,
-    writes,
+    keeps,
     CONFIG: gl.constexpr,
 ):
     """A program takes every so many-th piece of work; tiles are tensor descriptors over
-    [B, rows, H, D]. ``writes`` holds KEEPS where ``o_low_tiles`` and ``softmax_ptr`` are written,
-    and LSE where ``lse_ptr`` is.
+    [B, rows, H, D]. ``keeps``, 0 or 1, says whether ``o_low_tiles`` and ``softmax_ptr`` are
+    written, and CONFIG whether ``lse_ptr`` is.
     """
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
@@ -325,7 +337,7 @@ def hopper_forward_kernel(
     barriers = (q_full, q_free, full, free, tokens)
     pieces = whole + left * parts
     sizes = (whole, gl.maximum(left, 1), parts, query_tiles, key_tiles, heads)
-    call = (pieces, queries, keys, rows, scale * LOG2_E, writes)
+    call = (pieces, queries, keys, rows, scale * LOG2_E, keeps)
     inputs = (q_tiles, k_tiles, v_tiles)
     gl.warp_specialize(
         [

@@ -35,8 +35,6 @@ else:
 ROWS, GROUPS = 64, 3
 
 
-# What the kernel writes beside o: what the backward pass reads, and the log-sum-exp.
-KEEPS, LSE = 1, 2
 # What a piece of work takes beside its steps, in steps. Unmeasured.
 STEPS_OF_A_PIECE = 3
 # Keys and values of a head of this many bytes do not stay in the L2 cache.
@@ -58,8 +56,8 @@ class HopperConfig(NamedTuple):
 
 
 class HopperConstants(NamedTuple):
-    """What the kernel is compiled for, read as ``CONFIG``; TOGETHER: whether programs begin their
-    pieces at one time.
+    """What the kernel is compiled for, read as ``CONFIG``; LSE: whether it writes lse; TOGETHER:
+    whether programs begin their pieces at one time.
     """
 
     D: int
@@ -67,6 +65,7 @@ class HopperConstants(NamedTuple):
     STAGES: int
     REGISTERS: int
     COPYING_REGISTERS: int
+    LSE: bool
     TOGETHER: bool
 
 
@@ -181,7 +180,7 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
             *(problem.queries, problem.keys, problem.heads),
             problem.all_heads * problem.queries,
             *(whole, left, parts, tiles, key_tiles),
-            KEEPS * keep + LSE * with_lse,
+            int(keep),
         ),
         dict(num_warps=4, launch_cooperative_grid=together),
         CONFIG=HopperConstants(
@@ -190,6 +189,7 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
             STAGES=config.stages,
             REGISTERS=config.registers,
             COPYING_REGISTERS=config.copying_registers,
+            LSE=with_lse,
             TOGETHER=together,
         ),
     )
@@ -220,7 +220,7 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
         outputs,
         allocator((problem.all_heads, blocks), torch.int32, device),
         allocator((*partial, problem.width), torch.float32, device) if left else None,
-        allocator((partial[0], 2, ROWS), torch.float32, device) if left else None,
+        allocator((partial[0], 3, ROWS), torch.float32, device) if left else None,
         allocator((1,), torch.int32, device) if together else None,
         launch,
         combine,

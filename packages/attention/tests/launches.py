@@ -33,13 +33,19 @@ def launch(
     backward.attention_backward(q, lse, q, k, k, key_lengths, q, q, softmax, 0.125)
 
 
-def launch_hopper(keep: bool = True) -> None:
+def launch_hopper(lse: bool = True, width: int = 64) -> None:
     """The passes of warp groups, with parts of their last tiles, which only Hopper has."""
-    q, k = (torch.empty(4, rows, 8, 64, dtype=torch.bfloat16) for rows in (2500, 3200))
-    forward.attention_forward(q, k, k, None, 0.125, True, keep)
-    if keep:
+    q, k = (torch.empty(4, rows, 8, width, dtype=torch.bfloat16) for rows in (2500, 3200))
+    forward.attention_forward(q, k, k, None, 0.125, lse, True)
+    if lse and width == 64:
         softmax = torch.empty(2, 4, 8, 2500)
         backward.attention_backward(q, None, q, k, k, None, q, q, softmax, 0.125)
+
+
+def launch_hopper_together() -> None:
+    """More keys than the cache holds."""
+    q, k = (torch.empty(1, rows, 8, 64, dtype=torch.bfloat16) for rows in (1000, 70000))
+    forward.attention_forward(q, k, k, None, 0.125, True)
 
 
 def launch_window(width: int, dtype: torch.dtype, prefix: int = 17) -> None:
@@ -72,8 +78,10 @@ def one_of_each() -> None:
 
 def every_line() -> None:
     """Every width and dtype of the tables, powers of 2 and others, with few keys and with many."""
-    launch_hopper()
-    launch_hopper(keep=False)
+    for width in (64, 128):
+        launch_hopper(width=width)
+        launch_hopper(False, width)
+    launch_hopper_together()
     keys = {line.max_keys for line in backward.SINGLE_TILE_BACKWARD}
     for width in (8, 16, 32, 40, 64, 80, 128):
         for dtype in (torch.bfloat16, torch.float32):

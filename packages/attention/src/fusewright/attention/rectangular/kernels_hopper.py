@@ -9,13 +9,14 @@ while no score lies far above the reference: exponents of bf16 and fp32 reach 2^
 or output has grown beyond a limit are flagged, and ``flagged_forward_kernel`` computes their tile
 again, online.
 
-A program is four groups of four warps. One has a warp that copies tiles of keys and values into a
-ring of STAGES in shared memory; each of the other three has 64 queries and both products of them.
-A token goes round among these three, so that one issues its products while the others are at their
-exponentials. A product's scores stay in registers and become the probabilities of the next one. l
-is a product, too, with a column of ones: it adds the probabilities as they were rounded for o, so
-that the weight of a row's only key is 1, whatever its reference is. Where the log-sum-exp is
-wanted, its sum is that of the probabilities before their rounding.
+A program is some groups of four warps. The last has a warp that copies tiles of keys and values
+into a ring of STAGES in shared memory; each of the other GROUPS, three or, for wider heads, two,
+has 64 queries and both products of them. A token goes round among these, so that one issues its
+products while the others are at their exponentials. A product's scores stay in registers and become
+the probabilities of the next one. l is a product, too, with a column of ones: it adds the
+probabilities as they were rounded for o, so that the weight of a row's only key is 1, whatever its
+reference is. Where the log-sum-exp is wanted, its sum is that of the probabilities before their
+rounding.
 
 Programs stay and take piece after piece of work, queries of one head next to one another, so that
 its keys and values stay in the L2 cache. Those of a head with very many keys do not fit into it:
@@ -43,9 +44,8 @@ from ..common.kernels_gluon import (
 
 LOG_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
-# Queries of a group, and groups that have queries.
+# Queries of a group.
 ROWS = gl.constexpr(64)
-GROUPS = gl.constexpr(3)
 # A sum above this, 2^64, makes its rows be computed again, and an output beyond fp32.
 LARGEST_SUM = gl.constexpr(18446744073709551616.0)
 LARGEST_OUTPUT = gl.constexpr(3.4028234663852886e38)
@@ -106,6 +106,7 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG: gl.c
     q_tiles, k_tiles, v_tiles = inputs
     q_shared, k_shared, v_shared, _, _ = buffers
     q_full, q_free, full, free, _ = barriers
+    GROUPS: gl.constexpr = CONFIG.GROUPS
     copied = 0
     begun = begun_ptr.to(gl.int64, bitcast=True)
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
@@ -156,6 +157,7 @@ def attend(
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     STAGES: gl.constexpr = CONFIG.STAGES
+    GROUPS: gl.constexpr = CONFIG.GROUPS
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     OF_OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OF_OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_OUTPUT, 2)
@@ -309,6 +311,7 @@ def hopper_forward_kernel(
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     STAGES: gl.constexpr = CONFIG.STAGES
+    GROUPS: gl.constexpr = CONFIG.GROUPS
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 1, ROWS, 1, D], q_tiles.layout)
     # o, and behind it what its rounding takes.
     o_shared = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, 1, ROWS, 1, D], o_tiles.layout)
@@ -339,13 +342,26 @@ def hopper_forward_kernel(
     sizes = (whole, gl.maximum(left, 1), parts, query_tiles, key_tiles, heads)
     call = (pieces, queries, keys, rows, scale * LOG2_E, keeps)
     inputs = (q_tiles, k_tiles, v_tiles)
-    gl.warp_specialize(
-        [
-            (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
-            (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
-            (attend, (outputs, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
-            (copy_tiles, (inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG)),
-        ],
-        [4, 4, 1],
-        [CONFIG.REGISTERS, CONFIG.REGISTERS, CONFIG.COPYING_REGISTERS],
-    )
+    REGISTERS: gl.constexpr = CONFIG.REGISTERS
+    COPYING_REGISTERS: gl.constexpr = CONFIG.COPYING_REGISTERS
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (attend, (outputs, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
+                (copy_tiles, (inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, COPYING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (copy_tiles, (inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG)),
+            ],
+            [4, 1],
+            [REGISTERS, COPYING_REGISTERS],
+        )

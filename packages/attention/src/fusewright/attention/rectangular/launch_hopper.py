@@ -31,8 +31,8 @@ else:
     kernels_hopper = lazy_module(__package__, "kernels_hopper")
     kernels_streaming = lazy_module(__package__, "kernels_streaming")
 
-# Queries of a group of warps, and groups that have queries.
-ROWS, GROUPS = 64, 3
+# Queries of a group of warps.
+ROWS = 64
 
 
 # What a piece of work takes beside its steps, in steps. Unmeasured.
@@ -43,12 +43,13 @@ BEYOND_CACHE = 1 << 24
 
 class HopperConfig(NamedTuple):
     """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more, which fill
-    the GPU: tiles of ``keys`` rows in a ring of ``stages``, so many registers a thread that
-    multiplies and that copies.
+    the GPU: so many groups of warps with queries, tiles of ``keys`` rows in a ring of ``stages``,
+    so many registers a thread that multiplies and that copies.
     """
 
     width: int
     fewest_scores: int
+    groups: int
     keys: int
     stages: int
     registers: int
@@ -61,6 +62,7 @@ class HopperConstants(NamedTuple):
     """
 
     D: int
+    GROUPS: int
     BLOCK_K: int
     STAGES: int
     REGISTERS: int
@@ -69,9 +71,10 @@ class HopperConstants(NamedTuple):
     TOGETHER: bool
 
 
-# Source: docs/decisions/0017-hopper-forward-h200.csv.
+# Source: docs/decisions/0017-hopper-forward-h200.csv and, for 128 columns, 0017-more-h200.csv.
 HOPPER_FORWARD = (
-    HopperConfig(64, 1 << 27, keys=128, stages=4, registers=160, copying_registers=24),
+    HopperConfig(64, 1 << 27, groups=3, keys=128, stages=4, registers=160, copying_registers=24),
+    HopperConfig(128, 1 << 27, groups=2, keys=64, stages=4, registers=240, copying_registers=24),
 )
 # What computes flagged tiles again, as many queries a program as a group has.
 AGAIN = TileConfig(64, 2, queries=ROWS, keys=64, num_warps=4, num_stages=3)
@@ -166,7 +169,7 @@ def hopper_config(problem: Problem, aligned: bool) -> HopperConfig | None:
 
 def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bool) -> HopperPlan:
     """The plan of a call that a line serves."""
-    tiles = cdiv(problem.queries, ROWS * GROUPS)
+    tiles = cdiv(problem.queries, ROWS * config.groups)
     all_tiles, key_tiles = problem.all_heads * tiles, cdiv(problem.keys, config.keys)
     whole, parts = parts_of(all_tiles, key_tiles, problem.gpu.multiprocessors)
     left = all_tiles - whole
@@ -185,6 +188,7 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
         dict(num_warps=4, launch_cooperative_grid=together),
         CONFIG=HopperConstants(
             D=problem.width,
+            GROUPS=config.groups,
             BLOCK_K=config.keys,
             STAGES=config.stages,
             REGISTERS=config.registers,
@@ -201,19 +205,19 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
         allocator((2, *problem.rows), torch.float32, device) if keep else None,
         allocator(shape, dtype, device) if keep else None,
     )
-    partial = (left * parts * GROUPS, ROWS)
+    partial = (left * parts * config.groups, ROWS)
     blocks = cdiv(problem.queries, ROWS)
     combine = None
     if left:
         combine = Launch(
             kernels_combine.combine_parts_kernel,
-            (left * GROUPS,),
+            (left * config.groups,),
             device,
             (whole, parts, tiles, problem.queries, problem.heads, math.prod(problem.rows)),
             dict(num_warps=4),
             D=problem.width,
             ROWS=ROWS,
-            GROUPS=GROUPS,
+            GROUPS=config.groups,
         )
     return HopperPlan(
         problem.copies,

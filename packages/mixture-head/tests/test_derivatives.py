@@ -44,7 +44,9 @@ def test_slopes_of_the_reference_are_its_gradients(mixture, scale, dtype, draw_m
 
 
 def test_rows_of_heads_do_not_see_one_another(heads, device):
-    leaves = heads.leaves(heads.several, BF16, device)
+    # Of an even width: where a CPU has AMX, oneDNN's product of bf16 rows of an odd one multiplies
+    # the next row's first number by zero.
+    leaves = heads.leaves((70, 12), BF16, device)
     with_nan = [t.detach().clone().requires_grad_() for t in leaves]
     with torch.no_grad():
         with_nan[0][2] = float("nan")

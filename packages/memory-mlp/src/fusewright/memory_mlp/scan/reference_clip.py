@@ -1,4 +1,4 @@
-"""Clip and guard of the scan, in plain torch: gradients of tokens are scaled down to a norm; a chunk
+"""Clip and guard of the scan in plain torch: gradients of tokens are scaled down to a norm; a chunk
 after which the memory is not finite is not taken.
 """
 

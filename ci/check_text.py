@@ -27,6 +27,8 @@ WORD = r"(?<![A-Za-z]){}(?![A-Za-z])"
 SMALL = 1e-2
 TOLERANCES = ("atol", "rtol")
 NEARNESS = ("abs", "rel", "abs_tol", "rel_tol")
+# The folders of what is a test: the packages', those of ci, and the suite in the testkit.
+TESTS = {"tests", "conformance"}
 
 
 def problems(name: str, content: bytes) -> list[str]:
@@ -139,7 +141,7 @@ def main() -> int:
         told += problems(name, path.read_bytes())
         if path.suffix in (".py", ".md") and path != GLOSSARY:
             told += words(name, path.read_text(), known)
-        if path.suffix == ".py" and path.parent.name == "tests":
+        if path.suffix == ".py" and TESTS.intersection(name.split("/")):
             told += [
                 f"{name}:{line}: a tolerance set by hand, wanted one that is computed"
                 for line in hand_set(path.read_text(encoding="utf-8"))

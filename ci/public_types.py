@@ -2,8 +2,8 @@
 
     python ci/public_types.py packages/norm
 
-basedpyright takes every module without a leading underscore for public. Here a module is public
-that the package's ``__init__`` imports names from.
+basedpyright takes every module without a leading underscore for public. Here a name is public that
+the package's ``__init__`` imports, and what it has.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from pathlib import Path
 import workspace
 
 
-def public_modules(package: str, init: str) -> list[str]:
-    """The modules that the ``__init__`` of a package imports from."""
-    modules = []
+def public_names(package: str, init: str) -> list[str]:
+    """What the ``__init__`` of a package imports, by where it is defined."""
+    names = []
     for node in ast.parse(init).body:
         if isinstance(node, ast.ImportFrom) and node.level == 1:
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            modules += [f"{package}.{name}" for name in names]
-    return modules
+            module = f"{package}.{node.module}" if node.module else package
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return names
 
 
-def untyped(report: dict, modules: list[str]) -> list[str]:
-    """What basedpyright says of symbols of these modules whose type it does not know for certain.
+def untyped(report: dict, public: list[str]) -> list[str]:
+    """What basedpyright says of these names, and of what they have, whose type it does not know for
+    certain.
 
     Raises:
         ValueError: the report has no symbols: the package was not found.
@@ -36,12 +37,12 @@ def untyped(report: dict, modules: list[str]) -> list[str]:
     symbols = report["typeCompleteness"]["symbols"]
     if not symbols:
         raise ValueError("wanted a report on an installed package, got one without symbols")
-    prefixes = tuple(f"{module}." for module in modules)
+    prefixes = tuple(f"{name}." for name in public)
     return [
         f"{symbol['name']}: {'; '.join(x['message'] for x in symbol['diagnostics'])}"
         for symbol in symbols
         if symbol["isExported"]
-        and symbol["name"].startswith(prefixes)
+        and f"{symbol['name']}.".startswith(prefixes)
         and (not symbol["isTypeKnown"] or symbol["isTypeAmbiguous"])
     ]
 
@@ -51,7 +52,7 @@ def main() -> int:
     init = project.source.joinpath(*project.import_name.split("."), "__init__.py").read_text()
     command = ["basedpyright", "--verifytypes", project.import_name, "--ignoreexternal"]
     done = subprocess.run([*command, "--outputjson"], capture_output=True, text=True)
-    found = untyped(json.loads(done.stdout), public_modules(project.import_name, init))
+    found = untyped(json.loads(done.stdout), public_names(project.import_name, init))
     print(*found, sep="\n")
     print(f"{project.import_name}: {len(found)} public symbols without a certain type")
     return bool(found)

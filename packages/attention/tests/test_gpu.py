@@ -192,7 +192,7 @@ def test_sdpa_backend_is_the_one_that_torch_takes():
             assert sdpa_backend(q, q, q) == wanted
 
 
-def test_absolute_error_on_unit_normal_inputs():
+def test_absolute_error_on_unit_normal_inputs_is_what_the_readme_promises():
     q, k, v = (torch.randn(2, n, 4, 64, device="cuda", dtype=BF16) for n in (500, 1000, 1000))
     truth = reference.rectangular_attention(q.double(), k.double(), v.double(), scale=0.125)
     assert (rectangular_attention(q, k, v) - truth).abs().max() < 1e-2

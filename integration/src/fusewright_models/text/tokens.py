@@ -11,7 +11,7 @@ import numpy as np
 
 from ..extras import imported
 
-TOGETHER = 256
+BATCH = 256
 
 
 class Tokenizer(Protocol):
@@ -85,7 +85,7 @@ class LibraryTokenizer:
 
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         texts = (document.decode("utf-8", errors="replace") for document in documents)
-        while group := list(islice(texts, TOGETHER)):
+        while group := list(islice(texts, BATCH)):
             for encoding in self._tokenizer.encode_batch_fast(group):
                 yield np.array(encoding.ids, dtype=np.int32)
 

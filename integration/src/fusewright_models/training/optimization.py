@@ -48,7 +48,7 @@ VECTORS = "vectors"
 # Where models keep the layers between embedding and head, and which matrices of these make a few
 # numbers for each token, as a head does, or have a loss of their own.
 HIDDEN = ("blocks.", "stack.layers.", "second.")
-BESIDE = {"gates", "a_proj", "b_proj", "index_q", "index_k", "index_w"}
+SMALL_OUTPUTS = {"gates", "a_proj", "b_proj", "index_q", "index_k", "index_w"}
 NO_FACTORS: Mapping[str, float] = {}
 
 Groups = list[dict[str, Any]]
@@ -243,7 +243,7 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and name.startswith(HIDDEN)
-        and not BESIDE.intersection(name.split("."))
+        and not SMALL_OUTPUTS.intersection(name.split("."))
         and module.weight.requires_grad
     ]
 

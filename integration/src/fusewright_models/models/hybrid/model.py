@@ -119,8 +119,8 @@ class HybridLM(nn.Module):
         if token_bytes is None and config.vocab_size <= 256:
             token_bytes = [bytes([byte]) for byte in range(config.vocab_size)]
         if token_bytes is None or len(token_bytes) != config.vocab_size:
-            came = "none" if token_bytes is None else f"those of {len(token_bytes)}"
-            raise ValueError(f"wanted the bytes of {config.vocab_size} tokens; got {came}")
+            got = "none" if token_bytes is None else f"those of {len(token_bytes)}"
+            raise ValueError(f"wanted the bytes of {config.vocab_size} tokens; got {got}")
         return ByteEmbedding(token_bytes, config.dim, backend=backend)
 
     def forward(self, tokens: Tensor) -> Tensor:

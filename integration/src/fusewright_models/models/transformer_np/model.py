@@ -249,18 +249,19 @@ class TransformerNP(nn.Module):
         for name, rows in inputs.items():
             _check_tensor(name, rows, FLOATING, device)
         widths = {"d_x": self.config.x_width, "d_y": self.config.y_width}
-        came = {name: list(rows.shape) for name, rows in inputs.items()}
-        if not _fit(came, widths):
+        shapes = {name: list(rows.shape) for name, rows in inputs.items()}
+        if not _fit(shapes, widths):
             axes = {
-                name: ", ".join(str(widths.get(axis, axis)) for axis in AXES[name]) for name in came
+                name: ", ".join(str(widths.get(axis, axis)) for axis in AXES[name])
+                for name in shapes
             }
-            wanted = ", ".join(f"{name} [{axes[name]}]" for name in came)
-            got = ", ".join(map(str, came.values()))
+            wanted = ", ".join(f"{name} [{axes[name]}]" for name in shapes)
+            got = ", ".join(map(str, shapes.values()))
             raise ValueError(f"wanted {wanted} with M >= 1 and N >= 1; got {got}")
         if context_lengths is None:
             return
         _check_tensor("context_lengths", context_lengths, LENGTHS, device)
-        batch = came["x_context"][0]
+        batch = shapes["x_context"][0]
         if list(context_lengths.shape) != [batch]:
             raise ValueError(
                 f"wanted context_lengths [{batch}], a number for each task; "
@@ -282,10 +283,10 @@ def _check_tensor(
         raise ValueError(f"wanted {name} on the model's device, {device}; got it on {value.device}")
 
 
-def _fit(came: dict[str, list[int]], widths: dict[str, int]) -> bool:
+def _fit(shapes: dict[str, list[int]], widths: dict[str, int]) -> bool:
     """Whether every axis has one size wherever it stands, M and N at least 1."""
-    if any(len(shape) != len(AXES[name]) for name, shape in came.items()):
+    if any(len(shape) != len(AXES[name]) for name, shape in shapes.items()):
         return False
-    given = [pair for name, shape in came.items() for pair in zip(AXES[name], shape, strict=True)]
+    given = [pair for name, shape in shapes.items() for pair in zip(AXES[name], shape, strict=True)]
     sizes = dict(given) | widths
     return all(sizes[axis] == size for axis, size in given) and sizes["M"] > 0 and sizes["N"] > 0

@@ -117,7 +117,8 @@ class ShortConvolution(nn.Conv1d):
             device=device,
             dtype=dtype,
         )
-        self.heads, self.backend = heads, backend
+        self.heads: int = heads
+        self.backend: Backend = backend
 
     def forward(
         self, x: Tensor, history: Tensor | None = None, place: Tensor | None = None

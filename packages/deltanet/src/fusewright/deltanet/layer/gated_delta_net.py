@@ -100,39 +100,54 @@ class GatedDeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         check_option("backend", backend, BACKENDS)
-        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        self.num_v_heads: int = num_heads if num_v_heads is None else num_v_heads
         sizes = dict(hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads)
         sizes |= dict(num_v_heads=self.num_v_heads, conv_size=conv_size)
         check_sizes(sizes, expand_v, rope_theta)
         check_option("d_residual", d_residual, RESIDUALS)
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
-        self.head_v_dim = round(head_dim * expand_v)
-        self.allow_neg_eigval, self.rope_theta = allow_neg_eigval, rope_theta
+        self.hidden_size: int = hidden_size
+        self.num_heads: int = num_heads
+        self.head_dim: int = head_dim
+        self.head_v_dim: int = round(head_dim * expand_v)
+        self.allow_neg_eigval: bool = allow_neg_eigval
+        self.rope_theta: float | None = rope_theta
         self.d_residual, self.backend = d_residual, backend
         keys, values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         linear: dict[str, Any] = dict(bias=False, **factory)
-        self.q_proj = nn.Linear(hidden_size, keys, **linear)
-        self.k_proj = nn.Linear(hidden_size, keys, **linear)
-        self.v_proj = nn.Linear(hidden_size, values, **linear)
-        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, **linear)
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, **linear)
+        self.q_proj: nn.Linear = nn.Linear(hidden_size, keys, **linear)
+        self.k_proj: nn.Linear = nn.Linear(hidden_size, keys, **linear)
+        self.v_proj: nn.Linear = nn.Linear(hidden_size, values, **linear)
+        self.a_proj: nn.Linear = nn.Linear(hidden_size, self.num_v_heads, **linear)
+        self.b_proj: nn.Linear = nn.Linear(hidden_size, self.num_v_heads, **linear)
         # Decays stay in fp32, whatever the weights are in, unless they are in fp64.
         decay_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, device=device, dtype=decay_dtype))
-        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads, device=device, dtype=decay_dtype))
+        self.A_log: nn.Parameter = nn.Parameter(
+            torch.empty(self.num_v_heads, device=device, dtype=decay_dtype)
+        )
+        self.dt_bias: nn.Parameter = nn.Parameter(
+            torch.empty(self.num_v_heads, device=device, dtype=decay_dtype)
+        )
         if d_residual != "none":
-            self.D = nn.Parameter(torch.empty(self.num_v_heads, device=device, dtype=decay_dtype))
+            self.D: nn.Parameter = nn.Parameter(
+                torch.empty(self.num_v_heads, device=device, dtype=decay_dtype)
+            )
         own = "auto" if backend == "fla" else backend
         self.use_short_conv = use_short_conv
         if use_short_conv:
             conv: dict[str, Any] = dict(bias=conv_bias, backend=own, **factory)
-            self.q_conv1d = ShortConvolution(keys, conv_size, heads=num_heads, **conv)
-            self.k_conv1d = ShortConvolution(keys, conv_size, heads=num_heads, **conv)
-            self.v_conv1d = ShortConvolution(values, conv_size, **conv)
-        self.g_proj = nn.Linear(hidden_size, values, **linear) if use_gate else None
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, backend=own, **factory)
-        self.o_proj = nn.Linear(values, hidden_size, **linear)
+            self.q_conv1d: ShortConvolution = ShortConvolution(
+                keys, conv_size, heads=num_heads, **conv
+            )
+            self.k_conv1d: ShortConvolution = ShortConvolution(
+                keys, conv_size, heads=num_heads, **conv
+            )
+            self.v_conv1d: ShortConvolution = ShortConvolution(values, conv_size, **conv)
+        self.g_proj: nn.Linear | None = (
+            nn.Linear(hidden_size, values, **linear) if use_gate else None
+        )
+        self.o_norm: GatedRMSNorm = GatedRMSNorm(self.head_v_dim, norm_eps, backend=own, **factory)
+        self.o_proj: nn.Linear = nn.Linear(values, hidden_size, **linear)
         self.reset_decays()
         for parameter in (self.A_log, self.dt_bias, self.o_norm.weight, *self.residual_weight()):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]

@@ -66,7 +66,7 @@ class SwiGLU(nn.Module):
         options: dict[str, Any] = dict(bias=False, device=device, dtype=dtype)
         self.joint: nn.Linear = nn.Linear(dim, 2 * stored, **options)
         self.output: nn.Linear = nn.Linear(stored, dim, **options)
-        self.padded = {
+        self.padded: dict[str, Padded] = {
             "joint.weight": Padded(axis=0, blocks=2, width=hidden_width, stored=stored),
             "output.weight": Padded(axis=1, blocks=1, width=hidden_width, stored=stored),
         }

@@ -105,7 +105,7 @@ class GatedSparseAttention(nn.Module):
         for name, number in (("width", width), ("heads", heads), ("index_heads", index_heads)):
             checked_count(name, number)
         self.heads = heads
-        self.key_heads = checked_count("key_heads", heads if key_heads is None else key_heads)
+        self.key_heads: int = checked_count("key_heads", heads if key_heads is None else key_heads)
         if heads % self.key_heads:
             raise ValueError(f"heads must be a multiple of key_heads, got {heads}, {key_heads}")
         if head_width is None and width % heads:
@@ -113,13 +113,13 @@ class GatedSparseAttention(nn.Module):
                 f"width must be a multiple of heads without a head_width, got {width}, {heads}"
             )
         self.width = width
-        self.head_width = checked_count(
+        self.head_width: int = checked_count(
             "head_width", width // heads if head_width is None else head_width
         )
         if self.head_width % 2:
             raise ValueError(f"head_width must be even, got {self.head_width}")
         self.index_heads = index_heads
-        self.index_width = checked_count("index_width", index_width)
+        self.index_width: int = checked_count("index_width", index_width)
         checked_number("head_width", self.head_width, 1, MAX_WIDTH)
         checked_number("index_width", index_width, 1, MAX_WIDTH)
         checked_number("ema_decay", ema_decay, 0.0, 1.0)
@@ -128,22 +128,23 @@ class GatedSparseAttention(nn.Module):
         self.counts: dict[str, Any] = dict(
             k_base=k_base, k_min=k_min, k_max=k_max, law=law, sinks=sinks
         )
-        self.rope_base, self.ema_decay = rope_base, ema_decay
+        self.rope_base: float = rope_base
+        self.ema_decay: float = ema_decay
         self.path, self.backend = path, backend
 
         place: dict[str, Any] = dict(device=device, dtype=dtype)
         inner, shared = self.heads * self.head_width, self.key_heads * self.head_width
-        self.q_proj = nn.Linear(width, inner, bias=False, **place)
-        self.k_proj = nn.Linear(width, shared, bias=False, **place)
-        self.v_proj = nn.Linear(width, shared, bias=False, **place)
-        self.value_gate = nn.Linear(width, shared, bias=False, **place)
-        self.output_gate = nn.Linear(width, inner, bias=False, **place)
-        self.o_proj = nn.Linear(inner, width, bias=False, **place)
-        self.index_q = nn.Linear(width, index_heads * index_width, bias=False, **place)
-        self.index_k = nn.Linear(width, index_width, bias=False, **place)
-        self.index_w = nn.Linear(width, index_heads, bias=False, **place)
-        self.index_bias = nn.Parameter(torch.zeros(index_heads, **place))
-        self.index_temperature = nn.Parameter(torch.full((), temperature, **place))
+        self.q_proj: nn.Linear = nn.Linear(width, inner, bias=False, **place)
+        self.k_proj: nn.Linear = nn.Linear(width, shared, bias=False, **place)
+        self.v_proj: nn.Linear = nn.Linear(width, shared, bias=False, **place)
+        self.value_gate: nn.Linear = nn.Linear(width, shared, bias=False, **place)
+        self.output_gate: nn.Linear = nn.Linear(width, inner, bias=False, **place)
+        self.o_proj: nn.Linear = nn.Linear(inner, width, bias=False, **place)
+        self.index_q: nn.Linear = nn.Linear(width, index_heads * index_width, bias=False, **place)
+        self.index_k: nn.Linear = nn.Linear(width, index_width, bias=False, **place)
+        self.index_w: nn.Linear = nn.Linear(width, index_heads, bias=False, **place)
+        self.index_bias: nn.Parameter = nn.Parameter(torch.zeros(index_heads, **place))
+        self.index_temperature: nn.Parameter = nn.Parameter(torch.full((), temperature, **place))
         # Zero: there is no average yet.
         self.register_buffer("variance_ema", torch.zeros((), device=device, dtype=torch.float32))
         for parameter in self.parameters():

@@ -60,7 +60,7 @@ from ..common.checks import (
 )
 from ..common.operands import WIDEST, WIDEST_HIDDEN
 from ..common.weights import MemoryWeights, Weights, pack, unpack, weight_shapes
-from . import launch, launch_backward, reference
+from . import launch, launch_backward, reference, reference_clip
 
 Tensor = torch.Tensor
 
@@ -308,7 +308,7 @@ def skipped_tokens(factors: Tensor, taken: Tensor, chunk: int, written: Tensor |
     """``[B, heads]``, of the factors ``[B, T, heads]`` and the chunks ``[B, chunks, heads]``."""
     mask = None if written is None else written.mT
     by_token = reference.of_tokens(taken.mT, chunk, factors.mT)
-    return reference.lost_tokens(factors.mT, by_token, mask)
+    return reference_clip.lost_tokens(factors.mT, by_token, mask)
 
 
 def deep_memory_scan(

@@ -100,7 +100,7 @@ class GaussianMixtureHead(nn.Module):
         self.hidden: nn.Linear = nn.Linear(width, heads * stored_width, bias=False, **options)
         self.output: nn.Parameter = nn.Parameter(torch.empty(heads, stored_width, 3, **options))
         sizes = dict(width=hidden_width, stored=stored_width)
-        self.padded = {
+        self.padded: dict[str, Padded] = {
             "hidden.weight": Padded(axis=0, blocks=heads, **sizes),
             "output": Padded(axis=1, blocks=1, **sizes),
         }

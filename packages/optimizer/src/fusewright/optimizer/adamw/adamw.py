@@ -81,14 +81,14 @@ class AdamW(PlannedOptimizer):
     """
 
     _kinds = ReferencePart, launch.KernelPart
-    copied = (
+    copied: tuple[str, ...] = (
         *PlannedOptimizer.copied,
         *("state_dtype", "rounding", "seed", "_state_format"),
     )
 
     def __init__(
         self,
-        params: Iterable,
+        params: Iterable[Any],
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float | Tensor = 1e-8,
@@ -107,7 +107,9 @@ class AdamW(PlannedOptimizer):
     ) -> None:
         self._prepare(max_grad_norm, skip_nonfinite, backend)
         check_storage(state_dtype, rounding, seed)
-        self.state_dtype, self.rounding, self.seed = state_dtype, rounding, seed
+        self.state_dtype: torch.dtype | None = state_dtype
+        self.rounding: Rounding = rounding
+        self.seed: int = seed
         self._state_format = StateFormat(state_dtype, rounding)
         defaults = dict(
             lr=lr,

@@ -33,6 +33,8 @@ class PlannedOptimizer(Contract):
     ) -> None:
         """Before torch's own construction, which adds the parameters."""
         check_backend(backend)
+        self.max_grad_norm: float | None
+        self.skip_nonfinite: bool
         self.max_grad_norm, self.skip_nonfinite = checked_clipping(max_grad_norm, skip_nonfinite)
         self.backend = backend
         self._forget_plans()

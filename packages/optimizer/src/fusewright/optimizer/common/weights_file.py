@@ -14,7 +14,7 @@ def cut_normal_(x: torch.Tensor, inputs: int) -> None:
     torch.nn.init.trunc_normal_(x, 0.0, deviation, -2 * deviation, 2 * deviation)
 
 
-def read_weights(path: str | os.PathLike, caller: str) -> dict[str, torch.Tensor]:
+def read_weights(path: str | os.PathLike[str], caller: str) -> dict[str, torch.Tensor]:
     """What a safetensors file holds, on the CPU; nothing is fetched.
 
     Raises:

@@ -72,11 +72,11 @@ class LearnedOptimizer(StatisticsOptimizer):
     """
 
     _kinds = ReferencePart, launch.KernelPart
-    copied = (*StatisticsOptimizer.copied, "mlp")
+    copied: tuple[str, ...] = (*StatisticsOptimizer.copied, "mlp")
 
     def __init__(
         self,
-        params: Iterable,
+        params: Iterable[Any],
         mlp: UpdateMLP,
         lr: float | Tensor = 1.0,
         weight_decay: float | Tensor = 0.0,

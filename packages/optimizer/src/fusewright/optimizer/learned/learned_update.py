@@ -69,11 +69,12 @@ class UpdateMLP(nn.Module):
         self, extra_features: int = 0, *, exp_mult: float = 0.001, step_mult: float = 0.01
     ) -> None:
         super().__init__()
-        self.extra_features = checked_count("extra_features", extra_features, lowest=0)
-        self.exp_mult, self.step_mult = float(exp_mult), float(step_mult)
-        self.first = nn.Linear(FEATURES + extra_features, HIDDEN)
-        self.second = nn.Linear(HIDDEN, HIDDEN)
-        self.last = nn.Linear(HIDDEN, 2)
+        self.extra_features: int = checked_count("extra_features", extra_features, lowest=0)
+        self.exp_mult: float = float(exp_mult)
+        self.step_mult: float = float(step_mult)
+        self.first: nn.Linear = nn.Linear(FEATURES + extra_features, HIDDEN)
+        self.second: nn.Linear = nn.Linear(HIDDEN, HIDDEN)
+        self.last: nn.Linear = nn.Linear(HIDDEN, 2)
         offsets = (torch.zeros(len(some)) for some in START_DECAYS)
         parameters = (nn.Parameter(x, requires_grad=False) for x in offsets)
         self.momentum_offsets, self.square_offsets, self.factored_offsets = parameters

@@ -49,7 +49,7 @@ PUBLIC_OFFSETS = {
 }
 
 
-def load_update_mlp(path: str | os.PathLike, *, step_mult: float = 0.01) -> UpdateMLP:
+def load_update_mlp(path: str | os.PathLike[str], *, step_mult: float = 0.01) -> UpdateMLP:
     """The public weights from a local file: model.safetensors of the Hugging Face model
     btherien/mulo, with the decays that were learned with them.
 

@@ -82,7 +82,7 @@ class DeepMomentum(StackedOptimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: Iterable[Any],
         lr: float | Tensor = 1e-2,
         alpha: float = 0.9,
         inner_lr: float | None = None,

@@ -63,7 +63,7 @@ class DeltaMomentum(StackedOptimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: Iterable[Any],
         lr: float | Tensor = 1e-3,
         alpha: float = 0.9,
         delta: float = 1.0,

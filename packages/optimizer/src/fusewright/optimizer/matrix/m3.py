@@ -83,7 +83,7 @@ class M3(MatrixOptimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: Iterable[Any],
         lr: float | Tensor = 1e-2,
         betas: tuple[float, float, float] = (0.05, 0.001, 0.1),
         alpha: float = 0.5,

@@ -82,7 +82,7 @@ class Muon(MatrixOptimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: Iterable[Any],
         lr: float | Tensor = 1e-3,
         weight_decay: float | Tensor = 0.1,
         momentum: float = 0.95,

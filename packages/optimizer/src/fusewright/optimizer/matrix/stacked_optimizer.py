@@ -40,17 +40,18 @@ class StackedOptimizer(Contract):
     A subclass says what state a parameter begins with, and how a stack is updated.
     """
 
-    copied = "skip_nonfinite", "backend"
+    copied: tuple[str, ...] = "skip_nonfinite", "backend"
 
     def __init__(
         self,
-        params: Iterable,
+        params: Iterable[Any],
         defaults: dict[str, Any],
         skip_nonfinite: bool,
         backend: Backend = "auto",
     ) -> None:
         check_backend(backend)
-        self.skip_nonfinite, self.backend = skip_nonfinite, backend
+        self.skip_nonfinite: bool = skip_nonfinite
+        self.backend: Backend = backend
         self._forget_plans()
         super().__init__(params, defaults)
 

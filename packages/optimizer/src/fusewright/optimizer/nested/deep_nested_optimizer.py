@@ -119,7 +119,7 @@ class DeepNestedOptimizer(NestedState):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        self.options = Options(
+        self.options: Options = Options(
             meta_lr=meta_lr,
             max_grad_norm=max_grad_norm,
             mode=mode,
@@ -151,7 +151,7 @@ class DeepNestedOptimizer(NestedState):
         )
         defaults[OWN] = None
         super().__init__(groups, defaults)
-        self.global_step = 0
+        self.global_step: int = 0
         self._build()
 
     def _build(self) -> None:
@@ -161,7 +161,7 @@ class DeepNestedOptimizer(NestedState):
         dtype = wide_dtype(first)
         with current(device):
             if "controller" not in self.__dict__:
-                self.controller = NestedController(
+                self.controller: NestedController = NestedController(
                     options.controller_hidden_dim,
                     options.controller_num_layers,
                     features=options.features,

@@ -55,7 +55,8 @@ class NestedController(torch.nn.Module):
         hidden, layers = checked_count("hidden", hidden), checked_count("layers", layers)
         check_option("features", features, get_args(Features))
         super().__init__()
-        self.hidden, self.features = hidden, features
+        self.hidden: int = hidden
+        self.features: Features = features
         widths = [INPUTS] + [hidden] * layers + [1]
         self.layers: torch.nn.ModuleList = perceptron(widths, device=device, dtype=dtype)
         self.reset_parameters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ class NestedState(Contract):
     """An optimizer with the state of its parameters, of its groups' rates and of the controller."""
 
     options: Options
+    # As torch has it, for type checkers that do not infer it.
+    state: defaultdict[Tensor, Any]
     global_step: int
     controller: NestedController
     _rates: GroupRates

@@ -87,11 +87,11 @@ class VeLO(StatisticsOptimizer):
     """
 
     _kinds = VeLOReferencePart, launch.VeLOKernelPart
-    copied = (*StatisticsOptimizer.copied, "networks", "num_steps", "losses")
+    copied: tuple[str, ...] = (*StatisticsOptimizer.copied, "networks", "num_steps", "losses")
 
     def __init__(
         self,
-        params: Iterable,
+        params: Iterable[Any],
         networks: VeLONetworks,
         num_steps: int,
         lr: float | Tensor = 1.0,
@@ -103,8 +103,9 @@ class VeLO(StatisticsOptimizer):
     ) -> None:
         if not isinstance(networks, VeLONetworks):
             raise TypeError(f"networks must be VeLONetworks, got {type(networks).__name__}")
-        self.networks, self.num_steps = networks, checked_count("num_steps", num_steps)
-        self.losses = new_loss_statistics(networks.start.device)
+        self.networks: VeLONetworks = networks
+        self.num_steps: int = checked_count("num_steps", num_steps)
+        self.losses: LossStatistics = new_loss_statistics(networks.start.device)
         self._prepare(max_grad_norm, skip_nonfinite, backend)
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, OWN: None})
 

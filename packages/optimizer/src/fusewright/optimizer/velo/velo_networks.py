@@ -89,15 +89,16 @@ class VeLONetworks(nn.Module):
         step_mult: float = 0.001,
     ) -> None:
         super().__init__()
-        self.hidden = checked_count("hidden", hidden)
-        self.banks = checked_count("banks", banks)
-        self.exp_mult, self.step_mult = float(exp_mult), float(step_mult)
-        self.pooled = nn.Linear(TENSOR_FEATURES, hidden)
-        self.own = nn.Linear(TENSOR_FEATURES, hidden)
-        self.lstm = nn.LSTMCell(hidden, hidden)
-        self.controls = nn.Linear(hidden, banks)
-        self.multiplier = nn.Linear(hidden, 1)
-        self.start = nn.Parameter(torch.zeros(2, hidden))
+        self.hidden: int = checked_count("hidden", hidden)
+        self.banks: int = checked_count("banks", banks)
+        self.exp_mult: float = float(exp_mult)
+        self.step_mult: float = float(step_mult)
+        self.pooled: nn.Linear = nn.Linear(TENSOR_FEATURES, hidden)
+        self.own: nn.Linear = nn.Linear(TENSOR_FEATURES, hidden)
+        self.lstm: nn.LSTMCell = nn.LSTMCell(hidden, hidden)
+        self.controls: nn.Linear = nn.Linear(hidden, banks)
+        self.multiplier: nn.Linear = nn.Linear(hidden, 1)
+        self.start: nn.Parameter = nn.Parameter(torch.zeros(2, hidden))
         for name, shape in zip(BANK_NAMES.values(), SHAPES, strict=True):
             self.register_parameter(name, nn.Parameter(torch.zeros(banks, *shape)))
         self.reset_parameters()
@@ -144,7 +145,7 @@ class VeLONetworks(nn.Module):
         return mixed, self.multiplier(output)[:, 0], torch.stack((output, cell), 1)
 
 
-def load_velo(rnn_path: str | os.PathLike, mlp_path: str | os.PathLike) -> VeLONetworks:
+def load_velo(rnn_path: str | os.PathLike[str], mlp_path: str | os.PathLike[str]) -> VeLONetworks:
     """The public weights from local files: model.safetensors of the Hugging Face models
     Pauljanson002/VeLO_RNN and Pauljanson002/VeLO_MLP.
 

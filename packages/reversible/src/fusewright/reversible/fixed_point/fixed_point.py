@@ -67,7 +67,8 @@ class FixedPoint:
         if not 1 <= checked_count("fraction_bits", fraction_bits) <= 29:
             raise ValueError(f"fraction_bits must be from 1 to 29, got {fraction_bits}")
         check_backend(backend)
-        self.one, self.backend = float(1 << fraction_bits), backend
+        self.one: float = float(1 << fraction_bits)
+        self.backend: Backend = backend
 
     def start(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The state of x, twice, and whether it is out of range, 0-d bool."""

@@ -106,9 +106,10 @@ class MidpointStack(nn.Module):
             if not callable(getattr(layer, "force", None)):
                 raise TypeError(f"layers must have a method force, got {type(layer).__name__}")
         check_option("mode", mode, MODES)
-        self.layers = nn.ModuleList(layers)
-        self.step, self.mode = checked_number("step", step), mode
-        self.states = FixedPoint(fraction_bits, backend=backend)
+        self.layers: nn.ModuleList = nn.ModuleList(layers)
+        self.step: float = checked_number("step", step)
+        self.mode: Mode = mode
+        self.states: FixedPoint = FixedPoint(fraction_bits, backend=backend)
 
     def forward(self, x: Tensor, **context: Any) -> Passed:
         """The last state of the stack that starts at ``x``, and what the layers add to the loss.

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import torch
 
+from ..common.kernels_counters import count_and_wait
 from ..common.kernels_gluon import (
     TensorDescriptor,
     fence_async_shared,
@@ -74,30 +75,6 @@ def work_of(piece, sizes):
     return head // heads, head % heads, tile % query_tiles, first, last - first
 
 
-@gluon.constexpr_function
-def begin_together_text():
-    """Count one at $1, and wait until it is $2."""
-    return """{
-.reg .pred waits, chosen;
-.reg .b32 seen, lane;
-elect.sync lane|chosen, -1;
-@chosen red.relaxed.gpu.global.add.u32 [$1], 1;
-WAIT:
-ld.relaxed.gpu.global.b32 seen, [$1];
-setp.lt.u32 waits, seen, $2;
-vote.sync.any.pred waits, waits, -1;
-@waits bra.uni WAIT;
-mov.b32 $0, seen;
-}"""
-
-
-@gluon.jit
-def begin_together(counter, number):
-    gl.inline_asm_elementwise(
-        begin_together_text(), "=&r,l,r", [counter, number], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
 @gluon.jit
 def copy_tiles(inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG: gl.constexpr):
     """What the copying warp does: queries of each piece, then its keys and values, last ones first,
@@ -115,7 +92,7 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG: gl.c
         # Only where every program has a piece.
         all_begin = (turn > 0) & (turn < sizes[0] // gl.num_programs(0))
         if CONFIG.TOGETHER and all_begin:
-            begin_together(begun, turn * gl.num_programs(0))
+            count_and_wait(begun, turn * gl.num_programs(0))
         for group in gl.static_range(GROUPS):
             mbarrier.wait(q_free.index(group), (turn & 1) ^ 1)
             mbarrier.expect(q_full.index(group), ROWS * CONFIG.D * 2)

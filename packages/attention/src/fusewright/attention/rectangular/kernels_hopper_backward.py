@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import torch
 
+from ..common.kernels_counters import pass_on, wait_for
 from ..common.kernels_gluon import (
     TensorDescriptor,
     fence_async_shared,
@@ -327,50 +328,6 @@ def multiply_keys(buffers, barriers, sizes, CONFIG: gl.constexpr):
             fence_async_shared()
             mbarrier.arrive(dq_full.index(place), count=1)
             used += 1
-
-
-@gluon.constexpr_function
-def wait_text():
-    """Wait until the counter at $1 is $2, and order what the bulk copy engine does behind it."""
-    return """{
-.reg .pred waits;
-.reg .b32 seen;
-WAIT:
-ld.acquire.gpu.global.b32 seen, [$1];
-setp.ne.s32 waits, seen, $2;
-vote.sync.any.pred waits, waits, -1;
-@waits bra.uni WAIT;
-fence.proxy.async.global;
-mov.b32 $0, seen;
-}"""
-
-
-@gluon.constexpr_function
-def pass_on_text():
-    """Wait until the bulk copies of this warp are complete, and count one at $1."""
-    return """{
-.reg .pred chosen;
-.reg .b32 lane;
-cp.async.bulk.wait_group 0;
-fence.proxy.async.global;
-elect.sync lane|chosen, -1;
-@chosen red.release.gpu.global.add.u32 [$1], 1;
-mov.b32 $0, 0;
-}"""
-
-
-@gluon.jit
-def wait_for(counter, number):
-    gl.inline_asm_elementwise(
-        wait_text(), "=&r,l,r", [counter, number], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def pass_on(counter):
-    gl.inline_asm_elementwise(
-        pass_on_text(), "=&r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit

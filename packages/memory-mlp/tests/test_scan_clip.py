@@ -198,6 +198,38 @@ def test_outlier_moves_the_memory_by_no_more_than_the_clip(scan_op, size, backen
     assert all(g.isfinite().all() for g in grads)
 
 
+@pytest.mark.parametrize(("backend", "size"), on_each(2.0**60, 2.0**80))
+def test_size_of_an_outlier_changes_no_bit(scan_op, size, backend, device):
+    """Of gradients neither: a clipped gradient keeps its direction. M(k) is lost in rounding."""
+    tensors = scan_op.draw(1, 3, 1, 3, 5, F32, device, rate=0.2)
+    results = []
+    for factor in (2.0**40, 2.0**40 * size):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        with torch.no_grad():
+            leaves[2][0, 1] *= factor
+        found, skipped = clipped(scan_op, leaves, backend=backend)
+        assert not skipped.any()
+        grads = torch.autograd.grad(sum(x.sin().sum() for x in found), leaves)
+        results.append([*found, *grads[:2], *grads[3:]])
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize(("backend", "size"), on_each(2.0**50, 2.0**90))
+def test_size_of_a_key_that_no_hidden_unit_sees_changes_no_bit(scan_op, size, backend, device):
+    tensors = scan_op.draw(1, 3, 1, 3, 5, F32, device, rate=0.2)
+    tensors[3] = tensors[3].abs()
+    results = []
+    for factor in (2.0**20, 2.0**20 * size):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        with torch.no_grad():
+            leaves[1][0, 1] = -factor
+        found, skipped = clipped(scan_op, leaves, activation="relu", backend=backend)
+        assert not skipped.any()
+        grads = torch.autograd.grad(sum(x.sin().sum() for x in found), leaves)
+        results.append([*found, *grads])
+    assert same_bits(*results)
+
+
 @pytest.mark.parametrize(("backend", "strange"), on_each(3e38, math.inf, NAN))
 def test_token_without_a_finite_gradient_writes_nothing_and_is_counted(
     scan_op, strange, backend, device

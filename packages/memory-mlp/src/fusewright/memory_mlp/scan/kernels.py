@@ -40,10 +40,12 @@ from .tiles import (
     TOKENS_AT_ONCE,
     chunk_of_program,
     hidden_of,
+    hypotenuse,
     load_last,
     load_memory,
     load_seen,
     load_written,
+    norms_of_rows,
     store_part,
     sum_of_programs,
     sums,
@@ -309,7 +311,8 @@ def scan_read_kernel(
     y = zeros(BLOCK_C, CONFIG.BLOCK_D)
     if pull_ptr is not None:
         by_p_slope = zeros(BLOCK_C, CONFIG.BLOCK_D)
-        h_squares = tl.full([BLOCK_C], 1.0, tl.float32)
+        # The one is the bias's.
+        h_norm = tl.full([BLOCK_C], 1.0, tl.float32)
     corner = local * (C * HIDDEN)
     for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
         row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
@@ -329,8 +332,7 @@ def scan_read_kernel(
             store_matrix(p_ptr + corner, p, token, row, C, HIDDEN)
             if pull_ptr is not None:
                 by_p_slope = product_onto(by_p_slope, (dh * slope * slope).to(k.dtype), w2, CONFIG)
-                h_wide = h.to(tl.float32)
-                h_squares += tl.sum(h_wide * h_wide, 1)
+                h_norm = hypotenuse(h_norm, norms_of_rows(h.to(tl.float32)))
 
         s1 = tl.trans(load_weights(momentum, block, 1, CONFIG).to(k.dtype))
         sb1 = load_b1(momentum, block, CONFIG)[None, :]
@@ -350,12 +352,15 @@ def scan_read_kernel(
         store_matrix(e_ptr + local * (C * D), e, token, col, C, D)
         store_matrix(matches_ptr + local * (C * C), matches, token, token, C, C)
         if pull_ptr is not None:
-            k_wide = k.to(tl.float32)
-            k_squares = 1.0 + tl.sum(k_wide * k_wide, 1)
+            k_norm = hypotenuse(
+                norms_of_rows(k.to(tl.float32)), tl.full([BLOCK_C], 1.0, tl.float32)
+            )
             # All threads have stored it.
             tl.debug_barrier()
             e = load_matrix(e_wide_ptr + local * (C * D), token, col, C, D)
-            pull = h_squares[:, None] * e + k_squares[:, None] * by_p_slope
+            # Squares of the norms of an outlier would overflow.
+            pull = h_norm[:, None] * (h_norm[:, None] * e)
+            pull += k_norm[:, None] * (k_norm[:, None] * by_p_slope)
             store_matrix(pull_ptr + local * (C * D), pull, token, col, C, D)
     else:
         # Loaded again: held since the start, they would fill the registers.

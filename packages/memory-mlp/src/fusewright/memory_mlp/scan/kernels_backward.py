@@ -26,9 +26,11 @@ from .tiles import (
     FACTOR,
     TOKENS_AT_ONCE,
     chunk_of_program,
+    hypotenuse,
     load_last,
     load_memory,
     load_written,
+    norms_of_rows,
     store_part,
     sum_of_programs,
     token_numbers,
@@ -207,12 +209,15 @@ def scan_states_backward_kernel(
             de += tau[:, None] * load_matrix(pull_ptr + local * (C * D), token, col, C, D)
             de *= factor[:, None]
             p = load_matrix(p_ptr + corner, token, row, C, HIDDEN).to(tl.float32)
-            k_wide = k.to(tl.float32)
-            more = (tau * (1.0 + tl.sum(k_wide * k_wide, 1)))[:, None] * p
+            # Squares of the norms of an outlier would overflow.
+            k_norm = norms_of_rows(k.to(tl.float32))
+            k_norm = hypotenuse(k_norm, tl.full([CONFIG.BLOCK_C], 1.0, tl.float32))
+            more = (tau * k_norm)[:, None] * (k_norm[:, None] * p)
             dp += more
             more = (more * slope.to(tl.float32)).to(k.dtype)
             dw2 = product_onto(dw2, tl.trans(e), more, CONFIG)
-            dh += (tau * tl.sum(e_wide * e_wide, 1))[:, None] * h_wide
+            e_norm = norms_of_rows(e_wide)
+            dh += (tau * e_norm)[:, None] * (e_norm[:, None] * h_wide)
         dr = tl.where(written[:, None], FACTOR * de, 0.0)
         store_token_rows(dv_ptr, -dr, place, there & (block == 0), tokens, heads, CONFIG)
         db2 += tl.sum(dr, 0)
@@ -333,7 +338,8 @@ def scan_keys_backward_kernel(
         if tau_ptr is not None:
             p_squares += tl.sum(p_wide * p_wide, 1)
     if tau_ptr is not None:
-        dk += (tau * p_squares)[:, None] * k.to(tl.float32)
+        # Those of a token that is not clipped may overflow.
+        dk += tl.where(tau == 0.0, 0.0, tau * p_squares)[:, None] * k.to(tl.float32)
     store_token_rows(dk_ptr, dk, place, there, tokens, heads, CONFIG)
     dlast = dlast_ptr + local * (2 * C) + token
     tl.store(dlast, dgamma, mask=there)

@@ -244,11 +244,12 @@ def memory_scan(
         read: whether a token reads the memory "after" or "before" it has written itself. Neither
             sees a later token.
         max_grad_norm: the norm to which the inner gradient of each token is scaled down, over all
-            four tensors of the memory; a token whose norm is not finite then adds nothing, though
-            its alpha and eta still apply. A chunk after which weights or momentum of a memory are
-            not finite leaves both as they were, as if none of its tokens were written: its own
-            queries read what they wrote, finite or not, those of the next chunk the last good
-            state. ``skipped`` counts the tokens of both. None: no clip, and nothing is guarded.
+            four tensors of the memory; a token whose norm is not finite, or so large that the
+            factor underflows, then adds nothing, though its alpha and eta still apply. A chunk
+            after which weights or momentum of a memory are not finite leaves both as they were, as
+            if none of its tokens were written: its own queries read what they wrote, finite or not,
+            those of the next chunk the last good state. ``skipped`` counts the tokens of both.
+            None: no clip, and nothing is guarded.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 

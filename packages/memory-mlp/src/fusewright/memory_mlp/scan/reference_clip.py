@@ -29,19 +29,26 @@ def clipped_rows(
     by what, ``[.., N]``. Of a row whose norm is not finite nothing is left: a factor of 0.
     """
     with torch.no_grad():
-        unchecked = norms_of(rows_of(k, v, None, weights, FACTOR, activation))
-        finite = unchecked.isfinite()
+        unchecked = rows_of(k, v, None, weights, FACTOR, activation)
+        norm = norms_of(unchecked)
+        clipped = norm > max_grad_norm
+        if written is not None:
+            clipped = clipped & written
+        factors = torch.where(clipped, max_grad_norm / norm, 1.0)
+        finite = norm.isfinite() & (factors > 0.0)
         # The gradient of a row of nothing is no row's: autograd would multiply it by 0.
         lost = ~finite if written is None else ~finite & written
+        clipped, factors = clipped & finite, torch.where(lost, 0.0, factors)
+        size = unchecked.by_z[-1].abs().amax(-1)
+        size = torch.where(clipped & (size > 0.0), size, 1.0)
     k, v = (torch.where(finite.unsqueeze(-1), x, 0.0) for x in (k, v))
-    rows = rows_of(k, v, None, weights, FACTOR, activation)
-    norm = norms_of(rows)
-    clipped = norm > max_grad_norm
-    if written is not None:
-        clipped = clipped & written
-    factors = torch.where(clipped, max_grad_norm / torch.where(clipped, norm, 1.0), 1.0)
-    factors = torch.where(lost, 0.0, factors)
-    return rows._replace(by_z=[factors.unsqueeze(-1) * p for p in rows.by_z]), factors
+    # A clipped gradient is the same whatever it is multiplied by before. So each begins with a size
+    # of 1, and its norm, over its own value, is 1: no derivative has the square of an outlier.
+    rows = rows_of(k, v, 1.0 / size, weights, FACTOR, activation)
+    norm = torch.where(clipped, norms_of(rows), 1.0)
+    value = norm.detach()
+    scale = torch.where(clipped, max_grad_norm / value / (norm / value), (~lost).to(norm.dtype))
+    return rows._replace(by_z=[scale.unsqueeze(-1) * p for p in rows.by_z]), factors
 
 
 def norms_of(rows: Rows) -> Tensor:

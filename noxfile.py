@@ -146,8 +146,9 @@ def cpus(session: nox.Session, part: workspace.Project) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def full(session: nox.Session) -> None:
-    """Queue what the quick tier leaves out: all cases and GPUs, lone wheels, floors, other CPUs."""
+    """Queue what the quick tier leaves out: all cases, GPUs, mutations, wheels, floors, CPUs."""
     session.notify("typing")
+    session.notify("mutations")
     for part in [*PACKAGES, *workspace.integration()]:
         session.notify(f"tests({part.name})", ["-m", "not gpu"])
         for name in ("wheels", "minimums", "cpus"):
@@ -179,6 +180,13 @@ def typing(session: nox.Session, part: workspace.Project | None) -> None:
     session.run("mypy", source, *session.posargs, env={"MYPYPATH": source})
     if part.is_package:
         session.run("python", "ci/public_types.py", str(part.folder))
+
+
+@nox.session(default=False)
+def mutations(session: nox.Session) -> None:
+    """Changes of the source that once survived the tests, each of which has to fail one."""
+    session.run("python", "ci/third_party.py", ".nox/third-party")
+    session.run("python", "ci/mutations.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False)

@@ -13,9 +13,21 @@ import pytest
 from fusewright.attention._core.launches import cdiv
 from fusewright.attention.rectangular import kernels_hopper_backward as kernels
 from fusewright.attention.rectangular.launch_hopper import parts_of
-from fusewright.attention.rectangular.launch_hopper_backward import KEYS, QUERIES, side_by_side
+from fusewright.attention.rectangular.launch_hopper_backward import (
+    HOPPER_BACKWARD,
+    KEYS,
+    QUERIES,
+    side_by_side,
+)
 
 TILES = 2
+
+
+def side_of(heads: int, queries: int, programs: int, share: float) -> int:
+    """Of how many heads pieces lie side by side, with so many blocks wanted for each program."""
+    gpu = SimpleNamespace(multiprocessors=programs)
+    problem = SimpleNamespace(all_heads=heads, queries=queries, gpu=gpu)
+    return side_by_side(problem, HOPPER_BACKWARD[0]._replace(blocks=share))
 
 
 class Programs:
@@ -23,10 +35,12 @@ class Programs:
     tile of keys, and number in the block.
     """
 
-    def __init__(self, heads: int, queries: int, keys: int, programs: int, gap: int) -> None:
+    def __init__(
+        self, heads: int, queries: int, keys: int, programs: int, gap: int, share: float
+    ) -> None:
         self.query_tiles, self.key_tiles = cdiv(queries, QUERIES), cdiv(keys, KEYS)
         blocks, tiles = cdiv(self.query_tiles, TILES), heads * self.key_tiles
-        side = side_by_side(heads, blocks, programs)
+        side = side_of(heads, queries, programs, share) or 1
         whole, parts = parts_of(tiles, blocks, programs, rounds=1)
         pieces = whole + (tiles - whole) * parts
         self.heads, self.programs = heads, min(programs, pieces)
@@ -91,6 +105,7 @@ def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed):
         keys=draw.randint(1, 2500),
         programs=draw.choice([1, 2, 5, 8, 12, 33, 132]),
         gap=draw.choice([1, 2, 3, 5]),
+        share=draw.choice([0.0, 0.5, 0.625, 1.0]),
     )
     order = programs.run(0)
     assert len(order) == programs.heads * programs.query_tiles
@@ -99,10 +114,19 @@ def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed):
 
 
 @pytest.mark.parametrize(
-    ("heads", "blocks", "programs", "expected"),
-    [(32, 86, 132, 1), (8, 40, 132, 2), (8, 8, 132, 4), (7, 8, 132, 1), (3, 10, 132, 3)],
+    ("heads", "queries", "expected"),
+    [
+        # 4 tasks of 11,000 queries, 1 of 205,000 and of 5,000.
+        (32, 11000, 1),
+        (8, 205000, 1),
+        (8, 5000, 4),
+        # Programs would wait for one another.
+        (16, 1024, 0),
+        (64, 256, 0),
+        (7, 1300, 0),
+        (35, 256, 0),
+        (67, 64, 0),
+    ],
 )
-def test_as_few_heads_side_by_side_as_have_blocks_for_the_programs(
-    heads, blocks, programs, expected
-):
-    assert side_by_side(heads, blocks, programs) == expected
+def test_as_few_heads_side_by_side_as_have_blocks_for_the_programs(heads, queries, expected):
+    assert side_of(heads, queries, 132, HOPPER_BACKWARD[0].blocks) == expected

@@ -65,6 +65,8 @@ def combine_parts_kernel(
         # Not above: NaN has to be flagged, too.
         inside = tl.min((tl.abs(partial) <= LARGEST_OUTPUT).to(tl.int32), 1)
         good = good & (total <= LARGEST_SUM).to(tl.int32) & inside
+    # Parts that are finite may have a sum that is not.
+    good = good & tl.min((tl.abs(o) <= LARGEST_OUTPUT).to(tl.int32), 1)
     if block * ROWS < queries:
         flag = head * tl.cdiv(queries, ROWS) + block
         tl.store(flags_ptr + flag, 1 - tl.min(good, 0))

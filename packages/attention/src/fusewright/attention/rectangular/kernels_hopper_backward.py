@@ -373,7 +373,7 @@ def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, CONFIG: gl.con
 # One compilation serves all sizes.
 @gluon.jit(
     do_not_specialize=(
-        *("queries", "keys", "heads", "whole", "parts", "pieces"),
+        *("keys", "heads", "whole", "parts", "pieces"),
         *("query_tiles", "key_tiles"),
     )
 )

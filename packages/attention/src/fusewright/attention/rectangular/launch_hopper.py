@@ -108,8 +108,8 @@ def in_tiles(rows: int) -> Callable[[torch.Tensor], Any]:
 
 
 def tile_strides(x: torch.Tensor) -> list[int]:
-    """The strides; of an axis of one element, along which no address is computed, that of a
-    contiguous tensor: a descriptor takes no stride of zero.
+    """The strides; of an axis of one element, along which no address is computed and whose stride
+    may be anything, that of a contiguous tensor.
     """
     contiguous = contiguous_strides(x.shape)
     sizes = zip(x.shape, x.stride(), contiguous, strict=True)
@@ -141,11 +141,13 @@ class HopperPlan(NamedTuple):
         flags = self.flags()
         partial_o, partial_softmax = allocate(self.partial_o), allocate(self.partial_softmax)
         begun = None if self.begun is None else self.begun().zero_()
-        # A kernel takes no absent descriptor or pointer here; what stands in is not touched.
+        # A kernel takes no absent descriptor or pointer here; what stands in is not touched, and
+        # has the dtype, so that one compilation serves.
         tiles = q, k, v, o, o if o_low is None else o_low
-        numbers = [flags if x is None else x for x in (lse, softmax)]
-        others = [flags if x is None else x for x in (partial_o, partial_softmax, begun)]
-        self.launch((*tiles, *numbers, flags, *others), floats)
+        unused = flags.view(torch.float32)
+        numbers = [unused if x is None else x for x in (lse, softmax)]
+        parts = [unused if x is None else x for x in (partial_o, partial_softmax)]
+        self.launch((*tiles, *numbers, flags, *parts, flags if begun is None else begun), floats)
         if self.combine is not None:
             self.combine((partial_o, partial_softmax, flags, o, lse, softmax, o_low))
         self.again((q, k, v, flags, *outputs), floats)

@@ -28,15 +28,16 @@ QUERIES, KEYS, ROWS = 64, 128, 64
 
 class HopperBackwardConfig(NamedTuple):
     """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more, which fill
-    the GPU, and ``fewest_blocks`` blocks of queries, so that programs hardly wait: blocks of
-    ``tiles`` tiles, ``gap`` of which lie between two programs; rings of ``stages`` tiles of queries
-    and of ``ds_stages`` tiles of ds, and ``places`` for tiles of dq; so many registers a thread of
-    a group with keys, of the one for dq, and of the warps that copy and add.
+    the GPU, and whose heads side by side have ``blocks`` blocks of queries for each program, so
+    that programs hardly wait: blocks of ``tiles`` tiles, ``gap`` of which lie between two programs;
+    rings of ``stages`` tiles of queries and of ``ds_stages`` tiles of ds, and ``places`` for tiles
+    of dq; so many registers a thread of a group with keys, of the one for dq, and of the warps that
+    copy and add.
     """
 
     width: int
     fewest_scores: int
-    fewest_blocks: int
+    blocks: float
     tiles: int
     gap: int
     stages: int
@@ -67,10 +68,10 @@ class HopperBackwardConstants(NamedTuple):
     COPYING_REGISTERS: int
 
 
-# Source: docs/decisions/0018-hopper-backward-h200.csv.
+# Source: docs/decisions/0018-orders-h200.csv and 0018-hopper-h200.csv.
 HOPPER_BACKWARD = (
     HopperBackwardConfig(
-        *(64, 1 << 27, 66),
+        *(64, 1 << 27, 0.625),
         tiles=2,
         gap=2,
         stages=2,
@@ -118,7 +119,7 @@ class HopperBackwardPlan(NamedTuple):
         partial = allocate(self.partial)
         self.prepare((do, *saved, dlse, lse, delta, counters))
         # A kernel takes no absent pointer here; what stands in is not touched.
-        parts = counters if partial is None else partial
+        parts = counters.view(torch.float32) if partial is None else partial
         self.launch((q, k, v, do, dk, dv, lse, delta, sums, counters, parts), (scale,))
         if self.add_parts is not None:
             self.add_parts((partial, dk, dv))
@@ -137,20 +138,22 @@ def hopper_backward_config(problem: Problem, aligned: bool) -> HopperBackwardCon
     if interpreted() or problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
         return None
     for line in HOPPER_BACKWARD:
-        blocks = problem.all_heads * cdiv(problem.queries, QUERIES * line.tiles)
-        enough = scores >= line.fewest_scores and blocks >= line.fewest_blocks
+        enough = scores >= line.fewest_scores and side_by_side(problem, line)
         if problem.width == line.width and enough:
             return line
     return None
 
 
-def side_by_side(heads: int, blocks: int, programs: int) -> int:
-    """Of how many heads pieces lie side by side: of as few as have a block of queries for every
-    second program; more programs would wait for one another.
+def side_by_side(problem: Problem, config: HopperBackwardConfig) -> int:
+    """Of how many heads pieces lie side by side: of as few as have the blocks of queries that the
+    configuration wants for each program, 0 where none have. Heads side by side are a divisor of
+    all, and of the programs.
     """
+    programs, heads = problem.gpu.multiprocessors, problem.all_heads
+    blocks = cdiv(problem.queries, QUERIES * config.tiles)
     common = math.gcd(heads, programs)
     divisors = (each for each in range(1, common + 1) if common % each == 0)
-    return next((each for each in divisors if 2 * each * blocks >= programs), common)
+    return next((each for each in divisors if each * blocks >= config.blocks * programs), 0)
 
 
 def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> HopperBackwardPlan:
@@ -160,7 +163,7 @@ def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> Hopp
     blocks = cdiv(query_tiles, config.tiles)
     tiles = heads * key_tiles
     programs = problem.gpu.multiprocessors
-    side = side_by_side(heads, blocks, programs)
+    side = side_by_side(problem, config)
     # In one round: more would not come to a block in the order of their places.
     whole, parts = parts_of(tiles, blocks, programs, rounds=1)
     left = tiles - whole

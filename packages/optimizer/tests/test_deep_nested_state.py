@@ -282,3 +282,59 @@ def test_bad_state_is_refused_and_nothing_is_taken(update, bad):
         place = place[name]
     place[last] = value
     assert_refused(optimizer, state, message)
+
+
+def two_groups(**options):
+    ps = [torch.nn.Parameter(torch.cos(torch.arange(9.0) * k).view(3, 3)) for k in (1, 2, 3)]
+    named = [(f"layers.{number}.weight", p) for number, p in enumerate(ps)]
+    grouping = [dict(params=ps[:1], depth=0.0), dict(params=ps[1:], depth=1.0)]
+    optimizer = optimizer_of(named, grouping=grouping, **TRAINING | options)
+    return ps, optimizer
+
+
+def train(ps, optimizer, first, last):
+    for step in range(first, last):
+        for number, p in enumerate(ps):
+            p.grad = torch.sin(p.detach() * (step + number + 2))
+        optimizer.step(3.0 / (1 + step))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("way", ["itself", "state_dict", "deepcopy", "pickle", "group"])
+def test_group_without_parameters_is_as_one_without_gradients(update, way):
+    found = []
+    for emptied in (True, False):
+        ps, optimizer = two_groups(update=update, meta_update_freq=2)
+        train(ps, optimizer, 1, 3)
+        first, rest = ps[0], ps[1:]
+        if emptied:
+            optimizer.param_groups[0]["params"] = []
+            del optimizer.state[first]
+        first.grad = None
+        if way == "state_dict":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif way == "group":
+            more = torch.nn.Parameter(torch.ones(2, 2))
+            optimizer.add_param_group(dict(params=[more]))
+            rest = [*rest, more]
+        elif way == "deepcopy":
+            rest, optimizer = copy.deepcopy((rest, optimizer))
+        elif way == "pickle":
+            rest, optimizer = pickle.loads(pickle.dumps((rest, optimizer)))
+        train(rest, optimizer, 3, 7)
+        found.append([*rest, *optimizer.controller.parameters()])
+        found[-1] += optimizer.get_lr_multipliers().values()
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_loaded_state_follows_parameters_into_other_groups(update):
+    ps, optimizer = two_groups(update=update)
+    train(ps, optimizer, 1, 3)
+    for group, its in zip(optimizer.param_groups, (ps[2:], ps[:2]), strict=True):
+        group["params"] = its
+    expected = [sorted(copy.deepcopy(optimizer.state[p]).items()) for p in ps]
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    for p, pieces in zip(ps, expected, strict=True):
+        assert_same([x for _, x in sorted(optimizer.state[p].items())], [x for _, x in pieces])

@@ -129,7 +129,7 @@ class AdamWMode:
             if moved is not None:
                 pairs = itertools.zip_longest(gradients, moved)
                 gradients = [None if dtype is None else g for g, dtype in pairs]
-            dots = dots_by_group(groups, gradients, self.direction)
+            dots = dots_by_group(groups, gradients, self.direction, self.rates.device)
             return -(self.rates.rates / self.rates.multipliers) * dots
         partials = part.squares_of.dots([gradients[member.place] for member in part.members])
         # Already times the learning rates.
@@ -187,6 +187,8 @@ class AdamWMode:
 
     def take(self, groups: Groups, state: Any, loaded: dict[int, Any]) -> Any:
         """A loaded state, by place; returns it by parameter."""
+        # Parameters may have moved to other groups since the last step.
+        self.follow(groups, state)
         places = iter(range(sum(len(group["params"]) for group in groups)))
         numbered = [
             {**group, "params": [next(places) for _ in group["params"]]}

@@ -131,7 +131,9 @@ class ContinuumMode:
 
     def hypergradient(self, groups: Groups, gradients: Sequence[Tensor | None]) -> Tensor:
         """dL/dm of each group, through the last step: ``[groups]`` in fp64."""
-        dots = dots_by_group(groups, gradients, lambda p, number: self.directions.get(id(p)))
+        dots = dots_by_group(
+            groups, gradients, lambda p, number: self.directions.get(id(p)), self.rates.device
+        )
         return -(self.rates.rates / self.rates.multipliers) * dots
 
     def take(self, groups: Groups, state: Any, loaded: dict[int, Any]) -> Any:

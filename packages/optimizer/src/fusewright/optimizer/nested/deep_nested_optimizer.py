@@ -156,9 +156,11 @@ class DeepNestedOptimizer(NestedState):
 
     def _build(self) -> None:
         """Make everything that follows from the groups."""
-        first = self.param_groups[0]["params"][0]
-        options, device = self.options, first.device
-        dtype = wide_dtype(first)
+        options, first = self.options, next(iter(self._all_parameters()), None)
+        if first is None:
+            # Of a copy whose groups were all emptied.
+            first = self.controller.linears[0].weight
+        device, dtype = first.device, wide_dtype(first)
         with current(device):
             if "controller" not in self.__dict__:
                 self.controller: NestedController = NestedController(

@@ -76,7 +76,10 @@ def adamw_direction(p: Tensor, state: dict[str, Any], group: dict[str, Any], lr:
 
 
 def dots_by_group(
-    groups: Sequence[dict[str, Any]], gradients: Sequence[Tensor | None], direction: Direction
+    groups: Sequence[dict[str, Any]],
+    gradients: Sequence[Tensor | None],
+    direction: Direction,
+    device: torch.device,
 ) -> Tensor:
     """<grad L, d> of each group, ``[groups]`` in fp64, without waiting for the device.
 
@@ -84,7 +87,9 @@ def dots_by_group(
         groups: of parameters, as an optimizer has them.
         gradients: of L at the parameters after the step, in their order; None counts as zero.
         direction: gives d of a parameter and its group's place, None where it was not updated.
+        device: of all parameters.
     """
+    zero = torch.zeros((), dtype=torch.float64, device=device)
     remaining = iter(gradients)
     sums = []
     for number, group in enumerate(groups):
@@ -94,6 +99,5 @@ def dots_by_group(
             d = None if g is None else direction(p, number)
             if g is not None and d is not None:
                 dots.append((wide(g) * d).sum(dtype=torch.float64))
-        zero = torch.zeros((), dtype=torch.float64, device=group["params"][0].device)
         sums.append(torch.stack(dots).sum() if dots else zero)
     return torch.stack(sums)

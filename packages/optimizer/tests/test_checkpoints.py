@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fusewright.optimizer import M3, DeepNestedOptimizer, LearnedOptimizer, Muon, VeLO
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -140,6 +142,59 @@ def test_state_dict_in_memory_goes_on_with_the_same_bits(case):
     for each, its in ((model, optimizer), (other, twin)):
         train(each, its, takes_loss, BREAK, STEPS)
     assert_equal(numbers(model, optimizer), numbers(other, twin))
+
+
+# What groups have in state dicts by now and did not have from the first.
+LATER = {
+    "adamw": ("decoupled_weight_decay",),
+    "muon": ("adjust_lr_fn", "eps"),
+    "velo": ("optimizer_state",),
+    "nested": ("decoupled_weight_decay", "optimizer_state"),
+    "continuum": ("decoupled_weight_decay", "optimizer_state"),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("flat", [False, True], ids=["shards", "flat"])
+def test_checkpoint_of_before_there_was_an_option_loads_in_part(name, flat, tmp_path, learned):
+    takes_loss = "optimizer_state" in LATER[name]
+
+    def made():
+        model = new_model()
+        if name in UPDATES:
+            return model, DeepNestedOptimizer(model, **UPDATES[name])
+        return model, Kind(name, "reference", learned)(list(model.parameters()))
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    (model, optimizer), (other, twin) = made(), made()
+    train(model, optimizer, takes_loss, 0, BREAK)
+    torch.nn.init.zeros_(other[0].weight)
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    for group in [state] if flat else state["param_groups"]:
+        for key in [*group]:
+            # Of a flat one with a parameter's name before it.
+            option = key.rpartition(".")[2]
+            if option in LATER[name]:
+                del group[key]
+            elif option == "ns_dtype":
+                group[key] = torch.bfloat16
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+    names = "model", "optimizer"
+    found = dict(zip(names, get_state_dict(other, twin, options=options), strict=True))
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: opt"):
+        dcp.load(found, checkpoint_id=tmp_path)
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(found, checkpoint_id=tmp_path, planner=planner)
+    loaded = dict(model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    set_state_dict(other, twin, **loaded, options=options)
+    if not takes_loss:
+        for each, its in ((model, optimizer), (other, twin)):
+            train(each, its, False, BREAK, STEPS)
+    # Losses and controllers were in no such checkpoint.
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert optimizer.state[p].keys() == twin.state[q].keys()
+        assert_equal(optimizer.state[p].values(), twin.state[q].values())
 
 
 @pytest.mark.parametrize("name", ["velo", *UPDATES])

@@ -112,11 +112,8 @@ class HopperBackwardPlan(NamedTuple):
             operands = contiguous_where(operands, self.copies)
         do, q, k, v, dlse, _ = operands
         dq, dk, dv = (make() for make in self.gradients)
-        sums, lse, delta, counters = (
-            *(self.sums(), self.statistics(), self.statistics()),
-            self.counters(),
-        )
-        partial = allocate(self.partial)
+        sums, lse, delta = self.sums(), self.statistics(), self.statistics()
+        counters, partial = self.counters(), allocate(self.partial)
         self.prepare((do, *saved, dlse, lse, delta, counters))
         # A kernel takes no absent pointer here; what stands in is not touched.
         parts = counters.view(torch.float32) if partial is None else partial

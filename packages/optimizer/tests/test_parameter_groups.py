@@ -12,6 +12,7 @@ CORE = (
     "layers.0.mlp.w1.weight",
     "layers.0.attention.q_proj.weight",
     "propagated.weight",
+    "layers.0.aggregate.weight",
 )
 OUTSIDE = (
     "model.embed_tokens.weight",

@@ -141,19 +141,16 @@ def test_tensor_past_31_bits_of_elements(op):
 
 @pytest.mark.large
 def test_task_past_31_bits_of_elements(op):
-    """So many queries that even one task has more elements than a 32-bit number counts."""
+    """So many queries that even one task has more elements than a 32-bit number counts: those at
+    the end, whose gradients alone are not zero.
+    """
     queries, keys = (1 << 31) // (8 * 128) + 64, 130
     few = op.draw((2, 64, keys, 8, 128), BF16, "cuda")
-    many = few[0].repeat(1, queries // 64, 1, 1), *few[1:]
-    actual = []
-    for tensors in (few, many):
-        leaves = [x.requires_grad_() for x in tensors]
-        o = op.first(op.kernels(*leaves))
-        # Queries do not see one another: those at the end are as those at the beginning.
-        (dq,) = torch.autograd.grad(o, leaves[0], torch.ones((), device="cuda").expand_as(o))
-        actual.append([x[:, -64:].clone() for x in (o, dq)])
-        del leaves, o, dq
-    assert same_bits(*actual)
+
+    def at_the_end(q, k, v):
+        return op.first(op.kernels(q.repeat(1, queries // 64, 1, 1), k, v))[:, -64:]
+
+    Yardstick(lambda *t: op.first(op.reference(*t)), few).check(at_the_end)
 
 
 @pytest.mark.parametrize("tasks", [1, 3, 2000])

@@ -69,7 +69,7 @@ def backward_plans(plans, monkeypatch) -> list[launch_hopper_backward.HopperBack
         return made[-1]
 
     lines = launch_hopper_backward.HOPPER_BACKWARD
-    lines = tuple(line._replace(fewest_scores=0, blocks=0.0) for line in lines)
+    lines = tuple(line._replace(fewest_scores=0) for line in lines)
     monkeypatch.setattr(launch_hopper_backward, "HOPPER_BACKWARD", lines)
     monkeypatch.setattr(launch_backward, "plan_hopper_backward", counted)
     return made

@@ -17,17 +17,26 @@ from fusewright.attention.rectangular.launch_hopper_backward import (
     HOPPER_BACKWARD,
     KEYS,
     QUERIES,
-    side_by_side,
+    Stripes,
+    stripes_of,
 )
 
 TILES = 2
 
 
-def side_of(heads: int, queries: int, programs: int, share: float) -> int:
-    """Of how many heads pieces lie side by side, with so many blocks wanted for each program."""
+def chosen(heads: int, queries: int, keys: int, programs: int) -> Stripes:
+    """The stripes of a call on a GPU of so many multiprocessors."""
     gpu = SimpleNamespace(multiprocessors=programs)
-    problem = SimpleNamespace(all_heads=heads, queries=queries, gpu=gpu)
-    return side_by_side(problem, HOPPER_BACKWARD[0]._replace(blocks=share))
+    problem = SimpleNamespace(all_heads=heads, queries=queries, keys=keys, gpu=gpu)
+    return stripes_of(problem, HOPPER_BACKWARD[0])
+
+
+def drawn(draw: random.Random, heads: int, keys: int, programs: int) -> Stripes:
+    """Any stripes that the kernel serves."""
+    ranges = draw.randint(1, 4)
+    sides = [n for n in range(1, programs + 1) if heads * ranges % n == 0]
+    side = draw.choice(sides)
+    return Stripes(ranges, cdiv(cdiv(keys, KEYS), ranges), side, programs // side * side)
 
 
 class Programs:
@@ -35,17 +44,16 @@ class Programs:
     tile of keys, and number in the block.
     """
 
-    def __init__(
-        self, heads: int, queries: int, keys: int, programs: int, gap: int, share: float
-    ) -> None:
-        self.query_tiles, self.key_tiles = cdiv(queries, QUERIES), cdiv(keys, KEYS)
-        blocks, tiles = cdiv(self.query_tiles, TILES), heads * self.key_tiles
-        side = side_of(heads, queries, programs, share) or 1
+    def __init__(self, heads: int, queries: int, stripes: Stripes, gap: int) -> None:
+        ranges, key_tiles, side, programs = stripes
+        self.query_tiles, self.key_tiles = cdiv(queries, QUERIES), key_tiles
+        self.stripes = heads * ranges
+        blocks, tiles = cdiv(self.query_tiles, TILES), self.stripes * key_tiles
         whole, parts = parts_of(tiles, blocks, programs, rounds=1)
         pieces = whole + (tiles - whole) * parts
-        self.heads, self.programs = heads, min(programs, pieces)
-        self.sizes = whole, parts, pieces, self.key_tiles, self.query_tiles, 1
-        self.config = SimpleNamespace(TILES=TILES, HEADS=side, GAP=gap)
+        self.ranges, self.programs = ranges, min(programs, pieces)
+        self.sizes = whole, parts, pieces, key_tiles, self.query_tiles, 1, ranges
+        self.config = SimpleNamespace(TILES=TILES, STRIPES=side, GAP=gap)
         numbers = dict(minimum=min, maximum=max, where=lambda test, x, y: x if test else y)
         gl = SimpleNamespace(num_programs=lambda axis: self.programs, **numbers)
         self.work_of, self.pieces_before, self.tile_at = (
@@ -54,21 +62,22 @@ class Programs:
         )
 
     def steps(self, program: int) -> Iterator[tuple[int, int, int, int, int, bool, bool]]:
-        """(head, block, tile, key tile, number, whether the block begins, whether the piece ends)
+        """(stripe, block, tile, key tile, number, whether the block begins, whether the piece ends)
         of what a program adds.
         """
         for piece in range(program, self.sizes[2], self.programs):
-            (head, key_tile), (first, tiles, begin), turn = self.work_of(
+            (head, key_tile, stripe), (first, tiles, begin), turn = self.work_of(
                 piece, self.sizes, self.config
             )
+            assert head == stripe // self.ranges
             for step in range(tiles):
                 tile = self.tile_at(step, tiles, begin)
                 number = self.pieces_before(tile // TILES, turn)
                 block, begins = (first + tile) // TILES, tile % TILES == 0
-                yield head, block, first + tile, key_tile, number, begins, step == tiles - 1
+                yield stripe, block, first + tile, key_tile, number, begins, step == tiles - 1
 
     def run(self, seed: int) -> dict[tuple[int, int], list[int]]:
-        """For each tile of queries of a head the tiles of keys in the order in which they were
+        """For each tile of queries of a stripe the tiles of keys in the order in which they were
         added, where programs go on at random.
         """
         draw, order, counters = random.Random(seed), defaultdict(list), Counter()
@@ -81,14 +90,14 @@ class Programs:
                 for _ in range(draw.randint(1, 4)):
                     if following[program] is None:
                         break
-                    head, block, tile, key_tile, number, begins, ends = following[program]
+                    stripe, block, tile, key_tile, number, begins, ends = following[program]
                     if begins:
                         if program in holds:
                             counters[holds.pop(program)] += 1
-                        if counters[head, block] != number:
+                        if counters[stripe, block] != number:
                             break
-                        holds[program] = head, block
-                    order[head, tile].append(key_tile)
+                        holds[program] = stripe, block
+                    order[stripe, tile].append(key_tile)
                     if ends:
                         counters[holds.pop(program)] += 1
                     following[program] = next(left[program], None)
@@ -96,37 +105,51 @@ class Programs:
         return dict(order)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed):
     draw = random.Random(seed)
-    programs = Programs(
-        heads=draw.choice([1, 2, 3, 4, 6, 8, 12]),
-        queries=draw.randint(1, 2500),
-        keys=draw.randint(1, 2500),
-        programs=draw.choice([1, 2, 5, 8, 12, 33, 132]),
-        gap=draw.choice([1, 2, 3, 5]),
-        share=draw.choice([0.0, 0.5, 0.625, 1.0]),
-    )
+    heads = draw.choice([1, 2, 3, 4, 6, 7, 8, 12, 35])
+    queries, keys = draw.randint(1, 2500), draw.randint(1, 2500)
+    gpu_programs = draw.choice([1, 2, 5, 8, 12, 33, 132])
+    gap = draw.choice([1, 2, 3, 5])
+    stripes = chosen(heads, queries, keys, gpu_programs)
+    if seed % 2:
+        stripes = drawn(draw, heads, keys, gpu_programs)
+    programs = Programs(heads, queries, stripes, gap)
     order = programs.run(0)
-    assert len(order) == programs.heads * programs.query_tiles
-    assert all(sorted(keys) == list(range(programs.key_tiles)) for keys in order.values())
+    assert len(order) == programs.stripes * programs.query_tiles
+    for (stripe, _), tiles in order.items():
+        first = stripe % programs.ranges * programs.key_tiles
+        assert sorted(tiles) == list(range(first, first + programs.key_tiles))
     assert programs.run(1) == order
 
 
 @pytest.mark.parametrize(
-    ("heads", "queries", "expected"),
+    ("heads", "queries", "keys", "expected"),
     [
-        # 4 tasks of 11,000 queries, 1 of 205,000 and of 5,000.
-        (32, 11000, 1),
-        (8, 205000, 1),
-        (8, 5000, 4),
-        # Programs would wait for one another.
-        (16, 1024, 0),
-        (64, 256, 0),
-        (7, 1300, 0),
-        (35, 256, 0),
-        (67, 64, 0),
+        # 4 tasks of 11,000 queries, 1 of 55,000, of 205,000 and of 5,000.
+        (32, 11000, 10000, (1, 79, 1, 132)),
+        (8, 55000, 50000, (1, 391, 1, 132)),
+        (8, 205000, 200000, (1, 1563, 1, 132)),
+        (8, 5000, 200000, (1, 1563, 4, 132)),
+        # Few queries.
+        (32, 1024, 8192, (1, 64, 16, 128)),
+        (8, 1024, 200000, (2, 782, 16, 128)),
+        (1, 1000, 200000, (16, 98, 16, 128)),
+        # Fewer keys of a head than programs have.
+        (1600, 500, 500, (1, 4, 1, 132)),
     ],
 )
-def test_as_few_heads_side_by_side_as_have_blocks_for_the_programs(heads, queries, expected):
-    assert side_of(heads, queries, 132, HOPPER_BACKWARD[0].blocks) == expected
+def test_as_few_ranges_as_leave_hardly_a_program_without_work(heads, queries, keys, expected):
+    assert chosen(heads, queries, keys, 132) == expected
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_more_programs_at_a_stripe_than_it_has_blocks(seed):
+    draw = random.Random(seed)
+    heads, programs = draw.randint(1, 200), draw.choice([1, 16, 78, 114, 132, 144])
+    queries, keys = (draw.choice([1, 60, 500, 5000, 200000]) + draw.randint(0, 500) for _ in "qk")
+    ranges, key_tiles, side, used = chosen(heads, queries, keys, programs)
+    assert ranges * key_tiles * KEYS >= keys
+    assert heads * ranges % side == used % side == 0 < used <= programs
+    assert min(used // side, key_tiles) <= cdiv(queries, QUERIES * TILES)

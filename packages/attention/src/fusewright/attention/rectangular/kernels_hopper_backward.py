@@ -17,10 +17,11 @@ pieces that fill all programs are whole; the few that are left are cut by their 
 ``add_parts_kernel`` adds their parts of dk and dv.
 
 The order of sums is fixed: a block of TILES tiles of queries has a counter of the pieces that have
-added their dq, and a piece waits for its number before it adds. Programs begin GAP blocks apart, so
-that hardly one has to wait: when a program comes to a block, the one before it has left. The number
-of a piece grows with the time at which it comes to a block, so programs that are all resident,
-which a cooperative launch sees to, cannot wait for one another in a circle.
+added their dq, and a piece waits for its number before it adds. Programs of one head begin at most
+GAP blocks apart, so that hardly one has to wait: when a program comes to a block, the one before it
+has left. Where queries are few, a head's keys are several ranges with sums of dq of their own. The
+number of a piece grows with the time at which it comes to a block, so programs that are all
+resident, which a cooperative launch sees to, cannot wait for one another in a circle.
 
 Shah et al., FlashAttention-3, arXiv 2407.08608.
 """
@@ -57,20 +58,21 @@ def statistics_descriptor(x: torch.Tensor) -> TensorDescriptor:
 
 
 def dq_descriptor(x: torch.Tensor) -> TensorDescriptor:
-    """Tiles of dq, [B H tiles QUERIES, D], each in the order of registers."""
+    """Tiles of dq, [stripes tiles QUERIES, D], each in the order of registers."""
     layout = gl.NVMMASharedLayout(0, 32, rank=2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[-1]], layout)
 
 
 @gluon.jit
 def work_of(piece, sizes, CONFIG: gl.constexpr):
-    """Three of a piece of work: its head and tile of keys; the first of its tiles of queries, how
-    many these are and at which it begins; and what ``pieces_before`` takes.
+    """Three of a piece of work: its head, tile of keys and stripe; the first of its tiles of
+    queries, how many these are and at which it begins; and what ``pieces_before`` takes.
 
-    Pieces lie side by side for HEADS heads. The first ``whole`` pieces have all queries; then each
-    tile of keys is ``parts`` pieces.
+    A stripe is one of the ``ranges`` of a head's keys, ``key_tiles`` of them. Pieces lie side by
+    side for STRIPES stripes. The first ``whole`` pieces have all queries; then each tile of keys is
+    ``parts`` pieces.
     """
-    whole, parts, pieces, key_tiles, query_tiles, _ = sizes
+    whole, parts, pieces, key_tiles, query_tiles, _, ranges = sizes
     programs = gl.num_programs(0)
     is_part = piece >= whole
     beyond = piece - whole
@@ -80,21 +82,21 @@ def work_of(piece, sizes, CONFIG: gl.constexpr):
     first = gl.where(is_part, part * blocks // parts, 0)
     last = gl.where(is_part, (part + 1) * blocks // parts, blocks)
     tiles = gl.minimum(last * CONFIG.TILES, query_tiles) - first * CONFIG.TILES
-    column = tile // CONFIG.HEADS
-    heads_before = column // key_tiles * CONFIG.HEADS
-    head = heads_before + tile % CONFIG.HEADS
+    column = tile // CONFIG.STRIPES
+    stripe = column // key_tiles * CONFIG.STRIPES + tile % CONFIG.STRIPES
     key_tile = column % key_tiles
-    # The programs that have pieces of these queries at this time, and this one's place among them.
-    wave = gl.where(is_part, whole, piece // programs * programs)
-    places = gl.where(is_part, (pieces - whole) // parts, programs) // CONFIG.HEADS
-    place = (tile - wave) // CONFIG.HEADS
+    # The columns that programs have at this time, those of them that are of this stripe, and this
+    # one's place among these.
+    wave = gl.where(is_part, whole, piece // programs * programs) // CONFIG.STRIPES
+    columns = gl.where(is_part, (pieces - whole) // parts, programs) // CONFIG.STRIPES
+    lowest = gl.maximum(column - key_tile, wave)
+    places = gl.minimum(column - key_tile + key_tiles, wave + columns) - lowest
+    place = column - lowest
     span = gl.minimum(last - first, places * CONFIG.GAP)
     begin = place * span // places
-    # Those of the same head are the places from ``lowest`` on up to ``highest``.
-    lowest = gl.maximum(column - key_tile - wave // CONFIG.HEADS, 0)
-    highest = gl.minimum(column - key_tile - wave // CONFIG.HEADS + key_tiles, places) - 1
-    turn = place, places, span, lowest, highest, key_tile
-    return (head, key_tile), (first * CONFIG.TILES, tiles, begin * CONFIG.TILES), turn
+    turn = place, places, span, key_tile
+    of_keys = (stripe // ranges, stripe % ranges * key_tiles + key_tile, stripe)
+    return of_keys, (first * CONFIG.TILES, tiles, begin * CONFIG.TILES), turn
 
 
 @gluon.jit
@@ -103,13 +105,11 @@ def pieces_before(block, turn):
     programs come to the block, those that begin at it or before it, the last one first, and those
     that begin behind it.
     """
-    place, places, span, lowest, highest, key_tile = turn
-    earlier = key_tile - (place - lowest)
+    place, places, span, key_tile = turn
     # The last place that begins at the block or before it.
     begun = gl.minimum(((block + 1) * places - 1) // span, places - 1)
-    last_begun = gl.minimum(begun, highest)
-    of_those = highest - place + gl.maximum(last_begun - lowest + 1, 0)
-    return earlier + gl.where(place <= begun, last_begun - place, of_those)
+    of_this_wave = gl.where(place <= begun, begun - place, places + begun - place)
+    return key_tile - place + of_this_wave
 
 
 @gluon.jit
@@ -131,7 +131,7 @@ def copy_tiles(inputs, buffers, barriers, sizes, CONFIG: gl.constexpr):
     copied = 0
     for piece in range(gl.program_id(0), sizes[2], gl.num_programs(0)):
         work = work_of(piece, sizes, CONFIG)
-        head, key_tile = work[0]
+        head, key_tile, _ = work[0]
         first, tiles, begin = work[1]
         batch = head // heads
         of_head = head % heads
@@ -257,7 +257,7 @@ def differentiate(
     used = 0
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
         work = work_of(piece, sizes, CONFIG)
-        head, key_tile = work[0]
+        head, key_tile, _ = work[0]
         tiles = work[1][1]
         mbarrier.wait(kv_full, piece // gl.num_programs(0) & 1)
         # Both stay in registers, as left operands of their products.
@@ -340,7 +340,7 @@ def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, CONFIG: gl.con
     used = 0
     for piece in range(gl.program_id(0), sizes[2], gl.num_programs(0)):
         work = work_of(piece, sizes, CONFIG)
-        head = work[0][0]
+        stripe = work[0][2]
         first, tiles, begin = work[1]
         counter = counters
         number = 0
@@ -348,12 +348,12 @@ def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, CONFIG: gl.con
             tile = tile_at(step, tiles, begin)
             place = used % CONFIG.PLACES
             mbarrier.wait(dq_full.index(place), (used // CONFIG.PLACES) & 1)
-            at = [(head * query_tiles + first + tile) * QUERIES, 0]
+            at = [(stripe * query_tiles + first + tile) * QUERIES, 0]
             if tile % CONFIG.TILES == 0:
                 if step > 0:
                     pass_on(counter)
                 block = first // CONFIG.TILES + tile // CONFIG.TILES
-                counter = counters + (head * blocks + block).to(gl.int64) * 4
+                counter = counters + (stripe * blocks + block).to(gl.int64) * 4
                 number = pieces_before(tile // CONFIG.TILES, work[2])
                 wait_for(counter, number)
             # The first one finds nothing that it could be added to.
@@ -374,7 +374,7 @@ def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, CONFIG: gl.con
 @gluon.jit(
     do_not_specialize=(
         *("keys", "heads", "whole", "parts", "pieces"),
-        *("query_tiles", "key_tiles"),
+        *("query_tiles", "key_tiles", "ranges"),
     )
 )
 def hopper_backward_kernel(
@@ -397,6 +397,7 @@ def hopper_backward_kernel(
     pieces,
     query_tiles,
     key_tiles,
+    ranges,
     CONFIG: gl.constexpr,
 ):
     """A program takes every so many-th piece of work; tiles are tensor descriptors: of the first
@@ -441,7 +442,7 @@ def hopper_backward_kernel(
         mbarrier.init(dq_full.index(place), count=1)
         mbarrier.init(dq_free.index(place), count=1)
     fence_async_shared()
-    sizes = (whole, parts, pieces, key_tiles, query_tiles, heads)
+    sizes = (whole, parts, pieces, key_tiles, query_tiles, heads, ranges)
     outputs = (dk_tiles, dv_tiles, partial_ptr)
     streamed = (q_shared, do_shared, lse_shared, delta_shared, ds_shared)
     of_queries = (q_full, do_full, q_free, ds_full, ds_free)

@@ -18,7 +18,7 @@ from ..common.tiles import load_from_pointer, store_rows
 QUERIES = tl.constexpr(64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("ranges",))
 def prepare_kernel(
     do_ptr,
     o_ptr,
@@ -36,10 +36,11 @@ def prepare_kernel(
     rows,
     query_tiles,
     blocks,
+    ranges,
     CONFIG: tl.constexpr,
 ):
     """One program computes -lse and delta of a tile of queries of one head, each in the order in
-    which the lanes of a warp read them, and sets the counter of its block to zero.
+    which the lanes of a warp read them, and sets the counters of its block to zero.
     """
     head = tl.program_id(0) // query_tiles
     tile = tl.program_id(0) % query_tiles
@@ -67,18 +68,23 @@ def prepare_kernel(
     tl.store(lse_ptr + at_place, tl.log2(inverse_sum) - reference)
     tl.store(delta_ptr + at_place, delta)
     if tile % CONFIG.TILES == 0:
-        tl.store(counters_ptr + head * blocks + tile // CONFIG.TILES, 0)
+        for stripe in range(head * ranges, (head + 1) * ranges):
+            tl.store(counters_ptr + stripe * blocks + tile // CONFIG.TILES, 0)
 
 
-@triton.jit
-def round_dq_kernel(sum_ptr, dq_ptr, scale, queries, heads, query_tiles, D: tl.constexpr):
-    """One program rounds a tile of dq of one head, from the order of the registers that wrote
-    it.
+@triton.jit(do_not_specialize=("ranges",))
+def round_dq_kernel(sum_ptr, dq_ptr, scale, queries, heads, query_tiles, ranges, D: tl.constexpr):
+    """One program rounds a tile of dq of one head, from the order of the registers that wrote it,
+    once it has added those of the head's ranges of keys in their order.
     """
     head = tl.program_id(0) // query_tiles
     tile = tl.program_id(0) % query_tiles
-    at = (head.to(tl.int64) * query_tiles + tile) * (QUERIES * D)
-    x = tl.load(sum_ptr + at + tl.arange(0, QUERIES * D))
+    of_tile = sum_ptr + tl.arange(0, QUERIES * D)
+    at = (head.to(tl.int64) * ranges * query_tiles + tile) * (QUERIES * D)
+    x = tl.load(of_tile + at)
+    for _ in range(1, ranges):
+        at += tl.cast(query_tiles, tl.int64) * (QUERIES * D)
+        x += tl.load(of_tile + at)
     # Which numbers these are: j, the warp, a lane's row, its columns, the half of rows, a column.
     x = tl.reshape(x, [8, 4, 8, 4, 2, 2])
     x = tl.reshape(tl.permute(x, [0, 3, 5, 1, 4, 2]), [QUERIES, D])
@@ -86,7 +92,7 @@ def round_dq_kernel(sum_ptr, dq_ptr, scale, queries, heads, query_tiles, D: tl.c
     store_rows(dq_ptr, x * scale, place, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("ranges",))
 def add_parts_kernel(
     partial_ptr,
     dk_ptr,
@@ -96,6 +102,7 @@ def add_parts_kernel(
     keys,
     heads,
     key_tiles,
+    ranges,
     CONFIG: tl.constexpr,
 ):
     """One program adds the parts of dk, or of dv, of ROWS keys in their order."""
@@ -103,14 +110,15 @@ def add_parts_kernel(
     tile = tl.program_id(0) // (2 * rows_of_tile)
     is_dv = tl.program_id(0) // rows_of_tile % 2
     first = tl.program_id(0) % rows_of_tile * CONFIG.ROWS
-    column = (whole + tile) // CONFIG.HEADS
-    head = column // key_tiles * CONFIG.HEADS + (whole + tile) % CONFIG.HEADS
+    column = (whole + tile) // CONFIG.STRIPES
+    stripe = column // key_tiles * CONFIG.STRIPES + (whole + tile) % CONFIG.STRIPES
+    head, key_tile = stripe // ranges, stripe % ranges * key_tiles + column % key_tiles
     at = (first + tl.arange(0, CONFIG.ROWS))[:, None] * CONFIG.D + tl.arange(0, CONFIG.D)[None, :]
     total = tl.full([CONFIG.ROWS, CONFIG.D], 0.0, tl.float32)
     for part in range(parts):
         number = (tile * parts + part) * 2 + is_dv
         total += tl.load(partial_ptr + number * (CONFIG.KEYS * CONFIG.D) + at)
-    place = head // heads, head % heads, column % key_tiles * CONFIG.KEYS + first, keys, heads
+    place = head // heads, head % heads, key_tile * CONFIG.KEYS + first, keys, heads
     if is_dv == 0:
         store_rows(dk_ptr, total, place, CONFIG.D)
     else:

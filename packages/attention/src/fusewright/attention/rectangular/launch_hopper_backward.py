@@ -28,16 +28,14 @@ QUERIES, KEYS, ROWS = 64, 128, 64
 
 class HopperBackwardConfig(NamedTuple):
     """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more, which fill
-    the GPU, and whose heads side by side have ``blocks`` blocks of queries for each program, so
-    that programs hardly wait: blocks of ``tiles`` tiles, ``gap`` of which lie between two programs;
-    rings of ``stages`` tiles of queries and of ``ds_stages`` tiles of ds, and ``places`` for tiles
-    of dq; so many registers a thread of a group with keys, of the one for dq, and of the warps that
-    copy and add.
+    the GPU: blocks of ``tiles`` tiles of queries, ``gap`` of which lie between two programs; rings
+    of ``stages`` tiles of queries and of ``ds_stages`` tiles of ds, and ``places`` for tiles of dq;
+    so many registers a thread of a group with keys, of the one for dq, and of the warps that copy
+    and add.
     """
 
     width: int
     fewest_scores: int
-    blocks: float
     tiles: int
     gap: int
     stages: int
@@ -58,7 +56,7 @@ class HopperBackwardConstants(NamedTuple):
     KEYS: int
     ROWS: int
     TILES: int
-    HEADS: int
+    STRIPES: int
     GAP: int
     STAGES: int
     DS_STAGES: int
@@ -68,10 +66,18 @@ class HopperBackwardConstants(NamedTuple):
     COPYING_REGISTERS: int
 
 
+# What a piece of work takes beside its blocks of queries, in blocks. Unmeasured.
+BLOCKS_OF_A_PIECE = 1
+# Tiles of sums of dq that are written and read in the time of one block, by 4.25 TB/s.
+TILES_IN_A_BLOCK = 330
+# What stripes may take of the time in which all programs always work.
+HARDLY_MORE = 1.05
+
+
 # Source: docs/decisions/0018-orders-h200.csv and 0018-hopper-h200.csv.
 HOPPER_BACKWARD = (
     HopperBackwardConfig(
-        *(64, 1 << 27, 0.625),
+        *(64, 1 << 27),
         tiles=2,
         gap=2,
         stages=2,
@@ -135,32 +141,63 @@ def hopper_backward_config(problem: Problem, aligned: bool) -> HopperBackwardCon
     if interpreted() or problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
         return None
     for line in HOPPER_BACKWARD:
-        enough = scores >= line.fewest_scores and side_by_side(problem, line)
-        if problem.width == line.width and enough:
+        if problem.width == line.width and scores >= line.fewest_scores:
             return line
     return None
 
 
-def side_by_side(problem: Problem, config: HopperBackwardConfig) -> int:
-    """Of how many heads pieces lie side by side: of as few as have the blocks of queries that the
-    configuration wants for each program, 0 where none have. Heads side by side are a divisor of
-    all, and of the programs.
+class Stripes(NamedTuple):
+    """How keys are shared among programs: the ranges of a head's keys, which have sums of dq of
+    their own, a head's range being a stripe; the tiles of keys of a range, the last of which may be
+    past the last key; how many stripes lie side by side, and on how many programs.
     """
-    programs, heads = problem.gpu.multiprocessors, problem.all_heads
-    blocks = cdiv(problem.queries, QUERIES * config.tiles)
-    common = math.gcd(heads, programs)
-    divisors = (each for each in range(1, common + 1) if common % each == 0)
-    return next((each for each in divisors if each * blocks >= config.blocks * programs), 0)
+
+    ranges: int
+    key_tiles: int
+    side: int
+    programs: int
+
+
+def stripes_of(problem: Problem, config: HopperBackwardConfig) -> Stripes:
+    """The stripes of a call, at each of which are no more programs than it has blocks of queries,
+    so that they hardly wait: of as few ranges as leave programs little without work, or else those
+    that take the least time.
+    """
+    gpu_programs, heads = problem.gpu.multiprocessors, problem.all_heads
+    query_tiles, all_key_tiles = cdiv(problem.queries, QUERIES), cdiv(problem.keys, KEYS)
+    blocks = cdiv(query_tiles, config.tiles)
+    of_piece = blocks + BLOCKS_OF_A_PIECE
+    at_best = heads * (all_key_tiles * of_piece / gpu_programs + query_tiles / TILES_IN_A_BLOCK)
+    best, least = None, math.inf
+    # Sums of dq take no more memory than the gradients of keys and values.
+    most = min(gpu_programs, cdiv(problem.keys, query_tiles * QUERIES))
+    for ranges in range(1, most + 1):
+        key_tiles = cdiv(all_key_tiles, ranges)
+        stripes = heads * ranges
+        # Stripes side by side are a divisor of all of them, and of the programs.
+        for side in range(1, min(stripes, gpu_programs) + 1):
+            programs = gpu_programs // side * side
+            if stripes % side or min(programs // side, key_tiles) > blocks:
+                continue
+            whole, parts = parts_of(stripes * key_tiles, blocks, programs, rounds=1)
+            time = stripes * query_tiles / TILES_IN_A_BLOCK + cdiv(whole, programs) * of_piece
+            if whole < stripes * key_tiles:
+                time += cdiv(blocks, parts) + BLOCKS_OF_A_PIECE
+            if time < least:
+                best, least = Stripes(ranges, key_tiles, side, programs), time
+        if least <= HARDLY_MORE * at_best:
+            break
+    assert best is not None, "as many ranges as there may be have no more keys than queries"
+    return best
 
 
 def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> HopperBackwardPlan:
     """The plan of a call that a line serves."""
     device, heads, width = problem.device, problem.all_heads, problem.width
-    query_tiles, key_tiles = cdiv(problem.queries, QUERIES), cdiv(problem.keys, KEYS)
+    ranges, key_tiles, side, programs = stripes_of(problem, config)
+    query_tiles = cdiv(problem.queries, QUERIES)
     blocks = cdiv(query_tiles, config.tiles)
-    tiles = heads * key_tiles
-    programs = problem.gpu.multiprocessors
-    side = side_by_side(problem, config)
+    tiles = heads * ranges * key_tiles
     # In one round: more would not come to a block in the order of their places.
     whole, parts = parts_of(tiles, blocks, programs, rounds=1)
     left = tiles - whole
@@ -171,7 +208,7 @@ def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> Hopp
         KEYS=KEYS,
         ROWS=ROWS,
         TILES=config.tiles,
-        HEADS=side,
+        STRIPES=side,
         GAP=config.gap,
         STAGES=config.stages,
         DS_STAGES=config.ds_stages,
@@ -186,7 +223,7 @@ def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> Hopp
         device,
         (
             *(problem.keys, problem.heads, whole, parts, whole + left * parts),
-            *(query_tiles, key_tiles),
+            *(query_tiles, key_tiles, ranges),
         ),
         dict(num_warps=4, launch_cooperative_grid=True),
         CONFIG=constants,
@@ -203,7 +240,10 @@ def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> Hopp
         around.prepare_kernel,
         grid_of(heads * query_tiles),
         device,
-        (*do_strides, problem.queries, problem.heads, math.prod(problem.rows), query_tiles, blocks),
+        (
+            *(*do_strides, problem.queries, problem.heads, math.prod(problem.rows)),
+            *(query_tiles, blocks, ranges),
+        ),
         dict(num_warps=4),
         CONFIG=constants,
     )
@@ -211,7 +251,7 @@ def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> Hopp
         around.round_dq_kernel,
         grid_of(heads * query_tiles),
         device,
-        (problem.queries, problem.heads, query_tiles),
+        (problem.queries, problem.heads, query_tiles, ranges),
         dict(num_warps=4),
         D=width,
     )
@@ -221,7 +261,7 @@ def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> Hopp
             around.add_parts_kernel,
             grid_of(left * 2 * (KEYS // ROWS)),
             device,
-            (whole, parts, problem.keys, problem.heads, key_tiles),
+            (whole, parts, problem.keys, problem.heads, key_tiles, ranges),
             dict(num_warps=4),
             CONFIG=constants,
         )
@@ -231,9 +271,9 @@ def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> Hopp
     return HopperBackwardPlan(
         problem.copies,
         (dq, dk, dv),
-        allocator((heads * queries, width), torch.float32, device),
+        allocator((heads * ranges * queries, width), torch.float32, device),
         allocator((heads, queries), torch.float32, device),
-        allocator((heads, blocks), torch.int32, device),
+        allocator((heads * ranges, blocks), torch.int32, device),
         allocator((left * parts, 2, KEYS, width), torch.float32, device) if left else None,
         prepare,
         launch,

@@ -30,6 +30,8 @@ Shape = tuple[int, ...]
 # B, M keys, N further queries, and up to which M and N a case is checked against fp64, whose scores
 # of all queries and keys would not fit beside each other.
 SHAPES = ((256, 64, 500), (4, 10000, 1000))
+# B, queries and M keys of few queries that see very many keys.
+FEW_QUERIES = ((1, 1024, 200_000), (1, 5000, 200_000))
 CHECKED_KEYS, CHECKED_QUERIES = 1000, 100
 HEADS, WIDTH = 8, 64
 # B, T and H of a causal window, and the T at which it is checked.
@@ -53,22 +55,41 @@ def cases() -> list[Case]:
     """Context and targets that attend to the context, a sequence to a window of itself, and rotary
     positions, in bf16.
     """
-    rectangles = [rectangular_case(*shape) for shape in SHAPES]
+    rectangles = [
+        *(context_case(*shape) for shape in SHAPES),
+        *(few_queries_case(*shape) for shape in FEW_QUERIES),
+    ]
     windows = [window_case(*shape) for shape in WINDOW_SHAPES]
     return rectangles + windows + [rotary_case(*shape) for shape in ROTARY_SHAPES]
 
 
-def rectangular_case(batches: int, keys: int, targets: int) -> Case:
-    def shapes(batches: int, keys: int, targets: int) -> list[Shape]:
-        return [(batches, rows, HEADS, WIDTH) for rows in (keys + targets, keys, keys)]
+def context_case(batches: int, keys: int, targets: int) -> Case:
+    """Keys and further rows all look at the keys."""
+    sizes = {"B": batches, "M": keys, "N": targets}
+    checked_keys = min(keys, CHECKED_KEYS)
+    checked = min(batches, 4), checked_keys + min(targets, CHECKED_QUERIES), checked_keys
+    return rectangular_case(sizes, (batches, keys + targets, keys), checked)
+
+
+def few_queries_case(batches: int, queries: int, keys: int) -> Case:
+    sizes = {"B": batches, "Nq": queries, "M": keys}
+    checked = batches, min(queries, CHECKED_QUERIES), min(keys, CHECKED_KEYS)
+    return rectangular_case(sizes, (batches, queries, keys), checked)
+
+
+def rectangular_case(sizes: dict[str, int], whole: Shape, checked: Shape) -> Case:
+    """B, queries and keys that are timed, and those that are checked."""
+
+    def shapes(batches: int, queries: int, keys: int) -> list[Shape]:
+        return [(batches, rows, HEADS, WIDTH) for rows in (queries, keys, keys)]
 
     return attention_case(
         "rectangular_attention",
-        {"B": batches, "M": keys, "N": targets, "H": HEADS, "D": WIDTH},
+        sizes | {"H": HEADS, "D": WIDTH},
         rectangular_reference.rectangular_attention,
-        shapes(batches, keys, targets),
-        shapes(min(batches, 4), min(keys, CHECKED_KEYS), min(targets, CHECKED_QUERIES)),
-        pairs=(keys + targets) * keys,
+        shapes(*whole),
+        shapes(*checked),
+        pairs=whole[1] * whole[2],
     )
 
 

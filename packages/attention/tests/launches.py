@@ -33,13 +33,14 @@ def launch(
     backward.attention_backward(q, lse, q, k, k, key_lengths, q, q, softmax, 0.125)
 
 
-def launch_hopper(lse: bool = True, width: int = 64) -> None:
+def launch_hopper(lse: bool = True, width: int = 64, lengths: bool = False) -> None:
     """The passes of warp groups, with parts of their last tiles, which only Hopper has."""
     q, k = (torch.empty(4, rows, 8, width, dtype=torch.bfloat16) for rows in (2700, 3200))
-    forward.attention_forward(q, k, k, None, 0.125, lse, True)
+    key_lengths = torch.empty(4, dtype=torch.int32) if lengths else None
+    forward.attention_forward(q, k, k, key_lengths, 0.125, lse, True)
     if lse and width == 64:
         softmax = torch.empty(2, 4, 8, 2700)
-        backward.attention_backward(q, None, q, k, k, None, q, q, softmax, 0.125)
+        backward.attention_backward(q, None, q, k, k, key_lengths, q, q, softmax, 0.125)
 
 
 def launch_hopper_together() -> None:
@@ -81,6 +82,7 @@ def every_line() -> None:
     for width in (64, 128):
         launch_hopper(width=width)
         launch_hopper(False, width)
+        launch_hopper(width=width, lengths=True)
     launch_hopper_together()
     keys = {line.max_keys for line in backward.SINGLE_TILE_BACKWARD}
     for width in (8, 16, 32, 40, 64, 80, 128):

@@ -55,6 +55,7 @@ def plans(fresh_plans, monkeypatch) -> list[launch_hopper.HopperPlan]:
 
     lines = tuple(line._replace(fewest_scores=0) for line in launch_hopper.HOPPER_FORWARD)
     monkeypatch.setattr(launch_hopper, "HOPPER_FORWARD", lines)
+    monkeypatch.setattr(launch_hopper, "FEWEST_RAGGED", 0)
     monkeypatch.setattr(launch, "plan_hopper", counted)
     return made
 
@@ -93,6 +94,16 @@ def test_many_tiles_and_parts_are_as_near_to_fp64_as_torch(lse_op, plans, backwa
     lse_op.check(lse_op.draw(shape, BF16, "cuda"))
     assert plans[0].combine is not None
     assert backward_plans[0].add_parts is not None
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.large
+def test_many_keys_of_few_queries_are_as_near_to_fp64_as_torch(lse_op, plans, backward_plans):
+    """A head's keys are several ranges, whose sums of dq are added at the end."""
+    lse_op.check(lse_op.draw((1, 1024, 200_000, 1, 64), BF16, "cuda"))
+    assert plans[0].combine is not None
+    assert backward_plans[0].sums().shape[0] > 1024
 
 
 @pytest.mark.gpu
@@ -178,14 +189,69 @@ def test_strided_operands_are_read_by_their_strides(op, backward_plans):
     assert backward_plans
 
 
+# Of each task; with tiles of 128 keys.
+LENGTHS = [1500, 0, 1, 127, 128, 129, 700, 1499, -3, 2000]
+
+
 @pytest.mark.gpu
 @on_hopper
-def test_graph_and_repeated_calls_give_the_same_bits(op, backward_plans):
-    tensors = [x.requires_grad_() for x in op.draw((2, 1300, 1500, 3, 64), BF16, "cuda")]
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("queries", [1, 130, 1100])
+def test_tasks_have_numbers_of_keys_of_their_own(lse_op, plans, backward_plans, queries, heads):
+    # Of few rows eager torch's largest error may be small by luck.
+    heads *= 1 if queries > 1 else 4
+    tensors = lse_op.draw((len(LENGTHS), queries, 1500, heads, 64), BF16, "cuda")
+    lse_op.check(tensors, LENGTHS)
+    assert plans
+    assert backward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_lengths_with_heads_of_128_columns_and_parts(lse_op, plans):
+    lse_op.check(lse_op.draw((10, 1100, 1500, 3, 128), BF16, "cuda"), LENGTHS)
+    # So few tiles that each is cut into many parts, of which most have no keys.
+    lse_op.check(lse_op.draw((3, 100, 9000, 1, 128), BF16, "cuda"), [300, 9000, 0])
+    assert plans[1].combine is not None
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_what_lies_behind_the_keys_of_a_task_is_not_seen(op, plans, value, width):
+    q, k, v = op.draw((len(LENGTHS), 300, 1500, 2, width), BF16, "cuda")
+    lengths = torch.tensor(LENGTHS, device="cuda")
+    behind = torch.arange(1500, device="cuda") >= lengths[:, None]
+    upstream = torch.randn_like(q)
+    results = []
+    for filling in (0.0, value):
+        leaves = [q, *(x.masked_fill(behind[..., None, None], filling) for x in (k, v))]
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        o = op.first(op.kernels(*leaves, lengths))
+        results.append([o, *torch.autograd.grad(o, leaves, upstream)])
+    for clean, actual in zip(*results, strict=True):
+        # Tiles of queries that saw NaN were computed again.
+        assert (clean - actual).abs().max() <= 2 * torch.finfo(BF16).eps * clean.abs().max()
+    for dk_or_dv in results[1][2:]:
+        assert not dk_or_dv[behind].any()
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
+def test_graph_and_repeated_calls_give_the_same_bits(op, backward_plans, ragged):
+    """A replay reads its own numbers of keys."""
+    tensors = [x.requires_grad_() for x in op.draw((3, 1300, 1500, 3, 64), BF16, "cuda")]
+    if ragged:
+        tensors.append(torch.tensor([1500, 800, 0], device="cuda", dtype=torch.int32))
     graph, captured = capture(lambda: everything(op.kernels, tensors))
     with torch.no_grad():
-        for tensor in tensors:
+        for tensor in tensors[:3]:
             tensor.normal_()
+        for tensor in tensors[3:]:
+            tensor.copy_(torch.tensor([3, 1500, 1000]))
     graph.replay()
     torch.cuda.synchronize()
     for _ in range(3):

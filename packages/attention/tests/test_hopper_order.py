@@ -24,11 +24,18 @@ from fusewright.attention.rectangular.launch_hopper_backward import (
 TILES = 2
 
 
-def chosen(heads: int, queries: int, keys: int, programs: int) -> Stripes:
-    """The stripes of a call on a GPU of so many multiprocessors."""
-    gpu = SimpleNamespace(multiprocessors=programs)
-    problem = SimpleNamespace(all_heads=heads, queries=queries, keys=keys, gpu=gpu)
-    return stripes_of(problem, HOPPER_BACKWARD[0])
+def chosen(
+    all_heads: int, queries: int, keys: int, programs: int, heads: int = 1, ragged: bool = False
+) -> Stripes:
+    """The stripes of a call on a GPU of so many multiprocessors, with so many heads a task."""
+    problem = SimpleNamespace(
+        all_heads=all_heads,
+        heads=heads,
+        queries=queries,
+        keys=keys,
+        gpu=SimpleNamespace(multiprocessors=programs),
+    )
+    return stripes_of(problem, HOPPER_BACKWARD[0], ragged)
 
 
 def drawn(draw: random.Random, heads: int, keys: int, programs: int) -> Stripes:
@@ -44,20 +51,25 @@ class Programs:
     tile of keys, and number in the block.
     """
 
-    def __init__(self, heads: int, queries: int, stripes: Stripes, gap: int) -> None:
+    def __init__(
+        self, lengths: list[int], ragged: bool, queries: int, stripes: Stripes, gap: int
+    ) -> None:
         ranges, key_tiles, side, programs = stripes
+        heads, keys = len(lengths), max(lengths)
         self.query_tiles, self.key_tiles = cdiv(queries, QUERIES), key_tiles
         self.stripes = heads * ranges
         blocks, tiles = cdiv(self.query_tiles, TILES), self.stripes * key_tiles
         whole, parts = parts_of(tiles, blocks, programs, rounds=1)
         pieces = whole + (tiles - whole) * parts
         self.ranges, self.programs = ranges, min(programs, pieces)
-        self.sizes = whole, parts, pieces, key_tiles, self.query_tiles, 1, ranges
-        self.config = SimpleNamespace(TILES=TILES, STRIPES=side, GAP=gap)
+        self.sizes = whole, parts, pieces, key_tiles, self.query_tiles, keys, 1, ranges
+        self.config = SimpleNamespace(TILES=TILES, STRIPES=side, GAP=gap, RAGGED=ragged)
         numbers = dict(minimum=min, maximum=max, where=lambda test, x, y: x if test else y)
         gl = SimpleNamespace(num_programs=lambda axis: self.programs, **numbers)
+        # One head a task.
+        names = {"gl": gl, "KEYS": KEYS, "keys_of": lambda task, *_: lengths[task]}
         self.work_of, self.pieces_before, self.tile_at = (
-            FunctionType(function.fn.__code__, {"gl": gl})
+            FunctionType(function.fn.__code__, names)
             for function in (kernels.work_of, kernels.pieces_before, kernels.tile_at)
         )
 
@@ -66,10 +78,12 @@ class Programs:
         of what a program adds.
         """
         for piece in range(program, self.sizes[2], self.programs):
-            (head, key_tile, stripe), (first, tiles, begin), turn = self.work_of(
-                piece, self.sizes, self.config
+            (head, stripe, first_key, limit), (first, tiles, begin), turn = self.work_of(
+                piece, self.sizes, None, self.config
             )
             assert head == stripe // self.ranges
+            assert bool(tiles) == (limit > 0) or not self.config.RAGGED
+            key_tile = first_key // KEYS
             for step in range(tiles):
                 tile = self.tile_at(step, tiles, begin)
                 number = self.pieces_before(tile // TILES, turn)
@@ -105,8 +119,9 @@ class Programs:
         return dict(order)
 
 
+@pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
 @pytest.mark.parametrize("seed", range(60))
-def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed):
+def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed, ragged):
     draw = random.Random(seed)
     heads = draw.choice([1, 2, 3, 4, 6, 7, 8, 12, 35])
     queries, keys = draw.randint(1, 2500), draw.randint(1, 2500)
@@ -115,13 +130,22 @@ def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed):
     stripes = chosen(heads, queries, keys, gpu_programs)
     if seed % 2:
         stripes = drawn(draw, heads, keys, gpu_programs)
-    programs = Programs(heads, queries, stripes, gap)
+    lengths = [keys] * heads
+    if ragged:
+        lengths[1:] = [draw.choice([0, 1, keys, draw.randint(0, keys)]) for _ in lengths[1:]]
+    programs = Programs(lengths, ragged, queries, stripes, gap)
     order = programs.run(0)
-    assert len(order) == programs.stripes * programs.query_tiles
-    for (stripe, _), tiles in order.items():
-        first = stripe % programs.ranges * programs.key_tiles
-        assert sorted(tiles) == list(range(first, first + programs.key_tiles))
-    assert programs.run(1) == order
+    whole_order = dict(order)
+    of_range = stripes.key_tiles
+    for stripe in range(programs.stripes):
+        first = stripe % programs.ranges * of_range
+        tiles = range(first, first + of_range)
+        if ragged:
+            tiles = [tile for tile in tiles if tile * KEYS < lengths[stripe // programs.ranges]]
+        for query_tile in range(programs.query_tiles):
+            assert sorted(order.pop((stripe, query_tile), [])) == list(tiles)
+    assert not order
+    assert programs.run(1) == whole_order
 
 
 @pytest.mark.parametrize(
@@ -142,6 +166,19 @@ def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed):
 )
 def test_as_few_ranges_as_leave_hardly_a_program_without_work(heads, queries, keys, expected):
     assert chosen(heads, queries, keys, 132) == expected
+
+
+@pytest.mark.parametrize(
+    ("tasks", "heads", "queries", "keys", "side"),
+    [
+        (4, 8, 11000, 10000, 8),
+        (1, 8, 1024, 200000, 16),
+        (3, 7, 300, 2000, 42),
+        (2, 200, 300, 300, 1),
+    ],
+)
+def test_heads_of_a_long_ragged_task_lie_side_by_side(tasks, heads, queries, keys, side):
+    assert chosen(tasks * heads, queries, keys, 132, heads, ragged=True).side == side
 
 
 @pytest.mark.parametrize("seed", range(200))

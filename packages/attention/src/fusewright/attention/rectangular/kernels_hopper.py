@@ -24,6 +24,9 @@ there, with TOGETHER, programs begin their pieces at one time, and the tile of k
 is in the cache for the others. The pieces that fill all programs are whole tiles of
 queries; those that are left are cut by their keys, and ``combine_parts_kernel`` adds the parts.
 
+With RAGGED, a task has its own number of keys. What memory holds behind them, in the tile of the
+last one, has probabilities of 0; where it is no finite number its tiles are flagged.
+
 Shah et al., FlashAttention-3, arXiv 2407.08608.
 """
 
@@ -59,35 +62,55 @@ def descriptor(x: torch.Tensor, strides: list[int], rows: int) -> TensorDescript
 
 
 @gluon.jit
-def work_of(piece, sizes):
-    """Task, head and tile of queries of a piece of work, the first of its tiles of keys and how
-    many these are. The first ``whole`` pieces have all; behind them come the first part of each of
-    the ``left`` other tiles, the second of each, and so on: those at work at one time share keys.
+def keys_of(batch, lengths_ptr, keys, CONFIG: gl.constexpr):
+    """How many keys a task has: all, or its number, cut to 0 ... keys."""
+    if CONFIG.RAGGED:
+        length = gl.load(lengths_ptr + batch)
+        keys = gl.minimum(gl.maximum(length, 0), keys).to(gl.int32)
+    return keys
+
+
+@gluon.jit
+def work_of(piece, sizes, lengths_ptr, CONFIG: gl.constexpr):
+    """Task, head and tile of queries of a piece of work; the tile of keys that comes first, which
+    is its last one in memory, how many it has, and the number of keys up to its last one. The first
+    ``whole`` pieces have all tiles of keys; behind them come the first part of each of the ``left``
+    other tiles of queries, the second of each, and so on: those at work at one time share keys.
     """
-    whole, left, parts, query_tiles, key_tiles, heads = sizes
+    whole, left, parts, query_tiles, keys, heads = sizes
     beyond = piece - whole
     is_part = beyond >= 0
     tile = gl.where(is_part, whole + beyond % left, piece)
     part = gl.where(is_part, beyond // left, 0)
+    head = tile // query_tiles
+    keys = keys_of(head // heads, lengths_ptr, keys, CONFIG)
+    key_tiles = (keys + CONFIG.BLOCK_K - 1) // CONFIG.BLOCK_K
     first = gl.where(is_part, part * key_tiles // parts, 0)
     last = gl.where(is_part, (part + 1) * key_tiles // parts, key_tiles)
-    head = tile // query_tiles
-    return head // heads, head % heads, tile % query_tiles, first, last - first
+    count = last - first
+    comes_first = key_tiles - 1 - first
+    if CONFIG.RAGGED:
+        # A piece without keys has one tile, in which there are none.
+        keys = gl.where(count == 0, 0, keys)
+        comes_first = gl.where(count == 0, 0, comes_first)
+        count = gl.maximum(count, 1)
+    return head // heads, head % heads, tile % query_tiles, comes_first, count, keys
 
 
 @gluon.jit
-def copy_tiles(inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG: gl.constexpr):
+def copy_tiles(inputs, pointers, buffers, barriers, sizes, pieces, CONFIG: gl.constexpr):
     """What the copying warp does: queries of each piece, then its keys and values, last ones first,
     each into a place that is free.
     """
     q_tiles, k_tiles, v_tiles = inputs
+    lengths_ptr, begun_ptr = pointers
     q_shared, k_shared, v_shared, _, _ = buffers
     q_full, q_free, full, free, _ = barriers
     GROUPS: gl.constexpr = CONFIG.GROUPS
     copied = 0
     begun = begun_ptr.to(gl.int64, bitcast=True)
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        batch, head, tile, first, count = work_of(piece, sizes)
+        batch, head, tile, last, count, _keys = work_of(piece, sizes, lengths_ptr, CONFIG)
         turn = piece // gl.num_programs(0)
         # Only where every program has a piece.
         all_begin = (turn > 0) & (turn < sizes[0] // gl.num_programs(0))
@@ -98,7 +121,6 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG: gl.c
             mbarrier.expect(q_full.index(group), ROWS * CONFIG.D * 2)
             at = [batch, (tile * GROUPS + group) * ROWS, head, 0]
             tma.async_copy_global_to_shared(q_tiles, at, q_full.index(group), q_shared.index(group))
-        last = sizes[4] - 1 - first
         for step in range(count):
             stage = copied % CONFIG.STAGES
             mbarrier.wait(free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
@@ -127,10 +149,10 @@ def attend(
 ):
     """What each of the three groups does: its ROWS queries of every piece, over its keys."""
     o_tiles, o_low_tiles = outputs
+    pieces, lengths_ptr, queries, rows, factor, keeps = call
     lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr = pointers
     q_shared, k_shared, v_shared, o_shared, ones_shared = buffers
     q_full, q_free, full, free, tokens = barriers
-    pieces, queries, keys, rows, factor, keeps = call
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     STAGES: gl.constexpr = CONFIG.STAGES
@@ -142,7 +164,7 @@ def attend(
     OF_TERMS: gl.constexpr = gl.DotOperandLayout(0, OF_SUMS, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OF_SCORES)
     BY_ROW_OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OF_OUTPUT)
-    whole, _, _, _, key_tiles, heads = sizes
+    whole, heads = sizes[0], sizes[5]
     blocks = (queries + ROWS - 1) // ROWS
     token = tokens.index(GROUP)
     next_token = tokens.index((GROUP + 1) % GROUPS)
@@ -152,7 +174,7 @@ def attend(
     ones = ones_shared.permute([1, 0])
     used = 0
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        batch, head, tile, first, count = work_of(piece, sizes)
+        batch, head, tile, last, count, keys = work_of(piece, sizes, lengths_ptr, CONFIG)
         turn = piece // gl.num_programs(0)
         mbarrier.wait(q_full.index(GROUP), turn & 1)
 
@@ -162,13 +184,15 @@ def attend(
         k = k_shared.index(stage).reshape([BLOCK_K, D]).permute([1, 0])
         s = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        column = (key_tiles - 1 - first) * BLOCK_K + gl.arange(
-            0, BLOCK_K, gl.SliceLayout(0, OF_SCORES)
-        )
+        column = last * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, OF_SCORES))
         is_key = gl.expand_dims(column < keys, 0) & (gl.zeros_like(s) == 0.0)
         s = gl.where(is_key, s, -float("inf"))
         reference = gl.max(s, 1) * factor
-        p = probabilities(s, reference, factor)
+        if CONFIG.RAGGED:
+            # Without a key all probabilities are 0.
+            p = probabilities(s, gl.where(keys == 0, 0.0, reference), factor)
+        else:
+            p = probabilities(s, reference, factor)
         exact_l = sums_of_lanes(p, BLOCK_K)
         p = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
         l = gl.zeros([ROWS, 8], gl.float32, OF_SUMS)
@@ -253,7 +277,7 @@ def attend(
 @gluon.jit(
     do_not_specialize=(
         *("queries", "keys", "heads", "rows", "whole", "left", "parts"),
-        *("query_tiles", "key_tiles", "keeps"),
+        *("query_tiles", "keeps"),
     )
 )
 def hopper_forward_kernel(
@@ -262,6 +286,7 @@ def hopper_forward_kernel(
     v_tiles,
     o_tiles,
     o_low_tiles,
+    lengths_ptr,
     lse_ptr,
     softmax_ptr,
     flags_ptr,
@@ -277,13 +302,12 @@ def hopper_forward_kernel(
     left,
     parts,
     query_tiles,
-    key_tiles,
     keeps,
     CONFIG: gl.constexpr,
 ):
     """A program takes every so many-th piece of work; tiles are tensor descriptors over
     [B, rows, H, D]. ``keeps``, 0 or 1, says whether ``o_low_tiles`` and ``softmax_ptr`` are
-    written, and CONFIG whether ``lse_ptr`` is.
+    written, and CONFIG whether ``lengths_ptr`` is read and ``lse_ptr`` written.
     """
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
@@ -316,9 +340,10 @@ def hopper_forward_kernel(
     buffers = (q_shared, k_shared, v_shared, o_shared, ones_shared)
     barriers = (q_full, q_free, full, free, tokens)
     pieces = whole + left * parts
-    sizes = (whole, gl.maximum(left, 1), parts, query_tiles, key_tiles, heads)
-    call = (pieces, queries, keys, rows, scale * LOG2_E, keeps)
+    sizes = (whole, gl.maximum(left, 1), parts, query_tiles, keys, heads)
+    call = (pieces, lengths_ptr, queries, rows, scale * LOG2_E, keeps)
     inputs = (q_tiles, k_tiles, v_tiles)
+    read = (lengths_ptr, begun_ptr)
     REGISTERS: gl.constexpr = CONFIG.REGISTERS
     COPYING_REGISTERS: gl.constexpr = CONFIG.COPYING_REGISTERS
     if GROUPS == 3:
@@ -327,7 +352,7 @@ def hopper_forward_kernel(
                 (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
                 (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
                 (attend, (outputs, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
-                (copy_tiles, (inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG)),
+                (copy_tiles, (inputs, read, buffers, barriers, sizes, pieces, CONFIG)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, COPYING_REGISTERS],
@@ -337,7 +362,7 @@ def hopper_forward_kernel(
             [
                 (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
                 (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
-                (copy_tiles, (inputs, buffers, barriers, sizes, pieces, begun_ptr, CONFIG)),
+                (copy_tiles, (inputs, read, buffers, barriers, sizes, pieces, CONFIG)),
             ],
             [4, 1],
             [REGISTERS, COPYING_REGISTERS],

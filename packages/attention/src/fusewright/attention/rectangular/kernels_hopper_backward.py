@@ -23,6 +23,9 @@ has left. Where queries are few, a head's keys are several ranges with sums of d
 number of a piece grows with the time at which it comes to a block, so programs that are all
 resident, which a cooperative launch sees to, cannot wait for one another in a circle.
 
+With RAGGED, a task has its own number of keys: pieces behind them have no queries, and are counted
+nowhere. What memory holds behind a task's last key is kept out of products.
+
 Shah et al., FlashAttention-3, arXiv 2407.08608.
 """
 
@@ -42,7 +45,7 @@ from ..common.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .kernels_hopper import LOG2_E
+from .kernels_hopper import LOG2_E, keys_of
 
 # Queries of a tile, keys of a group of warps, and groups that have keys.
 QUERIES = gl.constexpr(64)
@@ -64,15 +67,16 @@ def dq_descriptor(x: torch.Tensor) -> TensorDescriptor:
 
 
 @gluon.jit
-def work_of(piece, sizes, CONFIG: gl.constexpr):
-    """Three of a piece of work: its head, tile of keys and stripe; the first of its tiles of
-    queries, how many these are and at which it begins; and what ``pieces_before`` takes.
+def work_of(piece, sizes, lengths_ptr, CONFIG: gl.constexpr):
+    """Three of a piece of work: its head, stripe, first key, and number of keys from this one on;
+    the first of its tiles of queries, how many these are and at which it begins; and what
+    ``pieces_before`` takes.
 
     A stripe is one of the ``ranges`` of a head's keys, ``key_tiles`` of them. Pieces lie side by
     side for STRIPES stripes. The first ``whole`` pieces have all queries; then each tile of keys is
     ``parts`` pieces.
     """
-    whole, parts, pieces, key_tiles, query_tiles, _, ranges = sizes
+    whole, parts, pieces, key_tiles, query_tiles, keys, heads, ranges = sizes
     programs = gl.num_programs(0)
     is_part = piece >= whole
     beyond = piece - whole
@@ -85,18 +89,29 @@ def work_of(piece, sizes, CONFIG: gl.constexpr):
     column = tile // CONFIG.STRIPES
     stripe = column // key_tiles * CONFIG.STRIPES + tile % CONFIG.STRIPES
     key_tile = column % key_tiles
+    head = stripe // ranges
+    first_key = (stripe % ranges * key_tiles + key_tile) * KEYS
+    limit = keys_of(head // heads, lengths_ptr, keys, CONFIG) - first_key
+    if CONFIG.RAGGED:
+        tiles = gl.where(limit > 0, tiles, 0)
+        # Those of the stripe that have keys.
+        key_tiles = gl.minimum(key_tiles, key_tile + (limit + KEYS - 1) // KEYS)
     # The columns that programs have at this time, those of them that are of this stripe, and this
     # one's place among these.
     wave = gl.where(is_part, whole, piece // programs * programs) // CONFIG.STRIPES
     columns = gl.where(is_part, (pieces - whole) // parts, programs) // CONFIG.STRIPES
     lowest = gl.maximum(column - key_tile, wave)
-    places = gl.minimum(column - key_tile + key_tiles, wave + columns) - lowest
+    # Of a piece without keys these numbers are of no use.
+    places = gl.maximum(gl.minimum(column - key_tile + key_tiles, wave + columns) - lowest, 1)
     place = column - lowest
     span = gl.minimum(last - first, places * CONFIG.GAP)
     begin = place * span // places
     turn = place, places, span, key_tile
-    of_keys = (stripe // ranges, stripe % ranges * key_tiles + key_tile, stripe)
-    return of_keys, (first * CONFIG.TILES, tiles, begin * CONFIG.TILES), turn
+    return (
+        (head, stripe, first_key, limit),
+        (first * CONFIG.TILES, tiles, begin * CONFIG.TILES),
+        turn,
+    )
 
 
 @gluon.jit
@@ -120,24 +135,24 @@ def tile_at(step, tiles, begin):
 
 
 @gluon.jit
-def copy_tiles(inputs, buffers, barriers, sizes, CONFIG: gl.constexpr):
+def copy_tiles(inputs, lengths_ptr, buffers, barriers, sizes, CONFIG: gl.constexpr):
     """What the copying warp does: keys and values of each piece, then its queries, do and
     statistics.
     """
     q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles = inputs
     q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared = buffers
     kv_full, kv_free, q_full, do_full, q_free = barriers
-    heads = sizes[5]
+    heads = sizes[6]
     copied = 0
     for piece in range(gl.program_id(0), sizes[2], gl.num_programs(0)):
-        work = work_of(piece, sizes, CONFIG)
-        head, key_tile, _ = work[0]
+        work = work_of(piece, sizes, lengths_ptr, CONFIG)
+        head, _stripe, first_key, _limit = work[0]
         first, tiles, begin = work[1]
         batch = head // heads
         of_head = head % heads
         mbarrier.wait(kv_free, (piece // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(kv_full, 2 * KEYS * CONFIG.D * 2)
-        at = [batch, key_tile * KEYS, of_head, 0]
+        at = [batch, first_key, of_head, 0]
         tma.async_copy_global_to_shared(k_tiles, at, kv_full, k_shared)
         tma.async_copy_global_to_shared(v_tiles, at, kv_full, v_shared)
         for step in range(tiles):
@@ -240,33 +255,46 @@ def differentiate_piece(
 
 
 @gluon.jit
+def keys_before(limit, x, AXIS: gl.constexpr):
+    """A left operand with zeros from ``limit`` on along the axis of keys: memory may hold anything
+    there.
+    """
+    key = gl.arange(0, x.shape[AXIS], gl.SliceLayout(1 - AXIS, x.type.layout))
+    is_key = gl.expand_dims(key < limit, 1 - AXIS)
+    nothing = gl.zeros_like(x)
+    return gl.where(is_key & (nothing == 0.0), x, nothing)
+
+
+@gluon.jit
 def differentiate(
-    outputs, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
+    outputs, lengths_ptr, buffers, barriers, sizes, scale, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
     """What each of the two groups with keys does: dk and dv of its ROWS keys of every piece."""
     dk_tiles, dv_tiles, partial_ptr = outputs
     k_shared, v_shared, out_shared, streamed = buffers
     kv_full, kv_free, of_queries = barriers
-    keys, scale = call
     D: gl.constexpr = CONFIG.D
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     OF_GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OF_KEYS: gl.constexpr = gl.DotOperandLayout(0, OF_SCORES, 2)
-    whole, pieces, heads = sizes[0], sizes[2], sizes[5]
+    whole, pieces, heads = sizes[0], sizes[2], sizes[6]
     factor = scale * LOG2_E
     used = 0
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        work = work_of(piece, sizes, CONFIG)
-        head, key_tile, _ = work[0]
+        work = work_of(piece, sizes, lengths_ptr, CONFIG)
+        head, _stripe, first_key, limit = work[0]
         tiles = work[1][1]
         mbarrier.wait(kv_full, piece // gl.num_programs(0) & 1)
         # Both stay in registers, as left operands of their products.
         k = k_shared.reshape([KEYS, D]).slice(GROUP * ROWS, ROWS, dim=0).load(OF_KEYS)
         v = v_shared.reshape([KEYS, D]).slice(GROUP * ROWS, ROWS, dim=0).load(OF_KEYS)
         mbarrier.arrive(kv_free, count=1)
-        first = key_tile * KEYS + GROUP * ROWS
-        steps = (used, tiles, keys - first)
-        if first + ROWS > keys:
+        first = first_key + GROUP * ROWS
+        steps = (used, tiles, limit - GROUP * ROWS)
+        if limit < (GROUP + 1) * ROWS:
+            if CONFIG.RAGGED:
+                k = keys_before(limit - GROUP * ROWS, k, 0)
+                v = keys_before(limit - GROUP * ROWS, v, 0)
             dk, dv = differentiate_piece(
                 (k, v), streamed, of_queries, steps, factor, GROUP, True, CONFIG
             )
@@ -296,7 +324,7 @@ def differentiate(
 
 
 @gluon.jit
-def multiply_keys(buffers, barriers, sizes, CONFIG: gl.constexpr):
+def multiply_keys(lengths_ptr, buffers, barriers, sizes, CONFIG: gl.constexpr):
     """What the third group does: tiles of dq, transposed, [D, QUERIES], from the ds of both groups
     with keys, and from k, which stays in registers.
     """
@@ -309,9 +337,12 @@ def multiply_keys(buffers, barriers, sizes, CONFIG: gl.constexpr):
     none = gl.zeros([D, QUERIES], gl.float32, OF_DQ)
     used = 0
     for piece in range(gl.program_id(0), sizes[2], gl.num_programs(0)):
-        tiles = work_of(piece, sizes, CONFIG)[1][1]
+        work = work_of(piece, sizes, lengths_ptr, CONFIG)
+        tiles = work[1][1]
         mbarrier.wait(kv_full, piece // gl.num_programs(0) & 1)
         k = k_shared.reshape([KEYS, D]).permute([1, 0]).load(OF_KEYS)
+        if CONFIG.RAGGED:
+            k = keys_before(work[0][3], k, 1)
         mbarrier.arrive(kv_free, count=1)
         for _step in range(tiles):
             ds_stage = used % DS_STAGES
@@ -331,16 +362,17 @@ def multiply_keys(buffers, barriers, sizes, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, CONFIG: gl.constexpr):
+def add_tiles(dq_tiles, pointers, dq_shared, barriers, sizes, CONFIG: gl.constexpr):
     """What the adding warp does: tiles of dq to those in memory, a block's in a fixed order."""
     dq_full, dq_free = barriers
+    lengths_ptr, counters_ptr = pointers
     query_tiles = sizes[4]
     blocks = (query_tiles + CONFIG.TILES - 1) // CONFIG.TILES
     counters = counters_ptr.to(gl.int64, bitcast=True)
     used = 0
     for piece in range(gl.program_id(0), sizes[2], gl.num_programs(0)):
-        work = work_of(piece, sizes, CONFIG)
-        stripe = work[0][2]
+        work = work_of(piece, sizes, lengths_ptr, CONFIG)
+        stripe = work[0][1]
         first, tiles, begin = work[1]
         counter = counters
         number = 0
@@ -366,7 +398,8 @@ def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, CONFIG: gl.con
             if used > 0:
                 mbarrier.arrive(dq_free.index((used + CONFIG.PLACES - 1) % CONFIG.PLACES), count=1)
             used += 1
-        pass_on(counter)
+        if tiles > 0:
+            pass_on(counter)
     tma.store_wait(0)
 
 
@@ -387,6 +420,7 @@ def hopper_backward_kernel(
     lse_tiles,
     delta_tiles,
     dq_tiles,
+    lengths_ptr,
     counters_ptr,
     partial_ptr,
     scale,
@@ -442,25 +476,25 @@ def hopper_backward_kernel(
         mbarrier.init(dq_full.index(place), count=1)
         mbarrier.init(dq_free.index(place), count=1)
     fence_async_shared()
-    sizes = (whole, parts, pieces, key_tiles, query_tiles, heads, ranges)
+    sizes = (whole, parts, pieces, key_tiles, query_tiles, keys, heads, ranges)
     outputs = (dk_tiles, dv_tiles, partial_ptr)
     streamed = (q_shared, do_shared, lse_shared, delta_shared, ds_shared)
     of_queries = (q_full, do_full, q_free, ds_full, ds_free)
     of_group = (k_shared, v_shared, out_shared, streamed)
     to_group = (kv_full, kv_free, of_queries)
-    call = (keys, scale)
     of_dq = (k_shared, ds_shared, dq_shared)
     to_dq = (kv_full, kv_free, ds_full, ds_free, dq_full, dq_free)
     inputs = (q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles)
+    pointers = (lengths_ptr, counters_ptr)
     copied = (q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared)
     to_copy = (kv_full, kv_free, q_full, do_full, q_free)
     gl.warp_specialize(
         [
-            (differentiate, (outputs, of_group, to_group, sizes, call, 0, CONFIG)),
-            (differentiate, (outputs, of_group, to_group, sizes, call, 1, CONFIG)),
-            (multiply_keys, (of_dq, to_dq, sizes, CONFIG)),
-            (copy_tiles, (inputs, copied, to_copy, sizes, CONFIG)),
-            (add_tiles, (dq_tiles, counters_ptr, dq_shared, (dq_full, dq_free), sizes, CONFIG)),
+            (differentiate, (outputs, lengths_ptr, of_group, to_group, sizes, scale, 0, CONFIG)),
+            (differentiate, (outputs, lengths_ptr, of_group, to_group, sizes, scale, 1, CONFIG)),
+            (multiply_keys, (lengths_ptr, of_dq, to_dq, sizes, CONFIG)),
+            (copy_tiles, (inputs, lengths_ptr, copied, to_copy, sizes, CONFIG)),
+            (add_tiles, (dq_tiles, pointers, dq_shared, (dq_full, dq_free), sizes, CONFIG)),
         ],
         [4, 4, 1, 1],
         [CONFIG.REGISTERS, CONFIG.DQ_REGISTERS, CONFIG.COPYING_REGISTERS, CONFIG.COPYING_REGISTERS],

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import load_from_pointer, store_rows
+from .tiles import length_of
 
 # Queries of a tile.
 QUERIES = tl.constexpr(64)
@@ -73,15 +74,34 @@ def prepare_kernel(
 
 
 @triton.jit(do_not_specialize=("ranges",))
-def round_dq_kernel(sum_ptr, dq_ptr, scale, queries, heads, query_tiles, ranges, D: tl.constexpr):
+def round_dq_kernel(
+    sum_ptr,
+    key_lengths_ptr,
+    dq_ptr,
+    scale,
+    queries,
+    keys,
+    heads,
+    query_tiles,
+    key_tiles,
+    ranges,
+    CONFIG: tl.constexpr,
+):
     """One program rounds a tile of dq of one head, from the order of the registers that wrote it,
-    once it has added those of the head's ranges of keys in their order.
+    once it has added those of the head's ranges that have keys, ``key_tiles`` tiles each, in their
+    order.
     """
+    D: tl.constexpr = CONFIG.D
     head = tl.program_id(0) // query_tiles
     tile = tl.program_id(0) % query_tiles
     of_tile = sum_ptr + tl.arange(0, QUERIES * D)
     at = (head.to(tl.int64) * ranges * query_tiles + tile) * (QUERIES * D)
-    x = tl.load(of_tile + at)
+    if key_lengths_ptr is None:
+        x = tl.load(of_tile + at)
+    else:
+        length = length_of(key_lengths_ptr, head // heads, keys)
+        ranges = tl.cdiv(tl.cdiv(length, CONFIG.KEYS), key_tiles)
+        x = tl.load(of_tile + at, mask=(ranges > 0) & (tl.arange(0, QUERIES * D) >= 0), other=0.0)
     for _ in range(1, ranges):
         at += tl.cast(query_tiles, tl.int64) * (QUERIES * D)
         x += tl.load(of_tile + at)

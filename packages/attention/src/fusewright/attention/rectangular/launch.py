@@ -99,8 +99,9 @@ def forward_plan(key: Key, with_lse: bool, keep: bool) -> Plan | HopperPlan:
     problem = problem_of(key, 3)
     single = in_single_tile(problem)
     _, _, (*_, of_lengths), aligned, _, _ = key
-    if not single and of_lengths is None and (hopper := hopper_config(problem, aligned)):
-        return plan_hopper(problem, hopper, with_lse, keep)
+    ragged = of_lengths is not None
+    if not single and (hopper := hopper_config(problem, aligned, ragged)):
+        return plan_hopper(problem, hopper, ragged, with_lse, keep)
     launch = None
     if math.prod(problem.query_shape):
         if single:

@@ -119,10 +119,9 @@ def backward_plan(key: Key) -> BackwardPlan | HopperBackwardPlan:
     if in_single_tile(problem):
         return plan_single_tile(problem)
     *_, lengths = key[2]
-    if lengths is None:
-        config = hopper_backward_config(problem, aligned=key[3])
-        if config is not None:
-            return plan_hopper_backward(problem, config)
+    config = hopper_backward_config(problem, aligned=key[3])
+    if config is not None:
+        return plan_hopper_backward(problem, config, lengths is not None)
     return plan_streaming(problem)
 
 

@@ -41,6 +41,11 @@ STEPS_OF_A_PIECE = 3
 BEYOND_CACHE = 1 << 24
 
 
+# With fewer keys, of which tasks have parts, programs stay too little at a piece. Source:
+# docs/decisions/0017-ragged-h200.csv.
+FEWEST_RAGGED = 2048
+
+
 class HopperConfig(NamedTuple):
     """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more, which fill
     the GPU: so many groups of warps with queries, tiles of ``keys`` rows in a ring of ``stages``,
@@ -57,8 +62,9 @@ class HopperConfig(NamedTuple):
 
 
 class HopperConstants(NamedTuple):
-    """What the kernel is compiled for, read as ``CONFIG``; LSE: whether it writes lse; TOGETHER:
-    whether programs begin their pieces at one time.
+    """What the kernel is compiled for, read as ``CONFIG``; RAGGED: whether tasks have numbers of
+    keys of their own; LSE: whether it writes lse; TOGETHER: whether programs begin their pieces at
+    one time.
     """
 
     D: int
@@ -67,6 +73,7 @@ class HopperConstants(NamedTuple):
     STAGES: int
     REGISTERS: int
     COPYING_REGISTERS: int
+    RAGGED: bool
     LSE: bool
     TOGETHER: bool
 
@@ -133,10 +140,10 @@ class HopperPlan(NamedTuple):
     again: Launch
 
     def run(self, operands: tuple[torch.Tensor | None, ...], floats: tuple[float, ...]) -> Outputs:
-        """Allocate and launch; ``operands`` are q, k, v and no key_lengths."""
+        """Allocate and launch; ``operands`` are q, k, v and key_lengths."""
         if self.copies:
             operands = contiguous_where(operands, self.copies)
-        q, k, v, _ = operands
+        q, k, v, key_lengths = operands
         o, lse, softmax, o_low = outputs = tuple(allocate(each) for each in self.outputs)
         flags = self.flags()
         partial_o, partial_softmax = allocate(self.partial_o), allocate(self.partial_softmax)
@@ -147,21 +154,23 @@ class HopperPlan(NamedTuple):
         unused = flags.view(torch.float32)
         numbers = [unused if x is None else x for x in (lse, softmax)]
         parts = [unused if x is None else x for x in (partial_o, partial_softmax)]
-        self.launch((*tiles, *numbers, flags, *parts, flags if begun is None else begun), floats)
+        lengths = flags if key_lengths is None else key_lengths
+        begun = flags if begun is None else begun
+        self.launch((*tiles, lengths, *numbers, flags, *parts, begun), floats)
         if self.combine is not None:
             self.combine((partial_o, partial_softmax, flags, o, lse, softmax, o_low))
-        self.again((q, k, v, flags, *outputs), floats)
+        self.again((q, k, v, key_lengths, flags, *outputs), floats)
         return outputs
 
 
-def hopper_config(problem: Problem, aligned: bool) -> HopperConfig | None:
-    """The line that serves a call without key_lengths; None where another kernel does. ``aligned``:
-    whether a descriptor may start where each operand does.
+def hopper_config(problem: Problem, aligned: bool, ragged: bool) -> HopperConfig | None:
+    """The line that serves a call; None where another kernel does. ``aligned``: whether a
+    descriptor may start where each operand does; ``ragged``: whether it has key_lengths.
     """
     scores = problem.all_heads * problem.queries * problem.keys
     if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
         return None
-    if interpreted() or any(problem.copies):
+    if interpreted() or any(problem.copies) or (ragged and problem.keys < FEWEST_RAGGED):
         return None
     for line in HOPPER_FORWARD:
         if problem.width == line.width and scores >= line.fewest_scores:
@@ -169,8 +178,10 @@ def hopper_config(problem: Problem, aligned: bool) -> HopperConfig | None:
     return None
 
 
-def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bool) -> HopperPlan:
-    """The plan of a call that a line serves."""
+def plan_hopper(
+    problem: Problem, config: HopperConfig, ragged: bool, with_lse: bool, keep: bool
+) -> HopperPlan:
+    """The plan of a call that a line serves; ``ragged``: with key_lengths."""
     tiles = cdiv(problem.queries, ROWS * config.groups)
     all_tiles, key_tiles = problem.all_heads * tiles, cdiv(problem.keys, config.keys)
     whole, parts = parts_of(all_tiles, key_tiles, problem.gpu.multiprocessors)
@@ -184,7 +195,7 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
         (
             *(problem.queries, problem.keys, problem.heads),
             problem.all_heads * problem.queries,
-            *(whole, left, parts, tiles, key_tiles),
+            *(whole, left, parts, tiles),
             int(keep),
         ),
         dict(num_warps=4, launch_cooperative_grid=together),
@@ -195,6 +206,7 @@ def plan_hopper(problem: Problem, config: HopperConfig, with_lse: bool, keep: bo
             STAGES=config.stages,
             REGISTERS=config.registers,
             COPYING_REGISTERS=config.copying_registers,
+            RAGGED=ragged,
             LSE=with_lse,
             TOGETHER=together,
         ),

@@ -47,8 +47,8 @@ class HopperBackwardConfig(NamedTuple):
 
 
 class HopperBackwardConstants(NamedTuple):
-    """What the kernels are compiled for, read as ``CONFIG``: sizes of tiles, and those of a
-    HopperBackwardConfig.
+    """What the kernels are compiled for, read as ``CONFIG``: sizes of tiles, those of a
+    HopperBackwardConfig, and whether tasks have numbers of keys of their own.
     """
 
     D: int
@@ -64,6 +64,7 @@ class HopperBackwardConstants(NamedTuple):
     REGISTERS: int
     DQ_REGISTERS: int
     COPYING_REGISTERS: int
+    RAGGED: bool
 
 
 # What a piece of work takes beside its blocks of queries, in blocks. Unmeasured.
@@ -116,23 +117,24 @@ class HopperBackwardPlan(NamedTuple):
         """Allocate and launch; the arguments are those of ``BackwardPlan.run``."""
         if self.copies:
             operands = contiguous_where(operands, self.copies)
-        do, q, k, v, dlse, _ = operands
+        do, q, k, v, dlse, key_lengths = operands
         dq, dk, dv = (make() for make in self.gradients)
         sums, lse, delta = self.sums(), self.statistics(), self.statistics()
         counters, partial = self.counters(), allocate(self.partial)
         self.prepare((do, *saved, dlse, lse, delta, counters))
         # A kernel takes no absent pointer here; what stands in is not touched.
         parts = counters.view(torch.float32) if partial is None else partial
-        self.launch((q, k, v, do, dk, dv, lse, delta, sums, counters, parts), (scale,))
+        lengths = counters if key_lengths is None else key_lengths
+        self.launch((q, k, v, do, dk, dv, lse, delta, sums, lengths, counters, parts), (scale,))
         if self.add_parts is not None:
             self.add_parts((partial, dk, dv))
-        self.round_dq((sums, dq), (scale,))
+        self.round_dq((sums, key_lengths, dq), (scale,))
         return dq, dk, dv
 
 
 def hopper_backward_config(problem: Problem, aligned: bool) -> HopperBackwardConfig | None:
-    """The line that serves a call without key_lengths; None where another kernel does. ``aligned``:
-    whether a descriptor may start where each operand does.
+    """The line that serves a call; None where another kernel does. ``aligned``: whether a
+    descriptor may start where each operand does.
     """
     scores = problem.all_heads * problem.queries * problem.keys
     if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
@@ -158,16 +160,20 @@ class Stripes(NamedTuple):
     programs: int
 
 
-def stripes_of(problem: Problem, config: HopperBackwardConfig) -> Stripes:
+def stripes_of(problem: Problem, config: HopperBackwardConfig, ragged: bool) -> Stripes:
     """The stripes of a call, at each of which are no more programs than it has blocks of queries,
     so that they hardly wait: of as few ranges as leave programs little without work, or else those
-    that take the least time.
+    that take the least time. With ``ragged`` tasks that are longer than a round of all programs,
+    all heads of a task lie side by side: its pieces without keys are then one stretch, which
+    programs pass at one time.
     """
     gpu_programs, heads = problem.gpu.multiprocessors, problem.all_heads
     query_tiles, all_key_tiles = cdiv(problem.queries, QUERIES), cdiv(problem.keys, KEYS)
     blocks = cdiv(query_tiles, config.tiles)
     of_piece = blocks + BLOCKS_OF_A_PIECE
     at_best = heads * (all_key_tiles * of_piece / gpu_programs + query_tiles / TILES_IN_A_BLOCK)
+    many = all_key_tiles * problem.heads > gpu_programs >= problem.heads
+    step = problem.heads if ragged and many else 1
     best, least = None, math.inf
     # Sums of dq take no more memory than the gradients of keys and values.
     most = min(gpu_programs, cdiv(problem.keys, query_tiles * QUERIES))
@@ -175,7 +181,7 @@ def stripes_of(problem: Problem, config: HopperBackwardConfig) -> Stripes:
         key_tiles = cdiv(all_key_tiles, ranges)
         stripes = heads * ranges
         # Stripes side by side are a divisor of all of them, and of the programs.
-        for side in range(1, min(stripes, gpu_programs) + 1):
+        for side in range(step, min(stripes, gpu_programs) + 1, step):
             programs = gpu_programs // side * side
             if stripes % side or min(programs // side, key_tiles) > blocks:
                 continue
@@ -191,10 +197,12 @@ def stripes_of(problem: Problem, config: HopperBackwardConfig) -> Stripes:
     return best
 
 
-def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> HopperBackwardPlan:
-    """The plan of a call that a line serves."""
+def plan_hopper_backward(
+    problem: Problem, config: HopperBackwardConfig, ragged: bool
+) -> HopperBackwardPlan:
+    """The plan of a call that a line serves; ``ragged``: with key_lengths."""
     device, heads, width = problem.device, problem.all_heads, problem.width
-    ranges, key_tiles, side, programs = stripes_of(problem, config)
+    ranges, key_tiles, side, programs = stripes_of(problem, config, ragged)
     query_tiles = cdiv(problem.queries, QUERIES)
     blocks = cdiv(query_tiles, config.tiles)
     tiles = heads * ranges * key_tiles
@@ -216,6 +224,7 @@ def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> Hopp
         REGISTERS=config.registers,
         DQ_REGISTERS=config.dq_registers,
         COPYING_REGISTERS=config.copying_registers,
+        RAGGED=ragged,
     )
     launch = HopperLaunch(
         kernels_hopper_backward.hopper_backward_kernel,
@@ -251,9 +260,9 @@ def plan_hopper_backward(problem: Problem, config: HopperBackwardConfig) -> Hopp
         around.round_dq_kernel,
         grid_of(heads * query_tiles),
         device,
-        (problem.queries, problem.heads, query_tiles, ranges),
+        (problem.queries, problem.keys, problem.heads, query_tiles, key_tiles, ranges),
         dict(num_warps=4),
-        D=width,
+        CONFIG=constants,
     )
     add_parts = None
     if left:

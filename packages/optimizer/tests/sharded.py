@@ -265,6 +265,23 @@ def placements(rank: int, backend: str) -> dict:
     return found
 
 
+def partial_norms(rank: int, backend: str) -> dict:
+    """Norms of a gradient whose processes hold summands of it, and what clipping leaves."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    start = torch.linspace(-1.0, 1.0, 15).view(5, 3)
+    shares = [start.cos(), start.exp()]
+    p = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Replicate()]))
+    plain = torch.nn.Parameter(torch.zeros(3))
+    found = {"expected": sum(shares)}
+    for name, most in {"number": 0.5, "tensor": torch.tensor(0.5)}.items():
+        p.grad = DTensor.from_local(shares[rank].clone(), mesh, [Partial()])
+        plain.grad = torch.ones(3)
+        norm = grad_norm([p.grad, plain.grad], backend=backend).item()
+        clipped_by = clip_grad_norm_([p, plain], most, backend=backend).item()
+        found[name] = norm, clipped_by, whole(p.grad), plain.grad
+    return found
+
+
 def strided_shards(rank: int, backend: str) -> float:
     """The norm of a gradient that is sharded as FSDP2 shards what is sharded already."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
@@ -290,6 +307,7 @@ def work(rank: int, folder: pathlib.Path) -> None:
         found[backend] = sharded_training(rank, folder, backend)
         found[backend]["clipping"] = clipping(rank, backend)
         found[backend]["placements"] = placements(rank, backend)
+        found[backend]["partial"] = partial_norms(rank, backend)
         found[backend]["strided"] = strided_shards(rank, backend)
     torch.save(found, folder / f"found-{rank}.pt")
     dist.destroy_process_group()

@@ -151,6 +151,16 @@ def test_gradients_placed_otherwise_than_their_parameters_count_as_wholes(found,
         assert_near([p], [expected])
 
 
+@pytest.mark.parametrize("case", ["number", "tensor"])
+def test_norm_of_partial_sums_is_that_of_their_sum(found, case):
+    for each in found:
+        norm, clipped_by, clipped, plain = each["partial"][case]
+        expected, ones = each["partial"]["expected"].double(), torch.ones(3)
+        whole = math.sqrt(expected.square().sum().item() + 3.0)
+        assert [norm, clipped_by] == pytest.approx([whole] * 2, rel=2 * EPS)
+        assert_near([clipped, plain], [(expected * (0.5 / whole)).float(), ones * (0.5 / whole)])
+
+
 def test_norm_counts_shards_of_shards(found):
     expected = math.sqrt(2 * 3.0**2 + 2 * 4.0**2)
     assert [each["strided"] for each in found] == pytest.approx([expected] * 2)

@@ -116,11 +116,11 @@ def clip_grad_norm_(
     by_torch = isinstance(max_norm, Tensor) or not same(whole, gradients)
     if error_if_nonfinite or by_torch:
         with current(parts[0].device):
-            norm = parts[0].norm_of(squares)
+            norm = squares.sum().sqrt()
         if error_if_nonfinite:
             check_finite(norm)
         if by_torch:
-            return scaled_to(gradients, norm, max_norm)
+            return scaled_to(gradients, norm, max_norm).float()
     norms = []
     for part in parts:
         with current(part.device):

@@ -19,9 +19,10 @@ from .tables import is_captured, same
 Tensor = torch.Tensor
 # Options of torch's groups that ours take by another name, or keep as they are.
 THEIRS = "capturable", "adjust_lr_fn"
-# The option of the first group that has a state dict's pieces of no parameter: what
-# torch.distributed.checkpoint keeps of a state dict is state of parameters, and groups. As bytes,
-# since it loads only tensors that it found in the state dict of the optimizer that it loads into.
+# The option of the first group with parameters that has a state dict's pieces of no parameter: what
+# torch.distributed.checkpoint keeps of a state dict is state of parameters, and their groups. As
+# bytes, since it loads only tensors that it found in the state dict of the optimizer that it loads
+# into.
 OWN = "optimizer_state"
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -132,7 +133,8 @@ class Contract(torch.optim.Optimizer):
                 group["capturable"] = theirs["capturable"]
         own = self._own()
         if own:
-            saved["param_groups"][0][OWN] = packed(own)
+            groups = saved["param_groups"]
+            next((group for group in groups if group["params"]), groups[0])[OWN] = packed(own)
         return saved | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,6 +144,8 @@ class Contract(torch.optim.Optimizer):
         theirs: list[dict[str, Any]] = []
 
         def check(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
+            if self._own():
+                check_not_lost(adapted)
             saved.update(self._checked(self._completed(unpacked(adapted))))
             for group in adapted["param_groups"]:
                 theirs.append({name: group[name] for name in THEIRS if name in group})
@@ -232,6 +236,16 @@ def unpacked(saved: dict[str, Any]) -> dict[str, Any]:
     if own:
         pieces = torch.load(io.BytesIO(own[0]), map_location="cpu", weights_only=True)
     return {**pieces, **saved, "param_groups": groups}
+
+
+def check_not_lost(saved: dict[str, Any]) -> None:
+    """Raise where no group has the pieces that one of them had."""
+    found = [group[OWN] for group in saved["param_groups"] if OWN in group]
+    if found and saved.keys() <= {"state", "param_groups"} and not any(found):
+        raise ValueError(
+            f'the state dict must have "{OWN}" in one of its groups, got none: its groups were '
+            "others than those that it is loaded into"
+        )
 
 
 def is_zero(lr: float | Tensor) -> bool:

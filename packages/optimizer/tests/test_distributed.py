@@ -123,6 +123,15 @@ def test_training_of_whole_parameters_goes_on_in_two_processes(of_both, name, wa
         assert_equal(each["replicated"][name][way], of_both[0]["replicated"][name]["whole"])
 
 
+@pytest.mark.parametrize("name", ["sharded", "replicated", "nested"])
+@pytest.mark.parametrize("way", ["loaded", "sent"])
+def test_bits_that_bf16_lacks_go_on_in_two_processes(of_both, name, way):
+    for each in of_both:
+        found = each["remainders"][name]
+        assert sum(x.dtype == torch.int16 for x in found[way]) == 4
+        assert_equal(found[way], found["whole"])
+
+
 def test_optimizers_take_sharded_parameters_or_say_that_they_do_not(of_both):
     for each in of_both:
         said = dict(each["refusals"])

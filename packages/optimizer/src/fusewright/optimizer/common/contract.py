@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed
 from torch.compiler import is_dynamo_compiling
 
 from .placement import local
@@ -128,6 +129,8 @@ class Contract(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it, with what torch's own had chosen and ours does not use."""
         saved = super().state_dict()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            saved["state"] = {number: sendable(x) for number, x in saved["state"].items()}
         for group, theirs in zip(saved["param_groups"], self._theirs, strict=False):
             if "capturable" in theirs:
                 group["capturable"] = theirs["capturable"]
@@ -236,6 +239,14 @@ def unpacked(saved: dict[str, Any]) -> dict[str, Any]:
     if own:
         pieces = torch.load(io.BytesIO(own[0]), map_location="cpu", weights_only=True)
     return {**pieces, **saved, "param_groups": groups}
+
+
+def sendable(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter in dtypes that processes send each other: int16 is none of them."""
+    return {
+        name: x.int() if isinstance(x, Tensor) and x.dtype == torch.int16 else x
+        for name, x in state.items()
+    }
 
 
 def check_not_lost(saved: dict[str, Any]) -> None:

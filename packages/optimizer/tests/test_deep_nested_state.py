@@ -13,7 +13,7 @@ from fusewright.optimizer import AdamW
 from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimizer
 from torch.utils import _pytree as pytree
 
-from .compared import as_file, assert_equal
+from .compared import as_file, assert_equal, assert_near
 from .nested import NAN, give, model, optimizer_of
 
 UPDATES = ("adamw", "continuum")
@@ -284,8 +284,9 @@ def test_bad_state_is_refused_and_nothing_is_taken(update, bad):
     assert_refused(optimizer, state, message)
 
 
-def two_groups(**options):
-    ps = [torch.nn.Parameter(torch.cos(torch.arange(9.0) * k).view(3, 3)) for k in (1, 2, 3)]
+def two_groups(device="cpu", **options):
+    draws = [torch.cos(torch.arange(9.0, device=device) * k).view(3, 3) for k in (1, 2, 3)]
+    ps = [torch.nn.Parameter(x) for x in draws]
     named = [(f"layers.{number}.weight", p) for number, p in enumerate(ps)]
     grouping = [dict(params=ps[:1], depth=0.0), dict(params=ps[1:], depth=1.0)]
     optimizer = optimizer_of(named, grouping=grouping, **TRAINING | options)
@@ -301,10 +302,11 @@ def train(ps, optimizer, first, last):
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("way", ["itself", "state_dict", "deepcopy", "pickle", "group"])
-def test_group_without_parameters_is_as_one_without_gradients(update, way):
+@pytest.mark.parametrize("frequency", [2, 3], ids=["", "right-before-it-learns"])
+def test_group_without_parameters_is_as_one_without_gradients(update, way, frequency):
     found = []
     for emptied in (True, False):
-        ps, optimizer = two_groups(update=update, meta_update_freq=2)
+        ps, optimizer = two_groups(update=update, meta_update_freq=frequency)
         train(ps, optimizer, 1, 3)
         first, rest = ps[0], ps[1:]
         if emptied:
@@ -324,6 +326,46 @@ def test_group_without_parameters_is_as_one_without_gradients(update, way):
         train(rest, optimizer, 3, 7)
         found.append([*rest, *optimizer.controller.parameters()])
         found[-1] += optimizer.get_lr_multipliers().values()
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("way", ["itself", "state_dict", "deepcopy", "twice"])
+def test_parameters_may_leave_their_lists_right_before_it_learns(update, way, backend, device):
+    """And copies know then, by parameter, what moved in the last step."""
+    found = []
+    for left in (True, False):
+        ps, optimizer = two_groups(update=update, backend=backend, device=device)
+        train(ps[1:], optimizer, 1, 3)
+        first, second, third = ps
+        if left:
+            optimizer.param_groups[0]["params"].clear()
+            optimizer.param_groups[1]["params"].reverse()
+        for _ in range(2 if way == "twice" else 1):
+            if way in ("state_dict", "twice"):
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif way == "deepcopy":
+                (second, third), optimizer = copy.deepcopy(((second, third), optimizer))
+        train([second, third], optimizer, 3, 5)
+        found.append([second, third, *optimizer.controller.parameters()])
+    assert_near(*found)
+    assert not torch.equal(found[0][-1], torch.zeros_like(found[0][-1]))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_state_dict_of_right_after_a_group_was_added_is_taken(update, backend, device):
+    found = []
+    for saved in (True, False):
+        ps, optimizer = two_groups(update=update, backend=backend, device=device)
+        train(ps, optimizer, 1, 3)
+        more = torch.nn.Parameter(torch.ones(2, 2, device=device))
+        optimizer.add_param_group(dict(params=[more]))
+        if saved:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train([*ps, more], optimizer, 3, 5)
+        found.append([*ps, more, *optimizer.controller.parameters()])
     assert_equal(*found)
 
 

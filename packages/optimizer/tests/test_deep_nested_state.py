@@ -329,6 +329,40 @@ def test_group_without_parameters_is_as_one_without_gradients(update, way, frequ
     assert_equal(*found)
 
 
+def removed(groups):
+    groups[1]["params"] += groups.pop(0)["params"]
+
+
+def appended(groups):
+    groups.append({**groups[1], "name": "more", "params": [groups[1]["params"].pop()]})
+
+
+def deeper(groups):
+    groups[0]["depth"] = 0.25
+
+
+CHANGES = removed, appended, deeper, list.reverse
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("change", CHANGES, ids=[x.__name__ for x in CHANGES])
+def test_other_groups_than_rates_are_of_are_refused(update, change):
+    ps, optimizer = two_groups(update=update)
+    train(ps, optimizer, 1, 3)
+    change(optimizer.param_groups)
+    before = numbers(optimizer)
+    more = torch.nn.Parameter(torch.ones(2))
+    calls = (
+        lambda: optimizer.step(1.0),
+        lambda: optimizer.meta_update(sum((p * p).sum() for p in ps)),
+        lambda: optimizer.add_param_group(dict(params=[more])),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="groups must be group_0 of depth 0, group_1 of depth"):
+            call()
+    assert_same(numbers(optimizer), before)
+
+
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("way", ["itself", "state_dict", "deepcopy", "twice"])
@@ -338,7 +372,7 @@ def test_parameters_may_leave_their_lists_right_before_it_learns(update, way, ba
     for left in (True, False):
         ps, optimizer = two_groups(update=update, backend=backend, device=device)
         train(ps[1:], optimizer, 1, 3)
-        first, second, third = ps
+        second, third = ps[1:]
         if left:
             optimizer.param_groups[0]["params"].clear()
             optimizer.param_groups[1]["params"].reverse()

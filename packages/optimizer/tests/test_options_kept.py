@@ -109,6 +109,21 @@ def test_adams_decay_is_refused_where_decay_is_decoupled():
     optimizer.load_state_dict(Adam([{"params": x} for x in ps]).state_dict())
 
 
+@pytest.mark.parametrize("name", ["amsgrad", "maximize"])
+def test_options_that_nested_groups_do_not_have_are_refused(name):
+    some = torch.nn.Linear(3, 2)
+    optimizer = DeepNestedOptimizer(some)
+    grouping = [dict(params=group["params"]) for group in optimizer.param_groups]
+    for make in (torch.optim.AdamW, AdamW):
+        saved = make(grouping, **{name: True}).state_dict()
+        with pytest.raises(ValueError, match=f"{name} must be False, got True"):
+            optimizer.load_state_dict(saved)
+    grouping[1][name] = True
+    with pytest.raises(ValueError, match=f"{name} must be False, got True"):
+        DeepNestedOptimizer(some, grouping=grouping)
+    assert not any(group.get(name) for group in optimizer.param_groups)
+
+
 MUONS = [
     {},
     dict(adjust_lr_fn="original", eps=1e-5),

@@ -28,7 +28,7 @@ from ..common.checks import check_adamw_group, check_gradient
 from ..common.contract import OWN, as_it_is, keep_rate_on_device
 from ..common.placement import current
 from .adamw_mode import AdamWMode
-from .checks import Options, check_decoupled, check_members, check_nested
+from .checks import Options, check_decoupled, check_members, check_nested, check_plain
 from .continuum_mode import ContinuumMode
 from .controller_training import ControllerTraining
 from .nested_controller import Features, NestedController
@@ -215,6 +215,7 @@ class DeepNestedOptimizer(NestedState):
     def _check_group(self, group: dict[str, Any]) -> None:
         check_adamw_group(group)
         check_decoupled(group)
+        check_plain(group)
         check_members(self.param_groups)
         keep_rate_on_device(group)
 

@@ -49,6 +49,32 @@ def test_options_of_torchs_come_back_from_ours(training, name, capturable):
     assert all(group["capturable"] == capturable for group in ours.param_groups)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_torchs_foreach_goes_on_after_ours_were_capturable(training, name, scheduled):
+    """It takes no tensor for a rate."""
+    make = getattr(torch.optim, name)
+    whole, ps = training.parameters(), training.parameters()
+    theirs = make(groups(ps), foreach=True)
+    training.run(lambda _: theirs, ps, 1)
+    ours = AdamW(groups(ps), capturable=True)
+    ours.load_state_dict(as_file(theirs.state_dict()))
+    training.run(lambda _: ours, ps, 1, first=1)
+    if scheduled:
+        ours.param_groups[0]["lr"].mul_(0.5)
+    back = make(groups(ps))
+    back.load_state_dict(as_file(copy.deepcopy(ours).state_dict()))
+    training.run(lambda _: back, ps, 1, first=2)
+    expected = make(groups(whole), foreach=True)
+    training.run(lambda _: expected, whole, 2)
+    if scheduled:
+        expected.param_groups[0]["lr"] *= 0.5
+    training.run(lambda _: expected, whole, 1, first=2)
+    assert_near(ps, whole)
+    assert back.param_groups[1]["lr"] == 0.1
+    assert isinstance(back.param_groups[1]["lr"], float)
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_decay_of_ours_comes_back_from_torchs_adam(training, backend, decoupled):
     """And every optimizer on the way takes the same steps."""

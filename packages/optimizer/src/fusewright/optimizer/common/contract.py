@@ -18,8 +18,8 @@ from .placement import local
 from .tables import is_captured, same
 
 Tensor = torch.Tensor
-# Options of torch's groups that ours take by another name, or keep as they are.
-THEIRS = "capturable", "adjust_lr_fn"
+# Options of torch's groups that ours take by another name or as a tensor, or keep as they are.
+THEIRS = "capturable", "adjust_lr_fn", "lr"
 # The option of the first group with parameters that has a state dict's pieces of no parameter: what
 # torch.distributed.checkpoint keeps of a state dict is state of parameters, and their groups. As
 # bytes, since it loads only tensors that it found in the state dict of the optimizer that it loads
@@ -134,6 +134,9 @@ class Contract(torch.optim.Optimizer):
         for group, theirs in zip(saved["param_groups"], self._theirs, strict=False):
             if "capturable" in theirs:
                 group["capturable"] = theirs["capturable"]
+            # Which takes no tensor.
+            if group.get("foreach") and not group["capturable"]:
+                group["lr"] = number_again(group["lr"], theirs.get("lr"))
         own = self._own()
         if own:
             groups = saved["param_groups"]
@@ -275,6 +278,15 @@ def keep_rate_on_device(group: dict[str, Any]) -> None:
     lr, params = group["lr"], group["params"]
     if group["capturable"] and params and not isinstance(lr, Tensor):
         group["lr"] = torch.tensor(lr, dtype=torch.float32, device=local(params[0]).device)
+
+
+def number_again(lr: float | Tensor, loaded: Any) -> float | Tensor:
+    """A rate that was loaded as a number, and is a tensor since."""
+    if not isinstance(lr, Tensor) or not isinstance(loaded, float):
+        return lr
+    number = lr.item()  # sync: a state dict may wait
+    as_loaded = torch.tensor(loaded, dtype=lr.dtype, device="cpu").item()  # sync: none, on the host
+    return loaded if number == as_loaded else number
 
 
 def clear_results(results: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -5,7 +5,9 @@ bad ones, of which nothing is taken.
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -401,6 +403,46 @@ def test_state_dict_of_right_after_a_group_was_added_is_taken(update, backend, d
         train([*ps, more], optimizer, 3, 5)
         found.append([*ps, more, *optimizer.controller.parameters()])
     assert_equal(*found)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_loaded_state_is_saved_again_after_it_has_learned(update, backend, device):
+    ps, optimizer = two_groups(update=update, backend=backend, device=device, mode="explicit")
+    train(ps, optimizer, 1, 3)
+    expected = pytree.tree_leaves(copy.deepcopy(optimizer.state_dict()["nested"]["last"]))
+    for _ in range(3):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.meta_update(sum((p * p).sum() for p in ps))
+        # The controller learns, what it learns from stays.
+        assert_same(pytree.tree_leaves(optimizer.state_dict()["nested"]["last"]), expected)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_refused_step_after_a_parameter_left_its_group_changes_nothing(update):
+    ps, optimizer = two_groups(update=update)
+    train(ps, optimizer, 1, 2)
+    optimizer.param_groups[0]["params"].clear()
+    del optimizer.state[ps[0]]
+    before = numbers(optimizer)
+    ps[2].grad = torch.ones(3, 3).to_sparse()
+    with pytest.raises(TypeError, match="a gradient must be a strided tensor"):
+        optimizer.step(1.0)
+    assert_same(numbers(optimizer), before)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_parameter_that_left_its_group_is_freed_by_the_next_step(update, loaded):
+    ps, optimizer = two_groups(update=update)
+    train(ps, optimizer, 1, 3)
+    if loaded:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    left = weakref.ref(ps[0])
+    del optimizer.state[ps[0]], optimizer.param_groups[0]["params"][:], ps[0]
+    train(ps, optimizer, 3, 4)
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize("update", UPDATES)

@@ -52,10 +52,10 @@ class AdamWMode:
             backend=options.backend,
         )
         self.groups = groups
-        # The last step as it was loaded, until it is planned again or another one is taken, and the
-        # parameters that it was of.
+        # The last step as it was loaded, until it is planned again or another one is taken.
         self.loaded: dict[str, Any] | None = UNKNOWN
-        self.loaded_for: list[Tensor] = []
+        # Of which parameters, by place: they may have left their groups since.
+        self.last_of: list[Tensor] = []
 
     @property
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +90,7 @@ class AdamWMode:
         adamw.control = lambda squares, owner: rates.update(squares, owner, loss, *scaler)
         adamw.grad_scale, adamw.found_inf = scaler[0], rates.found_inf
         adamw._move_all()
-        self.loaded = None
+        self.loaded, self.last_of = None, adamw._flat
         # It refers to this step's loss.
         del adamw.control
 
@@ -99,10 +99,7 @@ class AdamWMode:
         "numbers", the kernels' ``[parameters, STEP_NUMBERS]``, None where plain torch computes how
         parameters were updated.
         """
-        if self.loaded is None:
-            ps, last = self.adamw._flat, self.planned_last()
-        else:
-            ps, last = self.loaded_for, self.loaded
+        ps, last = self.last_of, self.planned_last() if self.loaded is None else self.loaded
         now, gradients, numbers = self.parameters(), last["gradients"], last["numbers"]
         if gradients is None or same(ps, now):
             return last
@@ -117,7 +114,7 @@ class AdamWMode:
 
     def planned_last(self) -> dict[str, Any]:
         """``last`` by the places that the last step had."""
-        gradients: list[torch.dtype | None] = [None for _ in self.adamw._flat]
+        gradients: list[torch.dtype | None] = [None for _ in self.last_of]
         for part, _ in self.adamw._parts:
             for member in part.members:
                 gradients[member.place] = member.key.gradient
@@ -136,7 +133,7 @@ class AdamWMode:
         if numbers is not None:
             numbers = numbers.to(self.rates.device, torch.float32, copy=True)
         self.loaded = {"gradients": last["gradients"], "numbers": numbers}
-        self.loaded_for = self.parameters()[: len(last["gradients"] or ())]
+        self.last_of = self.parameters()[: len(last["gradients"] or ())]
 
     def wanted_last(self) -> Any:
         """``last()`` for ``check_like``."""
@@ -177,7 +174,7 @@ class AdamWMode:
         loaded, adamw = self.loaded, self.adamw
         if loaded is None or loaded["numbers"] is None:
             return
-        if not same(self.loaded_for, self.parameters()[: len(self.loaded_for)]):
+        if not same(self.last_of, self.parameters()[: len(self.last_of)]):
             return
         members, known = [], enumerate(loaded["gradients"])
         for number, group in enumerate(adamw.param_groups):

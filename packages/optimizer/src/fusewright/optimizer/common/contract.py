@@ -282,7 +282,7 @@ def keep_rate_on_device(group: dict[str, Any]) -> None:
 
 def number_again(lr: float | Tensor, loaded: Any) -> float | Tensor:
     """A rate that was loaded as a number, and is a tensor since."""
-    if not isinstance(lr, Tensor) or not isinstance(loaded, float):
+    if not isinstance(lr, Tensor) or loaded is None or isinstance(loaded, Tensor):
         return lr
     number = lr.item()  # sync: a state dict may wait
     as_loaded = torch.tensor(loaded, dtype=lr.dtype, device="cpu").item()  # sync: none, on the host

@@ -194,6 +194,59 @@ def replicated(rank: int, folder: pathlib.Path) -> dict:
     return found
 
 
+def remainders(rank: int, folder: pathlib.Path) -> dict:
+    """What training with the bits that bf16 lacks has, and what training has that goes on from a
+    checkpoint, and from a whole state dict that the first process alone has.
+    """
+
+    def made(name):
+        model = new_model().bfloat16()
+        if name == "nested":
+            torch.manual_seed(rank)
+            return model, DeepNestedOptimizer(model, rounding="remainder")
+        if name == "sharded":
+            fully_shard(model, mesh=init_device_mesh("cpu", (PROCESSES,)))
+        return model, AdamW(model.parameters(), 0.01, rounding="remainder")
+
+    def train(model, optimizer, name, first, last):
+        for step in range(first, last):
+            optimizer.zero_grad()
+            model(batch(step).bfloat16()).square().mean().backward()
+            optimizer.step(*(1.0,) * (name == "nested"))
+        optimizer.zero_grad()
+
+    found = {}
+    for name in ("sharded", "replicated", "nested"):
+        model, optimizer = made(name)
+        train(model, optimizer, name, 0, BREAK)
+        save(model, optimizer, folder / f"remainders-{name}")
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        parts = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+        train(model, optimizer, name, BREAK, STEPS)
+        expected = local(model, optimizer)
+
+        model, optimizer = made(name)
+        load(model, optimizer, folder / f"remainders-{name}")
+        train(model, optimizer, name, BREAK, STEPS)
+        loaded = local(model, optimizer)
+
+        model, optimizer = made(name)
+        sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, parts[0], options=sent)
+        set_optimizer_state_dict(model, optimizer, parts[1], options=sent)
+        train(model, optimizer, name, BREAK, STEPS)
+        found[name] = {"whole": expected, "loaded": loaded, "sent": local(model, optimizer)}
+    return found
+
+
+def local(model, optimizer) -> list[torch.Tensor]:
+    """All parameters and states, of sharded ones what this process has."""
+    found = []
+    for p in model.parameters():
+        found += [p, *(x for _, x in sorted(optimizer.state[p].items()))]
+    return [(x.to_local() if isinstance(x, DTensor) else x).detach().clone() for x in found]
+
+
 def refusals() -> dict:
     """What each optimizer says to sharded parameters; nothing where it takes them."""
     model = new_model()
@@ -265,6 +318,23 @@ def placements(rank: int, backend: str) -> dict:
     return found
 
 
+def partial_norms(rank: int, backend: str) -> dict:
+    """Norms of a gradient whose processes hold summands of it, and what clipping leaves."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    start = torch.linspace(-1.0, 1.0, 15).view(5, 3)
+    shares = [start.cos(), start.exp()]
+    p = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Replicate()]))
+    plain = torch.nn.Parameter(torch.zeros(3))
+    found = {"expected": sum(shares)}
+    for name, most in {"number": 0.5, "tensor": torch.tensor(0.5)}.items():
+        p.grad = DTensor.from_local(shares[rank].clone(), mesh, [Partial()])
+        plain.grad = torch.ones(3)
+        norm = grad_norm([p.grad, plain.grad], backend=backend).item()
+        clipped_by = clip_grad_norm_([p, plain], most, backend=backend).item()
+        found[name] = norm, clipped_by, whole(p.grad), plain.grad
+    return found
+
+
 def strided_shards(rank: int, backend: str) -> float:
     """The norm of a gradient that is sharded as FSDP2 shards what is sharded already."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
@@ -286,10 +356,12 @@ def work(rank: int, folder: pathlib.Path) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     found = {"replicated": replicated(rank, folder), "refusals": refusals()}
+    found["remainders"] = remainders(rank, folder)
     for backend in BACKENDS:
         found[backend] = sharded_training(rank, folder, backend)
         found[backend]["clipping"] = clipping(rank, backend)
         found[backend]["placements"] = placements(rank, backend)
+        found[backend]["partial"] = partial_norms(rank, backend)
         found[backend]["strided"] = strided_shards(rank, backend)
     torch.save(found, folder / f"found-{rank}.pt")
     dist.destroy_process_group()

@@ -144,6 +144,58 @@ def test_state_dict_in_memory_goes_on_with_the_same_bits(case):
     assert_equal(numbers(model, optimizer), numbers(other, twin))
 
 
+@pytest.mark.parametrize("name", ["velo", *UPDATES])
+def test_first_group_may_be_empty(name, learned):
+    """torch.distributed.checkpoint keeps no options of it."""
+    found = []
+    networks = learned.velo_networks()
+
+    def made(model, seed):
+        first, rest = ([*part.parameters()] for part in (model[0], model[2]))
+        groups = [dict(params=first), dict(params=rest)]
+        torch.manual_seed(seed)
+        if name == "velo":
+            optimizer = VeLO(groups, networks, 20)
+        else:
+            options = dict(meta_update_freq=2, meta_lr=0.05) | UPDATES[name]
+            optimizer = DeepNestedOptimizer(model, grouping=groups, **options)
+        empty, whole = optimizer.param_groups
+        empty["params"], whole["params"] = [], [*first, *rest]
+        return optimizer
+
+    model = new_model()
+    optimizer = made(model, 1)
+    train(model, optimizer, True, 0, BREAK)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    other = copy.deepcopy(model)
+    twin = made(other, 2)
+    set_optimizer_state_dict(other, twin, saved)
+    for each, its in ((model, optimizer), (other, twin)):
+        train(each, its, True, BREAK, STEPS)
+        found.append(numbers(each, its))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("name", ["velo", "nested", "continuum"])
+def test_groups_that_lose_what_is_of_no_parameter_are_refused(name, learned):
+    """torch.distributed.checkpoint gives options to groups by their parameters, the last ones."""
+    model = new_model()
+    ps = [*model.parameters()]
+
+    def made(first):
+        groups = [dict(params=ps[:first]), dict(params=ps[first:])]
+        if name == "velo":
+            return VeLO(groups, learned.velo_networks(), 20)
+        return DeepNestedOptimizer(model, grouping=groups, **UPDATES[name])
+
+    optimizer, other = made(2), made(1)
+    train(model, optimizer, True, 0, 2)
+    saved = get_optimizer_state_dict(model, optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match='must have "optimizer_state" in one of its groups, got'):
+        set_optimizer_state_dict(model, other, saved)
+
+
 # What groups have in state dicts by now and did not have from the first.
 LATER = {
     "adamw": ("decoupled_weight_decay",),

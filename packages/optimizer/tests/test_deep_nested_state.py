@@ -5,7 +5,9 @@ bad ones, of which nothing is taken.
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from fusewright.optimizer import AdamW
 from fusewright.optimizer.nested.deep_nested_optimizer import DeepNestedOptimizer
 from torch.utils import _pytree as pytree
 
-from .compared import as_file, assert_equal
+from .compared import as_file, assert_equal, assert_near
 from .nested import NAN, give, model, optimizer_of
 
 UPDATES = ("adamw", "continuum")
@@ -284,8 +286,9 @@ def test_bad_state_is_refused_and_nothing_is_taken(update, bad):
     assert_refused(optimizer, state, message)
 
 
-def two_groups(**options):
-    ps = [torch.nn.Parameter(torch.cos(torch.arange(9.0) * k).view(3, 3)) for k in (1, 2, 3)]
+def two_groups(device="cpu", **options):
+    draws = [torch.cos(torch.arange(9.0, device=device) * k).view(3, 3) for k in (1, 2, 3)]
+    ps = [torch.nn.Parameter(x) for x in draws]
     named = [(f"layers.{number}.weight", p) for number, p in enumerate(ps)]
     grouping = [dict(params=ps[:1], depth=0.0), dict(params=ps[1:], depth=1.0)]
     optimizer = optimizer_of(named, grouping=grouping, **TRAINING | options)
@@ -301,10 +304,11 @@ def train(ps, optimizer, first, last):
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("way", ["itself", "state_dict", "deepcopy", "pickle", "group"])
-def test_group_without_parameters_is_as_one_without_gradients(update, way):
+@pytest.mark.parametrize("frequency", [2, 3], ids=["", "right-before-it-learns"])
+def test_group_without_parameters_is_as_one_without_gradients(update, way, frequency):
     found = []
     for emptied in (True, False):
-        ps, optimizer = two_groups(update=update, meta_update_freq=2)
+        ps, optimizer = two_groups(update=update, meta_update_freq=frequency)
         train(ps, optimizer, 1, 3)
         first, rest = ps[0], ps[1:]
         if emptied:
@@ -325,6 +329,120 @@ def test_group_without_parameters_is_as_one_without_gradients(update, way):
         found.append([*rest, *optimizer.controller.parameters()])
         found[-1] += optimizer.get_lr_multipliers().values()
     assert_equal(*found)
+
+
+def removed(groups):
+    groups[1]["params"] += groups.pop(0)["params"]
+
+
+def appended(groups):
+    groups.append({**groups[1], "name": "more", "params": [groups[1]["params"].pop()]})
+
+
+def deeper(groups):
+    groups[0]["depth"] = 0.25
+
+
+CHANGES = removed, appended, deeper, list.reverse
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("change", CHANGES, ids=[x.__name__ for x in CHANGES])
+def test_other_groups_than_rates_are_of_are_refused(update, change):
+    ps, optimizer = two_groups(update=update)
+    train(ps, optimizer, 1, 3)
+    change(optimizer.param_groups)
+    before = numbers(optimizer)
+    more = torch.nn.Parameter(torch.ones(2))
+    calls = (
+        lambda: optimizer.step(1.0),
+        lambda: optimizer.meta_update(sum((p * p).sum() for p in ps)),
+        lambda: optimizer.add_param_group(dict(params=[more])),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="groups must be group_0 of depth 0, group_1 of depth"):
+            call()
+    assert_same(numbers(optimizer), before)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("way", ["itself", "state_dict", "deepcopy", "twice"])
+def test_parameters_may_leave_their_lists_right_before_it_learns(update, way, backend, device):
+    """And copies know then, by parameter, what moved in the last step."""
+    found = []
+    for left in (True, False):
+        ps, optimizer = two_groups(update=update, backend=backend, device=device)
+        train(ps[1:], optimizer, 1, 3)
+        second, third = ps[1:]
+        if left:
+            optimizer.param_groups[0]["params"].clear()
+            optimizer.param_groups[1]["params"].reverse()
+        for _ in range(2 if way == "twice" else 1):
+            if way in ("state_dict", "twice"):
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif way == "deepcopy":
+                (second, third), optimizer = copy.deepcopy(((second, third), optimizer))
+        train([second, third], optimizer, 3, 5)
+        found.append([second, third, *optimizer.controller.parameters()])
+    assert_near(*found)
+    assert not torch.equal(found[0][-1], torch.zeros_like(found[0][-1]))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_state_dict_of_right_after_a_group_was_added_is_taken(update, backend, device):
+    found = []
+    for saved in (True, False):
+        ps, optimizer = two_groups(update=update, backend=backend, device=device)
+        train(ps, optimizer, 1, 3)
+        more = torch.nn.Parameter(torch.ones(2, 2, device=device))
+        optimizer.add_param_group(dict(params=[more]))
+        if saved:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train([*ps, more], optimizer, 3, 5)
+        found.append([*ps, more, *optimizer.controller.parameters()])
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_loaded_state_is_saved_again_after_it_has_learned(update, backend, device):
+    ps, optimizer = two_groups(update=update, backend=backend, device=device, mode="explicit")
+    train(ps, optimizer, 1, 3)
+    expected = pytree.tree_leaves(copy.deepcopy(optimizer.state_dict()["nested"]["last"]))
+    for _ in range(3):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.meta_update(sum((p * p).sum() for p in ps))
+        # The controller learns, what it learns from stays.
+        assert_same(pytree.tree_leaves(optimizer.state_dict()["nested"]["last"]), expected)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_refused_step_after_a_parameter_left_its_group_changes_nothing(update):
+    ps, optimizer = two_groups(update=update)
+    train(ps, optimizer, 1, 2)
+    optimizer.param_groups[0]["params"].clear()
+    del optimizer.state[ps[0]]
+    before = numbers(optimizer)
+    ps[2].grad = torch.ones(3, 3).to_sparse()
+    with pytest.raises(TypeError, match="a gradient must be a strided tensor"):
+        optimizer.step(1.0)
+    assert_same(numbers(optimizer), before)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_parameter_that_left_its_group_is_freed_by_the_next_step(update, loaded):
+    ps, optimizer = two_groups(update=update)
+    train(ps, optimizer, 1, 3)
+    if loaded:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    left = weakref.ref(ps[0])
+    del optimizer.state[ps[0]], optimizer.param_groups[0]["params"][:], ps[0]
+    train(ps, optimizer, 3, 4)
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize("update", UPDATES)

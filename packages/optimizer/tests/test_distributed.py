@@ -123,6 +123,15 @@ def test_training_of_whole_parameters_goes_on_in_two_processes(of_both, name, wa
         assert_equal(each["replicated"][name][way], of_both[0]["replicated"][name]["whole"])
 
 
+@pytest.mark.parametrize("name", ["sharded", "replicated", "nested"])
+@pytest.mark.parametrize("way", ["loaded", "sent"])
+def test_bits_that_bf16_lacks_go_on_in_two_processes(of_both, name, way):
+    for each in of_both:
+        found = each["remainders"][name]
+        assert sum(x.dtype == torch.int16 for x in found[way]) == 4
+        assert_equal(found[way], found["whole"])
+
+
 def test_optimizers_take_sharded_parameters_or_say_that_they_do_not(of_both):
     for each in of_both:
         said = dict(each["refusals"])
@@ -149,6 +158,16 @@ def test_gradients_placed_otherwise_than_their_parameters_count_as_wholes(found,
         expected, expected_norm = each["placements"]["expected"]
         assert norm == pytest.approx(expected_norm, rel=2 * EPS)
         assert_near([p], [expected])
+
+
+@pytest.mark.parametrize("case", ["number", "tensor"])
+def test_norm_of_partial_sums_is_that_of_their_sum(found, case):
+    for each in found:
+        norm, clipped_by, clipped, plain = each["partial"][case]
+        expected, ones = each["partial"]["expected"].double(), torch.ones(3)
+        whole = math.sqrt(expected.square().sum().item() + 3.0)
+        assert [norm, clipped_by] == pytest.approx([whole] * 2, rel=2 * EPS)
+        assert_near([clipped, plain], [(expected * (0.5 / whole)).float(), ones * (0.5 / whole)])
 
 
 def test_norm_counts_shards_of_shards(found):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from fusewright.optimizer import clip_grad_norm_, grad_norm
 
+from .compared import assert_near
+
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -135,6 +137,20 @@ def test_tensor_of_a_norm_scales_as_its_number(shape, backend, device):
     rtol = 4 * torch.finfo(torch.float32).eps
     for p, twin in zip(ps, twins, strict=True):
         torch.testing.assert_close(p.grad, twin.grad, rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("max_norm", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
+@pytest.mark.parametrize("scale", [1.0, 1e60])
+@pytest.mark.parametrize("checked", [False, True])
+def test_gradients_in_fp64_are_scaled_in_fp64(checked, scale, max_norm, device):
+    """Whatever fp32 holds: the norm that is returned alone is fp32."""
+    ps, twins = with_gradients(torch.float64, device), with_gradients(torch.float64, device)
+    for p in (*ps, *twins):
+        p.grad *= scale
+    found = clip_grad_norm_(ps, max_norm, error_if_nonfinite=checked)
+    expected = torch.nn.utils.clip_grad_norm_(twins, 0.25)
+    assert torch.equal(found, expected.float())
+    assert_near([p.grad for p in ps], [p.grad for p in twins])
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0])

@@ -49,6 +49,32 @@ def test_options_of_torchs_come_back_from_ours(training, name, capturable):
     assert all(group["capturable"] == capturable for group in ours.param_groups)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_torchs_foreach_goes_on_after_ours_were_capturable(training, name, scheduled):
+    """It takes no tensor for a rate."""
+    make = getattr(torch.optim, name)
+    whole, ps = training.parameters(), training.parameters()
+    theirs = make(groups(ps), lr=1, foreach=True)
+    training.run(lambda _: theirs, ps, 1)
+    ours = AdamW(groups(ps), capturable=True)
+    ours.load_state_dict(as_file(theirs.state_dict()))
+    training.run(lambda _: ours, ps, 1, first=1)
+    if scheduled:
+        ours.param_groups[0]["lr"].mul_(0.5)
+    back = make(groups(ps))
+    back.load_state_dict(as_file(copy.deepcopy(ours).state_dict()))
+    training.run(lambda _: back, ps, 1, first=2)
+    expected = make(groups(whole), lr=1, foreach=True)
+    training.run(lambda _: expected, whole, 2)
+    if scheduled:
+        expected.param_groups[0]["lr"] *= 0.5
+    training.run(lambda _: expected, whole, 1, first=2)
+    assert_near(ps, whole)
+    assert back.param_groups[1]["lr"] == 0.1
+    assert not any(isinstance(group["lr"], torch.Tensor) for group in back.param_groups)
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_decay_of_ours_comes_back_from_torchs_adam(training, backend, decoupled):
     """And every optimizer on the way takes the same steps."""
@@ -107,6 +133,21 @@ def test_adams_decay_is_refused_where_decay_is_decoupled():
         optimizer.load_state_dict(saved)
     # Without decay there is no difference.
     optimizer.load_state_dict(Adam([{"params": x} for x in ps]).state_dict())
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize"])
+def test_options_that_nested_groups_do_not_have_are_refused(name):
+    some = torch.nn.Linear(3, 2)
+    optimizer = DeepNestedOptimizer(some)
+    grouping = [dict(params=group["params"]) for group in optimizer.param_groups]
+    for make in (torch.optim.AdamW, AdamW):
+        saved = make(grouping, **{name: True}).state_dict()
+        with pytest.raises(ValueError, match=f"{name} must be False, got True"):
+            optimizer.load_state_dict(saved)
+    grouping[1][name] = True
+    with pytest.raises(ValueError, match=f"{name} must be False, got True"):
+        DeepNestedOptimizer(some, grouping=grouping)
+    assert not any(group.get(name) for group in optimizer.param_groups)
 
 
 MUONS = [

@@ -9,6 +9,8 @@ from fusewright.optimizer import group_of
 CORE = (
     "layers.0.mlp.gate_proj.weight",
     "layers.0.mlp.gate_up_proj.weight",
+    "layers.0.mlp.gate_projection.weight",
+    "layers.0.mlp.projections_gate.weight",
     "layers.0.mlp.w1.weight",
     "layers.0.attention.q_proj.weight",
     "propagated.weight",
@@ -18,6 +20,7 @@ OUTSIDE = (
     "model.embed_tokens.weight",
     "tok_embeddings.weight",
     "layers.0.mlp.gate.weight",
+    "layers.0.mlp.gate.projection.weight",
     "layers.0.memory.gates.linear.weight",
     "layers.0.mixer.value_gate.weight",
     "layers.0.router.weight",

@@ -10,7 +10,7 @@ from fusewright.optimizer import AdamW
 from fusewright_testkit import Yardstick
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .compared import assert_near
+from .compared import assert_equal, assert_near
 
 OPTIONS = [
     {},
@@ -209,6 +209,21 @@ def check_chance(backend, device):
     assert abs(moved.mean().item() - 10 * lr) < 5 * deviation
     # Elements and steps draw apart: the spread is that of ten draws each.
     assert moved.std().item() == pytest.approx(2**-7 * (10 * 0.05 * 0.95) ** 0.5, rel=0.05)
+
+
+def test_state_of_fp64_parameters_is_rounded_by_chance_as_that_of_fp32(device):
+    """The numbers are those that both dtypes hold."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        p = torch.nn.Parameter(torch.ones(5, 7, dtype=dtype, device=device))
+        options = dict(betas=(0.5, 0.5), rounding="stochastic", state_dtype=torch.bfloat16)
+        optimizer = AdamW([p], backend="reference", **options)
+        p.grad = torch.full_like(p, 1.0 + 2**-9)
+        for _ in range(3):
+            optimizer.step()
+        found.append([optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")])
+    assert_equal(*found)
+    assert len(found[1][0].unique()) > 1
 
 
 def test_stochastic_rounding_draws_apart_for_all_that_it_rounds(backend, device):

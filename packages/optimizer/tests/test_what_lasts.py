@@ -9,7 +9,15 @@ import pickle
 
 import pytest
 import torch
-from fusewright.optimizer import M3, AdamW, Muon, clip_grad_norm_, grad_norm
+from fusewright.optimizer import (
+    M3,
+    AdamW,
+    DeepMomentum,
+    DeltaMomentum,
+    Muon,
+    clip_grad_norm_,
+    grad_norm,
+)
 
 from .compared import as_file, assert_equal, everything
 from .kinds import ADAMW, LEARNED, STACKED, of_kinds
@@ -355,6 +363,37 @@ def test_momentum_alone_takes_gradients_without_finite_squares(backend, device):
     assert not optimizer.skipped
     assert not torch.equal(p, torch.ones_like(p))
     assert all(x.isfinite().all() for x in everything(optimizer))
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (3, 8), (5,)], ids=str)
+def test_squares_of_delta_momentum_without_normalization_are_finite(shape, device):
+    p = torch.nn.Parameter(torch.ones(shape, device=device))
+    optimizer = DeltaMomentum([p], normalize=False, skip_nonfinite=True)
+    for step, large in enumerate((1.0, 3e22, 1e-3, 3e22)):
+        if step == 3:
+            # An option may change between steps.
+            optimizer.param_groups[0]["normalize"] = True
+        p.grad = torch.full_like(p, large)
+        before = p.detach().clone()
+        optimizer.step()
+        assert optimizer.skipped.item() == (step == 1)
+        assert torch.equal(p, before) == (step == 1)
+        assert all(x.isfinite().all() for x in everything(optimizer))
+
+
+@pytest.mark.parametrize("make", [DeltaMomentum, DeepMomentum, Muon])
+def test_norm_that_its_dtype_does_not_hold_is_none(make, device):
+    """Which grad_norm says: it is infinite."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        p = torch.nn.Parameter(torch.ones(8, 3, dtype=dtype, device=device))
+        optimizer = make([p], skip_nonfinite=True)
+        p.grad = torch.full_like(p, 1e38)
+        before = p.detach().clone()
+        optimizer.step()
+        assert optimizer.grad_norm.isinf()
+        assert optimizer.skipped.item() == (dtype != torch.float64)
+        assert torch.equal(p, before) == (dtype != torch.float64)
+        assert all(x.isfinite().all() for x in everything(optimizer))
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e30])

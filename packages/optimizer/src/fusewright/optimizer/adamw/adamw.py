@@ -185,7 +185,7 @@ class AdamW(PlannedOptimizer):
         for p, state in self._states_of(saved):
             for name, value in state.items():
                 # Another optimizer cast these bits, and updated the parameter without them.
-                if name != "remainder" or value.dtype == torch.int16:
+                if name != "remainder" or not value.is_floating_point():
                     self.state[p][name] = self._state_format.converted(name, value, p)
         for group, was in zip(self.param_groups, before, strict=True):
             group["capturable"] = was["capturable"]

@@ -193,7 +193,7 @@ def keep(member: Member, wide: Wide, t: Tensor, skipped: Tensor, rules: Rules, n
             return
         if rules.rounding == "stochastic" and buffer.dtype == torch.bfloat16:
             bits = random_bits(rules.seed, t, number, x.shape, x.device) >> shift
-            x = stochastically_rounded(x, bits)
+            x = stochastically_rounded(x.float(), bits)
         buffer.copy_(torch.where(skipped, buffer, x.to(buffer.dtype)))
 
     store(exp_avg, m, SHIFTS[1])

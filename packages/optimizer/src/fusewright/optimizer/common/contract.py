@@ -11,17 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed
 from torch.compiler import is_dynamo_compiling
 
 from .placement import local
 from .tables import is_captured, same
 
 Tensor = torch.Tensor
-# Options of torch's groups that ours take by another name, or keep as they are.
-THEIRS = "capturable", "adjust_lr_fn"
-# The option of the first group that has a state dict's pieces of no parameter: what
-# torch.distributed.checkpoint keeps of a state dict is state of parameters, and groups. As bytes,
-# since it loads only tensors that it found in the state dict of the optimizer that it loads into.
+# Options of torch's groups that ours take by another name or as a tensor, or keep as they are.
+THEIRS = "capturable", "adjust_lr_fn", "lr"
+# The option of the first group with parameters that has a state dict's pieces of no parameter: what
+# torch.distributed.checkpoint keeps of a state dict is state of parameters, and their groups. As
+# bytes, since it loads only tensors that it found in the state dict of the optimizer that it loads
+# into.
 OWN = "optimizer_state"
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -127,12 +129,18 @@ class Contract(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's optimizers have it, with what torch's own had chosen and ours does not use."""
         saved = super().state_dict()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            saved["state"] = {number: sendable(x) for number, x in saved["state"].items()}
         for group, theirs in zip(saved["param_groups"], self._theirs, strict=False):
             if "capturable" in theirs:
                 group["capturable"] = theirs["capturable"]
+            # Which takes no tensor.
+            if group.get("foreach") and not group["capturable"]:
+                group["lr"] = number_again(group["lr"], theirs.get("lr"))
         own = self._own()
         if own:
-            saved["param_groups"][0][OWN] = packed(own)
+            groups = saved["param_groups"]
+            next((group for group in groups if group["params"]), groups[0])[OWN] = packed(own)
         return saved | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,6 +150,8 @@ class Contract(torch.optim.Optimizer):
         theirs: list[dict[str, Any]] = []
 
         def check(_: Any, adapted: dict[str, Any]) -> dict[str, Any]:
+            if self._own():
+                check_not_lost(adapted)
             saved.update(self._checked(self._completed(unpacked(adapted))))
             for group in adapted["param_groups"]:
                 theirs.append({name: group[name] for name in THEIRS if name in group})
@@ -234,6 +244,24 @@ def unpacked(saved: dict[str, Any]) -> dict[str, Any]:
     return {**pieces, **saved, "param_groups": groups}
 
 
+def sendable(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter in dtypes that processes send each other: int16 is none of them."""
+    return {
+        name: x.int() if isinstance(x, Tensor) and x.dtype == torch.int16 else x
+        for name, x in state.items()
+    }
+
+
+def check_not_lost(saved: dict[str, Any]) -> None:
+    """Raise where no group has the pieces that one of them had."""
+    found = [group[OWN] for group in saved["param_groups"] if OWN in group]
+    if found and saved.keys() <= {"state", "param_groups"} and not any(found):
+        raise ValueError(
+            f'the state dict must have "{OWN}" in one of its groups, got none: its groups were '
+            "others than those that it is loaded into"
+        )
+
+
 def is_zero(lr: float | Tensor) -> bool:
     """Of a learning rate on the host; no other is looked at."""
     return bool(lr == 0.0) if not isinstance(lr, Tensor) or lr.is_cpu else False
@@ -250,6 +278,15 @@ def keep_rate_on_device(group: dict[str, Any]) -> None:
     lr, params = group["lr"], group["params"]
     if group["capturable"] and params and not isinstance(lr, Tensor):
         group["lr"] = torch.tensor(lr, dtype=torch.float32, device=local(params[0]).device)
+
+
+def number_again(lr: float | Tensor, loaded: Any) -> float | Tensor:
+    """A rate that was loaded as a number, and is a tensor since."""
+    if not isinstance(lr, Tensor) or loaded is None or isinstance(loaded, Tensor):
+        return lr
+    number = lr.item()  # sync: a state dict may wait
+    as_loaded = torch.tensor(loaded, dtype=lr.dtype, device="cpu").item()  # sync: none, on the host
+    return loaded if number == as_loaded else number
 
 
 def clear_results(results: tuple[Tensor, Tensor, Tensor]) -> None:

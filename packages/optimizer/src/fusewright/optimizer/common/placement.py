@@ -46,6 +46,19 @@ def placed_like(g: Tensor | None, p: Tensor) -> Tensor | None:
     return g.redistribute(placements=placements)  # type: ignore[attr-defined]
 
 
+def summed(g: Tensor) -> Tensor:
+    """A DTensor without partial sums, which an all-reduce adds; any other tensor as it is."""
+    if not is_distributed(g):
+        return g
+    placements = g.placements  # type: ignore[attr-defined]
+    if not any(how.is_partial() for how in placements):
+        return g
+    from torch.distributed.tensor import Replicate
+
+    whole = [Replicate() if how.is_partial() else how for how in placements]
+    return g.redistribute(placements=whole)  # type: ignore[attr-defined]
+
+
 def is_dense(x: Tensor) -> bool:
     """Whether the elements fill memory without gaps, in any order of axes."""
     expected = 1

@@ -50,7 +50,8 @@ class DeltaMomentum(StackedOptimizer):
         delta: how much of what it holds along the gradient is taken away, from 0, which is
             torch.optim.SGD's momentum, to 1 + alpha.
         normalize: take the gradient over its norm as the key.
-        maximize, capturable, skip_nonfinite: as ``Muon`` has them.
+        maximize, capturable, skip_nonfinite: as ``Muon`` has them; without normalize the step takes
+            squares of gradients.
 
     The state of a parameter is ``momentum_buffer``. Arithmetic and state are fp32 for narrower
     parameters; fp32 products follow torch's TF32 switch.
@@ -95,6 +96,11 @@ class DeltaMomentum(StackedOptimizer):
 
     def _new_state(self, p: Tensor, group: dict[str, Any], place: int) -> dict[str, Tensor]:
         return {"momentum_buffer": new_buffer(p)}
+
+    def _squared(self, stack: Stack) -> list[torch.dtype]:
+        # The product of a gradient with itself.
+        plain = not self.param_groups[stack.number]["normalize"]
+        return [x.dtype for x in stack.buffers.values()] if plain else []
 
     def _move(self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None) -> None:
         lr, p = group["lr"], stack.values()

@@ -66,9 +66,10 @@ class Muon(MatrixOptimizer):
         maximize: ascend.
         capturable: make lr a tensor on the parameters' device, so that learning-rate
             schedulers reach a captured step.
-        skip_nonfinite: leave everything as it was where the gradients have no finite norm, or one
-            of 2^63 or more and the state has their squares: where AdamW updates a group, and in
-            ``M3``. Decided on the device, by one more reading of the gradients.
+        skip_nonfinite: leave everything as it was where the gradients have no norm that is finite
+            in the working dtype, or one of 2^63 or more and the state has their squares: where
+            AdamW updates a group, and in ``M3``. Decided on the device, by one more reading of the
+            gradients.
 
     Arithmetic and state are fp32 for narrower parameters, fp64 for fp64; parameters are rounded
     once. With a ``torch.amp.GradScaler`` unscaling happens inside the step, and its skip is one.

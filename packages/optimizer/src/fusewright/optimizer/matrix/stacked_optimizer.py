@@ -9,7 +9,7 @@ The device decides whether a step is taken and selects by it; the host waits for
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..common.reference import is_too_large
 from ..common.step import norm_bound, total_squares
 from ..common.tables import check_eager, same
 from ..norms.grad_norm import parts_of
-from .stack import Stack, check_parameter, check_state, factor_of
+from .stack import Stack, check_parameter, check_state, factor_of, working_dtype
 
 Tensor = torch.Tensor
 # Elements of a stack at most: besides the state a step needs a few times their memory.
@@ -95,7 +95,6 @@ class StackedOptimizer(Contract):
         self._stacks: list[Stack] = []
         self._flat: list[Tensor] = []
         self._formats: list[tuple[int, torch.dtype, torch.device, torch.Size]] = []
-        self._norm_below = math.inf
 
     def _members(self) -> Iterator[tuple[int, int, Tensor]]:
         """The place of each parameter, the number of its group, and it."""
@@ -115,7 +114,7 @@ class StackedOptimizer(Contract):
             return loss
         self._check_stacks(stacks)
         self._keep_captured(stacks)
-        skips = self._decide()
+        skips = self._decide(stacks)
         scale = getattr(self, "grad_scale", None)
         numbers = sorted({stack.number for stack in stacks})
         self._begin([self.param_groups[number] for number in numbers])
@@ -126,7 +125,17 @@ class StackedOptimizer(Contract):
                 self._move_stack(stack, sign, on(device, scale), group, on(device, skips))
         return loss
 
-    def _decide(self) -> Tensor | None:
+    def _squared(self, stack: Stack) -> list[torch.dtype]:
+        """The dtypes in which a step stores or takes squares of a stack's gradients."""
+        return [x.dtype for name, x in stack.buffers.items() if name in SQUARED]
+
+    def _norm_below(self, stacks: list[Stack]) -> float:
+        """The bound of norms: that of squares, and what the stacks' dtypes hold."""
+        squared = itertools.chain.from_iterable(map(self._squared, stacks))
+        dtypes = {working_dtype(stack.params[0].dtype) for stack in stacks}
+        return min(norm_bound(squared), *(torch.finfo(dtype).max for dtype in dtypes))
+
+    def _decide(self, stacks: list[Stack]) -> Tensor | None:
         """Whether this step is skipped, where anything could make it so."""
         norm, skipped, count = self._last()
         gradients = [p.grad for p in self._flat if p.grad is not None]
@@ -141,7 +150,7 @@ class StackedOptimizer(Contract):
             if scale is not None:
                 total = total / on(norm.device, scale).abs().reshape(())
             norm.copy_(total)
-            nonfinite = is_too_large(total, self._norm_below)
+            nonfinite = is_too_large(total, self._norm_below(stacks))
             skips = nonfinite if skips is None else skips | nonfinite
         if skips is None:
             skipped.zero_()
@@ -180,12 +189,6 @@ class StackedOptimizer(Contract):
                     for p, view in zip(params, views, strict=True):
                         self.state[p][name] = view
                 self._stacks.append(stack)
-        self._norm_below = norm_bound(
-            x.dtype
-            for stack in self._stacks
-            for name, x in stack.buffers.items()
-            if name in SQUARED
-        )
         self._leave_stacks(set(flat))
         self._flat, self._formats = flat, formats
         return self._stacks

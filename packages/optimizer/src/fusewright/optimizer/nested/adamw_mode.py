@@ -5,13 +5,12 @@ parameter was updated per learning rate, which it saves for copies.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..common.tables import check_eager, upload
+from ..common.tables import check_eager, same, upload
 from .checks import AnyOf, Options
 from .continuum import Continuum
 from .grouped_adamw import GroupedAdamW
@@ -52,8 +51,11 @@ class AdamWMode:
             seed=options.seed,
             backend=options.backend,
         )
+        self.groups = groups
         # The last step as it was loaded, until it is planned again or another one is taken.
         self.loaded: dict[str, Any] | None = UNKNOWN
+        # Of which parameters, by place: they may have left their groups since.
+        self.last_of: list[Tensor] = []
 
     @property
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,11 +63,15 @@ class AdamWMode:
 
     def follow(self, groups: Groups, state: Any) -> None:
         """Take the optimizer's groups and state as they are now."""
-        self.adamw.state = state
+        self.groups, self.adamw.state = groups, state
         for own, group, rate in zip(self.adamw.param_groups, groups, self.views, strict=True):
             own["params"], own["lr"] = group["params"], rate
             for name in GROUP_OPTIONS:
                 own[name] = group[name]
+
+    def parameters(self) -> list[Tensor]:
+        """As they are grouped now."""
+        return [p for group in self.groups for p in group["params"]]
 
     def allocate(self) -> None:
         """Make the state of parameters that have gradients, and no step."""
@@ -84,7 +90,7 @@ class AdamWMode:
         adamw.control = lambda squares, owner: rates.update(squares, owner, loss, *scaler)
         adamw.grad_scale, adamw.found_inf = scaler[0], rates.found_inf
         adamw._move_all()
-        self.loaded = None
+        self.loaded, self.last_of = None, adamw._flat
         # It refers to this step's loss.
         del adamw.control
 
@@ -93,10 +99,26 @@ class AdamWMode:
         "numbers", the kernels' ``[parameters, STEP_NUMBERS]``, None where plain torch computes how
         parameters were updated.
         """
-        if self.loaded is not None:
-            return self.loaded
+        ps, last = self.last_of, self.planned_last() if self.loaded is None else self.loaded
+        now, gradients, numbers = self.parameters(), last["gradients"], last["numbers"]
+        if gradients is None or same(ps, now):
+            return last
+        if same(ps, now[: len(ps)]):
+            # Those that were added since are the last.
+            more = len(now) - len(ps)
+            if numbers is not None:
+                numbers = torch.cat([numbers, numbers.new_zeros(more, numbers.shape[1])])
+            return {"gradients": [*gradients, *[None] * more], "numbers": numbers}
+        known = dict(zip(map(id, ps), gradients, strict=True))
+        return {"gradients": [known.get(id(p)) for p in now], "numbers": None}
+
+    def planned_last(self) -> dict[str, Any]:
+        """``last`` by the places that the last step had."""
+        gradients: list[torch.dtype | None] = [None for _ in self.last_of]
+        for part, _ in self.adamw._parts:
+            for member in part.members:
+                gradients[member.place] = member.key.gradient
         part, numbers = self.kernels_part(), None
-        gradients = self.gradients()
         if part is not None:
             numbers = part.table.new_zeros(len(gradients), part.table.shape[1])
             places = [member.place for member in part.members]
@@ -111,10 +133,11 @@ class AdamWMode:
         if numbers is not None:
             numbers = numbers.to(self.rates.device, torch.float32, copy=True)
         self.loaded = {"gradients": last["gradients"], "numbers": numbers}
+        self.last_of = self.parameters()[: len(last["gradients"] or ())]
 
     def wanted_last(self) -> Any:
         """``last()`` for ``check_like``."""
-        count = len(self.adamw._all_parameters())
+        count = len(self.parameters())
         gradients = [AnyOf((None, torch.float32))] * count
         numbers = AnyOf((None, torch.Size([count, STEP_NUMBERS])))
         return AnyOf((UNKNOWN, {"gradients": gradients, "numbers": numbers}))
@@ -125,9 +148,9 @@ class AdamWMode:
         part = self.kernels_part()
         if part is None:
             # Where it is not known which parameters were updated, all that have state did.
-            moved = self.gradients() if self.loaded is None else self.loaded["gradients"]
+            moved = self.last()["gradients"]
             if moved is not None:
-                pairs = itertools.zip_longest(gradients, moved)
+                pairs = zip(gradients, moved, strict=True)
                 gradients = [None if dtype is None else g for g, dtype in pairs]
             dots = dots_by_group(groups, gradients, self.direction, self.rates.device)
             return -(self.rates.rates / self.rates.multipliers) * dots
@@ -135,29 +158,23 @@ class AdamWMode:
         # Already times the learning rates.
         return -self.rates.by_group(partials, part.owner) / self.rates.multipliers
 
-    def gradients(self) -> list[torch.dtype | None]:
-        """The dtype of each parameter's gradient in the last step."""
-        dtypes: list[torch.dtype | None] = [None for _ in self.adamw._all_parameters()]
-        for part, _ in self.adamw._parts:
-            for member in part.members:
-                dtypes[member.place] = member.key.gradient
-        return dtypes
-
     def kernels_part(self) -> Any:
         """The one part of the last step; None where kernels did not update all parameters, or where
-        these have other memory since.
+        these have other memory or places since.
         """
         parts = [part for part, _ in self.adamw._parts]
         if len(parts) != 1 or parts[0].squares_of is None:
             return None
-        ps = self.adamw._all_parameters()
-        in_place = all(ps[x.place].data_ptr() == x.p.data_ptr() for x in parts[0].members)
+        ps = [p.data_ptr() for p in self.parameters()]
+        in_place = all(ps[x.place : x.place + 1] == [x.p.data_ptr()] for x in parts[0].members)
         return parts[0] if in_place else None
 
     def plan_loaded(self) -> None:
         """Plan the last step as it was, so that its hypergradient has the same bits."""
         loaded, adamw = self.loaded, self.adamw
         if loaded is None or loaded["numbers"] is None:
+            return
+        if not same(self.last_of, self.parameters()[: len(self.last_of)]):
             return
         members, known = [], enumerate(loaded["gradients"])
         for number, group in enumerate(adamw.param_groups):

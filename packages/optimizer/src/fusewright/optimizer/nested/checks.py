@@ -125,6 +125,13 @@ def check_decoupled(group: dict[str, Any]) -> None:
         )
 
 
+def check_plain(group: dict[str, Any]) -> None:
+    """A group without AdamW's options that the optimizer's groups do not have."""
+    for name in ("amsgrad", "maximize"):
+        if group.get(name, False):
+            raise ValueError(f"{name} must be False, got {group[name]!r}")
+
+
 class AnyOf(tuple):
     """Alternatives to ``check_like``; the last one's error is raised."""
 

@@ -28,7 +28,7 @@ from ..common.checks import check_adamw_group, check_gradient
 from ..common.contract import OWN, as_it_is, keep_rate_on_device
 from ..common.placement import current
 from .adamw_mode import AdamWMode
-from .checks import Options, check_decoupled, check_members, check_nested
+from .checks import Options, check_decoupled, check_members, check_nested, check_plain
 from .continuum_mode import ContinuumMode
 from .controller_training import ControllerTraining
 from .nested_controller import Features, NestedController
@@ -86,8 +86,9 @@ class DeepNestedOptimizer(NestedState):
     Raises:
         TypeError: model or grouping is neither; a parameter is complex, sparse or a DTensor.
         ValueError: an option is out of its range, no parameter needs a gradient, parameters are on
-            several devices, two groups have one name; or a state dict is of another update, of
-            other networks or shapes, and nothing is taken of it.
+            several devices, two groups have one name; the groups are others since, in another order
+            or of other depths; or a state dict is of another update, of other networks or shapes,
+            and nothing is taken of it.
     """
 
     def __init__(
@@ -182,14 +183,31 @@ class DeepNestedOptimizer(NestedState):
                 self.controller, len(depths), options.meta_lr, backend
             )
         self._loss: float | Tensor | None = None
+        # What the rates are of, by place.
+        self._rated: list[str] = self._described()
+
+    def _described(self) -> list[str]:
+        return [f"{group['name']} of depth {group['depth']:g}" for group in self.param_groups]
+
+    def _check_rated(self) -> None:
+        """Raise where the rates are of other groups."""
+        found = self._described()
+        if found != self._rated:
+            raise ValueError(
+                f"the groups must be {', '.join(self._rated)}, got {', '.join(found)}: one may be "
+                "emptied, and others come by add_param_group"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where given, "name" and "depth" among them."""
         if "depth" not in param_group or "name" not in param_group:
             name = f"group_{len(self.param_groups)}"
             param_group = {"name": name, "depth": UNKNOWN} | param_group
+        built = "_rates" in self.__dict__
+        if built:
+            self._check_rated()
         super().add_param_group(param_group)
-        if "_rates" in self.__dict__:
+        if built:
             numbers = self._numbers()
             self._build()
             self._take_numbers(numbers)
@@ -197,6 +215,7 @@ class DeepNestedOptimizer(NestedState):
     def _check_group(self, group: dict[str, Any]) -> None:
         check_adamw_group(group)
         check_decoupled(group)
+        check_plain(group)
         check_members(self.param_groups)
         keep_rate_on_device(group)
 
@@ -227,6 +246,7 @@ class DeepNestedOptimizer(NestedState):
             TypeError, ValueError: a gradient or the loss has a wrong shape, dtype or device;
                 nothing is changed.
         """
+        self._check_rated()
         closure = loss if callable(loss) else closure
         if closure is not None:
             with torch.enable_grad():
@@ -316,6 +336,7 @@ class DeepNestedOptimizer(NestedState):
         """
         if not self.global_step:
             raise RuntimeError("meta_update needs a step before it, got none yet")
+        self._check_rated()
         rates = self._rates
         with torch.enable_grad():
             value = loss() if callable(loss) else loss

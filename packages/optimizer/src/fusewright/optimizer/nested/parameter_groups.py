@@ -35,7 +35,8 @@ def group_of(name: str, parameter: Tensor) -> str:
 def is_gate(part: str) -> bool:
     """Whether a part of a name is that of a gate."""
     words = part.split("_")
-    return "proj" not in words and not {"gate", "gates"}.isdisjoint(words)
+    projects = any(word.startswith("proj") for word in words)
+    return not projects and not {"gate", "gates"}.isdisjoint(words)
 
 
 def relative_depths(names: Sequence[str]) -> list[float]:

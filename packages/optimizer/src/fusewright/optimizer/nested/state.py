@@ -9,7 +9,14 @@ import torch
 
 from ..common.checks import check_adamw_state
 from ..common.contract import Contract, keep_rate_on_device
-from .checks import AnyOf, Options, check_decoupled, check_like, check_names_of_state
+from .checks import (
+    AnyOf,
+    Options,
+    check_decoupled,
+    check_like,
+    check_names_of_state,
+    check_plain,
+)
 from .controller_training import ControllerTraining
 from .nested_controller import NestedController
 from .rates import GroupRates
@@ -80,6 +87,7 @@ class NestedState(Contract):
         check_adamw_state(saved, self.param_groups)
         for group in saved["param_groups"]:
             check_decoupled(group)
+            check_plain(group)
         mode, update = self._mode, f'state of update="{self.options.update}"'
         states = [state for _, state in self._states_of(saved)]
         check_names_of_state(update, states, mode.needed, mode.allowed)

@@ -16,8 +16,9 @@ import torch
 from .._core.backends import Backend, check_backend, decline, uses_triton
 from .._core.checks import checked_real
 from ..common.checks import check_elements
-from ..common.placement import current, is_dense, local, mesh_of, on
+from ..common.placement import current, is_dense, local, mesh_of, on, summed
 from ..common.step import total_squares
+from ..common.tables import same
 from . import launch
 from .reference import ReferenceGradients
 
@@ -29,7 +30,8 @@ def grad_norm(tensors: Tensor | Iterable[Tensor], *, backend: Backend = "auto") 
     """The L2 norm of all tensors together, as if they were one.
 
     Args:
-        tensors: floating or complex, of any shapes, dtypes and devices; of DTensors all shards.
+        tensors: floating or complex, of any shapes, dtypes and devices; of DTensors all shards,
+            and the sum of partial sums.
         backend: "auto" takes the kernels for CUDA tensors and plain torch for others; "triton"
             raises where the kernels cannot serve.
 
@@ -45,7 +47,7 @@ def grad_norm(tensors: Tensor | Iterable[Tensor], *, backend: Backend = "auto") 
     check_gradients(gradients)
     if not gradients:
         return torch.zeros((), dtype=torch.float32)
-    parts = parts_of(gradients, backend)
+    parts = parts_of(map(summed, gradients), backend)
     squares = total_squares(parts)
     with current(parts[0].device):
         return parts[0].norm_of(squares)
@@ -107,15 +109,18 @@ def clip_grad_norm_(
         if error_if_nonfinite:
             check_finite(norm)
         return scaled_to(gradients, norm, max_norm).float()
-    parts = parts_of(gradients, backend)
+    whole = list(map(summed, gradients))
+    parts = parts_of(whole, backend)
     squares = total_squares(parts)
-    if error_if_nonfinite or isinstance(max_norm, Tensor):
+    # Partial sums are scaled where they are.
+    by_torch = isinstance(max_norm, Tensor) or not same(whole, gradients)
+    if error_if_nonfinite or by_torch:
         with current(parts[0].device):
-            norm = parts[0].norm_of(squares)
+            norm = squares.sum().sqrt()
         if error_if_nonfinite:
             check_finite(norm)
-        if isinstance(max_norm, Tensor):
-            return scaled_to(gradients, norm, max_norm)
+        if by_torch:
+            return scaled_to(gradients, norm, max_norm).float()
     norms = []
     for part in parts:
         with current(part.device):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from .._core.precision import wide_dtype
 from ..common.placement import local, mesh_of
 from ..common.step import square_of
 
@@ -29,7 +30,8 @@ class ReferenceGradients:
     def clip(self, squares: Tensor, max_norm: float) -> Tensor:
         """Scale in place; returns the norm."""
         norm = squares.sum().sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for g in map(local, self.gradients):
-            g.copy_(g.to(torch.promote_types(g.dtype, torch.float32)) * factor)
+            wide = wide_dtype(g)
+            g.copy_(g.to(wide) * factor.to(wide))
         return norm.float()

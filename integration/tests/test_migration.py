@@ -90,6 +90,54 @@ def test_every_line_runs(section):
         run(here, namespace)
 
 
+def recurrence(q, k, v, alpha, beta, scale):
+    """S' = alpha S; S = S' + k (beta (v - S'^T k))^T; o = scale S^T q, token by token."""
+    state, out = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[-1]), []
+    for t in range(q.shape[1]):
+        state = alpha[:, t, :, None, None] * state
+        error = v[:, t] - (k[:, t].unsqueeze(-2) @ state).squeeze(-2)
+        state = state + k[:, t].unsqueeze(-1) * (beta[:, t].unsqueeze(-1) * error).unsqueeze(-2)
+        out.append(scale * (q[:, t].unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(out, 1)
+
+
+def with_matches(q, k, v, alpha, beta, weight):
+    """alpha and beta have one more axis."""
+    o = recurrence(q, k, v, alpha[..., 0], beta[..., 0], 1.0)
+    return o + (weight * (q * k).sum(-1)).unsqueeze(-1) * v
+
+
+# What functions there take, in their order, and what they compute of it.
+THERE = {
+    "fla_gated_delta_rule": ("BTHK BTHK BTHV BTH1 BTH1 H", with_matches),
+    "chunk_gated_delta_rule": (
+        "BTHK BTHK BTHV BTH BTH",
+        lambda q, k, v, g, beta: recurrence(q, k, v, g.exp(), beta, q.shape[-1] ** -0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("name", THERE)
+def test_line_takes_the_shapes_of_its_function_there(name, heads):
+    """Under the left column's names. The page's own tensors may have shapes that suit the line."""
+    shapes, function = THERE[name]
+    rows = [(x, section) for section in SECTIONS for x in lines_of(section) if f"`{name}(" in x[0]]
+    [((there, here), section)] = rows
+    namespace: dict = {}
+    exec(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], namespace)
+    names = re.search(rf"{name}\((.*?)\)", there)[1].split(", ")
+    sizes = {"B": 2, "T": 5, "H": heads, "K": 8, "V": 4, "1": 1}
+    torch.manual_seed(0)
+    drawn = [torch.rand([sizes[x] for x in shape]).double() for shape in shapes.split()]
+    if name == "chunk_gated_delta_rule":
+        drawn[3] = drawn[3].log()
+    found = eval(here, namespace | dict(zip(names, drawn, strict=False)))
+    torch.testing.assert_close(found, function(*drawn))
+    for x, shape in zip(names, shapes.split(), strict=False):
+        assert namespace[x].ndim == len(shape)
+
+
 def commands() -> list[str]:
     """Those of the training program that fetch nothing."""
     lines = [here for section in SECTIONS for _, here in lines_of(section)]

@@ -58,7 +58,7 @@ def test_input_changed_after_the_forward_pass_is_noticed(rule_op, device):
 def test_what_is_kept_beside_the_inputs_is_linear_in_the_chunks(
     rule_op, tokens, chunks, dtype, decays, device
 ):
-    """fp32 has the number of resets too."""
+    """fp32 has decays in two parts."""
     leaves = [x.requires_grad_() for x in rule_op.draw(1, tokens, 2, 16, 32, dtype, device)]
     inputs = {x.data_ptr() for x in leaves}
     kept: list[int] = []

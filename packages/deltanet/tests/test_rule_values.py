@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -133,6 +134,18 @@ def test_resets_within_chunks_are_as_near_to_fp64_as_the_recurrence(
     tensors = rule_op.draw(1, 140, 1, 8, 8, dtype, device)
     tensors[3][:, 3::every] = least
     rule_op.check_by_token(tensors)
+
+
+@pytest.mark.parametrize("low", [-80.0, -9.3])
+def test_low_decays_within_chunks_are_as_near_to_fp64_as_the_recurrence(
+    rule_op, low, backend, device
+):
+    """Those that are no resets add up to -1500 in a chunk, of which the others are a part."""
+    tensors = rule_op.draw(1, 140, 1, 8, 8, F32, device)
+    tensors[3][torch.rand(1, 140, 1, device=device) < 0.3] = low
+    by_token = functools.partial(reference.gated_delta_rule_by_token, scale=8**-0.5)
+    yardstick = Yardstick(by_token, tensors)
+    yardstick.check(lambda *x: rule_op.public(*x, backend=backend))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

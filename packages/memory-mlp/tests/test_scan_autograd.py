@@ -33,3 +33,22 @@ def test_gates_of_another_dtype_get_gradients_in_it(scan_op, backend, device):
     outputs = scan_op.public(*tensors, *gates, backend=backend)
     grads = torch.autograd.grad(sum(y.sum() for y in outputs), gates)
     assert [g.dtype for g in grads] == [BF16] * 3
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_size_of_a_key_that_no_hidden_unit_sees_changes_no_bit(
+    scan_op, activation, backend, device
+):
+    """Its products with what is not zero are finite, their squares are not."""
+    tensors = scan_op.draw(1, 3, 1, 3, 5, F32, device, rate=0.2)
+    tensors[3] = tensors[3].abs()
+    results = []
+    for size in (2.0**20, 2.0**70, 2.0**120):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        with torch.no_grad():
+            leaves[1][0, 1] = -size
+        found = scan_op.public(*leaves, activation=activation, backend=backend)
+        grads = torch.autograd.grad(sum(x.sin().sum() for x in found), leaves)
+        results.append([*found, *grads])
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])

@@ -39,6 +39,30 @@ def test_random_numbers_of_any_function_are_drawn_again(mode, draw):
 
 
 @pytest.mark.parametrize("mode", ["exact", "stored"])
+def test_backward_pass_of_layers_that_seed_leaves_generators_as_they_were(mode):
+    """All layers but the first end in the state that they began in, though they seed."""
+
+    def seeded(y):
+        torch.manual_seed(0)
+        return y * torch.randn_like(y)
+
+    x, found = torch.randn(3, WIDTH), []
+    for each in (mode, "plain"):
+        torch.manual_seed(5)
+        stack = MidpointStack([Random(seeded) for _ in range(4)], mode=each)
+        start = x.clone().requires_grad_()
+        loss = stack(start).x.square().sum()
+        torch.manual_seed(7)
+        torch.rand(3)
+        before = torch.get_rng_state()
+        grads = torch.autograd.grad(loss, [start, *stack.parameters()])
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append([loss.detach(), *grads])
+    for value, truth in zip(*found, strict=True):
+        torch.testing.assert_close(value, truth)
+
+
+@pytest.mark.parametrize("mode", ["exact", "stored"])
 def test_states_of_random_numbers_are_kept_where_a_layer_draws(mode):
     layers = [Random(DRAWS["noise"] if number % 2 else torch.sin) for number in range(4)]
     run = Run(MidpointStack(layers, mode=mode), {})

@@ -17,12 +17,13 @@ T = (I + A)^-1, a chunk with the state S at its start has
     S <- exp(G_C) S + (exp(G_C - G) k)^T V'
 
 Only the last line goes from chunk to chunk. A g that leaves nothing of a state is a reset. For fp32
-it is no part of G, which keeps its digits so, and all decays across it are 0; for bf16 and fp16,
-whose rounding is larger than what G loses, it counts in G as the least g that leaves something.
-Saved for the backward pass: the inputs, T, G, for fp32 the number of resets up to each token, and
-the state at the start of each chunk, T and states in q's dtype. Sums have a fixed order. Operands
-of products are in q's dtype (fp32: exact, unless torch multiplies fp32 matrices in TF32); sums, T
-before it is rounded and the carried state are fp32.
+G is two sums, of g rounded to sixteenths, which is exact, and of the rest, so that differences keep
+their digits; a reset counts as -8192, and all decays across it are 0. For bf16 and fp16, whose
+rounding is larger than what one sum loses, G is one sum, in which a reset counts as the least g
+that leaves something. Saved for the backward pass: the inputs, T, G and the state at the start of
+each chunk, T and states in q's dtype. Sums have a fixed order. Operands of products are in q's
+dtype (fp32: exact, unless torch multiplies fp32 matrices in TF32); sums, T before it is rounded and
+the carried state are fp32.
 
 Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv 2412.06464.
 """

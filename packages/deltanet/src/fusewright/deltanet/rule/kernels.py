@@ -1,6 +1,6 @@
 """The forward pass of the rule: within each chunk; then the states, from chunk to chunk; then all
 outputs at once. With T, G and L as in ``gated_delta_rule`` and S [K, V] the state at a chunk's
-start, where no reset lies between (else the decays are 0):
+start:
 
     W = T (beta exp(G) k),  V' = T (beta v) - W S
     S <- exp(G_C) S + (exp(G_C - G) k)^T V'

@@ -24,7 +24,7 @@ from .._core.launches import (
 )
 from .._core.lazy import lazy_module
 from .._core.precision import allows_tf32, power_of_2
-from .reference import CHUNK, count_chunks, counts_resets, decays_shape
+from .reference import CHUNK, count_chunks, decays_shape, splits_decays
 
 if TYPE_CHECKING:
     from . import kernels
@@ -90,7 +90,7 @@ STATES = (
 class Constants(NamedTuple):
     """What a kernel of the rule is compiled for, read as ``CONFIG``: the widths of keys and values,
     how many value heads share a head of keys, the columns of its tiles, how operands of its
-    products are taken, the precision of the products that invert I + A, whether resets are counted,
+    products are taken, the precision of the products that invert I + A, whether decays are split,
     and into how many partial sums an earlier kernel has cut what it adds.
     """
 
@@ -102,7 +102,7 @@ class Constants(NamedTuple):
     UPCAST: bool
     PRECISION: str
     INVERSE: str
-    RESETS: bool
+    SPLIT: bool
     PARTS: int
 
 
@@ -235,7 +235,7 @@ class Problem(NamedTuple):
                 UPCAST=interpreted(),
                 PRECISION=self.precision,
                 INVERSE=self.inverse_precision,
-                RESETS=counts_resets(self.dtype),
+                SPLIT=splits_decays(self.dtype),
                 PARTS=parts,
             ),
         )

@@ -22,6 +22,10 @@ from ..common.gradients import gradients
 Tensor = torch.Tensor
 
 CHUNK = 64
+# A decay's coarse part is a multiple of 1 / STEPS, a reset's is RESET: sums of those of a chunk are
+# exact in fp32, and exp of one with a reset is 0.
+STEPS = 16
+RESET = -8192.0
 
 
 class Chunked(NamedTuple):
@@ -32,8 +36,8 @@ class Chunked(NamedTuple):
         end: ``[N, HV, K, V]``, the state after the last token.
         inverses: ``[chunks, HV, C, C]``, (I + A)^-1 of each chunk, one sequence after the other.
         states: ``[chunks, HV, K, V]``, the state at the start of each chunk.
-        decays: ``[chunks, HV, 2, C]``, the cumulated log decay of each chunk without its resets,
-            and how many of these there were; for bf16 and fp16 ``[chunks, HV, C]``, with them.
+        decays: ``[chunks, HV, 2, C]``, the cumulated log decay of each chunk in two parts, the
+            coarse one and the rest; for bf16 and fp16 ``[chunks, HV, C]``, their sum.
     """
 
     o: Tensor
@@ -48,16 +52,26 @@ def least_decay(dtype: torch.dtype) -> float:
     return math.log(torch.finfo(dtype).tiny)
 
 
-def counts_resets(dtype: torch.dtype) -> bool:
-    """Whether the kernels count resets for q of this dtype. In a sum with resets decays lose what
-    operands of 16 bits do not have, and counting takes time.
+def splits_decays(dtype: torch.dtype) -> bool:
+    """Whether the kernels keep decays in two parts for q of this dtype. In one sum they lose what
+    operands of 16 bits do not have, and two take time.
     """
     return dtype.itemsize > 2
 
 
 def decays_shape(dtype: torch.dtype) -> tuple[int, ...]:
     """The shape of what is saved of the decays of a chunk and head."""
-    return (2, CHUNK) if counts_resets(dtype) else (CHUNK,)
+    return (2, CHUNK) if splits_decays(dtype) else (CHUNK,)
+
+
+def decay_parts(g: Tensor) -> tuple[Tensor, Tensor]:
+    """g as a coarse part, whose sums over a chunk are exact, and a rest, whose sums are small, so
+    that differences of sums keep the digits of the decays between. A reset has no rest, and no
+    gradient.
+    """
+    is_reset = g < least_decay(g.dtype)
+    coarse = (g * STEPS + 0.5).floor() / STEPS
+    return coarse.masked_fill(is_reset, RESET), (g - coarse).masked_fill(is_reset, 0.0)
 
 
 def gated_delta_rule_step(
@@ -177,8 +191,8 @@ def chunked(
     scale: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Within a chunk of C tokens, with G the cumulated g and L_ij = exp(G_i - G_j) for i >= j, 0
-    across a reset, whose g is no part of G, so that G has no large numbers:
+    """Within a chunk of C tokens, with G the cumulated g, in two parts, and L_ij = exp(G_i - G_j)
+    for i >= j:
 
     A = the part of (beta k) k^T * L below the diagonal,  T = (I + A)^-1
     V' = T (beta v) - T (beta exp(G) k) S
@@ -197,18 +211,15 @@ def chunked(
 
     q, k, v = cut(q), cut(k), cut(v)
     g, beta = cut(g), cut(beta).unsqueeze(-1)
-    is_reset = g < least_decay(g.dtype)
-    decays, resets = g.masked_fill(is_reset, 0.0).cumsum(-1), is_reset.cumsum(-1)
-
-    def decay(log: Tensor, resets: Tensor, before: Tensor | int) -> Tensor:
-        """exp(log), 0 after a reset. Elsewhere exp may overflow: the mask comes first."""
-        return log.masked_fill(resets != before, -math.inf).exp()
+    coarse, rest = (x.cumsum(-1) for x in decay_parts(g))
 
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    between = (decays.unsqueeze(-1) - decays.unsqueeze(-2)).masked_fill(~lower, -math.inf)
-    between = decay(between, resets.unsqueeze(-1), resets.unsqueeze(-2))
-    from_start = decay(decays, resets, 0).unsqueeze(-1)
-    to_end = decay(decays[..., -1:] - decays, resets, resets[..., -1:]).unsqueeze(-1)
+    between, rest_between = (x.unsqueeze(-1) - x.unsqueeze(-2) for x in (coarse, rest))
+    # Above the diagonal exp may overflow: the mask comes first.
+    between = (between + rest_between).masked_fill(~lower, -math.inf).exp()
+    from_start = (coarse + rest).exp().unsqueeze(-1)
+    to_end = (coarse[..., -1:] - coarse) + (rest[..., -1:] - rest)
+    to_end = to_end.exp().unsqueeze(-1)
 
     identity = torch.eye(chunk, dtype=q.dtype, device=q.device)
     a = ((beta * k) @ k.mT * between).tril(-1)
@@ -234,8 +245,8 @@ def chunked(
         return x.transpose(1, 2).flatten(0, 1)
 
     state = state.contiguous()
-    if counts_resets(dtype):
-        saved = torch.stack((decays, resets.to(decays.dtype)), -2)
+    if splits_decays(dtype):
+        saved = torch.stack((coarse, rest), -2)
     else:
         saved = g.clamp(min=least_decay(g.dtype)).cumsum(-1)
     return o, state, of_chunks(inverses), of_chunks(starts), of_chunks(saved)

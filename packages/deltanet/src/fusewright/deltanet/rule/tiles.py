@@ -22,6 +22,9 @@ C = tl.constexpr(64)
 # The logarithm of the least normal fp32 number: a lower decay leaves nothing of a state, and is a
 # reset.
 LEAST_DECAY = tl.constexpr(-87.33654475055310)
+# As in the reference.
+STEPS = tl.constexpr(16.0)
+RESET = tl.constexpr(-8192.0)
 # Arguments that change from call to call without a kernel of their own.
 COUNTS = ("tokens", "heads", "chunks")
 
@@ -161,13 +164,14 @@ def through_memory(x_ptr, x, unit, UPCAST: tl.constexpr):
 
 @triton.jit
 def cumulated(g, CONFIG: tl.constexpr):
-    """The decays of a unit: G, the cumulated g, and where resets are counted a pair, G without them
-    and their number: a sum with a reset in it has few digits left for the others.
+    """The decays of a unit: G, the cumulated g, and where it is split a pair: of multiples of
+    1 / STEPS, whose sums are exact, and of what is left of g, whose sums are small.
     """
     is_reset = g < LEAST_DECAY
-    if CONFIG.RESETS:
-        decay = tl.cumsum(tl.where(is_reset, 0.0, g), 0)
-        decays = decay, tl.cumsum(tl.where(is_reset, 1.0, 0.0), 0)
+    if CONFIG.SPLIT:
+        coarse = tl.where(is_reset, RESET, tl.floor(g * STEPS + 0.5) * (1.0 / STEPS))
+        rest = tl.where(is_reset, 0.0, g - coarse)
+        decays = tl.cumsum(coarse, 0), tl.cumsum(rest, 0)
     else:
         decays = tl.cumsum(tl.where(is_reset, LEAST_DECAY, g), 0)
     return decays
@@ -175,13 +179,13 @@ def cumulated(g, CONFIG: tl.constexpr):
 
 @triton.jit
 def store_decays(decays_ptr, decays, unit, CONFIG: tl.constexpr):
-    """[units, 2, C] where resets are counted, else [units, C]."""
+    """[units, 2, C] where they are split, else [units, C]."""
     row = tl.arange(0, C)
-    if CONFIG.RESETS:
-        decay, resets = decays
+    if CONFIG.SPLIT:
+        coarse, rest = decays
         at = decays_ptr + unit * (2 * C) + row
-        tl.store(at, decay)
-        tl.store(at + C, resets)
+        tl.store(at, coarse)
+        tl.store(at + C, rest)
     else:
         tl.store(decays_ptr + unit * C + row, decays)
 
@@ -189,7 +193,7 @@ def store_decays(decays_ptr, decays, unit, CONFIG: tl.constexpr):
 @triton.jit
 def load_decays(decays_ptr, unit, row, CONFIG: tl.constexpr):
     """Those of some tokens of a unit, as they were stored."""
-    if CONFIG.RESETS:
+    if CONFIG.SPLIT:
         at = decays_ptr + unit * (2 * C) + row
         decays = tl.load(at), tl.load(at + C)
     else:
@@ -211,20 +215,20 @@ def last_decays(decays_ptr, unit, CONFIG: tl.constexpr):
 
 @triton.jit
 def decay_from_start(decays, CONFIG: tl.constexpr):
-    """What is left at a token of the state at the chunk's start: exp(G), 0 after a reset."""
-    if CONFIG.RESETS:
-        decay, resets = decays
-        decays = tl.where(resets == 0.0, decay, float("-inf"))
+    """What is left at a token of the state at the chunk's start: exp(G)."""
+    if CONFIG.SPLIT:
+        coarse, rest = decays
+        decays = coarse + rest
     return tl.exp(decays)
 
 
 @triton.jit
 def decay_to_end(decays, last, CONFIG: tl.constexpr):
     """What is left of a token at the chunk's end."""
-    if CONFIG.RESETS:
-        decay, resets = decays
-        last_decay, last_resets = last
-        between = tl.where(resets == last_resets, last_decay - decay, float("-inf"))
+    if CONFIG.SPLIT:
+        coarse, rest = decays
+        last_coarse, last_rest = last
+        between = (last_coarse - coarse) + (last_rest - rest)
     else:
         between = last - decays
     return tl.exp(between)
@@ -232,32 +236,26 @@ def decay_to_end(decays, last, CONFIG: tl.constexpr):
 
 @triton.jit
 def decay_between(decays, CONFIG: tl.constexpr):
-    """L_ij = exp(G_i - G_j) for i >= j, 0 above and across a reset: exp may overflow there, so the
-    mask is first.
-    """
+    """L_ij = exp(G_i - G_j) for i >= j, 0 above: exp may overflow there, so the mask is first."""
     row = tl.arange(0, C)
-    if CONFIG.RESETS:
-        decay, resets = decays
-        between = decay[:, None] - decay[None, :]
-        inside = (row[:, None] >= row[None, :]) & (resets[:, None] == resets[None, :])
+    if CONFIG.SPLIT:
+        coarse, rest = decays
+        between = (coarse[:, None] - coarse[None, :]) + (rest[:, None] - rest[None, :])
     else:
         between = decays[:, None] - decays[None, :]
-        inside = row[:, None] >= row[None, :]
-    return tl.exp(tl.where(inside, between, float("-inf")))
+    return tl.exp(tl.where(row[:, None] >= row[None, :], between, float("-inf")))
 
 
 @triton.jit
 def decay_between_transposed(decays, CONFIG: tl.constexpr):
     """The transpose of L."""
     row = tl.arange(0, C)
-    if CONFIG.RESETS:
-        decay, resets = decays
-        between = decay[None, :] - decay[:, None]
-        inside = (row[:, None] <= row[None, :]) & (resets[:, None] == resets[None, :])
+    if CONFIG.SPLIT:
+        coarse, rest = decays
+        between = (coarse[None, :] - coarse[:, None]) + (rest[None, :] - rest[:, None])
     else:
         between = decays[None, :] - decays[:, None]
-        inside = row[:, None] <= row[None, :]
-    return tl.exp(tl.where(inside, between, float("-inf")))
+    return tl.exp(tl.where(row[:, None] <= row[None, :], between, float("-inf")))
 
 
 @triton.jit

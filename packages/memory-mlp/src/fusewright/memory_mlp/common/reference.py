@@ -26,6 +26,10 @@ Tensor = torch.Tensor
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]]
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 
+# Farther from zero silu and gelu are 0 or z, in fp64 too. Their formulas have products of z and of
+# what autograd hands on, which may overflow, with zeros there.
+FAR = 1024.0
+
 
 class Rows(NamedTuple):
     """The inner loss of pairs of a key and a value, layer by layer.
@@ -48,15 +52,18 @@ class Rows(NamedTuple):
 
 def activated(z: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """(act, act', act'') of z for "silu", "relu" or "gelu" (the exact one)."""
-    if activation == "silu":
-        s = torch.sigmoid(z)
-        return z * s, s * (1.0 + z * (1.0 - s)), s * (1.0 - s) * (2.0 + z * (1.0 - 2.0 * s))
     if activation == "relu":
         step = (z > 0.0).to(z.dtype)
         return F.relu(z), step, torch.zeros_like(z)
-    density = torch.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-    below = 0.5 * torch.erfc(-z / math.sqrt(2.0))
-    return z * below, below + z * density, density * (2.0 - z * z)
+    near = z.clamp(-FAR, FAR)
+    beyond = F.relu(z - FAR)
+    if activation == "silu":
+        s = torch.sigmoid(near)
+        slope = s * (1.0 + near * (1.0 - s))
+        return near * s + beyond, slope, s * (1.0 - s) * (2.0 + near * (1.0 - 2.0 * s))
+    density = torch.exp(-0.5 * near * near) / math.sqrt(2.0 * math.pi)
+    below = 0.5 * torch.erfc(-near / math.sqrt(2.0))
+    return near * below + beyond, below + near * density, density * (2.0 - near * near)
 
 
 def memory_read(q: Tensor, weights: Weights, *, activation: str = "silu") -> Tensor:

@@ -38,11 +38,13 @@ def activated(z, CONFIG: tl.constexpr):
         slope = tl.where(z > 0.0, 1.0, 0.0)
         curve = tl.zeros_like(z)
     else:
-        density = RSQRT_2_PI * tl.exp(-0.5 * z * z)
+        # Where the density is zero the square may overflow.
+        square = tl.minimum(z * z, 1024.0, propagate_nan=tl.PropagateNan.ALL)
+        density = RSQRT_2_PI * tl.exp(-0.5 * square)
         below = 0.5 + 0.5 * tl.erf(z * RSQRT_2)
         h = z * below
         slope = below + z * density
-        curve = density * (2.0 - z * z)
+        curve = density * (2.0 - square)
     return h, slope, curve
 
 

@@ -83,8 +83,7 @@ class Generators:
         ``all``, and their states then.
         """
         before, self.states = self.states, self.get_states()
-        pairs = enumerate(zip(before, self.states, strict=True))
-        return {place: old for place, (old, new) in pairs if bytes_of(old) != bytes_of(new)}
+        return changed(before, self.states)
 
     def check_graph(self) -> None:
         """Raise where the backward pass is not captured as the forward pass was: one of the two
@@ -101,17 +100,25 @@ class Generators:
 
     @contextmanager
     def restored(self, states: dict[int, Tensor]) -> Iterator[None]:
-        """Draw from these states on, and afterwards from where it was."""
-        kept = {place: self.all[place].get_state() for place in states}
+        """Draw from these states on, and afterwards from where all generators were: one that a
+        force seeded to the state that it had is not in ``states``, and its replay moves it too.
+        """
+        before = self.get_states()
         self.set_states(states)
         try:
             yield
         finally:
-            self.set_states(kept)
+            self.set_states(changed(before, self.get_states()))
 
     def set_states(self, states: dict[int, Tensor]) -> None:
         for place, state in states.items():
             self.all[place].set_state(state)
+
+
+def changed(before: list[Tensor], after: list[Tensor]) -> dict[int, Tensor]:
+    """Those of ``before`` that are others in ``after``, by their place."""
+    pairs = enumerate(zip(before, after, strict=True))
+    return {place: old for place, (old, new) in pairs if bytes_of(old) != bytes_of(new)}
 
 
 def bytes_of(state: Tensor) -> bytes:
@@ -150,6 +157,5 @@ class Surroundings:
             for kind, enabled, dtype in self.autocast:
                 options = dict(enabled=enabled, dtype=dtype, cache_enabled=self.caches)
                 entered.enter_context(torch.autocast(kind, **options))  # type: ignore[arg-type]
-            if self.random:
-                entered.enter_context(generators.restored(self.random))
+            entered.enter_context(generators.restored(self.random))
             yield

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fusewright.attention import (
+    apply_rotary,
     rectangular_attention,
     rotary,
     sdpa_backend,
@@ -42,6 +43,8 @@ LONGEST_MASK = 4096
 # B, T, H and D of keys and values whose keys are rotated, and P of a prefix; with one there is a
 # second operand.
 ROTARY_SHAPES = ((4, 4096, 8, 64, 0), (4, 512, 8, 40, 16))
+# B, T, H and D of queries, all of whose columns are rotated.
+APPLY_SHAPES = ((4, 4096, 8, 64), (4, 4096, 8, 128))
 ROPE_BASE = 10000.0
 ANY_SDPA = (
     SDPBackend.CUDNN_ATTENTION,
@@ -60,7 +63,8 @@ def cases() -> list[Case]:
         *(few_queries_case(*shape) for shape in FEW_QUERIES),
     ]
     windows = [window_case(*shape) for shape in WINDOW_SHAPES]
-    return rectangles + windows + [rotary_case(*shape) for shape in ROTARY_SHAPES]
+    rotations = [rotary_case(*shape) for shape in ROTARY_SHAPES]
+    return rectangles + windows + rotations + [apply_case(*shape) for shape in APPLY_SHAPES]
 
 
 def context_case(batches: int, keys: int, targets: int) -> Case:
@@ -154,6 +158,21 @@ def rotary_case(batches: int, tokens: int, heads: int, width: int, prefix: int) 
     )
 
 
+def apply_case(batches: int, tokens: int, heads: int, width: int) -> Case:
+    dtype = torch.bfloat16
+    shape = (batches, tokens, heads, width)
+    # x and the result, cos and sin.
+    moved = 2 * math.prod(shape) * dtype.itemsize + tokens * width * torch.float32.itemsize
+    return Case(
+        op="apply_rotary",
+        sizes={"B": batches, "T": tokens, "H": heads, "D": width},
+        dtype=dtype,
+        reference=of_queries(rotary_reference.apply_rotary),
+        inputs=functools.partial(normal, [shape], dtype),
+        bytes_moved=by_pass(moved, moved),
+    )
+
+
 def normal(shapes: list[Shape], dtype: torch.dtype, device: str) -> list[Tensor]:
     """Tensors from normal distributions."""
     return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
@@ -180,6 +199,24 @@ def with_angles(call: Callable[..., Tensor]) -> Attention:
         return call(rows, cos, sin, beside, prefix)
 
     return of_rows
+
+
+def of_queries(call: Callable[..., Tensor]) -> Attention:
+    """A function of x, cos and sin as one of x."""
+
+    def of_x(x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = (each.to(wide) for each in angles_of(x.shape[1], x.shape[-1], x.device))
+        return call(x, cos, sin)
+
+    return of_x
+
+
+def torch_apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotation as models write it."""
+    cos, sin = (torch.cat([each, each], -1).unsqueeze(1) for each in (cos, sin))
+    a, b = x.chunk(2, -1)
+    return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
 
 
 def ours_rotary(
@@ -218,9 +255,13 @@ def providers() -> dict[str, dict[str, Attention]]:
             "rectangular_attention": rectangular_attention,
             "sliding_window_attention": functools.partial(sliding_window_attention, window=WINDOW),
             "rotary": with_angles(ours_rotary),
+            "apply_rotary": of_queries(apply_rotary),
         },
-        "torch": {"rotary": with_angles(torch_rotary)},
-        "compile": {"rotary": with_angles(compiled(torch_rotary))},
+        "torch": {"rotary": with_angles(torch_rotary), "apply_rotary": of_queries(torch_apply)},
+        "compile": {
+            "rotary": with_angles(compiled(torch_rotary)),
+            "apply_rotary": of_queries(compiled(torch_apply)),
+        },
         "sdpa-flash": {"rectangular_attention": sdpa(SDPBackend.FLASH_ATTENTION)},
         "sdpa-cudnn": {"rectangular_attention": sdpa(SDPBackend.CUDNN_ATTENTION)},
         "sdpa-mask": {"sliding_window_attention": sdpa_with_mask},

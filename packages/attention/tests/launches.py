@@ -8,6 +8,7 @@ import torch
 from fusewright.attention._core.backends import DeviceProperties
 from fusewright.attention.common import problem
 from fusewright.attention.positions import launch as rotary
+from fusewright.attention.positions import launch_apply
 from fusewright.attention.rectangular import launch as forward
 from fusewright.attention.rectangular import launch_backward as backward
 from fusewright.attention.window import launch as window
@@ -68,9 +69,20 @@ def launch_rotary(width: int, dtype: torch.dtype, beside: bool = True, kinds: in
         rotary.rotary_backward(joint, cos, cos, beside, shared)
 
 
+def launch_apply_rotary(width: int, dtype: torch.dtype) -> None:
+    """Forward and backward, of all columns and of some, with both kinds of pairs."""
+    x = torch.empty(4, 512, 8, width, dtype=dtype)
+    for half in {width // 2, 1}:
+        cos = torch.empty(4, 512, half)
+        for interleaved in (False, True):
+            for back in (False, True):
+                launch_apply.apply_rotary(x, cos, cos, interleaved, back)
+
+
 def one_of_each() -> None:
     """Every kernel once."""
     launch_rotary(40, torch.bfloat16)
+    launch_apply_rotary(40, torch.bfloat16)
     launch(1000, 64, torch.bfloat16)
     launch_hopper()
     launch(64, 64, torch.bfloat16)
@@ -96,3 +108,4 @@ def every_line() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             launch_rotary(width, dtype)
             launch_rotary(width, dtype, beside=False, kinds=1)
+            launch_apply_rotary(width, dtype)

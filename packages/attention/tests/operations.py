@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ Tensors = list[torch.Tensor]
 PACKAGE = Package(
     "fusewright.attention",
     names=(
-        "rectangular_attention rectangular_attention_with_lse rotary sdpa_backend "
+        "apply_rotary rectangular_attention rectangular_attention_with_lse rotary sdpa_backend "
         "sliding_window_attention sliding_window_attention_with_lse"
     ),
     registered=(
-        "rectangular_attention rectangular_attention_backward rotary rotary_backward "
+        "apply_rotary rectangular_attention rectangular_attention_backward rotary rotary_backward "
         "sliding_window_attention sliding_window_attention_backward"
     ),
     without_triton=(
@@ -205,6 +206,57 @@ class RotaryOp(Operation):
         return tensors[0].shape[1] * tensors[0].shape[-1]
 
 
+@dataclass(frozen=True)
+class ApplyRotaryOp(Operation):
+    """apply_rotary of x [B, T, H, D], all columns of which are rotated or but those behind the
+    first R; the angles are a shuffle of fixed numbers, of each row of the batch or of all.
+    """
+
+    interleaved: bool = False
+    # Columns that stay as they are, and whether each row of the batch has positions of its own.
+    rest: int = 0
+    each: bool = False
+
+    small = (2, 3, 1, 4)
+    tiny = (2, 2, 1, 4)
+    several = (2, 5, 3, 10)
+    strided = (2, 5, 3, 10)
+    growing = ((2, 5, 3, 10), (2, 8, 3, 10), (2, 13, 3, 10))
+    gpu = ((4, 512, 8, 40), (3, 333, 5, 6), (2, 65, 3, 256), (50, 9, 8, 64))
+    exempt: ClassVar = RotaryOp.exempt | {
+        "test_traced_graph_calls_the_op_and_its_backward": "it is its own derivative"
+    }
+
+    @property
+    def name(self) -> str:
+        pairing = "-interleaved" * self.interleaved
+        return f"apply_rotary{pairing}{'-partial' * bool(self.rest)}{'-each' * self.each}"
+
+    def public(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        options = {"interleaved": self.interleaved} | options
+        return attention.apply_rotary(x, *self.angles(x), **options)
+
+    def angles(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, [T, R / 2], or [B, T, R / 2] of positions of each row of the batch."""
+        batches, tokens, _, width = x.shape
+        half = (width - self.rest) // 2
+        shape = (batches, tokens, half) if self.each else (tokens, half)
+        numbers = torch.arange(math.prod(shape), device=x.device, dtype=torch.float64)
+        angles = (numbers * 0.7).reshape(shape)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return angles.cos().to(wide), angles.sin().to(wide)
+
+    def draw(
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> Tensors:
+        return [torch.randn(shape, device=device).to(dtype)]
+
+    def kept(self, tensors: Tensors) -> int:
+        """cos and sin."""
+        batches, tokens, _, width = tensors[0].shape
+        return (batches if self.each else 1) * tokens * (width - self.rest)
+
+
 @contextmanager
 def tf32() -> Iterator[None]:
     """torch multiplies fp32 matrices in TF32."""
@@ -222,7 +274,7 @@ RECTANGULAR = {
 }
 LSE_OP = RECTANGULAR["rectangular_attention_with_lse"]
 WINDOW_OP = WindowOp("sliding_window_attention_with_lse")
-OPERATIONS = {op.name: op for op in (*RECTANGULAR.values(), WINDOW_OP, RotaryOp())}
+OPERATIONS = {op.name: op for op in (*RECTANGULAR.values(), WINDOW_OP, RotaryOp(), ApplyRotaryOp())}
 # Rows beside, and the leading axes of a prefix for a batch of two.
 PARTS = {
     "alone": (False, None),
@@ -241,5 +293,8 @@ FORMS = {
         ManyLengthsOp("rectangular_attention_with_lse-keys-lengths"),
         LongWindowOp("sliding_window_attention_with_lse-long"),
         *(RotaryOp(100.0, *part) for part in PARTS.values()),
+        ApplyRotaryOp(interleaved=True),
+        ApplyRotaryOp(rest=2, each=True),
+        ApplyRotaryOp(interleaved=True, rest=2, each=True),
     )
 }

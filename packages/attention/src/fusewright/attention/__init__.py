@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
+from .positions.apply_rotary import apply_rotary
 from .positions.rotary import rotary
 from .rectangular.rectangular_attention import (
     rectangular_attention,
@@ -22,6 +23,7 @@ __version__ = installed_version(__name__)
 __all__ = [
     "Backend",
     "__version__",
+    "apply_rotary",
     "available_backends",
     "rectangular_attention",
     "rectangular_attention_with_lse",

@@ -1,4 +1,5 @@
-"""rotary in plain torch: the specification, the yardstick of the tests and what a CPU runs.
+"""rotary and apply_rotary in plain torch: the specification, the yardstick of the tests and what a
+CPU runs.
 
 Computed in fp32 (in fp64 for fp64 inputs) and rounded once, to the inputs' dtype; outputs are
 contiguous.
@@ -54,3 +55,21 @@ def rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = (angles[:, None, None] for angles in (cos, sin))
     first = torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(rows.dtype)
     return torch.cat([first, *others], 2) if others else first
+
+
+def apply_rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, back: bool = False
+) -> Tensor:
+    """The first columns of each head rotated by the angles of its token, or back by them; see the
+    public function.
+    """
+    cos, sin = (angles.unsqueeze(-2) for angles in (cos, -sin if back else sin))
+    width = 2 * cos.shape[-1]
+    rotates = wide(x[..., :width])
+    if interleaved:
+        a, b = rotates[..., ::2], rotates[..., 1::2]
+        rows = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = rotates.chunk(2, -1)
+        rows = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([rows.to(x.dtype), x[..., width:]], -1)

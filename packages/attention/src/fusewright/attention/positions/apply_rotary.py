@@ -55,8 +55,8 @@ class _ApplyRotary(Derivative):
         return run(x, cos, sin, interleaved, back)
 
     @staticmethod
-    def backward(ctx, dout):
-        return None, _apply(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None
+    def backward(ctx, dy):
+        return None, _apply(dy, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
 def apply_rotary(

@@ -21,6 +21,7 @@ def drawn(op, width, hidden, dtype):
     return op.draw(*ROWS, width, hidden, dtype, "cuda", rate=RATE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("hidden", [64, 128, 256])
 @pytest.mark.parametrize("chunk", [16, 32, 48, 64])
@@ -28,6 +29,7 @@ def test_full_size_is_as_near_to_fp64_as_torch(scan_op, chunk, hidden, dtype):
     scan_op.having(chunk=chunk).check(drawn(scan_op, 64, hidden, dtype))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("width", [8, 32, 40, 64])
 @pytest.mark.parametrize("hidden", [128, 200])
 @pytest.mark.parametrize("read", ["after", "before"])
@@ -135,6 +137,7 @@ def two_sizes(op, width, hidden, dtype):
     return tensors, amid(op, tensors)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize(
     ("chunk", "width", "hidden"), [(64, 64, 128), (64, 64, 256), (48, 40, 200), (16, 8, 32)]

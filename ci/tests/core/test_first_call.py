@@ -1,0 +1,29 @@
+"""First calls are timed in processes of their own, with caches that are empty and filled."""
+
+from __future__ import annotations
+
+import csv
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+
+def test_rows_of_a_package_tell_what_its_first_calls_take(tmp_path):
+    command = [sys.executable, "-m", "fusewright_testkit.first_call", "norm", "--device", "cpu"]
+    command += ["--op", "rms_norm_gated", "--provider", "fusewright", "--out", str(tmp_path)]
+    paths = [str(ROOT / path) for path in ("packages/norm/src", "ci/testkit/src")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.iterdir()
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["op"], row["provider"], row["cache"]) for row in rows] == [
+        ("rms_norm_gated", "fusewright", "empty"),
+        ("rms_norm_gated", "fusewright", "filled"),
+    ]
+    clocks = ("import_s", "fwd_s", "bwd_s", "second_fwd_s", "second_bwd_s")
+    assert all(float(row[clock]) > 0 for row in rows for clock in clocks)

@@ -63,15 +63,27 @@ def problems(expected: dict[str, str]) -> list[str]:
     return told
 
 
-def import_public_modules(import_name: str) -> list[str]:
-    """Imports every module of a package whose name has no leading underscore."""
+def import_public_modules(import_name: str) -> tuple[list[str], list[str]]:
+    """Imports every module of a package whose name has no leading underscore.
+
+    Returns:
+        Names of those imported, and of those that want Triton where there is none, as beside torch
+        for CPUs: kernels, which the package itself must not import by then.
+    """
     package = importlib.import_module(import_name)
-    names = [import_name]
+    names, kernels = [import_name], []
     for module in pkgutil.walk_packages(package.__path__, f"{import_name}."):
-        if not any(part.startswith("_") for part in module.name.split(".")):
+        if any(part.startswith("_") for part in module.name.split(".")):
+            continue
+        try:
             importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            kernels.append(module.name)
+        else:
             names.append(module.name)
-    return names
+    return names, kernels
 
 
 def main() -> int:
@@ -91,7 +103,10 @@ def main() -> int:
     if not told:
         print("check_env:", ", ".join(f"{each.distribution} {each.version}" for each in wanted))
     if not told and arguments.alone:
-        print("check_env: imports", ", ".join(import_public_modules(project.import_name)))
+        imported, kernels = import_public_modules(project.import_name)
+        print("check_env: imports", ", ".join(imported))
+        if kernels:
+            print("check_env: without Triton does not import", ", ".join(kernels))
     return bool(told)
 
 

@@ -85,3 +85,21 @@ class Installed:
 
     def locate_file(self, name):
         return f"/nowhere/{name}"
+
+
+@pytest.mark.parametrize("missing", ["triton", "numpy_of_another_name"])
+def test_kernels_alone_may_miss_triton(tmp_path, monkeypatch, missing):
+    package = tmp_path / f"with_{missing}"
+    package.mkdir()
+    for name, text in {"__init__": "", "kernels": f"import {missing}", "launch": ""}.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    # Missing, wherever this runs.
+    monkeypatch.setitem(sys.modules, missing, None)
+    if missing != "triton":
+        with pytest.raises(ModuleNotFoundError, match=missing):
+            check_env.import_public_modules(package.name)
+        return
+    imported, kernels = check_env.import_public_modules(package.name)
+    assert imported == [package.name, f"{package.name}.launch"]
+    assert kernels == [f"{package.name}.kernels"]

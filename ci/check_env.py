@@ -21,6 +21,9 @@ from pathlib import Path
 
 import workspace
 
+# What the names of modules in Triton begin with.
+KERNELS = "kernels", "tiles"
+
 
 def installed() -> dict[str, importlib.metadata.Distribution]:
     """The distributions of this repository that the running Python sees."""
@@ -78,7 +81,7 @@ def import_public_modules(import_name: str) -> tuple[list[str], list[str]]:
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if error.name != "triton":
+            if error.name != "triton" or not module.name.rpartition(".")[2].startswith(KERNELS):
                 raise
             kernels.append(module.name)
         else:

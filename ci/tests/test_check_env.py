@@ -87,16 +87,20 @@ class Installed:
         return f"/nowhere/{name}"
 
 
-@pytest.mark.parametrize("missing", ["triton", "numpy_of_another_name"])
-def test_kernels_alone_may_miss_triton(tmp_path, monkeypatch, missing):
-    package = tmp_path / f"with_{missing}"
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [("kernels", "triton"), ("launch", "triton"), ("kernels", "numpy_of_another_name")],
+)
+def test_kernels_alone_may_miss_triton(tmp_path, monkeypatch, module, missing):
+    package = tmp_path / f"with_{missing}_in_{module}"
     package.mkdir()
-    for name, text in {"__init__": "", "kernels": f"import {missing}", "launch": ""}.items():
+    texts = {"__init__": "", "kernels": "", "launch": "", module: f"import {missing}"}
+    for name, text in texts.items():
         (package / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     # Missing, wherever this runs.
     monkeypatch.setitem(sys.modules, missing, None)
-    if missing != "triton":
+    if (module, missing) != ("kernels", "triton"):
         with pytest.raises(ModuleNotFoundError, match=missing):
             check_env.import_public_modules(package.name)
         return

@@ -8,6 +8,8 @@ import pathlib
 import subprocess
 import sys
 
+from fusewright_testkit.bench import merge
+
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
@@ -27,3 +29,10 @@ def test_rows_of_a_package_tell_what_its_first_calls_take(tmp_path):
     ]
     clocks = ("import_s", "fwd_s", "bwd_s", "second_fwd_s", "second_bwd_s")
     assert all(float(row[clock]) > 0 for row in rows for clock in clocks)
+
+
+def test_rows_stay_but_those_measured_again(tmp_path):
+    path, columns = tmp_path / "first-call.csv", ("op", "fwd_s")
+    for rows in ({"a": "1", "b": "2"}, {"b": "3", "c": "4"}):
+        merge(path, [dict(op=op, fwd_s=s) for op, s in rows.items()], columns, identity=("op",))
+    assert path.read_text().splitlines() == ["op,fwd_s", "a,1", "b,3", "c,4"]

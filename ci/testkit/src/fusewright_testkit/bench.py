@@ -28,7 +28,7 @@ import pathlib
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 import torch
@@ -41,8 +41,9 @@ from .report import COLUMNS
 from .timing import Time, copies_needed, event_time, graph_time, wall_time
 from .yardstick import Yardstick, as_leaf, as_tuple
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 OURS = "fusewright"
+# The columns that say what a row measures.
+IDENTITY = ("op", "case", "pass", "provider", "dtype", "timing")
 RECOMPILES = 64
 
 
@@ -173,7 +174,7 @@ def rows_of_case(case: Case, provider: str, op: Callable) -> Iterator[dict]:
             "case": case.described,
             "pass": name,
             "provider": provider,
-            "dtype": case.precision or DTYPES[case.dtype],
+            "dtype": case.dtype_name,
             "timing": clock,
             "ms": f"{time.ms:.5f}",
             "ms_p20": f"{time.ms_p20:.5f}",
@@ -247,9 +248,7 @@ def main(
     console = Console(width=160)
     folder = pathlib.Path("packages") / package
     bench = load(folder)
-    providers = bench.providers()
-    if provider:
-        providers = {name: ops for name, ops in providers.items() if name in provider.split(",")}
+    providers = asked_for(bench.providers(), provider)
     console.print(f"{environment_name()}: {', '.join(providers)}")
     out = out or folder / "results"
     found: list[dict] = []
@@ -282,27 +281,41 @@ def main(
     show(found, console)
 
 
-def merge(path: pathlib.Path, rows: list[dict]) -> None:
-    """Write the rows, in place of those that the file has of the same op, case, pass, provider,
-    dtype and clock; the others stay.
+def asked_for(providers: dict[str, dict], names: str) -> dict[str, dict]:
+    """Those of the providers whose names, with commas between them, are given; all for none."""
+    return {name: ops for name, ops in providers.items() if not names or name in names.split(",")}
+
+
+def merge(
+    path: pathlib.Path,
+    rows: list[dict],
+    columns: Sequence[str] = COLUMNS,
+    identity: Sequence[str] = IDENTITY,
+) -> None:
+    """Write the rows, in place of those that the file has of the same identity; the others stay.
+
+    Args:
+        path: the file.
+        rows: values by column.
+        columns: of the file.
+        identity: the columns that say what a row measures.
     """
+
+    def measured(row: dict) -> tuple[str, ...]:
+        return tuple(row[name] for name in identity)
+
     merged = {}
     if path.exists():
         with path.open(newline="") as file:
-            merged = {identity(row): row for row in csv.DictReader(file)}
-    merged |= {identity(row): row for row in rows}
+            merged = {measured(row): row for row in csv.DictReader(file)}
+    merged |= {measured(row): row for row in rows}
     # Whole before it is written: what cannot be written costs no row of the file.
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(merged.values())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.getvalue())
-
-
-def identity(row: dict) -> tuple[str, ...]:
-    """What a row measures."""
-    return tuple(row[name] for name in ("op", "case", "pass", "provider", "dtype", "timing"))
 
 
 def show(rows: list[dict], console: Console) -> None:

@@ -22,6 +22,9 @@ compiled: Callable[[Callable], Callable] = functools.partial(
 )
 
 
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
 @dataclass(frozen=True)
 class Case:
     """One op at one size.
@@ -56,6 +59,11 @@ class Case:
     def described(self) -> str:
         """The sizes as result files write them."""
         return described(self.sizes)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype, or how fp32 is multiplied, as result files write it."""
+        return self.precision or DTYPES[self.dtype]
 
 
 def described(sizes: Mapping[str, object]) -> str:

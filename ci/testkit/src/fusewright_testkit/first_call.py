@@ -11,6 +11,7 @@ before any clock runs.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -24,20 +25,15 @@ import torch
 import typer
 from rich.console import Console
 
-from .bench import DTYPES, environment_name, load, precision_of
+from .bench import OURS, asked_for, environment_name, load, merge, precision_of
 from .cases import Case
-from .tune import write
+from .timing import seconds_of
 from .yardstick import as_leaf, as_tuple
 
 COLUMNS = ("op", "case", "dtype", "provider", "cache")
 CLOCKS = ("import_s", "fwd_s", "bwd_s", "second_fwd_s", "second_bwd_s")
 CACHES = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"
 LIMIT_SECONDS = 300
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def first_cases(folder: pathlib.Path) -> dict[str, Case]:
@@ -64,19 +60,16 @@ def measure(folder: pathlib.Path, op: str, provider: str, device: str) -> dict[s
     wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
     with precision_of(case):
         for prefix in ("", "second_"):
-            synchronize(device)
-            start = time.perf_counter()
-            outputs = as_tuple(function(*leaves))
-            synchronize(device)
-            seconds[prefix + "fwd_s"] = time.perf_counter() - start
+            outputs: list[torch.Tensor] = []
+            seconds[prefix + "fwd_s"] = seconds_of(
+                lambda outputs=outputs: outputs.extend(as_tuple(function(*leaves)))
+            )
             if getattr(function, "forward_only", False):
                 continue
             upstream = [torch.ones_like(y) for y in outputs]
-            synchronize(device)
-            start = time.perf_counter()
-            torch.autograd.grad(outputs, wanted, upstream)
-            synchronize(device)
-            seconds[prefix + "bwd_s"] = time.perf_counter() - start
+            seconds[prefix + "bwd_s"] = seconds_of(
+                functools.partial(torch.autograd.grad, outputs, wanted, upstream)
+            )
     return seconds
 
 
@@ -98,10 +91,12 @@ def rows_of(
                 console.print(f"  {provider} took {case.op} more than {LIMIT_SECONDS} seconds")
                 return rows
             if done.returncode:
+                if provider.startswith(OURS):
+                    raise RuntimeError(f"{provider} did not run {case.op}: {done.stderr}")
                 console.print(f"  {provider} did not run {case.op}: {done.stderr[-300:]}")
                 return rows
             seconds = json.loads(done.stdout.splitlines()[-1])
-            what = case.op, case.described, case.precision or DTYPES[case.dtype], provider, cache
+            what = case.op, case.described, case.dtype_name, provider, cache
             clocks = {name: f"{seconds[name]:.4f}" if name in seconds else "" for name in CLOCKS}
             rows.append(dict(zip(COLUMNS, what, strict=True)) | clocks)
     return rows
@@ -122,17 +117,21 @@ def main(
         return
     console = Console(width=160)
     out = out or folder / "results"
-    rows: list[dict[str, str]] = []
+    path = out / f"first-call-{environment_name()}.csv"
+    timed = False
+    providers = asked_for(load(folder).providers(), provider)
     for name, case in first_cases(folder).items():
-        for who, ops in load(folder).providers().items():
-            wanted = not provider or who in provider.split(",")
-            if op in name and wanted and name in ops and not hasattr(ops[name], "prepare"):
-                rows += rows_of(folder, case, who, device, console)
-                for row in rows[-2:]:
-                    console.print(" ".join(row.values()))
-                # After every provider: a run that is cut off leaves what it has.
-                write(out / f"first-call-{environment_name()}.csv", rows)
-    if not rows:
+        for who, ops in providers.items():
+            if op not in name or name not in ops:
+                continue
+            rows = rows_of(folder, case, who, device, console)
+            for row in rows:
+                console.print(" ".join(row.values()))
+            # After every provider: a run that is cut off leaves what it has.
+            if rows:
+                merge(path, rows, [*COLUMNS, *CLOCKS], COLUMNS)
+                timed = True
+    if not timed:
         raise typer.BadParameter("nothing was timed")
 
 

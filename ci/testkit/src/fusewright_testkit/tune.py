@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 import typer
 
-from .bench import DTYPES, environment_name, load, precision_of
+from .bench import environment_name, load, precision_of
 from .cases import Case, Tensors, described
 from .compiled import SHARED_KIB, compile_launch, recorded_launches
 from .timing import copies_needed, graph_time
@@ -300,7 +300,7 @@ def said(error: Exception) -> str:
 
 
 def named(case: Case) -> str:
-    return f"{case.op} {case.described} {case.precision or DTYPES[case.dtype]}"
+    return f"{case.op} {case.described} {case.dtype_name}"
 
 
 def print_together(fastest: list[tuple[Tuning, Tables]], device: str = "cuda") -> None:

@@ -59,6 +59,13 @@ def launch_window(width: int, dtype: torch.dtype, prefix: int = 17) -> None:
     window.attention_backward(x, lse, x, x, x, x, x, softmax, band, 0.125)
 
 
+def launch_window_hopper() -> None:
+    """The backward pass of warp groups."""
+    x = torch.empty(4, 4096, 8, 64, dtype=torch.bfloat16)
+    softmax = torch.empty(2, 4, 8, 4096)
+    window.attention_backward(x, None, x, x, x, x, x, softmax, window.Band(512, 0), 0.125)
+
+
 def launch_rotary(width: int, dtype: torch.dtype, beside: bool = True, kinds: int = 2) -> None:
     """Forward and backward of one sequence, with a shared prefix and with one for each row."""
     rows = torch.empty(4, 512, kinds, 8, width, dtype=dtype)
@@ -85,6 +92,7 @@ def one_of_each() -> None:
     launch_apply_rotary(40, torch.bfloat16)
     launch(1000, 64, torch.bfloat16)
     launch_hopper()
+    launch_window_hopper()
     launch(64, 64, torch.bfloat16)
     launch_window(64, torch.bfloat16)
 

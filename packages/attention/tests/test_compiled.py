@@ -8,7 +8,7 @@ LAUNCHES = {
     "one_of_each": (
         "streaming_forward streaming_dq streaming_dkdv window_forward window_dq window_dkdv "
         "single_tile_forward single_tile_backward add_chunks rotary hopper_forward "
-        "combine_parts flagged_forward"
+        "combine_parts flagged_forward window_hopper_backward"
     ),
 }
 EVERY = ("every_line",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.attention import rectangular_attention_with_lse
+from fusewright.attention.common.launch_hopper import tile_strides
 from fusewright.attention.rectangular import (
     launch,
     launch_backward,
@@ -41,7 +42,7 @@ def test_tiles_that_do_not_fill_the_gpu_are_cut(tiles, steps, programs, rounds, 
 
 def test_axis_of_one_element_has_the_stride_of_a_contiguous_tensor():
     x = torch.empty(1, 4, 1, 8).expand(1, 4, 1, 8).transpose(0, 2)
-    assert launch_hopper.tile_strides(x) == [32, 8, 8, 1]
+    assert tile_strides(x) == [32, 8, 8, 1]
 
 
 @pytest.fixture

@@ -45,6 +45,16 @@ def product(a, b, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def length_of(key_lengths_ptr, batch, keys):
+    """How many keys a task has: all, or its number in key_lengths, cut to 0 ... keys."""
+    length = keys
+    if key_lengths_ptr is not None:
+        length = tl.load(key_lengths_ptr + batch)
+        length = tl.minimum(tl.maximum(length, 0), keys).to(tl.int32)
+    return length
+
+
+@triton.jit
 def load_rows(
     source, first, limit, BLOCK_ROWS: tl.constexpr, MASKED: tl.constexpr, CONFIG: tl.constexpr
 ):

@@ -1,6 +1,7 @@
-"""Triton kernel that adds the parts of a tile whose keys were cut.
+"""Triton kernels that add the parts of tiles that were cut, for Hopper: of tiles of queries, cut by
+their keys, in the forward pass; of tiles of keys, cut by their queries, in the backward pass.
 
-m = max_part r    l = sum_part 2^(r - m) l_part    o = sum_part 2^(r - m) o_part / l
+    m = max_part r    l = sum_part 2^(r - m) l_part    o = sum_part 2^(r - m) o_part / l
 
 lse is of l before the rounding of probabilities.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import LOG_2
+from ..common.tiles import LOG_2, store_rows
 from ..common.tiles_forward import store_outputs
 from .kernels_hopper import LARGEST_OUTPUT, LARGEST_SUM
 
@@ -76,3 +77,36 @@ def combine_parts_kernel(
             query = block * ROWS + row
             lse = (m + tl.log2(exact_l)) * LOG_2
             tl.store(lse_ptr + head.to(tl.int64) * queries + query, lse, mask=query < queries)
+
+
+@triton.jit(do_not_specialize=("ranges",))
+def add_parts_kernel(
+    partial_ptr,
+    dk_ptr,
+    dv_ptr,
+    whole,
+    parts,
+    keys,
+    heads,
+    key_tiles,
+    ranges,
+    CONFIG: tl.constexpr,
+):
+    """One program adds the parts of dk, or of dv, of ROWS keys in their order."""
+    rows_of_tile: tl.constexpr = CONFIG.KEYS // CONFIG.ROWS
+    tile = tl.program_id(0) // (2 * rows_of_tile)
+    is_dv = tl.program_id(0) // rows_of_tile % 2
+    first = tl.program_id(0) % rows_of_tile * CONFIG.ROWS
+    column = (whole + tile) // CONFIG.STRIPES
+    stripe = column // key_tiles * CONFIG.STRIPES + (whole + tile) % CONFIG.STRIPES
+    head, key_tile = stripe // ranges, stripe % ranges * key_tiles + column % key_tiles
+    at = (first + tl.arange(0, CONFIG.ROWS))[:, None] * CONFIG.D + tl.arange(0, CONFIG.D)[None, :]
+    total = tl.full([CONFIG.ROWS, CONFIG.D], 0.0, tl.float32)
+    for part in range(parts):
+        number = (tile * parts + part) * 2 + is_dv
+        total += tl.load(partial_ptr + number * (CONFIG.KEYS * CONFIG.D) + at)
+    place = head // heads, head % heads, key_tile * CONFIG.KEYS + first, keys, heads
+    if is_dv == 0:
+        store_rows(dk_ptr, total, place, CONFIG.D)
+    else:
+        store_rows(dv_ptr, total, place, CONFIG.D)

@@ -32,11 +32,8 @@ Shah et al., FlashAttention-3, arXiv 2407.08608.
 
 from __future__ import annotations
 
-import torch
-
 from ..common.kernels_counters import count_and_wait
 from ..common.kernels_gluon import (
-    TensorDescriptor,
     fence_async_shared,
     gl,
     gluon,
@@ -53,12 +50,6 @@ ROWS = gl.constexpr(64)
 # A sum above this, 2^64, makes its rows be computed again, and an output beyond fp32.
 LARGEST_SUM = gl.constexpr(18446744073709551616.0)
 LARGEST_OUTPUT = gl.constexpr(3.4028234663852886e38)
-
-
-def descriptor(x: torch.Tensor, strides: list[int], rows: int) -> TensorDescriptor:
-    """``x`` [B, rows, H, D] in tiles of this many rows of one head."""
-    layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, x.shape[-1]], layout)
 
 
 @gluon.jit

@@ -31,11 +31,8 @@ Shah et al., FlashAttention-3, arXiv 2407.08608.
 
 from __future__ import annotations
 
-import torch
-
 from ..common.kernels_counters import pass_on, wait_for
 from ..common.kernels_gluon import (
-    TensorDescriptor,
     fence_async_shared,
     gl,
     gluon,
@@ -45,25 +42,19 @@ from ..common.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ..common.kernels_hopper_backward import (
+    QUERIES,
+    ROWS,
+    differentiate_tile,
+    hand_over,
+    places_in,
+    store_gradients,
+)
 from .kernels_hopper import LOG2_E, keys_of
 
-# Queries of a tile, keys of a group of warps, and groups that have keys.
-QUERIES = gl.constexpr(64)
-ROWS = gl.constexpr(64)
+# Groups that have keys, and keys of a program.
 GROUPS = gl.constexpr(2)
 KEYS = gl.constexpr(128)
-
-
-def statistics_descriptor(x: torch.Tensor) -> TensorDescriptor:
-    """One number for each query of a head, [B H, tiles * QUERIES], in tiles of QUERIES."""
-    layout = gl.NVMMASharedLayout(0, 32, rank=2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 64], layout)
-
-
-def dq_descriptor(x: torch.Tensor) -> TensorDescriptor:
-    """Tiles of dq, [stripes tiles QUERIES, D], each in the order of registers."""
-    layout = gl.NVMMASharedLayout(0, 32, rank=2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[-1]], layout)
 
 
 @gluon.jit
@@ -173,19 +164,10 @@ def copy_tiles(inputs, lengths_ptr, buffers, barriers, sizes, CONFIG: gl.constex
 
 
 @gluon.jit
-def load_statistics(shared, OF_COLUMNS: gl.constexpr):
-    """QUERIES numbers, one for each column of a tile of scores. ``prepare_kernel`` wrote them so
-    that the 16 that a lane needs are next to one another.
-    """
-    BY_LANE: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1], [2], [4], [8]],
-        lane_bases=[[16], [32], [0], [0], [0]],
-        warp_bases=[[0], [0]],
-        block_bases=[],
-        shape=[64],
-    )
-    x = shared.reshape([QUERIES]).load(BY_LANE)
-    return gl.convert_layout(x.reshape([4, 8, 2]).permute([1, 0, 2]).reshape([QUERIES]), OF_COLUMNS)
+def of_keys(s, limit):
+    """s of rows before ``limit``, which are keys."""
+    key, query = places_in(s)
+    return gl.where((key < limit) & (query >= 0), s, -float("inf"))
 
 
 @gluon.jit
@@ -196,61 +178,38 @@ def differentiate_piece(
     steps,
     factor,
     GROUP: gl.constexpr,
-    MASKED: gl.constexpr,
+    SEEN: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
     """dk, not scaled, and dv of a group's keys, [ROWS, D], over the queries of a piece; and their
-    ds, for dq. With MASKED, rows from ``limit`` on are no keys.
+    ds, for dq. ``SEEN``: None, or ``of_keys`` where rows from ``limit`` on are no keys.
     """
-    k, v = operands
     used, tiles, limit = steps
-    q_shared, do_shared, lse_shared, delta_shared, ds_shared = buffers
-    q_full, do_full, q_free, ds_full, ds_free = barriers
+    streamed, ds_shared = buffers
+    of_queries, ds_full, ds_free = barriers
     D: gl.constexpr = CONFIG.D
-    STAGES: gl.constexpr = CONFIG.STAGES
-    DS_STAGES: gl.constexpr = CONFIG.DS_STAGES
-    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     OF_GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    OF_OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_GRADIENT, 2)
-    BY_QUERY: gl.constexpr = gl.SliceLayout(0, OF_SCORES)
-    none = gl.zeros([ROWS, QUERIES], gl.float32, OF_SCORES)
     dk = gl.zeros([ROWS, D], gl.float32, OF_GRADIENT)
     dv = gl.zeros([ROWS, D], gl.float32, OF_GRADIENT)
     for step in range(tiles):
-        stage = (used + step) % STAGES
-        phase = ((used + step) // STAGES) & 1
-        ds_stage = (used + step) % DS_STAGES
-        mbarrier.wait(q_full.index(stage), phase)
-        q = q_shared.index(stage).reshape([QUERIES, D])
-        do = do_shared.index(stage).reshape([QUERIES, D])
-        s = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
-        lse = load_statistics(lse_shared.index(stage), BY_QUERY)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        # The exponentials of s are computed while the tensor cores multiply v and do.
-        mbarrier.wait(do_full.index(stage), phase)
-        dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
-        # lse has its sign changed: one multiplication with addition.
-        p = gl.exp2(s * factor + gl.expand_dims(lse, 0))
-        if MASKED:
-            # A row beyond the keys has scores of 0, and so a p that may be infinite.
-            row = gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
-            is_key = gl.expand_dims(row < limit, 1) & (gl.zeros_like(p) == 0.0)
-            p = gl.where(is_key, p, 0.0)
-        p_operand = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
-        delta = load_statistics(delta_shared.index(stage), BY_QUERY)
-        dp = warpgroup_mma_wait(0, deps=(dp,))
-        dv_ahead = warpgroup_mma(p_operand, do, dv, is_async=True)
-        ds = (p * (dp - gl.expand_dims(delta, 0))).to(gl.bfloat16)
-        mbarrier.wait(ds_free.index(ds_stage), (((used + step) // DS_STAGES) & 1) ^ 1)
-        ds_shared.index(ds_stage).slice(GROUP * ROWS, ROWS, dim=0).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(ds_stage), count=1)
-        ds_operand = gl.convert_layout(ds, OF_OPERAND)
-        dk_ahead = warpgroup_mma(ds_operand, q, dk, is_async=True)
-        dv, dk, p_operand, ds_operand = warpgroup_mma_wait(
-            0, deps=(dv_ahead, dk_ahead, p_operand, ds_operand)
+        slot = used + step
+        ds_stage = slot % CONFIG.DS_STAGES
+        ds_place = ds_shared.index(ds_stage).slice(GROUP * ROWS, ROWS, dim=0)
+        ds_phase = ((slot // CONFIG.DS_STAGES) & 1) ^ 1
+        ds_ring = ds_full.index(ds_stage), ds_free.index(ds_stage), ds_phase
+        dk, dv = differentiate_tile(
+            operands,
+            (dk, dv),
+            streamed,
+            of_queries,
+            slot,
+            ds_place,
+            ds_ring,
+            factor,
+            limit,
+            SEEN,
+            CONFIG,
         )
-        mbarrier.arrive(q_free.index(stage), count=1)
     return dk, dv
 
 
@@ -296,11 +255,11 @@ def differentiate(
                 k = keys_before(limit - GROUP * ROWS, k, 0)
                 v = keys_before(limit - GROUP * ROWS, v, 0)
             dk, dv = differentiate_piece(
-                (k, v), streamed, of_queries, steps, factor, GROUP, True, CONFIG
+                (k, v), streamed, of_queries, steps, factor, GROUP, of_keys, CONFIG
             )
         else:
             dk, dv = differentiate_piece(
-                (k, v), streamed, of_queries, steps, factor, GROUP, False, CONFIG
+                (k, v), streamed, of_queries, steps, factor, GROUP, None, CONFIG
             )
         used += tiles
         dk = dk * scale
@@ -312,14 +271,8 @@ def differentiate(
             gl.store(part + at, dk)
             gl.store(part + KEYS * D + at, dv)
         else:
-            # Where the last piece's gradients went from.
-            tma.store_wait(0)
-            out_shared.index(2 * GROUP).reshape([ROWS, D]).store(dk.to(gl.bfloat16))
-            out_shared.index(2 * GROUP + 1).reshape([ROWS, D]).store(dv.to(gl.bfloat16))
-            fence_async_shared()
-            place = [head // heads, first, head % heads, 0]
-            tma.async_copy_shared_to_global(dk_tiles, place, out_shared.index(2 * GROUP))
-            tma.async_copy_shared_to_global(dv_tiles, place, out_shared.index(2 * GROUP + 1))
+            corner = [head // heads, first, head % heads, 0]
+            store_gradients((dk_tiles, dv_tiles), out_shared, dk, dv, corner, GROUP, CONFIG)
     tma.store_wait(0)
 
 
@@ -346,18 +299,12 @@ def multiply_keys(lengths_ptr, buffers, barriers, sizes, CONFIG: gl.constexpr):
         mbarrier.arrive(kv_free, count=1)
         for _step in range(tiles):
             ds_stage = used % DS_STAGES
-            place = used % CONFIG.PLACES
             mbarrier.wait(ds_full.index(ds_stage), (used // DS_STAGES) & 1)
             ds = ds_shared.index(ds_stage)
             dq = warpgroup_mma(k, ds, none, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             mbarrier.arrive(ds_free.index(ds_stage), count=1)
-            mbarrier.wait(dq_free.index(place), ((used // CONFIG.PLACES) & 1) ^ 1)
-            # Four numbers of a thread next to one another: stores of 16 bytes without conflicts.
-            dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64, 64])
-            dq_shared.index(place).store(dq)
-            fence_async_shared()
-            mbarrier.arrive(dq_full.index(place), count=1)
+            hand_over(dq, dq_shared, dq_full, dq_free, used, CONFIG)
             used += 1
 
 
@@ -478,8 +425,8 @@ def hopper_backward_kernel(
     fence_async_shared()
     sizes = (whole, parts, pieces, key_tiles, query_tiles, keys, heads, ranges)
     outputs = (dk_tiles, dv_tiles, partial_ptr)
-    streamed = (q_shared, do_shared, lse_shared, delta_shared, ds_shared)
-    of_queries = (q_full, do_full, q_free, ds_full, ds_free)
+    streamed = ((q_shared, do_shared, lse_shared, delta_shared), ds_shared)
+    of_queries = ((q_full, do_full, q_free), ds_full, ds_free)
     of_group = (k_shared, v_shared, out_shared, streamed)
     to_group = (kv_full, kv_free, of_queries)
     of_dq = (k_shared, ds_shared, dq_shared)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import LOG_2, load_rows, product, store_rows
-from .tiles import length_of, masked_softmax
+from ..common.tiles import LOG_2, length_of, load_rows, product, store_rows
+from .tiles import masked_softmax
 
 
 @triton.jit

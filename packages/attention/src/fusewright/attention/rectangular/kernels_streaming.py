@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import LOG2_E, load_rows, product
+from ..common.tiles import LOG2_E, length_of, load_rows, product
 from ..common.tiles_forward import next_softmax, store_outputs
-from .tiles import length_of, masked_softmax
+from .tiles import masked_softmax
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import LOG2_E, load_rows, store_rows
+from ..common.tiles import LOG2_E, length_of, load_rows, store_rows
 from ..common.tiles_backward import (
     add_keys,
     add_queries,
@@ -23,7 +23,6 @@ from ..common.tiles_backward import (
     statistics_of,
     transposed_probabilities,
 )
-from .tiles import length_of
 
 
 @triton.jit

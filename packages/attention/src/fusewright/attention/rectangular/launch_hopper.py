@@ -5,8 +5,7 @@ parts of the last tiles, and the tiles that are computed again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,11 +16,11 @@ from .._core.launches import (
     allocate,
     allocator,
     cdiv,
-    contiguous_strides,
     contiguous_where,
 )
 from .._core.lazy import lazy_module
 from ..common.launch import Outputs, plan_query_tiles
+from ..common.launch_hopper import HopperLaunch, in_tiles
 from ..common.problem import Problem, TileConfig
 
 if TYPE_CHECKING:
@@ -85,42 +84,6 @@ HOPPER_FORWARD = (
 )
 # What computes flagged tiles again, as many queries a program as a group has.
 AGAIN = TileConfig(64, 2, queries=ROWS, keys=64, num_warps=4, num_stages=3)
-
-
-class HopperLaunch(Launch):
-    """A launch whose first operands are read and written by tensor descriptors, each as its own
-    function makes it.
-    """
-
-    descriptors: tuple[Callable[[torch.Tensor], Any], ...]
-
-    def __call__(
-        self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...] = ()
-    ) -> None:
-        described = [
-            describe(x)
-            for describe, x in zip(self.descriptors, tensors, strict=False)
-            if x is not None
-        ]
-        self.dispatch((*described, *tensors[len(described) :]), floats)
-
-
-def in_tiles(rows: int) -> Callable[[torch.Tensor], Any]:
-    """The descriptor of a tensor [B, rows, H, D] in tiles of this many rows."""
-
-    def describe(x: torch.Tensor) -> Any:
-        return kernels_hopper.descriptor(x, tile_strides(x), rows)
-
-    return describe
-
-
-def tile_strides(x: torch.Tensor) -> list[int]:
-    """The strides; of an axis of one element, along which no address is computed and whose stride
-    may be anything, that of a contiguous tensor.
-    """
-    contiguous = contiguous_strides(x.shape)
-    sizes = zip(x.shape, x.stride(), contiguous, strict=True)
-    return [own if size > 1 else whole for size, own, whole in sizes]
 
 
 class HopperPlan(NamedTuple):

@@ -13,14 +13,22 @@ from .._core.backends import interpreted
 from .._core.launches import Allocator, Launch, allocate, allocator, cdiv, contiguous_where
 from .._core.lazy import lazy_module
 from ..common.launch import Gradients, grid_of
+from ..common.launch_hopper import (
+    HopperLaunch,
+    in_statistics,
+    in_tiles,
+    in_tiles_of_dq,
+    plan_prepare,
+    plan_round_dq,
+)
 from ..common.problem import Problem
-from .launch_hopper import HopperLaunch, in_tiles, parts_of
+from .launch_hopper import parts_of
 
 if TYPE_CHECKING:
-    from . import kernels_hopper_backward, kernels_hopper_gradients
+    from . import kernels_combine, kernels_hopper_backward
 else:
+    kernels_combine = lazy_module(__package__, "kernels_combine")
     kernels_hopper_backward = lazy_module(__package__, "kernels_hopper_backward")
-    kernels_hopper_gradients = lazy_module(__package__, "kernels_hopper_gradients")
 
 # Queries of a tile, keys of a piece of work and of a group of warps.
 QUERIES, KEYS, ROWS = 64, 128, 64
@@ -237,37 +245,16 @@ def plan_hopper_backward(
         dict(num_warps=4, launch_cooperative_grid=True),
         CONFIG=constants,
     )
-    described = kernels_hopper_backward
     launch.descriptors = (
         *map(in_tiles, (QUERIES, KEYS, KEYS, QUERIES, ROWS, ROWS)),
-        *(described.statistics_descriptor, described.statistics_descriptor),
-        described.dq_descriptor,
+        *(in_statistics, in_statistics, in_tiles_of_dq),
     )
-    around = kernels_hopper_gradients
-    do_strides = problem.integers[:3]
-    prepare = Launch(
-        around.prepare_kernel,
-        grid_of(heads * query_tiles),
-        device,
-        (
-            *(*do_strides, problem.queries, problem.heads, math.prod(problem.rows)),
-            *(query_tiles, blocks, ranges),
-        ),
-        dict(num_warps=4),
-        CONFIG=constants,
-    )
-    round_dq = Launch(
-        around.round_dq_kernel,
-        grid_of(heads * query_tiles),
-        device,
-        (problem.queries, problem.keys, problem.heads, query_tiles, key_tiles, ranges),
-        dict(num_warps=4),
-        CONFIG=constants,
-    )
+    prepare = plan_prepare(problem, query_tiles, blocks, ranges, constants)
+    round_dq = plan_round_dq(problem, query_tiles, key_tiles, ranges, constants)
     add_parts = None
     if left:
         add_parts = Launch(
-            around.add_parts_kernel,
+            kernels_combine.add_parts_kernel,
             grid_of(left * 2 * (KEYS // ROWS)),
             device,
             (whole, parts, problem.keys, problem.heads, key_tiles, ranges),

@@ -1,6 +1,4 @@
-"""Device functions of single-tile and streaming kernels: the length of a task, and the softmax of
-scores of which some keys are masked.
-"""
+"""Device function of single-tile and streaming kernels: the softmax of scores with a mask."""
 
 from __future__ import annotations
 
@@ -8,16 +6,6 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import LOG2_E, LOWEST, product
-
-
-@triton.jit
-def length_of(key_lengths_ptr, batch, keys):
-    """How many keys a task has: all, or its number in key_lengths, cut to 0 ... keys."""
-    length = keys
-    if key_lengths_ptr is not None:
-        length = tl.load(key_lengths_ptr + batch)
-        length = tl.minimum(tl.maximum(length, 0), keys).to(tl.int32)
-    return length
 
 
 @triton.jit

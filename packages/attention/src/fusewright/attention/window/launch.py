@@ -33,6 +33,11 @@ from ..common.problem import (
     problem_of,
     tile_config,
 )
+from .launch_hopper_backward import (
+    HopperBackwardPlan,
+    hopper_backward_config,
+    plan_hopper_backward,
+)
 
 if TYPE_CHECKING:
     from . import kernels, kernels_backward
@@ -136,11 +141,15 @@ def forward_plan(key: Key, band: Band, with_lse: bool, keep: bool) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_plan(key: Key, band: Band) -> BackwardPlan:
+def backward_plan(key: Key, band: Band) -> BackwardPlan | HopperBackwardPlan:
     """The plan for a call that reads do, q, k, v and dlse."""
     problem = problem_of(key, 4, integers_of(band, key))
     if not (math.prod(problem.query_shape) and problem.keys):
         return plan_backward(problem)
+    _, _, _, aligned, _, _ = key
+    window = min(band.window, problem.keys)
+    if hopper := hopper_backward_config(problem, aligned, window, band.prefix):
+        return plan_hopper_backward(problem, hopper, window)
     return plan_launches(problem, band.prefix)
 
 

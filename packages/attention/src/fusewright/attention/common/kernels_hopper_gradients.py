@@ -12,8 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import load_from_pointer, store_rows
-from .tiles import length_of
+from .tiles import length_of, load_from_pointer, store_rows
 
 # Queries of a tile.
 QUERIES = tl.constexpr(64)
@@ -110,36 +109,3 @@ def round_dq_kernel(
     x = tl.reshape(tl.permute(x, [0, 3, 5, 1, 4, 2]), [QUERIES, D])
     place = head // heads, head % heads, tile * QUERIES, queries, heads
     store_rows(dq_ptr, x * scale, place, D)
-
-
-@triton.jit(do_not_specialize=("ranges",))
-def add_parts_kernel(
-    partial_ptr,
-    dk_ptr,
-    dv_ptr,
-    whole,
-    parts,
-    keys,
-    heads,
-    key_tiles,
-    ranges,
-    CONFIG: tl.constexpr,
-):
-    """One program adds the parts of dk, or of dv, of ROWS keys in their order."""
-    rows_of_tile: tl.constexpr = CONFIG.KEYS // CONFIG.ROWS
-    tile = tl.program_id(0) // (2 * rows_of_tile)
-    is_dv = tl.program_id(0) // rows_of_tile % 2
-    first = tl.program_id(0) % rows_of_tile * CONFIG.ROWS
-    column = (whole + tile) // CONFIG.STRIPES
-    stripe = column // key_tiles * CONFIG.STRIPES + (whole + tile) % CONFIG.STRIPES
-    head, key_tile = stripe // ranges, stripe % ranges * key_tiles + column % key_tiles
-    at = (first + tl.arange(0, CONFIG.ROWS))[:, None] * CONFIG.D + tl.arange(0, CONFIG.D)[None, :]
-    total = tl.full([CONFIG.ROWS, CONFIG.D], 0.0, tl.float32)
-    for part in range(parts):
-        number = (tile * parts + part) * 2 + is_dv
-        total += tl.load(partial_ptr + number * (CONFIG.KEYS * CONFIG.D) + at)
-    place = head // heads, head % heads, key_tile * CONFIG.KEYS + first, keys, heads
-    if is_dv == 0:
-        store_rows(dk_ptr, total, place, CONFIG.D)
-    else:
-        store_rows(dv_ptr, total, place, CONFIG.D)

@@ -1,0 +1,463 @@
+"""Gluon kernel of the backward pass of sliding-window attention, for Hopper.
+
+    p_ij = 2^(factor q_i . k_j - lse_i)    ds_ij = p_ij (do_i . v_j - delta_i)
+    dv_j = sum_i p_ij do_i    dk_j = scale sum_i ds_ij q_i    dq_i = scale sum_j ds_ij k_j
+
+Queries and keys are rows of one sequence, and the sums go over j <= i < j + window. factor is scale
+log2 e, lse_i the log-sum-exp of a row in base 2. All five products are computed once.
+
+A piece of work is KEYS keys of one head and the tiles of queries that see some of them. The groups
+of warps are those of the rectangular pass: two have 64 keys each, of which the second begins and
+ends one tile of queries behind the first; one makes dq; of the fourth, one warp copies and one
+adds tiles of dq to those in memory. Only the first tile of a group and those where the window ends
+have a mask: the window is a tile of queries or more.
+
+The order of sums is fixed: a block of TILES tiles of queries, as many rows as a piece has keys, has
+a counter of the pieces that have added their dq. The one whose keys are the block's own rows comes
+first, and then those before it, one after another. Programs take pieces from the last keys of a
+head on: those that are at work at one time come to a block in that order, a block's time apart, so
+that hardly one has to wait. A piece waits only for pieces that were taken before it, and all
+programs are resident, which a cooperative launch sees to.
+
+Shah et al., FlashAttention-3, arXiv 2407.08608; Beltagy, Peters and Cohan, arXiv 2004.05150.
+"""
+
+from __future__ import annotations
+
+from ..common.kernels_counters import pass_on, wait_for
+from ..common.kernels_gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    tma_add,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ..common.kernels_hopper_backward import (
+    QUERIES,
+    ROWS,
+    differentiate_tile,
+    hand_over,
+    places_in,
+    store_gradients,
+)
+from ..rectangular.kernels_hopper import LOG2_E
+
+# Groups that have keys, keys of a piece, and tiles of queries of as many rows.
+GROUPS = gl.constexpr(2)
+KEYS = gl.constexpr(128)
+TILES = gl.constexpr(2)
+
+
+@gluon.jit
+def work_of(piece, sizes):
+    """A piece's head and tile of keys; how many tiles of queries see it, from its own rows on; and
+    how many of them each group has: the first from the first one on, the second from the second.
+    """
+    query_tiles, key_tiles, window = sizes
+    head = piece // key_tiles
+    key_tile = key_tiles - 1 - piece % key_tiles
+    # Of a group's keys: tiles whose first query is less than ``window`` behind the last key.
+    of_group = (window + ROWS - 2) // QUERIES + 1
+    behind = query_tiles - key_tile * TILES
+    tiles = gl.minimum(of_group + 1, behind)
+    return head, key_tile, tiles, gl.minimum(of_group, tiles), tiles - 1
+
+
+@gluon.jit
+def of_own_rows(s, rows):
+    """s of keys up to the query's own. The first of a group's tiles alone has others."""
+    first_key, first_query, _ = rows
+    key, query = places_in(s)
+    return gl.where(first_key + key <= first_query + query, s, -float("inf"))
+
+
+@gluon.jit
+def of_window(s, rows):
+    """s of keys less than ``window`` rows behind the query. The last of a group's tiles, where the
+    window ends, have others.
+
+    Rows are numbered in the sequence: numbers in the tile would be the same for every piece of
+    work, and take registers all the time.
+    """
+    first_key, first_query, window = rows
+    key, query = places_in(s)
+    return gl.where(first_query + query < first_key + window + key, s, -float("inf"))
+
+
+@gluon.jit
+def differentiate_tiles(
+    operands,
+    sums,
+    streamed,
+    barriers,
+    ds_shared,
+    ds_barriers,
+    turns,
+    begin,
+    end,
+    factor,
+    first_key,
+    window,
+    GROUP: gl.constexpr,
+    SEEN: gl.constexpr,
+    CONFIG: gl.constexpr,
+):
+    """dk and dv of a group's keys with the terms of its tiles of queries ``begin`` to ``end``.
+    ``turns``: the tiles that the ring of queries has had before the group's first one, and those of
+    its ds.
+    """
+    of_ring, of_ds = turns
+    ds_full, ds_free = ds_barriers
+    dk, dv = sums
+    for step in range(begin, end):
+        ds_stage = (of_ds + step) % CONFIG.DS_STAGES
+        ds_phase = (((of_ds + step) // CONFIG.DS_STAGES) & 1) ^ 1
+        place = ds_stage * GROUPS + GROUP
+        dk, dv = differentiate_tile(
+            operands,
+            (dk, dv),
+            streamed,
+            barriers,
+            of_ring + step,
+            ds_shared.index(place),
+            (ds_full.index(place), ds_free.index(place), ds_phase),
+            factor,
+            (first_key, first_key + step * QUERIES, window),
+            SEEN,
+            CONFIG,
+        )
+    return dk, dv
+
+
+@gluon.jit
+def copy_tiles(inputs, buffers, barriers, sizes, pieces, heads, CONFIG: gl.constexpr):
+    """What the copying warp does: keys and values of each piece, then its queries, do and
+    statistics.
+    """
+    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles = inputs
+    q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared = buffers
+    kv_full, kv_free, q_full, do_full, q_free = barriers
+    copied = 0
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        head, key_tile, tiles, _, _ = work_of(piece, sizes)
+        batch, of_head = head // heads, head % heads
+        mbarrier.wait(kv_free, (piece // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.expect(kv_full, 2 * KEYS * CONFIG.D * 2)
+        at = [batch, key_tile * KEYS, of_head, 0]
+        tma.async_copy_global_to_shared(k_tiles, at, kv_full, k_shared)
+        tma.async_copy_global_to_shared(v_tiles, at, kv_full, v_shared)
+        for step in range(tiles):
+            row = key_tile * KEYS + step * QUERIES
+            stage = copied % CONFIG.STAGES
+            mbarrier.wait(q_free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
+            at = [batch, row, of_head, 0]
+            full = q_full.index(stage)
+            mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
+            tma.async_copy_global_to_shared(q_tiles, at, full, q_shared.index(stage))
+            tma.async_copy_global_to_shared(lse_tiles, [head, row], full, lse_shared.index(stage))
+            full = do_full.index(stage)
+            mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
+            tma.async_copy_global_to_shared(do_tiles, at, full, do_shared.index(stage))
+            at_row = [head, row]
+            tma.async_copy_global_to_shared(delta_tiles, at_row, full, delta_shared.index(stage))
+            copied += 1
+
+
+@gluon.jit
+def differentiate(
+    outputs,
+    buffers,
+    barriers,
+    sizes,
+    pieces,
+    heads,
+    scale,
+    GROUP: gl.constexpr,
+    CONFIG: gl.constexpr,
+):
+    """What each of the two groups with keys does: dk and dv of its ROWS keys of every piece."""
+    k_shared, v_shared, out_shared, streamed, ds_shared = buffers
+    kv_full, kv_free, of_queries, ds_full, ds_free = barriers
+    D: gl.constexpr = CONFIG.D
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    OF_GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OF_KEYS: gl.constexpr = gl.DotOperandLayout(0, OF_SCORES, 2)
+    factor = scale * LOG2_E
+    window = sizes[2]
+    used = 0
+    of_ds = 0
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        head, key_tile, tiles, of_first, of_second = work_of(piece, sizes)
+        steps = of_second if GROUP else of_first
+        mbarrier.wait(kv_full, piece // gl.num_programs(0) & 1)
+        # Both stay in registers, as left operands of their products.
+        k = k_shared.reshape([KEYS, D]).slice(GROUP * ROWS, ROWS, dim=0).load(OF_KEYS)
+        v = v_shared.reshape([KEYS, D]).slice(GROUP * ROWS, ROWS, dim=0).load(OF_KEYS)
+        mbarrier.arrive(kv_free, count=1)
+        dk = gl.zeros([ROWS, D], gl.float32, OF_GRADIENT)
+        dv = gl.zeros([ROWS, D], gl.float32, OF_GRADIENT)
+        # From this tile on, some queries do not see all keys.
+        inner = gl.minimum(window // QUERIES, steps)
+        turns = used + GROUP, of_ds
+        first_key = key_tile * KEYS + GROUP * ROWS
+        dk, dv = differentiate_tiles(
+            (k, v),
+            (dk, dv),
+            streamed,
+            of_queries,
+            ds_shared,
+            (ds_full, ds_free),
+            turns,
+            0,
+            gl.minimum(steps, 1),
+            factor,
+            first_key,
+            window,
+            GROUP,
+            of_own_rows,
+            CONFIG,
+        )
+        dk, dv = differentiate_tiles(
+            (k, v),
+            (dk, dv),
+            streamed,
+            of_queries,
+            ds_shared,
+            (ds_full, ds_free),
+            turns,
+            1,
+            inner,
+            factor,
+            first_key,
+            window,
+            GROUP,
+            None,
+            CONFIG,
+        )
+        dk, dv = differentiate_tiles(
+            (k, v),
+            (dk, dv),
+            streamed,
+            of_queries,
+            ds_shared,
+            (ds_full, ds_free),
+            turns,
+            inner,
+            steps,
+            factor,
+            first_key,
+            window,
+            GROUP,
+            of_window,
+            CONFIG,
+        )
+        used += tiles
+        of_ds += steps
+        at = [head // heads, key_tile * KEYS + GROUP * ROWS, head % heads, 0]
+        store_gradients(outputs, out_shared, dk * scale, dv, at, GROUP, CONFIG)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def multiply_tile(
+    keys,
+    buffers,
+    barriers,
+    turns,
+    FIRST: gl.constexpr,
+    SECOND: gl.constexpr,
+    CONFIG: gl.constexpr,
+):
+    """A tile of dq, transposed, [D, QUERIES], from the ds of the first group, the second, or both,
+    and on to the warp that adds it.
+
+    Args:
+        keys: of both groups.
+        buffers, barriers: the rings of ds and of tiles of dq.
+        turns: how many tiles each group has had before, and the ring of dq.
+    """
+    first_k, second_k = keys
+    ds_shared, dq_shared = buffers
+    q_free, ds_full, ds_free, dq_full, dq_free = barriers
+    of_first, of_second, used = turns
+    D: gl.constexpr = CONFIG.D
+    OF_DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    first = of_first % CONFIG.DS_STAGES * GROUPS
+    second = of_second % CONFIG.DS_STAGES * GROUPS + 1
+    dq = gl.zeros([D, QUERIES], gl.float32, OF_DQ)
+    if FIRST:
+        mbarrier.wait(ds_full.index(first), (of_first // CONFIG.DS_STAGES) & 1)
+        ds = ds_shared.index(first)
+        dq = warpgroup_mma(first_k, ds, dq, use_acc=False, is_async=True)
+    if SECOND:
+        mbarrier.wait(ds_full.index(second), (of_second // CONFIG.DS_STAGES) & 1)
+        ds = ds_shared.index(second)
+        dq = warpgroup_mma(second_k, ds, dq, use_acc=FIRST, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    if FIRST:
+        mbarrier.arrive(ds_free.index(first), count=1)
+    if SECOND:
+        mbarrier.arrive(ds_free.index(second), count=1)
+    if not (FIRST and SECOND):
+        # In the place of the group that leaves this tile to the other.
+        mbarrier.arrive(q_free.index(used % CONFIG.STAGES), count=1)
+    hand_over(dq, dq_shared, dq_full, dq_free, used, CONFIG)
+
+
+@gluon.jit
+def multiply_keys(buffers, barriers, sizes, pieces, CONFIG: gl.constexpr):
+    """What the third group does: tiles of dq. The keys of both others stay in its registers."""
+    k_shared, of_tiles = buffers
+    kv_full, kv_free, to_tiles = barriers
+    D: gl.constexpr = CONFIG.D
+    OF_DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    OF_KEYS: gl.constexpr = gl.DotOperandLayout(0, OF_DQ, 2)
+    used = 0
+    of_first = 0
+    of_second = 0
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        _head, _key_tile, tiles, first_tiles, second_tiles = work_of(piece, sizes)
+        mbarrier.wait(kv_full, piece // gl.num_programs(0) & 1)
+        keys = k_shared.reshape([KEYS, D])
+        first_k = keys.slice(0, ROWS, dim=0).permute([1, 0]).load(OF_KEYS)
+        second_k = keys.slice(ROWS, ROWS, dim=0).permute([1, 0]).load(OF_KEYS)
+        both = first_k, second_k
+        mbarrier.arrive(kv_free, count=1)
+        turns = of_first, of_second, used
+        multiply_tile(both, of_tiles, to_tiles, turns, True, False, CONFIG)
+        for step in range(1, first_tiles):
+            turns = of_first + step, of_second + step - 1, used + step
+            multiply_tile(both, of_tiles, to_tiles, turns, True, True, CONFIG)
+        if first_tiles < tiles:
+            turns = of_first, of_second + second_tiles - 1, used + first_tiles
+            multiply_tile(both, of_tiles, to_tiles, turns, False, True, CONFIG)
+        used += tiles
+        of_first += first_tiles
+        of_second += second_tiles
+
+
+@gluon.jit
+def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, pieces, CONFIG: gl.constexpr):
+    """What the adding warp does: tiles of dq to those in memory, a block's in a fixed order."""
+    dq_full, dq_free = barriers
+    query_tiles = sizes[0]
+    blocks = (query_tiles + TILES - 1) // TILES
+    counters = counters_ptr.to(gl.int64, bitcast=True)
+    used = 0
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        head, key_tile, tiles, _, _ = work_of(piece, sizes)
+        counter = counters
+        number = 0
+        for step in range(tiles):
+            place = used % CONFIG.PLACES
+            mbarrier.wait(dq_full.index(place), (used // CONFIG.PLACES) & 1)
+            at = [(head * query_tiles + key_tile * TILES + step) * QUERIES, 0]
+            if step % TILES == 0:
+                if step > 0:
+                    pass_on(counter)
+                # Pieces between this one and the block's own.
+                number = step // TILES
+                counter = counters + (head * blocks + key_tile + number).to(gl.int64) * 4
+                wait_for(counter, number)
+            # The first one finds nothing that it could be added to.
+            if number == 0:
+                tma.async_copy_shared_to_global(dq_tiles, at, dq_shared.index(place))
+            else:
+                tma_add(dq_tiles, at, dq_shared.index(place))
+            # The tile before this one is in memory: its place is free.
+            tma.store_wait(1)
+            if used > 0:
+                mbarrier.arrive(dq_free.index((used + CONFIG.PLACES - 1) % CONFIG.PLACES), count=1)
+            used += 1
+        pass_on(counter)
+    tma.store_wait(0)
+
+
+# One compilation serves all sizes.
+@gluon.jit(do_not_specialize=("pieces", "heads", "query_tiles", "key_tiles", "window"))
+def window_hopper_backward_kernel(
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    do_tiles,
+    dk_tiles,
+    dv_tiles,
+    lse_tiles,
+    delta_tiles,
+    dq_tiles,
+    counters_ptr,
+    scale,
+    pieces,
+    heads,
+    query_tiles,
+    key_tiles,
+    window,
+    CONFIG: gl.constexpr,
+):
+    """A program takes every so many-th piece of work; tiles are tensor descriptors: of the first
+    six over [B, rows, H, D], of statistics over [B H, queries], of dq over its tiles.
+    """
+    D: gl.constexpr = CONFIG.D
+    STAGES: gl.constexpr = CONFIG.STAGES
+    DS_PLACES: gl.constexpr = CONFIG.DS_STAGES * GROUPS
+    PLACES: gl.constexpr = CONFIG.PLACES
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    OF_DS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    q_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 1, D], q_tiles.layout)
+    do_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 1, D], do_tiles.layout)
+    k_shared = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 1, D], k_tiles.layout)
+    v_shared = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 1, D], v_tiles.layout)
+    lse_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], lse_tiles.layout)
+    delta_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], delta_tiles.layout)
+    ds_shared = gl.allocate_shared_memory(gl.bfloat16, [DS_PLACES, ROWS, QUERIES], OF_DS)
+    dq_shared = gl.allocate_shared_memory(gl.float32, [PLACES, QUERIES, D], dq_tiles.layout)
+    out_shared = gl.allocate_shared_memory(
+        gl.bfloat16, [2 * GROUPS, 1, ROWS, 1, D], dk_tiles.layout
+    )
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    kv_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [DS_PLACES, 1], BARRIER)
+    ds_free = gl.allocate_shared_memory(gl.int64, [DS_PLACES, 1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
+    dq_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_free, count=GROUPS + 1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(do_full.index(stage), count=1)
+        mbarrier.init(q_free.index(stage), count=GROUPS)
+    for place in gl.static_range(DS_PLACES):
+        mbarrier.init(ds_full.index(place), count=1)
+        mbarrier.init(ds_free.index(place), count=1)
+    for place in gl.static_range(PLACES):
+        mbarrier.init(dq_full.index(place), count=1)
+        mbarrier.init(dq_free.index(place), count=1)
+    fence_async_shared()
+    sizes = (query_tiles, key_tiles, window)
+    outputs = (dk_tiles, dv_tiles)
+    streamed = (q_shared, do_shared, lse_shared, delta_shared)
+    of_group = (k_shared, v_shared, out_shared, streamed, ds_shared)
+    to_group = (kv_full, kv_free, (q_full, do_full, q_free), ds_full, ds_free)
+    of_dq = (k_shared, (ds_shared, dq_shared))
+    to_dq = (kv_full, kv_free, (q_free, ds_full, ds_free, dq_full, dq_free))
+    inputs = (q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles)
+    copied = (q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared)
+    to_copy = (kv_full, kv_free, q_full, do_full, q_free)
+    to_add = (dq_full, dq_free)
+    gl.warp_specialize(
+        [
+            (differentiate, (outputs, of_group, to_group, sizes, pieces, heads, scale, 0, CONFIG)),
+            (differentiate, (outputs, of_group, to_group, sizes, pieces, heads, scale, 1, CONFIG)),
+            (multiply_keys, (of_dq, to_dq, sizes, pieces, CONFIG)),
+            (copy_tiles, (inputs, copied, to_copy, sizes, pieces, heads, CONFIG)),
+            (add_tiles, (dq_tiles, counters_ptr, dq_shared, to_add, sizes, pieces, CONFIG)),
+        ],
+        [4, 4, 1, 1],
+        [CONFIG.REGISTERS, CONFIG.DQ_REGISTERS, CONFIG.COPYING_REGISTERS, CONFIG.COPYING_REGISTERS],
+    )

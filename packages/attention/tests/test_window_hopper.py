@@ -1,0 +1,215 @@
+"""The backward pass of a window by warp groups on Hopper, by a GPU; its shares of work and its
+order of sums, by the source of its kernel with Python's numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from types import FunctionType, SimpleNamespace
+
+import pytest
+import torch
+from fusewright.attention._core.launches import cdiv
+from fusewright.attention.window import kernels_hopper_backward as kernels
+from fusewright.attention.window import launch, launch_hopper_backward
+from fusewright.attention.window.launch_hopper_backward import KEYS, QUERIES, ROWS, TILES
+from fusewright_testkit import capture
+from fusewright_testkit.conformance import everything, same_bits
+
+from .test_hopper import on_hopper
+
+BF16 = torch.bfloat16
+WINDOWS = [64, 65, 127, 128, 129, 300, 512, 10_000]
+
+
+class Programs:
+    """The programs of one launch for sequences of so many tokens."""
+
+    def __init__(self, heads: int, tokens: int, window: int, programs: int) -> None:
+        self.query_tiles, self.key_tiles = cdiv(tokens, QUERIES), cdiv(tokens, KEYS)
+        self.sizes = self.query_tiles, self.key_tiles, min(window, tokens)
+        self.pieces = heads * self.key_tiles
+        self.programs = min(programs, self.pieces)
+        names = dict(gl=SimpleNamespace(minimum=min), KEYS=KEYS, TILES=TILES, ROWS=ROWS)
+        self.work_of = FunctionType(kernels.work_of.fn.__code__, names | dict(QUERIES=QUERIES))
+
+    def steps(self, program: int) -> Iterator[tuple[int, int, int, int, bool]]:
+        """(head, tile of queries, tile of keys, number in the block, whether the piece ends) of
+        what a program adds.
+        """
+        for piece in range(program, self.pieces, self.programs):
+            head, key_tile, tiles, _, _ = self.work_of(piece, self.sizes)
+            for step in range(tiles):
+                yield head, key_tile * TILES + step, key_tile, step // TILES, step == tiles - 1
+
+    def run(self, seed: int) -> dict[tuple[int, int], list[int]]:
+        """For each tile of queries of a head the tiles of keys in the order in which they were
+        added, where programs go on at random.
+        """
+        draw, order, counters = random.Random(seed), defaultdict(list), Counter()
+        left = {p: self.steps(p) for p in range(self.programs)}
+        following = {p: next(steps, None) for p, steps in left.items()}
+        holds: dict[int, tuple[int, int]] = {}
+        while any(following.values()):
+            before = dict(following), counters.total()
+            for program in draw.sample(range(self.programs), self.programs):
+                for _ in range(draw.randint(1, 4)):
+                    if following[program] is None:
+                        break
+                    head, tile, key_tile, number, ends = following[program]
+                    if tile % TILES == 0:
+                        if program in holds:
+                            counters[holds.pop(program)] += 1
+                        if counters[head, tile // TILES] != number:
+                            break
+                        holds[program] = head, tile // TILES
+                    order[head, tile].append(key_tile)
+                    if ends:
+                        counters[holds.pop(program)] += 1
+                    following[program] = next(left[program], None)
+            assert before != (following, counters.total()), "all programs wait"
+        return dict(order)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("tokens", [64, 65, 128, 129, 193, 700, 1500])
+def test_each_group_has_the_tiles_that_see_its_keys(tokens, window):
+    programs = Programs(1, tokens, window, programs=5)
+    row = torch.arange(tokens)
+    distance = row[:, None] - row[None, :]
+    seen = (distance >= 0) & (distance < window)
+    for piece in range(programs.pieces):
+        _, key_tile, tiles, *of_groups = programs.work_of(piece, programs.sizes)
+        for group, steps in enumerate(of_groups):
+            first = key_tile * KEYS + group * ROWS
+            of_tile = [x.any().item() for x in seen[:, first : first + ROWS].split(QUERIES)]
+            begin = key_tile * TILES + group
+            assert [i for i, some in enumerate(of_tile) if some] == list(
+                range(begin, begin + steps)
+            )
+            # Of the ring of queries the first group leaves at most the last tile to the second.
+            assert tiles - 1 <= group + steps <= tiles
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed):
+    draw = random.Random(seed)
+    heads, tokens = draw.choice([1, 2, 3, 7]), draw.randint(64, 2500)
+    window = draw.choice([*WINDOWS, draw.randint(64, 2500)])
+    programs = Programs(heads, tokens, window, draw.choice([1, 2, 5, 12, 33, 132]))
+    order = programs.run(0)
+    assert set(order) == {(h, i) for h in range(heads) for i in range(programs.query_tiles)}
+    for (_, tile), key_tiles in order.items():
+        assert key_tiles == list(range(tile // TILES, key_tiles[-1] - 1, -1))
+    assert programs.run(1) == order
+
+
+@pytest.fixture
+def plans(fresh_plans, monkeypatch) -> list[launch_hopper_backward.HopperBackwardPlan]:
+    """The plans of backward passes that tests make, whatever the size."""
+    made = []
+
+    def counted(*args):
+        made.append(launch_hopper_backward.plan_hopper_backward(*args))
+        return made[-1]
+
+    lines = launch_hopper_backward.HOPPER_BACKWARD
+    lines = tuple(line._replace(fewest_scores=0) for line in lines)
+    monkeypatch.setattr(launch_hopper_backward, "HOPPER_BACKWARD", lines)
+    monkeypatch.setattr(launch, "plan_hopper_backward", counted)
+    return made
+
+
+def draw(op, tokens, batches=2, heads=3):
+    return op.draw((batches, tokens, tokens, heads, 64), BF16, "cuda")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("tokens", [64, 65, 127, 129, 200, 1000])
+def test_values_and_gradients_are_as_near_to_fp64_as_torch(window_op, plans, tokens, window):
+    window_op.check(draw(window_op, tokens), window=window, prefix=0, scale=0.125)
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_more_pieces_than_programs_are_as_near_to_fp64_as_torch(window_op, plans):
+    window_op.check(draw(window_op, 1500, 3, 17), window=512, prefix=0, scale=0.125)
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("factor", [5.0, 20.0, 60.0])
+def test_great_scores_are_as_near_to_fp64_as_torch(window_op, plans, factor):
+    """A score that is not seen may lie far above those that are."""
+    q, k, v = draw(window_op, 700)
+    k[:, 300:400] *= factor
+    window_op.check([q, k, v], window=130, prefix=0, scale=0.125)
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_tiny_and_huge_values(window_op, plans, size):
+    q, k, v = draw(window_op, 700)
+    window_op.check([q, k, v * size], window=130, prefix=0, scale=0.125)
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_strided_operands_are_read_by_their_strides(window_op, plans):
+    joint = torch.randn(2, 700, 3, 4, 64, device="cuda", dtype=BF16)
+    strided = [joint[:, :, i] for i in range(3)]
+    results = [
+        everything(
+            lambda *xs: window_op.kernels(*xs, window=130, prefix=0),
+            [x.detach().requires_grad_() for x in xs],
+        )
+        for xs in (strided, [x.contiguous() for x in strided])
+    ]
+    assert same_bits(*results)
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gradients_have_the_same_bits_in_a_graph_and_twice(window_op, plans):
+    leaves = [x.requires_grad_() for x in draw(window_op, 4000, 2, 8)]
+    o, lse = window_op.kernels(*leaves, window=512, prefix=0)
+    cotangents = torch.randn_like(o), torch.randn_like(lse)
+
+    def backward():
+        return torch.autograd.grad((o, lse), leaves, cotangents, retain_graph=True)
+
+    expected = backward()
+    graph, captured = capture(backward)
+    for _ in range(20):
+        graph.replay()
+        assert same_bits(captured, expected)
+        assert same_bits(backward(), expected)
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    "band",
+    [
+        dict(window=63, prefix=0),
+        dict(window=130, prefix=3),
+        dict(window=130, prefix=0, every=2),
+    ],
+    ids=str,
+)
+def test_other_bands_take_the_other_kernels(window_op, plans, band):
+    q, k, v = draw(window_op, 700)
+    rows = q[:, -350:] if "every" in band else q
+    window_op.check([rows, k, v], **band)
+    assert not plans

@@ -10,9 +10,14 @@ A plan is kept under a key of everything that it depends on: shapes, options, de
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +26,28 @@ from .internals import FOUND, can_rerun, launch_hooks
 
 Layout = tuple[torch.dtype, tuple[int, ...]]
 Allocator = Callable[[], torch.Tensor]
+Operands = tuple[torch.Tensor | None, ...]
 
 _current_stream: Any = FOUND.get("_cuda_getCurrentRawStream")
 current_device: Any = FOUND.get("_cuda_getDevice") or torch.cuda.current_device
+
+
+class Wanted(NamedTuple):
+    """A kernel as Triton gives it, which a pool may still be compiling, and the index of the device
+    that it is compiled for.
+    """
+
+    kernel: Any
+    device_index: int | None
+
+
+class Compiling(threading.local):
+    """What the launches of a thread compile instead of running; None where they run."""
+
+    wanted: list[Wanted] | None = None
+
+
+compiling = Compiling()
 
 
 class Launch:
@@ -51,6 +75,8 @@ class Launch:
         self.tail = (*integers, *constants.values())
         hooks = launch_hooks()
         self.repeats = self.device_index is not None and bool(hooks and _current_stream)
+        # Whether its kernel may still have to be compiled.
+        self.is_first = self.repeats
         self.enter_hook: Any
         self.exit_hook: Any
         self.enter_hook, self.exit_hook = hooks or (None, None)
@@ -92,19 +118,116 @@ class Launch:
             )
 
     def dispatch(self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...]) -> Any:
-        """Triton's own launch; returns the compiled kernel."""
+        """Triton's own launch; returns the compiled kernel, None where it did not run."""
+        if compiling.wanted is not None:
+            self.compile(compiling.wanted, tensors, floats)
+            return None
         return self.kernel[self.grid](
             *tensors, *floats, *self.integers, **self.constants, **self.options
         )
 
+    def compile(self, wanted: list[Wanted], tensors: tuple, floats: tuple[float, ...]) -> None:
+        """Have Triton compile the kernel for these operands, and append it to ``wanted``."""
+        # A pool of Triton's takes equal kernels for one, also those of two devices, of which each
+        # has to load its own.
+        if wanted and wanted[0].device_index != self.device_index:
+            return
+        kernel = self.kernel.warmup(
+            *tensors, *floats, *self.integers, grid=self.grid, **self.constants, **self.options
+        )
+        # The interpreter compiles none.
+        if kernel is not None:
+            wanted.append(Wanted(kernel, self.device_index))
+
     def keep(self, compiled: Any) -> None:
         """Launch this compiled kernel from now on."""
+        if compiled is None:
+            return
         if not can_rerun(compiled):
             self.repeats = False
             return
         self.run, self.function = compiled.run, compiled.function
         # Last: another thread that sees it finds the other two.
         self.compiled = compiled
+
+
+class LaunchCall(NamedTuple):
+    """A launch, and what it is called with."""
+
+    launch: Launch
+    tensors: Operands
+    floats: tuple[float, ...] = ()
+
+
+def launch_in_order(*calls: LaunchCall) -> None:
+    """Launch one after the other. The first time their kernels are compiled side by side, which
+    takes as long as the one that takes longest.
+    """
+    if calls[0].launch.is_first:
+        compile_first(calls)
+    for call in calls:
+        call.launch(call.tensors, call.floats)
+
+
+def compile_first(calls: Sequence[LaunchCall]) -> None:
+    for call in calls:
+        call.launch.is_first = False
+    # Nothing may be loaded by another thread while this one captures a graph.
+    if compiling.wanted is not None or torch.cuda.is_current_stream_capturing():
+        return
+
+    def run() -> None:
+        with compilations(wanted):
+            for call in calls:
+                call.launch(call.tensors, call.floats)
+
+    wanted: list[Wanted] = []
+    # Not in the caller's context, which may have a pool of its own.
+    contextvars.Context().run(compile_side_by_side, run, wanted)
+
+
+@contextlib.contextmanager
+def compilations(wanted: list[Wanted]) -> Iterator[None]:
+    """The launches of this thread and package compile their kernels, and run none."""
+    before, compiling.wanted = compiling.wanted, wanted
+    try:
+        yield
+    finally:
+        compiling.wanted = before
+
+
+def compile_side_by_side(
+    run: Callable[[], object], wanted: list[Wanted], threads: int | None = None
+) -> int:
+    """Call ``run``, whose launches append to ``wanted`` what Triton then compiles in a pool of
+    threads, as many as processors by default, and load the kernels. Returns how many they are.
+
+    Where one does not compile, Triton's pool stays active in the context of this call.
+    """
+    import triton
+
+    # Threads are enough: what compiles holds no lock of Python's.
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        with triton.AsyncCompileMode(pool):
+            run()
+        kernels = {Wanted(finished(x.kernel), x.device_index) for x in wanted}
+        # All results are read: an error in a thread is raised here.
+        return len([*pool.map(load, kernels)])
+
+
+def finished(kernel: Any) -> Any:
+    """The kernel that a pool has compiled."""
+    return kernel.result() if hasattr(kernel, "result") else kernel
+
+
+def load(wanted: Wanted) -> None:
+    """Load a kernel onto its device, and make what launches it, which some versions of Triton
+    compile too.
+    """
+    if wanted.device_index is not None:
+        with torch.cuda.device(wanted.device_index):
+            # Triton loads it when this is read first.
+            getattr(wanted.kernel, "run", None)
 
 
 class Plan(NamedTuple):

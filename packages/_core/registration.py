@@ -30,6 +30,8 @@ __all__ = ["Derivative", "Op", "empty_grad", "second_order"]
 # "fusewright.norm._core" registers into "fusewright_norm".
 NAMESPACE = __package__.rpartition(".")[0].replace(".", "_")
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+# Every op of the package.
+OPS: list[Op] = []
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _any_requires_grad = FOUND["_any_requires_grad"]
@@ -91,6 +93,7 @@ class Op:
         LIBRARY.impl(name, self.on_cpu, "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
         torch.library.register_vmap(self.overload, one_sample_at_a_time(self.overload), lib=LIBRARY)
+        OPS.append(self)
 
     def derivative(self, function: type[Derivative]) -> type[Derivative]:
         """Class decorator: the op's derivative. Its forward gets, before the op's arguments, the

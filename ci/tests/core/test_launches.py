@@ -6,29 +6,37 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from fusewright.example._core import launches
 from fusewright.example._core.launches import (
     Launch,
+    LaunchCall,
     allocate,
     allocator,
     cdiv,
     contiguous_strides,
     contiguous_where,
     is_current,
+    launch_in_order,
     layouts,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
+class Compiled:
+    """In the place of Triton's compiled kernel."""
+
+    function, packed_metadata = "function", "m"
+
+
 class Kernel:
     """Notes which way each launch takes, in the place of a jitted function."""
 
     def __init__(self):
-        self.dispatched, self.repeated = [], []
-        self.compiled = SimpleNamespace(
-            run=lambda *args: self.repeated.append(args), function="function", packed_metadata="m"
-        )
+        self.dispatched, self.repeated, self.warmed = [], [], []
+        self.compiled = Compiled()
+        self.compiled.run = lambda *args: self.repeated.append(args)
 
     def __getitem__(self, grid):
         def launch(*args, **options):
@@ -36,6 +44,12 @@ class Kernel:
             return self.compiled
 
         return launch
+
+    def warmup(self, *args, grid, **options):
+        self.warmed.append((grid, args, options))
+        # Launched before both are compiled, it would have been dispatched.
+        assert self.dispatched == []
+        return SimpleNamespace(result=lambda: self.compiled)
 
 
 @pytest.fixture
@@ -108,6 +122,80 @@ def test_without_a_private_name_every_launch_goes_through_triton(hooks, monkeypa
     launch((x,))
     launch((x,))
     assert (len(kernel.dispatched), len(kernel.repeated)) == (2, 0)
+
+
+def test_launch_that_a_hook_of_triton_prevents_keeps_no_kernel(hooks):
+    kernel, x = Kernel(), torch.ones(4)
+    compiled, kernel.compiled = kernel.compiled, None
+    launch = planned(kernel)
+    launch((x,))
+    kernel.compiled = compiled
+    launch((x,))
+    launch((x,))
+    assert (len(kernel.dispatched), len(kernel.repeated)) == (2, 1)
+
+
+class NoPool:
+    """In the place of Triton's pool, whose compiler would ask for a GPU."""
+
+    def __init__(self, pool):
+        pass
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        pass
+
+
+def called_in_order(monkeypatch, device=CUDA):
+    """A function of two launches, and their kernels."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(triton, "AsyncCompileMode", NoPool)
+    monkeypatch.setattr(launches, "load", lambda wanted: loaded.append(wanted))
+    loaded, kernels, x = [], (Kernel(), Kernel()), torch.ones(4)
+    planned_launches = [planned(kernel, device) for kernel in kernels]
+
+    def call():
+        first, second = planned_launches
+        launch_in_order(LaunchCall(first, (x,)), LaunchCall(second, (x, None), (0.5,)))
+
+    return call, kernels, loaded
+
+
+def test_kernels_of_a_first_call_are_compiled_and_loaded_before_the_first_is_launched(
+    hooks, monkeypatch
+):
+    call, (first, second), loaded = called_in_order(monkeypatch)
+    for times in (1, 2):
+        call()
+        assert [len(kernel.warmed) for kernel in (first, second)] == [1, 1]
+        assert [len(kernel.dispatched) for kernel in (first, second)] == [1, 1]
+        assert [len(kernel.repeated) for kernel in (first, second)] == [times - 1] * 2
+    assert first.warmed == first.dispatched
+    assert second.warmed == second.dispatched
+    assert {wanted.kernel for wanted in loaded} == {first.compiled, second.compiled}
+    assert {wanted.device_index for wanted in loaded} == {0}
+
+
+def test_kernels_that_are_interpreted_or_captured_are_not_compiled_side_by_side(hooks, monkeypatch):
+    call, (first, second), _ = called_in_order(monkeypatch, CPU)
+    call()
+    assert (first.warmed, len(first.dispatched), len(second.dispatched)) == ([], 1, 1)
+    call, (first, second), _ = called_in_order(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call()
+    assert (first.warmed, len(first.dispatched), len(second.dispatched)) == ([], 1, 1)
+
+
+def test_kernels_of_another_device_are_not_compiled_beside_those_of_the_first(hooks):
+    kernels, x, wanted = (Kernel(), Kernel()), torch.ones(4), []
+    with launches.compilations(wanted):
+        for index, kernel in enumerate(kernels):
+            planned(kernel, torch.device("cuda", index))((x,))
+    assert [len(kernel.warmed) for kernel in kernels] == [1, 0]
+    assert [len(kernel.dispatched) for kernel in kernels] == [0, 0]
+    assert [one.device_index for one in wanted] == [0]
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["compilers", "torch.empty"])

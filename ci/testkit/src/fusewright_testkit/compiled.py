@@ -66,6 +66,26 @@ class Launch(NamedTuple):
     kwargs: dict
 
 
+class Driver:
+    """Stands for the driver of a GPU that is not there: Triton compiles for it, and launches
+    nothing.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
     """Record Triton launches instead of running them."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
+from ._core.warming import warm_up
 from .positions.apply_rotary import apply_rotary
 from .positions.rotary import rotary
 from .rectangular.rectangular_attention import (
@@ -31,4 +32,5 @@ __all__ = [
     "sdpa_backend",
     "sliding_window_attention",
     "sliding_window_attention_with_lse",
+    "warm_up",
 ]

@@ -5,6 +5,7 @@ a deterministic backward pass.
 from __future__ import annotations
 
 from ._core.version import installed_version
+from ._core.warming import warm_up
 from .layer.gated_delta_net import DeltaNetCache, GatedDeltaNet
 from .rule.gated_delta_rule import Backend, GatedDeltaRule, available_backends, gated_delta_rule
 from .rule.gated_delta_rule_step import gated_delta_rule_step
@@ -20,4 +21,5 @@ __all__ = [
     "available_backends",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "warm_up",
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
+from ._core.warming import warm_up
 from .common.checks import Law, Path
 from .indexer.gated_indexer import gated_indexer
 from .layer.gated_sparse_attention import GatedSparseAttention, Selection
@@ -31,4 +32,5 @@ __all__ = [
     "indexer_topk",
     "sparse_attention",
     "sparse_attention_with_lse",
+    "warm_up",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
+from ._core.warming import warm_up
 from .streams.stream_coefficients import stream_coefficients
 from .streams.stream_read import StreamReading, stream_read
 from .streams.stream_write import stream_write
@@ -18,4 +19,5 @@ __all__ = [
     "stream_coefficients",
     "stream_read",
     "stream_write",
+    "warm_up",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
+from ._core.warming import warm_up
 from .common.weights import MemoryWeights
 from .layer.memory_state import MemoryState, MemoryStats, Reads
 from .layer.neural_memory import NeuralMemory
@@ -27,4 +28,5 @@ __all__ = [
     "memory_read",
     "memory_scan",
     "memory_update",
+    "warm_up",
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
+from ._core.warming import warm_up
 from .common.scale import Scale
 from .heads.grouped_heads import grouped_heads
 from .layer.gaussian_mixture_head import GaussianMixtureHead
@@ -34,4 +35,5 @@ __all__ = [
     "mixture_quantiles",
     "mixture_sample",
     "mixture_variance",
+    "warm_up",
 ]

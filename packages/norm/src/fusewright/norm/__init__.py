@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
+from ._core.warming import warm_up
 from .row_norm.layer_norm import LayerNorm, layer_norm
 from .row_norm.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from .row_norm.rms_norm_gated import RMSNormGated, rms_norm_gated
@@ -25,4 +26,5 @@ __all__ = [
     "rms_norm",
     "rms_norm_gated",
     "sinkhorn_knopp",
+    "warm_up",
 ]

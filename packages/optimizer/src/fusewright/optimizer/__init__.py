@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
+from ._core.warming import warm_up
 from .adamw.adamw import AdamW
 from .adamw.functional_adamw import AdamWState, FunctionalAdamW
 from .learned.learned_optimizer import LearnedOptimizer
@@ -60,4 +61,5 @@ __all__ = [
     "newton_schulz",
     "parameter_groups",
     "trained_update_mlp",
+    "warm_up",
 ]

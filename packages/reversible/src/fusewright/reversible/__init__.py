@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
+from ._core.warming import warm_up
 from .fixed_point.fixed_point import FixedPoint, Stepped
 from .midpoint.midpoint_stack import MidpointStack, Mode, Passed
 from .midpoint.replay import Tape
@@ -20,4 +21,5 @@ __all__ = [
     "Tape",
     "__version__",
     "available_backends",
+    "warm_up",
 ]

@@ -16,10 +16,12 @@ from .._core.backends import device_properties, interpreted
 from .._core.launches import (
     Allocator,
     Launch,
+    LaunchCall,
     Layout,
     allocator,
     cdiv,
     contiguous_where,
+    launch_in_order,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -364,9 +366,11 @@ def rule_forward(
     state = None if state is None else state.contiguous()
     tables = NO_TABLES if cu_seqlens is None else tables_of(problem, cu_seqlens)
     prepare, carry_states, write_outputs = plan.launches
-    prepare((k, v, g, beta, tables.chunks, w, values, inverses, decays))
-    carry_states((k, w, values, decays, state, tables.sequences, states, end))
-    write_outputs((q, k, values, states, decays, tables.chunks, o), (scale,))
+    launch_in_order(
+        LaunchCall(prepare, (k, v, g, beta, tables.chunks, w, values, inverses, decays)),
+        LaunchCall(carry_states, (k, w, values, decays, state, tables.sequences, states, end)),
+        LaunchCall(write_outputs, (q, k, values, states, decays, tables.chunks, o), (scale,)),
+    )
     return o, end, inverses, states, decays
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._core.launches import Layout, contiguous_where, layouts
+from .._core.launches import LaunchCall, Layout, contiguous_where, launch_in_order, layouts
 from .._core.lazy import lazy_module
 from .._core.registration import empty_grad
 from .launch import (
@@ -75,15 +75,17 @@ def rule_backward(
     w, values, dvalues, dstates, *others = map(call, plan.memory)
     state_products, partial_dk, partial_dgates, scratch, dq, dk, dv, dg, dbeta = others
     recompute, carry_gradients, to_inputs, through_inverse = plan.launches
-    inputs: tuple[Tensor | None, ...] = (do, q, k, v, beta, inverses, states, decays, chunks)
-    recompute((*inputs, w, values, dvalues, scratch), (scale,))
-    inputs = (do, dend, q, k, w, decays, sequences, states, state)
-    carry_gradients((*inputs, dvalues, dstates, state_products, dstate), (scale,))
-    # dW is written over W.
-    inputs = (do, q, k, values, dvalues, states, dstates, state_products, decays, chunks)
-    to_inputs((*inputs, dq, partial_dk, w, partial_dgates), (scale,))
-    inputs = (k, v, g, beta, inverses, dvalues, w, decays, partial_dgates, chunks, partial_dk)
-    through_inverse((*inputs, scratch, dk, dv, dg, dbeta))
+    local = (do, q, k, v, beta, inverses, states, decays, chunks)
+    carried = (do, dend, q, k, w, decays, sequences, states, state)
+    saved = (do, q, k, values, dvalues, states, dstates, state_products, decays, chunks)
+    inverted = (k, v, g, beta, inverses, dvalues, w, decays, partial_dgates, chunks, partial_dk)
+    launch_in_order(
+        LaunchCall(recompute, (*local, w, values, dvalues, scratch), (scale,)),
+        LaunchCall(carry_gradients, (*carried, dvalues, dstates, state_products, dstate), (scale,)),
+        # dW is written over W.
+        LaunchCall(to_inputs, (*saved, dq, partial_dk, w, partial_dgates), (scale,)),
+        LaunchCall(through_inverse, (*inverted, scratch, dk, dv, dg, dbeta)),
+    )
     if problem.group > 1:
         dq, dk = (sum_of_group(x, problem) for x in (dq, dk))
     return dq, dk, dv, dg, dbeta, empty_grad(g) if dstate is None else dstate

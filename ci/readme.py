@@ -23,8 +23,9 @@ def operations(project: workspace.Project) -> list[str]:
     read = public_api.folder_reader(project.import_folder)
     found = public_api.surface(read)
     names = public_api.exported(public_api.parse(read, "__init__.py"))
-    # available_backends() is in every package and says nothing about one.
-    functions = [n for n in names if found[n].what == "def" and n != "available_backends"]
+    # What is in every package says nothing about one.
+    everywhere = {"available_backends", "warm_up"}
+    functions = [n for n in names if found[n].what == "def" and n not in everywhere]
     # A tuple with names is what a function returns.
     kinds = {n: found[n].what for n in names if found[n].what.startswith("class")}
     return functions + [n for n, kind in kinds.items() if kind != "class (NamedTuple)"]

@@ -2,15 +2,17 @@
 
 A release may take any of them away. Each is looked up once; where one is missing, the core does
 without it, slower: an op is called through torch's dispatcher, memory is allocated by
-``torch.empty``, and kernels are launched by Triton's own dispatch. One warning in a process names
-what is missing.
+``torch.empty``, and kernels are launched by Triton's own dispatch and compiled one after the other.
+One warning in a process names what is missing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
@@ -86,6 +88,17 @@ def launch_hooks() -> tuple[Any, Any] | None:
         pass
     warn_missing("triton.knobs.runtime.launch_enter_hook.calls")
     return None
+
+
+def compiles_in(pool: Executor) -> contextlib.AbstractContextManager:
+    """In this context the pool compiles what Triton is asked to compile; where this triton cannot
+    have it so, one kernel is compiled after the other.
+    """
+    try:
+        return importlib.import_module("triton").AsyncCompileMode(pool)
+    except (ImportError, AttributeError):
+        warn_missing("triton.AsyncCompileMode")
+        return contextlib.nullcontext()
 
 
 def can_rerun(compiled: Any) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .internals import FOUND, can_rerun, launch_hooks
+from .internals import FOUND, can_rerun, compiles_in, launch_hooks
 
 Layout = tuple[torch.dtype, tuple[int, ...]]
 Allocator = Callable[[], torch.Tensor]
@@ -204,11 +204,9 @@ def compile_side_by_side(
 
     Where one does not compile, Triton's pool stays active in the context of this call.
     """
-    import triton
-
     # Threads are enough: what compiles holds no lock of Python's.
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        with triton.AsyncCompileMode(pool):
+        with compiles_in(pool):
             run()
         kernels = {Wanted(finished(x.kernel), x.device_index) for x in wanted}
         # All results are read: an error in a thread is raised here.

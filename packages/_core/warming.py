@@ -50,7 +50,8 @@ def warm_up(
     are compiled.
 
     Args:
-        function: what is going to be called, under the same grad mode, autocast and precision.
+        function: what is going to be called, such as a model or its method ``loss``, under the same
+            grad mode, autocast and precision.
         inputs: its positional arguments, on the device of the real call.
         backward: whether to compile the backward pass of outputs that require a gradient. They are
             looked for in tuples, lists, mappings and dataclasses.
@@ -149,8 +150,9 @@ def told_of_launches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_buffers(function: Callable) -> Iterator[None]:
-    """The buffers of a module are afterwards what they were."""
-    modules = list(function.modules()) if isinstance(function, torch.nn.Module) else []
+    """The buffers of a module, or of that whose method it is, are afterwards what they were."""
+    owner = getattr(function, "__self__", function)
+    modules = list(owner.modules()) if isinstance(owner, torch.nn.Module) else []
     before = [
         (module, name, buffer, buffer.clone())
         for module in modules

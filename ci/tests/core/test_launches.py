@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 from fusewright.example._core import launches
 from fusewright.example._core.launches import (
     Launch,
@@ -135,23 +134,9 @@ def test_launch_that_a_hook_of_triton_prevents_keeps_no_kernel(hooks):
     assert (len(kernel.dispatched), len(kernel.repeated)) == (2, 1)
 
 
-class NoPool:
-    """In the place of Triton's pool, whose compiler would ask for a GPU."""
-
-    def __init__(self, pool):
-        pass
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *error):
-        pass
-
-
 def called_in_order(monkeypatch, device=CUDA):
     """A function of two launches, and their kernels."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(triton, "AsyncCompileMode", NoPool)
     monkeypatch.setattr(launches, "load", lambda wanted: loaded.append(wanted))
     loaded, kernels, x = [], (Kernel(), Kernel()), torch.ones(4)
     planned_launches = [planned(kernel, device) for kernel in kernels]

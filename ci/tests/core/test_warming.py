@@ -98,6 +98,19 @@ def test_kernel_that_does_not_compile_is_told_of_and_leaves_the_next_call_alone(
     assert compiled_for_a_gpu(code) == ["True", "2"]
 
 
+def test_without_tritons_pool_one_kernel_is_compiled_after_the_other(compiled_for_a_gpu):
+    code = (
+        "import triton, warnings\n"
+        "del triton.AsyncCompileMode\n"
+        "warned = warnings.catch_warnings(record=True).__enter__()\n"
+        "warnings.simplefilter('always')\n"
+        f"{FOR_A_GPU}"
+        "print(['lacks a private name' in str(x.message) for x in warned])\n"
+    )
+    lines = compiled_for_a_gpu(code)
+    assert lines == ["2 [False, False]", "2 []", "[True, True]"]
+
+
 @dataclass
 class Output:
     y: torch.Tensor

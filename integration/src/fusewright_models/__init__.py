@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from fusewright.norm import warm_up
+
 from .models.hybrid import HYBRID, HybridConfig, HybridLM
 from .models.titan_mac import TITAN_MAC, TitanMAC, TitanMACConfig
 from .models.transformer_np import Prediction, TransformerNP, TransformerNPConfig
@@ -23,4 +25,5 @@ __all__ = [
     "TitanMACConfig",
     "TransformerNP",
     "TransformerNPConfig",
+    "warm_up",
 ]

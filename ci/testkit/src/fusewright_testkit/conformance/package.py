@@ -19,7 +19,7 @@ def package(request: pytest.FixtureRequest) -> Package:
 
 def test_public_names_are_what_the_package_offers(package):
     module = importlib.import_module(package.module)
-    everywhere = {"Backend", "__version__", "available_backends"}
+    everywhere = {"Backend", "__version__", "available_backends", "warm_up"}
     assert set(module.__all__) == everywhere | {*package.names.split()}
     assert all(hasattr(module, name) for name in module.__all__)
 

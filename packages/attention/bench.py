@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -59,7 +60,8 @@ def cases() -> list[Case]:
     positions, in bf16.
     """
     rectangles = [
-        *(context_case(*shape) for shape in SHAPES),
+        # One tile serves the first, Hopper's own kernels the second.
+        *(dataclasses.replace(context_case(*shape), first_call=True) for shape in SHAPES),
         *(few_queries_case(*shape) for shape in FEW_QUERIES),
     ]
     windows = [window_case(*shape) for shape in WINDOW_SHAPES]

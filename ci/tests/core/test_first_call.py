@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from fusewright_testkit.bench import merge
+from fusewright_testkit.first_call import first_cases
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
@@ -26,9 +27,25 @@ def test_rows_of_a_package_tell_what_its_first_calls_take(tmp_path):
     assert [(row["op"], row["provider"], row["cache"]) for row in rows] == [
         ("rms_norm_gated", "fusewright", "empty"),
         ("rms_norm_gated", "fusewright", "filled"),
+        ("rms_norm_gated", "fusewright", "warmed"),
     ]
     clocks = ("import_s", "fwd_s", "bwd_s", "second_fwd_s", "second_bwd_s")
     assert all(float(row[clock]) > 0 for row in rows for clock in clocks)
+    assert [bool(row["warm_up_s"]) for row in rows] == [False, False, True]
+
+
+def test_first_case_of_each_op_is_timed_and_those_that_say_so(tmp_path):
+    (tmp_path / "bench.py").write_text(
+        "import torch\n"
+        "from fusewright_testkit.cases import Case, by_pass\n"
+        "def case(op, size, passes=by_pass(8), **more):\n"
+        "    return Case(op, dict(B=size), torch.float32, list, print, passes, **more)\n"
+        "def cases():\n"
+        "    return [case('a', 1), case('a', 2), case('a', 3, first_call=True), case('b', 4),\n"
+        "            case('step', 5, {'step': 8}, first_call=True)]\n"
+    )
+    found = [(case.op, case.described) for case in first_cases(tmp_path)]
+    assert found == [("a", "B=1"), ("a", "B=3"), ("b", "B=4")]
 
 
 def test_rows_stay_but_those_measured_again(tmp_path):

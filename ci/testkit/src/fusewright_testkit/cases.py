@@ -42,6 +42,8 @@ class Case:
             ones for their size.
         precision: "tf32" where fp32 matrices are multiplied so.
         forward_wall: whether the host's time of the forward pass alone counts.
+        first_call: whether its first call is timed, which that of an op's first case is in any
+            case: other kernels serve it.
     """
 
     op: str
@@ -54,6 +56,7 @@ class Case:
     sample: Callable[[str], Tensors] | None = None
     precision: str = ""
     forward_wall: bool = False
+    first_call: bool = False
 
     @property
     def described(self) -> str:

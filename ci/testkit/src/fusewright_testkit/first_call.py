@@ -2,11 +2,12 @@
 
     python -m fusewright_testkit.first_call norm
 
-For the first case of each op and each provider of the package's ``bench.py``, in processes of their
-own: seconds to import the package, of the first forward and backward pass, and of the second ones.
-Two processes follow one another: the first finds Triton's and Inductor's caches empty, the second
-finds what the first compiled. torch is imported, the GPU's context made, and the operands drawn,
-before any clock runs.
+For the first case of each op and each provider of the package's ``bench.py``, and for each other
+case that says so, in processes of their own: seconds to import the package, of the first forward
+and backward pass, and of the second ones. Two processes follow one another: the first finds
+Triton's and Inductor's caches empty, the second finds what the first compiled. A third one, of ours
+alone, finds them empty and warms up first. torch is imported, the GPU's context made, and the
+operands drawn, before any clock runs.
 """
 
 from __future__ import annotations
@@ -31,40 +32,53 @@ from .timing import seconds_of
 from .yardstick import as_leaf, as_tuple
 
 COLUMNS = ("op", "case", "dtype", "provider", "cache")
-CLOCKS = ("import_s", "fwd_s", "bwd_s", "second_fwd_s", "second_bwd_s")
+CLOCKS = ("import_s", "warm_up_s", "fwd_s", "bwd_s", "second_fwd_s", "second_bwd_s")
 CACHES = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"
 LIMIT_SECONDS = 300
 
 
-def first_cases(folder: pathlib.Path) -> dict[str, Case]:
-    """The first case of each op that has a backward pass."""
-    found: dict[str, Case] = {}
+def first_cases(folder: pathlib.Path) -> list[Case]:
+    """The first case of each op that has a backward pass, and those that are to be timed beside it:
+    other kernels serve them.
+    """
+    found: list[Case] = []
     for case in load(folder).cases():
-        if "fwd" in case.bytes_moved:
-            found.setdefault(case.op, case)
+        is_first = case.op not in [other.op for other in found]
+        if "fwd" in case.bytes_moved and (is_first or case.first_call):
+            found.append(case)
     return found
 
 
-def measure(folder: pathlib.Path, op: str, provider: str, device: str) -> dict[str, float]:
-    """Seconds by clock, in this process, which has not imported the package yet."""
+def measure(
+    folder: pathlib.Path, place: int, provider: str, device: str, warms_up: bool
+) -> dict[str, float]:
+    """Seconds by clock, in this process, which has not imported the package yet, of the case at
+    this place.
+    """
     torch.empty(1, device=device)
     start = time.perf_counter()
-    importlib.import_module("fusewright." + folder.name.replace("-", "_"))
+    package = importlib.import_module("fusewright." + folder.name.replace("-", "_"))
     seconds = {"import_s": time.perf_counter() - start}
-    case, function = first_cases(folder)[op], load(folder).providers()[provider][op]
+    case = first_cases(folder)[place]
+    function = load(folder).providers()[provider][case.op]
     own = getattr(function, "inputs", None)
     # The interpreter would take minutes for the whole.
     inputs = case.inputs if device == "cuda" else case.sample or case.inputs
     drawn = own(device, case.dtype) if own else inputs(device)
     leaves = [as_leaf(x, None) for x in drawn]
     wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    has_backward = not getattr(function, "forward_only", False)
     with precision_of(case):
+        if warms_up:
+            seconds["warm_up_s"] = seconds_of(
+                lambda: package.warm_up(function, *leaves, backward=has_backward)
+            )
         for prefix in ("", "second_"):
             outputs: list[torch.Tensor] = []
             seconds[prefix + "fwd_s"] = seconds_of(
                 lambda outputs=outputs: outputs.extend(as_tuple(function(*leaves)))
             )
-            if getattr(function, "forward_only", False):
+            if not has_backward:
                 continue
             upstream = [torch.ones_like(y) for y in outputs]
             seconds[prefix + "bwd_s"] = seconds_of(
@@ -74,15 +88,22 @@ def measure(folder: pathlib.Path, op: str, provider: str, device: str) -> dict[s
 
 
 def rows_of(
-    folder: pathlib.Path, case: Case, provider: str, device: str, console: Console
+    folder: pathlib.Path, place: int, provider: str, device: str, console: Console
 ) -> list[dict[str, str]]:
-    """A row with empty caches and one with filled ones; none where the provider did not run."""
+    """A row with empty caches, one with filled ones and, of ours, one with empty caches and a
+    warm-up; none where the provider did not run.
+    """
+    case = first_cases(folder)[place]
     rows = []
-    with tempfile.TemporaryDirectory() as caches:
-        environment = os.environ | {name: f"{caches}/{name}" for name in CACHES}
-        command = [sys.executable, "-m", __spec__.name, folder.name, "--device", device]
-        command += ["--op", case.op, "--provider", provider, "--here"]
-        for cache in ("empty", "filled"):
+    with tempfile.TemporaryDirectory() as filled, tempfile.TemporaryDirectory() as warmed:
+        processes = [("empty", filled), ("filled", filled)]
+        if provider == OURS:
+            processes.append(("warmed", warmed))
+        for cache, caches in processes:
+            environment = os.environ | {name: f"{caches}/{name}" for name in CACHES}
+            command = [sys.executable, "-m", __spec__.name, folder.name, "--device", device]
+            command += ["--place", str(place), "--provider", provider]
+            command += ["--warms-up"] if cache == "warmed" else []
             try:
                 done = subprocess.run(
                     command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
@@ -108,23 +129,24 @@ def main(
     op: str = typer.Option("", help="only ops whose name contains this"),
     provider: str = typer.Option("", help="only these providers, by comma"),
     device: str = typer.Option("cuda", help="where the operands are"),
-    here: bool = typer.Option(False, "--here", help="of one op and provider, in this process"),
+    place: int = typer.Option(-1, help="of one case and provider, in this process"),
+    warms_up: bool = typer.Option(False, "--warms-up", help="with it: warm up before"),
 ) -> None:
     """Time the first calls of PACKAGE and its peers."""
     folder = pathlib.Path("packages") / package
-    if here:
-        print(json.dumps(measure(folder, op, provider, device)))
+    if place >= 0:
+        print(json.dumps(measure(folder, place, provider, device, warms_up)))
         return
     console = Console(width=160)
     out = out or folder / "results"
     path = out / f"first-call-{environment_name()}.csv"
     timed = False
     providers = asked_for(load(folder).providers(), provider)
-    for name, case in first_cases(folder).items():
+    for number, case in enumerate(first_cases(folder)):
         for who, ops in providers.items():
-            if op not in name or name not in ops:
+            if op not in case.op or case.op not in ops:
                 continue
-            rows = rows_of(folder, case, who, device, console)
+            rows = rows_of(folder, number, who, device, console)
             for row in rows:
                 console.print(" ".join(row.values()))
             # After every provider: a run that is cut off leaves what it has.

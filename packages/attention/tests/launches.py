@@ -34,6 +34,14 @@ def launch(
     backward.attention_backward(q, lse, q, k, k, key_lengths, q, q, softmax, 0.125)
 
 
+def launch_apart(width: int) -> None:
+    """Tasks with gaps between them, which no tensor descriptor spans."""
+    q = torch.empty(2, 1008, 8, width, dtype=torch.bfloat16)[:, :1000]
+    lse, softmax = torch.empty(2, 8, 1000), torch.empty(2, 2, 8, 1000)
+    forward.attention_forward(q, q, q, None, 0.125, True)
+    backward.attention_backward(q, lse, q, q, q, None, q, q, softmax, 0.125)
+
+
 def launch_hopper(lse: bool = True, width: int = 64, lengths: bool = False) -> None:
     """The passes of warp groups, with parts of their last tiles, which only Hopper has."""
     q, k = (torch.empty(4, rows, 8, width, dtype=torch.bfloat16) for rows in (2700, 3200))
@@ -112,6 +120,8 @@ def every_line() -> None:
             for number in (1000, 16, *keys):
                 launch(number, width, dtype)
                 launch(number, width, dtype, batches=256, lengths=False)
+    for width in (32, 64, 128):
+        launch_apart(width)
     for width in (6, 16, 40, 64, 128, 256):
         for dtype in (torch.bfloat16, torch.float32):
             launch_rotary(width, dtype)

@@ -12,3 +12,4 @@ LAUNCHES = {
     ),
 }
 EVERY = ("every_line",)
+TABLES = EVERY

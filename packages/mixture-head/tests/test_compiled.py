@@ -10,3 +10,4 @@ LAUNCHES = {
     ),
 }
 EVERY = ("every_line",)
+TABLES = EVERY

@@ -11,3 +11,4 @@ LAUNCHES = {
     ),
 }
 EVERY = ("every_line",)
+TABLES = EVERY

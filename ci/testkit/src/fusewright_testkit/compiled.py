@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import pytest
@@ -173,6 +173,43 @@ def compiled_in_a_process(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+class Watched(tuple):
+    """A launch table that notes the lines at which a search for the first that serves has ended."""
+
+    taken: ClassVar[set[int]] = set()
+
+    def __iter__(self) -> Iterator[Any]:
+        for line in super().__iter__():
+            try:
+                yield line
+            except GeneratorExit:
+                self.taken.add(id(line))
+                raise
+
+
+def untaken_lines(launches: str) -> list[str]:
+    """The lines of the launch tables of a package that a function of its module ``launches`` does
+    not take on the GPU that the module finds in the environment. Nothing is compiled.
+    """
+    launch_all = getattr(importlib.import_module("launches"), launches)
+    lines: dict[int, str] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("fusewright.") and ".launch" in module_name:
+            for name, table in list(vars(module).items()):
+                if name.isupper() and type(table) is tuple and all(map(is_line, table)):
+                    setattr(module, name, Watched(table))
+                    lines |= {id(line): f"{module_name} {name}: {line}" for line in table}
+    with recorded_launches():
+        launch_all()
+    assert Watched.taken, "no table was searched"
+    return [text for line, text in lines.items() if line not in Watched.taken]
+
+
+def is_line(x: object) -> bool:
+    """Whether this is a line of a table: numbers by name."""
+    return isinstance(x, tuple) and hasattr(x, "_fields")
 
 
 def main(

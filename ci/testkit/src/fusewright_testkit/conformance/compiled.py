@@ -1,6 +1,7 @@
 """Every kernel compiles for every supported GPU, without a spill and within its shared memory. A
-package's module states LAUNCHES, from functions of its launches.py to the kernels that they launch,
-and EVERY, those that launch each line of the tables.
+package's module states LAUNCHES, from functions of its launches.py to the kernels that they launch;
+EVERY, those that launch each line of the tables; and TABLES, those of EVERY that are asked whether
+they do.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import re
 import pytest
 
 from ..compiled import QUICK, SHARED_KIB, compiled_in_a_process
+from ..fresh import run_python
+
+# One with lines of its own and much shared memory, one without such lines.
+OF_ALL_LINES = (90, 80)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for name in {"launches", "every"} & {*metafunc.fixturenames}:
-        metafunc.parametrize(name, getattr(metafunc.module, name.upper()))
+    for name in {"launches", "every", "tables"} & {*metafunc.fixturenames}:
+        metafunc.parametrize(name, getattr(metafunc.module, name.upper(), ()))
 
 
 @pytest.mark.parametrize("capability", QUICK)
@@ -28,3 +33,20 @@ def test_one_launch_of_every_kernel_compiles_without_a_spill(launches, capabilit
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_every_line_of_the_tables_compiles_without_a_spill(every, capability, request):
     compiled_in_a_process(request.path.parent, every, capability)
+
+
+def test_every_line_of_the_tables_is_launched(tables, request):
+    """On one GPU or another: a line that none takes is compiled by no test, and serves no call."""
+    untaken = [
+        run_python(
+            "import os, sys\n"
+            "os.environ.pop('TRITON_INTERPRET', None)\n"
+            f"os.environ['FUSEWRIGHT_CAPABILITY'] = '{capability}'\n"
+            f"os.environ['FUSEWRIGHT_SHARED_KIB'] = '{SHARED_KIB[capability]}'\n"
+            f"sys.path.insert(0, {str(request.path.parent)!r})\n"
+            "from fusewright_testkit.compiled import untaken_lines\n"
+            f"print(*untaken_lines({tables!r}), sep='\\n')\n"
+        )
+        for capability in OF_ALL_LINES
+    ]
+    assert set.intersection(*({*text.splitlines()} for text in untaken)) - {""} == set()

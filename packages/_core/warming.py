@@ -41,8 +41,9 @@ def warm_up(
 
     No number that comes of it is of any use: the packages' functions return zeros meanwhile. So
     nothing is returned but a count, gradients are not accumulated, and random number generators
-    and a module's buffers are afterwards as they were. What else the function changes it changes
-    here too: a step of an optimizer does not belong in it. Other threads compute as ever.
+    and a module's buffers are afterwards as they were. What else torch changes in the function it
+    changes here too, such as the parameters in a step of one of its own optimizers. Other threads
+    compute as ever.
 
     Kernels depend on dtypes, widths and layouts, some on divisibility and on how many programs
     there are: the inputs are best those of a real call. On a machine without GPU or Triton there is

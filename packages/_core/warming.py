@@ -118,14 +118,19 @@ def compiled_only(wanted: list[Wanted]) -> Iterator[None]:
 
 def zeros_of(launcher: Callable) -> Callable:
     """The launcher, with zeros for what its kernels have not written: indices, too, that torch
-    would follow.
+    would follow. An operand that it returns keeps its numbers.
     """
+
+    def memory_of(x: Tensor) -> int:
+        return x.untyped_storage().data_ptr()
 
     def launch(*args: Any) -> Any:
         outputs = launcher(*args)
         if compiling.wanted is not None:
+            kept = {memory_of(x) for x in tensors_in(args)}
             for output in tensors_in(outputs):
-                output.zero_()
+                if memory_of(output) not in kept:
+                    output.zero_()
         return outputs
 
     return launch

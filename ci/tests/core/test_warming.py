@@ -175,6 +175,17 @@ def test_buffers_random_numbers_and_gradients_are_afterwards_as_they_were():
     assert model.weight.grad is None
 
 
+def test_operand_that_a_launcher_returns_keeps_its_numbers():
+    x = torch.ones(5)
+    launcher = warming.zeros_of(lambda x: (x.view(5, 1), None, torch.ones(2)))
+    with launches.compilations([]):
+        y, _, z = launcher(x)
+    assert torch.equal(x, torch.ones(5))
+    assert torch.equal(z, torch.zeros(2))
+    assert torch.equal(launcher(x)[2], torch.ones(2))
+    assert y.data_ptr() == x.data_ptr()
+
+
 def test_other_threads_compute_meanwhile():
     found = []
 

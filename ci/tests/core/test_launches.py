@@ -19,6 +19,7 @@ from fusewright.example._core.launches import (
     launch_in_order,
     layouts,
 )
+from fusewright_testkit import tune
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -161,6 +162,13 @@ def test_kernels_of_a_first_call_are_compiled_and_loaded_before_the_first_is_lau
     assert second.warmed == second.dispatched
     assert {wanted.kernel for wanted in loaded} == {first.compiled, second.compiled}
     assert {wanted.device_index for wanted in loaded} == {0}
+
+
+def test_tuner_keeps_each_launch_of_a_first_call_once(hooks, monkeypatch):
+    call, _, _ = called_in_order(monkeypatch)
+    with tune.kept_calls(()) as calls:
+        call()
+    assert len(calls) == 2
 
 
 def test_kernels_that_are_interpreted_or_captured_are_not_compiled_side_by_side(hooks, monkeypatch):

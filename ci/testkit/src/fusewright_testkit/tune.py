@@ -125,15 +125,18 @@ def configured(*lines: tuple[Tuning, Tables]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_calls(kernels: tuple[str, ...]) -> Iterator[list[Callable[[], object]]]:
-    """Launches of these kernels, each to be repeated on the same tensors."""
+    """Launches of these kernels, each to be repeated on the same tensors; what only compiles one is
+    none.
+    """
     calls: list[Callable[[], object]] = []
     nested = False
 
-    def keeping(method: Callable) -> Callable:
+    def keeping(method: Callable, compiling: Any) -> Callable:
         def call(launch: Any, *args: Any) -> object:
             nonlocal nested
             # A launch may go through Triton's dispatch in turn.
-            if not nested and (not kernels or launch.kernel.fn.__name__ in kernels):
+            wanted = not kernels or launch.kernel.fn.__name__ in kernels
+            if wanted and not nested and compiling.wanted is None:
                 calls.append(functools.partial(method, launch, *args))
             before, nested = nested, True
             try:
@@ -146,7 +149,8 @@ def kept_calls(kernels: tuple[str, ...]) -> Iterator[list[Callable[[], object]]]
     with contextlib.ExitStack() as stack:
         for module in modules():
             if module.__name__.endswith("._core.launches"):
-                wrapped = {name: keeping(vars(module.Launch)[name]) for name in METHODS}
+                methods = vars(module.Launch)
+                wrapped = {name: keeping(methods[name], module.compiling) for name in METHODS}
                 stack.enter_context(mock.patch.multiple(module.Launch, **wrapped))
         yield calls
 

@@ -14,10 +14,12 @@ from .._core.backends import device_properties, interpreted
 from .._core.launches import (
     Allocator,
     Launch,
+    LaunchCall,
     Layout,
     allocator,
     cdiv,
     contiguous_where,
+    launch_in_order,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -242,9 +244,13 @@ def launched_forward(
     gamma, nu, reach, tiles, arrived = intermediate
     y, end, states = [allocate() for allocate in plan.results]
     if plan.clip is None:
-        plan.find_decays((*gates, written, gamma, nu, reach, None, arrived))
-        plan.write((k, v, written, gamma, nu, reach, state, states, end, tiles, arrived))
-        plan.read((q, k, v, written, gamma, reach, states, y, *NOT_KEPT, None))
+        tokens = k, v, written, gamma, nu, reach, state, states, end, tiles, arrived
+        reads = q, k, v, written, gamma, reach, states, y, *NOT_KEPT, None
+        launch_in_order(
+            LaunchCall(plan.find_decays, (*gates, written, gamma, nu, reach, None, arrived)),
+            LaunchCall(plan.write, tokens),
+            LaunchCall(plan.read, reads),
+        )
         return y, end, states
     e, flags, step = [allocate() for allocate in plan.clip.intermediate]
     factors, taken = [allocate() for allocate in plan.clip.results]

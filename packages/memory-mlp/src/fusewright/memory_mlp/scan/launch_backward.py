@@ -12,9 +12,11 @@ from .._core.backends import device_properties
 from .._core.launches import (
     Allocator,
     Launch,
+    LaunchCall,
     Layout,
     cdiv,
     contiguous_where,
+    launch_in_order,
     layouts,
 )
 from .._core.lazy import lazy_module
@@ -152,18 +154,24 @@ def launched_backward(
         pull, tau = [allocate() for allocate in plan.clip]
         clip = factors, e_wide, p, pull, tau
     for part in plan.parts:
-        part.find_decays((alpha, eta, theta, written, gamma, nu, reach, nus, arrived))
-        part.recompute((q, k, v, rows_written, gamma, reach, states, None, *kept, pull, factors))
+        decays = alpha, eta, theta, written, gamma, nu, reach, nus, arrived
+        again = q, k, v, rows_written, gamma, reach, states, None, *kept, pull, factors
         reads = (e, h, p, read_h, read_slope, matches)
         dreads = (dq, dk_read, de, dh, dp, dgamma, dreach, dstates)
-        part.read((dy, q, k, rows_written, gamma, reach, states, *reads, *dreads))
         ends = (gamma, nu, reach, states)
         rows = (h, slope, curve, e, de, dh, dp, dstates, dstate)
         dbegin = plan.dbegin()
-        part.write((k, *ends, *rows, dbegin, dv, rows_written, tiles, arrived, *clip), limit)
+        writes = k, *ends, *rows, dbegin, dv, rows_written, tiles, arrived, *clip
         drows = dk_read, dh, dstates, dstate, rows_written, dk, *from_ends
-        part.keys((k, *ends, e_wide, h, p, *drows, tau))
-        part.gates((alpha, eta, written, gamma, nus, reach, dgamma, dreach, *from_ends, *dgates))
+        gates = alpha, eta, written, gamma, nus, reach, dgamma, dreach, *from_ends, *dgates
+        launch_in_order(
+            LaunchCall(part.find_decays, decays),
+            LaunchCall(part.recompute, again),
+            LaunchCall(part.read, (dy, q, k, rows_written, gamma, reach, states, *reads, *dreads)),
+            LaunchCall(part.write, writes, limit),
+            LaunchCall(part.keys, (k, *ends, e_wide, h, p, *drows, tau)),
+            LaunchCall(part.gates, gates),
+        )
         # The chunks before these end with the state with which these began.
         dstate = dbegin
     return dq, dk, dv, dstate, *dgates

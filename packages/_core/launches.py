@@ -204,7 +204,7 @@ def compile_side_by_side(
 
     Where one does not compile, Triton's pool stays active in the context of this call.
     """
-    # Threads are enough: what compiles holds no lock of Python's.
+    # Threads are enough, docs/decisions/0019: what compiles holds no lock of Python's.
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         with compiles_in(pool):
             run()

@@ -29,7 +29,10 @@ COPIES = re.compile(re.escape(__package__.partition(".")[0]) + r"\.\w+\._core\.w
 
 
 def warm_up(
-    function: Callable, *inputs: Any, backward: bool = True, threads: int | None = None
+    function: Callable[..., object],
+    *inputs: Any,
+    backward: bool = True,
+    threads: int | None = None,
 ) -> int:
     """Compile the kernels that ``function(*inputs)`` launches, and those of its backward pass, side
     by side, so that the first real call compiles nothing.

@@ -56,7 +56,8 @@ def function(*inputs):
 
 """
 NEURAL_PROCESS = """
-model = TransformerNP(TransformerNPConfig(width=128, layers=2, heads=2, feed_forward_width=341))
+config = TransformerNPConfig(x_width=1, width=128, layers=2, heads=2, feed_forward_width=341)
+model = TransformerNP(config)
 inputs = [torch.randn(4, rows, width).cuda() for rows in (200, 60) for width in (1, 1)]
 """
 TITANS = """

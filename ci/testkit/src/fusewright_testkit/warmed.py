@@ -12,7 +12,8 @@ import hashlib
 results = [function(*inputs)]
 results[0].backward()
 results += [x.grad for x in leaves if x.grad is not None]
-bits = b"".join(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in results)
+parts = (x.detach().flatten().contiguous().view(torch.uint8).cpu() for x in results)
+bits = b"".join(x.numpy().tobytes() for x in parts)
 assert len(results) > 1
 assert all(x.isfinite().all() and x.any() for x in results[:2])
 print(hashlib.sha256(bits).hexdigest())

@@ -83,6 +83,44 @@ def test_kernels_are_compiled_side_by_side(compiled_for_a_gpu):
     assert compiled_for_a_gpu(meeting + code)[0] == "2 [False, False]"
 
 
+def test_launches_that_have_run_do_not_run_in_a_warm_up_and_do_after_it(compiled_for_a_gpu):
+    """Straight to the compiled kernel, as on a GPU, of which torch is told what there is."""
+    code = (
+        "import contextlib, torch\n"
+        "from fusewright_testkit.compiled import Driver\n"
+        "from triton.runtime import driver\n"
+        "gpu = Driver(90)\n"
+        "driver.set_active(gpu)\n"
+        "torch.cuda.device = lambda index: contextlib.nullcontext()\n"
+        "torch.cuda.is_current_stream_capturing = lambda: False\n"
+        "from fusewright.example import warm_up\n"
+        "from fusewright.example._core import launches\n"
+        "from fusewright.example.elementwise import kernels\n"
+        "launches._current_stream = lambda index: 0\n"
+        "device, a = torch.device('cuda', 0), torch.ones(64)\n"
+        "first, second, third = (\n"
+        "    launches.Launch(\n"
+        "        kernels.scale_kernel, (3,), device, (64,), dict(num_warps=4), BLOCK=block\n"
+        "    )\n"
+        "    for block in (64, 128, 256)\n"
+        ")\n"
+        "def function(*some):\n"
+        "    launches.launch_in_order(*(launches.LaunchCall(x, (a, a), (2.0,)) for x in some))\n"
+        "    print(len(gpu.ran), [x.compiled is not None for x in some])\n"
+        "function(first, second)\n"
+        "function(first, second)\n"
+        "print(warm_up(function, first, third))\n"
+        "function(first, third)\n"
+    )
+    assert compiled_for_a_gpu(code) == [
+        "2 [True, True]",
+        "4 [True, True]",
+        "4 [True, False]",
+        "2",
+        "6 [True, True]",
+    ]
+
+
 def test_kernel_that_does_not_compile_is_told_of_and_leaves_the_next_call_alone(compiled_for_a_gpu):
     code = FOR_A_GPU.partition("print(")[0] + (
         "from fusewright.example.elementwise import launch\n"

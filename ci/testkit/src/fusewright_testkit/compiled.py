@@ -67,12 +67,25 @@ class Launch(NamedTuple):
 
 
 class Driver:
-    """Stands for the driver of a GPU that is not there: Triton compiles for it, and launches
-    nothing.
+    """Stands for the driver of a GPU that is not there: Triton compiles for it, loads nothing, and
+    instead of launching a kernel appends its name to ``ran``.
     """
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
+        self.ran: list[str] = []
+        # What Triton asks when it loads a kernel.
+        self.utils = self
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple:
+        """Module, function, registers, spills and most threads."""
+        return name, name, 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_KIB[self.capability] << 10}
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return lambda *args: self.ran.append(args[4])
 
     def get_current_target(self) -> object:
         from triton.backends.compiler import GPUTarget

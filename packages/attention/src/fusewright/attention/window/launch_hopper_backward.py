@@ -120,8 +120,8 @@ def hopper_backward_config(
     """
     if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
         return None
-    # Tiles of queries and of keys begin at the same rows of a sequence, and a window does not end in
-    # the tile in which it begins.
+    # Tiles of queries and of keys begin at the same rows of a sequence, and no window ends in the
+    # tile in which it begins.
     if interpreted() or any(problem.copies) or prefix or problem.queries != problem.keys:
         return None
     if window < QUERIES:

@@ -51,8 +51,8 @@ compiling = Compiling()
 
 
 class Launch:
-    """One launch of a kernel whose parameters are, in this order: tensors, floats, integers,
-    constants.
+    """One launch of a kernel whose parameters are, in this order: tensor descriptors, tensors,
+    floats, integers, constants.
 
     A launch serves tensors of the dtypes, and integers of the values, that it was made for, on one
     device, which is the current one. Tensors that do not start at a multiple of 16 bytes, launches
@@ -84,12 +84,15 @@ class Launch:
         self.compiled: Any = None
 
     def __call__(
-        self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...] = ()
+        self,
+        tensors: tuple[torch.Tensor | None, ...],
+        floats: tuple[float, ...] = (),
+        described: tuple[Any, ...] = (),
     ) -> None:
         if not self.repeats:
-            self.dispatch(tensors, floats)
+            self.dispatch((*described, *tensors), floats)
             return
-        addresses: list[int | None] = []
+        addresses: list[Any] = []
         bits = 0
         for tensor in tensors:
             if tensor is None:
@@ -99,9 +102,9 @@ class Launch:
                 addresses.append(address)
                 bits |= address
         if bits & 15 or self.enter_hook.calls or self.exit_hook.calls:
-            self.dispatch(tensors, floats)
+            self.dispatch((*described, *tensors), floats)
         elif self.compiled is None:
-            self.keep(self.dispatch(tensors, floats))
+            self.keep(self.dispatch((*described, *tensors), floats))
         else:
             # The three None: no metadata for hooks, and no hooks.
             self.run(
@@ -112,12 +115,13 @@ class Launch:
                 None,
                 None,
                 None,
+                *described,
                 *addresses,
                 *floats,
                 *self.tail,
             )
 
-    def dispatch(self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...]) -> Any:
+    def dispatch(self, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> Any:
         """Triton's own launch; returns the compiled kernel, None where it did not run."""
         if compiling.wanted is not None:
             self.compile(compiling.wanted, tensors, floats)

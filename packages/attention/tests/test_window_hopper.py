@@ -138,7 +138,7 @@ def test_values_and_gradients_are_as_near_to_fp64_as_torch(window_op, plans, tok
 @pytest.mark.gpu
 @on_hopper
 def test_more_pieces_than_programs_are_as_near_to_fp64_as_torch(window_op, plans):
-    window_op.check(draw(window_op, 1500, 3, 17), window=512, prefix=0, scale=0.125)
+    window_op.check(draw(window_op, 1500, 1, 17), window=512, prefix=0, scale=0.125)
     assert plans
 
 
@@ -182,18 +182,16 @@ def test_strided_operands_are_read_by_their_strides(window_op, plans):
 @on_hopper
 def test_gradients_have_the_same_bits_in_a_graph_and_twice(window_op, plans):
     leaves = [x.requires_grad_() for x in draw(window_op, 4000, 2, 8)]
-    o, lse = window_op.kernels(*leaves, window=512, prefix=0)
-    cotangents = torch.randn_like(o), torch.randn_like(lse)
 
-    def backward():
-        return torch.autograd.grad((o, lse), leaves, cotangents, retain_graph=True)
+    def call():
+        return everything(lambda *xs: window_op.kernels(*xs, window=512, prefix=0), leaves)
 
-    expected = backward()
-    graph, captured = capture(backward)
+    expected = call()
+    graph, captured = capture(call)
     for _ in range(20):
         graph.replay()
         assert same_bits(captured, expected)
-        assert same_bits(backward(), expected)
+        assert same_bits(call(), expected)
     assert plans
 
 

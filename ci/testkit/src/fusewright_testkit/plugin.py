@@ -182,11 +182,15 @@ def launches_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_one_kind(call):
-    def call_of_one_kind(launch, tensors, floats=()):
-        kind = tuple(None if x is None else x.dtype for x in tensors)
+    def call_of_one_kind(launch, tensors, floats=(), described=()):
+        bases = [x.base for x in described]
+        kind = (
+            *((x.dtype, x.shape, x.stride()) for x in bases),
+            *(None if x is None else x.dtype for x in tensors),
+        )
         first = launch.__dict__.setdefault("first_kind", kind)
         assert first == kind, f"{launch.kernel} was launched for {first}, and then for {kind}"
-        return call(launch, tensors, floats)
+        return call(launch, tensors, floats, described)
 
     return call_of_one_kind
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,21 +38,33 @@ BACKWARD_PROGRAMS_PER_SM = 2
 
 
 class DescribedLaunch(Launch):
-    """A launch whose first operands are read by tensor descriptors, in tiles of ``tiles_of`` rows
-    each.
+    """A launch whose first operands are read and written by tensor descriptors, each as its own
+    function makes it: of tensors that have the same shape and strides at every call.
     """
 
-    tiles_of: tuple[int, ...]
-    # Looked up once: the launch is repeated.
-    descriptor: Any
+    descriptors: tuple[Callable[[torch.Tensor], Any], ...]
+    # Those of the first call, without its tensors: to check them again takes the host longer.
+    made: tuple[Any, ...] = ()
 
     def __call__(
-        self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...] = ()
+        self,
+        tensors: tuple[Any, ...],
+        floats: tuple[float, ...] = (),
+        described: tuple[Any, ...] = (),
     ) -> None:
-        described = [
-            self.descriptor(x, rows) for x, rows in zip(tensors, self.tiles_of, strict=False)
-        ]
-        self.dispatch((*described, *tensors[len(described) :]), floats)
+        operands = tensors[: len(self.descriptors)]
+        if not self.made:
+            made = [describe(x) for describe, x in zip(self.descriptors, operands, strict=True)]
+            self.made = tuple([with_base(each, None) for each in made])
+        others = [with_base(*each) for each in zip(self.made, operands, strict=True)]
+        super().__call__(tensors[len(others) :], floats, (*described, *others))
+
+
+def with_base(descriptor: Any, base: torch.Tensor | None) -> Any:
+    """The descriptor of another tensor like its own, which is not checked again."""
+    described = object.__new__(type(descriptor))
+    vars(described).update(vars(descriptor), base=base)
+    return described
 
 
 def tile_launch(
@@ -79,8 +93,8 @@ def tile_launch(
     )
     if isinstance(launch, DescribedLaunch):
         like_q = problem.operands - 2
-        launch.tiles_of = (*[config.queries] * like_q, config.keys, config.keys)
-        launch.descriptor = tiles.descriptor
+        rows = (*[config.queries] * like_q, config.keys, config.keys)
+        launch.descriptors = tuple([partial(tiles.descriptor, block_rows=n) for n in rows])
     return launch
 
 

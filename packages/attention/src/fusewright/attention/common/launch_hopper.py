@@ -22,24 +22,6 @@ else:
     kernels_hopper_gradients = lazy_module(__package__, "kernels_hopper_gradients")
 
 
-class HopperLaunch(Launch):
-    """A launch whose first operands are read and written by tensor descriptors, each as its own
-    function makes it.
-    """
-
-    descriptors: tuple[Callable[[torch.Tensor], Any], ...]
-
-    def __call__(
-        self, tensors: tuple[torch.Tensor | None, ...], floats: tuple[float, ...] = ()
-    ) -> None:
-        described = [
-            describe(x)
-            for describe, x in zip(self.descriptors, tensors, strict=False)
-            if x is not None
-        ]
-        self.dispatch((*described, *tensors[len(described) :]), floats)
-
-
 def in_tiles(rows: int) -> Callable[[torch.Tensor], Any]:
     """The descriptor of a tensor [B, rows, H, D] in tiles of this many rows."""
 

@@ -19,8 +19,8 @@ from .._core.launches import (
     contiguous_where,
 )
 from .._core.lazy import lazy_module
-from ..common.launch import Outputs, plan_query_tiles
-from ..common.launch_hopper import HopperLaunch, in_tiles
+from ..common.launch import DescribedLaunch, Outputs, plan_query_tiles
+from ..common.launch_hopper import in_tiles
 from ..common.problem import Problem, TileConfig
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def plan_hopper(
     left = all_tiles - whole
     programs = min(problem.gpu.multiprocessors, whole + left * parts)
     together = 2 * problem.keys * problem.width * problem.dtype.itemsize >= BEYOND_CACHE
-    launch = HopperLaunch(
+    launch = DescribedLaunch(
         kernels_hopper.hopper_forward_kernel,
         (programs,),
         problem.device,

@@ -12,9 +12,8 @@ import torch
 from .._core.backends import interpreted
 from .._core.launches import Allocator, Launch, allocate, allocator, cdiv, contiguous_where
 from .._core.lazy import lazy_module
-from ..common.launch import Gradients, grid_of
+from ..common.launch import DescribedLaunch, Gradients, grid_of
 from ..common.launch_hopper import (
-    HopperLaunch,
     in_statistics,
     in_tiles,
     in_tiles_of_dq,
@@ -234,7 +233,7 @@ def plan_hopper_backward(
         COPYING_REGISTERS=config.copying_registers,
         RAGGED=ragged,
     )
-    launch = HopperLaunch(
+    launch = DescribedLaunch(
         kernels_hopper_backward.hopper_backward_kernel,
         (programs,),
         device,

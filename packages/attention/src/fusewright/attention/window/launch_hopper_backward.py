@@ -11,9 +11,8 @@ import torch
 from .._core.backends import interpreted
 from .._core.launches import Allocator, Launch, allocator, cdiv, contiguous_where
 from .._core.lazy import lazy_module
-from ..common.launch import Gradients
+from ..common.launch import DescribedLaunch, Gradients
 from ..common.launch_hopper import (
-    HopperLaunch,
     in_statistics,
     in_tiles,
     in_tiles_of_dq,
@@ -156,7 +155,7 @@ def plan_hopper_backward(
         DQ_REGISTERS=config.dq_registers,
         COPYING_REGISTERS=config.copying_registers,
     )
-    launch = HopperLaunch(
+    launch = DescribedLaunch(
         kernels_hopper_backward.window_hopper_backward_kernel,
         (min(problem.gpu.multiprocessors, pieces),),
         device,

@@ -23,55 +23,83 @@ problem.device_properties = lambda device: GPU
 
 
 def launch(
-    keys: int, width: int, dtype: torch.dtype, batches: int = 2, lengths: bool = True
+    keys: int,
+    width: int,
+    dtype: torch.dtype,
+    batches: int = 2,
+    lengths: bool = True,
+    key_heads: int = 8,
+    sinks: bool = False,
+    values: int | None = None,
 ) -> None:
     """Forward and backward of one size."""
     q = torch.empty(batches, 1000, 8, width, dtype=dtype)
-    k = torch.empty(batches, keys, 8, width, dtype=dtype)
+    k = torch.empty(batches, keys, key_heads, width, dtype=dtype)
     lse, softmax = torch.empty(batches, 8, 1000), torch.empty(2, batches, 8, 1000)
     key_lengths = torch.empty(batches, dtype=torch.int32) if lengths else None
-    forward.attention_forward(q, k, k, key_lengths, 0.125, True)
-    backward.attention_backward(q, lse, q, k, k, key_lengths, q, q, softmax, 0.125)
+    of_heads = torch.empty(8) if sinks else None
+    do, v = (x.new_empty(*x.shape[:3], values or width) for x in (q, k))
+    forward.attention_forward(q, k, v, key_lengths, of_heads, 0.125, True)
+    backward.attention_backward(do, lse, q, k, v, key_lengths, of_heads, do, do, softmax, 0.125)
 
 
 def launch_apart(width: int) -> None:
     """Tasks with gaps between them, which no tensor descriptor spans."""
     q = torch.empty(2, 1008, 8, width, dtype=torch.bfloat16)[:, :1000]
     lse, softmax = torch.empty(2, 8, 1000), torch.empty(2, 2, 8, 1000)
-    forward.attention_forward(q, q, q, None, 0.125, True)
-    backward.attention_backward(q, lse, q, q, q, None, q, q, softmax, 0.125)
+    forward.attention_forward(q, q, q, None, None, 0.125, True)
+    backward.attention_backward(q, lse, q, q, q, None, None, q, q, softmax, 0.125)
 
 
-def launch_hopper(lse: bool = True, width: int = 64, lengths: bool = False) -> None:
+def launch_hopper(
+    lse: bool = True,
+    width: int = 64,
+    lengths: bool = False,
+    key_heads: int = 8,
+    sinks: bool = False,
+) -> None:
     """The passes of warp groups, with parts of their last tiles, which only Hopper has."""
-    q, k = (torch.empty(4, rows, 8, width, dtype=torch.bfloat16) for rows in (2700, 3200))
+    q = torch.empty(4, 2700, 8, width, dtype=torch.bfloat16)
+    k = torch.empty(4, 3200, key_heads, width, dtype=torch.bfloat16)
     key_lengths = torch.empty(4, dtype=torch.int32) if lengths else None
-    forward.attention_forward(q, k, k, key_lengths, 0.125, lse, True)
+    of_heads = torch.empty(8) if sinks else None
+    forward.attention_forward(q, k, k, key_lengths, of_heads, 0.125, lse, True)
     if lse and width == 64:
         softmax = torch.empty(2, 4, 8, 2700)
-        backward.attention_backward(q, None, q, k, k, key_lengths, q, q, softmax, 0.125)
+        backward.attention_backward(q, None, q, k, k, key_lengths, of_heads, q, q, softmax, 0.125)
 
 
 def launch_hopper_together() -> None:
     """More keys than the cache holds."""
     q, k = (torch.empty(1, rows, 8, 64, dtype=torch.bfloat16) for rows in (1000, 70000))
-    forward.attention_forward(q, k, k, None, 0.125, True)
+    forward.attention_forward(q, k, k, None, None, 0.125, True)
 
 
-def launch_window(width: int, dtype: torch.dtype, prefix: int = 17) -> None:
+def launch_window(
+    width: int,
+    dtype: torch.dtype,
+    prefix: int = 17,
+    key_heads: int = 8,
+    sinks: bool = False,
+    values: int | None = None,
+) -> None:
     """Forward and backward of one sequence."""
     x = torch.empty(2, 1000, 8, width, dtype=dtype)
+    k = torch.empty(2, 1000, key_heads, width, dtype=dtype)
     lse, softmax = torch.empty(2, 8, 1000), torch.empty(2, 2, 8, 1000)
     band = window.Band(300, prefix)
-    window.attention_forward(x, x, x, band, 0.125, True)
-    window.attention_backward(x, lse, x, x, x, x, x, softmax, band, 0.125)
+    of_heads = torch.empty(8) if sinks else None
+    do, v = (y.new_empty(*y.shape[:3], values or width) for y in (x, k))
+    window.attention_forward(x, k, v, of_heads, band, 0.125, True)
+    window.attention_backward(do, lse, x, k, v, of_heads, do, do, softmax, band, 0.125)
 
 
-def launch_window_hopper() -> None:
+def launch_window_hopper(sinks: bool = False) -> None:
     """The backward pass of warp groups."""
     x = torch.empty(4, 4096, 8, 64, dtype=torch.bfloat16)
-    softmax = torch.empty(2, 4, 8, 4096)
-    window.attention_backward(x, None, x, x, x, x, x, softmax, window.Band(512, 0), 0.125)
+    softmax, band = torch.empty(2, 4, 8, 4096), window.Band(512, 0)
+    of_heads = torch.empty(8) if sinks else None
+    window.attention_backward(x, None, x, x, x, of_heads, x, x, softmax, band, 0.125)
 
 
 def launch_rotary(width: int, dtype: torch.dtype, beside: bool = True, kinds: int = 2) -> None:
@@ -103,20 +131,61 @@ def one_of_each() -> None:
     launch_window_hopper()
     launch(64, 64, torch.bfloat16)
     launch_window(64, torch.bfloat16)
+    launch_window(64, torch.bfloat16, sinks=True)
+
+
+def grouped(sinks: bool = False) -> None:
+    """Every kernel with heads that share keys."""
+    for width in (40, 64, 128, 256):
+        for dtype in (torch.bfloat16, torch.float32):
+            launch(1000, width, dtype, key_heads=2, sinks=sinks)
+            launch(64 if width <= 128 else 16, width, dtype, key_heads=2, sinks=sinks)
+            if width <= 128 or dtype == torch.bfloat16:
+                launch_window(width, dtype, key_heads=2, sinks=sinks)
+    for width in (64, 128):
+        for lengths in (False, True):
+            launch_hopper(width=width, lengths=lengths, key_heads=2, sinks=sinks)
+
+
+def with_sinks() -> None:
+    """Every kernel with sinks, and with heads that share keys or without."""
+    grouped(sinks=True)
+    launch_window_hopper(sinks=True)
+    for width in (64, 128):
+        launch(1000, width, torch.bfloat16, sinks=True)
+        launch(64, width, torch.bfloat16, sinks=True)
+        launch_window(width, torch.bfloat16, sinks=True)
+        launch_hopper(width=width, sinks=True)
+
+
+def spilling() -> None:
+    """What spills: values wider than keys, and narrower ones, as those of latent attention; and
+    windows of wide heads in fp32.
+    """
+    for width in (136, 256):
+        launch_window(width, torch.float32)
+    for width, values in ((64, 128), (192, 128), (128, 256)):
+        for dtype in (torch.bfloat16, torch.float32):
+            launch(1000, width, dtype, values=values, sinks=True, key_heads=2)
+            launch(16, width, dtype, values=values, sinks=True, key_heads=2)
+            launch_window(width, dtype, values=values, sinks=True, key_heads=2)
 
 
 def every_line() -> None:
     """Every width and dtype of the tables, powers of 2 and others, with few keys and with many."""
+    grouped()
+    with_sinks()
     for width in (64, 128):
         launch_hopper(width=width)
         launch_hopper(False, width)
         launch_hopper(width=width, lengths=True)
     launch_hopper_together()
     keys = {line.max_keys for line in backward.SINGLE_TILE_BACKWARD}
-    for width in (8, 16, 32, 40, 64, 80, 128):
+    for width in (8, 16, 32, 40, 64, 80, 128, 136, 256):
         for dtype in (torch.bfloat16, torch.float32):
-            launch_window(width, dtype)
-            launch_window(width, dtype, prefix=16)
+            if width <= 128 or dtype == torch.bfloat16:
+                launch_window(width, dtype)
+                launch_window(width, dtype, prefix=16)
             for number in (1000, 16, *keys):
                 launch(number, width, dtype)
                 launch(number, width, dtype, batches=256, lengths=False)

@@ -35,9 +35,11 @@ PACKAGE = Package(
 
 @dataclass(frozen=True)
 class AttentionOp(Operation):
-    """One public function of q [B, Nq, H, D] and k and v [B, M, H, D]."""
+    """One public function of q [B, Nq, H, D] and k and v [B, M, G, D]."""
 
     name: str
+    # H / G: how many heads of q share a head of k and v.
+    group: int = 1
 
     # B, Nq, M, H, D. The rule of vmap takes one sample at a time: tasks would prove nothing that
     # heads do not.
@@ -67,8 +69,9 @@ class AttentionOp(Operation):
     ) -> Tensors:
         """q, k and v of a (B, Nq, M, H, D) from normal distributions."""
         batches, queries, keys, heads, width = shape
-        rows = (queries, keys, keys)
-        return [torch.randn(batches, n, heads, width, device=device).to(dtype) for n in rows]
+        of_keys = (keys, heads // self.group)
+        rows = ((queries, heads), of_keys, of_keys)
+        return [torch.randn(batches, *n, width, device=device).to(dtype) for n in rows]
 
     def autocast(self, tensors: Tensors) -> Tensors:
         return [x.bfloat16() for x in tensors]
@@ -101,9 +104,59 @@ class ManyLengthsOp(LengthsOp):
 
 
 @dataclass(frozen=True)
+class GroupedOp(LengthsOp):
+    """The same with lengths and with heads that share keys."""
+
+    group: int = 2
+
+    small = (1, 5, 6, 4, 8)
+    tiny = (2, 2, 4, 2, 8)
+    several = (2, 20, 24, 4, 16)
+    empty = ((2, 0, 3, 2, 16), (2, 3, 0, 2, 16), (0, 3, 4, 2, 16))
+
+
+@dataclass(frozen=True)
+class GroupedKeysOp(GroupedOp):
+    """The same with more keys than one tile has."""
+
+    small = (1, 5, 140, 2, 8)
+
+
+class WithSinks(AttentionOp):
+    """Sinks beside q, k and v, a fourth operand that has a gradient; values wider than keys."""
+
+    def public(self, q, k, v, sinks, **options: Any) -> Any:
+        return super().public(q, k, v, sinks=sinks, **options)
+
+    def draw(
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> Tensors:
+        *drawn, v = super().draw(shape, dtype, device)
+        # Values wider than keys.
+        drawn.append(torch.cat([v, torch.randn_like(v)], -1))
+        wide = torch.promote_types(dtype, torch.float32)
+        return [*drawn, torch.randn(drawn[0].shape[2], device=device, dtype=wide)]
+
+    def autocast(self, tensors: Tensors) -> Tensors:
+        return [*super().autocast(tensors[:3]), tensors[3]]
+
+
+@dataclass(frozen=True)
+class SinksOp(WithSinks, GroupedOp):
+    """Heads that share keys, lengths, and sinks."""
+
+
+@dataclass(frozen=True)
+class SinksKeysOp(SinksOp):
+    """The same with more keys than one tile has."""
+
+    small = (1, 5, 140, 2, 8)
+
+
+@dataclass(frozen=True)
 class WindowOp(AttentionOp):
     """One public function of q [B, Nq, H, D], the last rows of a sequence, and k and v
-    [B, T, H, D].
+    [B, T, G, D].
     """
 
     window: int = 3
@@ -135,6 +188,23 @@ class LongWindowOp(WindowOp):
     """The same of a sequence of many tiles."""
 
     small = (1, 5, 140, 1, 8)
+
+
+@dataclass(frozen=True)
+class GroupedWindowOp(WindowOp):
+    """The same with heads that share keys."""
+
+    group: int = 2
+
+    tiny = (1, 2, 6, 2, 8)
+    several = (2, 20, 24, 4, 16)
+    strided = (2, 18, 18, 2, 16)
+    growing = ((1, 12, 12, 2, 8), (1, 17, 17, 2, 8), (1, 40, 40, 2, 8))
+
+
+@dataclass(frozen=True)
+class SinksWindowOp(WithSinks, GroupedWindowOp):
+    """The same with sinks."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +362,12 @@ FORMS = {
         ManyKeysOp("rectangular_attention-keys"),
         ManyLengthsOp("rectangular_attention_with_lse-keys-lengths"),
         LongWindowOp("sliding_window_attention_with_lse-long"),
+        GroupedOp("rectangular_attention_with_lse-grouped"),
+        GroupedKeysOp("rectangular_attention_with_lse-grouped-keys"),
+        GroupedWindowOp("sliding_window_attention_with_lse-grouped"),
+        SinksOp("rectangular_attention_with_lse-sinks"),
+        SinksKeysOp("rectangular_attention-sinks-keys"),
+        SinksWindowOp("sliding_window_attention_with_lse-sinks"),
         *(RotaryOp(100.0, *part) for part in PARTS.values()),
         ApplyRotaryOp(interleaved=True),
         ApplyRotaryOp(rest=2, each=True),

@@ -14,13 +14,15 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def combined(partial_o: torch.Tensor, softmax: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def combined(
+    partial_o: torch.Tensor, softmax: torch.Tensor, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """o, lse and flags of one tile of one head from its parts ``[parts, GROUPS, ROWS, ...]``."""
     parts, queries = len(partial_o), GROUPS * ROWS
     o = torch.empty(1, queries, 1, D, dtype=torch.bfloat16)
     lse, flags = torch.empty(1, 1, queries), torch.empty(1, GROUPS, dtype=torch.int32)
     kernels_combine.combine_parts_kernel[(GROUPS,)](
-        *(partial_o, softmax, flags, o, lse, None, None),
+        *(partial_o, softmax, flags, sinks, o, lse, None, None),
         *(0, parts, 1, queries, 1, queries),
         D=D,
         ROWS=ROWS,
@@ -39,6 +41,20 @@ def test_parts_with_references_of_their_own_are_added():
     o, lse, flags = combined(torch.stack([8.0 * first, second]), softmax)
     assert torch.equal(o.float(), (first + second).flatten(0, 1) / 4.0)
     assert torch.equal(lse, torch.full_like(lse, 5.0) * torch.tensor(2.0).log())
+    assert not flags.any()
+
+
+@interpreted
+def test_sink_is_one_score_more_of_no_part():
+    """l = 8 / 2^3 + 3 + 2^(5 - 3) = 8."""
+    first, second = torch.randint(-8, 9, (2, GROUPS, ROWS, D)).float()
+    softmax = torch.zeros(2, GROUPS, 3, ROWS)
+    softmax[0, :, 1:] = 8.0
+    softmax[1, :, 0], softmax[1, :, 1:] = 3.0, 3.0
+    sinks = torch.tensor([5.0]) * torch.tensor(2.0).log()
+    o, lse, flags = combined(torch.stack([8.0 * first, second]), softmax, sinks)
+    torch.testing.assert_close(o.float(), (first + second).flatten(0, 1) / 8.0)
+    torch.testing.assert_close(lse, torch.full_like(lse, 6.0) * torch.tensor(2.0).log())
     assert not flags.any()
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
+from fusewright_testkit.compiled import GPUS, compiled_in_a_process
 from fusewright_testkit.conformance.compiled import *  # noqa: F403
 
 LAUNCHES = {
     "one_of_each": (
         "streaming_forward streaming_dq streaming_dkdv window_forward window_dq window_dkdv "
         "single_tile_forward single_tile_backward add_chunks rotary hopper_forward "
-        "combine_parts flagged_forward window_hopper_backward"
+        "combine_parts flagged_forward window_hopper_backward add_sinks"
     ),
 }
 EVERY = ("every_line",)
 TABLES = EVERY
+
+
+@pytest.mark.parametrize("capability", GPUS)
+def test_values_of_another_width_and_wide_windows_fit_the_shared_memory(capability, request):
+    compiled_in_a_process(request.path.parent, "spilling", capability, may_spill=True)

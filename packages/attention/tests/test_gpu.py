@@ -38,6 +38,12 @@ def test_replayed_graph_gives_eager_bits_of_the_lengths_of_the_replay_and_waits_
 LINES = [
     *((BF16, width, keys) for width in (16, 40, 64, 128) for keys in (47, 64, 127, 500)),
     *((torch.float32, width, keys) for width in (40, 64, 128) for keys in (47, 127, 500)),
+    *(
+        (dtype, width, keys)
+        for dtype in (BF16, torch.float32)
+        for width in (136, 256)
+        for keys in (15, 500)
+    ),
     *((torch.float16, 64, keys) for keys in (64, 500)),
 ]
 
@@ -48,8 +54,8 @@ def test_every_line_of_the_tables_is_as_near_to_fp64_as_torch(lse_op, dtype, wid
 
 
 WINDOW_LINES = [
-    *((BF16, width) for width in (16, 40, 64, 128)),
-    *((torch.float32, width) for width in (40, 64, 128)),
+    *((BF16, width) for width in (16, 40, 64, 128, 136, 256)),
+    *((torch.float32, width) for width in (40, 64, 128, 136, 256)),
     (torch.float16, 64),
 ]
 

@@ -12,8 +12,10 @@ from fusewright.attention.rectangular import (
     launch_hopper,
     launch_hopper_backward,
 )
-from fusewright_testkit import capture
+from fusewright_testkit import Yardstick, capture
 from fusewright_testkit.conformance import everything, same_bits
+
+from .operations import SCALE
 
 BF16 = torch.bfloat16
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -187,6 +189,82 @@ def test_strided_operands_are_read_by_their_strides(op, backward_plans):
     )
     shared = [x[:1].expand(2, -1, -1, -1) for x in whole]
     assert torch.equal(op.first(op.kernels(*shared))[0], op.first(op.kernels(*shared))[1])
+    assert backward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
+@pytest.mark.parametrize("heads", [(4, 2), (5, 1), (6, 3)], ids=str)
+@pytest.mark.parametrize("queries", [1, 64, 130, 1100])
+def test_heads_that_share_keys(lse_op, plans, backward_plans, queries, heads, ragged):
+    """A block of queries may be of two heads."""
+    # Of few rows eager torch's largest error may be small by luck.
+    tasks = 2 if queries > 1 else 16
+    q, _, _ = lse_op.draw((tasks, queries, 1500, heads[0], 64), BF16, "cuda")
+    _, k, v = lse_op.draw((tasks, queries, 1500, heads[1], 64), BF16, "cuda")
+    lse_op.check([q, k, v], [700, 1500] * (tasks // 2) if ragged else None)
+    assert plans
+    assert backward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("factor", [1.0, 20.0], ids=["as they are", "computed again"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_shared_heads_give_the_bits_of_expanded_ones(lse_op, plans, factor, width):
+    q, _, _ = lse_op.draw((3, 1100, 1500, 6, width), BF16, "cuda")
+    _, k, v = lse_op.draw((3, 1100, 1500, 2, width), BF16, "cuda")
+    k[:, :700] *= factor
+    expanded = (x.repeat_interleave(3, 2) for x in (k, v))
+    assert same_bits(lse_op.kernels(q, k, v), lse_op.kernels(q, *expanded))
+    assert len(plans) == 2
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("lengths", [None, [1500, 0, 700]], ids=["whole", "ragged"])
+@pytest.mark.parametrize("shape", [(3, 130, 1500, 12, 64), (3, 1100, 1500, 3, 64)], ids=str)
+def test_sinks(lse_op, plans, backward_plans, shape, lengths):
+    """From hardly any weight to nearly all of it, and so far above all scores that rows are
+    computed again.
+    """
+    tensors = lse_op.draw(shape, BF16, "cuda")
+    of_heads = torch.linspace(-6.0, 6.0, shape[3], device="cuda")
+    of_heads[-1] = 80.0
+    key_lengths = None if lengths is None else torch.tensor(lengths, device="cuda")
+
+    def with_sinks(call):
+        return lambda q, k, v: call(q, k, v, key_lengths, sinks=of_heads)
+
+    Yardstick(with_sinks(lse_op.reference), tensors).check(with_sinks(lse_op.kernels))
+    assert plans
+    assert backward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gradient_of_sinks_errs_no_more_than_that_of_rounded_probabilities(lse_op, backward_plans):
+    """delta = rowsum(do * o) - dlse has the rounding of the probabilities of o."""
+    q, k, v = lse_op.draw((2, 500, 700, 64, 64), BF16, "cuda")
+    sinks = torch.randn(64, device="cuda", requires_grad=True)
+    do, dlse = torch.randn_like(q), torch.randn(2, 64, 500, device="cuda")
+    outputs = lse_op.kernels(q, k, v, sinks=sinks)
+    (actual,) = torch.autograd.grad(outputs, sinks, (do, dlse))
+
+    def formula(dtype, rounded):
+        scores = SCALE * torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k.to(dtype))
+        scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(2, 64, 500, 1)], -1)
+        p = scores.softmax(-1)
+        o = torch.einsum("bhnm,bmhd->bhnd", rounded(p[..., :-1]), v.to(dtype))
+        delta = (do.to(dtype).transpose(1, 2) * o).sum(-1) - dlse
+        return -(p[..., -1] * delta).sum((0, 2)).detach()
+
+    truth = formula(torch.float64, lambda p: p)
+    allowed = formula(torch.float32, lambda p: p.to(BF16).float()) - truth
+    error = actual - truth
+    assert error.square().mean() <= 4 * allowed.square().mean()
+    assert error.abs().max() <= 2 * allowed.abs().max()
     assert backward_plans
 
 

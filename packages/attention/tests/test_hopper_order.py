@@ -25,12 +25,21 @@ TILES = 2
 
 
 def chosen(
-    all_heads: int, queries: int, keys: int, programs: int, heads: int = 1, ragged: bool = False
+    all_heads: int,
+    queries: int,
+    keys: int,
+    programs: int,
+    heads: int = 1,
+    ragged: bool = False,
+    group: int = 1,
 ) -> Stripes:
-    """The stripes of a call on a GPU of so many multiprocessors, with so many heads a task."""
+    """The stripes of a call on a GPU of so many multiprocessors, with so many heads of keys a task,
+    each read by a group of heads.
+    """
     problem = SimpleNamespace(
-        all_heads=all_heads,
-        heads=heads,
+        all_key_heads=all_heads,
+        key_heads=heads,
+        group=group,
         queries=queries,
         keys=keys,
         gpu=SimpleNamespace(multiprocessors=programs),
@@ -179,6 +188,13 @@ def test_as_few_ranges_as_leave_hardly_a_program_without_work(heads, queries, ke
 )
 def test_heads_of_a_long_ragged_task_lie_side_by_side(tasks, heads, queries, keys, side):
     assert chosen(tasks * heads, queries, keys, 132, heads, ragged=True).side == side
+
+
+def test_heads_that_share_keys_are_more_queries_of_one_head():
+    """Their tiles follow one another."""
+    assert chosen(8, 1024, 8192, 132, group=4) == chosen(8, 4096, 8192, 132)
+    # Each head has a tile that is not full.
+    assert chosen(8, 1000, 8192, 132, group=4) == chosen(8, 4096, 8192, 132)
 
 
 @pytest.mark.parametrize("seed", range(200))

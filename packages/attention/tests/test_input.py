@@ -28,12 +28,26 @@ BAD = {
         *({}, TypeError, "q must be a strided tensor, got a nested one"),
     ),
     "width 12": ((q.repeat(1, 1, 1, 2)[..., :12], k, v), {}, ValueError, "multiple of 8 .*got 12"),
-    "width 136": (operands(1, 2, 3, 1, 136), {}, ValueError, "up to 128, got 136"),
-    "width 0": (operands(1, 2, 3, 1, 0), {}, ValueError, "multiple of 8 up to 128, got 0"),
-    "heads": ((q, k[:, :, :1], v[:, :, :1]), {}, ValueError, r"k and v must be \[2, M, 2, 8\]"),
-    "tasks": ((q, k[:1], v[:1]), {}, ValueError, r"k and v must be \[2, M, 2, 8\]"),
-    "keys": ((q, k, v[:, :5]), {}, ValueError, r"one M; got k \(2, 6, 2, 8\), v \(2, 5, 2, 8\)"),
-    "widths": ((q, k, v.repeat(1, 1, 1, 2)), {}, ValueError, r"v \(2, 6, 2, 16\)"),
+    "width 264": (operands(1, 2, 3, 1, 264), {}, ValueError, "up to 256, got 264"),
+    "width 0": (operands(1, 2, 3, 1, 0), {}, ValueError, "multiple of 8 up to 256, got 0"),
+    "more heads": (
+        *((q, *(x.repeat(1, 1, 2, 1) for x in (k, v))), {}, ValueError),
+        r"k and v must be \[2, M, G, 8\] .* one G that divides 2; got k \(2, 6, 4, 8\)",
+    ),
+    "heads that do not divide": (
+        *((q.repeat(1, 1, 2, 1), *(x[:, :, [0, 1, 1]] for x in (k, v))), {}, ValueError),
+        r"one G that divides 4; got k \(2, 6, 3, 8\), v \(2, 6, 3, 8\)",
+    ),
+    "no heads": ((q, k[:, :, :0], v[:, :, :0]), {}, ValueError, r"divides 2; got k \(2, 6, 0, 8\)"),
+    "heads of k alone": ((q, k[:, :, :1], v), {}, ValueError, r"got k \(2, 6, 1, 8\), v \(2, 6, 2"),
+    "tasks": ((q, k[:1], v[:1]), {}, ValueError, r"k and v must be \[2, M, G, 8\]"),
+    "keys": ((q, k, v[:, :5]), {}, ValueError, r"k \(2, 6, 2, 8\), v \(2, 5, 2, 8\)"),
+    "widths": ((q, k.repeat(1, 1, 1, 2), v), {}, ValueError, r"got k \(2, 6, 2, 16\)"),
+    "values of width 12": (
+        *((q, k, v.repeat(1, 1, 1, 2)[..., :12]), {}),
+        *(ValueError, "multiple of 8 .*got 12"),
+    ),
+    "values of width 264": ((q, k, v.repeat(1, 1, 1, 33)), {}, ValueError, "up to 256, got 264"),
     "dtypes": ((q, k, v.half()), {}, ValueError, "v must have q's dtype torch.float32, got"),
     "text as scale": ((q, k, v), dict(scale="1"), TypeError, "scale must be a number, got str"),
     "true as scale": ((q, k, v), dict(scale=True), TypeError, "scale must be a number, got bool"),
@@ -55,6 +69,23 @@ BAD = {
     "three lengths": (
         *((q, k, v), dict(key_lengths=torch.ones(3, dtype=torch.int32))),
         *(ValueError, r"shape \(2,\), one number for each task, got \(3,\)"),
+    ),
+    "sinks as list": ((q, k, v), dict(sinks=[1.0, 2.0]), TypeError, "sinks must be a tensor"),
+    "whole sinks": ((q, k, v), dict(sinks=torch.ones(2).int()), TypeError, "sinks must be float"),
+    "half sinks": (
+        *((q, k, v), dict(sinks=torch.ones(2).half())),
+        *(
+            ValueError,
+            "sinks must have dtype torch.float32 or q's torch.float32, got torch.float16",
+        ),
+    ),
+    "three sinks": (
+        *((q, k, v), dict(sinks=torch.ones(3))),
+        *(ValueError, r"shape \(2,\), one number for each head, got \(3,\)"),
+    ),
+    "sinks elsewhere": (
+        *((q, k, v), dict(sinks=torch.ones(2, device="meta"))),
+        *(ValueError, "sinks must be on q's device cpu, got meta"),
     ),
     "lengths elsewhere": (
         *((q, k, v), dict(key_lengths=torch.ones(2, dtype=torch.int32, device="meta"))),

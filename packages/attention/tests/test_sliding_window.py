@@ -68,7 +68,13 @@ def test_values_and_gradients_of_every_so_many_rows(
 
 @pytest.mark.parametrize(
     ("width", "dtype", "tokens", "window"),
-    [(40, F32, 70, 40), (64, BF16, 140, 75), (128, F16, 140, 75)],
+    [
+        (40, F32, 70, 40),
+        (64, BF16, 140, 75),
+        (128, F16, 140, 75),
+        (136, F32, 40, 20),
+        (256, BF16, 70, 40),
+    ],
 )
 def test_tables_of_the_package(window_op, width, dtype, tokens, window, device):
     """Tiles of up to 32 queries and keys of fp32 and of 128 queries or 64 keys of the others, so
@@ -97,6 +103,40 @@ def test_reference_sees_what_the_definition_says(tokens, rows, window, prefix, e
         if row >= prefix:
             keys |= set(range(max(prefix, row - window + 1), row + 1))
         assert set(seen[index].nonzero().flatten().tolist()) == keys
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("band", [(7, 17), (60, 0)], ids=str)
+def test_heads_that_share_keys(window_op, tiles, heads, band, device):
+    """dk and dv are sums over them, those of a prefix too."""
+    window, prefix = band
+    q, _, _ = draw(window_op, 50, 50, device=device, heads=heads[0])
+    _, k, v = draw(window_op, 50, 50, device=device, heads=heads[1])
+    window_op.check([q, k, v], window=window, prefix=prefix)
+
+
+@pytest.mark.parametrize("widths", [(16, 40), (40, 16)], ids=str)
+@pytest.mark.parametrize("band", [(7, 17), (60, 0)], ids=str)
+def test_values_of_another_width(window_op, tiles, band, widths, device):
+    """Partial sums of dk and dv of a prefix have widths of their own."""
+    window, prefix = band
+    q, k, _ = draw(window_op, 50, 50, widths[0], device=device, heads=2)
+    _, _, v = draw(window_op, 50, 50, widths[1], device=device, heads=2)
+    window_op.check([q, k, v], window=window, prefix=prefix)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("band", [(7, 17), (60, 0)], ids=str)
+def test_sinks(window_op, tiles, band, dtype, device):
+    window, prefix = band
+    tensors = draw(window_op, 50, 50, dtype=dtype, device=device, heads=3)
+    sinks = torch.tensor([-6.0, 0.5, 6.0], device=device)
+
+    def with_sinks(call):
+        return lambda q, k, v, sinks: call(q, k, v, window=window, prefix=prefix, sinks=sinks)
+
+    yardstick = Yardstick(with_sinks(window_op.reference), [*tensors, sinks])
+    yardstick.check(with_sinks(window_op.kernels))
 
 
 @one_tiling
@@ -216,14 +256,19 @@ def test_no_rows_no_tasks(window_op, shape, device):
     window_op.check(tensors, prefix=0)
 
 
-def test_reference_backward_is_that_of_autograd(window_op):
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_reference_backward_is_that_of_autograd(window_op, with_sinks):
     tensors = [x.requires_grad_() for x in draw(window_op, 9, 8, 8, F64, batches=2)]
-    o, lse = window_op.reference(*tensors)
+    sinks = torch.randn(1, dtype=F64).requires_grad_() if with_sinks else None
+    o, lse = window_op.reference(*tensors, sinks=sinks)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    expected = torch.autograd.grad((o, lse), tensors, (do, dlse))
+    asked = [*tensors, sinks] if with_sinks else tensors
+    expected = torch.autograd.grad((o, lse), asked, (do, dlse))
     backward = reference.sliding_window_attention_backward
-    actual = backward(do, dlse, *tensors, window_op.window, window_op.prefix, scale=0.3)
-    torch.testing.assert_close(actual, expected)
+    band = window_op.window, window_op.prefix
+    actual = backward(do, dlse, *tensors, *band, scale=0.3, sinks=sinks)
+    torch.testing.assert_close(actual[: len(asked)], expected)
+    assert with_sinks or not actual[3].numel()
 
 
 def test_tf32_only_where_torch_takes_it(window_op, device):
@@ -253,7 +298,7 @@ BAD = {
     "half a row": (dict(every=0.5), TypeError, "every must be a whole number, got float"),
     "too few rows": (dict(every=2), ValueError, "last of each 2 rows of 6 at most, got 6 rows"),
     "more rows": ((q, k[:, 1:], v[:, 1:], 2), ValueError, "last rows of 5 at most, got 6"),
-    "heads": ((q, k[:, :, :1], v[:, :, :1], 2), ValueError, r"k and v must be \[1, M, 2, 8\]"),
+    "heads": ((q[:, :, :1], k, v, 2), ValueError, r"k and v must be \[1, M, G, 8\]"),
     "dtypes": ((q, k, v.half(), 2), ValueError, "v must have q's dtype torch.float32, got"),
 }
 

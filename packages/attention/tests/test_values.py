@@ -8,7 +8,10 @@ import pytest
 import torch
 from fusewright.attention.rectangular import reference
 from fusewright_testkit import Yardstick
-from fusewright_testkit.conformance import layouts
+from fusewright_testkit.conformance import layouts, same_bits
+from torch.utils.checkpoint import checkpoint
+
+from .operations import SCALE
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # B, Nq, M, H, D
@@ -41,6 +44,13 @@ def test_a_few_keys(op, shape, device):
     op.check(op.draw(shape, F32, device))
 
 
+@pytest.mark.parametrize("keys", [7, 40])
+@pytest.mark.parametrize(("width", "dtype"), [(136, F32), (256, F32), (200, BF16)])
+def test_wide_heads(lse_op, width, dtype, keys, device):
+    """Few keys of theirs are one tile."""
+    lse_op.check(lse_op.draw((1, 34, keys, 1, width), dtype, device), scale=width**-0.5)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_low_precision(lse_op, any_scheme, dtype, device):
@@ -50,6 +60,117 @@ def test_low_precision(lse_op, any_scheme, dtype, device):
 @pytest.mark.parametrize("keys", [127, 128, 129, 300])
 def test_many_keys_with_the_tables_of_the_package(lse_op, keys, device):
     lse_op.check(lse_op.draw((1, 70, keys, 1, 64), BF16, device))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("keys", [24, 40])
+def test_heads_that_share_keys(lse_op, any_scheme, heads, keys, device):
+    """dk and dv are sums over them."""
+    q, _, _ = lse_op.draw((2, 20, keys, heads[0], 16), F32, device)
+    _, k, v = lse_op.draw((2, 20, keys, heads[1], 16), F32, device)
+    lse_op.check([q, k, v], [keys, 17])
+
+
+def test_shared_heads_are_those_of_torch(op, scheme, device):
+    """Query head h reads head h // group, which also those of a head of its own read."""
+    q, _, _ = op.draw((2, 20, 40, 6, 16), F32, device)
+    _, k, v = op.draw((2, 20, 40, 3, 16), F32, device)
+    o = op.first(op.kernels(q, k, v, scale=None))
+    expanded = (x.repeat_interleave(2, 2) for x in (k, v))
+    assert torch.equal(o, op.first(op.kernels(q, *expanded, scale=None)))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    torch.testing.assert_close(o, sdpa(q, k, v, enable_gqa=True).transpose(1, 2))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("widths", [(16, 40), (40, 16), (24, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_values_of_another_width(lse_op, any_scheme, widths, dtype, device):
+    q, k, _ = lse_op.draw((2, 20, 40, 2, widths[0]), dtype, device)
+    _, _, v = lse_op.draw((2, 20, 40, 2, widths[1]), dtype, device)
+    lse_op.check([q, k, v], [40, 17])
+
+
+@pytest.mark.parametrize("only", ["o", "lse"])
+def test_gradient_of_one_output_of_values_of_another_width(lse_op, scheme, only, device):
+    q, k, _ = lse_op.draw((1, 20, 24, 2, 16), F32, device)
+    _, _, v = lse_op.draw((1, 20, 24, 2, 32), F32, device)
+
+    def one(call):
+        return lambda *t: call(*t)[("o", "lse").index(only)]
+
+    Yardstick(one(lse_op.reference), [q, k, v]).check(one(lse_op.kernels))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("keys", [24, 40])
+def test_sinks(lse_op, any_scheme, keys, dtype, device):
+    """Of rows without keys, too."""
+    tensors = lse_op.draw((3, 20, keys, 3, 16), dtype, device)
+    lengths = torch.tensor([keys, 0, 17], device=device)
+    sinks = torch.tensor([-6.0, 0.5, 6.0], device=device)
+
+    def with_sinks(call):
+        return lambda q, k, v, sinks: call(q, k, v, lengths, sinks=sinks)
+
+    yardstick = Yardstick(with_sinks(lse_op.reference), [*tensors, sinks])
+    yardstick.check(with_sinks(lse_op.kernels))
+
+
+def test_sink_is_a_key_without_value(lse_op, scheme, device):
+    """Whose score is the sink: here that of a key with one column for the purpose."""
+    q, k, v = lse_op.draw((2, 20, 24, 2, 16), F32, device)
+    q[..., 0], k[..., 0] = 1.0, 0.0
+    sink = k.new_zeros(2, 1, 2, 16)
+    sink[..., 0] = torch.tensor([2.0, -1.0]).to(device) / SCALE
+    zero = torch.zeros_like(sink)
+    expected = lse_op.kernels(q, torch.cat([k, sink], 1), torch.cat([v, zero], 1))
+    actual = lse_op.kernels(q, k, v, sinks=torch.tensor([2.0, -1.0], device=device))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_task_without_keys_has_the_sink_as_log_sum_exp(lse_op, scheme, device):
+    tensors = lse_op.draw((2, 3, 4, 2, 16), F32, device)
+    sinks = torch.tensor([1.5, -40.0], device=device, dtype=F32).requires_grad_()
+    lengths = torch.tensor([0, 4], device=device)
+    o, lse = lse_op.kernels(*tensors, lengths, sinks=sinks)
+    assert o[0].eq(0).all()
+    torch.testing.assert_close(lse[0], sinks.detach()[:, None].expand(2, 3))
+    for keys in (0, 4):
+        q, k, v = (x[:1] for x in tensors)
+        _, lse = lse_op.kernels(q, k[:, :keys], v[:, :keys], lengths[:1], sinks=sinks)
+        (dsinks,) = torch.autograd.grad(lse.sum(), sinks)
+        torch.testing.assert_close(dsinks, torch.full_like(dsinks, 3.0))
+
+
+def test_sink_of_minus_infinity_is_none(lse_op, scheme, device):
+    tensors = lse_op.draw((2, 20, 24, 2, 16), F32, device)
+    sinks = torch.full((2,), -math.inf, device=device)
+    assert same_bits(lse_op.kernels(*tensors, sinks=sinks), lse_op.kernels(*tensors))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_sink_far_above_all_scores_leaves_nothing(lse_op, scheme, dtype, device):
+    tensors = lse_op.draw((1, 20, 40, 1, 16), dtype, device)
+    sinks = torch.tensor([300.0], device=device)
+    o, lse = lse_op.kernels(*tensors, sinks=sinks)
+    assert o.eq(0).all()
+    assert lse.eq(300.0).all()
+
+
+def test_great_scores_beside_a_sink(lse_op, scheme, device):
+    """In fp32, where delta is corrected by the sum of ds, the sink's included."""
+    q, k, v = lse_op.draw((1, 20, 24, 2, 16), F32, device)
+    sinks = torch.tensor([60.0, 200.0], device=device)
+
+    def with_sinks(call):
+        return lambda q, k, v, sinks: call(q, k, v, scale=0.25, sinks=sinks)
+
+    yardstick = Yardstick(with_sinks(lse_op.reference), [30 * q, 30 * k, v, sinks])
+    yardstick.check(with_sinks(lse_op.kernels))
 
 
 def test_key_lengths(lse_op, any_scheme, device):
@@ -225,14 +346,30 @@ def test_parts_merge_to_the_whole(lse_op, scheme, device):
     Yardstick(lse_op.reference, tensors).check(merged)
 
 
-def test_reference_backward_is_that_of_autograd(lse_op):
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_reference_backward_is_that_of_autograd(lse_op, with_sinks):
     tensors = [x.double().requires_grad_() for x in lse_op.draw((3, 3, 4, 2, 8))]
     lengths = torch.tensor([4, 2, 0])
-    o, lse = reference.rectangular_attention_with_lse(*tensors, lengths, scale=0.3)
+    sinks = torch.randn(2).double().requires_grad_() if with_sinks else None
+    o, lse = reference.rectangular_attention_with_lse(*tensors, lengths, sinks, scale=0.3)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    expected = torch.autograd.grad((o, lse), tensors, (do, dlse))
-    actual = reference.rectangular_attention_backward(do, dlse, *tensors, lengths, scale=0.3)
-    torch.testing.assert_close(actual, expected)
+    asked = [*tensors, sinks] if with_sinks else tensors
+    expected = torch.autograd.grad((o, lse), asked, (do, dlse))
+    backward = reference.rectangular_attention_backward
+    actual = backward(do, dlse, *tensors, lengths, sinks, scale=0.3)
+    torch.testing.assert_close(actual[: len(asked)], expected)
+    assert with_sinks or not actual[3].numel()
+
+
+def test_gradient_of_the_log_sum_exp_alone_under_checkpointing(lse_op, device):
+    tensors = lse_op.leaves((1, 5, 140, 1, 8), F32, device)
+
+    def lse(*tensors):
+        return lse_op.kernels(*tensors)[1]
+
+    recomputed = checkpoint(lse, *tensors, use_reentrant=False)
+    actual = torch.autograd.grad(recomputed.sum(), tensors)
+    assert same_bits(actual, torch.autograd.grad(lse(*tensors).sum(), tensors))
 
 
 def test_agrees_with_torch(op, device):

@@ -144,6 +144,15 @@ def test_more_pieces_than_programs_are_as_near_to_fp64_as_torch(window_op, plans
 
 @pytest.mark.gpu
 @on_hopper
+def test_sinks_have_their_gradient(window_op, plans):
+    tensors = draw(window_op, 700)
+    sinks = torch.randn(3, device="cuda")
+    window_op.check([*tensors, sinks], window=130, prefix=0, scale=0.125)
+    assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("factor", [5.0, 20.0, 60.0])
 def test_great_scores_are_as_near_to_fp64_as_torch(window_op, plans, factor):
     """A score that is not seen may lie far above those that are."""
@@ -210,4 +219,12 @@ def test_other_bands_take_the_other_kernels(window_op, plans, band):
     q, k, v = draw(window_op, 700)
     rows = q[:, -350:] if "every" in band else q
     window_op.check([rows, k, v], **band)
+    assert not plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_heads_that_share_keys_take_the_other_kernels(window_op, plans):
+    q, k, v = draw(window_op, 700, heads=4)
+    window_op.check([q, k[:, :, :2], v[:, :, :2]], window=130, prefix=0)
     assert not plans

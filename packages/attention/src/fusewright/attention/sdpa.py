@@ -16,7 +16,7 @@ def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBacken
     Args:
         q: ``[B, Nq, H, D]``, as in :func:`rectangular_attention`; the heads come before the tokens
             only in the call of torch. Autocast does not change q: under it, pass what it casts to.
-        k, v: ``[B, M, H, D]``.
+        k, v: ``[B, M, G, D]``, G a divisor of H; where it is smaller, with ``enable_gqa``.
 
     Returns:
         A member of ``torch.nn.attention.SDPBackend``, such as ``FLASH_ATTENTION``; ``ERROR`` where
@@ -28,9 +28,10 @@ def sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPBacken
     check_attention(q, k, v)
     check_dtype("k", k, "q", q)
     check_dtype("v", v, "q", q)
+    shared = k.shape[2] < q.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     try:
-        return SDPBackend(torch._fused_sdp_choice(q, k, v))
+        return SDPBackend(torch._fused_sdp_choice(q, k, v, enable_gqa=shared))
     except RuntimeError:
         # What some releases raise, and on some devices, in place of this answer.
         return SDPBackend.ERROR

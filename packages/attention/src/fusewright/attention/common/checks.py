@@ -10,7 +10,7 @@ from .._core.checks import check_device, check_dtype, check_floating, checked_nu
 from .._core.precision import autocasts
 
 WIDTH_MULTIPLE = 8
-MAX_WIDTH = 128
+MAX_WIDTH = 256
 # The kernels take it in fp32, times log2(e).
 LOWEST_SCALE = torch.finfo(torch.float32).tiny
 HIGHEST_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
@@ -19,23 +19,29 @@ Tensor = torch.Tensor
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q must be [B, Nq, H, D] and k and v [B, M, H, D], floating, on one device."""
+    """q must be [B, Nq, H, D], k [B, M, G, D] and v [B, M, G, Dv], G a divisor of H, floating, on
+    one device.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_floating(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} must be [batch, tokens, heads, width], got {tuple(x.shape)}")
     batches, _, heads, width = q.shape
-    if width % WIDTH_MULTIPLE or not 0 < width <= MAX_WIDTH:
-        raise ValueError(
-            f"the width of a head must be a multiple of {WIDTH_MULTIPLE} up to {MAX_WIDTH}, "
-            f"got {width}"
-        )
-    wanted = (batches, k.shape[1], heads, width)
-    for name, x in (("k", k), ("v", v)):
-        if x.shape != wanted:
+    for each in (width, v.shape[-1]):
+        if each % WIDTH_MULTIPLE or not 0 < each <= MAX_WIDTH:
             raise ValueError(
-                f"k and v must be [{batches}, M, {heads}, {width}] with q {tuple(q.shape)} and one "
-                f"M; got k {tuple(k.shape)}, v {tuple(v.shape)}"
+                f"the width of a head must be a multiple of {WIDTH_MULTIPLE} up to {MAX_WIDTH}, "
+                f"got {each}"
+            )
+    _, keys, key_heads, _ = k.shape
+    wanted = (batches, keys, key_heads)
+    divides = key_heads == heads or (key_heads > 0 and heads % key_heads == 0)
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[:3] != wanted or k.shape[3] != width or not divides:
+            raise ValueError(
+                f"k and v must be [{batches}, M, G, {width}] and [{batches}, M, G, Dv] with q "
+                f"{tuple(q.shape)}, one M and one G that divides {heads}; "
+                f"got k {tuple(k.shape)}, v {tuple(v.shape)}"
             )
         check_device(name, x, "q", q)
 
@@ -57,3 +63,16 @@ def prepared(
     check_dtype("k", k, "q", q)
     check_dtype("v", v, "q", q)
     return (q, k, v), scale
+
+
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """sinks must hold one number for each head of q, in fp32 or q's dtype, on its device."""
+    check_floating("sinks", sinks)
+    if sinks.dtype not in (torch.float32, q.dtype):
+        raise ValueError(f"sinks must have dtype torch.float32 or q's {q.dtype}, got {sinks.dtype}")
+    if sinks.shape != q.shape[2:3]:
+        raise ValueError(
+            f"sinks must have shape ({q.shape[2]},), one number for each head, "
+            f"got {tuple(sinks.shape)}"
+        )
+    check_device("sinks", sinks, "q", q)

@@ -10,11 +10,15 @@ from .._core.registration import Derivative, Op
 
 
 def give_derivative(
-    op: Op, backward_op: Op, in_single_tile: Callable[[torch.Tensor], bool] | None = None
+    op: Op,
+    backward_op: Op,
+    in_single_tile: Callable[[torch.Tensor, torch.Tensor], bool] | None = None,
 ) -> None:
-    """Give an op its derivative. Both take q, k, v and more operands, the first ``with_lse`` last.
+    """Give an op its derivative. Both take q, k, v and more operands, of which the last, sinks, has
+    a gradient, and the first takes ``with_lse`` last.
 
-    Where the keys k are in a single tile, the backward pass reads no output of the forward pass.
+    Where keys k and values v are in a single tile, the backward pass reads no output of the forward
+    pass.
     """
     operands = op.operands
 
@@ -24,7 +28,7 @@ def give_derivative(
         def forward(ctx, run, *args):
             o, lse, softmax, o_low = run(*args)
             saved = o, o_low, softmax
-            if in_single_tile is not None and in_single_tile(args[1]):
+            if in_single_tile is not None and in_single_tile(args[1], args[2]):
                 saved = None, None, None
             ctx.save_for_backward(*args[:operands], *saved)
             *ctx.options, with_lse = args[operands:]
@@ -35,11 +39,15 @@ def give_derivative(
 
         @staticmethod
         def backward(ctx, do, dlse, *_):
-            # For what stands behind v, with_lse included.
-            others = (None,) * (operands - 3 + len(ctx.options) + 1)
+            # For what stands between v and sinks; for what stands behind, with_lse included.
+            between, behind = (None,) * (operands - 4), (None,) * (len(ctx.options) + 1)
             if do is None and dlse is None:
-                return None, None, None, None, *others
+                return (None,) * (1 + operands + len(behind))
+            # Under checkpointing they may be unpacked once.
+            saved = ctx.saved_tensors
             if do is None:
-                do = torch.zeros_like(ctx.saved_tensors[0])
-            grads = backward_op(do, dlse, *ctx.saved_tensors, *ctx.options)
-            return None, *grads, *others
+                do = saved[0].new_zeros(*saved[0].shape[:-1], saved[2].shape[-1])
+            *grads, dsinks = backward_op(do, dlse, *saved, *ctx.options)
+            if saved[operands - 1] is None:
+                dsinks = None
+            return None, *grads, *between, dsinks, *behind

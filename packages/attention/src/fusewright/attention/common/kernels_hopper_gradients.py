@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .tiles import length_of, load_from_pointer, store_rows
+from .tiles_forward import sink_of
 
 # Queries of a tile.
 QUERIES = tl.constexpr(64)
@@ -25,14 +26,17 @@ def prepare_kernel(
     o_low_ptr,
     softmax_ptr,
     dlse_ptr,
+    sinks_ptr,
     lse_ptr,
     delta_ptr,
     counters_ptr,
+    dsinks_ptr,
     do_batch_stride,
     do_row_stride,
     do_head_stride,
     queries,
     heads,
+    group,
     rows,
     query_tiles,
     blocks,
@@ -40,7 +44,9 @@ def prepare_kernel(
     CONFIG: tl.constexpr,
 ):
     """One program computes -lse and delta of a tile of queries of one head, each in the order in
-    which the lanes of a warp read them, and sets the counters of its block to zero.
+    which the lanes of a warp read them, and sets the counters of its block to zero. ``blocks`` are
+    those of the queries of the ``group`` heads that share keys. The tile's part of dsink is that of
+    delta as it is.
     """
     head = tl.program_id(0) // query_tiles
     tile = tl.program_id(0) % query_tiles
@@ -67,8 +73,14 @@ def prepare_kernel(
     at_place = (head.to(tl.int64) * query_tiles + tile) * QUERIES + place
     tl.store(lse_ptr + at_place, tl.log2(inverse_sum) - reference)
     tl.store(delta_ptr + at_place, delta)
+    if sinks_ptr is not None:
+        p = tl.exp2(sink_of(sinks_ptr, of_head) - reference) * inverse_sum
+        part = batch * query_tiles + tile
+        tl.store(dsinks_ptr + part.to(tl.int64) * heads + of_head, -tl.sum(p * delta, 0))
+    of_keys = head // group
+    tile += head % group * query_tiles
     if tile % CONFIG.TILES == 0:
-        for stripe in range(head * ranges, (head + 1) * ranges):
+        for stripe in range(of_keys * ranges, (of_keys + 1) * ranges):
             tl.store(counters_ptr + stripe * blocks + tile // CONFIG.TILES, 0)
 
 
@@ -81,6 +93,7 @@ def round_dq_kernel(
     queries,
     keys,
     heads,
+    group,
     query_tiles,
     key_tiles,
     ranges,
@@ -94,7 +107,10 @@ def round_dq_kernel(
     head = tl.program_id(0) // query_tiles
     tile = tl.program_id(0) % query_tiles
     of_tile = sum_ptr + tl.arange(0, QUERIES * D)
-    at = (head.to(tl.int64) * ranges * query_tiles + tile) * (QUERIES * D)
+    # The tiles of a stripe are those of all heads that share its keys.
+    of_stripe = tl.cast(group * query_tiles, tl.int64)
+    tile_of_stripe = head % group * query_tiles + tile
+    at = ((head // group).to(tl.int64) * ranges * of_stripe + tile_of_stripe) * (QUERIES * D)
     if key_lengths_ptr is None:
         x = tl.load(of_tile + at)
     else:
@@ -102,7 +118,7 @@ def round_dq_kernel(
         ranges = tl.cdiv(tl.cdiv(length, CONFIG.KEYS), key_tiles)
         x = tl.load(of_tile + at, mask=(ranges > 0) & (tl.arange(0, QUERIES * D) >= 0), other=0.0)
     for _ in range(1, ranges):
-        at += tl.cast(query_tiles, tl.int64) * (QUERIES * D)
+        at += of_stripe * (QUERIES * D)
         x += tl.load(of_tile + at)
     # Which numbers these are: j, the warp, a lane's row, its columns, the half of rows, a column.
     x = tl.reshape(x, [8, 4, 8, 4, 2, 2])

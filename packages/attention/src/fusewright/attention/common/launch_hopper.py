@@ -50,35 +50,35 @@ def in_tiles_of_dq(x: torch.Tensor) -> Any:
     return kernels_descriptors.dq_descriptor(x)
 
 
-def plan_prepare(
-    problem: Problem, query_tiles: int, blocks: int, ranges: int, constants: Any
-) -> Launch:
-    """The launch before a backward pass: the log-sum-exp and delta of every row, and the counters
-    of each head's blocks, for so many ranges of its keys, set to zero.
+def plan_prepare(problem: Problem, tiles: int, blocks: int, ranges: int, constants: Any) -> Launch:
+    """The launch before a backward pass: the log-sum-exp and delta of every row, in so many tiles
+    of queries a head, and the counters of each head of keys, for the blocks of its queries and the
+    ranges of its keys, set to zero.
     """
     do_strides = problem.integers[:3]
-    sizes = problem.queries, problem.heads, math.prod(problem.rows)
+    sizes = problem.queries, problem.heads, problem.group, math.prod(problem.rows)
     return Launch(
         kernels_hopper_gradients.prepare_kernel,
-        grid_of(problem.all_heads * query_tiles),
+        grid_of(problem.all_heads * tiles),
         problem.device,
-        (*do_strides, *sizes, query_tiles, blocks, ranges),
+        (*do_strides, *sizes, tiles, blocks, ranges),
         dict(num_warps=4),
         CONFIG=constants,
     )
 
 
 def plan_round_dq(
-    problem: Problem, query_tiles: int, key_tiles: int, ranges: int, constants: Any
+    problem: Problem, tiles: int, key_tiles: int, ranges: int, constants: Any
 ) -> Launch:
-    """The launch behind a backward pass: dq from its sums, one for each range of a head's keys, of
-    so many tiles each.
+    """The launch behind a backward pass: dq, in so many tiles of queries a head, from its sums, one
+    for each range of a head's keys, of so many tiles each.
     """
+    sizes = problem.queries, problem.keys, problem.heads, problem.group
     return Launch(
         kernels_hopper_gradients.round_dq_kernel,
-        grid_of(problem.all_heads * query_tiles),
+        grid_of(problem.all_heads * tiles),
         problem.device,
-        (problem.queries, problem.keys, problem.heads, query_tiles, key_tiles, ranges),
+        (*sizes, tiles, key_tiles, ranges),
         dict(num_warps=4),
         CONFIG=constants,
     )

@@ -2,7 +2,7 @@
 
 s = scale q k^T,  p = softmax(s),  o = p v
 dp = do v^T,  ds = p * (dp - delta),  delta = rowsum(p * dp) - dlse
-dq = scale ds k,  dk = scale ds^T q,  dv = p^T do
+dq = scale ds k,  dk = scale ds^T q,  dv = p^T do,  dsink = -sum(exp(sink - lse) * delta)
 """
 
 from __future__ import annotations
@@ -10,15 +10,25 @@ from __future__ import annotations
 import torch
 
 from .._core.precision import wide
+from .._core.registration import empty_grad
 
 Tensor = torch.Tensor
 
 
-def probabilities(q: Tensor, k: Tensor, seen: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def probabilities(
+    q: Tensor, k: Tensor, seen: Tensor | None, scale: float, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """softmax of the scores over the keys that a row sees, zero without any; and the log-sum-exp.
-    ``seen`` is broadcast to the scores; None: every key.
+    ``seen`` is broadcast to the scores; None: every key. k has the heads of q. ``sinks``
+    are one score more of each row, for a key that has no value.
     """
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * scale
+    if sinks is not None:
+        if seen is not None:
+            scores = scores.masked_fill(~seen, float("-inf"))
+        last = wide(sinks).to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, last], -1)
+        return scores.softmax(-1)[..., :-1], scores.logsumexp(-1)
     if seen is None and k.shape[1] > 0:
         return scores.softmax(-1), scores.logsumexp(-1)
     if seen is None:
@@ -39,13 +49,22 @@ def gradients(
     v: Tensor,
     seen: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), the probabilities recomputed."""
-    p, _ = probabilities(q, k, seen, scale)
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks), the probabilities recomputed; dsinks is empty without sinks. Heads of q
+    may share keys: dk and dv are sums over them.
+    """
+    key_heads = k.shape[2]
+    k, v = of_each_head(q, k, v)
+    p, lse = probabilities(q, k, seen, scale, sinks)
     dp = torch.einsum("bnhd,bmhd->bhnm", do, v)
     delta = (p * dp).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - wide(dlse).unsqueeze(-1)
+    dsinks = empty_grad(q)
+    if sinks is not None:
+        of_sinks = (wide(sinks).to(lse.dtype)[:, None] - lse).exp().unsqueeze(-1)
+        dsinks = -(of_sinks * delta).sum((0, 2, 3))
     ds = p * (dp - delta) * scale
     if seen is not None:
         # A key that a row does not see adds nothing to its gradient and gets none, not even a NaN.
@@ -53,4 +72,15 @@ def gradients(
     dq = torch.einsum("bhnm,bmhd->bnhd", ds, k)
     dk = torch.einsum("bhnm,bnhd->bmhd", ds, q)
     dv = torch.einsum("bhnm,bnhd->bmhd", p, do)
-    return dq, dk, dv
+    if key_heads < q.shape[2]:
+        dk, dv = (x.unflatten(2, (key_heads, -1)).sum(3) for x in (dk, dv))
+    return dq, dk, dv, dsinks
+
+
+def of_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as each head of q reads them: head h those of head h // (H / G)."""
+    heads, key_heads = q.shape[2], k.shape[2]
+    if heads == key_heads:
+        return k, v
+    k, v = (x.repeat_interleave(heads // key_heads, 2) for x in (k, v))
+    return k, v

@@ -56,10 +56,17 @@ def length_of(key_lengths_ptr, batch, keys):
 
 @triton.jit
 def load_rows(
-    source, first, limit, BLOCK_ROWS: tl.constexpr, MASKED: tl.constexpr, CONFIG: tl.constexpr
+    source,
+    first,
+    limit,
+    BLOCK_ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    CONFIG: tl.constexpr,
+    VALUES: tl.constexpr = False,
 ):
-    """Rows ``first``, ``first + 1``, ... of a source, [BLOCK_ROWS, BLOCK_D]. With ``MASKED`` those
-    from ``limit`` on are zero; without it they are undefined.
+    """Rows ``first``, ``first + 1``, ... of a source, [BLOCK_ROWS, BLOCK_D], or, with ``VALUES``,
+    [BLOCK_ROWS, BLOCK_V] of one that is as wide as values are. With ``MASKED`` those from ``limit``
+    on are zero; without it they are undefined.
     """
     if CONFIG.DESCRIPTORS:
         x_descriptor, _, _, head_stride, batch, head, rows = source
@@ -68,18 +75,26 @@ def load_rows(
         if MASKED:
             x = tl.where((row < limit)[:, None], x, 0.0)
     else:
-        x = load_from_pointer(source, first, limit, BLOCK_ROWS, MASKED, CONFIG)
+        x = load_from_pointer(source, first, limit, BLOCK_ROWS, MASKED, CONFIG, VALUES)
     return x
 
 
 @triton.jit
 def load_from_pointer(
-    source, first, limit, BLOCK_ROWS: tl.constexpr, MASKED: tl.constexpr, CONFIG: tl.constexpr
+    source,
+    first,
+    limit,
+    BLOCK_ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    CONFIG: tl.constexpr,
+    VALUES: tl.constexpr = False,
 ):
     """``load_rows`` of a source that is a pointer."""
+    D: tl.constexpr = CONFIG.DV if VALUES else CONFIG.D
+    BLOCK_D: tl.constexpr = CONFIG.BLOCK_V if VALUES else CONFIG.BLOCK_D
     x_ptr, batch_stride, row_stride, head_stride, batch, head, _ = source
     row = first + tl.arange(0, BLOCK_ROWS)
-    col = tl.arange(0, CONFIG.BLOCK_D)
+    col = tl.arange(0, BLOCK_D)
     start = tl.cast(first, tl.int64) * row_stride
     to_head = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
     # Triton itself finds out whether 16 divides a stride, not 8: without these hints it would read
@@ -89,9 +104,9 @@ def load_from_pointer(
     to_row = tl.multiple_of(to_row, [STRIDE_MULTIPLE, STRIDE_MULTIPLE])
     at = corner + (to_row + col[None, :])
     if MASKED:
-        x = tl.load(at, mask=(row < limit)[:, None] & (col < CONFIG.D)[None, :], other=0.0)
-    elif CONFIG.D < CONFIG.BLOCK_D:
-        x = tl.load(at, mask=(col < CONFIG.D)[None, :], other=0.0)
+        x = tl.load(at, mask=(row < limit)[:, None] & (col < D)[None, :], other=0.0)
+    elif D < BLOCK_D:
+        x = tl.load(at, mask=(col < D)[None, :], other=0.0)
     else:
         x = tl.load(at)
     return x

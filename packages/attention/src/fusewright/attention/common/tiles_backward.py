@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .tiles import load_from_pointer, load_rows, product
+from .tiles_forward import sink_of
 
 
 @triton.jit
@@ -30,13 +31,13 @@ def load_statistics(
     batch, head, first, queries, heads = place
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     # May need 64 bits.
-    task_stride = tl.cast(queries, tl.int64) * heads * CONFIG.D
-    o_source = o_ptr, task_stride, heads * CONFIG.D, CONFIG.D, batch, head, queries
-    o = load_from_pointer(o_source, first, queries, BLOCK_Q, True, CONFIG).to(tl.float32)
+    task_stride = tl.cast(queries, tl.int64) * heads * CONFIG.DV
+    o_source = o_ptr, task_stride, heads * CONFIG.DV, CONFIG.DV, batch, head, queries
+    o = load_from_pointer(o_source, first, queries, BLOCK_Q, True, CONFIG, True).to(tl.float32)
     # Rounding took nothing from fp32.
     if do.dtype != tl.float32:
-        o_low_source = o_low_ptr, task_stride, heads * CONFIG.D, CONFIG.D, batch, head, queries
-        o += load_from_pointer(o_low_source, first, queries, BLOCK_Q, True, CONFIG)
+        o_low_source = o_low_ptr, task_stride, heads * CONFIG.DV, CONFIG.DV, batch, head, queries
+        o += load_from_pointer(o_low_source, first, queries, BLOCK_Q, True, CONFIG, True)
     row = first + tl.arange(0, BLOCK_Q)
     at = (batch * heads + head).to(tl.int64) * queries + row
     inside = row < queries
@@ -53,6 +54,31 @@ def load_statistics(
 
 
 @triton.jit
+def excess_of_sink(delta, m, inverse_sum, sinks_ptr, head, dtype: tl.constexpr):
+    """The sink's part of a row's sum of ds, divided by the row's sum where ds is: a sink is a key
+    without value.
+    """
+    excess = -tl.exp2(sink_of(sinks_ptr, head) - m) * delta
+    if dtype == tl.float16:
+        excess = excess * inverse_sum
+    return excess
+
+
+@triton.jit
+def gradient_of_sink(
+    excess, m, inverse_sum, delta, dlse, inside, sinks_ptr, head, dtype: tl.constexpr
+):
+    """What a tile of queries adds to dsink, -sum(p * delta), p that of the sink. delta is
+    corrected: of narrow numbers it has the rounding of the probabilities of o, and the sum of ds,
+    which should be zero, is what it errs by.
+    """
+    p = tl.exp2(sink_of(sinks_ptr, head) - m) * inverse_sum
+    if dtype != tl.float16:
+        excess = excess * inverse_sum
+    return -tl.sum(tl.where(inside, p * (delta + excess - dlse), 0.0), 0)
+
+
+@triton.jit
 def score_gradients(q, k, v, do, m, inverse_sum, delta, factor, CONFIG: tl.constexpr):
     """p and ds of a tile of scores, [queries, keys], not yet divided by the row's sum; ds of fp16,
     whose range it might leave, already is.
@@ -65,13 +91,14 @@ def score_gradients(q, k, v, do, m, inverse_sum, delta, factor, CONFIG: tl.const
 
 
 @triton.jit
-def add_keys(dq, pk, excess, p, ds, k, CONFIG: tl.constexpr):
-    """dq [queries, D] with the terms of a tile of keys; in fp32 also sum(p k), and the sum of ds,
-    which should be zero, for ``finished_dq``.
+def add_keys(dq, pk, excess, p, ds, k, CONFIG: tl.constexpr, WITH_SINK: tl.constexpr = False):
+    """dq [queries, D] with the terms of a tile of keys; in fp32 also sum(p k), for ``finished_dq``;
+    there and with a sink the sum of ds, which should be zero.
     """
     dq += product(ds.to(k.dtype), k, CONFIG)
     if k.dtype == tl.float32:
         pk += product(p, k, CONFIG)
+    if k.dtype == tl.float32 or WITH_SINK:
         excess += tl.sum(ds, 1)
     return dq, pk, excess
 
@@ -106,7 +133,7 @@ def load_queries(
     """A tile of queries: q, do, the maximum, one over the sum, and delta."""
     m_ptr, inverse_sum_ptr, delta_ptr = statistics
     q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, MASKED, CONFIG)
-    do = load_rows(do_source, first, queries, CONFIG.BLOCK_Q, MASKED, CONFIG)
+    do = load_rows(do_source, first, queries, CONFIG.BLOCK_Q, MASKED, CONFIG, True)
     row = first + tl.arange(0, CONFIG.BLOCK_Q)
     if MASKED:
         # The probabilities of rows past the last are exp(-inf).
@@ -131,7 +158,7 @@ def transposed_probabilities(k, q, m, inverse_sum, factor, CONFIG: tl.constexpr)
 
 @triton.jit
 def add_queries(dk, dv, p, v, q, do, delta, CONFIG: tl.constexpr):
-    """dk and dv, [keys, D], with the terms of a tile of queries."""
+    """dk and dv, [keys, width], with the terms of a tile of queries."""
     dv += product(p.to(do.dtype), do, CONFIG)
     ds = p * (product(v, tl.trans(do), CONFIG) - delta[None, :])
     dk += product(ds.to(q.dtype), q, CONFIG)

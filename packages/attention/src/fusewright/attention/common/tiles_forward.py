@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import LOG_2, store_rows
+from .tiles import LOG2_E, LOG_2, store_rows
 
 
 @triton.jit
@@ -26,12 +26,29 @@ def next_softmax(s, m, l, factor):
 
 
 @triton.jit
+def sink_of(sinks_ptr, head):
+    """The sink of a head, in base 2."""
+    return tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+
+
+@triton.jit
+def add_sink(x, m, l, sinks_ptr, head):
+    """x, probabilities or their sums of values, [queries, ...], the maximum and the sum of the rows
+    with one score more, the sink of their head, which has no value.
+    """
+    sink = sink_of(sinks_ptr, head)
+    m_next = tl.maximum(m, sink)
+    rescale = tl.exp2(m - m_next)
+    return x * rescale[:, None], m_next, l * rescale + tl.exp2(sink - m_next)
+
+
+@triton.jit
 def store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, place, rows, D: tl.constexpr):
     """Divide o by its row's sum and write it, and those statistics that are asked for."""
     batch, head, first, queries, heads = place
     row = first + tl.arange(0, o.shape[0])
     at = (batch * heads + head).to(tl.int64) * queries + row
-    # Only a task without keys has a sum of zero.
+    # Only a task without keys has a sum of zero, and none with a sink.
     inverse_sum = 1.0 / tl.where(l == 0.0, 1.0, l)
     if softmax_ptr is not None:
         tl.store(softmax_ptr + at, m, mask=row < queries)

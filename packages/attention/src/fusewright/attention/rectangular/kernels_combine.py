@@ -3,7 +3,7 @@ their keys, in the forward pass; of tiles of keys, cut by their queries, in the 
 
     m = max_part r    l = sum_part 2^(r - m) l_part    o = sum_part 2^(r - m) o_part / l
 
-lse is of l before the rounding of probabilities.
+A sink is one score more, of no part. lse is of l before the rounding of probabilities.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import LOG_2, store_rows
-from ..common.tiles_forward import store_outputs
+from ..common.tiles_forward import add_sink, store_outputs
 from .kernels_hopper import LARGEST_OUTPUT, LARGEST_SUM
 
 
@@ -21,6 +21,7 @@ def combine_parts_kernel(
     partial_o_ptr,
     partial_softmax_ptr,
     flags_ptr,
+    sinks_ptr,
     o_ptr,
     lse_ptr,
     softmax_ptr,
@@ -68,6 +69,9 @@ def combine_parts_kernel(
         good = good & (total <= LARGEST_SUM).to(tl.int32) & inside
     # Parts that are finite may have a sum that is not.
     good = good & tl.min((tl.abs(o) <= LARGEST_OUTPUT).to(tl.int32), 1)
+    if sinks_ptr is not None:
+        _, _, exact_l = add_sink(o, m, exact_l, sinks_ptr, head % heads)
+        o, m, l = add_sink(o, m, l, sinks_ptr, head % heads)
     if block * ROWS < queries:
         flag = head * tl.cdiv(queries, ROWS) + block
         tl.store(flags_ptr + flag, 1 - tl.min(good, 0))

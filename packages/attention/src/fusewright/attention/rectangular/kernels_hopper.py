@@ -24,6 +24,8 @@ there, with TOGETHER, programs begin their pieces at one time, and the tile of k
 is in the cache for the others. The pieces that fill all programs are whole tiles of
 queries; those that are left are cut by their keys, and ``combine_parts_kernel`` adds the parts.
 
+With SINKS, the sink of a head is added to the sums of its rows once all keys have passed.
+
 With RAGGED, a task has its own number of keys. What memory holds behind them, in the tile of the
 last one, has probabilities of 0; where it is no finite number its tiles are flagged.
 
@@ -89,12 +91,12 @@ def work_of(piece, sizes, lengths_ptr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def copy_tiles(inputs, pointers, buffers, barriers, sizes, pieces, CONFIG: gl.constexpr):
+def copy_tiles(inputs, call, buffers, barriers, sizes, pieces, CONFIG: gl.constexpr):
     """What the copying warp does: queries of each piece, then its keys and values, last ones first,
     each into a place that is free.
     """
     q_tiles, k_tiles, v_tiles = inputs
-    lengths_ptr, begun_ptr = pointers
+    lengths_ptr, begun_ptr, sharing = call
     q_shared, k_shared, v_shared, _, _ = buffers
     q_full, q_free, full, free, _ = barriers
     GROUPS: gl.constexpr = CONFIG.GROUPS
@@ -102,6 +104,7 @@ def copy_tiles(inputs, pointers, buffers, barriers, sizes, pieces, CONFIG: gl.co
     begun = begun_ptr.to(gl.int64, bitcast=True)
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
         batch, head, tile, last, count, _keys = work_of(piece, sizes, lengths_ptr, CONFIG)
+        of_keys = head // sharing if CONFIG.GROUPED else head
         turn = piece // gl.num_programs(0)
         # Only where every program has a piece.
         all_begin = (turn > 0) & (turn < sizes[0] // gl.num_programs(0))
@@ -116,7 +119,7 @@ def copy_tiles(inputs, pointers, buffers, barriers, sizes, pieces, CONFIG: gl.co
             stage = copied % CONFIG.STAGES
             mbarrier.wait(free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), 2 * CONFIG.BLOCK_K * CONFIG.D * 2)
-            at = [batch, (last - step) * CONFIG.BLOCK_K, head, 0]
+            at = [batch, (last - step) * CONFIG.BLOCK_K, of_keys, 0]
             tma.async_copy_global_to_shared(k_tiles, at, full.index(stage), k_shared.index(stage))
             tma.async_copy_global_to_shared(v_tiles, at, full.index(stage), v_shared.index(stage))
             copied += 1
@@ -141,7 +144,7 @@ def attend(
     """What each of the three groups does: its ROWS queries of every piece, over its keys."""
     o_tiles, o_low_tiles = outputs
     pieces, lengths_ptr, queries, rows, factor, keeps = call
-    lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr = pointers
+    sinks_ptr, lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr = pointers
     q_shared, k_shared, v_shared, o_shared, ones_shared = buffers
     q_full, q_free, full, free, tokens = barriers
     D: gl.constexpr = CONFIG.D
@@ -233,6 +236,12 @@ def attend(
             if CONFIG.LSE:
                 gl.store(to_softmax + 2 * ROWS, exact_total)
         elif block < blocks:
+            if CONFIG.SINKS:
+                # One that is far above the reference makes a sum that flags its rows.
+                sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
+                of_sink = gl.exp2(sink - reference)
+                total += of_sink
+                exact_total += of_sink
             inverse_sum = 1.0 / total
             o = o * gl.expand_dims(gl.convert_layout(inverse_sum, BY_ROW_OF_OUTPUT), 1)
             rounded = o.to(gl.bfloat16)
@@ -268,7 +277,7 @@ def attend(
 @gluon.jit(
     do_not_specialize=(
         *("queries", "keys", "heads", "rows", "whole", "left", "parts"),
-        *("query_tiles", "keeps"),
+        *("query_tiles", "keeps", "sharing"),
     )
 )
 def hopper_forward_kernel(
@@ -278,6 +287,7 @@ def hopper_forward_kernel(
     o_tiles,
     o_low_tiles,
     lengths_ptr,
+    sinks_ptr,
     lse_ptr,
     softmax_ptr,
     flags_ptr,
@@ -294,11 +304,13 @@ def hopper_forward_kernel(
     parts,
     query_tiles,
     keeps,
+    sharing,
     CONFIG: gl.constexpr,
 ):
     """A program takes every so many-th piece of work; tiles are tensor descriptors over
     [B, rows, H, D]. ``keeps``, 0 or 1, says whether ``o_low_tiles`` and ``softmax_ptr`` are
-    written, and CONFIG whether ``lengths_ptr`` is read and ``lse_ptr`` written.
+    written, and CONFIG whether ``lengths_ptr`` and ``sinks_ptr`` are read and ``lse_ptr`` is
+    written, and whether heads share keys, ``sharing`` of them those of one head.
     """
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
@@ -327,14 +339,14 @@ def hopper_forward_kernel(
         mbarrier.init(free.index(stage), count=GROUPS)
     fence_async_shared()
     outputs = (o_tiles, o_low_tiles)
-    pointers = (lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr)
+    pointers = (sinks_ptr, lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr)
     buffers = (q_shared, k_shared, v_shared, o_shared, ones_shared)
     barriers = (q_full, q_free, full, free, tokens)
     pieces = whole + left * parts
     sizes = (whole, gl.maximum(left, 1), parts, query_tiles, keys, heads)
     call = (pieces, lengths_ptr, queries, rows, scale * LOG2_E, keeps)
     inputs = (q_tiles, k_tiles, v_tiles)
-    read = (lengths_ptr, begun_ptr)
+    read = (lengths_ptr, begun_ptr, sharing)
     REGISTERS: gl.constexpr = CONFIG.REGISTERS
     COPYING_REGISTERS: gl.constexpr = CONFIG.COPYING_REGISTERS
     if GROUPS == 3:

@@ -50,86 +50,19 @@ from ..common.kernels_hopper_backward import (
     places_in,
     store_gradients,
 )
-from .kernels_hopper import LOG2_E, keys_of
+from .kernels_hopper import LOG2_E
+from .kernels_hopper_order import KEYS, pieces_before, tile_at, work_of
 
 # Groups that have keys, and keys of a program.
 GROUPS = gl.constexpr(2)
-KEYS = gl.constexpr(128)
 
 
 @gluon.jit
-def work_of(piece, sizes, lengths_ptr, CONFIG: gl.constexpr):
-    """Three of a piece of work: its head, stripe, first key, and number of keys from this one on;
-    the first of its tiles of queries, how many these are and at which it begins; and what
-    ``pieces_before`` takes.
-
-    A stripe is one of the ``ranges`` of a head's keys, ``key_tiles`` of them. Pieces lie side by
-    side for STRIPES stripes. The first ``whole`` pieces have all queries; then each tile of keys is
-    ``parts`` pieces.
-    """
-    whole, parts, pieces, key_tiles, query_tiles, keys, heads, ranges = sizes
-    programs = gl.num_programs(0)
-    is_part = piece >= whole
-    beyond = piece - whole
-    tile = gl.where(is_part, whole + beyond // parts, piece)
-    part = gl.where(is_part, beyond % parts, 0)
-    blocks = (query_tiles + CONFIG.TILES - 1) // CONFIG.TILES
-    first = gl.where(is_part, part * blocks // parts, 0)
-    last = gl.where(is_part, (part + 1) * blocks // parts, blocks)
-    tiles = gl.minimum(last * CONFIG.TILES, query_tiles) - first * CONFIG.TILES
-    column = tile // CONFIG.STRIPES
-    stripe = column // key_tiles * CONFIG.STRIPES + tile % CONFIG.STRIPES
-    key_tile = column % key_tiles
-    head = stripe // ranges
-    first_key = (stripe % ranges * key_tiles + key_tile) * KEYS
-    limit = keys_of(head // heads, lengths_ptr, keys, CONFIG) - first_key
-    if CONFIG.RAGGED:
-        tiles = gl.where(limit > 0, tiles, 0)
-        # Those of the stripe that have keys.
-        key_tiles = gl.minimum(key_tiles, key_tile + (limit + KEYS - 1) // KEYS)
-    # The columns that programs have at this time, those of them that are of this stripe, and this
-    # one's place among these.
-    wave = gl.where(is_part, whole, piece // programs * programs) // CONFIG.STRIPES
-    columns = gl.where(is_part, (pieces - whole) // parts, programs) // CONFIG.STRIPES
-    lowest = gl.maximum(column - key_tile, wave)
-    # Of a piece without keys these numbers are of no use.
-    places = gl.maximum(gl.minimum(column - key_tile + key_tiles, wave + columns) - lowest, 1)
-    place = column - lowest
-    span = gl.minimum(last - first, places * CONFIG.GAP)
-    begin = place * span // places
-    turn = place, places, span, key_tile
-    return (
-        (head, stripe, first_key, limit),
-        (first * CONFIG.TILES, tiles, begin * CONFIG.TILES),
-        turn,
-    )
-
-
-@gluon.jit
-def pieces_before(block, turn):
-    """How many pieces add their dq to a block before this one: all of earlier waves, then, as
-    programs come to the block, those that begin at it or before it, the last one first, and those
-    that begin behind it.
-    """
-    place, places, span, key_tile = turn
-    # The last place that begins at the block or before it.
-    begun = gl.minimum(((block + 1) * places - 1) // span, places - 1)
-    of_this_wave = gl.where(place <= begun, begun - place, places + begun - place)
-    return key_tile - place + of_this_wave
-
-
-@gluon.jit
-def tile_at(step, tiles, begin):
-    """The tile that a piece has at a step: from ``begin`` on, and around."""
-    tile = step + begin
-    return gl.where(tile >= tiles, tile - tiles, tile)
-
-
-@gluon.jit
-def copy_tiles(inputs, lengths_ptr, buffers, barriers, sizes, CONFIG: gl.constexpr):
+def copy_tiles(inputs, call, buffers, barriers, sizes, CONFIG: gl.constexpr):
     """What the copying warp does: keys and values of each piece, then its queries, do and
-    statistics.
+    statistics. Tiles of the queries of ``sharing`` heads, which share keys, follow one another.
     """
+    lengths_ptr, sharing = call
     q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles = inputs
     q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared = buffers
     kv_full, kv_free, q_full, do_full, q_free = barriers
@@ -150,6 +83,10 @@ def copy_tiles(inputs, lengths_ptr, buffers, barriers, sizes, CONFIG: gl.constex
             tile = first + tile_at(step, tiles, begin)
             stage = copied % CONFIG.STAGES
             at = [batch, tile * QUERIES, of_head, 0]
+            if CONFIG.GROUPED:
+                of_member = sizes[4] // sharing
+                member = of_head * sharing + tile // of_member
+                at = [batch, tile % of_member * QUERIES, member, 0]
             mbarrier.wait(q_free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
             full = q_full.index(stage)
             mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
@@ -354,7 +291,7 @@ def add_tiles(dq_tiles, pointers, dq_shared, barriers, sizes, CONFIG: gl.constex
 @gluon.jit(
     do_not_specialize=(
         *("keys", "heads", "whole", "parts", "pieces"),
-        *("query_tiles", "key_tiles", "ranges"),
+        *("query_tiles", "key_tiles", "ranges", "sharing"),
     )
 )
 def hopper_backward_kernel(
@@ -379,10 +316,12 @@ def hopper_backward_kernel(
     query_tiles,
     key_tiles,
     ranges,
+    sharing,
     CONFIG: gl.constexpr,
 ):
     """A program takes every so many-th piece of work; tiles are tensor descriptors: of the first
-    six over [B, rows, H, D], of statistics over [B H, queries], of dq over its tiles.
+    six over [B, rows, heads, D], of statistics over [B heads, queries], of dq over its tiles.
+    ``heads`` are those of keys, and ``query_tiles`` all of the heads that share one.
     """
     D: gl.constexpr = CONFIG.D
     STAGES: gl.constexpr = CONFIG.STAGES
@@ -440,7 +379,7 @@ def hopper_backward_kernel(
             (differentiate, (outputs, lengths_ptr, of_group, to_group, sizes, scale, 0, CONFIG)),
             (differentiate, (outputs, lengths_ptr, of_group, to_group, sizes, scale, 1, CONFIG)),
             (multiply_keys, (lengths_ptr, of_dq, to_dq, sizes, CONFIG)),
-            (copy_tiles, (inputs, lengths_ptr, copied, to_copy, sizes, CONFIG)),
+            (copy_tiles, (inputs, (lengths_ptr, sharing), copied, to_copy, sizes, CONFIG)),
             (add_tiles, (dq_tiles, pointers, dq_shared, (dq_full, dq_free), sizes, CONFIG)),
         ],
         [4, 4, 1, 1],

@@ -13,26 +13,29 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import LOG2_E, length_of, load_rows, product
-from ..common.tiles_forward import next_softmax, store_outputs
+from ..common.tiles_forward import add_sink, next_softmax, store_outputs
 from .tiles import masked_softmax
 
 
 @triton.jit
-def attend(operands, strides, key_lengths_ptr, outputs, scale, sizes, CONFIG: tl.constexpr):
+def attend(
+    operands, strides, key_lengths_ptr, sinks_ptr, outputs, scale, sizes, CONFIG: tl.constexpr
+):
     """BLOCK_Q rows of one head. Neighbours share the head, whose keys and values then stay in the
     L2 cache.
     """
     q_ptr, k_ptr, v_ptr = operands
     q_strides, k_strides, v_strides = strides
     o_ptr, lse_ptr, softmax_ptr, o_low_ptr = outputs
-    queries, keys, heads, rows = sizes
+    queries, keys, heads, group, rows = sizes
     tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
     batch = tl.program_id(0) // tiles // heads
     head = tl.program_id(0) // tiles % heads
     first = tl.program_id(0) % tiles * CONFIG.BLOCK_Q
     q_source = q_ptr, q_strides[0], q_strides[1], q_strides[2], batch, head, queries
-    k_source = k_ptr, k_strides[0], k_strides[1], k_strides[2], batch, head, keys
-    v_source = v_ptr, v_strides[0], v_strides[1], v_strides[2], batch, head, keys
+    of_keys = head // group
+    k_source = k_ptr, k_strides[0], k_strides[1], k_strides[2], batch, of_keys, keys
+    v_source = v_ptr, v_strides[0], v_strides[1], v_strides[2], batch, of_keys, keys
     length = length_of(key_lengths_ptr, batch, keys)
     factor = scale * LOG2_E
     q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
@@ -40,18 +43,20 @@ def attend(operands, strides, key_lengths_ptr, outputs, scale, sizes, CONFIG: tl
     # The last keys come first: only they need a mask, the loop needs none.
     last = tl.maximum(tl.cdiv(length, CONFIG.BLOCK_K) - 1, 0) * CONFIG.BLOCK_K
     k = load_rows(k_source, last, length, CONFIG.BLOCK_K, True, CONFIG)
-    v = load_rows(v_source, last, length, CONFIG.BLOCK_K, True, CONFIG)
-    # p [BLOCK_Q, BLOCK_K]; m and l [BLOCK_Q]; o [BLOCK_Q, BLOCK_D]
+    v = load_rows(v_source, last, length, CONFIG.BLOCK_K, True, CONFIG, True)
+    # p [BLOCK_Q, BLOCK_K]; m and l [BLOCK_Q]; o [BLOCK_Q, BLOCK_V]
     p, m, l = masked_softmax(q, k, scale, last, length, CONFIG)
     o = product(p.to(v.dtype), v, CONFIG)
     for start in tl.range(0, last, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
         k = load_rows(k_source, start, length, CONFIG.BLOCK_K, False, CONFIG)
         s = product(q, tl.trans(k), CONFIG)
         p, m, l, rescale = next_softmax(s, m, l, factor)
-        v = load_rows(v_source, start, length, CONFIG.BLOCK_K, False, CONFIG)
+        v = load_rows(v_source, start, length, CONFIG.BLOCK_K, False, CONFIG, True)
         o = o * rescale[:, None] + product(p.to(v.dtype), v, CONFIG)
+    if sinks_ptr is not None:
+        o, m, l = add_sink(o, m, l, sinks_ptr, head)
     of_tile = batch, head, first, queries, heads
-    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.D)
+    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.DV)
 
 
 @triton.jit
@@ -60,6 +65,7 @@ def streaming_forward_kernel(
     k_ptr,
     v_ptr,
     key_lengths_ptr,
+    sinks_ptr,
     o_ptr,
     lse_ptr,
     softmax_ptr,
@@ -77,6 +83,7 @@ def streaming_forward_kernel(
     queries,
     keys,
     heads,
+    group,
     rows,
     CONFIG: tl.constexpr,
 ):
@@ -89,9 +96,10 @@ def streaming_forward_kernel(
             (v_batch_stride, v_row_stride, v_head_stride),
         ),
         key_lengths_ptr,
+        sinks_ptr,
         (o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
         scale,
-        (queries, keys, heads, rows),
+        (queries, keys, heads, group, rows),
         CONFIG,
     )
 
@@ -102,6 +110,7 @@ def flagged_forward_kernel(
     k_ptr,
     v_ptr,
     key_lengths_ptr,
+    sinks_ptr,
     flags_ptr,
     o_ptr,
     lse_ptr,
@@ -120,6 +129,7 @@ def flagged_forward_kernel(
     queries,
     keys,
     heads,
+    group,
     rows,
     CONFIG: tl.constexpr,
 ):
@@ -133,8 +143,9 @@ def flagged_forward_kernel(
                 (v_batch_stride, v_row_stride, v_head_stride),
             ),
             key_lengths_ptr,
+            sinks_ptr,
             (o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
             scale,
-            (queries, keys, heads, rows),
+            (queries, keys, heads, group, rows),
             CONFIG,
         )

@@ -39,7 +39,7 @@ SINGLE_TILE_FITS = 8
 
 class SingleTileConfig(NamedTuple):
     """Serves up to ``max_keys`` keys of heads up to ``max_width`` of numbers up to ``max_bytes``,
-    ``queries`` rows at a time; ``hopper`` as in a TileConfig.
+    ``queries`` rows at a time; ``hopper`` and ``plain`` as in a TileConfig.
     """
 
     max_keys: int
@@ -49,6 +49,7 @@ class SingleTileConfig(NamedTuple):
     num_warps: int
     num_stages: int
     hopper: bool = False
+    plain: bool = False
 
 
 # Each table is read from the top; the first line that fits serves. The algorithms do not depend on
@@ -60,11 +61,15 @@ FORWARD = (
     TileConfig(64, 2, queries=128, keys=64, num_warps=8, num_stages=3),
     TileConfig(128, 2, queries=64, keys=64, num_warps=8, num_stages=2),
     TileConfig(128, 4, queries=32, keys=32, num_warps=8, num_stages=2),
+    TileConfig(256, 2, queries=64, keys=32, num_warps=8, num_stages=2),
+    TileConfig(256, 4, queries=16, keys=16, num_warps=8, num_stages=2),
 )
 SINGLE_TILE_FORWARD = (
     SingleTileConfig(128, 64, 2, queries=64, num_warps=4, num_stages=3),
     SingleTileConfig(128, 128, 2, queries=32, num_warps=4, num_stages=2),
     SingleTileConfig(128, 128, 4, queries=16, num_warps=8, num_stages=2),
+    SingleTileConfig(128, 256, 2, queries=16, num_warps=4, num_stages=2),
+    SingleTileConfig(128, 256, 4, queries=16, num_warps=8, num_stages=2),
 )
 # Where tasks and heads are fewer programs than so many for each multiprocessor, the queries of each
 # are cut into chunks. Unmeasured.
@@ -76,12 +81,13 @@ def attention_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     key_lengths: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     scale: float,
     with_lse: bool,
     keep: bool = True,
 ) -> Outputs:
     """Attention of ``q`` [B, Nq, H, D] to every key that a task has of ``k`` and ``v``
-    [B, M, H, D].
+    [B, M, G, D], and to the ``sinks`` [H].
 
     Returns:
         ``(o, lse, softmax, o_low)`` as of :func:`plan_forward`: lse is None without ``with_lse``,
@@ -89,16 +95,18 @@ def attention_forward(
     """
     if key_lengths is not None:
         key_lengths = key_lengths.contiguous()
-    plan = forward_plan(key_of((q, k, v), key_lengths), with_lse, keep)
-    return plan.run((q, k, v, key_lengths), (scale,))
+    if sinks is not None:
+        sinks = sinks.contiguous()
+    plan = forward_plan(key_of((q, k, v), key_lengths, sinks), with_lse, keep)
+    return plan.run((q, k, v, key_lengths, sinks), (scale,))
 
 
 @functools.lru_cache(maxsize=4096)
 def forward_plan(key: Key, with_lse: bool, keep: bool) -> Plan | HopperPlan:
-    """The plan for a call that reads q, k, v and key_lengths."""
+    """The plan for a call that reads q, k, v, key_lengths and sinks."""
     problem = problem_of(key, 3)
     single = in_single_tile(problem)
-    _, _, (*_, of_lengths), aligned, _, _ = key
+    _, _, (*_, of_lengths, _), aligned, _, _ = key
     ragged = of_lengths is not None
     if not single and (hopper := hopper_config(problem, aligned, ragged)):
         return plan_hopper(problem, hopper, ragged, with_lse, keep)
@@ -134,9 +142,10 @@ def single_tile_config(table: tuple[SingleTileConfig, ...], problem: Problem) ->
         line
         for line in table
         if problem.keys <= line.max_keys
-        and problem.width <= line.max_width
+        and problem.widest <= line.max_width
         and problem.dtype.itemsize <= line.max_bytes
         and (on_hopper(problem) or not line.hopper)
+        and (problem.plain or not line.plain)
     )
     return TileConfig(
         line.max_width,
@@ -150,7 +159,7 @@ def single_tile_config(table: tuple[SingleTileConfig, ...], problem: Problem) ->
 
 def in_single_tile(problem: Problem) -> bool:
     """Whether all keys of a head are one tile."""
-    return is_single_tile(problem.keys, problem.width, problem.dtype.itemsize, problem.gpu)
+    return is_single_tile(problem.keys, problem.widest, problem.dtype.itemsize, problem.gpu)
 
 
 def is_single_tile(keys: int, width: int, itemsize: int, gpu: DeviceProperties) -> bool:

@@ -61,9 +61,9 @@ class HopperConfig(NamedTuple):
 
 
 class HopperConstants(NamedTuple):
-    """What the kernel is compiled for, read as ``CONFIG``; RAGGED: whether tasks have numbers of
-    keys of their own; LSE: whether it writes lse; TOGETHER: whether programs begin their pieces at
-    one time.
+    """What the kernel is compiled for, read as ``CONFIG``; GROUPED: whether heads share keys;
+    RAGGED: whether tasks have numbers of keys of their own; SINKS: whether heads have sinks; LSE:
+    whether it writes lse; TOGETHER: whether programs begin their pieces at one time.
     """
 
     D: int
@@ -72,7 +72,9 @@ class HopperConstants(NamedTuple):
     STAGES: int
     REGISTERS: int
     COPYING_REGISTERS: int
+    GROUPED: bool
     RAGGED: bool
+    SINKS: bool
     LSE: bool
     TOGETHER: bool
 
@@ -103,10 +105,10 @@ class HopperPlan(NamedTuple):
     again: Launch
 
     def run(self, operands: tuple[torch.Tensor | None, ...], floats: tuple[float, ...]) -> Outputs:
-        """Allocate and launch; ``operands`` are q, k, v and key_lengths."""
+        """Allocate and launch; ``operands`` are q, k, v, key_lengths and sinks."""
         if self.copies:
             operands = contiguous_where(operands, self.copies)
-        q, k, v, key_lengths = operands
+        q, k, v, key_lengths, sinks = operands
         o, lse, softmax, o_low = outputs = tuple(allocate(each) for each in self.outputs)
         flags = self.flags()
         partial_o, partial_softmax = allocate(self.partial_o), allocate(self.partial_softmax)
@@ -115,14 +117,14 @@ class HopperPlan(NamedTuple):
         # has the dtype, so that one compilation serves.
         tiles = q, k, v, o, o if o_low is None else o_low
         unused = flags.view(torch.float32)
-        numbers = [unused if x is None else x for x in (lse, softmax)]
+        numbers = [unused if x is None else x for x in (sinks, lse, softmax)]
         parts = [unused if x is None else x for x in (partial_o, partial_softmax)]
         lengths = flags if key_lengths is None else key_lengths
         begun = flags if begun is None else begun
         self.launch((*tiles, lengths, *numbers, flags, *parts, begun), floats)
         if self.combine is not None:
-            self.combine((partial_o, partial_softmax, flags, o, lse, softmax, o_low))
-        self.again((q, k, v, key_lengths, flags, *outputs), floats)
+            self.combine((partial_o, partial_softmax, flags, sinks, *outputs))
+        self.again((q, k, v, key_lengths, sinks, flags, *outputs), floats)
         return outputs
 
 
@@ -132,6 +134,8 @@ def hopper_config(problem: Problem, aligned: bool, ragged: bool) -> HopperConfig
     """
     scores = problem.all_heads * problem.queries * problem.keys
     if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
+        return None
+    if problem.value_width != problem.width:
         return None
     if interpreted() or any(problem.copies) or (ragged and problem.keys < FEWEST_RAGGED):
         return None
@@ -159,7 +163,7 @@ def plan_hopper(
             *(problem.queries, problem.keys, problem.heads),
             problem.all_heads * problem.queries,
             *(whole, left, parts, tiles),
-            int(keep),
+            *(int(keep), problem.group),
         ),
         dict(num_warps=4, launch_cooperative_grid=together),
         CONFIG=HopperConstants(
@@ -169,7 +173,9 @@ def plan_hopper(
             STAGES=config.stages,
             REGISTERS=config.registers,
             COPYING_REGISTERS=config.copying_registers,
+            GROUPED=problem.group > 1,
             RAGGED=ragged,
+            SINKS=problem.sinks is not None,
             LSE=with_lse,
             TOGETHER=together,
         ),

@@ -20,6 +20,7 @@ from ..common.launch_hopper import (
     plan_prepare,
     plan_round_dq,
 )
+from ..common.launch_sinks import SinksPlan, plan_sinks
 from ..common.problem import Problem
 from .launch_hopper import parts_of
 
@@ -55,7 +56,8 @@ class HopperBackwardConfig(NamedTuple):
 
 class HopperBackwardConstants(NamedTuple):
     """What the kernels are compiled for, read as ``CONFIG``: sizes of tiles, those of a
-    HopperBackwardConfig, and whether tasks have numbers of keys of their own.
+    HopperBackwardConfig, whether heads share keys, and whether tasks have numbers of keys of their
+    own.
     """
 
     D: int
@@ -71,6 +73,7 @@ class HopperBackwardConstants(NamedTuple):
     REGISTERS: int
     DQ_REGISTERS: int
     COPYING_REGISTERS: int
+    GROUPED: bool
     RAGGED: bool
 
 
@@ -114,6 +117,7 @@ class HopperBackwardPlan(NamedTuple):
     launch: Launch
     add_parts: Launch | None
     round_dq: Launch
+    sinks: SinksPlan | None
 
     def run(
         self,
@@ -124,11 +128,12 @@ class HopperBackwardPlan(NamedTuple):
         """Allocate and launch; the arguments are those of ``BackwardPlan.run``."""
         if self.copies:
             operands = contiguous_where(operands, self.copies)
-        do, q, k, v, dlse, key_lengths = operands
+        do, q, k, v, dlse, key_lengths, sinks = operands
         dq, dk, dv = (make() for make in self.gradients)
         sums, lse, delta = self.sums(), self.statistics(), self.statistics()
         counters, partial = self.counters(), allocate(self.partial)
-        self.prepare((do, *saved, dlse, lse, delta, counters))
+        dsinks = None if self.sinks is None else self.sinks.partial()
+        self.prepare((do, *saved, dlse, sinks, lse, delta, counters, dsinks))
         # A kernel takes no absent pointer here; what stands in is not touched.
         parts = counters.view(torch.float32) if partial is None else partial
         lengths = counters if key_lengths is None else key_lengths
@@ -136,7 +141,7 @@ class HopperBackwardPlan(NamedTuple):
         if self.add_parts is not None:
             self.add_parts((partial, dk, dv))
         self.round_dq((sums, key_lengths, dq), (scale,))
-        return dq, dk, dv
+        return dq, dk, dv, None if self.sinks is None else self.sinks.add(dsinks)
 
 
 def hopper_backward_config(problem: Problem, aligned: bool) -> HopperBackwardConfig | None:
@@ -145,6 +150,8 @@ def hopper_backward_config(problem: Problem, aligned: bool) -> HopperBackwardCon
     """
     scores = problem.all_heads * problem.queries * problem.keys
     if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
+        return None
+    if problem.value_width != problem.width:
         return None
     # Rows of sums of dq are counted by 32-bit numbers.
     if interpreted() or problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
@@ -156,9 +163,9 @@ def hopper_backward_config(problem: Problem, aligned: bool) -> HopperBackwardCon
 
 
 class Stripes(NamedTuple):
-    """How keys are shared among programs: the ranges of a head's keys, which have sums of dq of
-    their own, a head's range being a stripe; the tiles of keys of a range, the last of which may be
-    past the last key; how many stripes lie side by side, and on how many programs.
+    """How keys are shared among programs: the ranges of the keys of a head, which have sums of dq
+    of their own, such a range being a stripe; its tiles of keys, the last of which may be past the
+    last key; how many stripes lie side by side, and on how many programs.
     """
 
     ranges: int
@@ -174,13 +181,14 @@ def stripes_of(problem: Problem, config: HopperBackwardConfig, ragged: bool) -> 
     all heads of a task lie side by side: its pieces without keys are then one stretch, which
     programs pass at one time.
     """
-    gpu_programs, heads = problem.gpu.multiprocessors, problem.all_heads
-    query_tiles, all_key_tiles = cdiv(problem.queries, QUERIES), cdiv(problem.keys, KEYS)
+    gpu_programs, heads = problem.gpu.multiprocessors, problem.all_key_heads
+    query_tiles = problem.group * cdiv(problem.queries, QUERIES)
+    all_key_tiles = cdiv(problem.keys, KEYS)
     blocks = cdiv(query_tiles, config.tiles)
     of_piece = blocks + BLOCKS_OF_A_PIECE
     at_best = heads * (all_key_tiles * of_piece / gpu_programs + query_tiles / TILES_IN_A_BLOCK)
-    many = all_key_tiles * problem.heads > gpu_programs >= problem.heads
-    step = problem.heads if ragged and many else 1
+    many = all_key_tiles * problem.key_heads > gpu_programs >= problem.key_heads
+    step = problem.key_heads if ragged and many else 1
     best, least = None, math.inf
     # Sums of dq take no more memory than the gradients of keys and values.
     most = min(gpu_programs, cdiv(problem.keys, query_tiles * QUERIES))
@@ -207,10 +215,13 @@ def stripes_of(problem: Problem, config: HopperBackwardConfig, ragged: bool) -> 
 def plan_hopper_backward(
     problem: Problem, config: HopperBackwardConfig, ragged: bool
 ) -> HopperBackwardPlan:
-    """The plan of a call that a line serves; ``ragged``: with key_lengths."""
-    device, heads, width = problem.device, problem.all_heads, problem.width
+    """The plan of a call that a line serves; ``ragged``: with key_lengths. Of heads that share
+    keys, the queries are those of one head for the kernel that multiplies.
+    """
+    device, heads, width = problem.device, problem.all_key_heads, problem.width
     ranges, key_tiles, side, programs = stripes_of(problem, config, ragged)
-    query_tiles = cdiv(problem.queries, QUERIES)
+    of_head = cdiv(problem.queries, QUERIES)
+    query_tiles = problem.group * of_head
     blocks = cdiv(query_tiles, config.tiles)
     tiles = heads * ranges * key_tiles
     # In one round: more would not come to a block in the order of their places.
@@ -231,6 +242,7 @@ def plan_hopper_backward(
         REGISTERS=config.registers,
         DQ_REGISTERS=config.dq_registers,
         COPYING_REGISTERS=config.copying_registers,
+        GROUPED=problem.group > 1,
         RAGGED=ragged,
     )
     launch = DescribedLaunch(
@@ -238,8 +250,8 @@ def plan_hopper_backward(
         (programs,),
         device,
         (
-            *(problem.keys, problem.heads, whole, parts, whole + left * parts),
-            *(query_tiles, key_tiles, ranges),
+            *(problem.keys, problem.key_heads, whole, parts, whole + left * parts),
+            *(query_tiles, key_tiles, ranges, problem.group),
         ),
         dict(num_warps=4, launch_cooperative_grid=True),
         CONFIG=constants,
@@ -248,15 +260,15 @@ def plan_hopper_backward(
         *map(in_tiles, (QUERIES, KEYS, KEYS, QUERIES, ROWS, ROWS)),
         *(in_statistics, in_statistics, in_tiles_of_dq),
     )
-    prepare = plan_prepare(problem, query_tiles, blocks, ranges, constants)
-    round_dq = plan_round_dq(problem, query_tiles, key_tiles, ranges, constants)
+    prepare = plan_prepare(problem, of_head, blocks, ranges, constants)
+    round_dq = plan_round_dq(problem, of_head, key_tiles, ranges, constants)
     add_parts = None
     if left:
         add_parts = Launch(
             kernels_combine.add_parts_kernel,
             grid_of(left * 2 * (KEYS // ROWS)),
             device,
-            (whole, parts, problem.keys, problem.heads, key_tiles, ranges),
+            (whole, parts, problem.keys, problem.key_heads, key_tiles, ranges),
             dict(num_warps=4),
             CONFIG=constants,
         )
@@ -274,4 +286,5 @@ def plan_hopper_backward(
         launch,
         add_parts,
         round_dq,
+        plan_sinks(problem, of_head),
     )

@@ -11,24 +11,37 @@ from __future__ import annotations
 import torch
 
 from .._core.precision import wide
-from ..common.reference import gradients, probabilities
+from ..common.reference import gradients, of_each_head, probabilities
 
 Tensor = torch.Tensor
 
 
 def rectangular_attention(
-    q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
 ) -> Tensor:
     """o = softmax(scale q k^T) v for each head; see the public function."""
-    return rectangular_attention_with_lse(q, k, v, key_lengths, scale=scale)[0]
+    return rectangular_attention_with_lse(q, k, v, key_lengths, sinks, scale=scale)[0]
 
 
 def rectangular_attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse), lse = log(sum(exp(scale q k^T))) of each row, [B, H, Nq]."""
     present, k_wide, v_wide = without_absent_keys(k, v, key_lengths)
-    p, lse = probabilities(wide(q), k_wide, of_all_rows(present), scale)
+    k_wide, v_wide = of_each_head(q, k_wide, v_wide)
+    p, lse = probabilities(wide(q), k_wide, of_all_rows(present), scale, sinks)
     o = torch.einsum("bhnm,bmhd->bnhd", p, v_wide)
     return o.to(q.dtype).contiguous(), lse
 
@@ -40,17 +53,20 @@ def rectangular_attention_backward(
     k: Tensor,
     v: Tensor,
     key_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) from the gradients of o and of lse."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks) from the gradients of o and of lse; dsinks is empty without sinks."""
     present, k_wide, v_wide = without_absent_keys(k, v, key_lengths)
     q_wide, do_wide = wide(q), wide(do)
-    dq, dk, dv = gradients(do_wide, dlse, q_wide, k_wide, v_wide, of_all_rows(present), scale)
+    dq, dk, dv, dsinks = gradients(
+        do_wide, dlse, q_wide, k_wide, v_wide, of_all_rows(present), scale, sinks
+    )
     if present is not None:
         dk, dv = (torch.where(present[:, :, None, None], x, 0.0) for x in (dk, dv))
     dq, dk, dv = (x.to(q.dtype).contiguous() for x in (dq, dk, dv))
-    return dq, dk, dv
+    return dq, dk, dv, dsinks if sinks is None else dsinks.to(sinks.dtype)
 
 
 def without_absent_keys(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import LOG2_E, LOWEST, load_rows, product
-from ..common.tiles_forward import next_softmax, store_outputs
+from ..common.tiles_forward import add_sink, next_softmax, store_outputs
 from .tiles import border_keys, first_row_of, inner_keys, keys_of_rows, sees
 
 
@@ -29,7 +29,7 @@ def stream_keys(
     CAREFUL: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """The sum of values [BLOCK_Q, BLOCK_D], the maximum and the sum of each row [BLOCK_Q], over all
+    """The sum of values [BLOCK_Q, BLOCK_V], the maximum and the sum of each row [BLOCK_Q], over all
     tiles of keys that a tile of queries sees.
 
     Zero times NaN is NaN: a value in a border tile that is NaN or infinity would reach rows that do
@@ -41,14 +41,14 @@ def stream_keys(
     stages: tl.constexpr = 1 if CAREFUL else CONFIG.NUM_STAGES
     m = tl.full([CONFIG.BLOCK_Q], LOWEST, tl.float32)
     l = tl.full([CONFIG.BLOCK_Q], 0.0, tl.float32)
-    o = tl.full([CONFIG.BLOCK_Q, CONFIG.BLOCK_D], 0.0, tl.float32)
+    o = tl.full([CONFIG.BLOCK_Q, CONFIG.BLOCK_V], 0.0, tl.float32)
     for number in tl.range(0, border, num_stages=stages):
         start, limit, distances = border_keys(number, place, window, prefix, keys, CONFIG.BLOCK_K)
         k = load_rows(k_source, start, limit, CONFIG.BLOCK_K, True, CONFIG)
-        v = load_rows(v_source, start, limit, CONFIG.BLOCK_K, True, CONFIG)
+        v = load_rows(v_source, start, limit, CONFIG.BLOCK_K, True, CONFIG, True)
         s = product(q, tl.trans(k), CONFIG)
         if CAREFUL:
-            zeros = tl.full([CONFIG.BLOCK_Q, CONFIG.BLOCK_D], 0.0, v.dtype)
+            zeros = tl.full([CONFIG.BLOCK_Q, CONFIG.BLOCK_V], 0.0, v.dtype)
             s += product(zeros, tl.trans(v), CONFIG)
             v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
         key = start + tl.arange(0, CONFIG.BLOCK_K)
@@ -60,7 +60,7 @@ def stream_keys(
         k = load_rows(k_source, start, keys, CONFIG.BLOCK_K, False, CONFIG)
         s = product(q, tl.trans(k), CONFIG)
         p, m, l, rescale = next_softmax(s, m, l, factor)
-        v = load_rows(v_source, start, keys, CONFIG.BLOCK_K, False, CONFIG)
+        v = load_rows(v_source, start, keys, CONFIG.BLOCK_K, False, CONFIG, True)
         o = o * rescale[:, None] + product(p.to(v.dtype), v, CONFIG)
     return o, m, l
 
@@ -70,6 +70,7 @@ def window_forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    sinks_ptr,
     o_ptr,
     lse_ptr,
     softmax_ptr,
@@ -87,6 +88,7 @@ def window_forward_kernel(
     queries,
     keys,
     heads,
+    group,
     window,
     prefix,
     every,
@@ -101,8 +103,9 @@ def window_forward_kernel(
     head = tl.program_id(0) // tiles % heads
     first = (tiles - 1 - tl.program_id(0) % tiles) * CONFIG.BLOCK_Q
     q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
-    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, head, keys
-    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, head, keys
+    of_keys = head // group
+    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, of_keys, keys
+    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, of_keys, keys
     factor = scale * LOG2_E
     q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
     first_row = first_row_of(queries, keys, every) + first * every
@@ -119,5 +122,7 @@ def window_forward_kernel(
             *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
             *(True, CONFIG),
         )
+    if sinks_ptr is not None:
+        o, m, l = add_sink(o, m, l, sinks_ptr, head)
     of_tile = batch, head, first, queries, heads
-    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.D)
+    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.DV)

@@ -23,6 +23,7 @@ from ..common.launch import (
     plan_query_tiles,
     tile_launch,
 )
+from ..common.launch_sinks import plan_sinks
 from ..common.problem import (
     HOPPER,
     Key,
@@ -48,7 +49,9 @@ else:
 # Each table is read from the top; the first line that fits serves. The algorithms do not depend on
 # it. Of a band no more than some tiles are seen, so small ones waste less at its borders. Source:
 # results/tuning-h200-torch2.11-triton3.6.csv for the lines of heads of 64 and 40 columns in bf16;
-# those of 40 serve a long band and a segment of TitanMAC. The others are unmeasured.
+# those of 40 serve a long band and a segment of TitanMAC. The others are unmeasured. Registers are
+# spilled in fp32 by the forward pass of heads wider than 128, and a few where values have another
+# width than keys.
 FORWARD = (
     TileConfig(64, 2, queries=64, keys=64, num_warps=4, num_stages=3, **HOPPER),
     TileConfig(128, 2, queries=128, keys=64, num_warps=8, num_stages=2, **HOPPER),
@@ -57,19 +60,27 @@ FORWARD = (
     TileConfig(128, 2, queries=64, keys=32, num_warps=8, num_stages=2),
     TileConfig(64, 4, queries=32, keys=32, num_warps=8, num_stages=2),
     TileConfig(128, 4, queries=16, keys=16, num_warps=8, num_stages=2),
+    TileConfig(256, 2, queries=32, keys=32, num_warps=8, num_stages=2),
+    TileConfig(256, 4, queries=16, keys=16, num_warps=8, num_stages=2),
 )
 DQ = (
     TileConfig(64, 2, queries=64, keys=32, num_warps=4, num_stages=3),
     TileConfig(128, 2, queries=64, keys=64, num_warps=8, num_stages=2),
-    TileConfig(64, 4, queries=32, keys=16, num_warps=4, num_stages=2),
+    TileConfig(64, 4, queries=32, keys=16, num_warps=4, num_stages=2, plain=True),
+    TileConfig(64, 4, queries=32, keys=16, num_warps=8, num_stages=2),
     TileConfig(128, 4, queries=16, keys=32, num_warps=8, num_stages=2),
+    TileConfig(256, 2, queries=32, keys=32, num_warps=8, num_stages=2),
+    TileConfig(256, 4, queries=16, keys=16, num_warps=8, num_stages=2),
 )
 DKDV = (
-    TileConfig(64, 2, queries=32, keys=64, num_warps=4, num_stages=2),
+    TileConfig(64, 2, queries=32, keys=64, num_warps=4, num_stages=2, plain=True),
     TileConfig(128, 2, queries=32, keys=64, num_warps=8, num_stages=2),
     TileConfig(16, 4, queries=16, keys=16, num_warps=4, num_stages=2),
-    TileConfig(64, 4, queries=16, keys=32, num_warps=8, num_stages=2),
+    TileConfig(64, 4, queries=16, keys=32, num_warps=8, num_stages=2, plain=True),
+    TileConfig(64, 4, queries=16, keys=32, num_warps=4, num_stages=2),
     TileConfig(128, 4, queries=16, keys=16, num_warps=4, num_stages=2),
+    TileConfig(256, 2, queries=16, keys=32, num_warps=8, num_stages=2),
+    TileConfig(256, 4, queries=16, keys=16, num_warps=8, num_stages=1),
 )
 
 
@@ -87,20 +98,23 @@ def attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     band: Band,
     scale: float,
     with_lse: bool,
     keep: bool = True,
 ) -> Outputs:
     """Attention of ``q`` [B, Nq, H, D], the last rows of a sequence, to the keys of a band of ``k``
-    and ``v`` [B, M, H, D].
+    and ``v`` [B, M, G, D], and to the ``sinks`` [H].
 
     Returns:
         ``(o, lse, softmax, o_low)`` as of :func:`plan_forward`: lse is None without ``with_lse``,
         softmax and o_low without ``keep``, o_low for fp32 too.
     """
-    plan = forward_plan(key_of((q, k, v)), band, with_lse, keep)
-    return plan.run((q, k, v), (scale,))
+    if sinks is not None:
+        sinks = sinks.contiguous()
+    plan = forward_plan(key_of((q, k, v), sinks), band, with_lse, keep)
+    return plan.run((q, k, v, sinks), (scale,))
 
 
 def attention_backward(
@@ -109,29 +123,33 @@ def attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     o: torch.Tensor,
     o_low: torch.Tensor | None,
     softmax: torch.Tensor,
     band: Band,
     scale: float,
 ) -> Gradients:
-    """Gradients ``(dq, dk, dv)``, contiguous, from those of o and lse.
+    """Gradients ``(dq, dk, dv, dsinks)``, contiguous, from those of o and lse; dsinks is None
+    without sinks.
 
     Args:
         do: gradient of o.
         dlse: gradient of lse, or None.
-        q, k, v, band, scale: as in the forward pass.
+        q, k, v, sinks, band, scale: as in the forward pass.
         o, o_low, softmax: what the forward pass returned.
     """
     if dlse is not None:
         dlse = dlse.contiguous()
-    plan = backward_plan(key_of((do, q, k, v), dlse), band)
-    return plan.run((do, q, k, v, dlse), (o, o_low, softmax), scale)
+    if sinks is not None:
+        sinks = sinks.contiguous()
+    plan = backward_plan(key_of((do, q, k, v), dlse, sinks), band)
+    return plan.run((do, q, k, v, dlse, sinks), (o, o_low, softmax), scale)
 
 
 @functools.lru_cache(maxsize=4096)
 def forward_plan(key: Key, band: Band, with_lse: bool, keep: bool) -> Plan:
-    """The plan for a call that reads q, k and v."""
+    """The plan for a call that reads q, k, v and sinks."""
     problem = problem_of(key, 3, integers_of(band, key))
     launch = None
     if math.prod(problem.query_shape):
@@ -142,7 +160,7 @@ def forward_plan(key: Key, band: Band, with_lse: bool, keep: bool) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(key: Key, band: Band) -> BackwardPlan | HopperBackwardPlan:
-    """The plan for a call that reads do, q, k, v and dlse."""
+    """The plan for a call that reads do, q, k, v, dlse and sinks."""
     problem = problem_of(key, 4, integers_of(band, key))
     if not (math.prod(problem.query_shape) and problem.keys):
         return plan_backward(problem)
@@ -155,32 +173,33 @@ def backward_plan(key: Key, band: Band) -> BackwardPlan | HopperBackwardPlan:
 
 def integers_of(band: Band, key: Key) -> tuple[int, int, int]:
     """What the kernels take of a band."""
-    _, keys, *_ = key
+    _, (_, keys, *_), *_ = key
     # No row sees further back than to the first key.
     return min(band.window, keys), band.prefix, band.every
 
 
 def plan_launches(problem: Problem, prefix: int) -> BackwardPlan:
     """The gradients of a prefix come as partial sums; without one, none are written."""
-    config = tile_config(DKDV, problem)
+    config, of_dq = tile_config(DKDV, problem), tile_config(DQ, problem)
     prefix_tiles = cdiv(prefix, config.keys)
     programs = BACKWARD_PROGRAMS_PER_SM * problem.gpu.multiprocessors
-    tiles_of_all = problem.all_heads * max(prefix_tiles, 1)
+    tiles_of_all = problem.all_key_heads * max(prefix_tiles, 1)
     chunk = chunk_rows(tiles_of_all, problem.queries, config.queries, programs)
     chunks = cdiv(problem.queries, chunk)
     key_tiles = cdiv(problem.keys - prefix, config.keys)
-    sums = plan_add_chunks(problem, chunks, prefix) if prefix else ()
+    sums = plan_add_chunks(problem, chunks, prefix) if prefix else {}
     return plan_backward(
         problem,
-        plan_query_tiles(kernels_backward.window_dq_kernel, problem, tile_config(DQ, problem)),
-        *sums,
+        plan_query_tiles(kernels_backward.window_dq_kernel, problem, of_dq),
+        **sums,
         launch_dkdv=tile_launch(
             kernels_backward.window_dkdv_kernel,
             problem,
             config,
-            problem.all_heads * (prefix_tiles * chunks + key_tiles),
+            problem.all_key_heads * (prefix_tiles * chunks + key_tiles),
             (problem.all_heads * problem.queries, problem.batches, chunk),
         ),
         delta=allocator(problem.rows, torch.float32, problem.device),
         sums_beside=True,
+        sinks=plan_sinks(problem, cdiv(problem.queries, of_dq.queries)),
     )

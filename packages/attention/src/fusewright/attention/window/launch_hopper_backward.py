@@ -19,6 +19,7 @@ from ..common.launch_hopper import (
     plan_prepare,
     plan_round_dq,
 )
+from ..common.launch_sinks import SinksPlan, plan_sinks
 from ..common.problem import Problem
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ HOPPER_BACKWARD = (
 
 class HopperBackwardPlan(NamedTuple):
     """One backward pass: which operands it copies first; the allocators of dq, dk and dv, of the
-    sums of dq, of the log-sum-exp and delta, and of the counters; and its launches.
+    sums of dq, of the log-sum-exp and delta, and of the counters; its launches; and the plan of the
+    gradient of sinks, None without.
     """
 
     copies: tuple[bool, ...]
@@ -91,6 +93,7 @@ class HopperBackwardPlan(NamedTuple):
     prepare: Launch
     launch: Launch
     round_dq: Launch
+    sinks: SinksPlan | None
 
     def run(
         self,
@@ -101,14 +104,15 @@ class HopperBackwardPlan(NamedTuple):
         """Allocate and launch; the arguments are those of ``BackwardPlan.run``."""
         if self.copies:
             operands = contiguous_where(operands, self.copies)
-        do, q, k, v, dlse = operands
+        do, q, k, v, dlse, sinks = operands
         dq, dk, dv = (make() for make in self.gradients)
         sums, lse, delta = self.sums(), self.statistics(), self.statistics()
         counters = self.counters()
-        self.prepare((do, *saved, dlse, lse, delta, counters))
+        dsinks = None if self.sinks is None else self.sinks.partial()
+        self.prepare((do, *saved, dlse, sinks, lse, delta, counters, dsinks))
         self.launch((q, k, v, do, dk, dv, lse, delta, sums, counters), (scale,))
         self.round_dq((sums, None, dq), (scale,))
-        return dq, dk, dv
+        return dq, dk, dv, None if self.sinks is None else self.sinks.add(dsinks)
 
 
 def hopper_backward_config(
@@ -123,7 +127,7 @@ def hopper_backward_config(
     # tile in which it begins.
     if interpreted() or any(problem.copies) or prefix or problem.queries != problem.keys:
         return None
-    if window < QUERIES:
+    if window < QUERIES or problem.group > 1 or problem.value_width != problem.width:
         return None
     # Rows of sums of dq are counted by 32-bit numbers.
     if problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
@@ -181,4 +185,5 @@ def plan_hopper_backward(
         prepare,
         launch,
         round_dq,
+        plan_sinks(problem, query_tiles),
     )

@@ -11,27 +11,45 @@ from __future__ import annotations
 import torch
 
 from .._core.precision import wide
-from ..common.reference import gradients, probabilities
+from ..common.reference import gradients, of_each_head, probabilities
 
 Tensor = torch.Tensor
 
 
 def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int = 0, every: int = 1, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    prefix: int = 0,
+    every: int = 1,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """o = softmax(scale q k^T) v over the keys that a row sees; see the public function."""
-    return sliding_window_attention_with_lse(q, k, v, window, prefix, every, scale=scale)[0]
+    return sliding_window_attention_with_lse(
+        q, k, v, window, prefix, every, scale=scale, sinks=sinks
+    )[0]
 
 
 def sliding_window_attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, window: int, prefix: int = 0, every: int = 1, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    prefix: int = 0,
+    every: int = 1,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse), lse = log(sum(exp(scale q k^T))) of each row's keys, [B, H, Nq]."""
     seen = keys_seen(q, k, window, prefix, every)
-    p, lse = probabilities(wide(q), wide(k), seen, scale)
+    k_wide, v_wide = of_each_head(q, wide(k), wide(v))
+    p, lse = probabilities(wide(q), k_wide, seen, scale, sinks)
     # Zero times NaN is NaN: a value that is not finite is left out, and the rows that see it are
     # NaN for it.
-    v_wide = wide(v)
     finite = v_wide.isfinite()
     o = torch.einsum("bhnm,bmhd->bnhd", p, torch.where(finite, v_wide, 0.0))
     not_finite = (~finite).any(-1).to(o.dtype)  # [B, M, H]
@@ -51,12 +69,13 @@ def sliding_window_attention_backward(
     every: int = 1,
     *,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) from the gradients of o and of lse."""
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks) from the gradients of o and of lse; dsinks is empty without sinks."""
     seen = keys_seen(q, k, window, prefix, every)
-    grads = gradients(wide(do), dlse, wide(q), wide(k), wide(v), seen, scale)
+    *grads, dsinks = gradients(wide(do), dlse, wide(q), wide(k), wide(v), seen, scale, sinks)
     dq, dk, dv = (x.to(q.dtype).contiguous() for x in grads)
-    return dq, dk, dv
+    return dq, dk, dv, dsinks if sinks is None else dsinks.to(sinks.dtype)
 
 
 def keys_seen(q: Tensor, k: Tensor, window: int, prefix: int, every: int) -> Tensor:

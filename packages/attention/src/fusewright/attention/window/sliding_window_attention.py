@@ -3,7 +3,7 @@ head, over the keys that a row sees.
 
 Row t of T sees key j where j < prefix, or where prefix <= j and t - window < j <= t:
 
-    s_tj = scale q_t . k_j      lse_t = log sum_{j seen} exp(s_tj)
+    s_tj = scale q_t . k_j      lse_t = log (sum_{j seen} exp(s_tj) + exp(sink))
     p_tj = exp(s_tj - lse_t)    o_t = sum_{j seen} p_tj v_j
 
 So a row past the prefix sees all of the prefix and exactly ``window`` keys past it, itself the last
@@ -13,9 +13,17 @@ There is no mask in memory: a program multiplies a tile of queries with the tile
 rows see, and masks only those at the ends of the band. Time grows as T (prefix + window), memory as
 T.
 
+Keys and values may have fewer heads than queries, G of H: head h of the queries reads head
+h // (H / G). A head may have a sink, a score that takes part in the softmax and has no value;
+without one, exp(sink) is 0.
+
 The backward pass recomputes p, with delta_t = sum_d do_td o_td - dlse_t:
 
     dp = do v^T    ds = p * (dp - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
+
+    dsink = -sum_t exp(sink - lse_t) delta_t
+
+and sums dk and dv over the queries of all heads that read a key, in their order.
 
 Saved for it: q, k, v, o, what its rounding took (o_low, ``rest`` in the schema), and two fp32
 numbers for each row, the greatest score and one over the sum below it. Products accumulate in fp32
@@ -31,54 +39,60 @@ import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.precision import without_autocast
-from .._core.registration import Op
-from ..common.checks import check_attention, prepared
+from .._core.registration import Op, empty_grad
+from ..common.checks import check_attention, check_sinks, prepared
 from ..common.derivative import give_derivative
-from ..common.outputs import new_outputs, outputs_of_launch, outputs_of_reference
+from ..common.outputs import new_gradients, new_outputs, outputs_of_launch, outputs_of_reference
 from . import launch, reference
 
 Tensor = torch.Tensor
 
 
-def _forward_triton(q, k, v, window, prefix, every, scale, with_lse):
+def _forward_triton(q, k, v, sinks, window, prefix, every, scale, with_lse):
     band = launch.Band(window, prefix, every)
-    return outputs_of_launch(q, launch.attention_forward(q, k, v, band, scale, with_lse))
+    return outputs_of_launch(q, launch.attention_forward(q, k, v, sinks, band, scale, with_lse))
 
 
-def _forward_inference(q, k, v, window, prefix, every, scale, with_lse):
+def _forward_inference(q, k, v, sinks, window, prefix, every, scale, with_lse):
     band = launch.Band(window, prefix, every)
-    return launch.attention_forward(q, k, v, band, scale, with_lse, keep=False)
+    return launch.attention_forward(q, k, v, sinks, band, scale, with_lse, keep=False)
 
 
-def _forward_reference(q, k, v, window, prefix, every, scale, with_lse):
+def _forward_reference(q, k, v, sinks, window, prefix, every, scale, with_lse):
     o, lse = reference.sliding_window_attention_with_lse(
-        q, k, v, window, prefix, every, scale=scale
+        q, k, v, window, prefix, every, scale=scale, sinks=sinks
     )
-    return outputs_of_reference(q, o, lse, with_lse)
+    return outputs_of_reference(o, lse, with_lse)
 
 
-def _forward_fake(q, k, v, window, prefix, every, scale, with_lse):
-    return new_outputs(q, with_lse)
+def _forward_fake(q, k, v, sinks, window, prefix, every, scale, with_lse):
+    return new_outputs(q, v, with_lse)
 
 
-def _backward_triton(do, dlse, q, k, v, o, o_low, softmax, window, prefix, every, scale):
+def _backward_inference(do, dlse, q, k, v, sinks, o, o_low, softmax, window, prefix, every, scale):
     band = launch.Band(window, prefix, every)
-    return launch.attention_backward(do, dlse, q, k, v, o, o_low, softmax, band, scale)
+    return launch.attention_backward(do, dlse, q, k, v, sinks, o, o_low, softmax, band, scale)
 
 
-def _backward_reference(do, dlse, q, k, v, o, o_low, softmax, window, prefix, every, scale):
+def _backward_triton(do, *others):
+    *grads, dsinks = _backward_inference(do, *others)
+    return *grads, empty_grad(do) if dsinks is None else dsinks
+
+
+def _backward_reference(do, dlse, q, k, v, sinks, o, o_low, softmax, window, prefix, every, scale):
     return reference.sliding_window_attention_backward(
-        do, dlse, q, k, v, window, prefix, every, scale=scale
+        do, dlse, q, k, v, window, prefix, every, scale=scale, sinks=sinks
     )
 
 
-def _backward_fake(do, dlse, q, k, v, o, o_low, softmax, window, prefix, every, scale):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+def _backward_fake(do, dlse, q, k, v, sinks, o, o_low, softmax, window, prefix, every, scale):
+    return new_gradients(q, k, v, sinks)
 
 
 _forward = Op(
-    "sliding_window_attention(Tensor q, Tensor k, Tensor v, int window, int prefix, int every,"
-    " float scale, bool with_lse) -> (Tensor o, Tensor lse, Tensor softmax, Tensor rest)",
+    "sliding_window_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, int window,"
+    " int prefix, int every, float scale, bool with_lse)"
+    " -> (Tensor o, Tensor lse, Tensor softmax, Tensor rest)",
     triton=_forward_triton,
     reference=_forward_reference,
     fake=_forward_fake,
@@ -86,9 +100,10 @@ _forward = Op(
 )
 _backward = Op(
     "sliding_window_attention_backward(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v,"
-    " Tensor o, Tensor rest, Tensor softmax, int window, int prefix, int every, float scale)"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    " Tensor? sinks, Tensor o, Tensor rest, Tensor softmax, int window, int prefix, int every,"
+    " float scale) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     triton=_backward_triton,
+    inference=_backward_inference,
     reference=_backward_reference,
     fake=_backward_fake,
 )
@@ -105,6 +120,7 @@ def sliding_window_attention(
     *,
     every: int = 1,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """softmax(scale q k^T) v for each head of a sequence: causal, over the last ``window`` tokens
@@ -112,11 +128,13 @@ def sliding_window_attention(
 
     Args:
         q: ``[B, Nq, H, D]``, the last Nq of the sequence's T rows: all of them in training, the new
-            ones where k and v hold those before from a cache. D is a multiple of 8 up to 128; fp32,
+            ones where k and v hold those before from a cache. D is a multiple of 8 up to 256; fp32,
             bf16 or fp16 (the reference takes fp64 too). Strides, copies and autocast as in
             :func:`rectangular_attention`.
-        k, v: ``[B, T, H, D]``, in q's dtype: first the prefix, then the tokens. What no row of q
-            sees may be left out: a cache needs the prefix and the last window - 1 + Nq tokens.
+        k, v: ``[B, T, G, D]`` and ``[B, T, G, Dv]``, in q's dtype, G a divisor of H, widths and
+            heads as in :func:`rectangular_attention`: first the prefix, then the tokens. What no
+            row of q sees may be left out: a cache needs the prefix and the last window - 1 + Nq
+            tokens.
         window: how many tokens a token sees, itself included; 1 or more. T or more: plain causal
             attention.
         prefix: how many of the T rows are the prefix, 0 to T. Every row sees them, and they see
@@ -124,18 +142,19 @@ def sliding_window_attention(
         every: rows of k and v for each row of q, the last of them its own; the last row of q is the
             sequence's last. 2: one query after each two keys.
         scale: factor of the scores, positive and in the range of fp32; None takes 1 / sqrt(D).
+        sinks: ``[H]``, as in :func:`rectangular_attention`.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 
     Returns:
-        ``[B, Nq, H, D]``, contiguous, in q's dtype. A NaN in a key, or a NaN or infinity in a
+        ``[B, Nq, H, Dv]``, contiguous, in q's dtype. A NaN in a key, or a NaN or infinity in a
         value, reaches no row that does not see it; one in a query stays in its row. Nothing of the
         kind is promised of gradients.
 
     fp32 products are exact unless torch multiplies fp32 matrices in TF32
     (``torch.backends.cuda.matmul.fp32_precision``); each pass asks when it runs. Differentiable in
-    q, k and v, twice; the second derivative runs in plain torch and holds all T x T scores, as the
-    reference does.
+    q, k, v and sinks, twice; the second derivative runs in plain torch and holds all T x T scores,
+    as the reference does.
 
     Raises:
         TypeError: a tensor is not floating point or not strided, window or prefix no whole number,
@@ -143,7 +162,7 @@ def sliding_window_attention(
         ValueError: the shapes, dtypes or devices are not as above, or a number is out of its range.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
-    return _attention(q, k, v, window, prefix, every, scale, backend, with_lse=False)[0]
+    return _attention(q, k, v, window, prefix, every, scale, sinks, backend, with_lse=False)[0]
 
 
 def sliding_window_attention_with_lse(
@@ -155,34 +174,38 @@ def sliding_window_attention_with_lse(
     *,
     every: int = 1,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """:func:`sliding_window_attention` and the log-sum-exp of its scores, with which attention to
     several sets of keys is merged.
 
     Args:
-        q, k, v, window, prefix, every, scale, backend: as in :func:`sliding_window_attention`.
+        q, k, v, window, prefix, every, scale, sinks, backend: as in
+            :func:`sliding_window_attention`.
 
     Returns:
-        The pair ``(o, lse)``; lse ``[B, H, Nq]`` in fp32 (fp64 for fp64 inputs), natural logarithm.
-        Both are differentiable in q, k and v.
+        The pair ``(o, lse)``; lse ``[B, H, Nq]`` in fp32 (fp64 for fp64 inputs), natural logarithm,
+        the sink's term included. Both are differentiable in q, k, v and sinks.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`sliding_window_attention`.
     """
-    return _attention(q, k, v, window, prefix, every, scale, backend, with_lse=True)
+    return _attention(q, k, v, window, prefix, every, scale, sinks, backend, with_lse=True)
 
 
-def _attention(q, k, v, window, prefix, every, scale, backend, with_lse):
+def _attention(q, k, v, window, prefix, every, scale, sinks, backend, with_lse):
     check_attention(q, k, v)
     check_band(window, prefix, every, q, k)
     (q, k, v), scale = prepared(q, k, v, scale)
+    if sinks is not None:
+        check_sinks(sinks, q)
     if not uses_triton(q, backend):
         with without_autocast(q.device):
             return reference.sliding_window_attention_with_lse(
-                q, k, v, window, prefix, every, scale=scale
+                q, k, v, window, prefix, every, scale=scale, sinks=sinks
             )
-    return _forward(q, k, v, window, prefix, every, scale, with_lse)[:2]
+    return _forward(q, k, v, sinks, window, prefix, every, scale, with_lse)[:2]
 
 
 def check_band(window: int, prefix: int, every: int, q: Tensor, k: Tensor) -> None:

@@ -87,8 +87,8 @@ SINGLE_TILE_BACKWARD = (
     SingleTileConfig(128, 32, 4, queries=32, num_warps=16, num_stages=1),
     SingleTileConfig(64, 128, 4, queries=32, num_warps=16, num_stages=1, plain=True),
     SingleTileConfig(64, 128, 4, queries=32, num_warps=8, num_stages=1),
-    SingleTileConfig(32, 256, 2, queries=16, num_warps=8, num_stages=2),
-    SingleTileConfig(32, 256, 4, queries=16, num_warps=8, num_stages=1),
+    SingleTileConfig(64, 256, 2, queries=16, num_warps=8, num_stages=2),
+    SingleTileConfig(64, 256, 4, queries=16, num_warps=8, num_stages=1),
 )
 
 

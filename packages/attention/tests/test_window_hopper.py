@@ -17,6 +17,7 @@ from fusewright.attention.window import launch, launch_hopper_backward
 from fusewright.attention.window.launch_hopper_backward import KEYS, QUERIES, ROWS, TILES
 from fusewright_testkit import capture
 from fusewright_testkit.conformance import everything, same_bits
+from fusewright_testkit.yardstick import Yardstick
 
 from .test_hopper import on_hopper
 
@@ -145,9 +146,12 @@ def test_more_pieces_than_programs_are_as_near_to_fp64_as_torch(window_op, plans
 @pytest.mark.gpu
 @on_hopper
 def test_sinks_have_their_gradient(window_op, plans):
-    tensors = draw(window_op, 700)
+    def with_sinks(call):
+        return lambda q, k, v, sinks: call(q, k, v, window=130, prefix=0, sinks=sinks)
+
     sinks = torch.randn(3, device="cuda")
-    window_op.check([*tensors, sinks], window=130, prefix=0, scale=0.125)
+    yardstick = Yardstick(with_sinks(window_op.reference), [*draw(window_op, 700), sinks])
+    yardstick.check(with_sinks(window_op.kernels))
     assert plans
 
 

@@ -18,5 +18,5 @@ TABLES = EVERY
 
 
 @pytest.mark.parametrize("capability", GPUS)
-def test_values_of_another_width_and_wide_windows_fit_the_shared_memory(capability, request):
+def test_values_of_another_width_and_wide_heads_in_fp32_fit_the_shared_memory(capability, request):
     compiled_in_a_process(request.path.parent, "spilling", capability, may_spill=True)

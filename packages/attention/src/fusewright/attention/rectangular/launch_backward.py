@@ -47,7 +47,7 @@ else:
 # Each table is read from the top; the first line that fits serves. The algorithms do not depend on
 # it. Source: results/tuning-h200-torch2.11-triton3.6.csv for the lines for Hopper, heads of 32, 64
 # and 128 columns in bf16, and docs/decisions/0004; the others are unmeasured. Where values have
-# another width than keys, some spill a few registers.
+# another width than keys, and in fp32 of heads wider than 128, some spill a few registers.
 DQ = (
     TileConfig(32, 2, queries=64, keys=64, num_warps=4, num_stages=4, **DESCRIBED),
     TileConfig(64, 2, queries=128, keys=64, num_warps=4, num_stages=4, plain=True, **DESCRIBED),

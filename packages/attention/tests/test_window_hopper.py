@@ -145,18 +145,6 @@ def test_more_pieces_than_programs_are_as_near_to_fp64_as_torch(window_op, plans
 
 @pytest.mark.gpu
 @on_hopper
-def test_sinks_have_their_gradient(window_op, plans):
-    def with_sinks(call):
-        return lambda q, k, v, sinks: call(q, k, v, window=130, prefix=0, sinks=sinks)
-
-    sinks = torch.randn(3, device="cuda")
-    yardstick = Yardstick(with_sinks(window_op.reference), [*draw(window_op, 700), sinks])
-    yardstick.check(with_sinks(window_op.kernels))
-    assert plans
-
-
-@pytest.mark.gpu
-@on_hopper
 @pytest.mark.parametrize("factor", [5.0, 20.0, 60.0])
 def test_great_scores_are_as_near_to_fp64_as_torch(window_op, plans, factor):
     """A score that is not seen may lie far above those that are."""
@@ -228,7 +216,13 @@ def test_other_bands_take_the_other_kernels(window_op, plans, band):
 
 @pytest.mark.gpu
 @on_hopper
-def test_heads_that_share_keys_take_the_other_kernels(window_op, plans):
+def test_shared_heads_and_sinks_take_the_other_kernels(window_op, plans):
     q, k, v = draw(window_op, 700, heads=4)
     window_op.check([q, k[:, :, :2], v[:, :, :2]], window=130, prefix=0)
+
+    def with_sinks(call):
+        return lambda q, k, v, sinks: call(q, k, v, window=130, prefix=0, sinks=sinks)
+
+    tensors = [q, k, v, torch.randn(4, device="cuda")]
+    Yardstick(with_sinks(window_op.reference), tensors).check(with_sinks(window_op.kernels))
     assert not plans

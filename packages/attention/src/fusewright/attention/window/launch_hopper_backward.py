@@ -19,7 +19,6 @@ from ..common.launch_hopper import (
     plan_prepare,
     plan_round_dq,
 )
-from ..common.launch_sinks import SinksPlan, plan_sinks
 from ..common.problem import Problem
 
 if TYPE_CHECKING:
@@ -81,8 +80,7 @@ HOPPER_BACKWARD = (
 
 class HopperBackwardPlan(NamedTuple):
     """One backward pass: which operands it copies first; the allocators of dq, dk and dv, of the
-    sums of dq, of the log-sum-exp and delta, and of the counters; its launches; and the plan of the
-    gradient of sinks, None without.
+    sums of dq, of the log-sum-exp and delta, and of the counters; and its launches.
     """
 
     copies: tuple[bool, ...]
@@ -93,7 +91,6 @@ class HopperBackwardPlan(NamedTuple):
     prepare: Launch
     launch: Launch
     round_dq: Launch
-    sinks: SinksPlan | None
 
     def run(
         self,
@@ -104,15 +101,15 @@ class HopperBackwardPlan(NamedTuple):
         """Allocate and launch; the arguments are those of ``BackwardPlan.run``."""
         if self.copies:
             operands = contiguous_where(operands, self.copies)
-        do, q, k, v, dlse, sinks = operands
+        do, q, k, v, dlse, _ = operands
         dq, dk, dv = (make() for make in self.gradients)
         sums, lse, delta = self.sums(), self.statistics(), self.statistics()
         counters = self.counters()
-        dsinks = None if self.sinks is None else self.sinks.partial()
-        self.prepare((do, *saved, dlse, sinks, lse, delta, counters, dsinks))
+        # There are no sinks.
+        self.prepare((do, *saved, dlse, None, lse, delta, counters, None))
         self.launch((q, k, v, do, dk, dv, lse, delta, sums, counters), (scale,))
         self.round_dq((sums, None, dq), (scale,))
-        return dq, dk, dv, None if self.sinks is None else self.sinks.add(dsinks)
+        return dq, dk, dv, None
 
 
 def hopper_backward_config(
@@ -127,7 +124,8 @@ def hopper_backward_config(
     # tile in which it begins.
     if interpreted() or any(problem.copies) or prefix or problem.queries != problem.keys:
         return None
-    if window < QUERIES or problem.group > 1 or problem.value_width != problem.width:
+    # The delta of this pass has the rounding of the probabilities of o, which is much in dsinks.
+    if window < QUERIES or not problem.plain or problem.value_width != problem.width:
         return None
     # Rows of sums of dq are counted by 32-bit numbers.
     if problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
@@ -185,5 +183,4 @@ def plan_hopper_backward(
         prepare,
         launch,
         round_dq,
-        plan_sinks(problem, query_tiles),
     )

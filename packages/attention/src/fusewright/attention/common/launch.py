@@ -45,8 +45,8 @@ class DescribedLaunch(Launch):
     """
 
     descriptors: tuple[Callable[[torch.Tensor], Any], ...]
-    # Those of the first call, without its tensors: to check them again takes the host longer.
-    made: tuple[Any, ...] = ()
+    # The kinds and fields of those of the first call: to check them again takes the host longer.
+    made: tuple[tuple[type, dict[str, Any]], ...] = ()
 
     def __call__(
         self,
@@ -57,16 +57,20 @@ class DescribedLaunch(Launch):
         operands = tensors[: len(self.descriptors)]
         if not self.made:
             made = [describe(x) for describe, x in zip(self.descriptors, operands, strict=True)]
-            self.made = tuple([with_base(each, None) for each in made])
-        others = [with_base(*each) for each in zip(self.made, operands, strict=True)]
+            # Not the tensors: a plan would hold their memory.
+            self.made = tuple([(type(x), vars(x) | dict(base=None)) for x in made])
+        others = [
+            descriptor_of(base, kind, fields)
+            for base, (kind, fields) in zip(operands, self.made, strict=True)
+        ]
         super().__call__(tensors[len(others) :], floats, (*described, *others))
 
 
-def with_base(descriptor: Any, base: torch.Tensor | None) -> Any:
-    """The descriptor of another tensor like its own, which is not checked again."""
-    described = object.__new__(type(descriptor))
-    vars(described).update(vars(descriptor), base=base)
-    return described
+def descriptor_of(base: torch.Tensor, kind: type, fields: dict[str, Any]) -> Any:
+    """A tensor's descriptor with the fields of another, which are not checked again."""
+    descriptor = object.__new__(kind)
+    descriptor.__dict__ = {**fields, "base": base}
+    return descriptor
 
 
 def tile_launch(

@@ -180,6 +180,7 @@ def every_line() -> None:
         launch_hopper(False, width)
         launch_hopper(width=width, lengths=True)
     launch_hopper_together()
+    launch_window_hopper()
     keys = {line.max_keys for line in backward.SINGLE_TILE_BACKWARD}
     for width in (8, 16, 32, 40, 64, 80, 128, 136, 256):
         for dtype in (torch.bfloat16, torch.float32)[: 2 if width <= 128 else 1]:

@@ -68,7 +68,7 @@ class DescribedLaunch(Launch):
 
 def descriptor_of(base: torch.Tensor, kind: type, fields: dict[str, Any]) -> Any:
     """A tensor's descriptor with the fields of another, which are not checked again."""
-    descriptor = object.__new__(kind)
+    descriptor: Any = object.__new__(kind)
     descriptor.__dict__ = {**fields, "base": base}
     return descriptor
 

@@ -196,3 +196,9 @@ def every_line() -> None:
             launch_rotary(width, dtype)
             launch_rotary(width, dtype, beside=False, kinds=1)
             launch_apply_rotary(width, dtype)
+
+
+def all_lines() -> None:
+    """Every line of the tables, those that spill included."""
+    every_line()
+    spilling()

@@ -1,7 +1,6 @@
 """Every kernel compiles for every supported GPU, without a spill and within its shared memory. A
 package's module states LAUNCHES, from functions of its launches.py to the kernels that they launch;
-EVERY, those that launch each line of the tables; and TABLES, those of EVERY that are asked whether
-they do.
+EVERY, those that launch each line of the tables; and TABLES, those that are asked whether they do.
 """
 
 from __future__ import annotations

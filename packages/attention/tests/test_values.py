@@ -152,6 +152,23 @@ def test_sink_of_minus_infinity_is_none(lse_op, scheme, device):
     assert same_bits(lse_op.kernels(*tensors, sinks=sinks), lse_op.kernels(*tensors))
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("keys", [0, 24])
+def test_sink_of_minus_infinity_is_none_where_a_task_has_no_keys(
+    lse_op, scheme, keys, backend, device
+):
+    tensors = [x.requires_grad_() for x in lse_op.draw((2, 20, keys, 2, 16), F32, device)]
+    sinks = torch.tensor([-math.inf, 0.5], device=device).requires_grad_()
+    lengths = torch.tensor([0, keys], device=device)
+    o, lse = lse_op.public(*tensors, lengths, sinks=sinks, backend=backend)
+    *grads, dsinks = torch.autograd.grad((o.sum(), lse.sum()), [*tensors, sinks])
+    assert o[0].eq(0).all()
+    assert lse[0, 0].eq(-math.inf).all()
+    assert all(grad[0].eq(0).all() for grad in grads)
+    assert dsinks[0] == 0
+    assert dsinks[1] > 0
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_sink_far_above_all_scores_leaves_nothing(lse_op, scheme, dtype, device):
     tensors = lse_op.draw((1, 20, 40, 1, 16), dtype, device)
@@ -346,19 +363,20 @@ def test_parts_merge_to_the_whole(lse_op, scheme, device):
     Yardstick(lse_op.reference, tensors).check(merged)
 
 
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
-def test_reference_backward_is_that_of_autograd(lse_op, with_sinks):
+@pytest.mark.parametrize("sinks", [None, (0.7, -1.2), (-math.inf, 0.3)], ids=str)
+def test_reference_backward_is_that_of_autograd(lse_op, sinks):
     tensors = [x.double().requires_grad_() for x in lse_op.draw((3, 3, 4, 2, 8))]
     lengths = torch.tensor([4, 2, 0])
-    sinks = torch.randn(2).double().requires_grad_() if with_sinks else None
+    if sinks is not None:
+        sinks = torch.tensor(sinks).double().requires_grad_()
     o, lse = reference.rectangular_attention_with_lse(*tensors, lengths, sinks, scale=0.3)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    asked = [*tensors, sinks] if with_sinks else tensors
+    asked = tensors if sinks is None else [*tensors, sinks]
     expected = torch.autograd.grad((o, lse), asked, (do, dlse))
     backward = reference.rectangular_attention_backward
     actual = backward(do, dlse, *tensors, lengths, sinks, scale=0.3)
     torch.testing.assert_close(actual[: len(asked)], expected)
-    assert with_sinks or not actual[3].numel()
+    assert sinks is not None or not actual[3].numel()
 
 
 def test_gradient_of_the_log_sum_exp_alone_under_checkpointing(lse_op, device):

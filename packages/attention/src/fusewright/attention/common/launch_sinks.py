@@ -65,7 +65,7 @@ def plan_sinks(problem: Problem, parts: int) -> SinksPlan | None:
 
 
 def without_keys(sinks: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
-    """dsinks where no row has a key: lse is the sink itself."""
+    """dsinks where no row has a key: lse is the sink itself, if there is one."""
     if dlse is None:
         return torch.zeros_like(sinks)
-    return dlse.sum((0, 2)).to(sinks.dtype)
+    return dlse.sum((0, 2)).to(sinks.dtype).masked_fill(sinks == float("-inf"), 0.0)

@@ -20,7 +20,7 @@ def probabilities(
 ) -> tuple[Tensor, Tensor]:
     """softmax of the scores over the keys that a row sees, zero without any; and the log-sum-exp.
     ``seen`` is broadcast to the scores; None: every key. k has the heads of q. ``sinks``
-    are one score more of each row, for a key that has no value.
+    are one score more of each row, for a key that has no value; minus infinity is none.
     """
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * scale
     if sinks is not None:
@@ -28,14 +28,22 @@ def probabilities(
             scores = scores.masked_fill(~seen, float("-inf"))
         last = wide(sinks).to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, last], -1)
-        return scores.softmax(-1)[..., :-1], scores.logsumexp(-1)
+        some = scores.ne(float("-inf")).any(-1)
+        p, lse = of_some_rows(scores, some)
+        return p[..., :-1], lse
     if seen is None and k.shape[1] > 0:
         return scores.softmax(-1), scores.logsumexp(-1)
     if seen is None:
         seen = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
     some = seen.any(-1)
-    scores = scores.masked_fill(~seen, float("-inf"))
-    # A row without keys gets scores of zero, so that no gradient is infinity minus infinity.
+    return of_some_rows(scores.masked_fill(~seen, float("-inf")), some)
+
+
+def of_some_rows(scores: Tensor, some: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax and log-sum-exp of ``some`` rows; of the others, without a score, zero and minus
+    infinity.
+    """
+    # They get scores of zero, so that no gradient is infinity minus infinity.
     scores = torch.where(some.unsqueeze(-1), scores, 0.0)
     p = torch.where(some.unsqueeze(-1), scores.softmax(-1), 0.0)
     return p, torch.where(some, scores.logsumexp(-1), float("-inf"))
@@ -63,7 +71,9 @@ def gradients(
         delta = delta - wide(dlse).unsqueeze(-1)
     dsinks = empty_grad(q)
     if sinks is not None:
-        of_sinks = (wide(sinks).to(lse.dtype)[:, None] - lse).exp().unsqueeze(-1)
+        # A row without a score has no log-sum-exp that could be subtracted from minus infinity.
+        finite = torch.where(lse == float("-inf"), 0.0, lse)
+        of_sinks = (wide(sinks).to(lse.dtype)[:, None] - finite).exp().unsqueeze(-1)
         dsinks = -(of_sinks * delta).sum((0, 2, 3))
     ds = p * (dp - delta) * scale
     if seen is not None:

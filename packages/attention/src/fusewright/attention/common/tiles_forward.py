@@ -48,7 +48,7 @@ def store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, place, rows, 
     batch, head, first, queries, heads = place
     row = first + tl.arange(0, o.shape[0])
     at = (batch * heads + head).to(tl.int64) * queries + row
-    # Only a task without keys has a sum of zero, and none with a sink.
+    # Only a task without keys has a sum of zero, and none with a finite sink.
     inverse_sum = 1.0 / tl.where(l == 0.0, 1.0, l)
     if softmax_ptr is not None:
         tl.store(softmax_ptr + at, m, mask=row < queries)

@@ -72,7 +72,7 @@ def single_tile_forward_kernel(
             at = lse_ptr + (batch * heads + head).to(tl.int64) * queries + row
             tl.store(at, (m + tl.log2(l)) * LOG_2, mask=row < queries)
         o = product(p.to(v.dtype), v, CONFIG)
-        # Only a task without keys has a sum of zero, and none with a sink.
+        # Only a task without keys has a sum of zero, and none with a finite sink.
         o = o / tl.where(l == 0.0, 1.0, l)[:, None]
         store_rows(o_ptr, o, (batch, head, first, queries, heads), CONFIG.DV)
 
@@ -140,7 +140,8 @@ def single_tile_backward_kernel(
             p, m, l = masked_softmax(q, k, scale, 0, length, CONFIG)
             if sinks_ptr is not None:
                 p, m, l = add_sink(p, m, l, sinks_ptr, head)
-            p = p * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
+            inverse_sum = 1.0 / tl.where(l == 0.0, 1.0, l)
+            p = p * inverse_sum[:, None]
             dp = product(do, tl.trans(v), CONFIG)
             delta = tl.sum(p * dp, 1)
             if dlse_ptr is not None:
@@ -148,7 +149,7 @@ def single_tile_backward_kernel(
                 at = dlse_ptr + (batch * heads + head).to(tl.int64) * queries + row
                 delta -= tl.load(at, mask=row < queries, other=0.0).to(tl.float32)
             if sinks_ptr is not None:
-                of_sink = tl.exp2(sink_of(sinks_ptr, head) - m) / l
+                of_sink = tl.exp2(sink_of(sinks_ptr, head) - m) * inverse_sum
                 dsink -= of_sink * delta
             # dp and ds [BLOCK_Q, BLOCK_K]
             ds = (p * (dp - delta[:, None])).to(q.dtype)

@@ -183,7 +183,8 @@ def compile_first(calls: Sequence[LaunchCall]) -> None:
     def run() -> None:
         with compilations(wanted):
             for call in calls:
-                call.launch(call.tensors, call.floats)
+                # Not as a call, which would run what another thread has compiled meanwhile.
+                call.launch.dispatch(call.tensors, call.floats)
 
     wanted: list[Wanted] = []
     # Not in the caller's context, which may have a pool of its own.

@@ -135,12 +135,14 @@ def test_launch_that_a_hook_of_triton_prevents_keeps_no_kernel(hooks):
     assert (len(kernel.dispatched), len(kernel.repeated)) == (2, 1)
 
 
-def called_in_order(monkeypatch, device=CUDA):
-    """A function of two launches, and their kernels."""
+def called_in_order(monkeypatch, device=CUDA, launched=None):
+    """A function of two launches, and their kernels; one of them may have been launched before."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launches, "load", lambda wanted: loaded.append(wanted))
     loaded, kernels, x = [], (Kernel(), Kernel()), torch.ones(4)
     planned_launches = [planned(kernel, device) for kernel in kernels]
+    if launched is not None:
+        planned_launches[launched].keep(kernels[launched].compiled)
 
     def call():
         first, second = planned_launches
@@ -162,6 +164,12 @@ def test_kernels_of_a_first_call_are_compiled_and_loaded_before_the_first_is_lau
     assert second.warmed == second.dispatched
     assert {wanted.kernel for wanted in loaded} == {first.compiled, second.compiled}
     assert {wanted.device_index for wanted in loaded} == {0}
+
+
+def test_kernel_that_another_thread_has_launched_runs_in_its_turn_alone(hooks, monkeypatch):
+    call, (_, second), _ = called_in_order(monkeypatch, launched=1)
+    call()
+    assert (len(second.dispatched), len(second.repeated)) == (0, 1)
 
 
 def test_tuner_keeps_each_launch_of_a_first_call_once(hooks, monkeypatch):

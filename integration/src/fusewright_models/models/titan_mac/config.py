@@ -27,7 +27,7 @@ class TitanMACConfig:
     Attributes:
         vocab_size: V; the embedding is also the matrix of the logits.
         dim: d, divisible by ``heads``, each head as wide as the attention takes: a multiple of 8
-            up to 128.
+            up to 256.
         layers: number of blocks.
         heads: H, of the attention.
         variant: "mac" (memory as context), "mag" (memory as gate), "mal" (memory as layer) or "lmm"

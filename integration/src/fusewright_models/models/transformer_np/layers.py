@@ -33,7 +33,7 @@ class TransformerNPConfig:
         x_width: coordinates of an input (d_x).
         y_width: outputs (d_y), each with a mixture of its own, independent given the prediction.
         width: d, divisible by ``heads``, each head as wide as the attention takes: a multiple of 8
-            up to 128.
+            up to 256.
         layers: number of blocks, at least 1.
         heads: H.
         feed_forward_width: F of the blocks and of the mixture head.

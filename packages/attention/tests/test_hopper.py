@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.attention import rectangular_attention_with_lse
+from fusewright.attention.common import tiles
 from fusewright.attention.common.launch_hopper import tile_strides
 from fusewright.attention.rectangular import (
     launch,
@@ -45,6 +46,14 @@ def test_tiles_that_do_not_fill_the_gpu_are_cut(tiles, steps, programs, rounds, 
 def test_axis_of_one_element_has_the_stride_of_a_contiguous_tensor():
     x = torch.empty(1, 4, 1, 8).expand(1, 4, 1, 8).transpose(0, 2)
     assert tile_strides(x) == [32, 8, 8, 1]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_one_row_of_each_task_is_described_whatever_its_stride(batches):
+    x = torch.empty(batches * 128, dtype=torch.bfloat16)
+    x = x.as_strided((batches, 1, 2, 64), (128, 132, 64, 1))
+    described = tiles.descriptor(x, 16)
+    assert (described.shape, described.strides) == ([batches, 128], [128, 1])
 
 
 @pytest.fixture

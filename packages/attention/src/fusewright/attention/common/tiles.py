@@ -31,7 +31,10 @@ def descriptor(x: torch.Tensor, block_rows: int) -> TensorDescriptor:
     head.
     """
     batches, rows, heads, width = x.shape
-    _, row, head, _ = x.stride()
+    batch, row, head, _ = x.stride()
+    if rows == 1:
+        # The stride of one row may be anything.
+        row = batch if batches > 1 else heads * width
     columns = (heads - 1) * head + width
     return TensorDescriptor(x, [batches * rows, columns], [row, 1], [block_rows, width])
 

@@ -379,6 +379,17 @@ def test_reference_backward_is_that_of_autograd(lse_op, sinks):
     assert sinks is not None or not actual[3].numel()
 
 
+def test_without_heads_of_queries_keys_have_gradients_of_zero_twice(lse_op, device):
+    q = torch.randn(2, 3, 0, 8, device=device).requires_grad_()
+    k, v = (torch.randn(2, 4, 3, 8, device=device).requires_grad_() for _ in range(2))
+    o, lse = lse_op.kernels(q, k, v)
+    first = torch.autograd.grad((o.sum() + lse.sum()), [q, k, v], create_graph=True)
+    second = torch.autograd.grad(sum(x.sum() for x in first), [q, k, v])
+    for grads in (first, second):
+        assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+        assert not any(x.any() for x in grads)
+
+
 def test_gradient_of_the_log_sum_exp_alone_under_checkpointing(lse_op, device):
     tensors = lse_op.leaves((1, 5, 140, 1, 8), F32, device)
 

@@ -82,7 +82,7 @@ def gradients(
     dq = torch.einsum("bhnm,bmhd->bnhd", ds, k)
     dk = torch.einsum("bhnm,bnhd->bmhd", ds, q)
     dv = torch.einsum("bhnm,bnhd->bmhd", p, do)
-    if key_heads < q.shape[2]:
+    if key_heads != q.shape[2]:
         dk, dv = (x.unflatten(2, (key_heads, -1)).sum(3) for x in (dk, dv))
     return dq, dk, dv, dsinks
 

@@ -62,6 +62,9 @@ def warm_up(
         threads: how many kernels are compiled at one time; as many as there are processors where
             left out.
 
+    Checkpointing with ``use_reentrant=True`` takes no gradients of single tensors, and so no
+    ``backward`` here.
+
     Returns:
         How many kernels the call and its backward pass launch, those that were compiled before
         included.
@@ -172,8 +175,17 @@ def kept_buffers(function: Callable) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for module, name, buffer, value in before:
-                buffer.copy_(value)
+                # To numbers that several elements share nothing can have been written.
+                if not is_expanded(buffer):
+                    with torch.inference_mode(buffer.is_inference()):
+                        buffer.copy_(value)
                 setattr(module, name, buffer)
+
+
+def is_expanded(x: Tensor) -> bool:
+    if x.layout != torch.strided:
+        return False
+    return any(size > 1 and not step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

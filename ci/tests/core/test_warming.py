@@ -213,6 +213,20 @@ def test_buffers_random_numbers_and_gradients_are_afterwards_as_they_were():
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("called", [False, True], ids=["called", "called-in-inference"])
+@pytest.mark.parametrize("made", [False, True], ids=["made", "made-in-inference"])
+@pytest.mark.parametrize("shape", [(5,), (4, 5)], ids=["whole", "expanded"])
+def test_buffers_of_any_memory_are_kept(shape, made, called):
+    model = Model()
+    with torch.inference_mode(made):
+        model.register_buffer("other", torch.ones(5).expand(shape))
+    other = model.other
+    with torch.inference_mode(called):
+        warm_up(model, torch.ones(5))
+    assert model.other is other
+    assert other.eq(1).all()
+
+
 def test_operand_that_a_launcher_returns_keeps_its_numbers():
     x = torch.ones(5)
     launcher = warming.zeros_of(lambda x: (x.view(5, 1), None, torch.ones(2)))

@@ -20,7 +20,7 @@ INFINITE, NAN = float("inf"), float("nan")
 @pytest.mark.parametrize(
     ("model", "field", "value", "message"),
     [
-        *(("transformer-np", "width", width, "width must be .*got") for width in (15, 24, 272)),
+        *(("transformer-np", "width", width, "width must be .*got") for width in (15, 24, 528)),
         ("transformer-np", "layers", 0, "layers must be at least 1; got 0"),
         ("transformer-np", "components", 0, "components must be at least 1; got 0"),
         ("transformer-np", "norm", "mid", "norm must be one of .*got 'mid'"),

@@ -8,12 +8,14 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 from fusewright_testkit.bench import merge
 from fusewright_testkit.first_call import first_cases
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_rows_of_a_package_tell_what_its_first_calls_take(tmp_path):
     command = [sys.executable, "-m", "fusewright_testkit.first_call", "norm", "--device", "cpu"]
     command += ["--op", "rms_norm_gated", "--provider", "fusewright", "--out", str(tmp_path)]

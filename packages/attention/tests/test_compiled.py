@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fusewright_testkit.compiled import GPUS, compiled_in_a_process
+from fusewright_testkit.compiled import SHARED_KIB, compiled_in_a_process
 from fusewright_testkit.conformance.compiled import *  # noqa: F403
 
 LAUNCHES = {
@@ -17,6 +17,7 @@ EVERY = ("every_line",)
 TABLES = ("all_lines",)
 
 
-@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
 def test_values_of_another_width_and_wide_heads_in_fp32_fit_the_shared_memory(capability, request):
     compiled_in_a_process(request.path.parent, "spilling", capability, may_spill=True)

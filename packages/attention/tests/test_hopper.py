@@ -56,36 +56,33 @@ def test_one_row_of_each_task_is_described_whatever_its_stride(batches):
     assert (described.shape, described.strides) == ([batches, 128], [128, 1])
 
 
+def counted_plans(
+    monkeypatch, module, user, table="HOPPER_BACKWARD", planner="plan_hopper_backward"
+) -> list:
+    """The plans that ``user`` has a module make from now on, whatever the size of a call."""
+    made, plan = [], getattr(module, planner)
+
+    def counted(*args):
+        made.append(plan(*args))
+        return made[-1]
+
+    lines = tuple(line._replace(fewest_scores=0) for line in getattr(module, table))
+    monkeypatch.setattr(module, table, lines)
+    monkeypatch.setattr(user, planner, counted)
+    return made
+
+
 @pytest.fixture
 def plans(fresh_plans, monkeypatch) -> list[launch_hopper.HopperPlan]:
     """The plans of forward passes that tests make, whatever the size."""
-    made = []
-
-    def counted(*args):
-        made.append(launch_hopper.plan_hopper(*args))
-        return made[-1]
-
-    lines = tuple(line._replace(fewest_scores=0) for line in launch_hopper.HOPPER_FORWARD)
-    monkeypatch.setattr(launch_hopper, "HOPPER_FORWARD", lines)
     monkeypatch.setattr(launch_hopper, "FEWEST_RAGGED", 0)
-    monkeypatch.setattr(launch, "plan_hopper", counted)
-    return made
+    return counted_plans(monkeypatch, launch_hopper, launch, "HOPPER_FORWARD", "plan_hopper")
 
 
 @pytest.fixture
 def backward_plans(plans, monkeypatch) -> list[launch_hopper_backward.HopperBackwardPlan]:
     """Those of backward passes, too."""
-    made = []
-
-    def counted(*args):
-        made.append(launch_hopper_backward.plan_hopper_backward(*args))
-        return made[-1]
-
-    lines = launch_hopper_backward.HOPPER_BACKWARD
-    lines = tuple(line._replace(fewest_scores=0) for line in lines)
-    monkeypatch.setattr(launch_hopper_backward, "HOPPER_BACKWARD", lines)
-    monkeypatch.setattr(launch_backward, "plan_hopper_backward", counted)
-    return made
+    return counted_plans(monkeypatch, launch_hopper_backward, launch_backward)
 
 
 @pytest.mark.gpu

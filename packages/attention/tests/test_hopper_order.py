@@ -5,7 +5,6 @@ with Python's numbers.
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from types import FunctionType, SimpleNamespace
 
@@ -20,6 +19,8 @@ from fusewright.attention.rectangular.launch_hopper_backward import (
     Stripes,
     stripes_of,
 )
+
+from .ordered import Ordered
 
 TILES = 2
 
@@ -55,7 +56,7 @@ def drawn(draw: random.Random, heads: int, keys: int, programs: int) -> Stripes:
     return Stripes(ranges, cdiv(cdiv(keys, KEYS), ranges), side, programs // side * side)
 
 
-class Programs:
+class Programs(Ordered):
     """The programs of one launch, step by step: each step has its head, block of queries and tile,
     tile of keys, and number in the block.
     """
@@ -83,9 +84,6 @@ class Programs:
         )
 
     def steps(self, program: int) -> Iterator[tuple[int, int, int, int, int, bool, bool]]:
-        """(stripe, block, tile, key tile, number, whether the block begins, whether the piece ends)
-        of what a program adds.
-        """
         for piece in range(program, self.sizes[2], self.programs):
             (head, stripe, first_key, limit), (first, tiles, begin), turn = self.work_of(
                 piece, self.sizes, None, self.config
@@ -98,34 +96,6 @@ class Programs:
                 number = self.pieces_before(tile // TILES, turn)
                 block, begins = (first + tile) // TILES, tile % TILES == 0
                 yield stripe, block, first + tile, key_tile, number, begins, step == tiles - 1
-
-    def run(self, seed: int) -> dict[tuple[int, int], list[int]]:
-        """For each tile of queries of a stripe the tiles of keys in the order in which they were
-        added, where programs go on at random.
-        """
-        draw, order, counters = random.Random(seed), defaultdict(list), Counter()
-        left = {p: self.steps(p) for p in range(self.programs)}
-        following = {p: next(steps, None) for p, steps in left.items()}
-        holds: dict[int, tuple[int, int]] = {}
-        while any(following.values()):
-            before = dict(following), counters.total()
-            for program in draw.sample(range(self.programs), self.programs):
-                for _ in range(draw.randint(1, 4)):
-                    if following[program] is None:
-                        break
-                    stripe, block, tile, key_tile, number, begins, ends = following[program]
-                    if begins:
-                        if program in holds:
-                            counters[holds.pop(program)] += 1
-                        if counters[stripe, block] != number:
-                            break
-                        holds[program] = stripe, block
-                    order[stripe, tile].append(key_tile)
-                    if ends:
-                        counters[holds.pop(program)] += 1
-                    following[program] = next(left[program], None)
-            assert before != (following, counters.total()), "all programs wait"
-        return dict(order)
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])

@@ -5,7 +5,6 @@ order of sums, by the source of its kernel with Python's numbers.
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from types import FunctionType, SimpleNamespace
 
@@ -19,13 +18,14 @@ from fusewright_testkit import capture
 from fusewright_testkit.conformance import everything, same_bits
 from fusewright_testkit.yardstick import Yardstick
 
-from .test_hopper import on_hopper
+from .ordered import Ordered
+from .test_hopper import counted_plans, on_hopper
 
 BF16 = torch.bfloat16
 WINDOWS = [64, 65, 127, 128, 129, 300, 512, 10_000]
 
 
-class Programs:
+class Programs(Ordered):
     """The programs of one launch for sequences of so many tokens."""
 
     def __init__(self, heads: int, tokens: int, window: int, programs: int) -> None:
@@ -36,42 +36,13 @@ class Programs:
         names = dict(gl=SimpleNamespace(minimum=min), KEYS=KEYS, TILES=TILES, ROWS=ROWS)
         self.work_of = FunctionType(kernels.work_of.fn.__code__, names | dict(QUERIES=QUERIES))
 
-    def steps(self, program: int) -> Iterator[tuple[int, int, int, int, bool]]:
-        """(head, tile of queries, tile of keys, number in the block, whether the piece ends) of
-        what a program adds.
-        """
+    def steps(self, program: int) -> Iterator[tuple[int, int, int, int, int, bool, bool]]:
         for piece in range(program, self.pieces, self.programs):
             head, key_tile, tiles, _, _ = self.work_of(piece, self.sizes)
             for step in range(tiles):
-                yield head, key_tile * TILES + step, key_tile, step // TILES, step == tiles - 1
-
-    def run(self, seed: int) -> dict[tuple[int, int], list[int]]:
-        """For each tile of queries of a head the tiles of keys in the order in which they were
-        added, where programs go on at random.
-        """
-        draw, order, counters = random.Random(seed), defaultdict(list), Counter()
-        left = {p: self.steps(p) for p in range(self.programs)}
-        following = {p: next(steps, None) for p, steps in left.items()}
-        holds: dict[int, tuple[int, int]] = {}
-        while any(following.values()):
-            before = dict(following), counters.total()
-            for program in draw.sample(range(self.programs), self.programs):
-                for _ in range(draw.randint(1, 4)):
-                    if following[program] is None:
-                        break
-                    head, tile, key_tile, number, ends = following[program]
-                    if tile % TILES == 0:
-                        if program in holds:
-                            counters[holds.pop(program)] += 1
-                        if counters[head, tile // TILES] != number:
-                            break
-                        holds[program] = head, tile // TILES
-                    order[head, tile].append(key_tile)
-                    if ends:
-                        counters[holds.pop(program)] += 1
-                    following[program] = next(left[program], None)
-            assert before != (following, counters.total()), "all programs wait"
-        return dict(order)
+                number, ends = step // TILES, step == tiles - 1
+                block, tile = key_tile + number, key_tile * TILES + step
+                yield head, block, tile, key_tile, number, step % TILES == 0, ends
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -110,17 +81,7 @@ def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed):
 @pytest.fixture
 def plans(fresh_plans, monkeypatch) -> list[launch_hopper_backward.HopperBackwardPlan]:
     """The plans of backward passes that tests make, whatever the size."""
-    made = []
-
-    def counted(*args):
-        made.append(launch_hopper_backward.plan_hopper_backward(*args))
-        return made[-1]
-
-    lines = launch_hopper_backward.HOPPER_BACKWARD
-    lines = tuple(line._replace(fewest_scores=0) for line in lines)
-    monkeypatch.setattr(launch_hopper_backward, "HOPPER_BACKWARD", lines)
-    monkeypatch.setattr(launch, "plan_hopper_backward", counted)
-    return made
+    return counted_plans(monkeypatch, launch_hopper_backward, launch)
 
 
 def draw(op, tokens, batches=2, heads=3):

@@ -16,6 +16,7 @@ from .kernels_gluon import (
     gluon,
     mbarrier,
     tma,
+    tma_add,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -31,6 +32,26 @@ def places_in(tile):
     row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, tile.type.layout))
     column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, tile.type.layout))
     return gl.expand_dims(row, 1), gl.expand_dims(column, 0)
+
+
+@gluon.jit
+def copy_queries(tiles, shared, barriers, at, at_row, copied, CONFIG: gl.constexpr):
+    """A tile of queries, of do and of their statistics into a place of their ring that is free.
+    ``copied``: tiles that the ring has had before.
+    """
+    q_tiles, do_tiles, lse_tiles, delta_tiles = tiles
+    q_shared, do_shared, lse_shared, delta_shared = shared
+    q_full, do_full, q_free = barriers
+    stage = copied % CONFIG.STAGES
+    mbarrier.wait(q_free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
+    full = q_full.index(stage)
+    mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
+    tma.async_copy_global_to_shared(q_tiles, at, full, q_shared.index(stage))
+    tma.async_copy_global_to_shared(lse_tiles, at_row, full, lse_shared.index(stage))
+    full = do_full.index(stage)
+    mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
+    tma.async_copy_global_to_shared(do_tiles, at, full, do_shared.index(stage))
+    tma.async_copy_global_to_shared(delta_tiles, at_row, full, delta_shared.index(stage))
 
 
 @gluon.jit
@@ -148,3 +169,18 @@ def hand_over(dq, dq_shared, dq_full, dq_free, used, CONFIG: gl.constexpr):
     dq_shared.index(place).store(dq)
     fence_async_shared()
     mbarrier.arrive(dq_full.index(place), count=1)
+
+
+@gluon.jit
+def add_tile(dq_tiles, at, dq_shared, dq_free, used, number, CONFIG: gl.constexpr):
+    """A tile of dq from its place in shared memory to ``at``. Its sum has had ``number`` terms."""
+    place = used % CONFIG.PLACES
+    # The first one finds nothing that it could be added to.
+    if number == 0:
+        tma.async_copy_shared_to_global(dq_tiles, at, dq_shared.index(place))
+    else:
+        tma_add(dq_tiles, at, dq_shared.index(place))
+    # The tile before this one is in memory: its place is free.
+    tma.store_wait(1)
+    if used > 0:
+        mbarrier.arrive(dq_free.index((used + CONFIG.PLACES - 1) % CONFIG.PLACES), count=1)

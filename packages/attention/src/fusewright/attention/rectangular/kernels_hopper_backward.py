@@ -38,13 +38,14 @@ from ..common.kernels_gluon import (
     gluon,
     mbarrier,
     tma,
-    tma_add,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ..common.kernels_hopper_backward import (
     QUERIES,
     ROWS,
+    add_tile,
+    copy_queries,
     differentiate_tile,
     hand_over,
     places_in,
@@ -63,9 +64,9 @@ def copy_tiles(inputs, call, buffers, barriers, sizes, CONFIG: gl.constexpr):
     statistics. Tiles of the queries of ``sharing`` heads, which share keys, follow one another.
     """
     lengths_ptr, sharing = call
-    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles = inputs
-    q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared = buffers
-    kv_full, kv_free, q_full, do_full, q_free = barriers
+    k_tiles, v_tiles, of_queries = inputs
+    k_shared, v_shared, streamed = buffers
+    kv_full, kv_free, to_queries = barriers
     heads = sizes[6]
     copied = 0
     for piece in range(gl.program_id(0), sizes[2], gl.num_programs(0)):
@@ -81,22 +82,13 @@ def copy_tiles(inputs, call, buffers, barriers, sizes, CONFIG: gl.constexpr):
         tma.async_copy_global_to_shared(v_tiles, at, kv_full, v_shared)
         for step in range(tiles):
             tile = first + tile_at(step, tiles, begin)
-            stage = copied % CONFIG.STAGES
             at = [batch, tile * QUERIES, of_head, 0]
             if CONFIG.GROUPED:
                 of_member = sizes[4] // sharing
                 member = of_head * sharing + tile // of_member
                 at = [batch, tile % of_member * QUERIES, member, 0]
-            mbarrier.wait(q_free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
-            full = q_full.index(stage)
-            mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
-            tma.async_copy_global_to_shared(q_tiles, at, full, q_shared.index(stage))
             at_row = [head, tile * QUERIES]
-            tma.async_copy_global_to_shared(lse_tiles, at_row, full, lse_shared.index(stage))
-            full = do_full.index(stage)
-            mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
-            tma.async_copy_global_to_shared(do_tiles, at, full, do_shared.index(stage))
-            tma.async_copy_global_to_shared(delta_tiles, at_row, full, delta_shared.index(stage))
+            copy_queries(of_queries, streamed, to_queries, at, at_row, copied, CONFIG)
             copied += 1
 
 
@@ -272,15 +264,7 @@ def add_tiles(dq_tiles, pointers, dq_shared, barriers, sizes, CONFIG: gl.constex
                 counter = counters + (stripe * blocks + block).to(gl.int64) * 4
                 number = pieces_before(tile // CONFIG.TILES, work[2])
                 wait_for(counter, number)
-            # The first one finds nothing that it could be added to.
-            if number == 0:
-                tma.async_copy_shared_to_global(dq_tiles, at, dq_shared.index(place))
-            else:
-                tma_add(dq_tiles, at, dq_shared.index(place))
-            # The tile before this one is in memory: its place is free.
-            tma.store_wait(1)
-            if used > 0:
-                mbarrier.arrive(dq_free.index((used + CONFIG.PLACES - 1) % CONFIG.PLACES), count=1)
+            add_tile(dq_tiles, at, dq_shared, dq_free, used, number, CONFIG)
             used += 1
         if tiles > 0:
             pass_on(counter)
@@ -370,10 +354,10 @@ def hopper_backward_kernel(
     to_group = (kv_full, kv_free, of_queries)
     of_dq = (k_shared, ds_shared, dq_shared)
     to_dq = (kv_full, kv_free, ds_full, ds_free, dq_full, dq_free)
-    inputs = (q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles)
+    inputs = (k_tiles, v_tiles, (q_tiles, do_tiles, lse_tiles, delta_tiles))
     pointers = (lengths_ptr, counters_ptr)
-    copied = (q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared)
-    to_copy = (kv_full, kv_free, q_full, do_full, q_free)
+    copied = (k_shared, v_shared, streamed[0])
+    to_copy = (kv_full, kv_free, of_queries[0])
     gl.warp_specialize(
         [
             (differentiate, (outputs, lengths_ptr, of_group, to_group, sizes, scale, 0, CONFIG)),

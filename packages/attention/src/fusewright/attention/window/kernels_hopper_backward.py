@@ -31,13 +31,14 @@ from ..common.kernels_gluon import (
     gluon,
     mbarrier,
     tma,
-    tma_add,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ..common.kernels_hopper_backward import (
     QUERIES,
     ROWS,
+    add_tile,
+    copy_queries,
     differentiate_tile,
     hand_over,
     places_in,
@@ -91,26 +92,28 @@ def of_window(s, rows):
 def differentiate_tiles(
     operands,
     sums,
-    streamed,
-    barriers,
-    ds_shared,
-    ds_barriers,
+    rings,
     turns,
+    numbers,
     begin,
     end,
-    factor,
-    first_key,
-    window,
     GROUP: gl.constexpr,
     SEEN: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
     """dk and dv of a group's keys with the terms of its tiles of queries ``begin`` to ``end``.
-    ``turns``: the tiles that the ring of queries has had before the group's first one, and those of
-    its ds.
+
+    Args:
+        operands: k and v.
+        sums: dk and dv so far.
+        rings: of queries and of ds, each with its barriers.
+        turns: the tiles that the ring of queries has had before the group's first one, and those of
+            its ds.
+        numbers: the factor of the scores, the group's first key, and the window.
     """
+    streamed, of_queries, ds_shared, ds_full, ds_free = rings
     of_ring, of_ds = turns
-    ds_full, ds_free = ds_barriers
+    factor, first_key, window = numbers
     dk, dv = sums
     for step in range(begin, end):
         ds_stage = (of_ds + step) % CONFIG.DS_STAGES
@@ -120,7 +123,7 @@ def differentiate_tiles(
             operands,
             (dk, dv),
             streamed,
-            barriers,
+            of_queries,
             of_ring + step,
             ds_shared.index(place),
             (ds_full.index(place), ds_free.index(place), ds_phase),
@@ -137,9 +140,9 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, heads, CONFIG: gl.const
     """What the copying warp does: keys and values of each piece, then its queries, do and
     statistics.
     """
-    q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles = inputs
-    q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared = buffers
-    kv_full, kv_free, q_full, do_full, q_free = barriers
+    k_tiles, v_tiles, of_queries = inputs
+    k_shared, v_shared, streamed = buffers
+    kv_full, kv_free, to_queries = barriers
     copied = 0
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
         head, key_tile, tiles, _, _ = work_of(piece, sizes)
@@ -151,18 +154,8 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, heads, CONFIG: gl.const
         tma.async_copy_global_to_shared(v_tiles, at, kv_full, v_shared)
         for step in range(tiles):
             row = key_tile * KEYS + step * QUERIES
-            stage = copied % CONFIG.STAGES
-            mbarrier.wait(q_free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
             at = [batch, row, of_head, 0]
-            full = q_full.index(stage)
-            mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
-            tma.async_copy_global_to_shared(q_tiles, at, full, q_shared.index(stage))
-            tma.async_copy_global_to_shared(lse_tiles, [head, row], full, lse_shared.index(stage))
-            full = do_full.index(stage)
-            mbarrier.expect(full, QUERIES * (CONFIG.D * 2 + 4))
-            tma.async_copy_global_to_shared(do_tiles, at, full, do_shared.index(stage))
-            at_row = [head, row]
-            tma.async_copy_global_to_shared(delta_tiles, at_row, full, delta_shared.index(stage))
+            copy_queries(of_queries, streamed, to_queries, at, [head, row], copied, CONFIG)
             copied += 1
 
 
@@ -201,62 +194,23 @@ def differentiate(
         dv = gl.zeros([ROWS, D], gl.float32, OF_GRADIENT)
         # From this tile on, some queries do not see all keys.
         inner = gl.minimum(window // QUERIES, steps)
+        rings = streamed, of_queries, ds_shared, ds_full, ds_free
         turns = used + GROUP, of_ds
         first_key = key_tile * KEYS + GROUP * ROWS
+        numbers = factor, first_key, window
+        own = gl.minimum(steps, 1)
         dk, dv = differentiate_tiles(
-            (k, v),
-            (dk, dv),
-            streamed,
-            of_queries,
-            ds_shared,
-            (ds_full, ds_free),
-            turns,
-            0,
-            gl.minimum(steps, 1),
-            factor,
-            first_key,
-            window,
-            GROUP,
-            of_own_rows,
-            CONFIG,
+            (k, v), (dk, dv), rings, turns, numbers, 0, own, GROUP, of_own_rows, CONFIG
         )
         dk, dv = differentiate_tiles(
-            (k, v),
-            (dk, dv),
-            streamed,
-            of_queries,
-            ds_shared,
-            (ds_full, ds_free),
-            turns,
-            1,
-            inner,
-            factor,
-            first_key,
-            window,
-            GROUP,
-            None,
-            CONFIG,
+            (k, v), (dk, dv), rings, turns, numbers, 1, inner, GROUP, None, CONFIG
         )
         dk, dv = differentiate_tiles(
-            (k, v),
-            (dk, dv),
-            streamed,
-            of_queries,
-            ds_shared,
-            (ds_full, ds_free),
-            turns,
-            inner,
-            steps,
-            factor,
-            first_key,
-            window,
-            GROUP,
-            of_window,
-            CONFIG,
+            (k, v), (dk, dv), rings, turns, numbers, inner, steps, GROUP, of_window, CONFIG
         )
         used += tiles
         of_ds += steps
-        at = [head // heads, key_tile * KEYS + GROUP * ROWS, head % heads, 0]
+        at = [head // heads, first_key, head % heads, 0]
         store_gradients(outputs, out_shared, dk * scale, dv, at, GROUP, CONFIG)
     tma.store_wait(0)
 
@@ -362,15 +316,7 @@ def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, pieces, CONFIG
                 number = step // TILES
                 counter = counters + (head * blocks + key_tile + number).to(gl.int64) * 4
                 wait_for(counter, number)
-            # The first one finds nothing that it could be added to.
-            if number == 0:
-                tma.async_copy_shared_to_global(dq_tiles, at, dq_shared.index(place))
-            else:
-                tma_add(dq_tiles, at, dq_shared.index(place))
-            # The tile before this one is in memory: its place is free.
-            tma.store_wait(1)
-            if used > 0:
-                mbarrier.arrive(dq_free.index((used + CONFIG.PLACES - 1) % CONFIG.PLACES), count=1)
+            add_tile(dq_tiles, at, dq_shared, dq_free, used, number, CONFIG)
             used += 1
         pass_on(counter)
     tma.store_wait(0)
@@ -443,12 +389,13 @@ def window_hopper_backward_kernel(
     outputs = (dk_tiles, dv_tiles)
     streamed = (q_shared, do_shared, lse_shared, delta_shared)
     of_group = (k_shared, v_shared, out_shared, streamed, ds_shared)
-    to_group = (kv_full, kv_free, (q_full, do_full, q_free), ds_full, ds_free)
+    of_queries = (q_full, do_full, q_free)
+    to_group = (kv_full, kv_free, of_queries, ds_full, ds_free)
     of_dq = (k_shared, (ds_shared, dq_shared))
     to_dq = (kv_full, kv_free, (q_free, ds_full, ds_free, dq_full, dq_free))
-    inputs = (q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles)
-    copied = (q_shared, k_shared, v_shared, do_shared, lse_shared, delta_shared)
-    to_copy = (kv_full, kv_free, q_full, do_full, q_free)
+    inputs = (k_tiles, v_tiles, (q_tiles, do_tiles, lse_tiles, delta_tiles))
+    copied = (k_shared, v_shared, streamed)
+    to_copy = (kv_full, kv_free, of_queries)
     to_add = (dq_full, dq_free)
     gl.warp_specialize(
         [

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from .._core.backends import interpreted
 from .._core.launches import Launch, contiguous_strides
 from .._core.lazy import lazy_module
 from .launch import grid_of
@@ -20,6 +21,35 @@ if TYPE_CHECKING:
 else:
     kernels_descriptors = lazy_module(__package__, "kernels_descriptors")
     kernels_hopper_gradients = lazy_module(__package__, "kernels_hopper_gradients")
+
+
+class Line(Protocol):
+    """A line of a table of kernels for Hopper."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def fewest_scores(self) -> int: ...
+
+
+AnyLine = TypeVar("AnyLine", bound=Line)
+
+
+def hopper_line(
+    table: tuple[AnyLine, ...], problem: Problem, aligned: bool, scores: int
+) -> AnyLine | None:
+    """The line for heads of this width and so many scores; None where none serves. ``aligned``:
+    whether a descriptor may start where each operand does.
+    """
+    if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
+        return None
+    if problem.value_width != problem.width or interpreted():
+        return None
+    for line in table:
+        if problem.width == line.width and scores >= line.fewest_scores:
+            return line
+    return None
 
 
 def in_tiles(rows: int) -> Callable[[torch.Tensor], Any]:

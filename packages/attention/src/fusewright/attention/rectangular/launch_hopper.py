@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.backends import interpreted
 from .._core.launches import (
     Allocator,
     Launch,
@@ -20,7 +19,7 @@ from .._core.launches import (
 )
 from .._core.lazy import lazy_module
 from ..common.launch import DescribedLaunch, Outputs, plan_query_tiles
-from ..common.launch_hopper import in_tiles
+from ..common.launch_hopper import hopper_line, in_tiles
 from ..common.problem import Problem, TileConfig
 
 if TYPE_CHECKING:
@@ -132,17 +131,10 @@ def hopper_config(problem: Problem, aligned: bool, ragged: bool) -> HopperConfig
     """The line that serves a call; None where another kernel does. ``aligned``: whether a
     descriptor may start where each operand does; ``ragged``: whether it has key_lengths.
     """
+    if any(problem.copies) or (ragged and problem.keys < FEWEST_RAGGED):
+        return None
     scores = problem.all_heads * problem.queries * problem.keys
-    if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
-        return None
-    if problem.value_width != problem.width:
-        return None
-    if interpreted() or any(problem.copies) or (ragged and problem.keys < FEWEST_RAGGED):
-        return None
-    for line in HOPPER_FORWARD:
-        if problem.width == line.width and scores >= line.fewest_scores:
-            return line
-    return None
+    return hopper_line(HOPPER_FORWARD, problem, aligned, scores)
 
 
 def plan_hopper(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.backends import interpreted
 from .._core.launches import Allocator, Launch, allocate, allocator, cdiv, contiguous_where
 from .._core.lazy import lazy_module
 from ..common.launch import DescribedLaunch, Gradients, grid_of
 from ..common.launch_hopper import (
+    hopper_line,
     in_statistics,
     in_tiles,
     in_tiles_of_dq,
@@ -148,18 +148,11 @@ def hopper_backward_config(problem: Problem, aligned: bool) -> HopperBackwardCon
     """The line that serves a call; None where another kernel does. ``aligned``: whether a
     descriptor may start where each operand does.
     """
-    scores = problem.all_heads * problem.queries * problem.keys
-    if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
-        return None
-    if problem.value_width != problem.width:
-        return None
     # Rows of sums of dq are counted by 32-bit numbers.
-    if interpreted() or problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
+    if problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
         return None
-    for line in HOPPER_BACKWARD:
-        if problem.width == line.width and scores >= line.fewest_scores:
-            return line
-    return None
+    scores = problem.all_heads * problem.queries * problem.keys
+    return hopper_line(HOPPER_BACKWARD, problem, aligned, scores)
 
 
 class Stripes(NamedTuple):

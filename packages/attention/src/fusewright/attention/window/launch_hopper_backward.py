@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.backends import interpreted
 from .._core.launches import Allocator, Launch, allocator, cdiv, contiguous_where
 from .._core.lazy import lazy_module
 from ..common.launch import DescribedLaunch, Gradients
 from ..common.launch_hopper import (
+    hopper_line,
     in_statistics,
     in_tiles,
     in_tiles_of_dq,
@@ -118,23 +118,18 @@ def hopper_backward_config(
     """The line that serves a call; None where another kernel does. ``aligned``: whether a
     descriptor may start where each operand does.
     """
-    if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
-        return None
     # Tiles of queries and of keys begin at the same rows of a sequence, and no window ends in the
     # tile in which it begins.
-    if interpreted() or any(problem.copies) or prefix or problem.queries != problem.keys:
+    if any(problem.copies) or prefix or problem.queries != problem.keys:
         return None
     # The delta of this pass has the rounding of the probabilities of o, which is much in dsinks.
-    if window < QUERIES or not problem.plain or problem.value_width != problem.width:
+    if window < QUERIES or not problem.plain:
         return None
     # Rows of sums of dq are counted by 32-bit numbers.
     if problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
         return None
     scores = problem.all_heads * problem.queries * window
-    for line in HOPPER_BACKWARD:
-        if problem.width == line.width and scores >= line.fewest_scores:
-            return line
-    return None
+    return hopper_line(HOPPER_BACKWARD, problem, aligned, scores)
 
 
 def plan_hopper_backward(

@@ -94,11 +94,14 @@ def launch_window(
     window.attention_backward(do, lse, x, k, v, of_heads, do, do, softmax, band, 0.125)
 
 
-def launch_window_hopper() -> None:
-    """The backward pass of warp groups."""
-    x = torch.empty(4, 4096, 8, 64, dtype=torch.bfloat16)
+def launch_window_hopper(width: int = 64) -> None:
+    """The passes of warp groups."""
+    x = torch.empty(4, 4096, 8, width, dtype=torch.bfloat16)
     softmax, band = torch.empty(2, 4, 8, 4096), window.Band(512, 0)
-    window.attention_backward(x, None, x, x, x, None, x, x, softmax, band, 0.125)
+    for lse in (False, True):
+        window.attention_forward(x, x, x, None, band, 0.125, lse)
+    if width == 64:
+        window.attention_backward(x, None, x, x, x, None, x, x, softmax, band, 0.125)
 
 
 def launch_rotary(width: int, dtype: torch.dtype, beside: bool = True, kinds: int = 2) -> None:
@@ -180,7 +183,8 @@ def every_line() -> None:
         launch_hopper(False, width)
         launch_hopper(width=width, lengths=True)
     launch_hopper_together()
-    launch_window_hopper()
+    for width in (64, 128):
+        launch_window_hopper(width)
     keys = {line.max_keys for line in backward.SINGLE_TILE_BACKWARD}
     for width in (8, 16, 32, 40, 64, 80, 128, 136, 256):
         for dtype in (torch.bfloat16, torch.float32)[: 2 if width <= 128 else 1]:

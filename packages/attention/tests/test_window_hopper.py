@@ -1,5 +1,5 @@
-"""The backward pass of a window by warp groups on Hopper, by a GPU; its shares of work and its
-order of sums, by the source of its kernel with Python's numbers.
+"""The passes of a window by warp groups on Hopper, by a GPU; their shares of work and the order of
+sums, by the source of their kernels with Python's numbers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ from types import FunctionType, SimpleNamespace
 import pytest
 import torch
 from fusewright.attention._core.launches import cdiv
+from fusewright.attention.window import (
+    kernels_hopper,
+    launch,
+    launch_hopper,
+    launch_hopper_backward,
+)
 from fusewright.attention.window import kernels_hopper_backward as kernels
-from fusewright.attention.window import launch, launch_hopper_backward
 from fusewright.attention.window.launch_hopper_backward import KEYS, QUERIES, ROWS, TILES
 from fusewright_testkit import capture
 from fusewright_testkit.conformance import everything, same_bits
@@ -78,23 +83,130 @@ def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed):
     assert programs.run(1) == order
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("tokens", [64, 65, 128, 129, 193, 700, 1500])
+@pytest.mark.parametrize(("groups", "block"), [(3, 64), (3, 128), (2, 64), (2, 128)])
+def test_each_group_has_the_tiles_that_its_rows_see(tokens, window, groups, block):
+    heads, together, tiles = 6, 3, cdiv(tokens, groups * ROWS)
+    sizes = tiles, tokens, min(window, tokens), together
+    config = SimpleNamespace(GROUPS=groups, BLOCK_K=block)
+    gl = SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, a, b: a if is_so else b)
+    work_of, share_of = (
+        FunctionType(function.fn.__code__, dict(gl=gl, ROWS=ROWS))
+        for function in (kernels_hopper.work_of, kernels_hopper.share_of)
+    )
+    row = torch.arange(tokens)
+    distance = row[:, None] - row[None, :]
+    seen = (distance >= 0) & (distance < window)
+    found = []
+    for piece in range(heads * tiles):
+        head, tile, newest, count = work_of(piece, sizes, config)
+        assert newest - count + 1 >= 0
+        for first in range(tile * groups * ROWS, (tile + 1) * groups * ROWS, ROWS):
+            own, steps, inner = share_of(first, newest, sizes, config)
+            # What the group leaves out and what it sees are the tiles of the piece.
+            assert newest - count < own - steps + 1 <= own <= newest
+            assert 1 <= inner <= steps
+            if first >= tokens:
+                assert steps == 1
+                continue
+            found.append((head, first))
+            of_rows = seen[first : first + ROWS]
+            some = [i for i, x in enumerate(of_rows.split(block, 1)) if x.any()]
+            assert some == list(range(own - steps + 1, own + 1))
+            whole = range(own - inner + 1, own)
+            assert all(of_rows[:, i * block : (i + 1) * block].all() for i in whole)
+            # No tile has a mask that needs none, but where rows past the last have one.
+            if first + ROWS <= tokens:
+                rest = range(own - steps + 1, own - inner + 1)
+                assert not any(of_rows[:, i * block : (i + 1) * block].all() for i in rest)
+    assert sorted(found) == [(i, j) for i in range(heads) for j in range(0, tokens, ROWS)]
+
+
 @pytest.fixture
-def plans(fresh_plans, monkeypatch) -> list[launch_hopper_backward.HopperBackwardPlan]:
-    """The plans of backward passes that tests make, whatever the size."""
+def forward_plans(fresh_plans, monkeypatch) -> list[launch_hopper.HopperPlan]:
+    """The plans of forward passes that tests make, whatever the size."""
+    return counted_plans(monkeypatch, launch_hopper, launch, "HOPPER_FORWARD", "plan_hopper")
+
+
+@pytest.fixture
+def plans(forward_plans, monkeypatch) -> list[launch_hopper_backward.HopperBackwardPlan]:
+    """Those of backward passes, behind such forward passes."""
     return counted_plans(monkeypatch, launch_hopper_backward, launch)
 
 
-def draw(op, tokens, batches=2, heads=3):
-    return op.draw((batches, tokens, tokens, heads, 64), BF16, "cuda")
+def draw(op, tokens, batches=2, heads=3, width=64):
+    return op.draw((batches, tokens, tokens, heads, width), BF16, "cuda")
 
 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("tokens", [64, 65, 127, 129, 200, 1000])
-def test_values_and_gradients_are_as_near_to_fp64_as_torch(window_op, plans, tokens, window):
+def test_values_and_gradients_are_as_near_to_fp64_as_torch(
+    window_op, forward_plans, plans, tokens, window
+):
     window_op.check(draw(window_op, tokens), window=window, prefix=0, scale=0.125)
     assert plans
+    assert forward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("window", [64, 129, 512])
+@pytest.mark.parametrize("tokens", [65, 128, 1000])
+def test_heads_of_128_columns_are_as_near_to_fp64_as_torch(
+    window_op, forward_plans, tokens, window
+):
+    tensors = draw(window_op, tokens, width=128)
+    window_op.check(tensors, window=window, prefix=0, scale=0.125)
+    assert forward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("width", [64, 128])
+def test_outputs_are_the_same_whatever_else_is_asked_for(window_op, forward_plans, width):
+    q, k, v = draw(window_op, 1000, width=width)
+    band = launch.Band(300, 0)
+    results = [
+        launch.attention_forward(q, k, v, None, band, 0.125, lse, keep)
+        for lse in (True, False)
+        for keep in (True, False)
+    ]
+    for each in zip(*results, strict=True):
+        first, *others = [x for x in each if x is not None]
+        assert all(torch.equal(first, x) for x in others)
+    assert len(forward_plans) == 4
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("token", [0, 33, 300, 699])
+@pytest.mark.parametrize("width", [64, 128])
+def test_strange_token_reaches_no_row_that_does_not_see_it(
+    window_op, forward_plans, width, token, value
+):
+    """The rows of its tiles are computed again, which changes their bits."""
+    clean = draw(window_op, 700, width=width)
+    expected = window_op.kernels(*clean, window=130, prefix=0, scale=0.125)
+    for place in range(3):
+        # An infinite query or key may have scores of -inf alone.
+        if place < 2 and value == float("inf"):
+            continue
+        tensors = [x.clone() for x in clean]
+        tensors[place][1, token, 2, 5] = value
+        o, lse = window_op.kernels(*tensors, window=130, prefix=0, scale=0.125)
+        reached = torch.zeros(2, 700, 3, dtype=torch.bool, device="cuda")
+        reached[1, token : token + (1 if place == 0 else 130), 2] = True
+        assert not o[reached].isfinite().all(-1).any()
+        near = ~reached
+        assert (o - expected[0])[near].abs().max() <= 8 * torch.finfo(BF16).eps
+        assert (lse - expected[1]).mT[near].abs().max() <= 256 * torch.finfo(torch.float32).eps
+        near[1, :, 2] = False
+        assert torch.equal(o[near], expected[0][near])
+    assert forward_plans
 
 
 @pytest.mark.gpu
@@ -168,16 +280,17 @@ def test_gradients_have_the_same_bits_in_a_graph_and_twice(window_op, plans):
     ],
     ids=str,
 )
-def test_other_bands_take_the_other_kernels(window_op, plans, band):
+def test_other_bands_take_the_other_kernels(window_op, forward_plans, plans, band):
     q, k, v = draw(window_op, 700)
     rows = q[:, -350:] if "every" in band else q
     window_op.check([rows, k, v], **band)
     assert not plans
+    assert not forward_plans
 
 
 @pytest.mark.gpu
 @on_hopper
-def test_shared_heads_and_sinks_take_the_other_kernels(window_op, plans):
+def test_shared_heads_and_sinks_take_the_other_kernels(window_op, forward_plans, plans):
     q, k, v = draw(window_op, 700, heads=4)
     window_op.check([q, k[:, :, :2], v[:, :, :2]], window=130, prefix=0)
 
@@ -187,3 +300,4 @@ def test_shared_heads_and_sinks_take_the_other_kernels(window_op, plans):
     tensors = [q, k, v, torch.randn(4, device="cuda")]
     Yardstick(with_sinks(window_op.reference), tensors).check(with_sinks(window_op.kernels))
     assert not plans
+    assert not forward_plans

@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.kernels_hopper_forward import LARGEST_OUTPUT, LARGEST_SUM
 from ..common.tiles import LOG_2, store_rows
 from ..common.tiles_forward import add_sink, store_outputs
-from .kernels_hopper import LARGEST_OUTPUT, LARGEST_SUM
 
 
 @triton.jit

@@ -35,23 +35,19 @@ Shah et al., FlashAttention-3, arXiv 2407.08608.
 from __future__ import annotations
 
 from ..common.kernels_counters import count_and_wait
-from ..common.kernels_gluon import (
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from ..common.kernels_gluon import gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from ..common.kernels_hopper_forward import (
+    LOG2_E,
+    ROWS,
+    buffers_and_barriers,
+    copy_keys,
+    copy_queries,
+    last_tile,
+    next_tile,
+    probabilities,
+    store_outputs,
+    sums_of_lanes,
 )
-
-LOG_2 = gl.constexpr(0.6931471805599453)
-LOG2_E = gl.constexpr(1.4426950408889634)
-# Queries of a group.
-ROWS = gl.constexpr(64)
-# A sum above this, 2^64, makes its rows be computed again, and an output beyond fp32.
-LARGEST_SUM = gl.constexpr(18446744073709551616.0)
-LARGEST_OUTPUT = gl.constexpr(3.4028234663852886e38)
 
 
 @gluon.jit
@@ -97,8 +93,6 @@ def copy_tiles(inputs, call, buffers, barriers, sizes, pieces, CONFIG: gl.conste
     """
     q_tiles, k_tiles, v_tiles = inputs
     lengths_ptr, begun_ptr, sharing = call
-    q_shared, k_shared, v_shared, _, _ = buffers
-    q_full, q_free, full, free, _ = barriers
     GROUPS: gl.constexpr = CONFIG.GROUPS
     copied = 0
     begun = begun_ptr.to(gl.int64, bitcast=True)
@@ -111,30 +105,13 @@ def copy_tiles(inputs, call, buffers, barriers, sizes, pieces, CONFIG: gl.conste
         if CONFIG.TOGETHER and all_begin:
             count_and_wait(begun, turn * gl.num_programs(0))
         for group in gl.static_range(GROUPS):
-            mbarrier.wait(q_free.index(group), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(group), ROWS * CONFIG.D * 2)
-            at = [batch, (tile * GROUPS + group) * ROWS, head, 0]
-            tma.async_copy_global_to_shared(q_tiles, at, q_full.index(group), q_shared.index(group))
+            of_group = batch, head, tile
+            copy_queries(q_tiles, buffers, barriers, of_group, group, turn, CONFIG)
         for step in range(count):
-            stage = copied % CONFIG.STAGES
-            mbarrier.wait(free.index(stage), ((copied // CONFIG.STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), 2 * CONFIG.BLOCK_K * CONFIG.D * 2)
-            at = [batch, (last - step) * CONFIG.BLOCK_K, of_keys, 0]
-            tma.async_copy_global_to_shared(k_tiles, at, full.index(stage), k_shared.index(stage))
-            tma.async_copy_global_to_shared(v_tiles, at, full.index(stage), v_shared.index(stage))
+            tiles = k_tiles, v_tiles
+            of_tile = batch, of_keys, last
+            copy_keys(tiles, buffers, barriers, of_tile, step, copied, CONFIG)
             copied += 1
-
-
-@gluon.jit
-def sums_of_lanes(p, BLOCK_K: gl.constexpr):
-    """The sum over the columns that a lane holds, [ROWS, 4]: lanes are added once, at the end."""
-    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def probabilities(s, reference, factor):
-    """2^(factor s - reference), by one multiplication with addition and one exponential each."""
-    return gl.exp2(s * factor + gl.expand_dims(-reference, 1))
 
 
 @gluon.jit
@@ -142,11 +119,10 @@ def attend(
     outputs, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
     """What each of the three groups does: its ROWS queries of every piece, over its keys."""
-    o_tiles, o_low_tiles = outputs
     pieces, lengths_ptr, queries, rows, factor, keeps = call
     sinks_ptr, lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr = pointers
-    q_shared, k_shared, v_shared, o_shared, ones_shared = buffers
-    q_full, q_free, full, free, tokens = barriers
+    q_shared, k_shared, _v_shared, o_shared, _ones_shared = buffers
+    q_full, q_free, full, _free, tokens = barriers
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     STAGES: gl.constexpr = CONFIG.STAGES
@@ -155,7 +131,6 @@ def attend(
     OF_OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OF_OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_OUTPUT, 2)
     OF_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    OF_TERMS: gl.constexpr = gl.DotOperandLayout(0, OF_SUMS, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OF_SCORES)
     BY_ROW_OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OF_OUTPUT)
     whole, heads = sizes[0], sizes[5]
@@ -165,7 +140,6 @@ def attend(
     row = gl.arange(0, ROWS, BY_ROW)
     q = q_shared.index(GROUP).reshape([ROWS, D])
     none = gl.zeros([ROWS, BLOCK_K], gl.float32, OF_SCORES)
-    ones = ones_shared.permute([1, 0])
     used = 0
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
         batch, head, tile, last, count, keys = work_of(piece, sizes, lengths_ptr, CONFIG)
@@ -196,30 +170,14 @@ def attend(
             mbarrier.wait(full.index(following), ((used + 1) // STAGES) & 1)
             # The token has come once for each tile of keys but the first of each piece.
             mbarrier.wait(token, ((used - turn) & 1) ^ (1 if GROUP == 0 else 0))
-            k = k_shared.index(following).reshape([BLOCK_K, D]).permute([1, 0])
-            s_ahead = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
-            v = v_shared.index(stage).reshape([BLOCK_K, D])
-            o_ahead = warpgroup_mma(p, v, o, is_async=True)
-            terms = gl.convert_layout(p, OF_TERMS)
-            l_ahead = warpgroup_mma(terms, ones, l, is_async=True)
-            s = warpgroup_mma_wait(2, deps=(s_ahead,))
-            mbarrier.arrive(next_token, count=1)
-            p_next = probabilities(s, reference, factor)
-            if CONFIG.LSE:
-                exact_l += sums_of_lanes(p_next, BLOCK_K)
-            p_next = gl.convert_layout(p_next.to(gl.bfloat16), OF_OPERAND)
-            o, l, p, terms = warpgroup_mma_wait(0, deps=(o_ahead, l_ahead, p, terms))
-            mbarrier.arrive(free.index(stage), count=1)
-            p = p_next
+            p, o, l, exact_l = next_tile(
+                *(q, p, (o, l, exact_l), buffers, barriers, next_token, (stage, following)),
+                *(reference, factor, None, None, True, CONFIG),
+            )
             stage = following
             used += 1
         mbarrier.arrive(q_free.index(GROUP), count=1)
-        v = v_shared.index(stage).reshape([BLOCK_K, D])
-        o_ahead = warpgroup_mma(p, v, o, is_async=True)
-        terms = gl.convert_layout(p, OF_TERMS)
-        l_ahead = warpgroup_mma(terms, ones, l, is_async=True)
-        o, l, p, terms = warpgroup_mma_wait(0, deps=(o_ahead, l_ahead, p, terms))
-        mbarrier.arrive(free.index(stage), count=1)
+        o, l = last_tile(p, o, l, buffers, barriers, stage, CONFIG)
         used += 1
 
         total = gl.convert_layout(gl.max(l, 1), BY_ROW)
@@ -242,34 +200,11 @@ def attend(
                 of_sink = gl.exp2(sink - reference)
                 total += of_sink
                 exact_total += of_sink
-            inverse_sum = 1.0 / total
-            o = o * gl.expand_dims(gl.convert_layout(inverse_sum, BY_ROW_OF_OUTPUT), 1)
-            rounded = o.to(gl.bfloat16)
-            # Where the last piece's output went from.
-            tma.store_wait(0)
-            o_shared.index(GROUP).reshape([ROWS, D]).store(rounded)
-            if keeps:
-                low = (o - rounded.to(gl.float32)).to(gl.bfloat16)
-                o_shared.index(GROUPS + GROUP).reshape([ROWS, D]).store(low)
-            fence_async_shared()
-            at = [batch, block * ROWS, head, 0]
-            tma.async_copy_shared_to_global(o_tiles, at, o_shared.index(GROUP))
-            if keeps:
-                tma.async_copy_shared_to_global(o_low_tiles, at, o_shared.index(GROUPS + GROUP))
-            query = block * ROWS + row
-            at_row = (batch * heads + head) * queries + query
-            if CONFIG.LSE:
-                lse = (reference + gl.log2(exact_total)) * LOG_2
-                gl.store(lse_ptr + at_row, lse, mask=query < queries)
-            if keeps:
-                gl.store(softmax_ptr + at_row, reference, mask=query < queries)
-                gl.store(softmax_ptr + rows + at_row, inverse_sum, mask=query < queries)
-            # Not above: NaN has to be flagged, too.
-            is_good = gl.where(total <= LARGEST_SUM, 1, 0)
-            largest = gl.min(gl.where(gl.abs(o) <= LARGEST_OUTPUT, 1, 0), 1)
-            is_good = is_good & gl.convert_layout(largest, BY_ROW)
-            flag = flags_ptr + (batch * heads + head) * blocks + block
-            gl.store(flag, 1 - gl.min(is_good, 0))
+            store_outputs(
+                *(outputs, (lse_ptr, softmax_ptr, flags_ptr), o_shared),
+                *((o, total, exact_total, reference), (batch, head, block)),
+                *((queries, blocks, heads, rows, keeps), GROUP, CONFIG),
+            )
     tma.store_wait(0)
 
 
@@ -312,36 +247,11 @@ def hopper_forward_kernel(
     written, and CONFIG whether ``lengths_ptr`` and ``sinks_ptr`` are read and ``lse_ptr`` is
     written, and whether heads share keys, ``sharing`` of them those of one head.
     """
-    D: gl.constexpr = CONFIG.D
-    BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
-    STAGES: gl.constexpr = CONFIG.STAGES
     GROUPS: gl.constexpr = CONFIG.GROUPS
-    q_shared = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 1, ROWS, 1, D], q_tiles.layout)
-    # o, and behind it what its rounding takes.
-    o_shared = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, 1, ROWS, 1, D], o_tiles.layout)
-    k_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
-    v_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
-    OF_ONES: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    ones_shared = gl.allocate_shared_memory(gl.bfloat16, [8, BLOCK_K], OF_ONES)
-    ONES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    ones_shared.store(gl.full([8, BLOCK_K], 1.0, gl.bfloat16, ONES))
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    tokens = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for group in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(group), count=1)
-        mbarrier.init(q_free.index(group), count=1)
-        mbarrier.init(tokens.index(group), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=GROUPS)
-    fence_async_shared()
+    tiles = (q_tiles, k_tiles, v_tiles, o_tiles)
+    buffers, barriers = buffers_and_barriers(tiles, CONFIG)
     outputs = (o_tiles, o_low_tiles)
     pointers = (sinks_ptr, lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr)
-    buffers = (q_shared, k_shared, v_shared, o_shared, ones_shared)
-    barriers = (q_full, q_free, full, free, tokens)
     pieces = whole + left * parts
     sizes = (whole, gl.maximum(left, 1), parts, query_tiles, keys, heads)
     call = (pieces, lengths_ptr, queries, rows, scale * LOG2_E, keeps)

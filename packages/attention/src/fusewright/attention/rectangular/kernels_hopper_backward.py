@@ -51,7 +51,7 @@ from ..common.kernels_hopper_backward import (
     places_in,
     store_gradients,
 )
-from .kernels_hopper import LOG2_E
+from ..common.kernels_hopper_forward import LOG2_E
 from .kernels_hopper_order import KEYS, pieces_before, tile_at, work_of
 
 # Groups that have keys, and keys of a program.

@@ -66,6 +66,54 @@ def stream_keys(
 
 
 @triton.jit
+def attend(
+    inputs,
+    strides,
+    sinks_ptr,
+    outputs,
+    scale,
+    sizes,
+    band,
+    batch,
+    head,
+    first,
+    CONFIG: tl.constexpr,
+):
+    """The outputs of BLOCK_Q rows of one head, from ``first`` on; ``inputs`` and ``strides`` are
+    those of q, k and v.
+    """
+    q_ptr, k_ptr, v_ptr = inputs
+    of_q, of_k, of_v = strides
+    o_ptr, lse_ptr, softmax_ptr, o_low_ptr = outputs
+    queries, keys, heads, group, rows = sizes
+    window, prefix, every = band
+    q_source = q_ptr, of_q[0], of_q[1], of_q[2], batch, head, queries
+    of_keys = head // group
+    k_source = k_ptr, of_k[0], of_k[1], of_k[2], batch, of_keys, keys
+    v_source = v_ptr, of_v[0], of_v[1], of_v[2], batch, of_keys, keys
+    factor = scale * LOG2_E
+    q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
+    first_row = first_row_of(queries, keys, every) + first * every
+    last_row = tl.minimum(first_row + (CONFIG.BLOCK_Q - 1) * every, keys - 1)
+    row = first_row + tl.arange(0, CONFIG.BLOCK_Q) * every
+    key_tiles = keys_of_rows(first_row, last_row, window, prefix, CONFIG.BLOCK_K)
+    o, m, l = stream_keys(
+        *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
+        *(False, CONFIG),
+    )
+    # A second time with care, which costs time, only where something is NaN.
+    if tl.max(tl.max((o != o).to(tl.int32), 1), 0) > 0:
+        o, _, _ = stream_keys(
+            *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
+            *(True, CONFIG),
+        )
+    if sinks_ptr is not None:
+        o, m, l = add_sink(o, m, l, sinks_ptr, head)
+    of_tile = batch, head, first, queries, heads
+    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.DV)
+
+
+@triton.jit
 def window_forward_kernel(
     q_ptr,
     k_ptr,
@@ -99,30 +147,73 @@ def window_forward_kernel(
     keys.
     """
     tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
-    batch = tl.program_id(0) // tiles // heads
-    head = tl.program_id(0) // tiles % heads
-    first = (tiles - 1 - tl.program_id(0) % tiles) * CONFIG.BLOCK_Q
-    q_source = q_ptr, q_batch_stride, q_row_stride, q_head_stride, batch, head, queries
-    of_keys = head // group
-    k_source = k_ptr, k_batch_stride, k_row_stride, k_head_stride, batch, of_keys, keys
-    v_source = v_ptr, v_batch_stride, v_row_stride, v_head_stride, batch, of_keys, keys
-    factor = scale * LOG2_E
-    q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
-    first_row = first_row_of(queries, keys, every) + first * every
-    last_row = tl.minimum(first_row + (CONFIG.BLOCK_Q - 1) * every, keys - 1)
-    row = first_row + tl.arange(0, CONFIG.BLOCK_Q) * every
-    key_tiles = keys_of_rows(first_row, last_row, window, prefix, CONFIG.BLOCK_K)
-    o, m, l = stream_keys(
-        *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
-        *(False, CONFIG),
+    attend(
+        (q_ptr, k_ptr, v_ptr),
+        (
+            (q_batch_stride, q_row_stride, q_head_stride),
+            (k_batch_stride, k_row_stride, k_head_stride),
+            (v_batch_stride, v_row_stride, v_head_stride),
+        ),
+        sinks_ptr,
+        (o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
+        scale,
+        (queries, keys, heads, group, rows),
+        (window, prefix, every),
+        tl.program_id(0) // tiles // heads,
+        tl.program_id(0) // tiles % heads,
+        (tiles - 1 - tl.program_id(0) % tiles) * CONFIG.BLOCK_Q,
+        CONFIG,
     )
-    # A second time with care, which costs time, only where something is NaN.
-    if tl.max(tl.max((o != o).to(tl.int32), 1), 0) > 0:
-        o, _, _ = stream_keys(
-            *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
-            *(True, CONFIG),
+
+
+@triton.jit
+def flagged_window_forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    flags_ptr,
+    o_ptr,
+    lse_ptr,
+    softmax_ptr,
+    o_low_ptr,
+    scale,
+    q_batch_stride,
+    q_row_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_row_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_row_stride,
+    v_head_stride,
+    queries,
+    keys,
+    heads,
+    group,
+    window,
+    prefix,
+    every,
+    rows,
+    CONFIG: tl.constexpr,
+):
+    """One program computes BLOCK_Q rows of one head, where their flag is set."""
+    tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
+    if tl.load(flags_ptr + tl.program_id(0)) != 0:
+        attend(
+            (q_ptr, k_ptr, v_ptr),
+            (
+                (q_batch_stride, q_row_stride, q_head_stride),
+                (k_batch_stride, k_row_stride, k_head_stride),
+                (v_batch_stride, v_row_stride, v_head_stride),
+            ),
+            sinks_ptr,
+            (o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
+            scale,
+            (queries, keys, heads, group, rows),
+            (window, prefix, every),
+            tl.program_id(0) // tiles // heads,
+            tl.program_id(0) // tiles % heads,
+            tl.program_id(0) % tiles * CONFIG.BLOCK_Q,
+            CONFIG,
         )
-    if sinks_ptr is not None:
-        o, m, l = add_sink(o, m, l, sinks_ptr, head)
-    of_tile = batch, head, first, queries, heads
-    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.DV)

@@ -44,7 +44,7 @@ from ..common.kernels_hopper_backward import (
     places_in,
     store_gradients,
 )
-from ..rectangular.kernels_hopper import LOG2_E
+from ..common.kernels_hopper_forward import LOG2_E
 
 # Groups that have keys, keys of a piece, and tiles of queries of as many rows.
 GROUPS = gl.constexpr(2)

@@ -34,6 +34,7 @@ from ..common.problem import (
     problem_of,
     tile_config,
 )
+from .launch_hopper import HopperPlan, hopper_config, plan_hopper
 from .launch_hopper_backward import (
     HopperBackwardPlan,
     hopper_backward_config,
@@ -148,9 +149,13 @@ def attention_backward(
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(key: Key, band: Band, with_lse: bool, keep: bool) -> Plan:
+def forward_plan(key: Key, band: Band, with_lse: bool, keep: bool) -> Plan | HopperPlan:
     """The plan for a call that reads q, k, v and sinks."""
     problem = problem_of(key, 3, integers_of(band, key))
+    _, _, _, aligned, _, _ = key
+    window = min(band.window, problem.keys)
+    if hopper := hopper_config(problem, aligned, window, band.prefix):
+        return plan_hopper(problem, hopper, window, with_lse, keep)
     launch = None
     if math.prod(problem.query_shape):
         kernel = kernels.window_forward_kernel

@@ -127,11 +127,11 @@ def differentiate_tile(
     dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
     # lse has its sign changed: one multiplication with addition.
     p = gl.exp2(s * factor + gl.expand_dims(lse, 0))
-    p_operand = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
+    p_operand = gl.convert_layout(p.to(do.dtype), OF_OPERAND)
     delta = load_statistics(delta_shared.index(stage), BY_QUERY)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv_ahead = warpgroup_mma(p_operand, do, dv, is_async=True)
-    ds = (p * (dp - gl.expand_dims(delta, 0))).to(gl.bfloat16)
+    ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
     mbarrier.wait(ds_free, ds_phase)
     ds_shared.store(ds)
     fence_async_shared()
@@ -152,8 +152,8 @@ def store_gradients(outputs, out_shared, dk, dv, at, GROUP: gl.constexpr, CONFIG
     dk_tiles, dv_tiles = outputs
     # Where the last piece's gradients went from.
     tma.store_wait(0)
-    out_shared.index(2 * GROUP).reshape([ROWS, D]).store(dk.to(gl.bfloat16))
-    out_shared.index(2 * GROUP + 1).reshape([ROWS, D]).store(dv.to(gl.bfloat16))
+    out_shared.index(2 * GROUP).reshape([ROWS, D]).store(dk.to(dk_tiles.dtype))
+    out_shared.index(2 * GROUP + 1).reshape([ROWS, D]).store(dv.to(dv_tiles.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dk_tiles, at, out_shared.index(2 * GROUP))
     tma.async_copy_shared_to_global(dv_tiles, at, out_shared.index(2 * GROUP + 1))

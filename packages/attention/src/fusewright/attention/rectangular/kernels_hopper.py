@@ -7,7 +7,9 @@ factor is scale log2 e. The reference r_i is the maximum of s_ij over the first 
 row sees, and stays what it is: no later tile rescales o and l, as an online softmax does. Exact
 while no score lies far above the reference: exponents of bf16 and fp32 reach 2^127. Rows whose sum
 or output has grown beyond a limit are flagged, and ``flagged_forward_kernel`` computes their tile
-again, online.
+again, online. In fp16, probabilities reach 2^16, beyond which they and their sum are infinite. The
+reference is not put above the first maximum, which would leave more room: the sum is at least 1,
+so that what fp16 takes from small probabilities is no more than if the greatest one were 1.
 
 A program is some groups of four warps. The last has a warp that copies tiles of keys and values
 into a ring of STAGES in shared memory; each of the other GROUPS, three or, for wider heads, two,
@@ -188,7 +190,7 @@ def attend(
         else:
             p = probabilities(s, reference, factor)
         exact_l = sums_of_lanes(p, BLOCK_K)
-        p = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
+        p = gl.convert_layout(p.to(q.dtype), OF_OPERAND)
         l = gl.zeros([ROWS, 8], gl.float32, OF_SUMS)
         o = gl.zeros([ROWS, D], gl.float32, OF_OUTPUT)
         for _ in range(1, count):
@@ -207,7 +209,7 @@ def attend(
             p_next = probabilities(s, reference, factor)
             if CONFIG.LSE:
                 exact_l += sums_of_lanes(p_next, BLOCK_K)
-            p_next = gl.convert_layout(p_next.to(gl.bfloat16), OF_OPERAND)
+            p_next = gl.convert_layout(p_next.to(q.dtype), OF_OPERAND)
             o, l, p, terms = warpgroup_mma_wait(0, deps=(o_ahead, l_ahead, p, terms))
             mbarrier.arrive(free.index(stage), count=1)
             p = p_next
@@ -244,12 +246,12 @@ def attend(
                 exact_total += of_sink
             inverse_sum = 1.0 / total
             o = o * gl.expand_dims(gl.convert_layout(inverse_sum, BY_ROW_OF_OUTPUT), 1)
-            rounded = o.to(gl.bfloat16)
+            rounded = o.to(o_tiles.dtype)
             # Where the last piece's output went from.
             tma.store_wait(0)
             o_shared.index(GROUP).reshape([ROWS, D]).store(rounded)
             if keeps:
-                low = (o - rounded.to(gl.float32)).to(gl.bfloat16)
+                low = (o - rounded.to(gl.float32)).to(o_tiles.dtype)
                 o_shared.index(GROUPS + GROUP).reshape([ROWS, D]).store(low)
             fence_async_shared()
             at = [batch, block * ROWS, head, 0]
@@ -316,15 +318,16 @@ def hopper_forward_kernel(
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     STAGES: gl.constexpr = CONFIG.STAGES
     GROUPS: gl.constexpr = CONFIG.GROUPS
-    q_shared = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 1, ROWS, 1, D], q_tiles.layout)
+    DTYPE: gl.constexpr = q_tiles.dtype
+    q_shared = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, ROWS, 1, D], q_tiles.layout)
     # o, and behind it what its rounding takes.
-    o_shared = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, 1, ROWS, 1, D], o_tiles.layout)
-    k_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
-    v_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
+    o_shared = gl.allocate_shared_memory(DTYPE, [2 * GROUPS, 1, ROWS, 1, D], o_tiles.layout)
+    k_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
+    v_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
     OF_ONES: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    ones_shared = gl.allocate_shared_memory(gl.bfloat16, [8, BLOCK_K], OF_ONES)
+    ones_shared = gl.allocate_shared_memory(DTYPE, [8, BLOCK_K], OF_ONES)
     ONES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    ones_shared.store(gl.full([8, BLOCK_K], 1.0, gl.bfloat16, ONES))
+    ones_shared.store(gl.full([8, BLOCK_K], 1.0, DTYPE, ONES))
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     tokens = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())

@@ -65,7 +65,7 @@ def launch_hopper(
     key_lengths = torch.empty(4, dtype=torch.int32) if lengths else None
     of_heads = torch.empty(8) if sinks else None
     forward.attention_forward(q, k, k, key_lengths, of_heads, 0.125, lse, True)
-    if lse and width == 64:
+    if lse:
         softmax = torch.empty(2, 4, 8, 2700)
         backward.attention_backward(q, None, q, k, k, key_lengths, of_heads, q, q, softmax, 0.125)
 

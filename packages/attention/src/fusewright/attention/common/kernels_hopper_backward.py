@@ -3,9 +3,9 @@
     p_ij = 2^(factor q_i . k_j - lse_i)    ds_ij = p_ij (do_i . v_j - delta_i)
     dv_j += sum_i p_ij do_i    dk_j += sum_i ds_ij q_i    dq_i += sum_j ds_ij k_j
 
-A group of four warps has ROWS keys and values, as left operands in registers, while tiles of
-QUERIES queries pass in shared memory. Scores are transposed, [keys, queries], so that p and ds stay
-in registers for the products that make dv and dk.
+A group of four warps has ROWS keys and values, as left operands in registers or in shared memory,
+while tiles of QUERIES queries pass in shared memory. Scores are transposed, [keys, queries], so
+that p and ds stay in registers for the products that make dv and dk.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from .kernels_gluon import (
     warpgroup_mma_wait,
 )
 
-# Queries of a tile, and keys of a group of warps.
+# Queries of a tile, keys of a group of warps, and columns of a tile of dq.
 QUERIES = gl.constexpr(64)
 ROWS = gl.constexpr(64)
+COLUMNS = gl.constexpr(64)
 
 
 @gluon.jit
@@ -160,8 +161,19 @@ def store_gradients(outputs, out_shared, dk, dv, at, GROUP: gl.constexpr, CONFIG
 
 
 @gluon.jit
+def store_gradient(tiles, place, gradient, at, CONFIG: gl.constexpr):
+    """A gradient of a group's keys to ``at``, rounded, by way of a place in shared memory that is
+    free, and free again afterwards.
+    """
+    place.reshape([ROWS, CONFIG.D]).store(gradient.to(tiles.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tiles, at, place)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def hand_over(dq, dq_shared, dq_full, dq_free, used, CONFIG: gl.constexpr):
-    """A tile of dq, transposed, [D, QUERIES], to the warp that adds it to memory."""
+    """A tile of dq, transposed, [COLUMNS, QUERIES], to the warp that adds it to memory."""
     place = used % CONFIG.PLACES
     mbarrier.wait(dq_free.index(place), ((used // CONFIG.PLACES) & 1) ^ 1)
     # Four numbers of a thread next to one another: stores of 16 bytes without conflicts.

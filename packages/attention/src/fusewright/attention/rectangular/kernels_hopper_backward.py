@@ -375,10 +375,10 @@ def hopper_backward_kernel(
     OF_DS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     q_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, QUERIES, 1, D], q_tiles.layout)
     do_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, QUERIES, 1, D], do_tiles.layout)
-    if CONFIG.IN_REGISTERS:
-        OF_KEYS: gl.constexpr = [1, KEYS, 1, D]
-    else:
-        OF_KEYS: gl.constexpr = [GROUPS, 1, ROWS, 1, D]
+    # In one tile, or in one for each group.
+    TOGETHER: gl.constexpr = [1, KEYS, 1, D]
+    APART: gl.constexpr = [GROUPS, 1, ROWS, 1, D]
+    OF_KEYS: gl.constexpr = TOGETHER if CONFIG.IN_REGISTERS else APART
     k_shared = gl.allocate_shared_memory(DTYPE, OF_KEYS, k_tiles.layout)
     v_shared = gl.allocate_shared_memory(DTYPE, OF_KEYS, v_tiles.layout)
     lse_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], lse_tiles.layout)

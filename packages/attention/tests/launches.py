@@ -57,14 +57,15 @@ def launch_hopper(
     lengths: bool = False,
     key_heads: int = 8,
     sinks: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """The passes of warp groups, with parts of their last tiles, which only Hopper has."""
-    q = torch.empty(4, 2700, 8, width, dtype=torch.bfloat16)
-    k = torch.empty(4, 3200, key_heads, width, dtype=torch.bfloat16)
+    q = torch.empty(4, 2700, 8, width, dtype=dtype)
+    k = torch.empty(4, 3200, key_heads, width, dtype=dtype)
     key_lengths = torch.empty(4, dtype=torch.int32) if lengths else None
     of_heads = torch.empty(8) if sinks else None
     forward.attention_forward(q, k, k, key_lengths, of_heads, 0.125, lse, True)
-    if lse and width == 64:
+    if lse:
         softmax = torch.empty(2, 4, 8, 2700)
         backward.attention_backward(q, None, q, k, k, key_lengths, of_heads, q, q, softmax, 0.125)
 
@@ -94,9 +95,9 @@ def launch_window(
     window.attention_backward(do, lse, x, k, v, of_heads, do, do, softmax, band, 0.125)
 
 
-def launch_window_hopper(width: int = 64) -> None:
+def launch_window_hopper(width: int = 64, dtype: torch.dtype = torch.bfloat16) -> None:
     """The passes of warp groups."""
-    x = torch.empty(4, 4096, 8, width, dtype=torch.bfloat16)
+    x = torch.empty(4, 4096, 8, width, dtype=dtype)
     softmax, band = torch.empty(2, 4, 8, 4096), window.Band(512, 0)
     for lse in (False, True):
         window.attention_forward(x, x, x, None, band, 0.125, lse)
@@ -130,6 +131,7 @@ def one_of_each() -> None:
     launch_apply_rotary(40, torch.bfloat16)
     launch(1000, 64, torch.bfloat16)
     launch_hopper()
+    launch_hopper(width=128, dtype=torch.float16)
     launch_window_hopper()
     launch(64, 64, torch.bfloat16)
     launch_window(64, torch.bfloat16)
@@ -146,6 +148,7 @@ def grouped(sinks: bool = False) -> None:
     for width in (64, 128):
         for lengths in (False, True):
             launch_hopper(width=width, lengths=lengths, key_heads=2, sinks=sinks)
+    launch_hopper(width=128, lengths=True, key_heads=2, sinks=sinks, dtype=torch.float16)
 
 
 def with_sinks() -> None:
@@ -182,9 +185,11 @@ def every_line() -> None:
         launch_hopper(width=width)
         launch_hopper(False, width)
         launch_hopper(width=width, lengths=True)
+        launch_hopper(width=width, dtype=torch.float16)
     launch_hopper_together()
     for width in (64, 128):
-        launch_window_hopper(width)
+        for dtype in (torch.bfloat16, torch.float16):
+            launch_window_hopper(width, dtype)
     keys = {line.max_keys for line in backward.SINGLE_TILE_BACKWARD}
     for width in (8, 16, 32, 40, 64, 80, 128, 136, 256):
         for dtype in (torch.bfloat16, torch.float32)[: 2 if width <= 128 else 1]:

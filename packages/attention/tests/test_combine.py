@@ -1,11 +1,15 @@
-"""Parts of a tile whose keys were cut, added by the kernel itself, in the interpreter."""
+"""What comes behind the passes of warp groups, by the kernels themselves, in the interpreter: parts
+of a tile whose keys were cut are added, and sums of dq rounded.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
+from fusewright.attention.common import kernels_hopper_gradients
 from fusewright.attention.rectangular import kernels_combine
 
 ROWS, GROUPS, D = 64, 3, 64
@@ -65,3 +69,32 @@ def test_parts_whose_sum_is_beyond_fp32_are_flagged():
     softmax[:, :, 1:] = 2.0**27
     partial_o[:, 1] = 1.0
     assert combined(partial_o, softmax)[2].tolist() == [1, 0, 1]
+
+
+class Constants(NamedTuple):
+    """What the kernel that rounds dq reads as CONFIG."""
+
+    D: int
+    KEYS: int = 128
+
+
+@interpreted
+@pytest.mark.parametrize("width", [64, 128])
+def test_dq_is_added_over_ranges_from_the_order_of_registers_and_rounded(width):
+    """A lane has four numbers of a transposed tile of 64 columns next to one another: two halves of
+    rows, two columns.
+    """
+    heads, queries, ranges = 2, 150, 3
+    tiles = -(-queries // 64)
+    sums = torch.randint(-8, 9, (heads, ranges, tiles * 64, width)).float()
+    x = sums.reshape(heads, ranges, tiles, 64, width // 64, 64).permute(0, 1, 2, 4, 5, 3)
+    x = x.reshape(heads, ranges, tiles, width // 64, 4, 2, 8, 8, 4, 2)
+    x = x.permute(0, 1, 2, 3, 7, 4, 6, 8, 5, 9).contiguous()
+    dq = torch.empty(1, queries, heads, width, dtype=torch.float16)
+    kernels_hopper_gradients.round_dq_kernel[(heads * tiles,)](
+        *(x, None, dq, 0.5),
+        *(queries, 1000, heads, 1, tiles, 3, ranges),
+        CONFIG=Constants(width),
+    )
+    expected = 0.5 * sums.sum(1)[:, :queries].transpose(0, 1)
+    assert torch.equal(dq[0].float(), expected)

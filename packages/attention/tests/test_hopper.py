@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from fusewright.attention import rectangular_attention_with_lse
@@ -18,7 +20,10 @@ from fusewright_testkit.conformance import everything, same_bits
 
 from .operations import SCALE
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
+# Dtypes and widths that have kernels of their own.
+KINDS = [(BF16, 64), (BF16, 128), (FP16, 64), (FP16, 128)]
+of_each_kind = pytest.mark.parametrize(("dtype", "width"), KINDS, ids=str)
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
 
@@ -98,9 +103,12 @@ def test_values_and_gradients_are_as_near_to_fp64_as_torch(lse_op, backward_plan
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("shape", [(3, 3000, 2000, 4, 64), (1, 1500, 1300, 17, 64)], ids=str)
-def test_many_tiles_and_parts_are_as_near_to_fp64_as_torch(lse_op, plans, backward_plans, shape):
-    lse_op.check(lse_op.draw(shape, BF16, "cuda"))
+@of_each_kind
+@pytest.mark.parametrize("shape", [(3, 3000, 2000, 4), (1, 1500, 1300, 17)], ids=str)
+def test_many_tiles_and_parts_are_as_near_to_fp64_as_torch(
+    lse_op, plans, backward_plans, shape, dtype, width
+):
+    lse_op.check(lse_op.draw((*shape, width), dtype, "cuda"))
     assert plans[0].combine is not None
     assert backward_plans[0].add_parts is not None
 
@@ -118,36 +126,60 @@ def test_many_keys_of_few_queries_are_as_near_to_fp64_as_torch(lse_op, plans, ba
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("queries", [1, 63, 128, 129, 500])
-@pytest.mark.parametrize("keys", [65, 457, 1024])
-def test_heads_of_128_columns_are_as_near_to_fp64_as_torch(lse_op, plans, queries, keys):
+@pytest.mark.parametrize("keys", [129, 457, 1024])
+@pytest.mark.parametrize(("dtype", "width"), KINDS[1:], ids=str)
+def test_fp16_and_heads_of_128_columns_are_as_near_to_fp64_as_torch(
+    lse_op, plans, backward_plans, queries, keys, dtype, width
+):
     heads = 3 if queries > 1 else 64
-    lse_op.check(lse_op.draw((2, queries, keys, heads, 128), BF16, "cuda"))
+    lse_op.check(lse_op.draw((2, queries, keys, heads, width), dtype, "cuda"))
     assert plans
-
-
-WIDE = (2, 1100, 1500, 3, 128)
+    assert backward_plans
 
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("shape", [(2, 1100, 1500, 3, 64), (3, 3000, 2000, 4, 64), WIDE], ids=str)
+@of_each_kind
+@pytest.mark.parametrize("shape", [(2, 1100, 1500, 3), (3, 3000, 2000, 4)], ids=str)
 @pytest.mark.parametrize("factor", [5.0, 20.0, 60.0])
 def test_keys_that_grow_late_in_the_row_are_computed_again(
-    lse_op, plans, backward_plans, factor, shape
+    lse_op, plans, backward_plans, factor, shape, dtype, width
 ):
     """Keys are visited from the last one on."""
-    q, k, v = lse_op.draw(shape, BF16, "cuda")
+    q, k, v = lse_op.draw((*shape, width), dtype, "cuda")
     k[:, : shape[2] // 2] *= factor
     lse_op.check([q, k, v])
     assert plans
-    assert bool(backward_plans) == (shape[-1] == 64)
+    assert backward_plans
 
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_tiny_and_huge_values(lse_op, backward_plans, size):
-    q, k, v = lse_op.draw((1, 300, 700, 2, 64), BF16, "cuda")
+@of_each_kind
+@pytest.mark.parametrize("growth", [15.0, 15.999, 16.0, 16.5, 40.0])
+def test_a_score_this_many_powers_of_2_above_those_before_it(
+    lse_op, plans, backward_plans, growth, dtype, width
+):
+    """A probability of 2^16, beside a reference of 1, is infinite in fp16."""
+    q, k, v = lse_op.draw((2, 300, 700, 3, width), dtype, "cuda")
+    q[..., 0], k[..., 0] = 4.0, 0.0
+    k[:, 5] = 0.0
+    k[:, 5, :, 0] = growth * math.log(2.0) / (SCALE * 4.0)
+    q[..., 1:] *= 0.1
+    lse_op.check([q, k, v])
+    assert plans
+    assert backward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    ("dtype", "width", "size"),
+    [(BF16, 64, 1e-30), (BF16, 64, 1e30), (BF16, 128, 1e30), (FP16, 64, 1e-3), (FP16, 128, 100.0)],
+    ids=str,
+)
+def test_tiny_and_huge_values(lse_op, backward_plans, dtype, width, size):
+    q, k, v = lse_op.draw((1, 300, 700, 2, width), dtype, "cuda")
     k[:, :300] *= 4.0
     lse_op.check([q, k, v * size])
     assert backward_plans
@@ -183,8 +215,9 @@ def test_strange_number_stays_in_its_head_and_row(plans, value):
 
 @pytest.mark.gpu
 @on_hopper
-def test_strided_operands_are_read_by_their_strides(op, backward_plans):
-    joint = torch.randn(2, 700, 3, 4, 64, device="cuda", dtype=BF16)
+@of_each_kind
+def test_strided_operands_are_read_by_their_strides(op, backward_plans, dtype, width):
+    joint = torch.randn(2, 700, 3, 4, width, device="cuda", dtype=dtype)
     strided = [joint[:, :, i] for i in range(3)]
     whole = [x.contiguous() for x in strided]
     assert same_bits(
@@ -216,6 +249,17 @@ def test_heads_that_share_keys(lse_op, plans, backward_plans, queries, heads, ra
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize(("dtype", "width"), KINDS[1:], ids=str)
+def test_heads_that_share_keys_of_128_columns_or_fp16(lse_op, plans, backward_plans, dtype, width):
+    q, _, _ = lse_op.draw((2, 130, 1500, 6, width), dtype, "cuda")
+    _, k, v = lse_op.draw((2, 130, 1500, 3, width), dtype, "cuda")
+    lse_op.check([q, k, v], [700, 1500])
+    assert plans
+    assert backward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("factor", [1.0, 20.0], ids=["as they are", "computed again"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_shared_heads_give_the_bits_of_expanded_ones(lse_op, plans, factor, width):
@@ -230,12 +274,13 @@ def test_shared_heads_give_the_bits_of_expanded_ones(lse_op, plans, factor, widt
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("lengths", [None, [1500, 0, 700]], ids=["whole", "ragged"])
-@pytest.mark.parametrize("shape", [(3, 130, 1500, 12, 64), (3, 1100, 1500, 3, 64)], ids=str)
-def test_sinks(lse_op, plans, backward_plans, shape, lengths):
+@of_each_kind
+@pytest.mark.parametrize("shape", [(3, 130, 1500, 12), (3, 1100, 1500, 3)], ids=str)
+def test_sinks(lse_op, plans, backward_plans, shape, lengths, dtype, width):
     """From hardly any weight to nearly all of it, and so far above all scores that rows are
     computed again.
     """
-    tensors = lse_op.draw(shape, BF16, "cuda")
+    tensors = lse_op.draw((*shape, width), dtype, "cuda")
     of_heads = torch.linspace(-6.0, 6.0, shape[3], device="cuda")
     of_heads[-1] = 80.0
     key_lengths = None if lengths is None else torch.tensor(lengths, device="cuda")
@@ -293,19 +338,25 @@ def test_tasks_have_numbers_of_keys_of_their_own(lse_op, plans, backward_plans, 
 
 @pytest.mark.gpu
 @on_hopper
-def test_lengths_with_heads_of_128_columns_and_parts(lse_op, plans):
-    lse_op.check(lse_op.draw((10, 1100, 1500, 3, 128), BF16, "cuda"), LENGTHS)
+@pytest.mark.parametrize(("dtype", "width"), KINDS[1:], ids=str)
+def test_lengths_with_fp16_or_heads_of_128_columns_and_parts(
+    lse_op, plans, backward_plans, dtype, width
+):
+    lse_op.check(lse_op.draw((10, 1100, 1500, 3, width), dtype, "cuda"), LENGTHS)
     # So few tiles that each is cut into many parts, of which most have no keys.
-    lse_op.check(lse_op.draw((3, 100, 9000, 1, 128), BF16, "cuda"), [300, 9000, 0])
+    lse_op.check(lse_op.draw((3, 100, 9000, 1, width), dtype, "cuda"), [300, 9000, 0])
     assert plans[1].combine is not None
+    assert len(backward_plans) == 2
 
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_what_lies_behind_the_keys_of_a_task_is_not_seen(op, plans, value, width):
-    q, k, v = op.draw((len(LENGTHS), 300, 1500, 2, width), BF16, "cuda")
+@of_each_kind
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 6e4])
+def test_what_lies_behind_the_keys_of_a_task_is_not_seen(
+    op, plans, backward_plans, value, dtype, width
+):
+    q, k, v = op.draw((len(LENGTHS), 300, 1500, 2, width), dtype, "cuda")
     lengths = torch.tensor(LENGTHS, device="cuda")
     behind = torch.arange(1500, device="cuda") >= lengths[:, None]
     upstream = torch.randn_like(q)
@@ -317,18 +368,21 @@ def test_what_lies_behind_the_keys_of_a_task_is_not_seen(op, plans, value, width
         results.append([o, *torch.autograd.grad(o, leaves, upstream)])
     for clean, actual in zip(*results, strict=True):
         # Tiles of queries that saw NaN were computed again.
-        assert (clean - actual).abs().max() <= 2 * torch.finfo(BF16).eps * clean.abs().max()
+        assert (clean - actual).abs().max() <= 2 * torch.finfo(dtype).eps * clean.abs().max()
     for dk_or_dv in results[1][2:]:
         assert not dk_or_dv[behind].any()
     assert plans
+    assert backward_plans
 
 
 @pytest.mark.gpu
 @on_hopper
+@of_each_kind
 @pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
-def test_graph_and_repeated_calls_give_the_same_bits(op, backward_plans, ragged):
+def test_graph_and_repeated_calls_give_the_same_bits(op, backward_plans, ragged, dtype, width):
     """A replay reads its own numbers of keys."""
-    tensors = [x.requires_grad_() for x in op.draw((3, 1300, 1500, 3, 64), BF16, "cuda")]
+    shape = 3, 1300, 1500, 3, width
+    tensors = [x.requires_grad_() for x in op.draw(shape, dtype, "cuda")]
     if ragged:
         tensors.append(torch.tensor([1500, 800, 0], device="cuda", dtype=torch.int32))
     graph, captured = capture(lambda: everything(op.kernels, tensors))
@@ -337,18 +391,19 @@ def test_graph_and_repeated_calls_give_the_same_bits(op, backward_plans, ragged)
             tensor.normal_()
         for tensor in tensors[3:]:
             tensor.copy_(torch.tensor([3, 1500, 1000]))
-    graph.replay()
-    torch.cuda.synchronize()
-    for _ in range(3):
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
         assert same_bits(captured, everything(op.kernels, tensors))
     assert backward_plans
 
 
 @pytest.mark.gpu
 @on_hopper
-def test_keys_past_the_last_have_no_part_in_gradients(lse_op, backward_plans):
+@of_each_kind
+def test_keys_past_the_last_have_no_part_in_gradients(lse_op, backward_plans, dtype, width):
     """Their scores are 0, infinitely more likely than real ones far below it."""
-    q, k, v = lse_op.draw((2, 300, 130, 3, 64), BF16, "cuda")
+    q, k, v = lse_op.draw((2, 300, 130, 3, width), dtype, "cuda")
     lse_op.check([q.abs(), -8 * k.abs(), v])
     assert backward_plans
 
@@ -374,9 +429,10 @@ def test_strange_upstream_gradient_stays_in_its_head_and_row(op, backward_plans)
 
 @pytest.mark.gpu
 @on_hopper
-def test_gradients_have_the_same_bits_beside_other_work(op, backward_plans):
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_have_the_same_bits_beside_other_work(op, backward_plans, width):
     """Programs wait for one another's turn, in an order that time does not change."""
-    tensors = [x.requires_grad_() for x in op.draw((2, 2000, 3000, 8, 64), BF16, "cuda")]
+    tensors = [x.requires_grad_() for x in op.draw((2, 2000, 3000, 8, width), BF16, "cuda")]
     o = op.first(op.kernels(*tensors))
     upstream = torch.randn_like(o)
 

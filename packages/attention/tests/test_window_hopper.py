@@ -26,7 +26,7 @@ from fusewright_testkit.yardstick import Yardstick
 from .ordered import Ordered
 from .test_hopper import counted_plans, on_hopper
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 WINDOWS = [64, 65, 127, 128, 129, 300, 512, 10_000]
 
 
@@ -135,18 +135,20 @@ def plans(forward_plans, monkeypatch) -> list[launch_hopper_backward.HopperBackw
     return counted_plans(monkeypatch, launch_hopper_backward, launch)
 
 
-def draw(op, tokens, batches=2, heads=3, width=64):
-    return op.draw((batches, tokens, tokens, heads, width), BF16, "cuda")
+def draw(op, tokens, batches=2, heads=3, width=64, dtype=BF16):
+    return op.draw((batches, tokens, tokens, heads, width), dtype, "cuda")
 
 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("tokens", [64, 65, 127, 129, 200, 1000])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_values_and_gradients_are_as_near_to_fp64_as_torch(
-    window_op, forward_plans, plans, tokens, window
+    window_op, forward_plans, plans, tokens, window, dtype
 ):
-    window_op.check(draw(window_op, tokens), window=window, prefix=0, scale=0.125)
+    tensors = draw(window_op, tokens, dtype=dtype)
+    window_op.check(tensors, window=window, prefix=0, scale=0.125)
     assert plans
     assert forward_plans
 
@@ -219,9 +221,10 @@ def test_more_pieces_than_programs_are_as_near_to_fp64_as_torch(window_op, plans
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("factor", [5.0, 20.0, 60.0])
-def test_great_scores_are_as_near_to_fp64_as_torch(window_op, plans, factor):
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_great_scores_are_as_near_to_fp64_as_torch(window_op, plans, factor, dtype):
     """A score that is not seen may lie far above those that are."""
-    q, k, v = draw(window_op, 700)
+    q, k, v = draw(window_op, 700, dtype=dtype)
     k[:, 300:400] *= factor
     window_op.check([q, k, v], window=130, prefix=0, scale=0.125)
     assert plans

@@ -20,6 +20,6 @@ def statistics_descriptor(x: torch.Tensor) -> TensorDescriptor:
 
 
 def dq_descriptor(x: torch.Tensor) -> TensorDescriptor:
-    """Tiles of dq, [tiles QUERIES, D], each in the order of registers."""
+    """Tiles of dq, [tiles QUERIES, COLUMNS], each in the order of registers."""
     layout = gl.NVMMASharedLayout(0, 32, rank=2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[-1]], layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [64, 64], layout)

@@ -3,9 +3,9 @@
     p_ij = 2^(factor q_i . k_j - lse_i)    ds_ij = p_ij (do_i . v_j - delta_i)
     dv_j += sum_i p_ij do_i    dk_j += sum_i ds_ij q_i    dq_i += sum_j ds_ij k_j
 
-A group of four warps has ROWS keys and values, as left operands in registers, while tiles of
-QUERIES queries pass in shared memory. Scores are transposed, [keys, queries], so that p and ds stay
-in registers for the products that make dv and dk.
+A group of four warps has ROWS keys and values, as left operands in registers or in shared memory,
+while tiles of QUERIES queries pass in shared memory. Scores are transposed, [keys, queries], so
+that p and ds stay in registers for the products that make dv and dk.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from .kernels_gluon import (
     warpgroup_mma_wait,
 )
 
-# Queries of a tile, and keys of a group of warps.
+# Queries of a tile, keys of a group of warps, and columns of a tile of dq.
 QUERIES = gl.constexpr(64)
 ROWS = gl.constexpr(64)
+COLUMNS = gl.constexpr(64)
 
 
 @gluon.jit
@@ -127,11 +128,11 @@ def differentiate_tile(
     dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
     # lse has its sign changed: one multiplication with addition.
     p = gl.exp2(s * factor + gl.expand_dims(lse, 0))
-    p_operand = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
+    p_operand = gl.convert_layout(p.to(do.dtype), OF_OPERAND)
     delta = load_statistics(delta_shared.index(stage), BY_QUERY)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv_ahead = warpgroup_mma(p_operand, do, dv, is_async=True)
-    ds = (p * (dp - gl.expand_dims(delta, 0))).to(gl.bfloat16)
+    ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
     mbarrier.wait(ds_free, ds_phase)
     ds_shared.store(ds)
     fence_async_shared()
@@ -152,16 +153,27 @@ def store_gradients(outputs, out_shared, dk, dv, at, GROUP: gl.constexpr, CONFIG
     dk_tiles, dv_tiles = outputs
     # Where the last piece's gradients went from.
     tma.store_wait(0)
-    out_shared.index(2 * GROUP).reshape([ROWS, D]).store(dk.to(gl.bfloat16))
-    out_shared.index(2 * GROUP + 1).reshape([ROWS, D]).store(dv.to(gl.bfloat16))
+    out_shared.index(2 * GROUP).reshape([ROWS, D]).store(dk.to(dk_tiles.dtype))
+    out_shared.index(2 * GROUP + 1).reshape([ROWS, D]).store(dv.to(dv_tiles.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dk_tiles, at, out_shared.index(2 * GROUP))
     tma.async_copy_shared_to_global(dv_tiles, at, out_shared.index(2 * GROUP + 1))
 
 
 @gluon.jit
+def store_gradient(tiles, place, gradient, at, CONFIG: gl.constexpr):
+    """A gradient of a group's keys to ``at``, rounded, by way of a place in shared memory that is
+    free, and free again afterwards.
+    """
+    place.reshape([ROWS, CONFIG.D]).store(gradient.to(tiles.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tiles, at, place)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def hand_over(dq, dq_shared, dq_full, dq_free, used, CONFIG: gl.constexpr):
-    """A tile of dq, transposed, [D, QUERIES], to the warp that adds it to memory."""
+    """A tile of dq, transposed, [COLUMNS, QUERIES], to the warp that adds it to memory."""
     place = used % CONFIG.PLACES
     mbarrier.wait(dq_free.index(place), ((used // CONFIG.PLACES) & 1) ^ 1)
     # Four numbers of a thread next to one another: stores of 16 bytes without conflicts.

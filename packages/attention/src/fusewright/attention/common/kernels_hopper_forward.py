@@ -46,15 +46,16 @@ def buffers_and_barriers(tiles, CONFIG: gl.constexpr):
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     STAGES: gl.constexpr = CONFIG.STAGES
     GROUPS: gl.constexpr = CONFIG.GROUPS
-    q_shared = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 1, ROWS, 1, D], q_tiles.layout)
+    DTYPE: gl.constexpr = q_tiles.dtype
+    q_shared = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, ROWS, 1, D], q_tiles.layout)
     # o, and behind it what its rounding takes.
-    o_shared = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, 1, ROWS, 1, D], o_tiles.layout)
-    k_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
-    v_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
+    o_shared = gl.allocate_shared_memory(DTYPE, [2 * GROUPS, 1, ROWS, 1, D], o_tiles.layout)
+    k_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
+    v_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
     OF_ONES: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    ones_shared = gl.allocate_shared_memory(gl.bfloat16, [8, BLOCK_K], OF_ONES)
+    ones_shared = gl.allocate_shared_memory(DTYPE, [8, BLOCK_K], OF_ONES)
     ONES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    ones_shared.store(gl.full([8, BLOCK_K], 1.0, gl.bfloat16, ONES))
+    ones_shared.store(gl.full([8, BLOCK_K], 1.0, DTYPE, ONES))
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     tokens = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -172,7 +173,7 @@ def next_tile(
     p_next = probabilities(s, reference, factor)
     if CONFIG.LSE:
         exact_l += sums_of_lanes(p_next, BLOCK_K)
-    p_next = gl.convert_layout(p_next.to(gl.bfloat16), OF_OPERAND)
+    p_next = gl.convert_layout(p_next.to(q.dtype), OF_OPERAND)
     o, l, p, terms = warpgroup_mma_wait(0, deps=(o_ahead, l_ahead, p, terms))
     mbarrier.arrive(free.index(stage), count=1)
     return p_next, o, l, exact_l
@@ -219,12 +220,12 @@ def store_outputs(
     BY_ROW_OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     inverse_sum = 1.0 / total
     o = o * gl.expand_dims(gl.convert_layout(inverse_sum, BY_ROW_OF_OUTPUT), 1)
-    rounded = o.to(gl.bfloat16)
+    rounded = o.to(o_tiles.dtype)
     # Where the last piece's output went from.
     tma.store_wait(0)
     o_shared.index(GROUP).reshape([ROWS, D]).store(rounded)
     if keeps:
-        low = (o - rounded.to(gl.float32)).to(gl.bfloat16)
+        low = (o - rounded.to(gl.float32)).to(o_tiles.dtype)
         o_shared.index(GROUPS + GROUP).reshape([ROWS, D]).store(low)
     fence_async_shared()
     at = [batch, block * ROWS, head, 0]

@@ -120,8 +120,9 @@ def round_dq_kernel(
     for _ in range(1, ranges):
         at += of_stripe * (QUERIES * D)
         x += tl.load(of_tile + at)
-    # Which numbers these are: j, the warp, a lane's row, its columns, the half of rows, a column.
-    x = tl.reshape(x, [8, 4, 8, 4, 2, 2])
-    x = tl.reshape(tl.permute(x, [0, 3, 5, 1, 4, 2]), [QUERIES, D])
+    # Which numbers these are: 64 columns of D, of which a tile has 64 queries, transposed; j, the
+    # warp, a lane's row, its columns, the half of rows, a column.
+    x = tl.reshape(x, [D // 64, 8, 4, 8, 4, 2, 2])
+    x = tl.reshape(tl.permute(x, [1, 4, 6, 0, 2, 5, 3]), [QUERIES, D])
     place = head // heads, head % heads, tile * QUERIES, queries, heads
     store_rows(dq_ptr, x * scale, place, D)

@@ -22,6 +22,9 @@ else:
     kernels_descriptors = lazy_module(__package__, "kernels_descriptors")
     kernels_hopper_gradients = lazy_module(__package__, "kernels_hopper_gradients")
 
+# What the kernels serve.
+DTYPES = torch.bfloat16, torch.float16
+
 
 class Line(Protocol):
     """A line of a table of kernels for Hopper."""
@@ -42,7 +45,7 @@ def hopper_line(
     """The line for heads of this width and so many scores; None where none serves. ``aligned``:
     whether a descriptor may start where each operand does.
     """
-    if problem.gpu.capability != 90 or problem.dtype != torch.bfloat16 or not aligned:
+    if problem.gpu.capability != 90 or problem.dtype not in DTYPES or not aligned:
         return None
     if problem.value_width != problem.width or interpreted():
         return None

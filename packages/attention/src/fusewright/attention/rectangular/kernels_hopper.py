@@ -7,7 +7,9 @@ factor is scale log2 e. The reference r_i is the maximum of s_ij over the first 
 row sees, and stays what it is: no later tile rescales o and l, as an online softmax does. Exact
 while no score lies far above the reference: exponents of bf16 and fp32 reach 2^127. Rows whose sum
 or output has grown beyond a limit are flagged, and ``flagged_forward_kernel`` computes their tile
-again, online.
+again, online. In fp16, probabilities reach 2^16, beyond which they and their sum are infinite. The
+reference is not put above the first maximum, which would leave more room: the sum is at least 1,
+so that what fp16 takes from small probabilities is no more than if the greatest one were 1.
 
 A program is some groups of four warps. The last has a warp that copies tiles of keys and values
 into a ring of STAGES in shared memory; each of the other GROUPS, three or, for wider heads, two,
@@ -162,7 +164,7 @@ def attend(
         else:
             p = probabilities(s, reference, factor)
         exact_l = sums_of_lanes(p, BLOCK_K)
-        p = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
+        p = gl.convert_layout(p.to(q.dtype), OF_OPERAND)
         l = gl.zeros([ROWS, 8], gl.float32, OF_SUMS)
         o = gl.zeros([ROWS, D], gl.float32, OF_OUTPUT)
         for _ in range(1, count):

@@ -12,6 +12,10 @@ tile of queries. One multiplies the ds of both by the keys and stores the tile o
 memory. Of the fourth, one warp copies tiles of queries and of do into a ring of STAGES, and another
 adds tiles of dq to those in memory, by the bulk copy engine, in fp32.
 
+Sums of dk and dv of 128 columns leave no registers for that. There, without IN_REGISTERS, keys and
+values stay in shared memory, and the two groups with keys make dq, too, each COLUMNS columns of a
+tile, once the tile behind it is done: neither waits for the ds of the other.
+
 Programs stay and take piece after piece of work: KEYS keys of one head against all its queries. The
 pieces that fill all programs are whole; the few that are left are cut by their queries, and
 ``add_parts_kernel`` adds their parts of dk and dv.
@@ -42,6 +46,7 @@ from ..common.kernels_gluon import (
     warpgroup_mma_wait,
 )
 from ..common.kernels_hopper_backward import (
+    COLUMNS,
     QUERIES,
     ROWS,
     add_tile,
@@ -49,6 +54,7 @@ from ..common.kernels_hopper_backward import (
     differentiate_tile,
     hand_over,
     places_in,
+    store_gradient,
     store_gradients,
 )
 from ..common.kernels_hopper_forward import LOG2_E
@@ -77,9 +83,15 @@ def copy_tiles(inputs, call, buffers, barriers, sizes, CONFIG: gl.constexpr):
         of_head = head % heads
         mbarrier.wait(kv_free, (piece // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(kv_full, 2 * KEYS * CONFIG.D * 2)
-        at = [batch, first_key, of_head, 0]
-        tma.async_copy_global_to_shared(k_tiles, at, kv_full, k_shared)
-        tma.async_copy_global_to_shared(v_tiles, at, kv_full, v_shared)
+        if CONFIG.IN_REGISTERS:
+            at = [batch, first_key, of_head, 0]
+            tma.async_copy_global_to_shared(k_tiles, at, kv_full, k_shared)
+            tma.async_copy_global_to_shared(v_tiles, at, kv_full, v_shared)
+        else:
+            for group in gl.static_range(GROUPS):
+                at = [batch, first_key + group * ROWS, of_head, 0]
+                tma.async_copy_global_to_shared(k_tiles, at, kv_full, k_shared.index(group))
+                tma.async_copy_global_to_shared(v_tiles, at, kv_full, v_shared.index(group))
         for step in range(tiles):
             tile = first + tile_at(step, tiles, begin)
             at = [batch, tile * QUERIES, of_head, 0]
@@ -102,6 +114,7 @@ def of_keys(s, limit):
 @gluon.jit
 def differentiate_piece(
     operands,
+    of_dq,
     buffers,
     barriers,
     steps,
@@ -111,7 +124,8 @@ def differentiate_piece(
     CONFIG: gl.constexpr,
 ):
     """dk, not scaled, and dv of a group's keys, [ROWS, D], over the queries of a piece; and their
-    ds, for dq. ``SEEN``: None, or ``of_keys`` where rows from ``limit`` on are no keys.
+    ds, for dq, or, with keys in shared memory, the group's columns of dq. ``SEEN``: None, or
+    ``of_keys`` where rows from ``limit`` on are no keys.
     """
     used, tiles, limit = steps
     streamed, ds_shared = buffers
@@ -120,6 +134,7 @@ def differentiate_piece(
     OF_GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk = gl.zeros([ROWS, D], gl.float32, OF_GRADIENT)
     dv = gl.zeros([ROWS, D], gl.float32, OF_GRADIENT)
+    of_ds = ds_shared, ds_full, ds_free
     for step in range(tiles):
         slot = used + step
         ds_stage = slot % CONFIG.DS_STAGES
@@ -139,7 +154,32 @@ def differentiate_piece(
             SEEN,
             CONFIG,
         )
+        # Of the tile before: the other group need not be as far.
+        if not CONFIG.IN_REGISTERS and step > 0:
+            multiply_tile(of_dq, of_ds, slot - 1, GROUP, CONFIG)
+    if not CONFIG.IN_REGISTERS and tiles > 0:
+        multiply_tile(of_dq, of_ds, used + tiles - 1, GROUP, CONFIG)
     return dk, dv
+
+
+@gluon.jit
+def multiply_tile(of_dq, of_ds, slot, GROUP: gl.constexpr, CONFIG: gl.constexpr):
+    """A group's COLUMNS columns of a tile of dq, transposed, [COLUMNS, QUERIES], from the keys and
+    the ds of both groups, in shared memory.
+    """
+    k_shared, dq_shared, dq_full, dq_free = of_dq
+    ds_shared, ds_full, ds_free = of_ds
+    OF_DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    stage = slot % CONFIG.DS_STAGES
+    mbarrier.wait(ds_full.index(stage), (slot // CONFIG.DS_STAGES) & 1)
+    dq = gl.zeros([COLUMNS, QUERIES], gl.float32, OF_DQ)
+    for group in gl.static_range(GROUPS):
+        ds = ds_shared.index(stage).slice(group * ROWS, ROWS, dim=0)
+        k = k_shared.index(group).reshape([ROWS, CONFIG.D]).slice(GROUP * COLUMNS, COLUMNS, dim=1)
+        dq = warpgroup_mma(k.permute([1, 0]), ds, dq, use_acc=group > 0, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    mbarrier.arrive(ds_free.index(stage), count=1)
+    hand_over(dq, dq_shared, dq_full, dq_free, slot * GROUPS + GROUP, CONFIG)
 
 
 @gluon.jit
@@ -154,12 +194,11 @@ def keys_before(limit, x, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def differentiate(
-    outputs, lengths_ptr, buffers, barriers, sizes, scale, GROUP: gl.constexpr, CONFIG: gl.constexpr
-):
+def differentiate(call, GROUP: gl.constexpr, CONFIG: gl.constexpr):
     """What each of the two groups with keys does: dk and dv of its ROWS keys of every piece."""
+    outputs, lengths_ptr, buffers, barriers, sizes, scale = call
     dk_tiles, dv_tiles, partial_ptr = outputs
-    k_shared, v_shared, out_shared, streamed = buffers
+    k_shared, v_shared, leaving, streamed = buffers
     kv_full, kv_free, of_queries = barriers
     D: gl.constexpr = CONFIG.D
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
@@ -173,22 +212,33 @@ def differentiate(
         head, _stripe, first_key, limit = work[0]
         tiles = work[1][1]
         mbarrier.wait(kv_full, piece // gl.num_programs(0) & 1)
-        # Both stay in registers, as left operands of their products.
-        k = k_shared.reshape([KEYS, D]).slice(GROUP * ROWS, ROWS, dim=0).load(OF_KEYS)
-        v = v_shared.reshape([KEYS, D]).slice(GROUP * ROWS, ROWS, dim=0).load(OF_KEYS)
-        mbarrier.arrive(kv_free, count=1)
+        if CONFIG.IN_REGISTERS:
+            k = k_shared.reshape([KEYS, D]).slice(GROUP * ROWS, ROWS, dim=0).load(OF_KEYS)
+            v = v_shared.reshape([KEYS, D]).slice(GROUP * ROWS, ROWS, dim=0).load(OF_KEYS)
+            mbarrier.arrive(kv_free, count=1)
+            of_dq = None
+        else:
+            dq_shared, dq_full, dq_free = leaving
+            of_dq = k_shared, dq_shared, dq_full, dq_free
+            k = k_shared.index(GROUP).reshape([ROWS, D])
+            v = v_shared.index(GROUP).reshape([ROWS, D])
         first = first_key + GROUP * ROWS
         steps = (used, tiles, limit - GROUP * ROWS)
         if limit < (GROUP + 1) * ROWS:
             if CONFIG.RAGGED:
-                k = keys_before(limit - GROUP * ROWS, k, 0)
-                v = keys_before(limit - GROUP * ROWS, v, 0)
+                if CONFIG.IN_REGISTERS:
+                    k = keys_before(limit - GROUP * ROWS, k, 0)
+                    v = keys_before(limit - GROUP * ROWS, v, 0)
+                else:
+                    k.store(keys_before(limit - GROUP * ROWS, k.load(OF_KEYS), 0))
+                    v.store(keys_before(limit - GROUP * ROWS, v.load(OF_KEYS), 0))
+                    fence_async_shared()
             dk, dv = differentiate_piece(
-                (k, v), streamed, of_queries, steps, factor, GROUP, of_keys, CONFIG
+                (k, v), of_dq, streamed, of_queries, steps, factor, GROUP, of_keys, CONFIG
             )
         else:
             dk, dv = differentiate_piece(
-                (k, v), streamed, of_queries, steps, factor, GROUP, None, CONFIG
+                (k, v), of_dq, streamed, of_queries, steps, factor, GROUP, None, CONFIG
             )
         used += tiles
         dk = dk * scale
@@ -201,7 +251,14 @@ def differentiate(
             gl.store(part + KEYS * D + at, dv)
         else:
             corner = [head // heads, first, head % heads, 0]
-            store_gradients((dk_tiles, dv_tiles), out_shared, dk, dv, corner, GROUP, CONFIG)
+            if CONFIG.IN_REGISTERS:
+                store_gradients((dk_tiles, dv_tiles), leaving, dk, dv, corner, GROUP, CONFIG)
+            else:
+                # In the place of its values, which no other group reads.
+                store_gradient(dv_tiles, v_shared.index(GROUP), dv, corner, CONFIG)
+                store_gradient(dk_tiles, v_shared.index(GROUP), dk, corner, CONFIG)
+        if not CONFIG.IN_REGISTERS:
+            mbarrier.arrive(kv_free, count=1)
     tma.store_wait(0)
 
 
@@ -254,18 +311,20 @@ def add_tiles(dq_tiles, pointers, dq_shared, barriers, sizes, CONFIG: gl.constex
         number = 0
         for step in range(tiles):
             tile = tile_at(step, tiles, begin)
-            place = used % CONFIG.PLACES
-            mbarrier.wait(dq_full.index(place), (used // CONFIG.PLACES) & 1)
-            at = [(stripe * query_tiles + first + tile) * QUERIES, 0]
-            if tile % CONFIG.TILES == 0:
-                if step > 0:
-                    pass_on(counter)
-                block = first // CONFIG.TILES + tile // CONFIG.TILES
-                counter = counters + (stripe * blocks + block).to(gl.int64) * 4
-                number = pieces_before(tile // CONFIG.TILES, work[2])
-                wait_for(counter, number)
-            add_tile(dq_tiles, at, dq_shared, dq_free, used, number, CONFIG)
-            used += 1
+            for part in gl.static_range(CONFIG.D // COLUMNS):
+                place = used % CONFIG.PLACES
+                mbarrier.wait(dq_full.index(place), (used // CONFIG.PLACES) & 1)
+                of_tile = (stripe * query_tiles + first + tile) * (CONFIG.D // COLUMNS) + part
+                at = [of_tile * QUERIES, 0]
+                if part == 0 and tile % CONFIG.TILES == 0:
+                    if step > 0:
+                        pass_on(counter)
+                    block = first // CONFIG.TILES + tile // CONFIG.TILES
+                    counter = counters + (stripe * blocks + block).to(gl.int64) * 4
+                    number = pieces_before(tile // CONFIG.TILES, work[2])
+                    wait_for(counter, number)
+                add_tile(dq_tiles, at, dq_shared, dq_free, used, number, CONFIG)
+                used += 1
         if tiles > 0:
             pass_on(counter)
     tma.store_wait(0)
@@ -311,19 +370,24 @@ def hopper_backward_kernel(
     STAGES: gl.constexpr = CONFIG.STAGES
     DS_STAGES: gl.constexpr = CONFIG.DS_STAGES
     PLACES: gl.constexpr = CONFIG.PLACES
+    DTYPE: gl.constexpr = q_tiles.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     OF_DS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    q_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 1, D], q_tiles.layout)
-    do_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 1, D], do_tiles.layout)
-    k_shared = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 1, D], k_tiles.layout)
-    v_shared = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 1, D], v_tiles.layout)
+    q_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, QUERIES, 1, D], q_tiles.layout)
+    do_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, QUERIES, 1, D], do_tiles.layout)
+    # In one tile, or in one for each group.
+    TOGETHER: gl.constexpr = [1, KEYS, 1, D]
+    APART: gl.constexpr = [GROUPS, 1, ROWS, 1, D]
+    OF_KEYS: gl.constexpr = TOGETHER if CONFIG.IN_REGISTERS else APART
+    k_shared = gl.allocate_shared_memory(DTYPE, OF_KEYS, k_tiles.layout)
+    v_shared = gl.allocate_shared_memory(DTYPE, OF_KEYS, v_tiles.layout)
     lse_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], lse_tiles.layout)
     delta_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], delta_tiles.layout)
-    ds_shared = gl.allocate_shared_memory(gl.bfloat16, [DS_STAGES, KEYS, QUERIES], OF_DS)
-    dq_shared = gl.allocate_shared_memory(gl.float32, [PLACES, QUERIES, D], dq_tiles.layout)
-    out_shared = gl.allocate_shared_memory(
-        gl.bfloat16, [2 * GROUPS, 1, ROWS, 1, D], dk_tiles.layout
-    )
+    ds_shared = gl.allocate_shared_memory(DTYPE, [DS_STAGES, KEYS, QUERIES], OF_DS)
+    dq_shared = gl.allocate_shared_memory(gl.float32, [PLACES, QUERIES, COLUMNS], dq_tiles.layout)
+    if CONFIG.IN_REGISTERS:
+        OUT_SHAPE: gl.constexpr = [2 * GROUPS, 1, ROWS, 1, D]
+        leaving = gl.allocate_shared_memory(DTYPE, OUT_SHAPE, dk_tiles.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     kv_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -334,23 +398,25 @@ def hopper_backward_kernel(
     dq_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
     dq_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
     mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_free, count=GROUPS + 1)
+    mbarrier.init(kv_free, count=GROUPS + 1 if CONFIG.IN_REGISTERS else GROUPS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(do_full.index(stage), count=1)
         mbarrier.init(q_free.index(stage), count=GROUPS)
     for stage in gl.static_range(DS_STAGES):
         mbarrier.init(ds_full.index(stage), count=GROUPS)
-        mbarrier.init(ds_free.index(stage), count=1)
+        mbarrier.init(ds_free.index(stage), count=1 if CONFIG.IN_REGISTERS else GROUPS)
     for place in gl.static_range(PLACES):
         mbarrier.init(dq_full.index(place), count=1)
         mbarrier.init(dq_free.index(place), count=1)
     fence_async_shared()
+    if not CONFIG.IN_REGISTERS:
+        leaving = (dq_shared, dq_full, dq_free)
     sizes = (whole, parts, pieces, key_tiles, query_tiles, keys, heads, ranges)
     outputs = (dk_tiles, dv_tiles, partial_ptr)
     streamed = ((q_shared, do_shared, lse_shared, delta_shared), ds_shared)
     of_queries = ((q_full, do_full, q_free), ds_full, ds_free)
-    of_group = (k_shared, v_shared, out_shared, streamed)
+    of_group = (k_shared, v_shared, leaving, streamed)
     to_group = (kv_full, kv_free, of_queries)
     of_dq = (k_shared, ds_shared, dq_shared)
     to_dq = (kv_full, kv_free, ds_full, ds_free, dq_full, dq_free)
@@ -358,14 +424,31 @@ def hopper_backward_kernel(
     pointers = (lengths_ptr, counters_ptr)
     copied = (k_shared, v_shared, streamed[0])
     to_copy = (kv_full, kv_free, of_queries[0])
-    gl.warp_specialize(
-        [
-            (differentiate, (outputs, lengths_ptr, of_group, to_group, sizes, scale, 0, CONFIG)),
-            (differentiate, (outputs, lengths_ptr, of_group, to_group, sizes, scale, 1, CONFIG)),
-            (multiply_keys, (lengths_ptr, of_dq, to_dq, sizes, CONFIG)),
-            (copy_tiles, (inputs, (lengths_ptr, sharing), copied, to_copy, sizes, CONFIG)),
-            (add_tiles, (dq_tiles, pointers, dq_shared, (dq_full, dq_free), sizes, CONFIG)),
-        ],
-        [4, 4, 1, 1],
-        [CONFIG.REGISTERS, CONFIG.DQ_REGISTERS, CONFIG.COPYING_REGISTERS, CONFIG.COPYING_REGISTERS],
-    )
+    to_add = (dq_full, dq_free)
+    call = (outputs, lengths_ptr, of_group, to_group, sizes, scale)
+    REGISTERS: gl.constexpr = CONFIG.REGISTERS
+    DQ_REGISTERS: gl.constexpr = CONFIG.DQ_REGISTERS
+    FEW_REGISTERS: gl.constexpr = CONFIG.COPYING_REGISTERS
+    if CONFIG.IN_REGISTERS:
+        gl.warp_specialize(
+            [
+                (differentiate, (call, 0, CONFIG)),
+                (differentiate, (call, 1, CONFIG)),
+                (multiply_keys, (lengths_ptr, of_dq, to_dq, sizes, CONFIG)),
+                (copy_tiles, (inputs, (lengths_ptr, sharing), copied, to_copy, sizes, CONFIG)),
+                (add_tiles, (dq_tiles, pointers, dq_shared, to_add, sizes, CONFIG)),
+            ],
+            [4, 4, 1, 1],
+            [REGISTERS, DQ_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (differentiate, (call, 0, CONFIG)),
+                (differentiate, (call, 1, CONFIG)),
+                (copy_tiles, (inputs, (lengths_ptr, sharing), copied, to_copy, sizes, CONFIG)),
+                (add_tiles, (dq_tiles, pointers, dq_shared, to_add, sizes, CONFIG)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
+        )

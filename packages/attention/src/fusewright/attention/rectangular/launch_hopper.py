@@ -45,9 +45,9 @@ FEWEST_RAGGED = 2048
 
 
 class HopperConfig(NamedTuple):
-    """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more, which fill
-    the GPU: so many groups of warps with queries, tiles of ``keys`` rows in a ring of ``stages``,
-    so many registers a thread that multiplies and that copies.
+    """Serves heads of ``width`` and calls of ``fewest_scores`` scores and more, which fill the GPU:
+    so many groups of warps with queries, tiles of ``keys`` rows in a ring of ``stages``, so many
+    registers a thread that multiplies and that copies.
     """
 
     width: int

@@ -30,16 +30,17 @@ else:
     kernels_combine = lazy_module(__package__, "kernels_combine")
     kernels_hopper_backward = lazy_module(__package__, "kernels_hopper_backward")
 
-# Queries of a tile, keys of a piece of work and of a group of warps.
-QUERIES, KEYS, ROWS = 64, 128, 64
+# Queries of a tile, keys of a piece of work and of a group of warps, columns of a tile of dq.
+QUERIES, KEYS, ROWS, COLUMNS = 64, 128, 64, 64
 
 
 class HopperBackwardConfig(NamedTuple):
-    """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more, which fill
-    the GPU: blocks of ``tiles`` tiles of queries, ``gap`` of which lie between two programs; rings
-    of ``stages`` tiles of queries and of ``ds_stages`` tiles of ds, and ``places`` for tiles of dq;
-    so many registers a thread of a group with keys, of the one for dq, and of the warps that copy
-    and add.
+    """Serves heads of ``width`` and calls of ``fewest_scores`` scores and more, which fill the GPU:
+    blocks of ``tiles`` tiles of queries, ``gap`` of which lie between two programs; rings of
+    ``stages`` tiles of queries and of ``ds_stages`` tiles of ds, and ``places`` for tiles of dq; so
+    many registers a thread of a group with keys, of the one for dq, and of the warps that copy and
+    add. ``dq_registers`` is None where the groups with keys make dq, and keys and values stay in
+    shared memory.
     """
 
     width: int
@@ -50,14 +51,14 @@ class HopperBackwardConfig(NamedTuple):
     ds_stages: int
     places: int
     registers: int
-    dq_registers: int
+    dq_registers: int | None
     copying_registers: int
 
 
 class HopperBackwardConstants(NamedTuple):
     """What the kernels are compiled for, read as ``CONFIG``: sizes of tiles, those of a
-    HopperBackwardConfig, whether heads share keys, and whether tasks have numbers of keys of their
-    own.
+    HopperBackwardConfig, whether heads share keys, whether tasks have numbers of keys of their own,
+    and whether keys and values stay in registers.
     """
 
     D: int
@@ -71,10 +72,11 @@ class HopperBackwardConstants(NamedTuple):
     DS_STAGES: int
     PLACES: int
     REGISTERS: int
-    DQ_REGISTERS: int
+    DQ_REGISTERS: int | None
     COPYING_REGISTERS: int
     GROUPED: bool
     RAGGED: bool
+    IN_REGISTERS: bool
 
 
 # What a piece of work takes beside its blocks of queries, in blocks. Unmeasured.
@@ -85,7 +87,7 @@ TILES_IN_A_BLOCK = 330
 HARDLY_MORE = 1.05
 
 
-# Source: docs/decisions/0018-orders-h200.csv and 0018-hopper-h200.csv.
+# Source: docs/decisions/0018-orders-h200.csv and 0018-hopper-h200.csv; 128 columns are unmeasured.
 HOPPER_BACKWARD = (
     HopperBackwardConfig(
         *(64, 1 << 27),
@@ -96,6 +98,17 @@ HOPPER_BACKWARD = (
         places=4,
         registers=192,
         dq_registers=104,
+        copying_registers=24,
+    ),
+    HopperBackwardConfig(
+        *(128, 1 << 27),
+        tiles=2,
+        gap=2,
+        stages=2,
+        ds_stages=2,
+        places=4,
+        registers=240,
+        dq_registers=None,
         copying_registers=24,
     ),
 )
@@ -149,7 +162,8 @@ def hopper_backward_config(problem: Problem, aligned: bool) -> HopperBackwardCon
     descriptor may start where each operand does.
     """
     # Rows of sums of dq are counted by 32-bit numbers.
-    if problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
+    parts = problem.width // COLUMNS
+    if problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES * parts >= 2**31:
         return None
     scores = problem.all_heads * problem.queries * problem.keys
     return hopper_line(HOPPER_BACKWARD, problem, aligned, scores)
@@ -237,6 +251,7 @@ def plan_hopper_backward(
         COPYING_REGISTERS=config.copying_registers,
         GROUPED=problem.group > 1,
         RAGGED=ragged,
+        IN_REGISTERS=config.dq_registers is not None,
     )
     launch = DescribedLaunch(
         kernels_hopper_backward.hopper_backward_kernel,
@@ -249,8 +264,9 @@ def plan_hopper_backward(
         dict(num_warps=4, launch_cooperative_grid=True),
         CONFIG=constants,
     )
+    key_rows = KEYS if constants.IN_REGISTERS else ROWS
     launch.descriptors = (
-        *map(in_tiles, (QUERIES, KEYS, KEYS, QUERIES, ROWS, ROWS)),
+        *map(in_tiles, (QUERIES, key_rows, key_rows, QUERIES, ROWS, ROWS)),
         *(in_statistics, in_statistics, in_tiles_of_dq),
     )
     prepare = plan_prepare(problem, of_head, blocks, ranges, constants)
@@ -266,12 +282,13 @@ def plan_hopper_backward(
             CONFIG=constants,
         )
     queries = query_tiles * QUERIES
+    sums = heads * ranges * queries * (width // COLUMNS), COLUMNS
     shapes = problem.query_shape, problem.key_shape, problem.key_shape
     dq, dk, dv = (allocator(shape, problem.dtype, device) for shape in shapes)
     return HopperBackwardPlan(
         problem.copies,
         (dq, dk, dv),
-        allocator((heads * ranges * queries, width), torch.float32, device),
+        allocator(sums, torch.float32, device),
         allocator((heads, queries), torch.float32, device),
         allocator((heads * ranges, blocks), torch.int32, device),
         allocator((left * parts, 2, KEYS, width), torch.float32, device) if left else None,

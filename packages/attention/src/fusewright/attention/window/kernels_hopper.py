@@ -239,7 +239,7 @@ def attend(
         reference = gl.max(s, 1) * factor
         p = probabilities(s, reference, factor)
         exact_l = sums_of_lanes(p, BLOCK_K)
-        p = gl.convert_layout(p.to(gl.bfloat16), OF_OPERAND)
+        p = gl.convert_layout(p.to(q.dtype), OF_OPERAND)
         l = gl.zeros([ROWS, 8], gl.float32, OF_SUMS)
         o = gl.zeros([ROWS, D], gl.float32, OF_OUTPUT)
         numbers = reference, factor, block * ROWS, own * BLOCK_K, window

@@ -350,19 +350,18 @@ def window_hopper_backward_kernel(
     STAGES: gl.constexpr = CONFIG.STAGES
     DS_PLACES: gl.constexpr = CONFIG.DS_STAGES * GROUPS
     PLACES: gl.constexpr = CONFIG.PLACES
+    DTYPE: gl.constexpr = q_tiles.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     OF_DS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    q_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 1, D], q_tiles.layout)
-    do_shared = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 1, D], do_tiles.layout)
-    k_shared = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 1, D], k_tiles.layout)
-    v_shared = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 1, D], v_tiles.layout)
+    q_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, QUERIES, 1, D], q_tiles.layout)
+    do_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, QUERIES, 1, D], do_tiles.layout)
+    k_shared = gl.allocate_shared_memory(DTYPE, [1, KEYS, 1, D], k_tiles.layout)
+    v_shared = gl.allocate_shared_memory(DTYPE, [1, KEYS, 1, D], v_tiles.layout)
     lse_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], lse_tiles.layout)
     delta_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], delta_tiles.layout)
-    ds_shared = gl.allocate_shared_memory(gl.bfloat16, [DS_PLACES, ROWS, QUERIES], OF_DS)
+    ds_shared = gl.allocate_shared_memory(DTYPE, [DS_PLACES, ROWS, QUERIES], OF_DS)
     dq_shared = gl.allocate_shared_memory(gl.float32, [PLACES, QUERIES, D], dq_tiles.layout)
-    out_shared = gl.allocate_shared_memory(
-        gl.bfloat16, [2 * GROUPS, 1, ROWS, 1, D], dk_tiles.layout
-    )
+    out_shared = gl.allocate_shared_memory(DTYPE, [2 * GROUPS, 1, ROWS, 1, D], dk_tiles.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     kv_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)

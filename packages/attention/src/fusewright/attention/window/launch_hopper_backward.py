@@ -31,10 +31,10 @@ QUERIES, KEYS, ROWS, TILES = 64, 128, 64, 2
 
 
 class HopperBackwardConfig(NamedTuple):
-    """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more: rings of
-    ``stages`` tiles of queries and, for each group, of ``ds_stages`` tiles of ds, and ``places``
-    for tiles of dq; so many registers a thread of a group with keys, of the one for dq, and of the
-    warps that copy and add.
+    """Serves heads of ``width`` and calls of ``fewest_scores`` scores and more: rings of ``stages``
+    tiles of queries and, for each group, of ``ds_stages`` tiles of ds, and ``places`` for tiles of
+    dq; so many registers a thread of a group with keys, of the one for dq, and of the warps that
+    copy and add.
     """
 
     width: int

@@ -130,7 +130,6 @@ def next_tile(
     factor,
     numbers,
     SEEN: gl.constexpr,
-    TOKENS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
     """The sums with the terms of the tile of keys in the ring that p are of, and p of the following
@@ -139,7 +138,7 @@ def next_tile(
     Args:
         p: probabilities, as the left operand of their products.
         sums: o, l, and the sums of the lanes.
-        next_token: the barrier of the next group's token, which with TOKENS this group has.
+        next_token: the barrier of the token that this group has, for the next group; or None.
         stages: of both tiles in the ring. The second has come.
         SEEN: None where all rows see all keys of the following tile; else a device function of s
             and of ``numbers``, which returns s with minus infinity where a key is not seen.
@@ -166,7 +165,7 @@ def next_tile(
     terms = gl.convert_layout(p, OF_TERMS)
     l_ahead = warpgroup_mma(terms, ones_shared.permute([1, 0]), l, is_async=True)
     s = warpgroup_mma_wait(2, deps=(s_ahead,))
-    if TOKENS:
+    if next_token is not None:
         mbarrier.arrive(next_token, count=1)
     if SEEN is not None:
         s = SEEN(s, numbers)

@@ -174,7 +174,7 @@ def attend(
             mbarrier.wait(token, ((used - turn) & 1) ^ (1 if GROUP == 0 else 0))
             p, o, l, exact_l = next_tile(
                 *(q, p, (o, l, exact_l), buffers, barriers, next_token, (stage, following)),
-                *(reference, factor, None, None, True, CONFIG),
+                *(reference, factor, None, None, CONFIG),
             )
             stage = following
             used += 1

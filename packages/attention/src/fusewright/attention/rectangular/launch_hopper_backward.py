@@ -87,7 +87,8 @@ TILES_IN_A_BLOCK = 330
 HARDLY_MORE = 1.05
 
 
-# Source: docs/decisions/0018-orders-h200.csv and 0018-hopper-h200.csv; 128 columns are unmeasured.
+# Source: docs/decisions/0018-orders-h200.csv, 0018-hopper-h200.csv and, for 128 columns,
+# 0018-wide-h200.csv.
 HOPPER_BACKWARD = (
     HopperBackwardConfig(
         *(64, 1 << 27),

@@ -138,24 +138,20 @@ def copy_tiles(inputs, buffers, barriers, sizes, pieces, heads, CONFIG: gl.const
 
 
 @gluon.jit
-def wait_for_tile(barriers, used, GROUP: gl.constexpr, CONFIG: gl.constexpr):
-    """Until a tile of keys has come, of so many before it, and this group has the token."""
-    _q_full, _q_free, full, _free, tokens = barriers
+def wait_for_tile(barriers, used, CONFIG: gl.constexpr):
+    """Until a tile of keys has come, of so many before it."""
+    _q_full, _q_free, full, _free, _tokens = barriers
     mbarrier.wait(full.index(used % CONFIG.STAGES), (used // CONFIG.STAGES) & 1)
-    if CONFIG.TOKENS:
-        mbarrier.wait(tokens.index(GROUP), (used & 1) ^ (1 if GROUP == 0 else 0))
 
 
 @gluon.jit
-def leave_tiles(barriers, begin, end, GROUP: gl.constexpr, CONFIG: gl.constexpr):
+def leave_tiles(barriers, begin, end, CONFIG: gl.constexpr):
     """Say of the tiles ``begin`` to ``end`` of the ring that this group does not need them: once
     they have come, so that it says so in the ring's right turn.
     """
-    _q_full, _q_free, _full, free, tokens = barriers
+    _q_full, _q_free, _full, free, _tokens = barriers
     for used in range(begin, end):
-        wait_for_tile(barriers, used, GROUP, CONFIG)
-        if CONFIG.TOKENS:
-            mbarrier.arrive(tokens.index((GROUP + 1) % CONFIG.GROUPS), count=1)
+        wait_for_tile(barriers, used, CONFIG)
         mbarrier.arrive(free.index(used % CONFIG.STAGES), count=1)
 
 
@@ -170,7 +166,6 @@ def attend_tiles(
     begin,
     end,
     numbers,
-    GROUP: gl.constexpr,
     SEEN: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
@@ -184,14 +179,13 @@ def attend_tiles(
     """
     o, l, exact_l = sums
     reference, factor, first_query, first_key, window = numbers
-    next_token = barriers[4].index((GROUP + 1) % CONFIG.GROUPS)
     for step in range(begin, end):
-        wait_for_tile(barriers, used + step, GROUP, CONFIG)
+        wait_for_tile(barriers, used + step, CONFIG)
         stages = (used + step - 1) % CONFIG.STAGES, (used + step) % CONFIG.STAGES
         rows = first_query, first_key - step * CONFIG.BLOCK_K, window
         p, o, l, exact_l = next_tile(
-            *(q, p, (o, l, exact_l), buffers, barriers, next_token, stages),
-            *(reference, factor, rows, SEEN, CONFIG.TOKENS, CONFIG),
+            *(q, p, (o, l, exact_l), buffers, barriers, None, stages),
+            *(reference, factor, rows, SEEN, CONFIG),
         )
     return p, o, l, exact_l
 
@@ -205,7 +199,7 @@ def attend(
     """
     pieces, heads, rows, factor, keeps = call
     q_shared, k_shared, _v_shared, o_shared, _ones_shared = buffers
-    q_full, q_free, _full, _free, tokens = barriers
+    q_full, q_free, _full, _free, _tokens = barriers
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     STAGES: gl.constexpr = CONFIG.STAGES
@@ -225,15 +219,13 @@ def attend(
         block = tile * GROUPS + GROUP
         own, steps, inner = share_of(block * ROWS, newest, sizes, CONFIG)
         begin, end = used + newest - own, used + count
-        leave_tiles(barriers, used, begin, GROUP, CONFIG)
+        leave_tiles(barriers, used, begin, CONFIG)
         used = begin
         mbarrier.wait(q_full.index(GROUP), piece // gl.num_programs(0) & 1)
-        wait_for_tile(barriers, used, GROUP, CONFIG)
+        wait_for_tile(barriers, used, CONFIG)
         k = k_shared.index(used % STAGES).reshape([BLOCK_K, D]).permute([1, 0])
         s = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        if CONFIG.TOKENS:
-            mbarrier.arrive(tokens.index((GROUP + 1) % GROUPS), count=1)
         of_tile = block * ROWS, own * BLOCK_K, window
         s = of_window(of_own_rows(s, of_tile), of_tile)
         reference = gl.max(s, 1) * factor
@@ -245,11 +237,11 @@ def attend(
         numbers = reference, factor, block * ROWS, own * BLOCK_K, window
         p, o, l, exact_l = attend_tiles(
             *(q, p, (o, l, exact_l), buffers, barriers, used, 1, inner, numbers),
-            *(GROUP, None, CONFIG),
+            *(None, CONFIG),
         )
         p, o, l, exact_l = attend_tiles(
             *(q, p, (o, l, exact_l), buffers, barriers, used, inner, steps, numbers),
-            *(GROUP, of_window, CONFIG),
+            *(of_window, CONFIG),
         )
         mbarrier.arrive(q_free.index(GROUP), count=1)
         used += steps
@@ -262,7 +254,7 @@ def attend(
                 *((head // heads, head % heads, block), (queries, blocks, heads, rows, keeps)),
                 *(GROUP, CONFIG),
             )
-        leave_tiles(barriers, used, end, GROUP, CONFIG)
+        leave_tiles(barriers, used, end, CONFIG)
         used = end
     tma.store_wait(0)
 

@@ -23,15 +23,14 @@ else:
 # Queries of a group of warps.
 ROWS = 64
 # Heads whose tiles of queries are computed side by side: the keys that these see stay in the L2
-# cache. Unmeasured.
+# cache. Source: docs/decisions/0020-forward-h200.csv.
 MOST_TOGETHER = 64
 
 
 class HopperConfig(NamedTuple):
-    """Serves heads of ``width`` in bf16 and calls of ``fewest_scores`` scores and more: so many
+    """Serves heads of ``width`` and calls of ``fewest_scores`` scores and more: so many
     groups of warps with queries, tiles of ``keys`` rows in a ring of ``stages``, so many registers
-    a thread that multiplies and that copies; ``tokens``: whether groups issue their products in
-    turn.
+    a thread that multiplies and that copies.
     """
 
     width: int
@@ -41,7 +40,6 @@ class HopperConfig(NamedTuple):
     stages: int
     registers: int
     copying_registers: int
-    tokens: bool
 
 
 class HopperConstants(NamedTuple):
@@ -55,11 +53,10 @@ class HopperConstants(NamedTuple):
     STAGES: int
     REGISTERS: int
     COPYING_REGISTERS: int
-    TOKENS: bool
     LSE: bool
 
 
-# Unmeasured.
+# Source: docs/decisions/0020-forward-h200.csv.
 HOPPER_FORWARD = (
     HopperConfig(
         *(64, 1 << 25),
@@ -68,7 +65,6 @@ HOPPER_FORWARD = (
         stages=6,
         registers=160,
         copying_registers=24,
-        tokens=False,
     ),
     HopperConfig(
         *(128, 1 << 25),
@@ -77,7 +73,6 @@ HOPPER_FORWARD = (
         stages=4,
         registers=240,
         copying_registers=24,
-        tokens=False,
     ),
 )
 # What computes flagged tiles again, as many queries a program as a group has.
@@ -147,7 +142,6 @@ def plan_hopper(
             STAGES=config.stages,
             REGISTERS=config.registers,
             COPYING_REGISTERS=config.copying_registers,
-            TOKENS=config.tokens,
             LSE=with_lse,
         ),
     )

@@ -37,9 +37,10 @@ HEADER = f"case | provider | tokens/s | step | {' | '.join(STAGES)} | TFLOPS | G
 TOLD = (
     "Medians, the most tokens/s in bold. A step is data, forward pass, backward pass and "
     "optimizer; its time is the host's, in ms, the device waited for before and after, and "
-    "tokens/s are B (M + N) over it. Stages, in ms, are between events on the device. TFLOPS "
-    "counts the operations that the pruned model needs, for every provider; GiB is the peak of a "
-    "step."
+    "tokens/s are B (M + N) over it. Stages, in ms, are between events on the device. Of "
+    "fusewright-captured a step is one replay of a CUDA graph, between events; the data is drawn "
+    "in it, and gradients are clipped. TFLOPS counts the operations that the pruned model needs, "
+    "for every provider; GiB is the peak of a step."
 )
 TEXT_HEADER = "case | provider | timing | tokens/s | step | GiB"
 TOLD_OF_TEXT = (
@@ -177,7 +178,7 @@ def table(cases: Cases) -> str:
             step = passes["step"]
             rate = f"{rate_of(step):,.0f}"
             rate = f"**{rate}**" if rate_of(step) == most else rate
-            times = (ms_of(passes[name]) for name in ("step", *STAGES))
+            times = (ms_of(passes[x]) if x in passes else "" for x in ("step", *STAGES))
             lines.append((case, provider, rate, *times, f"{float(step['tflops']):.0f}", gib(step)))
     return markdown(HEADER, lines)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fusewright_models import TransformerNPConfig
@@ -9,7 +11,15 @@ from fusewright_models.bench.harness import Expected
 from fusewright_models.bench.providers import PROVIDER_NAMES, Provider, chosen_providers
 from fusewright_models.bench.results import COLUMNS, environment_name
 from fusewright_models.bench.shapes import Shape, operations
-from fusewright_models.bench.step import STAGES, Step, Taken, Time
+from fusewright_models.bench.step import (
+    STAGES,
+    WARM_UP_STEPS,
+    Measurement,
+    Replayed,
+    Step,
+    Taken,
+    Time,
+)
 from fusewright_models.bench.transformer_np import TransformerNPHarness
 from fusewright_testkit import bench as testkit_bench
 from fusewright_testkit import report as testkit_report
@@ -39,6 +49,10 @@ def wrong_by(function, amount: float):
     return lambda *arguments, **options: function(*arguments, **options) + amount
 
 
+def without_stages(of):
+    return lambda cls, *arguments, **options: of(*arguments, **options)._replace(stages={})
+
+
 def out_of_memory(*arguments, **options):
     raise torch.OutOfMemoryError("tried to allocate everything")
 
@@ -61,6 +75,30 @@ def test_every_provider_gets_its_stages_and_its_step(tmp_path):
     for name in EAGER.split(","):
         taken = "fusewright" if name == "fusewright" else "flash"
         assert taken in line_of(result.output, name).split("│")[2]
+
+
+def test_graph_of_a_step_is_a_row_of_its_own(tmp_path, monkeypatch):
+    """Without a GPU the step stands for its replays."""
+    monkeypatch.setattr(Replayed, "measured", Step.measure)
+    timings = TransformerNPHarness.timings
+    gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(TransformerNPHarness, "timings", lambda self, x: timings(gpu, x))
+    monkeypatch.setattr(Measurement, "of", classmethod(without_stages(Measurement.of)))
+    result = run("--provider", "fusewright-captured", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    (row,) = rows_of(tmp_path)
+    assert [row[name] for name in ("pass", "provider", "timing")] == [
+        "step",
+        "fusewright-captured",
+        "graph",
+    ]
+    assert row["tflops"]
+    assert "fusewright" in line_of(result.output, "fusewright-captured")
+
+
+def test_graphs_are_not_captured_on_the_cpu(tmp_path):
+    assert run("--provider", "fusewright-captured", "--out", tmp_path).exit_code == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -168,6 +206,7 @@ def test_rows_say_what_torch_takes_and_that_of_compiled_ones_it_is_known_eagerly
         "sdpa-compile": "sdpa-compile (eagerly cudnn+flash)",
         "fusewright": "fusewright",
         "fusewright-compile": "fusewright-compile",
+        "fusewright-captured": "fusewright-captured",
     }
 
 
@@ -259,6 +298,18 @@ def test_number_of_steps_adapts_to_their_time(monkeypatch, wall, steps):
     assert (measured.loss, measured.attention, measured.memory_mib) == (1.5, "flash", None)
 
 
+@pytest.mark.parametrize(
+    ("wall", "replays"), [(12_000.0, 2), (4_000.0, 10), (200.0, 30), (1.0, 100)], ids=str
+)
+def test_number_of_replays_adapts_to_their_time(monkeypatch, wall, replays):
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(Replayed, "__init__", lambda self, step: None)
+    monkeypatch.setattr(Replayed, "timed", lambda self: Taken(wall, [], 0.0))
+    step = SimpleNamespace(device=torch.device("cpu"))
+    measured = Replayed.measured(step, 6.0, 1.5, "flash")
+    assert measured == Measurement(1.5, "flash", {}, Time(wall, wall, wall), replays, None)
+
+
 def test_result_files_are_the_testkits():
     assert COLUMNS == testkit_report.COLUMNS
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -299,5 +350,21 @@ def test_every_provider_is_measured_on_the_gpu(tmp_path):
     assert result.exit_code == 0, result.output
     rows = rows_of(tmp_path)
     assert {row["provider"].partition(" (")[0] for row in rows} == {*PROVIDER_NAMES}
-    assert {row["timing"] for row in rows} == {"event", "wall"}
+    assert {row["timing"] for row in rows} == {"event", "wall", "graph"}
+    assert {(row["provider"], row["pass"]) for row in rows if row["timing"] == "graph"} == {
+        ("fusewright-captured", "step")
+    }
     assert all(float(row["mem_mib"]) > 0.0 for row in rows)
+
+
+@pytest.mark.gpu
+def test_replayed_steps_draw_and_learn_what_eager_ones_do():
+    """The optimizer is one whose steps have the same bits, and the data is other data each time."""
+    config = TransformerNPConfig(width=32, layers=2, heads=2, feed_forward_width=85)
+    measure = TransformerNPHarness(config, torch.device("cuda"), 0.0, False, None, None)
+    (provider,) = chosen_providers("fusewright-captured", "auto")
+    eager, captured = (measure.step(Shape(8, 6, 2), provider) for _ in range(2))
+    expected = [float(eager.run()) for _ in range(WARM_UP_STEPS + 5)][WARM_UP_STEPS:]
+    replayed = Replayed(captured)
+    assert [replayed.timed().loss for _ in range(5)] == expected
+    assert len(set(expected)) == 5

@@ -14,6 +14,7 @@ import torch
 from fusewright.optimizer import DeepNestedOptimizer
 from fusewright_models.cli.transformer_np import negative_log_likelihood
 from fusewright_models.data import make_sampler
+from fusewright_models.data.sizes import MOST_CAPACITIES
 from fusewright_models.text import TextBatch
 from fusewright_models.training import (
     OPTIMIZER_NAMES,
@@ -31,7 +32,7 @@ from fusewright_models.training.captured import (
 )
 from fusewright_models.training.optimizer_traits import counts, set_counts
 
-from .trainers import assert_same_bits, quiet_trainer, tiny
+from .trainers import assert_same_bits, quiet_trainer, tiny, training_lines
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 CONFIG = TrainingConfig(steps=44, batch_size=2, warmup_steps=4, log_every=4, evaluate_every=20)
@@ -63,11 +64,11 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 
-def make(path, *, stood, name="adamw", ragged=True, gives=None, **changes) -> Trainer:
+def make(path, *, stood, name="adamw", ragged=True, padded=False, gives=None, **changes) -> Trainer:
     """``gives`` says by batch, and by the number of it, whether one parameter more gets a
     gradient.
     """
-    model, source, loss = tiny("transformer-np", ragged=ragged)
+    model, source, loss = tiny("transformer-np", ragged=ragged, padded=padded)
     if gives is not None:
         model.extra = torch.nn.Parameter(torch.ones(2, 3))
         numbers = itertools.count()
@@ -120,6 +121,21 @@ def test_shapes_beyond_the_most_stay_eager_and_are_told_of_once(tmp_path, monkey
     assert other.console.file.getvalue().count("of more than 3 shapes of batches") == 1
     assert len(other.stepper.batches) == 3
     assert_same_bits(one, other)
+
+
+def test_few_graphs_serve_the_sizes_of_padded_batches(tmp_path):
+    one, other = run_both(tmp_path, ragged=False, padded=True, steps=64)
+    shapes = len(other.stepper.batches)
+    assert 10 < shapes <= MOST_CAPACITIES
+    # Of each shape but those that came late, and the optimizer's.
+    assert len(other.stepper.graphs) > shapes - 5
+    assert_same_bits(one, other)
+    for line in training_lines(other):
+        rates = line["tokens_per_second"], line["padded_tokens_per_second"]
+        tokens, padding = (rate * line["seconds"] for rate in rates)
+        # A digit has 64 pixels, and one or two more rows where it is padded.
+        assert tokens == pytest.approx(64 * CONFIG.batch_size * CONFIG.log_every)
+        assert 0.0 < padding < tokens / 16
 
 
 def test_capture_that_fails_leaves_the_training_as_it_is(tmp_path):

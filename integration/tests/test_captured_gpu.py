@@ -9,6 +9,7 @@ import pytest
 import torch
 from fusewright_models.cli.titan_mac import next_token_loss
 from fusewright_models.cli.transformer_np import negative_log_likelihood
+from fusewright_models.data.sizes import MOST_CAPACITIES
 from fusewright_models.training import (
     OPTIMIZER_NAMES,
     Trainer,
@@ -32,10 +33,21 @@ FEW = 24
 
 
 def make(
-    path, model_name, *, capture, name="adamw", ragged=True, loss=None, extra=False, **changes
+    path,
+    model_name,
+    *,
+    capture,
+    name="adamw",
+    ragged=True,
+    padded=False,
+    data="digits",
+    loss=None,
+    extra=False,
+    **changes,
 ) -> Trainer:
     """With ``extra`` the model has a parameter of that name that the plain loss does not know."""
-    model, source, plain = tiny(model_name, device="cuda", ragged=ragged, length=100)
+    given = {"ragged": ragged, "padded": padded, "data": data}
+    model, source, plain = tiny(model_name, device="cuda", length=100, **given)
     if extra:
         model.extra = torch.nn.Parameter(torch.ones(2, 3, device="cuda"))
     config = replace(CONFIG, capture=capture, **changes)
@@ -104,6 +116,39 @@ def test_shapes_beyond_the_most_stay_eager(tmp_path, monkeypatch):
     trainers = run_both(tmp_path, "transformer-np", ragged=False, steps=100)
     assert trainers[1].console.file.getvalue().count("more than 3 shapes of batches") == 1
     assert_same_bits(*trainers)
+
+
+DRAWN = {"ragged": False, "padded": True, "data": "gp-matern"}
+
+
+def test_few_graphs_serve_300_drawn_sizes(tmp_path):
+    trainers = run_both(tmp_path, "transformer-np", **DRAWN, steps=300)
+    stepper = trainers[1].stepper
+    assert 10 < len(stepper.batches) <= MOST_CAPACITIES
+    # Each has been drawn often enough, and the optimizer's is one more.
+    assert len(stepper.graphs) == len(stepper.batches) + 1
+    assert "shapes of batches" not in trainers[1].console.file.getvalue()
+    assert_same_bits(*trainers)
+
+
+def test_replayed_steps_of_padded_batches_do_not_synchronise(tmp_path):
+    changes = {"steps": 300, "log_every": 300, "evaluate_every": 300}
+    trainer = make(tmp_path, "transformer-np", capture=True, **DRAWN, **changes)
+    trainer.run(until=250)
+    with no_synchronisation():
+        trainer.run(until=299)
+    trainer.run()
+
+
+def test_resumed_run_of_padded_batches_equals_uninterrupted_run(tmp_path):
+    whole = make(tmp_path / "whole", "transformer-np", capture=True, **DRAWN)
+    whole.run()
+    make(tmp_path / "parts", "transformer-np", capture=True, **DRAWN).run(until=27)
+    rest = make(tmp_path / "parts", "transformer-np", capture=True, **DRAWN)
+    rest.resume()
+    assert rest.step == 20
+    rest.run()
+    assert_same_bits(whole, rest)
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)

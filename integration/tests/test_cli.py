@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusewright_models.cli import app
+from fusewright_models.cli import app, transformer_np
 from fusewright_models.data import DATA_NAMES, Digits
 
 from .commands import (
@@ -120,6 +120,15 @@ def config_with(**changes) -> Callable[[Path], None]:
     return edit
 
 
+def config_without(*names: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        kept = {name: value for name, value in config.items() if name not in names}
+        (folder / "config.json").write_text(json.dumps(kept))
+
+    return edit
+
+
 def file_of(name: str, content: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes(content)
 
@@ -146,6 +155,8 @@ CONFIG, CHECKPOINT = "{folder}/config.json", "{folder}/checkpoint.pt"
 CORRUPTED = {
     "model": (config_with(model="titan-mac"), "{folder} holds another model's"),
     "colour": (config_with(colour="red"), "begun by another version: colour differ"),
+    "no-ragged": (config_without("ragged"), "begun by another version: ragged differ"),
+    "no-device": (config_without("device"), "begun by another version: device differ"),
     "norm": (config_with(norm="mid"), f"{CONFIG}: norm must be one of ('pre', 'post'); got 'mid'"),
     "preset": (config_with(preset="huge"), f"{CONFIG}: preset must be one of ('tiny', 'demo', "),
     "data": (config_with(data=["blr"]), f"{CONFIG}: data must be one of ('digits', 'gp-rbf', "),
@@ -279,7 +290,16 @@ def test_torn_last_line_is_dropped_where_there_is_no_checkpoint_yet(tmp_path, fi
 def test_where_and_how_a_run_is_trained_may_change(tmp_path, finished):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    config_with(log_every=7, eval_every=9, capture=False, backend="reference")(folder)
+    config_with(log_every=7, eval_every=9, capture=False, pad=True, backend="reference")(folder)
+    result = run("--resume", folder)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_run_of_before_that_says_nothing_of_padding_resumes(tmp_path, finished):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    config_without("pad")(folder)
     result = run("--resume", folder)
     assert result.exit_code == 0, result.output
 
@@ -348,14 +368,29 @@ def test_options_reach_the_run(tmp_path):
         "--device": "cpu",
     }
     flags = [text for pair in choices.items() for text in pair]
-    flags += ["--indicator", "--ragged", "--no-compile", "--no-capture"]
+    flags += ["--indicator", "--ragged", "--no-compile", "--no-capture", "--no-pad"]
     result = run(*TINY, *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "run/config.json").read_text())
     for flag, value in choices.items():
         assert str(config[flag.removeprefix("--").replace("-", "_")]) == value
     assert (config["indicator"], config["ragged"]) == (True, True)
-    assert (config["compile"], config["capture"]) == (False, False)
+    assert (config["compile"], config["capture"], config["pad"]) == (False, False, False)
+
+
+@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("flag", [None, "--pad", "--no-pad"])
+def test_batches_are_padded_where_steps_are_captured_or_it_is_asked_for(
+    tmp_path, monkeypatch, captures, flag
+):
+    """Steps of the CPU are not captured: that they would be is made up."""
+    monkeypatch.setattr(transformer_np, "captures", lambda optimizer, config: captures)
+    flags = ["--data", "gp-rbf", *([flag] if flag else [])]
+    assert run(*TINY, *flags, "--out", tmp_path).exit_code == 0
+    trained = [line for line in metrics(tmp_path) if "loss" in line]
+    padded = [line.get("padded_tokens_per_second", 0.0) > 0.0 for line in trained]
+    assert any(padded) == (captures if flag is None else flag == "--pad")
 
 
 @pytest.mark.parametrize(

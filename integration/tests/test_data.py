@@ -13,6 +13,7 @@ from fusewright_models.data import (
     evaluate,
     make_sampler,
 )
+from fusewright_models.data.digits import pixel_of
 from fusewright_models.data.gaussian_process import KERNELS, NOISE, covariance
 from sklearn.datasets import load_digits
 from sklearn.gaussian_process.kernels import RBF, ExpSineSquared, Matern
@@ -22,7 +23,7 @@ from torch.distributions import MultivariateNormal
 class Silent:
     """Gives every target a log-likelihood of zero."""
 
-    def log_likelihood(self, x_context, y_context, x_target, y_target, context_lengths):
+    def log_likelihood(self, x_context, y_context, x_target, y_target, *lengths):
         return torch.zeros_like(y_target)
 
 
@@ -163,7 +164,7 @@ def test_context_and_targets_are_all_pixels_of_one_image():
     cell = ((x + 1.0) * 3.5).round().long()
     number = cell[..., 0] * 8 + cell[..., 1]
     assert torch.equal(number.sort(dim=1).values, torch.arange(64).expand(2, 64))
-    assert torch.equal(number[:, 10:], task.truth["pixel"])
+    assert torch.equal(number[:, 10:], pixel_of(task.x_target))
     level = ((y + 0.5) * 17.0).floor()
     assert torch.equal(level, sampler.values[[0, 7]].gather(1, number))
 
@@ -171,7 +172,7 @@ def test_context_and_targets_are_all_pixels_of_one_image():
 def test_per_pixel_gaussian_has_the_moments_of_the_training_pixels():
     sampler = Digits(context_size=Size(1, 1))
     task = sampler.sample(20_000)
-    pixel, y = task.truth["pixel"], task.y_target[..., 0]
+    pixel, y = pixel_of(task.x_target), task.y_target[..., 0]
     z = (y - sampler.pixel_mean[pixel]) / sampler.pixel_variance[pixel].sqrt()
     # Pixels of one image go together: errors are those of the means of images.
     for moment, expected in ((z, 0.0), (z.square(), 1.0)):
@@ -183,7 +184,7 @@ def test_evaluation_averages_targets_then_tasks_and_repeats(assert_same_but_for_
     sampler = LinearRegression(context_size=Size(5, 9), target_size=Size(2, 6))
 
     class Oracle:
-        def log_likelihood(self, x_context, y_context, x_target, y_target, context_lengths):
+        def log_likelihood(self, x_context, y_context, x_target, y_target, *lengths):
             return y_target
 
     first = evaluate(Oracle(), sampler, batches=3, batch_size=4)

@@ -9,30 +9,46 @@ from collections.abc import Callable
 import pytest
 import torch
 from fusewright_models import TransformerNP, TransformerNPConfig
-from fusewright_models.data import LinearRegression, Size
+from fusewright_models.data import LinearRegression, Size, Task, make_sampler
 
 from .steps import ENDS, SEEDS, LossOf, check_final_losses, check_steps, trained
 
 STEPS = 11
 # Before anything is learned, and when AdamW has moved all of it some way.
 LOOKED_AT = (0, 10)
-Batch = tuple[torch.Tensor, ...]
+Batch = tuple[torch.Tensor | None, ...]
 Make = Callable[..., TransformerNP]
 
 every_norm = pytest.mark.parametrize("norm", ["pre", "post"])
 
 
-def loss_of_batches(batches: list[Batch]) -> LossOf:
+def batch_of(task: Task) -> Batch:
+    rows = task.x_context, task.y_context, task.x_target, task.y_target
+    return *rows, task.context_lengths, task.target_lengths
+
+
+def loss_of_batches(batches: list[Batch], padded: list[Batch] | None = None) -> LossOf:
+    """The kernels may be given the same tasks ``padded``."""
+
     def loss_of(model: TransformerNP, step: int) -> torch.Tensor:
         dtype = next(model.parameters()).dtype
-        return model.loss(*(x.to(dtype) if x.is_floating_point() else x for x in batches[step]))
+        given = padded if padded and model.head.backend == "triton" else batches
+        return model.loss(
+            *(x.to(dtype) if x is not None and x.is_floating_point() else x for x in given[step])
+        )
 
     return loss_of
 
 
-def check_losses(make: Make, batches: list[Batch], dtype: torch.dtype = torch.float32) -> None:
+def check_losses(
+    make: Make,
+    batches: list[Batch],
+    dtype: torch.dtype = torch.float32,
+    padded: list[Batch] | None = None,
+) -> None:
     models = [make(backend=backend).to(batches[0][0].device) for backend in ("triton", "reference")]
-    losses = check_steps(*models, loss_of_batches(batches), LOOKED_AT, steps=STEPS, dtype=dtype)
+    loss_of = loss_of_batches(batches, padded)
+    losses = check_steps(*models, loss_of, LOOKED_AT, steps=STEPS, dtype=dtype)
     assert losses[-1] != losses[0]
 
 
@@ -61,10 +77,8 @@ def batches(rows, device) -> list[Batch]:
 
 @pytest.fixture
 def ragged(rows, device) -> list[Batch]:
-    return [
-        tuple(x.to(device) for x in (*rows(2, 5, 4), torch.randint(1, 6, (2,))))
-        for _ in range(STEPS)
-    ]
+    lengths = ((torch.randint(1, 6, (2,)), torch.randint(1, 5, (2,))) for _ in range(STEPS))
+    return [tuple(x.to(device) for x in (*rows(2, 5, 4), *each)) for each in lengths]
 
 
 @every_norm
@@ -99,18 +113,30 @@ def tasks(request) -> list[Batch]:
         ragged=True,
         device="cuda",
     )
-    drawn = [sampler.sample(16) for _ in range(STEPS)]
-    return [(t.x_context, t.y_context, t.x_target, t.y_target, t.context_lengths) for t in drawn]
+    return [batch_of(sampler.sample(16)) for _ in range(STEPS)]
 
 
-def wide(*, backend: str) -> TransformerNP:
-    config = TransformerNPConfig(width=128, layers=4, heads=2, feed_forward_width=341)
+def wide(*, backend: str, **changes: int) -> TransformerNP:
+    config = TransformerNPConfig(width=128, layers=4, heads=2, feed_forward_width=341, **changes)
     return TransformerNP(config, backend=backend)
 
 
 @pytest.mark.gpu
 def test_steps_in_bf16_follow_the_reference(tasks):
     check_losses(wide, tasks, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_padded_steps_in_bf16_follow_the_reference_on_the_tasks_as_they_are():
+    """Within the yardstick of the tasks without padding."""
+    plain, padded = (
+        make_sampler("gp-matern", padded=padded, device="cuda") for padded in (False, True)
+    )
+    batches, longer = (
+        [batch_of(sampler.sample(16)) for _ in range(STEPS)] for sampler in (plain, padded)
+    )
+    assert all(batches[step][0].shape != longer[step][0].shape for step in LOOKED_AT)
+    check_losses(lambda **given: wide(x_width=1, **given), batches, torch.bfloat16, longer)
 
 
 @pytest.mark.gpu

@@ -69,6 +69,19 @@ def test_line_has_rate_stages_and_memory_and_the_most_tokens_in_bold(report, fol
     ]
 
 
+def test_replayed_step_has_no_stages_and_a_column_of_the_short_table(report, folder):
+    replayed = (
+        "TransformerNP,M=64 N=500 B=64,step,fusewright-captured,bf16,graph,10.0,9.9,10.1,,,\n"
+    )
+    with (folder / f"results/{NAME}.csv").open("a") as file:
+        file.write(replayed.replace(",,,", ",665.6,,512.0"))
+    case = "| M=64 N=500 B=64 |"
+    line = f"{case} fusewright-captured | **3,609,600** | 10.0 |  |  |  |  | 666 | 0.5 |"
+    assert line in report.made(folder).splitlines()
+    short = f"{case} 1,804,800 | 3,609,600 | sdpa (cudnn) 902,400 |"
+    assert short in report.short(folder, "TransformerNP").splitlines()
+
+
 def test_what_one_case_lacks_is_named_whatever_attention_the_others_ran(report, folder):
     assert "Not measured" not in report.made(folder)
     lines = [line.replace("M=64", "M=9") for line in ROWS.splitlines(True)]

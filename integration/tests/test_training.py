@@ -25,6 +25,7 @@ class Numbers:
 
     x: torch.Tensor
     tokens: int = 8
+    padding: torch.Tensor | None = None
 
 
 class Normal:

@@ -41,14 +41,24 @@ SMALL_TITAN_MAC = TitanMACConfig(
 MODELS = ("titan-mac", "transformer-np")
 
 
-def tiny(name: str, *, device: str = "cpu", ragged: bool = False, length: int = 64):
-    """The tiny preset of a model from one seed, its batches and its loss."""
+def tiny(
+    name: str,
+    *,
+    device: str = "cpu",
+    ragged: bool = False,
+    padded: bool = False,
+    data: str = "digits",
+    length: int = 64,
+):
+    """The tiny preset of a model from one seed, its batches, of TransformerNP those of ``data``,
+    and its loss.
+    """
     torch.manual_seed(0)
     if name == "titan-mac":
         text = torch.randint(97, 105, (4096,), generator=torch.Generator().manual_seed(0))
         model = TitanMAC(TITAN_MAC["tiny"]).to(device)
         return model, Windows(text.to(device), length=length), next_token_loss
-    source = make_sampler("digits", ragged=ragged, device=device)
+    source = make_sampler(data, ragged=ragged, padded=padded, device=device)
     shape = TRANSFORMER_NP["tiny"].architecture
     model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape)).to(device)
     return model, source, negative_log_likelihood

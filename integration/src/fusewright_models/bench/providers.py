@@ -19,7 +19,14 @@ from ..models.transformer_np.layers import Block
 from . import plain
 from .shapes import Shape
 
-ProviderName = Literal["sdpa-unpruned", "sdpa", "sdpa-compile", "fusewright", "fusewright-compile"]
+ProviderName = Literal[
+    "sdpa-unpruned",
+    "sdpa",
+    "sdpa-compile",
+    "fusewright",
+    "fusewright-compile",
+    "fusewright-captured",
+]
 PROVIDER_NAMES = get_args(ProviderName)
 SdpaChoice = Literal["auto", "flash", "cudnn", "efficient", "math"]
 SDPA_CHOICES = get_args(SdpaChoice)
@@ -72,6 +79,13 @@ class Provider:
     @property
     def compiled(self) -> bool:
         return self.kind.endswith("compile")
+
+    @property
+    def captured(self) -> bool:
+        """Whether it is the whole step of a training that is timed, replayed from one CUDA graph:
+        the draw of the data, both passes, clipping and the step of our optimizer.
+        """
+        return self.kind.endswith("captured")
 
     def loss_function(self) -> LossFunction:
         """A new one: what torch.compile keeps for it goes with it."""

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..training.captured import uncollected
+
 STAGES = ("data", "fwd", "bwd", "optimizer")
 FEWEST_STEPS, MOST_STEPS = 3, 30
 LONG_STEPS = 2
+FEWEST_REPLAYS, MOST_REPLAYS = 10, 100
+# Before a graph is captured, everything has been compiled, tuned and allocated once.
+WARM_UP_STEPS = 3
 
 
 class Time(NamedTuple):
@@ -178,3 +183,51 @@ class Step:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class Replayed:
+    """A step captured in a CUDA graph, all of it: one launch, nothing of Python in between.
+
+    Where the sampler has a generator on the device, the data is drawn within the graph, other data
+    at each replay: that which eager steps would draw.
+    """
+
+    def __init__(self, step: Step) -> None:
+        for group in step.optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+        stream = torch.cuda.Stream(step.device)
+        stream.wait_stream(torch.cuda.current_stream(step.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_STEPS):
+                step.run()
+        torch.cuda.current_stream(step.device).wait_stream(stream)
+        torch.cuda.synchronize(step.device)
+        self.device = step.device
+        self.graph = torch.cuda.CUDAGraph()
+        generator = getattr(step.sampler, "generator", None)
+        if generator is not None:
+            self.graph.register_generator_state(generator)
+        with uncollected(), torch.cuda.graph(self.graph, stream=stream):
+            self.loss = step.run()
+
+    def timed(self) -> Taken:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.graph.replay()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return Taken(start.elapsed_time(end), [], float(self.loss))
+
+    @classmethod
+    def measured(cls, step: Step, seconds: float, loss: float, attention: str) -> Measurement:
+        """Time as many replays as take about ``seconds``, from 10 to 100; two where one takes
+        longer.
+        """
+        torch.cuda.reset_peak_memory_stats(step.device)
+        replayed = cls(step)
+        wanted = LONG_STEPS
+        if (wall := replayed.timed().wall / 1e3) < seconds:
+            wanted = max(FEWEST_REPLAYS, min(MOST_REPLAYS, round(seconds / wall)))
+        samples = [replayed.timed() for _ in range(wanted)]
+        return Measurement.of(samples, step.device, loss=loss, attention=attention)

@@ -16,14 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..training import torch_adamw
-from ..training.captured import uncollected
 from .harness import SEED, Expected, Harness
 from .results import Row, gib, row
 from .shapes import parsed
-from .step import Measurement, Step, Taken
-
-# Before a graph is captured, everything has been compiled, tuned and allocated once.
-WARM_UP_STEPS = 3
+from .step import Measurement, Replayed, Step
 
 
 class TextShape(NamedTuple):
@@ -60,33 +56,6 @@ class Text:
             drawn = torch.randint(vocab_size, (batch, length + 1), generator=generator)
             self.tokens[batch] = drawn.to(self.device)
         return self.tokens[batch]
-
-
-class Replayed:
-    """A step captured in a CUDA graph, all of it: one launch, nothing of Python in between."""
-
-    def __init__(self, step: Step) -> None:
-        for group in step.optimizer.param_groups:
-            group["capturable"] = True
-        stream = torch.cuda.Stream(step.device)
-        stream.wait_stream(torch.cuda.current_stream(step.device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_STEPS):
-                step.run()
-        torch.cuda.current_stream(step.device).wait_stream(stream)
-        torch.cuda.synchronize(step.device)
-        self.device = step.device
-        self.graph = torch.cuda.CUDAGraph()
-        with uncollected(), torch.cuda.graph(self.graph, stream=stream):
-            self.loss = step.run()
-
-    def timed(self) -> Taken:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self.graph.replay()
-        end.record()
-        torch.cuda.synchronize(self.device)
-        return Taken(start.elapsed_time(end), [], float(self.loss))
 
 
 class TextHarness(Harness):
@@ -128,11 +97,7 @@ class TextHarness(Harness):
             raise ArithmeticError(complaint)
         if timing == "wall":
             return step.measure(self.seconds, loss, "")
-        torch.cuda.reset_peak_memory_stats(self.device)
-        replayed = Replayed(step)
-        wanted = max(10, min(100, round(1e3 * self.seconds / replayed.timed().wall)))
-        samples = [replayed.timed() for _ in range(wanted)]
-        return Measurement.of(samples, self.device, loss=loss)
+        return Replayed.measured(step, self.seconds, loss, "")
 
     def line(self, shape: TextShape, timing: str, measured: Measurement) -> list[str]:
         return [

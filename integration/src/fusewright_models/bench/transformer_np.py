@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
+from torch.optim import Optimizer
 
 from ..data import LinearRegression, Size, Task
 from ..models.transformer_np import TransformerNP, TransformerNPConfig
-from ..training import torch_adamw
+from ..training import TrainingConfig, adamw, torch_adamw
 from .harness import SEED, Expected, Harness
 from .providers import Provider, plain_log_likelihood
 from .results import Row, gib, row
 from .shapes import Shape, operations
-from .step import STAGES, Measurement, Step
+from .step import STAGES, Measurement, Replayed, Step
 
 # The errors of fewer targets may all be small by luck.
 FEWEST_TARGETS = 64
@@ -55,8 +56,19 @@ class TransformerNPHarness(Harness):
 
     def step(self, shape: Shape, provider: Provider) -> Step:
         model = self.model()
-        optimizer = torch_adamw(model, lr=5e-4, weight_decay=0.01)
+        options: dict[str, Any] = dict(lr=5e-4, weight_decay=0.01)
+        optimizer: Optimizer
+        if provider.captured:
+            optimizer = adamw(model, **options, clip_norm=TrainingConfig.clip_norm)
+        else:
+            optimizer = torch_adamw(model, **options)
         return Step(model, self.sampler(shape), shape.batch, provider.loss_function(), optimizer)
+
+    def timings(self, provider: Provider) -> tuple[str, ...]:
+        """A graph is captured on a GPU."""
+        if not provider.captured:
+            return super().timings(provider)
+        return ("graph",) if self.device.type == "cuda" else ()
 
     def measure(
         self, shape: Shape, provider: Provider, timing: str, expected: Expected | None
@@ -73,7 +85,8 @@ class TransformerNPHarness(Harness):
                 raise ArithmeticError(complaint)
             if complaint:
                 self.console.print(f"{provider.name}: {complaint}")
-            return step.measure(self.seconds, loss, provider.attention(taken))
+            timed = Replayed.measured if provider.captured else Step.measure
+            return timed(step, self.seconds, loss, provider.attention(taken))
 
     def model(self) -> TransformerNP:
         """The same weights for every provider."""
@@ -93,7 +106,7 @@ class TransformerNPHarness(Harness):
             measured.attention,
             f"{1e3 * shape.tokens / ms:,.0f}",
             f"{ms:,.1f}",
-            *(f"{measured.stages[name].ms:,.1f}" for name in STAGES),
+            *(f"{measured.stages[x].ms:,.1f}" if x in measured.stages else "" for x in STAGES),
             f"{count / ms / 1e9:.1f}",
             gib(measured.memory_mib, 1),
             str(measured.steps),
@@ -103,10 +116,10 @@ class TransformerNPHarness(Harness):
     def rows(
         self, shape: Shape, provider: Provider, timing: str, measured: Measurement
     ) -> list[Row]:
-        """The stages, timed where the device is, and the whole step on the host's clock."""
+        """The stages, timed where the device is, of a replayed step none; and the whole step."""
         clock = "event" if self.device.type == "cuda" else "wall"
         count, name = operations(self.config, shape), provider.row_name(measured.attention)
-        times = [(stage, clock, measured.stages[stage]) for stage in STAGES]
+        times = [(stage, clock, time) for stage, time in measured.stages.items()]
         return [
             row((self.op, shape.case, each, name), by, time, measured.memory_mib, count.get(each))
             for each, by, time in [*times, ("step", timing, measured.step)]

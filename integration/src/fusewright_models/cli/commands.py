@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -41,6 +41,7 @@ NOT_TRAINED = {
     "backend",
     "compile",
     "capture",
+    "pad",
     "log_every",
     "eval_every",
     "wandb",
@@ -191,9 +192,14 @@ def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
     if config.pop("model") != kind.model_name:
         raise ValueError(f"wanted a run of {kind.model_name}; {folder.path} holds another model's")
     config.pop("torch", None)
-    wanted = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if config.keys() != wanted:
-        names = ", ".join(sorted(config.keys() ^ wanted))
+    wanted = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    # Runs of before do not say what changes nothing that is trained: that is the default's.
+    left_open = {
+        name for name in NOT_TRAINED & wanted.keys() if wanted[name].default is not MISSING
+    }
+    differ = config.keys() ^ wanted.keys()
+    if differ - (left_open - config.keys()):
+        names = ", ".join(sorted(differ))
         raise ValueError(f"the run in {folder.path} was begun by another version: {names} differ")
     try:
         return kind(**config)

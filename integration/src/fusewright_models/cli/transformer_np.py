@@ -15,7 +15,7 @@ from torch import Tensor
 from ..data import DataName, Sampler, Size, Task, evaluate, make_sampler
 from ..data.pictures import draw_predictions
 from ..models.transformer_np import Norm, TransformerNP, TransformerNPConfig
-from ..training import RunFolder, Trainer, TrainingConfig
+from ..training import RunFolder, Trainer, TrainingConfig, captures
 from . import options
 from .commands import (
     Run,
@@ -75,6 +75,13 @@ class TransformerNPRun(Run):
     ragged: Annotated[
         bool, typer.Option("--ragged", help="One draw of context points per task, padded.")
     ] = False
+    pad: Annotated[
+        bool | None,
+        typer.Option(
+            help="Pad batches to a few of the drawn sizes, for as many graphs. Default: on where "
+            "steps are captured."
+        ),
+    ] = None
     log_every: options.LogEvery = 10
     eval_every: options.EvaluateEvery
 
@@ -86,7 +93,7 @@ class TransformerNPRun(Run):
     def label(self) -> str:
         return self.data
 
-    def sampler(self, *, held_out: bool) -> Sampler:
+    def sampler(self, *, held_out: bool = False, padded: bool = False) -> Sampler:
         context_size, target_size = (
             None if text is None else Size.parse(text)
             for text in (self.context_size, self.target_size)
@@ -98,6 +105,7 @@ class TransformerNPRun(Run):
             target_size=target_size,
             # Scores are of whole batches of one size, whatever the training shows.
             ragged=self.ragged and not held_out,
+            padded=padded,
             device=self.device,
             seed=EVALUATION_SEED if held_out else self.seed,
         )
@@ -120,7 +128,12 @@ class TransformerNPRun(Run):
 def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
     """The loss of a neural process: minus the mean over B, N and outputs of log p(y)."""
     return model.loss(
-        task.x_context, task.y_context, task.x_target, task.y_target, task.context_lengths
+        task.x_context,
+        task.y_context,
+        task.x_target,
+        task.y_target,
+        task.context_lengths,
+        task.target_lengths,
     )
 
 
@@ -144,10 +157,11 @@ def train_transformer_np(**flags: Any) -> None:
         run, folder = open_run(TransformerNPRun, flags)
     with usage_errors(folder.config_file if resumed else None):
         check_device(run)
-        sampler, held_out = run.sampler(held_out=False), run.sampler(held_out=True)
-        model = run.model(sampler.x_width)
+        held_out = run.sampler(held_out=True)
+        model = run.model(held_out.x_width)
         training = run.training()
         chosen = optimizer_of(run, model)
+        sampler = run.sampler(padded=captures(chosen, training) if run.pad is None else run.pad)
     preset = TRANSFORMER_NP[run.preset]
 
     def evaluation() -> dict[str, float]:

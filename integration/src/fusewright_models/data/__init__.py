@@ -12,7 +12,8 @@ from .digits import Digits
 from .evaluation import Evaluation, evaluate
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
-from .task import Sampler, Size, Task
+from .sizes import Size
+from .task import Sampler, Task
 
 DataName = Literal["digits", "gp-rbf", "gp-matern", "gp-periodic", "blr"]
 DATA_NAMES = get_args(DataName)
@@ -25,6 +26,7 @@ def make_sampler(
     context_size: Size | None = None,
     target_size: Size | None = None,
     ragged: bool = False,
+    padded: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Sampler:
@@ -36,6 +38,7 @@ def make_sampler(
         context_size: M; None takes the default of the data.
         target_size: N; None takes the default of the data.
         ragged: every task of a batch has a context size of its own, in padded tensors.
+        padded: batches of all sizes are padded to a few, with lengths that tell of theirs.
         device: where the tasks are made.
         seed: of the sampler's generators.
 
@@ -55,6 +58,7 @@ def make_sampler(
         context_size=context_size,
         target_size=target_size,
         ragged=ragged,
+        padded=padded,
         device=device,
         seed=seed,
     )

@@ -18,12 +18,19 @@ import torch
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor
 
-from .task import Sampler, Size, Task, normal_log_likelihood
+from .sizes import Size
+from .task import Sampler, Task, normal_log_likelihood
 
 SIDE = 8
 PIXELS = SIDE * SIDE
 LEVELS = 17
 HELD_OUT = 300
+
+
+def pixel_of(x: Tensor) -> Tensor:
+    """The number ``[...]`` of the pixel at coordinates ``x [..., 2]``, row by row."""
+    cell = ((x + 1.0) * (0.5 * (SIDE - 1))).round().long()
+    return cell[..., 0] * SIDE + cell[..., 1]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -78,11 +85,11 @@ class Digits(Sampler):
         intensity = self.values[image] + self.uniform(0.0, 1.0, batch, PIXELS)
         y = (intensity / LEVELS - 0.5).gather(1, pixel).unsqueeze(-1)
         x = self.coordinates[pixel]
-        truth = {"image": image, "pixel": pixel[:, context:]}
+        truth = {"image": image}
         return Task(x[:, :context], y[:, :context], x[:, context:], y[:, context:], truth)
 
     def reference_log_likelihood(self, task: Task) -> Tensor:
-        pixel = task.truth["pixel"].unsqueeze(-1)
+        pixel = pixel_of(task.x_target).unsqueeze(-1)
         return normal_log_likelihood(
             task.y_target, self.pixel_mean[pixel], self.pixel_variance[pixel]
         )

@@ -37,10 +37,15 @@ def evaluate(
     for _ in range(batches):
         task = sampler.sample(batch_size)
         ours = model.log_likelihood(
-            task.x_context, task.y_context, task.x_target, task.y_target, task.context_lengths
+            task.x_context,
+            task.y_context,
+            task.x_target,
+            task.y_target,
+            task.context_lengths,
+            task.target_lengths,
         )
-        theirs = sampler.reference_log_likelihood(task)
-        scores.append(torch.stack([ours.double().mean((1, 2)), theirs.double().mean((1, 2))]))
+        both = ours, sampler.reference_log_likelihood(task)
+        scores.append(torch.stack([task.mean_over_targets(each.double()) for each in both]))
     by_task = torch.cat(scores, dim=1)
     mean, error = by_task.mean(1), by_task.std(1) / by_task.shape[1] ** 0.5
     rows = torch.stack([mean, error], dim=1).tolist()  # sync: the result of the evaluation

@@ -17,7 +17,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .task import Sampler, Size, Task, normal_log_likelihood
+from .sizes import Size
+from .task import Sampler, Task, normal_log_likelihood
 
 Kernel = Literal["rbf", "matern", "periodic"]
 KERNELS = get_args(Kernel)
@@ -97,6 +98,16 @@ class GaussianProcess(Sampler):
         context = self.contexts.draw(self.host_generator)
         targets = self.default_targets(context).draw(self.host_generator)
         return min(self.contexts.high, MOST_POINTS - targets), targets
+
+    def sizes(self) -> dict[int, Size]:
+        if not self.ragged or self.target_size is not None:
+            return super().sizes()
+        low, high = self.contexts.low, self.contexts.high
+        # N decides M, but for those beside which any context has room.
+        sizes = {
+            number: Size(MOST_POINTS - number, MOST_POINTS - number) for number in range(low, high)
+        }
+        return sizes | {high: Size(FEWEST_TARGETS, MOST_POINTS - high)}
 
     def draw_lengths(self, batch: int, context: int) -> Tensor:
         if self.target_size is not None:

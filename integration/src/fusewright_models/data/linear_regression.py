@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .task import Sampler, Size, Task, normal_log_likelihood
+from .sizes import Size
+from .task import Sampler, Task, normal_log_likelihood
 
 FEATURES = 10
 

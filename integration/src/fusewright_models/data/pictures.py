@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..models.transformer_np import TransformerNP
-from .digits import PIXELS, SIDE, Digits
+from .digits import PIXELS, SIDE, Digits, pixel_of
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
 from .task import Sampler
@@ -169,10 +169,8 @@ def _band(
 
 def _image(x: Tensor, y: Tensor) -> np.ndarray:
     """Pixels of one task in any order to an image, rows downwards."""
-    cell = ((x + 1.0) * (0.5 * (SIDE - 1))).round().long()
-    number = cell[0, :, 0] * SIDE + cell[0, :, 1]
     image = torch.empty_like(y[0, :, 0])
-    image[number] = y[0, :, 0]
+    image[pixel_of(x[0])] = y[0, :, 0]
     return _host(image).reshape(SIDE, SIDE)
 
 

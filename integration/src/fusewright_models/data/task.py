@@ -6,12 +6,18 @@ import math
 import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.transformer_np.layers import shown
+from ..models.transformer_np.layers import shown, within
+from .sizes import Capacity, Size, capacities_of
+
+# Where and how the tasks of a sampler are made, and which of them.
+NOT_OF_TASKS = ("padded", "device", "seed")
 
 
 @dataclass(frozen=True)
@@ -23,10 +29,11 @@ class Task:
         y_context: ``[B, M, d_y]``.
         x_target: ``[B, N, d_x]``.
         y_target: ``[B, N, d_y]``.
-        truth: what the sampler knows and the model does not (kernel parameters, noise, pixel
-            numbers), each with leading axis B; the reference log-likelihood reads it.
+        truth: what the sampler knows and the model does not (kernel parameters, noise), each with
+            leading axis B and none of points; the reference log-likelihood reads it.
         context_lengths: ``[B]``, int64: task b has only its first ``context_lengths[b]`` context
             points; None means M.
+        target_lengths: likewise its targets; None means N.
     """
 
     x_context: Tensor
@@ -35,40 +42,59 @@ class Task:
     y_target: Tensor
     truth: dict[str, Tensor] = field(default_factory=dict)
     context_lengths: Tensor | None = None
+    target_lengths: Tensor | None = None
 
     @property
     def tokens(self) -> int:
-        """B (M + N), the rows that the model reads, those past a task's length included."""
+        """B (M + N), the rows that the model reads, those past a task's lengths included."""
         return self.x_context.shape[0] * (self.x_context.shape[1] + self.x_target.shape[1])
+
+    @property
+    def padding(self) -> Tensor | None:
+        """How many of them are past a task's lengths, 0-d; None where there are no lengths."""
+        given = (self.x_context, self.context_lengths), (self.x_target, self.target_lengths)
+        parts = [(~within(rows, lengths)).sum() for rows, lengths in given if lengths is not None]
+        return sum(parts[1:], parts[0]) if parts else None
 
     def shown(self, rows: Tensor) -> Tensor:
         """``rows [B, M, ...]``, one for each context point, with zeros where a task has none."""
         return shown(rows, self.context_lengths)
 
+    def mean_over_targets(self, scores: Tensor) -> Tensor:
+        """``scores [B, N, d_y]`` to ``[B]``: of the targets that each task has; 0 of none."""
+        if self.target_lengths is None:
+            return scores.mean((1, 2))
+        count = within(scores, self.target_lengths).sum(1).clamp(min=1) * scores.shape[2]
+        return shown(scores, self.target_lengths).sum((1, 2)) / count
 
-@dataclass(frozen=True)
-class Size:
-    """A number of points, drawn uniformly from ``low`` to ``high``, both included."""
+    def padded(self, capacity: Capacity) -> Task:
+        """The same tasks in tensors of the most points of a capacity, with the lengths that they
+        have; without, of what has one size in it.
+        """
+        contexts, targets = capacity
+        padded = self
+        if not contexts.is_one:
+            x, y = (_padded(rows, contexts.high) for rows in (self.x_context, self.y_context))
+            lengths = self.context_lengths
+            if lengths is None:
+                lengths = _full_lengths(self.x_context)
+            padded = replace(padded, x_context=x, y_context=y, context_lengths=lengths)
+        if not targets.is_one:
+            x, y = (_padded(rows, targets.high) for rows in (self.x_target, self.y_target))
+            lengths = _full_lengths(self.x_target)
+            padded = replace(padded, x_target=x, y_target=y, target_lengths=lengths)
+        return padded
 
-    low: int
-    high: int
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.high:
-            raise ValueError(f"a size wants 1 <= low <= high; got {self.low} and {self.high}")
+def _padded(rows: Tensor, length: int) -> Tensor:
+    """``rows [B, n, width]`` with zeros behind them, ``[B, length, width]``."""
+    return F.pad(rows, (0, 0, 0, length - rows.shape[1]))
 
-    @classmethod
-    def parse(cls, text: str) -> Size:
-        """Read "64" or "3-46"."""
-        low, dash, high = text.partition("-")
-        try:
-            return cls(int(low), int(high) if dash else int(low))
-        except ValueError as error:
-            message = f"a size is a count such as 64 or a range such as 3-46; got {text!r}"
-            raise ValueError(message) from error
 
-    def draw(self, generator: random.Random) -> int:
-        return generator.randint(self.low, self.high)
+def _full_lengths(rows: Tensor) -> Tensor:
+    """Of ``rows [B, n, ...]``: n for each task."""
+    batch, length = rows.shape[:2]
+    return torch.full((batch,), length, dtype=torch.int64, device=rows.device)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,6 +110,8 @@ class Sampler(ABC):
         ragged: every task draws a context size of its own, on the device, and the batch is padded
             to the largest beside its N, so that all batches have one shape where N is one number;
             otherwise the tasks of a batch have one M, drawn again for each batch.
+        padded: batches are padded to one of a few capacities, those of ``capacities``, with lengths
+            that tell of their sizes. The tasks are those of the same sampler without.
         device: where the tasks are made.
         seed: of both generators.
 
@@ -102,6 +130,7 @@ class Sampler(ABC):
     context_size: Size | None = None
     target_size: Size | None = None
     ragged: bool = False
+    padded: bool = False
     device: torch.device | str = "cpu"
     seed: int = 0
 
@@ -127,9 +156,25 @@ class Sampler(ABC):
         context, targets = self.draw_sizes()
         with torch.autocast(self.generator.device.type, enabled=False):
             task = self.sample_sized(batch, context, targets)
-            if not self.ragged:
-                return task
-            return replace(task, context_lengths=self.draw_lengths(batch, context))
+            if self.ragged:
+                task = replace(task, context_lengths=self.draw_lengths(batch, context))
+        return task.padded(self.capacity_of(context, targets)) if self.padded else task
+
+    @cached_property
+    def capacities(self) -> list[Capacity]:
+        """What a batch may be padded to."""
+        return capacities_of(self.sizes())
+
+    def capacity_of(self, context: int, targets: int) -> Capacity:
+        """The one that serves batches of M = ``context`` and N = ``targets``."""
+        every = self.capacities
+        return next(x for x in every if context in x.contexts and targets in x.targets)
+
+    def sizes(self) -> dict[int, Size]:
+        """Every M that ``draw_sizes`` may give, and the N that it may give beside it."""
+        lowest = self.contexts.high if self.ragged else self.contexts.low
+        numbers = range(lowest, self.contexts.high + 1)
+        return {number: self.target_size or self.default_targets(number) for number in numbers}
 
     def draw_sizes(self) -> tuple[int, int]:
         """M and N of the next batch; M is that of its largest task where it is ragged."""
@@ -172,7 +217,7 @@ class Sampler(ABC):
 
     def _tasks(self) -> dict[str, str]:
         """What tells these tasks from others, but for the seed: it is in the generators' states."""
-        names = [each.name for each in fields(self) if each.name not in ("device", "seed")]
+        names = [each.name for each in fields(self) if each.name not in NOT_OF_TASKS]
         return {"kind": type(self).__name__} | {name: str(getattr(self, name)) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .captured import captures
 from .config import PRECISIONS, Precision, TrainingConfig
 from .optimization import (
     OPTIMIZER_NAMES,
@@ -28,6 +29,7 @@ __all__ = [
     "Trainer",
     "TrainingConfig",
     "adamw",
+    "captures",
     "default_decay",
     "default_rate",
     "make_optimizer",

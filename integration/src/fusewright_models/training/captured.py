@@ -47,6 +47,11 @@ def obstacle(optimizer: Optimizer) -> str | None:
     return None
 
 
+def captures(optimizer: Optimizer, config: TrainingConfig) -> bool:
+    """Whether steps are replayed from CUDA graphs, as long as no capture fails."""
+    return config.capture is not False and obstacle(optimizer) is None
+
+
 def make_stepper(
     model: nn.Module,
     loss_function: Callable[[Any, Any], Tensor | Told],
@@ -63,7 +68,7 @@ def make_stepper(
     reason = obstacle(optimizer)
     if config.capture is True and reason is not None:
         raise ValueError(f"wanted steps that are captured; {reason}")
-    if config.capture is not False and reason is None:
+    if captures(optimizer, config):
         return CapturedStepper(*arguments, say=say)
     stepper = Stepper(*arguments)
     if config.capture == "auto" and stepper.device.type == "cuda":

@@ -9,10 +9,19 @@ from torch import Tensor
 
 
 class Batch(Protocol):
-    """What the loop asks of a batch; the rest is between source and loss function."""
+    """What the loop asks of a batch; the rest is between source and loss function.
+
+    Attributes:
+        tokens: how many the model reads.
+        padding: how many of them stand for nothing, 0-d on the device that trains; None where all
+            stand for something.
+    """
 
     @property
     def tokens(self) -> int: ...
+
+    @property
+    def padding(self) -> Tensor | None: ...
 
 
 BatchT = TypeVar("BatchT", bound=Batch)

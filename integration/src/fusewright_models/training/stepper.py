@@ -27,6 +27,7 @@ class Means(NamedTuple):
         taken: how many they are.
         skipped: how many others the optimizer skipped, for a loss or gradients that are not finite.
         skipped_in_a_row: how many the last step ends, those before the last log point included.
+        padding: how many tokens stood for nothing, over all steps.
         means: of what else the loss function told, by name.
         counts: likewise, sums over all steps.
     """
@@ -36,6 +37,7 @@ class Means(NamedTuple):
     taken: int
     skipped: int
     skipped_in_a_row: int
+    padding: int
     means: dict[str, float]
     counts: dict[str, float]
 
@@ -77,6 +79,8 @@ class Stepper:
         self.loss = torch.zeros((), dtype=wide, device=self.device)
         # [loss, gradient norm, steps taken, steps skipped], summed since the last log point
         self.sums = torch.zeros(4, dtype=wide, device=self.device)
+        # Tokens that stand for nothing, since the last log point.
+        self.padding = torch.zeros((), dtype=torch.int64, device=self.device)
         # Goes on over log points.
         self.skipped_in_a_row = torch.zeros_like(self.loss)
         self.one, self.zero = torch.ones_like(self.loss), torch.zeros_like(self.loss)
@@ -102,6 +106,8 @@ class Stepper:
             self.loss.copy_(share.detach())
         else:
             self.loss.add_(share.detach())
+        if (padding := batch.padding) is not None:
+            self.padding.add_(padding)
         self._note(told, first)
 
     @torch.no_grad()
@@ -155,17 +161,19 @@ class Stepper:
     def means(self) -> Means:
         """Since the last log point, which is now; waits for the device."""
         of_steps = torch.cat([self.sums[:2], self.told_sums]) / self.sums[2]
-        parts = [of_steps, self.sums[2:], self.skipped_in_a_row.view(1), self.counts]
+        single = torch.stack([self.skipped_in_a_row, self.padding.to(self.sums)])
+        parts = [of_steps, self.sums[2:], single, self.counts]
         loss, norm, *numbers = torch.cat(parts).tolist()  # sync: once per log point
         self._zero_sums()
         told, numbers = numbers[: len(self.told)], numbers[len(self.told) :]
-        taken, skipped, in_a_row, *counted = numbers
+        taken, skipped, in_a_row, padding, *counted = numbers
         means = dict(zip(self.names[0], told, strict=True))
         counts = dict(zip(self.names[1], counted, strict=True))
-        return Means(loss, norm, int(taken), int(skipped), int(in_a_row), means, counts)
+        steps = int(taken), int(skipped), int(in_a_row)
+        return Means(loss, norm, *steps, int(padding), means, counts)
 
     def _zero_sums(self) -> None:
-        for sums in (self.sums, self.told_sums, self.counts):
+        for sums in (self.sums, self.told_sums, self.counts, self.padding):
             sums.zero_()
 
     def is_sound(self) -> bool:

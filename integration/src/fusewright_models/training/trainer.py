@@ -275,9 +275,11 @@ class Trainer:
         of_taken = {"loss": loss, **means.means, "gradient_norm": norm} if means.taken else {}
         line = of_taken | {
             "lr": self.stepper.rate,
-            "tokens_per_second": self.tokens / seconds,
+            "tokens_per_second": (self.tokens - means.padding) / seconds,
             "seconds": seconds,
         }
+        if means.padding:
+            line["padded_tokens_per_second"] = means.padding / seconds
         self._note(line | ({"skipped_steps": means.skipped} if means.skipped else {}) | counts)
         self.steps_since_log = 0
         self._start_clock()

@@ -94,12 +94,17 @@ def layer_norm(norm: LayerNorm, h: Tensor) -> Tensor:
         return norm(h)
 
 
-def shown(rows: Tensor, context_lengths: Tensor | None) -> Tensor:
-    """``rows [B, M, ...]`` with zeros past each task's length: zero times NaN would be NaN."""
-    if context_lengths is None:
-        return rows
+def within(rows: Tensor, lengths: Tensor) -> Tensor:
+    """Which of ``rows [B, n, ...]`` are before each task's length, ``[B, n]``."""
     number = torch.arange(rows.shape[1], device=rows.device)
-    return torch.where((number < context_lengths.unsqueeze(-1)).unsqueeze(-1), rows, 0.0)
+    return number < lengths.unsqueeze(-1)
+
+
+def shown(rows: Tensor, lengths: Tensor | None) -> Tensor:
+    """``rows [B, n, width]`` with zeros past each task's length: zero times NaN would be NaN."""
+    if lengths is None:
+        return rows
+    return torch.where(within(rows, lengths).unsqueeze(-1), rows, 0.0)
 
 
 class Embedder(nn.Module):

@@ -22,6 +22,8 @@ loading a state dict sets them to zero again, since it may be that of another F.
 Tasks of different context sizes share a batch: ``context_lengths [B]`` lies on the device and says
 how many of the M context rows each task has. Rows past a length are never keys, and are zeros where
 they come in, so that nothing of what they held reaches a prediction or a gradient.
+``target_lengths [B]`` says the same of the N targets: those past a length are zeros where they come
+in, and have no part in a loss.
 
 Neural processes with attention: https://arxiv.org/abs/2207.04179.
 """
@@ -46,6 +48,7 @@ from .layers import (
     TransformerNPConfig,
     layer_norm,
     shown,
+    within,
 )
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -153,6 +156,7 @@ class TransformerNP(nn.Module):
         y_context: Tensor,
         x_target: Tensor,
         context_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
     ) -> Tensor:
         """Mixture parameters of every target.
 
@@ -166,20 +170,23 @@ class TransformerNP(nn.Module):
                 nothing. Numbers below 0 count as 0, beyond M as M; a task without any context is
                 predicted from x_target alone. Nothing is read on the host: one compiled or captured
                 step serves every length. None means M.
+            target_lengths: likewise of the targets; None means N.
 
         Returns:
             ``[B, N, d_y, K, 3]`` raw parameters (w, mu, s) in fp32, under autocast too, or in fp64
-            from a model in fp64. The order of the context does not matter beyond rounding.
+            from a model in fp64; past a task's targets they are finite and mean nothing. The order
+            of the context does not matter beyond rounding.
 
         Raises:
-            TypeError: an input is no tensor or not floating point, or context_lengths not int32 or
+            TypeError: an input is no tensor or not floating point, or lengths are not int32 or
                 int64.
             ValueError: a shape or device is not as above, M = 0 or N = 0.
         """
         inputs = {"x_context": x_context, "y_context": y_context, "x_target": x_target}
-        self._check(inputs, context_lengths)
+        self._check(inputs, context_lengths, target_lengths)
         context_rows = x_context.shape[1]
         x_context, y_context = (shown(rows, context_lengths) for rows in (x_context, y_context))
+        x_target = shown(x_target, target_lengths)
         h = self.embedder(x_context, y_context, x_target)
         *blocks, last = self.blocks
         for block in blocks:
@@ -194,14 +201,17 @@ class TransformerNP(nn.Module):
         x_target: Tensor,
         y_target: Tensor,
         context_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
     ) -> Tensor:
         """Minus the mean over B, N and outputs of log p(y_target), ``y_target [B, N, d_y]``.
 
-        Everything else, and errors, as in ``forward``.
+        With ``target_lengths`` that is over the targets that the tasks have, all alike whichever
+        task they are of; what the others hold, NaN too, counts for nothing, and 0, with gradients
+        of zero, is the loss of none at all. Everything else, and errors, as in ``forward``.
         """
         rows = x_context, y_context, x_target, y_target
-        params = self._params(context_lengths, *rows)
-        return self.head.loss(params, y_target)
+        params = self._params(context_lengths, target_lengths, *rows)
+        return self.head.loss(params, y_target, _mask(y_target, target_lengths))
 
     def log_likelihood(
         self,
@@ -210,14 +220,16 @@ class TransformerNP(nn.Module):
         x_target: Tensor,
         y_target: Tensor,
         context_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
     ) -> Tensor:
-        """log p(y_target | x_target, context) in nats, ``[B, N, d_y]``, each target on its own.
+        """log p(y_target | x_target, context) in nats, ``[B, N, d_y]``, each target on its own; 0
+        past a task's targets.
 
         Arguments and errors as in ``loss``.
         """
         rows = x_context, y_context, x_target, y_target
-        params = self._params(context_lengths, *rows)
-        return self.head.log_likelihood(params, y_target)
+        params = self._params(context_lengths, target_lengths, *rows)
+        return self.head.log_likelihood(params, y_target, _mask(y_target, target_lengths))
 
     @torch.no_grad()
     def predict(
@@ -226,24 +238,32 @@ class TransformerNP(nn.Module):
         y_context: Tensor,
         x_target: Tensor,
         context_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
         *,
         generator: torch.Generator | None = None,
     ) -> Prediction:
         """Mean, variance and one draw of every target; shapes and errors as in ``forward``."""
-        params = self(x_context, y_context, x_target, context_lengths)
+        params = self(x_context, y_context, x_target, context_lengths, target_lengths)
         return Prediction(
             self.head.mean(params),
             self.head.variance(params),
             self.head.sample(params, generator=generator),
         )
 
-    def _params(self, context_lengths: Tensor | None, *rows: Tensor) -> Tensor:
+    def _params(
+        self, context_lengths: Tensor | None, target_lengths: Tensor | None, *rows: Tensor
+    ) -> Tensor:
         """``forward``, with y_target refused before it where it does not fit."""
         inputs = dict(zip(AXES, rows, strict=True))
-        self._check(inputs, context_lengths)
-        return self(*rows[:3], context_lengths)
+        self._check(inputs, context_lengths, target_lengths)
+        return self(*rows[:3], context_lengths, target_lengths)
 
-    def _check(self, inputs: dict[str, Tensor], context_lengths: Tensor | None) -> None:
+    def _check(
+        self,
+        inputs: dict[str, Tensor],
+        context_lengths: Tensor | None,
+        target_lengths: Tensor | None,
+    ) -> None:
         """Refuse what does not fit, before anything is computed."""
         device = self.embedder.hidden.weight.device
         for name, rows in inputs.items():
@@ -258,15 +278,23 @@ class TransformerNP(nn.Module):
             wanted = ", ".join(f"{name} [{axes[name]}]" for name in shapes)
             got = ", ".join(map(str, shapes.values()))
             raise ValueError(f"wanted {wanted} with M >= 1 and N >= 1; got {got}")
-        if context_lengths is None:
-            return
-        _check_tensor("context_lengths", context_lengths, LENGTHS, device)
         batch = shapes["x_context"][0]
-        if list(context_lengths.shape) != [batch]:
-            raise ValueError(
-                f"wanted context_lengths [{batch}], a number for each task; "
-                f"got {list(context_lengths.shape)}"
-            )
+        for name, lengths in (
+            ("context_lengths", context_lengths),
+            ("target_lengths", target_lengths),
+        ):
+            if lengths is None:
+                continue
+            _check_tensor(name, lengths, LENGTHS, device)
+            if list(lengths.shape) != [batch]:
+                raise ValueError(
+                    f"wanted {name} [{batch}], a number for each task; got {list(lengths.shape)}"
+                )
+
+
+def _mask(y_target: Tensor, target_lengths: Tensor | None) -> Tensor | None:
+    """Where ``y_target [B, N, d_y]`` counts, ``[B, N, 1]``; None where it does everywhere."""
+    return None if target_lengths is None else within(y_target, target_lengths).unsqueeze(-1)
 
 
 def _check_tensor(

@@ -5,6 +5,23 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """What a program adds to a tile of queries of a stripe: its block, the tile of keys, the number
+    of pieces that the block has before, whether the block begins, whether the last of the piece's
+    additions to memory ends. Where it does not ``add`` to memory, it takes the sum from there.
+    """
+
+    stripe: int
+    block: int
+    tile: int
+    key_tile: int
+    number: int
+    begins: bool
+    ends: bool
+    adds: bool = True
 
 
 class Ordered:
@@ -12,10 +29,8 @@ class Ordered:
 
     programs: int
 
-    def steps(self, program: int) -> Iterator[tuple[int, int, int, int, int, bool, bool]]:
-        """(stripe, block, tile, key tile, number, whether the block begins, whether the piece ends)
-        of what a program adds.
-        """
+    def steps(self, program: int) -> Iterator[Step]:
+        """What a program adds, in order."""
         raise NotImplementedError
 
     def run(self, seed: int) -> dict[tuple[int, int], list[int]]:
@@ -30,17 +45,20 @@ class Ordered:
             before = dict(following), counters.total()
             for program in draw.sample(range(self.programs), self.programs):
                 for _ in range(draw.randint(1, 4)):
-                    if following[program] is None:
+                    step = following[program]
+                    if step is None:
                         break
-                    stripe, block, tile, key_tile, number, begins, ends = following[program]
-                    if begins:
+                    counter = step.stripe, step.block
+                    if not step.adds and counters[counter] < step.number:
+                        break
+                    if step.begins:
                         if program in holds:
                             counters[holds.pop(program)] += 1
-                        if counters[stripe, block] != number:
+                        if counters[counter] != step.number:
                             break
-                        holds[program] = stripe, block
-                    order[stripe, tile].append(key_tile)
-                    if ends:
+                        holds[program] = counter
+                    order[step.stripe, step.tile].append(step.key_tile)
+                    if step.ends:
                         counters[holds.pop(program)] += 1
                     following[program] = next(left[program], None)
             assert before != (following, counters.total()), "all programs wait"

@@ -20,7 +20,7 @@ from fusewright.attention.rectangular.launch_hopper_backward import (
     stripes_of,
 )
 
-from .ordered import Ordered
+from .ordered import Ordered, Step
 
 TILES = 2
 
@@ -83,7 +83,7 @@ class Programs(Ordered):
             for function in (kernels.work_of, kernels.pieces_before, kernels.tile_at)
         )
 
-    def steps(self, program: int) -> Iterator[tuple[int, int, int, int, int, bool, bool]]:
+    def steps(self, program: int) -> Iterator[Step]:
         for piece in range(program, self.sizes[2], self.programs):
             (head, stripe, first_key, limit), (first, tiles, begin), turn = self.work_of(
                 piece, self.sizes, None, self.config
@@ -95,7 +95,8 @@ class Programs(Ordered):
                 tile = self.tile_at(step, tiles, begin)
                 number = self.pieces_before(tile // TILES, turn)
                 block, begins = (first + tile) // TILES, tile % TILES == 0
-                yield stripe, block, first + tile, key_tile, number, begins, step == tiles - 1
+                ends = step == tiles - 1
+                yield Step(stripe, block, first + tile, key_tile, number, begins, ends)
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])

@@ -5,6 +5,7 @@ sums, by the source of their kernels with Python's numbers.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from types import FunctionType, SimpleNamespace
 
@@ -23,7 +24,7 @@ from fusewright_testkit import capture
 from fusewright_testkit.conformance import everything, same_bits
 from fusewright_testkit.yardstick import Yardstick
 
-from .ordered import Ordered
+from .ordered import Ordered, Step
 from .test_hopper import counted_plans, on_hopper
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -39,15 +40,19 @@ class Programs(Ordered):
         self.pieces = heads * self.key_tiles
         self.programs = min(programs, self.pieces)
         names = dict(gl=SimpleNamespace(minimum=min), KEYS=KEYS, TILES=TILES, ROWS=ROWS)
-        self.work_of = FunctionType(kernels.work_of.fn.__code__, names | dict(QUERIES=QUERIES))
+        names |= dict(QUERIES=QUERIES)
+        self.work_of = FunctionType(kernels.work_of.fn.__code__, names)
+        self.added_tiles = FunctionType(kernels.added_tiles.fn.__code__, names)
 
-    def steps(self, program: int) -> Iterator[tuple[int, int, int, int, int, bool, bool]]:
+    def steps(self, program: int) -> Iterator[Step]:
         for piece in range(program, self.pieces, self.programs):
             head, key_tile, tiles, _, _ = self.work_of(piece, self.sizes)
+            added = self.added_tiles(key_tile, tiles, self.sizes[2])
             for step in range(tiles):
-                number, ends = step // TILES, step == tiles - 1
+                number, adds = step // TILES, step < added
                 block, tile = key_tile + number, key_tile * TILES + step
-                yield head, block, tile, key_tile, number, step % TILES == 0, ends
+                begins, ends = adds and step % TILES == 0, step == added - 1
+                yield Step(head, block, tile, key_tile, number, begins, ends, adds)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -81,6 +86,26 @@ def test_programs_add_every_tile_in_one_order_and_never_all_wait(seed):
     for (_, tile), key_tiles in order.items():
         assert key_tiles == list(range(tile // TILES, key_tiles[-1] - 1, -1))
     assert programs.run(1) == order
+
+
+@pytest.mark.parametrize("window", [*WINDOWS, 191, 192, 193])
+@pytest.mark.parametrize("tokens", [64, 65, 128, 129, 193, 700, 1500])
+def test_the_last_piece_of_a_tile_and_no_other_rounds_its_dq(tokens, window):
+    programs = Programs(2, tokens, window, programs=5)
+    pieces, counted = defaultdict(dict), defaultdict(set)
+    steps = [step for program in range(programs.programs) for step in programs.steps(program)]
+    for step in steps:
+        pieces[step.stripe, step.tile][step.key_tile] = step.adds
+        if step.adds:
+            counted[step.stripe, step.block].add(step.key_tile)
+    assert len(pieces) == 2 * programs.query_tiles
+    for adds in pieces.values():
+        assert [key_tile for key_tile in adds if not adds[key_tile]] == [min(adds)]
+    # All that a piece waits for, those before it at its block, count.
+    for step in steps:
+        before = range(step.key_tile + 1, step.block + 1)
+        assert len(before) == step.number
+        assert counted[step.stripe, step.block].issuperset(before)
 
 
 @pytest.mark.parametrize("window", WINDOWS)

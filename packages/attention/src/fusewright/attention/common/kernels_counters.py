@@ -1,5 +1,6 @@
 """Counters in global memory by which programs that are all resident wait for one another: device
-functions of one warp. The launch is a cooperative one. A counter is its address, an int64.
+functions of one warp, or of several where they say so. The launch is a cooperative one. A counter
+is its address, an int64.
 """
 
 from __future__ import annotations
@@ -8,19 +9,22 @@ from .kernels_gluon import gl, gluon
 
 
 @gluon.constexpr_function
-def wait_for_text():
-    """Until the counter at $1 is $2; what the bulk copy engine does comes behind it."""
-    return """{
+def wait_for_text(differs):
+    """While the counter at $1 ``differs`` from $2 in this way, a comparison of PTX; what the bulk
+    copy engine does comes behind it.
+    """
+    text = """{
 .reg .pred waits;
 .reg .b32 seen;
 WAIT:
 ld.acquire.gpu.global.b32 seen, [$1];
-setp.ne.s32 waits, seen, $2;
+setp.DIFFERS.s32 waits, seen, $2;
 vote.sync.any.pred waits, waits, -1;
 @waits bra.uni WAIT;
 fence.proxy.async.global;
 mov.b32 $0, seen;
 }"""
+    return text.replace("DIFFERS", differs)
 
 
 @gluon.constexpr_function
@@ -58,7 +62,21 @@ mov.b32 $0, seen;
 def wait_for(counter, number):
     """Wait until the counter is this number; bulk copies that follow see those before it."""
     gl.inline_asm_elementwise(
-        wait_for_text(), "=&r,l,r", [counter, number], dtype=gl.int32, is_pure=False, pack=1
+        wait_for_text("ne"), "=&r,l,r", [counter, number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_sums(counter, number):
+    """Wait until the counter is this number or more; ordinary loads that follow, of any of the
+    warps that wait, see what bulk copies wrote before it.
+
+    The writer's side has the fence between the proxies: its copies are complete, and seen by the
+    thread that counts, before ``pass_on`` releases. All threads acquire here what it released, and
+    their loads are of the generic proxy, so that no fence is needed between the two.
+    """
+    gl.inline_asm_elementwise(
+        wait_for_text("lt"), "=&r,l,r", [counter, number], dtype=gl.int32, is_pure=False, pack=1
     )
 
 

@@ -184,6 +184,22 @@ def hand_over(dq, dq_shared, dq_full, dq_free, used, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def load_tile(sums_ptr, at, OF_DQ: gl.constexpr):
+    """Sums of a tile of dq as ``hand_over`` ordered them, from number ``at`` on: [D, QUERIES]."""
+    BY_THREAD: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [512], [1024], [2048]],
+        lane_bases=[[4], [8], [16], [32], [64]],
+        warp_bases=[[128], [256]],
+        block_bases=[],
+        shape=[4096],
+    )
+    # From the L2 cache, to which the bulk copy engine adds.
+    x = gl.load(sums_ptr + at + gl.arange(0, 4096, BY_THREAD), cache_modifier=".cg")
+    x = x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
+    return gl.convert_layout(x, OF_DQ, assert_trivial=True)
+
+
+@gluon.jit
 def add_tile(dq_tiles, at, dq_shared, dq_free, used, number, CONFIG: gl.constexpr):
     """A tile of dq from its place in shared memory to ``at``. Its sum has had ``number`` terms."""
     place = used % CONFIG.PLACES

@@ -14,7 +14,9 @@ have a mask: the window is a tile of queries or more.
 
 The order of sums is fixed: a block of TILES tiles of queries, as many rows as a piece has keys, has
 a counter of the pieces that have added their dq. The one whose keys are the block's own rows comes
-first, and then those before it, one after another. Programs take pieces from the last keys of a
+first, and then those before it, one after another. The last one, which no older piece follows, adds
+nothing to memory: the group that makes dq takes the sum so far as the accumulator of its product,
+and rounds. Programs take pieces from the last keys of a
 head on: those that are at work at one time come to a block in that order, a block's time apart, so
 that hardly one has to wait. A piece waits only for pieces that were taken before it, and all
 programs are resident, which a cooperative launch sees to.
@@ -24,7 +26,7 @@ Shah et al., FlashAttention-3, arXiv 2407.08608; Beltagy, Peters and Cohan, arXi
 
 from __future__ import annotations
 
-from ..common.kernels_counters import pass_on, wait_for
+from ..common.kernels_counters import pass_on, wait_for, wait_for_sums
 from ..common.kernels_gluon import (
     fence_async_shared,
     gl,
@@ -41,6 +43,7 @@ from ..common.kernels_hopper_backward import (
     copy_queries,
     differentiate_tile,
     hand_over,
+    load_tile,
     places_in,
     store_gradients,
 )
@@ -65,6 +68,15 @@ def work_of(piece, sizes):
     behind = query_tiles - key_tile * TILES
     tiles = gl.minimum(of_group + 1, behind)
     return head, key_tile, tiles, gl.minimum(of_group, tiles), tiles - 1
+
+
+@gluon.jit
+def added_tiles(key_tile, tiles, window):
+    """How many of a piece's tiles, the first ones, are added to dq in memory: an older piece sees
+    them too. Of the others the piece has the last terms.
+    """
+    # Before a sequence's first keys there is no piece.
+    return gl.minimum((window + ROWS - 2) // QUERIES, gl.minimum(key_tile, 1) * tiles)
 
 
 @gluon.jit
@@ -218,38 +230,37 @@ def differentiate(
 @gluon.jit
 def multiply_tile(
     keys,
-    buffers,
+    dq,
+    ds_shared,
     barriers,
     turns,
     FIRST: gl.constexpr,
     SECOND: gl.constexpr,
+    SO_FAR: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """A tile of dq, transposed, [D, QUERIES], from the ds of the first group, the second, or both,
-    and on to the warp that adds it.
+    """A tile of dq, transposed, [D, QUERIES], from the ds of the first group, the second, or both.
 
     Args:
         keys: of both groups.
-        buffers, barriers: the rings of ds and of tiles of dq.
-        turns: how many tiles each group has had before, and the ring of dq.
+        dq: the terms of other pieces, where ``SO_FAR``.
+        ds_shared: the ring of ds.
+        barriers: of the ring of queries, a place is free; and of that of ds.
+        turns: how many tiles each group and the ring of queries have had before.
     """
     first_k, second_k = keys
-    ds_shared, dq_shared = buffers
-    q_free, ds_full, ds_free, dq_full, dq_free = barriers
+    q_free, ds_full, ds_free = barriers
     of_first, of_second, used = turns
-    D: gl.constexpr = CONFIG.D
-    OF_DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     first = of_first % CONFIG.DS_STAGES * GROUPS
     second = of_second % CONFIG.DS_STAGES * GROUPS + 1
-    dq = gl.zeros([D, QUERIES], gl.float32, OF_DQ)
     if FIRST:
         mbarrier.wait(ds_full.index(first), (of_first // CONFIG.DS_STAGES) & 1)
         ds = ds_shared.index(first)
-        dq = warpgroup_mma(first_k, ds, dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(first_k, ds, dq, use_acc=SO_FAR, is_async=True)
     if SECOND:
         mbarrier.wait(ds_full.index(second), (of_second // CONFIG.DS_STAGES) & 1)
         ds = ds_shared.index(second)
-        dq = warpgroup_mma(second_k, ds, dq, use_acc=FIRST, is_async=True)
+        dq = warpgroup_mma(second_k, ds, dq, use_acc=FIRST or SO_FAR, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if FIRST:
         mbarrier.arrive(ds_free.index(first), count=1)
@@ -258,43 +269,98 @@ def multiply_tile(
     if not (FIRST and SECOND):
         # In the place of the group that leaves this tile to the other.
         mbarrier.arrive(q_free.index(used % CONFIG.STAGES), count=1)
-    hand_over(dq, dq_shared, dq_full, dq_free, used, CONFIG)
+    return dq
 
 
 @gluon.jit
-def multiply_keys(buffers, barriers, sizes, pieces, CONFIG: gl.constexpr):
-    """What the third group does: tiles of dq. The keys of both others stay in its registers."""
-    k_shared, of_tiles = buffers
-    kv_full, kv_free, to_tiles = barriers
+def sum_so_far(sums, sizes, head, key_tile, step, OF_DQ: gl.constexpr, CONFIG: gl.constexpr):
+    """The terms of dq that other pieces have for a tile of which this one has the last."""
+    sums_ptr, counters_ptr = sums
+    D: gl.constexpr = CONFIG.D
+    query_tiles = sizes[0]
+    blocks = (query_tiles + TILES - 1) // TILES
+    number = step // TILES
+    dq = gl.zeros([D, QUERIES], gl.float32, OF_DQ)
+    if number > 0:
+        counter = (head * blocks + key_tile + number).to(gl.int64) * 4
+        # This piece may have added the block's other tile.
+        wait_for_sums(counters_ptr.to(gl.int64, bitcast=True) + counter, number)
+        tile = (head * query_tiles + key_tile * TILES + step).to(gl.int64)
+        dq = load_tile(sums_ptr, tile * (QUERIES * D), OF_DQ)
+    return dq
+
+
+@gluon.jit
+def store_dq(dq_tiles, dq_rounded, dq, at, CONFIG: gl.constexpr):
+    """A tile of dq, transposed, to ``at``, rounded, by way of its place in shared memory."""
+    D: gl.constexpr = CONFIG.D
+    # Where the last tile went from.
+    tma.store_wait(0)
+    dq_rounded.reshape([QUERIES, D]).permute([1, 0]).store(dq.to(dq_rounded.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dq_tiles, at, dq_rounded)
+
+
+@gluon.jit
+def multiply_keys(
+    dq_tiles, sums, buffers, barriers, sizes, pieces, heads, scale, CONFIG: gl.constexpr
+):
+    """What the third group does: tiles of dq, on to the warp that adds them, or rounded where the
+    piece has their last terms. The keys of both others stay in its registers.
+    """
+    k_shared, ds_shared, dq_shared, dq_rounded = buffers
+    kv_full, kv_free, q_free, ds_full, ds_free, dq_full, dq_free = barriers
     D: gl.constexpr = CONFIG.D
     OF_DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     OF_KEYS: gl.constexpr = gl.DotOperandLayout(0, OF_DQ, 2)
+    to_tile = q_free, ds_full, ds_free
+    none = gl.zeros([D, QUERIES], gl.float32, OF_DQ)
     used = 0
+    handed = 0
     of_first = 0
     of_second = 0
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _head, _key_tile, tiles, first_tiles, second_tiles = work_of(piece, sizes)
+        head, key_tile, tiles, first_tiles, second_tiles = work_of(piece, sizes)
+        added = added_tiles(key_tile, tiles, sizes[2])
         mbarrier.wait(kv_full, piece // gl.num_programs(0) & 1)
         keys = k_shared.reshape([KEYS, D])
         first_k = keys.slice(0, ROWS, dim=0).permute([1, 0]).load(OF_KEYS)
         second_k = keys.slice(ROWS, ROWS, dim=0).permute([1, 0]).load(OF_KEYS)
         both = first_k, second_k
         mbarrier.arrive(kv_free, count=1)
+        batch, of_head, row = head // heads, head % heads, key_tile * KEYS
         turns = of_first, of_second, used
-        multiply_tile(both, of_tiles, to_tiles, turns, True, False, CONFIG)
-        for step in range(1, first_tiles):
+        dq = multiply_tile(both, none, ds_shared, to_tile, turns, True, False, False, CONFIG)
+        if added > 0:
+            hand_over(dq, dq_shared, dq_full, dq_free, handed, CONFIG)
+        else:
+            store_dq(dq_tiles, dq_rounded, dq * scale, [batch, row, of_head, 0], CONFIG)
+        for step in range(1, gl.minimum(added, first_tiles)):
             turns = of_first + step, of_second + step - 1, used + step
-            multiply_tile(both, of_tiles, to_tiles, turns, True, True, CONFIG)
+            dq = multiply_tile(both, none, ds_shared, to_tile, turns, True, True, False, CONFIG)
+            hand_over(dq, dq_shared, dq_full, dq_free, handed + step, CONFIG)
+        for step in range(gl.maximum(added, 1), first_tiles):
+            turns = of_first + step, of_second + step - 1, used + step
+            dq = sum_so_far(sums, sizes, head, key_tile, step, OF_DQ, CONFIG)
+            dq = multiply_tile(both, dq, ds_shared, to_tile, turns, True, True, True, CONFIG)
+            at = [batch, row + step * QUERIES, of_head, 0]
+            store_dq(dq_tiles, dq_rounded, dq * scale, at, CONFIG)
         if first_tiles < tiles:
+            # No older piece sees a tile that the first group does not.
             turns = of_first, of_second + second_tiles - 1, used + first_tiles
-            multiply_tile(both, of_tiles, to_tiles, turns, False, True, CONFIG)
+            dq = sum_so_far(sums, sizes, head, key_tile, first_tiles, OF_DQ, CONFIG)
+            dq = multiply_tile(both, dq, ds_shared, to_tile, turns, False, True, True, CONFIG)
+            at = [batch, row + first_tiles * QUERIES, of_head, 0]
+            store_dq(dq_tiles, dq_rounded, dq * scale, at, CONFIG)
         used += tiles
+        handed += added
         of_first += first_tiles
         of_second += second_tiles
+    tma.store_wait(0)
 
 
 @gluon.jit
-def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, pieces, CONFIG: gl.constexpr):
+def add_tiles(sums_tiles, counters_ptr, dq_shared, barriers, sizes, pieces, CONFIG: gl.constexpr):
     """What the adding warp does: tiles of dq to those in memory, a block's in a fixed order."""
     dq_full, dq_free = barriers
     query_tiles = sizes[0]
@@ -303,9 +369,10 @@ def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, pieces, CONFIG
     used = 0
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
         head, key_tile, tiles, _, _ = work_of(piece, sizes)
+        added = added_tiles(key_tile, tiles, sizes[2])
         counter = counters
         number = 0
-        for step in range(tiles):
+        for step in range(added):
             place = used % CONFIG.PLACES
             mbarrier.wait(dq_full.index(place), (used // CONFIG.PLACES) & 1)
             at = [(head * query_tiles + key_tile * TILES + step) * QUERIES, 0]
@@ -316,9 +383,10 @@ def add_tiles(dq_tiles, counters_ptr, dq_shared, barriers, sizes, pieces, CONFIG
                 number = step // TILES
                 counter = counters + (head * blocks + key_tile + number).to(gl.int64) * 4
                 wait_for(counter, number)
-            add_tile(dq_tiles, at, dq_shared, dq_free, used, number, CONFIG)
+            add_tile(sums_tiles, at, dq_shared, dq_free, used, number, CONFIG)
             used += 1
-        pass_on(counter)
+        if added > 0:
+            pass_on(counter)
     tma.store_wait(0)
 
 
@@ -331,9 +399,11 @@ def window_hopper_backward_kernel(
     do_tiles,
     dk_tiles,
     dv_tiles,
+    dq_tiles,
     lse_tiles,
     delta_tiles,
-    dq_tiles,
+    sums_tiles,
+    sums_ptr,
     counters_ptr,
     scale,
     pieces,
@@ -344,7 +414,7 @@ def window_hopper_backward_kernel(
     CONFIG: gl.constexpr,
 ):
     """A program takes every so many-th piece of work; tiles are tensor descriptors: of the first
-    six over [B, rows, H, D], of statistics over [B H, queries], of dq over its tiles.
+    seven over [B, rows, H, D], of statistics over [B H, queries], of sums of dq over its tiles.
     """
     D: gl.constexpr = CONFIG.D
     STAGES: gl.constexpr = CONFIG.STAGES
@@ -360,7 +430,8 @@ def window_hopper_backward_kernel(
     lse_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], lse_tiles.layout)
     delta_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], delta_tiles.layout)
     ds_shared = gl.allocate_shared_memory(DTYPE, [DS_PLACES, ROWS, QUERIES], OF_DS)
-    dq_shared = gl.allocate_shared_memory(gl.float32, [PLACES, QUERIES, D], dq_tiles.layout)
+    dq_shared = gl.allocate_shared_memory(gl.float32, [PLACES, QUERIES, D], sums_tiles.layout)
+    dq_rounded = gl.allocate_shared_memory(DTYPE, [1, QUERIES, 1, D], dq_tiles.layout)
     out_shared = gl.allocate_shared_memory(DTYPE, [2 * GROUPS, 1, ROWS, 1, D], dk_tiles.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     kv_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -390,8 +461,9 @@ def window_hopper_backward_kernel(
     of_group = (k_shared, v_shared, out_shared, streamed, ds_shared)
     of_queries = (q_full, do_full, q_free)
     to_group = (kv_full, kv_free, of_queries, ds_full, ds_free)
-    of_dq = (k_shared, (ds_shared, dq_shared))
-    to_dq = (kv_full, kv_free, (q_free, ds_full, ds_free, dq_full, dq_free))
+    sums = (sums_ptr, counters_ptr)
+    of_dq = (k_shared, ds_shared, dq_shared, dq_rounded)
+    to_dq = (kv_full, kv_free, q_free, ds_full, ds_free, dq_full, dq_free)
     inputs = (k_tiles, v_tiles, (q_tiles, do_tiles, lse_tiles, delta_tiles))
     copied = (k_shared, v_shared, streamed)
     to_copy = (kv_full, kv_free, of_queries)
@@ -400,9 +472,9 @@ def window_hopper_backward_kernel(
         [
             (differentiate, (outputs, of_group, to_group, sizes, pieces, heads, scale, 0, CONFIG)),
             (differentiate, (outputs, of_group, to_group, sizes, pieces, heads, scale, 1, CONFIG)),
-            (multiply_keys, (of_dq, to_dq, sizes, pieces, CONFIG)),
+            (multiply_keys, (dq_tiles, sums, of_dq, to_dq, sizes, pieces, heads, scale, CONFIG)),
             (copy_tiles, (inputs, copied, to_copy, sizes, pieces, heads, CONFIG)),
-            (add_tiles, (dq_tiles, counters_ptr, dq_shared, to_add, sizes, pieces, CONFIG)),
+            (add_tiles, (sums_tiles, counters_ptr, dq_shared, to_add, sizes, pieces, CONFIG)),
         ],
         [4, 4, 1, 1],
         [CONFIG.REGISTERS, CONFIG.DQ_REGISTERS, CONFIG.COPYING_REGISTERS, CONFIG.COPYING_REGISTERS],

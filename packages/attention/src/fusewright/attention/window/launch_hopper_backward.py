@@ -1,5 +1,5 @@
-"""The launches of the backward pass of sliding_window_attention on Hopper: what it reads, warp
-groups that copy, multiply and add, and the rounding of dq.
+"""The launches of the backward pass of sliding_window_attention on Hopper: what it reads, and warp
+groups that copy, multiply and add.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ..common.launch_hopper import (
     in_tiles,
     in_tiles_of_dq,
     plan_prepare,
-    plan_round_dq,
 )
 from ..common.problem import Problem
 
@@ -90,7 +89,6 @@ class HopperBackwardPlan(NamedTuple):
     counters: Allocator
     prepare: Launch
     launch: Launch
-    round_dq: Launch
 
     def run(
         self,
@@ -107,8 +105,7 @@ class HopperBackwardPlan(NamedTuple):
         counters = self.counters()
         # There are no sinks.
         self.prepare((do, *saved, dlse, None, lse, delta, counters, None))
-        self.launch((q, k, v, do, dk, dv, lse, delta, sums, counters), (scale,))
-        self.round_dq((sums, None, dq), (scale,))
+        self.launch((q, k, v, do, dk, dv, dq, lse, delta, sums, sums, counters), (scale,))
         return dq, dk, dv, None
 
 
@@ -161,11 +158,10 @@ def plan_hopper_backward(
         CONFIG=constants,
     )
     launch.descriptors = (
-        *map(in_tiles, (QUERIES, KEYS, KEYS, QUERIES, ROWS, ROWS)),
+        *map(in_tiles, (QUERIES, KEYS, KEYS, QUERIES, ROWS, ROWS, QUERIES)),
         *(in_statistics, in_statistics, in_tiles_of_dq),
     )
     prepare = plan_prepare(problem, query_tiles, blocks, 1, constants)
-    round_dq = plan_round_dq(problem, query_tiles, key_tiles, 1, constants)
     queries = query_tiles * QUERIES
     shapes = problem.query_shape, problem.key_shape, problem.key_shape
     dq, dk, dv = (allocator(shape, problem.dtype, device) for shape in shapes)
@@ -177,5 +173,4 @@ def plan_hopper_backward(
         allocator((heads, blocks), torch.int32, device),
         prepare,
         launch,
-        round_dq,
     )

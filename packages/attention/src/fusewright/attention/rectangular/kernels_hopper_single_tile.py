@@ -10,6 +10,9 @@ queries into a ring in shared memory, those of the next head behind those of the
 and values a head ahead. Groups of four warps take the tiles in turns, and o leaves by bulk copies
 from shared memory.
 
+With RAGGED, a task has its own number of keys. The first group sets rows behind them, where memory
+may hold anything, to zero before the others read the tile.
+
 Programs take whole heads, neighbours at one time, since the rows of heads lie side by side in
 memory. The heads that do not fill all programs are shared out in ranges of tiles: a program has a
 part of one head, or of two.
@@ -26,7 +29,7 @@ from ..common.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .kernels_hopper import LOG2_E, LOG_2, ROWS, probabilities
+from .kernels_hopper import LOG2_E, LOG_2, ROWS, keys_of, probabilities
 
 # The reference of a row without any score above minus infinity: finite, and below every score.
 LOWEST = gl.constexpr(-3.4028234663852886e38)
@@ -62,7 +65,7 @@ def part_of(number, sizes):
 
 
 @gluon.jit
-def copy_tiles(inputs, buffers, barriers, sizes, heads, sharing, CONFIG: gl.constexpr):
+def copy_tiles(inputs, buffers, barriers, sizes, heads, CONFIG: gl.constexpr):
     """What the copying warp does: keys and values of each part, then its tiles of queries and, in
     a backward pass, of do.
     """
@@ -77,7 +80,7 @@ def copy_tiles(inputs, buffers, barriers, sizes, heads, sharing, CONFIG: gl.cons
         place = number % CONFIG.KEY_STAGES
         mbarrier.wait(kv_free.index(place), ((number // CONFIG.KEY_STAGES) & 1) ^ 1)
         mbarrier.expect(kv_full.index(place), 2 * CONFIG.BLOCK_K * CONFIG.D * 2)
-        at = [batch, 0, of_head // sharing, 0]
+        at = [batch, 0, of_head, 0]
         tma.async_copy_global_to_shared(k_tiles, at, kv_full.index(place), k_shared.index(place))
         tma.async_copy_global_to_shared(v_tiles, at, kv_full.index(place), v_shared.index(place))
         for step in range(count):
@@ -90,6 +93,40 @@ def copy_tiles(inputs, buffers, barriers, sizes, heads, sharing, CONFIG: gl.cons
                 to = do_shared.index(stage)
                 tma.async_copy_global_to_shared(do_tiles, at, full.index(stage), to)
             copied += 1
+
+
+@gluon.jit
+def clear(rows, keys, CONFIG: gl.constexpr):
+    """Zeros in a tile of keys or values in shared memory, from row ``keys`` on."""
+    BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
+    OF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tile = rows.reshape([BLOCK_K, CONFIG.D])
+    x = tile.load(OF_ROWS)
+    row = gl.arange(0, BLOCK_K, gl.SliceLayout(1, OF_ROWS))
+    nothing = gl.zeros_like(x)
+    tile.store(gl.where(gl.expand_dims(row < keys, 1) & (nothing == 0.0), x, nothing))
+
+
+@gluon.jit
+def wait_for_keys(number, keys, buffers, barriers, GROUP: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait until a group may read the keys and values of its part of this number, ``keys`` of them.
+    With RAGGED, the first group clears the rows behind them for all.
+    """
+    k_shared, v_shared = buffers
+    kv_full, kv_ready = barriers
+    place = number % CONFIG.KEY_STAGES
+    phase = (number // CONFIG.KEY_STAGES) & 1
+    if CONFIG.RAGGED:
+        if GROUP == 0:
+            mbarrier.wait(kv_full.index(place), phase)
+            if keys < CONFIG.BLOCK_K:
+                clear(k_shared.index(place), keys, CONFIG)
+                clear(v_shared.index(place), keys, CONFIG)
+                fence_async_shared()
+            mbarrier.arrive(kv_ready.index(place), count=1)
+        mbarrier.wait(kv_ready.index(place), phase)
+    else:
+        mbarrier.wait(kv_full.index(place), phase)
 
 
 @gluon.jit
@@ -109,11 +146,12 @@ def softmax_of(s, keys, factor, CONFIG: gl.constexpr):
 
 @gluon.jit
 def attend(
-    o_tiles, lse_ptr, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
+    o_tiles, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
     """What each group does: every so many-th tile of queries of every part."""
+    lengths_ptr, lse_ptr = pointers
     k_shared, v_shared, q_shared, o_shared = buffers
-    kv_full, kv_free, full, free = barriers
+    kv_full, kv_ready, kv_free, full, free = barriers
     queries, keys, heads, factor = call
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
@@ -132,7 +170,9 @@ def attend(
         head, first, count = part_of(number, sizes)
         batch, of_head = head // heads, head % heads
         place = number % CONFIG.KEY_STAGES
-        mbarrier.wait(kv_full.index(place), (number // CONFIG.KEY_STAGES) & 1)
+        length = keys_of(batch, lengths_ptr, keys, CONFIG)
+        of_keys = (k_shared, v_shared)
+        wait_for_keys(number, length, of_keys, (kv_full, kv_ready), GROUP, CONFIG)
         k = k_shared.index(place).reshape([BLOCK_K, D]).permute([1, 0])
         v = v_shared.index(place).reshape([BLOCK_K, D])
         for step in range((GROUP + GROUPS - used % GROUPS) % GROUPS, count, GROUPS):
@@ -142,7 +182,7 @@ def attend(
             s = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(free.index(stage), count=1)
-            p, m, l = softmax_of(s, keys, factor, CONFIG)
+            p, m, l = softmax_of(s, length, factor, CONFIG)
             p = gl.convert_layout(p.to(DTYPE), OF_OPERAND)
             o = warpgroup_mma(p, v, no_output, use_acc=False, is_async=True)
             tile = first + step
@@ -166,7 +206,7 @@ def attend(
 # One compilation serves all sizes.
 @gluon.jit(
     do_not_specialize=(
-        *("queries", "keys", "heads", "sharing"),
+        *("queries", "keys", "heads"),
         *("rounds", "left", "per_program", "query_tiles"),
     )
 )
@@ -175,12 +215,12 @@ def hopper_single_tile_forward_kernel(
     k_tiles,
     v_tiles,
     o_tiles,
+    lengths_ptr,
     lse_ptr,
     scale,
     queries,
     keys,
     heads,
-    sharing,
     rounds,
     left,
     per_program,
@@ -188,7 +228,7 @@ def hopper_single_tile_forward_kernel(
     CONFIG: gl.constexpr,
 ):
     """A program takes the parts that ``part_of`` says; tiles are tensor descriptors over
-    [B, rows, H, D]. CONFIG says whether ``lse_ptr`` is written. ``sharing`` heads share keys.
+    [B, rows, H, D]. CONFIG says whether ``lengths_ptr`` is read and ``lse_ptr`` is written.
     """
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
@@ -202,11 +242,13 @@ def hopper_single_tile_forward_kernel(
     q_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, ROWS, 1, D], q_tiles.layout)
     o_shared = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, ROWS, 1, D], o_tiles.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
     kv_free = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for place in gl.static_range(KEY_STAGES):
         mbarrier.init(kv_full.index(place), count=1)
+        mbarrier.init(kv_ready.index(place), count=1)
         mbarrier.init(kv_free.index(place), count=GROUPS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -216,7 +258,9 @@ def hopper_single_tile_forward_kernel(
     inputs = (k_tiles, v_tiles, q_tiles, q_tiles)
     buffers = (k_shared, v_shared, q_shared, o_shared)
     copied = (k_shared, v_shared, q_shared, q_shared)
-    barriers = (kv_full, kv_free, full, free)
+    barriers = (kv_full, kv_ready, kv_free, full, free)
+    to_copy = (kv_full, kv_free, full, free)
+    pointers = (lengths_ptr, lse_ptr)
     sizes = (rounds, left, per_program, query_tiles)
     call = (queries, keys, heads, scale * LOG2_E)
     REGISTERS: gl.constexpr = CONFIG.REGISTERS
@@ -224,10 +268,10 @@ def hopper_single_tile_forward_kernel(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (attend, (o_tiles, lse_ptr, buffers, barriers, sizes, call, 0, CONFIG)),
-                (attend, (o_tiles, lse_ptr, buffers, barriers, sizes, call, 1, CONFIG)),
-                (attend, (o_tiles, lse_ptr, buffers, barriers, sizes, call, 2, CONFIG)),
-                (copy_tiles, (inputs, copied, barriers, sizes, heads, sharing, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
+                (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, COPYING_REGISTERS],
@@ -235,9 +279,9 @@ def hopper_single_tile_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend, (o_tiles, lse_ptr, buffers, barriers, sizes, call, 0, CONFIG)),
-                (attend, (o_tiles, lse_ptr, buffers, barriers, sizes, call, 1, CONFIG)),
-                (copy_tiles, (inputs, copied, barriers, sizes, heads, sharing, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
             ],
             [4, 1],
             [REGISTERS, COPYING_REGISTERS],

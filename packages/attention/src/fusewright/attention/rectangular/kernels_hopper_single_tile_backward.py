@@ -24,19 +24,20 @@ from ..common.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .kernels_hopper import LOG2_E, ROWS
-from .kernels_hopper_single_tile import copy_tiles, part_of, parts_of, softmax_of
+from .kernels_hopper import LOG2_E, ROWS, keys_of
+from .kernels_hopper_single_tile import copy_tiles, part_of, parts_of, softmax_of, wait_for_keys
 
 
 @gluon.jit
 def differentiate(
-    dq_tiles, dlse_ptr, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
+    dq_tiles, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
     """What each group with tiles does: dq of every so many-th tile of queries of every part, and
     the tile's p and ds.
     """
+    lengths_ptr, dlse_ptr = pointers
     k_shared, v_shared, q_shared, do_shared, p_shared, ds_shared, dq_shared = buffers
-    kv_full, kv_free, full, p_full, ds_full, both_free = barriers
+    kv_full, kv_ready, kv_free, full, p_full, ds_full, both_free = barriers
     queries, keys, heads, scale = call
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
@@ -55,7 +56,9 @@ def differentiate(
         head, first, count = part_of(number, sizes)
         batch, of_head = head // heads, head % heads
         of_keys = number % CONFIG.KEY_STAGES
-        mbarrier.wait(kv_full.index(of_keys), (number // CONFIG.KEY_STAGES) & 1)
+        length = keys_of(batch, lengths_ptr, keys, CONFIG)
+        both = (k_shared, v_shared)
+        wait_for_keys(number, length, both, (kv_full, kv_ready), GROUP, CONFIG)
         k = k_shared.index(of_keys).reshape([BLOCK_K, D])
         v = v_shared.index(of_keys).reshape([BLOCK_K, D])
         for step in range((GROUP + GROUPS - used % GROUPS) % GROUPS, count, GROUPS):
@@ -65,15 +68,20 @@ def differentiate(
             q = q_shared.index(stage).reshape([ROWS, D])
             do = do_shared.index(stage).reshape([ROWS, D])
             s = warpgroup_mma(q, k.permute([1, 0]), no_scores, use_acc=False, is_async=True)
-            dp = warpgroup_mma(do, v.permute([1, 0]), no_scores, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            p, _, l = softmax_of(s, keys, factor, CONFIG)
+            if CONFIG.AHEAD:
+                dp = warpgroup_mma(do, v.permute([1, 0]), no_scores, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s,))
+            else:
+                s = warpgroup_mma_wait(0, deps=(s,))
+            p, _, l = softmax_of(s, length, factor, CONFIG)
             p = p * gl.expand_dims(1.0 / gl.where(l == 0.0, 1.0, l), 1)
             place = slot % CONFIG.PLACES
             mbarrier.wait(both_free.index(place), ((slot // CONFIG.PLACES) & 1) ^ 1)
             p_shared.index(place).store(p.to(DTYPE))
             fence_async_shared()
             mbarrier.arrive(p_full.index(place), count=1)
+            if not CONFIG.AHEAD:
+                dp = warpgroup_mma(do, v.permute([1, 0]), no_scores, use_acc=False, is_async=True)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             delta = gl.sum(p * dp, 1)
             tile = first + step
@@ -90,6 +98,9 @@ def differentiate(
             # The group's last tile has left its place.
             tma.store_wait(0)
             dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+            if CONFIG.RAGGED:
+                # Without keys there is no gradient, not even the NaN of do.
+                dq = gl.where((length > 0) & (gl.zeros_like(dq) == 0.0), dq, 0.0)
             out.reshape([ROWS, D]).store((dq * scale).to(DTYPE))
             fence_async_shared()
             tma.async_copy_shared_to_global(dq_tiles, [batch, tile * ROWS, of_head, 0], out)
@@ -99,12 +110,12 @@ def differentiate(
 
 
 @gluon.jit
-def sum_tiles(outputs, buffers, barriers, sizes, call, CONFIG: gl.constexpr):
+def sum_tiles(outputs, lengths_ptr, buffers, barriers, sizes, call, CONFIG: gl.constexpr):
     """What the group that sums does: dk and dv of every part, transposed, [D, keys]."""
     dk_tiles, dv_tiles = outputs
     q_shared, do_shared, p_shared, ds_shared = buffers
     full, free, p_full, ds_full, both_free = barriers
-    heads, scale = call
+    keys, heads, scale = call
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     DTYPE: gl.constexpr = dk_tiles.dtype
@@ -131,12 +142,18 @@ def sum_tiles(outputs, buffers, barriers, sizes, call, CONFIG: gl.constexpr):
             if step + 1 < count:
                 mbarrier.arrive(both_free.index(place), count=1)
             used += 1
+        dk = dk * scale
+        if CONFIG.RAGGED:
+            length = keys_of(head // heads, lengths_ptr, keys, CONFIG)
+            column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, OF_SUMS))
+            is_key = gl.expand_dims(column < length, 0) & (gl.zeros_like(dk) == 0.0)
+            dk, dv = gl.where(is_key, dk, 0.0), gl.where(is_key, dv, 0.0)
         # The sums leave from where the last tile's p and ds were.
         place = (used - 1) % CONFIG.PLACES
         OF_KEYS: gl.constexpr = dk_tiles.layout
         of_dk = ds_shared.index(place)._reinterpret(DTYPE, [1, BLOCK_K, 1, D], OF_KEYS)
         of_dv = p_shared.index(place)._reinterpret(DTYPE, [1, BLOCK_K, 1, D], OF_KEYS)
-        of_dk.reshape([BLOCK_K, D]).permute([1, 0]).store((dk * scale).to(DTYPE))
+        of_dk.reshape([BLOCK_K, D]).permute([1, 0]).store(dk.to(DTYPE))
         of_dv.reshape([BLOCK_K, D]).permute([1, 0]).store(dv.to(DTYPE))
         fence_async_shared()
         at = [head // heads, 0, head % heads, 0]
@@ -161,6 +178,7 @@ def hopper_single_tile_backward_kernel(
     dq_tiles,
     dk_tiles,
     dv_tiles,
+    lengths_ptr,
     dlse_ptr,
     scale,
     queries,
@@ -173,7 +191,7 @@ def hopper_single_tile_backward_kernel(
     CONFIG: gl.constexpr,
 ):
     """A program takes the parts that ``part_of`` says, whole heads; tiles are tensor descriptors
-    over [B, rows, H, D]. CONFIG says whether ``dlse_ptr`` is read.
+    over [B, rows, H, D]. CONFIG says whether ``lengths_ptr`` and ``dlse_ptr`` are read.
     """
     D: gl.constexpr = CONFIG.D
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
@@ -192,6 +210,7 @@ def hopper_single_tile_backward_kernel(
     ds_shared = gl.allocate_shared_memory(DTYPE, [PLACES, ROWS, BLOCK_K], OF_SCORES)
     dq_shared = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, ROWS, 1, D], dq_tiles.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
     kv_free = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -200,6 +219,7 @@ def hopper_single_tile_backward_kernel(
     both_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
     for place in gl.static_range(KEY_STAGES):
         mbarrier.init(kv_full.index(place), count=1)
+        mbarrier.init(kv_ready.index(place), count=1)
         mbarrier.init(kv_free.index(place), count=GROUPS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -215,8 +235,10 @@ def hopper_single_tile_backward_kernel(
     copied = (k_shared, v_shared, q_shared, do_shared)
     to_copy = (kv_full, kv_free, full, free)
     buffers = (k_shared, v_shared, q_shared, do_shared, p_shared, ds_shared, dq_shared)
-    barriers = (kv_full, kv_free, full, p_full, ds_full, both_free)
+    barriers = (kv_full, kv_ready, kv_free, full, p_full, ds_full, both_free)
+    pointers = (lengths_ptr, dlse_ptr)
     outputs = (dk_tiles, dv_tiles)
+    of_sums = (keys, heads, scale)
     summed = (q_shared, do_shared, p_shared, ds_shared)
     to_sum = (full, free, p_full, ds_full, both_free)
     REGISTERS: gl.constexpr = CONFIG.REGISTERS
@@ -225,11 +247,11 @@ def hopper_single_tile_backward_kernel(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (differentiate, (dq_tiles, dlse_ptr, buffers, barriers, sizes, call, 0, CONFIG)),
-                (differentiate, (dq_tiles, dlse_ptr, buffers, barriers, sizes, call, 1, CONFIG)),
-                (differentiate, (dq_tiles, dlse_ptr, buffers, barriers, sizes, call, 2, CONFIG)),
-                (sum_tiles, (outputs, summed, to_sum, sizes, (heads, scale), CONFIG)),
-                (copy_tiles, (inputs, copied, to_copy, sizes, heads, 1, CONFIG)),
+                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
+                (sum_tiles, (outputs, lengths_ptr, summed, to_sum, sizes, of_sums, CONFIG)),
+                (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, SUM_REGISTERS, COPYING_REGISTERS],
@@ -237,10 +259,10 @@ def hopper_single_tile_backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (differentiate, (dq_tiles, dlse_ptr, buffers, barriers, sizes, call, 0, CONFIG)),
-                (differentiate, (dq_tiles, dlse_ptr, buffers, barriers, sizes, call, 1, CONFIG)),
-                (sum_tiles, (outputs, summed, to_sum, sizes, (heads, scale), CONFIG)),
-                (copy_tiles, (inputs, copied, to_copy, sizes, heads, 1, CONFIG)),
+                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (sum_tiles, (outputs, lengths_ptr, summed, to_sum, sizes, of_sums, CONFIG)),
+                (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
             ],
             [4, 4, 1],
             [REGISTERS, SUM_REGISTERS, COPYING_REGISTERS],

@@ -114,9 +114,9 @@ def forward_plan(key: Key, with_lse: bool, keep: bool) -> Plan | HopperPlan | Ho
     _, _, (*_, of_lengths, _), aligned, _, _ = key
     ragged = of_lengths is not None
     if single:
-        line = hopper_single_tile_config(problem, aligned, ragged)
+        line = hopper_single_tile_config(problem, aligned)
         if line is not None:
-            return plan_hopper_single_tile(problem, line, with_lse)
+            return plan_hopper_single_tile(problem, line, ragged, with_lse)
     elif (hopper := hopper_config(problem, aligned, ragged)) is not None:
         return plan_hopper(problem, hopper, ragged, with_lse, keep)
     launch = None

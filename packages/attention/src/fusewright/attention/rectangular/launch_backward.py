@@ -138,9 +138,9 @@ def backward_plan(key: Key) -> BackwardPlan | HopperBackwardPlan | HopperSingleT
     *_, dlse, lengths, _ = key[2]
     ragged = lengths is not None
     if in_single_tile(problem):
-        line = hopper_single_tile_config(problem, key[3], ragged, backward=True)
+        line = hopper_single_tile_config(problem, key[3], backward=True)
         if line is not None:
-            return plan_hopper_single_tile_backward(problem, line, dlse is not None)
+            return plan_hopper_single_tile_backward(problem, line, ragged, dlse is not None)
         return plan_single_tile(problem)
     config = hopper_backward_config(problem, aligned=key[3])
     if config is not None:

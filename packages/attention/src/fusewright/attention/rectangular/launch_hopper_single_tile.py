@@ -29,7 +29,8 @@ class HopperSingleTileConfig(NamedTuple):
     scores and more, a key counted as a whole tile: so many ``groups`` of warps with queries, rings
     of ``stages`` tiles of queries and ``key_stages`` of keys, and so many registers a thread that
     multiplies and that copies; in a backward pass, ``places`` for tiles of scores on their way to
-    the group that sums, and its ``sum_registers``. ``programs`` are those of a multiprocessor.
+    the group that sums, and its ``sum_registers``; ``ahead``: whether a group issues the product of
+    do and v with that of q and k, which takes registers.
     """
 
     max_keys: int
@@ -42,13 +43,14 @@ class HopperSingleTileConfig(NamedTuple):
     copying_registers: int
     places: int = 0
     sum_registers: int = 0
-    programs: int = 1
+    ahead: bool = True
 
 
 class HopperSingleTileConstants(NamedTuple):
     """What a kernel is compiled for, read as ``CONFIG``: sizes of tiles and those of a
-    HopperSingleTileConfig; MASKED: whether the tile has columns that are no keys; BACKWARD: whether
-    do is copied, too; LSE and DLSE: whether lse is written and its gradient read.
+    HopperSingleTileConfig; RAGGED: whether tasks have numbers of keys of their own; MASKED: whether
+    the tile may have columns that are no keys; BACKWARD: whether do is copied, too; LSE and DLSE:
+    whether lse is written and its gradient read.
     """
 
     D: int
@@ -60,6 +62,8 @@ class HopperSingleTileConstants(NamedTuple):
     REGISTERS: int
     SUM_REGISTERS: int
     COPYING_REGISTERS: int
+    AHEAD: bool
+    RAGGED: bool
     MASKED: bool
     BACKWARD: bool
     LSE: bool
@@ -105,6 +109,7 @@ HOPPER_SINGLE_TILE_BACKWARD = (
         registers=160,
         sum_registers=168,
         copying_registers=24,
+        ahead=False,
     ),
 )
 
@@ -120,13 +125,14 @@ class HopperSingleTilePlan(NamedTuple):
     launch: DescribedLaunch
 
     def run(self, operands: tuple[torch.Tensor | None, ...], floats: tuple[float, ...]) -> Outputs:
-        """Allocate and launch; ``operands`` are q, k, v, and key_lengths and sinks, both absent."""
+        """Allocate and launch; ``operands`` are q, k, v, key_lengths and absent sinks."""
         if self.copies:
             operands = contiguous_where(operands, self.copies)
-        q, k, v, _, _ = operands
+        q, k, v, lengths, _ = operands
         o, lse = self.o(), allocate(self.lse)
         # A kernel takes no absent pointer here; what stands in is not touched.
-        self.launch((q, k, v, o, o if lse is None else lse), floats)
+        pointers = [o if x is None else x for x in (lengths, lse)]
+        self.launch((q, k, v, o, *pointers), floats)
         return o, lse, None, None
 
 
@@ -148,19 +154,22 @@ class HopperSingleTileBackwardPlan(NamedTuple):
         """Allocate and launch; the arguments are those of ``BackwardPlan.run``."""
         if self.copies:
             operands = contiguous_where(operands, self.copies)
-        do, q, k, v, dlse, _, _ = operands
+        do, q, k, v, dlse, lengths, _ = operands
         dq, dk, dv = (make() for make in self.gradients)
-        self.launch((q, k, v, do, dq, dk, dv, dq if dlse is None else dlse), (scale,))
+        pointers = [dq if x is None else x for x in (lengths, dlse)]
+        self.launch((q, k, v, do, dq, dk, dv, *pointers), (scale,))
         return dq, dk, dv, None
 
 
 def hopper_single_tile_config(
-    problem: Problem, aligned: bool, ragged: bool, backward: bool = False
+    problem: Problem, aligned: bool, backward: bool = False
 ) -> HopperSingleTileConfig | None:
     """The line that serves a pass; None where another kernel does. ``aligned``: whether a
-    descriptor may start where each operand does; ``ragged``: whether it has key_lengths.
+    descriptor may start where each operand does.
     """
-    if any(problem.copies) or ragged or not problem.plain or not problem.keys:
+    if any(problem.copies) or not problem.plain:
+        return None
+    if not (problem.all_heads and problem.queries and problem.keys):
         return None
     scores = problem.all_heads * problem.queries * tile_rows(problem.keys)
     table = HOPPER_SINGLE_TILE_BACKWARD if backward else HOPPER_SINGLE_TILE_FORWARD
@@ -171,7 +180,7 @@ def hopper_single_tile_config(
 
 
 def constants_of(
-    problem: Problem, config: HopperSingleTileConfig, backward: bool, of_lse: bool
+    problem: Problem, config: HopperSingleTileConfig, backward: bool, ragged: bool, of_lse: bool
 ) -> HopperSingleTileConstants:
     """What a kernel is compiled for; ``of_lse``: whether there is lse, or its gradient."""
     block = tile_rows(problem.keys)
@@ -185,7 +194,9 @@ def constants_of(
         REGISTERS=config.registers,
         SUM_REGISTERS=config.sum_registers,
         COPYING_REGISTERS=config.copying_registers,
-        MASKED=problem.keys < block,
+        AHEAD=config.ahead,
+        RAGGED=ragged,
+        MASKED=ragged or problem.keys < block,
         BACKWARD=backward,
         LSE=of_lse and not backward,
         DLSE=of_lse and backward,
@@ -202,22 +213,22 @@ def shares(heads: int, query_tiles: int, programs: int, whole: bool) -> tuple[in
 
 
 def plan_hopper_single_tile(
-    problem: Problem, config: HopperSingleTileConfig, with_lse: bool
+    problem: Problem, config: HopperSingleTileConfig, ragged: bool, with_lse: bool
 ) -> HopperSingleTilePlan:
-    """The plan of a forward pass that a line serves."""
+    """The plan of a forward pass that a line serves; ``ragged``: with key_lengths."""
     tiles, block = cdiv(problem.queries, ROWS), tile_rows(problem.keys)
-    programs = min(config.programs * problem.gpu.multiprocessors, problem.all_heads * tiles)
+    programs = min(problem.gpu.multiprocessors, problem.all_heads * tiles)
     launch = DescribedLaunch(
         kernels_hopper_single_tile.hopper_single_tile_forward_kernel,
         (programs,),
         problem.device,
         (
-            *(problem.queries, problem.keys, problem.heads, problem.group),
+            *(problem.queries, problem.keys, problem.heads),
             *shares(problem.all_heads, tiles, programs, whole=False),
             tiles,
         ),
         dict(num_warps=4),
-        CONFIG=constants_of(problem, config, False, with_lse),
+        CONFIG=constants_of(problem, config, False, ragged, with_lse),
     )
     launch.descriptors = tuple(map(in_tiles, (ROWS, block, block, ROWS)))
     return HopperSingleTilePlan(
@@ -229,11 +240,11 @@ def plan_hopper_single_tile(
 
 
 def plan_hopper_single_tile_backward(
-    problem: Problem, config: HopperSingleTileConfig, with_dlse: bool
+    problem: Problem, config: HopperSingleTileConfig, ragged: bool, with_dlse: bool
 ) -> HopperSingleTileBackwardPlan:
-    """The plan of a backward pass that a line serves."""
+    """The plan of a backward pass that a line serves; ``ragged``: with key_lengths."""
     tiles, block = cdiv(problem.queries, ROWS), tile_rows(problem.keys)
-    programs = min(config.programs * problem.gpu.multiprocessors, problem.all_heads)
+    programs = min(problem.gpu.multiprocessors, problem.all_heads)
     launch = DescribedLaunch(
         kernels_hopper_single_tile_backward.hopper_single_tile_backward_kernel,
         (programs,),
@@ -244,7 +255,7 @@ def plan_hopper_single_tile_backward(
             tiles,
         ),
         dict(num_warps=4),
-        CONFIG=constants_of(problem, config, True, with_dlse),
+        CONFIG=constants_of(problem, config, True, ragged, with_dlse),
     )
     rows = (ROWS, block, block, ROWS, ROWS, block, block)
     launch.descriptors = tuple(map(in_tiles, rows))

@@ -25,6 +25,11 @@ from ..common.problem import (
     tile_rows,
 )
 from .launch_hopper import HopperPlan, hopper_config, plan_hopper
+from .launch_hopper_single_tile import (
+    HopperSingleTilePlan,
+    hopper_single_tile_config,
+    plan_hopper_single_tile,
+)
 
 if TYPE_CHECKING:
     from . import kernels_single_tile, kernels_streaming
@@ -102,13 +107,17 @@ def attention_forward(
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(key: Key, with_lse: bool, keep: bool) -> Plan | HopperPlan:
+def forward_plan(key: Key, with_lse: bool, keep: bool) -> Plan | HopperPlan | HopperSingleTilePlan:
     """The plan for a call that reads q, k, v, key_lengths and sinks."""
     problem = problem_of(key, 3)
     single = in_single_tile(problem)
     _, _, (*_, of_lengths, _), aligned, _, _ = key
     ragged = of_lengths is not None
-    if not single and (hopper := hopper_config(problem, aligned, ragged)):
+    if single:
+        line = hopper_single_tile_config(problem, aligned)
+        if line is not None:
+            return plan_hopper_single_tile(problem, line, ragged, with_lse)
+    elif (hopper := hopper_config(problem, aligned, ragged)) is not None:
         return plan_hopper(problem, hopper, ragged, with_lse, keep)
     launch = None
     if math.prod(problem.query_shape):

@@ -37,6 +37,11 @@ from .launch_hopper_backward import (
     hopper_backward_config,
     plan_hopper_backward,
 )
+from .launch_hopper_single_tile import (
+    HopperSingleTileBackwardPlan,
+    hopper_single_tile_config,
+    plan_hopper_single_tile_backward,
+)
 
 if TYPE_CHECKING:
     from . import kernels_single_tile, kernels_streaming_backward
@@ -125,17 +130,21 @@ def attention_backward(
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_plan(key: Key) -> BackwardPlan | HopperBackwardPlan:
+def backward_plan(key: Key) -> BackwardPlan | HopperBackwardPlan | HopperSingleTileBackwardPlan:
     """The plan for a call that reads do, q, k, v, dlse, key_lengths and sinks."""
     problem = problem_of(key, 4)
     if not (math.prod(problem.query_shape) and problem.keys):
         return plan_backward(problem)
-    *_, lengths, _ = key[2]
+    *_, dlse, lengths, _ = key[2]
+    ragged = lengths is not None
     if in_single_tile(problem):
+        line = hopper_single_tile_config(problem, key[3], backward=True)
+        if line is not None:
+            return plan_hopper_single_tile_backward(problem, line, ragged, dlse is not None)
         return plan_single_tile(problem)
     config = hopper_backward_config(problem, aligned=key[3])
     if config is not None:
-        return plan_hopper_backward(problem, config, lengths is not None)
+        return plan_hopper_backward(problem, config, ragged)
     return plan_streaming(problem)
 
 

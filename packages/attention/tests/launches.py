@@ -95,6 +95,17 @@ def launch_window(
     window.attention_backward(do, lse, x, k, v, of_heads, do, do, softmax, band, 0.125)
 
 
+def launch_hopper_single_tile(
+    keys: int, lengths: bool = False, lse: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """The passes of warp groups over few keys, where there are such."""
+    q, k = (torch.empty(64, n, 8, 64, dtype=dtype) for n in (500, keys))
+    of_rows = torch.empty(64, 8, 500) if lse else None
+    n = torch.empty(64, dtype=torch.int32) if lengths else None
+    forward.attention_forward(q, k, k, n, None, 0.125, lse)
+    backward.attention_backward(q, of_rows, q, k, k, n, None, None, None, None, 0.125)
+
+
 def launch_window_hopper(width: int = 64, dtype: torch.dtype = torch.bfloat16) -> None:
     """The passes of warp groups."""
     x = torch.empty(4, 4096, 8, width, dtype=dtype)
@@ -133,6 +144,8 @@ def one_of_each() -> None:
     launch_hopper()
     launch_hopper(width=128, dtype=torch.float16)
     launch_window_hopper()
+    launch_hopper_single_tile(64, lengths=True)
+    launch_hopper_single_tile(128)
     launch(64, 64, torch.bfloat16)
     launch_window(64, torch.bfloat16)
     launch_window(64, torch.bfloat16, sinks=True)
@@ -187,6 +200,11 @@ def every_line() -> None:
         launch_hopper(width=width, lengths=True)
         launch_hopper(width=width, dtype=torch.float16)
     launch_hopper_together()
+    for number in (3, 20, 64, 100, 128):
+        for lengths in (False, True):
+            for lse in (False, True):
+                launch_hopper_single_tile(number, lengths, lse)
+        launch_hopper_single_tile(number, dtype=torch.float16)
     for width in (64, 128):
         for dtype in (torch.bfloat16, torch.float16):
             launch_window_hopper(width, dtype)

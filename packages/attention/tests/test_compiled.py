@@ -11,7 +11,7 @@ LAUNCHES = {
         "streaming_forward streaming_dq streaming_dkdv window_forward window_dq window_dkdv "
         "single_tile_forward single_tile_backward add_chunks rotary hopper_forward "
         "combine_parts flagged_forward window_hopper_forward flagged_window_forward "
-        "window_hopper_backward add_sinks"
+        "window_hopper_backward hopper_single_tile_forward hopper_single_tile_backward add_sinks"
     ),
 }
 EVERY = ("every_line",)

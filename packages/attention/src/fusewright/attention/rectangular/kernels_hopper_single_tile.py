@@ -29,7 +29,8 @@ from ..common.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .kernels_hopper import LOG2_E, LOG_2, ROWS, keys_of, probabilities
+from ..common.kernels_hopper_forward import LOG2_E, LOG_2, ROWS, probabilities
+from .kernels_hopper import keys_of
 
 # The reference of a row without any score above minus infinity: finite, and below every score.
 LOWEST = gl.constexpr(-3.4028234663852886e38)

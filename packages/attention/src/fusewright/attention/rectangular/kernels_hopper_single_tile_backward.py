@@ -6,11 +6,11 @@
 All keys of a head are one tile, so that a row's softmax, and delta, come from the tile's own
 scores: q, k, v and do are read once, dq, dk and dv written once, and nothing else moves.
 
-A program is GROUPS groups of four warps that take tiles of 64 queries in turns, a group that sums
+A program is two groups of four warps that take tiles of 64 queries in turns, a group that sums
 dk and dv, and a warp that copies. A tile's p and ds go by way of shared memory from the group that
 computes them to the one that sums, which takes tiles in their order: same inputs, same bits. It
 computes both sums transposed, [D, keys], so that keys are the columns of its products, of which
-there may be 16. It has no other work, and the registers for the sums of 128 keys.
+there may be 16. It has no other work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ..common.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .kernels_hopper import LOG2_E, ROWS, keys_of
+from ..common.kernels_hopper_forward import LOG2_E, ROWS
+from .kernels_hopper import keys_of
 from .kernels_hopper_single_tile import copy_tiles, part_of, parts_of, softmax_of, wait_for_keys
 
 
@@ -68,11 +69,8 @@ def differentiate(
             q = q_shared.index(stage).reshape([ROWS, D])
             do = do_shared.index(stage).reshape([ROWS, D])
             s = warpgroup_mma(q, k.permute([1, 0]), no_scores, use_acc=False, is_async=True)
-            if CONFIG.AHEAD:
-                dp = warpgroup_mma(do, v.permute([1, 0]), no_scores, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(1, deps=(s,))
-            else:
-                s = warpgroup_mma_wait(0, deps=(s,))
+            dp = warpgroup_mma(do, v.permute([1, 0]), no_scores, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
             p, _, l = softmax_of(s, length, factor, CONFIG)
             p = p * gl.expand_dims(1.0 / gl.where(l == 0.0, 1.0, l), 1)
             place = slot % CONFIG.PLACES
@@ -80,8 +78,6 @@ def differentiate(
             p_shared.index(place).store(p.to(DTYPE))
             fence_async_shared()
             mbarrier.arrive(p_full.index(place), count=1)
-            if not CONFIG.AHEAD:
-                dp = warpgroup_mma(do, v.permute([1, 0]), no_scores, use_acc=False, is_async=True)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             delta = gl.sum(p * dp, 1)
             tile = first + step
@@ -244,26 +240,13 @@ def hopper_single_tile_backward_kernel(
     REGISTERS: gl.constexpr = CONFIG.REGISTERS
     SUM_REGISTERS: gl.constexpr = CONFIG.SUM_REGISTERS
     COPYING_REGISTERS: gl.constexpr = CONFIG.COPYING_REGISTERS
-    if GROUPS == 3:
-        gl.warp_specialize(
-            [
-                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
-                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
-                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
-                (sum_tiles, (outputs, lengths_ptr, summed, to_sum, sizes, of_sums, CONFIG)),
-                (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, SUM_REGISTERS, COPYING_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
-                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
-                (sum_tiles, (outputs, lengths_ptr, summed, to_sum, sizes, of_sums, CONFIG)),
-                (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, SUM_REGISTERS, COPYING_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+            (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+            (sum_tiles, (outputs, lengths_ptr, summed, to_sum, sizes, of_sums, CONFIG)),
+            (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
+        ],
+        [4, 4, 1],
+        [REGISTERS, SUM_REGISTERS, COPYING_REGISTERS],
+    )

@@ -25,14 +25,14 @@ ROWS = 64
 
 
 class HopperSingleTileConfig(NamedTuple):
-    """Serves up to ``max_keys`` keys of heads of ``width`` in bf16, and calls of ``fewest_scores``
-    scores and more, a key counted as a whole tile: so many ``groups`` of warps with queries, rings
-    of ``stages`` tiles of queries and ``key_stages`` of keys, and so many registers a thread that
+    """Serves ``min_keys`` to ``max_keys`` keys of heads of ``width`` and calls of ``fewest_scores``
+    scores and more, keys counted in whole tiles: so many ``groups`` of warps with queries, rings of
+    ``stages`` tiles of queries and ``key_stages`` of keys, and so many registers a thread that
     multiplies and that copies; in a backward pass, ``places`` for tiles of scores on their way to
-    the group that sums, and its ``sum_registers``; ``ahead``: whether a group issues the product of
-    do and v with that of q and k, which takes registers.
+    the group that sums, and its ``sum_registers``.
     """
 
+    min_keys: int
     max_keys: int
     width: int
     fewest_scores: int
@@ -43,7 +43,6 @@ class HopperSingleTileConfig(NamedTuple):
     copying_registers: int
     places: int = 0
     sum_registers: int = 0
-    ahead: bool = True
 
 
 class HopperSingleTileConstants(NamedTuple):
@@ -62,7 +61,6 @@ class HopperSingleTileConstants(NamedTuple):
     REGISTERS: int
     SUM_REGISTERS: int
     COPYING_REGISTERS: int
-    AHEAD: bool
     RAGGED: bool
     MASKED: bool
     BACKWARD: bool
@@ -70,18 +68,11 @@ class HopperSingleTileConstants(NamedTuple):
     DLSE: bool
 
 
-# Unmeasured.
+# Source: docs/decisions/0004-hopper-h200.csv. The kernel in plain Triton is as fast or faster of up
+# to 64 keys.
 HOPPER_SINGLE_TILE_FORWARD = (
     HopperSingleTileConfig(
-        *(64, 64, 1 << 24),
-        groups=3,
-        stages=12,
-        key_stages=2,
-        registers=160,
-        copying_registers=24,
-    ),
-    HopperSingleTileConfig(
-        *(128, 64, 1 << 24),
+        *(65, 128, 64, 1 << 23),
         groups=3,
         stages=10,
         key_stages=2,
@@ -91,7 +82,7 @@ HOPPER_SINGLE_TILE_FORWARD = (
 )
 HOPPER_SINGLE_TILE_BACKWARD = (
     HopperSingleTileConfig(
-        *(64, 64, 1 << 24),
+        *(1, 64, 64, 1 << 20),
         groups=2,
         stages=8,
         key_stages=2,
@@ -99,17 +90,6 @@ HOPPER_SINGLE_TILE_BACKWARD = (
         registers=184,
         sum_registers=112,
         copying_registers=24,
-    ),
-    HopperSingleTileConfig(
-        *(128, 64, 1 << 24),
-        groups=2,
-        stages=5,
-        key_stages=2,
-        places=2,
-        registers=160,
-        sum_registers=168,
-        copying_registers=24,
-        ahead=False,
     ),
 )
 
@@ -174,7 +154,7 @@ def hopper_single_tile_config(
     scores = problem.all_heads * problem.queries * tile_rows(problem.keys)
     table = HOPPER_SINGLE_TILE_BACKWARD if backward else HOPPER_SINGLE_TILE_FORWARD
     for line in table:
-        if problem.keys <= line.max_keys:
+        if line.min_keys <= problem.keys <= line.max_keys:
             return hopper_line((line,), problem, aligned, scores)
     return None
 
@@ -194,7 +174,6 @@ def constants_of(
         REGISTERS=config.registers,
         SUM_REGISTERS=config.sum_registers,
         COPYING_REGISTERS=config.copying_registers,
-        AHEAD=config.ahead,
         RAGGED=ragged,
         MASKED=ragged or problem.keys < block,
         BACKWARD=backward,

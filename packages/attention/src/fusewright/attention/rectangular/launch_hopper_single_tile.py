@@ -82,7 +82,7 @@ HOPPER_SINGLE_TILE_FORWARD = (
 )
 HOPPER_SINGLE_TILE_BACKWARD = (
     HopperSingleTileConfig(
-        *(1, 64, 64, 1 << 20),
+        *(1, 64, 64, 1 << 22),
         groups=2,
         stages=8,
         key_stages=2,

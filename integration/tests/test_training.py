@@ -25,7 +25,6 @@ class Numbers:
 
     x: torch.Tensor
     tokens: int = 8
-    padding: torch.Tensor | None = None
 
 
 class Normal:

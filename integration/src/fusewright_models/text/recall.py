@@ -39,10 +39,6 @@ class RecallBatch:
         """B T, the tokens that the model reads."""
         return self.targets.numel()
 
-    @property
-    def padding(self) -> None:
-        """None of them stands for nothing."""
-
 
 @dataclass(eq=False, kw_only=True)
 class KeyValueRecall:

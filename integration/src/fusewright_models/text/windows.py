@@ -25,10 +25,6 @@ class TextBatch:
         """B T, the tokens that the model reads."""
         return self.windows.shape[0] * (self.windows.shape[1] - 1)
 
-    @property
-    def padding(self) -> None:
-        """All of them are of the text."""
-
 
 class Windows:
     """Endless batches of windows, each beginning anywhere in the stream with the same probability.

@@ -13,15 +13,13 @@ class Batch(Protocol):
 
     Attributes:
         tokens: how many the model reads.
-        padding: how many of them stand for nothing, 0-d on the device that trains; None where all
-            stand for something.
+
+    It may also have ``padding``: how many of its tokens stand for nothing, 0-d on the device that
+    trains; None, or no such attribute, where all stand for something.
     """
 
     @property
     def tokens(self) -> int: ...
-
-    @property
-    def padding(self) -> Tensor | None: ...
 
 
 BatchT = TypeVar("BatchT", bound=Batch)

@@ -106,7 +106,8 @@ class Stepper:
             self.loss.copy_(share.detach())
         else:
             self.loss.add_(share.detach())
-        if (padding := batch.padding) is not None:
+        padding: Tensor | None = getattr(batch, "padding", None)
+        if padding is not None:
             self.padding.add_(padding)
         self._note(told, first)
 

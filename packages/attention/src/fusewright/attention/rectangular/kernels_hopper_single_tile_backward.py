@@ -6,11 +6,12 @@
 All keys of a head are one tile, so that a row's softmax, and delta, come from the tile's own
 scores: q, k, v and do are read once, dq, dk and dv written once, and nothing else moves.
 
-A program is two groups of four warps that take tiles of 64 queries in turns, a group that sums
+A program is GROUPS groups of four warps that take tiles of 64 queries in turns, a group that sums
 dk and dv, and a warp that copies. A tile's p and ds go by way of shared memory from the group that
 computes them to the one that sums, which takes tiles in their order: same inputs, same bits. It
 computes both sums transposed, [D, keys], so that keys are the columns of its products, of which
-there may be 16. It has no other work.
+there may be 16. It has no other work. Of 65 to 128 keys, whose p and dp are 128 registers, as both
+sums are, there is one group with tiles: two of them spill.
 """
 
 from __future__ import annotations
@@ -240,13 +241,25 @@ def hopper_single_tile_backward_kernel(
     REGISTERS: gl.constexpr = CONFIG.REGISTERS
     SUM_REGISTERS: gl.constexpr = CONFIG.SUM_REGISTERS
     COPYING_REGISTERS: gl.constexpr = CONFIG.COPYING_REGISTERS
-    gl.warp_specialize(
-        [
-            (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
-            (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
-            (sum_tiles, (outputs, lengths_ptr, summed, to_sum, sizes, of_sums, CONFIG)),
-            (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
-        ],
-        [4, 4, 1],
-        [REGISTERS, SUM_REGISTERS, COPYING_REGISTERS],
-    )
+    # The first group has the registers that the others leave.
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (sum_tiles, (outputs, lengths_ptr, summed, to_sum, sizes, of_sums, CONFIG)),
+                (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
+            ],
+            [4, 1],
+            [SUM_REGISTERS, COPYING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (differentiate, (dq_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (sum_tiles, (outputs, lengths_ptr, summed, to_sum, sizes, of_sums, CONFIG)),
+                (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, SUM_REGISTERS, COPYING_REGISTERS],
+        )

@@ -91,6 +91,17 @@ HOPPER_SINGLE_TILE_BACKWARD = (
         sum_registers=112,
         copying_registers=24,
     ),
+    # Unmeasured.
+    HopperSingleTileConfig(
+        *(65, 128, 64, 1 << 22),
+        groups=1,
+        stages=5,
+        key_stages=2,
+        places=2,
+        registers=256,
+        sum_registers=184,
+        copying_registers=24,
+    ),
 )
 
 

@@ -91,7 +91,6 @@ HOPPER_SINGLE_TILE_BACKWARD = (
         sum_registers=112,
         copying_registers=24,
     ),
-    # Unmeasured.
     HopperSingleTileConfig(
         *(65, 128, 64, 1 << 22),
         groups=1,

@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from fusewright.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_gated, sinkhorn_knopp
+from fusewright.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+    rms_norm_gated,
+    sinkhorn_knopp,
+)
 from fusewright.norm.row_norm import reference as norm_reference
 from fusewright.norm.sinkhorn import reference as sinkhorn_reference
 from fusewright_testkit import Case
@@ -21,6 +28,7 @@ NORM_SHAPES = {
     # Heads of 128 columns, as behind linear attention, and whole rows of a model.
     "rms_norm_gated": ((131072, 128), (16384, 2048)),
     "layer_norm": SHAPES,
+    "add_layer_norm": SHAPES,
 }
 MATRICES = ((16384, 4), (1024, 64))
 ITERATIONS = 20
@@ -31,6 +39,7 @@ TRAFFIC = {
     "add_rms_norm": (4, 4),
     "rms_norm_gated": (3, 5),
     "layer_norm": (2, 3),
+    "add_layer_norm": (4, 4),
     "sinkhorn_knopp": (2, 3),
 }
 
@@ -73,12 +82,12 @@ def sinkhorn_case(batch: int, n: int) -> Case:
 
 
 def inputs(op: str, rows: int, cols: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """x, then residual for add_rms_norm or gate for rms_norm_gated, then weight, then bias for
-    layer_norm.
+    """x, then what is added to it or the gate for rms_norm_gated, then weight, then bias for layer
+    norms.
     """
     draw = functools.partial(torch.randn, dtype=dtype, device=device)
-    wide = [draw(rows, cols) for _ in range(2 if op in ("add_rms_norm", "rms_norm_gated") else 1)]
-    return wide + [draw(cols) for _ in range(2 if op == "layer_norm" else 1)]
+    wide = [draw(rows, cols) for _ in range(1 if op in ("rms_norm", "layer_norm") else 2)]
+    return wide + [draw(cols) for _ in range(2 if "layer_norm" in op else 1)]
 
 
 def providers() -> dict[str, dict[str, Norm]]:
@@ -89,6 +98,7 @@ def providers() -> dict[str, dict[str, Norm]]:
             "add_rms_norm": functools.partial(add_rms_norm, eps=EPS),
             "rms_norm_gated": functools.partial(rms_norm_gated, eps=EPS),
             "layer_norm": functools.partial(layer_norm, eps=EPS),
+            "add_layer_norm": functools.partial(add_layer_norm, eps=EPS),
             "sinkhorn_knopp": functools.partial(sinkhorn_knopp, iterations=ITERATIONS, eps=EPS),
         },
         "torch": torch_ops(),
@@ -117,6 +127,12 @@ def torch_ops() -> dict[str, Norm]:
     def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
 
+    def torch_add_layer_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return torch_layer_norm(total, weight, bias), total
+
     def torch_sinkhorn_knopp(x: Tensor) -> Tensor:
         matrix = torch.softmax(x, -1)
         matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
@@ -130,6 +146,7 @@ def torch_ops() -> dict[str, Norm]:
         "add_rms_norm": torch_add_rms_norm,
         "rms_norm_gated": torch_rms_norm_gated,
         "layer_norm": torch_layer_norm,
+        "add_layer_norm": torch_add_layer_norm,
         "sinkhorn_knopp": torch_sinkhorn_knopp,
     }
 

@@ -25,9 +25,9 @@ def launch(op: str, cols: int, dtype: torch.dtype, rows: int = ROWS) -> None:
     """Forward and backward of one op with every gradient."""
     x, weight = torch.empty(rows, cols, dtype=dtype), torch.empty(cols, dtype=dtype)
     statistics = torch.empty(rows)
-    center = op == "layer_norm"
+    center = op in ("layer_norm", "add_layer_norm")
     gated = dict(gate=x, activation="silu") if op == "rms_norm_gated" else {}
-    other = x if op == "add_rms_norm" else None
+    other = x if op in ("add_rms_norm", "add_layer_norm") else None
     bias = weight if center else None
     forward.norm_forward(x, other, weight, bias, 1e-6, 0.0, center=center, **gated)
     mean = statistics if center else None
@@ -73,7 +73,7 @@ def every_line() -> None:
         )
     }
     for cols in (*sorted(widths), 40000):
-        for op in ("rms_norm", "add_rms_norm", "rms_norm_gated", "layer_norm"):
+        for op in ("rms_norm", "add_rms_norm", "rms_norm_gated", "layer_norm", "add_layer_norm"):
             for dtype in (torch.bfloat16, torch.float32):
                 launch(op, cols, dtype)
                 launch(op, cols, dtype, rows=64)

@@ -19,12 +19,12 @@ Tensors = list[torch.Tensor | None]
 PACKAGE = Package(
     "fusewright.norm",
     names=(
-        "LayerNorm RMSNorm RMSNormGated add_rms_norm layer_norm rms_norm rms_norm_gated "
-        "sinkhorn_knopp"
+        "LayerNorm RMSNorm RMSNormGated add_layer_norm add_rms_norm layer_norm rms_norm "
+        "rms_norm_gated sinkhorn_knopp"
     ),
     registered=(
-        "add_rms_norm layer_norm layer_norm_backward rms_norm rms_norm_backward rms_norm_gated "
-        "rms_norm_gated_backward sinkhorn_knopp sinkhorn_knopp_backward"
+        "add_layer_norm add_rms_norm layer_norm layer_norm_backward rms_norm rms_norm_backward "
+        "rms_norm_gated rms_norm_gated_backward sinkhorn_knopp sinkhorn_knopp_backward"
     ),
     without_triton=(
         "x = torch.randn(3, 8, requires_grad=True)\n"
@@ -130,6 +130,10 @@ def torch_layer_norm(x, weight=None, bias=None, eps=EPS):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def torch_add_layer_norm(x, residual, weight=None, bias=None, eps=EPS):
+    return torch_layer_norm(x + residual, weight, bias, eps), x + residual
+
+
 ROW_NORMS = {
     op.name: op
     for op in (
@@ -137,6 +141,14 @@ ROW_NORMS = {
         NormOp("add_rms_norm", rows=2, vectors=1, twin=torch_add_rms_norm, outputs=2),
         NormOp("rms_norm_gated", rows=2, vectors=1, twin=torch_rms_norm_gated),
         NormOp("layer_norm", rows=1, vectors=2, twin=torch_layer_norm, statistics=2),
+        NormOp(
+            "add_layer_norm",
+            rows=2,
+            vectors=2,
+            twin=torch_add_layer_norm,
+            outputs=2,
+            statistics=2,
+        ),
     )
 }
 SINKHORN = [SinkhornOp("sinkhorn_knopp", "linear"), SinkhornOp("sinkhorn_knopp-log", "log")]

@@ -12,19 +12,22 @@ F32 = torch.float32
 SHAPE = (5, 24)
 
 
-def test_one_tensor_may_be_both_operands(device):
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
+def test_one_tensor_may_be_both_operands(name, device):
     x, weight = torch.randn(SHAPE, device=device), torch.randn(SHAPE[-1], device=device)
 
     def doubled(call):
         return lambda x, weight: call(x, x, weight, eps=1e-6)
 
-    yardstick = Yardstick(doubled(reference.add_rms_norm), [x, weight])
-    yardstick.check(lambda x, w: norm.add_rms_norm(x, x, w, eps=1e-6, backend="triton"))
+    yardstick = Yardstick(doubled(getattr(reference, name)), [x, weight])
+    adding = getattr(norm, name)
+    yardstick.check(lambda x, w: adding(x, x, w, eps=1e-6, backend="triton"))
 
 
-def test_sum_changed_after_the_forward_pass_is_noticed(device):
+@pytest.mark.parametrize("adding", [norm.add_rms_norm, norm.add_layer_norm])
+def test_sum_changed_after_the_forward_pass_is_noticed(adding, device):
     x = torch.randn(SHAPE, device=device, requires_grad=True)
-    y, total = norm.add_rms_norm(x, x.detach(), backend="triton")
+    y, total = adding(x, x.detach(), backend="triton")
     total.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()

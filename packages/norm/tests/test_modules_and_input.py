@@ -109,6 +109,8 @@ BAD = [
     (lambda: norm.layer_norm(X, torch.zeros(8), torch.zeros(9)), ValueError, "bias must have"),
     (lambda: norm.add_rms_norm(X, torch.zeros(3, 9)), ValueError, r"shape \(3, 8\).*\(3, 9\)"),
     (lambda: norm.add_rms_norm(X, X.half()), ValueError, "dtype torch.float32.*float16"),
+    (lambda: norm.add_layer_norm(X, torch.zeros(3, 9)), ValueError, r"\(3, 8\).*\(3, 9\)"),
+    (lambda: norm.add_layer_norm(X, X, X), ValueError, "weight"),
     (lambda: norm.rms_norm_gated(X, X[0]), ValueError, r"gate must have.*\(3, 8\).*\(8,\)"),
     (lambda: norm.rms_norm_gated(X, X.half()), ValueError, "gate must have x's dtype"),
     (lambda: norm.rms_norm_gated(X, X, activation="swish"), ValueError, '"silu" or "sigmoid"'),

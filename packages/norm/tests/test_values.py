@@ -7,12 +7,22 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_gated
+from fusewright.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+    rms_norm_gated,
+)
 from fusewright.norm.row_norm import reference
 from fusewright_testkit import Yardstick
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INF, NAN = math.inf, math.nan
+# Fused with the sum, and of a sum.
+ADDING = pytest.mark.parametrize(
+    ("adding", "alone"), [(add_rms_norm, rms_norm), (add_layer_norm, layer_norm)]
+)
 KERNELS_AND_REFERENCE = pytest.mark.parametrize("backend", ["triton", "reference"])
 
 
@@ -50,34 +60,37 @@ def test_gate_of_any_size_opens_and_closes(activation, backend, device):
     assert all(g.isfinite().all() for g in grads)
 
 
+@ADDING
 @pytest.mark.parametrize("used", ["y", "sum"])
-def test_one_output_of_two_may_be_used_alone(used, device):
+def test_one_output_of_two_may_be_used_alone(used, adding, alone, device):
     x, residual = torch.randn(2, 4, 30, device=device)
     weight = torch.randn(30, device=device)
     grad = torch.randn(4, 30, device=device)
     yardstick = Yardstick(
-        lambda *t: reference.add_rms_norm(*t, eps=1e-6),
+        lambda *t: getattr(reference, adding.__name__)(*t, eps=1e-6),
         [x, residual, weight],
         [grad, None] if used == "y" else [None, grad],
     )
-    yardstick.check(lambda *t: add_rms_norm(*t, eps=1e-6, backend="triton"))
+    yardstick.check(lambda *t: adding(*t, eps=1e-6, backend="triton"))
 
 
+@ADDING
 @KERNELS_AND_REFERENCE
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_add_rms_norm_is_rms_norm_of_the_rounded_sum(dtype, backend, device):
+def test_norm_is_that_of_the_rounded_sum(dtype, backend, adding, alone, device):
     x, residual, weight = torch.randn(3, 6, 90, device=device).to(dtype)
-    y, total = add_rms_norm(x, residual, weight[0], backend=backend)
+    y, total = adding(x, residual, weight[0], backend=backend)
     if dtype != BF16 or backend == "reference" or device == "cuda":
         # Triton's interpreter rounds to bf16 towards zero.
         assert torch.equal(total, (x.float() + residual.float()).to(dtype))
-    assert torch.equal(y, rms_norm(total, weight[0], backend=backend))
+    assert torch.equal(y, alone(total, weight[0], backend=backend))
 
 
-def test_wide_add_rms_norm_is_rms_norm_of_the_rounded_sum(scheme, device):
+@ADDING
+def test_wide_norm_is_that_of_the_rounded_sum(scheme, adding, alone, device):
     x, residual = torch.randn(2, 3, 150, device=device).to(BF16)
-    y, total = add_rms_norm(x, residual, backend="triton")
-    assert torch.equal(y, rms_norm(total, backend="triton"))
+    y, total = adding(x, residual, backend="triton")
+    assert torch.equal(y, alone(total, backend="triton"))
 
 
 @KERNELS_AND_REFERENCE

@@ -7,7 +7,7 @@ from __future__ import annotations
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
 from ._core.warming import warm_up
-from .row_norm.layer_norm import LayerNorm, layer_norm
+from .row_norm.layer_norm import LayerNorm, add_layer_norm, layer_norm
 from .row_norm.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from .row_norm.rms_norm_gated import RMSNormGated, rms_norm_gated
 from .sinkhorn.sinkhorn_knopp import sinkhorn_knopp
@@ -20,6 +20,7 @@ __all__ = [
     "RMSNorm",
     "RMSNormGated",
     "__version__",
+    "add_layer_norm",
     "add_rms_norm",
     "available_backends",
     "layer_norm",

@@ -1,1 +1,1 @@
-"""Norms of the rows of a tensor: rms_norm, add_rms_norm, rms_norm_gated and layer_norm."""
+"""rms_norm and layer_norm of the rows of a tensor, and of a sum; rms_norm_gated."""

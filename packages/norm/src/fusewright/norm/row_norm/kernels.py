@@ -1,8 +1,8 @@
-"""Triton kernels of the forward pass, shared by rms_norm, add_rms_norm, rms_norm_gated and
-layer_norm.
+"""Triton kernels of the forward pass, shared by rms_norm, add_rms_norm, rms_norm_gated,
+layer_norm and add_layer_norm.
 
-The four are one formula: layer_norm centres the row first (``CENTER``), add_rms_norm adds a
-residual first, rms_norm_gated multiplies by a gate last (``ACTIVATION``, "" without one); what is
+They are one formula: layer norms centre the row first (``CENTER``), those that add a residual do
+so before, rms_norm_gated multiplies by a gate last (``ACTIVATION``, "" without one); what is
 absent has no pointer. Rows up to the width of the launch table stay in registers; wider ones are
 walked in blocks, with the second and third walk served by the L2 cache.
 """

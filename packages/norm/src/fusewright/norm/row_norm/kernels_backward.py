@@ -1,5 +1,5 @@
-"""Triton kernels of the backward pass, shared by rms_norm, add_rms_norm, rms_norm_gated and
-layer_norm.
+"""Triton kernels of the backward pass, shared by rms_norm, add_rms_norm, rms_norm_gated,
+layer_norm and add_layer_norm.
 
 A fixed number of programs loops over the rows; each keeps its partial sum of the weight's gradient
 in registers and writes it once, and a second launch adds these in a fixed order. A small tensor

@@ -1,6 +1,4 @@
-"""The launch of the forward pass of rms_norm, add_rms_norm, rms_norm_gated and layer_norm: its
-configurations and its plan.
-"""
+"""The launch of the forward pass of all norms of rows: its configurations and its plan."""
 
 from __future__ import annotations
 

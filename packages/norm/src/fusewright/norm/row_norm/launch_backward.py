@@ -1,6 +1,4 @@
-"""The launches of the backward pass of rms_norm, add_rms_norm, rms_norm_gated and layer_norm: their
-configurations and their plan.
-"""
+"""The launches of the backward pass of all norms of rows: their configurations and their plan."""
 
 from __future__ import annotations
 
@@ -157,7 +155,7 @@ def norm_backward(
 
     Args:
         dy: gradient of the normalised rows.
-        dsum: gradient that reaches x by another path (the sum of add_rms_norm), added to dx.
+        dsum: gradient that reaches x by another path (the sum that was normalised), added to dx.
         x: what was normalised.
         weight, bias: the factor and the summand, or None.
         mean, rstd: as the forward pass returned them.

@@ -1,6 +1,7 @@
-r"""Layer normalisation over the last axis.
+r"""Layer normalisation, alone and fused with a residual addition.
 
-    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+    layer_norm(x)        y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+    add_layer_norm(x, r) s = x + r,  y = layer_norm(s)
 
 with the biased variance, over the last axis, N columns; every other axis counts rows. The backward
 pass, with x_hat = (x - mean(x)) / sqrt(var(x) + eps) and g = dy * weight:
@@ -9,9 +10,9 @@ pass, with x_hat = (x - mean(x)) / sqrt(var(x) + eps) and g = dy * weight:
     dweight = sum over rows of dy * x_hat
     dbias   = sum over rows of dy
 
-Saved for it: x, weight, and mean(x) and 1 / sqrt(var(x) + eps) in fp32, one number a row each. The
-variance is that of the centred row, not a difference of moments; statistics, products and the sums
-over rows are fp32; outputs are rounded once.
+Saved for it: x (for add_layer_norm the sum s), weight, and mean(x) and 1 / sqrt(var(x) + eps) in
+fp32, one number a row each. The variance is that of the centred row, not a difference of moments;
+statistics, products and the sums over rows are fp32; outputs are rounded once.
 
 Ba, Kiros and Hinton, Layer Normalization, arXiv 1607.06450.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 import torch
 
 from .._core.backends import Backend, uses_triton
-from .._core.checks import checked_number
+from .._core.checks import check_same, checked_number
 from .._core.precision import wide
 from .._core.registration import Derivative, Op, empty_grad
 from . import launch, launch_backward, reference
@@ -49,19 +50,34 @@ def _forward_fake(x, weight, bias, eps, dtype):
     return x.new_empty(x.shape, dtype=dtype), mean, torch.empty_like(mean)
 
 
-def _backward_triton(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
+def _add_forward_triton(x, residual, weight, bias, eps, dtype):
+    return launch.norm_forward(x, residual, weight, bias, eps, 0.0, center=True, dtype=dtype)
+
+
+def _add_forward_reference(x, residual, weight, bias, eps, dtype):
+    _, total = reference.add_layer_norm(x, residual, None, None, eps=eps)
+    y, mean, rstd = _forward_reference(total, weight, bias, eps, dtype)
+    return y, total, mean, rstd
+
+
+def _add_forward_fake(x, residual, weight, bias, eps, dtype):
+    y, mean, rstd = _forward_fake(x, weight, bias, eps, dtype)
+    return y, x.new_empty(x.shape), mean, rstd
+
+
+def _backward_triton(dy, dsum, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
     dx, _, dweight, dbias = launch_backward.norm_backward(
-        dy, None, x, weight, bias, mean, rstd, 0.0, weight_grad, bias_grad
+        dy, dsum, x, weight, bias, mean, rstd, 0.0, weight_grad, bias_grad
     )
     return dx, *(empty_grad(x) if grad is None else grad for grad in (dweight, dbias))
 
 
-def _backward_reference(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
-    dx, dweight, dbias = reference.layer_norm_backward(dy, x, weight, bias, eps=eps)
+def _backward_reference(dy, dsum, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
+    dx, dweight, dbias = reference.layer_norm_backward(dy, dsum, x, weight, bias, eps=eps)
     return dx, dweight if weight_grad else empty_grad(x), dbias if bias_grad else empty_grad(x)
 
 
-def _backward_fake(dy, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
+def _backward_fake(dy, dsum, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
     dweight = weight.new_empty(weight.shape) if weight_grad else empty_grad(x)
     dbias = bias.new_empty(bias.shape) if bias_grad else empty_grad(x)
     return x.new_empty(x.shape), dweight, dbias
@@ -74,9 +90,16 @@ _forward = Op(
     reference=_forward_reference,
     fake=_forward_fake,
 )
+_add_forward = Op(
+    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps,"
+    " ScalarType dtype) -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)",
+    triton=_add_forward_triton,
+    reference=_add_forward_reference,
+    fake=_add_forward_fake,
+)
 _backward = Op(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean,"
-    " Tensor rstd, float eps, bool weight_grad, bool bias_grad)"
+    "layer_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor? bias,"
+    " Tensor mean, Tensor rstd, float eps, bool weight_grad, bool bias_grad)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
     triton=_backward_triton,
     reference=_backward_reference,
@@ -103,9 +126,33 @@ class _LayerNorm(Derivative):
         weight_grad = weight is not None and ctx.needs_input_grad[2]
         bias_grad = bias is not None and ctx.needs_input_grad[3]
         dx, dweight, dbias = _backward(
-            dy, x, weight, bias, mean, rstd, ctx.eps, weight_grad, bias_grad
+            dy, None, x, weight, bias, mean, rstd, ctx.eps, weight_grad, bias_grad
         )
         return None, dx, dweight if weight_grad else None, dbias if bias_grad else None, None, None
+
+
+@_add_forward.derivative
+class _AddLayerNorm(Derivative):
+    @staticmethod
+    def forward(ctx, run, x, residual, weight, bias, eps, dtype):
+        y, total, mean, rstd = run(x, residual, weight, bias, eps, dtype)
+        ctx.save_for_backward(total, weight, bias, mean, rstd)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        return y, total, *_add_forward.statistics(ctx, run, mean, rstd)
+
+    @staticmethod
+    def backward(ctx, dy, dsum, *_):
+        if dy is None:
+            return None, dsum, dsum, None, None, None, None
+        total, weight, bias, mean, rstd = ctx.saved_tensors
+        weight_grad = weight is not None and ctx.needs_input_grad[3]
+        bias_grad = bias is not None and ctx.needs_input_grad[4]
+        dx, dweight, dbias = _backward(
+            dy, dsum, total, weight, bias, mean, rstd, ctx.eps, weight_grad, bias_grad
+        )
+        of_vectors = dweight if weight_grad else None, dbias if bias_grad else None
+        return None, dx, dx, *of_vectors, None, None
 
 
 def layer_norm(
@@ -142,17 +189,62 @@ def layer_norm(
             eps is negative or not finite.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
+    check_operands(x, weight, bias)
+    eps, dtype = checked_number("eps", eps, lowest=0.0), dtype_of_result(x)
+    if not uses_triton(x, backend):
+        return reference.layer_norm(x, weight, bias, eps=eps, dtype=dtype)
+    return _forward(x, weight, bias, eps, dtype)[0]
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Add a residual and normalise the sum, in one pass over both.
+
+    Args:
+        x, residual: ``[..., N]``, of one shape and dtype.
+        weight, bias, eps, backend: as in :func:`layer_norm`.
+
+    Returns:
+        The pair ``(y, sum)``, both contiguous; ``sum = x + residual``, rounded to x's dtype, is the
+        next residual, and y is exactly the layer_norm of that rounded sum, in its dtype.
+
+    Differentiable in x, residual, weight and bias, twice.
+
+    Raises:
+        TypeError: as :func:`layer_norm`.
+        ValueError: as :func:`layer_norm`, and where residual differs from x in shape, dtype or
+            device.
+        RuntimeError: as :func:`layer_norm`.
+    """
+    check_operands(x, weight, bias)
+    check_same("residual", residual, "x", x)
+    eps, dtype = checked_number("eps", eps, lowest=0.0), dtype_of_result(x)
+    if not uses_triton(x, backend):
+        return reference.add_layer_norm(x, residual, weight, bias, eps=eps, dtype=dtype)
+    y, total, _, _ = _add_forward(x, residual, weight, bias, eps, dtype)
+    return y, total
+
+
+def check_operands(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raise where x is no rows, or weight or bias does not fit them."""
     check_rows(x)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
             check_vector(name, vector, x)
-    eps = checked_number("eps", eps, lowest=0.0)
-    dtype = x.dtype
-    if x.is_cuda and torch.is_autocast_enabled("cuda") and dtype != torch.float64:
-        dtype = torch.float32
-    if not uses_triton(x, backend):
-        return reference.layer_norm(x, weight, bias, eps=eps, dtype=dtype)
-    return _forward(x, weight, bias, eps, dtype)[0]
+
+
+def dtype_of_result(x: Tensor) -> torch.dtype:
+    """x's own; fp32 under CUDA autocast, as of torch's layer_norm."""
+    if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64:
+        return torch.float32
+    return x.dtype
 
 
 class LayerNorm(torch.nn.LayerNorm):

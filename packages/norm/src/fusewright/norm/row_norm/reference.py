@@ -75,6 +75,20 @@ def layer_norm(
     return affine(x_hat, weight, bias, 0.0).to(dtype or x.dtype).contiguous()
 
 
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s = x + residual, rounded to x's dtype; y = layer_norm(s). Returns (y, s)."""
+    total = (wide(x) + wide(residual)).to(x.dtype).contiguous()
+    return layer_norm(total, weight, bias, eps=eps, dtype=dtype), total
+
+
 def rms_norm_backward(
     dy: torch.Tensor,
     dsum: torch.Tensor | None,
@@ -124,19 +138,24 @@ def rms_norm_gated_backward(
 
 def layer_norm_backward(
     dy: torch.Tensor,
+    dsum: torch.Tensor | None,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     *,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dx, dweight, dbias) of layer_norm."""
+    """(dx, dweight, dbias) of layer_norm; ``dsum``, a gradient that reaches x by another path, is
+    added to dx.
+    """
     x_wide = wide(x)
     centered = x_wide - mean_of(x_wide)
     rstd = rstd_of(centered, eps)
     x_hat = centered * rstd
     dx_hat = affine(wide(dy), weight, None, 0.0)
     dx = (dx_hat - mean_of(dx_hat) - x_hat * mean_of(dx_hat * x_hat)) * rstd
+    if dsum is not None:
+        dx = dx + wide(dsum)
     return (
         dx.to(x.dtype).contiguous(),
         summed_over_rows(wide(dy) * x_hat, weight),

@@ -142,13 +142,20 @@ def test_changed_target_changes_no_other_target(small, rows, norm):
     assert (before[:, 2] != after[:, 2]).any()
 
 
+def rows_of(h: Tensor, update: Tensor | None) -> Tensor:
+    """What a block hands on."""
+    return h if update is None else h + update
+
+
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_context_states_do_not_depend_on_targets(small, rows, norm):
     model = small(norm=norm)
     x_context, y_context, x_target, _ = rows(2, 5, 6)
     states: list[Tensor] = []
     for block in model.blocks[:-1]:
-        block.register_forward_hook(lambda _module, _inputs, h: states.append(h[:, :5]))
+        block.register_forward_hook(
+            lambda _module, _inputs, out: states.append(rows_of(*out)[:, :5])
+        )
     model(x_context, y_context, x_target)
     model(x_context, y_context, torch.randn_like(x_target))
     first, second = states[: len(states) // 2], states[len(states) // 2 :]
@@ -178,8 +185,11 @@ def test_autocast_keeps_stream_in_bf16_and_mixture_in_fp32(small, rows, norm):
     model = small(norm=norm)
     x_context, y_context, x_target, y_target = rows(2, 5, 6)
     streams: list[Tensor] = []
-    for module in [model.embedder, *model.blocks]:
-        module.register_forward_hook(lambda _module, _inputs, h: streams.append(h))
+    model.embedder.register_forward_hook(lambda _module, _inputs, h: streams.append(h))
+    for block in model.blocks:
+        block.register_forward_hook(
+            lambda _module, _inputs, out: streams.extend(x for x in out if x is not None)
+        )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         params = model(x_context, y_context, x_target)
         loss = model.loss(x_context, y_context, x_target, y_target)

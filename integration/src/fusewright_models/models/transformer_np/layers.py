@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from fusewright.attention import Backend, rectangular_attention
 from fusewright.mixture_head import Scale
-from fusewright.norm import LayerNorm
+from fusewright.norm import LayerNorm, add_layer_norm
 from torch import Tensor, nn
 
 from ..._core.padding import (
@@ -84,14 +84,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False)
 
 
-def layer_norm(norm: LayerNorm, h: Tensor) -> Tensor:
-    """Norm in the dtype of ``h``, statistics in fp32.
+def norm_of_sum(norm: LayerNorm, h: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(norm of h + update, h + update) in the dtype of ``h``, statistics in fp32; ``h`` itself
+    without an update.
 
     Autocast would hand back fp32, as torch's layer norm does: twice the bytes, and the residual
     stream of the post-norm form would leave the compute dtype.
     """
     with without_autocast(h.device):
-        return norm(h)
+        if update is None:
+            return norm(h), h
+        return add_layer_norm(update, h, norm.weight, norm.bias, eps=norm.eps, backend=norm.backend)
 
 
 def within(rows: Tensor, lengths: Tensor) -> Tensor:
@@ -177,7 +180,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with its norm before ("pre") or after ("post") the sum."""
+    """Attention and feed-forward, each with its norm before ("pre") or after ("post") the sum.
+
+    A sum is computed by the norm that reads it, in one pass. In the pre-norm form that of the last
+    sum belongs to the next block, so a block hands on both its summands.
+    """
 
     def __init__(self, config: TransformerNPConfig, *, backend: Backend) -> None:
         super().__init__()
@@ -190,17 +197,22 @@ class Block(nn.Module):
     def forward(
         self,
         h: Tensor,
+        update: Tensor | None,
         context_rows: int,
         context_lengths: Tensor | None = None,
         *,
         targets_only: bool = False,
-    ) -> Tensor:
-        """``h [B, T, d]``, context rows first, to the same, or to ``[B, N, d]`` of the targets."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """``h`` and ``update [B, T, d]``, whose sum are the rows, context first, to the same, or to
+        ``[B, N, d]`` of the targets; None for an update of nothing.
+        """
         first = context_rows if targets_only else 0
         if self.pre_norm:
-            a = layer_norm(self.attention_norm, h)
-            h = h[:, first:] + self.attention(a[:, first:], a[:, :context_rows], context_lengths)
-            return h + self.feed_forward(layer_norm(self.feed_forward_norm, h))
+            a, h = norm_of_sum(self.attention_norm, h, update)
+            mixed = self.attention(a[:, first:], a[:, :context_rows], context_lengths)
+            b, h = norm_of_sum(self.feed_forward_norm, h[:, first:], mixed)
+            return h, self.feed_forward(b)
         mixed = self.attention(h[:, first:], h[:, :context_rows], context_lengths)
-        h = layer_norm(self.attention_norm, h[:, first:] + mixed)
-        return layer_norm(self.feed_forward_norm, h + self.feed_forward(h))
+        h, _ = norm_of_sum(self.attention_norm, h[:, first:], mixed)
+        h, _ = norm_of_sum(self.feed_forward_norm, h, self.feed_forward(h))
+        return h, None

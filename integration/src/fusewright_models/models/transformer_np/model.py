@@ -46,7 +46,7 @@ from .layers import (
     Embedder,
     FeedForward,
     TransformerNPConfig,
-    layer_norm,
+    norm_of_sum,
     shown,
     within,
 )
@@ -187,12 +187,14 @@ class TransformerNP(nn.Module):
         context_rows = x_context.shape[1]
         x_context, y_context = (shown(rows, context_lengths) for rows in (x_context, y_context))
         x_target = shown(x_target, target_lengths)
-        h = self.embedder(x_context, y_context, x_target)
+        h, update = self.embedder(x_context, y_context, x_target), None
         *blocks, last = self.blocks
         for block in blocks:
-            h = block(h, context_rows, context_lengths)
-        t = last(h, context_rows, context_lengths, targets_only=True)
-        return self.head(t if self.final_norm is None else layer_norm(self.final_norm, t))
+            h, update = block(h, update, context_rows, context_lengths)
+        t, update = last(h, update, context_rows, context_lengths, targets_only=True)
+        if self.final_norm is not None:
+            t, _ = norm_of_sum(self.final_norm, t, update)
+        return self.head(t)
 
     def loss(
         self,

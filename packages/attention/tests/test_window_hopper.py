@@ -282,6 +282,23 @@ def test_strided_operands_are_read_by_their_strides(window_op, plans):
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("axis", range(3), ids=["sequences", "tokens", "heads"])
+def test_operands_may_be_expanded(window_op, forward_plans, plans, axis):
+    expanded = [x.narrow(axis, 0, 1).expand_as(x) for x in draw(window_op, 700)]
+    results = [
+        everything(
+            lambda *xs: window_op.kernels(*xs, window=130, prefix=0),
+            [x.detach().requires_grad_() for x in xs],
+        )
+        for xs in (expanded, [x.contiguous() for x in expanded])
+    ]
+    assert same_bits(*results)
+    assert len(forward_plans) == 2
+    assert len(plans) == 2
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_gradients_have_the_same_bits_in_a_graph_and_twice(window_op, plans):
     leaves = [x.requires_grad_() for x in draw(window_op, 4000, 2, 8)]
 

@@ -157,6 +157,7 @@ CORRUPTED = {
     "colour": (config_with(colour="red"), "begun by another version: colour differ"),
     "no-ragged": (config_without("ragged"), "begun by another version: ragged differ"),
     "no-device": (config_without("device"), "begun by another version: device differ"),
+    "no-pad": (config_without("pad", "ragged"), "begun by another version: ragged differ"),
     "norm": (config_with(norm="mid"), f"{CONFIG}: norm must be one of ('pre', 'post'); got 'mid'"),
     "preset": (config_with(preset="huge"), f"{CONFIG}: preset must be one of ('tiny', 'demo', "),
     "data": (config_with(data=["blr"]), f"{CONFIG}: data must be one of ('digits', 'gp-rbf', "),

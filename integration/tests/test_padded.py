@@ -10,6 +10,9 @@ import torch
 from fusewright_models.cli.transformer_np import negative_log_likelihood
 from fusewright_models.data import DATA_NAMES, Sampler, Size, Task, evaluate, make_sampler
 from fusewright_models.data.sizes import MOST_CAPACITIES, Capacity, capacities_of
+from fusewright_models.training import TrainingConfig, adamw
+
+from .trainers import quiet_trainer, tiny
 
 CONTEXTS, TARGETS = (5, 1, 3), (2, 4, 1)
 
@@ -293,3 +296,22 @@ def test_padded_batches_are_drawn_without_waiting(host_reads):
             for _ in range(3):
                 assert sampler.sample(2).tokens > 0
     assert host_reads.count == 0
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_padding_is_counted_as_long_as_tokens_are(tmp_path, monkeypatch):
+    """A run that ends between log points goes on with a clock of its own."""
+    model, source, loss = tiny("transformer-np", padded=True)
+    config = TrainingConfig(steps=10, batch_size=2, log_every=5, evaluate_every=10)
+    optimizer = adamw(model, lr=1e-3, weight_decay=0.0)
+    trainer, tasks = quiet_trainer(tmp_path, model, source, loss, optimizer, config), []
+    sample = source.sample
+    monkeypatch.setattr(source, "sample", lambda batch: tasks.append(sample(batch)) or tasks[-1])
+    trainer.run(until=4)
+    trainer.run(until=5)
+    (line,) = trainer.folder.read_metrics()
+    padding = int(tasks[-1].padding)
+    rates = line["tokens_per_second"], line.get("padded_tokens_per_second", 0.0)
+    counted = [round(rate * line["seconds"]) for rate in rates]
+    assert sum(int(task.padding) for task in tasks[:-1]) > 0
+    assert counted == [tasks[-1].tokens - padding, padding]

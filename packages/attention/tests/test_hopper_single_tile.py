@@ -162,6 +162,24 @@ def test_strided_operands_are_read_by_their_strides(op, forward_plans, backward_
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("axis", range(3), ids=["tasks", "rows", "heads"])
+def test_operands_may_be_expanded(op, forward_plans, backward_plans, keys, axis):
+    tensors = op.draw((2, 500, keys, 4, 64), BF16, "cuda")
+    expanded = [x.narrow(axis, 0, 1).expand_as(x) for x in tensors]
+    whole = [x.contiguous() for x in expanded]
+    assert same_bits(
+        *(
+            everything(op.kernels, [x.detach().requires_grad_() for x in xs])
+            for xs in (expanded, whole)
+        )
+    )
+    assert served(keys, forward_plans, backward_plans)
+    assert len(backward_plans) == 2
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("keys", [20, 64, 128])
 def test_replays_have_the_same_bits(lse_op, forward_plans, backward_plans, keys):
     tensors = [x.requires_grad_() for x in lse_op.draw((64, 564, keys, 8, 64), BF16, "cuda")]

@@ -12,6 +12,9 @@ from types import FunctionType, SimpleNamespace
 import pytest
 import torch
 from fusewright.attention._core.launches import cdiv
+from fusewright.attention.common.launch import plan_query_tiles
+from fusewright.attention.common.problem import key_of, problem_of, tile_config
+from fusewright.attention.window import kernels as kernels_window
 from fusewright.attention.window import (
     kernels_hopper,
     launch,
@@ -25,6 +28,7 @@ from fusewright_testkit.conformance import everything, same_bits
 from fusewright_testkit.yardstick import Yardstick
 
 from .ordered import Ordered, Step
+from .test_combine import interpreted
 from .test_hopper import counted_plans, on_hopper
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -146,6 +150,25 @@ def test_each_group_has_the_tiles_that_its_rows_see(tokens, window, groups, bloc
                 rest = range(own - steps + 1, own - inner + 1)
                 assert not any(of_rows[:, i * block : (i + 1) * block].all() for i in rest)
     assert sorted(found) == [(i, j) for i in range(heads) for j in range(0, tokens, ROWS)]
+
+
+@interpreted
+def test_flagged_tiles_are_computed_again_and_no_others():
+    q, k, v = (torch.randn(2, 150, 2, 64).to(FP16) for _ in range(3))
+    key, band = key_of((q, k, v), None), launch.Band(70, 0)
+    problem = problem_of(key, 3, launch.integers_of(band, key))
+    config = tile_config(launch_hopper.AGAIN, problem)
+    flags = torch.tensor([[0, 0, 1], [1, 0, 0], [0, 1, 1], [0, 0, 0]], dtype=torch.int32)
+    outputs = q, torch.empty(2, 2, 150), torch.empty(2, 2, 2, 150), q
+    whole, again = ([torch.full_like(x, -1e3) for x in outputs] for _ in range(2))
+    run = plan_query_tiles(kernels_window.window_forward_kernel, problem, config)
+    run((q, k, v, None, *whole), (0.125,))
+    run = plan_query_tiles(kernels_window.flagged_window_forward_kernel, problem, config)
+    run((q, k, v, None, flags, *again), (0.125,))
+    flagged = flags.view(2, 2, 3).bool().repeat_interleave(ROWS, 2)[..., :150]
+    for first, second in zip(whole, again, strict=True):
+        by_row = flagged.mT.unsqueeze(-1) if first.dtype == FP16 else flagged
+        assert torch.equal(second, torch.where(by_row, first, -1e3))
 
 
 @pytest.fixture
@@ -278,6 +301,23 @@ def test_strided_operands_are_read_by_their_strides(window_op, plans):
     ]
     assert same_bits(*results)
     assert plans
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("axis", range(3), ids=["sequences", "tokens", "heads"])
+def test_operands_may_be_expanded(window_op, forward_plans, plans, axis):
+    expanded = [x.narrow(axis, 0, 1).expand_as(x) for x in draw(window_op, 700)]
+    results = [
+        everything(
+            lambda *xs: window_op.kernels(*xs, window=130, prefix=0),
+            [x.detach().requires_grad_() for x in xs],
+        )
+        for xs in (expanded, [x.contiguous() for x in expanded])
+    ]
+    assert same_bits(*results)
+    assert len(forward_plans) == 2
+    assert len(plans) == 2
 
 
 @pytest.mark.gpu

@@ -197,8 +197,7 @@ def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
     left_open = {
         name for name in NOT_TRAINED & wanted.keys() if wanted[name].default is not MISSING
     }
-    differ = config.keys() ^ wanted.keys()
-    if differ - (left_open - config.keys()):
+    if differ := (config.keys() ^ wanted.keys()) - (left_open - config.keys()):
         names = ", ".join(sorted(differ))
         raise ValueError(f"the run in {folder.path} was begun by another version: {names} differ")
     try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-# A graph costs three eager steps and a capture; with so many a task of a Gaussian process is padded
+# A graph costs two eager steps and a capture; with so many a task of a Gaussian process is padded
 # from 38 rows to 47 on average, with one to 92.
 MOST_CAPACITIES = 16
 

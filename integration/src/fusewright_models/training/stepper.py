@@ -27,7 +27,7 @@ class Means(NamedTuple):
         taken: how many they are.
         skipped: how many others the optimizer skipped, for a loss or gradients that are not finite.
         skipped_in_a_row: how many the last step ends, those before the last log point included.
-        padding: how many tokens stood for nothing, over all steps.
+        padding: how many tokens stood for nothing, over all steps, since the clock was started.
         means: of what else the loss function told, by name.
         counts: likewise, sums over all steps.
     """
@@ -79,7 +79,7 @@ class Stepper:
         self.loss = torch.zeros((), dtype=wide, device=self.device)
         # [loss, gradient norm, steps taken, steps skipped], summed since the last log point
         self.sums = torch.zeros(4, dtype=wide, device=self.device)
-        # Tokens that stand for nothing, since the last log point.
+        # Tokens that stand for nothing, counted as long as tokens are.
         self.padding = torch.zeros((), dtype=torch.int64, device=self.device)
         # Goes on over log points.
         self.skipped_in_a_row = torch.zeros_like(self.loss)

@@ -297,6 +297,7 @@ class Trainer:
     def _start_clock(self) -> None:
         """Tokens per second are counted from here: evaluations and pauses are no part of them."""
         self.tokens = 0
+        self.stepper.padding.zero_()
         self.clock = time.perf_counter()
 
     def _say(self, text: str) -> None:

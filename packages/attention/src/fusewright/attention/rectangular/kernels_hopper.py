@@ -120,7 +120,7 @@ def copy_tiles(inputs, call, buffers, barriers, sizes, pieces, CONFIG: gl.conste
 def attend(
     outputs, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """What each of the three groups does: its ROWS queries of every piece, over its keys."""
+    """What each group with queries does: its ROWS queries of every piece, over its keys."""
     pieces, lengths_ptr, queries, rows, factor, keeps = call
     sinks_ptr, lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr = pointers
     q_shared, k_shared, _v_shared, o_shared, _ones_shared = buffers

@@ -68,8 +68,8 @@ class HopperSingleTileConstants(NamedTuple):
     DLSE: bool
 
 
-# Source: docs/decisions/0004-hopper-h200.csv. The kernel in plain Triton is as fast or faster of up
-# to 64 keys.
+# Source: docs/decisions/0004-hopper-h200.csv. Of up to 64 keys the kernel in plain Triton is faster
+# where tasks are many.
 HOPPER_SINGLE_TILE_FORWARD = (
     HopperSingleTileConfig(
         *(65, 128, 64, 1 << 23),

@@ -16,6 +16,7 @@ wanted, its sum is that of the probabilities before their rounding.
 
 from __future__ import annotations
 
+from .kernels_barriers import barriers_of
 from .kernels_gluon import (
     fence_async_shared,
     gl,
@@ -56,18 +57,9 @@ def buffers_and_barriers(tiles, CONFIG: gl.constexpr):
     ones_shared = gl.allocate_shared_memory(DTYPE, [8, BLOCK_K], OF_ONES)
     ONES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     ones_shared.store(gl.full([8, BLOCK_K], 1.0, DTYPE, ONES))
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    tokens = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for group in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(group), count=1)
-        mbarrier.init(q_free.index(group), count=1)
-        mbarrier.init(tokens.index(group), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=GROUPS)
+    q_full, q_free = barriers_of(GROUPS, 1), barriers_of(GROUPS, 1)
+    tokens = barriers_of(GROUPS, 1)
+    full, free = barriers_of(STAGES, 1), barriers_of(STAGES, GROUPS)
     fence_async_shared()
     buffers = (q_shared, k_shared, v_shared, o_shared, ones_shared)
     return buffers, (q_full, q_free, full, free, tokens)

@@ -35,6 +35,7 @@ Shah et al., FlashAttention-3, arXiv 2407.08608.
 
 from __future__ import annotations
 
+from ..common.kernels_barriers import barriers_of
 from ..common.kernels_counters import pass_on, wait_for
 from ..common.kernels_gluon import (
     fence_async_shared,
@@ -371,14 +372,13 @@ def hopper_backward_kernel(
     DS_STAGES: gl.constexpr = CONFIG.DS_STAGES
     PLACES: gl.constexpr = CONFIG.PLACES
     DTYPE: gl.constexpr = q_tiles.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     OF_DS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     q_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, QUERIES, 1, D], q_tiles.layout)
     do_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, QUERIES, 1, D], do_tiles.layout)
     # In one tile, or in one for each group.
     TOGETHER: gl.constexpr = [1, KEYS, 1, D]
-    APART: gl.constexpr = [GROUPS, 1, ROWS, 1, D]
-    OF_KEYS: gl.constexpr = TOGETHER if CONFIG.IN_REGISTERS else APART
+    SEPARATE: gl.constexpr = [GROUPS, 1, ROWS, 1, D]
+    OF_KEYS: gl.constexpr = TOGETHER if CONFIG.IN_REGISTERS else SEPARATE
     k_shared = gl.allocate_shared_memory(DTYPE, OF_KEYS, k_tiles.layout)
     v_shared = gl.allocate_shared_memory(DTYPE, OF_KEYS, v_tiles.layout)
     lse_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], lse_tiles.layout)
@@ -388,27 +388,14 @@ def hopper_backward_kernel(
     if CONFIG.IN_REGISTERS:
         OUT_SHAPE: gl.constexpr = [2 * GROUPS, 1, ROWS, 1, D]
         leaving = gl.allocate_shared_memory(DTYPE, OUT_SHAPE, dk_tiles.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    kv_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    ds_free = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    dq_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
-    dq_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_free, count=GROUPS + 1 if CONFIG.IN_REGISTERS else GROUPS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=GROUPS)
-    for stage in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_full.index(stage), count=GROUPS)
-        mbarrier.init(ds_free.index(stage), count=1 if CONFIG.IN_REGISTERS else GROUPS)
-    for place in gl.static_range(PLACES):
-        mbarrier.init(dq_full.index(place), count=1)
-        mbarrier.init(dq_free.index(place), count=1)
+    # With keys in shared memory the groups read what elsewhere the third group does.
+    READERS: gl.constexpr = GROUPS + 1 if CONFIG.IN_REGISTERS else GROUPS
+    OF_DS_READERS: gl.constexpr = 1 if CONFIG.IN_REGISTERS else GROUPS
+    kv_full, kv_free = barriers_of(1, 1).index(0), barriers_of(1, READERS).index(0)
+    q_full, do_full = barriers_of(STAGES, 1), barriers_of(STAGES, 1)
+    q_free = barriers_of(STAGES, GROUPS)
+    ds_full, ds_free = barriers_of(DS_STAGES, GROUPS), barriers_of(DS_STAGES, OF_DS_READERS)
+    dq_full, dq_free = barriers_of(PLACES, 1), barriers_of(PLACES, 1)
     fence_async_shared()
     if not CONFIG.IN_REGISTERS:
         leaving = (dq_shared, dq_full, dq_free)

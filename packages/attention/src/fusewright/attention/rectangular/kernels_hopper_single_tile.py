@@ -20,6 +20,7 @@ part of one head, or of two.
 
 from __future__ import annotations
 
+from ..common.kernels_barriers import barriers_of
 from ..common.kernels_gluon import (
     fence_async_shared,
     gl,
@@ -237,23 +238,13 @@ def hopper_single_tile_forward_kernel(
     KEY_STAGES: gl.constexpr = CONFIG.KEY_STAGES
     GROUPS: gl.constexpr = CONFIG.GROUPS
     DTYPE: gl.constexpr = q_tiles.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_shared = gl.allocate_shared_memory(DTYPE, [KEY_STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
     v_shared = gl.allocate_shared_memory(DTYPE, [KEY_STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
     q_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, ROWS, 1, D], q_tiles.layout)
     o_shared = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, ROWS, 1, D], o_tiles.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
-    kv_free = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for place in gl.static_range(KEY_STAGES):
-        mbarrier.init(kv_full.index(place), count=1)
-        mbarrier.init(kv_ready.index(place), count=1)
-        mbarrier.init(kv_free.index(place), count=GROUPS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
+    kv_full, kv_ready = barriers_of(KEY_STAGES, 1), barriers_of(KEY_STAGES, 1)
+    kv_free = barriers_of(KEY_STAGES, GROUPS)
+    full, free = barriers_of(STAGES, 1), barriers_of(STAGES, 1)
     fence_async_shared()
     # A forward pass has no do.
     inputs = (k_tiles, v_tiles, q_tiles, q_tiles)
@@ -266,24 +257,14 @@ def hopper_single_tile_forward_kernel(
     call = (queries, keys, heads, scale * LOG2_E)
     REGISTERS: gl.constexpr = CONFIG.REGISTERS
     COPYING_REGISTERS: gl.constexpr = CONFIG.COPYING_REGISTERS
-    if GROUPS == 3:
-        gl.warp_specialize(
-            [
-                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
-                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
-                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
-                (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, COPYING_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
-                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
-                (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
-            ],
-            [4, 1],
-            [REGISTERS, COPYING_REGISTERS],
-        )
+    gl.static_assert(GROUPS == 3)
+    gl.warp_specialize(
+        [
+            (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+            (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+            (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
+            (copy_tiles, (inputs, copied, to_copy, sizes, heads, CONFIG)),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, COPYING_REGISTERS],
+    )

@@ -16,6 +16,7 @@ sums are, there is one group with tiles: two of them spill.
 
 from __future__ import annotations
 
+from ..common.kernels_barriers import barriers_of
 from ..common.kernels_gluon import (
     fence_async_shared,
     gl,
@@ -197,7 +198,6 @@ def hopper_single_tile_backward_kernel(
     PLACES: gl.constexpr = CONFIG.PLACES
     GROUPS: gl.constexpr = CONFIG.GROUPS
     DTYPE: gl.constexpr = q_tiles.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     OF_SCORES: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * BLOCK_K), 16)
     k_shared = gl.allocate_shared_memory(DTYPE, [KEY_STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
     v_shared = gl.allocate_shared_memory(DTYPE, [KEY_STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
@@ -206,25 +206,11 @@ def hopper_single_tile_backward_kernel(
     p_shared = gl.allocate_shared_memory(DTYPE, [PLACES, ROWS, BLOCK_K], OF_SCORES)
     ds_shared = gl.allocate_shared_memory(DTYPE, [PLACES, ROWS, BLOCK_K], OF_SCORES)
     dq_shared = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, ROWS, 1, D], dq_tiles.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
-    kv_free = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    p_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
-    both_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
-    for place in gl.static_range(KEY_STAGES):
-        mbarrier.init(kv_full.index(place), count=1)
-        mbarrier.init(kv_ready.index(place), count=1)
-        mbarrier.init(kv_free.index(place), count=GROUPS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
-    for place in gl.static_range(PLACES):
-        mbarrier.init(p_full.index(place), count=1)
-        mbarrier.init(ds_full.index(place), count=1)
-        mbarrier.init(both_free.index(place), count=1)
+    kv_full, kv_ready = barriers_of(KEY_STAGES, 1), barriers_of(KEY_STAGES, 1)
+    kv_free = barriers_of(KEY_STAGES, GROUPS)
+    full, free = barriers_of(STAGES, 1), barriers_of(STAGES, 1)
+    p_full, ds_full = barriers_of(PLACES, 1), barriers_of(PLACES, 1)
+    both_free = barriers_of(PLACES, 1)
     fence_async_shared()
     sizes = (rounds, left, per_program, query_tiles)
     call = (queries, keys, heads, scale)

@@ -15,7 +15,6 @@ from .._core.launches import (
     allocate,
     allocator,
     cdiv,
-    contiguous_where,
 )
 from .._core.lazy import lazy_module
 from ..common.launch import DescribedLaunch, Outputs, plan_query_tiles
@@ -88,12 +87,11 @@ AGAIN = TileConfig(64, 2, queries=ROWS, keys=64, num_warps=4, num_stages=3)
 
 
 class HopperPlan(NamedTuple):
-    """One forward pass: which operands it copies first; the allocators of o, lse, softmax and
+    """One forward pass: the allocators of o, lse, softmax and
     o_low, of flags, of the parts' o and statistics, None without parts, and of the counter of
     pieces, None where programs do not begin them at one time; and its launches.
     """
 
-    copies: tuple[bool, ...]
     outputs: tuple[Allocator | None, ...]
     flags: Allocator
     partial_o: Allocator | None
@@ -105,8 +103,6 @@ class HopperPlan(NamedTuple):
 
     def run(self, operands: tuple[torch.Tensor | None, ...], floats: tuple[float, ...]) -> Outputs:
         """Allocate and launch; ``operands`` are q, k, v, key_lengths and sinks."""
-        if self.copies:
-            operands = contiguous_where(operands, self.copies)
         q, k, v, key_lengths, sinks = operands
         o, lse, softmax, o_low = outputs = tuple(allocate(each) for each in self.outputs)
         flags = self.flags()
@@ -195,7 +191,6 @@ def plan_hopper(
             GROUPS=config.groups,
         )
     return HopperPlan(
-        problem.copies,
         outputs,
         allocator((problem.all_heads, blocks), torch.int32, device),
         allocator((*partial, problem.width), torch.float32, device) if left else None,

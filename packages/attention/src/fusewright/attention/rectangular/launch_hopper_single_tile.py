@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, allocate, allocator, cdiv, contiguous_where
+from .._core.launches import Allocator, allocate, allocator, cdiv
 from .._core.lazy import lazy_module
 from ..common.launch import DescribedLaunch, Gradients, Outputs
 from ..common.launch_hopper import hopper_line, in_tiles
@@ -105,19 +105,16 @@ HOPPER_SINGLE_TILE_BACKWARD = (
 
 
 class HopperSingleTilePlan(NamedTuple):
-    """One forward pass: which operands it copies first, the allocators of o and of lse, None for
-    one that is absent, and its launch.
+    """One forward pass: the allocators of o and of lse, None where there is none, and its
+    launch.
     """
 
-    copies: tuple[bool, ...]
     o: Allocator
     lse: Allocator | None
     launch: DescribedLaunch
 
     def run(self, operands: tuple[torch.Tensor | None, ...], floats: tuple[float, ...]) -> Outputs:
         """Allocate and launch; ``operands`` are q, k, v, key_lengths and absent sinks."""
-        if self.copies:
-            operands = contiguous_where(operands, self.copies)
         q, k, v, lengths, _ = operands
         o, lse = self.o(), allocate(self.lse)
         # A kernel takes no absent pointer here; what stands in is not touched.
@@ -127,11 +124,8 @@ class HopperSingleTilePlan(NamedTuple):
 
 
 class HopperSingleTileBackwardPlan(NamedTuple):
-    """One backward pass: which operands it copies first, the allocators of dq, dk and dv, and its
-    launch.
-    """
+    """One backward pass: the allocators of dq, dk and dv, and its launch."""
 
-    copies: tuple[bool, ...]
     gradients: tuple[Allocator, Allocator, Allocator]
     launch: DescribedLaunch
 
@@ -142,8 +136,6 @@ class HopperSingleTileBackwardPlan(NamedTuple):
         scale: float,
     ) -> Gradients:
         """Allocate and launch; the arguments are those of ``BackwardPlan.run``."""
-        if self.copies:
-            operands = contiguous_where(operands, self.copies)
         do, q, k, v, dlse, lengths, _ = operands
         dq, dk, dv = (make() for make in self.gradients)
         pointers = [dq if x is None else x for x in (lengths, dlse)]
@@ -221,7 +213,6 @@ def plan_hopper_single_tile(
     )
     launch.descriptors = tuple(map(in_tiles, (ROWS, block, block, ROWS)))
     return HopperSingleTilePlan(
-        problem.copies,
         allocator(problem.query_shape, problem.dtype, problem.device),
         allocator(problem.rows, torch.float32, problem.device) if with_lse else None,
         launch,
@@ -250,4 +241,4 @@ def plan_hopper_single_tile_backward(
     launch.descriptors = tuple(map(in_tiles, rows))
     shapes = problem.query_shape, problem.key_shape, problem.value_shape
     dq, dk, dv = (allocator(shape, problem.dtype, problem.device) for shape in shapes)
-    return HopperSingleTileBackwardPlan(problem.copies, (dq, dk, dv), launch)
+    return HopperSingleTileBackwardPlan((dq, dk, dv), launch)

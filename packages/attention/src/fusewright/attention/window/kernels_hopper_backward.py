@@ -26,6 +26,7 @@ Shah et al., FlashAttention-3, arXiv 2407.08608; Beltagy, Peters and Cohan, arXi
 
 from __future__ import annotations
 
+from ..common.kernels_barriers import barriers_of
 from ..common.kernels_counters import pass_on, wait_for, wait_for_sums
 from ..common.kernels_gluon import (
     fence_async_shared,
@@ -421,7 +422,6 @@ def window_hopper_backward_kernel(
     DS_PLACES: gl.constexpr = CONFIG.DS_STAGES * GROUPS
     PLACES: gl.constexpr = CONFIG.PLACES
     DTYPE: gl.constexpr = q_tiles.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     OF_DS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     q_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, QUERIES, 1, D], q_tiles.layout)
     do_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, QUERIES, 1, D], do_tiles.layout)
@@ -433,27 +433,11 @@ def window_hopper_backward_kernel(
     dq_shared = gl.allocate_shared_memory(gl.float32, [PLACES, QUERIES, D], sums_tiles.layout)
     dq_rounded = gl.allocate_shared_memory(DTYPE, [1, QUERIES, 1, D], dq_tiles.layout)
     out_shared = gl.allocate_shared_memory(DTYPE, [2 * GROUPS, 1, ROWS, 1, D], dk_tiles.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    kv_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [DS_PLACES, 1], BARRIER)
-    ds_free = gl.allocate_shared_memory(gl.int64, [DS_PLACES, 1], BARRIER)
-    dq_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
-    dq_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_free, count=GROUPS + 1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=GROUPS)
-    for place in gl.static_range(DS_PLACES):
-        mbarrier.init(ds_full.index(place), count=1)
-        mbarrier.init(ds_free.index(place), count=1)
-    for place in gl.static_range(PLACES):
-        mbarrier.init(dq_full.index(place), count=1)
-        mbarrier.init(dq_free.index(place), count=1)
+    kv_full, kv_free = barriers_of(1, 1).index(0), barriers_of(1, GROUPS + 1).index(0)
+    q_full, do_full = barriers_of(STAGES, 1), barriers_of(STAGES, 1)
+    q_free = barriers_of(STAGES, GROUPS)
+    ds_full, ds_free = barriers_of(DS_PLACES, 1), barriers_of(DS_PLACES, 1)
+    dq_full, dq_free = barriers_of(PLACES, 1), barriers_of(PLACES, 1)
     fence_async_shared()
     sizes = (query_tiles, key_tiles, window)
     outputs = (dk_tiles, dv_tiles)

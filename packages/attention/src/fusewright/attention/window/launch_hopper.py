@@ -11,7 +11,7 @@ import torch
 from .._core.launches import Allocator, Launch, allocate, allocator, cdiv
 from .._core.lazy import lazy_module
 from ..common.launch import DescribedLaunch, Outputs, plan_query_tiles
-from ..common.launch_hopper import hopper_line, in_tiles
+from ..common.launch_hopper import AnyLine, hopper_line, in_tiles
 from ..common.problem import Problem, TileConfig, tile_config
 
 if TYPE_CHECKING:
@@ -106,18 +106,27 @@ class HopperPlan(NamedTuple):
         return outputs
 
 
-def hopper_config(problem: Problem, aligned: bool, window: int, prefix: int) -> HopperConfig | None:
-    """The line that serves a call; None where another kernel does. ``aligned``: whether a
+def window_line(
+    table: tuple[AnyLine, ...], problem: Problem, aligned: bool, window: int, prefix: int
+) -> AnyLine | None:
+    """The line that serves a pass; None where another kernel does. ``aligned``: whether a
     descriptor may start where each operand does.
     """
     # Tiles of queries and of keys begin at the same rows of a sequence, and no window ends in the
     # tile in which it begins.
-    if any(problem.copies) or prefix or problem.queries != problem.keys:
+    if any(problem.copies) or prefix or problem.queries != problem.keys or window < ROWS:
         return None
-    if window < ROWS or not problem.plain:
+    # The delta of the backward pass has the rounding of the probabilities of o, which is much in
+    # dsinks.
+    if not problem.plain:
         return None
     scores = problem.all_heads * problem.queries * window
-    return hopper_line(HOPPER_FORWARD, problem, aligned, scores)
+    return hopper_line(table, problem, aligned, scores)
+
+
+def hopper_config(problem: Problem, aligned: bool, window: int, prefix: int) -> HopperConfig | None:
+    """The line that serves a call, as ``window_line`` says."""
+    return window_line(HOPPER_FORWARD, problem, aligned, window, prefix)
 
 
 def plan_hopper(

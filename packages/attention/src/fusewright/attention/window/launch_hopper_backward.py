@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, Launch, allocator, cdiv, contiguous_where
+from .._core.launches import Allocator, Launch, allocator, cdiv
 from .._core.lazy import lazy_module
 from ..common.launch import DescribedLaunch, Gradients
 from ..common.launch_hopper import (
-    hopper_line,
     in_statistics,
     in_tiles,
     in_tiles_of_dq,
     plan_prepare,
 )
 from ..common.problem import Problem
+from .launch_hopper import window_line
 
 if TYPE_CHECKING:
     from . import kernels_hopper_backward
@@ -78,11 +78,10 @@ HOPPER_BACKWARD = (
 
 
 class HopperBackwardPlan(NamedTuple):
-    """One backward pass: which operands it copies first; the allocators of dq, dk and dv, of the
+    """One backward pass: the allocators of dq, dk and dv, of the
     sums of dq, of the log-sum-exp and delta, and of the counters; and its launches.
     """
 
-    copies: tuple[bool, ...]
     gradients: tuple[Allocator, Allocator, Allocator]
     sums: Allocator
     statistics: Allocator
@@ -97,8 +96,6 @@ class HopperBackwardPlan(NamedTuple):
         scale: float,
     ) -> Gradients:
         """Allocate and launch; the arguments are those of ``BackwardPlan.run``."""
-        if self.copies:
-            operands = contiguous_where(operands, self.copies)
         do, q, k, v, dlse, _ = operands
         dq, dk, dv = (make() for make in self.gradients)
         sums, lse, delta = self.sums(), self.statistics(), self.statistics()
@@ -112,21 +109,11 @@ class HopperBackwardPlan(NamedTuple):
 def hopper_backward_config(
     problem: Problem, aligned: bool, window: int, prefix: int
 ) -> HopperBackwardConfig | None:
-    """The line that serves a call; None where another kernel does. ``aligned``: whether a
-    descriptor may start where each operand does.
-    """
-    # Tiles of queries and of keys begin at the same rows of a sequence, and no window ends in the
-    # tile in which it begins.
-    if any(problem.copies) or prefix or problem.queries != problem.keys:
-        return None
-    # The delta of this pass has the rounding of the probabilities of o, which is much in dsinks.
-    if window < QUERIES or not problem.plain:
-        return None
+    """The line that serves a call, as ``window_line`` says."""
     # Rows of sums of dq are counted by 32-bit numbers.
     if problem.all_heads * cdiv(problem.queries, QUERIES) * QUERIES >= 2**31:
         return None
-    scores = problem.all_heads * problem.queries * window
-    return hopper_line(HOPPER_BACKWARD, problem, aligned, scores)
+    return window_line(HOPPER_BACKWARD, problem, aligned, window, prefix)
 
 
 def plan_hopper_backward(
@@ -166,7 +153,6 @@ def plan_hopper_backward(
     shapes = problem.query_shape, problem.key_shape, problem.key_shape
     dq, dk, dv = (allocator(shape, problem.dtype, device) for shape in shapes)
     return HopperBackwardPlan(
-        problem.copies,
         (dq, dk, dv),
         allocator((heads * queries, width), torch.float32, device),
         allocator((heads, queries), torch.float32, device),

@@ -20,6 +20,7 @@ from ..._core.padding import (
     padded_width,
     padding_of,
 )
+from ..checkpointing import Checkpointing
 from ..checks import check_config, check_head_width
 
 Norm = Literal["pre", "post"]
@@ -42,11 +43,13 @@ class TransformerNPConfig:
         scale: standard deviations as "log_sigma" or "softplus".
         indicator: one more input, 1 in context rows and 0 in target rows. Without it a context row
             with y = 0 and a target row at the same x start equal.
+        checkpointing: "block" computes every block again in the backward pass instead of keeping
+            what it needs there, "keep-attention" all of it but the attention. Changes no gradient.
 
     Raises:
         TypeError: a size is no int, or indicator no bool.
-        ValueError: a size is below 1, the attention does not take heads of that width, or norm or
-            scale is none of the two.
+        ValueError: a size is below 1, the attention does not take heads of that width, or norm,
+            scale or checkpointing is another name.
     """
 
     x_width: int = 10
@@ -59,6 +62,7 @@ class TransformerNPConfig:
     norm: Norm = "pre"
     scale: Scale = "log_sigma"
     indicator: bool = False
+    checkpointing: Checkpointing = "none"
 
     def __post_init__(self) -> None:
         check_config(self)

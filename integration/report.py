@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 
 import typer
 from fusewright_models.bench.depth import COLUMNS as DEPTH_COLUMNS
+from fusewright_models.bench.matrix import AGAINST as MATRIX_AGAINST
+from fusewright_models.bench.matrix import COLUMNS as MATRIX_COLUMNS
+from fusewright_models.bench.matrix import NAMED as MATRIX_NAMED
 from fusewright_models.bench.switches import COLUMNS as SWITCHES_COLUMNS
 from fusewright_models.studies import results as studies
 from fusewright_models.studies.attention_mass import MASSES
@@ -55,6 +58,16 @@ TOLD_OF_SWITCHES = (
     "[{name}]({name}). Waiting is the share of the host's time in a step that it reads "
     "numbers of the device, evaluation the share of a run's time that 10 batches every 50 steps "
     "take."
+)
+MATRIX_HEADER = (
+    f"{' | '.join(MATRIX_NAMED)} | tokens/s | step | TFLOPS | MFU | GiB | times {MATRIX_AGAINST[0]}"
+)
+TOLD_OF_MATRIX = (
+    "A step of TransformerNP by every provider, with and without checkpointing and CUDA graphs: "
+    "[{name}]({name}). Steps are in ms, wall by the host's clock, graph of one replay. TFLOPS "
+    "counts what the pruned model needs, once; MFU is its share of the dense peak in bf16 of the "
+    f"GPU's data sheet; GiB is the peak of a step; times are against eager {MATRIX_AGAINST[0]} "
+    "that keeps everything."
 )
 DEPTHS = ("activations", "choices", "gradients", "peak")
 DEPTH_HEADER = f"case | mode | {' | '.join(DEPTHS)}"
@@ -151,6 +164,26 @@ def switch_rows(path: Path) -> list[tuple[str, ...]]:
         shares = (f"{100 * float(row[name]):.1f} %" for name in ("waiting", "evaluation"))
         times = ms_of(row), f"{rate_of(row):,.0f}", f"{before / ms:.2f}"
         lines.append((row["case"], row["ours"], *times, gib(row), *shares))
+    return lines
+
+
+def matrix_rows(path: Path) -> list[tuple[str, ...]]:
+    """A line for every cell of the matrix, by case; of what was not measured the reason."""
+    rows = rows_of(path, MATRIX_COLUMNS) or []
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    kinds = list(dict.fromkeys(row["provider"] for row in rows))
+    rows.sort(key=lambda row: (cases.index(row["case"]), kinds.index(row["provider"])))
+    named = {tuple(row[name] for name in MATRIX_NAMED): row for row in rows}
+    lines = []
+    for (case, provider, *way), row in named.items():
+        if row["note"]:
+            lines.append((case, provider, *way, row["note"], "", "", "", "", ""))
+            continue
+        before = named.get((case, *MATRIX_AGAINST))
+        times = f"{float(before['ms']) / float(row['ms']):.2f}" if before and before["ms"] else ""
+        name = provider if is_ours(provider) else f"{provider} ({row['attention']})"
+        numbers = f"{rate_of(row):,.0f}", ms_of(row), f"{float(row['tflops']):.0f}", row["mfu"]
+        lines.append((case, name, *way, *numbers, gib(row), times))
     return lines
 
 
@@ -348,14 +381,15 @@ def made(folder: Path) -> str:
             if lines := text_rows(path, op):
                 parts.append(TOLD_OF_TEXT.format(op=op))
                 parts.append(markdown(TEXT_HEADER, lines, left=3))
-        for name, about, header, lines_of in (
-            ("switches", TOLD_OF_SWITCHES, SWITCHES_HEADER, switch_rows),
-            ("depth", TOLD_OF_DEPTH, DEPTH_HEADER, depth_rows),
+        for name, about, header, lines_of, left in (
+            ("matrix", TOLD_OF_MATRIX, MATRIX_HEADER, matrix_rows, len(MATRIX_NAMED)),
+            ("switches", TOLD_OF_SWITCHES, SWITCHES_HEADER, switch_rows, 2),
+            ("depth", TOLD_OF_DEPTH, DEPTH_HEADER, depth_rows, 2),
         ):
             beside = path.with_name(f"{name}-{path.name}")
             if beside.is_file():
                 parts.append(about.format(name=beside.name))
-                parts.append(markdown(header, lines_of(beside)))
+                parts.append(markdown(header, lines_of(beside), left))
     parts += itertools.chain.from_iterable(study_parts(folder).values())
     return "\n\n".join(["# The models: measured times and studies", *parts]) + "\n"
 

@@ -34,6 +34,7 @@ EAGER = "sdpa-unpruned,sdpa,fusewright"
 EAGER_ROWS = ["sdpa-unpruned (flash)", "sdpa (flash)", "fusewright"]
 TINY = ["--preset", "tiny", "--seconds", "0"]
 CASE = "M=8 N=6 B=2"
+CUDA = torch.device("cuda")
 
 
 def run(*arguments, device: str = "cpu", shape: str = "8,6,2"):
@@ -195,7 +196,8 @@ def test_another_attention_than_the_one_asked_for_is_told(monkeypatch):
     assert "math" in line_of(left_open.output, "sdpa")
 
 
-def test_rows_say_what_torch_takes_and_that_of_compiled_ones_it_is_known_eagerly():
+def test_rows_say_what_torch_takes_and_that_of_compiled_ones_it_is_known_eagerly(monkeypatch):
+    monkeypatch.setattr(providers, "version_of", lambda name: "absent")
     taken = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     named = {
         kind: Provider(kind).row_name(Provider(kind).attention(taken)) for kind in PROVIDER_NAMES
@@ -204,8 +206,12 @@ def test_rows_say_what_torch_takes_and_that_of_compiled_ones_it_is_known_eagerly
         "sdpa-unpruned": "sdpa-unpruned (cudnn+flash)",
         "sdpa": "sdpa (cudnn+flash)",
         "sdpa-compile": "sdpa-compile (eagerly cudnn+flash)",
+        "fa4": "fa4 (flash-attn-4 absent)",
+        "fa4-compile": "fa4-compile (flash-attn-4 absent)",
         "fusewright": "fusewright",
         "fusewright-compile": "fusewright-compile",
+        "fusewright-two-kernels": "fusewright-two-kernels",
+        "fusewright-fp8": "fusewright-fp8",
         "fusewright-captured": "fusewright-captured",
     }
 
@@ -349,7 +355,8 @@ def test_every_provider_is_measured_on_the_gpu(tmp_path):
     result = run("--out", tmp_path, device="cuda", shape="160,6,2")
     assert result.exit_code == 0, result.output
     rows = rows_of(tmp_path)
-    assert {row["provider"].partition(" (")[0] for row in rows} == {*PROVIDER_NAMES}
+    here = {name for name in PROVIDER_NAMES if Provider(name).absent(CUDA, "none") is None}
+    assert {row["provider"].partition(" (")[0] for row in rows} == here
     assert {row["timing"] for row in rows} == {"event", "wall", "graph"}
     assert {(row["provider"], row["pass"]) for row in rows if row["timing"] == "graph"} == {
         ("fusewright-captured", "step")

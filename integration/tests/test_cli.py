@@ -367,6 +367,7 @@ def test_options_reach_the_run(tmp_path):
         "--weight-decay": "0.1",
         "--seed": "7",
         "--device": "cpu",
+        "--checkpointing": "keep-attention",
     }
     flags = [text for pair in choices.items() for text in pair]
     flags += ["--indicator", "--ragged", "--no-compile", "--no-capture", "--no-pad"]

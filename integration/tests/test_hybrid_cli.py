@@ -108,6 +108,7 @@ def test_warm_up_counts_steps_and_not_batches():
 
 def test_options_reach_the_model_and_its_optimizer(tmp_path, text):
     flags = "--num-layers 2 --selected-keys 5 --mode plain --indexer-rate 4 --lr 0.002"
+    flags += " --checkpointing block"
     flags = [*TINY, *flags.split(), "--max-steps", "1", "--dataset", text]
     result = run("hybrid", *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
@@ -122,6 +123,7 @@ def test_options_reach_the_model_and_its_optimizer(tmp_path, text):
     [
         (["--preset", "huge"], "'huge' is not one of"),
         (["--mode", "fast"], "'fast' is not one of"),
+        (["--checkpointing", "block"], "checkpointing is for mode 'plain'; got 'block' with mode"),
         (["--selected-keys", "99"], "selected_keys must be from 4 to 16 in preset tiny; got 99"),
         (["--seq-len", "1"], "seq_len must be at least 2, for a window to hold a token after next"),
         (["--indexer-warmup", "-1"], "Invalid value for '--indexer-warmup'"),

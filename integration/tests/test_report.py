@@ -165,6 +165,26 @@ def test_switches_have_a_table_with_times_before(report, folder):
     ]
 
 
+def test_matrix_has_a_table_by_case_that_says_what_was_not_measured(report, folder):
+    case, other = "M=64 N=500 B=64", "M=1000 N=100 B=32"
+    lines = [
+        f"{case},sdpa,none,wall,cudnn,40.0,39.0,41.0,166.0,0.168,9216.0,",
+        f"{other},fusewright,none,wall,fusewright,20.0,19.0,21.0,100.0,0.101,1024.0,",
+        f"{case},fusewright,block,graph,fusewright,16.0,15.0,17.0,415.4,0.420,4096.0,",
+        f"{case},fa4,none,wall,,,,,,,,absent: flash-attn-4 is not installed",
+    ]
+    head = ",".join(report.MATRIX_COLUMNS)
+    (folder / f"results/matrix-{NAME}.csv").write_text("\n".join([head, *lines, ""]))
+    made = report.made(folder)
+    found = [line for line in made.splitlines() if "| none |" in line or "| block |" in line]
+    assert found == [
+        f"| {case} | sdpa (cudnn) | none | wall | 902,400 | 40.0 | 166 | 0.168 | 9.0 | 1.00 |",
+        f"| {case} | fusewright | block | graph | 2,256,000 | 16.0 | 415 | 0.420 | 4.0 | 2.50 |",
+        f"| {case} | fa4 | none | wall | absent: flash-attn-4 is not installed |  |  |  |  |  |",
+        f"| {other} | fusewright | none | wall | 1,760,000 | 20.0 | 100 | 0.101 | 1.0 |  |",
+    ]
+
+
 def test_depths_have_a_table_of_their_own(report, folder):
     case = "dim=512 layers=8 B=4 T=4096"
     lines = [f"{case},exact,1400.5,300,24,1076.5", f"{case},plain,,300,0,"]

@@ -14,6 +14,7 @@ from rich.console import Console
 from ..cli.commands import usage_errors
 from ..cli.presets import TRANSFORMER_NP, PresetName
 from ..devices import checked_device
+from ..models.checkpointing import CHECKPOINTINGS
 from ..models.hybrid import HYBRID
 from ..models.titan_mac import TITAN_MAC, Variant
 from ..models.transformer_np import TransformerNPConfig
@@ -22,6 +23,7 @@ from .harness import Harness
 from .hybrid import PROVIDER_NAMES as HYBRID_PROVIDERS
 from .hybrid import SHAPES as HYBRID_SHAPES
 from .hybrid import HybridHarness
+from .matrix import MatrixHarness
 from .providers import PROVIDER_NAMES, SDPA_CHOICES, by_comma, chosen_providers
 from .results import environment_name
 from .shapes import SHAPES, Shape, parsed
@@ -39,6 +41,19 @@ Seconds = Annotated[
 Out = Annotated[
     Path | None, typer.Option(help="Folder of the result file; rows that it has are replaced.")
 ]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape", help="M,N,B: context rows, target rows, tasks; repeatable. Default: five."
+    ),
+]
+Providers = Annotated[
+    str, typer.Option("--provider", help=f"By comma, of {', '.join(PROVIDER_NAMES)}.")
+]
+Preset = Annotated[PresetName, typer.Option(help="Size of the model.")]
+Check = Annotated[
+    bool, typer.Option(help="Hold first losses against fp32, at a slow forward pass a shape.")
+]
 TextShapes = Annotated[
     list[str] | None,
     typer.Option("--shape", help="B,T: rows and their tokens; repeatable. Default: the preset's."),
@@ -50,22 +65,15 @@ TextCheck = Annotated[
 
 def main(
     context: typer.Context,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(help="M,N,B: context rows, target rows, tasks; repeatable. Default: three."),
-    ] = None,
-    provider: Annotated[
-        str, typer.Option(help=f"By comma, of {', '.join(PROVIDER_NAMES)}.")
-    ] = "all",
+    shape: Shapes = None,
+    provider: Providers = "all",
     sdpa: Annotated[
         str, typer.Option(help=f"Torch's attention, by comma, of {', '.join(SDPA_CHOICES)}.")
     ] = "auto",
-    preset: Annotated[PresetName, typer.Option(help="Size of the model.")] = "base",
+    preset: Preset = "base",
     device: Device = "cuda",
     seconds: Seconds = 6.0,
-    check: Annotated[
-        bool, typer.Option(help="Hold first losses against fp32, at a slow forward pass a shape.")
-    ] = True,
+    check: Check = True,
     out: Out = None,
 ) -> None:
     """Time training steps of TransformerNP: ours and plain torch, on the same weights and data.
@@ -82,6 +90,38 @@ def main(
     config = TransformerNPConfig(**TRANSFORMER_NP[preset].architecture)
     harness = made(TransformerNPHarness, config, where, seconds, check, out)
     bench_all(shapes, harness.bench, providers)
+
+
+def matrix(
+    shape: Shapes = None,
+    provider: Providers = "all",
+    checkpointing: Annotated[
+        str, typer.Option(help=f"By comma, of {', '.join(CHECKPOINTINGS)}.")
+    ] = "all",
+    graphs: Annotated[
+        bool, typer.Option(help="Replay steps from CUDA graphs too, up to 100,000 context rows.")
+    ] = True,
+    preset: Preset = "base",
+    device: Device = "cuda",
+    seconds: Seconds = 2.0,
+    check: Check = True,
+    out: Out = None,
+) -> None:
+    """Time training steps of TransformerNP by every provider, with and without checkpointing and
+    CUDA graphs: tokens/s, share of the GPU's peak, memory, and how much faster than on torch's
+    attention.
+
+    What runs out of memory, or needs what is not here, is a row that says so; the exit code is 1
+    where ours fails.
+    """
+    with usage_errors():
+        shapes = [Shape.parse(text) for text in shape] if shape else list(SHAPES)
+        providers = chosen_providers(provider, "auto")
+        chosen = by_comma("checkpointing", checkpointing, CHECKPOINTINGS)
+        where = checked_device(device)
+    config = TransformerNPConfig(**TRANSFORMER_NP[preset].architecture)
+    harness = made(TransformerNPHarness, config, where, seconds, check, out)
+    bench_all(shapes, MatrixHarness(harness, chosen, graphs).bench, providers)
 
 
 def titan_mac(
@@ -202,6 +242,7 @@ def bench_all(shapes: Iterable[Any], bench: Callable[..., bool], *arguments: Any
 
 app = typer.Typer()
 app.callback(invoke_without_command=True)(main)
+app.command("matrix")(matrix)
 app.command("titan-mac")(titan_mac)
 app.command("hybrid")(hybrid)
 

@@ -40,10 +40,15 @@ class Expected(NamedTuple):
         return f"loss {loss:.6f} is not within {self.allowed:.1e} of {self.loss:.6f}"
 
 
+class Absent(Exception):
+    """What a measurement needs is not here."""
+
+
 class Failure(NamedTuple):
-    """Why there is no result, in one line."""
+    """Why there is no result, in one line; ``absent`` where what it needs is not here."""
 
     reason: str
+    absent: bool = False
 
 
 class Line(NamedTuple):
@@ -54,12 +59,14 @@ class Line(NamedTuple):
         needed: whether the command fails where this does.
         measure: what takes the time, or another measurement.
         told: what was measured, for the other columns; it keeps the rows of the result file.
+        failed: is told why there is nothing.
     """
 
     names: tuple[str, ...]
     needed: bool
     measure: Callable[[], Any]
     told: Callable[[Any], Iterable[str]]
+    failed: Callable[[str], None] = lambda reason: None
 
 
 @dataclass(frozen=True)
@@ -133,12 +140,7 @@ class Harness(ABC):
 
     def bench(self, shape: Any, providers: list[Any]) -> bool:
         """Measure one shape, print its table, keep its rows; False where ours failed."""
-        expected = self.attempt(self.expected, shape) if self.check else None
-        if isinstance(expected, Failure):
-            self.console.print(
-                f"{self.title(shape)}: nothing to hold losses against: {expected.reason}"
-            )
-            expected = None
+        expected = self.known(shape)
 
         def line_of(provider: Any, timing: str) -> Line:
             def told(measured: Measurement) -> list[str]:
@@ -154,16 +156,27 @@ class Harness(ABC):
         named = "provider", self.second
         return self.tabulate(table_of(self.title(shape), self.caption, named, self.columns), lines)
 
+    def known(self, shape: Any) -> Expected | None:
+        """`expected`, where losses are held against it and it can be had."""
+        found = self.attempt(self.expected, shape) if self.check else None
+        if isinstance(found, Failure):
+            self.console.print(
+                f"{self.title(shape)}: nothing to hold losses against: {found.reason}"
+            )
+            return None
+        return found
+
     def tabulate(self, table: Table, lines: Iterable[Line]) -> bool:
         """Measure what makes each line of the table and print it; False where a line failed that
-        is needed. What fails is a line that says why.
+        is needed and could run. What fails is a line that says why.
         """
         good = True
         for line in lines:
             found = self.attempt(line.measure)
             if isinstance(found, Failure):
+                line.failed(found.reason)
                 table.add_row(*line.names, found.reason)
-                good &= not line.needed
+                good &= found.absent or not line.needed
             else:
                 table.add_row(*line.names, *line.told(found))
         self.console.print(table)
@@ -182,6 +195,8 @@ class Harness(ABC):
             found = call(*arguments)
         except torch.OutOfMemoryError:
             found = Failure("out of memory")
+        except Absent as error:
+            found = Failure(f"absent: {error}", absent=True)
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0]
             found = Failure(f"{type(error).__name__}: {first_line}")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..models.hybrid import HybridConfig, HybridLM, Losses
 from .harness import SEED, Expected
-from .text import TextHarness, TextShape, token_losses, version_of
+from .results import version_of
+from .text import TextHarness, TextShape, token_losses
 
 ProviderName = Literal["fusewright", "fusewright-plain", "reference", "reference-compile", "fla"]
 PROVIDER_NAMES = get_args(ProviderName)

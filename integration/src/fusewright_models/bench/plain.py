@@ -9,6 +9,8 @@ no target reads, as the model does. Networks of the mixture head are one dense p
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -16,10 +18,18 @@ import torch.nn.functional as F
 from fusewright.mixture_head import Scale
 from torch import Tensor, nn
 
+from ..models.checkpointing import recomputed
 from ..models.transformer_np import TransformerNP
 from ..models.transformer_np.layers import Attention, Block, FeedForward
 
 HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
+# Of q, k and v, heads before columns: [B, T, H, D].
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def forward(
@@ -29,22 +39,28 @@ def forward(
     x_target: Tensor,
     *,
     pruned: bool,
+    attend: Attend = torch_attention,
 ) -> Tensor:
-    """What ``model(x_context, y_context, x_target)`` returns."""
+    """What ``model(x_context, y_context, x_target)`` returns; ``attend`` is whose attention."""
     context, config = x_context.shape[1], model.config
     h = embedding(model, x_context, y_context, x_target)
     for number, block in enumerate(cast(list[Block], model.blocks)):
         first = context if pruned and number == config.layers - 1 else 0
-        if config.norm == "pre":
-            a = norm(block.attention_norm, h)
-            h = h[:, first:] + attention(block.attention, a, context, first, pruned=pruned)
-            h = h + feed_forward(block.feed_forward, norm(block.feed_forward_norm, h))
-        else:
-            mixed = attention(block.attention, h, context, first, pruned=pruned)
-            h = norm(block.attention_norm, h[:, first:] + mixed)
-            h = norm(block.feed_forward_norm, h + feed_forward(block.feed_forward, h))
+        mix = partial(
+            attention, block.attention, context=context, first=first, pruned=pruned, attend=attend
+        )
+        h = recomputed(config.checkpointing, layer, block, h, mix, first)
     t = h[:, -x_target.shape[1] :]
     return head(model, t if model.final_norm is None else norm(model.final_norm, t))
+
+
+def layer(block: Block, h: Tensor, mix: Callable[[Tensor], Tensor], first: int) -> Tensor:
+    """A block, of rows from ``first`` on; ``mix`` is its attention."""
+    if block.pre_norm:
+        h = h[:, first:] + mix(norm(block.attention_norm, h))
+        return h + feed_forward(block.feed_forward, norm(block.feed_forward_norm, h))
+    h = norm(block.attention_norm, h[:, first:] + mix(h))
+    return norm(block.feed_forward_norm, h + feed_forward(block.feed_forward, h))
 
 
 def embedding(
@@ -71,11 +87,11 @@ def attention_operands(
     return q, k, v
 
 
-def attention(module: Attention, a: Tensor, context: int, first: int, *, pruned: bool) -> Tensor:
+def attention(
+    module: Attention, a: Tensor, *, context: int, first: int, pruned: bool, attend: Attend
+) -> Tensor:
     q, k, v = attention_operands(module, a, context, first, pruned=pruned)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v)
-    return module.output(o.transpose(1, 2).flatten(-2))
+    return module.output(attend(q, k, v).flatten(-2))
 
 
 def feed_forward(module: FeedForward, b: Tensor) -> Tensor:

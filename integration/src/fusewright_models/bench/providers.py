@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
+from unittest.mock import patch
 
 import torch
 from fusewright.attention import sdpa_backend
+from fusewright.attention.rectangular import launch_backward
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..data import Task
+from ..models.checkpointing import Checkpointing
 from ..models.transformer_np import TransformerNP
 from ..models.transformer_np.layers import Block
 from . import plain
+from .results import ABSENT, version_of
 from .shapes import Shape
 
 ProviderName = Literal[
     "sdpa-unpruned",
     "sdpa",
     "sdpa-compile",
+    "fa4",
+    "fa4-compile",
     "fusewright",
     "fusewright-compile",
+    "fusewright-two-kernels",
+    "fusewright-fp8",
     "fusewright-captured",
 ]
 PROVIDER_NAMES = get_args(ProviderName)
@@ -36,6 +44,7 @@ SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+FA4 = "flash-attn-4"
 LossFunction = Callable[[TransformerNP, Task], Tensor]
 
 
@@ -43,13 +52,39 @@ def our_loss(model: TransformerNP, task: Task) -> Tensor:
     return model.loss(task.x_context, task.y_context, task.x_target, task.y_target)
 
 
-def plain_log_likelihood(model: TransformerNP, task: Task, *, pruned: bool) -> Tensor:
-    params = plain.forward(model, task.x_context, task.y_context, task.x_target, pruned=pruned)
+def plain_log_likelihood(model: TransformerNP, task: Task, **options: Any) -> Tensor:
+    params = plain.forward(model, task.x_context, task.y_context, task.x_target, **options)
     return plain.log_likelihood(params, task.y_target, model.config.scale)
 
 
-def plain_loss(model: TransformerNP, task: Task, *, pruned: bool) -> Tensor:
-    return -plain_log_likelihood(model, task, pruned=pruned).mean()
+def plain_loss(model: TransformerNP, task: Task, **options: Any) -> Tensor:
+    return -plain_log_likelihood(model, task, **options).mean()
+
+
+def flash_attention_4() -> plain.Attend:
+    """FlashAttention-4's, which torch.compile leaves to Python."""
+    from flash_attn.cute import flash_attn_func
+
+    @torch.compiler.disable
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = flash_attn_func(q, k, v)
+        return found[0] if isinstance(found, tuple) else found
+
+    return attend
+
+
+@contextmanager
+def two_kernels() -> Iterator[None]:
+    """The backward pass of our attention over many keys in two kernels, one for dq and one for dk
+    and dv, where it would be Hopper's, which makes all three.
+    """
+    plans = launch_backward.backward_plan
+    with patch.object(launch_backward, "hopper_backward_config", lambda *_, **__: None):
+        plans.cache_clear()
+        try:
+            yield
+        finally:
+            plans.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -67,6 +102,11 @@ class Provider:
     @property
     def ours(self) -> bool:
         return self.kind.startswith("fusewright")
+
+    @property
+    def on_torch(self) -> bool:
+        """Whether it takes torch's attention."""
+        return self.kind.startswith("sdpa")
 
     @property
     def name(self) -> str:
@@ -89,14 +129,33 @@ class Provider:
 
     def loss_function(self) -> LossFunction:
         """A new one: what torch.compile keeps for it goes with it."""
-        function: LossFunction = our_loss if self.ours else partial(plain_loss, pruned=self.pruned)
+        options: dict[str, Any] = {"pruned": self.pruned}
+        if not self.ours and not self.on_torch:
+            options["attend"] = flash_attention_4()
+        function: LossFunction = our_loss if self.ours else partial(plain_loss, **options)
         if not self.compiled:
             return function
         torch.compiler.reset()
         return torch.compile(function, dynamic=False)
 
+    def absent(self, device: torch.device, checkpointing: Checkpointing) -> str | None:
+        """What is lacking here for it to run; None where nothing is."""
+        if self.kind == "fusewright-fp8":
+            return "this build has no attention in 8 bits"
+        if self.ours or self.on_torch:
+            return None
+        if version_of(FA4) == ABSENT:
+            return f"{FA4} is not installed"
+        if device.type != "cuda":
+            return f"{FA4} needs a CUDA device"
+        if checkpointing == "keep-attention":
+            return f"{FA4} is no op of torch's, whose outputs could be kept"
+        return None
+
     def context(self) -> AbstractContextManager:
-        """The choice of torch's attention, to be held while the loss is computed."""
+        """The choice of an attention, to be held while the loss and its gradients are computed."""
+        if self.kind == "fusewright-two-kernels":
+            return two_kernels()
         return nullcontext() if self.sdpa == "auto" else sdpa_kernel(SDPA_BACKENDS[self.sdpa])
 
     def backends_taken(self, model: TransformerNP, shape: Shape) -> list[SDPBackend]:
@@ -104,7 +163,7 @@ class Provider:
 
         Eagerly: what a compiler makes of the same call cannot be asked.
         """
-        if self.ours:
+        if not self.on_torch:
             return []
         context, device = shape.context, model.embedder.output.weight.device
         sizes = shape.batch, context + shape.targets, model.config.width
@@ -121,6 +180,8 @@ class Provider:
         """Whose attention it is, in words."""
         if self.ours:
             return "fusewright"
+        if not self.on_torch:
+            return f"{FA4} {version_of(FA4)}"
         names = "+".join(backend.name.lower().removesuffix("_attention") for backend in taken)
         return f"eagerly {names}" if self.compiled else names
 
@@ -130,7 +191,7 @@ class Provider:
 
     def warning(self, taken: list[SDPBackend]) -> str | None:
         """What to say where torch does not take the attention that was asked for."""
-        if self.ours or self.sdpa == "auto" or taken == [SDPA_BACKENDS[self.sdpa]]:
+        if self.sdpa == "auto" or taken == [SDPA_BACKENDS[self.sdpa]]:
             return None
         return f"{self.name}: wanted {self.sdpa} attention, torch takes {self.attention(taken)}"
 
@@ -146,7 +207,7 @@ def chosen_providers(kinds: str, choices: str) -> list[Provider]:
     found: list[Provider] = []
     for kind in asked:
         provider = Provider(kind)
-        found += [provider] if provider.ours else [Provider(kind, sdpa) for sdpa in chosen]
+        found += [Provider(kind, sdpa) for sdpa in chosen] if provider.on_torch else [provider]
     return found
 
 

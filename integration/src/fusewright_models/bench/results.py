@@ -18,6 +18,7 @@ from .step import Time
 COLUMNS = ["op", "case", "pass", "provider", "dtype", "timing"]
 COLUMNS += ["ms", "ms_p20", "ms_p80", "tflops", "gbps", "mem_mib"]
 KEY = ["op", "case", "pass", "dtype", "timing"]
+ABSENT = "absent"
 Row = dict[str, str]
 
 
@@ -28,11 +29,18 @@ def environment_name(device: torch.device) -> str:
     return "-".join([gpu, *(_short_version(name) for name in ("torch", "triton"))])
 
 
-def _short_version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
     try:
-        return distribution + ".".join(version(distribution).split(".")[:2])
+        return version(distribution)
     except PackageNotFoundError:
-        return f"no-{distribution}"
+        return ABSENT
+
+
+def _short_version(distribution: str) -> str:
+    found = version_of(distribution)
+    return (
+        f"no-{distribution}" if found == ABSENT else distribution + ".".join(found.split(".")[:2])
+    )
 
 
 def row(
@@ -61,14 +69,16 @@ def merge(path: Path, new: Iterable[Row]) -> None:
     merge_by(identity, path, COLUMNS, new)
 
 
-def keep_beside(file: Path | None, kind: str, columns: list[str], values: Iterable[str]) -> None:
+def keep_beside(
+    file: Path | None, kind: str, columns: list[str], values: Iterable[str], named: int = 2
+) -> None:
     """Put a row into the file of that kind beside a result file, if there is one, in place of that
-    of the same first two columns.
+    of the same first columns, so many as ``named``.
     """
     if file is not None:
         kept = dict(zip(columns, values, strict=True))
         path = file.with_name(f"{kind}-{file.name}")
-        merge_by(lambda row: tuple(row[name] for name in columns[:2]), path, columns, [kept])
+        merge_by(lambda row: tuple(row[name] for name in columns[:named]), path, columns, [kept])
 
 
 def merge_by(

@@ -46,8 +46,14 @@ class Shape(NamedTuple):
         return self.batch * (self.context + self.targets)
 
 
-# A classical neural process, and two sizes of tabular foundation models.
-SHAPES = (Shape(64, 500, 64), Shape(10_000, 1_000, 4), Shape(200_000, 5_000, 1))
+# A classical neural process, and four sizes of tabular foundation models.
+SHAPES = (
+    Shape(64, 500, 64),
+    Shape(1_000, 100, 32),
+    Shape(10_000, 1_000, 4),
+    Shape(50_000, 2_000, 1),
+    Shape(200_000, 5_000, 1),
+)
 
 
 def operations(config: TransformerNPConfig, shape: Shape) -> dict[str, float]:

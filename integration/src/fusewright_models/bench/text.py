@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -120,10 +119,3 @@ def token_losses(model: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
     pairs = zip(hidden, tokens[:, 1:], strict=True)
     losses = [F.cross_entropy(model.logits(x).float(), t, reduction="none") for x, t in pairs]
     return torch.stack(losses).double()
-
-
-def version_of(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "absent"

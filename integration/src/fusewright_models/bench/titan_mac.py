@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..models.titan_mac import TitanMAC, TitanMACConfig
 from .harness import SEED, Expected
-from .text import TextHarness, TextShape, token_losses, version_of
+from .results import version_of
+from .text import TextHarness, TextShape, token_losses
 
 ProviderName = Literal["fusewright", "fusewright-compile", "titans-pytorch"]
 PROVIDER_NAMES = get_args(ProviderName)

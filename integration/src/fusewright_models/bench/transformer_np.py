@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..data import LinearRegression, Size, Task
 from ..models.transformer_np import TransformerNP, TransformerNPConfig
 from ..training import TrainingConfig, adamw, torch_adamw
-from .harness import SEED, Expected, Harness
+from .harness import SEED, Absent, Expected, Harness
 from .providers import Provider, plain_log_likelihood
 from .results import Row, gib, row
 from .shapes import Shape, operations
@@ -73,7 +73,14 @@ class TransformerNPHarness(Harness):
     def measure(
         self, shape: Shape, provider: Provider, timing: str, expected: Expected | None
     ) -> Measurement:
-        """As for every model; a peer that errs more is named and timed."""
+        """As for every model; a peer that errs more is named and timed.
+
+        Raises:
+            Absent: what the provider needs is not here.
+        """
+        lacking = provider.absent(self.device, self.config.checkpointing)
+        if lacking:
+            raise Absent(lacking)
         step = self.step(shape, provider)
         taken = provider.backends_taken(cast(TransformerNP, step.model), shape)
         if warning := provider.warning(taken):
@@ -85,7 +92,7 @@ class TransformerNPHarness(Harness):
                 raise ArithmeticError(complaint)
             if complaint:
                 self.console.print(f"{provider.name}: {complaint}")
-            timed = Replayed.measured if provider.captured else Step.measure
+            timed = Replayed.measured if timing == "graph" else Step.measure
             return timed(step, self.seconds, loss, provider.attention(taken))
 
     def model(self) -> TransformerNP:

@@ -42,6 +42,7 @@ NOT_TRAINED = {
     "compile",
     "capture",
     "pad",
+    "checkpointing",
     "log_every",
     "eval_every",
     "wandb",

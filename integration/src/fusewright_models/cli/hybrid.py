@@ -11,8 +11,10 @@ from fusewright.reversible import Mode
 from torch import Tensor
 
 from ..models.hybrid import HybridConfig, HybridLM
+from ..models.hybrid.config import check_recomputed_once
 from ..text import Corpus, TextBatch, Windows
 from ..training import Told
+from . import options
 from .presets import HYBRID_PRESETS, HybridPresetName
 from .text import TextRun, takes_text, train_on_text
 
@@ -95,9 +97,11 @@ class HybridRun(TextRun):
             "all that autograd keeps. Default: exact."
         ),
     ]
+    checkpointing: options.CheckpointingChoice = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_recomputed_once(self.mode, self.checkpointing)
         if self.seq_len < 2:
             raise ValueError(
                 "seq_len must be at least 2, for a window to hold a token after next; "
@@ -137,6 +141,7 @@ class HybridRun(TextRun):
             k_base=self.selected_keys,
             index_temperature=self.indexer_temperature,
             mode=self.mode,
+            checkpointing=self.checkpointing,
         )
         return HybridLM(config, backend=self.backend)
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 from fusewright.attention import Backend
 
+from ..models.checkpointing import Checkpointing
 from ..training import OptimizerName, Precision
 
 LARGEST_SEED = 2**63 - 1
@@ -43,6 +44,13 @@ Device = Annotated[str, typer.Option(help="Default: cuda where there is one.")]
 Compile = Annotated[bool, typer.Option(help="Default: --no-compile.")]
 BackendChoice = Annotated[
     Backend, typer.Option(help="Triton kernels or plain torch. Default: auto.")
+]
+CheckpointingChoice = Annotated[
+    Checkpointing,
+    typer.Option(
+        help="Compute again in the backward pass, rather than keep: nothing, blocks, or blocks but "
+        "for their attention. Default: none."
+    ),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.")]
 LogEvery = Annotated[int, typer.Option(min=1, help="Steps between log points. Default: 10.")]

@@ -82,6 +82,7 @@ class TransformerNPRun(Run):
             "steps are captured."
         ),
     ] = None
+    checkpointing: options.CheckpointingChoice = "none"
     log_every: options.LogEvery = 10
     eval_every: options.EvaluateEvery
 
@@ -118,6 +119,7 @@ class TransformerNPRun(Run):
             norm=self.norm,
             scale=self.scale,
             indicator=self.indicator,
+            checkpointing=self.checkpointing,
         )
         return TransformerNP(config, backend=self.backend).to(self.device)
 

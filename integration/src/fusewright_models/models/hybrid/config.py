@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from fusewright.reversible import Mode
 
+from ..checkpointing import Checkpointing
 from ..checks import check_config
 
 MODES = get_args(Mode)
@@ -38,6 +39,9 @@ class HybridConfig:
         rope_base: of the sparse attention's rotary positions.
         embedding: "plain", or "bytes": tokens by their bytes.
         step, mode, fraction_bits: of the midpoint stack.
+        checkpointing: of mode "plain": "block" computes every layer again in the backward pass
+            instead of keeping what it needs there, "keep-attention" all of it but what mixes
+            tokens. Changes no gradient.
         second_weight: of the loss of the token after next.
         index_weight: of the loss that the indexers learn by.
 
@@ -70,11 +74,13 @@ class HybridConfig:
     step: float = 0.25
     mode: Mode = "exact"
     fraction_bits: int = 20
+    checkpointing: Checkpointing = "none"
     second_weight: float = 0.3
     index_weight: float = 1.0
 
     def __post_init__(self) -> None:
         check_config(self, from_zero=("sinks",), above_one=("rope_base",))
+        check_recomputed_once(self.mode, self.checkpointing)
         if not self.sinks <= self.k_min <= self.k_base <= self.k_max:
             raise ValueError(
                 "wanted sinks <= k_min <= k_base <= k_max; got "
@@ -91,6 +97,14 @@ class HybridConfig:
     def is_sparse(self, place: int) -> bool:
         """Whether the layer of this place mixes tokens by sparse attention."""
         return (place + 1) % SPARSE_EVERY == 0
+
+
+def check_recomputed_once(mode: Mode, checkpointing: Checkpointing) -> None:
+    """Refuse checkpointing where the stack computes its layers again itself."""
+    if checkpointing != "none" and mode != "plain":
+        raise ValueError(
+            f"checkpointing is for mode 'plain'; got {checkpointing!r} with mode {mode!r}"
+        )
 
 
 HYBRID: dict[str, HybridConfig] = {

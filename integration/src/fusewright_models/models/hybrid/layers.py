@@ -13,6 +13,7 @@ from fusewright.norm import Backend, RMSNorm
 from fusewright.reversible import Tape
 from torch import Tensor, nn
 
+from ..checkpointing import recomputed
 from .config import HybridConfig
 from .streams import StreamMixer
 
@@ -40,6 +41,7 @@ class HybridLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.place = place
+        self.checkpointing = config.checkpointing
         dim = config.dim
         options: dict[str, Any] = dict(iterations=config.sinkhorn_iterations, backend=backend)
         self.mixing = StreamMixer(config.streams, dim, place=2 * place, **options)
@@ -93,7 +95,25 @@ class HybridLayer(nn.Module):
             caches: what the layers have read before, by their place; x is what follows. There are
                 neither gradients nor losses then.
         """
+        if self.checkpointing == "none" or tape is not None or caches is not None:
+            return self._force(x, tape, given, observe, caches)
+        choices = Tape()
 
+        def layer(x: Tensor) -> tuple[Tensor, Tensor | None]:
+            # What was chosen, and told, when it was first computed stays.
+            return self._force(x, choices.rewind() if choices.kept else choices, given, observe)
+
+        return recomputed(self.checkpointing, layer, x)
+
+    def _force(
+        self,
+        x: Tensor,
+        tape: Tape | None,
+        given: Selection | None,
+        observe: Observer | None,
+        caches: Caches | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`force` by whatever keeps what its gradients need."""
         reading = self.mixing.read(x)
         u, loss = self.mixing_norm(reading.u), None
         if caches is not None:

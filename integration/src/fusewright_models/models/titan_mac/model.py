@@ -46,8 +46,8 @@ from fusewright.cross_entropy import linear_cross_entropy
 from fusewright.norm import RMSNorm
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
+from ..checkpointing import recomputed
 from ..checks import autocast_dtype, check_backend, check_tokens
 from .config import TitanMACConfig
 from .layers import Attention, Block, LayerState
@@ -201,10 +201,7 @@ class TitanMAC(nn.Module):
         return pytree.tree_map_only(Tensor, Tensor.detach, state)
 
     def _run(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, tuple[LayerState, ...]]:
-        if not (self.config.checkpointing and torch.is_grad_enabled()):
-            return block(*arguments)
-        # Nothing is drawn at random in a block.
-        return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return recomputed("block" if self.config.checkpointing else "none", block, *arguments)
 
     def _rotation(self, position: int, length: int, x: Tensor) -> Rotation | None:
         config = self.config

@@ -20,7 +20,9 @@ from ..._core.padding import (
     padded_width,
     padding_of,
 )
+from ..checkpointing import Checkpointing
 from ..checks import check_config, check_head_width
+from .projections import projected
 
 Norm = Literal["pre", "post"]
 
@@ -42,11 +44,13 @@ class TransformerNPConfig:
         scale: standard deviations as "log_sigma" or "softplus".
         indicator: one more input, 1 in context rows and 0 in target rows. Without it a context row
             with y = 0 and a target row at the same x start equal.
+        checkpointing: "block" computes every block again in the backward pass instead of keeping
+            what it needs there, "keep-attention" all of it but the attention. Changes no gradient.
 
     Raises:
         TypeError: a size is no int, or indicator no bool.
-        ValueError: a size is below 1, the attention does not take heads of that width, or norm or
-            scale is none of the two.
+        ValueError: a size is below 1, the attention does not take heads of that width, or norm,
+            scale or checkpointing is another name.
     """
 
     x_width: int = 10
@@ -59,6 +63,7 @@ class TransformerNPConfig:
     norm: Norm = "pre"
     scale: Scale = "log_sigma"
     indicator: bool = False
+    checkpointing: Checkpointing = "none"
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -134,7 +139,7 @@ class Embedder(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of any rows over the context rows."""
+    """Attention of rows from some on over the context rows."""
 
     def __init__(self, config: TransformerNPConfig, *, backend: Backend) -> None:
         super().__init__()
@@ -145,9 +150,12 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(d, 2 * d, bias=False)
         self.output = nn.Linear(d, d, bias=False)
 
-    def forward(self, rows: Tensor, context: Tensor, lengths: Tensor | None) -> Tensor:
-        q = self.query(rows).unflatten(-1, (self.heads, -1))
-        k, v = self.key_value(context).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+    def forward(
+        self, rows: Tensor, context_rows: int, lengths: Tensor | None, *, first: int = 0
+    ) -> Tensor:
+        weights = self.query.weight, self.key_value.weight
+        found = projected(rows, *weights, context_rows, first=first)
+        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in found)
         o = rectangular_attention(q, k, v, key_lengths=lengths, backend=self.backend)
         return self.output(o.flatten(-2))
 
@@ -209,10 +217,10 @@ class Block(nn.Module):
         first = context_rows if targets_only else 0
         if self.pre_norm:
             a, h = norm_of_sum(self.attention_norm, h, update)
-            mixed = self.attention(a[:, first:], a[:, :context_rows], context_lengths)
+            mixed = self.attention(a, context_rows, context_lengths, first=first)
             b, h = norm_of_sum(self.feed_forward_norm, h[:, first:], mixed)
             return h, self.feed_forward(b)
-        mixed = self.attention(h[:, first:], h[:, :context_rows], context_lengths)
+        mixed = self.attention(h, context_rows, context_lengths, first=first)
         h, _ = norm_of_sum(self.attention_norm, h[:, first:], mixed)
         h, _ = norm_of_sum(self.feed_forward_norm, h, self.feed_forward(h))
         return h, None

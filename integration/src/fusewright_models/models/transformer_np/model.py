@@ -31,6 +31,7 @@ Neural processes with attention: https://arxiv.org/abs/2207.04179.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from fusewright.mixture_head import GaussianMixtureHead
 from fusewright.norm import LayerNorm
 from torch import Tensor, nn
 
+from ..checkpointing import recomputed
 from ..checks import check_backend
 from .layers import (
     Attention,
@@ -188,10 +190,11 @@ class TransformerNP(nn.Module):
         x_context, y_context = (shown(rows, context_lengths) for rows in (x_context, y_context))
         x_target = shown(x_target, target_lengths)
         h, update = self.embedder(x_context, y_context, x_target), None
+        run = partial(recomputed, self.config.checkpointing)
         *blocks, last = self.blocks
         for block in blocks:
-            h, update = block(h, update, context_rows, context_lengths)
-        t, update = last(h, update, context_rows, context_lengths, targets_only=True)
+            h, update = run(block, h, update, context_rows, context_lengths)
+        t, update = run(last, h, update, context_rows, context_lengths, targets_only=True)
         if self.final_norm is not None:
             t, _ = norm_of_sum(self.final_norm, t, update)
         return self.head(t)

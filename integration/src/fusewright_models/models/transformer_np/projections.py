@@ -1,0 +1,64 @@
+"""Queries of all rows, keys and values of the first ones, without a copy that autograd would make.
+
+    q = a W_q      (k, v) = a_M W_kv       a_M the first M rows of a task
+
+    da = dq W_q^T, to whose first M rows dk W_k^T and dv W_v^T are added by the products themselves
+    dW_q = a^T dq      dW_kv = [a_M^T dk, a_M^T dv]
+
+Autograd would stack dk and dv, fill the gradient of a_M up with zeros, and add it to that of q.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checks import autocast_dtype
+
+
+def projected(
+    a: Tensor, query: Tensor, key_value: Tensor, context_rows: int, *, first: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ``a [B, T, d]`` queries of the rows from ``first`` on ``[B, T - first, d]``, keys and
+    values of the first ``context_rows [B, M, d]``, in autocast's dtype where there is one.
+
+    ``query [d, d]`` and ``key_value [2 d, d]`` are weights as of ``nn.Linear``. k and v lie side by
+    side in one tensor.
+    """
+    # fp64 stays what it is, as in a linear layer.
+    dtype = None if a.dtype == torch.float64 else autocast_dtype(a.device)
+    operands = (x if dtype is None else x.to(dtype) for x in (a, query, key_value))
+    return Projections.apply(*operands, context_rows, first)
+
+
+class Projections(torch.autograd.Function):
+    """The products and their gradients."""
+
+    @staticmethod
+    def forward(
+        a: Tensor, query: Tensor, key_value: Tensor, context_rows: int, first: int
+    ) -> tuple[Tensor, ...]:
+        q = F.linear(a[:, first:], query)
+        return q, *F.linear(a[:, :context_rows], key_value).chunk(2, -1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *tensors, ctx.context_rows, ctx.first = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        a, query, key_value = ctx.saved_tensors
+        keys = a[:, : ctx.context_rows]
+        # Rows before the first have no queries.
+        da = F.pad(dq @ query, (0, 0, ctx.first, 0)) if ctx.first else dq @ query
+        of_keys = da[:, : ctx.context_rows]
+        for gradient, weight in zip((dk, dv), key_value.chunk(2), strict=True):
+            of_keys.baddbmm_(gradient, weight.expand(len(a), -1, -1))
+        keys = keys.flatten(0, 1)
+        of_key_value = [gradient.flatten(0, 1).T @ keys for gradient in (dk, dv)]
+        dquery = dq.flatten(0, 1).T @ a[:, ctx.first :].flatten(0, 1)
+        return da, dquery, torch.cat(of_key_value), None, None

@@ -1,0 +1,83 @@
+"""Queries, keys and values of TransformerNP against linear layers under autograd."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusewright_models.models.transformer_np.projections import projected
+from fusewright_testkit.yardstick import Yardstick
+
+SIZES = dict(batch=3, rows=7, width=8)
+
+
+def operands(batch, rows, width, dtype=torch.float64):
+    shapes = (batch, rows, width), (width, width), (2 * width, width)
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def linear(a, query, key_value, context_rows, first):
+    return F.linear(a[:, first:], query), *F.linear(a[:, :context_rows], key_value).chunk(2, -1)
+
+
+every_cut = pytest.mark.parametrize(
+    ("context_rows", "first"), [(4, 0), (4, 4), (7, 0), (1, 1)], ids=str
+)
+
+
+@every_cut
+@pytest.mark.parametrize("batch", [1, 3])
+def test_outputs_and_gradients_are_those_of_linear_layers(batch, context_rows, first):
+    found = []
+    given = operands(batch, 7, 8)
+    for function in (partial(projected, first=first), partial(linear, first=first)):
+        leaves = [x.clone().requires_grad_() for x in given]
+        outputs = function(*leaves, context_rows)
+        torch.manual_seed(1)
+        loss = sum((x * torch.randn_like(x)).sum() for x in outputs)
+        found.append([*outputs, *torch.autograd.grad(loss, leaves)])
+    assert [x.shape for x in found[0]] == [x.shape for x in found[1]]
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+
+
+@every_cut
+def test_gradients_in_bf16_err_no_more_than_autograds(context_rows, first):
+    tensors = operands(**SIZES, dtype=torch.bfloat16)
+    yardstick = Yardstick(partial(linear, context_rows=context_rows, first=first), tensors)
+    yardstick.check(partial(projected, context_rows=context_rows, first=first))
+
+
+def test_second_derivative_is_that_of_linear_layers():
+    leaves = [x.requires_grad_() for x in operands(2, 5, 4)]
+    assert torch.autograd.gradgradcheck(lambda *x: projected(*x, 3), leaves)
+
+
+def test_gradient_of_one_output_alone():
+    a, *weights = operands(**SIZES)
+    for place in range(3):
+        found = []
+        for function in (partial(projected, first=4), partial(linear, first=4)):
+            leaf = a.clone().requires_grad_()
+            found.append(torch.autograd.grad(function(leaf, *weights, 4)[place].sum(), leaf)[0])
+        torch.testing.assert_close(*found, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)]
+)
+def test_autocast_chooses_the_dtype_as_of_a_linear_layer(dtype, expected):
+    tensors = operands(**SIZES, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, plain = projected(*tensors, 4), linear(*tensors, 4, 0)
+    assert {x.dtype for x in (*found, *plain)} == {expected}
+    assert all(map(torch.equal, found, plain))
+
+
+def test_keys_and_values_lie_side_by_side():
+    """As the product of both left them: nothing is copied."""
+    _, k, v = projected(*operands(**SIZES), 4)
+    assert v.data_ptr() - k.data_ptr() == k.shape[-1] * k.element_size()
+    assert k.stride() == v.stride() == (4 * 16, 16, 1)

@@ -279,6 +279,13 @@ def test_capacity_of_one_size_needs_no_lengths():
     assert longer.padding == 2 * 2
 
 
+def test_batch_of_sizes_that_were_not_told_is_refused(monkeypatch):
+    sampler = make_sampler("gp-rbf", padded=True)
+    monkeypatch.setattr(type(sampler), "draw_sizes", lambda self: (47, 50))
+    with pytest.raises(ValueError, match=r"GaussianProcess's sizes.*M = 47 and N = 50"):
+        sampler.sample(2)
+
+
 def test_lengths_beyond_the_rows_are_no_padding():
     task = make_sampler("blr", context_size=Size(3, 3), target_size=Size(4, 4)).sample(2)
     lengths = torch.tensor([9, -1]), torch.tensor([4, 1])

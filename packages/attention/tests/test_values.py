@@ -153,6 +153,15 @@ def test_sink_of_minus_infinity_is_none(lse_op, scheme, device):
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_sink_of_infinity_makes_the_rows_of_its_head_nan(lse_op, scheme, backend, device):
+    tensors = lse_op.draw((2, 20, 24, 2, 16), F32, device)
+    sinks = torch.tensor([math.inf, 0.5], device=device)
+    o, _ = lse_op.public(*tensors, sinks=sinks, backend=backend)
+    assert o[:, :, 0].isnan().all()
+    assert o[:, :, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("keys", [0, 24])
 def test_sink_of_minus_infinity_is_none_where_a_task_has_no_keys(
     lse_op, scheme, keys, backend, device

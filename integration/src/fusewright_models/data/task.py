@@ -166,9 +166,18 @@ class Sampler(ABC):
         return capacities_of(self.sizes())
 
     def capacity_of(self, context: int, targets: int) -> Capacity:
-        """The one that serves batches of M = ``context`` and N = ``targets``."""
-        every = self.capacities
-        return next(x for x in every if context in x.contexts and targets in x.targets)
+        """The one that serves batches of M = ``context`` and N = ``targets``.
+
+        Raises:
+            ValueError: ``sizes`` does not have them.
+        """
+        for capacity in self.capacities:
+            if context in capacity.contexts and targets in capacity.targets:
+                return capacity
+        raise ValueError(
+            f"wanted a batch of {type(self).__name__}'s sizes, which tell what it may be padded "
+            f"to; got M = {context} and N = {targets}"
+        )
 
     def sizes(self) -> dict[int, Size]:
         """Every M that ``draw_sizes`` may give, and the N that it may give beside it."""

@@ -16,7 +16,7 @@ wanted, its sum is that of the probabilities before their rounding.
 
 from __future__ import annotations
 
-from .kernels_gluon import (
+from .._core.kernels_gluon import (
     fence_async_shared,
     gl,
     gluon,

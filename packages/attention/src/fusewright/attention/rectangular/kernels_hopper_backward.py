@@ -35,8 +35,7 @@ Shah et al., FlashAttention-3, arXiv 2407.08608.
 
 from __future__ import annotations
 
-from ..common.kernels_counters import pass_on, wait_for
-from ..common.kernels_gluon import (
+from .._core.kernels_gluon import (
     fence_async_shared,
     gl,
     gluon,
@@ -45,6 +44,7 @@ from ..common.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ..common.kernels_counters import pass_on, wait_for
 from ..common.kernels_hopper_backward import (
     COLUMNS,
     QUERIES,

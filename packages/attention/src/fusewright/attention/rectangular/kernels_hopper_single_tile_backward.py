@@ -16,7 +16,7 @@ sums are, there is one group with tiles: two of them spill.
 
 from __future__ import annotations
 
-from ..common.kernels_gluon import (
+from .._core.kernels_gluon import (
     fence_async_shared,
     gl,
     gluon,

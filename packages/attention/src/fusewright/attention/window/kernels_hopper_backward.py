@@ -26,8 +26,7 @@ Shah et al., FlashAttention-3, arXiv 2407.08608; Beltagy, Peters and Cohan, arXi
 
 from __future__ import annotations
 
-from ..common.kernels_counters import pass_on, wait_for, wait_for_sums
-from ..common.kernels_gluon import (
+from .._core.kernels_gluon import (
     fence_async_shared,
     gl,
     gluon,
@@ -36,6 +35,7 @@ from ..common.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ..common.kernels_counters import pass_on, wait_for, wait_for_sums
 from ..common.kernels_hopper_backward import (
     QUERIES,
     ROWS,

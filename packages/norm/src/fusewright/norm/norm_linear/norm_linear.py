@@ -53,7 +53,7 @@ def _forward_fake(x, norm_weight, norm_bias, weight, bias, eps, weight_offset, c
 
 
 def _backward_triton(
-    dy, x, norm_weight, norm_bias, weight, bias, mean, rstd, eps, weight_offset, center, wanted
+    dy, x, norm_weight, norm_bias, weight, bias, mean, rstd, eps, weight_offset, center, *wanted
 ):
     return launch.norm_linear_backward(
         *(dy, x, norm_weight, norm_bias, weight, bias, mean if center else None, rstd),
@@ -62,7 +62,7 @@ def _backward_triton(
 
 
 def _backward_reference(
-    dy, x, norm_weight, norm_bias, weight, bias, mean, rstd, eps, weight_offset, center, wanted
+    dy, x, norm_weight, norm_bias, weight, bias, mean, rstd, eps, weight_offset, center, *wanted
 ):
     grads = reference.norm_linear_backward(
         dy, x, norm_weight, norm_bias, weight, bias, eps, weight_offset, center
@@ -73,7 +73,7 @@ def _backward_reference(
 
 
 def _backward_fake(
-    dy, x, norm_weight, norm_bias, weight, bias, mean, rstd, eps, weight_offset, center, wanted
+    dy, x, norm_weight, norm_bias, weight, bias, mean, rstd, eps, weight_offset, center, *wanted
 ):
     operands = x, norm_weight, norm_bias, weight, bias
     # The norm's gradients come together.
@@ -94,8 +94,9 @@ _forward = Op(
 _backward = Op(
     "norm_linear_backward(Tensor dy, Tensor x, Tensor? norm_weight, Tensor? norm_bias,"
     " Tensor weight, Tensor? bias, Tensor mean, Tensor rstd, float eps, float weight_offset,"
-    " bool center, bool[] wanted) -> (Tensor dx, Tensor dnorm_weight, Tensor dnorm_bias,"
-    " Tensor dweight, Tensor dbias)",
+    " bool center, bool x_grad, bool norm_weight_grad, bool norm_bias_grad, bool weight_grad,"
+    " bool bias_grad) -> (Tensor dx, Tensor dnorm_weight, Tensor dnorm_bias, Tensor dweight,"
+    " Tensor dbias)",
     triton=_backward_triton,
     reference=_backward_reference,
     fake=_backward_fake,
@@ -117,8 +118,8 @@ class _NormLinear(Derivative):
     def backward(ctx, dy, *_):
         if dy is None:
             return (None,) * 9
-        wanted = list(ctx.needs_input_grad[1:6])
-        grads = _backward(dy, *ctx.saved_tensors, *ctx.options, wanted)
+        wanted = ctx.needs_input_grad[1:6]
+        grads = _backward(dy, *ctx.saved_tensors, *ctx.options, *wanted)
         asked = (grad if w else None for grad, w in zip(grads, wanted, strict=True))
         return None, *asked, None, None, None
 

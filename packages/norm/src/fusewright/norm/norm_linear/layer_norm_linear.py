@@ -15,7 +15,8 @@ import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import checked_number
-from ..row_norm.layer_norm import LayerNorm, check_operands
+from ..row_norm.checks import check_rows, check_vector
+from ..row_norm.layer_norm import LayerNorm
 from .norm_linear import check_linear, norm_linear
 
 Tensor = torch.Tensor
@@ -59,7 +60,10 @@ def layer_norm_linear(
             negative or not finite.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
-    check_operands(x, norm_weight, norm_bias)
+    check_rows(x)
+    for name, vector in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if vector is not None:
+            check_vector(name, vector, x)
     check_linear(x, weight, bias)
     eps = checked_number("eps", eps, lowest=0.0)
     kernels = uses_triton(x, backend)

@@ -152,6 +152,10 @@ def multiply(
         floats = (eps, weight_offset)
         normalise(x_shared, pointers, floats, block, rows, first == 0, GROUP, CONFIG)
         for tile in range(first, last):
+            if CONFIG.BIAS:
+                # On its way while the products are.
+                col = tile * BLOCK_COLS + of_tile
+                bias = gl.load(bias_ptr + col, mask=col < cols, other=0.0)
             y = gl.zeros([ROWS, BLOCK_COLS], gl.float32, OF_Y)
             for part in gl.static_range(SLICES):
                 stage = used % STAGES
@@ -168,9 +172,7 @@ def multiply(
             if tile == last - 1:
                 mbarrier.arrive(x_free.index(GROUP), count=1)
             if CONFIG.BIAS:
-                col = tile * BLOCK_COLS + of_tile
-                bias = gl.load(bias_ptr + col, mask=col < cols, other=0.0).to(gl.float32)
-                y = y + gl.expand_dims(bias, 0)
+                y = y + gl.expand_dims(bias.to(gl.float32), 0)
             # Where the last tile went from.
             tma.store_wait(0)
             y_shared.index(GROUP).store(y.to(y_tiles.dtype))

@@ -50,7 +50,7 @@ def norm_linear_forward(
     matrices = in_bulk(x.reshape(rows, cols)), in_bulk(weight)
     whole = tuple(None if v is None else v.contiguous() for v in vectors)
     plan = plan_hopper(
-        config, tuple(leading), outputs, layouts(*matrices, *vectors), center, x.device
+        config, tuple(leading), cols, outputs, layouts(*matrices, *vectors), center, x.device
     )
     return plan.run((*matrices, *whole), (eps, weight_offset))
 

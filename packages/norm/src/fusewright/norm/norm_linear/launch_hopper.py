@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._core.backends import device_properties
+from .._core.backends import device_properties, interpreted
 from .._core.launches import Allocator, DescribedLaunch, Layout, allocate, allocator, cdiv
 from .._core.lazy import lazy_module
 
@@ -74,7 +74,7 @@ def hopper_config(
     """The line of the table that serves rows of so many columns and as many ``outputs`` of these
     dtypes; None where none does.
     """
-    if x not in DTYPES or weight != x or device.type != "cuda":
+    if x not in DTYPES or weight != x or interpreted():
         return None
     if device_properties(device).capability != 90:
         return None

@@ -68,6 +68,20 @@ HOPPER = (
 )
 
 
+class Faster(NamedTuple):
+    """Rows of up to ``max_cols`` columns, so many of them or more, and so many columns of y or
+    more, take less time in one kernel than in two.
+    """
+
+    max_cols: int
+    fewest_outputs: int
+    fewest_rows: int
+
+
+# Unmeasured.
+FASTER = (Faster(max_cols=512, fewest_outputs=1, fewest_rows=1),)
+
+
 def hopper_config(
     rows: int, cols: int, outputs: int, x: torch.dtype, weight: torch.dtype, device: torch.device
 ) -> HopperConfig | None:
@@ -80,7 +94,17 @@ def hopper_config(
         return None
     if cols * x.itemsize % ALIGNED or outputs * x.itemsize % ALIGNED:
         return None
+    if not rows or not cols or not outputs or not is_faster(rows, cols, outputs):
+        return None
     return next((config for config in HOPPER if cols <= config.max_cols), None)
+
+
+def is_faster(rows: int, cols: int, outputs: int) -> bool:
+    """Whether the kernel takes less time than a norm and a product of these sizes."""
+    return any(
+        cols <= line.max_cols and outputs >= line.fewest_outputs and rows >= line.fewest_rows
+        for line in FASTER
+    )
 
 
 class HopperPlan(NamedTuple):

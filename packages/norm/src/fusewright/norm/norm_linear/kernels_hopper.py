@@ -78,7 +78,7 @@ def copy_tiles(descriptors, buffers, barriers, sizes, CONFIG: gl.constexpr):
 
 @gluon.jit
 def normalise(
-    x_shared, pointers, floats, block, rows, keeps, GROUP: gl.constexpr, CONFIG: gl.constexpr
+    x_shared, pointers, floats, first_row, rows, keeps, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
     """z in place of a group's rows of x, and, where they are kept, the statistics of the rows."""
     norm_weight_ptr, norm_bias_ptr, _bias_ptr, mean_ptr, rstd_ptr = pointers
@@ -122,7 +122,7 @@ def normalise(
             z = gl.where(gl.expand_dims(inside, 0) & (gl.zeros_like(z) == 0.0), z, 0.0)
         x_shared.index(GROUP * SLICES + part).store(z.to(DTYPE))
     if keeps:
-        row = (block * CONFIG.GROUPS + GROUP) * ROWS + gl.arange(0, ROWS, BY_ROW)
+        row = first_row + gl.arange(0, ROWS, BY_ROW)
         if CONFIG.CENTER:
             gl.store(mean_ptr + row, mean, mask=row < rows)
         gl.store(rstd_ptr + row, rstd, mask=row < rows)
@@ -130,55 +130,103 @@ def normalise(
 
 
 @gluon.jit
+def add_product(y, part, used, buffers, barriers, GROUP: gl.constexpr, CONFIG: gl.constexpr):
+    """y with the product of a slice of the group's rows and the slice of weight that is next in the
+    ring, under way.
+    """
+    x_shared, weight_shared, _ = buffers
+    _, _, full, _ = barriers
+    STAGES: gl.constexpr = CONFIG.STAGES
+    stage = used % STAGES
+    mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+    z = x_shared.index(GROUP * CONFIG.SLICES + part)
+    w = weight_shared.index(stage).permute([1, 0])
+    return warpgroup_mma(z, w, y, use_acc=part > 0, is_async=True)
+
+
+@gluon.jit
+def tile_of_y(y, at, bias_ptr, used, buffers, barriers, GROUP: gl.constexpr, CONFIG: gl.constexpr):
+    """A tile of y, rounded, of whose products the first is under way; the places of the ring are
+    free again. ``at``: where its columns are, and how many y has.
+    """
+    x_shared, _, _ = buffers
+    _, _, _, free = barriers
+    SLICES: gl.constexpr = CONFIG.SLICES
+    STAGES: gl.constexpr = CONFIG.STAGES
+    col, cols = at
+    if CONFIG.BIAS:
+        # On its way while the products are.
+        bias = gl.load(bias_ptr + col, mask=col < cols, other=0.0)
+    for part in gl.static_range(1, SLICES):
+        y = add_product(y, part, used + part, buffers, barriers, GROUP, CONFIG)
+        y = warpgroup_mma_wait(1, deps=(y,))
+        mbarrier.arrive(free.index((used + part - 1) % STAGES), count=1)
+    y = warpgroup_mma_wait(0, deps=(y,))
+    mbarrier.arrive(free.index((used + SLICES - 1) % STAGES), count=1)
+    if CONFIG.BIAS:
+        y = y + gl.expand_dims(bias.to(gl.float32), 0)
+    return y.to(x_shared.dtype)
+
+
+@gluon.jit
+def store_tile(y_tiles, y_shared, rounded, at, GROUP: gl.constexpr):
+    """A group's rows of a tile of y to memory."""
+    # Where the last tile went from.
+    tma.store_wait(0)
+    y_shared.index(GROUP).store(rounded)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(y_tiles, at, y_shared.index(GROUP))
+
+
+@gluon.jit
 def multiply(
     descriptors, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """What each group does: its ROWS rows of every piece, normalised, times the tiles of weight."""
+    """What each group does: its ROWS rows of every piece, normalised, times the tiles of weight. The
+    first product of a tile is under way while the one before is stored.
+    """
     _, _, y_tiles = descriptors
-    x_shared, weight_shared, y_shared = buffers
-    x_full, x_free, full, free = barriers
-    bias_ptr = pointers[2]
+    x_shared, _, y_shared = buffers
+    x_full, x_free, _, _ = barriers
+    _, _, bias_ptr, _, _ = pointers
     rows, cols, eps, weight_offset = call
     SLICES: gl.constexpr = CONFIG.SLICES
-    STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_COLS: gl.constexpr = CONFIG.BLOCK_COLS
     OF_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_COLS, 16])
     of_tile = gl.arange(0, BLOCK_COLS, gl.SliceLayout(0, OF_Y))
+    none = gl.zeros([ROWS, BLOCK_COLS], gl.float32, OF_Y)
     used = 0
     for piece in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
         block, first, last = work_of(piece, sizes)
         turn = piece // gl.num_programs(0)
+        row = (block * CONFIG.GROUPS + GROUP) * ROWS
         mbarrier.wait(x_full.index(GROUP), turn & 1)
         floats = (eps, weight_offset)
-        normalise(x_shared, pointers, floats, block, rows, first == 0, GROUP, CONFIG)
-        for tile in range(first, last):
-            if CONFIG.BIAS:
-                # On its way while the products are.
-                col = tile * BLOCK_COLS + of_tile
-                bias = gl.load(bias_ptr + col, mask=col < cols, other=0.0)
-            y = gl.zeros([ROWS, BLOCK_COLS], gl.float32, OF_Y)
-            for part in gl.static_range(SLICES):
-                stage = used % STAGES
-                mbarrier.wait(full.index(stage), (used // STAGES) & 1)
-                z = x_shared.index(GROUP * SLICES + part)
-                w = weight_shared.index(stage).permute([1, 0])
-                y = warpgroup_mma(z, w, y, use_acc=part > 0, is_async=True)
-                if part > 0:
-                    y = warpgroup_mma_wait(1, deps=(y,))
-                    mbarrier.arrive(free.index((used - 1) % STAGES), count=1)
-                used += 1
+        normalise(x_shared, pointers, floats, row, rows, first == 0, GROUP, CONFIG)
+        if CONFIG.AHEAD:
+            y = add_product(none, 0, used, buffers, barriers, GROUP, CONFIG)
             y = warpgroup_mma_wait(0, deps=(y,))
-            mbarrier.arrive(free.index((used - 1) % STAGES), count=1)
-            if tile == last - 1:
-                mbarrier.arrive(x_free.index(GROUP), count=1)
-            if CONFIG.BIAS:
-                y = y + gl.expand_dims(bias.to(gl.float32), 0)
-            # Where the last tile went from.
-            tma.store_wait(0)
-            y_shared.index(GROUP).store(y.to(y_tiles.dtype))
-            fence_async_shared()
-            at = [(block * CONFIG.GROUPS + GROUP) * ROWS, tile * BLOCK_COLS]
-            tma.async_copy_shared_to_global(y_tiles, at, y_shared.index(GROUP))
+            for tile in range(first, last - 1):
+                at = (tile * BLOCK_COLS + of_tile, cols)
+                rounded = tile_of_y(y, at, bias_ptr, used, buffers, barriers, GROUP, CONFIG)
+                used += SLICES
+                y = add_product(none, 0, used, buffers, barriers, GROUP, CONFIG)
+                store_tile(y_tiles, y_shared, rounded, [row, tile * BLOCK_COLS], GROUP)
+                y = warpgroup_mma_wait(0, deps=(y,))
+            at = ((last - 1) * BLOCK_COLS + of_tile, cols)
+            rounded = tile_of_y(y, at, bias_ptr, used, buffers, barriers, GROUP, CONFIG)
+            used += SLICES
+            mbarrier.arrive(x_free.index(GROUP), count=1)
+            store_tile(y_tiles, y_shared, rounded, [row, (last - 1) * BLOCK_COLS], GROUP)
+        else:
+            for tile in range(first, last):
+                y = add_product(none, 0, used, buffers, barriers, GROUP, CONFIG)
+                at = (tile * BLOCK_COLS + of_tile, cols)
+                rounded = tile_of_y(y, at, bias_ptr, used, buffers, barriers, GROUP, CONFIG)
+                used += SLICES
+                if tile == last - 1:
+                    mbarrier.arrive(x_free.index(GROUP), count=1)
+                store_tile(y_tiles, y_shared, rounded, [row, tile * BLOCK_COLS], GROUP)
     tma.store_wait(0)
 
 

@@ -41,6 +41,7 @@ class HopperConfig(NamedTuple):
     stages: int
     registers: int = 232
     copying_registers: int = 24
+    ahead: bool = False
 
 
 class HopperConstants(NamedTuple):
@@ -59,6 +60,7 @@ class HopperConstants(NamedTuple):
     NORM_WEIGHT: bool
     NORM_BIAS: bool
     BIAS: bool
+    AHEAD: bool
 
 
 # Wider rows leave the ring no room. Unmeasured.
@@ -164,6 +166,7 @@ def plan_hopper(
             NORM_WEIGHT=norm_weight,
             NORM_BIAS=norm_bias,
             BIAS=bias,
+            AHEAD=config.ahead,
         ),
     )
     launch.descriptors = (

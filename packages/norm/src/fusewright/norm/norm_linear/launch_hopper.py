@@ -63,7 +63,7 @@ class HopperConstants(NamedTuple):
     AHEAD: bool
 
 
-# Wider rows leave the ring no room. Unmeasured.
+# Wider rows leave the ring no room. Source: docs/decisions/0023-norm-linear-h200.csv.
 HOPPER = (
     HopperConfig(max_cols=256, block_cols=128, stages=8),
     HopperConfig(max_cols=512, block_cols=128, stages=4),
@@ -76,12 +76,17 @@ class Faster(NamedTuple):
     """
 
     max_cols: int
-    fewest_outputs: int
     fewest_rows: int
+    fewest_outputs: int
 
 
-# Unmeasured.
-FASTER = (Faster(max_cols=512, fewest_outputs=1, fewest_rows=1),)
+# Source: docs/decisions/0023-norm-linear-h200.csv, rows of 256 and 512 columns; unmeasured for
+# narrower ones. Between two measured sizes of which one is faster, two kernels serve.
+FASTER = (
+    Faster(max_cols=256, fewest_rows=16384, fewest_outputs=512),
+    Faster(max_cols=256, fewest_rows=4096, fewest_outputs=4096),
+    Faster(max_cols=256, fewest_rows=1024, fewest_outputs=8192),
+)
 
 
 def hopper_config(
@@ -112,7 +117,9 @@ def is_faster(rows: int, cols: int, outputs: int) -> bool:
 class HopperPlan(NamedTuple):
     """One forward pass: the memory of y, mean and rstd, and the launch."""
 
-    outputs: tuple[Allocator | None, ...]
+    y: Allocator
+    mean: Allocator | None
+    rstd: Allocator
     launch: DescribedLaunch
 
     def run(self, operands: tuple, floats: tuple[float, ...]) -> tuple:
@@ -120,11 +127,11 @@ class HopperPlan(NamedTuple):
         norm_weight, norm_bias and bias.
         """
         x, weight, *vectors = operands
-        y, mean, rstd = outputs = tuple(map(allocate, self.outputs))
+        y, mean, rstd = self.y(), allocate(self.mean), self.rstd()
         # A Gluon kernel takes no absent pointer: what stands in is not touched.
         pointers = (*(x if v is None else v for v in vectors), rstd if mean is None else mean, rstd)
         self.launch((x, weight, y.view(len(x), len(weight)), *pointers), floats)
-        return outputs
+        return y, mean, rstd
 
 
 @functools.lru_cache(maxsize=4096)
@@ -176,7 +183,7 @@ def plan_hopper(
     )
     statistic = allocator(leading, torch.float32, device)
     y = allocator((*leading, outputs), dtype, device)
-    return HopperPlan((y, statistic if center else None, statistic), launch)
+    return HopperPlan(y, statistic if center else None, statistic, launch)
 
 
 def in_tiles(rows: int, cols: int) -> Callable[[torch.Tensor], Any]:

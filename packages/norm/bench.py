@@ -11,10 +11,13 @@ from fusewright.norm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
+    layer_norm_linear,
     rms_norm,
     rms_norm_gated,
+    rms_norm_linear,
     sinkhorn_knopp,
 )
+from fusewright.norm.norm_linear import reference as linear_reference
 from fusewright.norm.row_norm import reference as norm_reference
 from fusewright.norm.sinkhorn import reference as sinkhorn_reference
 from fusewright_testkit import Case
@@ -30,6 +33,17 @@ NORM_SHAPES = {
     "layer_norm": SHAPES,
     "add_layer_norm": SHAPES,
 }
+# (rows, columns of x, columns of y): a layer of TransformerNP, its least and most rows, a narrower
+# and a wider one.
+LINEAR = (
+    (16384, 512, 1536),
+    (1024, 512, 1536),
+    (65536, 512, 1536),
+    (16384, 512, 512),
+    (16384, 256, 1024),
+    (16384, 1024, 4096),
+)
+LINEAR_OPS = "layer_norm_linear", "rms_norm_linear"
 MATRICES = ((16384, 4), (1024, 64))
 ITERATIONS = 20
 # Passes over a tensor of x's size, forward and backward: each input is read once and each output
@@ -48,9 +62,16 @@ Norm = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
 def cases() -> list[Case]:
-    """Every norm at every shape, in bf16, and sinkhorn_knopp in fp32."""
+    """Every norm at every shape, alone and with a linear layer, in bf16, and sinkhorn_knopp in
+    fp32.
+    """
     norms = [norm_case(op, *shape) for op, shapes in NORM_SHAPES.items() for shape in shapes]
-    return norms + [sinkhorn_case(*sizes) for sizes in MATRICES]
+    linear = [
+        linear_case(op, *sizes)
+        for op in ("layer_norm_linear", "rms_norm_linear")
+        for sizes in LINEAR
+    ]
+    return norms + linear + [sinkhorn_case(*sizes) for sizes in MATRICES]
 
 
 def norm_case(op: str, rows: int, cols: int) -> Case:
@@ -64,6 +85,34 @@ def norm_case(op: str, rows: int, cols: int) -> Case:
         inputs=functools.partial(inputs, op, rows, cols, dtype),
         bytes_moved=by_pass(*(passes * size for passes in TRAFFIC[op])),
     )
+
+
+def linear_case(op: str, rows: int, cols: int, outputs: int) -> Case:
+    """The backward pass reads x, y's gradient and weight, and writes the gradients of x and
+    weight.
+    """
+    dtype = torch.bfloat16
+    x, y, weight = rows * cols, rows * outputs, outputs * cols
+    return Case(
+        op=op,
+        sizes={"rows": rows, "cols": cols, "outputs": outputs},
+        dtype=dtype,
+        reference=functools.partial(getattr(linear_reference, op), eps=EPS),
+        inputs=functools.partial(linear_inputs, op, rows, cols, outputs, dtype),
+        bytes_moved=by_pass(
+            dtype.itemsize * (x + y + weight), dtype.itemsize * (2 * x + y + 2 * weight)
+        ),
+        flops=by_pass(2 * rows * cols * outputs),
+    )
+
+
+def linear_inputs(
+    op: str, rows: int, cols: int, outputs: int, dtype: torch.dtype, device: str
+) -> list[Tensor]:
+    """x, the norm's weight and, for a layer norm, bias, then the linear layer's weight and bias."""
+    draw = functools.partial(torch.randn, dtype=dtype, device=device)
+    vectors = [draw(cols) for _ in range(2 if op == "layer_norm_linear" else 1)]
+    return [draw(rows, cols), *vectors, draw(outputs, cols) / cols**0.5, draw(outputs)]
 
 
 def sinkhorn_case(batch: int, n: int) -> Case:
@@ -99,7 +148,16 @@ def providers() -> dict[str, dict[str, Norm]]:
             "rms_norm_gated": functools.partial(rms_norm_gated, eps=EPS),
             "layer_norm": functools.partial(layer_norm, eps=EPS),
             "add_layer_norm": functools.partial(add_layer_norm, eps=EPS),
+            "layer_norm_linear": functools.partial(layer_norm_linear, eps=EPS),
+            "rms_norm_linear": functools.partial(rms_norm_linear, eps=EPS),
             "sinkhorn_knopp": functools.partial(sinkhorn_knopp, iterations=ITERATIONS, eps=EPS),
+        },
+        # This package's norm, then torch's product.
+        "apart": {
+            "layer_norm_linear": lambda x, g, b, *linear: F.linear(
+                layer_norm(x, g, b, eps=EPS), *linear
+            ),
+            "rms_norm_linear": lambda x, g, *linear: F.linear(rms_norm(x, g, eps=EPS), *linear),
         },
         "torch": torch_ops(),
         "compile": {name: compiled(op) for name, op in torch_ops().items()},
@@ -133,6 +191,16 @@ def torch_ops() -> dict[str, Norm]:
         total = x + residual
         return torch_layer_norm(total, weight, bias), total
 
+    def torch_layer_norm_linear(
+        x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor
+    ) -> Tensor:
+        return F.linear(torch_layer_norm(x, norm_weight, norm_bias), weight, bias)
+
+    def torch_rms_norm_linear(
+        x: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor
+    ) -> Tensor:
+        return F.linear(torch_rms_norm(x, norm_weight), weight, bias)
+
     def torch_sinkhorn_knopp(x: Tensor) -> Tensor:
         matrix = torch.softmax(x, -1)
         matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
@@ -147,6 +215,8 @@ def torch_ops() -> dict[str, Norm]:
         "rms_norm_gated": torch_rms_norm_gated,
         "layer_norm": torch_layer_norm,
         "add_layer_norm": torch_add_layer_norm,
+        "layer_norm_linear": torch_layer_norm_linear,
+        "rms_norm_linear": torch_rms_norm_linear,
         "sinkhorn_knopp": torch_sinkhorn_knopp,
     }
 

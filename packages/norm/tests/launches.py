@@ -6,6 +6,8 @@ import os
 
 import torch
 from fusewright.norm._core.backends import DeviceProperties
+from fusewright.norm.norm_linear import launch as linear
+from fusewright.norm.norm_linear import launch_hopper
 from fusewright.norm.row_norm import launch as forward
 from fusewright.norm.row_norm import launch_backward as backward
 from fusewright.norm.sinkhorn import launch as sinkhorn
@@ -17,6 +19,7 @@ GPU = DeviceProperties(
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
 backward.device_properties = sinkhorn.device_properties = lambda device: GPU
+launch_hopper.device_properties = lambda device: GPU
 
 ROWS = 4096
 
@@ -46,6 +49,16 @@ def sinkhorn_passes(n: int, dtype: torch.dtype, domain: str) -> None:
     sinkhorn.sinkhorn_backward(x, x, 20, 1e-6, domain)
 
 
+def launch_linear(
+    cols: int, outputs: int = 512, dtype: torch.dtype = torch.bfloat16, affine: bool = True
+) -> None:
+    """A norm and the linear layer behind it."""
+    x, weight = torch.empty(256, cols, dtype=dtype), torch.empty(outputs, cols, dtype=dtype)
+    of_norm, bias = (torch.empty(n, dtype=dtype) if affine else None for n in (cols, outputs))
+    for center, norm_bias in ((True, of_norm), (False, None)):
+        linear.norm_linear_forward(x, of_norm, norm_bias, weight, bias, 1e-6, 0.0, center)
+
+
 def one_of_each() -> None:
     """Every kernel once: a row in registers, a small tensor, a wide row; small matrices and the
     largest.
@@ -56,10 +69,14 @@ def one_of_each() -> None:
     launch("rms_norm_gated", 128, torch.bfloat16)
     launch("layer_norm", 1000, torch.bfloat16, rows=64)
     launch("layer_norm", 40000, torch.bfloat16)
+    launch_linear(512, 1536)
 
 
 def every_line() -> None:
     """Every op and dtype at every width of the tables, and beyond."""
+    for config in launch_hopper.HOPPER:
+        launch_linear(config.max_cols)
+        launch_linear(config.max_cols - 56, dtype=torch.float16, affine=False)
     for n in (*(config.max_n for config in sinkhorn.SINKHORN_BACKWARD), 1, 40):
         for domain in ("linear", "log"):
             sinkhorn_passes(n, torch.bfloat16, domain)

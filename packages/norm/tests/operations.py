@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from fusewright import norm
+from fusewright.norm.norm_linear import reference as linear_reference
 from fusewright.norm.row_norm import reference
 from fusewright.norm.sinkhorn import reference as sinkhorn_reference
 from fusewright_testkit.conformance import Operation, Package
@@ -19,12 +20,13 @@ Tensors = list[torch.Tensor | None]
 PACKAGE = Package(
     "fusewright.norm",
     names=(
-        "LayerNorm RMSNorm RMSNormGated add_layer_norm add_rms_norm layer_norm rms_norm "
-        "rms_norm_gated sinkhorn_knopp"
+        "LayerNorm LayerNormLinear RMSNorm RMSNormGated RMSNormLinear add_layer_norm add_rms_norm "
+        "layer_norm layer_norm_linear rms_norm rms_norm_gated rms_norm_linear sinkhorn_knopp"
     ),
     registered=(
-        "add_layer_norm add_rms_norm layer_norm layer_norm_backward rms_norm rms_norm_backward "
-        "rms_norm_gated rms_norm_gated_backward sinkhorn_knopp sinkhorn_knopp_backward"
+        "add_layer_norm add_rms_norm layer_norm layer_norm_backward norm_linear "
+        "norm_linear_backward rms_norm rms_norm_backward rms_norm_gated rms_norm_gated_backward "
+        "sinkhorn_knopp sinkhorn_knopp_backward"
     ),
     without_triton=(
         "x = torch.randn(3, 8, requires_grad=True)\n"
@@ -114,6 +116,63 @@ class SinkhornOp(Operation):
         return 0
 
 
+@dataclass(frozen=True)
+class NormLinearOp(Operation):
+    """layer_norm_linear or rms_norm_linear: x [..., N], the norm's vectors [N], the linear layer's
+    weight [M, N] and its bias; without the vectors and the bias, x and weight.
+    """
+
+    function: str
+    vectors: int
+    twin: Callable
+    affine: bool = True
+
+    small = (3, 20, 6)
+    tiny = (2, 5, 3)
+    several = (70, 33, 40)
+    growing = ((3, 20, 6), (5, 20, 6), (8, 20, 6))
+    empty = ((0, 5, 3), (3, 5, 0), (0, 0, 0), (2, 0, 4, 3))
+    strided = (2, 3, 2, 24, 16)
+    gpu = ((3000, 512, 1536), (64, 256, 520), (2000, 1024, 512))
+
+    @property
+    def name(self) -> str:
+        return self.function + ("" if self.affine else "-alone")
+
+    def arguments(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The operands as the functions take them."""
+        if self.affine:
+            return [*tensors]
+        x, weight = tensors
+        return [x, *[None] * self.vectors, weight]
+
+    def public(self, *tensors: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        function = getattr(norm, self.function)
+        return function(*self.arguments(tensors), **{"eps": EPS} | options)
+
+    def reference(self, *tensors: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        function = getattr(linear_reference, self.function)
+        return function(*self.arguments(tensors), **{"eps": EPS} | options)
+
+    def draw(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensors:
+        """x with a mean of 1/2, and weights that keep its size."""
+        *leading, cols, outputs = shape
+        x = torch.randn(*leading, cols, device=device).add(0.5).to(dtype)
+        weight = torch.randn(outputs, cols, device=device).div(max(cols, 1) ** 0.5).to(dtype)
+        if not self.affine:
+            return [x, weight]
+        vectors = torch.randn(self.vectors, cols, device=device).to(dtype)
+        return [x, *vectors, weight, torch.randn(outputs, device=device).to(dtype)]
+
+    def autocast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The linear layer's weight and bias are cast."""
+        of_linear = 1 + (self.vectors if self.affine else 0)
+        return [*tensors[:of_linear], *(x.bfloat16() for x in tensors[of_linear:])]
+
+    def kept(self, tensors: Tensors) -> int:
+        return tensors[0].shape[0] * self.vectors
+
+
 def torch_rms_norm(x, weight=None, eps=EPS):
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
@@ -134,6 +193,14 @@ def torch_add_layer_norm(x, residual, weight=None, bias=None, eps=EPS):
     return torch_layer_norm(x + residual, weight, bias, eps), x + residual
 
 
+def torch_layer_norm_linear(x, norm_weight, norm_bias, weight, bias, eps=EPS):
+    return F.linear(torch_layer_norm(x, norm_weight, norm_bias, eps), weight, bias)
+
+
+def torch_rms_norm_linear(x, norm_weight, weight, bias, eps=EPS):
+    return F.linear(torch_rms_norm(x, norm_weight, eps), weight, bias)
+
+
 ROW_NORMS = {
     op.name: op
     for op in (
@@ -152,6 +219,16 @@ ROW_NORMS = {
     )
 }
 SINKHORN = [SinkhornOp("sinkhorn_knopp", "linear"), SinkhornOp("sinkhorn_knopp-log", "log")]
-OPERATIONS = ROW_NORMS | {"sinkhorn_knopp": SINKHORN[0]}
-WITHOUT = [replace(op, vectors=0, form="-no-vectors") for op in ROW_NORMS.values()]
+NORM_LINEAR = {
+    op.name: op
+    for op in (
+        NormLinearOp("layer_norm_linear", vectors=2, twin=torch_layer_norm_linear),
+        NormLinearOp("rms_norm_linear", vectors=1, twin=torch_rms_norm_linear),
+    )
+}
+OPERATIONS = ROW_NORMS | NORM_LINEAR | {"sinkhorn_knopp": SINKHORN[0]}
+WITHOUT = [
+    *(replace(op, vectors=0, form="-no-vectors") for op in ROW_NORMS.values()),
+    *(replace(op, affine=False) for op in NORM_LINEAR.values()),
+]
 FORMS = {op.name: op for op in (*WITHOUT, SINKHORN[1])}

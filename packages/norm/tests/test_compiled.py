@@ -7,7 +7,7 @@ from fusewright_testkit.conformance.compiled import *  # noqa: F403
 LAUNCHES = {
     "one_of_each": (
         "norm_forward norm_forward_wide norm_backward norm_backward_small norm_backward_wide "
-        "weight_parts add_parts sinkhorn_forward sinkhorn_backward"
+        "weight_parts add_parts sinkhorn_forward sinkhorn_backward hopper_norm_linear"
     ),
 }
 EVERY = ("every_line",)

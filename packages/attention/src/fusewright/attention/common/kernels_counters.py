@@ -5,7 +5,7 @@ is its address, an int64.
 
 from __future__ import annotations
 
-from .kernels_gluon import gl, gluon
+from .._core.kernels_gluon import gl, gluon
 
 
 @gluon.constexpr_function

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .kernels_gluon import TensorDescriptor, gl
+from .._core.kernels_gluon import TensorDescriptor, gl
 
 
 def descriptor(x: torch.Tensor, strides: list[int], rows: int) -> TensorDescriptor:

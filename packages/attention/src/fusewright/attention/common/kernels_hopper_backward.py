@@ -10,7 +10,7 @@ that p and ds stay in registers for the products that make dv and dk.
 
 from __future__ import annotations
 
-from .kernels_gluon import (
+from .._core.kernels_gluon import (
     fence_async_shared,
     gl,
     gluon,

@@ -16,8 +16,8 @@ wanted, its sum is that of the probabilities before their rounding.
 
 from __future__ import annotations
 
-from .kernels_barriers import barriers_of
-from .kernels_gluon import (
+from .._core.kernels_barriers import barriers_of
+from .._core.kernels_gluon import (
     fence_async_shared,
     gl,
     gluon,

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .._core.backends import interpreted
-from .._core.launches import Allocator, Launch, Plan, allocator, cdiv, contiguous_where
+from .._core.launches import (
+    Allocator,
+    DescribedLaunch,
+    Launch,
+    Plan,
+    allocator,
+    cdiv,
+    contiguous_where,
+)
 from .._core.lazy import lazy_module
 from .launch_sinks import SinksPlan, without_keys
 from .problem import KernelConfig, Problem, TileConfig, tile_rows
@@ -37,40 +44,6 @@ ADD_CHUNKS = AddChunksConfig(block=256, num_warps=4)
 # Where tasks and heads are fewer programs than so many for each multiprocessor, the queries of each
 # are cut into chunks. Unmeasured.
 BACKWARD_PROGRAMS_PER_SM = 2
-
-
-class DescribedLaunch(Launch):
-    """A launch whose first operands are read and written by tensor descriptors, each as its own
-    function makes it: of tensors that have the same shape and strides at every call.
-    """
-
-    descriptors: tuple[Callable[[torch.Tensor], Any], ...]
-    # The kinds and fields of those of the first call: to check them again takes the host longer.
-    made: tuple[tuple[type, dict[str, Any]], ...] = ()
-
-    def __call__(
-        self,
-        tensors: tuple[Any, ...],
-        floats: tuple[float, ...] = (),
-        described: tuple[Any, ...] = (),
-    ) -> None:
-        operands = tensors[: len(self.descriptors)]
-        if not self.made:
-            made = [describe(x) for describe, x in zip(self.descriptors, operands, strict=True)]
-            # Not the tensors: a plan would hold their memory.
-            self.made = tuple([(type(x), vars(x) | dict(base=None)) for x in made])
-        others = [
-            descriptor_of(base, kind, fields)
-            for base, (kind, fields) in zip(operands, self.made, strict=True)
-        ]
-        super().__call__(tensors[len(others) :], floats, (*described, *others))
-
-
-def descriptor_of(base: torch.Tensor, kind: type, fields: dict[str, Any]) -> Any:
-    """A tensor's descriptor with the fields of another, which are not checked again."""
-    descriptor: Any = object.__new__(kind)
-    descriptor.__dict__ = {**fields, "base": base}
-    return descriptor
 
 
 def tile_launch(

@@ -36,8 +36,8 @@ Shah et al., FlashAttention-3, arXiv 2407.08608.
 
 from __future__ import annotations
 
+from .._core.kernels_gluon import gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from ..common.kernels_counters import count_and_wait
-from ..common.kernels_gluon import gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from ..common.kernels_hopper_forward import (
     LOG2_E,
     ROWS,

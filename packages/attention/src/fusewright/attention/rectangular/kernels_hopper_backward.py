@@ -35,9 +35,8 @@ Shah et al., FlashAttention-3, arXiv 2407.08608.
 
 from __future__ import annotations
 
-from ..common.kernels_barriers import barriers_of
-from ..common.kernels_counters import pass_on, wait_for
-from ..common.kernels_gluon import (
+from .._core.kernels_barriers import barriers_of
+from .._core.kernels_gluon import (
     fence_async_shared,
     gl,
     gluon,
@@ -46,6 +45,7 @@ from ..common.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ..common.kernels_counters import pass_on, wait_for
 from ..common.kernels_hopper_backward import (
     COLUMNS,
     QUERIES,

@@ -4,7 +4,7 @@ programs add to dq.
 
 from __future__ import annotations
 
-from ..common.kernels_gluon import gl, gluon
+from .._core.kernels_gluon import gl, gluon
 from .kernels_hopper import keys_of
 
 # Keys of a piece of work.

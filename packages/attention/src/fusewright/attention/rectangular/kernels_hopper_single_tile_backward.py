@@ -16,8 +16,8 @@ sums are, there is one group with tiles: two of them spill.
 
 from __future__ import annotations
 
-from ..common.kernels_barriers import barriers_of
-from ..common.kernels_gluon import (
+from .._core.kernels_barriers import barriers_of
+from .._core.kernels_gluon import (
     fence_async_shared,
     gl,
     gluon,

@@ -11,13 +11,14 @@ import torch
 
 from .._core.launches import (
     Allocator,
+    DescribedLaunch,
     Launch,
     allocate,
     allocator,
     cdiv,
 )
 from .._core.lazy import lazy_module
-from ..common.launch import DescribedLaunch, Outputs, plan_query_tiles
+from ..common.launch import Outputs, plan_query_tiles
 from ..common.launch_hopper import hopper_line, in_tiles
 from ..common.problem import Problem, TileConfig
 

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, Launch, allocate, allocator, cdiv, contiguous_where
+from .._core.launches import (
+    Allocator,
+    DescribedLaunch,
+    Launch,
+    allocate,
+    allocator,
+    cdiv,
+    contiguous_where,
+)
 from .._core.lazy import lazy_module
-from ..common.launch import DescribedLaunch, Gradients, grid_of
+from ..common.launch import Gradients, grid_of
 from ..common.launch_hopper import (
     hopper_line,
     in_statistics,

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, allocate, allocator, cdiv
+from .._core.launches import Allocator, DescribedLaunch, allocate, allocator, cdiv
 from .._core.lazy import lazy_module
-from ..common.launch import DescribedLaunch, Gradients, Outputs
+from ..common.launch import Gradients, Outputs
 from ..common.launch_hopper import hopper_line, in_tiles
 from ..common.problem import Problem, tile_rows
 

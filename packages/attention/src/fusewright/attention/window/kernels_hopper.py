@@ -22,7 +22,7 @@ Shah et al., FlashAttention-3, arXiv 2407.08608; Beltagy, Peters and Cohan, arXi
 
 from __future__ import annotations
 
-from ..common.kernels_gluon import gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from .._core.kernels_gluon import gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from ..common.kernels_hopper_forward import (
     LOG2_E,
     ROWS,

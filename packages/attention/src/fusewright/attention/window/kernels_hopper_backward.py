@@ -26,9 +26,8 @@ Shah et al., FlashAttention-3, arXiv 2407.08608; Beltagy, Peters and Cohan, arXi
 
 from __future__ import annotations
 
-from ..common.kernels_barriers import barriers_of
-from ..common.kernels_counters import pass_on, wait_for, wait_for_sums
-from ..common.kernels_gluon import (
+from .._core.kernels_barriers import barriers_of
+from .._core.kernels_gluon import (
     fence_async_shared,
     gl,
     gluon,
@@ -37,6 +36,7 @@ from ..common.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ..common.kernels_counters import pass_on, wait_for, wait_for_sums
 from ..common.kernels_hopper_backward import (
     QUERIES,
     ROWS,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, Launch, allocate, allocator, cdiv
+from .._core.launches import Allocator, DescribedLaunch, Launch, allocate, allocator, cdiv
 from .._core.lazy import lazy_module
-from ..common.launch import DescribedLaunch, Outputs, plan_query_tiles
+from ..common.launch import Outputs, plan_query_tiles
 from ..common.launch_hopper import AnyLine, hopper_line, in_tiles
 from ..common.problem import Problem, TileConfig, tile_config
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.launches import Allocator, Launch, allocator, cdiv
+from .._core.launches import Allocator, DescribedLaunch, Launch, allocator, cdiv
 from .._core.lazy import lazy_module
-from ..common.launch import DescribedLaunch, Gradients
+from ..common.launch import Gradients
 from ..common.launch_hopper import (
     in_statistics,
     in_tiles,

@@ -1,0 +1,1 @@
+"""A norm of rows and the linear layer behind it."""

@@ -1,0 +1,203 @@
+"""The launch of a norm and a linear layer in one kernel for Hopper."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._core.backends import device_properties, interpreted
+from .._core.launches import Allocator, DescribedLaunch, Layout, allocate, allocator, cdiv
+from .._core.lazy import lazy_module
+
+if TYPE_CHECKING:
+    from . import kernels_descriptors, kernels_hopper
+else:
+    kernels_descriptors = lazy_module(__package__, "kernels_descriptors")
+    kernels_hopper = lazy_module(__package__, "kernels_hopper")
+
+DTYPES = torch.bfloat16, torch.float16
+# Rows of a group of warps, and columns of x in a slice of shared memory.
+ROWS = 64
+SLICE = 64
+GROUPS = 2
+# A row starts at a multiple of 16 bytes, or no descriptor reads it.
+ALIGNED = 16
+# What reading and normalising a program's rows takes, in columns of y that it multiplies meanwhile.
+# Unmeasured.
+COLS_OF_A_PIECE = 160
+
+
+class HopperConfig(NamedTuple):
+    """Serves rows of up to ``max_cols`` columns: tiles of ``block_cols`` rows of weight in a ring
+    of ``stages``, so many registers a thread that multiplies and that copies.
+    """
+
+    max_cols: int
+    block_cols: int
+    stages: int
+    registers: int = 232
+    copying_registers: int = 24
+    ahead: bool = False
+
+
+class HopperConstants(NamedTuple):
+    """What the kernel is compiled for, read as ``CONFIG``: columns of x and slices of them, and
+    which operands there are.
+    """
+
+    COLS: int
+    SLICES: int
+    GROUPS: int
+    BLOCK_COLS: int
+    STAGES: int
+    REGISTERS: int
+    COPYING_REGISTERS: int
+    CENTER: bool
+    NORM_WEIGHT: bool
+    NORM_BIAS: bool
+    BIAS: bool
+    AHEAD: bool
+
+
+# Wider rows leave the ring no room. Source: docs/decisions/0023-norm-linear-h200.csv.
+HOPPER = (
+    HopperConfig(max_cols=256, block_cols=128, stages=8),
+    HopperConfig(max_cols=512, block_cols=128, stages=4),
+)
+
+
+class Faster(NamedTuple):
+    """Rows of up to ``max_cols`` columns, so many of them or more, and so many columns of y or
+    more, take less time in one kernel than in two.
+    """
+
+    max_cols: int
+    fewest_rows: int
+    fewest_outputs: int
+
+
+# Source: docs/decisions/0023-norm-linear-h200.csv, rows of 256 and 512 columns; unmeasured for
+# narrower ones. Between two measured sizes of which one is faster, two kernels serve.
+FASTER = (
+    Faster(max_cols=256, fewest_rows=16384, fewest_outputs=512),
+    Faster(max_cols=256, fewest_rows=4096, fewest_outputs=4096),
+    Faster(max_cols=256, fewest_rows=1024, fewest_outputs=8192),
+)
+
+
+def hopper_config(
+    rows: int, cols: int, outputs: int, x: torch.dtype, weight: torch.dtype, device: torch.device
+) -> HopperConfig | None:
+    """The line of the table that serves rows of so many columns and as many ``outputs`` of these
+    dtypes; None where none does.
+    """
+    if x not in DTYPES or weight != x or interpreted():
+        return None
+    if device_properties(device).capability != 90:
+        return None
+    if cols * x.itemsize % ALIGNED or outputs * x.itemsize % ALIGNED:
+        return None
+    if not rows or not cols or not outputs or not is_faster(rows, cols, outputs):
+        return None
+    return next((config for config in HOPPER if cols <= config.max_cols), None)
+
+
+def is_faster(rows: int, cols: int, outputs: int) -> bool:
+    """Whether the kernel takes less time than a norm and a product of these sizes."""
+    return any(
+        cols <= line.max_cols and outputs >= line.fewest_outputs and rows >= line.fewest_rows
+        for line in FASTER
+    )
+
+
+class HopperPlan(NamedTuple):
+    """One forward pass: the memory of y, mean and rstd, and the launch."""
+
+    y: Allocator
+    mean: Allocator | None
+    rstd: Allocator
+    launch: DescribedLaunch
+
+    def run(self, operands: tuple, floats: tuple[float, ...]) -> tuple:
+        """Allocate and launch; ``operands`` are x and weight as matrices with contiguous rows, then
+        norm_weight, norm_bias and bias.
+        """
+        x, weight, *vectors = operands
+        y, mean, rstd = self.y(), allocate(self.mean), self.rstd()
+        # A Gluon kernel takes no absent pointer: what stands in is not touched.
+        pointers = (*(x if v is None else v for v in vectors), rstd if mean is None else mean, rstd)
+        self.launch((x, weight, y.view(len(x), len(weight)), *pointers), floats)
+        return y, mean, rstd
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_hopper(
+    config: HopperConfig,
+    leading: tuple[int, ...],
+    cols: int,
+    outputs: int,
+    operands: tuple[Layout | None, ...],
+    center: bool,
+    device: torch.device,
+) -> HopperPlan:
+    """The plan of a call that a line serves, of leading axes of x and of operands of these layouts:
+    x and weight as matrices, norm_weight, norm_bias and bias.
+    """
+    rows = math.prod(leading)
+    x, _, *vectors = operands
+    assert x is not None
+    dtype, _ = x
+    programs = device_properties(device).multiprocessors
+    blocks, tiles = cdiv(rows, GROUPS * ROWS), cdiv(outputs, config.block_cols)
+    parts = parts_of(blocks, tiles, config.block_cols, programs)
+    norm_weight, norm_bias, bias = (vector is not None for vector in vectors)
+    launch = DescribedLaunch(
+        kernels_hopper.hopper_norm_linear_kernel,
+        (min(programs, blocks * parts),),
+        device,
+        (rows, outputs, blocks * parts, parts, tiles),
+        dict(num_warps=4),
+        CONFIG=HopperConstants(
+            COLS=cols,
+            SLICES=cdiv(cols, SLICE),
+            GROUPS=GROUPS,
+            BLOCK_COLS=config.block_cols,
+            STAGES=config.stages,
+            REGISTERS=config.registers,
+            COPYING_REGISTERS=config.copying_registers,
+            CENTER=center,
+            NORM_WEIGHT=norm_weight,
+            NORM_BIAS=norm_bias,
+            BIAS=bias,
+            AHEAD=config.ahead,
+        ),
+    )
+    launch.descriptors = (
+        in_tiles(ROWS, SLICE),
+        in_tiles(config.block_cols, SLICE),
+        in_tiles(ROWS, config.block_cols),
+    )
+    statistic = allocator(leading, torch.float32, device)
+    y = allocator((*leading, outputs), dtype, device)
+    return HopperPlan(y, statistic if center else None, statistic, launch)
+
+
+def in_tiles(rows: int, cols: int) -> Callable[[torch.Tensor], Any]:
+    """The descriptor of a matrix in tiles of this size."""
+    return lambda x: kernels_descriptors.descriptor(x, rows, cols)
+
+
+def parts_of(blocks: int, tiles: int, block_cols: int, programs: int) -> int:
+    """Into how many parts the tiles of columns of a block of rows are cut: so that all rounds of
+    the programs, of which each piece normalises its rows, take the least time.
+    """
+
+    def time(parts: int) -> int:
+        cols = cdiv(tiles, parts) * block_cols
+        return cdiv(blocks * parts, programs) * (cols + COLS_OF_A_PIECE)
+
+    return min(range(1, tiles + 1), key=time)

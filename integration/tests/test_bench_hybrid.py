@@ -10,7 +10,7 @@ import pytest
 import torch
 from fusewright_models.bench import depth
 from fusewright_models.bench.depth import Memory, Peaks, nbytes
-from fusewright_models.bench.hybrid import HybridHarness, peer_model
+from fusewright_models.bench.hybrid import PROVIDER_NAMES, HybridHarness, peer_model
 from fusewright_models.bench.text import TextShape
 from fusewright_models.models.hybrid import HYBRID, HybridLM
 from torch import nn
@@ -26,11 +26,12 @@ run = partial(bench_of, "hybrid")
 
 def test_steps_are_rows_and_a_missing_peer_is_a_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
-    result = run("--provider", "fusewright,fusewright-plain,reference,fla", "--out", tmp_path)
+    names = ["fusewright", "fusewright-plain", "fusewright-plain-block", "reference"]
+    result = run("--provider", ",".join([*names, "fla"]), "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert re.search("fla-.*ModuleNotFoundError: ", result.output)
     rows = rows_of(tmp_path)
-    assert [row["provider"] for row in rows] == ["fusewright", "fusewright-plain", "reference"]
+    assert [row["provider"] for row in rows] == names
     for row in rows:
         assert row["op"] == "HybridLM"
         assert row["case"] == "dim=64 layers=4 B=1 T=20"
@@ -41,15 +42,18 @@ def test_steps_are_rows_and_a_missing_peer_is_a_line(tmp_path, monkeypatch):
 def test_providers_differ_in_who_computes_and_what_is_kept():
     harness = HybridHarness(TINY, CPU, 0.0, True, None, None)
     found = {}
-    for provider in ("fusewright", "fusewright-plain", "reference", "reference-compile"):
+    for provider in PROVIDER_NAMES[:-1]:
         model = harness.model(provider)
         compiled = all("force" in vars(layer) for layer in [*model.stack.layers, model.second])
-        found[provider] = model.config.mode, model.final_norm.backend, compiled
+        kept = model.config.mode, model.config.checkpointing
+        found[provider] = *kept, model.final_norm.backend, compiled
     assert found == {
-        "fusewright": ("exact", "auto", False),
-        "fusewright-plain": ("plain", "auto", False),
-        "reference": ("plain", "reference", False),
-        "reference-compile": ("plain", "reference", True),
+        "fusewright": ("exact", "none", "auto", False),
+        "fusewright-plain": ("plain", "none", "auto", False),
+        "fusewright-plain-block": ("plain", "block", "auto", False),
+        "fusewright-plain-keep-attention": ("plain", "keep-attention", "auto", False),
+        "reference": ("plain", "none", "reference", False),
+        "reference-compile": ("plain", "none", "reference", True),
     }
     assert harness.name("fla").startswith("fla-")
 

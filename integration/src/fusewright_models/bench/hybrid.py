@@ -2,6 +2,8 @@
 
 fusewright           the reversible stack: eager, and replayed from a CUDA graph
 fusewright-plain     the same kernels under ordinary autograd, which keeps everything
+  -block             that with layers computed again
+  -keep-attention    that with layers but for what mixes tokens computed again
 reference            plain torch, under ordinary autograd
 reference-compile    that with each layer through torch.compile, but for the delta rule's recurrence
 fla                  flash-linear-attention's GatedDeltaNetForCausalLM of as many parameters
@@ -11,19 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from fusewright.deltanet import GatedDeltaNet
 from torch import Tensor, nn
 
+from ..models.checkpointing import Checkpointing
 from ..models.hybrid import HybridConfig, HybridLM, Losses
 from .harness import SEED, Expected
 from .results import version_of
 from .text import TextHarness, TextShape, token_losses
 
-ProviderName = Literal["fusewright", "fusewright-plain", "reference", "reference-compile", "fla"]
+ProviderName = Literal[
+    "fusewright",
+    "fusewright-plain",
+    "fusewright-plain-block",
+    "fusewright-plain-keep-attention",
+    "reference",
+    "reference-compile",
+    "fla",
+]
 PROVIDER_NAMES = get_args(ProviderName)
+PLAIN = "fusewright-plain"
 PEER = "fla"
 
 SHAPES = {
@@ -93,6 +105,9 @@ class HybridHarness(TextHarness):
     def model(self, provider: ProviderName) -> HybridLM:
         plain = provider.startswith("reference")
         config = self.config if provider == "fusewright" else replace(self.config, mode="plain")
+        if provider.startswith(f"{PLAIN}-"):
+            checkpointing = cast(Checkpointing, provider.removeprefix(f"{PLAIN}-"))
+            config = replace(config, checkpointing=checkpointing)
         model = HybridLM(config, backend="reference" if plain else "auto").to(self.device)
         if provider == "reference-compile":
             compile_layers([*model.stack.layers, model.second])

@@ -69,5 +69,5 @@ def test_constants_of_a_kernel_are_one_record_or_few(part):
         if "CONFIG" in constants:
             assert constants == ["CONFIG"], (name, kernel.name)
         assert len(constants) <= MOST_CONSTANTS, (name, kernel.name)
-        if part.name in ("norm", "hyper-connections", "reversible"):
+        if part.name in ("hyper-connections", "reversible"):
             assert "CONFIG" not in constants, (name, kernel.name)

@@ -50,10 +50,18 @@ def sinkhorn_passes(n: int, dtype: torch.dtype, domain: str) -> None:
 
 
 def launch_linear(
-    cols: int, outputs: int = 512, dtype: torch.dtype = torch.bfloat16, affine: bool = True
+    cols: int,
+    outputs: int,
+    rows: int,
+    dtype: torch.dtype = torch.bfloat16,
+    affine: bool = True,
 ) -> None:
-    """A norm and the linear layer behind it."""
-    x, weight = torch.empty(256, cols, dtype=dtype), torch.empty(outputs, cols, dtype=dtype)
+    """A norm and the linear layer behind it; what other GPUs launch is a norm, and a product on
+    the CPU.
+    """
+    if GPU.capability != 90:
+        return
+    x, weight = torch.empty(rows, cols, dtype=dtype), torch.empty(outputs, cols, dtype=dtype)
     of_norm, bias = (torch.empty(n, dtype=dtype) if affine else None for n in (cols, outputs))
     for center, norm_bias in ((True, of_norm), (False, None)):
         linear.norm_linear_forward(x, of_norm, norm_bias, weight, bias, 1e-6, 0.0, center)
@@ -69,14 +77,15 @@ def one_of_each() -> None:
     launch("rms_norm_gated", 128, torch.bfloat16)
     launch("layer_norm", 1000, torch.bfloat16, rows=64)
     launch("layer_norm", 40000, torch.bfloat16)
-    launch_linear(512, 1536)
+    launch_linear(256, 512, rows=16384)
 
 
 def every_line() -> None:
     """Every op and dtype at every width of the tables, and beyond."""
-    for config in launch_hopper.HOPPER:
-        launch_linear(config.max_cols)
-        launch_linear(config.max_cols - 56, dtype=torch.float16, affine=False)
+    for line in launch_hopper.FASTER:
+        sizes = line.fewest_outputs, line.fewest_rows
+        launch_linear(line.max_cols, *sizes)
+        launch_linear(line.max_cols - 56, *sizes, dtype=torch.float16, affine=False)
     for n in (*(config.max_n for config in sinkhorn.SINKHORN_BACKWARD), 1, 40):
         for domain in ("linear", "log"):
             sinkhorn_passes(n, torch.bfloat16, domain)

@@ -7,8 +7,9 @@ by its standard deviation. A program has ROWS rows of x for each of its GROUPS o
 shared memory, whole, and normalises them there: z is rounded as layer_norm and rms_norm round it,
 and no tensor of its size is written or read. Tiles of weight pass by in a ring of STAGES that a
 further warp fills, so that one reading of x serves all columns of y, and a tile of weight all rows
-of the program. Where rows are few, several programs normalise the same ones, each for its part of
-the columns.
+of the program. The ring has what x leaves, which for wide rows is little: there a tile of y goes to
+memory in halves, whose place is smaller. Where rows are few, several programs normalise the same
+ones, each for its part of the columns.
 
 The groups share the ring and need not be at the same place of it: while one stores a tile of y, the
 other multiplies.
@@ -96,7 +97,7 @@ def normalise(
         total = gl.zeros([ROWS, SLICE], gl.float32, BY_LANE)
     for part in gl.static_range(SLICES):
         x = x_shared.index(GROUP * SLICES + part).load(BY_LANE)
-        slices += (x,)
+        slices += (x,)  # type: ignore[assignment]
         if CONFIG.CENTER:
             total += x.to(gl.float32)
     if CONFIG.CENTER:
@@ -170,28 +171,37 @@ def tile_of_y(y, at, bias_ptr, used, buffers, barriers, GROUP: gl.constexpr, CON
 
 
 @gluon.jit
-def store_tile(y_tiles, y_shared, rounded, at, GROUP: gl.constexpr):
-    """A group's rows of a tile of y to memory."""
-    # Where the last tile went from.
+def store_tile(y_tiles, y_shared, rounded, row, col, GROUP: gl.constexpr, CONFIG: gl.constexpr):
+    """A group's rows of a tile of y to memory, whole or one half after the other."""
+    if CONFIG.STORED_COLS == CONFIG.BLOCK_COLS:
+        store_part(y_tiles, y_shared, rounded, row, col, GROUP)
+    else:
+        STORED_COLS: gl.constexpr = CONFIG.STORED_COLS
+        halves = rounded.reshape([ROWS, 2, STORED_COLS]).permute(0, 2, 1)
+        left, right = halves.split()
+        store_part(y_tiles, y_shared, left, row, col, GROUP)
+        store_part(y_tiles, y_shared, right, row, col + STORED_COLS, GROUP)
+
+
+@gluon.jit
+def store_part(y_tiles, y_shared, rounded, row, col, GROUP: gl.constexpr):
+    # Where the last one went from.
     tma.store_wait(0)
     y_shared.index(GROUP).store(rounded)
     fence_async_shared()
-    tma.async_copy_shared_to_global(y_tiles, at, y_shared.index(GROUP))
+    tma.async_copy_shared_to_global(y_tiles, [row, col], y_shared.index(GROUP))
 
 
 @gluon.jit
 def multiply(
     descriptors, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """What each group does: its ROWS rows of every piece, normalised, times the tiles of weight.
-    The first product of a tile is under way while the one before is stored.
-    """
+    """What each group does: its ROWS rows of every piece, normalised, times the tiles of weight."""
     _, _, y_tiles = descriptors
     x_shared, _, y_shared = buffers
     x_full, x_free, _, _ = barriers
     _, _, bias_ptr, _, _ = pointers
     rows, cols, eps, weight_offset = call
-    SLICES: gl.constexpr = CONFIG.SLICES
     BLOCK_COLS: gl.constexpr = CONFIG.BLOCK_COLS
     OF_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_COLS, 16])
     of_tile = gl.arange(0, BLOCK_COLS, gl.SliceLayout(0, OF_Y))
@@ -204,30 +214,14 @@ def multiply(
         mbarrier.wait(x_full.index(GROUP), turn & 1)
         floats = (eps, weight_offset)
         normalise(x_shared, pointers, floats, row, rows, first == 0, GROUP, CONFIG)
-        if CONFIG.AHEAD:
+        for tile in range(first, last):
             y = add_product(none, 0, used, buffers, barriers, GROUP, CONFIG)
-            y = warpgroup_mma_wait(0, deps=(y,))
-            for tile in range(first, last - 1):
-                at = (tile * BLOCK_COLS + of_tile, cols)
-                rounded = tile_of_y(y, at, bias_ptr, used, buffers, barriers, GROUP, CONFIG)
-                used += SLICES
-                y = add_product(none, 0, used, buffers, barriers, GROUP, CONFIG)
-                store_tile(y_tiles, y_shared, rounded, [row, tile * BLOCK_COLS], GROUP)
-                y = warpgroup_mma_wait(0, deps=(y,))
-            at = ((last - 1) * BLOCK_COLS + of_tile, cols)
+            at = (tile * BLOCK_COLS + of_tile, cols)
             rounded = tile_of_y(y, at, bias_ptr, used, buffers, barriers, GROUP, CONFIG)
-            used += SLICES
-            mbarrier.arrive(x_free.index(GROUP), count=1)
-            store_tile(y_tiles, y_shared, rounded, [row, (last - 1) * BLOCK_COLS], GROUP)
-        else:
-            for tile in range(first, last):
-                y = add_product(none, 0, used, buffers, barriers, GROUP, CONFIG)
-                at = (tile * BLOCK_COLS + of_tile, cols)
-                rounded = tile_of_y(y, at, bias_ptr, used, buffers, barriers, GROUP, CONFIG)
-                used += SLICES
-                if tile == last - 1:
-                    mbarrier.arrive(x_free.index(GROUP), count=1)
-                store_tile(y_tiles, y_shared, rounded, [row, tile * BLOCK_COLS], GROUP)
+            used += CONFIG.SLICES
+            if tile == last - 1:
+                mbarrier.arrive(x_free.index(GROUP), count=1)
+            store_tile(y_tiles, y_shared, rounded, row, tile * BLOCK_COLS, GROUP, CONFIG)
     tma.store_wait(0)
 
 
@@ -263,7 +257,7 @@ def hopper_norm_linear_kernel(
     weight_shared = gl.allocate_shared_memory(
         DTYPE, [STAGES, BLOCK_COLS, SLICE], weight_tiles.layout
     )
-    y_shared = gl.allocate_shared_memory(DTYPE, [GROUPS, ROWS, BLOCK_COLS], y_tiles.layout)
+    y_shared = gl.allocate_shared_memory(DTYPE, [GROUPS, ROWS, CONFIG.STORED_COLS], y_tiles.layout)
     x_full, x_free = barriers_of(GROUPS, 1), barriers_of(GROUPS, 1)
     full, free = barriers_of(STAGES, 1), barriers_of(STAGES, GROUPS)
     fence_async_shared()

@@ -20,10 +20,10 @@ else:
     kernels_hopper = lazy_module(__package__, "kernels_hopper")
 
 DTYPES = torch.bfloat16, torch.float16
-# Rows of a group of warps, and columns of x in a slice of shared memory.
+# Rows of a group of warps, groups of a program, and columns of x in a slice of shared memory.
 ROWS = 64
-SLICE = 64
 GROUPS = 2
+SLICE = 64
 # A row starts at a multiple of 16 bytes, or no descriptor reads it.
 ALIGNED = 16
 # What reading and normalising a program's rows takes, in columns of y that it multiplies meanwhile.
@@ -33,15 +33,16 @@ COLS_OF_A_PIECE = 160
 
 class HopperConfig(NamedTuple):
     """Serves rows of up to ``max_cols`` columns: tiles of ``block_cols`` rows of weight in a ring
-    of ``stages``, so many registers a thread that multiplies and that copies.
+    of ``stages`` slices; of a tile of y ``stored_cols`` columns, all or half, are stored at a time;
+    so many registers a thread that multiplies and that copies.
     """
 
     max_cols: int
     block_cols: int
     stages: int
+    stored_cols: int
     registers: int = 232
     copying_registers: int = 24
-    ahead: bool = False
 
 
 class HopperConstants(NamedTuple):
@@ -53,6 +54,7 @@ class HopperConstants(NamedTuple):
     SLICES: int
     GROUPS: int
     BLOCK_COLS: int
+    STORED_COLS: int
     STAGES: int
     REGISTERS: int
     COPYING_REGISTERS: int
@@ -60,13 +62,13 @@ class HopperConstants(NamedTuple):
     NORM_WEIGHT: bool
     NORM_BIAS: bool
     BIAS: bool
-    AHEAD: bool
 
 
-# Wider rows leave the ring no room. Source: docs/decisions/0023-norm-linear-h200.csv.
+# Wider rows leave the ring no room. Source: docs/decisions/0023-norm-linear-h200.csv and
+# 0023-norm-linear-2-h200.csv.
 HOPPER = (
-    HopperConfig(max_cols=256, block_cols=128, stages=8),
-    HopperConfig(max_cols=512, block_cols=128, stages=4),
+    HopperConfig(max_cols=256, block_cols=128, stages=8, stored_cols=128),
+    HopperConfig(max_cols=512, block_cols=128, stages=5, stored_cols=64),
 )
 
 
@@ -80,36 +82,46 @@ class Faster(NamedTuple):
     fewest_outputs: int
 
 
-# Source: docs/decisions/0023-norm-linear-h200.csv, rows of 256 and 512 columns; unmeasured for
-# narrower ones. Between two measured sizes of which one is faster, two kernels serve.
+# Source: the same, for rows of 256 and 512 columns; unmeasured for narrower ones. Between two
+# measured sizes of which one is faster, two kernels serve.
 FASTER = (
     Faster(max_cols=256, fewest_rows=16384, fewest_outputs=512),
     Faster(max_cols=256, fewest_rows=4096, fewest_outputs=4096),
     Faster(max_cols=256, fewest_rows=1024, fewest_outputs=8192),
+    Faster(max_cols=512, fewest_rows=16384, fewest_outputs=2048),
 )
+# Where rows were measured, programs have tiles for 97 % of the time. Where they have them for less
+# than this, one kernel may lose what it gains there.
+LEAST_BUSY = 0.95
 
 
 def hopper_config(
     rows: int, cols: int, outputs: int, x: torch.dtype, weight: torch.dtype, device: torch.device
 ) -> HopperConfig | None:
     """The line of the table that serves rows of so many columns and as many ``outputs`` of these
-    dtypes; None where none does.
+    dtypes; None where none does, or two kernels are faster.
     """
-    if x not in DTYPES or weight != x or interpreted():
+    if x not in DTYPES or weight != x or interpreted() or not rows or not cols or not outputs:
         return None
-    if device_properties(device).capability != 90:
+    gpu = device_properties(device)
+    if gpu.capability != 90:
         return None
     if cols * x.itemsize % ALIGNED or outputs * x.itemsize % ALIGNED:
         return None
-    if not rows or not cols or not outputs or not is_faster(rows, cols, outputs):
+    config = next((config for config in HOPPER if cols <= config.max_cols), None)
+    if config is None or not is_faster(rows, cols, outputs, config, gpu.multiprocessors):
         return None
-    return next((config for config in HOPPER if cols <= config.max_cols), None)
+    return config
 
 
-def is_faster(rows: int, cols: int, outputs: int) -> bool:
+def is_faster(rows: int, cols: int, outputs: int, config: HopperConfig, programs: int) -> bool:
     """Whether the kernel takes less time than a norm and a product of these sizes."""
-    return any(
-        cols <= line.max_cols and outputs >= line.fewest_outputs and rows >= line.fewest_rows
+    blocks, tiles = cdiv(rows, GROUPS * ROWS), cdiv(outputs, config.block_cols)
+    parts = parts_of(blocks, tiles, config.block_cols, programs)
+    tiles_of_a_program = cdiv(blocks * parts, programs) * cdiv(tiles, parts)
+    busy = blocks * tiles / (programs * tiles_of_a_program)
+    return busy >= LEAST_BUSY and any(
+        cols <= line.max_cols and rows >= line.fewest_rows and outputs >= line.fewest_outputs
         for line in FASTER
     )
 
@@ -166,6 +178,7 @@ def plan_hopper(
             SLICES=cdiv(cols, SLICE),
             GROUPS=GROUPS,
             BLOCK_COLS=config.block_cols,
+            STORED_COLS=config.stored_cols,
             STAGES=config.stages,
             REGISTERS=config.registers,
             COPYING_REGISTERS=config.copying_registers,
@@ -173,13 +186,12 @@ def plan_hopper(
             NORM_WEIGHT=norm_weight,
             NORM_BIAS=norm_bias,
             BIAS=bias,
-            AHEAD=config.ahead,
         ),
     )
     launch.descriptors = (
         in_tiles(ROWS, SLICE),
         in_tiles(config.block_cols, SLICE),
-        in_tiles(ROWS, config.block_cols),
+        in_tiles(ROWS, config.stored_cols),
     )
     statistic = allocator(leading, torch.float32, device)
     y = allocator((*leading, outputs), dtype, device)

@@ -86,12 +86,15 @@ def heads_by_rows(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Te
 
 
 def providers() -> dict[str, dict[str, Op]]:
-    """Ours, torch, torch.compile, torch.distributions, and the loop over the heads that one writes
-    first, compiled.
+    """Ours, with the hidden layer stored and computed again, torch, torch.compile,
+    torch.distributions, and the loop over the heads that one writes first, compiled.
     """
     plain: dict[str, Op] = {"mixture_nll": torch_mixture_nll, "grouped_heads": torch_heads}
     return {
         "fusewright": {"mixture_nll": mixture_nll, "grouped_heads": grouped_heads},
+        "fusewright-recompute": {
+            "grouped_heads": functools.partial(grouped_heads, recompute=True),
+        },
         "torch": plain,
         "compile": {name: compiled(op) for name, op in plain.items()},
         "distributions": {"mixture_nll": distributions_mixture_nll},

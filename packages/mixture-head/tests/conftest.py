@@ -51,6 +51,11 @@ def heads() -> HeadOp:
 
 
 @pytest.fixture
+def recomputing_heads() -> HeadOp:
+    return OPERATIONS["grouped_heads-recompute"]
+
+
+@pytest.fixture
 def draw_mixtures() -> Callable[..., Tensors]:
     return mixtures
 

@@ -28,7 +28,9 @@ def launch(components: int, dtype: torch.dtype, softplus: bool, masked: bool, me
 
 def launch_heads(heads: int, stored: int, dtype: torch.dtype) -> None:
     u, weight = torch.empty(ROWS, heads, stored, dtype=dtype), torch.empty(heads, stored, 3)
-    heads_launch.silu_heads_backward(heads_launch.silu_heads(u, weight), u, weight)
+    out = heads_launch.silu_heads(u, weight)
+    heads_launch.silu_heads_backward(out, u, weight)
+    heads_launch.silu_heads_backward_(out, u, weight)
 
 
 def one_of_each() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,8 @@ PACKAGE = Package(
         "mixture_nll mixture_quantiles mixture_sample mixture_variance"
     ),
     registered=(
-        "mixture_backward mixture_log_likelihood mixture_nll silu_heads silu_heads_backward"
+        "mixture_backward mixture_log_likelihood mixture_nll recomputed_heads "
+        "recomputed_heads_backward silu_heads silu_heads_backward"
     ),
     without_triton=(
         "head = GaussianMixtureHead(4, 6, 3)\n"
@@ -57,7 +58,8 @@ class HeadOp(Operation):
 
     @property
     def name(self) -> str:
-        return "-".join((self.function, *self.options.values(), *["masked"] * self.masked))
+        options = ("recompute" if value is True else value for value in self.options.values())
+        return "-".join((self.function, *options, *["masked"] * self.masked))
 
     def public(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         return getattr(mixture_head, self.function)(*tensors, **self.given(tensors) | options)
@@ -77,6 +79,9 @@ class HeadOp(Operation):
             return dict(self.options)
         y = tensors[1]
         return dict(self.options) | dict(mask=torch.arange(len(y), device=y.device) > 1)
+
+    def kept(self, tensors: Sequence[torch.Tensor]) -> int | None:
+        return 0 if "recompute" in self.options else None
 
     def draw(self, *shape_dtype_device: Any, **options: Any) -> Tensors:
         return self.operands(*shape_dtype_device, **options)
@@ -116,6 +121,13 @@ def head_weights(
 
 
 MIXTURES = {name: HeadOp(name, mixtures) for name in ("mixture_nll", "mixture_log_likelihood")}
-OPERATIONS = MIXTURES | {"grouped_heads": HeadOp("grouped_heads", head_weights)}
+HEADS = {
+    op.name: op
+    for op in (
+        HeadOp("grouped_heads", head_weights),
+        HeadOp("grouped_heads", head_weights, {"recompute": True}),
+    )
+}
+OPERATIONS = MIXTURES | HEADS
 SOFTPLUS = [replace(op, options={"scale": "softplus"}) for op in MIXTURES.values()]
 FORMS = {op.name: op for op in (*SOFTPLUS, *(replace(op, masked=True) for op in SOFTPLUS))}

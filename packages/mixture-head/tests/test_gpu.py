@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusewright.mixture_head import GaussianMixtureHead, mixture_log_likelihood
+from fusewright.mixture_head.heads import recomputed_heads
 from fusewright.mixture_head.mixture import launch
 from fusewright_testkit import no_synchronisation
 from fusewright_testkit.conformance import everything, same_bits
@@ -59,6 +60,24 @@ def test_every_line_of_the_table_is_as_near_to_fp64_as_torch(
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_heads_of_the_model_are_as_near_to_fp64_as_torch(heads, dtype, draw_heads):
     heads.check(draw_heads((3000, 512), dtype, "cuda", stored=1376, heads=10))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_chunks_of_the_model_are_as_near_to_fp64_as_torch(
+    recomputing_heads, dtype, draw_heads, monkeypatch
+):
+    monkeypatch.setattr(recomputed_heads, "CHUNK_UNITS", 1024 * 10 * 1376)
+    leaves = draw_heads((3000, 512), dtype, "cuda", stored=1376, heads=10)
+    recomputing_heads.check(leaves)
+
+
+def test_a_call_of_the_model_keeps_half_a_gigabyte(recomputing_heads, draw_heads):
+    leaves = draw_heads((128000, 512), BF16, "cuda", stored=1376, heads=10)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(recomputing_heads.kernels(*leaves).sum(), leaves)
+    assert torch.cuda.max_memory_allocated() - before < 5e8
 
 
 def test_more_heads_than_two_axes_of_a_grid_hold(heads, draw_heads):

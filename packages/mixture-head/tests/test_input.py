@@ -62,6 +62,8 @@ BAD = [
     (lambda: grouped_heads(X, HIDDEN[:9], OUTPUT), ValueError, r"\(10, 8\).*got \(9, 8\)"),
     (lambda: grouped_heads(X, HIDDEN, OUTPUT[0]), ValueError, r"\[heads, S, 3\], got shape"),
     (lambda: grouped_heads(X, HIDDEN.half(), OUTPUT), ValueError, "x's dtype.*got torch.float16"),
+    (lambda: grouped_heads(X, HIDDEN, OUTPUT, recompute=1), TypeError, "True or False, got int"),
+    (lambda: GaussianMixtureHead(4, 6, 3, recompute="no"), TypeError, "or False, got str"),
     (lambda: GaussianMixtureHead(4, 0, 3), ValueError, "hidden_width must be at least 1, got 0"),
     (
         lambda: GaussianMixtureHead(4, 6, 3.0),

@@ -10,9 +10,9 @@ pass, which reads u once more, write du and dC; the activation is never stored:
     dSiLU_g = dout_g C_g^T,  du = dSiLU * sigmoid(u) * (1 + u * (1 - sigmoid(u)))
     dC_g    = sum over rows of SiLU(u_g)^T dout_g
 
-Saved for it: u and C. Products and sums of the second layer are fp32, dC adds partial sums over
-the rows in a fixed order. Of a width F that is stored as S > F, rows of A and of C beyond F that
-are zero give and get exactly zero.
+Saved for it: u and C, or x, A and C (recomputed_heads.py). Products and sums of the second layer
+are fp32, dC adds partial sums over the rows in a fixed order. Of a width F that is stored as S > F,
+rows of A and of C beyond F that are zero give and get exactly zero.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import torch.nn.functional as F
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_device, check_floating
-from .._core.precision import autocasts
+from .._core.precision import autocast, autocasts
 from .._core.registration import Derivative, Op
 from . import launch, reference
+from .recomputed_heads import recomputed_heads
 
 Tensor = torch.Tensor
 
@@ -79,6 +80,7 @@ def grouped_heads(
     hidden_weight: Tensor,
     output_weight: Tensor,
     *,
+    recompute: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
     """SiLU(x A^T) C of every head.
@@ -89,6 +91,9 @@ def grouped_heads(
         hidden_weight: A, ``[G * S, d]``, in x's dtype, the first layer of a head below that of the
             one before; S is the stored width. Rows beyond the width that is used are zero.
         output_weight: C, ``[G, S, 3]``, of any of these dtypes: fp32 beside a bf16 x is fine.
+        recompute: the kernels go through the rows in chunks and keep the hidden layer of one chunk
+            alone, forward and backward, with or without gradients: it is computed again for the
+            backward pass. The reference does the same with or without it.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 
@@ -99,16 +104,25 @@ def grouped_heads(
     Differentiable in all three, twice; the second derivative runs in plain torch.
 
     Raises:
-        TypeError: a tensor is not floating point or not strided.
+        TypeError: a tensor is not floating point or not strided, or recompute is no bool.
         ValueError: x has no axis, a weight's shape does not fit, the devices differ, or outside
             autocast x and hidden_weight differ in dtype.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     check_heads(x, hidden_weight, output_weight)
+    check_recompute(recompute)
     if not uses_triton(x, backend):
         return reference.grouped_heads(x, hidden_weight, output_weight)
+    if recompute:
+        return recomputed_heads(*autocast(x, hidden_weight), output_weight)
     u = F.linear(x, hidden_weight).unflatten(-1, output_weight.shape[:2])
     return _forward(u, output_weight)
+
+
+def check_recompute(recompute: bool) -> None:
+    """Raise for what is neither True nor False."""
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute must be True or False, got {type(recompute).__name__}")
 
 
 def check_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> None:

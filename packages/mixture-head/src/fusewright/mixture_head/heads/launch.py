@@ -110,13 +110,34 @@ def silu_heads_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(du, dweight)`` for the gradient ``dparams [..., G, 3]``, in the dtypes of u and weight."""
     plan = backward_plan(u.shape, dparams.dtype, u.dtype, weight.dtype, u.device)
-    du, dweight = plan.du(), plan.dweight()
+    du = plan.du()
+    return du, run_backward(plan, dparams, u, weight, du)
+
+
+def silu_heads_backward_(
+    dparams: torch.Tensor, u: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """The same dweight; du takes the place of u, which is contiguous."""
+    # A program reads all that it writes over, before it does.
+    plan = backward_plan(u.shape, dparams.dtype, u.dtype, weight.dtype, u.device)
+    return run_backward(plan, dparams, u, weight, u)
+
+
+def run_backward(
+    plan: BackwardPlan,
+    dparams: torch.Tensor,
+    u: torch.Tensor,
+    weight: torch.Tensor,
+    du: torch.Tensor,
+) -> torch.Tensor:
+    """dweight; du is written."""
+    dweight = plan.dweight()
     if plan.launch is None or plan.add_parts is None:
-        return du, dweight.zero_()
+        return dweight.zero_()
     parts = plan.parts()
     plan.launch((dparams.contiguous(), u.contiguous(), weight.contiguous(), du, parts))
     plan.add_parts((parts, dweight))
-    return du, dweight
+    return dweight
 
 
 @functools.lru_cache(maxsize=4096)

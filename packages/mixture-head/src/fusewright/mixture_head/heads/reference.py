@@ -7,6 +7,8 @@ autograd's. The backward pass stands here for the derivatives of the op, first a
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -21,7 +23,7 @@ def grouped_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Te
     The dense product has the dtype of x, or that of autocast; the second layer is fp32.
     """
     u = F.linear(x, hidden_weight).unflatten(-1, output_weight.shape[:2])
-    return silu_heads(u, output_weight)
+    return silu_heads(u, output_weight).contiguous()
 
 
 def silu_heads(u: Tensor, weight: Tensor) -> Tensor:
@@ -40,3 +42,15 @@ def silu_heads_backward(dparams: Tensor, u: Tensor, weight: Tensor) -> tuple[Ten
         du = dhidden * gate * (1.0 + u_wide * (1.0 - gate))
         dweight = torch.einsum("...gs,...gp->gsp", u_wide * gate, dparams)
     return du.to(u.dtype), dweight.to(weight.dtype)
+
+
+def grouped_heads_backward(
+    dparams: Tensor, x: Tensor, hidden_weight: Tensor, output_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dhidden_weight, doutput_weight) of grouped_heads, from its inputs."""
+    with without_autocast(x.device):
+        u = F.linear(x, hidden_weight).unflatten(-1, output_weight.shape[:2])
+        du, doutput = silu_heads_backward(dparams, u, output_weight)
+        rows = du.reshape(math.prod(x.shape[:-1]), len(hidden_weight))
+        dhidden = rows.mT @ x.reshape(len(rows), x.shape[-1])
+        return (rows @ hidden_weight).view(x.shape), dhidden, doutput

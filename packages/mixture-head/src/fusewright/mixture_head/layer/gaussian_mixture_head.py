@@ -19,7 +19,7 @@ from .._core.padding import (
     padding_of,
 )
 from ..common.scale import EPS, LOG_SIGMA_RANGE, Scale, checked_scale
-from ..heads.grouped_heads import grouped_heads
+from ..heads.grouped_heads import check_recompute, grouped_heads
 from ..mixture.distribution import (
     mixture_cdf,
     mixture_mean,
@@ -48,6 +48,8 @@ class GaussianMixtureHead(nn.Module):
         stored_width: S, rows that A_k and C_k have in storage; F rounded up to a multiple of 32
             where left out. Those beyond F are zero and stay zero under training.
         scale, log_sigma_range, eps: what s means, as in :func:`mixture_log_likelihood`.
+        recompute: whether the hidden layer is computed again for the backward pass, as in
+            :func:`grouped_heads`.
         backend: "auto", "triton" or "reference".
         device, dtype: of the weights.
 
@@ -73,6 +75,7 @@ class GaussianMixtureHead(nn.Module):
         scale: Scale = "log_sigma",
         log_sigma_range: Sequence[float] = LOG_SIGMA_RANGE,
         eps: float = EPS,
+        recompute: bool = False,
         backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -89,11 +92,13 @@ class GaussianMixtureHead(nn.Module):
                 f"stored_width must be at least hidden_width, {hidden_width}, got {stored_width}"
             )
         _, low, high, eps = checked_scale(scale, log_sigma_range, eps)
+        check_recompute(recompute)
         check_backend(backend)
         super().__init__()
         self.hidden_width = hidden_width
         self.grid: tuple[int, int] = (outputs, components)
         self.scale_options: dict[str, Any] = dict(scale=scale, log_sigma_range=(low, high), eps=eps)
+        self.recompute: bool = recompute
         self.backend: Backend = backend
         heads = outputs * components
         options: dict[str, Any] = dict(device=device, dtype=dtype)
@@ -128,7 +133,8 @@ class GaussianMixtureHead(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         """``t [..., d]`` to raw parameters ``[..., d_y, K, 3]``, never narrower than fp32."""
-        params = grouped_heads(t, self.hidden.weight, self.output, backend=self.backend)
+        options: dict[str, Any] = dict(recompute=self.recompute, backend=self.backend)
+        params = grouped_heads(t, self.hidden.weight, self.output, **options)
         return params.unflatten(-2, self.grid)
 
     def loss(self, params: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -164,5 +170,5 @@ class GaussianMixtureHead(nn.Module):
         return (
             f"{self.hidden.in_features}, {self.hidden_width}, {components}, outputs={outputs}, "
             f"stored_width={self.output.shape[1]}, scale={self.scale_options['scale']!r}, "
-            f"backend={self.backend!r}"
+            f"recompute={self.recompute}, backend={self.backend!r}"
         )

@@ -80,6 +80,9 @@ class LayerNormLinear(torch.nn.Module):
         backend: "auto", "triton" or "reference".
     """
 
+    norm: LayerNorm
+    linear: torch.nn.Linear
+
     def __init__(
         self,
         in_features: int,

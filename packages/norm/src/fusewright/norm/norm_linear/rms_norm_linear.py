@@ -70,6 +70,9 @@ class RMSNormLinear(torch.nn.Module):
         backend: "auto", "triton" or "reference".
     """
 
+    norm: RMSNorm
+    linear: torch.nn.Linear
+
     def __init__(
         self,
         in_features: int,

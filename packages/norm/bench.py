@@ -153,7 +153,7 @@ def providers() -> dict[str, dict[str, Norm]]:
             "sinkhorn_knopp": functools.partial(sinkhorn_knopp, iterations=ITERATIONS, eps=EPS),
         },
         # This package's norm, then torch's product.
-        "apart": {
+        "separate": {
             "layer_norm_linear": lambda x, g, b, *linear: F.linear(
                 layer_norm(x, g, b, eps=EPS), *linear
             ),

@@ -120,5 +120,5 @@ def test_rows_at_odd_places_are_copied(op):
     gaps = torch.cat([x, x[:, :3]], 1)[:, :256]
     assert torch.equal(op.kernels(amid, *others), expected)
     assert torch.equal(op.kernels(gaps, *others), expected)
-    apart = torch.cat([x, x], 1)[:, 256:]
-    assert torch.equal(op.kernels(apart, *others), expected)
+    strided = torch.cat([x, x], 1)[:, 256:]
+    assert torch.equal(op.kernels(strided, *others), expected)

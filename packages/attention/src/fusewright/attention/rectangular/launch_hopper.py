@@ -88,9 +88,9 @@ AGAIN = TileConfig(64, 2, queries=ROWS, keys=64, num_warps=4, num_stages=3)
 
 
 class HopperPlan(NamedTuple):
-    """One forward pass: the allocators of o, lse, softmax and
-    o_low, of flags, of the parts' o and statistics, None without parts, and of the counter of
-    pieces, None where programs do not begin them at one time; and its launches.
+    """One forward pass: the allocators of o, lse, softmax and o_low, of flags, of the parts' o and
+    statistics, None without parts, and of the counter of pieces, None where programs do not begin
+    them at one time; and its launches.
     """
 
     outputs: tuple[Allocator | None, ...]

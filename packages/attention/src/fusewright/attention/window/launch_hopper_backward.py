@@ -78,8 +78,8 @@ HOPPER_BACKWARD = (
 
 
 class HopperBackwardPlan(NamedTuple):
-    """One backward pass: the allocators of dq, dk and dv, of the
-    sums of dq, of the log-sum-exp and delta, and of the counters; and its launches.
+    """One backward pass: the allocators of dq, dk and dv, of the sums of dq, of the log-sum-exp and
+    delta, and of the counters; and its launches.
     """
 
     gradients: tuple[Allocator, Allocator, Allocator]

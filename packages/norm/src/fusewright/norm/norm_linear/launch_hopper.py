@@ -116,8 +116,7 @@ def hopper_config(
 
 def is_faster(rows: int, cols: int, outputs: int, config: HopperConfig, programs: int) -> bool:
     """Whether the kernel takes less time than a norm and a product of these sizes."""
-    blocks, tiles = cdiv(rows, GROUPS * ROWS), cdiv(outputs, config.block_cols)
-    parts = parts_of(blocks, tiles, config.block_cols, programs)
+    blocks, tiles, parts = pieces_of(rows, outputs, config.block_cols, programs)
     tiles_of_a_program = cdiv(blocks * parts, programs) * cdiv(tiles, parts)
     busy = blocks * tiles / (programs * tiles_of_a_program)
     return busy >= LEAST_BUSY and any(
@@ -164,8 +163,7 @@ def plan_hopper(
     assert x is not None
     dtype, _ = x
     programs = device_properties(device).multiprocessors
-    blocks, tiles = cdiv(rows, GROUPS * ROWS), cdiv(outputs, config.block_cols)
-    parts = parts_of(blocks, tiles, config.block_cols, programs)
+    blocks, tiles, parts = pieces_of(rows, outputs, config.block_cols, programs)
     norm_weight, norm_bias, bias = (vector is not None for vector in vectors)
     launch = DescribedLaunch(
         kernels_hopper.hopper_norm_linear_kernel,
@@ -203,13 +201,23 @@ def in_tiles(rows: int, cols: int) -> Callable[[torch.Tensor], Any]:
     return lambda x: kernels_descriptors.descriptor(x, rows, cols)
 
 
-def parts_of(blocks: int, tiles: int, block_cols: int, programs: int) -> int:
-    """Into how many parts the tiles of columns of a block of rows are cut: so that all rounds of
-    the programs, of which each piece normalises its rows, take the least time.
+class Pieces(NamedTuple):
+    """Blocks of rows, tiles of columns, and into how many parts the tiles of a block are cut."""
+
+    blocks: int
+    tiles: int
+    parts: int
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces_of(rows: int, outputs: int, block_cols: int, programs: int) -> Pieces:
+    """In as many parts as make all rounds of the programs, of which each piece normalises its rows,
+    take the least time.
     """
+    blocks, tiles = cdiv(rows, GROUPS * ROWS), cdiv(outputs, block_cols)
 
     def time(parts: int) -> int:
         cols = cdiv(tiles, parts) * block_cols
         return cdiv(blocks * parts, programs) * (cols + COLS_OF_A_PIECE)
 
-    return min(range(1, tiles + 1), key=time)
+    return Pieces(blocks, tiles, min(range(1, tiles + 1), key=time))

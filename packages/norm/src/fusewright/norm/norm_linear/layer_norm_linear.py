@@ -61,9 +61,8 @@ def layer_norm_linear(
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     check_rows(x)
-    for name, vector in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        if vector is not None:
-            check_vector(name, vector, x)
+    check_vector("norm_weight", norm_weight, x)
+    check_vector("norm_bias", norm_bias, x)
     check_linear(x, weight, bias)
     eps = checked_number("eps", eps, lowest=0.0)
     kernels = uses_triton(x, backend)

@@ -52,8 +52,7 @@ def rms_norm_linear(
         RuntimeError: as :func:`layer_norm_linear`.
     """
     check_rows(x)
-    if norm_weight is not None:
-        check_vector("norm_weight", norm_weight, x)
+    check_vector("norm_weight", norm_weight, x)
     check_linear(x, weight, bias)
     eps, weight_offset = checked_eps(eps, x), checked_number("weight_offset", weight_offset)
     kernels = uses_triton(x, backend)

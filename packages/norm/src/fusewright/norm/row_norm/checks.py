@@ -17,8 +17,12 @@ def check_rows(x: torch.Tensor) -> None:
         raise ValueError("x must have at least one axis to normalise, got a scalar")
 
 
-def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
-    """A weight or bias must hold one floating number for each column of x, on x's device."""
+def check_vector(name: str, vector: torch.Tensor | None, x: torch.Tensor) -> None:
+    """A weight or bias must hold one floating number for each column of x, on x's device, or be
+    absent.
+    """
+    if vector is None:
+        return
     check_floating(name, vector)
     if vector.ndim != 1 or vector.shape[0] != x.shape[-1]:
         raise ValueError(

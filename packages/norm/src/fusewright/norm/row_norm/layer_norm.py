@@ -189,7 +189,9 @@ def layer_norm(
             eps is negative or not finite.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
-    check_operands(x, weight, bias)
+    check_rows(x)
+    check_vector("weight", weight, x)
+    check_vector("bias", bias, x)
     eps, dtype = checked_number("eps", eps, lowest=0.0), dtype_of_result(x)
     if not uses_triton(x, backend):
         return reference.layer_norm(x, weight, bias, eps=eps, dtype=dtype)
@@ -223,21 +225,15 @@ def add_layer_norm(
             device.
         RuntimeError: as :func:`layer_norm`.
     """
-    check_operands(x, weight, bias)
+    check_rows(x)
+    check_vector("weight", weight, x)
+    check_vector("bias", bias, x)
     check_same("residual", residual, "x", x)
     eps, dtype = checked_number("eps", eps, lowest=0.0), dtype_of_result(x)
     if not uses_triton(x, backend):
         return reference.add_layer_norm(x, residual, weight, bias, eps=eps, dtype=dtype)
     y, total, _, _ = _add_forward(x, residual, weight, bias, eps, dtype)
     return y, total
-
-
-def check_operands(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Raise where x is no rows, or weight or bias does not fit them."""
-    check_rows(x)
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is not None:
-            check_vector(name, vector, x)
 
 
 def dtype_of_result(x: Tensor) -> torch.dtype:

@@ -36,7 +36,7 @@ def add_rms_norm(
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s = x + residual, rounded to x's dtype; y = rms_norm(s). Returns (y, s)."""
-    total = (wide(x) + wide(residual)).to(x.dtype).contiguous()
+    total = rounded_sum(x, residual)
     return rms_norm(total, weight, eps=eps, weight_offset=weight_offset), total
 
 
@@ -85,7 +85,7 @@ def add_layer_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s = x + residual, rounded to x's dtype; y = layer_norm(s). Returns (y, s)."""
-    total = (wide(x) + wide(residual)).to(x.dtype).contiguous()
+    total = rounded_sum(x, residual)
     return layer_norm(total, weight, bias, eps=eps, dtype=dtype), total
 
 
@@ -161,6 +161,11 @@ def layer_norm_backward(
         summed_over_rows(wide(dy) * x_hat, weight),
         summed_over_rows(wide(dy), bias),
     )
+
+
+def rounded_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """x + residual, rounded to x's dtype, contiguous."""
+    return (wide(x) + wide(residual)).to(x.dtype).contiguous()
 
 
 def mean_of(x: torch.Tensor) -> torch.Tensor:

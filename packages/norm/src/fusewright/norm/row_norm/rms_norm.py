@@ -186,8 +186,7 @@ def rms_norm(
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     check_rows(x)
-    if weight is not None:
-        check_vector("weight", weight, x)
+    check_vector("weight", weight, x)
     eps, weight_offset = checked_eps(eps, x), checked_number("weight_offset", weight_offset)
     if not uses_triton(x, backend):
         return reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
@@ -223,8 +222,7 @@ def add_rms_norm(
     """
     check_rows(x)
     check_same("residual", residual, "x", x)
-    if weight is not None:
-        check_vector("weight", weight, x)
+    check_vector("weight", weight, x)
     eps, weight_offset = checked_eps(eps, x), checked_number("weight_offset", weight_offset)
     if not uses_triton(x, backend):
         return reference.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)

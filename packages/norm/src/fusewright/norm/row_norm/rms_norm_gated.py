@@ -147,8 +147,7 @@ def rms_norm_gated(
     """
     check_rows(x)
     check_same("gate", gate, "x", x)
-    if weight is not None:
-        check_vector("weight", weight, x)
+    check_vector("weight", weight, x)
     eps, weight_offset = checked_eps(eps, x), checked_number("weight_offset", weight_offset)
     check_option("activation", activation, ACTIVATIONS)
     if not uses_triton(x, backend):

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 from fusewright.feed_forward.gating import launch as gating
+from fusewright.feed_forward.perceptron import launch as perceptron
 
 BF16 = torch.bfloat16
 DTYPES = (BF16, torch.float16, torch.float32)
@@ -29,10 +30,18 @@ def launch_heads(dtype: torch.dtype) -> None:
     gating.silu_mul_backward(gating.silu_mul(gate, up).transpose(0, 1), gate, up)
 
 
+def launch_silu(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """SiLU of a hidden layer, and its derivative."""
+    u, h = torch.empty(2, rows, cols, dtype=dtype)
+    perceptron.silu(u, h)
+    perceptron.silu_backward(h, u)
+
+
 def one_of_each() -> None:
     """Every kernel in both forms, at the sizes of a model."""
     launch(4096, 5504, BF16)
     launch_halves(4096, 5504, BF16)
+    launch_silu(4096, 1376, BF16)
 
 
 def every_form() -> None:
@@ -42,3 +51,4 @@ def every_form() -> None:
         launch(1, cols, dtype)
         launch_halves(4096, cols, dtype)
         launch_heads(dtype)
+        launch_silu(4096, cols, dtype)

@@ -1,4 +1,5 @@
-"""The launches of feed_forward, forward and backward: products by torch, SiLU by kernels.
+"""The launches of feed_forward, forward and backward: products by torch, SiLU by kernels of its own
+or, where that is faster, in the epilogue of a product.
 
 Operands are multiplied as contiguous matrices, so that every layout gives the same bits.
 """
@@ -14,6 +15,7 @@ from .._core.launches import Launch, cdiv
 from .._core.lazy import lazy_module
 from .._core.registration import empty_grad
 from ..gating import launch as gating
+from . import launch_hopper
 
 if TYPE_CHECKING:
     from . import kernels
@@ -27,19 +29,37 @@ def feed_forward(
     x: Tensor, hidden_weight: Tensor, output_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(y, u, h)``: SiLU(x A^T) C^T, and what the backward pass needs, x A^T and its SiLU."""
-    u = product(x, hidden_weight.contiguous().mT)
+    u, h = activated(x, hidden_weight)
+    return product(h, output_weight.contiguous().mT), u, h
+
+
+def activated(x: Tensor, hidden_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x A^T and its SiLU."""
+    hidden_weight = hidden_weight.contiguous()
+    if has_epilogue(x, hidden_weight.mT):
+        return launch_hopper.product_silu(x.contiguous(), hidden_weight, keeps=True)
+    u = product(x, hidden_weight.mT)
     h = torch.empty_like(u)
     silu(u, h)
-    return product(h, output_weight.contiguous().mT), u, h
+    return u, h
+
+
+def has_epilogue(x: Tensor, matrix: Tensor) -> bool:
+    """Whether what follows the product of x and a matrix is its epilogue."""
+    return launch_hopper.serves(x.shape[:-1].numel(), *matrix.shape, x.dtype, x.device)
 
 
 def feed_forward_inference(
     x: Tensor, hidden_weight: Tensor, output_weight: Tensor
 ) -> tuple[Tensor, None, None]:
     """``(y, None, None)``; SiLU is computed in place."""
-    u = product(x, hidden_weight.contiguous().mT)
-    silu(u, u)
-    return product(u, output_weight.contiguous().mT), None, None
+    hidden_weight = hidden_weight.contiguous()
+    if has_epilogue(x, hidden_weight.mT):
+        _, h = launch_hopper.product_silu(x.contiguous(), hidden_weight, keeps=False)
+    else:
+        h = product(x, hidden_weight.mT)
+        silu(h, h)
+    return product(h, output_weight.contiguous().mT), None, None
 
 
 def feed_forward_backward(
@@ -56,8 +76,12 @@ def feed_forward_backward(
     dx = dhidden_weight = doutput_weight = empty_grad(x)
     dy = dy.contiguous()
     if x_grad or hidden_weight_grad:
-        du = product(dy, output_weight.contiguous())
-        silu_backward(du, u)
+        output_weight = output_weight.contiguous()
+        if has_epilogue(dy, output_weight):
+            du = launch_hopper.product_silu_backward(dy, output_weight, u)
+        else:
+            du = product(dy, output_weight)
+            silu_backward(du, u)
         if x_grad:
             dx = product(du, hidden_weight.contiguous())
         if hidden_weight_grad:

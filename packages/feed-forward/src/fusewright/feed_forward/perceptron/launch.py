@@ -37,7 +37,9 @@ def activated(x: Tensor, hidden_weight: Tensor) -> tuple[Tensor, Tensor]:
     """x A^T and its SiLU."""
     hidden_weight = hidden_weight.contiguous()
     if has_epilogue(x, hidden_weight.mT):
-        return launch_hopper.product_silu(x.contiguous(), hidden_weight, keeps=True)
+        u, h = launch_hopper.product_silu(x.contiguous(), hidden_weight, keeps=True)
+        assert u is not None
+        return u, h
     u = product(x, hidden_weight.mT)
     h = torch.empty_like(u)
     silu(u, h)
@@ -46,7 +48,8 @@ def activated(x: Tensor, hidden_weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def has_epilogue(x: Tensor, matrix: Tensor) -> bool:
     """Whether what follows the product of x and a matrix is its epilogue."""
-    return launch_hopper.serves(x.shape[:-1].numel(), *matrix.shape, x.dtype, x.device)
+    inner, cols = matrix.shape
+    return launch_hopper.serves(x.shape[:-1].numel(), inner, cols, x.dtype, x.device)
 
 
 def feed_forward_inference(

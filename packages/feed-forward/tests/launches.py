@@ -57,6 +57,10 @@ def launch_epilogues(rows: int, dtype: torch.dtype) -> None:
     launch_hopper.product_silu_backward(x, hidden_weight.mT.contiguous(), u)
 
 
+def only_epilogues() -> None:
+    launch_epilogues(4096, BF16)
+
+
 def one_of_each() -> None:
     """Every kernel in both forms, at the sizes of a model."""
     launch(4096, 5504, BF16)

@@ -25,16 +25,15 @@ ALIGNED = 16
 
 
 class ProductConfig(NamedTuple):
-    """Tiles of ``groups`` groups of warps with ``rows`` rows each and ``block_cols`` columns, of
-    which the epilogue takes ``part_cols`` at a time; a ring of ``stages`` slices; so many registers
-    a thread that multiplies and that copies.
+    """Tiles of ``rows`` rows and ``block_cols`` columns, of which the epilogue takes ``part_cols``
+    at a time; ``places`` a group of warps for what is stored; so many
+    registers a thread that multiplies and that copies.
     """
 
-    groups: int
     rows: int
     block_cols: int
     part_cols: int
-    stages: int
+    places: int
     registers: int = 232
     copying_registers: int = 24
 
@@ -44,19 +43,24 @@ class ProductConstants(NamedTuple):
     KEEPS: whether u is written beside h.
     """
 
-    GROUPS: int
+    SLICES: int
     ROWS: int
     BLOCK_COLS: int
     PART_COLS: int
-    STAGES: int
+    ROUNDS: int
+    PLACES: int
+    LOADS: bool
     REGISTERS: int
     COPYING_REGISTERS: int
     COLS_FIRST: bool
     KEEPS: bool
 
 
-# Unmeasured.
-PRODUCT = ProductConfig(groups=2, rows=64, block_cols=256, part_cols=64, stages=4)
+PRODUCT = ProductConfig(rows=64, block_cols=128, part_cols=64, places=2)
+# Slices of a that leave the ring its room.
+MOST_SLICES = 8
+# Slices of which two tiles' have room.
+MOST_TWICE = 6
 
 
 class Faster(NamedTuple):
@@ -76,7 +80,7 @@ def serves(rows: int, inner: int, cols: int, dtype: torch.dtype, device: torch.d
     if device_properties(device).capability != 90:
         return False
     aligned = not (inner * dtype.itemsize % ALIGNED or cols * dtype.itemsize % ALIGNED)
-    return aligned and is_faster(rows)
+    return aligned and cdiv(inner, SLICE) <= MOST_SLICES and is_faster(rows)
 
 
 def is_faster(rows: int) -> bool:
@@ -102,7 +106,7 @@ def product_silu_backward(dy: Tensor, weight: Tensor, u: Tensor) -> Tensor:
     du = torch.empty_like(u)
     dy = as_matrix(dy)
     launch = plan_silu_backward(len(dy), *weight.shape, dy.dtype, dy.device)
-    launch((in_bulk(dy), in_bulk(weight), as_matrix(du), u))
+    launch((in_bulk(dy), in_bulk(weight), as_matrix(u), as_matrix(du)))
     return du
 
 
@@ -122,7 +126,7 @@ def plan_silu(
 ) -> DescribedLaunch:
     """The launch of ``product_silu`` on so many rows of ``inner`` columns."""
     launch = plan_product(
-        kernels_hopper.hopper_silu_kernel, rows, inner, cols, (), True, keeps, device
+        kernels_hopper.hopper_silu_kernel, rows, inner, cols, True, False, keeps, device
     )
     stored = in_tiles(PRODUCT.rows, PRODUCT.part_cols)
     weight = in_tiles(PRODUCT.block_cols, SLICE)
@@ -136,10 +140,10 @@ def plan_silu_backward(
 ) -> DescribedLaunch:
     """The launch of ``product_silu_backward``."""
     kernel = kernels_hopper.hopper_silu_backward_kernel
-    launch = plan_product(kernel, rows, inner, cols, (rows, cols), False, False, device)
+    launch = plan_product(kernel, rows, inner, cols, False, True, False, device)
     stored = in_tiles(PRODUCT.rows, PRODUCT.part_cols)
     weight = in_tiles(SLICE, PRODUCT.block_cols)
-    launch.descriptors = (in_tiles(PRODUCT.rows, SLICE), weight, stored)
+    launch.descriptors = (in_tiles(PRODUCT.rows, SLICE), weight, stored, stored)
     return launch
 
 
@@ -148,29 +152,29 @@ def plan_product(
     rows: int,
     inner: int,
     cols: int,
-    integers: tuple[int, ...],
     cols_first: bool,
+    loads: bool,
     keeps: bool,
     device: torch.device,
 ) -> DescribedLaunch:
-    """A launch over all tiles of a product, but for its descriptors; ``integers`` stand before the
-    numbers of tiles.
-    """
+    """A launch over all tiles of a product, but for its descriptors."""
     programs = device_properties(device).multiprocessors
-    col_tiles = cdiv(cols, PRODUCT.block_cols)
-    tiles = cdiv(rows, PRODUCT.groups * PRODUCT.rows) * col_tiles
+    row_tiles, col_tiles = cdiv(rows, PRODUCT.rows), cdiv(cols, PRODUCT.block_cols)
+    slices = cdiv(inner, SLICE)
     return DescribedLaunch(
         kernel,
-        (min(programs, tiles),),
+        (min(programs, row_tiles * col_tiles),),
         device,
-        (*integers, tiles, col_tiles, cdiv(inner, SLICE)),
+        (row_tiles, col_tiles),
         dict(num_warps=4),
         CONFIG=ProductConstants(
-            GROUPS=PRODUCT.groups,
+            SLICES=slices,
             ROWS=PRODUCT.rows,
             BLOCK_COLS=PRODUCT.block_cols,
             PART_COLS=PRODUCT.part_cols,
-            STAGES=PRODUCT.stages,
+            ROUNDS=2 if slices <= MOST_TWICE else 1,
+            PLACES=PRODUCT.places,
+            LOADS=loads,
             REGISTERS=PRODUCT.registers,
             COPYING_REGISTERS=PRODUCT.copying_registers,
             COLS_FIRST=cols_first,

@@ -20,7 +20,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but the epilogue: a call that it does not serve fails."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for compute capability 9.0")
-    monkeypatch.setattr(launch_hopper, "is_faster", lambda rows: True)
+    monkeypatch.setattr(launch_hopper, "FASTER", launch_hopper.Faster(0.0, 0.0))
 
     def apart(*args):
         raise AssertionError("SiLU ran in a pass of its own")
@@ -29,11 +29,13 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, name, apart)
 
 
-# Columns of whole tiles and such that are none, sums of one slice and of a part of one, rows of no
-# whole tile, of one row, of several rounds of all programs; leading axes.
+# Columns of whole tiles and such that are none, sums of one slice, of a part of one and of so few
+# that two tiles' have room, rows of no whole tile, of one row, of several rounds of all programs;
+# more panels than programs; leading axes.
 SHAPES = [
     *((8192, 512, 1376, 512), (1, 512, 1376, 512), (129, 8, 256, 24), (1000, 72, 8, 8)),
-    *((44000, 512, 1376, 512), (40000, 64, 264, 136), (2, 3, 50, 72, 40, 24)),
+    *((40000, 64, 264, 136), (2, 3, 50, 72, 40, 24), (5000, 256, 296, 256), (50, 512, 20000, 8)),
+    pytest.param((44000, 512, 1376, 512), marks=pytest.mark.large),
 ]
 
 

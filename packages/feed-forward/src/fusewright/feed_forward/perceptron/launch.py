@@ -36,7 +36,7 @@ def feed_forward(
 def activated(x: Tensor, hidden_weight: Tensor) -> tuple[Tensor, Tensor]:
     """x A^T and its SiLU."""
     hidden_weight = hidden_weight.contiguous()
-    if has_epilogue(x, hidden_weight.mT):
+    if has_epilogue(x, hidden_weight.mT, launch_hopper.FASTER.forward):
         u, h = launch_hopper.product_silu(x.contiguous(), hidden_weight, keeps=True)
         assert u is not None
         return u, h
@@ -46,10 +46,10 @@ def activated(x: Tensor, hidden_weight: Tensor) -> tuple[Tensor, Tensor]:
     return u, h
 
 
-def has_epilogue(x: Tensor, matrix: Tensor) -> bool:
+def has_epilogue(x: Tensor, matrix: Tensor, fewest: float) -> bool:
     """Whether what follows the product of x and a matrix is its epilogue."""
     inner, cols = matrix.shape
-    return launch_hopper.serves(x.shape[:-1].numel(), inner, cols, x.dtype, x.device)
+    return launch_hopper.serves(x.shape[:-1].numel(), inner, cols, x.dtype, x.device, fewest)
 
 
 def feed_forward_inference(
@@ -57,7 +57,7 @@ def feed_forward_inference(
 ) -> tuple[Tensor, None, None]:
     """``(y, None, None)``; SiLU is computed in place."""
     hidden_weight = hidden_weight.contiguous()
-    if has_epilogue(x, hidden_weight.mT):
+    if has_epilogue(x, hidden_weight.mT, launch_hopper.FASTER.forward):
         _, h = launch_hopper.product_silu(x.contiguous(), hidden_weight, keeps=False)
     else:
         h = product(x, hidden_weight.mT)
@@ -80,7 +80,7 @@ def feed_forward_backward(
     dy = dy.contiguous()
     if x_grad or hidden_weight_grad:
         output_weight = output_weight.contiguous()
-        if has_epilogue(dy, output_weight):
+        if has_epilogue(dy, output_weight, launch_hopper.FASTER.backward):
             du = launch_hopper.product_silu_backward(dy, output_weight, u)
         else:
             du = product(dy, output_weight)

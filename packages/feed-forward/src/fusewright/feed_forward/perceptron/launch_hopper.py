@@ -80,8 +80,8 @@ FASTER = Faster(forward=0.9, backward=0.4)
 def serves(
     rows: int, inner: int, cols: int, dtype: torch.dtype, device: torch.device, fewest: float
 ) -> bool:
-    """Whether products of so many rows, whose sums are over ``inner`` terms, have an epilogue, which
-    is faster from ``fewest`` tiles of a program for each slice.
+    """Whether products of so many rows, whose sums are over ``inner`` terms, have an epilogue,
+    which is faster from ``fewest`` tiles of a program for each slice.
     """
     if dtype not in DTYPES or interpreted() or not (rows and inner and cols):
         return False

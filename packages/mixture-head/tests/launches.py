@@ -8,17 +8,21 @@ import torch
 from fusewright.mixture_head._core import product_hopper
 from fusewright.mixture_head._core.backends import DeviceProperties
 from fusewright.mixture_head.heads import launch as heads_launch
-from fusewright.mixture_head.heads import launch_hopper_forward
+from fusewright.mixture_head.heads import launch_hopper_backward, launch_hopper_forward
 from fusewright.mixture_head.mixture import launch as mixture_launch
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROWS = 4096
+# What the plan asks of the GPU that is compiled for.
 GPU = DeviceProperties(
     multiprocessors=2,
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
 product_hopper.device_properties = lambda device: GPU
+launch_hopper_backward.device_properties = lambda device: GPU
+# The plain kernels compile for Hopper, too.
+launch_hopper_backward.FEWEST_ROWS = ROWS + 1
 
 
 def launch(components: int, dtype: torch.dtype, softplus: bool, masked: bool, mean: bool) -> None:
@@ -56,6 +60,14 @@ def launch_epilogues(heads: int, stored: int, dtype: torch.dtype) -> None:
 
 def only_epilogues() -> None:
     launch_epilogues(10, 1376, BF16)
+
+
+def launch_hopper_backward_pass() -> None:
+    """The backward pass in one kernel for Hopper."""
+    if GPU.capability != 90:
+        return
+    u, dweight = torch.empty(ROWS, 10, 1376, dtype=BF16), torch.empty(10, 1376, 3)
+    launch_hopper_backward.silu_heads_backward(torch.empty(ROWS, 10, 3), u, dweight, u, dweight)
 
 
 def one_of_each() -> None:

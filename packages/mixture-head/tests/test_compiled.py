@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+
+from fusewright_testkit.compiled import compiled_in_a_process
 from fusewright_testkit.conformance.compiled import *  # noqa: F403
 
 LAUNCHES = {
@@ -12,3 +15,10 @@ LAUNCHES = {
 }
 EVERY = ("every_line",)
 TABLES = EVERY
+
+
+def test_backward_pass_for_hopper_compiles_without_a_spill():
+    here = pathlib.Path(__file__).parent
+    printed = compiled_in_a_process(here, "launch_hopper_backward_pass", 90)
+    for kernel in ("split", "hopper_silu_heads_backward", "add_tiles"):
+        assert f" {kernel}_kernel " in printed

@@ -89,7 +89,7 @@ def test_no_number_of_heads_passes_the_limits_of_a_grid():
 
     shape, device = (3, 70_000, 5), torch.device("cpu")
     for plan in (
-        forward_plan(shape, F32, F32, device),
+        forward_plan(shape, F32, device),
         backward_plan(shape, F32, F32, F32, device),
     ):
         assert plan.launch.grid[0] >= 70_000

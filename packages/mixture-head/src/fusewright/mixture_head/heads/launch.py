@@ -13,6 +13,7 @@ import torch
 from .._core.launches import Allocator, Launch, Plan, allocator, cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
+from . import launch_hopper_backward
 
 if TYPE_CHECKING:
     from . import kernels
@@ -39,7 +40,6 @@ class BackwardConfig(NamedTuple):
     block_rows: int
     block_cols: int
     num_warps: int
-    num_stages: int
     max_parts: int
     min_rows: int
 
@@ -53,10 +53,8 @@ class AddPartsConfig(NamedTuple):
 
 # Source: results/tuning-h200-torch2.11-triton3.6.csv for ten heads of 1376 hidden units; unmeasured
 # for others, and for the addition of the partial sums.
-FORWARD = ForwardConfig(block_rows=16, block_cols=128, num_warps=4, num_stages=3)
-BACKWARD = BackwardConfig(
-    block_rows=32, block_cols=64, num_warps=4, num_stages=3, max_parts=32, min_rows=128
-)
+FORWARD = ForwardConfig(block_rows=32, block_cols=64, num_warps=4, num_stages=3)
+BACKWARD = BackwardConfig(block_rows=64, block_cols=64, num_warps=4, max_parts=32, min_rows=128)
 ADD_PARTS = AddPartsConfig(block=1024, num_warps=4)
 
 
@@ -72,19 +70,20 @@ class BackwardPlan(NamedTuple):
 
 def silu_heads(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """SiLU(u) C for u ``[..., G, S]`` and weight ``[G, S, 3]``: ``[..., G, 3]`` in fp32."""
-    plan = forward_plan(u.shape, u.dtype, weight.dtype, u.device)
-    (out,) = plan.run((u.contiguous(), weight.contiguous()))
+    plan = forward_plan(u.shape, u.dtype, u.device)
+    (out,) = plan.run((u.contiguous(), transposed(weight)))
     return out if plan.launch is not None else out.zero_()
 
 
+def transposed(weight: torch.Tensor) -> torch.Tensor:
+    """C as the forward pass reads it, ``[G, 3, S]`` in fp32: columns that follow one another."""
+    heads, stored, outputs = weight.shape
+    return weight.new_empty(heads, outputs, stored, dtype=torch.float32).copy_(weight.mT)
+
+
 @functools.lru_cache(maxsize=4096)
-def forward_plan(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-) -> Plan:
-    """The plan for u of this shape and operands of these dtypes."""
+def forward_plan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Plan:
+    """The plan for u of this shape and dtype."""
     *leading, heads, stored = shape
     rows = math.prod(leading)
     launch = None
@@ -134,10 +133,20 @@ def run_backward(
     dweight = plan.dweight()
     if plan.launch is None or plan.add_parts is None:
         return dweight.zero_()
-    parts = plan.parts()
-    plan.launch((dparams.contiguous(), u.contiguous(), weight.contiguous(), du, parts))
-    plan.add_parts((parts, dweight))
+    dparams, u, weight = dparams.contiguous(), u.contiguous(), weight.contiguous()
+    if launch_hopper_backward.serves(u):
+        launch_hopper_backward.silu_heads_backward(dparams, u, weight, du, dweight)
+    else:
+        parts = plan.parts()
+        plan.launch((dparams, u, weight, du, parts))
+        plan.add_parts((parts, dweight))
     return dweight
+
+
+def held_rows(block_cols: int, dtype: torch.dtype) -> int:
+    """Rows of which the threads of a program hold 16 bytes each at a time."""
+    threads = BACKWARD.num_warps * 32
+    return max(1, min(BACKWARD.block_rows, threads * 16 // (block_cols * dtype.itemsize)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,7 +169,8 @@ def backward_plan(
     if math.prod(shape):
         launch = Launch(
             kernels.silu_heads_backward_kernel,
-            (parts * heads, cdiv(stored, block_cols)),
+            # On the first axis of the grid, which alone is as long as one likes.
+            (parts * heads * cdiv(stored, block_cols),),
             device,
             (rows, part_rows),
             dict(num_warps=BACKWARD.num_warps),
@@ -168,7 +178,7 @@ def backward_plan(
             STORED=stored,
             BLOCK_ROWS=BACKWARD.block_rows,
             BLOCK_COLS=block_cols,
-            NUM_STAGES=BACKWARD.num_stages,
+            HELD_ROWS=held_rows(block_cols, dtype),
         )
         add_parts = Launch(
             kernels.add_parts_kernel,

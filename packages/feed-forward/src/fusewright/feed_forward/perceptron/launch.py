@@ -13,6 +13,7 @@ import torch
 
 from .._core.launches import Launch, cdiv
 from .._core.lazy import lazy_module
+from .._core.product_hopper import serves
 from .._core.registration import empty_grad
 from ..gating import launch as gating
 from . import launch_hopper
@@ -49,7 +50,7 @@ def activated(x: Tensor, hidden_weight: Tensor) -> tuple[Tensor, Tensor]:
 def has_epilogue(x: Tensor, matrix: Tensor, fewest: float) -> bool:
     """Whether what follows the product of x and a matrix is its epilogue."""
     inner, cols = matrix.shape
-    return launch_hopper.serves(x.shape[:-1].numel(), inner, cols, x.dtype, x.device, fewest)
+    return serves(x.shape[:-1].numel(), inner, cols, x.dtype, x.device, fewest)
 
 
 def feed_forward_inference(

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from fusewright.mixture_head import grouped_heads, mixture_nll
+from fusewright.mixture_head import grouped_heads, grouped_linear, mixture_nll
 from fusewright.mixture_head.common.scale import checked_scale
+from fusewright.mixture_head.grouped import reference as grouped_reference
 from fusewright.mixture_head.heads import reference as heads_reference
 from fusewright.mixture_head.mixture import reference as mixture_reference
 from fusewright_testkit import Case
@@ -27,8 +28,11 @@ Op = Callable[..., Tensor]
 
 
 def cases() -> list[Case]:
-    """The mean log-likelihood in fp32 and the heads in bf16, at the sizes of the model."""
-    return [case_of(rows) for case_of in (mixture_case, heads_case) for rows in ROWS]
+    """The mean log-likelihood in fp32 and the heads in bf16, over one input and with one each, at
+    the sizes of the model.
+    """
+    makers = (mixture_case, heads_case, groups_case)
+    return [case_of(rows) for case_of in makers for rows in ROWS]
 
 
 def mixture_case(rows: int) -> Case:
@@ -85,20 +89,62 @@ def heads_by_rows(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Te
     return torch.cat([heads(part, hidden_weight, output_weight) for part in parts])
 
 
+def groups_case(rows: int) -> Case:
+    dtype = torch.bfloat16
+    weights = COMPONENTS * STORED * WIDTH
+    inputs = functools.partial(groups_inputs, dtype=dtype)
+    return Case(
+        op="grouped_linear",
+        sizes={"L": rows, "D": WIDTH, "F": HIDDEN, "G": COMPONENTS},
+        dtype=dtype,
+        reference=grouped_reference.grouped_linear,
+        inputs=functools.partial(inputs, rows),
+        # The reference multiplies every row by every weight.
+        sample=functools.partial(inputs, min(rows, REFERENCE_ROWS)),
+        bytes_moved=by_pass((rows * (WIDTH + STORED) + weights) * dtype.itemsize),
+        flops=by_pass(2 * rows * WIDTH * HIDDEN),
+    )
+
+
+def groups_inputs(rows: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """x, the weights of its groups, stored padded, and where these end."""
+    x, hidden, _ = heads_inputs(rows, dtype, device)
+    ends = torch.tensor(ends_of(rows), device=device, dtype=torch.int32)
+    return [x, hidden.unflatten(0, (COMPONENTS, STORED)), ends]
+
+
+def ends_of(rows: int) -> list[int]:
+    """Where groups end of which the second has twice the rows of the first, the third three times,
+    and so on.
+    """
+    whole = COMPONENTS * (COMPONENTS + 1)
+    return [rows * group * (group + 1) // whole for group in range(1, COMPONENTS + 1)]
+
+
 def providers() -> dict[str, dict[str, Op]]:
     """Ours, with the hidden layer stored and computed again, torch, torch.compile,
-    torch.distributions, and the loop over the heads that one writes first, compiled.
+    torch.distributions, the loop over the heads or groups that one writes first, compiled and not,
+    and torch's own grouped product.
     """
     plain: dict[str, Op] = {"mixture_nll": torch_mixture_nll, "grouped_heads": torch_heads}
     return {
-        "fusewright": {"mixture_nll": mixture_nll, "grouped_heads": grouped_heads},
+        "fusewright": {
+            "mixture_nll": mixture_nll,
+            "grouped_heads": grouped_heads,
+            "grouped_linear": grouped_linear,
+        },
         "fusewright-recompute": {
             "grouped_heads": functools.partial(grouped_heads, recompute=True),
         },
         "torch": plain,
         "compile": {name: compiled(op) for name, op in plain.items()},
         "distributions": {"mixture_nll": distributions_mixture_nll},
-        "compile-loop": {"grouped_heads": compiled(looped_heads)},
+        "loop": {"grouped_linear": looped_linear},
+        "compile-loop": {
+            "grouped_heads": compiled(looped_heads),
+            "grouped_linear": compiled(looped_linear),
+        },
+        "grouped_mm": {"grouped_linear": torch_grouped_mm},
     }
 
 
@@ -134,3 +180,16 @@ def looped_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Ten
     """One head after the other."""
     heads = zip(hidden_weight.unflatten(0, output_weight.shape[:2]), output_weight, strict=True)
     return torch.stack([F.silu(F.linear(x, a)) @ c for a, c in heads], -2).float()
+
+
+def looped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """One group after the other, whose numbers of rows the host knows."""
+    begins = [0, *ends_of(len(x))[:-1]]
+    sizes = [end - begin for begin, end in zip(begins, ends_of(len(x)), strict=True)]
+    groups = zip(x.split(sizes), weight, strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
+
+
+def torch_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """torch's own, for bf16 alone."""
+    return torch._grouped_mm(x, weight.mT, offs=ends)

@@ -7,6 +7,7 @@ import os
 import torch
 from fusewright.mixture_head._core import product_hopper
 from fusewright.mixture_head._core.backends import DeviceProperties
+from fusewright.mixture_head.grouped import launch as grouped_launch
 from fusewright.mixture_head.heads import launch as heads_launch
 from fusewright.mixture_head.heads import launch_hopper_backward, launch_hopper_forward
 from fusewright.mixture_head.mixture import launch as mixture_launch
@@ -70,11 +71,20 @@ def launch_hopper_backward_pass() -> None:
     launch_hopper_backward.silu_heads_backward(torch.empty(ROWS, 10, 3), u, dweight, u, dweight)
 
 
+def launch_groups(stored: int, dtype: torch.dtype) -> None:
+    """Rows in groups, forward and backward."""
+    x, weight = torch.empty(ROWS, 512, dtype=dtype), torch.empty(10, stored, 512, dtype=dtype)
+    ends = torch.empty(10, dtype=torch.int64)
+    y = grouped_launch.grouped_linear(x, weight, ends)
+    grouped_launch.grouped_linear_backward(y, x, weight, ends, x_grad=True, weight_grad=True)
+
+
 def one_of_each() -> None:
     """Every kernel once, at the sizes of the model."""
     launch(10, BF16, softplus=True, masked=True, mean=True)
     launch_heads(10, 1376, BF16)
     launch_epilogues(10, 1376, BF16)
+    launch_groups(1376, BF16)
 
 
 def every_line() -> None:
@@ -88,6 +98,8 @@ def every_line() -> None:
     for dtype in (BF16, F16, F32):
         launch_heads(10, 1376, dtype)
         launch_heads(3, 7, dtype)
+        launch_groups(1376, dtype)
+        launch_groups(7, dtype)
     for dtype in (BF16, F16):
         launch_epilogues(10, 1376, dtype)
         launch_epilogues(3, 8, dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from fusewright import mixture_head
 from fusewright.mixture_head.common.scale import checked_scale
+from fusewright.mixture_head.grouped import reference as grouped_reference
 from fusewright.mixture_head.heads import reference as heads_reference
 from fusewright.mixture_head.mixture import reference as mixture_reference
 from fusewright_testkit.conformance import Operation, Package
@@ -19,12 +20,13 @@ SCALE = dict(scale="log_sigma", log_sigma_range=(-7.0, 5.0), eps=1e-3)
 PACKAGE = Package(
     "fusewright.mixture_head",
     names=(
-        "GaussianMixtureHead Scale grouped_heads mixture_cdf mixture_log_likelihood mixture_mean "
-        "mixture_nll mixture_quantiles mixture_sample mixture_variance"
+        "GaussianMixtureHead Scale grouped_heads grouped_linear mixture_cdf mixture_log_likelihood "
+        "mixture_mean mixture_nll mixture_quantiles mixture_sample mixture_variance"
     ),
     registered=(
-        "grouped_heads grouped_heads_backward mixture_backward mixture_log_likelihood mixture_nll "
-        "recomputed_heads recomputed_heads_backward"
+        "grouped_heads grouped_heads_backward grouped_linear grouped_linear_backward "
+        "mixture_backward mixture_log_likelihood mixture_nll recomputed_heads "
+        "recomputed_heads_backward"
     ),
     without_triton=(
         "head = GaussianMixtureHead(4, 6, 3)\n"
@@ -54,7 +56,14 @@ class HeadOp(Operation):
     @property
     def empty(self) -> tuple[tuple[int, ...], ...]:
         # A mixture has at least one component, heads may be of rows without columns.
-        return ((0, 4), (2, 0, 4), *[(3, 0)] * (self.function == "grouped_heads"))
+        return ((0, 4), (2, 0, 4), *[(3, 0)] * self.function.startswith("grouped"))
+
+    @property
+    def exempt(self) -> Mapping[str, str]:
+        if self.function != "grouped_linear":
+            return {}
+        reason = "where groups end follows from the operands"
+        return {"test_refused_input_touches_no_memory": reason}
 
     @property
     def name(self) -> str:
@@ -69,12 +78,16 @@ class HeadOp(Operation):
     ) -> torch.Tensor:
         if self.function == "grouped_heads":
             return heads_reference.grouped_heads(*tensors)
+        if self.function == "grouped_linear":
+            return grouped_reference.grouped_linear(*tensors, ends_of(*tensors))
         given = self.given(tensors) | options
         mask = given.pop("mask", mask)
         form = checked_scale(**SCALE | given)
         return getattr(mixture_reference, self.function)(*tensors, mask, **form._asdict())
 
     def given(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        if self.function == "grouped_linear":
+            return dict(ends=ends_of(*tensors))
         if not self.masked:
             return dict(self.options)
         y = tensors[1]
@@ -87,7 +100,9 @@ class HeadOp(Operation):
         return self.operands(*shape_dtype_device, **options)
 
     def autocast(self, tensors: Tensors) -> Tensors:
-        """The dense product of heads alone is cast."""
+        """The dense products of heads alone are cast."""
+        if self.function == "grouped_linear":
+            return [x.bfloat16() for x in tensors]
         if self.function != "grouped_heads":
             return tensors
         return [*(x.bfloat16() for x in tensors[:2]), tensors[2]]
@@ -120,6 +135,26 @@ def head_weights(
     return [x, hidden / max(width, 1) ** 0.5, output.to(torch.promote_types(dtype, output.dtype))]
 
 
+def group_weights(
+    shape: tuple[int, ...] = (6, 5),
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    stored: int = 12,
+    groups: int = 3,
+) -> Tensors:
+    """x ``shape``, and the weights of its groups of rows."""
+    x = torch.randn(shape, device=device).to(dtype)
+    weight = torch.randn(groups, stored, shape[-1], device=device) / max(shape[-1], 1) ** 0.5
+    return [x, weight.to(dtype)]
+
+
+def ends_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Where groups end that have about as many rows each; as many are of none."""
+    groups = len(weight)
+    last = torch.arange(1, groups + 1, device=x.device)
+    return last * x.shape[:-1].numel() // (groups + 1)
+
+
 MIXTURES = {name: HeadOp(name, mixtures) for name in ("mixture_nll", "mixture_log_likelihood")}
 HEADS = {
     op.name: op
@@ -128,6 +163,7 @@ HEADS = {
         HeadOp("grouped_heads", head_weights, {"recompute": True}),
     )
 }
-OPERATIONS = MIXTURES | HEADS
+GROUPED = {"grouped_linear": HeadOp("grouped_linear", group_weights)}
+OPERATIONS = MIXTURES | HEADS | GROUPED
 SOFTPLUS = [replace(op, options={"scale": "softplus"}) for op in MIXTURES.values()]
 FORMS = {op.name: op for op in (*SOFTPLUS, *(replace(op, masked=True) for op in SOFTPLUS))}

@@ -8,6 +8,7 @@ from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
 from ._core.warming import warm_up
 from .common.scale import Scale
+from .grouped.grouped_linear import grouped_linear
 from .heads.grouped_heads import grouped_heads
 from .layer.gaussian_mixture_head import GaussianMixtureHead
 from .mixture.distribution import (
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "available_backends",
     "grouped_heads",
+    "grouped_linear",
     "mixture_cdf",
     "mixture_log_likelihood",
     "mixture_mean",

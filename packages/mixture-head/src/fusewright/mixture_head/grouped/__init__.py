@@ -1,0 +1,1 @@
+"""A linear layer of several weights: rows in groups, each with a weight of its own."""

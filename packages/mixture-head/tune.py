@@ -16,7 +16,6 @@ import torch
 from fusewright.mixture_head import mixture_nll
 from fusewright.mixture_head.heads import launch as heads
 from fusewright.mixture_head.heads import reference
-from fusewright.mixture_head.heads.grouped_heads import _forward as silu_heads
 from fusewright.mixture_head.mixture import launch as mixture
 from fusewright_testkit import Case
 from fusewright_testkit.bench import load
@@ -29,12 +28,25 @@ MIXTURE_COLS = 3 * bench.COMPONENTS
 HEADS_COLS = bench.COMPONENTS * bench.STORED
 
 
+class SiLUHeads(torch.autograd.Function):
+    """The narrow layer alone."""
+
+    @staticmethod
+    def forward(ctx, u, weight):
+        ctx.save_for_backward(u, weight)
+        return heads.silu_heads(u, weight)
+
+    @staticmethod
+    def backward(ctx, dparams):
+        return heads.silu_heads_backward(dparams, *ctx.saved_tensors)
+
+
 def tunings() -> list[Tuning]:
     return [
         Tuning(
             names=dict(kind=kind, rows=rows, cols=HEADS_COLS if of_heads else MIXTURE_COLS),
             case=heads_case(rows) if of_heads else mixture_case(rows),
-            op=silu_heads if of_heads else functools.partial(mixture_nll, backend="triton"),
+            op=SiLUHeads.apply if of_heads else functools.partial(mixture_nll, backend="triton"),
             module=heads if of_heads else mixture,
             candidates=lines(
                 candidates_of(kind),

@@ -23,8 +23,8 @@ PACKAGE = Package(
         "mixture_nll mixture_quantiles mixture_sample mixture_variance"
     ),
     registered=(
-        "mixture_backward mixture_log_likelihood mixture_nll recomputed_heads "
-        "recomputed_heads_backward silu_heads silu_heads_backward"
+        "grouped_heads grouped_heads_backward mixture_backward mixture_log_likelihood mixture_nll "
+        "recomputed_heads recomputed_heads_backward"
     ),
     without_triton=(
         "head = GaussianMixtureHead(4, 6, 3)\n"

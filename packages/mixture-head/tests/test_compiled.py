@@ -9,7 +9,8 @@ from fusewright_testkit.conformance.compiled import *  # noqa: F403
 
 LAUNCHES = {
     "one_of_each": (
-        "mixture_forward mean mixture_backward silu_heads silu_heads_backward add_parts"
+        "mixture_forward mean mixture_backward silu_heads silu_heads_backward add_parts "
+        "hopper_heads add_outputs"
     ),
 }
 EVERY = ("every_line",)

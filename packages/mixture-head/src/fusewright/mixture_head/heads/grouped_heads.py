@@ -3,16 +3,20 @@ r"""G two-layer networks over one shared input, three outputs each.
     u = x A^T                     A [G * S, d], the first layers one below the other
     out_g = SiLU(u_g) C_g         C [G, S, 3], SiLU(u) = u * sigmoid(u)
 
-The input is shared, so the first layers are one dense product, torch's own. The second layers are
-narrow: kernels apply SiLU and the three columns of a head in one pass over u, and in the backward
-pass, which reads u once more, write du and dC; the activation is never stored:
+The input is shared, so the first layers are one dense product. The second layers are narrow: where
+the product has an epilogue (launch_hopper_forward.py), that computes their outputs from sums in
+registers, and u is written only if a backward pass follows; elsewhere the product is torch's, and a
+kernel applies SiLU and the three columns of a head in one pass over u. The backward pass reads u
+once more and writes du and dC; the activation is never stored:
 
     dSiLU_g = dout_g C_g^T,  du = dSiLU * sigmoid(u) * (1 + u * (1 - sigmoid(u)))
     dC_g    = sum over rows of SiLU(u_g)^T dout_g
+    dx      = du A,  dA = du^T x
 
-Saved for it: u and C, or x, A and C (recomputed_heads.py). Products and sums of the second layer
-are fp32, dC adds partial sums over the rows in a fixed order. Of a width F that is stored as S > F,
-rows of A and of C beyond F that are zero give and get exactly zero.
+Saved for it: x, A, C and u, or all but u (recomputed_heads.py). Products and sums of the second
+layer are fp32; dC adds partial sums over the rows, and an epilogue's outputs add such over the
+hidden units, in a fixed order. Of a width F that is stored as S > F, rows of A and of C beyond F
+that are zero give and get exactly zero.
 """
 
 from __future__ import annotations
@@ -22,57 +26,80 @@ import torch.nn.functional as F
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_device, check_floating
-from .._core.precision import autocast, autocasts
-from .._core.registration import Derivative, Op
-from . import launch, reference
+from .._core.precision import autocast, autocasts, without_autocast
+from .._core.registration import Derivative, Op, empty_grad
+from . import launch_grouped as launch
+from . import reference
 from .recomputed_heads import recomputed_heads
 
 Tensor = torch.Tensor
 
 
-def _forward_reference(u, weight):
-    return reference.silu_heads(u, weight).contiguous()
+def _forward_reference(x, hidden_weight, output_weight):
+    u = F.linear(x, hidden_weight).unflatten(-1, output_weight.shape[:2])
+    return reference.silu_heads(u, output_weight).contiguous(), u.contiguous()
 
 
-def _forward_fake(u, weight):
-    dtype = torch.promote_types(u.dtype, torch.float32)
-    return u.new_empty((*u.shape[:-1], 3), dtype=dtype)
+def _forward_fake(x, hidden_weight, output_weight):
+    heads, stored, _ = output_weight.shape
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    out = x.new_empty((*x.shape[:-1], heads, 3), dtype=dtype)
+    return out, x.new_empty((*x.shape[:-1], heads, stored))
 
 
-def _backward_reference(dparams, u, weight):
-    du, dweight = reference.silu_heads_backward(dparams, u, weight)
-    return du.contiguous(), dweight.contiguous()
+def _backward_triton(dparams, x, hidden_weight, output_weight, u, *wanted):
+    return launch.grouped_heads_backward(dparams, x, hidden_weight, output_weight, u, wanted)
 
 
-def _backward_fake(dparams, u, weight):
-    return u.new_empty(u.shape), weight.new_empty(weight.shape)
+def _backward_reference(dparams, x, hidden_weight, output_weight, u, *wanted):
+    grads = reference.grouped_heads_backward(dparams, x, hidden_weight, output_weight)
+    return tuple(
+        grad.contiguous() if asked else empty_grad(x)
+        for grad, asked in zip(grads, wanted, strict=True)
+    )
+
+
+def _backward_fake(dparams, x, hidden_weight, output_weight, u, *wanted):
+    return tuple(
+        each.new_empty(each.shape) if asked else empty_grad(x)
+        for each, asked in zip((x, hidden_weight, output_weight), wanted, strict=True)
+    )
 
 
 _forward = Op(
-    "silu_heads(Tensor u, Tensor weight) -> Tensor",
-    triton=launch.silu_heads,
+    "grouped_heads(Tensor x, Tensor hidden_weight, Tensor output_weight) -> (Tensor out, Tensor u)",
+    triton=launch.grouped_heads,
     reference=_forward_reference,
     fake=_forward_fake,
+    inference=launch.grouped_heads_inference,
 )
 _backward = Op(
-    "silu_heads_backward(Tensor dparams, Tensor u, Tensor weight) -> (Tensor du, Tensor dweight)",
-    triton=launch.silu_heads_backward,
+    "grouped_heads_backward(Tensor dparams, Tensor x, Tensor hidden_weight, Tensor output_weight,"
+    " Tensor u, bool x_grad, bool hidden_weight_grad, bool output_weight_grad)"
+    " -> (Tensor dx, Tensor dhidden, Tensor doutput)",
+    triton=_backward_triton,
     reference=_backward_reference,
     fake=_backward_fake,
 )
-_backward.derivative_of_reference()
+_backward.derivative_of_reference("u")
 
 
 @_forward.derivative
-class _SiLUHeads(Derivative):
+class _GroupedHeads(Derivative):
     @staticmethod
-    def forward(ctx, run, u, weight):
-        ctx.save_for_backward(u, weight)
-        return run(u, weight)
+    def forward(ctx, run, x, hidden_weight, output_weight):
+        out, u = run(x, hidden_weight, output_weight)
+        ctx.save_for_backward(x, hidden_weight, output_weight, u)
+        ctx.set_materialize_grads(False)
+        return out, *_forward.statistics(ctx, run, u)
 
     @staticmethod
-    def backward(ctx, dparams):
-        return None, *_backward(dparams, *ctx.saved_tensors)
+    def backward(ctx, dparams, *_):
+        if dparams is None:
+            return (None,) * 4
+        wanted = ctx.needs_input_grad[1:4]
+        grads = _backward(dparams, *ctx.saved_tensors, *wanted)
+        return None, *(grad if w else None for grad, w in zip(grads, wanted, strict=True))
 
 
 def grouped_heads(
@@ -113,10 +140,11 @@ def grouped_heads(
     check_recompute(recompute)
     if not uses_triton(x, backend):
         return reference.grouped_heads(x, hidden_weight, output_weight)
-    if recompute:
-        return recomputed_heads(*autocast(x, hidden_weight), output_weight)
-    u = F.linear(x, hidden_weight).unflatten(-1, output_weight.shape[:2])
-    return _forward(u, output_weight)
+    x, hidden_weight = autocast(x, hidden_weight)
+    with without_autocast(x.device):
+        if recompute:
+            return recomputed_heads(x, hidden_weight, output_weight)
+        return _forward(x, hidden_weight, output_weight)[0]
 
 
 def check_recompute(recompute: bool) -> None:

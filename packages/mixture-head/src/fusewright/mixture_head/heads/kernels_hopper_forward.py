@@ -1,0 +1,96 @@
+"""A Gluon kernel of grouped heads for Hopper: the narrow second layers in the epilogue of the
+product of the first ones.
+
+    u = x A^T    parts = SiLU(u) C, summed over PART_COLS hidden units of a head
+
+u is rounded and written where a backward pass follows; its activation is that of the unrounded
+sums, which stay in registers. The outputs of a head are the sums of its parts, which another kernel
+adds in the order of the hidden units.
+"""
+
+from __future__ import annotations
+
+from .._core.kernels_gluon import gl, gluon, tma
+from .._core.kernels_product_hopper import multiply_panels, store_part
+from .._core.kernels_sigmoid import sigmoid
+
+
+@gluon.jit
+def store_parts(u, row, col, operands, places, PART: gl.constexpr, GROUP, CONFIG: gl.constexpr):
+    """The parts of a tile's columns, for each head that has some of them, and u where it is kept.
+
+    ``weight`` is [3, HEADS * STORED] in fp32, so that columns which a thread has side by side are
+    read at once; ``parts`` is [PARTS, HEADS, 3, rows] in fp32, a head's first part at 0.
+    """
+    u_tiles, weight, parts, rows = operands
+    COLS: gl.constexpr = CONFIG.HEADS * CONFIG.STORED
+    if CONFIG.KEEPS:
+        # The last tile but one has gone from there.
+        tma.store_wait(1)
+        place = places.index(CONFIG.PLACES * GROUP + PART)
+        store_part(u_tiles, place, u.to(u_tiles.dtype), row, col)
+    hidden = u * sigmoid(u)
+    cols = col + gl.arange(0, CONFIG.PART_COLS, gl.SliceLayout(0, u.type.layout))
+    at = row + gl.arange(0, CONFIG.ROWS, gl.SliceLayout(1, u.type.layout))
+    last = gl.minimum(col + CONFIG.PART_COLS, COLS) - 1
+    for head in range(col // CONFIG.STORED, last // CONFIG.STORED + 1):
+        begin = head * CONFIG.STORED
+        inside = (cols >= begin) & (cols < begin + CONFIG.STORED)
+        # Whatever other heads have here is not of this one.
+        own = gl.where(inside[None, :], hidden, 0.0)
+        part = col // CONFIG.PART_COLS - begin // CONFIG.PART_COLS
+        out = parts + (part * CONFIG.HEADS + head).to(gl.int64) * 3 * rows
+        for output in gl.static_range(3):
+            c = gl.load(weight + output * COLS + cols, mask=inside, other=0.0)
+            gl.store(out + output * rows + at, gl.sum(own * c[None, :], 1), mask=at < rows)
+
+
+# One compilation serves all sizes.
+@gluon.jit(do_not_specialize=("row_tiles", "col_tiles", "rows"))
+def hopper_heads_kernel(
+    x_tiles,
+    weight_tiles,
+    u_tiles,
+    weight,
+    parts,
+    row_tiles,
+    col_tiles,
+    rows,
+    CONFIG: gl.constexpr,
+):
+    """Parts of the outputs and, where CONFIG says so, u; else ``u_tiles`` is not touched."""
+    sizes, operands = (row_tiles, col_tiles), (u_tiles, weight, parts, rows)
+    multiply_panels(x_tiles, weight_tiles, x_tiles, sizes, operands, store_parts, CONFIG)
+
+
+@gluon.jit(do_not_specialize=("rows",))
+def add_outputs_kernel(
+    parts,
+    out,
+    rows,
+    HEADS: gl.constexpr,
+    STORED: gl.constexpr,
+    PART_COLS: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+):
+    """One program adds the parts of the outputs of one head for BLOCK_ROWS rows, in the order of
+    the hidden units.
+    """
+    blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+    head = gl.program_id(0) // blocks
+    of_rows: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    row = gl.program_id(0) % blocks * BLOCK_ROWS + gl.arange(0, BLOCK_ROWS, of_rows)
+    first = gl.zeros([BLOCK_ROWS], gl.float32, of_rows)
+    second = gl.zeros([BLOCK_ROWS], gl.float32, of_rows)
+    third = gl.zeros([BLOCK_ROWS], gl.float32, of_rows)
+    begin = head * STORED
+    count = (begin + STORED - 1) // PART_COLS - begin // PART_COLS + 1
+    for part in range(count):
+        at = parts + (part * HEADS + head).to(gl.int64) * 3 * rows
+        first += gl.load(at + row, mask=row < rows, other=0.0)
+        second += gl.load(at + rows + row, mask=row < rows, other=0.0)
+        third += gl.load(at + 2 * rows + row, mask=row < rows, other=0.0)
+    at = out + (row.to(gl.int64) * HEADS + head) * 3
+    gl.store(at, first, mask=row < rows)
+    gl.store(at + 1, second, mask=row < rows)
+    gl.store(at + 2, third, mask=row < rows)

@@ -96,6 +96,8 @@ def feed_forward_backward(
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
     """x times a matrix, contiguous, of any leading axes of x."""
+    if x.ndim == 2:
+        return torch.mm(x.contiguous(), matrix)
     rows, (cols, outputs) = x.shape[:-1].numel(), matrix.shape
     y = x.new_empty((*x.shape[:-1], outputs))
     torch.mm(x.contiguous().view(rows, cols), matrix, out=y.view(rows, outputs))
@@ -104,8 +106,10 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 
 def product_of_rows(a: Tensor, b: Tensor) -> Tensor:
     """The sum over all rows of a^T b, of contiguous tensors."""
-    rows = a.shape[:-1].numel()
-    return torch.mm(a.view(rows, a.shape[-1]).mT, b.view(rows, b.shape[-1]))
+    if a.ndim != 2:
+        rows = a.shape[:-1].numel()
+        a, b = a.view(rows, a.shape[-1]), b.view(rows, b.shape[-1])
+    return torch.mm(a.mT, b)
 
 
 def silu(u: Tensor, h: Tensor) -> None:

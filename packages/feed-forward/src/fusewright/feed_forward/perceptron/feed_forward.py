@@ -151,8 +151,9 @@ def check_operands(
             f"output_weight must have shape (M, {hidden}), one column for each of the hidden "
             f"layer, got {tuple(output_weight.shape)}"
         )
-    casts = autocasts(x.device.type)
     for each, tensor in ((name, weight), ("output_weight", output_weight)):
-        check_device(each, tensor, "x", x)
-        if not casts:
+        # Calls less for each operand of a small layer.
+        if tensor.device != x.device:
+            check_device(each, tensor, "x", x)
+        if tensor.dtype != x.dtype and not autocasts(x.device.type):
             check_dtype(each, tensor, "x", x)

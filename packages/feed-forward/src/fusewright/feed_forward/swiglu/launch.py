@@ -10,7 +10,7 @@ import torch
 
 from .._core.registration import empty_grad
 from ..gating import launch as gating
-from ..perceptron.launch import product, product_of_rows
+from ..perceptron.launch import linear, product, product_of_rows
 
 Tensor = torch.Tensor
 
@@ -21,9 +21,9 @@ def gated_feed_forward(
     """``(y, joint, gated)``: the layer, and what the backward pass needs, the joint product and its
     gated halves.
     """
-    joint = product(x, joint_weight.contiguous().mT)
+    joint = linear(x, joint_weight)
     gated = gating.silu_mul_halves(joint)
-    return product(gated, output_weight.contiguous().mT), joint, gated
+    return linear(gated, output_weight), joint, gated
 
 
 def gated_feed_forward_backward(
@@ -37,15 +37,10 @@ def gated_feed_forward_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x and both weights, empty where not ``wanted``."""
     x_grad, joint_weight_grad, output_weight_grad = wanted
-    dx = djoint_weight = doutput_weight = empty_grad(x)
     dy = dy.contiguous()
     if x_grad or joint_weight_grad:
-        dgated = product(dy, output_weight.contiguous())
-        djoint = gating.silu_mul_halves_backward(dgated, joint)
-        if x_grad:
-            dx = product(djoint, joint_weight.contiguous())
-        if joint_weight_grad:
-            djoint_weight = product_of_rows(djoint, x.contiguous())
-    if output_weight_grad:
-        doutput_weight = product_of_rows(dy, gated)
+        djoint = gating.silu_mul_halves_backward(product(dy, output_weight), joint)
+    dx = product(djoint, joint_weight) if x_grad else empty_grad(x)
+    djoint_weight = product_of_rows(djoint, x) if joint_weight_grad else empty_grad(x)
+    doutput_weight = product_of_rows(dy, gated) if output_weight_grad else empty_grad(x)
     return dx, djoint_weight, doutput_weight

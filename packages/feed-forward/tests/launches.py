@@ -6,6 +6,7 @@ import itertools
 import os
 
 import torch
+from fusewright.feed_forward._core import product_hopper
 from fusewright.feed_forward._core.backends import DeviceProperties
 from fusewright.feed_forward.gating import launch as gating
 from fusewright.feed_forward.perceptron import launch as perceptron
@@ -18,7 +19,7 @@ GPU = DeviceProperties(
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-launch_hopper.device_properties = lambda device: GPU
+product_hopper.device_properties = lambda device: GPU
 
 
 def launch(rows: int, cols: int, dtype: torch.dtype) -> None:

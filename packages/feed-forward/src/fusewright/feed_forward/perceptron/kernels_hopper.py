@@ -10,21 +10,7 @@ from __future__ import annotations
 
 from .._core.kernels_gluon import gl, gluon, tma
 from .._core.kernels_product_hopper import multiply_panels, store_part
-
-LOG2_E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def sigmoid(u):
-    """The divisor is 1 or more, so the reciprocal of the hardware serves."""
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;",
-        "=f,f",
-        [1.0 + gl.exp2(u * -LOG2_E)],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
+from .._core.kernels_sigmoid import sigmoid
 
 
 @gluon.jit

@@ -7,35 +7,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._core.backends import device_properties, interpreted
-from .._core.launches import DescribedLaunch, cdiv, in_tiles
+from .._core.launches import DescribedLaunch
 from .._core.lazy import lazy_module
+from .._core.product_hopper import constants_of, in_bulk, plan_product
 
 if TYPE_CHECKING:
-    from . import kernels_hopper
+    from . import kernels_hopper as kernels
 else:
-    kernels_hopper = lazy_module(__package__, "kernels_hopper")
+    kernels = lazy_module(__package__, "kernels_hopper")
 
 Tensor = torch.Tensor
-DTYPES = torch.bfloat16, torch.float16
-# Columns of a product's operands in a slice of shared memory.
-SLICE = 64
-# A row starts at a multiple of 16 bytes, or no descriptor reads it.
-ALIGNED = 16
-
-
-class ProductConfig(NamedTuple):
-    """Tiles of ``rows`` rows and ``block_cols`` columns, of which the epilogue takes ``part_cols``
-    at a time; ``places`` a group of warps for what is stored; so many registers a thread that
-    multiplies and that copies.
-    """
-
-    rows: int
-    block_cols: int
-    part_cols: int
-    places: int
-    registers: int = 232
-    copying_registers: int = 24
 
 
 class ProductConstants(NamedTuple):
@@ -56,13 +37,6 @@ class ProductConstants(NamedTuple):
     KEEPS: bool
 
 
-PRODUCT = ProductConfig(rows=64, block_cols=128, part_cols=64, places=2)
-# Slices of a row that fit beside a panel of as many.
-MOST_SLICES = 8
-# Slices of which those of two tiles fit.
-MOST_TWICE = 6
-
-
 class Faster(NamedTuple):
     """From so many tiles of a program for each slice of its panel, the epilogue takes less time
     than a pass over memory, forward and backward: before, the panel's way into shared memory costs
@@ -75,27 +49,6 @@ class Faster(NamedTuple):
 
 # Measured on an H200.
 FASTER = Faster(forward=0.9, backward=0.4)
-
-
-def serves(
-    rows: int, inner: int, cols: int, dtype: torch.dtype, device: torch.device, fewest: float
-) -> bool:
-    """Whether products of so many rows, whose sums are over ``inner`` terms, have an epilogue,
-    which is faster from ``fewest`` tiles of a program for each slice.
-    """
-    if dtype not in DTYPES or interpreted() or not (rows and inner and cols):
-        return False
-    properties = device_properties(device)
-    slices = cdiv(inner, SLICE)
-    if properties.capability != 90 or slices > MOST_SLICES:
-        return False
-    if inner * dtype.itemsize % ALIGNED or cols * dtype.itemsize % ALIGNED:
-        return False
-    return tiles_of(rows, cols) >= fewest * slices * properties.multiprocessors
-
-
-def tiles_of(rows: int, cols: int) -> int:
-    return cdiv(rows, PRODUCT.rows) * cdiv(cols, PRODUCT.block_cols)
 
 
 def product_silu(x: Tensor, weight: Tensor, keeps: bool) -> tuple[Tensor | None, Tensor]:
@@ -125,23 +78,14 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[-1])
 
 
-def in_bulk(x: Tensor) -> Tensor:
-    """A contiguous matrix that starts where a descriptor may."""
-    return x if x.data_ptr() % ALIGNED == 0 else x.clone()
-
-
 @functools.lru_cache(maxsize=4096)
 def plan_silu(
     rows: int, inner: int, cols: int, dtype: torch.dtype, keeps: bool, device: torch.device
 ) -> DescribedLaunch:
     """The launch of ``product_silu`` on so many rows of ``inner`` columns."""
-    launch = plan_product(
-        kernels_hopper.hopper_silu_kernel, rows, inner, cols, True, False, keeps, device
-    )
-    stored = in_tiles(PRODUCT.rows, PRODUCT.part_cols)
-    weight = in_tiles(PRODUCT.block_cols, SLICE)
-    launch.descriptors = (in_tiles(PRODUCT.rows, SLICE), weight, stored, stored)
-    return launch
+    constants = constants_of(inner, cols_first=True, loads=False)
+    config = ProductConstants(**constants, KEEPS=keeps)
+    return plan_product(kernels.hopper_silu_kernel, rows, cols, config, 2, device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -149,45 +93,5 @@ def plan_silu_backward(
     rows: int, inner: int, cols: int, dtype: torch.dtype, device: torch.device
 ) -> DescribedLaunch:
     """The launch of ``product_silu_backward``."""
-    kernel = kernels_hopper.hopper_silu_backward_kernel
-    launch = plan_product(kernel, rows, inner, cols, False, True, False, device)
-    stored = in_tiles(PRODUCT.rows, PRODUCT.part_cols)
-    weight = in_tiles(SLICE, PRODUCT.block_cols)
-    launch.descriptors = (in_tiles(PRODUCT.rows, SLICE), weight, stored, stored)
-    return launch
-
-
-def plan_product(
-    kernel: object,
-    rows: int,
-    inner: int,
-    cols: int,
-    cols_first: bool,
-    loads: bool,
-    keeps: bool,
-    device: torch.device,
-) -> DescribedLaunch:
-    """A launch over all tiles of a product, but for its descriptors."""
-    programs = device_properties(device).multiprocessors
-    row_tiles, col_tiles = cdiv(rows, PRODUCT.rows), cdiv(cols, PRODUCT.block_cols)
-    slices = cdiv(inner, SLICE)
-    return DescribedLaunch(
-        kernel,
-        (min(programs, tiles_of(rows, cols)),),
-        device,
-        (row_tiles, col_tiles),
-        dict(num_warps=4),
-        CONFIG=ProductConstants(
-            SLICES=slices,
-            ROWS=PRODUCT.rows,
-            BLOCK_COLS=PRODUCT.block_cols,
-            PART_COLS=PRODUCT.part_cols,
-            ROUNDS=2 if slices <= MOST_TWICE else 1,
-            PLACES=PRODUCT.places,
-            LOADS=loads,
-            REGISTERS=PRODUCT.registers,
-            COPYING_REGISTERS=PRODUCT.copying_registers,
-            COLS_FIRST=cols_first,
-            KEEPS=keeps,
-        ),
-    )
+    config = ProductConstants(**constants_of(inner, cols_first=False, loads=True), KEEPS=False)
+    return plan_product(kernels.hopper_silu_backward_kernel, rows, cols, config, 2, device)

@@ -19,10 +19,10 @@ GPU = DeviceProperties(
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
+product_hopper.device_properties = lambda device: GPU
 launch_hopper_backward.device_properties = lambda device: GPU
 # The plain kernels compile for Hopper, too.
 launch_hopper_backward.FEWEST_ROWS = ROWS + 1
-product_hopper.device_properties = lambda device: GPU
 
 
 def launch(components: int, dtype: torch.dtype, softplus: bool, masked: bool, mean: bool) -> None:
@@ -48,14 +48,6 @@ def launch_heads(heads: int, stored: int, dtype: torch.dtype) -> None:
     heads_launch.silu_heads_backward_(out, u, weight)
 
 
-def launch_hopper_backward_pass() -> None:
-    """The backward pass in one kernel for Hopper."""
-    if GPU.capability != 90:
-        return
-    u, dweight = torch.empty(ROWS, 10, 1376, dtype=BF16), torch.empty(10, 1376, 3)
-    launch_hopper_backward.silu_heads_backward(torch.empty(ROWS, 10, 3), u, dweight, u, dweight)
-
-
 def launch_epilogues(heads: int, stored: int, dtype: torch.dtype) -> None:
     """The second layers in the epilogue of the product of the first ones."""
     if GPU.capability != 90:
@@ -68,6 +60,14 @@ def launch_epilogues(heads: int, stored: int, dtype: torch.dtype) -> None:
 
 def only_epilogues() -> None:
     launch_epilogues(10, 1376, BF16)
+
+
+def launch_hopper_backward_pass() -> None:
+    """The backward pass in one kernel for Hopper."""
+    if GPU.capability != 90:
+        return
+    u, dweight = torch.empty(ROWS, 10, 1376, dtype=BF16), torch.empty(10, 1376, 3)
+    launch_hopper_backward.silu_heads_backward(torch.empty(ROWS, 10, 3), u, dweight, u, dweight)
 
 
 def one_of_each() -> None:

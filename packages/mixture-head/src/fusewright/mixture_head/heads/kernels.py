@@ -91,6 +91,13 @@ def silu_heads_kernel(
 
 
 @triton.jit
+def added_rows(x, HELD_ROWS: tl.constexpr):
+    """Every HELD_ROWS-th row of x added: rows of one thread, so no number moves."""
+    GROUPS: tl.constexpr = x.shape[0] // HELD_ROWS
+    return tl.sum(tl.reshape(x, [GROUPS, HELD_ROWS, x.shape[1]]), 0)
+
+
+@triton.jit
 def silu_heads_backward_kernel(
     dparams_ptr,
     u_ptr,
@@ -103,25 +110,25 @@ def silu_heads_backward_kernel(
     STORED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    HELD_ROWS: tl.constexpr,
 ):
     """One program computes du at part_rows rows and BLOCK_COLS hidden units of one head, and the
-    partial sums of dweight over these rows.
+    partial sums of dweight over these rows. Programs of the same rows follow one another.
     """
-    parts = tl.cdiv(rows, part_rows)
-    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts
-    col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    blocks: tl.constexpr = (STORED + BLOCK_COLS - 1) // BLOCK_COLS
+    part, head = tl.program_id(0) // blocks // HEADS, tl.program_id(0) // blocks % HEADS
+    col = tl.program_id(0) % blocks * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     within = col < STORED
     weight = weight_ptr + (head * STORED + col) * 3
     first_weight = tl.load(weight, mask=within, other=0.0).to(tl.float32)[None, :]
     second_weight = tl.load(weight + 1, mask=within, other=0.0).to(tl.float32)[None, :]
     third_weight = tl.load(weight + 2, mask=within, other=0.0).to(tl.float32)[None, :]
-    first = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    second = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    third = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    first = tl.zeros([HELD_ROWS, BLOCK_COLS], tl.float32)
+    second = tl.zeros([HELD_ROWS, BLOCK_COLS], tl.float32)
+    third = tl.zeros([HELD_ROWS, BLOCK_COLS], tl.float32)
     start = part * part_rows
     end = tl.minimum(start + part_rows, rows)
-    for block in tl.range(start, end, BLOCK_ROWS, num_stages=NUM_STAGES):
+    for block in range(start, end, BLOCK_ROWS):
         row = block + tl.arange(0, BLOCK_ROWS)
         inside = (row < end)[:, None] & within[None, :]
         at = hidden_offsets(row, head, col, HEADS, STORED)
@@ -138,9 +145,9 @@ def silu_heads_backward_kernel(
         # gate (1 + u (1 - gate))
         du = dhidden * (gate + (hidden - hidden * gate))
         tl.store(du_ptr + at, du.to(du_ptr.dtype.element_ty), mask=inside)
-        first += hidden * first_dparam
-        second += hidden * second_dparam
-        third += hidden * third_dparam
+        first += added_rows(hidden * first_dparam, HELD_ROWS)
+        second += added_rows(hidden * second_dparam, HELD_ROWS)
+        third += added_rows(hidden * third_dparam, HELD_ROWS)
     sums = parts_ptr + ((part * HEADS + head).to(tl.int64) * STORED + col) * 3
     tl.store(sums, tl.sum(first, 0), mask=within)
     tl.store(sums + 1, tl.sum(second, 0), mask=within)

@@ -19,8 +19,8 @@ from .._core.kernels_sigmoid import sigmoid
 def store_parts(u, row, col, operands, places, PART: gl.constexpr, GROUP, CONFIG: gl.constexpr):
     """The parts of a tile's columns, for each head that has some of them, and u where it is kept.
 
-    ``weight`` is [3, HEADS * STORED] in fp32, so that columns which a thread has side by side are
-    read at once; ``parts`` is [PARTS, HEADS, 3, rows] in fp32, a head's first part at 0.
+    ``weight`` is C transposed, [HEADS, 3, STORED]; ``parts`` is [PARTS, HEADS, 3, rows], a head's
+    first part at 0; both are fp32.
     """
     u_tiles, weight, parts, rows = operands
     COLS: gl.constexpr = CONFIG.HEADS * CONFIG.STORED
@@ -41,7 +41,8 @@ def store_parts(u, row, col, operands, places, PART: gl.constexpr, GROUP, CONFIG
         part = col // CONFIG.PART_COLS - begin // CONFIG.PART_COLS
         out = parts + (part * CONFIG.HEADS + head).to(gl.int64) * 3 * rows
         for output in gl.static_range(3):
-            c = gl.load(weight + output * COLS + cols, mask=inside, other=0.0)
+            of_output = weight + (head * 3 + output) * CONFIG.STORED - begin
+            c = gl.load(of_output + cols, mask=inside, other=0.0)
             gl.store(out + output * rows + at, gl.sum(own * c[None, :], 1), mask=at < rows)
 
 

@@ -40,7 +40,6 @@ class BackwardConfig(NamedTuple):
     block_rows: int
     block_cols: int
     num_warps: int
-    num_stages: int
     max_parts: int
     min_rows: int
 
@@ -55,9 +54,7 @@ class AddPartsConfig(NamedTuple):
 # Source: results/tuning-h200-torch2.11-triton3.6.csv for ten heads of 1376 hidden units; unmeasured
 # for others, and for the addition of the partial sums.
 FORWARD = ForwardConfig(block_rows=32, block_cols=64, num_warps=4, num_stages=3)
-BACKWARD = BackwardConfig(
-    block_rows=32, block_cols=64, num_warps=4, num_stages=3, max_parts=32, min_rows=128
-)
+BACKWARD = BackwardConfig(block_rows=64, block_cols=64, num_warps=4, max_parts=32, min_rows=128)
 ADD_PARTS = AddPartsConfig(block=1024, num_warps=4)
 
 
@@ -146,6 +143,12 @@ def run_backward(
     return dweight
 
 
+def held_rows(block_cols: int, dtype: torch.dtype) -> int:
+    """Rows of which the threads of a program hold 16 bytes each at a time."""
+    threads = BACKWARD.num_warps * 32
+    return max(1, min(BACKWARD.block_rows, threads * 16 // (block_cols * dtype.itemsize)))
+
+
 @functools.lru_cache(maxsize=4096)
 def backward_plan(
     shape: tuple[int, ...],
@@ -166,7 +169,8 @@ def backward_plan(
     if math.prod(shape):
         launch = Launch(
             kernels.silu_heads_backward_kernel,
-            (parts * heads, cdiv(stored, block_cols)),
+            # On the first axis of the grid, which alone is as long as one likes.
+            (parts * heads * cdiv(stored, block_cols),),
             device,
             (rows, part_rows),
             dict(num_warps=BACKWARD.num_warps),
@@ -174,7 +178,7 @@ def backward_plan(
             STORED=stored,
             BLOCK_ROWS=BACKWARD.block_rows,
             BLOCK_COLS=block_cols,
-            NUM_STAGES=BACKWARD.num_stages,
+            HELD_ROWS=held_rows(block_cols, dtype),
         )
         add_parts = Launch(
             kernels.add_parts_kernel,

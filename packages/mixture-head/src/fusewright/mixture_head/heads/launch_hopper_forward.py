@@ -11,6 +11,7 @@ import torch
 from .._core.launches import Allocator, DescribedLaunch, Launch, allocator, cdiv
 from .._core.lazy import lazy_module
 from .._core.product_hopper import PRODUCT, constants_of, in_bulk, plan_product, serves
+from .launch import transposed
 
 if TYPE_CHECKING:
     from . import kernels_hopper_forward as kernels
@@ -58,7 +59,6 @@ class HeadsPlan(NamedTuple):
 
     product: DescribedLaunch
     add_parts: Launch
-    weight: Allocator
     parts: Allocator
     u: Allocator | None
     out: Allocator
@@ -77,13 +77,12 @@ def product_heads(
     contiguous x and A; u is None unless it ``keeps``.
     """
     plan = plan_heads(x.shape, *output_weight.shape[:2], x.dtype, keeps, x.device)
-    weight, parts, out = plan.weight(), plan.parts(), plan.out()
-    weight.copy_(output_weight.reshape(len(hidden_weight), 3).mT)
+    parts, out = plan.parts(), plan.out()
     x, hidden_weight = in_bulk(x.view(-1, x.shape[-1])), in_bulk(hidden_weight)
     u = None if plan.u is None else plan.u()
     # What is not written has no address of its own.
     of_u = x.new_empty(1, 8) if u is None else u.view(len(x), len(hidden_weight))
-    plan.product((x, hidden_weight, of_u, weight, parts))
+    plan.product((x, hidden_weight, of_u, transposed(output_weight), parts))
     plan.add_parts((parts, out))
     return out, u
 
@@ -127,7 +126,6 @@ def plan_heads(
     return HeadsPlan(
         plan_product(kernels.hopper_heads_kernel, rows, cols, config, 1, device, scalars=(rows,)),
         add_parts,
-        weight=allocator((3, cols), torch.float32, device),
         parts=allocator((parts_of(heads, stored), heads, 3, rows), torch.float32, device),
         u=allocator((*leading, heads, stored), dtype, device) if keeps else None,
         out=allocator((*leading, heads, 3), torch.float32, device),

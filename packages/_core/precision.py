@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -43,6 +44,18 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     if device.type == "meta":
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def run_cast(run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``run`` of the tensors as autocast casts them for a matrix product, with autocast off in it.
+    A call outside autocast enters no context, which takes the host as long as a small kernel.
+    """
+    device = tensors[0].device
+    if not autocasts(device.type):
+        return run(*tensors)
+    tensors = autocast(*tensors)
+    with without_autocast(device):
+        return run(*tensors)
 
 
 def allows_tf32() -> bool:

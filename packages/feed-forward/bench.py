@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from fusewright.feed_forward import feed_forward, silu_mul
+from fusewright.feed_forward import feed_forward, gated_feed_forward, silu_mul
 from fusewright.feed_forward.gating import reference as gating_reference
-from fusewright.feed_forward.gating.silu_mul import silu_mul_halves
 from fusewright.feed_forward.perceptron import reference as perceptron_reference
 from fusewright.feed_forward.swiglu import reference as layer_reference
 from fusewright_testkit import Case
@@ -93,7 +92,7 @@ def providers() -> dict[str, dict[str, Op]]:
     return {
         "fusewright": {
             "silu_mul": silu_mul,
-            "SwiGLU": layer_of(silu_mul_halves),
+            "SwiGLU": gated_feed_forward,
             "feed_forward": feed_forward,
         },
         "torch": plain,

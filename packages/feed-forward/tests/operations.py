@@ -12,16 +12,18 @@ from fusewright.feed_forward.gating import reference
 from fusewright.feed_forward.gating.silu_mul import silu_mul, silu_mul_halves
 from fusewright.feed_forward.perceptron import reference as layer_reference
 from fusewright.feed_forward.perceptron.feed_forward import feed_forward
+from fusewright.feed_forward.swiglu import reference as gated_reference
+from fusewright.feed_forward.swiglu.gated_feed_forward import gated_feed_forward
 from fusewright_testkit.conformance import Operation, Package
 
 Tensors = list[torch.Tensor]
 
 PACKAGE = Package(
     "fusewright.feed_forward",
-    names="FeedForward SwiGLU feed_forward silu_mul",
+    names="FeedForward SwiGLU feed_forward gated_feed_forward silu_mul",
     registered=(
-        "feed_forward feed_forward_backward silu_mul silu_mul_backward silu_mul_halves "
-        "silu_mul_halves_backward"
+        "feed_forward feed_forward_backward gated_feed_forward gated_feed_forward_backward "
+        "silu_mul silu_mul_backward silu_mul_halves silu_mul_halves_backward"
     ),
     without_triton=(
         "x = torch.randn(3, 8, requires_grad=True)\n"
@@ -70,9 +72,15 @@ class GatingOp(Operation):
 
 @dataclass(frozen=True)
 class FeedForwardOp(Operation):
-    """feed_forward: x [..., d], weights [F, d] and [M, F]; a size is that of x, then F and M."""
+    """A layer of ``products`` of x and one of what is computed from them: x [..., d], weights
+    [products * F, d] and [M, F]; a size is that of x, then F and M.
+    """
 
-    name: str = "feed_forward"
+    name: str
+    function: Callable
+    products: int
+    formula: Callable
+    twin: Callable
 
     small = (3, 20, 6, 5)
     tiny = (2, 3, 4, 2)
@@ -83,19 +91,16 @@ class FeedForwardOp(Operation):
     gpu = ((3000, 512, 1376, 512), (64, 256, 520, 128), (7, 200, 96, 200))
 
     def public(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        return feed_forward(*tensors, **options)
+        return self.function(*tensors, **options)
 
     def reference(self, *tensors: torch.Tensor) -> torch.Tensor:
-        return layer_reference.feed_forward(*tensors)
-
-    def twin(self, *tensors: torch.Tensor) -> torch.Tensor:
-        return torch_feed_forward(*tensors)
+        return self.formula(*tensors)
 
     def draw(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensors:
         """x from a normal distribution, and weights that keep its size."""
         *leading, cols, hidden, outputs = shape
         x = torch.randn(*leading, cols, device=device).to(dtype)
-        sizes = (hidden, cols), (outputs, hidden)
+        sizes = (self.products * hidden, cols), (outputs, hidden)
         weights = (torch.randn(size, device=device).div(max(size[1], 1) ** 0.5) for size in sizes)
         return [x, *(weight.to(dtype) for weight in weights)]
 
@@ -103,13 +108,18 @@ class FeedForwardOp(Operation):
         return [x.bfloat16() for x in tensors]
 
     def kept(self, tensors: Tensors) -> int:
-        """What is before SiLU and behind it."""
-        x, hidden_weight, _ = tensors
-        return 2 * len(x) * len(hidden_weight)
+        """What is before the activation and behind it."""
+        x, weight, output_weight = tensors
+        return len(x) * (len(weight) + output_weight.shape[1])
 
 
 def torch_feed_forward(x, hidden_weight, output_weight):
     return F.linear(F.silu(F.linear(x, hidden_weight)), output_weight)
+
+
+def torch_gated_feed_forward(x, joint_weight, output_weight):
+    gate, up = F.linear(x, joint_weight).tensor_split(2, -1)
+    return F.linear(F.silu(gate) * up, output_weight)
 
 
 def torch_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -129,4 +139,10 @@ GATINGS = {
         ),
     )
 }
-OPERATIONS = GATINGS | {"feed_forward": FeedForwardOp()}
+FEED_FORWARD = FeedForwardOp(
+    "feed_forward", feed_forward, 1, layer_reference.feed_forward, torch_feed_forward
+)
+GATED = FeedForwardOp(
+    "gated_feed_forward", gated_feed_forward, 2, gated_reference.swiglu, torch_gated_feed_forward
+)
+OPERATIONS = GATINGS | {op.name: op for op in (FEED_FORWARD, GATED)}

@@ -13,11 +13,11 @@ from fusewright.feed_forward.perceptron import reference
 from fusewright_testkit import Yardstick
 from fusewright_testkit.yardstick import as_tuple
 
-from .operations import FeedForwardOp
+from .operations import FEED_FORWARD
 from .test_swiglu import OPTIMIZERS
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-OP = FeedForwardOp()
+OP = FEED_FORWARD
 DIM, WIDTH, STORED = 12, 37, 64
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from fusewright.feed_forward.perceptron import launch, launch_hopper
 
-from .operations import FeedForwardOp
+from .operations import FEED_FORWARD
 
 pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16
-OP = FeedForwardOp()
+OP = FEED_FORWARD
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from fusewright.feed_forward.swiglu import reference
 from fusewright_testkit import Yardstick, no_synchronisation
 from fusewright_testkit.conformance import everything, same_bits
 
-from .operations import FeedForwardOp
+from .operations import FEED_FORWARD
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -102,7 +102,7 @@ def test_layer_in_bf16_is_as_near_to_fp64_as_torch():
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("sizes", [(8192, 512, 1376, 512), (1001, 512, 1365, 512)], ids=str)
 def test_feed_forward_at_full_size_is_as_near_to_fp64_as_torch(sizes, dtype):
-    op = FeedForwardOp()
+    op = FEED_FORWARD
     op.check(op.draw(sizes, dtype, "cuda"))
 
 
@@ -110,7 +110,7 @@ def test_feed_forward_at_full_size_is_as_near_to_fp64_as_torch(sizes, dtype):
 def test_hidden_layer_past_31_bits_of_elements(monkeypatch):
     # Few rows take the kernels that many take.
     monkeypatch.setattr(launch_hopper, "FASTER", launch_hopper.Faster(0.0, 0.0))
-    op, rows = FeedForwardOp(), (1 << 21) + 3
+    op, rows = FEED_FORWARD, (1 << 21) + 3
     chosen = [0, 1, rows // 2, rows - 1]
     x, *weights = op.draw((rows, 16, 1024, 16), BF16, "cuda")
     x.requires_grad_()

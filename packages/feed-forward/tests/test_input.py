@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.feed_forward import FeedForward, SwiGLU, feed_forward, silu_mul
+from fusewright.feed_forward import FeedForward, SwiGLU, feed_forward, gated_feed_forward, silu_mul
 from fusewright.feed_forward.gating.silu_mul import silu_mul_halves
 from fusewright_testkit.conformance.input import NothingRuns
 
@@ -29,12 +29,12 @@ BAD = [
     (lambda: SwiGLU(8, 5.0), TypeError, "hidden_width must be a whole number, got float"),
     (lambda: SwiGLU(True, 5), TypeError, "dim must be a whole number, got bool"),
     (lambda: SwiGLU(8, 5, backend="cuda"), ValueError, "got 'cuda'"),
-    (lambda: SwiGLU(7, 5)(X), ValueError, r"x must be \[..., 7\], got shape \(3, 8\)"),
-    (lambda: SwiGLU(8, 5)(torch.zeros(())), ValueError, r"got shape \(\)"),
+    (lambda: SwiGLU(7, 5)(X), ValueError, r"joint_weight.*\(2 F, 8\).*got \(64, 7\)"),
+    (lambda: SwiGLU(8, 5)(torch.zeros(())), ValueError, "x must have at least one axis"),
     (lambda: SwiGLU(8, 5)([1.0]), TypeError, "x must be a tensor, got list"),
     (lambda: SwiGLU(8, 5)(X.int()), TypeError, "x must be.*int32"),
-    (lambda: SwiGLU(8, 5)(X.half()), ValueError, "dtype torch.float32 outside autocast, got.*16"),
-    (lambda: SwiGLU(8, 5)(X.to("meta")), ValueError, "weight's device cpu, got meta"),
+    (lambda: SwiGLU(8, 5)(X.half()), ValueError, "x's dtype torch.float16, got torch.float32"),
+    (lambda: SwiGLU(8, 5)(X.to("meta")), ValueError, "x's device meta, got cpu"),
     (lambda: feed_forward([1.0], A, C), TypeError, "x must be a tensor, got list"),
     (lambda: feed_forward(X, A.int(), C), TypeError, "hidden_weight must be float32.*int32"),
     (lambda: feed_forward(X, A, C.to_sparse()), TypeError, "output_weight.*got layout"),
@@ -45,6 +45,9 @@ BAD = [
     (lambda: feed_forward(X, A.to("meta"), C), ValueError, "x's device cpu, got meta"),
     (lambda: feed_forward(X, A, C.half()), ValueError, "x's dtype torch.float32, got.*float16"),
     (lambda: feed_forward(X, A, C, backend="cuda"), ValueError, "got 'cuda'"),
+    (lambda: gated_feed_forward(X, A, C), ValueError, r"joint_weight.*\(2 F, 8\).*got \(5, 8\)"),
+    (lambda: gated_feed_forward(X, X.mT, C), ValueError, r"\(2 F, 8\).*got \(8, 3\)"),
+    (lambda: gated_feed_forward(X, A[:4], C), ValueError, r"output_weight.*\(M, 2\).*\(4, 5\)"),
     (lambda: FeedForward(0, 5), ValueError, "dim must be at least 1, got 0"),
     (lambda: FeedForward(8, 5.0), TypeError, "hidden_width must be a whole number, got float"),
     (lambda: FeedForward(8, 5, backend="cuda"), ValueError, "got 'cuda'"),

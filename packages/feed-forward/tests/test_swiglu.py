@@ -13,6 +13,8 @@ from fusewright.feed_forward.swiglu import reference
 from fusewright_testkit import Yardstick
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .operations import GATED
+
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DIM, WIDTH, STORED = 12, 37, 64
 
@@ -200,9 +202,44 @@ def test_gradient_of_the_joint_product_is_written_at_once(device):
 
     inputs = [torch.randn(5, DIM, device=device).requires_grad_(), *layer.parameters()]
     code = make_fx(step)(*inputs).code
-    assert "fusewright_feed_forward.silu_mul_halves_backward.default" in code
+    assert "fusewright_feed_forward.gated_feed_forward_backward.default" in code
     for joining in ("cat", "slice_backward", "select_backward", "split", "narrow", "copy", "clone"):
         assert joining not in code
+
+
+@pytest.mark.parametrize(("asked", "products", "slopes"), [(0, 2, 1), (1, 2, 1), (2, 1, 0)])
+def test_only_what_is_asked_for_is_computed(asked, products, slopes, device, monkeypatch):
+    from fusewright.feed_forward.gating import launch as gating
+    from fusewright.feed_forward.swiglu import launch
+
+    called = []
+
+    def count(module, name):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a: called.append(name) or run(*a))
+
+    for module, name in (
+        (launch, "product"),
+        (launch, "product_of_rows"),
+        (gating, "silu_mul_halves_backward"),
+    ):
+        count(module, name)
+    tensors = GATED.draw((4, 20, 6, 5), F32, device)
+    tensors[asked].requires_grad_()
+    y = GATED.kernels(*tensors)
+    called.clear()
+    torch.autograd.grad(y.sum(), tensors[asked])
+    assert called.count("silu_mul_halves_backward") == slopes
+    assert len(called) - slopes == products
+
+
+def test_backward_formulas_are_those_of_autograd():
+    tensors = [t.requires_grad_() for t in GATED.draw((3, 6, 5, 4), torch.float64, "cpu")]
+    y = reference.swiglu(*tensors)
+    dy = torch.randn_like(y)
+    expected = torch.autograd.grad(y, tensors, dy)
+    for a, b in zip(reference.swiglu_backward(dy, *tensors), expected, strict=True):
+        assert (a - b).abs().max() <= 16 * torch.finfo(torch.float64).eps * b.abs().max()
 
 
 def test_joint_product_alone_is_saved_of_the_hidden_layer(device):

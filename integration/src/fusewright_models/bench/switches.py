@@ -69,9 +69,9 @@ def manual_add_norm(
     return manual_norm(total, weight, eps), total
 
 
-def manual_gating(joint: Tensor, **options: Any) -> Tensor:
-    gate, up = joint.chunk(2, -1)
-    return F.silu(gate) * up
+def manual_gating(x: Tensor, joint_weight: Tensor, output_weight: Tensor, **options: Any) -> Tensor:
+    gate, up = F.linear(x, joint_weight).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, output_weight)
 
 
 def rows_by_autograd(
@@ -117,7 +117,7 @@ def taken_back(model: TitanMAC, switches: tuple[str, ...]) -> Iterator[None]:
             (layers, "add_rms_norm", manual_add_norm),
             (RMSNorm, "forward", lambda self, x: manual_norm(x, self.weight, self.eps)),
         ],
-        "gating": [(swiglu, "silu_mul_halves", manual_gating)],
+        "gating": [(swiglu, "gated_feed_forward", manual_gating)],
         "memory": [
             (scan_reference, "rows_of", rows_by_autograd),
             *((each, "rules", each.rules._replace(backend="reference")) for each in memories),

@@ -10,6 +10,7 @@ from ._core.warming import warm_up
 from .gating.silu_mul import silu_mul
 from .perceptron.feed_forward import feed_forward
 from .perceptron.layer import FeedForward
+from .swiglu.gated_feed_forward import gated_feed_forward
 from .swiglu.swiglu import SwiGLU
 
 __version__ = installed_version(__name__)
@@ -21,6 +22,7 @@ __all__ = [
     "__version__",
     "available_backends",
     "feed_forward",
+    "gated_feed_forward",
     "silu_mul",
     "warm_up",
 ]

@@ -20,7 +20,7 @@ import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_device, check_dtype, check_floating
-from .._core.precision import autocast, autocasts, without_autocast
+from .._core.precision import autocasts, run_cast
 from .._core.registration import Derivative, Op, empty_grad
 from . import launch, reference
 
@@ -119,33 +119,41 @@ def feed_forward(
             differ.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
-    check_operands(x, hidden_weight, output_weight)
-    kernels = uses_triton(x, backend)
-    x, hidden_weight, output_weight = autocast(x, hidden_weight, output_weight)
-    with without_autocast(x.device):
-        if kernels:
-            return _forward(x, hidden_weight, output_weight)[0]
-        return reference.feed_forward(x, hidden_weight, output_weight)
+    check_operands(x, hidden_weight, output_weight, "hidden_weight", 1)
+    run = _kernels if uses_triton(x, backend) else reference.feed_forward
+    return run_cast(run, x, hidden_weight, output_weight)
 
 
-def check_operands(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> None:
-    """Raise where x or a weight is none, or they do not fit one another."""
+def _kernels(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:
+    return _forward(x, hidden_weight, output_weight)[0]
+
+
+def check_operands(
+    x: Tensor, weight: Tensor, output_weight: Tensor, name: str, products: int
+) -> None:
+    """Raise where x, the weight of its ``products``, which has a ``name``, or that of the output is
+    none, or they do not fit one another.
+    """
     check_floating("x", x)
-    check_floating("hidden_weight", hidden_weight)
+    check_floating(name, weight)
     check_floating("output_weight", output_weight)
     if x.ndim == 0:
         raise ValueError("x must have at least one axis, got a number")
-    if hidden_weight.ndim != 2 or hidden_weight.shape[1] != x.shape[-1]:
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] % products:
+        rows = "F" if products == 1 else f"{products} F"
         raise ValueError(
-            f"hidden_weight must have shape (F, {x.shape[-1]}), one column for each of x, "
-            f"got {tuple(hidden_weight.shape)}"
+            f"{name} must have shape ({rows}, {x.shape[-1]}), one column for each of x, "
+            f"got {tuple(weight.shape)}"
         )
-    if output_weight.ndim != 2 or output_weight.shape[1] != hidden_weight.shape[0]:
+    hidden = weight.shape[0] // products
+    if output_weight.ndim != 2 or output_weight.shape[1] != hidden:
         raise ValueError(
-            f"output_weight must have shape (M, {hidden_weight.shape[0]}), one column for each row "
-            f"of hidden_weight, got {tuple(output_weight.shape)}"
+            f"output_weight must have shape (M, {hidden}), one column for each of the hidden "
+            f"layer, got {tuple(output_weight.shape)}"
         )
-    for name, weight in (("hidden_weight", hidden_weight), ("output_weight", output_weight)):
-        check_device(name, weight, "x", x)
-        if not autocasts(x.device.type):
-            check_dtype(name, weight, "x", x)
+    for each, tensor in ((name, weight), ("output_weight", output_weight)):
+        # Calls less for each operand of a small layer.
+        if tensor.device != x.device:
+            check_device(each, tensor, "x", x)
+        if tensor.dtype != x.dtype and not autocasts(x.device.type):
+            check_dtype(each, tensor, "x", x)

@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from .._core.launches import Launch, cdiv
 from .._core.lazy import lazy_module
@@ -31,39 +32,37 @@ def feed_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(y, u, h)``: SiLU(x A^T) C^T, and what the backward pass needs, x A^T and its SiLU."""
     u, h = activated(x, hidden_weight)
-    return product(h, output_weight.contiguous().mT), u, h
+    return linear(h, output_weight), u, h
 
 
 def activated(x: Tensor, hidden_weight: Tensor) -> tuple[Tensor, Tensor]:
     """x A^T and its SiLU."""
-    hidden_weight = hidden_weight.contiguous()
-    if has_epilogue(x, hidden_weight.mT, launch_hopper.FASTER.forward):
-        u, h = launch_hopper.product_silu(x.contiguous(), hidden_weight, keeps=True)
+    if has_epilogue(x, len(hidden_weight), launch_hopper.FASTER.forward):
+        u, h = launch_hopper.product_silu(x.contiguous(), hidden_weight.contiguous(), keeps=True)
         assert u is not None
         return u, h
-    u = product(x, hidden_weight.mT)
+    u = linear(x, hidden_weight)
     h = torch.empty_like(u)
     silu(u, h)
     return u, h
 
 
-def has_epilogue(x: Tensor, matrix: Tensor, fewest: float) -> bool:
-    """Whether what follows the product of x and a matrix is its epilogue."""
-    inner, cols = matrix.shape
-    return serves(x.shape[:-1].numel(), inner, cols, x.dtype, x.device, fewest)
+def has_epilogue(x: Tensor, cols: int, fewest: float) -> bool:
+    """Whether what follows a product of x that has so many columns is its epilogue."""
+    shape = x.shape
+    return serves(shape[:-1].numel(), shape[-1], cols, x.dtype, x.device, fewest)
 
 
 def feed_forward_inference(
     x: Tensor, hidden_weight: Tensor, output_weight: Tensor
 ) -> tuple[Tensor, None, None]:
     """``(y, None, None)``; SiLU is computed in place."""
-    hidden_weight = hidden_weight.contiguous()
-    if has_epilogue(x, hidden_weight.mT, launch_hopper.FASTER.forward):
-        _, h = launch_hopper.product_silu(x.contiguous(), hidden_weight, keeps=False)
+    if has_epilogue(x, len(hidden_weight), launch_hopper.FASTER.forward):
+        _, h = launch_hopper.product_silu(x.contiguous(), hidden_weight.contiguous(), keeps=False)
     else:
-        h = product(x, hidden_weight.mT)
+        h = linear(x, hidden_weight)
         silu(h, h)
-    return product(h, output_weight.contiguous().mT), None, None
+    return linear(h, output_weight), None, None
 
 
 def feed_forward_backward(
@@ -77,62 +76,71 @@ def feed_forward_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, A and C, empty where not ``wanted``."""
     x_grad, hidden_weight_grad, output_weight_grad = wanted
-    dx = dhidden_weight = doutput_weight = empty_grad(x)
     dy = dy.contiguous()
     if x_grad or hidden_weight_grad:
-        output_weight = output_weight.contiguous()
-        if has_epilogue(dy, output_weight, launch_hopper.FASTER.backward):
-            du = launch_hopper.product_silu_backward(dy, output_weight, u)
+        if has_epilogue(dy, output_weight.shape[1], launch_hopper.FASTER.backward):
+            du = launch_hopper.product_silu_backward(dy, output_weight.contiguous(), u)
         else:
             du = product(dy, output_weight)
             silu_backward(du, u)
-        if x_grad:
-            dx = product(du, hidden_weight.contiguous())
-        if hidden_weight_grad:
-            dhidden_weight = product_of_rows(du, x.contiguous())
-    if output_weight_grad:
-        doutput_weight = product_of_rows(dy, h)
+    dx = product(du, hidden_weight) if x_grad else empty_grad(x)
+    dhidden_weight = product_of_rows(du, x) if hidden_weight_grad else empty_grad(x)
+    doutput_weight = product_of_rows(dy, h) if output_weight_grad else empty_grad(x)
     return dx, dhidden_weight, doutput_weight
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x times the transpose of a weight, of any leading axes of x, none included."""
+    if x.ndim == 1:
+        return linear(x.unsqueeze(0), weight).squeeze(0)
+    return F.linear(x.contiguous(), weight.contiguous())
+
+
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """x times a matrix, contiguous, of any leading axes of x."""
-    rows, (cols, outputs) = x.shape[:-1].numel(), matrix.shape
-    y = x.new_empty((*x.shape[:-1], outputs))
-    torch.mm(x.contiguous().view(rows, cols), matrix, out=y.view(rows, outputs))
-    return y
+    """x times a matrix, likewise."""
+    if x.ndim == 1:
+        return product(x.unsqueeze(0), matrix).squeeze(0)
+    return torch.matmul(x.contiguous(), matrix.contiguous())
 
 
 def product_of_rows(a: Tensor, b: Tensor) -> Tensor:
-    """The sum over all rows of a^T b, of contiguous tensors."""
-    rows = a.shape[:-1].numel()
-    return torch.mm(a.view(rows, a.shape[-1]).mT, b.view(rows, b.shape[-1]))
+    """The sum over all rows of a^T b; a is contiguous."""
+    b = b.contiguous()
+    if a.ndim != 2:
+        rows = a.shape[:-1].numel()
+        a, b = a.view(rows, a.shape[-1]), b.view(rows, b.shape[-1])
+    return torch.mm(a.mT, b)
 
 
 def silu(u: Tensor, h: Tensor) -> None:
     """Write SiLU(u) into ``h``, which may be u; both are contiguous."""
-    if u.numel():
-        plan(kernels.silu_kernel, gating.FORWARD, u.numel(), u.dtype, u.device)((u, h))
+    if elements := u.numel():
+        plan_silu(elements, u.dtype, u.device)((u, h))
 
 
 def silu_backward(dh: Tensor, u: Tensor) -> None:
     """Make ``dh`` dh * SiLU'(u); both are contiguous."""
-    if u.numel():
-        config = gating.BACKWARD
-        plan(kernels.silu_backward_kernel, config, u.numel(), u.dtype, u.device)((dh, u, dh))
+    if elements := u.numel():
+        plan_silu_backward(elements, u.dtype, u.device)((dh, u, dh))
 
 
+# The dtype is a part of the key: a launch serves one. A kernel is none, since its hash takes the
+# host longer than all of this.
 @functools.lru_cache(maxsize=4096)
-def plan(
-    kernel: Any,
-    config: gating.ElementsConfig,
-    elements: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Launch:
+def plan_silu(elements: int, dtype: torch.dtype, device: torch.device) -> Launch:
     """The launch over so many elements of a dtype, with the blocks of the gating, whose kernels
     read and write as many bytes an operation.
     """
+    return plan(kernels.silu_kernel, gating.FORWARD, elements, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_silu_backward(elements: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    """Likewise."""
+    return plan(kernels.silu_backward_kernel, gating.BACKWARD, elements, device)
+
+
+def plan(kernel: Any, config: gating.ElementsConfig, elements: int, device: torch.device) -> Launch:
     grid = (cdiv(elements, config.block),)
     options = dict(num_warps=config.num_warps)
     return Launch(kernel, grid, device, (elements,), options, BLOCK=config.block)

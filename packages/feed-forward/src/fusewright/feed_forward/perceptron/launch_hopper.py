@@ -12,9 +12,9 @@ from .._core.lazy import lazy_module
 from .._core.product_hopper import constants_of, in_bulk, plan_product
 
 if TYPE_CHECKING:
-    from . import kernels_hopper
+    from . import kernels_hopper as kernels
 else:
-    kernels_hopper = lazy_module(__package__, "kernels_hopper")
+    kernels = lazy_module(__package__, "kernels_hopper")
 
 Tensor = torch.Tensor
 
@@ -83,8 +83,9 @@ def plan_silu(
     rows: int, inner: int, cols: int, dtype: torch.dtype, keeps: bool, device: torch.device
 ) -> DescribedLaunch:
     """The launch of ``product_silu`` on so many rows of ``inner`` columns."""
-    config = ProductConstants(**constants_of(inner, cols_first=True, loads=False), KEEPS=keeps)
-    return plan_product(kernels_hopper.hopper_silu_kernel, rows, cols, config, 2, device)
+    constants = constants_of(inner, cols_first=True, loads=False)
+    config = ProductConstants(**constants, KEEPS=keeps)
+    return plan_product(kernels.hopper_silu_kernel, rows, cols, config, 2, device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -93,5 +94,4 @@ def plan_silu_backward(
 ) -> DescribedLaunch:
     """The launch of ``product_silu_backward``."""
     config = ProductConstants(**constants_of(inner, cols_first=False, loads=True), KEEPS=False)
-    kernel = kernels_hopper.hopper_silu_backward_kernel
-    return plan_product(kernel, rows, cols, config, 2, device)
+    return plan_product(kernels.hopper_silu_backward_kernel, rows, cols, config, 2, device)

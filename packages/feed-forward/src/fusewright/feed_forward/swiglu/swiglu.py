@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.backends import Backend, check_backend
-from .._core.checks import check_device, check_floating, checked_count
+from .._core.checks import checked_count
 from .._core.padding import (
     Padded,
     clear_padding_of,
@@ -17,8 +17,7 @@ from .._core.padding import (
     padded_width,
     padding_of,
 )
-from .._core.precision import autocasts
-from ..gating.silu_mul import silu_mul_halves
+from .gated_feed_forward import gated_feed_forward
 
 
 class SwiGLU(nn.Module):
@@ -35,7 +34,7 @@ class SwiGLU(nn.Module):
         hidden_width: F, width of the gated hidden layer, any number. It is stored as S, F rounded
             up to a multiple of 32. Weights beyond F are zero, get gradients of exactly zero, and
             stay zero under training.
-        backend: "auto", "triton" or "reference": what serves the gating, as in :func:`silu_mul`.
+        backend: "auto", "triton" or "reference": as in :func:`gated_feed_forward`.
         device, dtype: of the weights.
 
     Attributes:
@@ -93,34 +92,13 @@ class SwiGLU(nn.Module):
         return padding_of(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [..., d]`` to the same shape; in the autocast dtype under autocast, as nn.Linear.
-
-        Raises:
-            TypeError: x is not floating point or not strided.
-            ValueError: x's last axis is not d, or x differs from the weights in device or, outside
-                autocast, in dtype.
-            RuntimeError: the backend is "triton" and the kernels cannot serve this call.
+        """``x [..., d]`` to the same shape, as :func:`gated_feed_forward`, which says what it
+        raises.
         """
-        check_rows(x, self.joint.weight)
-        return self.output(silu_mul_halves(self.joint(x), backend=self.backend))
+        return gated_feed_forward(x, self.joint.weight, self.output.weight, backend=self.backend)
 
     def extra_repr(self) -> str:
         return (
             f"{self.joint.in_features}, {self.hidden_width}, "
             f"stored_width={self.output.in_features}, backend={self.backend!r}"
-        )
-
-
-def check_rows(x: Tensor, weight: Tensor) -> None:
-    """x must hold rows that ``weight [..., d]`` can multiply, on its device and, unless autocast
-    makes them so, in its dtype.
-    """
-    check_floating("x", x)
-    dim = weight.shape[-1]
-    if x.ndim == 0 or x.shape[-1] != dim:
-        raise ValueError(f"x must be [..., {dim}], got shape {tuple(x.shape)}")
-    check_device("x", x, "weight", weight)
-    if x.dtype != weight.dtype and not autocasts(x.device.type):
-        raise ValueError(
-            f"x must have weight's dtype {weight.dtype} outside autocast, got {x.dtype}"
         )

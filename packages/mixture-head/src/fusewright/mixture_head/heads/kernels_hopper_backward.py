@@ -29,6 +29,7 @@ from .._core.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .._core.kernels_sigmoid import sigmoid
 
 ROWS = gl.constexpr(64)
 COLS = gl.constexpr(128)
@@ -36,7 +37,6 @@ HALF = gl.constexpr(64)
 # Columns of the parts of three numbers.
 TERMS = gl.constexpr(16)
 GROUPS = gl.constexpr(2)
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -116,15 +116,7 @@ def activate(dh, u_place, h_place):
     u = u_place.load(dh.type.layout)
     DTYPE: gl.constexpr = u.dtype
     u = u.to(gl.float32)
-    # The divisor is 1 or more, so the reciprocal of the hardware serves.
-    s = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;",
-        "=f,f",
-        [1.0 + gl.exp2(u * -LOG2_E)],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
+    s = sigmoid(u)
     h = u * s
     h_place.store(h.to(DTYPE))
     # s (1 + u (1 - s))

@@ -109,11 +109,16 @@ def candidates_of(kind: str) -> list[NamedTuple]:
             )
             if 4 <= block_rows * block_cols / (32 * num_warps) <= 32
         ]
-    tiles = itertools.product((8, 16, 32), (64, 128, 256), (4, 8), (1, 2, 3, 4))
-    tiles = (t for t in tiles if 4 <= t[0] * t[1] / (32 * t[2]) <= 32)
     if kind == "heads_forward":
-        return [heads.ForwardConfig(*tile) for tile in tiles]
+        tiles = itertools.product((8, 16, 32), (64, 128, 256), (4, 8), (1, 2, 3, 4))
+        return [
+            heads.ForwardConfig(*tile)
+            for tile in tiles
+            if 4 <= tile[0] * tile[1] / (32 * tile[2]) <= 32
+        ]
+    tiles = itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8), (32, 64, 128))
     return [
-        heads.BackwardConfig(*tile, max_parts, min_rows=128)
-        for tile, max_parts in itertools.product(tiles, (32, 64))
+        heads.BackwardConfig(*tile, min_rows=128)
+        for tile in tiles
+        if 16 <= tile[0] * tile[1] / (32 * tile[2]) <= 64
     ]

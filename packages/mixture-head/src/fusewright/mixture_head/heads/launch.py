@@ -13,7 +13,6 @@ import torch
 from .._core.launches import Allocator, Launch, Plan, allocator, cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
-from . import launch_hopper_backward
 
 if TYPE_CHECKING:
     from . import kernels
@@ -51,10 +50,10 @@ class AddPartsConfig(NamedTuple):
     num_warps: int
 
 
-# Source: results/tuning-h200-torch2.11-triton3.6.csv for ten heads of 1376 hidden units; unmeasured
-# for others, and for the addition of the partial sums.
+# Source: docs/decisions/0026-heads-h200.csv for ten heads of 1376 hidden units; unmeasured for
+# others, and for the addition of the partial sums.
 FORWARD = ForwardConfig(block_rows=32, block_cols=64, num_warps=4, num_stages=3)
-BACKWARD = BackwardConfig(block_rows=64, block_cols=64, num_warps=4, max_parts=32, min_rows=128)
+BACKWARD = BackwardConfig(block_rows=64, block_cols=64, num_warps=4, max_parts=64, min_rows=128)
 ADD_PARTS = AddPartsConfig(block=1024, num_warps=4)
 
 
@@ -133,13 +132,9 @@ def run_backward(
     dweight = plan.dweight()
     if plan.launch is None or plan.add_parts is None:
         return dweight.zero_()
-    dparams, u, weight = dparams.contiguous(), u.contiguous(), weight.contiguous()
-    if launch_hopper_backward.serves(u):
-        launch_hopper_backward.silu_heads_backward(dparams, u, weight, du, dweight)
-    else:
-        parts = plan.parts()
-        plan.launch((dparams, u, weight, du, parts))
-        plan.add_parts((parts, dweight))
+    parts = plan.parts()
+    plan.launch((dparams.contiguous(), u.contiguous(), weight.contiguous(), du, parts))
+    plan.add_parts((parts, dweight))
     return dweight
 
 

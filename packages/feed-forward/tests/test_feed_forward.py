@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusewright.feed_forward import FeedForward, feed_forward
+from fusewright.feed_forward._core.backends import DeviceProperties
 from fusewright.feed_forward.perceptron import reference
 from fusewright_testkit import Yardstick
 from fusewright_testkit.yardstick import as_tuple
@@ -100,6 +101,33 @@ def test_without_gradients_the_activation_takes_the_place_of_what_it_is_of(devic
     assert kept_u is before
     assert kept_h is behind
     assert torch.equal(kept_u, F.linear(*tensors[:2]))
+
+
+@pytest.mark.parametrize(
+    ("served", "rows", "inner", "cols", "dtype", "capability"),
+    [
+        (True, 44000, 512, 1376, BF16, 90),
+        (True, 44000, 8, 8, F16, 90),
+        (False, 2000, 512, 1376, BF16, 90),
+        (False, 44000, 520, 1376, BF16, 90),
+        (False, 44000, 508, 1376, BF16, 90),
+        (False, 44000, 512, 1365, BF16, 90),
+        (False, 44000, 512, 0, BF16, 90),
+        (False, 44000, 512, 1376, F32, 90),
+        (False, 44000, 512, 1376, BF16, 80),
+        (False, 44000, 512, 1376, BF16, 100),
+    ],
+)
+def test_epilogue_serves_what_it_can_and_is_faster_for(
+    served, rows, inner, cols, dtype, capability, monkeypatch
+):
+    from fusewright.feed_forward._core import product_hopper
+
+    gpu = DeviceProperties(multiprocessors=132, shared_bytes=227 << 10, capability=capability)
+    monkeypatch.setattr(product_hopper, "device_properties", lambda device: gpu)
+    monkeypatch.setattr(product_hopper, "interpreted", lambda: False)
+    device = torch.device("cuda", 0)
+    assert product_hopper.serves(rows, inner, cols, dtype, device, 0.9) is served
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -37,7 +37,7 @@ def feed_forward(
 
 def activated(x: Tensor, hidden_weight: Tensor) -> tuple[Tensor, Tensor]:
     """x A^T and its SiLU."""
-    if has_epilogue(x, len(hidden_weight), launch_hopper.FASTER.forward):
+    if has_epilogue(x, hidden_weight.shape[0], launch_hopper.FASTER.forward):
         u, h = launch_hopper.product_silu(x.contiguous(), hidden_weight.contiguous(), keeps=True)
         assert u is not None
         return u, h
@@ -57,7 +57,7 @@ def feed_forward_inference(
     x: Tensor, hidden_weight: Tensor, output_weight: Tensor
 ) -> tuple[Tensor, None, None]:
     """``(y, None, None)``; SiLU is computed in place."""
-    if has_epilogue(x, len(hidden_weight), launch_hopper.FASTER.forward):
+    if has_epilogue(x, hidden_weight.shape[0], launch_hopper.FASTER.forward):
         _, h = launch_hopper.product_silu(x.contiguous(), hidden_weight.contiguous(), keeps=False)
     else:
         h = linear(x, hidden_weight)

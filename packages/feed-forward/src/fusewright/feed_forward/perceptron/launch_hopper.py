@@ -55,11 +55,11 @@ def product_silu(x: Tensor, weight: Tensor, keeps: bool) -> tuple[Tensor | None,
     """``(u, h)``, u = x weight^T and h = SiLU(u), of contiguous tensors; u is None unless it
     ``keeps``.
     """
-    h = x.new_empty((*x.shape[:-1], len(weight)))
+    cols, inner = weight.shape
+    h = x.new_empty((*x.shape[:-1], cols))
     u = torch.empty_like(h) if keeps else None
     x, of_h = as_matrix(x), as_matrix(h)
-    sizes = len(x), x.shape[1], len(weight)
-    launch = plan_silu(*sizes, x.dtype, keeps, x.device)
+    launch = plan_silu(x.shape[0], inner, cols, x.dtype, keeps, x.device)
     launch((in_bulk(x), in_bulk(weight), of_h if u is None else as_matrix(u), of_h))
     return u, h
 
@@ -68,14 +68,14 @@ def product_silu_backward(dy: Tensor, weight: Tensor, u: Tensor) -> Tensor:
     """(dy weight) * SiLU'(u), of contiguous tensors."""
     du = torch.empty_like(u)
     dy = as_matrix(dy)
-    launch = plan_silu_backward(len(dy), *weight.shape, dy.dtype, dy.device)
+    launch = plan_silu_backward(dy.shape[0], *weight.shape, dy.dtype, dy.device)
     launch((in_bulk(dy), in_bulk(weight), as_matrix(u), as_matrix(du)))
     return du
 
 
 def as_matrix(x: Tensor) -> Tensor:
     """All leading axes as one."""
-    return x.view(-1, x.shape[-1])
+    return x if x.ndim == 2 else x.view(-1, x.shape[-1])
 
 
 @functools.lru_cache(maxsize=4096)

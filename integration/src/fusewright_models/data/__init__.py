@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from .attainable import attainable_log_likelihood
 from .digits import Digits
 from .evaluation import Evaluation, evaluate
 from .gaussian_process import GaussianProcess
@@ -74,6 +75,7 @@ __all__ = [
     "Sampler",
     "Size",
     "Task",
+    "attainable_log_likelihood",
     "evaluate",
     "make_sampler",
 ]

@@ -361,6 +361,8 @@ def test_options_reach_the_run(tmp_path):
         "--precision": "bf16",
         "--context-size": "4-6",
         "--target-size": "8",
+        "--frequencies": "3",
+        "--ahead": "2",
         "--batch-size": "2",
         "--optimizer": "muon",
         "--lr": "0.002",

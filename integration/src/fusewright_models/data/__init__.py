@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from .ahead import DrawnAhead
 from .attainable import attainable_log_likelihood
 from .digits import Digits
 from .evaluation import Evaluation, evaluate
@@ -69,6 +70,7 @@ __all__ = [
     "DATA_NAMES",
     "DataName",
     "Digits",
+    "DrawnAhead",
     "Evaluation",
     "GaussianProcess",
     "LinearRegression",

@@ -60,6 +60,15 @@ class Task:
         """``rows [B, M, ...]``, one for each context point, with zeros where a task has none."""
         return shown(rows, self.context_lengths)
 
+    def part(self, first: int, last: int) -> Task:
+        """The tasks from number ``first`` to before ``last``, views of these."""
+        parts = {
+            name: None if rows is None else rows[first:last]
+            for name, rows in vars(self).items()
+            if name != "truth"
+        }
+        return Task(**parts, truth={name: x[first:last] for name, x in self.truth.items()})
+
     def mean_over_targets(self, scores: Tensor) -> Tensor:
         """``scores [B, N, d_y]`` to ``[B]``: of the targets that each task has; 0 of none."""
         if self.target_lengths is None:

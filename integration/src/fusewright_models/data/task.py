@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -68,6 +69,23 @@ class Task:
             if name != "truth"
         }
         return Task(**parts, truth={name: x[first:last] for name, x in self.truth.items()})
+
+    @classmethod
+    def joined(cls, tasks: Sequence[Task]) -> Task:
+        """All tasks of some batches without lengths as one batch, padded to the largest of them
+        where their sizes differ.
+        """
+        sizes = [(each.x_context.shape[1], each.x_target.shape[1]) for each in tasks]
+        contexts, targets = (Size(min(some), max(some)) for some in zip(*sizes, strict=True))
+        padded = [each.padded(Capacity(contexts, targets)) for each in tasks]
+        parts: dict[str, Any] = {}
+        for each_field in fields(cls):
+            found = [getattr(each, each_field.name) for each in padded]
+            if isinstance(found[0], Tensor):
+                parts[each_field.name] = torch.cat(found)
+        names = tasks[0].truth
+        truth = {name: torch.cat([each.truth[name] for each in padded]) for name in names}
+        return cls(**parts, truth=truth)
 
     def mean_over_targets(self, scores: Tensor) -> Tensor:
         """``scores [B, N, d_y]`` to ``[B]``: of the targets that each task has; 0 of none."""

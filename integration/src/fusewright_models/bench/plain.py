@@ -68,8 +68,8 @@ def embedding(
 ) -> Tensor:
     """SiLU([x ; waves of x ; y ; indicator] E1) E2, with y and indicator 0 in target rows."""
     x = torch.cat([x_context, x_target], dim=1)
-    numbers = range(1, model.config.frequencies + 1)
-    phases = [0.25 * math.pi * n * x[..., i] for i in range(x.shape[-1]) for n in numbers]
+    octaves = range(model.config.frequencies)
+    phases = [2**n * math.pi / 4 * x[..., i] for i in range(x.shape[-1]) for n in octaves]
     waves = [wave(phase) for wave in (torch.sin, torch.cos) for phase in phases]
     if waves:
         x = torch.cat([x, torch.stack(waves, dim=-1)], dim=-1)

@@ -68,7 +68,7 @@ class TransformerNPRun(Run):
     frequencies: Annotated[
         int,
         typer.Option(
-            min=0, help="Sines and cosines of each coordinate as more inputs. Default: 0."
+            min=0, help="Sines and cosines of each coordinate at so many octaves. Default: 0."
         ),
     ] = 0
     indicator: Annotated[

@@ -70,6 +70,15 @@ class Task:
         }
         return Task(**parts, truth={name: x[first:last] for name, x in self.truth.items()})
 
+    def to(self, device: torch.device | str) -> Task:
+        """The same tasks there."""
+        parts = {
+            name: rows.to(device) if isinstance(rows, Tensor) else rows
+            for name, rows in vars(self).items()
+            if name != "truth"
+        }
+        return Task(**parts, truth={name: x.to(device) for name, x in self.truth.items()})
+
     @classmethod
     def joined(cls, tasks: Sequence[Task]) -> Task:
         """All tasks of some batches without lengths as one batch, padded to the largest of them

@@ -44,8 +44,7 @@ class TransformerNPConfig:
         norm: "pre" or "post".
         scale: standard deviations as "log_sigma" or "softplus".
         frequencies: sines and cosines of each coordinate as more inputs, so many of each, of
-            1/8, 2/8, 3/8 ... cycles per unit: what a difference of up to 8 units can depend on,
-            from its slow part on.
+            1/8, 1/4, 1/2, 1 ... cycles per unit.
         indicator: one more input, 1 in context rows and 0 in target rows. Without it a context row
             with y = 0 and a target row at the same x start equal.
         checkpointing: "block" computes every block again in the backward pass instead of keeping
@@ -120,7 +119,7 @@ def shown(rows: Tensor, lengths: Tensor | None) -> Tensor:
     return torch.where(within(rows, lengths).unsqueeze(-1), rows, 0.0)
 
 
-# Of the slowest of an embedder's waves: differences of so many units have phases of their own.
+# Of the slowest of an embedder's waves, in units of a coordinate; each next one is half as long.
 WAVE_LENGTH = 8.0
 
 
@@ -136,7 +135,7 @@ class Embedder(nn.Module):
         super().__init__()
         self.indicator = config.indicator
         self.y_width = config.y_width
-        cycles = torch.arange(1, config.frequencies + 1) / WAVE_LENGTH
+        cycles = 2.0 ** torch.arange(config.frequencies) / WAVE_LENGTH
         self.register_buffer("cycles", cycles, persistent=False)
         coordinates = config.x_width * (1 + 2 * config.frequencies)
         inputs = coordinates + config.y_width + config.indicator

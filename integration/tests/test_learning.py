@@ -127,8 +127,8 @@ def test_the_command_writes_rows_of_all_recipes_and_a_picture(monkeypatch, tmp_p
     ("flags", "message"),
     [
         (["--only", "rbf,cubic"], "recipes are .*; got cubic"),
-        (["--share", "0"], "--share wants a share of the steps; got 0.0"),
-        (["--share", "1.5"], "--share wants a share of the steps; got 1.5"),
+        (["--share", "0"], "--share wants a positive number; got 0.0"),
+        (["--share", "inf"], "--share wants a positive number; got inf"),
     ],
 )
 def test_choices_that_cannot_be_served_are_refused(flags, message, tmp_path):

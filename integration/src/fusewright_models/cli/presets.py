@@ -71,7 +71,7 @@ TRANSFORMER_NP: dict[str, TransformerNPPreset] = {
     # architecture, steps, batch_size, lr, evaluate_every, evaluation_batches
     "tiny": TransformerNPPreset(TINY_NP, 100, 8, 2e-3, 50, 4),
     "demo": TransformerNPPreset(DEMO_NP, 2000, 32, 1.5e-3, 200, 64),
-    # What learns most in minutes of one GPU.
+    # For minutes of one GPU.
     "small": TransformerNPPreset(SMALL_NP, 60_000, 128, 2e-3, 5000, 256),
     # The 36.7 million parameters of the model, for a GPU.
     "base": TransformerNPPreset({}, 20_000, 128, 5e-4, 1000, 256),

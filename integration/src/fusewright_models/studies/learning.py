@@ -346,7 +346,8 @@ def draw(points: list[Point]) -> Figure:
     axes.set(xlabel="seconds of this training alone", ylabel="nats behind what can be known")
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    if own:
+        axes.legend(frameon=False)
     return figure
 
 
@@ -355,7 +356,7 @@ def main(
     only: Annotated[str, typer.Option(help="Recipes, by name.")] = ",".join(
         each.name for each in RECIPES
     ),
-    share: Annotated[float, typer.Option(help="Of each one's steps.")] = 1.0,
+    share: Annotated[float, typer.Option(help="Of each one's steps, more than 1 too.")] = 1.0,
     seconds: Annotated[float, typer.Option(help="Trainings end then, finished or not.")] = inf,
     device: Annotated[str, typer.Option()] = "cuda",
 ) -> None:
@@ -366,8 +367,8 @@ def main(
         known = {each.name: each for each in RECIPES}
         if unknown := set(names) - known.keys():
             raise ValueError(f"recipes are {tuple(known)}; got {', '.join(sorted(unknown))}")
-        if not 0.0 < share <= 1.0:
-            raise ValueError(f"--share wants a share of the steps; got {share}")
+        if not (isfinite(share) and share > 0.0):
+            raise ValueError(f"--share wants a positive number; got {share}")
     file = out / f"learning-{environment_name(where)}.csv"
     points: list[Point] = []
     lock = threading.Lock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -63,21 +63,18 @@ class Task:
 
     def part(self, first: int, last: int) -> Task:
         """The tasks from number ``first`` to before ``last``, views of these."""
-        parts = {
-            name: None if rows is None else rows[first:last]
-            for name, rows in vars(self).items()
-            if name != "truth"
-        }
-        return Task(**parts, truth={name: x[first:last] for name, x in self.truth.items()})
+        return self._changed(lambda rows: rows[first:last])
 
     def to(self, device: torch.device | str) -> Task:
         """The same tasks there."""
-        parts = {
-            name: rows.to(device) if isinstance(rows, Tensor) else rows
-            for name, rows in vars(self).items()
-            if name != "truth"
+        return self._changed(lambda rows: rows.to(device))
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> Task:
+        """With another in the place of each tensor."""
+        parts: dict[str, Any] = {
+            name: change(rows) for name, rows in vars(self).items() if isinstance(rows, Tensor)
         }
-        return Task(**parts, truth={name: x.to(device) for name, x in self.truth.items()})
+        return Task(**parts, truth={name: change(rows) for name, rows in self.truth.items()})
 
     @classmethod
     def joined(cls, tasks: Sequence[Task]) -> Task:

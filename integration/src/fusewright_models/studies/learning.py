@@ -235,9 +235,9 @@ class Training:
         for other in recipe.others:
             self.kept.append(keep(replace(scored, **other.choices), other.batches, other.tasks))
         self.model = run.model(self.kept[0].held_out.task.x_context.shape[-1])
-        self.precision = run.precision
+        self.source = run.source(padded=False)
         optimizer = optimizer_of(run, self.model)
-        parts = run.source(padded=False), negative_log_likelihood, optimizer, run.training()
+        parts = self.source, negative_log_likelihood, optimizer, run.training()
         self.said = StringIO()
         console = Console(file=self.said)
         self.trainer = Trainer(self.model, *parts, None, console=console, evaluate=self.score)
@@ -254,16 +254,15 @@ class Training:
 
     def warm_up(self) -> None:
         """Compile and capture, which bears no other work beside it."""
-        source = self.trainer.source
-        state = source.state_dict()
-        batch = source.sample(self.trainer.config.batch_size)
+        state = self.source.state_dict()
+        batch = self.source.sample(self.trainer.config.batch_size)
         with self.trainer.stepper.autocast():
             warm_up(
                 self.model.loss,
                 *(batch.x_context, batch.y_context, batch.x_target, batch.y_target),
                 *(batch.context_lengths, batch.target_lengths),
             )
-        source.load_state_dict(state)
+        self.source.load_state_dict(state)
         self.trainer.run(until=self.recipe.warm[0])
         self._wait()
 
@@ -295,13 +294,24 @@ class Training:
                 found = kept.held_out.score(self.model)
             if not self.trainer.step:
                 continue
-            step, seconds = self.trainer.step, time.perf_counter() - self.start
-            of_step = step, self.trainer.config.steps, self.step_ms, 1e-3 * step * self.step_ms
-            oracle = found.log_likelihood + found.behind
-            scores = found.log_likelihood, oracle, kept.attainable, found.behind
-            names = self.recipe.name, kept.data, kept.context
-            rest = found.behind_error, *found.coverage
-            self.note(Point(*names, *of_step, seconds, *scores, *rest))
+            step = self.trainer.step
+            point = Point(
+                self.recipe.name,
+                kept.data,
+                kept.context,
+                step,
+                self.trainer.config.steps,
+                self.step_ms,
+                1e-3 * step * self.step_ms,
+                time.perf_counter() - self.start,
+                found.log_likelihood,
+                found.log_likelihood + found.behind,
+                kept.attainable,
+                found.behind,
+                found.behind_error,
+                *found.coverage,
+            )
+            self.note(point)
         self.model.train()
         return {"log likelihood": found.log_likelihood}
 
@@ -340,7 +350,7 @@ def draw(points: list[Point]) -> Figure:
     own = [point for point in points if point.step and isfinite(point.attainable)]
     for name in dict.fromkeys(point.trained for point in own):
         mine = [point for point in own if point.trained == name]
-        mine = [point for point in mine if point.data == mine[0].data]
+        mine = [p for p in mine if (p.data, p.context) == (mine[0].data, mine[0].context)]
         behind = [point.attainable - point.log_likelihood for point in mine]
         axes.plot([point.alone_s for point in mine], behind, marker=".", label=name)
     axes.set(xlabel="seconds of this training alone", ylabel="nats behind what can be known")
@@ -351,11 +361,12 @@ def draw(points: list[Point]) -> Figure:
     return figure
 
 
+NAMES = ",".join(each.name for each in RECIPES)
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the results.")],
-    only: Annotated[str, typer.Option(help="Recipes, by name.")] = ",".join(
-        each.name for each in RECIPES
-    ),
+    only: Annotated[str, typer.Option(help="Recipes, by name.")] = NAMES,
     share: Annotated[float, typer.Option(help="Of each one's steps, more than 1 too.")] = 1.0,
     seconds: Annotated[float, typer.Option(help="Trainings end then, finished or not.")] = inf,
     device: Annotated[str, typer.Option()] = "cuda",

@@ -18,11 +18,17 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .internals import FOUND, can_rerun, compiles_in, launch_hooks
+from .lazy import lazy_module
+
+if TYPE_CHECKING:
+    from . import kernels_gluon
+else:
+    kernels_gluon = lazy_module(__package__, "kernels_gluon")
 
 Layout = tuple[torch.dtype, tuple[int, ...]]
 Allocator = Callable[[], torch.Tensor]
@@ -180,6 +186,18 @@ class DescribedLaunch(Launch):
             for base, (kind, fields) in zip(operands, self.made, strict=True)
         ]
         super().__call__(tensors[len(others) :], floats, (*described, *others))
+
+
+def in_tiles(rows: int, cols: int) -> Callable[[torch.Tensor], Any]:
+    """The descriptor of a matrix in tiles of this size."""
+
+    def describe(x: torch.Tensor) -> Any:
+        layout = kernels_gluon.gl.NVMMASharedLayout(128, 16, rank=2)
+        return kernels_gluon.TensorDescriptor(
+            x, list(x.shape), list(x.stride()), [rows, cols], layout
+        )
+
+    return describe
 
 
 def descriptor_of(base: torch.Tensor, kind: type, fields: dict[str, Any]) -> Any:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .operations import OPERATIONS, GatingOp
+from .operations import GATINGS, GatingOp
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=OPERATIONS)
+@pytest.fixture(params=GATINGS)
 def op(request: pytest.FixtureRequest) -> GatingOp:
-    """Each op of the package; a module that is about one says so by its parametrization."""
-    return OPERATIONS[request.param]
+    """Each gating; a module that is about one says so by its parametrization."""
+    return GATINGS[request.param]
 
 
 @pytest.fixture(params=["triton", "reference"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +10,22 @@ import torch
 import torch.nn.functional as F
 from fusewright.feed_forward.gating import reference
 from fusewright.feed_forward.gating.silu_mul import silu_mul, silu_mul_halves
+from fusewright.feed_forward.perceptron import reference as layer_reference
+from fusewright.feed_forward.perceptron.feed_forward import feed_forward
 from fusewright_testkit.conformance import Operation, Package
 
 Tensors = list[torch.Tensor]
 
 PACKAGE = Package(
     "fusewright.feed_forward",
-    names="SwiGLU silu_mul",
-    registered="silu_mul silu_mul_backward silu_mul_halves silu_mul_halves_backward",
+    names="FeedForward SwiGLU feed_forward silu_mul",
+    registered=(
+        "feed_forward feed_forward_backward silu_mul silu_mul_backward silu_mul_halves "
+        "silu_mul_halves_backward"
+    ),
     without_triton=(
         "x = torch.randn(3, 8, requires_grad=True)\n"
-        "silu_mul(SwiGLU(8, 5)(x), x).square().sum().backward()\n"
+        "silu_mul(SwiGLU(8, 5)(x), FeedForward(8, 5)(x)).square().sum().backward()\n"
         "assert x.grad.isfinite().all()\n"
     ),
 )
@@ -63,6 +68,50 @@ class GatingOp(Operation):
         return 0
 
 
+@dataclass(frozen=True)
+class FeedForwardOp(Operation):
+    """feed_forward: x [..., d], weights [F, d] and [M, F]; a size is that of x, then F and M."""
+
+    name: str = "feed_forward"
+
+    small = (3, 20, 6, 5)
+    tiny = (2, 3, 4, 2)
+    several = (70, 33, 40, 24)
+    growing = ((3, 20, 6, 5), (5, 20, 6, 5), (8, 20, 6, 5))
+    empty = ((0, 5, 3, 4), (3, 0, 5, 4), (3, 5, 0, 4), (3, 5, 4, 0), (2, 0, 4, 3, 3))
+    strided = (2, 3, 2, 16, 8, 24)
+    gpu = ((3000, 512, 1376, 512), (64, 256, 520, 128), (7, 200, 96, 200))
+
+    def public(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        return feed_forward(*tensors, **options)
+
+    def reference(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return layer_reference.feed_forward(*tensors)
+
+    def twin(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return torch_feed_forward(*tensors)
+
+    def draw(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensors:
+        """x from a normal distribution, and weights that keep its size."""
+        *leading, cols, hidden, outputs = shape
+        x = torch.randn(*leading, cols, device=device).to(dtype)
+        sizes = (hidden, cols), (outputs, hidden)
+        weights = (torch.randn(size, device=device).div(max(size[1], 1) ** 0.5) for size in sizes)
+        return [x, *(weight.to(dtype) for weight in weights)]
+
+    def autocast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [x.bfloat16() for x in tensors]
+
+    def kept(self, tensors: Tensors) -> int:
+        """What is before SiLU and behind it."""
+        x, hidden_weight, _ = tensors
+        return 2 * len(x) * len(hidden_weight)
+
+
+def torch_feed_forward(x, hidden_weight, output_weight):
+    return F.linear(F.silu(F.linear(x, hidden_weight)), output_weight)
+
+
 def torch_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
@@ -71,7 +120,7 @@ def torch_silu_mul_halves(joint: torch.Tensor) -> torch.Tensor:
     return torch_silu_mul(*joint.chunk(2, -1))
 
 
-OPERATIONS = {
+GATINGS = {
     op.name: op
     for op in (
         GatingOp("silu_mul", silu_mul, operands=2, widening=1, twin=torch_silu_mul),
@@ -80,3 +129,4 @@ OPERATIONS = {
         ),
     )
 }
+OPERATIONS = GATINGS | {"feed_forward": FeedForwardOp()}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.feed_forward import SwiGLU, silu_mul
+from fusewright.feed_forward import FeedForward, SwiGLU, silu_mul
 from fusewright.feed_forward.gating.silu_mul import silu_mul_halves
+from fusewright.feed_forward.perceptron import launch_hopper
 from fusewright.feed_forward.swiglu import reference
 from fusewright_testkit import Yardstick, no_synchronisation
 from fusewright_testkit.conformance import everything, same_bits
+
+from .operations import FeedForwardOp
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -29,8 +32,9 @@ def test_full_size_is_as_near_to_fp64_as_torch(op, rows, cols, dtype):
     op.check(op.draw((rows, cols), dtype, "cuda"))
 
 
-def test_no_step_of_the_layer_waits_for_the_gpu():
-    layer = SwiGLU(64, 100, backend="triton", device="cuda")
+@pytest.mark.parametrize("kind", [FeedForward, SwiGLU])
+def test_no_step_of_a_layer_waits_for_the_gpu(kind):
+    layer = kind(64, 100, backend="triton", device="cuda")
     x = torch.randn(30, 64, device="cuda")
 
     def step():
@@ -93,3 +97,27 @@ def test_layer_in_bf16_is_as_near_to_fp64_as_torch():
 
     inputs = [torch.randn(2000, 512, device="cuda", dtype=BF16), *layer.parameters()]
     Yardstick(reference.swiglu, inputs).check(call)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("sizes", [(8192, 512, 1376, 512), (1001, 512, 1365, 512)], ids=str)
+def test_feed_forward_at_full_size_is_as_near_to_fp64_as_torch(sizes, dtype):
+    op = FeedForwardOp()
+    op.check(op.draw(sizes, dtype, "cuda"))
+
+
+@pytest.mark.large
+def test_hidden_layer_past_31_bits_of_elements(monkeypatch):
+    # Few rows take the kernels that many take.
+    monkeypatch.setattr(launch_hopper, "FASTER", launch_hopper.Faster(0.0, 0.0))
+    op, rows = FeedForwardOp(), (1 << 21) + 3
+    chosen = [0, 1, rows // 2, rows - 1]
+    x, *weights = op.draw((rows, 16, 1024, 16), BF16, "cuda")
+    x.requires_grad_()
+    y = op.kernels(x, *weights)
+    few = x.detach()[chosen].requires_grad_()
+    truth = op.kernels(few, *weights)
+    torch.testing.assert_close(y[chosen], truth)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    (expected,) = torch.autograd.grad(truth, few, torch.ones_like(truth))
+    torch.testing.assert_close(dx[chosen], expected)

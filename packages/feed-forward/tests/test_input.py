@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.feed_forward import SwiGLU, silu_mul
+from fusewright.feed_forward import FeedForward, SwiGLU, feed_forward, silu_mul
 from fusewright.feed_forward.gating.silu_mul import silu_mul_halves
 from fusewright_testkit.conformance.input import NothingRuns
 
 F64, BF16 = torch.float64, torch.bfloat16
-X = torch.zeros(3, 8)
+X, A, C = torch.zeros(3, 8), torch.zeros(5, 8), torch.zeros(4, 5)
 BAD = [
     (lambda: silu_mul([1.0], X), TypeError, "gate must be a tensor, got list"),
     (lambda: silu_mul(X, 1.0), TypeError, "up must be a tensor, got float"),
@@ -35,6 +35,20 @@ BAD = [
     (lambda: SwiGLU(8, 5)(X.int()), TypeError, "x must be.*int32"),
     (lambda: SwiGLU(8, 5)(X.half()), ValueError, "dtype torch.float32 outside autocast, got.*16"),
     (lambda: SwiGLU(8, 5)(X.to("meta")), ValueError, "weight's device cpu, got meta"),
+    (lambda: feed_forward([1.0], A, C), TypeError, "x must be a tensor, got list"),
+    (lambda: feed_forward(X, A.int(), C), TypeError, "hidden_weight must be float32.*int32"),
+    (lambda: feed_forward(X, A, C.to_sparse()), TypeError, "output_weight.*got layout"),
+    (lambda: feed_forward(X[0, 0], A, C), ValueError, "x must have at least one axis"),
+    (lambda: feed_forward(X, A.mT, C), ValueError, r"hidden_weight.*\(F, 8\).*got \(8, 5\)"),
+    (lambda: feed_forward(X, A[0], C), ValueError, r"hidden_weight.*\(F, 8\).*got \(8,\)"),
+    (lambda: feed_forward(X, A, C.mT), ValueError, r"output_weight.*\(M, 5\).*got \(5, 4\)"),
+    (lambda: feed_forward(X, A.to("meta"), C), ValueError, "x's device cpu, got meta"),
+    (lambda: feed_forward(X, A, C.half()), ValueError, "x's dtype torch.float32, got.*float16"),
+    (lambda: feed_forward(X, A, C, backend="cuda"), ValueError, "got 'cuda'"),
+    (lambda: FeedForward(0, 5), ValueError, "dim must be at least 1, got 0"),
+    (lambda: FeedForward(8, 5.0), TypeError, "hidden_width must be a whole number, got float"),
+    (lambda: FeedForward(8, 5, backend="cuda"), ValueError, "got 'cuda'"),
+    (lambda: FeedForward(7, 5)(X), ValueError, r"hidden_weight.*\(F, 8\).*got \(32, 7\)"),
 ]
 
 
@@ -44,14 +58,16 @@ def test_bad_input_is_told_what_was_wanted_and_what_came(call, error, message):
         call()
 
 
-def test_input_that_the_layer_refuses_touches_no_memory(backend, device):
+@pytest.mark.parametrize("kind", [FeedForward, SwiGLU])
+def test_input_that_a_layer_refuses_touches_no_memory(kind, backend, device):
     wrong = torch.zeros(3, 9, device=device)
-    layer = SwiGLU(8, 5, backend=backend, device=device)
-    with NothingRuns(), pytest.raises(ValueError, match=r"got shape \(3, 9\)"):
+    layer = kind(8, 5, backend=backend, device=device)
+    with NothingRuns(), pytest.raises(ValueError, match=r"(, 9\)|\(3, 9\))"):
         layer(wrong)
 
 
-def test_layer_that_the_kernels_cannot_serve_says_so(device):
-    layer = SwiGLU(8, 5, backend="triton", device=device, dtype=F64)
+@pytest.mark.parametrize("kind", [FeedForward, SwiGLU])
+def test_layer_that_the_kernels_cannot_serve_says_so(kind, device):
+    layer = kind(8, 5, backend="triton", device=device, dtype=F64)
     with pytest.raises(RuntimeError, match=r"not torch\.float64"):
         layer(torch.zeros(3, 8, device=device, dtype=F64))

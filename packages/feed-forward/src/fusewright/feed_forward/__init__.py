@@ -1,5 +1,5 @@
-"""SiLU gating in Triton, forward and backward in one launch each, and the feed-forward layer that
-it makes.
+"""SiLU gating in Triton, forward and backward in one launch each, and feed-forward layers with it
+and with SiLU alone.
 """
 
 from __future__ import annotations
@@ -8,8 +8,19 @@ from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
 from ._core.warming import warm_up
 from .gating.silu_mul import silu_mul
+from .perceptron.feed_forward import feed_forward
+from .perceptron.layer import FeedForward
 from .swiglu.swiglu import SwiGLU
 
 __version__ = installed_version(__name__)
 
-__all__ = ["Backend", "SwiGLU", "__version__", "available_backends", "silu_mul", "warm_up"]
+__all__ = [
+    "Backend",
+    "FeedForward",
+    "SwiGLU",
+    "__version__",
+    "available_backends",
+    "feed_forward",
+    "silu_mul",
+    "warm_up",
+]

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .._core.backends import device_properties, interpreted
-from .._core.launches import Allocator, DescribedLaunch, Layout, allocate, allocator, cdiv
+from .._core.launches import (
+    Allocator,
+    DescribedLaunch,
+    Layout,
+    allocate,
+    allocator,
+    cdiv,
+    in_tiles,
+)
 from .._core.lazy import lazy_module
 
 if TYPE_CHECKING:
-    from . import kernels_descriptors, kernels_hopper
+    from . import kernels_hopper
 else:
-    kernels_descriptors = lazy_module(__package__, "kernels_descriptors")
     kernels_hopper = lazy_module(__package__, "kernels_hopper")
 
 DTYPES = torch.bfloat16, torch.float16
@@ -194,11 +200,6 @@ def plan_hopper(
     statistic = allocator(leading, torch.float32, device)
     y = allocator((*leading, outputs), dtype, device)
     return HopperPlan(y, statistic if center else None, statistic, launch)
-
-
-def in_tiles(rows: int, cols: int) -> Callable[[torch.Tensor], Any]:
-    """The descriptor of a matrix in tiles of this size."""
-    return lambda x: kernels_descriptors.descriptor(x, rows, cols)
 
 
 class Pieces(NamedTuple):

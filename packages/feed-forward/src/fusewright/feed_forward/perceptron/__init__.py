@@ -1,0 +1,1 @@
+"""The feed-forward layer of two products with SiLU between them."""

@@ -1,0 +1,205 @@
+"""feed_forward and FeedForward: values, what is computed and kept, padded storage, training."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusewright.feed_forward import FeedForward, feed_forward
+from fusewright.feed_forward.perceptron import reference
+from fusewright_testkit import Yardstick
+from fusewright_testkit.yardstick import as_tuple
+
+from .operations import FeedForwardOp
+from .test_swiglu import OPTIMIZERS
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+OP = FeedForwardOp()
+DIM, WIDTH, STORED = 12, 37, 64
+
+
+def layer_of(backend="triton", device="cpu", width=WIDTH, dtype=None):
+    return FeedForward(DIM, width, backend=backend, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (70, 33, 40, 24), (9, 5, 137, 7), (2, 3, 8, 96, 8)], ids=str
+)
+def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(shape, dtype, device):
+    OP.check(OP.draw(shape, dtype, device))
+
+
+def test_one_row_without_further_axes_is_served(backend, device):
+    x, *weights = OP.draw((1, 20, 6, 5), F32, device)
+    found = feed_forward(x[0], *weights, backend=backend)
+    assert torch.equal(found, feed_forward(x, *weights, backend=backend)[0])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_hidden_units_that_are_no_numbers_are_where_torch_has_them(dtype, backend, device):
+    """Of every size, to both sides, and infinite; each by itself on its way to y and back."""
+    numbers = [0.0, 1e-3, 1.0, 9.0, 80.0, 100.0, 1e4, 1e30, math.inf, -math.inf, math.nan]
+    numbers += [-number for number in numbers[1:8]]
+    x = torch.tensor(numbers, device=device).to(dtype).unsqueeze(-1).requires_grad_()
+    one = torch.ones(1, 1, device=device, dtype=dtype)
+    y = feed_forward(x, one, one, backend=backend)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    twin = x.detach().float().requires_grad_()
+    truth = F.silu(twin)
+    (grad,) = torch.autograd.grad(truth, twin, torch.ones_like(truth))
+    for a, b in ((y, truth), (dx, grad)):
+        b = b.to(dtype)
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a[a.isinf()], b[b.isinf()])
+
+
+def test_backward_formulas_are_those_of_autograd():
+    tensors = [t.requires_grad_() for t in OP.draw((3, 6, 5, 4), F64, "cpu")]
+    y = reference.feed_forward(*tensors)
+    dy = torch.randn_like(y)
+    expected = torch.autograd.grad(y, tensors, dy)
+    found = as_tuple(reference.feed_forward_backward(dy, *tensors))
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= 16 * torch.finfo(F64).eps * b.abs().max()
+
+
+@pytest.mark.parametrize(("asked", "products", "slopes"), [(0, 2, 1), (1, 2, 1), (2, 1, 0)])
+def test_only_what_is_asked_for_is_computed(asked, products, slopes, device, monkeypatch):
+    from fusewright.feed_forward.perceptron import launch
+
+    called = []
+    for name in ("product", "product_of_rows", "silu_backward"):
+        run = getattr(launch, name)
+        monkeypatch.setattr(launch, name, lambda *a, _n=name, _r=run: called.append(_n) or _r(*a))
+    tensors = OP.draw((4, 20, 6, 5), F32, device)
+    tensors[asked].requires_grad_()
+    y = OP.kernels(*tensors)
+    called.clear()
+    torch.autograd.grad(y.sum(), tensors[asked])
+    assert called.count("silu_backward") == slopes
+    assert len(called) - slopes == products
+
+
+def test_without_gradients_the_activation_takes_the_place_of_what_it_is_of(device, monkeypatch):
+    from fusewright.feed_forward.perceptron import launch
+
+    places = []
+    run = launch.silu
+    monkeypatch.setattr(launch, "silu", lambda u, h: places.append((u, h)) or run(u, h))
+    tensors = OP.draw((4, 20, 6, 5), F32, device)
+    y, *nothing = launch.feed_forward_inference(*tensors)
+    kept_y, kept_u, kept_h = launch.feed_forward(*tensors)
+    assert torch.equal(y, kept_y)
+    assert nothing == [None, None]
+    (u, h), (before, behind) = places
+    assert u is h
+    assert kept_u is before
+    assert kept_h is behind
+    assert torch.equal(kept_u, F.linear(*tensors[:2]))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_every_layout_gives_the_same_bits(which, device):
+    tensors = [t.requires_grad_() for t in OP.draw((40, 24, 16, 32), F32, device)]
+    strided = [t.detach().clone().requires_grad_() for t in tensors]
+    apart = torch.stack([tensors[which].detach()] * 2, -1)[..., 0].mT.contiguous().mT
+    assert not apart.is_contiguous()
+    strided[which] = apart.requires_grad_()
+
+    def found(leaves):
+        y = OP.kernels(*leaves)
+        return y, *torch.autograd.grad(y.square().sum(), leaves)
+
+    assert all(torch.equal(a, b) for a, b in zip(found(tensors), found(strided), strict=True))
+
+
+@pytest.mark.parametrize(("width", "stored"), [(1, 32), (32, 32), (33, 64), (1365, 1376)])
+def test_hidden_width_is_stored_rounded_up_and_zero_beyond(width, stored):
+    layer = FeedForward(4, width)
+    assert layer.hidden.weight.shape == (stored, 4)
+    assert layer.output.weight.shape == (4, stored)
+    assert layer.hidden.bias is None
+    assert layer.output.bias is None
+    assert not layer.hidden.weight[width:].any()
+    assert layer.hidden.weight[:width].all()
+    assert not layer.output.weight[:, width:].any()
+    assert layer.output.weight[:, :width].all()
+
+
+def test_weights_are_drawn_by_fan_in_of_the_width_that_is_used():
+    layer = FeedForward(100, 400)
+    for weight, fan_in in ((layer.hidden.weight, 100), (layer.output.weight[:, :400], 400)):
+        bound = fan_in**-0.5
+        assert 0.99 * bound < weight.abs().max() <= bound
+
+
+def test_padding_changes_nothing(backend, device):
+    layer = layer_of(backend, device)
+
+    def without_padding(x, hidden_weight, output_weight):
+        return F.linear(F.silu(F.linear(x, hidden_weight[:WIDTH])), output_weight[:, :WIDTH])
+
+    inputs = [torch.randn(7, DIM, device=device), *layer.parameters()]
+    yardstick = Yardstick(without_padding, inputs)
+    yardstick.check(lambda *t: feed_forward(*t, backend=backend))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_padding_stays_zero_for_a_hundred_steps(optimizer, backend, device):
+    layer = layer_of(backend, device)
+    start = copy.deepcopy(layer.state_dict())
+    steps = OPTIMIZERS[optimizer](layer.parameters())
+    for _ in range(100):
+        x = torch.randn(9, DIM, device=device)
+        steps.zero_grad()
+        (layer(x) - x.flip(-1)).square().mean().backward()
+        assert not layer.hidden.weight.grad[WIDTH:].any()
+        assert not layer.output.weight.grad[:, WIDTH:].any()
+        steps.step()
+    # Bits: no zero has become a negative one.
+    for part in layer.padding():
+        assert not part.contiguous().view(torch.int32).any()
+    for name, weight in layer.state_dict().items():
+        assert not torch.equal(weight, start[name])
+
+
+def test_state_dict_holds_the_weights_in_the_width_of_the_layer(device):
+    layer, other = layer_of(device=device), layer_of(device=device)
+    state = layer.state_dict()
+    assert torch.equal(state["hidden.weight"], layer.hidden.weight[:WIDTH])
+    assert torch.equal(state["output.weight"], layer.output.weight[:, :WIDTH])
+    other.load_state_dict(state)
+    x = torch.randn(3, DIM, device=device)
+    assert torch.equal(other(x), layer(x))
+    with pytest.raises(RuntimeError, match=r"size mismatch for hidden\.weight"):
+        other.load_state_dict(layer_of(width=WIDTH - 1).state_dict())
+
+
+def test_layer_says_its_widths_and_its_backend():
+    shown = repr(layer_of("reference")).splitlines()
+    assert f"{DIM}, {WIDTH}, stored_width={STORED}, backend='reference'" in shown[1]
+
+
+def test_layer_made_on_meta_is_filled_elsewhere(device):
+    layer = layer_of(device="meta").to_empty(device=device)
+    layer.reset_parameters()
+    assert layer(torch.randn(3, DIM, device=device)).isfinite().all()
+    assert not any(part.any() for part in layer.padding())
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_autocast_gives_the_dtype_of_a_linear_layer(backend, compiles, device):
+    torch._dynamo.reset()
+    layer = layer_of(backend, device)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
+    x = torch.randn(6, DIM, device=device, requires_grad=True)
+    with torch.autocast(device, BF16):
+        y = call(x)
+    assert y.dtype == BF16
+    grads = torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
+    assert [g.dtype for g in grads] == [F32] * 3
+    assert all(g.any() for g in grads)

@@ -7,9 +7,8 @@ The factors s of a tensor's features, time and the features that the caller adds
 of the tensor's own: [28, 32], which the derivative multiplies by, and [32].
 
 The update multiplies in fp16, whose largest number is 65504. Of n elements none is larger than
-sqrt(n) once it was divided by their root mean square, which is below 46341 where n is below 2^31;
-and a tensor's layers are multiplied by a power of 2, 1 where it can be, so that the first one's
-results are at most 2^15.
+sqrt(n) once it was divided by their root mean square: below 46341 where n is below 2^31. A power of
+2 for each tensor brings the first layer's results close to 2^15, another the second's weights.
 """
 
 from __future__ import annotations
@@ -37,6 +36,15 @@ from .tiles import hidden, matrix
 
 # Features of an element and of time.
 ELEMENT, TIMES = tl.constexpr(28), tl.constexpr(11)
+
+
+@triton.jit
+def filling(most):
+    """The power of 2 that brings numbers of at most this size below 2^15, and above 2^14 where they
+    are not tiny.
+    """
+    exponent = tl.maximum(most, 2.0**-20).to(tl.int32, bitcast=True) >> 23
+    return ((127 + 127 + 14 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -92,8 +100,7 @@ def fold_kernel(
             bias += tl.load(w1 + h * width + ELEMENT + TIMES + place) * x
         tl.store(biases + tensor * 32 + h, bias)
         most = tl.sqrt(length) * tl.max(tl.sum(tl.abs(w_element), 0)) + tl.max(tl.abs(bias))
-        power = tl.minimum(15.0 - tl.ceil(tl.log2(most)), 0.0)
-        tl.store(scales + tensor, tl.exp2(power))
+        tl.store(scales + tensor, filling(most))
 
 
 @triton.jit
@@ -132,8 +139,12 @@ def apply_kernel(
         # Before the loop: the compiler must assume that its stores change what is read.
         scale = tl.load(scales + tensor)
         first_w = matrix(w1, ELEMENT, 32, 1, width) * scale
+        first_bias = tl.load(biases + tensor * 32 + h) * scale
         second_w = matrix(w2, 32, 32, 1, 32)
-        first_bias, second_bias = tl.load(biases + tensor * 32 + h) * scale, tl.load(b2 + h) * scale
+        of_second = filling(tl.max(tl.abs(second_w)))
+        second_w *= of_second
+        scale *= of_second
+        second_bias = tl.load(b2 + h) * scale
         last_d, last_e = tl.load(w3 + h) / scale, tl.load(w3 + 32 + h) / scale
         bias_d, bias_e = tl.load(b3), tl.load(b3 + 1)
         rate = tl.load(numbers + tensor * NUMBERS + RATE)

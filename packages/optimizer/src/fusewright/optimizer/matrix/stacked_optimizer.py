@@ -192,7 +192,8 @@ class StackedOptimizer(Contract):
         """Stacks of these parameters of one shape, with their places. Their state is one memory but
         made for one stack after the other: to stack it takes as much again.
         """
-        group, wholes = self.param_groups[number], {}
+        group = self.param_groups[number]
+        wholes: dict[str, Tensor] = {}
         largest = self._largest_stack([p for _, p in some], group)
         for start in range(0, len(some), largest):
             chosen = some[start : start + largest]

@@ -156,7 +156,7 @@ def orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def orthogonal_of(unit: Tensor, group: dict[str, Any]) -> Tensor:
-    """The same for matrices of norm 1, in the dtype of the products."""
+    """The same for matrices of norm 1, in the dtype of the products; may write to their memory."""
     triples = check_chain(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"])
     if launch_hopper.serves(unit.shape, unit.dtype, unit.device):
         return launch_hopper.chain_on_hopper(unit, triples)

@@ -32,8 +32,6 @@ from .._core.kernels_product_hopper import halves_of
 
 # Columns of a in one slice, and rows of a group: a slice of a is square.
 SLICE = gl.constexpr(64)
-# Squares of a group's rows of a tile.
-PARTS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -129,27 +127,31 @@ def add_slice(c, used, buffers, barriers, USE: gl.constexpr, GROUP: gl.constexpr
 
 
 @gluon.jit
-def store_squares(c_tiles, parts, at, end, places, TURNED: gl.constexpr, GROUP: gl.constexpr):
-    """Write the squares whose columns are before ``end``, each through a place of its own in shared
-    memory; TURNED, as their transposes.
-    """
-    c_row, row, col = at
-    # Those before have gone from there.
-    tma.store_wait(0)
-    for part in gl.static_range(PARTS):
-        if col + part * SLICE < end:
-            if TURNED:
-                places.index(PARTS * GROUP + part).permute([1, 0]).store(parts[part])
-            else:
-                places.index(PARTS * GROUP + part).store(parts[part])
-    fence_async_shared()
-    for part in gl.static_range(PARTS):
-        if col + part * SLICE < end:
-            if TURNED:
-                there = [c_row + col + part * SLICE, row]
-            else:
-                there = [c_row + row, col + part * SLICE]
-            tma.async_copy_shared_to_global(c_tiles, there, places.index(PARTS * GROUP + part))
+def store_part(c_tiles, part, place, places, GROUP: gl.constexpr, CONFIG: gl.constexpr):
+    """Write a square of c where it belongs, each through a place in shared memory of its own."""
+    c_row, row, col, rows, cols = place
+    direct, turned = places.index(2 * GROUP), places.index(2 * GROUP + 1)
+    if CONFIG.SYMMETRIC:
+        if (col <= row) & (row < rows):
+            # Where the last ones went from.
+            tma.store_wait(0)
+            direct.store(part)
+            if col < row:
+                turned.permute([1, 0]).store(part)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(c_tiles, [c_row + row, col], direct)
+            if col < row:
+                tma.async_copy_shared_to_global(c_tiles, [c_row + col, row], turned)
+    elif (row < rows) & (col < cols):
+        tma.store_wait(0)
+        if CONFIG.TURNED:
+            turned.permute([1, 0]).store(part)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(c_tiles, [c_row + col, row], turned)
+        else:
+            direct.store(part)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(c_tiles, [c_row + row, col], direct)
 
 
 @gluon.jit
@@ -171,6 +173,7 @@ def multiply(
     ROWS: gl.constexpr = CONFIG.ROWS
     COLS: gl.constexpr = CONFIG.BLOCK_COLS
     STAGES: gl.constexpr = CONFIG.STAGES
+    PART: gl.constexpr = COLS // 4
     DTYPE: gl.constexpr = c_tiles.dtype
     OF_C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     used = 0
@@ -193,16 +196,13 @@ def multiply(
         c = warpgroup_mma_wait(0, deps=(c,))
         mbarrier.arrive(free.index(used % STAGES), count=1)
         used += 1
-        left, right = halves_of((c * scale).to(DTYPE))
+        left, right = halves_of(c)
         parts = halves_of(left) + halves_of(right)
-        at = matrix * (cols if CONFIG.TURNED else rows), row, col
-        if row < rows:
-            if CONFIG.SYMMETRIC:
-                # Squares on the diagonal are whole.
-                store_squares(c_tiles, parts, at, row + 1, places, False, GROUP)
-                store_squares(c_tiles, parts, at, row, places, True, GROUP)
-            else:
-                store_squares(c_tiles, parts, at, cols, places, CONFIG.TURNED, GROUP)
+        c_row = matrix * (cols if CONFIG.TURNED else rows)
+        for part in gl.static_range(4):
+            place = c_row, row, col + part * PART, rows, cols
+            rounded = (parts[part] * scale).to(DTYPE)
+            store_part(c_tiles, rounded, place, places, GROUP, CONFIG)
     tma.store_wait(0)
 
 
@@ -227,12 +227,11 @@ def hopper_product_kernel(
     STAGES: gl.constexpr = CONFIG.STAGES
     DTYPE: gl.constexpr = a_tiles.dtype
     gl.static_assert(GROUPS == 2 and CONFIG.ROWS == SLICE)
-    gl.static_assert(CONFIG.BLOCK_COLS == PARTS * SLICE)
     a_shared = gl.allocate_shared_memory(DTYPE, [STAGES * GROUPS, SLICE, SLICE], a_tiles.layout)
     B_ROWS: gl.constexpr = CONFIG.BLOCK_COLS if CONFIG.COLS_FIRST else SLICE
     B_COLS: gl.constexpr = SLICE if CONFIG.COLS_FIRST else CONFIG.BLOCK_COLS
     b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, B_ROWS, B_COLS], b_tiles.layout)
-    places = gl.allocate_shared_memory(DTYPE, [PARTS * GROUPS, SLICE, SLICE], c_tiles.layout)
+    places = gl.allocate_shared_memory(DTYPE, [2 * GROUPS, SLICE, SLICE], c_tiles.layout)
     full, free = barriers_of(STAGES, 1), barriers_of(STAGES, GROUPS)
     fence_async_shared()
     buffers, barriers = (a_shared, b_shared), (full, free)

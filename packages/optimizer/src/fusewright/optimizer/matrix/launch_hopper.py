@@ -31,7 +31,7 @@ class ProductConfig(NamedTuple):
     groups: int = 2
     rows: int = 64
     block_cols: int = 256
-    stages: int = 3
+    stages: int = 4
     registers: int = 232
     copying_registers: int = 24
 
@@ -52,6 +52,7 @@ class ProductConstants(NamedTuple):
     TURNED: bool
 
 
+# Source: docs/decisions/0028-products-h200.csv.
 PRODUCT = ProductConfig()
 # A side of this length or more; shorter ones have too few tiles for symmetry to save any.
 SHORTEST = 384

@@ -118,11 +118,19 @@ def small() -> Callable[..., TransformerNP]:
 def rows() -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """x_context, y_context, x_target, y_target, drawn from a normal distribution."""
 
-    def make(batch: int, context: int, targets: int, *, dtype=torch.float32, y_width: int = 1):
+    def make(
+        batch: int,
+        context: int,
+        targets: int,
+        *,
+        dtype=torch.float32,
+        x_width=SMALL.x_width,
+        y_width=1,
+    ):
         shapes = (
-            (batch, context, SMALL.x_width),
+            (batch, context, x_width),
             (batch, context, y_width),
-            (batch, targets, SMALL.x_width),
+            (batch, targets, x_width),
             (batch, targets, y_width),
         )
         return tuple(torch.randn(shape, dtype=dtype) for shape in shapes)

@@ -197,6 +197,10 @@ CORRUPTED = {
         config_with(data="blr"),
         "wanted the choices that the run was trained with: data 'digits'; got data 'blr'",
     ),
+    "later-choice": (
+        config_with(frequencies=2),
+        "wanted the choices that the run was trained with: frequencies 'absent'; got frequencies 2",
+    ),
     "torn-before": (
         metrics_of(lambda lines: [lines[0], '{"step": 2, "lo\n', *lines[1:]]),
         "wanted a JSON object in line 2 of {folder}/metrics.jsonl; got no",
@@ -297,10 +301,13 @@ def test_where_and_how_a_run_is_trained_may_change(tmp_path, finished):
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_run_of_before_that_says_nothing_of_padding_resumes(tmp_path, finished):
+@pytest.mark.parametrize("names", [["pad"], ["ahead", "frequencies"]], ids="-".join)
+def test_run_of_before_that_says_nothing_of_later_choices_resumes(tmp_path, finished, names):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    config_without("pad")(folder)
+    config_without(*names)(folder)
+    choices = torch.load(folder / "checkpoint.pt")["choices"]
+    assert not choices.keys() & set(names)
     result = run("--resume", folder)
     assert result.exit_code == 0, result.output
 
@@ -361,6 +368,8 @@ def test_options_reach_the_run(tmp_path):
         "--precision": "bf16",
         "--context-size": "4-6",
         "--target-size": "8",
+        "--frequencies": "3",
+        "--ahead": "2",
         "--batch-size": "2",
         "--optimizer": "muon",
         "--lr": "0.002",
@@ -411,6 +420,8 @@ def test_batches_are_padded_where_steps_are_captured_or_it_is_asked_for(
         (["--lr", "nan"], "lr must be at least 0, got nan"),
         (["--seed", "-1"], "Invalid value for '--seed'"),
         (["--seed", str(2**63)], "Invalid value for '--seed'"),
+        (["--ahead", "2"], "wanted tasks of one shape to draw ahead"),
+        (["--frequencies", "-1"], "Invalid value for '--frequencies'"),
         (["--context-size", "64"], "an image has 64 pixels"),
         (["--device", "mps"], "--device must be cpu, cuda or cuda:N; got 'mps'"),
         (["--resume", "nowhere"], "wanted the folder of a run with config.json; got nowhere"),

@@ -51,6 +51,25 @@ def test_model_of_two_outputs_and_an_indicator_equals_plain_model(
     assert_same_but_for_rounding([model.log_likelihood(*inputs, y_target)], [log_p])
 
 
+@pytest.mark.parametrize("x_width", [1, 3])
+def test_model_with_waves_of_its_inputs_equals_plain_model(
+    small, rows, assert_same_but_for_rounding, x_width
+):
+    model = small(x_width=x_width, frequencies=4, indicator=True, dtype=torch.float64)
+    *inputs, _ = rows(2, 5, 7, dtype=torch.float64, x_width=x_width)
+    params = plain.forward(model, *inputs, pruned=False)
+    assert_same_but_for_rounding([model(*inputs)], [params])
+
+
+def test_waves_are_taken_in_fp32_and_are_no_part_of_a_state(small, rows):
+    model = small(frequencies=4)
+    x, *_ = rows(2, 5, 7)
+    found = model.embedder.waves(x.bfloat16())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, model.embedder.waves(x.bfloat16().float()))
+    assert not any("cycles" in name for name in model.state_dict())
+
+
 def test_parameter_count_is_that_of_the_specified_model():
     with torch.device("meta"):
         model = TransformerNP(TransformerNPConfig(x_width=10))

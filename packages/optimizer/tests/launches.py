@@ -26,14 +26,16 @@ from fusewright.optimizer import (
 )
 from fusewright.optimizer._core.backends import DeviceProperties
 from fusewright.optimizer.common import launch as common
-from fusewright.optimizer.learned import launch as learned_launch
+from fusewright.optimizer.common.statistics import launch as statistics_launch
+from fusewright.optimizer.matrix import launch_hopper
 
 GPU = DeviceProperties(
     multiprocessors=2,
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-common.device_properties = learned_launch.device_properties = lambda device: GPU
+for module in (common, statistics_launch, launch_hopper):
+    module.device_properties = lambda device: GPU
 for name in (
     "common.planned_optimizer",
     "learned.learned_update",
@@ -166,3 +168,16 @@ def velo() -> None:
 def every_velo() -> None:
     for dtype, start, weight_decay in itertools.product(DTYPES, (0, 1), (0.0, 0.1)):
         velo_step(dtype, start, weight_decay=weight_decay)
+
+
+def products(dtype: torch.dtype = torch.bfloat16) -> None:
+    """Of wide and of tall matrices, on Hopper, where alone the kernel compiles."""
+    if GPU.capability == 90:
+        for shape in ((1, 128, 256), (1, 256, 128)):
+            x = torch.empty(shape, dtype=dtype)
+            launch_hopper.chain_on_hopper(x, [(2.0, -1.5, 0.5)])
+
+
+def every_products() -> None:
+    for dtype in launch_hopper.DTYPES:
+        products(dtype)

@@ -10,5 +10,6 @@ LAUNCHES = {
     "nested": "group_squares group_dots control",
     "learned": ("learned_prepare sums means statistics fold apply learned_backward add_partials"),
     "velo": "learned_prepare sums means statistics moments velo_apply",
+    "products": "hopper_product",
 }
 EVERY = [f"every_{name}" for name in LAUNCHES]

@@ -69,6 +69,20 @@ def test_gradients_of_the_network_are_those_of_autograd_in_fp64(learned, shape, 
     Yardstick(by("reference"), inputs, grads).check(by("triton"))
 
 
+@pytest.mark.parametrize("power", [-12, 0, 20])
+def test_layers_of_any_size_are_as_exact_as_the_references(learned, power, device):
+    """Results of the first layer beyond fp16's largest number, and weights below its smallest."""
+    mlp = learned.network(device=device)
+    p = learned.drawn([(3, 40)])[0].to(device)
+    w1, b1, w2, *others = (x.detach().clone() for x in mlp.weights())
+    weights = [w1 * 2.0**power, b1 * 2.0**power, w2 * 2.0**-power, *others]
+
+    def by(backend):
+        return lambda *given: updates(learned, mlp, given, p, None, backend)
+
+    Yardstick(by("reference"), weights, [None]).check(by("triton"))
+
+
 def test_gradients_add_over_tensors_in_a_fixed_order(learned, device):
     mlp = learned.network(device=device)
     ps = learned.drawn(learned.kinds, device)

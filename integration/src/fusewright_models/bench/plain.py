@@ -66,8 +66,13 @@ def layer(block: Block, h: Tensor, mix: Callable[[Tensor], Tensor], first: int) 
 def embedding(
     model: TransformerNP, x_context: Tensor, y_context: Tensor, x_target: Tensor
 ) -> Tensor:
-    """SiLU([x ; y ; indicator] E1) E2, with y and indicator 0 in target rows."""
+    """SiLU([x ; waves of x ; y ; indicator] E1) E2, with y and indicator 0 in target rows."""
     x = torch.cat([x_context, x_target], dim=1)
+    octaves = range(model.config.frequencies)
+    phases = [2**n * math.pi / 4 * x[..., i] for i in range(x.shape[-1]) for n in octaves]
+    waves = [wave(phase) for wave in (torch.sin, torch.cos) for phase in phases]
+    if waves:
+        x = torch.cat([x, torch.stack(waves, dim=-1)], dim=-1)
     marks = F.pad(y_context, (0, 1), value=1.0) if model.config.indicator else y_context
     rows = torch.cat([x, F.pad(marks, (0, 0, 0, x_target.shape[1]))], dim=-1)
     return model.embedder.output(F.silu(model.embedder.hidden(rows)))

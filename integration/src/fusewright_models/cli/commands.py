@@ -50,6 +50,10 @@ NOT_TRAINED = {
 }
 
 
+# Fields that runs of before do not have, and what these did.
+LATER: Mapping[str, Any] = {"ahead": None, "frequencies": 0}
+
+
 class Run:
     """Everything that one training run was asked for: a frozen dataclass whose fields are the
     options of its command, with nothing left open.
@@ -123,7 +127,12 @@ class Run:
     def choices(self) -> dict[str, Any]:
         """What its checkpoints were trained with."""
         found = asdict(self)  # type: ignore[call-overload]
-        return {name: value for name, value in found.items() if name not in NOT_TRAINED}
+        as_ever = LATER.items() & found.items()
+        return {
+            name: value
+            for name, value in found.items()
+            if name not in NOT_TRAINED and (name, value) not in as_ever
+        }
 
     def training(self) -> TrainingConfig:
         raise NotImplementedError
@@ -196,7 +205,9 @@ def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
     wanted = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     # Runs of before do not say what changes nothing that is trained: that is the default's.
     left_open = {
-        name for name in NOT_TRAINED & wanted.keys() if wanted[name].default is not MISSING
+        name
+        for name in (NOT_TRAINED | LATER.keys()) & wanted.keys()
+        if wanted[name].default is not MISSING
     }
     if differ := (config.keys() ^ wanted.keys()) - (left_open - config.keys()):
         names = ", ".join(sorted(differ))

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from ..models.hybrid import HYBRID
 from ..models.titan_mac import TITAN_MAC
 
-PresetName = Literal["tiny", "demo", "base"]
+PresetName = Literal["tiny", "demo", "small", "base"]
 TitanMACPresetName = Literal["tiny", "demo", "l4", "profile", "170m"]
 HybridPresetName = Literal["tiny", "demo", "mini", "350m", "1b"]
 
@@ -63,6 +63,7 @@ class TextPreset(NamedTuple):
 # run, and "demo" minutes on two CPU cores.
 TINY_NP = dict(width=32, layers=2, heads=2, feed_forward_width=85, components=3)
 DEMO_NP = dict(width=48, layers=4, heads=6, feed_forward_width=128, components=10)
+SMALL_NP = dict(width=256, layers=6, heads=4, feed_forward_width=512, components=10)
 DEMO_TITAN_MAC = replace(TITAN_MAC["tiny"], dim=128, memory_chunk=32, memory_hidden=32)
 DEMO_HYBRID = replace(HYBRID["tiny"], dim=96, delta_width=48, sparse_width=48)
 
@@ -70,6 +71,8 @@ TRANSFORMER_NP: dict[str, TransformerNPPreset] = {
     # architecture, steps, batch_size, lr, evaluate_every, evaluation_batches
     "tiny": TransformerNPPreset(TINY_NP, 100, 8, 2e-3, 50, 4),
     "demo": TransformerNPPreset(DEMO_NP, 2000, 32, 1.5e-3, 200, 64),
+    # For minutes of one GPU.
+    "small": TransformerNPPreset(SMALL_NP, 60_000, 128, 2e-3, 5000, 256),
     # The 36.7 million parameters of the model, for a GPU.
     "base": TransformerNPPreset({}, 20_000, 128, 5e-4, 1000, 256),
 }

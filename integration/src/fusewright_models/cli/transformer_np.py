@@ -12,7 +12,7 @@ from fusewright.mixture_head import Scale
 from rich.console import Console
 from torch import Tensor
 
-from ..data import DataName, Sampler, Size, Task, evaluate, make_sampler
+from ..data import DataName, DrawnAhead, Sampler, Size, Task, evaluate, make_sampler
 from ..data.pictures import draw_predictions
 from ..models.transformer_np import Norm, TransformerNP, TransformerNPConfig
 from ..training import RunFolder, Trainer, TrainingConfig, captures
@@ -65,6 +65,12 @@ class TransformerNPRun(Run):
     scale: Annotated[Scale, typer.Option(help="Standard deviations as. Default: log_sigma.")] = (
         "log_sigma"
     )
+    frequencies: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Sines and cosines of each coordinate at so many octaves. Default: 0."
+        ),
+    ] = 0
     indicator: Annotated[
         bool, typer.Option("--indicator", help="Tell context rows by one more input.")
     ] = False
@@ -81,6 +87,10 @@ class TransformerNPRun(Run):
             help="Pad batches to a few of the drawn sizes, for as many graphs. Default: on where "
             "steps are captured."
         ),
+    ] = None
+    ahead: Annotated[
+        int | None,
+        typer.Option(min=1, help="Draw so many batches at once; they are of one shape."),
     ] = None
     checkpointing: options.CheckpointingChoice = "none"
     log_every: options.LogEvery = 10
@@ -111,6 +121,11 @@ class TransformerNPRun(Run):
             seed=EVALUATION_SEED if held_out else self.seed,
         )
 
+    def source(self, *, padded: bool) -> Sampler | DrawnAhead:
+        """Of the training's batches."""
+        sampler = self.sampler(padded=padded)
+        return sampler if self.ahead is None else DrawnAhead(sampler, self.ahead)
+
     def model(self, x_width: int) -> TransformerNP:
         torch.manual_seed(self.seed)
         config = TransformerNPConfig(
@@ -118,6 +133,7 @@ class TransformerNPRun(Run):
             x_width=x_width,
             norm=self.norm,
             scale=self.scale,
+            frequencies=self.frequencies,
             indicator=self.indicator,
             checkpointing=self.checkpointing,
         )
@@ -163,7 +179,7 @@ def train_transformer_np(**flags: Any) -> None:
         model = run.model(held_out.x_width)
         training = run.training()
         chosen = optimizer_of(run, model)
-        sampler = run.sampler(padded=captures(chosen, training) if run.pad is None else run.pad)
+        source = run.source(padded=captures(chosen, training) if run.pad is None else run.pad)
     preset = TRANSFORMER_NP[run.preset]
 
     def evaluation() -> dict[str, float]:
@@ -175,7 +191,7 @@ def train_transformer_np(**flags: Any) -> None:
             "reference_log_likelihood": result.reference,
         }
 
-    parts = model, sampler, negative_log_likelihood, chosen, training, folder
+    parts = model, source, negative_log_likelihood, chosen, training, folder
     trainer = Trainer(*parts, evaluate=evaluation, console=console, choices=run.choices)
     console.print(
         f"TransformerNP, {model.parameter_count():,} parameters, {run.data}, {run.device}, "

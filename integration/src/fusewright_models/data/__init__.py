@@ -8,8 +8,10 @@ from typing import Literal, get_args
 
 import torch
 
+from .ahead import DrawnAhead
+from .attainable import attainable_log_likelihood
 from .digits import Digits
-from .evaluation import Evaluation, evaluate
+from .evaluation import LEVELS, Evaluation, HeldOut, Scores, evaluate
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
 from .sizes import Size
@@ -66,14 +68,19 @@ def make_sampler(
 
 __all__ = [
     "DATA_NAMES",
+    "LEVELS",
     "DataName",
     "Digits",
+    "DrawnAhead",
     "Evaluation",
     "GaussianProcess",
+    "HeldOut",
     "LinearRegression",
     "Sampler",
+    "Scores",
     "Size",
     "Task",
+    "attainable_log_likelihood",
     "evaluate",
     "make_sampler",
 ]

@@ -24,6 +24,8 @@ Kernel = Literal["rbf", "matern", "periodic"]
 KERNELS = get_args(Kernel)
 
 NOISE = 0.02
+# What the parameters are drawn from, uniformly.
+LENGTHS, SCALES, PERIODS = (0.1, 0.6), (0.1, 1.0), (0.1, 0.5)
 MOST_POINTS = 49
 FEWEST_TARGETS = 3
 
@@ -126,9 +128,9 @@ class GaussianProcess(Sampler):
         """Functions at given inputs ``x [B, M + N, 1]``, the first ``context`` of them shown."""
         batch, points, _ = x.shape
         truth = {
-            "length": self.uniform(0.1, 0.6, batch, 1, 1),
-            "scale": self.uniform(0.1, 1.0, batch, 1, 1),
-            "period": self.uniform(0.1, 0.5, batch, 1, 1),
+            "length": self.uniform(*LENGTHS, batch, 1, 1),
+            "scale": self.uniform(*SCALES, batch, 1, 1),
+            "period": self.uniform(*PERIODS, batch, 1, 1),
         }
         # The noise keeps the smallest eigenvalue at 4e-4, and fp64 keeps it there for many points.
         matrix = covariance(self.kernel, x.double(), x.double(), **_doubled(truth))

@@ -16,6 +16,8 @@ from .sizes import Size
 from .task import Sampler, Task, normal_log_likelihood
 
 FEATURES = 10
+# Of log sigma.
+NOISE_MEAN, NOISE_SPREAD = -1.0, 0.3
 
 
 class LinearRegression(Sampler):
@@ -35,7 +37,7 @@ class LinearRegression(Sampler):
         points = context + targets
         intercept = self.normal(batch, 1, 1)
         slope = self.normal(batch, FEATURES, 1)
-        sigma = (-1.0 + 0.3 * self.normal(batch, 1, 1)).exp()
+        sigma = (NOISE_MEAN + NOISE_SPREAD * self.normal(batch, 1, 1)).exp()
         x = self.normal(batch, points, FEATURES)
         y = intercept + x @ slope + sigma * self.normal(batch, points, 1)
         truth = {"sigma": sigma}
@@ -43,7 +45,7 @@ class LinearRegression(Sampler):
 
     def predict(self, task: Task, x_target: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of y at ``x_target [B, N, 10]``, each ``[B, N, 1]``, fp64."""
-        rows, targets = _with_one(task.x_context.double()), _with_one(x_target.double())
+        rows, targets = with_one(task.x_context.double()), with_one(x_target.double())
         rows, y = task.shown(rows), task.shown(task.y_context.double())
         variance = task.truth["sigma"].double().square()
         eye = torch.eye(FEATURES + 1, dtype=rows.dtype, device=rows.device)
@@ -59,5 +61,6 @@ class LinearRegression(Sampler):
         return normal_log_likelihood(task.y_target, *self.predict(task, task.x_target))
 
 
-def _with_one(x: Tensor) -> Tensor:
+def with_one(x: Tensor) -> Tensor:
+    """[1 ; x] of every row."""
     return torch.cat([torch.ones_like(x[..., :1]), x], dim=-1)

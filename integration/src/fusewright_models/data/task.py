@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -59,6 +60,38 @@ class Task:
     def shown(self, rows: Tensor) -> Tensor:
         """``rows [B, M, ...]``, one for each context point, with zeros where a task has none."""
         return shown(rows, self.context_lengths)
+
+    def part(self, first: int, last: int) -> Task:
+        """The tasks from number ``first`` to before ``last``, views of these."""
+        return self._changed(lambda rows: rows[first:last])
+
+    def to(self, device: torch.device | str) -> Task:
+        """The same tasks there."""
+        return self._changed(lambda rows: rows.to(device))
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> Task:
+        """With another in the place of each tensor."""
+        parts: dict[str, Any] = {
+            name: change(rows) for name, rows in vars(self).items() if isinstance(rows, Tensor)
+        }
+        return Task(**parts, truth={name: change(rows) for name, rows in self.truth.items()})
+
+    @classmethod
+    def joined(cls, tasks: Sequence[Task]) -> Task:
+        """All tasks of some batches without lengths as one batch, padded to the largest of them
+        where their sizes differ.
+        """
+        sizes = [(each.x_context.shape[1], each.x_target.shape[1]) for each in tasks]
+        contexts, targets = (Size(min(some), max(some)) for some in zip(*sizes, strict=True))
+        padded = [each.padded(Capacity(contexts, targets)) for each in tasks]
+        parts: dict[str, Any] = {}
+        for each_field in fields(cls):
+            found = [getattr(each, each_field.name) for each in padded]
+            if isinstance(found[0], Tensor):
+                parts[each_field.name] = torch.cat(found)
+        names = tasks[0].truth
+        truth = {name: torch.cat([each.truth[name] for each in padded]) for name in names}
+        return cls(**parts, truth=truth)
 
     def mean_over_targets(self, scores: Tensor) -> Tensor:
         """``scores [B, N, d_y]`` to ``[B]``: of the targets that each task has; 0 of none."""

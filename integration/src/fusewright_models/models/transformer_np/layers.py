@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -42,6 +43,8 @@ class TransformerNPConfig:
         components: K, mixture components per output.
         norm: "pre" or "post".
         scale: standard deviations as "log_sigma" or "softplus".
+        frequencies: sines and cosines of each coordinate as more inputs, so many of each, of
+            1/8, 1/4, 1/2, 1 ... cycles per unit.
         indicator: one more input, 1 in context rows and 0 in target rows. Without it a context row
             with y = 0 and a target row at the same x start equal.
         checkpointing: "block" computes every block again in the backward pass instead of keeping
@@ -49,8 +52,8 @@ class TransformerNPConfig:
 
     Raises:
         TypeError: a size is no int, or indicator no bool.
-        ValueError: a size is below 1, the attention does not take heads of that width, or norm,
-            scale or checkpointing is another name.
+        ValueError: a size is below 1, frequencies below 0, the attention does not take heads of
+            that width, or norm, scale or checkpointing is another name.
     """
 
     x_width: int = 10
@@ -62,11 +65,12 @@ class TransformerNPConfig:
     components: int = 10
     norm: Norm = "pre"
     scale: Scale = "log_sigma"
+    frequencies: int = 0
     indicator: bool = False
     checkpointing: Checkpointing = "none"
 
     def __post_init__(self) -> None:
-        check_config(self)
+        check_config(self, from_zero=("frequencies",))
         if self.width % self.heads:
             raise ValueError(
                 f"width must be divisible by heads; got width {self.width}, heads {self.heads}"
@@ -115,18 +119,31 @@ def shown(rows: Tensor, lengths: Tensor | None) -> Tensor:
     return torch.where(within(rows, lengths).unsqueeze(-1), rows, 0.0)
 
 
+# Of the slowest of an embedder's waves, in units of a coordinate; each next one is half as long.
+WAVE_LENGTH = 8.0
+
+
 class Embedder(nn.Module):
-    """Two-layer SiLU embedding of context rows [x ; y] and target rows [x ; 0]."""
+    """Two-layer SiLU embedding of context rows [x ; y] and target rows [x ; 0].
+
+    With frequencies, x stands with its waves behind it.
+    """
+
+    cycles: Tensor
 
     def __init__(self, config: TransformerNPConfig) -> None:
         super().__init__()
         self.indicator = config.indicator
         self.y_width = config.y_width
-        inputs = config.x_width + config.y_width + config.indicator
+        cycles = 2.0 ** torch.arange(config.frequencies) / WAVE_LENGTH
+        self.register_buffer("cycles", cycles, persistent=False)
+        coordinates = config.x_width * (1 + 2 * config.frequencies)
+        inputs = coordinates + config.y_width + config.indicator
         self.hidden = nn.Linear(inputs, config.width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x_context: Tensor, y_context: Tensor, x_target: Tensor) -> Tensor:
+        x_context, x_target = self.waves(x_context), self.waves(x_target)
         context = torch.cat([x_context, y_context], dim=-1)
         if self.indicator:
             context = F.pad(context, (0, 1), value=1.0)
@@ -136,6 +153,17 @@ class Embedder(nn.Module):
         with without_autocast(rows.device):
             hidden = F.silu(self.hidden(rows))
         return self.output(hidden)
+
+    def waves(self, x: Tensor) -> Tensor:
+        """``x [..., d_x]`` and behind it its sines and cosines, of all frequencies of a coordinate
+        side by side.
+        """
+        if not len(self.cycles):
+            return x
+        wide = torch.promote_types(x.dtype, torch.float32)
+        turns = x.to(wide).unsqueeze(-1) * self.cycles.to(wide)
+        phases = (2.0 * math.pi * turns).flatten(-2)
+        return torch.cat([x.to(wide), phases.sin(), phases.cos()], dim=-1)
 
 
 class Attention(nn.Module):

@@ -1,10 +1,14 @@
-"""Kernels of the learned optimizer's network: the normalisation folded into the first layer, and
-the update of each element.
+"""Kernels of the learned optimizer's network: what is equal for all elements of a tensor, and the
+update of each element.
 
     f s W1 + b1 = f (s W1) + b1
 
-What is equal for all elements of a tensor, the factors s of its features, time and the features
-that the caller adds, makes a first layer of the tensor's own: [28, 32] and [32].
+The factors s of a tensor's features, time and the features that the caller adds make a first layer
+of the tensor's own: [28, 32], which the derivative multiplies by, and [32].
+
+The update multiplies in fp16, whose largest number is 65504. Of n elements none is larger than
+sqrt(n) once it was divided by their root mean square: below 46341 where n is below 2^31. A power of
+2 for each tensor brings the first layer's results close to 2^15, another the second's weights.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from ..common.statistics.tiles import (
     SHAPE_FIELDS,
     TIME,
     feature_tile,
+    known_of,
+    line_after,
+    line_of,
     stretch_of,
 )
 from ..common.tiles import pointer
@@ -29,6 +36,15 @@ from .tiles import hidden, matrix
 
 # Features of an element and of time.
 ELEMENT, TIMES = tl.constexpr(28), tl.constexpr(11)
+
+
+@triton.jit
+def filling(most):
+    """The power of 2 that brings numbers of at most this size below 2^15, and above 2^14 where they
+    are not tiny.
+    """
+    exponent = tl.maximum(most, 2.0**-20).to(tl.int32, bitcast=True) >> 23
+    return ((127 + 127 + 14 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -45,6 +61,7 @@ def fold_kernel(
     norms,
     folded,
     biases,
+    scales,
     extra_count,
     CONFIG: tl.constexpr,
 ):
@@ -67,8 +84,9 @@ def fold_kernel(
         norm = tl.where(k < ELEMENT, norm, 0.0)
         tl.store(norms + tensor * 32 + k, norm)
         width = ELEMENT + TIMES + extra_count
-        w = matrix(w1, ELEMENT, 32, 1, width)
-        tl.store(folded + tensor * 1024 + k[:, None] * 32 + h[None, :], w * norm[:, None])
+        w_element = matrix(w1, ELEMENT, 32, 1, width)
+        place = k[:, None] * 32 + h[None, :]
+        tl.store(folded + tensor * 1024 + place, w_element * norm[:, None])
         j = tl.arange(0, 16)
         scale = tl.load(timescales + j, mask=j < TIMES, other=1.0)
         t = tl.load(numbers + tensor * NUMBERS + TIME).to(tl.float64)
@@ -81,6 +99,8 @@ def fold_kernel(
             x = tl.load(extra + tensor * extra_count + place)
             bias += tl.load(w1 + h * width + ELEMENT + TIMES + place) * x
         tl.store(biases + tensor * 32 + h, bias)
+        most = tl.sqrt(length) * tl.max(tl.sum(tl.abs(w_element), 0)) + tl.max(tl.abs(bias))
+        tl.store(scales + tensor, filling(most))
 
 
 @triton.jit
@@ -93,7 +113,9 @@ def apply_kernel(
     numbers,
     decays,
     row_means,
-    folded,
+    norms,
+    scales,
+    w1,
     biases,
     w2,
     b2,
@@ -102,6 +124,7 @@ def apply_kernel(
     skipped,
     exp_mult,
     step_mult,
+    width,
     tensors,
     CONFIG: tl.constexpr,
 ):
@@ -113,18 +136,27 @@ def apply_kernel(
         shape = shapes + tensor * SHAPE_FIELDS
         start, stop = stretch_of(block, tensor, first, shape)
         offsets, h = tl.arange(0, CONFIG.SIZE), tl.arange(0, 32)
-        first_w, first_b = matrix(folded + tensor * 1024, 32, 32, 32, 1), biases + tensor * 32
-        second_w = matrix(w2, 32, 32, 1, 32)
-        last_d, last_e = tl.load(w3 + h), tl.load(w3 + 32 + h)
         # Before the loop: the compiler must assume that its stores change what is read.
-        first_bias, second_bias = tl.load(first_b + h), tl.load(b2 + h)
+        scale = tl.load(scales + tensor)
+        first_w = matrix(w1, ELEMENT, 32, 1, width) * scale
+        first_bias = tl.load(biases + tensor * 32 + h) * scale
+        second_w = matrix(w2, 32, 32, 1, 32)
+        of_second = filling(tl.max(tl.abs(second_w)))
+        second_w *= of_second
+        scale *= of_second
+        second_bias = tl.load(b2 + h) * scale
+        last_d, last_e = tl.load(w3 + h) / scale, tl.load(w3 + 32 + h) / scale
         bias_d, bias_e = tl.load(b3), tl.load(b3 + 1)
         rate = tl.load(numbers + tensor * NUMBERS + RATE)
         decay = tl.load(numbers + tensor * NUMBERS + DECAY)
         tables = addresses, gradients, numbers, decays, row_means, tensors
+        known, line = known_of(tables, tensor, shape, CONFIG), line_of(shape, start)
         for at in range(start, stop, CONFIG.SIZE):
-            elements = tensor, shape, at, stop, offsets
-            tile = feature_tile(tables, elements, CONFIG, False)
+            elements = at, stop, offsets
+            tile = feature_tile(known, elements, line, CONFIG, False)
+            line = line_after(shape, line, CONFIG.SIZE)
+            # Read in the loop all the same: there are too few registers for these.
+            tile *= tl.load(norms + tensor * 32 + h)[None, :]
             x = hidden(tile, first_w, first_bias, PRECISION)
             x = hidden(x, second_w, second_bias, PRECISION)
             d = tl.sum(x * last_d[None, :], 1) + bias_d

@@ -18,6 +18,9 @@ from ..common.statistics.tiles import (
     PROGRAMS,
     SHAPE_FIELDS,
     feature_tile,
+    known_of,
+    line_after,
+    line_of,
     stretch_of,
 )
 from ..common.tiles import pointer
@@ -66,9 +69,11 @@ def learned_backward_kernel(
     of_w3d, of_w3e = tl.zeros((32,), tl.float32), tl.zeros((32,), tl.float32)
     of_d, of_e = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
     tables = addresses, gradients, numbers, decays, row_means, tensors
+    line = line_of(shape, start)
     for at in range(start, stop, SIZE):
-        elements = tensor, shape, at, stop, offsets
-        tile = feature_tile(tables, elements, CONFIG, False)
+        known, elements = known_of(tables, tensor, shape, CONFIG), (at, stop, offsets)
+        tile = feature_tile(known, elements, line, CONFIG, False)
+        line = line_after(shape, line, SIZE)
         # Lanes beyond the end have features too, which may overflow.
         used = offsets < stop - at
         tile = tl.where(used[:, None], tile, 0.0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._core.backends import constant_when_compiled, device_properties
+from .._core.backends import constant_when_compiled
 from .._core.launches import cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import allows_tf32
@@ -43,7 +43,7 @@ class LearnedBatch(StatisticsBatch):
     def plan_network(self) -> None:
         self.timescales = upload(TIMESCALES, torch.float64, self.device)
         self.biases = self.empty(len(self.ps), 32)
-        self.folded = self.empty(len(self.ps), 32, 32)
+        self.folded, self.scales = self.empty(len(self.ps), 32, 32), self.empty(len(self.ps))
 
     def move(
         self,
@@ -64,25 +64,24 @@ class LearnedBatch(StatisticsBatch):
         launch = planned(kernels, self.device, "fold_kernel", *plan)
         sums = self.partials, self.moving.shapes, self.moving.blocks.tables[1]
         inputs = numbers, self.timescales, w1, b1, w1 if extra is None else extra, skipped
-        launch((*sums, *inputs, self.norms, self.folded, self.biases))
+        launch((*sums, *inputs, self.norms, self.folded, self.biases, self.scales))
         applying, stretch = self.applying, self.applying.stretch
         if not applying.blocks.count:
             return
-        on_hopper = device_properties(self.device).capability == 90
         launch = planned(
             kernels,
             self.device,
             "apply_kernel",
             applying.grid,
-            (len(self.ps),),
+            (w1.shape[1], len(self.ps)),
             stretch,
-            stretch.registers if on_hopper else None,
+            self.registers_of(stretch),
             **self.constants,
             IN_PLACE=self.updates is None,
             PRECISION=precision(),
         )
         operands = self.addresses.table, self.gradients.table, *applying.tables, numbers, decays
-        layers = self.row_means, self.folded, self.biases, *others
+        layers = self.row_means, self.norms, self.scales, w1, self.biases, *others
         launch((*operands, *layers, skipped), multipliers)
 
     def weight_gradients(
@@ -121,10 +120,10 @@ class LearnedBatch(StatisticsBatch):
 
 @constant_when_compiled
 def precision() -> str:
-    """Of the network's products: three of TF32, which together have fp32's precision, or one where
-    torch's own switch allows TF32.
+    """Of the network's products: three of fp16, which together have about fp32's, or one of TF32
+    where torch's own switch allows it.
     """
-    return "tf32" if allows_tf32() else "tf32x3"
+    return "tf32" if allows_tf32() else "fp16x3"
 
 
 class KernelPart(StatisticsKernelPart):

@@ -17,22 +17,18 @@ def matrix(base, rows, columns, row_stride, column_stride):
 
 
 @triton.jit
-def leading(x):
-    """fp32 with the bits that TF32 keeps."""
-    return (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def product(x, w, start, PRECISION: tl.constexpr):
-    """start + x w. "tf32x3" has about fp32's precision: the bits of each factor that TF32 drops are
-    multiplied too. Triton's own tf32x3 checks for infinities, which takes as many instructions
-    again.
+    """start + x w. "fp16x3" has about fp32's precision: each factor is the sum of two numbers in
+    fp16, which have 22 bits together, and the product of both second ones is left out. Numbers of
+    65520 and more are not finite in fp16.
     """
-    if PRECISION == "tf32x3":
-        x_leading, w_leading = leading(x), leading(w)
-        start = tl.dot(x - x_leading, w_leading, start, input_precision="tf32")
-        start = tl.dot(x_leading, w - w_leading, start, input_precision="tf32")
-        start = tl.dot(x_leading, w_leading, start, input_precision="tf32")
+    if PRECISION == "fp16x3":
+        x_high, w_high = x.to(tl.float16), w.to(tl.float16)
+        x_low = (x - x_high.to(tl.float32)).to(tl.float16)
+        w_low = (w - w_high.to(tl.float32)).to(tl.float16)
+        start = tl.dot(x_low, w_high, start)
+        start = tl.dot(x_high, w_low, start)
+        start = tl.dot(x_high, w_high, start)
     else:
         start = tl.dot(x, w, start, input_precision=PRECISION)
     return start

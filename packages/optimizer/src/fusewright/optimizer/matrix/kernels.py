@@ -15,8 +15,8 @@ from ..common.tiles import pointer
 
 # The numbers of all matrices: the factor of the gradients, 1 - lr wd, and the rate of the step.
 FACTOR, DECAY, RATE = map(tl.constexpr, range(3))
-# Of one matrix.
-MAX_PROGRAMS = tl.constexpr(64)
+# Of one matrix: a stack of a few large ones has to keep the memory busy.
+MAX_PROGRAMS = tl.constexpr(512)
 
 
 @triton.jit

@@ -18,8 +18,10 @@ else:
     kernels = lazy_module(__package__, "kernels")
 
 Tensor = torch.Tensor
-# The size is that of a tile, many of which a program may take; unmeasured.
+# The size is that of a tile, of which a program takes some; unmeasured.
 MATRICES = Block(size=1024, num_warps=4)
+# So many tiles or more: programs read the partial sums of all.
+FEWEST_TILES = 4
 
 
 class MatrixLaunches:
@@ -40,7 +42,7 @@ class MatrixLaunches:
         # Each program takes as many whole tiles.
         self.max_programs = kernels.MAX_PROGRAMS.value
         tiles = cdiv(elements, MATRICES.size)
-        self.span = MATRICES.size * max(1, cdiv(tiles, self.max_programs))
+        self.span = MATRICES.size * max(FEWEST_TILES, cdiv(tiles, self.max_programs))
         self.programs = cdiv(elements, self.span)
         self.elements = elements
         # Of kernels that read gradients, and of those that move parameters.

@@ -9,7 +9,7 @@ import torch
 from .._core.backends import KERNEL_DTYPES, decline, uses_triton
 from ..adamw.stacked import StackedAdamW, stacked_adamw
 from ..common.checks import check_betas, check_number, check_plain_number
-from . import launch
+from . import launch, launch_hopper
 from .newton_schulz import chain, check_chain, newton_schulz
 from .stack import Stack, check_switch, factor_of, new_buffer
 from .stacked_optimizer import StackedOptimizer
@@ -110,6 +110,15 @@ class MatrixOptimizer(StackedOptimizer):
         for stack in stacks:
             stack.by_kernels = self._uses_triton(stack)
 
+    def _largest_stack(self, params: list[Tensor], group: dict[str, Any]) -> int:
+        p, largest = params[0], super()._largest_stack(params, group)
+        if not group["matrix"] or not p.numel() or not uses_triton(p, self.backend):
+            return largest
+        shape, dtype = (len(params), len(p), p[0].numel()), group["ns_dtype"]
+        if dtype is None or not launch_hopper.serves(shape, dtype, p.device):
+            return largest
+        return launch_hopper.fastest_stack(shape, dtype, p.device)
+
     def _uses_triton(self, stack: Stack) -> bool:
         first = stack.params[0]
         if not first.numel() or not uses_triton(first, self.backend):
@@ -147,6 +156,8 @@ def orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def orthogonal_of(unit: Tensor, group: dict[str, Any]) -> Tensor:
-    """The same for matrices of norm 1, in the dtype of the products."""
+    """The same for matrices of norm 1, in the dtype of the products; may write to their memory."""
     triples = check_chain(group["ns_steps"], group["ns_coefficients"], group["ns_dtype"])
+    if launch_hopper.serves(unit.shape, unit.dtype, unit.device):
+        return launch_hopper.chain_on_hopper(unit, triples)
     return chain(unit, triples)

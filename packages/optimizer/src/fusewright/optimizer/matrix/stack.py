@@ -17,15 +17,15 @@ class Stack:
     Attributes:
         params: in the order of the optimizer's.
         number: of their group.
-        buffers: state by name, ``[parameters, ...]``.
+        buffers: state by name, ``[parameters, ...]``; of all parameters of the shape one memory.
         views: the same for each parameter, as the optimizer's state has it.
         by_kernels: whether kernels update it in this step.
         launches: of its kernels, once they were planned.
     """
 
-    def __init__(self, params: list[Tensor], number: int, states: list[dict[str, Tensor]]) -> None:
+    def __init__(self, params: list[Tensor], number: int, buffers: dict[str, Tensor]) -> None:
         self.params, self.number = params, number
-        self.buffers = {name: torch.stack([s[name] for s in states]) for name in states[0]}
+        self.buffers = buffers
         self.views = {name: x.unbind() for name, x in self.buffers.items()}
         self.by_kernels = False
         self.launches: Any = None

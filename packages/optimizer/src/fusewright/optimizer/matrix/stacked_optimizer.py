@@ -177,21 +177,43 @@ class StackedOptimizer(Contract):
             check_eager(p.device, "state was to be stacked")
         for place, number, p in members:
             stacks.setdefault((number, p.shape, p.dtype, p.device), []).append((place, p))
-        states = {p: self._state_of(p, self.param_groups[number], k) for k, number, p in members}
+        for place, number, p in members:
+            if self.state[p]:
+                self._checked_state(p, self.param_groups[number], place)
         self._stacks = []
-        for (number, shape, _, device), some in stacks.items():
-            largest = max(1, STACKED // max(1, shape.numel()))
-            for start in range(0, len(some), largest):
-                params = [p for _, p in some[start : start + largest]]
-                with current(device):
-                    stack = Stack(params, number, [states[p] for p in params])
-                for name, views in stack.views.items():
-                    for p, view in zip(params, views, strict=True):
-                        self.state[p][name] = view
-                self._stacks.append(stack)
+        for (number, _, _, device), some in stacks.items():
+            with current(device):
+                self._stacks += self._stacked(number, some)
         self._leave_stacks(set(flat))
         self._flat, self._formats = flat, formats
         return self._stacks
+
+    def _stacked(self, number: int, some: list[tuple[int, Tensor]]) -> Iterator[Stack]:
+        """Stacks of these parameters of one shape, with their places. Their state is one memory but
+        made for one stack after the other: to stack it takes as much again.
+        """
+        group = self.param_groups[number]
+        wholes: dict[str, Tensor] = {}
+        largest = self._largest_stack([p for _, p in some], group)
+        for start in range(0, len(some), largest):
+            chosen = some[start : start + largest]
+            params = [p for _, p in chosen]
+            states = [self._state_of(p, group, place) for place, p in chosen]
+            if not wholes:
+                wholes = {name: x.new_empty(len(some), *x.shape) for name, x in states[0].items()}
+            buffers = {name: whole[start : start + largest] for name, whole in wholes.items()}
+            for name, buffer in buffers.items():
+                torch.stack([state[name] for state in states], out=buffer)
+            stack = Stack(params, number, buffers)
+            for name, views in stack.views.items():
+                for p, view in zip(params, views, strict=True):
+                    self.state[p][name] = view
+            del states
+            yield stack
+
+    def _largest_stack(self, params: list[Tensor], group: dict[str, Any]) -> int:
+        """How many of these parameters of one shape at most one stack has."""
+        return max(1, STACKED // max(1, params[0].numel()))
 
     def _leave_stacks(self, stacked: set[Tensor]) -> None:
         """Copy the state of parameters outside of all stacks: a view would keep a whole stack
@@ -214,11 +236,15 @@ class StackedOptimizer(Contract):
 
     def _state_of(self, p: Tensor, group: dict[str, Any], place: int) -> dict[str, Tensor]:
         """The state of a parameter in its dtype and on its device, new where it has none."""
+        state, complete = self.state[p], self._checked_state(p, group, place)
+        return {name: state[name].to(x) if name in state else x for name, x in complete.items()}
+
+    def _checked_state(self, p: Tensor, group: dict[str, Any], place: int) -> dict[str, Tensor]:
+        """The state that a parameter begins with; raises where it has one that is not like it."""
         state, complete = self.state[p], self._new_state(p, group, place)
         for name, new in complete.items():
             if name in state:
                 check_state(name, state[name], new, place)
-                complete[name] = state[name].to(new)
         return complete
 
     def _take(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:

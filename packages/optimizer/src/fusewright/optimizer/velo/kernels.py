@@ -18,6 +18,9 @@ from ..common.statistics.tiles import (
     SHAPE_FIELDS,
     at_least,
     feature_tile,
+    known_of,
+    line_after,
+    line_of,
     stretch_of,
 )
 from ..common.tiles import pointer
@@ -108,18 +111,20 @@ def velo_apply_kernel(
         shape = shapes + tensor * SHAPE_FIELDS
         start, stop = stretch_of(block, tensor, first, shape)
         offsets = tl.arange(0, CONFIG.SIZE)
-        line = perceptrons + tensor * LINE
+        network = perceptrons + tensor * LINE
         # Before the loop: the compiler must assume that its stores change what is read.
-        first_b, second_w = four(line + OF_B1, 1), four(line + OF_W2, 4)
-        second_b, last_w = four(line + OF_B2, 1), four(line + OF_W3, 4)
-        direction_b, magnitude_b = tl.load(line + OF_B3), tl.load(line + OF_B3 + 1)
+        first_b, second_w = four(network + OF_B1, 1), four(network + OF_W2, 4)
+        second_b, last_w = four(network + OF_B2, 1), four(network + OF_W3, 4)
+        direction_b, magnitude_b = tl.load(network + OF_B3), tl.load(network + OF_B3 + 1)
         rate = tl.load(numbers + tensor * NUMBERS + RATE) * tl.load(scales + tensor) * step_mult
         tables = addresses, gradients, numbers, decays, row_means, tensors
+        line = line_of(shape, start)
         for at in range(start, stop, CONFIG.SIZE):
-            elements = tensor, shape, at, stop, offsets
-            tile = feature_tile(tables, elements, CONFIG, False)
+            known, elements = known_of(tables, tensor, shape, CONFIG), (at, stop, offsets)
+            tile = feature_tile(known, elements, line, CONFIG, False)
+            line = line_after(shape, line, CONFIG.SIZE)
             # Read in the loop all the same: there are too few registers for these.
-            x = hidden_units(tile, four(line + OF_W1, 32), first_b)
+            x = hidden_units(tile, four(network + OF_W1, 32), first_b)
             x = hidden_units(x, second_w, second_b)
             direction = unit(x, last_w[0], direction_b)
             magnitude = unit(x, last_w[1], magnitude_b)

@@ -26,6 +26,9 @@ from .tiles import (
     SHAPE_FIELDS,
     TIME,
     feature_tile,
+    known_of,
+    line_after,
+    line_of,
     stretch_of,
 )
 from .tiles import LENGTH as ELEMENTS
@@ -121,10 +124,11 @@ def statistics_kernel(
         shape = shapes + tensor * SHAPE_FIELDS
         start, stop = stretch_of(block, tensor, first, shape)
         offsets = tl.arange(0, SIZE)
-        tables = addresses, gradients, numbers, decays, row_means, tensors
         squares = tl.zeros((SIZE, 32), tl.float32)
         zeros = tl.zeros((SIZE,), tl.float64)
         p2, s0, s1, s2, q0, q1, q2, sv, qv = (zeros,) * 9
+        tables = addresses, gradients, numbers, decays, row_means, tensors
+        line = line_of(shape, start)
         for at in range(start, stop, SIZE):
             used = offsets < stop - at
             if CONFIG.VELO:
@@ -137,8 +141,9 @@ def statistics_kernel(
                 s1, q1 = with_one_more(m + length + offsets, used, s1, q1)
                 s2, q2 = with_one_more(m + 2 * length + offsets, used, s2, q2)
                 sv, qv = with_one_more(v + offsets, used, sv, qv)
-            elements = tensor, shape, at, stop, offsets
-            tile = feature_tile(tables, elements, CONFIG, True)
+            known, elements = known_of(tables, tensor, shape, CONFIG), (at, stop, offsets)
+            tile = feature_tile(known, elements, line, CONFIG, True)
+            line = line_after(shape, line, SIZE)
             # Lanes beyond the end have features too.
             tile = tl.where(used[:, None], tile, 0.0)
             squares += tile * tile

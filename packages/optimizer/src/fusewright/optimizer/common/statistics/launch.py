@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..._core.backends import device_properties
 from ..._core.lazy import lazy_module
 from ..launch import KernelPart, Squares, planned
 from ..step import Step
@@ -128,6 +129,10 @@ class StatisticsBatch:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
+    def registers_of(self, stretch: Stretch) -> int | None:
+        """The bound of a thread's registers on this device."""
+        return stretch.registers if device_properties(self.device).capability == 90 else None
+
     def plan_sums(self) -> None:
         """The tables of the sums over rows and columns."""
         tile = SQUARES_OVER_AXES
@@ -180,7 +185,8 @@ class StatisticsBatch:
             tables = self.addresses.table, self.sums, self.means, *self.mean_blocks.tables[1:]
             launch((*tables, decays, skipped, self.squares, self.row_means))
         if self.moving.blocks.count:
-            plan = self.moving.grid, (len(self.ps),), self.moving.stretch
+            stretch = self.moving.stretch
+            plan = self.moving.grid, (len(self.ps),), stretch, self.registers_of(stretch)
             launch = planned(kernels, self.device, "statistics_kernel", *plan, **constants)
             written = self.row_means, self.partials, self.moment_partials
             launch((*operands, *self.moving.tables, numbers, decays, skipped, *written))

@@ -40,20 +40,36 @@ def at_least(x, floor):
 
 
 @triton.jit
-def place_of(shape, at, offsets):
-    """Of elements from ``at`` on: their places in the statistics over Y and over X, and in the
+def line_of(shape, at):
+    """Of an element: which stretch of B Y C elements it lies in, and where there."""
+    byc = tl.maximum(tl.load(shape + BYC), 1)
+    return at // byc, (at % byc).to(tl.int32)
+
+
+@triton.jit
+def line_after(shape, line, SIZE: tl.constexpr):
+    """The same of the element that follows ``SIZE`` further: without a division of 64 bits."""
+    row, inside = line
+    narrow = tl.maximum(tl.load(shape + BYC), 1).to(tl.int32)
+    inside += SIZE
+    more = inside // narrow
+    return row + more, inside - more * narrow
+
+
+@triton.jit
+def place_of(fields, line, offsets):
+    """Of elements from a line on: their places in the statistics over Y and over X, and in the
     means of rows, ``[A, B, C]``.
     """
-    n, byc = tl.load(shape + X), tl.load(shape + BYC)
-    # 64-bit numbers once for all elements, 32-bit ones for each.
-    row = at // byc
-    inside = (at % byc).to(tl.int32) + offsets
+    n, yc, byc, c, b, is_plain = fields
+    row, inside = line
+    inside += offsets
     narrow = byc.to(tl.int32)
-    more = inside // narrow
+    more = (inside >= narrow).to(tl.int32)
+    if narrow < offsets.shape[0]:
+        more = inside // narrow
     inside -= more * narrow
-    yc, c, b = tl.load(shape + YC), tl.load(shape + C), tl.load(shape + B)
-    if (byc == yc) & (c == 1) & (n * byc == tl.load(shape + LENGTH)):
-        # One matrix whose rows are contiguous.
+    if is_plain:
         over_y = row + more
         over_x = inside.to(tl.int64)
         row_mean = tl.zeros_like(over_y)
@@ -66,6 +82,14 @@ def place_of(shape, at, offsets):
         over_x = group * byc + inside
         row_mean = (group * b + joined) * c + innermost
     return over_y, over_x, row_mean
+
+
+@triton.jit
+def fields_of(shape):
+    """What ``place_of`` needs of a tensor; the last: it is one matrix whose rows are contiguous."""
+    n, yc, byc = tl.load(shape + X), tl.load(shape + YC), tl.load(shape + BYC)
+    c, b, length = tl.load(shape + C), tl.load(shape + B), tl.load(shape + LENGTH)
+    return n, yc, byc, c, b, (byc == yc) & (c == 1) & (n * byc == length)
 
 
 @triton.jit
@@ -106,67 +130,89 @@ def decayed(g, factor, decay, p):
 
 
 @triton.jit
-def feature_tile(tables, elements, CONFIG: tl.constexpr, MOVE: tl.constexpr):
+def seven(at):
+    """Numbers that follow one another."""
+    a, b, c, d = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return a, b, c, d, tl.load(at + 4), tl.load(at + 5), tl.load(at + 6)
+
+
+@triton.jit
+def known_of(tables, tensor, shape, CONFIG: tl.constexpr):
+    """What ``feature_tile`` needs of a tensor. The compiler must assume that the stores of a loop
+    change what is read: before the loop this takes registers, in it instructions.
+    """
+    addresses, gradients, numbers, decays, row_means, tensors = tables
+    p = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED)
+    g = pointer(gradients, tensor, CONFIG.G, CONFIG.ALIGNED)
+    m = pointer(addresses, tensor + AT_MOMENTA * tensors, tl.float32, False)
+    v = pointer(addresses, tensor + AT_SQUARE * tensors, tl.float32, False)
+    row = pointer(addresses, tensor + AT_ROW * tensors, tl.float32, False)
+    column = pointer(addresses, tensor + AT_COLUMN * tensors, tl.float32, False)
+    line = numbers + tensor * NUMBERS
+    factor, decay = tl.load(line + FACTOR), tl.load(line + DECAY)
+    is_factored = tl.load(shape + FACTORED) != 0
+    over_y_first = tl.load(shape + ROW_OVER_Y) != 0
+    means = row_means + tl.load(shape + ROW_MEANS)
+    sizes = tl.load(shape + LENGTH), tl.load(shape + ROWS), tl.load(shape + COLUMNS)
+    kinds = is_factored, over_y_first
+    memory, of_gradients = (p, g, m, v, row, column, means), (factor, decay)
+    rates = seven(decays), seven(decays + DECAY_COUNT)
+    return memory, of_gradients, rates, sizes, kinds, fields_of(shape)
+
+
+@triton.jit
+def feature_tile(known, elements, line, CONFIG: tl.constexpr, MOVE: tl.constexpr):
     """``[elements, 32]``: the features, not normalised, and zeros; with ``MOVE`` momenta and
     squares see the gradient first, and are written.
     """
-    addresses, gradients, numbers, decays, row_means, tensors = tables
-    tensor, shape, at, stop, offsets = elements
+    memory, of_gradients, rates, sizes, kinds, fields = known
+    p, g, m, v, row, column, means = memory
+    factor, decay = of_gradients
+    kept_parts, new_parts = rates
+    length, rows, columns = sizes
+    is_factored, over_y_first = kinds
+    at, stop, offsets = elements
     used = offsets < stop - at
-    length = tl.load(shape + LENGTH)
-    p = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED) + at + offsets
-    p = tl.load(p, mask=used, other=0)
-    g = pointer(gradients, tensor, CONFIG.G, CONFIG.ALIGNED) + at + offsets
-    g = tl.load(g, mask=used, other=0)
-    p = p.to(tl.float32)
-    line = numbers + tensor * NUMBERS
+    p = tl.load(p + at + offsets, mask=used, other=0)
+    g = tl.load(g + at + offsets, mask=used, other=0)
+    p, g = p.to(tl.float32), g.to(tl.float32)
     if CONFIG.VELO:
-        g = decayed(g.to(tl.float32), tl.load(line + FACTOR), tl.load(line + DECAY), p)
+        g = decayed(g, factor, decay, p)
     else:
-        g = g.to(tl.float32) * tl.load(line + FACTOR)
+        g *= factor
     # Of tensors of fewer than two axes: what is added to the mean square that divides m.
     eps: tl.constexpr = 0.0 if CONFIG.VELO else 1e-6
-    m = pointer(addresses, tensor + AT_MOMENTA * tensors, tl.float32, False) + at
-    v = pointer(addresses, tensor + AT_SQUARE * tensors, tl.float32, False) + at
-    row = pointer(addresses, tensor + AT_ROW * tensors, tl.float32, False)
-    complements = decays + DECAY_COUNT
-    m0 = moved(m, offsets, used, tl.load(decays + 0), tl.load(complements + 0), g, MOVE)
-    m1 = moved(m + length, offsets, used, tl.load(decays + 1), tl.load(complements + 1), g, MOVE)
-    m2 = moved(
-        m + 2 * length, offsets, used, tl.load(decays + 2), tl.load(complements + 2), g, MOVE
-    )
-    v = moved(v, offsets, used, tl.load(decays + 3), tl.load(complements + 3), g * g, MOVE)
+    m, v = m + at, v + at
+    m0 = moved(m, offsets, used, kept_parts[0], new_parts[0], g, MOVE)
+    m1 = moved(m + length, offsets, used, kept_parts[1], new_parts[1], g, MOVE)
+    m2 = moved(m + 2 * length, offsets, used, kept_parts[2], new_parts[2], g, MOVE)
+    v = moved(v, offsets, used, kept_parts[3], new_parts[3], g * g, MOVE)
     s = tl.rsqrt(v + 1e-6)
-    if tl.load(shape + FACTORED) != 0:
-        column = pointer(addresses, tensor + AT_COLUMN * tensors, tl.float32, False)
-        over_y, over_x, row_mean = place_of(shape, at, offsets)
+    if is_factored:
+        over_y, over_x, row_mean = place_of(fields, line, offsets)
         row_places, column_places = over_x, over_y
-        if tl.load(shape + ROW_OVER_Y) != 0:
+        if over_y_first:
             row_places, column_places = over_y, over_x
         row_at, column_at = row + row_places, column + column_places
-        rows, columns = tl.load(shape + ROWS), tl.load(shape + COLUMNS)
-        means = row_means + tl.load(shape + ROW_MEANS) + 3 * row_mean
-        r0, c0, of_g0 = factors(row_at, column_at, means, used)
+        mean_at = means + 3 * row_mean
+        r0, c0, of_g0 = factors(row_at, column_at, mean_at, used)
         of_m0 = of_g0
-        r1, c1, of_g1 = factors(row_at + rows, column_at + columns, means + 1, used)
+        r1, c1, of_g1 = factors(row_at + rows, column_at + columns, mean_at + 1, used)
         of_m1 = of_g1
-        r2, c2, of_g2 = factors(row_at + 2 * rows, column_at + 2 * columns, means + 2, used)
+        r2, c2, of_g2 = factors(row_at + 2 * rows, column_at + 2 * columns, mean_at + 2, used)
         of_m2 = of_g2
     else:
         new = g * g + 1e-30
         kept = row + at
-        beta0, complement0 = tl.load(decays + 4), tl.load(complements + 4)
-        r0 = moved(kept, offsets, used, beta0, complement0, new, MOVE)
+        r0 = moved(kept, offsets, used, kept_parts[4], new_parts[4], new, MOVE)
         c0 = r0
         of_g0 = tl.rsqrt(at_least(r0 + 1e-9, 1e-9))
         of_m0 = tl.rsqrt(r0 + eps)
-        beta1, complement1 = tl.load(decays + 5), tl.load(complements + 5)
-        r1 = moved(kept + length, offsets, used, beta1, complement1, new, MOVE)
+        r1 = moved(kept + length, offsets, used, kept_parts[5], new_parts[5], new, MOVE)
         c1 = r1
         of_g1 = tl.rsqrt(at_least(r1 + 1e-9, 1e-9))
         of_m1 = tl.rsqrt(r1 + eps)
-        beta2, complement2 = tl.load(decays + 6), tl.load(complements + 6)
-        r2 = moved(kept + 2 * length, offsets, used, beta2, complement2, new, MOVE)
+        r2 = moved(kept + 2 * length, offsets, used, kept_parts[6], new_parts[6], new, MOVE)
         c2 = r2
         of_g2 = tl.rsqrt(at_least(r2 + 1e-9, 1e-9))
         of_m2 = tl.rsqrt(r2 + eps)

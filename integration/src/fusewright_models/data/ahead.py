@@ -1,0 +1,74 @@
+"""Batches of one shape, many of them drawn at once.
+
+A draw is some thirty small launches, a Cholesky factor among them, however many tasks it makes: for
+a small model as long as the step that they are for. Drawn for many steps at once, they take nothing
+of it; memory is that of the tasks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .task import Sampler, Task
+
+
+class DrawnAhead:
+    """A source of a sampler's tasks, drawn for many batches at a time.
+
+    The tasks are of the sampler's kind, not the ones that it gives batch by batch.
+
+    Args:
+        sampler: whose batches all have one shape.
+        batches: how many are drawn at once, at least 1.
+
+    Raises:
+        ValueError: batches have several shapes, or ``batches`` is below 1.
+    """
+
+    def __init__(self, sampler: Sampler, batches: int) -> None:
+        sizes = sampler.sizes()
+        if len(sizes) > 1 or not all(each.is_one for each in sizes.values()):
+            raise ValueError(
+                "wanted tasks of one shape to draw ahead: one context size, or a ragged one, and "
+                f"one target size; got {len(sizes)} context sizes with {next(iter(sizes.values()))}"
+            )
+        if batches < 1:
+            raise ValueError(f"wanted 1 batch or more to draw ahead; got {batches}")
+        self.sampler, self.batches = sampler, batches
+        self.before = sampler.state_dict()
+        self.drawn: Task | None = None
+        self.batch = self.taken = 0
+
+    def sample(self, batch: int) -> Task:
+        """The next ``batch`` tasks, views of what was drawn."""
+        if self.drawn is None or self.taken == self.batches or batch != self.batch:
+            self._draw(batch)
+        assert self.drawn is not None
+        first = self.taken * batch
+        self.taken += 1
+        return self.drawn.part(first, first + batch)
+
+    def _draw(self, batch: int) -> None:
+        self.before = self.sampler.state_dict()
+        self.drawn = self.sampler.sample(batch * self.batches)
+        self.batch, self.taken = batch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's state before the draw, and how much of it was taken."""
+        counts = {"batches": self.batches, "batch": self.batch, "taken": self.taken}
+        return {"before": self.before, **counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken: what was drawn is drawn again.
+
+        Raises:
+            ValueError: it was taken of other tasks, or of draws of another size.
+        """
+        if state.keys() != self.state_dict().keys() or state["batches"] != self.batches:
+            got = state.get("batches", "none")
+            raise ValueError(f"wanted a run that draws {self.batches} batches ahead; got {got}")
+        self.sampler.load_state_dict(state["before"])
+        self.before, self.drawn = state["before"], None
+        if state["taken"]:
+            self._draw(state["batch"])
+            self.taken = state["taken"]

@@ -18,8 +18,9 @@ def operands(batch, rows, width, dtype=torch.float64):
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
-def linear(a, query, key_value, context_rows, first):
-    return F.linear(a[:, first:], query), *F.linear(a[:, :context_rows], key_value).chunk(2, -1)
+def linear(a, query, key_value, context_rows, first, heads=1):
+    found = F.linear(a[:, first:], query), *F.linear(a[:, :context_rows], key_value).chunk(2, -1)
+    return [x.unflatten(-1, (heads, -1)) for x in found]
 
 
 every_cut = pytest.mark.parametrize(
@@ -28,13 +29,14 @@ every_cut = pytest.mark.parametrize(
 
 
 @every_cut
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (3, 1), (3, 2)])
 def test_outputs_and_gradients_are_those_of_linear_layers(
-    assert_same_but_for_rounding, batch, context_rows, first
+    assert_same_but_for_rounding, batch, heads, context_rows, first
 ):
     found = []
     given = operands(batch, 7, 8)
-    for function in (partial(projected, first=first), partial(linear, first=first)):
+    options = dict(heads=heads, first=first)
+    for function in (partial(projected, **options), partial(linear, **options)):
         leaves = [x.clone().requires_grad_() for x in given]
         outputs = function(*leaves, context_rows)
         torch.manual_seed(1)
@@ -79,6 +81,6 @@ def test_autocast_chooses_the_dtype_as_of_a_linear_layer(dtype, expected):
 
 def test_keys_and_values_lie_side_by_side():
     """As the product of both left them: nothing is copied."""
-    _, k, v = projected(*operands(**SIZES), 4)
-    assert v.data_ptr() - k.data_ptr() == k.shape[-1] * k.element_size()
-    assert k.stride() == v.stride() == (4 * 16, 16, 1)
+    _, k, v = projected(*operands(**SIZES), 4, heads=2)
+    assert v.data_ptr() - k.data_ptr() == 8 * k.element_size()
+    assert k.stride() == v.stride() == (4 * 16, 16, 4, 1)

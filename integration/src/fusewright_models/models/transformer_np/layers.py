@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from fusewright.attention import Backend, rectangular_attention
+from fusewright.feed_forward import feed_forward
 from fusewright.mixture_head import Scale
 from fusewright.norm import LayerNorm, add_layer_norm
 from torch import Tensor, nn
@@ -21,6 +24,7 @@ from ..._core.padding import (
     padded_width,
     padding_of,
 )
+from ..casts import for_products
 from ..checkpointing import Checkpointing
 from ..checks import check_config, check_head_width
 from .projections import projected
@@ -178,21 +182,31 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(d, 2 * d, bias=False)
         self.output = nn.Linear(d, d, bias=False)
 
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query.weight, self.key_value.weight, self.output.weight
+
     def forward(
-        self, rows: Tensor, context_rows: int, lengths: Tensor | None, *, first: int = 0
+        self,
+        rows: Tensor,
+        matrices: Sequence[Tensor],
+        context_rows: int,
+        lengths: Tensor | None,
+        *,
+        first: int = 0,
     ) -> Tensor:
-        weights = self.query.weight, self.key_value.weight
-        found = projected(rows, *weights, context_rows, first=first)
-        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in found)
+        """``matrices`` are the module's own, as products take them."""
+        query, key_value, output = matrices
+        q, k, v = projected(rows, query, key_value, context_rows, heads=self.heads, first=first)
         o = rectangular_attention(q, k, v, key_lengths=lengths, backend=self.backend)
-        return self.output(o.flatten(-2))
+        return F.linear(o.flatten(-2), output)
 
 
 class FeedForward(nn.Module):
     """SiLU(b W1) W2 with F stored padded."""
 
-    def __init__(self, config: TransformerNPConfig) -> None:
+    def __init__(self, config: TransformerNPConfig, *, backend: Backend) -> None:
         super().__init__()
+        self.backend: Backend = backend
         d, stored = config.width, config.stored_width
         self.hidden = nn.Linear(d, stored, bias=False)
         self.output = nn.Linear(stored, d, bias=False)
@@ -203,8 +217,12 @@ class FeedForward(nn.Module):
         }
         keep_padding_out(self)
 
-    def forward(self, b: Tensor) -> Tensor:
-        return self.output(F.silu(self.hidden(b)))
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.hidden.weight, self.output.weight
+
+    def forward(self, b: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        """``matrices`` are the module's own, as products take them."""
+        return feed_forward(b, *matrices, backend=self.backend)
 
     def padding(self) -> list[Tensor]:
         """Views of the stored weights that are not part of the model."""
@@ -213,6 +231,11 @@ class FeedForward(nn.Module):
     def clear_padding(self) -> None:
         """Set the stored weights beyond F to zero."""
         clear_padding_of(self)
+
+
+def rows_from(h: Tensor, first: int) -> Tensor:
+    """``h [B, T, d]`` from a row on."""
+    return h[:, first:] if first else h
 
 
 class Block(nn.Module):
@@ -228,7 +251,7 @@ class Block(nn.Module):
         self.attention_norm = LayerNorm(config.width, bias=False, backend=backend)
         self.attention = Attention(config, backend=backend)
         self.feed_forward_norm = LayerNorm(config.width, bias=False, backend=backend)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config, backend=backend)
 
     def forward(
         self,
@@ -243,12 +266,19 @@ class Block(nn.Module):
         ``[B, N, d]`` of the targets; None for an update of nothing.
         """
         first = context_rows if targets_only else 0
+        matrices = for_products(*self.attention.matrices(), *self.feed_forward.matrices())
+        attend = partial(
+            self.attention,
+            matrices=matrices[:3],
+            context_rows=context_rows,
+            lengths=context_lengths,
+            first=first,
+        )
+        feed = partial(self.feed_forward, matrices=matrices[3:])
         if self.pre_norm:
             a, h = norm_of_sum(self.attention_norm, h, update)
-            mixed = self.attention(a, context_rows, context_lengths, first=first)
-            b, h = norm_of_sum(self.feed_forward_norm, h[:, first:], mixed)
-            return h, self.feed_forward(b)
-        mixed = self.attention(h, context_rows, context_lengths, first=first)
-        h, _ = norm_of_sum(self.attention_norm, h[:, first:], mixed)
-        h, _ = norm_of_sum(self.feed_forward_norm, h, self.feed_forward(h))
+            b, h = norm_of_sum(self.feed_forward_norm, rows_from(h, first), attend(a))
+            return h, feed(b)
+        h, _ = norm_of_sum(self.attention_norm, rows_from(h, first), attend(h))
+        h, _ = norm_of_sum(self.feed_forward_norm, h, feed(h))
         return h, None

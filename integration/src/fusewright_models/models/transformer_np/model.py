@@ -87,8 +87,8 @@ class TransformerNP(nn.Module):
 
     Args:
         config: the shape of the model.
-        backend: who computes norms, attention and mixtures: "auto" (Triton for CUDA tensors, plain
-            torch for CPU ones), "triton" or "reference".
+        backend: who computes norms, attention, feed-forward layers and mixtures: "auto" (Triton for
+            CUDA tensors, plain torch for CPU ones), "triton" or "reference".
 
     Parameters are fp32 on the default device; train them as they are, under autocast for bf16.
 

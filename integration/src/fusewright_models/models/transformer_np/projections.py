@@ -20,10 +20,17 @@ from ..checks import autocast_dtype
 
 
 def projected(
-    a: Tensor, query: Tensor, key_value: Tensor, context_rows: int, *, first: int = 0
+    a: Tensor,
+    query: Tensor,
+    key_value: Tensor,
+    context_rows: int,
+    *,
+    heads: int = 1,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ``a [B, T, d]`` queries of the rows from ``first`` on ``[B, T - first, d]``, keys and
-    values of the first ``context_rows [B, M, d]``, in autocast's dtype where there is one.
+    """Of ``a [B, T, d]`` queries of the rows from ``first`` on ``[B, T - first, H, d / H]``, keys
+    and values of the first ``context_rows [B, M, H, d / H]``, in autocast's dtype where there is
+    one.
 
     ``query [d, d]`` and ``key_value [2 d, d]`` are weights as of ``nn.Linear``. k and v lie side by
     side in one tensor.
@@ -31,7 +38,7 @@ def projected(
     # fp64 stays what it is, as in a linear layer.
     dtype = None if a.dtype == torch.float64 else autocast_dtype(a.device)
     operands = (x if dtype is None else x.to(dtype) for x in (a, query, key_value))
-    return Projections.apply(*operands, context_rows, first)
+    return Projections.apply(*operands, context_rows, heads, first)
 
 
 class Projections(torch.autograd.Function):
@@ -39,19 +46,25 @@ class Projections(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        a: Tensor, query: Tensor, key_value: Tensor, context_rows: int, first: int
+        ctx: Any,
+        a: Tensor,
+        query: Tensor,
+        key_value: Tensor,
+        context_rows: int,
+        heads: int,
+        first: int,
     ) -> tuple[Tensor, ...]:
-        q = F.linear(a[:, first:], query)
-        return q, *F.linear(a[:, :context_rows], key_value).chunk(2, -1)
+        ctx.save_for_backward(a, query, key_value)
+        ctx.context_rows, ctx.first = context_rows, first
+        by_head = len(a), -1, heads, a.shape[-1] // heads
+        q = F.linear(a[:, first:], query).view(by_head)
+        both = F.linear(a[:, :context_rows], key_value)
+        return q, *(x.unflatten(-1, by_head[2:]) for x in both.chunk(2, -1))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *tensors, ctx.context_rows, ctx.first = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         a, query, key_value = ctx.saved_tensors
+        dq, dk, dv = (x.flatten(-2) for x in gradients)
         keys = a[:, : ctx.context_rows]
         # Rows before the first have no queries.
         da = F.pad(dq @ query, (0, 0, ctx.first, 0)) if ctx.first else dq @ query
@@ -61,4 +74,4 @@ class Projections(torch.autograd.Function):
         keys = keys.flatten(0, 1)
         of_key_value = [gradient.flatten(0, 1).T @ keys for gradient in (dk, dv)]
         dquery = dq.flatten(0, 1).T @ a[:, ctx.first :].flatten(0, 1)
-        return da, dquery, torch.cat(of_key_value), None, None
+        return da, dquery, torch.cat(of_key_value), None, None, None

@@ -1,0 +1,49 @@
+"""Weights in the dtype of the products that read them: one node of autograd for all of a block, and
+one launch each way where there are kernels for lists of tensors.
+
+Autocast casts each by itself: a node, a launch and as many bytes beside it for every weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import autocast_dtype
+
+
+def for_products(*weights: Tensor) -> Sequence[Tensor]:
+    """Matrices of one dtype and device as autocast casts them for a product; themselves where there
+    is none, and those in fp64. Their gradients are cast back together.
+    """
+    first = weights[0]
+    dtype = autocast_dtype(first.device)
+    if dtype in (None, first.dtype) or first.dtype == torch.float64:
+        return weights
+    return Cast.apply(dtype, *weights)
+
+
+def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Copies in that dtype."""
+    found = tuple([torch.empty_like(x, dtype=dtype) for x in tensors])
+    torch._foreach_copy_(found, tensors)
+    return found
+
+
+class Cast(torch.autograd.Function):
+    """Tensors in another dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype = tensors[0].dtype
+        ctx.set_materialize_grads(False)
+        return cast(dtype, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [x for x in gradients if x is not None]
+        found = iter(Cast.apply(ctx.dtype, *present) if present else ())
+        return None, *[None if x is None else next(found) for x in gradients]

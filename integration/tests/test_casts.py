@@ -1,0 +1,80 @@
+"""The weights of a block in the dtype of its products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright_models.models.casts import for_products
+from fusewright_models.models.transformer_np import TransformerNP, TransformerNPConfig
+
+SHAPES = (4, 3), (8, 4), (5, 7)
+
+
+def weights(dtype=torch.float32):
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in SHAPES]
+
+
+def test_values_and_gradients_are_those_of_casts_one_by_one():
+    given = weights()
+    cotangents = [torch.randn(shape).bfloat16() for shape in SHAPES]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = for_products(*given)
+    plain = [x.to(torch.bfloat16) for x in given]
+    assert all(map(torch.equal, found, plain))
+    grads = [torch.autograd.grad(x, given, cotangents) for x in (found, plain)]
+    assert all(map(torch.equal, *grads))
+    assert {x.dtype for x in grads[0]} == {torch.float32}
+
+
+def test_all_weights_have_one_node():
+    with torch.autocast("cpu", torch.bfloat16):
+        found = for_products(*weights())
+    assert len({x.grad_fn for x in found}) == 1
+
+
+def test_a_weight_that_is_not_used_gets_no_gradient():
+    given = weights()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = for_products(*given)
+    found[1].sum().backward()
+    assert [x.grad is None for x in given] == [True, False, True]
+    assert torch.equal(given[1].grad, torch.ones(SHAPES[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_autocast_leaves_stays_what_it_is(dtype):
+    given = weights(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(x is y for x, y in zip(for_products(*given), given, strict=True))
+
+
+def test_without_autocast_nothing_is_cast():
+    given = weights()
+    assert all(x is y for x, y in zip(for_products(*given), given, strict=True))
+
+
+def test_second_derivatives_pass_through():
+    given = weights()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = for_products(*given)
+    loss = sum(x.float().square().sum() for x in found)
+    first = torch.autograd.grad(loss, given, create_graph=True)
+    second = torch.autograd.grad(sum(x.sum() for x in first), given)
+    assert all(torch.equal(x, torch.full_like(x, 2.0)) for x in second)
+
+
+def test_matrices_of_a_block_are_cast_once_a_step():
+    torch.manual_seed(0)
+    config = TransformerNPConfig(x_width=1, width=16, layers=2, heads=2, feed_forward_width=20)
+    model = TransformerNP(config)
+    x, y = torch.randn(2, 5, 1), torch.randn(2, 5, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.loss(x[:, :3], y[:, :3], x[:, 3:], y[:, 3:])
+    nodes, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            todo += [following for following, _ in node.next_functions]
+    casts = [node for node in nodes if node.name() == "CastBackward"]
+    assert sorted(len(node.next_functions) for node in casts) == [5, 5]

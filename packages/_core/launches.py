@@ -219,8 +219,17 @@ def launch_in_order(*calls: LaunchCall) -> None:
     """Launch one after the other. The first time their kernels are compiled side by side, which
     takes as long as the one that takes longest.
     """
+    prepare(*calls)
+    launch(calls)
+
+
+def prepare(*calls: LaunchCall) -> None:
+    """The first time, compile the kernels of these launches side by side."""
     if calls[0].launch.is_first:
         compile_first(calls)
+
+
+def launch(calls: Sequence[LaunchCall]) -> None:
     for call in calls:
         call.launch(call.tensors, call.floats)
 

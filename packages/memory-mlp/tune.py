@@ -77,7 +77,7 @@ LAUNCHES = [
     backward("P_BAR", "NH", 1),
     backward("E_BAR", "ND", 2)._replace(from_loss=False),
     backward("E_BAR_AND_R", "ND", 2, 2)._replace(kernels=("e_bar_kernel",)),
-    backward("Z_BAR", "NH", 2, 2),
+    backward("Z_BAR", "NH", 2),
     backward("DK", "ND", 2),
     backward("DWEIGHTS", "DH", 1)._replace(kernels=GRADIENT_KERNELS),
 ]

@@ -128,6 +128,19 @@ def many_read_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def parts_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Once called, a scan's backward pass takes one chunk at a time."""
+    from fusewright.memory_mlp.scan import launch_backward
+
+    def cut() -> None:
+        monkeypatch.setattr(launch_backward, "PART_BYTES", 1)
+        launch_backward.backward_plan.cache_clear()
+
+    yield cut
+    launch_backward.backward_plan.cache_clear()
+
+
+@pytest.fixture
 def fresh_updates() -> Iterator[None]:
     """No update planned before the test, and none of its own kept: for tests that change tables."""
     from fusewright.memory_mlp.update.launch import update_plan

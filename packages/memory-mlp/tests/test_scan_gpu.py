@@ -97,6 +97,24 @@ def test_slices_of_one_projection_and_a_shared_start_give_the_bits_of_copies(sca
     assert same_bits(scan_op.kernels(*slices, *start, *others[8:]), expected)
 
 
+def test_parts_beside_one_another_give_the_bits_of_the_whole(scan_op, parts_of_a_chunk):
+    leaves = [x.requires_grad_() for x in drawn(scan_op, 64, 256, BF16)]
+    expected = everything(scan_op.kernels, leaves)
+    parts_of_a_chunk()
+    for _ in range(5):
+        assert same_bits(everything(scan_op.kernels, leaves), expected)
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        everything(scan_op.kernels, leaves)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = everything(scan_op.kernels, leaves)
+    for _ in range(5):
+        graph.replay()
+        assert same_bits(captured, expected)
+
+
 def test_future_token_changes_no_past_output(scan_op):
     """To the bit; nor with "before" does its own key, value or gate."""
     for read in ("after", "before"):

@@ -229,6 +229,14 @@ def test_backward_pass_chunk_by_chunk_is_autograds(scan_op, masked, read):
     )
 
 
+def test_backward_pass_in_parts_gives_the_bits_of_the_whole(scan_op, parts_of_a_chunk, device):
+    options = dict(chunk=4, backend="triton")
+    leaves = [x.requires_grad_() for x in scan_op.draw(2, 10, 2, 3, 5, F32, device)]
+    expected = everything(scan_op, leaves, **options)
+    parts_of_a_chunk()
+    assert same_bits(everything(scan_op, leaves, **options), expected)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("token", [2, 4])
 @pytest.mark.parametrize("read", ["after", "before"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,14 +15,16 @@ from .._core.launches import (
     Launch,
     LaunchCall,
     Layout,
-    cdiv,
     contiguous_where,
+    launch,
     launch_in_order,
     layouts,
+    prepare,
 )
 from .._core.lazy import lazy_module
 from ..common.operands import head_strides, product_precision
 from .launch import (
+    PROGRAMS_AT_ONCE,
     Options,
     Problem,
     ScanConfig,
@@ -48,8 +51,9 @@ STATES_BACKWARD = (
 )
 READ_BACKWARD = ScanConfig(block_h=64, num_warps=4)
 KEYS_BACKWARD = ScanConfig(block_h=64, num_warps=4)
-# Memory for the chunks of a part, beyond inputs and results.
-PART_BYTES = 64 << 20
+# Memory for the chunks of a part, beyond inputs and results, and of how many parts at once.
+PART_BYTES = 128 << 20
+PLACES = 2
 # What the kernel of the states takes for a clip where there is none: the limit of the norm too.
 NO_CLIP = (None,) * 6
 
@@ -65,13 +69,33 @@ class Part(NamedTuple):
     gates: Launch
 
 
+class PartCalls(NamedTuple):
+    """What a part launches before it goes from chunk to chunk, for that, and afterwards."""
+
+    before: tuple[LaunchCall, ...]
+    write: LaunchCall
+    after: tuple[LaunchCall, ...]
+
+
+class Place(NamedTuple):
+    """The intermediate results of a part, as in ``BackwardPlan``."""
+
+    intermediate: tuple[Tensor | None, ...]
+    nus: Tensor
+    kept: tuple[Tensor, ...]
+    from_reads: tuple[Tensor, ...]
+    from_ends: tuple[Tensor, ...]
+    clip: tuple[Tensor, ...]
+
+
 class BackwardPlan(NamedTuple):
     """One backward pass: which operands it copies first, its parts, from the last chunks to the
-    first, and the allocators of its tensors.
+    first, for how many of them at once there is place, and the allocators of its tensors.
     """
 
     copies: tuple[bool, ...]
     parts: tuple[Part, ...]
+    places: int
     intermediate: tuple[Allocator | None, ...]
     nus: Allocator
     # Gradients of q, k, v, alpha, eta and theta.
@@ -135,46 +159,105 @@ def launched_backward(
         operands = contiguous_where(operands, plan.copies)
     dy, q, k, v, dstate, states, alpha, eta, theta, written = operands
     dq, dk, dv, *dgates = [allocate() for allocate in plan.results]
-    # No call of ``allocate`` for each of them.
-    intermediate = [None if x is None else x() for x in plan.intermediate]
-    gamma, nu, reach, tiles, arrived = intermediate
-    nus = plan.nus()
-    from_reads = tuple([allocate() for allocate in plan.from_reads])
-    from_ends = tuple([allocate() for allocate in plan.from_ends])
-    kept = tuple([allocate() for allocate in plan.kept])
-    e, e_wide, h, slope, curve, p, read_h, read_slope, matches = kept
-    dk_read, de, dgamma, dreach, dstates = from_reads
-    # The reads' own results are not needed once their gradients exist: these overwrite them.
-    dh, dp = read_h, read_slope
     # With a clip the gates of a token count whose gradient has no norm, and nothing else of it.
-    rows_written, pull, tau = written, None, None
-    clip: tuple[Tensor | None, ...] = NO_CLIP
+    rows_written = written
     if factors is not None:
         rows_written = written & (factors != 0.0)
-        pull, tau = [allocate() for allocate in plan.clip]
-        clip = factors, e_wide, p, pull, tau
-    for part in plan.parts:
-        decays = alpha, eta, theta, written, gamma, nu, reach, nus, arrived
-        again = q, k, v, rows_written, gamma, reach, states, None, *kept, pull, factors
+    places = [place_of(plan) for _ in range(plan.places)]
+    calls = []
+    for part, place in zip(plan.parts, itertools.cycle(places)):
+        gamma, nu, reach, tiles, arrived = place.intermediate
+        e, e_wide, h, slope, curve, p, read_h, read_slope, matches = place.kept
+        dk_read, de, dgamma, dreach, dstates = place.from_reads
+        # The reads' own results are not needed once their gradients exist: these overwrite them.
+        dh, dp = read_h, read_slope
+        pull, tau, clip = None, None, NO_CLIP
+        if factors is not None:
+            pull, tau = place.clip
+            clip = factors, e_wide, p, pull, tau
+        decays = alpha, eta, theta, written, gamma, nu, reach, place.nus, arrived
+        again = q, k, v, rows_written, gamma, reach, states, None, *place.kept, pull, factors
         reads = (e, h, p, read_h, read_slope, matches)
         dreads = (dq, dk_read, de, dh, dp, dgamma, dreach, dstates)
         ends = (gamma, nu, reach, states)
         rows = (h, slope, curve, e, de, dh, dp, dstates, dstate)
         dbegin = plan.dbegin()
         writes = k, *ends, *rows, dbegin, dv, rows_written, tiles, arrived, *clip
+        from_ends = place.from_ends
         drows = dk_read, dh, dstates, dstate, rows_written, dk, *from_ends
-        gates = alpha, eta, written, gamma, nus, reach, dgamma, dreach, *from_ends, *dgates
-        launch_in_order(
-            LaunchCall(part.find_decays, decays),
-            LaunchCall(part.recompute, again),
-            LaunchCall(part.read, (dy, q, k, rows_written, gamma, reach, states, *reads, *dreads)),
-            LaunchCall(part.write, writes, limit),
-            LaunchCall(part.keys, (k, *ends, e_wide, h, p, *drows, tau)),
-            LaunchCall(part.gates, gates),
+        gates = alpha, eta, written, gamma, place.nus, reach, dgamma, dreach, *from_ends, *dgates
+        read = dy, q, k, rows_written, gamma, reach, states, *reads, *dreads
+        calls.append(
+            PartCalls(
+                (
+                    LaunchCall(part.find_decays, decays),
+                    LaunchCall(part.recompute, again),
+                    LaunchCall(part.read, read),
+                ),
+                LaunchCall(part.write, writes, limit),
+                (
+                    LaunchCall(part.keys, (k, *ends, e_wide, h, p, *drows, tau)),
+                    LaunchCall(part.gates, gates),
+                ),
+            )
         )
         # The chunks before these end with the state with which these began.
         dstate = dbegin
+    if len(places) == 1:
+        for part_calls in calls:
+            launch_in_order(*part_calls.before, part_calls.write, *part_calls.after)
+    else:
+        launch_beside(calls, q.device)
     return dq, dk, dv, dstate, *dgates
+
+
+def place_of(plan: BackwardPlan) -> Place:
+    # No call of ``allocate`` for each of them.
+    return Place(
+        tuple([None if x is None else x() for x in plan.intermediate]),
+        plan.nus(),
+        tuple([allocate() for allocate in plan.kept]),
+        tuple([allocate() for allocate in plan.from_reads]),
+        tuple([allocate() for allocate in plan.from_ends]),
+        tuple([allocate() for allocate in plan.clip]),
+    )
+
+
+def launch_beside(parts: list[PartCalls], device: torch.device) -> None:
+    """The parts one after the other, with two places by turns: while a part goes from chunk to
+    chunk, which leaves most of a GPU idle, the part before it is finished and the one behind it
+    begun.
+
+    ``parts`` holds all tensors until both streams have met.
+    """
+    main = torch.cuda.current_stream(device)
+    side = stream_beside(device, main.cuda_stream)
+    events = []
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        if not events:
+            prepare(*part.before, part.write, *part.after)
+            launch(part.before)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            launch([part.write])
+            events.append(side.record_event())
+        # The place of the part behind is free once the one before is finished.
+        if len(events) > 1:
+            main.wait_event(events[-2])
+            launch(parts[len(events) - 2].after)
+        if following is not None:
+            prepare(*following.before, following.write, *following.after)
+            launch(following.before)
+    main.wait_event(events[-1])
+    launch(parts[-1].after)
+
+
+@functools.lru_cache(maxsize=64)
+def stream_beside(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """A second stream for what runs beside this one, whose programs are placed first: those of one
+    head wait for one another.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -194,10 +277,10 @@ def backward_plan(
     chunk, hidden = problem.chunk, problem.hidden
     ends = (state, dend), ((problem.chunks, *state), states)
     copies, strides = head_strides(shape, rows, *ends, *((shape[:3], gate) for gate in gates))
-    # As many chunks at once as fill the GPU twice, within the memory that their intermediate
-    # results may take.
+    # As many chunks at once as fill the GPU, within the memory that their intermediate results may
+    # take.
     chunk_bytes = all_heads * (8 * state[-1] + 6 * chunk * hidden * problem.dtype.itemsize)
-    part_chunks = cdiv(2 * device_properties(device).multiprocessors, all_heads)
+    part_chunks = PROGRAMS_AT_ONCE * device_properties(device).multiprocessors // all_heads
     part_chunks = max(1, min(problem.chunks, part_chunks, PART_BYTES // chunk_bytes))
     starts = range(0, problem.chunks, part_chunks)
     wide, narrow = problem.wide, problem.narrow
@@ -208,6 +291,7 @@ def backward_plan(
             backward_part(problem, strides, first, min(part_chunks, problem.chunks - first))
             for first in reversed(starts)
         ),
+        PLACES if len(starts) > 1 and device.type == "cuda" else 1,
         intermediate_tensors(problem, problem.sharing(STATES_BACKWARD), part_chunks),
         nus=wide(*lead, chunk, chunk),
         results=(*[narrow(*shape)] * 3, *[wide(*shape[:3])] * 3),

@@ -2,7 +2,7 @@
 
     z = k w1^T + b1, h = act(z)        a tile of the hidden layer each
     r = h w2^T + b2 - v, e = w * r     a tile of the output each; the loss of the tile
-    p = (e w2) * act'(z)               a tile of the hidden layer each
+    dh = e w2, p = dh * act'(z)        a tile of the hidden layer each
     G = c (p^T k, sum p, e^T h, sum e) a tile of one of the four each; the squares of the tile
     S' = eta S - theta clip(G)         elements, with the sum of all squares
     W' = (1 - alpha) W + S'
@@ -21,10 +21,10 @@ from .._core.tiles import as_operand
 from ..common.tiles import activated
 from .tiles import (
     after_the_launch_before,
-    elements_of_tile,
     exists,
     is_finite,
     load_bias,
+    load_rounded,
     load_row_weights,
     part_of_program,
     product,
@@ -32,8 +32,10 @@ from .tiles import (
     start_of_problem,
     store_column_sums,
     store_operand,
+    store_rounded,
     sum_of_partials,
     tile_of_program,
+    within_range,
 )
 
 
@@ -72,8 +74,7 @@ def hidden_kernel(
     z = product(k_ptr, k_row_stride, w1_ptr, tile, rows, hidden, width, True, CONFIG)
     z += load_bias(b1_ptr, tile, hidden)
     h, _, _ = activated(z, CONFIG)
-    z_at = elements_of_tile(z_ptr, tile, rows, hidden, CONFIG)
-    tl.store(z_at, z, mask=exists(tile, rows, hidden))
+    store_rounded(z_ptr, within_range(z, z_ptr.dtype.element_ty), tile, rows, hidden, CONFIG)
     store_operand(h_ptr, h_transposed_ptr, h, tile, rows, hidden, CONFIG)
 
 
@@ -119,6 +120,7 @@ def slope_kernel(
     e_ptr,
     w2_ptr,
     z_ptr,
+    dh_ptr,
     p_ptr,
     p_transposed_ptr,
     sums_ptr,
@@ -127,14 +129,15 @@ def slope_kernel(
     hidden,
     CONFIG: tl.constexpr,
 ):
-    """One program computes a tile of p and the sums of its columns. ``TRANSPOSED``: w2 is stored as
-    its transpose.
+    """One program computes a tile of dh = e w2 and of p, and the sums of p's columns.
+    ``TRANSPOSED``: w2 is stored as its transpose.
     """
     tile = tile_of_program(rows, hidden, CONFIG)
     e_ptr += tile.problem.to(tl.int64) * rows * width
     dh = product(e_ptr, width, w2_ptr, tile, rows, hidden, width, CONFIG.TRANSPOSED, CONFIG)
     inside = exists(tile, rows, hidden)
-    z = tl.load(elements_of_tile(z_ptr, tile, rows, hidden, CONFIG), mask=inside, other=0.0)
+    store_rounded(dh_ptr, dh, tile, rows, hidden, CONFIG)
+    z = load_rounded(z_ptr, tile, rows, hidden, CONFIG)
     _, slope, _ = activated(z, CONFIG)
     p = tl.where(inside, dh * slope, 0.0)
     store_column_sums(sums_ptr, p, tile, rows, hidden, CONFIG)

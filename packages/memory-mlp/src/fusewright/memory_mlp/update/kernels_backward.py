@@ -18,8 +18,8 @@ Then over the rows, with c, twice the loss's factor:
     dk = c (p A1 + z_bar w1)                                      a tile of the keys each
 
 dv is -c q; dW gets c z_bar^T k and c (e^T dh_bar + q^T h), which kernels_gradients.py adds. The
-residual r = h w2^T + b2 - v and dh = e w2 are recomputed, from operands that are loaded anyway. A
-step that was skipped gives its rows zeros.
+residual r = h w2^T + b2 - v is recomputed, from operands that are loaded anyway. A step that was
+skipped gives its rows zeros.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from .tiles import (
     exists,
     is_finite,
     load_bias,
+    load_rounded,
     load_row_weights,
     part_of_program,
     product,
@@ -42,6 +43,7 @@ from .tiles import (
     start_of_problem,
     store_column_sums,
     store_operand,
+    store_rounded,
     sum_of_partials,
     tile_of_program,
     two_products,
@@ -260,12 +262,11 @@ def p_bar_kernel(
     k_ptr += start_of_problem(tile.problem, k_inner, k_outer_stride, k_inner_stride)
     p_bar = product(k_ptr, k_row_stride, a1_ptr, tile, rows, hidden, width, True, CONFIG)
     p_bar += load_bias(a1_bias_ptr, tile, hidden)
-    inside = exists(tile, rows, hidden)
-    z = tl.load(elements_of_tile(z_ptr, tile, rows, hidden, CONFIG), mask=inside, other=0.0)
+    z = load_rounded(z_ptr, tile, rows, hidden, CONFIG)
     _, slope, _ = activated(z, CONFIG)
     finite = is_finite(tl.load(norm_ptr + tile.problem))
     if CONFIG.ACTIVATION != "relu":
-        tl.store(elements_of_tile(p_bar_ptr, tile, rows, hidden, CONFIG), p_bar, mask=inside)
+        store_rounded(p_bar_ptr, p_bar, tile, rows, hidden, CONFIG)
     dh_bar = tl.where(finite, p_bar * slope, 0.0)
     store_operand(dh_bar_ptr, dh_bar_transposed_ptr, dh_bar, tile, rows, hidden, CONFIG)
 
@@ -357,6 +358,7 @@ def z_bar_kernel(
     a2_ptr,
     w2_ptr,
     z_ptr,
+    dh_ptr,
     p_bar_ptr,
     norm_ptr,
     row_parts_ptr,
@@ -375,16 +377,15 @@ def z_bar_kernel(
     w2 are stored as their transposes.
     """
     tile = tile_of_program(rows, hidden, CONFIG)
-    CURVED: tl.constexpr = CONFIG.ACTIVATION != "relu"
     pairs = e_ptr, a2_ptr, q_ptr, w2_ptr
-    h_bar, dh = two_products(pairs, tile, rows, hidden, width, CURVED, CONFIG.TRANSPOSED, CONFIG)
+    h_bar, _ = two_products(pairs, tile, rows, hidden, width, False, CONFIG.TRANSPOSED, CONFIG)
     inside = exists(tile, rows, hidden)
-    z = tl.load(elements_of_tile(z_ptr, tile, rows, hidden, CONFIG), mask=inside, other=0.0)
+    z = load_rounded(z_ptr, tile, rows, hidden, CONFIG)
     _, slope, curve = activated(z, CONFIG)
     z_bar = h_bar * slope
-    if CURVED:
-        p_bar_at = elements_of_tile(p_bar_ptr, tile, rows, hidden, CONFIG)
-        z_bar += tl.load(p_bar_at, mask=inside, other=0.0) * dh * curve
+    if CONFIG.ACTIVATION != "relu":
+        p_bar = load_rounded(p_bar_ptr, tile, rows, hidden, CONFIG)
+        z_bar += p_bar * load_rounded(dh_ptr, tile, rows, hidden, CONFIG) * curve
     finite = is_finite(tl.load(norm_ptr + tile.problem))
     z_bar = tl.where(inside, tl.where(finite, z_bar, 0.0), 0.0)
     store_column_sums(sums_ptr, z_bar, tile, rows, hidden, CONFIG)

@@ -121,8 +121,8 @@ def update_forward(
         activation, max_grad_norm: options of the update.
 
     Returns:
-        W' and S', four tensors each; loss, norm, skipped; z in fp32 and h, e, p in k's dtype, e and
-        p without ``factor``; the gradient, four tensors.
+        W' and S', four tensors each; loss, norm, skipped; z, h, e, dh and p in k's dtype, the last
+        three without ``factor``; the gradient, four tensors.
     """
     k, _, w1, *_ = inputs
     precision, clips = tile_precision(k.dtype), max_grad_norm is not None
@@ -133,8 +133,8 @@ def update_forward(
     k, v, *state, alpha, eta, theta, row_weights = inputs
     w1, b1, w2, b2, *_ = state
     results = tuple([make() for make in plan.results])
-    loss, norm, skipped, z, h, e, p = results[8:15]
-    gradient = results[15:]
+    loss, norm, skipped, z, h, e, dh, p = results[8:16]
+    gradient = results[16:]
     e_sums, p_sums, losses, squares = [make() for make in plan.partials]
     operands = [allocate(operand) for operand in plan.operands]
     w1_operand, w2_operand, k_operand, k_transposed, *transposed = operands
@@ -153,7 +153,7 @@ def update_forward(
         pairs = p, k, e, h, None, None
     plan.hidden((k_operand, w1_operand, b1, z, h, h_transposed))
     plan.residual((h, w2_operand, b2, v, row_weights, e, e_transposed, e_sums, losses))
-    plan.slope((e, w2_transposed, z, p, p_transposed, p_sums))
+    plan.slope((e, w2_transposed, z, dh, p, p_transposed, p_sums))
     plan.gradients.run(pairs, (p_sums, e_sums), None, gradient, squares, factor)
     plan.step(
         (
@@ -210,7 +210,7 @@ def update_plan(
         copies,
         results=(
             *(*weights, *weights, number, number, problem.allocator(dtype=torch.bool)),
-            *(problem.allocator(rows, hidden), of_hidden, of_width, of_hidden, *weights),
+            *(of_hidden, of_hidden, of_width, of_hidden, of_hidden, *weights),
         ),
         partials=(
             problem.allocator(residual_tiles, width),

@@ -76,7 +76,7 @@ Z_BAR = (
     UpdateTile("tf32", 64, 64, 32, num_warps=8, num_stages=2),
     *ANY_SIZE,
 )
-# Where e_bar and r are computed at once there are as many sums as in Z_BAR.
+# Where e_bar and r are computed at once there are twice as many sums as in E_BAR.
 E_BAR_AND_R = Z_BAR
 DK = (
     UpdateTile("narrow", 128, 128, 64, num_warps=4, num_stages=3, fills=1.5, **HOPPER),
@@ -153,7 +153,7 @@ def update_backward(
         upstream: the gradients of W', then those of S', then of the loss, None for each that does
             not exist.
         inputs, factor, activation, max_grad_norm: of the forward pass.
-        saved: results of the forward pass: norm, z, h, e and p, the gradient.
+        saved: results of the forward pass: norm, z, h, e, dh and p, the gradient.
         with_rows, with_weights: whether the gradients of k and v, and of W, are needed.
 
     Returns:
@@ -172,7 +172,7 @@ def update_backward(
         inputs = contiguous_where(inputs, plan.copies)
     k, v, *state, alpha, eta, theta, row_weights = inputs
     w1, _, w2, b2, *_ = state
-    norm, z, h, e, p, *gradient = saved
+    norm, z, h, e, dh, p, *gradient = saved
     results = tuple([allocate(result) for result in plan.results])
     dk, dv, *dstate, drow_weights = results
     dw, ds, dgates = dstate[:4], dstate[4:8], dstate[8:]
@@ -218,7 +218,7 @@ def update_backward(
     )
     plan.z_bar(
         (
-            *(e, q, a2_transposed, w2_transposed, z, p_bar, norm, row_parts),
+            *(e, q, a2_transposed, w2_transposed, z, dh, p_bar, norm, row_parts),
             *(z_bar, z_bar_transposed, z_bar_sums, drow_weights),
         )
     )
@@ -313,7 +313,7 @@ def backward_plan(
             problem.allocator(q_tiles, width),
             problem.allocator(z_bar_tiles, hidden),
             *(of_hidden, of_width, of_hidden),
-            problem.allocator(rows, hidden) if activation != "relu" else None,
+            of_hidden if activation != "relu" else None,
             problem.allocator(row_parts, rows) if has_row_weights else None,
         ),
         rounded=(a1, a2) if problem.rounds else None,

@@ -17,8 +17,8 @@ and -theta U otherwise, U = u_w + u_s:
     dk = p A1 + z_bar w1    dv = -q    dw = c sum_d e_bar * r + dloss c / 2 sum_d r^2
     dW = (1 - alpha) u_w + (z_bar^T k, sum z_bar, e^T dh_bar + q^T h, sum q)
 
-Saved for it: the inputs, z in fp32, h and, without c, e and p in k's dtype, and G; r and e w2 are
-recomputed. Operands of products are rounded to k's dtype, weights and A too; sums, z, the loss,
+Saved for it: the inputs, in k's dtype z, h and, without c, e, dh = e w2 and p, and G; r is
+recomputed. Operands of products are rounded to k's dtype, weights, A and p_bar too; sums, the loss,
 G, W' and S' are fp32. Sums have a fixed order: same inputs, same bits.
 
 Behrouz, Zhong and Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 2501.00663.
@@ -51,7 +51,9 @@ INPUTS = f"Tensor k, Tensor v, {STATE}, Tensor alpha, Tensor eta, Tensor theta, 
 INPUT_COUNT = 14
 OPTIONS = "str activation, str reduction, float? max_grad_norm"
 # Tensors that the forward op saves: of all rows, then the gradient.
-SAVED = "Tensor z, Tensor h, Tensor e, Tensor p, Tensor g1, Tensor d1, Tensor g2, Tensor d2"
+SAVED = (
+    "Tensor z, Tensor h, Tensor e, Tensor dh, Tensor p, Tensor g1, Tensor d1, Tensor g2, Tensor d2"
+)
 UPSTREAM = f"{STATE.replace('Tensor ', 'Tensor? d')}, Tensor? dloss"
 
 
@@ -101,10 +103,9 @@ def _forward_fake(k, v, *others):
         loss,
         loss.new_empty(loss.shape),
         loss.new_empty(loss.shape, dtype=torch.bool),
-        w1.new_empty(hidden),
-        k.new_empty(hidden),
+        *(k.new_empty(hidden) for _ in range(2)),
         k.new_empty(k.shape),
-        k.new_empty(hidden),
+        *(k.new_empty(hidden) for _ in range(2)),
         *like_weights(),
     )
 
@@ -212,7 +213,7 @@ class _MemoryUpdate(Derivative):
 
 
 # What the forward op saves follows from the inputs, through which its gradients pass.
-_backward.derivative_of_reference("norm", "z", "h", "e", "p", "g1", "d1", "g2", "d2")
+_backward.derivative_of_reference("norm", "z", "h", "e", "dh", "p", "g1", "d1", "g2", "d2")
 
 
 def memory_update(

@@ -140,6 +140,32 @@ def store_operand(x_ptr, transposed_ptr, x, tile, rows, cols, CONFIG: tl.constex
 
 
 @triton.jit
+def within_range(x, DTYPE: tl.constexpr):
+    """x, where it is beyond the range of float16 its largest number, at which act' and act'' are
+    what they are beyond.
+    """
+    if DTYPE.is_fp16():
+        x = tl.minimum(x, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.maximum(x, -65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+@triton.jit
+def store_rounded(x_ptr, x, tile, rows, cols, CONFIG: tl.constexpr):
+    """Store a tile of x [problems, rows, cols], rounded to its dtype: no product reads it."""
+    x = as_operand(x, x_ptr.dtype.element_ty, CONFIG.UPCAST)
+    at = elements_of_tile(x_ptr, tile, rows, cols, CONFIG)
+    tl.store(at, x, mask=exists(tile, rows, cols))
+
+
+@triton.jit
+def load_rounded(x_ptr, tile, rows, cols, CONFIG: tl.constexpr):
+    """A tile of x [problems, rows, cols] in fp32, zero outside."""
+    at = elements_of_tile(x_ptr, tile, rows, cols, CONFIG)
+    return tl.load(at, mask=exists(tile, rows, cols), other=0.0).to(tl.float32)
+
+
+@triton.jit
 def elements_of_tile(x_ptr, tile, rows, cols, CONFIG: tl.constexpr):
     """The elements of a tile of a contiguous x [problems, rows, cols]."""
     return elements_from(x_ptr, tile.first, cols, tile.col, CONFIG)

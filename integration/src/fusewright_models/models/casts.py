@@ -26,7 +26,7 @@ def for_products(*weights: Tensor) -> Sequence[Tensor]:
     return Cast.apply(dtype, *weights)
 
 
-def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def cast(dtype: torch.dtype, tensors: tuple[Tensor, ...] | list[Tensor]) -> tuple[Tensor, ...]:
     """Copies in that dtype."""
     found = tuple([torch.empty_like(x, dtype=dtype) for x in tensors])
     torch._foreach_copy_(found, tensors)

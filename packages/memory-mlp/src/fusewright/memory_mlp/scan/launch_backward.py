@@ -171,7 +171,8 @@ def launched_backward(
         dk_read, de, dgamma, dreach, dstates = place.from_reads
         # The reads' own results are not needed once their gradients exist: these overwrite them.
         dh, dp = read_h, read_slope
-        pull, tau, clip = None, None, NO_CLIP
+        pull, tau = None, None
+        clip: tuple[Tensor | None, ...] = NO_CLIP
         if factors is not None:
             pull, tau = place.clip
             clip = factors, e_wide, p, pull, tau
@@ -232,7 +233,7 @@ def launch_beside(parts: list[PartCalls], device: torch.device) -> None:
     """
     main = torch.cuda.current_stream(device)
     side = stream_beside(device, main.cuda_stream)
-    events = []
+    events: list[torch.Event] = []
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         if not events:
             prepare(*part.before, part.write, *part.after)

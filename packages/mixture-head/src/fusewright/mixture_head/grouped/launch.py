@@ -73,11 +73,11 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, y: Tensor, cols_fir
 def config_of(dtype: torch.dtype, *sides: int) -> ProductConfig:
     """The tiles, none longer than a side needs."""
     config = FP32 if dtype == torch.float32 else SHORT
-    fitting = [
+    rows, cols, inner = (
         min(block, max(SHORTEST, power_of_2(side)))
         for block, side in zip(config[:3], sides, strict=True)
-    ]
-    return ProductConfig(*fitting, *config[3:])
+    )
+    return ProductConfig(rows, cols, inner, *config[3:])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
-from .._core.backends import Backend, check_backend
-from .._core.checks import checked_count
-from .._core.padding import (
-    Padded,
-    clear_padding_of,
-    keep_padding_out,
-    padded_width,
-    padding_of,
-)
+from ..common.padded_layer import PaddedLayer
 from .gated_feed_forward import gated_feed_forward
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(PaddedLayer):
     """(SiLU(x A^T) * x B^T) C^T, without biases; x A^T and x B^T are one product.
 
     Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
@@ -46,59 +34,12 @@ class SwiGLU(nn.Module):
         >>> y = layer(x)                                  # [..., 512] to [..., 512]
     """
 
-    def __init__(
-        self,
-        dim: int,
-        hidden_width: int,
-        *,
-        backend: Backend = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        dim = checked_count("dim", dim)
-        hidden_width = checked_count("hidden_width", hidden_width)
-        check_backend(backend)
-        super().__init__()
-        self.hidden_width = hidden_width
-        self.backend: Backend = backend
-        stored = padded_width(hidden_width)
-        options: dict[str, Any] = dict(bias=False, device=device, dtype=dtype)
-        self.joint: nn.Linear = nn.Linear(dim, 2 * stored, **options)
-        self.output: nn.Linear = nn.Linear(stored, dim, **options)
-        self.padded: dict[str, Padded] = {
-            "joint.weight": Padded(axis=0, blocks=2, width=hidden_width, stored=stored),
-            "output.weight": Padded(axis=1, blocks=1, width=hidden_width, stored=stored),
-        }
-        keep_padding_out(self)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw new weights, uniform by fan-in as nn.Linear of the widths d and F would; zeros
-        beyond F.
-        """
-        bound = 1.0 / math.sqrt(self.joint.in_features)
-        nn.init.uniform_(self.joint.weight, -bound, bound)
-        bound = 1.0 / math.sqrt(self.hidden_width)
-        nn.init.uniform_(self.output.weight, -bound, bound)
-        self.clear_padding()
-
-    def clear_padding(self) -> None:
-        """Set the stored weights beyond F to zero."""
-        clear_padding_of(self)
-
-    def padding(self) -> list[Tensor]:
-        """Views of the stored weights that are not part of the model."""
-        return padding_of(self)
+    first = "joint"
+    blocks = 2
+    joint: nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., d]`` to the same shape, as :func:`gated_feed_forward`, which says what it
         raises.
         """
         return gated_feed_forward(x, self.joint.weight, self.output.weight, backend=self.backend)
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.joint.in_features}, {self.hidden_width}, "
-            f"stored_width={self.output.in_features}, backend={self.backend!r}"
-        )

@@ -1,0 +1,1 @@
+"""What both feed-forward layers use unchanged."""

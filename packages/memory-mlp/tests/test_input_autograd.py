@@ -98,7 +98,6 @@ def test_constant_theta_needs_no_gradient(input_op, backend, device):
     [transforms.func_grad, transforms.mapped_func_grad],
     ids=lambda transform: transform.__name__,
 )
-@pytest.mark.usefixtures("many_input_programs")
 def test_transform_is_right(input_op, gated_op, transform, device):
     """Of all inputs, of queries alone, and of tokens and their gates."""
     gated_op = gated_op.having(torch.tensor([[True, False, True]], device=device))

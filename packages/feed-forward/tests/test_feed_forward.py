@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -15,7 +14,6 @@ from fusewright_testkit import Yardstick
 from fusewright_testkit.yardstick import as_tuple
 
 from .operations import FEED_FORWARD
-from .test_swiglu import OPTIMIZERS
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 OP = FEED_FORWARD
@@ -145,26 +143,6 @@ def test_every_layout_gives_the_same_bits(which, device):
     assert all(torch.equal(a, b) for a, b in zip(found(tensors), found(strided), strict=True))
 
 
-@pytest.mark.parametrize(("width", "stored"), [(1, 32), (32, 32), (33, 64), (1365, 1376)])
-def test_hidden_width_is_stored_rounded_up_and_zero_beyond(width, stored):
-    layer = FeedForward(4, width)
-    assert layer.hidden.weight.shape == (stored, 4)
-    assert layer.output.weight.shape == (4, stored)
-    assert layer.hidden.bias is None
-    assert layer.output.bias is None
-    assert not layer.hidden.weight[width:].any()
-    assert layer.hidden.weight[:width].all()
-    assert not layer.output.weight[:, width:].any()
-    assert layer.output.weight[:, :width].all()
-
-
-def test_weights_are_drawn_by_fan_in_of_the_width_that_is_used():
-    layer = FeedForward(100, 400)
-    for weight, fan_in in ((layer.hidden.weight, 100), (layer.output.weight[:, :400], 400)):
-        bound = fan_in**-0.5
-        assert 0.99 * bound < weight.abs().max() <= bound
-
-
 def test_padding_changes_nothing(backend, device):
     layer = layer_of(backend, device)
 
@@ -174,60 +152,3 @@ def test_padding_changes_nothing(backend, device):
     inputs = [torch.randn(7, DIM, device=device), *layer.parameters()]
     yardstick = Yardstick(without_padding, inputs)
     yardstick.check(lambda *t: feed_forward(*t, backend=backend))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_padding_stays_zero_for_a_hundred_steps(optimizer, backend, device):
-    layer = layer_of(backend, device)
-    start = copy.deepcopy(layer.state_dict())
-    steps = OPTIMIZERS[optimizer](layer.parameters())
-    for _ in range(100):
-        x = torch.randn(9, DIM, device=device)
-        steps.zero_grad()
-        (layer(x) - x.flip(-1)).square().mean().backward()
-        assert not layer.hidden.weight.grad[WIDTH:].any()
-        assert not layer.output.weight.grad[:, WIDTH:].any()
-        steps.step()
-    # Bits: no zero has become a negative one.
-    for part in layer.padding():
-        assert not part.contiguous().view(torch.int32).any()
-    for name, weight in layer.state_dict().items():
-        assert not torch.equal(weight, start[name])
-
-
-def test_state_dict_holds_the_weights_in_the_width_of_the_layer(device):
-    layer, other = layer_of(device=device), layer_of(device=device)
-    state = layer.state_dict()
-    assert torch.equal(state["hidden.weight"], layer.hidden.weight[:WIDTH])
-    assert torch.equal(state["output.weight"], layer.output.weight[:, :WIDTH])
-    other.load_state_dict(state)
-    x = torch.randn(3, DIM, device=device)
-    assert torch.equal(other(x), layer(x))
-    with pytest.raises(RuntimeError, match=r"size mismatch for hidden\.weight"):
-        other.load_state_dict(layer_of(width=WIDTH - 1).state_dict())
-
-
-def test_layer_says_its_widths_and_its_backend():
-    shown = repr(layer_of("reference")).splitlines()
-    assert f"{DIM}, {WIDTH}, stored_width={STORED}, backend='reference'" in shown[1]
-
-
-def test_layer_made_on_meta_is_filled_elsewhere(device):
-    layer = layer_of(device="meta").to_empty(device=device)
-    layer.reset_parameters()
-    assert layer(torch.randn(3, DIM, device=device)).isfinite().all()
-    assert not any(part.any() for part in layer.padding())
-
-
-@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-def test_autocast_gives_the_dtype_of_a_linear_layer(backend, compiles, device):
-    torch._dynamo.reset()
-    layer = layer_of(backend, device)
-    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
-    x = torch.randn(6, DIM, device=device, requires_grad=True)
-    with torch.autocast(device, BF16):
-        y = call(x)
-    assert y.dtype == BF16
-    grads = torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
-    assert [g.dtype for g in grads] == [F32] * 3
-    assert all(g.any() for g in grads)

@@ -11,6 +11,7 @@ import torch
 
 from .backends import device_properties, interpreted
 from .launches import DescribedLaunch, cdiv, in_tiles
+from .rows import MAX_ROWS
 
 Tensor = torch.Tensor
 DTYPES = torch.bfloat16, torch.float16
@@ -49,6 +50,8 @@ def serves(
     """
     if dtype not in DTYPES or interpreted() or not (rows and inner and cols):
         return False
+    if max(rows, cols) > MAX_ROWS:
+        return False
     properties = device_properties(device)
     slices = cdiv(inner, SLICE)
     if properties.capability != 90 or slices > MOST_SLICES:
@@ -63,8 +66,12 @@ def tiles_of(rows: int, cols: int) -> int:
 
 
 def in_bulk(x: Tensor) -> Tensor:
-    """A contiguous matrix that starts where a descriptor may."""
-    return x if x.data_ptr() % ALIGNED == 0 else x.clone()
+    """A contiguous matrix as a descriptor reads it: it starts where one may, and the stride of its
+    rows, which is any where there is one row, is their length.
+    """
+    if x.data_ptr() % ALIGNED == 0 and x.stride(0) == x.shape[1]:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def constants_of(inner: int, *, cols_first: bool, loads: bool) -> dict[str, Any]:

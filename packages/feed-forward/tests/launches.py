@@ -47,19 +47,15 @@ def launch_silu(rows: int, cols: int, dtype: torch.dtype) -> None:
     perceptron.silu_backward(h, u)
 
 
-def launch_epilogues(rows: int, dtype: torch.dtype) -> None:
+def launch_epilogues(rows: int, dtype: torch.dtype, cols: int = 512) -> None:
     """SiLU in the epilogue of a product, with u and without, and its derivative."""
     if GPU.capability != 90:
         return
-    x, hidden_weight = torch.empty(rows, 512, dtype=dtype), torch.empty(1376, 512, dtype=dtype)
+    x, hidden_weight = torch.empty(rows, cols, dtype=dtype), torch.empty(1376, cols, dtype=dtype)
     u = torch.empty(rows, 1376, dtype=dtype)
     for keeps in (True, False):
         launch_hopper.product_silu(x, hidden_weight, keeps)
     launch_hopper.product_silu_backward(x, hidden_weight.mT.contiguous(), u)
-
-
-def only_epilogues() -> None:
-    launch_epilogues(4096, BF16)
 
 
 def one_of_each() -> None:
@@ -73,6 +69,9 @@ def one_of_each() -> None:
 def every_form() -> None:
     """Every dtype, lengths that allow 16 bytes at a time and such that do not, rows of any kind."""
     launch_epilogues(4096, torch.float16)
+    # The most slices of which those of two tiles have room, and one.
+    for cols in (384, 64):
+        launch_epilogues(4096, BF16, cols)
     for dtype, cols in itertools.product(DTYPES, (5504, 1000, 1365, 3)):
         launch(4096, cols, dtype)
         launch(1, cols, dtype)

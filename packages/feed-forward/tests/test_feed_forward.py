@@ -111,6 +111,9 @@ def test_without_gradients_the_activation_takes_the_place_of_what_it_is_of(devic
         (False, 44000, 508, 1376, BF16, 90),
         (False, 44000, 512, 1365, BF16, 90),
         (False, 44000, 512, 0, BF16, 90),
+        (True, 2**31 - 2**13, 8, 8, BF16, 90),
+        (False, 2**31, 8, 8, BF16, 90),
+        (False, 512, 8, 2**31, BF16, 90),
         (False, 44000, 512, 1376, F32, 90),
         (False, 44000, 512, 1376, BF16, 80),
         (False, 44000, 512, 1376, BF16, 100),
@@ -126,6 +129,32 @@ def test_epilogue_serves_what_it_can_and_is_faster_for(
     monkeypatch.setattr(product_hopper, "interpreted", lambda: False)
     device = torch.device("cuda", 0)
     assert product_hopper.serves(rows, inner, cols, dtype, device, 0.9) is served
+
+
+@pytest.mark.parametrize("row", [torch.zeros(64, 1).mT, torch.zeros(2, 2, 65)[:1, 0, 1:]])
+def test_one_row_is_read_by_a_descriptor_whatever_its_stride_says(row):
+    """The stride of an axis of length 1 counts for nothing in a contiguous matrix, and for a
+    descriptor.
+    """
+    from fusewright.feed_forward._core.product_hopper import in_bulk
+
+    row = row.to(BF16)
+    assert row.is_contiguous()
+    assert in_bulk(row).stride() == (64, 1)
+    assert in_bulk(row).data_ptr() % 16 == 0
+    matrix = torch.zeros(4, 64)
+    assert in_bulk(matrix) is matrix
+
+
+def test_saved_hidden_layer_of_any_layout_gives_the_same_gradients(device):
+    from fusewright.feed_forward.perceptron import launch
+
+    tensors = OP.draw((5, 6, 4, 3), F32, device)
+    y, u, h = launch.feed_forward(*tensors)
+    expected = launch.feed_forward_backward(y, *tensors, u, h, (True,) * 3)
+    strided = (x.mT.contiguous().mT for x in (u, h))
+    found = launch.feed_forward_backward(y, *tensors, *strided, (True,) * 3)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

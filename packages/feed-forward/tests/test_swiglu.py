@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,6 +106,27 @@ def test_backward_formulas_are_those_of_autograd():
     expected = torch.autograd.grad(y, tensors, dy)
     for a, b in zip(reference.swiglu_backward(dy, *tensors), expected, strict=True):
         assert (a - b).abs().max() <= 16 * torch.finfo(torch.float64).eps * b.abs().max()
+
+
+def test_without_gradients_the_joint_product_is_freed_before_the_last_product(device, monkeypatch):
+    from fusewright.feed_forward.swiglu import gated_feed_forward, launch
+
+    assert gated_feed_forward._forward.inference[True] is launch.gated_feed_forward_inference
+    run, freed = launch.linear, []
+
+    def linear(x, weight):
+        freed.extend(result() is None for result in results)
+        y = run(x, weight)
+        results.append(weakref.ref(y))
+        return y
+
+    results: list[weakref.ref] = []
+    monkeypatch.setattr(launch, "linear", linear)
+    tensors = GATED.draw((4, 20, 6, 5), F32, device)
+    y, *nothing = launch.gated_feed_forward_inference(*tensors)
+    assert nothing == [None, None]
+    assert freed == [True]
+    assert torch.equal(y, launch.gated_feed_forward(*tensors)[0])
 
 
 def test_joint_product_alone_is_saved_of_the_hidden_layer(device):

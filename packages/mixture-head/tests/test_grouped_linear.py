@@ -49,6 +49,33 @@ def test_each_group_is_a_linear_layer(rows, ends, backend, device):
     assert not found[begin:].any()
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_one_row_without_further_axes_has_both_derivatives(backend, device):
+    ends = torch.tensor([0, 1], device=device)
+
+    def found(x, weight):
+        y = grouped_linear(x, weight, ends, backend=backend)
+        first = torch.autograd.grad(y.square().sum(), [x, weight], create_graph=True)
+        return y, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), [x, weight])
+
+    x, weight = (t.requires_grad_() for t in group_weights((1, 6), F32, device, groups=2))
+    y, dx, dweight, ddx, ddweight = found(x, weight)
+    row = found(x[0].detach().requires_grad_(), weight)
+    assert same_bits(row, (y[0], dx[0], dweight, ddx[0], ddweight))
+
+
+def test_more_rows_or_longer_weights_than_can_be_counted_are_refused():
+    from fusewright.mixture_head.grouped import launch
+
+    most, options = 2**31 - 2**13, (BF16, I64, torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=r"up to 2147475456 rows.*got 2147475457 and"):
+        launch.plan_product(most + 1, 8, 8, 2, True, *options)
+    with pytest.raises(ValueError, match=r"2147483647 numbers in the weight.*and 2147483648"):
+        launch.plan_product(5, 2**16, 2**15, 2, True, *options)
+    with pytest.raises(ValueError, match="up to 2147475456 rows"):
+        launch.plan_weight(most + 1, 2, 8, 8, *options)
+
+
 @pytest.mark.parametrize("dtype", [I32, I64])
 def test_ends_are_of_either_integer_type_and_of_any_strides(dtype, device):
     x, weight = group_weights((9, 6), F32, device)

@@ -78,6 +78,7 @@ def feed_forward_backward(
     x_grad, hidden_weight_grad, output_weight_grad = wanted
     dy = dy.contiguous()
     if x_grad or hidden_weight_grad:
+        u = u.contiguous()
         if has_epilogue(dy, output_weight.shape[1], launch_hopper.FASTER.backward):
             du = launch_hopper.product_silu_backward(dy, output_weight.contiguous(), u)
         else:

@@ -66,10 +66,10 @@ def product_silu(x: Tensor, weight: Tensor, keeps: bool) -> tuple[Tensor | None,
 
 def product_silu_backward(dy: Tensor, weight: Tensor, u: Tensor) -> Tensor:
     """(dy weight) * SiLU'(u), of contiguous tensors."""
-    du = torch.empty_like(u)
+    du = u.new_empty(u.shape)
     dy = as_matrix(dy)
     launch = plan_silu_backward(dy.shape[0], *weight.shape, dy.dtype, dy.device)
-    launch((in_bulk(dy), in_bulk(weight), as_matrix(u), as_matrix(du)))
+    launch((in_bulk(dy), in_bulk(weight), in_bulk(as_matrix(u)), as_matrix(du)))
     return du
 
 

@@ -67,6 +67,7 @@ _forward = Op(
     triton=launch.gated_feed_forward,
     reference=_forward_reference,
     fake=_forward_fake,
+    inference=launch.gated_feed_forward_inference,
 )
 _backward = Op(
     "gated_feed_forward_backward(Tensor dy, Tensor x, Tensor joint_weight, Tensor output_weight,"

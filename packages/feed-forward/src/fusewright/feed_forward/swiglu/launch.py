@@ -26,6 +26,14 @@ def gated_feed_forward(
     return linear(gated, output_weight), joint, gated
 
 
+def gated_feed_forward_inference(
+    x: Tensor, joint_weight: Tensor, output_weight: Tensor
+) -> tuple[Tensor, None, None]:
+    """``(y, None, None)``; the joint product is freed before there is y."""
+    gated = gating.silu_mul_halves(linear(x, joint_weight))
+    return linear(gated, output_weight), None, None
+
+
 def gated_feed_forward_backward(
     dy: Tensor,
     x: Tensor,

@@ -12,6 +12,7 @@ from .._core.launches import Launch, cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 from .._core.registration import empty_grad
+from .._core.rows import MAX_ROWS
 
 if TYPE_CHECKING:
     from . import kernels
@@ -35,6 +36,8 @@ class ProductConfig(NamedTuple):
 SHORTEST = 16
 SHORT = ProductConfig(128, 128, 64, num_warps=8, num_stages=3)
 FP32 = ProductConfig(64, 64, 32, num_warps=4, num_stages=2)
+# Numbers of one weight are counted in 32 bits.
+MOST_NUMBERS = 2**31 - 1
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -80,6 +83,19 @@ def config_of(dtype: torch.dtype, *sides: int) -> ProductConfig:
     return ProductConfig(rows, cols, inner, *config[3:])
 
 
+def check_countable(rows: int, numbers: int) -> None:
+    """Rows, and the numbers in the weight of a group, must be few enough for the kernels' numbers.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if rows > MAX_ROWS or numbers > MOST_NUMBERS:
+        raise ValueError(
+            f"the kernels serve up to {MAX_ROWS} rows and {MOST_NUMBERS} numbers in the weight of "
+            f"a group, got {rows} and {numbers}"
+        )
+
+
 @functools.lru_cache(maxsize=4096)
 def plan_product(
     rows: int,
@@ -94,6 +110,7 @@ def plan_product(
     """The launch over all rows and columns; None where there are none."""
     if not rows or not cols:
         return None
+    check_countable(rows, inner * cols)
     config = config_of(dtype, SHORT.block_rows, cols, max(inner, 1))
     # A group's last tile is not whole, nor is that of the rows behind them.
     tiles = rows // config.block_rows + groups + 1
@@ -128,6 +145,7 @@ def plan_weight(
     """The launch over all weights, whose sums are over rows; None where there are none."""
     if not groups or not cols or not inner:
         return None
+    check_countable(rows, inner * cols)
     # As tiles of a product: columns of dy, columns of x, rows.
     config = config_of(dtype, cols, inner, SHORT.block_inner)
     blocks = cdiv(cols, config.block_rows) * cdiv(inner, config.block_cols)

@@ -35,5 +35,10 @@ def grouped_linear_backward(
     for of_group, matrix in zip(masks(x, ends), weight, strict=True):
         own = dy.where(of_group, 0.0)
         dx = torch.where(of_group, own @ matrix, dx)
-        dweight.append(own.flatten(0, -2).mT @ x.where(of_group, 0.0).flatten(0, -2))
+        dweight.append(as_matrix(own).mT @ as_matrix(x.where(of_group, 0.0)))
     return dx, torch.stack(dweight) if dweight else torch.zeros_like(weight)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """All leading axes as one."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

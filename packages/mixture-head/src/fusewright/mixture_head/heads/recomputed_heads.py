@@ -25,7 +25,7 @@ from . import launch, reference
 Tensor = torch.Tensor
 
 # Hidden units of a chunk, 256 MiB in bf16, and what its rows are a multiple of: whole tiles of a
-# product. Unmeasured.
+# product. Source: docs/decisions/0026-heads-h200.csv.
 CHUNK_UNITS, CHUNK_MULTIPLE = 2**27, 128
 
 

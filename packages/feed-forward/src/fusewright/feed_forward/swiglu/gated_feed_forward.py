@@ -21,81 +21,27 @@ import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.precision import run_cast
-from .._core.registration import Derivative, Op, empty_grad
+from ..common.layer_op import Launches, Reference, check_operands, layer_op
 from ..gating import reference as gating
-from ..perceptron.feed_forward import check_operands
 from . import launch, reference
 
 Tensor = torch.Tensor
 
-
-def _forward_reference(x, joint_weight, output_weight):
-    joint = torch.nn.functional.linear(x, joint_weight).contiguous()
-    y = reference.swiglu(x, joint_weight, output_weight)
-    return y, joint, gating.silu_mul_halves(joint)
-
-
-def _forward_fake(x, joint_weight, output_weight):
-    joint = x.new_empty((*x.shape[:-1], joint_weight.shape[0]))
-    y = x.new_empty((*x.shape[:-1], output_weight.shape[0]))
-    return y, joint, x.new_empty((*x.shape[:-1], output_weight.shape[1]))
-
-
-def _backward_triton(dy, x, joint_weight, output_weight, joint, gated, *wanted):
-    return launch.gated_feed_forward_backward(
-        dy, x, joint_weight, output_weight, joint, gated, wanted
-    )
-
-
-def _backward_reference(dy, x, joint_weight, output_weight, joint, gated, *wanted):
-    grads = reference.swiglu_backward(dy, x, joint_weight, output_weight)
-    return tuple(
-        grad if asked else empty_grad(x) for grad, asked in zip(grads, wanted, strict=True)
-    )
-
-
-def _backward_fake(dy, x, joint_weight, output_weight, joint, gated, *wanted):
-    return tuple(
-        each.new_empty(each.shape) if asked else empty_grad(x)
-        for each, asked in zip((x, joint_weight, output_weight), wanted, strict=True)
-    )
-
-
-_forward = Op(
-    "gated_feed_forward(Tensor x, Tensor joint_weight, Tensor output_weight)"
-    " -> (Tensor y, Tensor joint, Tensor gated)",
-    triton=launch.gated_feed_forward,
-    reference=_forward_reference,
-    fake=_forward_fake,
-    inference=launch.gated_feed_forward_inference,
+_forward = layer_op(
+    "gated_feed_forward",
+    "joint_weight",
+    ("joint", "gated"),
+    Launches(
+        launch.gated_feed_forward,
+        launch.gated_feed_forward_inference,
+        launch.gated_feed_forward_backward,
+    ),
+    Reference(reference.swiglu, reference.swiglu_backward, gating.silu_mul_halves),
 )
-_backward = Op(
-    "gated_feed_forward_backward(Tensor dy, Tensor x, Tensor joint_weight, Tensor output_weight,"
-    " Tensor joint, Tensor gated, bool x_grad, bool joint_weight_grad, bool output_weight_grad)"
-    " -> (Tensor dx, Tensor djoint_weight, Tensor doutput_weight)",
-    triton=_backward_triton,
-    reference=_backward_reference,
-    fake=_backward_fake,
-)
-_backward.derivative_of_reference("joint", "gated")
 
 
-@_forward.derivative
-class _GatedFeedForward(Derivative):
-    @staticmethod
-    def forward(ctx, run, x, joint_weight, output_weight):
-        y, joint, gated = run(x, joint_weight, output_weight)
-        ctx.save_for_backward(x, joint_weight, output_weight, joint, gated)
-        ctx.set_materialize_grads(False)
-        return y, *_forward.statistics(ctx, run, joint, gated)
-
-    @staticmethod
-    def backward(ctx, dy, *_):
-        if dy is None:
-            return (None,) * 4
-        wanted = ctx.needs_input_grad[1:4]
-        grads = _backward(dy, *ctx.saved_tensors, *wanted)
-        return None, *(grad if w else None for grad, w in zip(grads, wanted, strict=True))
+def _kernels(x: Tensor, joint_weight: Tensor, output_weight: Tensor) -> Tensor:
+    return _forward(x, joint_weight, output_weight)[0]
 
 
 def gated_feed_forward(
@@ -129,7 +75,3 @@ def gated_feed_forward(
     check_operands(x, joint_weight, output_weight, "joint_weight", 2)
     run = _kernels if uses_triton(x, backend) else reference.swiglu
     return run_cast(run, x, joint_weight, output_weight)
-
-
-def _kernels(x: Tensor, joint_weight: Tensor, output_weight: Tensor) -> Tensor:
-    return _forward(x, joint_weight, output_weight)[0]

@@ -40,6 +40,15 @@ def test_a_restored_source_continues_the_same_tasks(taken):
             assert torch.equal(one, two)
 
 
+def test_a_source_set_back_to_its_start_says_so():
+    source = ahead()
+    state = source.state_dict()
+    source.sample(4)
+    source.load_state_dict(state)
+    found = source.state_dict()
+    assert (found["batch"], found["taken"]) == (state["batch"], state["taken"]) == (0, 0)
+
+
 def test_a_batch_of_another_size_is_another_draw():
     source = ahead()
     source.sample(4)

@@ -394,3 +394,26 @@ def test_regression_on_a_matrix_is_solved(device, make_optimizer, factor):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < factor * losses[0]
+
+
+def test_a_plan_that_fails_half_way_is_made_again_by_the_next_step(monkeypatch):
+    ps = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (3, 4))]
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer = Muon(ps, lr=0.1)
+    optimizer.step()
+    optimizer.state[ps[1]].clear()
+    complete = optimizer._new_state
+
+    def fails(p, group, place):
+        if place == 1:
+            raise MemoryError
+        return complete(p, group, place)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer, "_new_state", fails)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    before = [p.detach().clone() for p in ps]
+    optimizer.step()
+    assert not any(torch.equal(p, old) for p, old in zip(ps, before, strict=True))

@@ -69,6 +69,7 @@ class DrawnAhead:
             raise ValueError(f"wanted a run that draws {self.batches} batches ahead; got {got}")
         self.sampler.load_state_dict(state["before"])
         self.before, self.drawn = state["before"], None
+        self.batch, self.taken = state["batch"], 0
         if state["taken"]:
             self._draw(state["batch"])
             self.taken = state["taken"]

@@ -180,7 +180,8 @@ class StackedOptimizer(Contract):
         for place, number, p in members:
             if self.state[p]:
                 self._checked_state(p, self.param_groups[number], place)
-        self._stacks = []
+        # Where memory runs out below, the next step must plan again.
+        self._forget_plans()
         for (number, _, _, device), some in stacks.items():
             with current(device):
                 self._stacks += self._stacked(number, some)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite, isnan
 
@@ -66,6 +67,23 @@ def test_a_training_is_that_of_the_training_program(trainings, tmp_path):
     assert last.step_ms == training.step_ms > 0.0
     assert isfinite(last.attainable)
     assert last.behind == last.oracle - last.log_likelihood
+
+
+def test_time_of_a_step_is_without_the_scores_that_are_due(trainings, monkeypatch):
+    (training,), points = trainings(recipe())
+    training.warm_up()
+    held_out = training.kept[0].held_out
+    score = type(held_out).score
+
+    def slow(self, model):
+        time.sleep(0.5)
+        return score(self, model)
+
+    monkeypatch.setattr(type(held_out), "score", slow)
+    before = len(points)
+    training.take_time()
+    assert len(points) > before
+    assert training.step_ms < 500
 
 
 def test_one_goes_on_from_the_weights_of_another_and_is_scored_on_others_at_its_end(trainings):

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
-from math import inf, isfinite, nan
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -241,7 +241,7 @@ class Training:
         self.said = StringIO()
         console = Console(file=self.said)
         self.trainer = Trainer(self.model, *parts, None, console=console, evaluate=self.score)
-        self.step_ms, self.start = nan, time.perf_counter()
+        self.step_ms, self.scoring, self.start = nan, 0.0, time.perf_counter()
 
     def told(self) -> str:
         """What its trainer had to say of captures so far."""
@@ -267,11 +267,12 @@ class Training:
         self._wait()
 
     def take_time(self) -> None:
-        """Of a step, nothing else beside it."""
-        timed, start = self.recipe.warm[1], time.perf_counter()
+        """Of a step, nothing else beside it, and without the scores that are due meanwhile."""
+        self._wait()
+        timed, start, self.scoring = self.recipe.warm[1], time.perf_counter(), 0.0
         self.trainer.run(until=self.trainer.step + timed)
         self._wait()
-        self.step_ms = 1e3 * (time.perf_counter() - start) / timed
+        self.step_ms = 1e3 * (time.perf_counter() - start - self.scoring) / timed
 
     def train(self, start: float, late: Callable[[], bool], before: Training | None) -> None:
         """Up to the last step, or until it is late; ``before`` is the one that it goes on from."""
@@ -288,6 +289,10 @@ class Training:
 
     def score(self, *, last: bool = False) -> dict[str, float]:
         """Note how the model does on the tasks that are kept, on other data at the end alone."""
+        untimed = isnan(self.step_ms)
+        if untimed:
+            self._wait()
+        begun = time.perf_counter()
         self.model.eval()
         for kept in self.kept if last or self.ended else self.kept[:1]:
             with self.trainer.stepper.autocast():
@@ -313,6 +318,9 @@ class Training:
             )
             self.note(point)
         self.model.train()
+        if untimed:
+            self._wait()
+            self.scoring += time.perf_counter() - begun
         return {"log likelihood": found.log_likelihood}
 
     def _wait(self) -> None:

@@ -56,7 +56,7 @@ class ProductConstants(NamedTuple):
 PRODUCT = ProductConfig()
 # A side of this length or more; shorter ones have too few tiles for symmetry to save any.
 SHORTEST = 384
-# Bytes that the products of one stack take at most.
+# Bytes that the products of one stack take at most, unless a single matrix takes more.
 WORKSPACE = 160 << 20
 
 

@@ -217,8 +217,8 @@ class StackedOptimizer(Contract):
         return max(1, STACKED // max(1, params[0].numel()))
 
     def _leave_stacks(self, stacked: set[Tensor]) -> None:
-        """Copy the state of parameters outside of all stacks: a view would keep a whole stack
-        alive.
+        """Copy the state of parameters outside of all stacks: a view would keep the memory of all
+        parameters of its shape alive.
         """
         for p, state in self.state.items():
             if p not in stacked:

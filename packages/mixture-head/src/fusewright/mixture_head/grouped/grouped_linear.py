@@ -13,7 +13,7 @@ import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_device, check_dtype, check_floating
-from .._core.precision import autocast, autocasts, without_autocast
+from .._core.precision import autocasts, run_cast
 from .._core.registration import Derivative, Op, empty_grad
 from . import launch, reference
 
@@ -95,12 +95,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend 
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     check_groups(x, weight, ends)
-    kernels = uses_triton(x, backend)
-    x, weight = autocast(x, weight)
-    with without_autocast(x.device):
-        if kernels:
-            return _forward(x, weight, ends)
-        return reference.grouped_linear(x, weight, ends)
+    product = _forward if uses_triton(x, backend) else reference.grouped_linear
+    return run_cast(lambda x, weight: product(x, weight, ends), x, weight)
 
 
 def check_groups(x: Tensor, weight: Tensor, ends: Tensor) -> None:

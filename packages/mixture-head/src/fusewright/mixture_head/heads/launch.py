@@ -69,8 +69,13 @@ class BackwardPlan(NamedTuple):
 
 def silu_heads(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """SiLU(u) C for u ``[..., G, S]`` and weight ``[G, S, 3]``: ``[..., G, 3]`` in fp32."""
+    return silu_heads_of(u, transposed(weight))
+
+
+def silu_heads_of(u: torch.Tensor, transposed_weight: torch.Tensor) -> torch.Tensor:
+    """``silu_heads`` of the weight as ``transposed`` has it: many u need it once."""
     plan = forward_plan(u.shape, u.dtype, u.device)
-    (out,) = plan.run((u.contiguous(), transposed(weight)))
+    (out,) = plan.run((u.contiguous(), transposed_weight))
     return out if plan.launch is not None else out.zero_()
 
 

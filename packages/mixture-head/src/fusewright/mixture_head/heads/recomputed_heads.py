@@ -55,9 +55,10 @@ def _forward_triton(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> 
     hidden_weight = hidden_weight.contiguous()
     out = _forward_fake(x, hidden_weight, output_weight)
     params = out.view(len(rows), len(output_weight), 3)
+    transposed_weight = launch.transposed(output_weight)
     for chunk in slices:
         u = _hidden(rows[chunk], hidden_weight, buffer)
-        params[chunk] = launch.silu_heads(u, output_weight)
+        params[chunk] = launch.silu_heads_of(u, transposed_weight)
     return out
 
 

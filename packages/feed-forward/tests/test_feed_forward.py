@@ -161,9 +161,9 @@ def test_saved_hidden_layer_of_any_layout_gives_the_same_gradients(device):
 def test_every_layout_gives_the_same_bits(which, device):
     tensors = [t.requires_grad_() for t in OP.draw((40, 24, 16, 32), F32, device)]
     strided = [t.detach().clone().requires_grad_() for t in tensors]
-    apart = torch.stack([tensors[which].detach()] * 2, -1)[..., 0].mT.contiguous().mT
-    assert not apart.is_contiguous()
-    strided[which] = apart.requires_grad_()
+    spaced = torch.stack([tensors[which].detach()] * 2, -1)[..., 0].mT.contiguous().mT
+    assert not spaced.is_contiguous()
+    strided[which] = spaced.requires_grad_()
 
     def found(leaves):
         y = OP.kernels(*leaves)

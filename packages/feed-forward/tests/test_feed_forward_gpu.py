@@ -22,11 +22,11 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the kernels are for compute capability 9.0")
     monkeypatch.setattr(launch_hopper, "FASTER", launch_hopper.Faster(0.0, 0.0))
 
-    def apart(*args):
+    def separate_pass(*args):
         raise AssertionError("SiLU ran in a pass of its own")
 
     for name in ("silu", "silu_backward"):
-        monkeypatch.setattr(launch, name, apart)
+        monkeypatch.setattr(launch, name, separate_pass)
 
 
 # Columns of whole tiles and such that are none, sums of one slice, of a part of one and of so few

@@ -325,7 +325,7 @@ class Training:
 
     def _wait(self) -> None:
         if self.trainer.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.device)
+            torch.cuda.synchronize(self.trainer.device)  # sync: the host takes the time
 
 
 def train_all(

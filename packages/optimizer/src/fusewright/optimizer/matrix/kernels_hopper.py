@@ -13,7 +13,7 @@ CONFIG, beside the sizes:
     COLS_FIRST  b lies as [columns of c, columns of a], else as its transpose
     STARTS      start b' is added
     SYMMETRIC   c is: only tiles on and below the diagonal are computed, and written twice
-    TURNED      c is written as its transpose
+    TRANSPOSED  c is written as its transpose
 """
 
 from __future__ import annotations
@@ -130,24 +130,24 @@ def add_slice(c, used, buffers, barriers, USE: gl.constexpr, GROUP: gl.constexpr
 def store_part(c_tiles, part, place, places, GROUP: gl.constexpr, CONFIG: gl.constexpr):
     """Write a square of c where it belongs, each through a place in shared memory of its own."""
     c_row, row, col, rows, cols = place
-    direct, turned = places.index(2 * GROUP), places.index(2 * GROUP + 1)
+    direct, transposed = places.index(2 * GROUP), places.index(2 * GROUP + 1)
     if CONFIG.SYMMETRIC:
         if (col <= row) & (row < rows):
             # Where the last ones went from.
             tma.store_wait(0)
             direct.store(part)
             if col < row:
-                turned.permute([1, 0]).store(part)
+                transposed.permute([1, 0]).store(part)
             fence_async_shared()
             tma.async_copy_shared_to_global(c_tiles, [c_row + row, col], direct)
             if col < row:
-                tma.async_copy_shared_to_global(c_tiles, [c_row + col, row], turned)
+                tma.async_copy_shared_to_global(c_tiles, [c_row + col, row], transposed)
     elif (row < rows) & (col < cols):
         tma.store_wait(0)
-        if CONFIG.TURNED:
-            turned.permute([1, 0]).store(part)
+        if CONFIG.TRANSPOSED:
+            transposed.permute([1, 0]).store(part)
             fence_async_shared()
-            tma.async_copy_shared_to_global(c_tiles, [c_row + col, row], turned)
+            tma.async_copy_shared_to_global(c_tiles, [c_row + col, row], transposed)
         else:
             direct.store(part)
             fence_async_shared()
@@ -198,7 +198,7 @@ def multiply(
         used += 1
         left, right = halves_of(c)
         parts = halves_of(left) + halves_of(right)
-        c_row = matrix * (cols if CONFIG.TURNED else rows)
+        c_row = matrix * (cols if CONFIG.TRANSPOSED else rows)
         for part in gl.static_range(4):
             place = c_row, row, col + part * PART, rows, cols
             rounded = (parts[part] * scale).to(DTYPE)

@@ -49,7 +49,7 @@ class ProductConstants(NamedTuple):
     COLS_FIRST: bool
     STARTS: bool
     SYMMETRIC: bool
-    TURNED: bool
+    TRANSPOSED: bool
 
 
 # Source: docs/decisions/0028-products-h200.csv.
@@ -160,7 +160,7 @@ def plan(
             COLS_FIRST=cols_first,
             STARTS=kind != "gram",
             SYMMETRIC=symmetric,
-            TURNED=tall and kind == "move",
+            TRANSPOSED=tall and kind == "move",
         ),
     )
     of_b = (PRODUCT.block_cols, SLICE) if cols_first else (SLICE, PRODUCT.block_cols)

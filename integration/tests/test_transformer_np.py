@@ -369,3 +369,24 @@ def test_input_that_does_not_fit_is_refused_before_anything_is_computed(
         with pytest.raises(error, match=message.format(name)):
             ask(**inputs)
     assert computed == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "autocast"])
+def test_transforms_of_torch_give_the_gradients_of_autograd(
+    small, rows, dtype, assert_same_but_for_rounding
+):
+    model, operands = small(dtype=dtype), rows(2, 5, 3, dtype=dtype)[:3]
+    weights = dict(model.named_parameters())
+
+    def total(weights):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            found = torch.func.functional_call(model, weights, operands)
+        return found.square().sum()
+
+    found = torch.func.grad(total)(weights)
+    expected = torch.autograd.grad(total(weights), list(weights.values()))
+    assert_same_but_for_rounding(
+        [found[name].double() for name in weights],
+        [gradient.double() for gradient in expected],
+        torch.finfo(dtype).eps / torch.finfo(torch.float64).eps,
+    )

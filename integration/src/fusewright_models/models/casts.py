@@ -37,10 +37,13 @@ class Cast(torch.autograd.Function):
     """Tensors in another dtype."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.dtype = tensors[0].dtype
-        ctx.set_materialize_grads(False)
+    def forward(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         return cast(dtype, tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.dtype = inputs[1].dtype
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

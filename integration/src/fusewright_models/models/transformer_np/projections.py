@@ -46,7 +46,6 @@ class Projections(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         a: Tensor,
         query: Tensor,
         key_value: Tensor,
@@ -54,12 +53,15 @@ class Projections(torch.autograd.Function):
         heads: int,
         first: int,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(a, query, key_value)
-        ctx.context_rows, ctx.first = context_rows, first
         by_head = len(a), -1, heads, a.shape[-1] // heads
         q = F.linear(a[:, first:], query).view(by_head)
         both = F.linear(a[:, :context_rows], key_value)
         return q, *(x.unflatten(-1, by_head[2:]) for x in both.chunk(2, -1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *tensors, ctx.context_rows, _heads, ctx.first = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

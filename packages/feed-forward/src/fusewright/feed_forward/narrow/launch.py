@@ -32,11 +32,11 @@ class TileConfig(NamedTuple):
 
 # Unmeasured.
 FORWARD = TileConfig(rows=32, cols=128, num_warps=4)
-BACKWARD = TileConfig(rows=32, cols=64, num_warps=4)
+BACKWARD = TileConfig(rows=32, cols=64, num_warps=8)
 # So many programs of the backward pass are on a multiprocessor, each with one part of dW.
-PROGRAMS_PER_SM = 3
+PROGRAMS_PER_SM = 2
 # Each element of the result takes as many multiplications as x has columns, beside its way to
-# memory: of more than so many, torch's product is faster. Unmeasured.
+# memory: of more than so many, the product is left to torch. Unmeasured.
 MOST_COLUMNS = 64
 
 

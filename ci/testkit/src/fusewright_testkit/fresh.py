@@ -30,7 +30,7 @@ def run_python(code: str) -> str:
         process = context.Process(target=execute, args=(code, out.name, errors.name))
         process.start()
         process.join()
-        assert process.exitcode == 0, errors.read()
+        assert process.exitcode == 0, out.read() + errors.read()
         return out.read()
 
 

@@ -139,4 +139,4 @@ def is_plain_state(
     shapes = (*half, *half, *last)
     if len(tensors) != len(shapes):
         return False
-    return all([x.shape == y and x.device == device for x, y in zip(tensors, shapes, strict=True)])
+    return all(x.shape == y and x.device == device for x, y in zip(tensors, shapes, strict=True))

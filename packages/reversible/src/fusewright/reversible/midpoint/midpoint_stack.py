@@ -338,11 +338,22 @@ class Straight(torch.autograd.Function):
 
 
 def parameters_of(layer: nn.Module) -> dict[Tensor, tuple[str, nn.Module, str]]:
-    """The name in `Forced`, and the module and attribute, of each: once, as `named_parameters`."""
+    """The name in `Forced`, and the module and attribute, of each, once, in the order of
+    `named_parameters`, which takes the host as long as some of the layer's operations.
+    """
     found: dict[Tensor, tuple[str, nn.Module, str]] = {}
-    for prefix, module in layer.named_modules(prefix="layer"):
-        for name, p in module.named_parameters(recurse=False):
-            found.setdefault(p, (f"{prefix}.{name}", module, name))
+    seen: set[nn.Module] = set()
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        seen.add(module)
+        for name, p in module._parameters.items():
+            if p is not None:
+                found.setdefault(p, (f"{prefix}.{name}", module, name))
+        for name, child in module._modules.items():
+            if child is not None and child not in seen:
+                visit(f"{prefix}.{name}", child)
+
+    visit("layer", layer)
     return found
 
 

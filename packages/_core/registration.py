@@ -215,14 +215,14 @@ def is_plain_call(operands: Sequence[Any]) -> bool:
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply``, for a function that sets up its context by itself, as torch.func wants
-    it: torch then binds the arguments to its signature, at each call, which takes the host longer
-    than all else that a node does. A plain call goes past that.
+    it: torch then looks at its signature and binds the arguments to it, at each call. A plain call
+    goes past that.
     """
     if not REGISTERS_AUTOGRAD or torch.compiler.is_compiling():
         return function.apply(*args)
     if not is_plain_call([x for x in args if isinstance(x, torch.Tensor)]):
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def records_gradients(args: Sequence[Any]) -> bool:

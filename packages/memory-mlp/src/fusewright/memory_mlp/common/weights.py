@@ -156,7 +156,7 @@ def views_at_once(state: Tensor, hidden: int, width: int) -> tuple[MemoryWeights
             state.as_strided((*lead, width), (*strides, 1), start + 2 * matrix + hidden),
         )
 
-    start = state.storage_offset()
+    start = int(state.storage_offset())
     return of_half(start), of_half(start + size)
 
 

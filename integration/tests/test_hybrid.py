@@ -247,7 +247,7 @@ def divergence(attention, u, selection):
     """Of the indexer's softmax from the mean of the heads' probabilities, both over the selected
     keys alone, in the mean over queries.
     """
-    q, k, _ = attention._heads(u, 0)
+    q, k, *_ = attention._heads(u, 0)
     length = u.shape[1]
     selected = torch.zeros(*u.shape[:2], length + 1, dtype=torch.bool)
     selected = selected.scatter(2, selection.indices.long() % (length + 1), True)[..., :length]

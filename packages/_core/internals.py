@@ -41,9 +41,10 @@ CUDA_LAUNCHES = (
 )
 # Attributes of torch and Triton that are read or set on objects and cannot be looked up here:
 # ``_dynamo_marked_constant`` of functions, ``_autograd_function_id`` and ``_compiled_autograd_key``
-# of autograd Functions; ``run``, ``function`` and ``packed_metadata`` of Triton's compiled kernels,
-# ``calls``, ``add`` and ``remove`` of ``triton.knobs.runtime.launch_enter_hook`` and ``calls`` of
-# ``launch_exit_hook``; ``warmup`` of Triton's jitted functions.
+# of autograd Functions; the dictionaries of hooks, parameters and children of modules; ``run``,
+# ``function`` and ``packed_metadata`` of Triton's compiled kernels, ``calls``, ``add`` and
+# ``remove`` of ``triton.knobs.runtime.launch_enter_hook`` and ``calls`` of ``launch_exit_hook``;
+# ``warmup`` of Triton's jitted functions.
 COMPILED_KERNEL = ("run", "function", "packed_metadata")
 
 

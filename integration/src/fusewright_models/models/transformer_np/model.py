@@ -40,6 +40,7 @@ from fusewright.mixture_head import GaussianMixtureHead
 from fusewright.norm import LayerNorm
 from torch import Tensor, nn
 
+from ..._core.precision import without_autocast
 from ..checkpointing import recomputed
 from ..checks import check_backend, check_synchronised
 from .layers import (
@@ -201,7 +202,8 @@ class TransformerNP(nn.Module):
             h, update = run(block, h, update, context_rows, context_lengths)
         t, update = run(last, h, update, context_rows, context_lengths, targets_only=True)
         if self.final_norm is not None:
-            t, _ = norm_of_sum(self.final_norm, t, update)
+            with without_autocast(t.device):
+                t, _ = norm_of_sum(self.final_norm, t, update)
         params = self.head(t)
         if y_target is None:
             return params

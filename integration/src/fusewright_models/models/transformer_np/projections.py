@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._core.registration import apply
 from ..checks import autocast_dtype
 
 
@@ -38,7 +39,7 @@ def projected(
     # fp64 stays what it is, as in a linear layer.
     dtype = None if a.dtype == torch.float64 else autocast_dtype(a.device)
     operands = (x if dtype is None else x.to(dtype) for x in (a, query, key_value))
-    return Projections.apply(*operands, context_rows, heads, first)
+    return apply(Projections, *operands, context_rows, heads, first)
 
 
 class Projections(torch.autograd.Function):

@@ -107,6 +107,9 @@ class MidpointStack(nn.Module):
                 raise TypeError(f"layers must have a method force, got {type(layer).__name__}")
         check_option("mode", mode, MODES)
         self.layers: nn.ModuleList = nn.ModuleList(layers)
+        # Of each layer the buffers that are not persistent. Asked for here, since a state dict that
+        # is asked for in a step takes back what FSDP has gathered for it.
+        self.derived: list[set[str]] = [derived_buffers(layer) for layer in layers]
         self.step: float = checked_number("step", step)
         self.mode: Mode = mode
         self.states: FixedPoint = FixedPoint(fraction_bits, backend=backend)
@@ -175,13 +178,18 @@ class Run:
     def __init__(self, stack: MidpointStack, context: dict[str, Any]) -> None:
         self.stack, self.states, self.context = stack, stack.states, context
         # Frozen ones too: they may be another call's, or change before the backward pass.
-        self.parameters = list(stack.parameters())
-        place_of = {p: place for place, p in enumerate(self.parameters)}
-        # Of each layer's, by their names in `Forced`.
-        self.places = [
-            {f"layer.{name}": place_of[p] for name, p in layer.named_parameters()}
-            for layer in stack.layers
-        ]
+        place_of: dict[Tensor, int] = {}
+        # Of each layer's, by their names in `Forced`, and of which modules they are attributes.
+        self.places: list[dict[str, int]] = []
+        self.owners: list[list[tuple[nn.Module, str]]] = []
+        for layer in stack.layers:
+            found = parameters_of(layer)
+            places = [place_of.setdefault(p, len(place_of)) for p in found]
+            self.places.append(
+                dict(zip([full for full, *_ in found.values()], places, strict=True))
+            )
+            self.owners.append([(module, name) for _, module, name in found.values()])
+        self.parameters = list(place_of)
         self.tapes: list[Tape] = []
         self.surroundings: list[Surroundings] = []
         self.bytes = 0
@@ -198,7 +206,8 @@ class Run:
         self.generators = Generators(x.device)
         for number, layer in enumerate(self.stack.layers):
             self.tapes.append(Tape())
-            self.surroundings.append(Surroundings(layer, x.device))
+            derived = self.stack.derived[number]
+            self.surroundings.append(Surroundings(layer, derived, x.device))
             force: Any = layer.force
             delta, more = force(shown, tape=self.tapes[-1], **self.context)
             self.surroundings[-1].random = self.generators.drawn()
@@ -278,8 +287,15 @@ class Run:
         context: dict[str, Any],
     ) -> tuple[Tensor, Any]:
         """The force of a layer once more, with its graph."""
-        around = self.surroundings[number]
-        forced = Forced(self.stack.layers[number])
+        around, layer = self.surroundings[number], self.stack.layers[number]
+        owned = zip(self.owners[number], mine.values(), strict=True)
+        if not around.buffers and all(getattr(module, name) is p for (module, name), p in owned):
+            # The layer has them: to put others in their place takes the host as long as some of
+            # its operations.
+            force: Any = layer.force
+            with torch.enable_grad(), around.restored(self.generators):
+                return force(x, tape=tape.rewind(), **context)
+        forced = Forced(layer)
         # Copies: a force that changes a buffer does so again in each backward pass.
         given = mine | {name: x.clone() for name, x in around.buffers.items()}
         with torch.enable_grad(), around.restored(self.generators):
@@ -323,6 +339,31 @@ class Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         return grads[0].to(ctx.dtype), None
+
+
+def parameters_of(layer: nn.Module) -> dict[Tensor, tuple[str, nn.Module, str]]:
+    """The name in `Forced`, and the module and attribute, of each, once, in the order of
+    `named_parameters`, which takes the host as long as some of the layer's operations.
+    """
+    found: dict[Tensor, tuple[str, nn.Module, str]] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        seen.add(module)
+        for name, p in module._parameters.items():
+            if p is not None:
+                found.setdefault(p, (f"{prefix}.{name}", module, name))
+        for name, child in module._modules.items():
+            if child is not None and child not in seen:
+                visit(f"{prefix}.{name}", child)
+
+    visit("layer", layer)
+    return found
+
+
+def derived_buffers(layer: nn.Module) -> set[str]:
+    """The names of buffers that no state dict has."""
+    return {name for name, _ in layer.named_buffers()} - layer.state_dict().keys()
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -48,6 +48,14 @@ def operations(x_ptr, y_ptr, sums_ptr, counts_ptr, rows, columns, R: tl.constexp
         y = tl.maximum(y, tl.minimum(x + 1, 3 - x)) - column[None, :] % 3 // 2
         total += y
         tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=there)
+    short = total.to(tl.float16)
+    total += (short * 0.1 - 3 / (short + 7)) * (1 + tl.sum(short / 3, 1))[:, None]
+    # A negative zero becomes a positive one.
+    total += (
+        tl.where(1 / (tl.zeros([R, C], tl.float32) * -0.0 - 0.0) < 0, 1, 2)
+        + True
+        + ((total > 0) + 1)
+    )
     product = tl.dot(total, tl.trans(total))
     both, once = tl.reduce((total, total * total), 1, add_two)
     down = tl.sum(tl.reduce(product, 0, larger)) + tl.reduce(both, 0, larger)
@@ -55,8 +63,9 @@ def operations(x_ptr, y_ptr, sums_ptr, counts_ptr, rows, columns, R: tl.constexp
     own = both + once + tl.sum(product, 1) + down + kept + tl.max(total, 1)
     tl.store(sums_ptr + row, own, mask=row < rows)
     # The highest bit set: a product of 64 bits and a shift of signed ones.
+    halves = tl.sum((row[:, None] + 0.5) * (column[None, :] % 5 - 2.0), 1).to(tl.int32)
     count = (row.to(tl.uint32) * 2654435761 >> 7) ^ row.to(tl.uint32)
-    tl.store(counts_ptr + row, count.to(tl.int32) // 3 + (row - 5) % 7, mask=row < rows)
+    tl.store(counts_ptr + row, count.to(tl.int32) // 3 + (row - 5) % 7 - halves, mask=row < rows)
 
 
 def results(dtype: torch.dtype) -> list[list[int]]:
@@ -91,8 +100,23 @@ def half_an_address(x_ptr):
 
 
 @triton.jit
+def halves_of_addresses(x_ptr):
+    tl.store(x_ptr + tl.zeros([4], tl.float32), 1.0)
+
+
+@triton.jit
 def half_a_bit(x_ptr):
     tl.store(x_ptr, tl.zeros([4], tl.float32) & tl.zeros([4], tl.float32))
+
+
+@triton.jit
+def less_than_nothing(x_ptr):
+    tl.store(x_ptr + tl.arange(0, 4), (tl.arange(0, 4).to(tl.uint32) + -1).to(tl.float32))
+
+
+@triton.jit
+def too_much(x_ptr):
+    tl.store(x_ptr + tl.arange(0, 4), (tl.arange(0, 4) * 4294967296).to(tl.float32))
 
 
 @triton.jit
@@ -100,7 +124,8 @@ def sum_of_addresses(x_ptr):
     tl.store(x_ptr + x_ptr, 1.0)
 
 
-REFUSED = [odd_length, other_length, half_a_length, half_an_address, half_a_bit, sum_of_addresses]
+REFUSED = [odd_length, other_length, half_a_length, half_an_address]
+REFUSED += [halves_of_addresses, half_a_bit, less_than_nothing, too_much, sum_of_addresses]
 
 
 def refusals() -> list[str]:
@@ -133,4 +158,5 @@ def test_results_and_refusals_are_those_of_the_plain_interpreter(run_python):
     )
     plain, quicker, after = json.loads(run_python(code))
     assert plain == quicker == after
-    assert len(set(plain[1])) == len(REFUSED)
+    # Half an address is refused in one way, as a number and in a block.
+    assert len(set(plain[1])) >= len(REFUSED) - 1

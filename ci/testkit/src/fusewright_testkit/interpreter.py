@@ -22,9 +22,13 @@ from triton.language import core, semantic
 from triton.runtime import interpreter
 
 constexpr, tensor, block_type = core.constexpr, core.tensor, core.block_type
-# Operands of one of these, equal for both, stay what they are in all operations but divisions.
+TensorHandle = interpreter.TensorHandle
+# Operands of one of these, equal for both, stay what they are.
+FLOATS = {"fp16", "fp32", "fp64"}
 WHOLE = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-KEPT = {*WHOLE, "int1", "fp16", "bf16", "fp32", "fp64"}
+KEPT = {*WHOLE, *FLOATS, "int1", "bf16"}
+# Those that divisions keep.
+DIVIDED = {*WHOLE, "fp32", "fp64"}
 # What is no constexpr and holds none.
 PLAIN = {int, float, bool, str, type(None), tensor, core.dtype, block_type, core.pointer_type}
 # What carries builtins that a launch replaces, while none of them is replaced.
@@ -58,13 +62,13 @@ def replace_types(patch: pytest.MonkeyPatch) -> None:
         numel = validate_block_shape(lengths)
         shape = core.tuple(list(lengths))
         constants = core.tuple([constexpr(length) for length in lengths])
-        return shape, numel, str(shape), constants, constexpr(numel)
+        return lengths, shape, numel, str(shape), (constants, constexpr(numel))
 
     def make_block_type(self, element_ty, shape):
         lengths = shape.values if type(shape) is core.tuple else shape
         lengths = [x.value if type(x) is constexpr else x for x in lengths]
         self.element_ty = element_ty
-        self.shape, self.numel, name, *self.constants = of_shape(*lengths)
+        self.lengths, self.shape, self.numel, name, self.constants = of_shape(*lengths)
         self.name = f"<{name}, {element_ty}>"
 
     no_lengths, one = core.tuple([]), constexpr(1)
@@ -87,6 +91,12 @@ def replace_types(patch: pytest.MonkeyPatch) -> None:
             return constexpr(self is other or self.values == other.values)
         return tuples_equal(self, other)
 
+    to_ir = block_type.to_ir
+
+    def to_itself(self, builder):
+        return self if self.element_ty.name in KEPT else to_ir(self, builder)
+
+    patch.setattr(block_type, "to_ir", to_itself)
     patch.setattr(block_type, "__init__", make_block_type)
     patch.setattr(tensor, "__init__", make_tensor)
     patch.setattr(core, "_unwrap_if_constexpr", unwrap_at_once)
@@ -96,19 +106,37 @@ def replace_types(patch: pytest.MonkeyPatch) -> None:
 
 
 def replace_operations(patch: pytest.MonkeyPatch) -> None:
-    """Two tensors of one type and one shape are operands as they are."""
+    """Operands of one type and one shape are taken as they are, numbers in the type of the tensor
+    beside them, and what is spread to a shape is spread at once.
+    """
     broadcast = semantic.TritonSemantic.broadcast_impl_value
     convert = semantic.TritonSemantic.binary_op_type_checking_impl
 
-    def broadcast_unless_equal(self, lhs, rhs):
-        left, right = lhs.type, rhs.type
-        if left.is_block():
-            equal = right.is_block() and left.shape is right.shape
-        else:
-            equal = not right.is_block()
-        return (lhs, rhs) if equal else broadcast(self, lhs, rhs)
+    def spread(x, block):
+        return tensor(filled(x.handle, block.lengths), block.with_element_ty(x.dtype))
 
-    def convert_unless_equal(
+    def stretched(x, lengths):
+        if x.type.lengths == lengths:
+            return x
+        data = np.broadcast_to(x.handle.data, lengths)
+        return tensor(TensorHandle(data, x.handle.dtype.scalar), block_type(x.dtype, lengths))
+
+    def broadcast_at_once(self, lhs, rhs):
+        left, right = lhs.type, rhs.type
+        if not (left.is_block() and right.is_block()):
+            if left.is_block():
+                return lhs, spread(rhs, left)
+            return (spread(lhs, right), rhs) if right.is_block() else (lhs, rhs)
+        if left.lengths == right.lengths:
+            return lhs, rhs
+        pairs = [*zip(left.lengths, right.lengths, strict=False)]
+        fitting = all(a == b or a == 1 or b == 1 for a, b in pairs)
+        if not fitting or len(left.lengths) != len(right.lengths):
+            return broadcast(self, lhs, rhs)
+        lengths = tuple([b if a == 1 else a for a, b in pairs])
+        return stretched(lhs, lengths), stretched(rhs, lengths)
+
+    def convert_at_once(
         self,
         lhs,
         rhs,
@@ -117,17 +145,47 @@ def replace_operations(patch: pytest.MonkeyPatch) -> None:
         arithmetic_check=True,
         div_or_mod=False,
     ):
-        if type(lhs) is tensor and type(rhs) is tensor and not div_or_mod:
+        kept = DIVIDED if div_or_mod else KEPT
+        if type(lhs) is tensor and type(rhs) is tensor:
             left, right = lhs.dtype.name, rhs.dtype.name
             offset = allow_lhs_ptr and right in WHOLE and lhs.dtype.is_ptr()
-            if offset or (left == right and left in KEPT):
-                return broadcast_unless_equal(self, lhs, rhs)
+            if offset or (left == right and left in kept):
+                return broadcast_at_once(self, lhs, rhs)
+        elif arithmetic_check and type(lhs) is tensor and fits_beside(rhs, lhs.dtype, kept):
+            return broadcast_at_once(self, lhs, number_of(rhs, lhs.dtype))
+        elif arithmetic_check and type(rhs) is tensor and fits_beside(lhs, rhs.dtype, kept):
+            return broadcast_at_once(self, number_of(lhs, rhs.dtype), rhs)
         return convert(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
-    patch.setattr(semantic.TritonSemantic, "broadcast_impl_value", broadcast_unless_equal)
-    patch.setattr(semantic.TritonSemantic, "binary_op_type_checking_impl", convert_unless_equal)
+    patch.setattr(semantic.TritonSemantic, "broadcast_impl_value", broadcast_at_once)
+    patch.setattr(semantic.TritonSemantic, "binary_op_type_checking_impl", convert_at_once)
     unchecked = interpreter.InterpreterOptions(sanitize_overflow=False)
     patch.setattr(interpreter.interpreter_builder, "options", unchecked)
+
+
+def fits_beside(number: object, dtype: core.dtype, kept: set[str]) -> bool:
+    """Whether a number takes the type of the tensor beside it. Others are left to Triton, which
+    widens the tensor or refuses the number.
+    """
+    kind, name = type(number), dtype.name
+    if name not in kept or (kind is not int and kind is not float):
+        return False
+    if name in WHOLE:
+        lowest, highest = dtype.get_int_min_value(), dtype.get_int_max_value()
+        return kind is int and lowest <= number <= highest
+    return name in FLOATS and (kind is float or abs(number) < 2**31)
+
+
+def number_of(number: float, dtype: core.dtype) -> tensor:
+    # Triton makes every zero a positive one.
+    data = np.array([number or 0], interpreter._get_np_dtype(dtype))
+    return tensor(TensorHandle(data, dtype), dtype)
+
+
+def filled(handle: TensorHandle, lengths: tuple[int, ...]) -> TensorHandle:
+    data = np.empty(lengths, interpreter._get_np_dtype(handle.dtype))
+    data[...] = handle.data
+    return TensorHandle(data, handle.dtype.scalar)
 
 
 def replace_handles(patch: pytest.MonkeyPatch) -> None:
@@ -148,6 +206,29 @@ def replace_handles(patch: pytest.MonkeyPatch) -> None:
             sizes[dtype.name] = max(8, dtype.primitive_bitwidth) // 8
         return array.itemsize <= sizes[dtype.name]
 
+    check = TensorHandle.__post_init__
+
+    def make_handle(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if not fits_by_name(data, dtype):
+            check(self)
+
+    builder = interpreter.InterpreterBuilder
+    splat, expand_dims = builder.create_splat, builder.create_expand_dims
+
+    def fill(self, type, handle):
+        block = isinstance(handle.dtype, block_type)
+        return splat(self, type, handle) if block else filled(handle, type.lengths)
+
+    def add_axis(self, handle, axis):
+        if axis < 0:
+            return expand_dims(self, handle, axis)
+        data = handle.data[(slice(None),) * axis + (None,)]
+        return TensorHandle(data, handle.dtype.scalar)
+
+    patch.setattr(builder, "create_splat", fill)
+    patch.setattr(builder, "create_expand_dims", add_axis)
+    patch.setattr(TensorHandle, "__init__", make_handle)
     patch.setattr(interpreter, "_get_np_dtype", known_dtype)
     patch.setattr(interpreter, "_validate_np_data_size", fits_by_name)
 

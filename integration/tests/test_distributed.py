@@ -2,136 +2,171 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fusewright_testkit.fresh import run_python
 
 PROCESSES = 2
-# What every process runs first: rank and a file that they meet at are filled in.
-PREAMBLE = """
-import copy
+MODELS = "transformer_np", "titan_mac", "hybrid", "hybrid_plain"
+# What a process of so many runs.
+PROGRAM = """
+import copy, dataclasses, json, traceback
 import torch
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from fusewright_models import *
 
-torch.set_num_threads(1)
-distributed.init_process_group("gloo", init_method="file://{file}", rank={rank}, world_size={processes})
 rank, processes = {rank}, {processes}
+torch.set_num_threads(1)
+distributed.init_process_group(
+    "gloo", init_method="file://{meeting}", rank=rank, world_size=processes
+)
 torch.manual_seed(0)
 text = torch.randint(256, (2 * processes, 41))
 
 
 def transformer_np():
-    model = TransformerNP(TransformerNPConfig(x_width=1, width=16, layers=2, heads=2, feed_forward_width=20))
+    sizes = dict(width=16, layers=2, heads=2, feed_forward_width=20)
     x, y = torch.randn(2, 2 * processes, 12, 1, dtype=torch.float64)
     rows = x[:, :5], y[:, :5], x[:, 5:]
-    return model, rows, dict(y_target=y[:, 5:]), (*rows, y[:, 5:]), model.blocks
+    named = dict(y_target=y[:, 5:])
+    model = TransformerNP(TransformerNPConfig(x_width=1, **sizes))
+    return model, rows, named, (*rows, y[:, 5:]), lambda model: model.blocks
 
 
 def titan_mac():
-    model = TitanMAC(TITAN_MAC["tiny"])
-    return model, (text[:, :-1],), dict(targets=text[:, 1:]), (text,), model.blocks
+    model, named = TitanMAC(TITAN_MAC["tiny"]), dict(targets=text[:, 1:])
+    return model, (text[:, :-1],), named, (text,), lambda model: model.blocks
 
 
-def hybrid():
-    model = HybridLM(HYBRID["tiny"])
-    return model, (text[:, :-1], text[:, 1:]), dict(), (text,), model.stack.layers
+def hybrid(mode="exact"):
+    model = HybridLM(dataclasses.replace(HYBRID["tiny"], mode=mode))
+    rows = text[:, :-1], text[:, 1:]
+    return model, rows, dict(), (text,), lambda model: model.stack.layers
+
+
+def hybrid_plain():
+    return hybrid("plain")
 
 
 def loss_of(outputs):
-    return outputs.total if hasattr(outputs, "total") else outputs
+    return getattr(outputs, "total", outputs)
 
 
 def share(rank, inputs):
     return [x[2 * rank : 2 * rank + 2] for x in inputs]
 
 
-def mine(rank, rows, more):
-    return share(rank, rows), dict(zip(more, share(rank, more.values())))
+def loss_on_share(rank, model):
+    more = dict(zip(named, share(rank, named.values())))
+    return loss_of(model(*share(rank, rows), **more))
 
 
-def expected_gradients(model, rows, more):
+def gradients_on_all_rows():
     found = []
     for rank in range(processes):
         # Reading moves averages that the next selection goes by.
         one = copy.deepcopy(model)
-        given, named = mine(rank, rows, more)
-        loss_of(one(*given, **named)).backward()
-        found.append({{name: p.grad for name, p in one.named_parameters()}})
-    return {{
-        name: None if found[0][name] is None else sum(each[name] for each in found) / processes
-        for name in found[0]
-    }}
+        loss_on_share(rank, one).backward()
+        found.append([p.grad for p in one.parameters()])
+    return [None if each[0] is None else sum(each) / processes for each in zip(*found)]
 
 
-def check(model, expected):
-    for name, parameter in model.named_parameters():
-        wanted, got = expected[name.removeprefix("module.")], parameter.grad
-        if wanted is None or got is None:
-            assert wanted is None and (got is None or not got.any()), name
-            continue
-        got = got.full_tensor() if hasattr(got, "full_tensor") else got
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12, msg=name)
+def check(trained):
+    for (name, p), wanted in zip(trained.named_parameters(), expected, strict=True):
+        got = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        if wanted is None:
+            assert got is None or not got.any(), name
+        else:
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12, msg=name)
 
 
-model, rows, more, for_loss, blocks = {model}()
-# One scale of tasks for all processes.
+def data_parallel():
+    wrapped = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+    loss_on_share(rank, wrapped).backward()
+    check(wrapped)
+
+
+def loss_inside():
+    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    with torch.no_grad():
+        wrapped.module.loss(*share(rank, whole))
+    wrapped.module.loss(*share(rank, whole))
+
+
+def sharded():
+    one = copy.deepcopy(model)
+    fully_shard(one)
+    one.loss(*share(rank, whole)).backward()
+    check(one)
+
+
+def sharded_by_block():
+    one = copy.deepcopy(model)
+    for block in blocks(one):
+        fully_shard(block)
+    fully_shard(one)
+    one.loss(*share(rank, whole)).backward()
+    check(one)
+
+
+model, rows, named, whole, blocks = {model}()
 model = model.double()
-expected = expected_gradients(model, rows, more)
-given, named = mine(rank, rows, more)
+expected = gradients_on_all_rows()
+told = dict()
+for part in data_parallel, loss_inside, sharded, sharded_by_block:
+    try:
+        part()
+    except Exception:
+        told[part.__name__] = traceback.format_exc()
+print(json.dumps(told))
+distributed.destroy_process_group()
 """
-MODELS = "transformer_np", "titan_mac", "hybrid"
 
 
-def run(tmp_path, model: str, code: str) -> list[str]:
-    """What each process prints."""
-    programs = [
-        PREAMBLE.format(rank=rank, processes=PROCESSES, file=tmp_path / "meeting", model=model)
-        + code
-        + "distributed.destroy_process_group()\n"
-        for rank in range(PROCESSES)
-    ]
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        return list(pool.map(run_python, programs))
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """Of a model, by what is done with it, the error of the first process that has one."""
+    known = {}
 
+    def errors_of(model: str) -> dict[str, str]:
+        if model not in known:
+            meeting = tmp_path_factory.mktemp("processes") / "meeting"
+            programs = [
+                PROGRAM.format(rank=rank, processes=PROCESSES, meeting=meeting, model=model)
+                for rank in range(PROCESSES)
+            ]
+            with ThreadPoolExecutor(PROCESSES) as pool:
+                first, second = map(json.loads, pool.map(run_python, programs))
+            known[model] = second | first
+        return known[model]
 
-@pytest.mark.parametrize("model", MODELS)
-def test_data_parallel_gradients_are_those_of_all_rows(model, tmp_path):
-    run(
-        tmp_path,
-        model,
-        "wrapped = DistributedDataParallel(model, find_unused_parameters=True)\n"
-        "loss_of(wrapped(*given, **named)).backward()\n"
-        "check(wrapped, expected)\n",
-    )
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "by block"])
-@pytest.mark.parametrize("model", MODELS)
-def test_sharded_gradients_are_those_of_all_rows(model, whole, tmp_path):
-    run(
-        tmp_path,
-        model,
-        f"for block in () if {whole} else blocks: fully_shard(block)\n"
-        "fully_shard(model)\n"
-        "loss = model.loss(*share(rank, for_loss))\n"
-        "loss.backward()\n"
-        "check(model, expected)\n",
-    )
+    return errors_of
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_loss_that_no_wrapper_sees_is_refused(model, tmp_path):
-    told = run(
-        tmp_path,
-        model,
-        "wrapped = DistributedDataParallel(model)\n"
-        "try: wrapped.module.loss(*share(rank, for_loss))\n"
-        "except RuntimeError as error: print(error)\n"
-        "with torch.no_grad(): wrapped.module.loss(*share(rank, for_loss))\n",
-    )
-    for each in told:
-        assert "2 processes add up the gradients of" in each
+def test_data_parallel_gradients_are_those_of_all_rows(model, errors):
+    assert "data_parallel" not in errors(model), errors(model)["data_parallel"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_of_a_sharded_model_are_those_of_all_rows(model, errors):
+    assert "sharded" not in errors(model), errors(model)["sharded"]
+
+
+@pytest.mark.parametrize("model", ["transformer_np", "titan_mac", "hybrid_plain"])
+def test_gradients_of_sharded_blocks_are_those_of_all_rows(model, errors):
+    assert "sharded_by_block" not in errors(model), errors(model)["sharded_by_block"]
+
+
+def test_layers_of_a_reversible_stack_that_are_sharded_one_by_one_are_refused(errors):
+    told = errors("hybrid")["sharded_by_block"]
+    assert "RuntimeError: wanted parameters that are whole while a reversible stack runs" in told
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_loss_that_no_wrapper_sees_is_refused(model, errors):
+    assert "RuntimeError: wanted a loss that 2 processes add up" in errors(model)["loss_inside"]

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from fusewright.attention import Backend
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 BACKENDS = get_args(Backend)
@@ -126,7 +125,8 @@ def check_synchronised(model: nn.Module) -> None:
     if group.get_world_size() == 1 or active() is not None:
         return
     learned = [x for x in model.parameters() if x.requires_grad]
-    if learned and not any(isinstance(x, DTensor) for x in learned):
+    # Those of FSDP, whose hooks see the call, are DTensors.
+    if learned and not any(hasattr(x, "full_tensor") for x in learned):
         name = type(model).__name__
         raise RuntimeError(
             f"wanted a loss that {group.get_world_size()} processes add up the gradients of: call "

@@ -170,17 +170,20 @@ class TitanMAC(nn.Module):
     def _read(
         self, tokens: Tensor, state: TitanMACState | None
     ) -> tuple[Tensor, TitanMACState]:
-        state = self.init_state(len(tokens)) if state is None else state
         x = self.embedding(tokens)
         if tokens.numel() == 0:
+            state = self.init_state(len(tokens)) if state is None else state
             return x, state._replace(position=state.position + tokens.shape[1])
         x = x.to(autocast_dtype(x.device) or x.dtype)
-        rotation = self._rotation(state.position, tokens.shape[1], x)
+        position = 0 if state is None else state.position
+        # A block makes its first state by itself, where FSDP has gathered its parameters.
+        befores = [None] * len(self.blocks) if state is None else state.blocks
+        rotation = self._rotation(position, tokens.shape[1], x)
         after = []
-        for block, before in zip(self.blocks, state.blocks, strict=True):
-            x, carried = self._run(block, x, rotation, before, state.position)
+        for block, before in zip(self.blocks, befores, strict=True):
+            x, carried = self._run(block, x, rotation, before, position)
             after.append(carried)
-        position = state.position + tokens.shape[1]
+        position += tokens.shape[1]
         return self.final_norm(x), TitanMACState(position, tuple(after))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -121,8 +121,9 @@ class MidpointStack(nn.Module):
             TypeError: x is not a floating tensor.
             ValueError: a tensor of ``context`` requires gradients, or a force has another shape
                 than x.
-            RuntimeError: in the backward pass, where layers drew random numbers on the GPU and
-                it is not captured into the CUDA graph of the forward pass, or it alone is.
+            RuntimeError: FSDP shards layers one by one, and mode is not "plain"; in the backward
+                pass, where layers drew random numbers on the GPU and it is not captured into the
+                CUDA graph of the forward pass, or it alone is.
         """
         check_floating("x", x)
         if not torch.is_grad_enabled():
@@ -190,6 +191,13 @@ class Run:
             )
             self.owners.append([(module, name) for _, module, name in found.values()])
         self.parameters = list(place_of)
+        # DTensors, whose import would take as long as all of this package's.
+        if any(hasattr(p, "full_tensor") for p in self.parameters):
+            raise RuntimeError(
+                "wanted parameters that are whole while a reversible stack runs; got layers that "
+                "FSDP shards one by one: shard what the stack is in as a whole, or take "
+                'mode="plain"'
+            )
         self.tapes: list[Tape] = []
         self.surroundings: list[Surroundings] = []
         self.bytes = 0

@@ -110,6 +110,14 @@ def check_tokens(tokens: Tensor, device: torch.device, *, least: int = 0) -> Non
         )
 
 
+def check_targets(targets: Tensor, tokens: Tensor) -> None:
+    """Refuse targets that are not one for each token, with a ValueError."""
+    if targets.shape != tokens.shape:
+        raise ValueError(
+            f"wanted a target for each token, {list(tokens.shape)}; got {list(targets.shape)}"
+        )
+
+
 def check_synchronised(model: nn.Module) -> None:
     """Refuse to compute what the wrapper that adds up gradients of several processes does not see:
     a method of a module that was wrapped, which trains on its own and says nothing.

@@ -28,7 +28,7 @@ from fusewright.norm import Backend, RMSNorm
 from fusewright.reversible import MidpointStack, Passed
 from torch import Tensor, nn
 
-from ..checks import check_backend, check_synchronised, check_tokens
+from ..checks import check_backend, check_synchronised, check_targets, check_tokens
 from .byte_embedding import ByteEmbedding
 from .config import HybridConfig
 from .layers import NORM_EPS, Caches, HybridLayer, Observer, all_keys, drawn
@@ -168,10 +168,7 @@ class HybridLM(nn.Module):
                 return self.final_norm(self._hidden(tokens).x.mean(-2))
         for each in (tokens, targets):
             check_tokens(each, device, least=2)
-        if tokens.shape != targets.shape:
-            raise ValueError(
-                f"wanted a target for each token, {list(tokens.shape)}; got {list(targets.shape)}"
-            )
+        check_targets(targets, tokens)
         with self._precision():
             return self._losses(tokens, targets, dense, observe)
 

@@ -48,7 +48,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..checkpointing import recomputed
-from ..checks import autocast_dtype, check_backend, check_synchronised, check_tokens
+from ..checks import (
+    autocast_dtype,
+    check_backend,
+    check_synchronised,
+    check_targets,
+    check_tokens,
+)
 from .config import TitanMACConfig
 from .layers import Attention, Block, LayerState
 from .rotation import Rotation
@@ -140,7 +146,8 @@ class TitanMAC(nn.Module):
     def forward(
         self, tokens: Tensor, state: TitanMACState | None = None, *, targets: Tensor | None = None
     ) -> tuple[Tensor, TitanMACState] | Tensor:
-        """What the model makes of each token and those before it; the loss, where targets are given.
+        """What the model makes of each token and those before it; the loss, where targets are
+        given.
 
         Args:
             tokens: ``[B, T]``, int64 or int32, on the model's device, each below V; they are not
@@ -162,14 +169,14 @@ class TitanMAC(nn.Module):
                 model.
         """
         self._check(tokens, state)
+        if targets is not None:
+            check_targets(targets, tokens)
         hidden, after = self._read(tokens, state)
         if targets is None:
             return hidden, after
         return linear_cross_entropy(hidden, self.embedding.weight, targets, backend=self.backend)
 
-    def _read(
-        self, tokens: Tensor, state: TitanMACState | None
-    ) -> tuple[Tensor, TitanMACState]:
+    def _read(self, tokens: Tensor, state: TitanMACState | None) -> tuple[Tensor, TitanMACState]:
         x = self.embedding(tokens)
         if tokens.numel() == 0:
             state = self.init_state(len(tokens)) if state is None else state

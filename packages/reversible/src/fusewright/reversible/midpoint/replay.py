@@ -142,9 +142,7 @@ class Surroundings:
         random: states of the generators that it draws from, as `Generators.drawn` has them.
     """
 
-    def __init__(
-        self, layer: nn.Module, derived: Collection[str], device: torch.device
-    ) -> None:
+    def __init__(self, layer: nn.Module, derived: Collection[str], device: torch.device) -> None:
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", device.type))

@@ -301,6 +301,13 @@ def test_sequence_read_in_pieces_is_read_whole(tokens):
         assert (found - whole[:, : found.shape[1]]).abs().max() < TINY.layers * unit
 
 
+def test_targets_are_one_for_each_token(tokens):
+    model = make()
+    model.embedding.register_forward_hook(lambda *_: pytest.fail("something was computed"))
+    with pytest.raises(ValueError, match=r"wanted a target for each token, \[\d+, \d+\]; got"):
+        model(tokens, tokens[:, 1:])
+
+
 def test_loss_of_the_next_token_is_that_of_all_losses(tokens):
     model = make().eval()
     with torch.no_grad():

@@ -361,7 +361,7 @@ def test_input_that_does_not_fit_is_refused_before_anything_is_computed(
     names = ("x_context", "y_context", "x_target", "y_target")
     inputs = dict(zip(names, rows(2, 5, 4), strict=True))
     inputs[name] = corrupt(inputs[name])
-    for ask in (model.loss, model.log_likelihood):
+    for ask in (model, model.loss, model.log_likelihood):
         with pytest.raises(error, match=message.format(name)):
             ask(**inputs)
     del inputs["y_target"]

@@ -373,3 +373,12 @@ def test_gradients_of_rotated_rows_are_those_of_its_formula():
     assert torch.autograd.gradgradcheck(lambda *x: rotated(positions, base, *x), rows)
     mapped = torch.vmap(lambda x: rotated(positions, base, x.unsqueeze(0))[0])(rows[0])
     torch.testing.assert_close(mapped.squeeze(1), found[0], rtol=0, atol=0)
+
+
+def test_state_dicts_with_a_scalar_temperature_load():
+    saved = layer(temperature=3.0).state_dict()
+    scalar = saved | {"index_temperature": saved["index_temperature"].squeeze()}
+    assert scalar["index_temperature"].ndim == 0
+    built = layer()
+    built.load_state_dict(scalar)
+    assert torch.equal(built.index_temperature, torch.full((1,), 3.0))

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from fusewright.attention import Backend
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 BACKENDS = get_args(Backend)
 
@@ -106,6 +107,39 @@ def check_tokens(tokens: Tensor, device: torch.device, *, least: int = 0) -> Non
     if tokens.device != device:
         raise ValueError(
             f"wanted tokens on the model's device, {device}; got them on {tokens.device}"
+        )
+
+
+def check_targets(targets: Tensor, tokens: Tensor) -> None:
+    """Refuse targets that are not one for each token, with a ValueError."""
+    if targets.shape != tokens.shape:
+        raise ValueError(
+            f"wanted a target for each token, {list(tokens.shape)}; got {list(targets.shape)}"
+        )
+
+
+def check_synchronised(model: nn.Module) -> None:
+    """Refuse to compute what the wrapper that adds up gradients of several processes does not see:
+    a method of a module that was wrapped, which trains on its own and says nothing.
+
+    Raises:
+        RuntimeError: gradients would stay this process's.
+    """
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized() and torch.is_grad_enabled()):
+        return
+    # A private name: without it, models that call this within another's forward are refused.
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)
+    if group.get_world_size() == 1 or active() is not None:
+        return
+    learned = [x for x in model.parameters() if x.requires_grad]
+    # Those of FSDP, whose hooks see the call, are DTensors.
+    if learned and not any(hasattr(x, "full_tensor") for x in learned):
+        name = type(model).__name__
+        raise RuntimeError(
+            f"wanted a loss that {group.get_world_size()} processes add up the gradients of: call "
+            f"what wraps the {name}, such as DistributedDataParallel, with its targets; got a call "
+            "of the model inside, whose gradients would stay this process's"
         )
 
 

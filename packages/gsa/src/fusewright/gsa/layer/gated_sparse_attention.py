@@ -146,7 +146,9 @@ class GatedSparseAttention(nn.Module):
         self.index_k: nn.Linear = nn.Linear(width, index_width, bias=False, **place)
         self.index_w: nn.Linear = nn.Linear(width, index_heads, bias=False, **place)
         self.index_bias: nn.Parameter = nn.Parameter(torch.zeros(index_heads, **place))
-        self.index_temperature: nn.Parameter = nn.Parameter(torch.full((), temperature, **place))
+        # Not a scalar: FSDP shards the first dimension.
+        self.index_temperature: nn.Parameter = nn.Parameter(torch.full((1,), temperature, **place))
+        self.register_load_state_dict_pre_hook(_as_vector)
         # Zero: there is no average yet.
         self.register_buffer("variance_ema", torch.zeros((), device=device, dtype=torch.float32))
         for parameter in self.parameters():
@@ -271,3 +273,10 @@ class GatedSparseAttention(nn.Module):
 def check_tokens(x: Tensor, width: int) -> None:
     if x.ndim != 3 or x.shape[-1] != width:
         raise ValueError(f"x must be [batch, tokens, {width}], got {tuple(x.shape)}")
+
+
+def _as_vector(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """State dicts of 0.1 have the temperature as a scalar."""
+    name = f"{prefix}index_temperature"
+    if name in state:
+        state[name] = state[name].reshape(-1)

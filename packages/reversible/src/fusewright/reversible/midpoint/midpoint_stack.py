@@ -107,6 +107,9 @@ class MidpointStack(nn.Module):
                 raise TypeError(f"layers must have a method force, got {type(layer).__name__}")
         check_option("mode", mode, MODES)
         self.layers: nn.ModuleList = nn.ModuleList(layers)
+        # Of each layer the buffers that are not persistent. Asked for here, since a state dict that
+        # is asked for in a step takes back what FSDP has gathered for it.
+        self.derived: list[set[str]] = [derived_buffers(layer) for layer in layers]
         self.step: float = checked_number("step", step)
         self.mode: Mode = mode
         self.states: FixedPoint = FixedPoint(fraction_bits, backend=backend)
@@ -118,8 +121,9 @@ class MidpointStack(nn.Module):
             TypeError: x is not a floating tensor.
             ValueError: a tensor of ``context`` requires gradients, or a force has another shape
                 than x.
-            RuntimeError: in the backward pass, where layers drew random numbers on the GPU and
-                it is not captured into the CUDA graph of the forward pass, or it alone is.
+            RuntimeError: FSDP shards layers one by one, and mode is not "plain"; in the backward
+                pass, where layers drew random numbers on the GPU and it is not captured into the
+                CUDA graph of the forward pass, or it alone is.
         """
         check_floating("x", x)
         if not torch.is_grad_enabled():
@@ -187,6 +191,13 @@ class Run:
             )
             self.owners.append([(module, name) for _, module, name in found.values()])
         self.parameters = list(place_of)
+        # DTensors, whose import would take as long as all of this package's.
+        if any(hasattr(p, "full_tensor") for p in self.parameters):
+            raise RuntimeError(
+                "wanted parameters that are whole while a reversible stack runs; got layers that "
+                "FSDP shards one by one: shard what the stack is in as a whole, or take "
+                'mode="plain"'
+            )
         self.tapes: list[Tape] = []
         self.surroundings: list[Surroundings] = []
         self.bytes = 0
@@ -203,7 +214,8 @@ class Run:
         self.generators = Generators(x.device)
         for number, layer in enumerate(self.stack.layers):
             self.tapes.append(Tape())
-            self.surroundings.append(Surroundings(layer, x.device))
+            derived = self.stack.derived[number]
+            self.surroundings.append(Surroundings(layer, derived, x.device))
             force: Any = layer.force
             delta, more = force(shown, tape=self.tapes[-1], **self.context)
             self.surroundings[-1].random = self.generators.drawn()
@@ -355,6 +367,11 @@ def parameters_of(layer: nn.Module) -> dict[Tensor, tuple[str, nn.Module, str]]:
 
     visit("layer", layer)
     return found
+
+
+def derived_buffers(layer: nn.Module) -> set[str]:
+    """The names of buffers that no state dict has."""
+    return {name for name, _ in layer.named_buffers()} - layer.state_dict().keys()
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -134,22 +134,26 @@ def offset(state: Tensor) -> int:
 class Surroundings:
     """The surroundings of a layer when it was first computed.
 
+    Args:
+        derived: the names of buffers that the layer derives from its options, which stay.
+
     Attributes:
-        buffers: copies of its persistent ones, by their names in `Forced`; what a layer derives
-            from its options is in buffers that are not persistent.
+        buffers: copies of the others, by their names in `Forced`.
         random: states of the generators that it draws from, as `Generators.drawn` has them.
     """
 
-    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+    def __init__(self, layer: nn.Module, derived: Collection[str], device: torch.device) -> None:
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", device.type))
         ]
         self.caches = torch.is_autocast_cache_enabled()
         self.random: dict[int, Tensor] = {}
-        own = dict(layer.named_buffers())
-        saved = {name: x for name, x in layer.state_dict().items() if name in own} if own else {}
-        self.buffers = {f"layer.{name}": x.detach().clone() for name, x in saved.items()}
+        self.buffers = {
+            f"layer.{name}": x.detach().clone()
+            for name, x in layer.named_buffers()
+            if name not in derived
+        }
 
     @contextmanager
     def restored(self, generators: Generators) -> Iterator[None]:

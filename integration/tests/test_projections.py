@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright_models.models.transformer_np.projections import projected
+from fusewright_models.models.transformer_np import projections
+from fusewright_models.models.transformer_np.projections import linear_of_part, projected
 from fusewright_testkit.yardstick import Yardstick
 
 SIZES = dict(batch=3, rows=7, width=8)
@@ -21,6 +22,12 @@ def operands(batch, rows, width, dtype=torch.float64):
 def linear(a, query, key_value, context_rows, first, heads=1):
     found = F.linear(a[:, first:], query), *F.linear(a[:, :context_rows], key_value).chunk(2, -1)
     return [x.unflatten(-1, (heads, -1)) for x in found]
+
+
+@pytest.fixture(autouse=True, params=[1, 64], ids=["task by task", "all tasks"])
+def _tile(request, monkeypatch):
+    """Parts of any size read where they lie, and few rows copied together."""
+    monkeypatch.setattr(projections, "TILE_ROWS", request.param)
 
 
 every_cut = pytest.mark.parametrize(
@@ -84,3 +91,21 @@ def test_keys_and_values_lie_side_by_side():
     _, k, v = projected(*operands(**SIZES), 4, heads=2)
     assert v.data_ptr() - k.data_ptr() == 8 * k.element_size()
     assert k.stride() == v.stride() == (4 * 16, 16, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "in_place"),
+    [(63, True), (64, True), (56, True), (55, False), (100, False), (7, False)],
+)
+def test_a_part_is_read_where_it_lies_if_that_fills_tiles(count, in_place, monkeypatch):
+    called = []
+    run = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *x: called.append(x[0]) or run(*x))
+    monkeypatch.setattr(projections, "TILE_ROWS", 64)
+    a, weight = torch.randn(2, 130, 8), torch.randn(5, 8)
+    part = a[:, 3 : 3 + count]
+    found = linear_of_part(part, weight)
+    assert [x.data_ptr() for x in called] == [part.data_ptr()] * in_place
+    torch.testing.assert_close(found, F.linear(part, weight))
+    linear_of_part(part.contiguous(), weight)
+    assert len(called) == in_place

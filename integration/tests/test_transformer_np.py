@@ -361,9 +361,13 @@ def test_input_that_does_not_fit_is_refused_before_anything_is_computed(
     names = ("x_context", "y_context", "x_target", "y_target")
     inputs = dict(zip(names, rows(2, 5, 4), strict=True))
     inputs[name] = corrupt(inputs[name])
-    for ask in (model, model.loss, model.log_likelihood):
+    for ask in (model.loss, model.log_likelihood):
         with pytest.raises(error, match=message.format(name)):
             ask(**inputs)
+    # Without a y of targets it is asked for their parameters.
+    if inputs["y_target"] is not None:
+        with pytest.raises(error, match=message.format(name)):
+            model(**inputs)
     del inputs["y_target"]
     for ask in (model, model.predict) if name in inputs else ():
         with pytest.raises(error, match=message.format(name)):

@@ -228,6 +228,8 @@ class TransformerNP(nn.Module):
             RuntimeError: in one of several processes, gradients of it would stay this process's.
         """
         check_synchronised(self)
+        # None would ask ``forward`` for parameters.
+        _check_tensor("y_target", y_target, FLOATING, self.embedder.hidden.weight.device)
         rows = x_context, y_context, x_target, context_lengths, target_lengths
         return self(*rows, y_target=y_target)
 

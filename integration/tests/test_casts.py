@@ -41,6 +41,16 @@ def test_a_weight_that_is_not_used_gets_no_gradient():
     assert torch.equal(given[1].grad, torch.ones(SHAPES[1]))
 
 
+def test_the_copy_of_a_frozen_weight_is_frozen():
+    given = weights()
+    given[1].requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = for_products(*given)
+    assert [x.requires_grad for x in found] == [True, False, True]
+    sum(x.sum() for x in found).backward()
+    assert [x.grad is None for x in given] == [False, True, False]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_autocast_leaves_stays_what_it_is(dtype):
     given = weights(dtype)
@@ -61,6 +71,20 @@ def test_second_derivatives_pass_through():
     first = torch.autograd.grad(loss, given, create_graph=True)
     second = torch.autograd.grad(sum(x.sum() for x in first), given)
     assert all(torch.equal(x, torch.full_like(x, 2.0)) for x in second)
+
+
+def test_stacked_weights_are_cast_each_by_itself():
+    """Some of them stacked, and a frozen one that all share."""
+    one, shared, _ = (x.detach() for x in weights())
+    stacked = torch.stack([one, 2 * one])
+
+    def loss(weight):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = for_products(weight, shared)
+        return sum(x.float().square().sum() for x in found)
+
+    found = torch.func.vmap(torch.func.grad(loss))(stacked)
+    assert torch.equal(found, torch.stack([torch.func.grad(loss)(x) for x in stacked]))
 
 
 def test_matrices_of_a_block_are_cast_once_a_step():

@@ -44,6 +44,9 @@ class Cast(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.dtype = inputs[1].dtype
+        # What reads the copy of a frozen weight computes no gradient of it.
+        frozen = [x for x, asked in zip(output, ctx.needs_input_grad[1:], strict=True) if not asked]
+        ctx.mark_non_differentiable(*frozen)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -51,3 +54,10 @@ class Cast(torch.autograd.Function):
         present = [x for x in gradients if x is not None]
         found = iter(apply(Cast, ctx.dtype, *present) if present else ())
         return None, *[None if x is None else next(found) for x in gradients]
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], dtype: torch.dtype, *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        # Each number by itself: an axis more changes nothing.
+        return Cast.apply(dtype, *tensors), in_dims[1:]

@@ -40,6 +40,16 @@ def test_a_weight_that_is_not_used_gets_no_gradient():
     assert torch.equal(given[1].grad, torch.ones(SHAPES[1]))
 
 
+def test_the_copy_of_a_frozen_weight_is_frozen():
+    given = weights()
+    given[1].requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = for_products(*given)
+    assert [x.requires_grad for x in found] == [True, False, True]
+    sum(x.sum() for x in found).backward()
+    assert [x.grad is None for x in given] == [False, True, False]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_autocast_leaves_stays_what_it_is(dtype):
     given = weights(dtype)
@@ -71,3 +81,17 @@ def test_transforms_reach_through():
 
     found = torch.func.grad(total, argnums=(0, 1, 2))(*given)
     assert all(map(torch.equal, found, torch.autograd.grad(total(*given), given)))
+
+
+def test_stacked_weights_are_cast_each_by_itself():
+    """Some of them stacked, and a frozen one that all share."""
+    one, shared, _ = (x.detach() for x in weights())
+    stacked = torch.stack([one, 2 * one])
+
+    def loss(weight):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = for_products(weight, shared)
+        return sum(x.float().square().sum() for x in found)
+
+    found = torch.func.vmap(torch.func.grad(loss))(stacked)
+    assert torch.equal(found, torch.stack([torch.func.grad(loss)(x) for x in stacked]))

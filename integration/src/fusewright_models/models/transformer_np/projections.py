@@ -50,6 +50,8 @@ def projected(
 class Projections(torch.autograd.Function):
     """The products and their gradients."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         a: Tensor,
@@ -72,21 +74,25 @@ class Projections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         a, query, key_value = ctx.saved_tensors
+        of_rows, of_query, of_key_value = ctx.needs_input_grad[:3]
         dq, dk, dv = (x.flatten(-2) for x in gradients)
-        keys = a[:, : ctx.context_rows]
-        if ctx.first:
-            # Rows before the first have no queries.
-            da = torch.zeros_like(a)
-            da[:, ctx.first :].baddbmm_(dq, query.expand(len(a), -1, -1))
-        else:
-            da = dq @ query
-        of_keys = da[:, : ctx.context_rows]
-        for gradient, weight in zip((dk, dv), key_value.chunk(2), strict=True):
-            of_keys.baddbmm_(gradient, weight.expand(len(a), -1, -1))
-        keys = keys.flatten(0, 1)
-        of_key_value = [gradient.flatten(0, 1).T @ keys for gradient in (dk, dv)]
-        dquery = dq.flatten(0, 1).T @ a[:, ctx.first :].flatten(0, 1)
-        return da, dquery, torch.cat(of_key_value), None, None, None
+        da = dquery = dkey_value = None
+        if of_rows:
+            if ctx.first:
+                # Rows before the first have no queries.
+                da = dq.new_zeros(a.shape)
+                da[:, ctx.first :].baddbmm_(dq, query.expand(len(a), -1, -1))
+            else:
+                da = dq @ query
+            of_keys = da[:, : ctx.context_rows]
+            for gradient, weight in zip((dk, dv), key_value.chunk(2), strict=True):
+                of_keys.baddbmm_(gradient, weight.expand(len(a), -1, -1))
+        if of_query:
+            dquery = dq.flatten(0, 1).T @ a[:, ctx.first :].flatten(0, 1)
+        if of_key_value:
+            keys = a[:, : ctx.context_rows].flatten(0, 1)
+            dkey_value = torch.cat([gradient.flatten(0, 1).T @ keys for gradient in (dk, dv)])
+        return da, dquery, dkey_value, None, None, None
 
 
 def linear_of_part(rows: Tensor, weight: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ Tensor = torch.Tensor
 _are_functorch_transforms_active = FOUND["_are_functorch_transforms_active"]
 _has_storage = FOUND["_has_storage"]
 _is_tracing = FOUND["_is_tracing"]
+# Whether there are hooks of all modules.
+has_global_hooks = FOUND["_has_any_global_hook"]
 
 
 def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -49,9 +51,11 @@ def linears_of(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 def is_plain_layer(layer: nn.Module) -> bool:
     """Whether a layer is a product with its weight and nothing else."""
+    if type(layer) is not nn.Linear or layer.bias is not None or "forward" in layer.__dict__:
+        return False
     hooks = layer._forward_hooks or layer._forward_pre_hooks
     of_backward = layer._backward_hooks or layer._backward_pre_hooks
-    return type(layer) is nn.Linear and layer.bias is None and not hooks and not of_backward
+    return not (hooks or of_backward or has_global_hooks is None or has_global_hooks())
 
 
 def is_eager(x: Tensor, *weights: Tensor) -> bool:
@@ -73,41 +77,45 @@ class Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
+        # Frozen weights want nothing of x, nor x without a gradient of them.
+        of_x, *of_weights = ctx.needs_input_grad
+        ctx.save_for_backward(x if any(of_weights) else None, *(weights if of_x else ()))
+        ctx.shape = x.shape
         ctx.set_materialize_grads(False)
         return tuple([F.linear(x, weight) for weight in weights])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        operands = x, weights, gradients, ctx.needs_input_grad
-        if not autocasts(x.device.type):
+        operands = x, weights, gradients, ctx.needs_input_grad, ctx.shape
+        device = next((dy.device for dy in gradients if dy is not None), torch.device("cpu"))
+        if not autocasts(device.type):
             return gradients_of(*operands)
-        with without_autocast(x.device):
+        with without_autocast(device):
             return gradients_of(*operands)
 
 
 def gradients_of(
-    x: Tensor,
+    x: Tensor | None,
     weights: list[Tensor],
     gradients: tuple[Tensor | None, ...],
     needed: tuple[bool, ...],
+    shape: torch.Size,
 ) -> tuple[Tensor | None, ...]:
-    """Of x and of each weight, those that are needed and have any."""
-    rows, dx = x.reshape(-1, x.shape[-1]), None
+    """Of x, which is of this shape, and of each weight, those that are needed and have any."""
+    dx: Tensor | None = None
+    rows = None if x is None else x.reshape(-1, shape[-1])
     found: list[Tensor | None] = []
-    for weight, gradient, is_needed in zip(weights, gradients, needed[1:], strict=True):
-        if gradient is None:
-            found.append(None)
-            continue
-        dy = gradient.reshape(-1, len(weight))
-        found.append(dy.mT @ rows if is_needed else None)
-        if not needed[0]:
+    for place, gradient in enumerate(gradients):
+        dy = None if gradient is None else gradient.reshape(-1, gradient.shape[-1])
+        of_weight = dy is not None and rows is not None and needed[1 + place]
+        found.append(dy.mT @ rows if of_weight else None)  # type: ignore[union-attr,operator]
+        if dy is None or not needed[0]:
             continue
         if dx is None:
-            dx = dy @ weight
+            dx = dy @ weights[place]
         elif torch.is_grad_enabled():
-            dx = torch.addmm(dx, dy, weight)
+            dx = torch.addmm(dx, dy, weights[place])
         else:
-            dx.addmm_(dy, weight)
-    return None if dx is None else dx.view(x.shape), *found
+            dx.addmm_(dy, weights[place])
+    return None if dx is None else dx.view(shape), *found

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from fusewright.example._core.linears import linears, linears_of
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 WIDTHS = 4, 6, 1
 LEAD = 2, 5
@@ -154,3 +155,43 @@ def test_a_layer_that_is_not_plain_is_called():
     for other in (hooked, biased, doubled):
         assert all(map(torch.equal, linears_of(x, plain, other), (plain(x), other(x))))
     assert len(called) == 2
+
+
+def test_a_layer_with_a_forward_of_its_own_or_a_hook_of_all_is_called():
+    x, called = torch.randn(2, 3), []
+    plain, own = (nn.Linear(3, 4, bias=False) for _ in range(2))
+    own.forward = lambda rows: 3.0 * F.linear(rows, own.weight)
+    assert torch.equal(linears_of(x, plain, own)[1], own(x))
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: called.append(True))
+    try:
+        linears_of(x, plain, plain)
+    finally:
+        handle.remove()
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_frozen_operands_have_no_product_and_keep_nothing(autocast):
+    x, first, second, third = operands(torch.float32)
+    first.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        mixed = linears(x, first, second, third)
+        frozen = linears(x, first, first)
+        of_weights = linears(x.detach(), first, second)
+
+    def products(found, *leaves):
+        cotangents = [torch.ones_like(y) for y in found]
+        # With a graph of its own: sums in place are not counted.
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(found, leaves, cotangents, create_graph=True)
+        return counter.get_total_flops()
+
+    rows = x.numel() // 3
+    one = [2 * rows * 3 * width for width in WIDTHS]
+    assert [
+        len([y for y in each[0].grad_fn.saved_tensors if y is not None])
+        for each in (mixed, frozen, of_weights)
+    ] == [4, 2, 1]
+    assert products(mixed, x, second, third) == 2 * sum(one) - one[0]
+    assert products(frozen, x) == 2 * one[0]
+    assert products(of_weights[1:], second) == one[1]

@@ -123,7 +123,10 @@ def test_gates_at_the_ends_of_their_range_are_as_near_to_fp64_as_torch(rule_op, 
     ("dtype", "least", "every"),
     # How low a reset is and how many there are meet in pairs.
     [
-        *((F32, least, every) for least, every in ((-math.inf, 1), (-math.inf, 50), (-1e4, 7))),
+        *(
+            (F32, least, every)
+            for least, every in ((-math.inf, 1), (-math.inf, 50), (-1e4, 1), (-1e4, 7))
+        ),
         (F16, -math.inf, 7),
         (BF16, -math.inf, 7),
     ],

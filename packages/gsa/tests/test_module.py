@@ -373,6 +373,11 @@ def test_gradients_of_rotated_rows_are_those_of_its_formula():
     assert torch.autograd.gradgradcheck(lambda *x: rotated(positions, base, *x), rows)
     mapped = torch.vmap(lambda x: rotated(positions, base, x.unsqueeze(0))[0])(rows[0])
     torch.testing.assert_close(mapped.squeeze(1), found[0], rtol=0, atol=0)
+    # A rotation is linear.
+    tangents = tuple(map(torch.randn_like, rows))
+    pushed = torch.func.jvp(lambda *x: tuple(rotated(positions, base, *x)), tuple(rows), tangents)
+    for x, y in zip(pushed[1], rotated(positions, base, *tangents), strict=True):
+        torch.testing.assert_close(x, y, rtol=bound, atol=bound)
 
 
 def test_state_dicts_with_a_scalar_temperature_load():

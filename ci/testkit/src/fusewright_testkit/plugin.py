@@ -17,6 +17,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import ModuleType
 
 import pytest
 import torch
@@ -42,6 +43,9 @@ CACHED = type(functools.cache(len))
 THRESHOLDS = 50_000, 20, 20
 # How many modules the garbage collector looks past.
 frozen_modules = 0
+# The modules of launches that are watched, by name, when there were so many modules.
+watched: dict[str, ModuleType] = {}
+looked_through = 0
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -163,16 +167,22 @@ def launches_of_one_kind() -> None:
     """A launch keeps the kernel that it compiled first, and a GPU would read tensors of another
     kind as those: a plan that is kept under too short a key fails here, where nothing is compiled.
     """
-    watch_launches(len(sys.modules))
+    watch_launches()
 
 
-@functools.cache
-def watch_launches(modules: int) -> None:
+def watch_launches() -> None:
     """Have all launches of the packages that are imported watched. Going through thousands of
-    modules takes milliseconds: once for each number of them.
+    modules takes milliseconds: where there are as many as before, and the watched ones are still
+    these, there are no others.
     """
+    global looked_through
+    same = all(sys.modules.get(name) is module for name, module in watched.items())
+    if same and len(sys.modules) == looked_through:
+        return
+    looked_through = len(sys.modules)
     for name, module in list(sys.modules.items()):
         if name.startswith("fusewright.") and name.endswith("._core.launches"):
+            watched[name] = module
             launch = module.Launch
             if not hasattr(launch.__call__, "__wrapped__"):
                 launch.__call__ = of_one_kind(launch.__call__)

@@ -184,10 +184,10 @@ class TitanMAC(nn.Module):
         x = x.to(autocast_dtype(x.device) or x.dtype)
         position = 0 if state is None else state.position
         # A block makes its first state by itself, where FSDP has gathered its parameters.
-        befores = [None] * len(self.blocks) if state is None else state.blocks
+        states = [None] * len(self.blocks) if state is None else state.blocks
         rotation = self._rotation(position, tokens.shape[1], x)
         after = []
-        for block, before in zip(self.blocks, befores, strict=True):
+        for block, before in zip(self.blocks, states, strict=True):
             x, carried = self._run(block, x, rotation, before, position)
             after.append(carried)
         position += tokens.shape[1]

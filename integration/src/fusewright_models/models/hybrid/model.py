@@ -222,8 +222,8 @@ class HybridLM(nn.Module):
             observe: is told of each sparse attention, its input and its selection.
 
         Raises:
-            As `forward`; ValueError: fewer than three tokens; RuntimeError: in one of several
-            processes, gradients of them would stay this process's.
+            As `forward`; ValueError: fewer than three tokens.
+            RuntimeError: gradients would stay those of one of several processes.
         """
         check_synchronised(self)
         check_tokens(tokens, self.head.weight.device, least=3)

@@ -137,7 +137,7 @@ def grouped_heads(
     if not uses_triton(x, backend):
         return reference.grouped_heads(x, hidden_weight, output_weight)
     run = recomputed_heads if recompute else _kept_heads
-    return run_cast(lambda *product: run(*product, output_weight), x, hidden_weight)
+    return run_cast(lambda x, weight: run(x, weight, output_weight), x, hidden_weight)
 
 
 def _kept_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:

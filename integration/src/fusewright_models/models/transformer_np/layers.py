@@ -254,7 +254,8 @@ class Block(nn.Module):
         targets_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """``h`` and ``update [B, T, d]``, whose sum are the rows, context first, to the same, or to
-        ``[B, N, d]`` of the targets; None for an update of nothing.
+        ``[B, N, d]`` of the targets; None for an update of nothing. Under autocast they are in its
+        dtype, as the embedder's are.
         """
         first = context_rows if targets_only else 0
         matrices = for_products(*self.attention.matrices(), *self.feed_forward.matrices())

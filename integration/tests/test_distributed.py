@@ -94,14 +94,32 @@ def loss_inside():
     wrapped = DistributedDataParallel(copy.deepcopy(model))
     with torch.no_grad():
         wrapped.module.loss(*share(rank, whole))
+    other = getattr(wrapped.module, "next_token_loss", None)
+    other = other or getattr(wrapped.module, "log_likelihood", wrapped.module.loss)
+    try:
+        other(*share(rank, whole))
+    except RuntimeError as error:
+        assert "add up the gradients of" in str(error)
+    else:
+        raise AssertionError("nobody adds up these gradients")
     wrapped.module.loss(*share(rank, whole))
 
 
 def sharded():
     one = copy.deepcopy(model)
     fully_shard(one)
-    one.loss(*share(rank, whole)).backward()
+    # What is evaluated stays gathered.
+    with torch.no_grad():
+        one.eval().loss(*share(rank, whole))
+    one.train().loss(*share(rank, whole)).backward()
     check(one)
+
+
+def blocks_alone():
+    one = copy.deepcopy(model)
+    for block in blocks(one):
+        fully_shard(block)
+    one.loss(*share(rank, whole))
 
 
 def sharded_by_block():
@@ -117,7 +135,7 @@ model, rows, named, whole, blocks = {model}()
 model = model.double()
 expected = gradients_on_all_rows()
 told = dict()
-for part in data_parallel, loss_inside, sharded, sharded_by_block:
+for part in data_parallel, loss_inside, blocks_alone, sharded, sharded_by_block:
     try:
         part()
     except Exception:
@@ -137,6 +155,7 @@ def test_gradients_are_those_of_all_rows_or_the_call_is_refused(model, tmp_path)
         for told in map(json.loads, pool.map(run_python, programs)):
             refused = "RuntimeError: wanted a loss that 2 processes add up the gradients of"
             assert refused in told.pop("loss_inside", "")
+            assert refused in told.pop("blocks_alone", "")
             if model == "hybrid":
                 refused = "RuntimeError: wanted parameters that are whole while a reversible stack"
                 assert refused in told.pop("sharded_by_block", "")

@@ -43,7 +43,8 @@ CUDA_LAUNCHES = (
 )
 # Attributes of torch and Triton that are read or set on objects and cannot be looked up here:
 # ``_dynamo_marked_constant`` of functions, ``_autograd_function_id`` and ``_compiled_autograd_key``
-# of autograd Functions; the dictionaries of hooks, parameters and children of modules; ``run``,
+# of autograd Functions; the dictionaries of hooks, parameters and children of modules,
+# and the names of their buffers that are not persistent; hooks of tensors; ``run``,
 # ``function`` and ``packed_metadata`` of Triton's compiled kernels, ``calls``, ``add`` and
 # ``remove`` of ``triton.knobs.runtime.launch_enter_hook`` and ``calls`` of ``launch_exit_hook``;
 # ``warmup`` of Triton's jitted functions.

@@ -27,6 +27,7 @@ _has_storage = FOUND["_has_storage"]
 _is_tracing = FOUND["_is_tracing"]
 # Whether there are hooks of all modules.
 has_global_hooks = FOUND["_has_any_global_hook"]
+FORWARD = nn.Linear.forward
 
 
 def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -51,7 +52,10 @@ def linears_of(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 def is_plain_layer(layer: nn.Module) -> bool:
     """Whether a layer is a product with its weight and nothing else."""
-    if type(layer) is not nn.Linear or layer.bias is not None or "forward" in layer.__dict__:
+    if type(layer) is not nn.Linear or layer.bias is not None:
+        return False
+    # As others put their own in its place, on the layer or for all.
+    if "forward" in layer.__dict__ or nn.Linear.forward is not FORWARD:
         return False
     hooks = layer._forward_hooks or layer._forward_pre_hooks
     of_backward = layer._backward_hooks or layer._backward_pre_hooks
@@ -82,7 +86,11 @@ class Linears(torch.autograd.Function):
         ctx.save_for_backward(x if any(of_weights) else None, *(weights if of_x else ()))
         ctx.shape = x.shape
         ctx.set_materialize_grads(False)
-        return tuple([F.linear(x, weight) for weight in weights])
+        found = tuple([F.linear(x, weight) for weight in weights])
+        if not of_x:
+            frozen = [y for y, asked in zip(found, of_weights, strict=True) if not asked]
+            ctx.mark_non_differentiable(*frozen)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -104,10 +112,11 @@ def gradients_of(
 ) -> tuple[Tensor | None, ...]:
     """Of x, which is of this shape, and of each weight, those that are needed and have any."""
     dx: Tensor | None = None
-    rows = None if x is None else x.reshape(-1, shape[-1])
+    count = shape[:-1].numel()
+    rows = None if x is None else x.reshape(count, shape[-1])
     found: list[Tensor | None] = []
     for place, gradient in enumerate(gradients):
-        dy = None if gradient is None else gradient.reshape(-1, gradient.shape[-1])
+        dy = None if gradient is None else gradient.reshape(count, gradient.shape[-1])
         of_weight = dy is not None and rows is not None and needed[1 + place]
         found.append(dy.mT @ rows if of_weight else None)  # type: ignore[union-attr,operator]
         if dy is None or not needed[0]:

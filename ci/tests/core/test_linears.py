@@ -168,6 +168,10 @@ def test_a_layer_with_a_forward_of_its_own_or_a_hook_of_all_is_called():
     finally:
         handle.remove()
     assert len(called) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", lambda layer, rows: called.append(True) or rows)
+        linears_of(x, plain, plain)
+    assert len(called) == 4
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -189,9 +193,18 @@ def test_frozen_operands_have_no_product_and_keep_nothing(autocast):
     rows = x.numel() // 3
     one = [2 * rows * 3 * width for width in WIDTHS]
     assert [
-        len([y for y in each[0].grad_fn.saved_tensors if y is not None])
+        len([y for y in each[-1].grad_fn.saved_tensors if y is not None])
         for each in (mixed, frozen, of_weights)
     ] == [4, 2, 1]
     assert products(mixed, x, second, third) == 2 * sum(one) - one[0]
     assert products(frozen, x) == 2 * one[0]
     assert products(of_weights[1:], second) == one[1]
+    assert [y.requires_grad for y in of_weights] == [False, True]
+
+
+def test_no_rows_and_no_columns():
+    x, weights = torch.randn(2, 0, requires_grad=True), [torch.randn(4, 0), torch.randn(0, 0)]
+    weights = [weight.requires_grad_() for weight in weights]
+    found = linears(x, *weights)
+    torch.autograd.backward(found, [torch.ones_like(y) for y in found])
+    assert [each.grad.shape for each in (x, *weights)] == [x.shape, (4, 0), (0, 0)]

@@ -132,9 +132,13 @@ def check_synchronised(model: nn.Module) -> None:
     active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)
     if group.get_world_size() == 1 or active() is not None:
         return
+    # A model that fully_shard has taken, which changes its class, has hooks that see the call; its
+    # parameters are whole where a forward pass has gathered them.
+    if hasattr(model, "set_reshard_after_backward"):
+        return
     learned = [x for x in model.parameters() if x.requires_grad]
-    # Those of FSDP, whose hooks see the call, are DTensors.
-    if learned and not any(hasattr(x, "full_tensor") for x in learned):
+    # DTensors know by themselves what is to be added up.
+    if not all(hasattr(x, "full_tensor") for x in learned):
         name = type(model).__name__
         raise RuntimeError(
             f"wanted a loss that {group.get_world_size()} processes add up the gradients of: call "

@@ -206,7 +206,9 @@ class HybridLM(nn.Module):
 
         Raises:
             As `forward`; ValueError: fewer than two tokens.
+            RuntimeError: gradients would stay those of one of several processes.
         """
+        check_synchronised(self)
         check_tokens(tokens, self.head.weight.device, least=2)
         with self._precision():
             return self._cross_entropy(self._hidden(tokens[:, :-1]).x.mean(-2), tokens[:, 1:])

@@ -247,6 +247,7 @@ class TransformerNP(nn.Module):
 
         Arguments and errors as in ``loss``.
         """
+        check_synchronised(self)
         rows = x_context, y_context, x_target, y_target
         params = self._params(context_lengths, target_lengths, *rows)
         return self.head.log_likelihood(params, y_target, _mask(y_target, target_lengths))

@@ -107,9 +107,6 @@ class MidpointStack(nn.Module):
                 raise TypeError(f"layers must have a method force, got {type(layer).__name__}")
         check_option("mode", mode, MODES)
         self.layers: nn.ModuleList = nn.ModuleList(layers)
-        # Of each layer the buffers that are not persistent. Asked for here, since a state dict that
-        # is asked for in a step takes back what FSDP has gathered for it.
-        self.derived: list[set[str]] = [derived_buffers(layer) for layer in layers]
         self.step: float = checked_number("step", step)
         self.mode: Mode = mode
         self.states: FixedPoint = FixedPoint(fraction_bits, backend=backend)
@@ -214,8 +211,7 @@ class Run:
         self.generators = Generators(x.device)
         for number, layer in enumerate(self.stack.layers):
             self.tapes.append(Tape())
-            derived = self.stack.derived[number]
-            self.surroundings.append(Surroundings(layer, derived, x.device))
+            self.surroundings.append(Surroundings(layer, x.device))
             force: Any = layer.force
             delta, more = force(shown, tape=self.tapes[-1], **self.context)
             self.surroundings[-1].random = self.generators.drawn()
@@ -263,7 +259,8 @@ class Run:
         for number in reversed(range(len(self.stack.layers))):
             gain = self.stack.gain(number)
             x = shown.detach().requires_grad_()
-            mine = {name: parameters[place] for name, place in self.places[number].items()}
+            places = self.places[number]
+            mine = {name: without_hooks(parameters[place]) for name, place in places.items()}
             trained = [name for name, p in mine.items() if p.requires_grad]
             delta, aux = self._again(number, x, mine, Tape(choices[number]), context)
             through, *of_mine = gradients_of(
@@ -271,7 +268,7 @@ class Run:
                 [x, *(mine[name] for name in trained)],
             )
             for name, dp in zip(trained, of_mine, strict=True):
-                place = self.places[number][name]
+                place = places[name]
                 so_far = gradients[place]
                 if dp is not None:
                     gradients[place] = dp if so_far is None else so_far + dp
@@ -369,9 +366,11 @@ def parameters_of(layer: nn.Module) -> dict[Tensor, tuple[str, nn.Module, str]]:
     return found
 
 
-def derived_buffers(layer: nn.Module) -> set[str]:
-    """The names of buffers that no state dict has."""
-    return {name for name, _ in layer.named_buffers()} - layer.state_dict().keys()
+def without_hooks(p: Tensor) -> Tensor:
+    """What autograd gives the gradient of p for, the parameter itself if it has no hooks: autograd
+    calls them when it hands them the gradient, and again when it adds this to ``grad``.
+    """
+    return p.detach().requires_grad_(p.requires_grad) if p._backward_hooks else p
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -134,25 +134,25 @@ def offset(state: Tensor) -> int:
 class Surroundings:
     """The surroundings of a layer when it was first computed.
 
-    Args:
-        derived: the names of buffers that the layer derives from its options, which stay.
-
     Attributes:
-        buffers: copies of the others, by their names in `Forced`.
+        buffers: copies of its persistent ones, by their names in `Forced`; what a layer derives
+            from its options is in buffers that are not persistent.
         random: states of the generators that it draws from, as `Generators.drawn` has them.
     """
 
-    def __init__(self, layer: nn.Module, derived: Collection[str], device: torch.device) -> None:
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", device.type))
         ]
         self.caches = torch.is_autocast_cache_enabled()
         self.random: dict[int, Tensor] = {}
+        # Not from a state dict: FSDP takes back what it has gathered where one is asked for.
         self.buffers = {
-            f"layer.{name}": x.detach().clone()
-            for name, x in layer.named_buffers()
-            if name not in derived
+            f"{prefix}.{name}": x.detach().clone()
+            for prefix, module in layer.named_modules(prefix="layer")
+            for name, x in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
         }
 
     @contextmanager

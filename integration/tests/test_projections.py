@@ -146,3 +146,25 @@ def test_stacked_operands_are_each_itself(assert_same_but_for_rounding, stacked)
     ]
     expected = [torch.stack(parts) for parts in zip(*(gradients(*x) for x in samples), strict=True)]
     assert_same_but_for_rounding(found, expected)
+
+
+@pytest.mark.parametrize("stacked", range(3))
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradient_of_stacked_operands_is_the_sum_of_each(assert_same_but_for_rounding, stacked):
+    tensors = operands(**SIZES)
+    tensors[stacked] = torch.stack([tensors[stacked], 2 * tensors[stacked]])
+    axes = tuple(0 if place == stacked else None for place in range(3))
+
+    def loss(*leaves):
+        return sum(x.square().sum() for x in projected(*leaves, 4))
+
+    found = torch.func.grad(lambda *x: torch.func.vmap(loss, axes)(*x).sum(), (0, 1, 2))(*tensors)
+    samples = [
+        [x[i] if y == 0 else x for x, y in zip(tensors, axes, strict=True)] for i in range(2)
+    ]
+    each = [torch.func.grad(loss, (0, 1, 2))(*x) for x in samples]
+    expected = [
+        torch.stack(parts) if y == 0 else sum(parts)
+        for y, parts in zip(axes, zip(*each, strict=True), strict=True)
+    ]
+    assert_same_but_for_rounding(found, expected)

@@ -61,3 +61,8 @@ def test_targets_are_one_for_each_token(titan_mac, draw_tokens):
     model.embedding.register_forward_hook(lambda *_: pytest.fail("something was computed"))
     with pytest.raises(ValueError, match=r"wanted a target for each token, \[2, 5\]; got \[2, 4\]"):
         model(tokens, targets=tokens[:, 1:])
+    for targets, error in (([1], TypeError), (tokens.float(), TypeError)):
+        with pytest.raises(error, match="wanted targets"):
+            model(tokens, targets=targets)
+    with pytest.raises(ValueError, match="wanted targets on cpu, as tokens; got meta"):
+        model(tokens, targets=tokens.to("meta"))

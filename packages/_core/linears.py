@@ -34,10 +34,10 @@ def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """``F.linear`` of x ``[..., d]`` and each weight ``[n, d]``; what a compiler or a transform
     sees are these.
     """
-    if is_eager(x, *weights):
+    # Without gradients autocast keeps the casts of weights from call to call.
+    if torch.is_grad_enabled() and is_eager(x, *weights):
         (x,), weights = autocast(x), tuple(for_products(*weights))
-        if torch.is_grad_enabled():
-            return Linears.apply(x, *weights)
+        return Linears.apply(x, *weights)
     return tuple([F.linear(x, weight) for weight in weights])
 
 

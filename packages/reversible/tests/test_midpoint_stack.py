@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from fusewright.reversible import MidpointStack
@@ -202,23 +204,17 @@ def test_hooks_of_parameters_are_called_once(mode):
         stack(x).x.square().sum().backward()
         gradients.append(weight.grad)
         assert len(called) == hooked
-    torch.testing.assert_close(gradients[1], 3.0 * gradients[0], rtol=1e-6, atol=0.0)
+    assert torch.equal(gradients[1], 3.0 * gradients[0])
 
 
 @pytest.mark.parametrize("mode", ["exact", "stored"])
 @pytest.mark.parametrize("change", ["delete", "replace", "append"])
 def test_layers_may_change_after_a_stack_is_made(mode, change):
-    found = []
-    for each in (mode, "plain"):
-        stack = make(each, layers=2)
-        stack.layers.append(Layer(keeps=True))
-        if change == "delete":
-            del stack.layers[0]
-        elif change == "replace":
-            stack.layers[0] = Layer(keeps=True)
-        torch.manual_seed(5)
-        for p in stack.parameters():
-            torch.nn.init.normal_(p, std=0.4)
-        found.append(results(stack, torch.randn(2, WIDTH)))
-    for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+    stack, x = make(mode, layers=2), torch.randn(2, WIDTH)
+    stack.layers.append(Layer(keeps=True))
+    if change == "delete":
+        del stack.layers[0]
+    elif change == "replace":
+        stack.layers[0] = Layer(keeps=True)
+    made_so = MidpointStack(copy.deepcopy(list(stack.layers)), mode=mode)
+    assert same_bits(results(stack, x), results(made_so, x))

@@ -111,11 +111,22 @@ def check_tokens(tokens: Tensor, device: torch.device, *, least: int = 0) -> Non
 
 
 def check_targets(targets: Tensor, tokens: Tensor) -> None:
-    """Refuse targets that are not one for each token, with a ValueError."""
+    """Refuse targets that are not one for each token, before anything is computed.
+
+    Raises:
+        TypeError: they are no tensor of integers.
+        ValueError: their shape or device is not the tokens'.
+    """
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"wanted targets as a tensor; got {type(targets).__name__}")
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"wanted targets in int64 or int32; got {targets.dtype}")
     if targets.shape != tokens.shape:
         raise ValueError(
             f"wanted a target for each token, {list(tokens.shape)}; got {list(targets.shape)}"
         )
+    if targets.device != tokens.device:
+        raise ValueError(f"wanted targets on {tokens.device}, as tokens; got {targets.device}")
 
 
 def check_synchronised(model: nn.Module) -> None:

@@ -161,14 +161,13 @@ class HybridLM(nn.Module):
             ValueError: they are not [B, T], or on another device than the model, or T < 2 with
                 targets.
         """
-        device = self.head.weight.device
+        check_tokens(tokens, self.head.weight.device)
         if targets is None:
-            check_tokens(tokens, device)
             with self._precision():
                 return self.final_norm(self._hidden(tokens).x.mean(-2))
-        for each in (tokens, targets):
-            check_tokens(each, device, least=2)
         check_targets(targets, tokens)
+        if tokens.shape[1] < 2:
+            raise ValueError(f"wanted two tokens or more in a row; got {list(tokens.shape)}")
         with self._precision():
             return self._losses(tokens, targets, dense, observe)
 

@@ -153,8 +153,8 @@ class TitanMAC(nn.Module):
             tokens: ``[B, T]``, int64 or int32, on the model's device, each below V; they are not
                 read for a check: torch's embedding fails on others as it does. Any T, 0 too.
             state: of the tokens before, from an earlier call with the same B; None at the start.
-            targets: ``[B, T]``, int64, what to predict of each token; -100 stands for nothing, and
-                the mean is over the rest. NaN where there is nothing at all.
+            targets: ``[B, T]``, int64 or int32, what to predict of each token; -100 stands for
+                nothing, and the mean is over the rest. NaN where there is nothing at all.
 
         Returns:
             ``hidden [B, T, d]``, normed, in the compute dtype, and the state after the last token.
@@ -174,7 +174,8 @@ class TitanMAC(nn.Module):
         hidden, after = self._read(tokens, state)
         if targets is None:
             return hidden, after
-        return linear_cross_entropy(hidden, self.embedding.weight, targets, backend=self.backend)
+        head = self.embedding.weight
+        return linear_cross_entropy(hidden, head, targets.long(), backend=self.backend)
 
     def _read(self, tokens: Tensor, state: TitanMACState | None) -> tuple[Tensor, TitanMACState]:
         x = self.embedding(tokens)

@@ -50,8 +50,6 @@ def projected(
 class Projections(torch.autograd.Function):
     """The products and their gradients."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(
         a: Tensor,
@@ -61,10 +59,9 @@ class Projections(torch.autograd.Function):
         heads: int,
         first: int,
     ) -> tuple[Tensor, ...]:
-        by_head = len(a), -1, heads, a.shape[-1] // heads
-        q = linear_of_part(a[:, first:], query).view(by_head)
+        q = linear_of_part(a[:, first:], query)
         both = linear_of_part(a[:, :context_rows], key_value)
-        return q, *(x.unflatten(-1, by_head[2:]) for x in both.chunk(2, -1))
+        return tuple([x.unflatten(-1, (heads, -1)) for x in (q, *both.chunk(2, -1))])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -93,6 +90,27 @@ class Projections(torch.autograd.Function):
             keys = a[:, : ctx.context_rows].flatten(0, 1)
             dkey_value = torch.cat([gradient.flatten(0, 1).T @ keys for gradient in (dk, dv)])
         return da, dquery, dkey_value, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        *inputs: Any,
+    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        """Products of torch's, so that autograd adds up the gradients of what samples share."""
+        *tensors, context_rows, heads, first = inputs
+        a, query, key_value = (
+            x if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims, strict=False)
+        )
+        # A weight of each sample is that of all its tasks.
+        query, key_value = (w.unsqueeze(1) if w.ndim == 3 else w for w in (query, key_value))
+        q = a[..., first:, :] @ query.mT
+        both = a[..., :context_rows, :] @ key_value.mT
+        rows, of_query, of_key_value, *_ = in_dims
+        stacked = [rows is not None or dim is not None for dim in (of_query, of_key_value)]
+        found = tuple([x.unflatten(-1, (heads, -1)) for x in (q, *both.chunk(2, -1))])
+        return found, tuple(0 if stacked[place] else None for place in (0, 1, 1))
 
 
 def linear_of_part(rows: Tensor, weight: Tensor) -> Tensor:

@@ -278,5 +278,5 @@ def check_tokens(x: Tensor, width: int) -> None:
 def _as_vector(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """State dicts of 0.1 have the temperature as a scalar."""
     name = f"{prefix}index_temperature"
-    if name in state:
-        state[name] = state[name].reshape(-1)
+    if isinstance(state.get(name), Tensor) and not state[name].ndim:
+        state[name] = state[name].reshape(1)

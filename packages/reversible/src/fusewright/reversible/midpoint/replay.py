@@ -143,7 +143,9 @@ class Surroundings:
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            # Autocast knows no meta tensors.
             for kind in dict.fromkeys(("cpu", device.type))
+            if kind != "meta"
         ]
         self.caches = torch.is_autocast_cache_enabled()
         self.random: dict[int, Tensor] = {}

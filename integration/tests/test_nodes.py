@@ -8,16 +8,7 @@ import torch
 from fusewright_models.models.hybrid import HYBRID, HybridLM
 from fusewright_models.models.titan_mac import TITAN_MAC, TitanMAC
 from fusewright_models.models.transformer_np import TransformerNP, TransformerNPConfig
-
-
-def nodes_of(loss):
-    nodes, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            todo += [following for following, _ in node.next_functions]
-    return nodes
+from fusewright_testkit.nodes import nodes_of
 
 
 def test_matrices_of_a_block_are_cast_once_a_step():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusewright.example._core.linears import linears, linears_of
+from fusewright_testkit.nodes import nodes_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,15 +32,9 @@ def gradients(call, given, used=slice(None)):
     return torch.autograd.grad(found, given, cotangents, allow_unused=True)
 
 
-def nodes_of(y):
-    """Between y and the leaves."""
-    found, todo = set(), [y.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            todo += [following for following, _ in node.next_functions]
-    return [node for node in found if "AccumulateGrad" not in node.name()]
+def between(y):
+    """The nodes between y and the leaves."""
+    return [node for node in nodes_of(y) if "AccumulateGrad" not in node.name()]
 
 
 @pytest.mark.parametrize("lead", [LEAD, (7,), (), (0, 5)], ids=str)
@@ -55,14 +50,14 @@ def test_values_are_those_of_torch_and_gradients_but_for_the_order_of_a_sum(lead
 def test_all_products_have_one_node():
     found = linears(*operands())
     assert len({y.grad_fn for y in found}) == 1
-    assert len(nodes_of(found[0])) == 1
+    assert len(between(found[0])) == 1
 
 
 def test_autocast_casts_all_weights_by_one_node_and_gradients_have_their_dtype():
     given = operands(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = linears(*given), one_by_one(*given)
-        assert sorted(node.name() for node in nodes_of(found[0])) == [
+        assert sorted(node.name() for node in between(found[0])) == [
             "CastBackward",
             "LinearsBackward",
             "ToCopyBackward0",

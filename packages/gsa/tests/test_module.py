@@ -356,14 +356,14 @@ def test_gradients_of_rotated_rows_are_those_of_its_formula():
     positions, base = torch.arange(5), 100.0
     rows = [torch.randn(2, 5, heads, 6, dtype=F64, requires_grad=True) for heads in (3, 1)]
 
-    def turned(*rows):
+    def by_formula(*rows):
         angles = positions.double()[:, None, None] * base ** -(torch.arange(0, 6, 2).double() / 6)
         parts = [x.chunk(2, -1) for x in rows]
         cos, sin = angles.cos(), angles.sin()
         return [torch.cat([x * cos - y * sin, y * cos + x * sin], -1) for x, y in parts]
 
     cotangents = [torch.randn_like(x) for x in rows]
-    found, expected = rotated(positions, base, *rows), turned(*rows)
+    found, expected = rotated(positions, base, *rows), by_formula(*rows)
     pairs = [*zip(found, expected, strict=True)]
     grads = [torch.autograd.grad(ys, rows, cotangents) for ys in (found, expected)]
     bound = 16 * torch.finfo(F64).eps

@@ -31,7 +31,7 @@ def rotated(positions: Tensor, base: float, *rows: Tensor) -> list[Tensor]:
 
 
 class Rotation(torch.autograd.Function):
-    """Rows turned by angles of these cosines and sines ``[T, 1, D / 2]``, which get no gradient."""
+    """Rows rotated by the angles of cosines and sines ``[T, 1, D / 2]``, which get no gradient."""
 
     generate_vmap_rule = True
 

@@ -7,8 +7,9 @@ The factors s of a tensor's features, time and the features that the caller adds
 of the tensor's own: [28, 32], which the derivative multiplies by, and [32].
 
 The update multiplies in fp16, whose largest number is 65504. Of n elements none is larger than
-sqrt(n) once it was divided by their root mean square, and larger tensors are declined. A power of 2
-for each tensor brings the first layer's results close to 2^15, another the second's weights.
+sqrt(n) once it was divided by their root mean square, and larger tensors are declined. Powers of 2,
+of each tensor and unit, bring the first layer's results close to 2^15; the second layer takes them
+back, and another one brings its weights there.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def fold_kernel(
             x = tl.load(extra + tensor * extra_count + place)
             bias += tl.load(w1 + h * width + ELEMENT + TIMES + place) * x
         tl.store(biases + tensor * 32 + h, bias)
-        most = tl.sqrt(length) * tl.max(tl.sum(tl.abs(w_element), 0)) + tl.max(tl.abs(bias))
-        tl.store(scales + tensor, filling(most))
+        most = tl.sqrt(length) * tl.sum(tl.abs(w_element), 0) + tl.abs(bias)
+        tl.store(scales + tensor * 32 + h, filling(most))
 
 
 @triton.jit
@@ -137,10 +138,12 @@ def apply_kernel(
         start, stop = stretch_of(block, tensor, first, shape)
         offsets, h = tl.arange(0, CONFIG.SIZE), tl.arange(0, 32)
         # Before the loop: the compiler must assume that its stores change what is read.
-        scale = tl.load(scales + tensor)
-        first_w = matrix(w1, ELEMENT, 32, 1, width) * scale
-        first_bias = tl.load(biases + tensor * 32 + h) * scale
-        second_w = matrix(w2, 32, 32, 1, 32)
+        scale_of_unit = tl.load(scales + tensor * 32 + h)
+        first_w = matrix(w1, ELEMENT, 32, 1, width) * scale_of_unit[None, :]
+        first_bias = tl.load(biases + tensor * 32 + h) * scale_of_unit
+        # The least of a layer has the largest results: no weight grows.
+        scale = tl.min(scale_of_unit)
+        second_w = matrix(w2, 32, 32, 1, 32) * (scale / scale_of_unit)[:, None]
         of_second = filling(tl.max(tl.abs(second_w)))
         second_w *= of_second
         scale *= of_second

@@ -42,8 +42,8 @@ class LearnedBatch(StatisticsBatch):
 
     def plan_network(self) -> None:
         self.timescales = upload(TIMESCALES, torch.float64, self.device)
-        self.biases = self.empty(len(self.ps), 32)
-        self.folded, self.scales = self.empty(len(self.ps), 32, 32), self.empty(len(self.ps))
+        self.biases, self.scales = (self.empty(len(self.ps), 32) for _ in range(2))
+        self.folded = self.empty(len(self.ps), 32, 32)
 
     def move(
         self,

@@ -9,6 +9,7 @@ import torch
 from fusewright.optimizer.learned.learned_update import learned_init, learned_update
 from fusewright_testkit import Yardstick
 
+# The last is in strips.
 SHAPES = (1,), (3, 4), (5, 30)
 
 

@@ -6,14 +6,28 @@ Autocast casts each by itself: a node, a launch and as many bytes beside it for 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .backends import uses_triton
+from .launches import Launch, cdiv, is_current
+from .lazy import lazy_module
 from .precision import autocasts
 from .registration import apply
+
+if TYPE_CHECKING:
+    from . import kernels_casts as kernels
+else:
+    kernels = lazy_module(__package__, "kernels_casts")
+
+# Tensors that the kernel takes, what a program casts of one, and the most that one may have.
+TOGETHER = 6
+BLOCK = 4096
+MOST_ELEMENTS = 1 << 30
 
 
 def for_products(*weights: Tensor) -> Sequence[Tensor]:
@@ -27,11 +41,53 @@ def for_products(*weights: Tensor) -> Sequence[Tensor]:
     return weights if dtype == first.dtype else apply(Cast, dtype, *weights)
 
 
-def cast(dtype: torch.dtype, tensors: tuple[Tensor, ...] | list[Tensor]) -> tuple[Tensor, ...]:
-    """Copies in that dtype."""
+def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Copies of tensors of one dtype and device in ``dtype``."""
     found = tuple([torch.empty_like(x, dtype=dtype) for x in tensors])
-    torch._foreach_copy_(found, tensors)
+    if serves(tensors):
+        cast_by_kernel(tensors, found)
+    else:
+        torch._foreach_copy_(found, tensors)
     return found
+
+
+def serves(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel takes them: torch's launch for lists has too few programs for the weights
+    of one layer, which takes it three times as long.
+    """
+    first = tensors[0]
+    if torch.compiler.is_compiling() or not uses_triton(first, "auto"):
+        return False
+    # Of other types may be tensors without memory.
+    return is_current(first.device) and all(map(is_plain, tensors))
+
+
+def is_plain(x: Tensor) -> bool:
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and x.is_contiguous()
+        and 0 < x.numel() <= MOST_ELEMENTS
+    )
+
+
+def cast_by_kernel(tensors: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """Write the contiguous ``tensors``, cast, into those ``found``."""
+    for first in range(0, len(tensors), TOGETHER):
+        some, casts = tensors[first : first + TOGETHER], found[first : first + TOGETHER]
+        numels = tuple([x.numel() for x in some])
+        launch = plan(numels, some[0].dtype, casts[0].dtype, some[0].device)
+        absent = (None,) * (TOGETHER - len(some))
+        launch((*some, *absent, *casts, *absent))
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    numels: tuple[int, ...], dtype: torch.dtype, result: torch.dtype, device: torch.device
+) -> Launch:
+    """The launch for tensors of so many elements; the dtypes are a part of the key."""
+    programs = sum(cdiv(numel, BLOCK) for numel in numels)
+    numels += (0,) * (TOGETHER - len(numels))
+    return Launch(kernels.cast_kernel, (programs,), device, numels, dict(num_warps=4), BLOCK=BLOCK)
 
 
 class Cast(torch.autograd.Function):

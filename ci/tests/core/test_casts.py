@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fusewright.example._core import casts
 from fusewright.example._core.casts import for_products
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 SHAPES = (4, 3), (8, 4), (5, 7)
 
@@ -95,3 +97,58 @@ def test_stacked_weights_are_cast_each_by_itself():
 
     found = torch.func.vmap(torch.func.grad(loss))(stacked)
     assert torch.equal(found, torch.stack([torch.func.grad(loss)(x) for x in stacked]))
+
+
+def drawn(numels, dtype, device):
+    """Some of whose elements are the greatest, the smallest and strange ones."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(numel, device=device) for numel in numels]
+    # The interpreter has no subnormal bf16.
+    tiny = 1e-40 if device == "cuda" else 1e-30
+    strange = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, tiny, -0.0])
+    for x in tensors:
+        x[: len(strange)] = strange[: len(x)].to(device)
+    return [x.to(dtype) for x in tensors]
+
+
+def check_kernel(numels, dtypes, device):
+    for dtype, result in dtypes:
+        given = drawn(numels, dtype, device)
+        # Beside them nothing is written.
+        room = [torch.zeros(x.numel() + 8, dtype=result, device=device) for x in given]
+        casts.cast_by_kernel(given, [y[: x.numel()] for x, y in zip(given, room, strict=True)])
+        for x, y in zip(given, room, strict=True):
+            torch.testing.assert_close(y[:-8], x.to(result), rtol=0, atol=0, equal_nan=True)
+            assert not y[-8:].any()
+
+
+NUMELS = (1, 4096, 4097, 3, 9000, 16), (5,), tuple(range(1, 14))
+WIDER = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
+NARROWER = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+
+
+@pytest.mark.parametrize("numels", NUMELS, ids=len)
+def test_kernel_casts_as_torch(numels):
+    # The interpreter does not round to bf16 as the GPU does.
+    check_kernel(numels, [*WIDER, (torch.float32, torch.float16)], "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numels", NUMELS, ids=len)
+def test_kernel_casts_as_torch_on_a_gpu(numels):
+    check_kernel(numels, WIDER + NARROWER, "cuda")
+
+
+@pytest.mark.gpu
+def test_weights_are_cast_by_the_kernel_and_tensors_without_memory_are_not(monkeypatch):
+    monkeypatch.setattr(torch, "_foreach_copy_", None)
+    given = [torch.randn(shape, device="cuda", requires_grad=True) for shape in SHAPES]
+    with torch.autocast("cuda", torch.bfloat16):
+        found = for_products(*given)
+    cotangents = [torch.randn(shape, device="cuda").bfloat16() for shape in SHAPES]
+    grads = torch.autograd.grad(found, given, cotangents)
+    assert all(torch.equal(x, y.bfloat16()) for x, y in zip(found, given, strict=True))
+    assert all(torch.equal(x, y.float()) for x, y in zip(grads, cotangents, strict=True))
+    with FakeTensorMode() as mode:
+        assert not casts.serves([mode.from_tensor(x) for x in given])
+    assert not casts.serves([given[0].t(), *given])

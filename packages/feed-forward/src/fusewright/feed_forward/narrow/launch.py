@@ -30,11 +30,11 @@ class TileConfig(NamedTuple):
     num_warps: int
 
 
-# Unmeasured.
-FORWARD = TileConfig(rows=32, cols=128, num_warps=4)
-BACKWARD = TileConfig(rows=32, cols=64, num_warps=8)
+# The fastest of twelve on an H200, at 36,096 rows and 11 columns of x.
+FORWARD = TileConfig(rows=16, cols=512, num_warps=4)
+BACKWARD = TileConfig(rows=16, cols=64, num_warps=4)
 # So many programs of the backward pass are on a multiprocessor, each with one part of dW.
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM = 4
 # Each element of the result takes as many multiplications as x has columns, beside its way to
 # memory: of more than so many, the product is left to torch. Unmeasured.
 MOST_COLUMNS = 64

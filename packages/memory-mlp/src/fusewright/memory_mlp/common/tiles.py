@@ -25,13 +25,16 @@ def zeros(ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def silu_of(z, s):
+    """SiLU, its derivative and the second one, of z and its sigmoid."""
+    return z * s, s * (1.0 + z * (1.0 - s)), s * (1.0 - s) * (2.0 + z * (1.0 - 2.0 * s))
+
+
+@triton.jit
 def activated(z, CONFIG: tl.constexpr):
     """act, act' and act'' of z; what is not used costs nothing."""
     if CONFIG.ACTIVATION == "silu":
-        s = tl.sigmoid(z)
-        h = z * s
-        slope = s * (1.0 + z * (1.0 - s))
-        curve = s * (1.0 - s) * (2.0 + z * (1.0 - 2.0 * s))
+        h, slope, curve = silu_of(z, tl.sigmoid(z))
     elif CONFIG.ACTIVATION == "relu":
         # A NaN stays one.
         h = tl.where(z <= 0.0, 0.0, z)

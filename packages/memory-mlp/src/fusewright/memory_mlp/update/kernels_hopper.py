@@ -13,12 +13,14 @@ than two tensors beside its operands. At many rows the products are what counts,
 them waits for memory: so a program takes tiles in turn, and its two groups of four warps one tile
 each. While one multiplies, the other finishes its tile. A further warp copies the operands of both
 into one ring, another the tiles that are read beside them into the places that results are stored
-from.
+from. These are two a half of a tile where CONFIG.SETS is 2: of two tensors that are read or written
+neither waits for the other.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._core.kernels_barriers import barriers_of
 from .._core.kernels_gluon import (
@@ -31,7 +33,9 @@ from .._core.kernels_gluon import (
     warpgroup_mma_wait,
 )
 from .._core.kernels_product_hopper import halves_of, store_part
-from ..common.tiles import activated
+from .._core.kernels_sigmoid import sigmoid, widened
+from ..common.tiles import activated as activated_by_triton
+from ..common.tiles import silu_of
 
 # Products that one step of the ring adds.
 DEPTH = gl.constexpr(64)
@@ -40,6 +44,16 @@ GROUPS = gl.constexpr(2)
 # Columns that what follows takes at once: half a tile.
 PART_COLS = gl.constexpr(64)
 PARTS = gl.constexpr(2)
+
+
+@gluon.jit
+def activated(z, CONFIG: gl.constexpr):
+    """act, act' and act'' of z; SiLU's by the hardware's sigmoid."""
+    if CONFIG.ACTIVATION == "silu":
+        h, slope, curve = silu_of(z, sigmoid(z))
+    else:
+        h, slope, curve = activated_by_triton(z, CONFIG)
+    return h, slope, curve
 
 
 @gluon.jit
@@ -89,52 +103,37 @@ def copy_tiles(descriptors, buffers, barriers, sizes, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_tiles(descriptors, buffers, barriers, sizes, CONFIG: gl.constexpr):
-    """What the loading warp does: a tile, half by half, as soon as its place is free, and the other
-    tensor's after it.
+    """What the loading warp does: tiles of one tensor or two, half by half, as soon as the places
+    are free.
     """
     _, _, _, _, _, _, x_tiles, other_x_tiles = descriptors
     _, _, places = buffers
     _, _, _, loaded, taken = barriers
-    LOADS: gl.constexpr = CONFIG.LOADS
+    SET: gl.constexpr = GROUPS * PARTS
     rows, cols, _ = sizes
     col_tiles = gl.cdiv(cols, CONFIG.BLOCK_N)
     tiles = gl.cdiv(rows, CONFIG.BLOCK_M) * col_tiles
     turn = 0
-    if LOADS > 0:
+    if CONFIG.LOADS > 0:
         for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
             row, col = tile // col_tiles * CONFIG.BLOCK_M, tile % col_tiles * CONFIG.BLOCK_N
-            for number in gl.static_range(LOADS):
-                phase = (turn // GROUPS * LOADS + number) & 1
-                for part in gl.static_range(PARTS):
-                    place = turn % GROUPS * PARTS + part
-                    mbarrier.wait(taken.index(place), phase ^ 1)
-                    mbarrier.expect(loaded.index(place), 2 * CONFIG.BLOCK_M * PART_COLS)
-                    if number == 0:
-                        tma.async_copy_global_to_shared(
-                            *(x_tiles, [row, col + part * PART_COLS], loaded.index(place)),
-                            places.index(place),
-                        )
-                    else:
-                        tma.async_copy_global_to_shared(
-                            *(other_x_tiles, [row, col + part * PART_COLS], loaded.index(place)),
-                            places.index(place),
-                        )
+            for part in gl.static_range(PARTS):
+                place = turn % GROUPS * PARTS + part
+                at = [row, col + part * PART_COLS]
+                full = loaded.index(place)
+                mbarrier.wait(taken.index(place), (turn // GROUPS & 1) ^ 1)
+                mbarrier.expect(full, CONFIG.LOADS * 2 * CONFIG.BLOCK_M * PART_COLS)
+                tma.async_copy_global_to_shared(x_tiles, at, full, places.index(place))
+                if CONFIG.LOADS > 1:
+                    other = places.index(SET + place)
+                    tma.async_copy_global_to_shared(other_x_tiles, at, full, other)
             turn += 1
 
 
 @gluon.jit
-def loaded_part(places, barriers, place, phase, OF_PART: gl.constexpr):
-    """Half a tile that the loading warp has brought."""
-    _, _, _, loaded, _ = barriers
-    mbarrier.wait(loaded.index(place), phase)
-    return places.index(place).load(OF_PART)
-
-
-@gluon.jit
-def store(tiles, places, place, y, row, col):
-    """Half a tile, rounded, to memory; what was stored from its place before is on its way."""
-    tma.store_wait(0)
-    store_part(tiles, places.index(place), y.to(places.dtype), row, col)
+def store(tiles, place, y, row, col):
+    """Half a tile, rounded, to memory."""
+    store_part(tiles, place, y.to(place.dtype), row, col)
 
 
 @gluon.jit
@@ -145,11 +144,15 @@ def finish_part(
     """What follows the products of half a tile; the sum of its squares, of the residual."""
     bias_ptr, norm_ptr, dloss_ptr, sums_ptr, _ = pointers
     _, _, _, _, y_tiles, other_tiles, _, _ = descriptors
-    _, _, _, _, taken = barriers
+    _, _, _, loaded, _ = barriers
     rows, cols, _ = sizes
     KIND: gl.constexpr = CONFIG.KIND
     OF_PART: gl.constexpr = acc.type.layout
     PLACE: gl.constexpr = GROUP * PARTS + PART
+    place, other_place = (
+        places.index(PLACE),
+        places.index(PLACE + (CONFIG.SETS - 1) * GROUPS * PARTS),
+    )
     col_tiles = gl.cdiv(cols, CONFIG.BLOCK_N)
     first_row = tile // col_tiles * CONFIG.BLOCK_M
     first_col = tile % col_tiles * CONFIG.BLOCK_N + PART * PART_COLS
@@ -163,45 +166,45 @@ def finish_part(
         # A step that was skipped.
         finite = gl.abs(gl.load(norm_ptr)) < float("inf")
     if CONFIG.LOADS > 0:
-        x = loaded_part(places, barriers, PLACE, (turn * CONFIG.LOADS) & 1, OF_PART)
+        mbarrier.wait(loaded.index(PLACE), turn & 1)
+        x = widened(place.load(OF_PART))
     if CONFIG.LOADS > 1:
-        mbarrier.arrive(taken.index(PLACE), count=1)
-        z = loaded_part(places, barriers, PLACE, (turn * CONFIG.LOADS + 1) & 1, OF_PART)
+        z = widened(other_place.load(OF_PART))
     if KIND == "hidden":
         h, _, _ = activated(acc, CONFIG)
         z = acc
         if CONFIG.CLAMPS:
             z = gl.minimum(z, 65504.0, propagate_nan=tl.PropagateNan.ALL)
             z = gl.maximum(z, -65504.0, propagate_nan=tl.PropagateNan.ALL)
-        store(other_tiles, places, PLACE, z, first_row, first_col)
+        store(other_tiles, other_place, z, first_row, first_col)
         y = h
     elif KIND == "residual":
-        y = gl.where(inside, acc - x.to(gl.float32), 0.0)
+        y = gl.where(inside, acc - x, 0.0)
         squares = gl.sum(gl.sum(y * y, 1), 0)
     elif KIND == "slope":
-        store(other_tiles, places, PLACE, acc, first_row, first_col)
-        _, slope, _ = activated(x.to(gl.float32), CONFIG)
+        store(other_tiles, other_place, acc, first_row, first_col)
+        _, slope, _ = activated(x, CONFIG)
         y = gl.where(inside, acc * slope, 0.0)
     elif KIND == "p_bar":
         if CONFIG.CURVED:
-            _, slope, curve = activated(z.to(gl.float32), CONFIG)
-            u = acc * x.to(gl.float32) * curve
-            store(other_tiles, places, PLACE, u, first_row, first_col)
+            _, slope, curve = activated(z, CONFIG)
+            u = acc * x * curve
+            store(other_tiles, other_place, u, first_row, first_col)
         else:
-            _, slope, _ = activated(x.to(gl.float32), CONFIG)
+            _, slope, _ = activated(x, CONFIG)
         y = gl.where(finite, acc * slope, 0.0)
     elif KIND == "e_bar":
         if CONFIG.FROM_LOSS:
-            acc = acc + gl.load(dloss_ptr).to(gl.float32) * x.to(gl.float32)
+            acc = acc + gl.load(dloss_ptr).to(gl.float32) * x
         y = gl.where(inside & finite, acc, 0.0)
         if CONFIG.OTHER:
-            store(other_tiles, places, PLACE, -factor * y, first_row, first_col)
+            store(other_tiles, other_place, -factor * y, first_row, first_col)
     elif KIND == "z_bar":
         if CONFIG.CURVED:
-            _, slope, _ = activated(z.to(gl.float32), CONFIG)
-            y = acc * slope + x.to(gl.float32)
+            _, slope, _ = activated(z, CONFIG)
+            y = acc * slope + x
         else:
-            _, slope, _ = activated(x.to(gl.float32), CONFIG)
+            _, slope, _ = activated(x, CONFIG)
             y = acc * slope
         y = gl.where(inside & finite, y, 0.0)
     else:
@@ -209,7 +212,9 @@ def finish_part(
     if CONFIG.SUMS:
         sums_at = sums_ptr + (tile // col_tiles) * cols + col
         gl.store(sums_at, gl.sum(y, 0), mask=col < cols)
-    store(y_tiles, places, PLACE, y, first_row, first_col)
+    if CONFIG.OTHER and CONFIG.SETS == 1:
+        tma.store_wait(0)
+    store(y_tiles, place, y, first_row, first_col)
     return squares
 
 
@@ -248,6 +253,12 @@ def multiply(
             acc = warpgroup_mma_wait(1, deps=(acc,))
             if step > 0:
                 mbarrier.arrive(free.index((used - 1) % STAGES), count=1)
+            elif turn > 0:
+                # The last tile's results have left their places.
+                tma.store_wait(0)
+                if CONFIG.LOADS > 0:
+                    for part in gl.static_range(PARTS):
+                        mbarrier.arrive(taken.index(GROUP * PARTS + part), count=1)
             used += 1
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -265,10 +276,6 @@ def multiply(
         )
         if CONFIG.KIND == "residual":
             gl.store(losses_ptr + tile, squares)
-        if CONFIG.LOADS > 0:
-            tma.store_wait(0)
-            for part in gl.static_range(PARTS):
-                mbarrier.arrive(taken.index(GROUP * PARTS + part), count=1)
     tma.store_wait(0)
 
 
@@ -298,6 +305,9 @@ def hopper_rows_kernel(
     The right operands are [depth, cols], with ``TRANSPOSED`` [cols, depth]. CONFIG says which
     pointers are read.
     """
+    # The launch before has written its results, and the next one may be placed.
+    gdc_wait()
+    gdc_launch_dependents()
     STAGES: gl.constexpr = CONFIG.STAGES
     DTYPE: gl.constexpr = a_tiles.dtype
     a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, CONFIG.BLOCK_M, DEPTH], a_tiles.layout)
@@ -305,7 +315,7 @@ def hopper_rows_kernel(
     B_COLS: gl.constexpr = DEPTH if CONFIG.TRANSPOSED else CONFIG.BLOCK_N
     b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, B_ROWS, B_COLS], b_tiles.layout)
     places = gl.allocate_shared_memory(
-        DTYPE, [GROUPS * PARTS, CONFIG.BLOCK_M, PART_COLS], y_tiles.layout
+        DTYPE, [CONFIG.SETS * GROUPS * PARTS, CONFIG.BLOCK_M, PART_COLS], y_tiles.layout
     )
     full, free = barriers_of(STAGES, 1), barriers_of(STAGES, 1)
     turns = barriers_of(GROUPS, 1)

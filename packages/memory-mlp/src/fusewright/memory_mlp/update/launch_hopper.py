@@ -28,13 +28,14 @@ PART_COLS = 64
 
 
 class HopperTile(NamedTuple):
-    """Tiles of ``rows`` by ``cols``, a ring of ``stages`` steps, registers of a thread that
-    multiplies and that copies.
+    """Tiles of ``rows`` by ``cols``, a ring of so many steps where there is one set of places for
+    what stands beside the products, and where there are two, registers of a thread that multiplies
+    and that copies.
     """
 
     rows: int = 128
     cols: int = 128
-    stages: int = 4
+    stages: tuple[int, int] = (4, 3)
     registers: int = 232
     copying_registers: int = 24
 
@@ -54,6 +55,8 @@ class RowsConstants(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     STAGES: int
+    # Sets of places, of which the second is for the second tensor that is read or written.
+    SETS: int
     REGISTERS: int
     COPYING_REGISTERS: int
     ACTIVATION: str
@@ -200,6 +203,11 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGNED else x
 
 
+def sets_of(writes_another: bool, loads: int) -> int:
+    """How many sets of places there are."""
+    return 2 if loads > 1 else 1
+
+
 def rows_launch(
     problem: UpdateProblem, name: str, *, other: bool = False, from_loss: bool = False
 ) -> RowsLaunch:
@@ -209,11 +217,14 @@ def rows_launch(
     cols = problem.hidden if kind.of_hidden else problem.width
     depth = problem.width + problem.hidden - cols
     tiles = cdiv(problem.rows, TILE.rows) * cdiv(cols, TILE.cols)
+    loads = kind.loads + (curved if kind.curves else from_loss)
+    sets = sets_of(kind.other or other, loads)
     config = RowsConstants(
         name,
         TILE.rows,
         TILE.cols,
-        TILE.stages,
+        TILE.stages[sets - 1],
+        sets,
         TILE.registers,
         TILE.copying_registers,
         problem.activation,
@@ -223,7 +234,7 @@ def rows_launch(
         kind.backward,
         kind.sums,
         kind.other or other,
-        kind.loads + (curved if kind.curves else from_loss),
+        loads,
         from_loss,
         curved,
         problem.dtype == torch.float16,
@@ -233,7 +244,7 @@ def rows_launch(
         (min(problem.gpu.multiprocessors, tiles),),
         problem.device,
         (problem.rows, cols, depth),
-        dict(num_warps=4),
+        problem.options(num_warps=4, overlaps=True),
         CONFIG=config,
     )
     left = in_tiles(TILE.rows, DEPTH)

@@ -247,7 +247,7 @@ def divergence(attention, u, selection):
     """Of the indexer's softmax from the mean of the heads' probabilities, both over the selected
     keys alone, in the mean over queries.
     """
-    q, k, _ = attention._heads(u, 0)
+    q, k, *_ = attention._heads(u, 0)
     length = u.shape[1]
     selected = torch.zeros(*u.shape[:2], length + 1, dtype=torch.bool)
     selected = selected.scatter(2, selection.indices.long() % (length + 1), True)[..., :length]
@@ -299,6 +299,13 @@ def test_sequence_read_in_pieces_is_read_whole(tokens):
         # States are rounded: a layer may come to the neighbouring number.
         unit = 2.0**-TINY.fraction_bits
         assert (found - whole[:, : found.shape[1]]).abs().max() < TINY.layers * unit
+
+
+def test_targets_are_one_for_each_token(tokens):
+    model = make()
+    model.embedding.register_forward_hook(lambda *_: pytest.fail("something was computed"))
+    with pytest.raises(ValueError, match=r"wanted a target for each token, \[\d+, \d+\]; got"):
+        model(tokens, tokens[:, 1:])
 
 
 def test_loss_of_the_next_token_is_that_of_all_losses(tokens):

@@ -54,3 +54,15 @@ def test_wrong_states_are_refused(titan_mac, draw_tokens):
         model(tokens, titan_mac("mac", layers=1).init_state(2))
     with pytest.raises(ValueError, match=r"wanted tokens \[B, T \+ 1\], at least one; got \[2, 0"):
         model.loss(tokens[:, :0])
+
+
+def test_targets_are_one_for_each_token(titan_mac, draw_tokens):
+    model, tokens = titan_mac("mac"), draw_tokens(2, 5)
+    model.embedding.register_forward_hook(lambda *_: pytest.fail("something was computed"))
+    with pytest.raises(ValueError, match=r"wanted a target for each token, \[2, 5\]; got \[2, 4\]"):
+        model(tokens, targets=tokens[:, 1:])
+    for targets, error in (([1], TypeError), (tokens.float(), TypeError)):
+        with pytest.raises(error, match="wanted targets"):
+            model(tokens, targets=targets)
+    with pytest.raises(ValueError, match="wanted targets on cpu, as tokens; got meta"):
+        model(tokens, targets=tokens.to("meta"))

@@ -364,6 +364,10 @@ def test_input_that_does_not_fit_is_refused_before_anything_is_computed(
     for ask in (model.loss, model.log_likelihood):
         with pytest.raises(error, match=message.format(name)):
             ask(**inputs)
+    # Without a y of targets it is asked for their parameters.
+    if inputs["y_target"] is not None:
+        with pytest.raises(error, match=message.format(name)):
+            model(**inputs)
     del inputs["y_target"]
     for ask in (model, model.predict) if name in inputs else ():
         with pytest.raises(error, match=message.format(name)):

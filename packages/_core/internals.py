@@ -31,6 +31,8 @@ REGISTRATION = (
     ("torch.autograd.forward_ad", "_set_fwd_grad_enabled"),
     ("torch.autograd.function", "_SingleLevelFunction"),
 )
+# What says whether a layer may be computed without a call of it.
+LAYERS = (("torch.nn.modules.module", "_has_any_global_hook"),)
 # What a planned launch needs. torch's compiler allocates with the first one of each, in a third of
 # the time of torch.empty.
 LAUNCHES = (("torch._C._dynamo.guards", "_empty_strided_cpu"),)
@@ -41,9 +43,11 @@ CUDA_LAUNCHES = (
 )
 # Attributes of torch and Triton that are read or set on objects and cannot be looked up here:
 # ``_dynamo_marked_constant`` of functions, ``_autograd_function_id`` and ``_compiled_autograd_key``
-# of autograd Functions; ``run``, ``function`` and ``packed_metadata`` of Triton's compiled kernels,
-# ``calls``, ``add`` and ``remove`` of ``triton.knobs.runtime.launch_enter_hook`` and ``calls`` of
-# ``launch_exit_hook``; ``warmup`` of Triton's jitted functions.
+# of autograd Functions; the dictionaries of hooks, parameters and children of modules,
+# and the names of their buffers that are not persistent; hooks of tensors; ``run``,
+# ``function`` and ``packed_metadata`` of Triton's compiled kernels, ``calls``, ``add`` and
+# ``remove`` of ``triton.knobs.runtime.launch_enter_hook`` and ``calls`` of ``launch_exit_hook``;
+# ``warmup`` of Triton's jitted functions.
 COMPILED_KERNEL = ("run", "function", "packed_metadata")
 
 
@@ -70,7 +74,9 @@ def warn_missing(name: str) -> None:
 
 
 # A torch without CUDA lacks the last three, and needs none of them.
-WANTED = REGISTRATION + LAUNCHES + (CUDA_LAUNCHES if torch.backends.cuda.is_built() else ())
+WANTED = (
+    REGISTRATION + LAYERS + LAUNCHES + (CUDA_LAUNCHES if torch.backends.cuda.is_built() else ())
+)
 FOUND = {name: find(module, name) for module, name in WANTED}
 # Whether ops are their own Autograd kernels and may skip the dispatcher.
 REGISTERS_AUTOGRAD = all(FOUND[name] is not None for _, name in REGISTRATION)

@@ -25,7 +25,7 @@ from .internals import FOUND, REGISTERS_AUTOGRAD
 from .launches import current_device
 from .precision import without_autocast
 
-__all__ = ["Derivative", "Op", "empty_grad", "second_order"]
+__all__ = ["Derivative", "Op", "apply", "empty_grad", "second_order"]
 
 # "fusewright.norm._core" registers into "fusewright_norm".
 NAMESPACE = __package__.rpartition(".")[0].replace(".", "_")
@@ -211,6 +211,18 @@ def is_plain_call(operands: Sequence[Any]) -> bool:
         and not _is_tracing()
         and forward_ad._current_level < 0
     )
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply``, for a function that sets up its context by itself, as torch.func wants
+    it: torch then looks at its signature and binds the arguments to it, at each call. A plain call
+    goes past that.
+    """
+    if not REGISTERS_AUTOGRAD or torch.compiler.is_compiling():
+        return function.apply(*args)
+    if not is_plain_call([x for x in args if isinstance(x, torch.Tensor)]):
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def records_gradients(args: Sequence[Any]) -> bool:

@@ -58,7 +58,7 @@ COMPILED = (
     "call = lambda x: scale(x, 0.5, backend='triton')\n"
     "check(torch.compile(call, fullgraph=True, backend='aot_eager'))\n"
 )
-NAMES = (*internals.REGISTRATION, *internals.LAUNCHES)
+NAMES = (*internals.REGISTRATION, *internals.LAYERS, *internals.LAUNCHES)
 
 
 def without(module: str, name: str) -> str:

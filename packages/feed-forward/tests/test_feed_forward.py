@@ -13,7 +13,7 @@ from fusewright.feed_forward.perceptron import reference
 from fusewright_testkit import Yardstick
 from fusewright_testkit.yardstick import as_tuple
 
-from .operations import FEED_FORWARD
+from .operations import FEED_FORWARD, GATED
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 OP = FEED_FORWARD
@@ -181,3 +181,34 @@ def test_padding_changes_nothing(backend, device):
     inputs = [torch.randn(7, DIM, device=device), *layer.parameters()]
     yardstick = Yardstick(without_padding, inputs)
     yardstick.check(lambda *t: feed_forward(*t, backend=backend))
+
+
+@pytest.mark.parametrize("op", [FEED_FORWARD, GATED], ids=["feed_forward", "gated"])
+@pytest.mark.parametrize(
+    ("asked", "kept"), [((0,), "u"), ((1,), "u"), ((2,), "h"), ((0, 2), "uh"), ((0, 1, 2), "uh")]
+)
+def test_only_what_gradients_that_are_asked_for_read_is_saved(op, asked, kept, device):
+    x, weight, output_weight = tensors = op.draw((4, 20, 7, 5), F32, device)
+    sizes = {"u": (4, len(weight)), "h": (4, 7)}
+    leaves = [tensors[place].requires_grad_() for place in asked]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = op.kernels(*tensors)
+    hidden = [t for t in saved if all(t is not given for given in tensors)]
+    assert sorted(tuple(t.shape) for t in hidden) == sorted(sizes[name] for name in kept)
+    expected = op.reference(x, weight, output_weight)
+    grads = [torch.autograd.grad(out.square().sum(), leaves) for out in (y, expected)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("op", [FEED_FORWARD, GATED], ids=["feed_forward", "gated"])
+@pytest.mark.parametrize("asked", range(3))
+def test_second_derivatives_pass_frozen_operands(op, asked, device):
+    tensors = op.draw((4, 6, 5, 3), F32, device)
+    leaf = tensors[asked].requires_grad_()
+    found = []
+    for call in (op.kernels, op.reference):
+        first = torch.autograd.grad(call(*tensors).square().sum(), leaf, create_graph=True)[0]
+        found.append(torch.autograd.grad(first.square().sum(), leaf)[0])
+    torch.testing.assert_close(*found)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from fusewright.gsa import GatedSparseAttention, KeyCache, Selection, gated_indexer
-from fusewright.gsa.layer.gated_sparse_attention import rotated
+from fusewright.gsa.layer.positions import rotated
 from fusewright_testkit import Yardstick
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -261,7 +261,7 @@ def test_products_of_rotated_rows_know_the_distance_alone():
 
     def score(m, n):
         at = (torch.tensor([p]) for p in (m, n))
-        return (rotated(q, next(at), 100.0) * rotated(k, next(at), 100.0)).sum()
+        return (rotated(next(at), 100.0, q)[0] * rotated(next(at), 100.0, k)[0]).sum()
 
     for distance in (0, 3, 40):
         expected = score(distance, 0)
@@ -350,3 +350,40 @@ def test_bad_options_are_told_what_was_wanted_and_what_came(options, message):
 def test_temperature_that_is_no_number_is_refused():
     with pytest.raises(TypeError, match="temperature must be a number, got str"):
         GatedSparseAttention(32, 4, temperature="hot")
+
+
+def test_gradients_of_rotated_rows_are_those_of_its_formula():
+    positions, base = torch.arange(5), 100.0
+    rows = [torch.randn(2, 5, heads, 6, dtype=F64, requires_grad=True) for heads in (3, 1)]
+
+    def by_formula(*rows):
+        angles = positions.double()[:, None, None] * base ** -(torch.arange(0, 6, 2).double() / 6)
+        parts = [x.chunk(2, -1) for x in rows]
+        cos, sin = angles.cos(), angles.sin()
+        return [torch.cat([x * cos - y * sin, y * cos + x * sin], -1) for x, y in parts]
+
+    cotangents = [torch.randn_like(x) for x in rows]
+    found, expected = rotated(positions, base, *rows), by_formula(*rows)
+    pairs = [*zip(found, expected, strict=True)]
+    grads = [torch.autograd.grad(ys, rows, cotangents) for ys in (found, expected)]
+    bound = 16 * torch.finfo(F64).eps
+    for x, y in (*pairs, *zip(*grads, strict=True)):
+        torch.testing.assert_close(x, y, rtol=bound, atol=bound)
+    assert all(len(y.grad_fn.next_functions) == 3 for y in found)
+    assert torch.autograd.gradgradcheck(lambda *x: rotated(positions, base, *x), rows)
+    mapped = torch.vmap(lambda x: rotated(positions, base, x.unsqueeze(0))[0])(rows[0])
+    torch.testing.assert_close(mapped.squeeze(1), found[0], rtol=0, atol=0)
+    # A rotation is linear.
+    tangents = tuple(map(torch.randn_like, rows))
+    pushed = torch.func.jvp(lambda *x: tuple(rotated(positions, base, *x)), tuple(rows), tangents)
+    for x, y in zip(pushed[1], rotated(positions, base, *tangents), strict=True):
+        torch.testing.assert_close(x, y, rtol=bound, atol=bound)
+
+
+def test_state_dicts_with_a_scalar_temperature_load():
+    saved = layer(temperature=3.0).state_dict()
+    scalar = saved | {"index_temperature": saved["index_temperature"].squeeze()}
+    assert scalar["index_temperature"].ndim == 0
+    built = layer()
+    built.load_state_dict(scalar)
+    assert torch.equal(built.index_temperature, torch.full((1,), 3.0))

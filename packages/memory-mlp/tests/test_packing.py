@@ -7,7 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, NeuralMemory, Reads, memory_read
-from fusewright.memory_mlp.common.weights import cast, handed_on, pack, packed_size, unpack, views
+from fusewright.memory_mlp.common.weights import (
+    cast,
+    handed_on,
+    pack,
+    packed_size,
+    unpack,
+    views,
+    views_at_once,
+)
 from torch.autograd import forward_ad
 
 HIDDEN, WIDTH = 5, 3
@@ -252,3 +260,13 @@ def test_pooled_memory_of_no_rows(granularity, tokens):
     y, state, _ = memory(torch.randn(0, tokens, 6))
     assert y.shape == (0, tokens, 6)
     assert memory.retrieve(torch.randn(0, tokens, 6), state).shape == (0, tokens, 6)
+
+
+@pytest.mark.parametrize("lead", [(2, 3), (1, 1), (0, 2)], ids=str)
+@pytest.mark.parametrize("sliced", [False, True])
+def test_views_by_one_operation_are_those_by_three(lead, sliced):
+    state = torch.randn(*lead, 3, packed_size(HIDDEN, WIDTH))[:, :, 1:]
+    state = state if sliced else state.contiguous()
+    found, expected = (sum(of(state, HIDDEN, WIDTH), ()) for of in (views_at_once, views))
+    assert all(map(torch.equal, found, expected))
+    assert [x.storage_offset() for x in found] == [x.storage_offset() for x in expected]

@@ -70,6 +70,10 @@ def test_more_rows_or_longer_weights_than_can_be_counted_are_refused():
     most, options = 2**31 - 2**13, (BF16, I64, torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"up to 2147475456 rows.*got 2147475457 and"):
         launch.plan_product(most + 1, 8, 8, 2, True, *options)
+    # Each group may have a tile of 128 rows that is not whole, and so may the rows behind them.
+    assert launch.plan_product(most, 8, 8, 63, True, *options).grid[0] == 2**24
+    with pytest.raises(ValueError, match=r"up to 2147475328 rows.*got 2147475456 and"):
+        launch.plan_product(most, 8, 8, 64, True, *options)
     with pytest.raises(ValueError, match=r"2147483647 numbers in the weight.*and 2147483648"):
         launch.plan_product(5, 2**16, 2**15, 2, True, *options)
     with pytest.raises(ValueError, match="up to 2147475456 rows"):

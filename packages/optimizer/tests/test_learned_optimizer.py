@@ -295,3 +295,11 @@ def test_state_is_kept_when_a_parameter_gets_memory_of_another_order(learned, ba
             optimizer.step()
         found.append(p.detach())
     assert_near([found[0]], [found[1]])
+
+
+def test_a_tensor_whose_features_may_be_infinite_in_fp16_is_declined():
+    """One gradient that is not zero, divided by the root mean square of 2^32, is 65536."""
+    from fusewright.optimizer.common.statistics.checks import tensor_obstacle
+
+    assert "65504^2 elements" in tensor_obstacle(torch.empty(2**16, 2**16, device="meta"))
+    assert tensor_obstacle(torch.empty(2**16, 2**15 + 1, device="meta")) is None

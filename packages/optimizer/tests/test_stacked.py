@@ -417,3 +417,28 @@ def test_a_plan_that_fails_half_way_is_made_again_by_the_next_step(monkeypatch):
     before = [p.detach().clone() for p in ps]
     optimizer.step()
     assert not any(torch.equal(p, old) for p, old in zip(ps, before, strict=True))
+
+
+def test_plan_made_again_holds_the_state_of_a_few_stacks_twice(monkeypatch):
+    monkeypatch.setattr(stacked_optimizer, "STACKED", 24)
+    ps = [torch.nn.Parameter(torch.ones(4, 6)) for _ in range(20)]
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer = Muon(ps, backend="reference")
+    optimizer.step()
+    held = []
+    plain = optimizer._stacked
+
+    def watched(*some):
+        for stack in plain(*some):
+            states = optimizer.state.values()
+            memories = [x.untyped_storage() for state in states for x in state.values()]
+            held.append(sum({x.data_ptr(): x.nbytes() for x in memories}.values()))
+            yield stack
+
+    monkeypatch.setattr(optimizer, "_stacked", watched)
+    ps[0].grad = None
+    optimizer.step()
+    of_one = ps[0].numel() * 4
+    assert len(held) == 19
+    assert max(held) < (20 + 2 * 4 + 2) * of_one

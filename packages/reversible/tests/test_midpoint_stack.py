@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from fusewright.reversible import MidpointStack
@@ -188,3 +190,31 @@ def test_force_may_be_without_a_graph(mode, last):
             torch.testing.assert_close(value, truth)
     # The last state is a sum of every other force: skipping the last layer skips the one before.
     assert sum(value is None for value in found[0]) == (4 if last else 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_of_parameters_are_called_once(mode):
+    stack, x = make(mode, layers=3), torch.randn(2, WIDTH)
+    gradients = []
+    for hooked in (False, True):
+        weight, called = stack.layers[1].inner.weight, []
+        if hooked:
+            weight.register_hook(lambda g, called=called: called.append(True) or 3.0 * g)
+        stack.zero_grad()
+        stack(x).x.square().sum().backward()
+        gradients.append(weight.grad)
+        assert len(called) == hooked
+    assert torch.equal(gradients[1], 3.0 * gradients[0])
+
+
+@pytest.mark.parametrize("mode", ["exact", "stored"])
+@pytest.mark.parametrize("change", ["delete", "replace", "append"])
+def test_layers_may_change_after_a_stack_is_made(mode, change):
+    stack, x = make(mode, layers=2), torch.randn(2, WIDTH)
+    stack.layers.append(Layer(keeps=True))
+    if change == "delete":
+        del stack.layers[0]
+    elif change == "replace":
+        stack.layers[0] = Layer(keeps=True)
+    made_so = MidpointStack(copy.deepcopy(list(stack.layers)), mode=mode)
+    assert same_bits(results(stack, x), results(made_so, x))

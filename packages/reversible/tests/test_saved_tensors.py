@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from fusewright.reversible import MidpointStack, Tape
+from fusewright.reversible.midpoint import midpoint_stack
 from fusewright.reversible.midpoint.midpoint_stack import MODES
 from torch.func import functional_call
 
@@ -129,3 +130,41 @@ def test_context_that_changes_before_the_backward_pass_is_noticed(mode):
     mask.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         passed.x.sum().backward()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_parameters_are_put_in_place_only_where_the_layer_has_others(monkeypatch, keeps):
+    """Or where it has buffers that were others."""
+    replaced = []
+
+    def told(module, given, *arguments):
+        replaced.append([*given])
+        return functional_call(module, given, *arguments)
+
+    monkeypatch.setattr(midpoint_stack, "functional_call", told)
+    stack, x = make(layers=2, keeps=keeps), torch.randn(3, WIDTH, requires_grad=True)
+    stack(x).x.sum().backward()
+    assert len(replaced) == (2 if keeps else 0)
+    given = {name: p.detach().clone() for name, p in stack.named_parameters()}
+    replaced.clear()
+    functional_call(stack, given, (x,)).x.sum().backward()
+    assert len(replaced) == 2
+
+
+def test_a_parameter_that_a_layer_has_twice_has_one_gradient():
+    def force(self, x):
+        return torch.tanh(self.weight * x) * self.again, None
+
+    found = []
+    for mode in MODES:
+        layers = [Force(force) for _ in range(2)]
+        for layer in layers:
+            layer.again = layer.weight
+        x = torch.linspace(-1.0, 1.0, WIDTH, requires_grad=True)
+        stack = MidpointStack(layers, mode=mode)
+        parameters = [*stack.parameters()]
+        assert len(parameters) == 2
+        found.append(torch.autograd.grad(stack(x).x.square().sum(), parameters))
+    assert same_bits(found[0], found[1])
+    for value, truth in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(value, truth)

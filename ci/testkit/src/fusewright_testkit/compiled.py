@@ -2,9 +2,8 @@
 
 A package's launchers are called on CPU tensors while every Triton launch is recorded instead of
 run; each recorded launch is then compiled for the asked capability. What is compiled is thus what a
-launcher really asks for. Triton must be
-imported without its interpreter, so tests run this in a process of their own: ``python -m
-fusewright_testkit.compiled``.
+launcher really asks for. Triton must be imported without its interpreter, so tests run this in a
+process of their own, and by hand it is ``python -m fusewright_testkit.compiled``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import importlib
 import os
 import pathlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from unittest import mock
 import pytest
 import typer
 
+from .fresh import run_python
 from .machine_code import (
     FOLLOWED,
     listing,
@@ -169,23 +168,22 @@ def compiled_in_a_process(
         AssertionError: a kernel takes more shared memory than there is, reads a register that
             nothing has written or, unless it may, spills.
     """
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(folder), *sys.path]))
-    environment.pop("TRITON_INTERPRET", None)
-    environment["FUSEWRIGHT_CAPABILITY"] = str(capability)
-    environment["FUSEWRIGHT_SHARED_KIB"] = str(SHARED_KIB[capability])
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "fusewright_testkit.compiled", f"launches:{launches}"),
-            *("--capability", str(capability), "--check"),
-            *(["--may-spill"] if may_spill else []),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
+    return run_python(
+        f"{as_on_a_gpu(folder, capability)}"
+        "from fusewright_testkit.compiled import main\n"
+        f"main({f'launches:{launches}'!r}, [{capability}], check=True, may_spill={may_spill})\n"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+
+
+def as_on_a_gpu(folder: pathlib.Path, capability: int) -> str:
+    """The first lines of a program that imports ``folder``'s module ``launches`` for a GPU."""
+    return (
+        "import os, sys\n"
+        "os.environ.pop('TRITON_INTERPRET', None)\n"
+        f"os.environ['FUSEWRIGHT_CAPABILITY'] = '{capability}'\n"
+        f"os.environ['FUSEWRIGHT_SHARED_KIB'] = '{SHARED_KIB[capability]}'\n"
+        f"sys.path.insert(0, {str(folder)!r})\n"
+    )
 
 
 class Watched(tuple):

@@ -12,6 +12,8 @@ import sys
 import tempfile
 import traceback
 
+# Seconds after which a compiler hangs.
+PATIENCE = 1200
 # The second is what the first gradient imports.
 PRELOADED = ["torch", "torch.fx.experimental.symbolic_shapes"]
 
@@ -22,15 +24,19 @@ def run_python(code: str) -> str:
     Its environment and import path are those that this process had at the first call.
 
     Raises:
-        AssertionError: the code raised, or its process died; the message is what it wrote.
+        AssertionError: the code raised, took twenty minutes, or its process died; the message is
+            what it wrote.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as errors:
         process = context.Process(target=execute, args=(code, out.name, errors.name))
         process.start()
-        process.join()
-        assert process.exitcode == 0, errors.read()
+        process.join(PATIENCE)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        assert process.exitcode == 0, out.read() + errors.read()
         return out.read()
 
 

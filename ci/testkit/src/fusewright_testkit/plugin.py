@@ -17,6 +17,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import ModuleType
 
 import pytest
 import torch
@@ -35,7 +36,16 @@ KEPT_GPU_MEMORY = 512 << 20
 LOCK = pathlib.Path(tempfile.gettempdir(), f"fusewright-large-tests-{os.getuid()}.lock")
 # So many that two kernels seldom share one.
 COMPILE_LOCKS = 1024
+# Modules imported since the last time that make it worth a second to look past what they hold.
+MANY_MODULES = 300
 CACHED = type(functools.cache(len))
+# When the garbage collector begins: tracing makes a million objects, and few of them are cycles.
+THRESHOLDS = 50_000, 20, 20
+# How many modules the garbage collector looks past.
+frozen_modules = 0
+# The modules of launches that are watched, by name, when there were so many modules.
+watched: dict[str, ModuleType] = {}
+looked_through = 0
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -52,6 +62,19 @@ def pytest_configure(config: pytest.Config) -> None:
     _device._device_constructors()
     for name in ("_empty_strided_cpu", "_empty_strided_cuda"):
         setattr(guards, name, poisoned(getattr(guards, name)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Importing makes a million objects and drops few: nothing for the garbage collector."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        # On a GPU what a cycle holds may be memory of the GPU.
+        if not HAS_GPU:
+            gc.set_threshold(*THRESHOLDS)
 
 
 # Before pytest looks at marks.
@@ -97,51 +120,19 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Every test draws the same numbers whatever ran before it."""
-    torch.manual_seed(0)
+    if HAS_GPU:
+        torch.manual_seed(0)
+    else:
+        # torch.manual_seed writes its callers down three times, for GPUs that may come.
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=not HAS_GPU)
 def quicker_interpreter() -> Iterator[None]:
-    """What the interpreter does again and again to no end is done once, or not at all, for half of
-    the time of such tests: it goes through all of triton.language at each call of a device
-    function, makes a table of all dtypes at each operation to look one up, and computes at each sum
-    and product of whole numbers whether it overflows, which it asserts in debug mode alone.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
+    """Triton's interpreter without what it does again and again to no end."""
+    from . import interpreter
 
-    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    prepared = set()
-
-    @functools.cache
-    def languages(function):
-        values = function.__globals__.values()
-        return frozenset(x.__name__ for x in values if x is tl or x is tl.core)
-
-    def prepare_once(function):
-        if languages(function) in prepared:
-            return None
-        prepared.add(languages(function))
-        return prepare(function)
-
-    def launch_afresh(self, *args, **kwargs):
-        prepared.clear()
-        return launch(self, *args, **kwargs)
-
-    unchecked = interpreter.InterpreterOptions(sanitize_overflow=False)
-    look_up, known = interpreter._get_np_dtype, {}
-
-    def known_dtype(dtype):
-        name = dtype.scalar.name
-        if name not in known:
-            known[name] = look_up(dtype.scalar)
-        return known[name]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_get_np_dtype", known_dtype)
-        patch.setattr(interpreter.interpreter_builder, "options", unchecked)
-        patch.setattr(interpreter, "_patch_lang", prepare_once)
-        patch.setattr(interpreter.GridExecutor, "__call__", launch_afresh)
+    with interpreter.quicker():
         yield
 
 
@@ -172,16 +163,33 @@ def one_at_a_time(compile, folder: pathlib.Path = LOCK.parent):
 
 
 @pytest.fixture(autouse=True)
-def launches_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def launches_of_one_kind() -> None:
     """A launch keeps the kernel that it compiled first, and a GPU would read tensors of another
     kind as those: a plan that is kept under too short a key fails here, where nothing is compiled.
     """
+    watch_launches()
+
+
+def watch_launches() -> None:
+    """Have all launches of the packages that are imported watched. Going through thousands of
+    modules takes milliseconds: where there are as many as before, and the watched ones are still
+    these, there are no others.
+    """
+    global looked_through
+    same = all(sys.modules.get(name) is module for name, module in watched.items())
+    if same and len(sys.modules) == looked_through:
+        return
+    looked_through = len(sys.modules)
     for name, module in list(sys.modules.items()):
         if name.startswith("fusewright.") and name.endswith("._core.launches"):
-            monkeypatch.setattr(module.Launch, "__call__", of_one_kind(module.Launch.__call__))
+            watched[name] = module
+            launch = module.Launch
+            if not hasattr(launch.__call__, "__wrapped__"):
+                launch.__call__ = of_one_kind(launch.__call__)
 
 
 def of_one_kind(call):
+    @functools.wraps(call)
     def call_of_one_kind(launch, tensors, floats=(), described=()):
         bases = [x.base for x in described]
         kind = (
@@ -193,6 +201,18 @@ def of_one_kind(call):
         return call(launch, tensors, floats, described)
 
     return call_of_one_kind
+
+
+@pytest.fixture(autouse=not HAS_GPU)
+def modules_left_alone() -> None:
+    """The garbage collector looks past what imported modules hold, a million objects, which it went
+    through at each of its full collections.
+    """
+    global frozen_modules
+    if len(sys.modules) > frozen_modules + MANY_MODULES:
+        frozen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ fp32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -214,8 +215,16 @@ def moved(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if x.dtype != torch.float64:
         return x
-    sign = torch.randint(0, 2, x.shape, device=x.device, dtype=torch.int8) * 2 - 1
-    return x * (1 + sign * torch.finfo(dtype).eps / 2)
+    down, up = factors(dtype)
+    factor = torch.randint(0, 2, x.shape, device=x.device, dtype=x.dtype)
+    return factor.mul_(up - down).add_(down).mul_(x)
+
+
+@functools.cache
+def factors(dtype: torch.dtype) -> tuple[float, float]:
+    """One less and one more half a unit in the last place, in fp32, which rounds what is finer."""
+    unit = torch.tensor(torch.finfo(dtype).eps, dtype=torch.float32)
+    return (1 - unit / 2).item(), (1 + unit / 2).item()
 
 
 def root_mean_square(x: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ per pixel, fitted to the training images: what is known of a pixel without looki
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,12 @@ def pixel_of(x: Tensor) -> Tensor:
     """The number ``[...]`` of the pixel at coordinates ``x [..., 2]``, row by row."""
     cell = ((x + 1.0) * (0.5 * (SIDE - 1))).round().long()
     return cell[..., 0] * SIDE + cell[..., 1]
+
+
+@functools.cache
+def intensities() -> Tensor:
+    """The intensities of all images, ``[1797, 64]``, read once; every sampler takes copies."""
+    return torch.from_numpy(load_digits().images).reshape(-1, PIXELS)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,7 +67,7 @@ class Digits(Sampler):
                 f"an image has {PIXELS} pixels, of which one or more are targets; got sizes that "
                 f"add up to {most}"
             )
-        values = torch.from_numpy(load_digits().images).reshape(-1, PIXELS)
+        values = intensities()
         order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
         training, rest = values[order[HELD_OUT:]], values[order[:HELD_OUT]]
         noise_variance = 1.0 / 12.0

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from fusewright.attention import Backend
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 BACKENDS = get_args(Backend)
 
@@ -106,6 +107,54 @@ def check_tokens(tokens: Tensor, device: torch.device, *, least: int = 0) -> Non
     if tokens.device != device:
         raise ValueError(
             f"wanted tokens on the model's device, {device}; got them on {tokens.device}"
+        )
+
+
+def check_targets(targets: Tensor, tokens: Tensor) -> None:
+    """Refuse targets that are not one for each token, before anything is computed.
+
+    Raises:
+        TypeError: they are no tensor of integers.
+        ValueError: their shape or device is not the tokens'.
+    """
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"wanted targets as a tensor; got {type(targets).__name__}")
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"wanted targets in int64 or int32; got {targets.dtype}")
+    if targets.shape != tokens.shape:
+        raise ValueError(
+            f"wanted a target for each token, {list(tokens.shape)}; got {list(targets.shape)}"
+        )
+    if targets.device != tokens.device:
+        raise ValueError(f"wanted targets on {tokens.device}, as tokens; got {targets.device}")
+
+
+def check_synchronised(model: nn.Module) -> None:
+    """Refuse to compute what the wrapper that adds up gradients of several processes does not see:
+    a method of a module that was wrapped, which trains on its own and says nothing.
+
+    Raises:
+        RuntimeError: gradients would stay this process's.
+    """
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized() and torch.is_grad_enabled()):
+        return
+    # A private name: without it, models that call this within another's forward are refused.
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)
+    if group.get_world_size() == 1 or active() is not None:
+        return
+    # A model that fully_shard has taken, which changes its class, has hooks that see the call; its
+    # parameters are whole where a forward pass has gathered them.
+    if hasattr(model, "set_reshard_after_backward"):
+        return
+    learned = [x for x in model.parameters() if x.requires_grad]
+    # DTensors know by themselves what is to be added up.
+    if not all(hasattr(x, "full_tensor") for x in learned):
+        name = type(model).__name__
+        raise RuntimeError(
+            f"wanted a loss that {group.get_world_size()} processes add up the gradients of: call "
+            f"what wraps the {name}, such as DistributedDataParallel, with its targets; got a call "
+            "of the model inside, whose gradients would stay this process's"
         )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 from fusewright.gsa import GatedSparseAttention, Selection, indexer_kl_loss
-from fusewright.gsa.layer.gated_sparse_attention import rotated
+from fusewright.gsa.layer.positions import rotated
 from torch import Tensor
 
 MASSES = ("selected", "window", "random", "sinks")
@@ -29,12 +29,13 @@ def dense_attention(attention: GatedSparseAttention, u: Tensor) -> tuple[Tensor,
     the log-sum-exp of the attention's scores over all keys that a query sees, ``[B, H, T]``.
     """
     place = torch.arange(u.shape[1], device=u.device)
-    q, k = (
-        rotated(layer(u).unflatten(-1, (-1, attention.head_width)), place, attention.rope_base)
+    rows = (
+        layer(u).unflatten(-1, (-1, attention.head_width))
         for layer in (attention.q_proj, attention.k_proj)
     )
-    rows = [scores.logsumexp(-1) for scores in row_scores(q, k)]
-    return q, k, torch.stack(rows)
+    q, k = rotated(place, attention.rope_base, *rows)
+    sums = [scores.logsumexp(-1) for scores in row_scores(q, k)]
+    return q, k, torch.stack(sums)
 
 
 def row_scores(q: Tensor, k: Tensor) -> Iterator[Tensor]:

@@ -106,9 +106,9 @@ def regression(
 
 RECIPES = (
     process("rbf", 26_000, Other({"data": "gp-matern"}), Other({"data": "gp-periodic"})),
-    process("matern", 24_000),
+    process("matern", 32_000),
     process("periodic", 14_000),
-    regression(64, 64, 128, 8000, 2e-3),
+    regression(64, 64, 128, 20_000, 2e-3),
     regression(1000, 256, 16, 3500, 1e-3, batches=16, after="blr-64"),
     regression(
         10_000,

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from ..compiled import QUICK, SHARED_KIB, compiled_in_a_process
+from ..compiled import QUICK, SHARED_KIB, as_on_a_gpu, compiled_in_a_process
 from ..fresh import run_python
 
 # One with lines of its own and much shared memory, one without such lines.
@@ -38,11 +38,7 @@ def test_every_line_of_the_tables_is_launched(tables, request):
     """On one GPU or another: a line that none takes is compiled by no test, and serves no call."""
     untaken = [
         run_python(
-            "import os, sys\n"
-            "os.environ.pop('TRITON_INTERPRET', None)\n"
-            f"os.environ['FUSEWRIGHT_CAPABILITY'] = '{capability}'\n"
-            f"os.environ['FUSEWRIGHT_SHARED_KIB'] = '{SHARED_KIB[capability]}'\n"
-            f"sys.path.insert(0, {str(request.path.parent)!r})\n"
+            f"{as_on_a_gpu(request.path.parent, capability)}"
             "from fusewright_testkit.compiled import untaken_lines\n"
             f"print(*untaken_lines({tables!r}), sep='\\n')\n"
         )

@@ -95,6 +95,18 @@ class HybridLayer(nn.Module):
             caches: what the layers have read before, by their place; x is what follows. There are
                 neither gradients nor losses then.
         """
+        # A call of the module, which FSDP gathers its parameters for.
+        return self(x, tape, given, observe, caches)
+
+    def forward(
+        self,
+        x: Tensor,
+        tape: Tape | None,
+        given: Selection | None,
+        observe: Observer | None,
+        caches: Caches | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`force`."""
         if self.checkpointing == "none" or tape is not None or caches is not None:
             return self._force(x, tape, given, observe, caches)
         choices = Tape()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from fusewright.cross_entropy import linear_cross_entropy
@@ -28,7 +28,7 @@ from fusewright.norm import Backend, RMSNorm
 from fusewright.reversible import MidpointStack, Passed
 from torch import Tensor, nn
 
-from ..checks import check_backend, check_tokens
+from ..checks import check_backend, check_synchronised, check_targets, check_tokens
 from .byte_embedding import ByteEmbedding
 from .config import HybridConfig
 from .layers import NORM_EPS, Caches, HybridLayer, Observer, all_keys, drawn
@@ -123,16 +123,53 @@ class HybridLM(nn.Module):
             raise ValueError(f"wanted the bytes of {config.vocab_size} tokens; got {got}")
         return ByteEmbedding(token_bytes, config.dim, backend=backend)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """What the model makes of each token ``[B, T]`` and those before it: ``[B, T, C]``, normed.
+    @overload
+    def forward(self, tokens: Tensor, targets: None = None) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        dense: bool = False,
+        observe: Observer | None = None,
+    ) -> Losses: ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        dense: bool = False,
+        observe: Observer | None = None,
+    ) -> Tensor | Losses:
+        """What the model makes of each token and those before it; all losses, where targets are
+        given.
+
+        Args:
+            tokens: ``[B, T]``.
+            targets: ``[B, T]``, the token after each; T >= 2.
+            dense: attention goes to all keys that a query sees, and the indexers learn from that.
+            observe: is told of each sparse attention, its input and its selection.
+
+        Returns:
+            ``[B, T, C]``, normed; or the losses, of which ``total`` is to be trained on.
 
         Raises:
-            TypeError: tokens are no tensor of integers.
-            ValueError: they are not [B, T], or on another device than the model.
+            TypeError: tokens or targets are no tensor of integers.
+            ValueError: they are not [B, T], or on another device than the model, or T < 2 with
+                targets.
         """
         check_tokens(tokens, self.head.weight.device)
+        if targets is None:
+            with self._precision():
+                return self.final_norm(self._hidden(tokens).x.mean(-2))
+        check_targets(targets, tokens)
+        if tokens.shape[1] < 2:
+            raise ValueError(f"wanted two tokens or more in a row; got {list(tokens.shape)}")
         with self._precision():
-            return self.final_norm(self._hidden(tokens).x.mean(-2))
+            return self._losses(tokens, targets, dense, observe)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, caches: Caches | None = None) -> tuple[Tensor, Caches]:
@@ -168,7 +205,9 @@ class HybridLM(nn.Module):
 
         Raises:
             As `forward`; ValueError: fewer than two tokens.
+            RuntimeError: gradients would stay those of one of several processes.
         """
+        check_synchronised(self)
         check_tokens(tokens, self.head.weight.device, least=2)
         with self._precision():
             return self._cross_entropy(self._hidden(tokens[:, :-1]).x.mean(-2), tokens[:, 1:])
@@ -185,12 +224,15 @@ class HybridLM(nn.Module):
 
         Raises:
             As `forward`; ValueError: fewer than three tokens.
+            RuntimeError: gradients would stay those of one of several processes.
         """
+        check_synchronised(self)
         check_tokens(tokens, self.head.weight.device, least=3)
-        with self._precision():
-            return self._losses(tokens, dense, observe)
+        return self(tokens[:, :-1], tokens[:, 1:], dense=dense, observe=observe)
 
-    def _losses(self, tokens: Tensor, dense: bool, observe: Observer | None) -> Losses:
+    def _losses(
+        self, tokens: Tensor, targets: Tensor, dense: bool, observe: Observer | None
+    ) -> Losses:
         counts: list[Tensor] = []
 
         def listen(attention: Any, u: Tensor, selection: Any) -> None:
@@ -198,17 +240,17 @@ class HybridLM(nn.Module):
             if observe is not None:
                 observe(attention, u, selection)
 
-        batches, length = tokens.shape[0], tokens.shape[1] - 1
+        batches, length = tokens.shape
         every, most = (
             all_keys(batches, n, tokens.device) if dense else None for n in (length, length - 1)
         )
-        passed = self._hidden(tokens[:, :-1], given=every, observe=listen)
+        passed = self._hidden(tokens, given=every, observe=listen)
         h = passed.x.mean(-2)
-        following = self._cross_entropy(h, tokens[:, 1:])
-        joined = torch.cat([h[:, :-1], self.embedding(tokens[:, 1:-1]).to(h.dtype)], -1)
+        following = self._cross_entropy(h, targets)
+        joined = torch.cat([h[:, :-1], self.embedding(targets[:, :-1]).to(h.dtype)], -1)
         streams = replicated(self.fusion(joined).to(h.dtype), self.config.streams)
         delta, own = self.second.force(streams, tape=None, given=most, observe=listen)
-        second = self._cross_entropy((streams + delta).mean(-2), tokens[:, 2:])
+        second = self._cross_entropy((streams + delta).mean(-2), targets[:, 1:])
         indexer = passed.aux if own is None else passed.aux + own
         total = following + self.config.second_weight * second + self.config.index_weight * indexer
         selected = torch.stack(counts).mean()

@@ -293,9 +293,16 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(config.dim, config.hidden_width, backend=backend)
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None, state: tuple[LayerState, ...], position: int
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        state: tuple[LayerState, ...] | None,
+        position: int,
     ) -> tuple[Tensor, tuple[LayerState, ...]]:
-        """``x [B, T, d]``, the tokens from ``position`` on, to the same; T at least 1."""
+        """``x [B, T, d]``, the tokens from ``position`` on, to the same; T at least 1. Without a
+        state they are the first.
+        """
+        state = self.init_state(len(x)) if state is None else state
         first, *later = cast(list[RMSNorm], self.norms)
         n, after = first(x), []
         for layer, before, norm in zip(self.layers, state, later, strict=True):

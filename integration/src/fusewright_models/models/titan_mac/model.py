@@ -38,7 +38,7 @@ Behrouz, Zhong and Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 25
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, overload
 
 import torch
 from fusewright.attention import Backend
@@ -48,7 +48,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..checkpointing import recomputed
-from ..checks import autocast_dtype, check_backend, check_tokens
+from ..checks import (
+    autocast_dtype,
+    check_backend,
+    check_synchronised,
+    check_targets,
+    check_tokens,
+)
 from .config import TitanMACConfig
 from .layers import Attention, Block, LayerState
 from .rotation import Rotation
@@ -127,38 +133,65 @@ class TitanMAC(nn.Module):
             elif isinstance(module, Attention) and module.persistent is not None:
                 nn.init.normal_(module.persistent, std=EMBEDDING_STD)
 
+    @overload
     def forward(
-        self, tokens: Tensor, state: TitanMACState | None = None
-    ) -> tuple[Tensor, TitanMACState]:
-        """What the model makes of each token and those before it.
+        self, tokens: Tensor, state: TitanMACState | None = None, *, targets: None = None
+    ) -> tuple[Tensor, TitanMACState]: ...
+
+    @overload
+    def forward(
+        self, tokens: Tensor, state: TitanMACState | None = None, *, targets: Tensor
+    ) -> Tensor: ...
+
+    def forward(
+        self, tokens: Tensor, state: TitanMACState | None = None, *, targets: Tensor | None = None
+    ) -> tuple[Tensor, TitanMACState] | Tensor:
+        """What the model makes of each token and those before it; the loss, where targets are
+        given.
 
         Args:
             tokens: ``[B, T]``, int64 or int32, on the model's device, each below V; they are not
                 read for a check: torch's embedding fails on others as it does. Any T, 0 too.
             state: of the tokens before, from an earlier call with the same B; None at the start.
+            targets: ``[B, T]``, int64 or int32, what to predict of each token; -100 stands for
+                nothing, and the mean is over the rest. NaN where there is nothing at all.
 
         Returns:
             ``hidden [B, T, d]``, normed, in the compute dtype, and the state after the last token.
             Reading a sequence in pieces, down to one token at a time, gives what reading it whole
-            gives. Gradients go through the state; ``detach_state`` ends them.
+            gives. Gradients go through the state; ``detach_state`` ends them. With targets, their
+            mean cross entropy in nats, a scalar in fp32 (fp64 for a model in fp64); the logits are
+            never all in memory.
 
         Raises:
             TypeError: tokens are no tensor of integers, or state is none of a TitanMAC.
-            ValueError: the shape or device is not as above, or the state is of another batch or
+            ValueError: a shape or device is not as above, or the state is of another batch or
                 model.
         """
         self._check(tokens, state)
-        state = self.init_state(len(tokens)) if state is None else state
+        if targets is not None:
+            check_targets(targets, tokens)
+        hidden, after = self._read(tokens, state)
+        if targets is None:
+            return hidden, after
+        head = self.embedding.weight
+        return linear_cross_entropy(hidden, head, targets.long(), backend=self.backend)
+
+    def _read(self, tokens: Tensor, state: TitanMACState | None) -> tuple[Tensor, TitanMACState]:
         x = self.embedding(tokens)
         if tokens.numel() == 0:
+            state = self.init_state(len(tokens)) if state is None else state
             return x, state._replace(position=state.position + tokens.shape[1])
         x = x.to(autocast_dtype(x.device) or x.dtype)
-        rotation = self._rotation(state.position, tokens.shape[1], x)
+        position = 0 if state is None else state.position
+        # A block makes its first state by itself, where FSDP has gathered its parameters.
+        states = [None] * len(self.blocks) if state is None else state.blocks
+        rotation = self._rotation(position, tokens.shape[1], x)
         after = []
-        for block, before in zip(self.blocks, state.blocks, strict=True):
-            x, carried = self._run(block, x, rotation, before, state.position)
+        for block, before in zip(self.blocks, states, strict=True):
+            x, carried = self._run(block, x, rotation, before, position)
             after.append(carried)
-        position = state.position + tokens.shape[1]
+        position += tokens.shape[1]
         return self.final_norm(x), TitanMACState(position, tuple(after))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -173,21 +206,21 @@ class TitanMAC(nn.Module):
         Args:
             tokens: ``[B, T + 1]``, as in ``forward``.
             state: as in ``forward``, of the tokens before the first.
-            targets: ``[B, T]``, int64, what to predict in place of ``tokens[:, 1:]``; -100 stands
-                for nothing, and the mean is over the rest. NaN where there is nothing at all.
+            targets: ``[B, T]``, as in ``forward``, in place of ``tokens[:, 1:]``.
 
         Returns:
-            A scalar in fp32 (fp64 for a model in fp64). The logits are never all in memory.
+            What ``forward`` returns of ``tokens[:, :-1]`` and the targets.
 
         Raises:
-            ValueError: targets' shape or device is not as above, and as ``forward``.
+            RuntimeError: in one of several processes, gradients of it would stay this process's.
+            ValueError: as ``forward``; there is no token.
         """
+        check_synchronised(self)
         self._check(tokens, state)
         if tokens.shape[1] < 1:
             raise ValueError(f"wanted tokens [B, T + 1], at least one; got {list(tokens.shape)}")
-        hidden, _ = self(tokens[:, :-1], state)
         targets = tokens[:, 1:].long() if targets is None else targets
-        return linear_cross_entropy(hidden, self.embedding.weight, targets, backend=self.backend)
+        return self(tokens[:, :-1], state, targets=targets)
 
     def init_state(self, batch: int) -> TitanMACState:
         """The state before the first token of ``batch`` sequences."""

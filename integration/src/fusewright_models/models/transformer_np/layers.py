@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -17,6 +16,7 @@ from fusewright.mixture_head import Scale
 from fusewright.norm import LayerNorm, add_layer_norm
 from torch import Tensor, nn
 
+from ..._core.casts import for_products
 from ..._core.padding import (
     Padded,
     clear_padding_of,
@@ -24,7 +24,7 @@ from ..._core.padding import (
     padded_width,
     padding_of,
 )
-from ..casts import for_products
+from ..._core.precision import without_autocast
 from ..checkpointing import Checkpointing
 from ..checks import check_config, check_head_width
 from .projections import projected
@@ -89,25 +89,16 @@ class TransformerNPConfig:
         return padded_width(self.feed_forward_width)
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Operations in the dtype of their operands."""
-    # Autocast knows no meta tensors.
-    if device.type == "meta":
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
 def norm_of_sum(norm: LayerNorm, h: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
     """(norm of h + update, h + update) in the dtype of ``h``, statistics in fp32; ``h`` itself
     without an update.
 
-    Autocast would hand back fp32, as torch's layer norm does: twice the bytes, and the residual
-    stream of the post-norm form would leave the compute dtype.
+    For where autocast is off. It would hand back fp32, as torch's layer norm does: twice the bytes,
+    and the residual stream of the post-norm form would leave the compute dtype.
     """
-    with without_autocast(h.device):
-        if update is None:
-            return norm(h), h
-        return add_layer_norm(update, h, norm.weight, norm.bias, eps=norm.eps, backend=norm.backend)
+    if update is None:
+        return norm(h), h
+    return add_layer_norm(update, h, norm.weight, norm.bias, eps=norm.eps, backend=norm.backend)
 
 
 def within(rows: Tensor, lengths: Tensor) -> Tensor:
@@ -263,10 +254,26 @@ class Block(nn.Module):
         targets_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """``h`` and ``update [B, T, d]``, whose sum are the rows, context first, to the same, or to
-        ``[B, N, d]`` of the targets; None for an update of nothing.
+        ``[B, N, d]`` of the targets; None for an update of nothing. Under autocast they are in its
+        dtype, as the embedder's are.
         """
         first = context_rows if targets_only else 0
         matrices = for_products(*self.attention.matrices(), *self.feed_forward.matrices())
+        # Everything is in the dtype of the products now. Entered once a block: it takes the host as
+        # long as a small kernel.
+        with without_autocast(h.device):
+            return self._summed(h, update, matrices, context_rows, context_lengths, first)
+
+    def _summed(
+        self,
+        h: Tensor,
+        update: Tensor | None,
+        matrices: Sequence[Tensor],
+        context_rows: int,
+        context_lengths: Tensor | None,
+        first: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward` from row ``first`` on."""
         attend = partial(
             self.attention,
             matrices=matrices[:3],

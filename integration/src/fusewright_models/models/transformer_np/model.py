@@ -40,8 +40,9 @@ from fusewright.mixture_head import GaussianMixtureHead
 from fusewright.norm import LayerNorm
 from torch import Tensor, nn
 
+from ..._core.precision import without_autocast
 from ..checkpointing import recomputed
-from ..checks import check_backend
+from ..checks import check_backend, check_synchronised
 from .layers import (
     Attention,
     Block,
@@ -159,8 +160,10 @@ class TransformerNP(nn.Module):
         x_target: Tensor,
         context_lengths: Tensor | None = None,
         target_lengths: Tensor | None = None,
+        *,
+        y_target: Tensor | None = None,
     ) -> Tensor:
-        """Mixture parameters of every target.
+        """Mixture parameters of every target; the loss, where its y is given.
 
         Args:
             x_context: ``[B, M, d_x]``, floating point (fp32, bf16, fp16 or fp64), on the model's
@@ -173,11 +176,12 @@ class TransformerNP(nn.Module):
                 predicted from x_target alone. Nothing is read on the host: one compiled or captured
                 step serves every length. None means M.
             target_lengths: likewise of the targets; None means N.
+            y_target: ``[B, N, d_y]``.
 
         Returns:
             ``[B, N, d_y, K, 3]`` raw parameters (w, mu, s) in fp32, under autocast too, or in fp64
             from a model in fp64; past a task's targets they are finite and mean nothing. The order
-            of the context does not matter beyond rounding.
+            of the context does not matter beyond rounding. With y_target, what ``loss`` returns.
 
         Raises:
             TypeError: an input is no tensor or not floating point, or lengths are not int32 or
@@ -185,19 +189,25 @@ class TransformerNP(nn.Module):
             ValueError: a shape or device is not as above, M = 0 or N = 0.
         """
         inputs = {"x_context": x_context, "y_context": y_context, "x_target": x_target}
+        if y_target is not None:
+            inputs["y_target"] = y_target
         self._check(inputs, context_lengths, target_lengths)
         context_rows = x_context.shape[1]
         x_context, y_context = (shown(rows, context_lengths) for rows in (x_context, y_context))
-        x_target = shown(x_target, target_lengths)
-        h, update = self.embedder(x_context, y_context, x_target), None
+        shown_targets = shown(x_target, target_lengths)
+        h, update = self.embedder(x_context, y_context, shown_targets), None
         run = partial(recomputed, self.config.checkpointing)
         *blocks, last = self.blocks
         for block in blocks:
             h, update = run(block, h, update, context_rows, context_lengths)
         t, update = run(last, h, update, context_rows, context_lengths, targets_only=True)
         if self.final_norm is not None:
-            t, _ = norm_of_sum(self.final_norm, t, update)
-        return self.head(t)
+            with without_autocast(t.device):
+                t, _ = norm_of_sum(self.final_norm, t, update)
+        params = self.head(t)
+        if y_target is None:
+            return params
+        return self.head.loss(params, y_target, _mask(y_target, target_lengths))
 
     def loss(
         self,
@@ -213,10 +223,15 @@ class TransformerNP(nn.Module):
         With ``target_lengths`` that is over the targets that the tasks have, all alike whichever
         task they are of; what the others hold, NaN too, counts for nothing, and 0, with gradients
         of zero, is the loss of none at all. Everything else, and errors, as in ``forward``.
+
+        Raises:
+            RuntimeError: in one of several processes, gradients of it would stay this process's.
         """
-        rows = x_context, y_context, x_target, y_target
-        params = self._params(context_lengths, target_lengths, *rows)
-        return self.head.loss(params, y_target, _mask(y_target, target_lengths))
+        check_synchronised(self)
+        # None would ask ``forward`` for parameters.
+        _check_tensor("y_target", y_target, FLOATING, self.embedder.hidden.weight.device)
+        rows = x_context, y_context, x_target, context_lengths, target_lengths
+        return self(*rows, y_target=y_target)
 
     def log_likelihood(
         self,
@@ -232,6 +247,7 @@ class TransformerNP(nn.Module):
 
         Arguments and errors as in ``loss``.
         """
+        check_synchronised(self)
         rows = x_context, y_context, x_target, y_target
         params = self._params(context_lengths, target_lengths, *rows)
         return self.head.log_likelihood(params, y_target, _mask(y_target, target_lengths))

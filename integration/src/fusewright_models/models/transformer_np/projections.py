@@ -1,4 +1,5 @@
-"""Queries of all rows, keys and values of the first ones, without a copy that autograd would make.
+"""Queries of all rows, keys and values of the first ones, without the copies that linear layers of
+a part of the rows, and autograd, would make.
 
     q = a W_q      (k, v) = a_M W_kv       a_M the first M rows of a task
 
@@ -10,13 +11,18 @@ Autograd would stack dk and dv, fill the gradient of a_M up with zeros, and add 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._core.registration import apply
 from ..checks import autocast_dtype
+
+# Rows of the smallest tile in which a GPU's products come fast.
+TILE_ROWS = 64
 
 
 def projected(
@@ -38,7 +44,7 @@ def projected(
     # fp64 stays what it is, as in a linear layer.
     dtype = None if a.dtype == torch.float64 else autocast_dtype(a.device)
     operands = (x if dtype is None else x.to(dtype) for x in (a, query, key_value))
-    return Projections.apply(*operands, context_rows, heads, first)
+    return apply(Projections, *operands, context_rows, heads, first)
 
 
 class Projections(torch.autograd.Function):
@@ -53,10 +59,9 @@ class Projections(torch.autograd.Function):
         heads: int,
         first: int,
     ) -> tuple[Tensor, ...]:
-        by_head = len(a), -1, heads, a.shape[-1] // heads
-        q = F.linear(a[:, first:], query).view(by_head)
-        both = F.linear(a[:, :context_rows], key_value)
-        return q, *(x.unflatten(-1, by_head[2:]) for x in both.chunk(2, -1))
+        q = linear_of_part(a[:, first:], query)
+        both = linear_of_part(a[:, :context_rows], key_value)
+        return tuple([x.unflatten(-1, (heads, -1)) for x in (q, *both.chunk(2, -1))])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -66,14 +71,56 @@ class Projections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         a, query, key_value = ctx.saved_tensors
+        of_rows, of_query, of_key_value = ctx.needs_input_grad[:3]
         dq, dk, dv = (x.flatten(-2) for x in gradients)
-        keys = a[:, : ctx.context_rows]
-        # Rows before the first have no queries.
-        da = F.pad(dq @ query, (0, 0, ctx.first, 0)) if ctx.first else dq @ query
-        of_keys = da[:, : ctx.context_rows]
-        for gradient, weight in zip((dk, dv), key_value.chunk(2), strict=True):
-            of_keys.baddbmm_(gradient, weight.expand(len(a), -1, -1))
-        keys = keys.flatten(0, 1)
-        of_key_value = [gradient.flatten(0, 1).T @ keys for gradient in (dk, dv)]
-        dquery = dq.flatten(0, 1).T @ a[:, ctx.first :].flatten(0, 1)
-        return da, dquery, torch.cat(of_key_value), None, None, None
+        da = dquery = dkey_value = None
+        if of_rows:
+            if ctx.first:
+                # Rows before the first have no queries.
+                da = dq.new_zeros(a.shape)
+                da[:, ctx.first :].baddbmm_(dq, query.expand(len(a), -1, -1))
+            else:
+                da = dq @ query
+            of_keys = da[:, : ctx.context_rows]
+            for gradient, weight in zip((dk, dv), key_value.chunk(2), strict=True):
+                of_keys.baddbmm_(gradient, weight.expand(len(a), -1, -1))
+        if of_query:
+            dquery = dq.flatten(0, 1).T @ a[:, ctx.first :].flatten(0, 1)
+        if of_key_value:
+            keys = a[:, : ctx.context_rows].flatten(0, 1)
+            dkey_value = torch.cat([gradient.flatten(0, 1).T @ keys for gradient in (dk, dv)])
+        return da, dquery, dkey_value, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        *inputs: Any,
+    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        """Products of torch's, so that autograd adds up the gradients of what samples share."""
+        *tensors, context_rows, heads, first = inputs
+        a, query, key_value = (
+            x if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims, strict=False)
+        )
+        # A weight of each sample is that of all its tasks.
+        query, key_value = (w.unsqueeze(1) if w.ndim == 3 else w for w in (query, key_value))
+        q = a[..., first:, :] @ query.mT
+        both = a[..., :context_rows, :] @ key_value.mT
+        rows, of_query, of_key_value, *_ = in_dims
+        stacked = [rows is not None or dim is not None for dim in (of_query, of_key_value)]
+        found = tuple([x.unflatten(-1, (heads, -1)) for x in (q, *both.chunk(2, -1))])
+        return found, tuple(0 if stacked[place] else None for place in (0, 1, 1))
+
+
+def linear_of_part(rows: Tensor, weight: Tensor) -> Tensor:
+    """The linear layer of ``rows [B, n, d]``, which may be a part of each task's.
+
+    One product of all reads such a part from a copy, a product for each task where it lies: that is
+    taken where its tiles are seven eighths full.
+    """
+    count = rows.shape[1]
+    in_tiles = math.ceil(count / TILE_ROWS) * TILE_ROWS
+    if rows.is_contiguous() or 8 * count < 7 * in_tiles:
+        return F.linear(rows, weight)
+    return torch.bmm(rows, weight.T.expand(len(rows), -1, -1))

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .._core.checks import check_option
+from .._core.linears import linears_of
 from .._core.precision import wide
 from ..common.unit_length import unit_length
 from ..convolution.short_convolution import ShortConvolution
@@ -231,12 +232,13 @@ class GatedDeltaNet(nn.Module):
         if hidden is not None:
             x = x.masked_fill(hidden, 0.0)
         place = None if cu_seqlens is None else place_in_sequence(x.shape[1], cu_seqlens)
-        q, k, v, history = self.rows(x, place, cache)
-        beta, g = self.gates(x)
+        *projected, b, a, gate = self.projected(x)
+        q, k, v, history = self.rows(tuple(projected), x.shape[1], place, cache)
+        beta, g = self.gates(b, a)
         if hidden is not None:
             beta, g = beta.masked_fill(hidden, 0.0), g.masked_fill(hidden, 0.0)
         o, state = self.recurrence(q, k, v, g, beta, cu_seqlens, cache)
-        gate = None if self.g_proj is None else self.g_proj(x).view(o.shape)
+        gate = None if gate is None else gate.view(o.shape)
         y = self.o_proj(self.o_norm(o, gate).flatten(2))
         if hidden is not None:
             y = y.masked_fill(hidden, 0.0)
@@ -244,11 +246,21 @@ class GatedDeltaNet(nn.Module):
             return y, None
         return y, DeltaNetCache(state, history, cache.tokens + x.shape[1])
 
+    def projected(self, x: Tensor) -> tuple[Any, ...]:
+        """Of q, k, v, b, a and the gate, None without one."""
+        layers = [self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj]
+        if self.g_proj is None:
+            return *linears_of(x, *layers), None
+        return linears_of(x, *layers, self.g_proj)
+
     def rows(
-        self, x: Tensor, place: Tensor | None, cache: DeltaNetCache | None
+        self,
+        projected: tuple[Tensor, ...],
+        tokens: int,
+        place: Tensor | None,
+        cache: DeltaNetCache | None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """q and k of length 1, v, and the next history of the convolutions."""
-        projected: tuple[Tensor, ...] = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         history: tuple[Tensor, ...] = ()
         before: tuple[Tensor | None, ...]
         if self.use_short_conv:
@@ -274,19 +286,19 @@ class GatedDeltaNet(nn.Module):
         if self.rope_theta is not None:
             if place is None:
                 start = 0 if cache is None else cache.tokens
-                place = torch.arange(start, start + x.shape[1], device=x.device)
+                place = torch.arange(start, start + tokens, device=q.device)
             q, k = (rotary(z, place, self.rope_theta) for z in (q, k))
         return q, k, v, history
 
     def heads(self) -> tuple[int, int, int]:
         return self.num_heads, self.num_heads, self.num_v_heads
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """beta and g."""
-        beta = wide(self.b_proj(x)).sigmoid()
+    def gates(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """beta and g of their projections."""
+        beta = wide(b).sigmoid()
         if self.allow_neg_eigval:
             beta = 2.0 * beta
-        dt = F.softplus(wide(self.a_proj(x)) + self.dt_bias)
+        dt = F.softplus(wide(a) + self.dt_bias)
         return beta, -wide(self.A_log).exp() * dt
 
     def recurrence(

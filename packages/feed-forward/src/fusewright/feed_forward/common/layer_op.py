@@ -22,7 +22,8 @@ Tensor = torch.Tensor
 
 class Launches(NamedTuple):
     """``forward``: (y, u, h); ``inference``: (y, None, None); ``backward``: gradients of x, W and
-    C, those that are ``wanted``, of (dy, x, W, C, u, h, wanted).
+    C, those that are ``wanted``, of (dy, x, W, C, u, h, wanted), u and h None where none of these
+    reads it.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -42,7 +43,8 @@ def layer_op(
     name: str, weight: str, hidden: tuple[str, str], launches: Launches, reference: Reference
 ) -> Op:
     """The op ``name`` of x, W, called ``weight``, and C: (y, u, h), the last two called ``hidden``
-    and saved for its backward op, ``name``_backward, with x, W and C.
+    and saved for its backward op, ``name``_backward, with x, W and C, where a gradient that is
+    asked for reads them.
     """
     u_name, h_name = hidden
 
@@ -81,7 +83,7 @@ def layer_op(
         inference=launches.inference,
     )
     backward = Op(
-        f"{name}_backward(Tensor dy, {operands}, Tensor {u_name}, Tensor {h_name},"
+        f"{name}_backward(Tensor dy, {operands}, Tensor? {u_name}, Tensor? {h_name},"
         f" bool x_grad, bool {weight}_grad, bool output_weight_grad)"
         f" -> (Tensor dx, Tensor d{weight}, Tensor doutput_weight)",
         triton=backward_triton,
@@ -95,7 +97,11 @@ def layer_op(
         @staticmethod
         def forward(ctx, run, x, weight, output_weight):
             y, u, h = run(x, weight, output_weight)
-            ctx.save_for_backward(x, weight, output_weight, u, h)
+            x_grad, weight_grad, output_weight_grad = ctx.needs_input_grad[1:4]
+            # Frozen weights need less: h is read by the gradient of C alone, u by the others.
+            of_u = u if x_grad or weight_grad else None
+            of_h = h if output_weight_grad else None
+            ctx.save_for_backward(x, weight, output_weight, of_u, of_h)
             ctx.set_materialize_grads(False)
             return y, *forward.statistics(ctx, run, u, h)
 

@@ -7,11 +7,11 @@ The backward pass, with s = sigmoid(u):
     dh = dy C        du = dh * s * (1 + u * (1 - s))
     dx = du A        dA = du^T x        dC = dy^T h        summed over all rows
 
-Saved for it: x, the weights, u and h. What is between the products is computed in fp32 and rounded
-once; u, h, dh and du are in the inputs' dtype. The products are torch's, du takes the memory of dh
-and, without gradients, h that of u; but on Hopper, where rows are many, SiLU and its derivative are
-epilogues of products of our own (launch_hopper.py), which neither round nor write dh, nor, without
-gradients, write u.
+Saved for it: x, the weights, u for the gradients of x and A, h for that of C. What is between the
+products is computed in fp32 and rounded once; u, h, dh and du are in the inputs' dtype. The
+products are torch's, du takes the memory of dh and, without gradients, h that of u; but on Hopper,
+where rows are many, SiLU and its derivative are epilogues of products of our own
+(launch_hopper.py), which neither round nor write dh, nor, without gradients, write u.
 
 Elfwing, Uchibe and Doya, Sigmoid-Weighted Linear Units, arXiv 1702.03118.
 """

@@ -9,8 +9,9 @@ and, with s = sigmoid(gate), the backward pass:
 
 sums of the weights' gradients over all rows. A lies above B in one matrix, so x A^T and x B^T are
 the halves of one product, and so are their gradients. Saved for the backward pass: x, the weights,
-that product and h. What is between the products is computed in fp32 and rounded once; the halves,
-h and their gradients are in the inputs' dtype. The products are torch's.
+that product for the gradients of x, A and B, h for that of C. What is between the products is
+computed in fp32 and rounded once; the halves, h and their gradients are in the inputs' dtype. The
+products are torch's.
 
 Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
 """
@@ -51,26 +52,12 @@ def gated_feed_forward(
     ``F.linear(x, joint_weight)``.
 
     Args:
-        x: ``[..., d]``, fp32, bf16 or fp16 (the reference takes fp64 too).
-        joint_weight: ``[2 * F, d]``, A above B.
-        output_weight: ``[M, F]``, C.
-        backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
-            "triton" raises where the kernels cannot serve.
+        x, output_weight, backend: as in :func:`feed_forward`.
+        joint_weight: ``[2 * F, d]``, A above B. :class:`SwiGLU` stores any width F so that products
+            are fast.
 
-    Rows of bf16 or fp16 weights that do not start at multiples of 16 bytes cost torch's products a
-    multiple of their time: :class:`SwiGLU` stores any width F so that they do.
-
-    Returns:
-        ``[..., M]``, contiguous, in x's dtype; in autocast's under autocast, to which all three are
-        cast. NaN and infinity pass as in torch's functions.
-
-    Differentiable in all three, twice; the second derivative runs in plain torch.
-
-    Raises:
-        TypeError: a tensor is not floating point or not strided.
-        ValueError: the shapes do not fit one another, or devices or, outside autocast, dtypes
-            differ.
-        RuntimeError: backend is "triton" and the kernels cannot serve this call.
+    Results, derivatives and errors are as of :func:`feed_forward`, ``joint_weight`` in place of
+    ``hidden_weight``.
     """
     check_operands(x, joint_weight, output_weight, "joint_weight", 2)
     run = _kernels if uses_triton(x, backend) else reference.swiglu

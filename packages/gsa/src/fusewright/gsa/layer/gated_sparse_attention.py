@@ -21,6 +21,7 @@ from torch import nn
 
 from .._core.backends import Backend, check_backend
 from .._core.checks import check_option, checked_count, checked_number
+from .._core.linears import linears_of
 from ..common.checks import (
     HIGHEST_SCALE,
     LOWEST_SCALE,
@@ -34,6 +35,7 @@ from ..loss.indexer_kl_loss import indexer_kl_loss
 from ..selection.indexer_topk import indexer_topk
 from ..sparse.sparse_attention import sparse_attention_with_lse
 from .key_cache import KeyCache
+from .positions import rotated
 
 Tensor = torch.Tensor
 INIT_STD = 0.02
@@ -144,7 +146,9 @@ class GatedSparseAttention(nn.Module):
         self.index_k: nn.Linear = nn.Linear(width, index_width, bias=False, **place)
         self.index_w: nn.Linear = nn.Linear(width, index_heads, bias=False, **place)
         self.index_bias: nn.Parameter = nn.Parameter(torch.zeros(index_heads, **place))
-        self.index_temperature: nn.Parameter = nn.Parameter(torch.full((), temperature, **place))
+        # Not a scalar: FSDP shards the first dimension.
+        self.index_temperature: nn.Parameter = nn.Parameter(torch.full((1,), temperature, **place))
+        self.register_load_state_dict_pre_hook(_as_vector)
         # Zero: there is no average yet.
         self.register_buffer("variance_ema", torch.zeros((), device=device, dtype=torch.float32))
         for parameter in self.parameters():
@@ -192,12 +196,12 @@ class GatedSparseAttention(nn.Module):
         """
         check_tokens(x, self.width)
         position = cache.length
-        q, k, v = self._heads(x, position)
+        q, k, v, gate = self._heads(x, position)
         q_index, k_index, w = self._index(x)
         k, v, k_index = cache.extend(k, v, k_index)
         selection = self._select((q_index, k_index, w), position)[0]
         o, _ = sparse_attention_with_lse(q, k, v, *selection, backend=self.backend)
-        return self._output(o, x)
+        return self._output(o, gate)
 
     def extra_repr(self) -> str:
         counts = ", ".join(f"{name}={value}" for name, value in self.counts.items())
@@ -213,7 +217,7 @@ class GatedSparseAttention(nn.Module):
 
     def _attend(self, x, selection):
         check_tokens(x, self.width)
-        q, k, v = self._heads(x, 0)
+        q, k, v, gate = self._heads(x, 0)
         index = self._index(x)
         if selection is None:
             selection, variance = self._select(index, 0)
@@ -222,23 +226,24 @@ class GatedSparseAttention(nn.Module):
         o, lse = sparse_attention_with_lse(
             q, k, v, *selection, path=self.path, backend=self.backend
         )
-        return self._output(o, x), selection, index, q, k, lse
+        return self._output(o, gate), selection, index, q, k, lse
 
-    def _heads(self, x: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, rotated, and gated values of tokens from ``position`` on."""
-        q, k = (
-            layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.q_proj, self.k_proj)
-        )
-        v = self.v_proj(x) * self.value_gate(x).sigmoid()
+    def _heads(self, x: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated, and gated values of tokens from ``position`` on; and what
+        gates the output.
+        """
+        layers = self.q_proj, self.k_proj, self.v_proj, self.value_gate, self.output_gate
+        q, k, v, value_gate, output_gate = linears_of(x, *layers)
+        v = v * value_gate.sigmoid()
+        q, k, v = (rows.unflatten(-1, (-1, self.head_width)) for rows in (q, k, v))
         positions = position + torch.arange(x.shape[1], device=x.device)
-        q, k = (rotated(rows, positions, self.rope_base) for rows in (q, k))
-        return q, k, v.unflatten(-1, (-1, self.head_width))
+        q, k = rotated(positions, self.rope_base, q, k)
+        return q, k, v, output_gate
 
     def _index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The indexer's queries, keys and gates."""
-        x = x.detach()
-        q = self.index_q(x).unflatten(-1, (self.index_heads, self.index_width))
-        return q, self.index_k(x), self.index_w(x)
+        q, k, w = linears_of(x.detach(), self.index_q, self.index_k, self.index_w)
+        return q.unflatten(-1, (self.index_heads, self.index_width)), k, w
 
     def _select(
         self, index: tuple[Tensor, Tensor, Tensor], position: int
@@ -261,23 +266,17 @@ class GatedSparseAttention(nn.Module):
         average = torch.where(self.variance_ema > 0.0, average, mean)
         self.variance_ema.copy_(torch.where(average.isfinite(), average, self.variance_ema))
 
-    def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_proj(o.flatten(-2) * self.output_gate(x).sigmoid())
-
-
-def rotated(rows: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rows ``[B, T, H, D]``, each pair of columns (i, i + D / 2) rotated by position /
-    base^(2i/D), so that a product of two rows depends on their distance alone.
-    """
-    width = rows.shape[-1]
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    steps = torch.arange(0, width, 2, device=rows.device, dtype=torch.float64) / width
-    angles = (positions.double().unsqueeze(-1) * base**-steps).unsqueeze(1)
-    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
-    x, y = rows.to(wide).chunk(2, -1)
-    return torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(rows.dtype)
+    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
+        return self.o_proj(o.flatten(-2) * gate.sigmoid())
 
 
 def check_tokens(x: Tensor, width: int) -> None:
     if x.ndim != 3 or x.shape[-1] != width:
         raise ValueError(f"x must be [batch, tokens, {width}], got {tuple(x.shape)}")
+
+
+def _as_vector(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """State dicts of 0.1 have the temperature as a scalar."""
+    name = f"{prefix}index_temperature"
+    if isinstance(state.get(name), Tensor) and not state[name].ndim:
+        state[name] = state[name].reshape(1)

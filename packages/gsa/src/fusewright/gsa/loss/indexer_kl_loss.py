@@ -219,12 +219,12 @@ def checked_temperature(temperature: Tensor | float, q_index: Tensor) -> Tensor:
     """The temperature as a tensor of one number, on the indexer's device."""
     if isinstance(temperature, Tensor):
         check_floating("temperature", temperature)
-        if temperature.ndim:
+        if temperature.numel() != 1:
             raise ValueError(
                 f"temperature must be one number, got shape {tuple(temperature.shape)}"
             )
         check_device("temperature", temperature, "q_index", q_index)
-        return temperature
+        return temperature.reshape(())
     number = checked_number("temperature", temperature, -HIGHEST_SCALE, HIGHEST_SCALE)
     wide = torch.promote_types(q_index.dtype, torch.float32)
     return torch.full((), number, dtype=wide, device=q_index.device)

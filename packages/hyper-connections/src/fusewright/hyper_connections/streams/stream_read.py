@@ -155,11 +155,12 @@ def stream_read(
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if autocasts(device) else x.dtype
     phi, alpha, bias = (parameter.to(x.dtype) for parameter in (phi, alpha, bias))
-    with without_autocast(x.device):
-        if not serves(x, backend):
+    if not serves(x, backend):
+        with without_autocast(x.device):
             u, post, logits, *_ = reference.stream_read(x, phi, alpha, bias, eps, dtype)
-            return StreamReading(u, post, logits, x, x)
-        leading, flat = x.shape[:-2], x.reshape(-1, *x.shape[-2:]).contiguous()
-        given = (parameter.contiguous() for parameter in (phi, alpha, bias))
-        found = _Read.apply(flat, *given, eps, dtype)
-        return StreamReading(*(t.view(*leading, *t.shape[1:]) for t in found))
+        return StreamReading(u, post, logits, x, x)
+    # Nothing here that autocast would cast.
+    leading, flat = x.shape[:-2], x.reshape(-1, *x.shape[-2:]).contiguous()
+    given = (parameter.contiguous() for parameter in (phi, alpha, bias))
+    found = _Read.apply(flat, *given, eps, dtype)
+    return StreamReading(*(t.view(*leading, *t.shape[1:]) for t in found))

@@ -114,10 +114,11 @@ def stream_write(
     x = wide(x)
     res, post = res.to(x.dtype), post.to(x.dtype)
     origin = None if origin is None else origin.to(x.dtype)
-    with without_autocast(x.device):
-        if not serves(x, backend):
+    if not serves(x, backend):
+        with without_autocast(x.device):
             return reference.stream_write(x, res, post, y, origin)
-        of_tokens = x.reshape(-1, n, width), res.reshape(-1, n, n), post.reshape(-1, n)
-        flat = (t.contiguous() for t in (*of_tokens, y.reshape(-1, width)))
-        start = None if origin is None else origin.reshape(-1, n, width).contiguous()
-        return _Write.apply(*flat, start).view(x.shape)
+    # Nothing here that autocast would cast.
+    of_tokens = x.reshape(-1, n, width), res.reshape(-1, n, n), post.reshape(-1, n)
+    flat = (t.contiguous() for t in (*of_tokens, y.reshape(-1, width)))
+    start = None if origin is None else origin.reshape(-1, n, width).contiguous()
+    return _Write.apply(*flat, start).view(x.shape)

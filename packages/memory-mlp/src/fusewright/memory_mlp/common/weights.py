@@ -120,7 +120,7 @@ def unpack(state: Tensor, hidden: int, width: int) -> tuple[MemoryWeights, Memor
         return views(state, hidden, width)
     whole = state.detach() if state.requires_grad else state
     if not (state.requires_grad and torch.is_grad_enabled()):
-        weights, momentum = views(whole, hidden, width)
+        weights, momentum = views_at_once(whole, hidden, width)
     else:
         parts = _Views.apply(state, hidden, width)
         weights, momentum = MemoryWeights(*parts[:4]), MemoryWeights(*parts[4:])
@@ -136,6 +136,28 @@ def views(state: Tensor, hidden: int, width: int) -> tuple[MemoryWeights, Memory
     *weights, momentum = state.flatten(-2).split((*part_sizes(hidden, width), size), -1)
     parts = momentum.split(part_sizes(hidden, width), -1)
     return shaped(hidden, width, *weights), shaped(hidden, width, *parts)
+
+
+def views_at_once(state: Tensor, hidden: int, width: int) -> tuple[MemoryWeights, MemoryWeights]:
+    """The same views, each by one operation where they were three, for where autograd records
+    none.
+    """
+    *lead, _, size = state.shape
+    *strides, half, last = state.stride()
+    if last != 1 or half != size:
+        return views(state, hidden, width)
+    matrix = hidden * width
+
+    def of_half(start: int) -> MemoryWeights:
+        return MemoryWeights(
+            state.as_strided((*lead, hidden, width), (*strides, width, 1), start),
+            state.as_strided((*lead, hidden), (*strides, 1), start + 2 * matrix),
+            state.as_strided((*lead, width, hidden), (*strides, 1, width), start + matrix),
+            state.as_strided((*lead, width), (*strides, 1), start + 2 * matrix + hidden),
+        )
+
+    start = int(state.storage_offset())
+    return of_half(start), of_half(start + size)
 
 
 def detached(weights: Weights, momentum: Weights) -> tuple[Weights, Weights]:
@@ -185,7 +207,7 @@ class _Views(Derivative):
     def forward(ctx: Any, state: Tensor, hidden: int, width: int) -> tuple[Tensor, ...]:
         ctx.sizes = state.shape[:-2], hidden, width
         ctx.set_materialize_grads(False)
-        weights, momentum = views(state, hidden, width)
+        weights, momentum = views_at_once(state, hidden, width)
         return *weights, *momentum
 
     @staticmethod
@@ -214,7 +236,9 @@ class _Whole(Derivative):
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
-        weights, momentum = views(dwhole, *ctx.sizes)
+        # Those of autograd have derivatives.
+        parts = views if torch.is_grad_enabled() else views_at_once
+        weights, momentum = parts(dwhole, *ctx.sizes)
         return None, None, None, *weights, *momentum
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .._core.backends import check_backend
@@ -84,23 +86,29 @@ def check_mask(name: str, mask: Tensor, shape: tuple[int, ...], device: torch.de
 
 def check_state(
     state: MemoryState,
-    shapes: dict[str, tuple[int | None, ...]],
+    half: Sequence[tuple[int, ...]],
+    others: dict[str, tuple[int | None, ...]],
     chunk: int,
     device: torch.device,
 ) -> None:
-    """A state whose tensors have these shapes, None being any, and fewer than ``chunk`` tokens in
-    its running chunk.
+    """A state whose weights and whose momentum have the shapes of ``half``, whose other tensors
+    have theirs, None being any size, and fewer than ``chunk`` tokens in its running chunk.
     """
     if not isinstance(state, MemoryState):
         raise TypeError(f"state must be a MemoryState, got {type(state).__name__}")
-    tensors = {f"{half}[{i}]": x for half in HALVES for i, x in enumerate(getattr(state, half))}
+    if is_plain_state(state, half, others, chunk, device):
+        return
+    # One is wrong: which one?
+    tensors = {f"{name}[{i}]": x for name in HALVES for i, x in enumerate(getattr(state, name))}
+    shapes: dict[str, tuple[int | None, ...]] = {
+        f"{name}[{i}]": sizes for name in HALVES for i, sizes in enumerate(half)
+    }
+    if tensors.keys() != shapes.keys():
+        raise ValueError(f"state.weights must be {len(half)} tensors, got {len(state.weights)}")
     tensors |= {"convolution": state.convolution, "tail.k": state.tail.k}
     tensors["position"] = state.position
-    if tensors.keys() != shapes.keys():
-        wanted = sum(name.startswith("weights") for name in shapes)
-        raise ValueError(f"state.weights must be {wanted} tensors, got {len(state.weights)}")
-    for name, x in tensors.items():
-        sizes = shapes[name]
+    for name, sizes in (shapes | others).items():
+        x = tensors[name]
         if x.ndim != len(sizes) or any(
             n not in (None, m) for n, m in zip(sizes, x.shape, strict=True)
         ):
@@ -112,3 +120,23 @@ def check_state(
             f"state.tail must be fewer than {chunk} tokens, as many as a chunk has, "
             f"got {state.tail.length}"
         )
+
+
+def is_plain_state(
+    state: MemoryState,
+    half: Sequence[tuple[int, ...]],
+    others: dict[str, tuple[int | None, ...]],
+    chunk: int,
+    device: torch.device,
+) -> bool:
+    """Whether all is as :func:`check_state` wants it; a repeated call asks this first."""
+    k = state.tail.k
+    if k.ndim != 4 or k.shape[1] >= chunk:
+        return False
+    batch, _, *head = others["tail.k"]
+    tensors = (*state.weights, *state.momentum, state.convolution, state.position, k)
+    last = others["convolution"], others["position"], (batch, k.shape[1], *head)
+    shapes = (*half, *half, *last)
+    if len(tensors) != len(shapes):
+        return False
+    return all(x.shape == y and x.device == device for x, y in zip(tensors, shapes, strict=True))

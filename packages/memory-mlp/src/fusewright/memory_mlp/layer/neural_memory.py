@@ -338,14 +338,15 @@ class NeuralMemory(nn.Module):
     def check_own(self, state: MemoryState, batch: int) -> None:
         """The state must be of a memory like this one and have ``batch`` rows."""
         rows = 1 if self.rules.scope == "batch_pooled" else batch
-        shapes = {f"weights[{i}]": (rows, *x.shape) for i, x in enumerate(self.initial.values())}
-        shapes |= {name.replace("weights", "momentum"): n for name, n in shapes.items()}
+        half = [(rows, *x.shape) for x in self.initial.values()]
         width = self.heads * self.head_dim
-        shapes["convolution"] = (batch, self.projections.reach, 3 * width)
-        shapes["tail.k"] = (batch, None, self.heads, self.head_dim)
-        shapes["position"] = (batch,)
+        others = {
+            "convolution": (batch, self.projections.reach, 3 * width),
+            "tail.k": (batch, None, self.heads, self.head_dim),
+            "position": (batch,),
+        }
         chunk = 1 if self.rules.granularity == "segment" else self.rules.chunk
-        check_state(state, shapes, chunk, self.output.weight.device)
+        check_state(state, half, others, chunk, self.output.weight.device)
 
     def extra_repr(self) -> str:
         sizes = f"{self.dim}, heads={self.heads}, head_dim={self.head_dim}, hidden={self.hidden}"

@@ -83,15 +83,15 @@ def config_of(dtype: torch.dtype, *sides: int) -> ProductConfig:
     return ProductConfig(rows, cols, inner, *config[3:])
 
 
-def check_countable(rows: int, numbers: int) -> None:
+def check_countable(rows: int, numbers: int, most_rows: int = MAX_ROWS) -> None:
     """Rows, and the numbers in the weight of a group, must be few enough for the kernels' numbers.
 
     Raises:
         ValueError: they are not.
     """
-    if rows > MAX_ROWS or numbers > MOST_NUMBERS:
+    if rows > most_rows or numbers > MOST_NUMBERS:
         raise ValueError(
-            f"the kernels serve up to {MAX_ROWS} rows and {MOST_NUMBERS} numbers in the weight of "
+            f"the kernels serve up to {most_rows} rows and {MOST_NUMBERS} numbers in the weight of "
             f"a group, got {rows} and {numbers}"
         )
 
@@ -110,8 +110,10 @@ def plan_product(
     """The launch over all rows and columns; None where there are none."""
     if not rows or not cols:
         return None
-    check_countable(rows, inner * cols)
     config = config_of(dtype, SHORT.block_rows, cols, max(inner, 1))
+    # Rows of tiles that are not whole, or of none of the rows, are counted too.
+    most_rows = min(MAX_ROWS, max(0, 2**31 - (groups + 1) * config.block_rows))
+    check_countable(rows, inner * cols, most_rows)
     # A group's last tile is not whole, nor is that of the rows behind them.
     tiles = rows // config.block_rows + groups + 1
     return Launch(

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_device, check_floating
-from .._core.precision import autocast, autocasts, without_autocast
+from .._core.precision import autocasts, run_cast
 from .._core.registration import Derivative, Op, empty_grad
 from . import launch_grouped as launch
 from . import reference
@@ -136,11 +136,12 @@ def grouped_heads(
     check_recompute(recompute)
     if not uses_triton(x, backend):
         return reference.grouped_heads(x, hidden_weight, output_weight)
-    x, hidden_weight = autocast(x, hidden_weight)
-    with without_autocast(x.device):
-        if recompute:
-            return recomputed_heads(x, hidden_weight, output_weight)
-        return _forward(x, hidden_weight, output_weight)[0]
+    run = recomputed_heads if recompute else _kept_heads
+    return run_cast(lambda x, weight: run(x, weight, output_weight), x, hidden_weight)
+
+
+def _kept_heads(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:
+    return _forward(x, hidden_weight, output_weight)[0]
 
 
 def check_recompute(recompute: bool) -> None:

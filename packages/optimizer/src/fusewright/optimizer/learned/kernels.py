@@ -7,8 +7,8 @@ The factors s of a tensor's features, time and the features that the caller adds
 of the tensor's own: [28, 32], which the derivative multiplies by, and [32].
 
 The update multiplies in fp16, whose largest number is 65504. Of n elements none is larger than
-sqrt(n) once it was divided by their root mean square: below 46341 where n is below 2^31. A power of
-2 for each tensor brings the first layer's results close to 2^15, another the second's weights.
+sqrt(n) once it was divided by their root mean square, and larger tensors are declined. A power of 2
+for each tensor brings the first layer's results close to 2^15, another the second's weights.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Stack:
     Attributes:
         params: in the order of the optimizer's.
         number: of their group.
-        buffers: state by name, ``[parameters, ...]``; of all parameters of the shape one memory.
+        buffers: state by name, ``[parameters, ...]``; of a few stacks of a shape one memory.
         views: the same for each parameter, as the optimizer's state has it.
         by_kernels: whether kernels update it in this step.
         launches: of its kernels, once they were planned.

@@ -29,6 +29,9 @@ from .stack import Stack, check_parameter, check_state, factor_of, working_dtype
 Tensor = torch.Tensor
 # Elements of a stack at most: besides the state a step needs a few times their memory.
 STACKED = 1 << 26
+# Stacks whose state is one memory, since an allocator rounds up each: a plan that is made again
+# has the state of so many twice.
+TOGETHER = 4
 # The state that has squares of gradients.
 SQUARED = "exp_avg_sq", "second_moment"
 
@@ -182,20 +185,28 @@ class StackedOptimizer(Contract):
                 self._checked_state(p, self.param_groups[number], place)
         # Where memory runs out below, the next step must plan again.
         self._forget_plans()
+        self._leave_stacks(set(flat))
         for (number, _, _, device), some in stacks.items():
             with current(device):
                 self._stacks += self._stacked(number, some)
-        self._leave_stacks(set(flat))
         self._flat, self._formats = flat, formats
         return self._stacks
 
     def _stacked(self, number: int, some: list[tuple[int, Tensor]]) -> Iterator[Stack]:
-        """Stacks of these parameters of one shape, with their places. Their state is one memory but
-        made for one stack after the other: to stack it takes as much again.
+        """Stacks of these parameters of one shape, with their places."""
+        largest = self._largest_stack([p for _, p in some], self.param_groups[number])
+        together = TOGETHER * largest
+        for start in range(0, len(some), together):
+            yield from self._of_one_memory(number, some[start : start + together], largest)
+
+    def _of_one_memory(
+        self, number: int, some: list[tuple[int, Tensor]], largest: int
+    ) -> Iterator[Stack]:
+        """Stacks whose state is one memory but made for one stack after the other: to stack it
+        takes as much again.
         """
         group = self.param_groups[number]
         wholes: dict[str, Tensor] = {}
-        largest = self._largest_stack([p for _, p in some], group)
         for start in range(0, len(some), largest):
             chosen = some[start : start + largest]
             params = [p for _, p in chosen]
@@ -217,8 +228,8 @@ class StackedOptimizer(Contract):
         return max(1, STACKED // max(1, params[0].numel()))
 
     def _leave_stacks(self, stacked: set[Tensor]) -> None:
-        """Copy the state of parameters outside of all stacks: a view would keep the memory of all
-        parameters of its shape alive.
+        """Copy the state of parameters outside of all stacks: a view would keep the memory of
+        whole stacks alive.
         """
         for p, state in self.state.items():
             if p not in stacked:

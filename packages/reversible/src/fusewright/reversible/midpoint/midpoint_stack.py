@@ -118,8 +118,9 @@ class MidpointStack(nn.Module):
             TypeError: x is not a floating tensor.
             ValueError: a tensor of ``context`` requires gradients, or a force has another shape
                 than x.
-            RuntimeError: in the backward pass, where layers drew random numbers on the GPU and
-                it is not captured into the CUDA graph of the forward pass, or it alone is.
+            RuntimeError: FSDP shards layers one by one, and mode is not "plain"; in the backward
+                pass, where layers drew random numbers on the GPU and it is not captured into the
+                CUDA graph of the forward pass, or it alone is.
         """
         check_floating("x", x)
         if not torch.is_grad_enabled():
@@ -175,13 +176,25 @@ class Run:
     def __init__(self, stack: MidpointStack, context: dict[str, Any]) -> None:
         self.stack, self.states, self.context = stack, stack.states, context
         # Frozen ones too: they may be another call's, or change before the backward pass.
-        self.parameters = list(stack.parameters())
-        place_of = {p: place for place, p in enumerate(self.parameters)}
-        # Of each layer's, by their names in `Forced`.
-        self.places = [
-            {f"layer.{name}": place_of[p] for name, p in layer.named_parameters()}
-            for layer in stack.layers
-        ]
+        place_of: dict[Tensor, int] = {}
+        # Of each layer's, by their names in `Forced`, and of which modules they are attributes.
+        self.places: list[dict[str, int]] = []
+        self.owners: list[list[tuple[nn.Module, str]]] = []
+        for layer in stack.layers:
+            found = parameters_of(layer)
+            places = [place_of.setdefault(p, len(place_of)) for p in found]
+            self.places.append(
+                dict(zip([full for full, *_ in found.values()], places, strict=True))
+            )
+            self.owners.append([(module, name) for _, module, name in found.values()])
+        self.parameters = list(place_of)
+        # DTensors, whose import would take as long as all of this package's.
+        if any(hasattr(p, "full_tensor") for p in self.parameters):
+            raise RuntimeError(
+                "wanted parameters that are whole while a reversible stack runs; got layers that "
+                "FSDP shards one by one: shard what the stack is in as a whole, or take "
+                'mode="plain"'
+            )
         self.tapes: list[Tape] = []
         self.surroundings: list[Surroundings] = []
         self.bytes = 0
@@ -246,7 +259,8 @@ class Run:
         for number in reversed(range(len(self.stack.layers))):
             gain = self.stack.gain(number)
             x = shown.detach().requires_grad_()
-            mine = {name: parameters[place] for name, place in self.places[number].items()}
+            places = self.places[number]
+            mine = {name: without_hooks(parameters[place]) for name, place in places.items()}
             trained = [name for name, p in mine.items() if p.requires_grad]
             delta, aux = self._again(number, x, mine, Tape(choices[number]), context)
             through, *of_mine = gradients_of(
@@ -254,7 +268,7 @@ class Run:
                 [x, *(mine[name] for name in trained)],
             )
             for name, dp in zip(trained, of_mine, strict=True):
-                place = self.places[number][name]
+                place = places[name]
                 so_far = gradients[place]
                 if dp is not None:
                     gradients[place] = dp if so_far is None else so_far + dp
@@ -278,8 +292,15 @@ class Run:
         context: dict[str, Any],
     ) -> tuple[Tensor, Any]:
         """The force of a layer once more, with its graph."""
-        around = self.surroundings[number]
-        forced = Forced(self.stack.layers[number])
+        around, layer = self.surroundings[number], self.stack.layers[number]
+        owned = zip(self.owners[number], mine.values(), strict=True)
+        if not around.buffers and all(getattr(module, name) is p for (module, name), p in owned):
+            # The layer has them: to put others in their place takes the host as long as some of
+            # its operations.
+            force: Any = layer.force
+            with torch.enable_grad(), around.restored(self.generators):
+                return force(x, tape=tape.rewind(), **context)
+        forced = Forced(layer)
         # Copies: a force that changes a buffer does so again in each backward pass.
         given = mine | {name: x.clone() for name, x in around.buffers.items()}
         with torch.enable_grad(), around.restored(self.generators):
@@ -323,6 +344,33 @@ class Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         return grads[0].to(ctx.dtype), None
+
+
+def parameters_of(layer: nn.Module) -> dict[Tensor, tuple[str, nn.Module, str]]:
+    """The name in `Forced`, and the module and attribute, of each, once, in the order of
+    `named_parameters`, which takes the host as long as some of the layer's operations.
+    """
+    found: dict[Tensor, tuple[str, nn.Module, str]] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        seen.add(module)
+        for name, p in module._parameters.items():
+            if p is not None:
+                found.setdefault(p, (f"{prefix}.{name}", module, name))
+        for name, child in module._modules.items():
+            if child is not None and child not in seen:
+                visit(f"{prefix}.{name}", child)
+
+    visit("layer", layer)
+    return found
+
+
+def without_hooks(p: Tensor) -> Tensor:
+    """What autograd gives the gradient of p for, the parameter itself if it has no hooks: autograd
+    calls them when it hands them the gradient, and again when it adds this to ``grad``.
+    """
+    return p.detach().requires_grad_(p.requires_grad) if p._backward_hooks else p
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

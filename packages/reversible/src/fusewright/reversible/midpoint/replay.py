@@ -143,13 +143,19 @@ class Surroundings:
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            # Autocast knows no meta tensors.
             for kind in dict.fromkeys(("cpu", device.type))
+            if kind != "meta"
         ]
         self.caches = torch.is_autocast_cache_enabled()
         self.random: dict[int, Tensor] = {}
-        own = dict(layer.named_buffers())
-        saved = {name: x for name, x in layer.state_dict().items() if name in own} if own else {}
-        self.buffers = {f"layer.{name}": x.detach().clone() for name, x in saved.items()}
+        # Not from a state dict: FSDP takes back what it has gathered where one is asked for.
+        self.buffers = {
+            f"{prefix}.{name}": x.detach().clone()
+            for prefix, module in layer.named_modules(prefix="layer")
+            for name, x in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
 
     @contextmanager
     def restored(self, generators: Generators) -> Iterator[None]:

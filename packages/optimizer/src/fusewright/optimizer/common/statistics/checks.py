@@ -9,7 +9,7 @@ import torch
 from ..checks import check_whole
 from ..placement import is_dense
 from ..weights_file import check_shapes
-from .layout import too_long
+from .layout import MOST, too_long
 
 Tensor = torch.Tensor
 
@@ -26,6 +26,8 @@ def tensor_obstacle(p: Tensor) -> str | None:
         return "a parameter has gaps in its memory"
     if too_long(p):
         return "a row of a parameter has over 2^30 elements"
+    if p.numel() > MOST:
+        return "a parameter has over 65504^2 elements"
     return None
 
 

@@ -14,6 +14,8 @@ from .reference import exchanges_axes, factored_axes, memory_order
 Tensor = torch.Tensor
 # The kernels index the elements of one row of [A, X, B, Y, C] with 32 bits.
 LONGEST_ROW = 2**30
+# Of n elements one, divided by their root mean square, may be sqrt(n), and fp16 ends at 65504.
+MOST = 65504**2
 
 
 class Layout:

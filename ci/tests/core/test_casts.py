@@ -1,11 +1,10 @@
-"""The weights of a block in the dtype of its products."""
+"""The weights of a layer in the dtype of its products."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fusewright_models.models.casts import for_products
-from fusewright_models.models.transformer_np import TransformerNP, TransformerNPConfig
+from fusewright.example._core.casts import for_products
 
 SHAPES = (4, 3), (8, 4), (5, 7)
 
@@ -41,6 +40,16 @@ def test_a_weight_that_is_not_used_gets_no_gradient():
     assert torch.equal(given[1].grad, torch.ones(SHAPES[1]))
 
 
+def test_the_copy_of_a_frozen_weight_is_frozen():
+    given = weights()
+    given[1].requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = for_products(*given)
+    assert [x.requires_grad for x in found] == [True, False, True]
+    sum(x.sum() for x in found).backward()
+    assert [x.grad is None for x in given] == [False, True, False]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_autocast_leaves_stays_what_it_is(dtype):
     given = weights(dtype)
@@ -63,18 +72,26 @@ def test_second_derivatives_pass_through():
     assert all(torch.equal(x, torch.full_like(x, 2.0)) for x in second)
 
 
-def test_matrices_of_a_block_are_cast_once_a_step():
-    torch.manual_seed(0)
-    config = TransformerNPConfig(x_width=1, width=16, layers=2, heads=2, feed_forward_width=20)
-    model = TransformerNP(config)
-    x, y = torch.randn(2, 5, 1), torch.randn(2, 5, 1)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model.loss(x[:, :3], y[:, :3], x[:, 3:], y[:, 3:])
-    nodes, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            todo += [following for following, _ in node.next_functions]
-    casts = [node for node in nodes if node.name() == "CastBackward"]
-    assert sorted(len(node.next_functions) for node in casts) == [5, 5]
+def test_transforms_reach_through():
+    given = weights()
+
+    def total(*given):
+        with torch.autocast("cpu", torch.bfloat16):
+            return sum(x.float().square().sum() for x in for_products(*given))
+
+    found = torch.func.grad(total, argnums=(0, 1, 2))(*given)
+    assert all(map(torch.equal, found, torch.autograd.grad(total(*given), given)))
+
+
+def test_stacked_weights_are_cast_each_by_itself():
+    """Some of them stacked, and a frozen one that all share."""
+    one, shared, _ = (x.detach() for x in weights())
+    stacked = torch.stack([one, 2 * one])
+
+    def loss(weight):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = for_products(weight, shared)
+        return sum(x.float().square().sum() for x in found)
+
+    found = torch.func.vmap(torch.func.grad(loss))(stacked)
+    assert torch.equal(found, torch.stack([torch.func.grad(loss)(x) for x in stacked]))

@@ -12,7 +12,8 @@ Programs share the tiles, those of the same columns one after the other, in equa
 rows of one panel, and programs with the same rows of different panels read them at about the same
 time, from the L2 cache.
 
-The epilogue is a device function, called once for each PART_COLS columns of a tile:
+The epilogue is a device function, called once for each PART_COLS columns of a tile or, where
+CONFIG.WHOLE, for all of them at once, PART being 0:
 
     EPILOGUE(c, row, col, operands, places, PART, GROUP, CONFIG)
 
@@ -21,11 +22,12 @@ c: the sums, [ROWS, PART_COLS] in fp32; row and col: its first ones; operands: w
 which ``store_part`` writes tiles. Where CONFIG.LOADS, the place PLACES GROUP + PART holds the same
 tile of the matrix that ``loaded`` describes, and its own result may take that place. What lies
 beyond the ends of a or b is zero in sums, and beyond those of an output not stored. Sums are added
-in the order of a's columns.
+in the order of a's columns. Where CONFIG.COLUMNS is not 0, a panel brings so many numbers in fp32
+for each of its columns, which the epilogue finds in shared memory.
 
 CONFIG has SLICES, the slices of a's columns, ROWS, BLOCK_COLS, PART_COLS, ROUNDS, PLACES, LOADS,
-REGISTERS and COPYING_REGISTERS, and COLS_FIRST: whether b lies as [columns of c, columns of a], as
-a linear layer's weight does, or as [columns of a, columns of c].
+WHOLE, COLUMNS, REGISTERS and COPYING_REGISTERS, and COLS_FIRST: whether b lies as [columns of c,
+columns of a], as a linear layer's weight does, or as [columns of a, columns of c].
 """
 
 from __future__ import annotations
@@ -58,14 +60,16 @@ def tiles_of_program(sizes):
 
 @gluon.jit
 def copy_tiles(descriptors, buffers, barriers, sizes, CONFIG: gl.constexpr):
-    """What the copying warp does: each panel, and slices of each tile's rows of a, each into a
-    place that is free; where CONFIG.LOADS, the tile that the epilogue reads behind them.
+    """What the copying warp does: each panel, with what it brings for its columns, and slices of
+    each tile's rows of a, each into a place that is free; where CONFIG.LOADS, the tile that the
+    epilogue reads behind them.
     """
-    a_tiles, b_tiles, loaded_tiles = descriptors
-    a_shared, panel, places = buffers
+    a_tiles, b_tiles, loaded_tiles, columns_tiles = descriptors
+    a_shared, panel, places, columns = buffers
     full, free, panel_full, panel_free, loaded, stored = barriers
     SLICES: gl.constexpr = CONFIG.SLICES
     ROUNDS: gl.constexpr = CONFIG.ROUNDS
+    COLUMNS: gl.constexpr = CONFIG.COLUMNS
     row_tiles, _col_tiles = sizes
     first, last = tiles_of_program(sizes)
     first_panel = first // row_tiles
@@ -81,7 +85,16 @@ def copy_tiles(descriptors, buffers, barriers, sizes, CONFIG: gl.constexpr):
             group = turn % GROUPS
             for step in gl.static_range(SLICES):
                 if tile == begin:
-                    mbarrier.expect(panel_full.index(step), 2 * CONFIG.BLOCK_COLS * SLICE)
+                    OF_COLUMNS: gl.constexpr = 4 * COLUMNS if step == 0 else 0
+                    mbarrier.expect(
+                        panel_full.index(step), CONFIG.BLOCK_COLS * (2 * SLICE + OF_COLUMNS)
+                    )
+                    if step == 0:
+                        for which in gl.static_range(COLUMNS):
+                            tma.async_copy_global_to_shared(
+                                *(columns_tiles, [which, col], panel_full.index(step)),
+                                columns.index(which),
+                            )
                     if CONFIG.COLS_FIRST:
                         tma.async_copy_global_to_shared(
                             *(b_tiles, [col, step * SLICE], panel_full.index(step)),
@@ -137,7 +150,7 @@ def multiply(
     CONFIG: gl.constexpr,
 ):
     """What each group does: every other tile of the program, slice by slice, and the epilogue."""
-    a_shared, panel, places = buffers
+    a_shared, panel, places, _columns = buffers
     full, free, panel_full, panel_free, loaded, stored = barriers
     ROWS: gl.constexpr = CONFIG.ROWS
     COLS: gl.constexpr = CONFIG.BLOCK_COLS
@@ -174,9 +187,12 @@ def multiply(
             mbarrier.arrive(free.index(STAGE + SLICES - 1), count=1)
             if CONFIG.LOADS:
                 mbarrier.wait(loaded.index(GROUP), (turn // GROUPS) & 1)
-            left, right = halves_of(c)
-            EPILOGUE(left, row, col, operands, places, 0, GROUP, CONFIG)
-            EPILOGUE(right, row, col + PART_COLS, operands, places, 1, GROUP, CONFIG)
+            if CONFIG.WHOLE:
+                EPILOGUE(c, row, col, operands, places, 0, GROUP, CONFIG)
+            else:
+                left, right = halves_of(c)
+                EPILOGUE(left, row, col, operands, places, 0, GROUP, CONFIG)
+                EPILOGUE(right, row, col + PART_COLS, operands, places, 1, GROUP, CONFIG)
             if CONFIG.LOADS:
                 tma.store_wait(0)
                 mbarrier.arrive(stored.index(GROUP), count=1)
@@ -193,6 +209,8 @@ def multiply_panels(
     a_tiles,
     b_tiles,
     loaded_tiles,
+    columns_tiles,
+    columns,
     sizes,
     operands,
     EPILOGUE: gl.constexpr,
@@ -204,6 +222,9 @@ def multiply_panels(
         a_tiles: descriptor of a, [rows, columns], in tiles of [ROWS, SLICE].
         b_tiles: of b, in tiles of [BLOCK_COLS, SLICE] or, not COLS_FIRST, [SLICE, BLOCK_COLS].
         loaded_tiles: where CONFIG.LOADS, of a matrix of c's shape in tiles of [ROWS, PART_COLS].
+        columns_tiles: where CONFIG.COLUMNS, of a matrix in fp32 with so many rows, in tiles of
+            [1, BLOCK_COLS].
+        columns: the places of such tiles in shared memory, [COLUMNS, 1, BLOCK_COLS].
         sizes: tiles of c's rows and of its columns.
         operands: what the epilogue reads and writes.
     """
@@ -222,9 +243,9 @@ def multiply_panels(
     panel_full, panel_free = barriers_of(SLICES, 1), barriers_of(1, GROUPS)
     loaded, stored = barriers_of(GROUPS, 1), barriers_of(GROUPS, 1)
     fence_async_shared()
-    buffers = (a_shared, panel, places)
+    buffers = (a_shared, panel, places, columns)
     barriers = (full, free, panel_full, panel_free.index(0), loaded, stored)
-    descriptors = (a_tiles, b_tiles, loaded_tiles)
+    descriptors = (a_tiles, b_tiles, loaded_tiles, columns_tiles)
     gl.warp_specialize(
         [
             (multiply, (buffers, barriers, sizes, operands, EPILOGUE, 0, CONFIG)),

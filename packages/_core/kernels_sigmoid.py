@@ -1,4 +1,4 @@
-"""The sigmoid of fp32 by two operations of the hardware, in Gluon."""
+"""The sigmoid of fp32 by two operations of the hardware, and fp32 of narrower numbers, in Gluon."""
 
 from __future__ import annotations
 
@@ -18,3 +18,24 @@ def sigmoid(u):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def widened(x):
+    """fp32 of bf16 or fp16, of pairs of neighbours in each thread.
+
+    bf16 is widened by its bits, both numbers of a register at a time. Triton widens each by itself,
+    and what is rounded to be widened again it rounds each by itself, too, on the unit that sigmoids
+    keep busy.
+    """
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r",
+            [x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(gl.float32)

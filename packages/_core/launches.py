@@ -188,11 +188,15 @@ class DescribedLaunch(Launch):
         super().__call__(tensors[len(others) :], floats, (*described, *others))
 
 
-def in_tiles(rows: int, cols: int) -> Callable[[torch.Tensor], Any]:
-    """The descriptor of a matrix in tiles of this size."""
+def in_tiles(
+    rows: int, cols: int, *, swizzled: int = 128, bits: int = 16
+) -> Callable[[torch.Tensor], Any]:
+    """The descriptor of a matrix of numbers of so many bits in tiles of this size, of which so many
+    bytes are swizzled.
+    """
 
     def describe(x: torch.Tensor) -> Any:
-        layout = kernels_gluon.gl.NVMMASharedLayout(128, 16, rank=2)
+        layout = kernels_gluon.gl.NVMMASharedLayout(swizzled, bits, rank=2)
         return kernels_gluon.TensorDescriptor(
             x, list(x.shape), list(x.stride()), [rows, cols], layout
         )

@@ -74,7 +74,9 @@ def in_bulk(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def constants_of(inner: int, *, cols_first: bool, loads: bool) -> dict[str, Any]:
+def constants_of(
+    inner: int, *, cols_first: bool, loads: bool, whole: bool = False, columns: int = 0
+) -> dict[str, Any]:
     """The fields of CONFIG that a product over ``inner`` columns reads."""
     slices = cdiv(inner, SLICE)
     return dict(
@@ -85,6 +87,8 @@ def constants_of(inner: int, *, cols_first: bool, loads: bool) -> dict[str, Any]
         ROUNDS=2 if slices <= MOST_TWICE else 1,
         PLACES=PRODUCT.places,
         LOADS=loads,
+        WHOLE=whole,
+        COLUMNS=columns,
         REGISTERS=PRODUCT.registers,
         COPYING_REGISTERS=PRODUCT.copying_registers,
         COLS_FIRST=cols_first,

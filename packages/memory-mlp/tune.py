@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fusewright.memory_mlp import memory_update
-from fusewright.memory_mlp.update import launch, launch_backward, problem
+from fusewright.memory_mlp.update import launch, launch_backward, launch_hopper, problem
 from fusewright.memory_mlp.update.problem import UpdateBlock, UpdateTile
 from fusewright_testkit.bench import load
 from fusewright_testkit.tune import Tuning, lines
@@ -99,8 +99,18 @@ def tunings() -> list[Tuning]:
     return [
         tuning(entry, dtype, size)
         for dtype, size, entry in itertools.product(DTYPES, bench.UPDATES, LAUNCHES)
-        if entry.dtype in ("", dtype)
+        if is_of_a_table(entry, dtype, size)
     ]
+
+
+def is_of_a_table(entry: TunedLaunch, dtype: str, size: Size) -> bool:
+    """Whether a size takes a line of the launch's table: products over many rows have a kernel for
+    Hopper, of one tile.
+    """
+    over_rows = entry.axes.startswith("N")
+    if dtype == "bf16" and over_rows and launch_hopper.is_large(*size, MULTIPROCESSORS):
+        return False
+    return entry.dtype in ("", dtype)
 
 
 def tuning(entry: TunedLaunch, dtype: str, size: Size) -> Tuning:

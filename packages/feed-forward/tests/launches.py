@@ -9,6 +9,7 @@ import torch
 from fusewright.feed_forward._core import product_hopper
 from fusewright.feed_forward._core.backends import DeviceProperties
 from fusewright.feed_forward.gating import launch as gating
+from fusewright.feed_forward.narrow import launch as narrow
 from fusewright.feed_forward.perceptron import launch as perceptron
 from fusewright.feed_forward.perceptron import launch_hopper
 
@@ -19,7 +20,7 @@ GPU = DeviceProperties(
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-product_hopper.device_properties = lambda device: GPU
+product_hopper.device_properties = narrow.device_properties = lambda device: GPU
 
 
 def launch(rows: int, cols: int, dtype: torch.dtype) -> None:
@@ -58,12 +59,21 @@ def launch_epilogues(rows: int, dtype: torch.dtype, cols: int = 512) -> None:
     launch_hopper.product_silu_backward(x, hidden_weight.mT.contiguous(), u)
 
 
+def launch_narrow(inner: int, dtype: torch.dtype, result: torch.dtype) -> None:
+    """SiLU of few columns, and its derivative, with the gradient of x and without."""
+    x, weight = torch.empty(4096, inner, dtype=dtype), torch.empty(512, inner, dtype=dtype)
+    dh = torch.empty_like(narrow.silu_linear(x, weight, result))
+    for x_grad in (True, False):
+        narrow.silu_linear_backward(dh, x, weight, x_grad, True)
+
+
 def one_of_each() -> None:
     """Every kernel in both forms, at the sizes of a model."""
     launch(4096, 5504, BF16)
     launch_halves(4096, 5504, BF16)
     launch_silu(4096, 1376, BF16)
     launch_epilogues(4096, BF16)
+    launch_narrow(11, torch.float32, BF16)
 
 
 def every_form() -> None:
@@ -78,3 +88,5 @@ def every_form() -> None:
         launch_halves(4096, cols, dtype)
         launch_heads(dtype)
         launch_silu(4096, cols, dtype)
+    for dtype, inner in itertools.product(DTYPES, (64, 20, 1)):
+        launch_narrow(inner, dtype, dtype)

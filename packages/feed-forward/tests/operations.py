@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from fusewright.feed_forward.gating import reference
 from fusewright.feed_forward.gating.silu_mul import silu_mul, silu_mul_halves
+from fusewright.feed_forward.narrow.silu_linear import silu_linear
 from fusewright.feed_forward.perceptron import reference as layer_reference
 from fusewright.feed_forward.perceptron.feed_forward import feed_forward
 from fusewright.feed_forward.swiglu import reference as gated_reference
@@ -20,10 +21,11 @@ Tensors = list[torch.Tensor]
 
 PACKAGE = Package(
     "fusewright.feed_forward",
-    names="FeedForward SwiGLU feed_forward gated_feed_forward silu_mul",
+    names="FeedForward SwiGLU feed_forward gated_feed_forward silu_linear silu_mul",
     registered=(
         "feed_forward feed_forward_backward gated_feed_forward gated_feed_forward_backward "
-        "silu_mul silu_mul_backward silu_mul_halves silu_mul_halves_backward"
+        "silu_linear silu_linear_backward silu_mul silu_mul_backward "
+        "silu_mul_halves silu_mul_halves_backward"
     ),
     without_triton=(
         "x = torch.randn(3, 8, requires_grad=True)\n"
@@ -113,6 +115,37 @@ class FeedForwardOp(Operation):
         return len(x) * (len(weight) + output_weight.shape[1])
 
 
+@dataclass(frozen=True)
+class NarrowOp(Operation):
+    """SiLU of x [..., d] times the transpose of [F, d]; a size is that of x, then F."""
+
+    name: str
+    # Of the result; x's where left out.
+    dtype: torch.dtype | None = None
+
+    small = (3, 20, 6)
+    tiny = (2, 3, 4)
+    several = (300, 11, 140)
+    growing = ((3, 20, 6), (5, 20, 6), (8, 20, 6))
+    empty = ((0, 5, 3), (3, 0, 5), (3, 5, 0), (2, 0, 4, 3))
+    strided = (2, 3, 2, 16, 8)
+    gpu = ((3000, 11, 512), (64, 64, 520), (7, 200, 96))
+    gpu_dtypes = (torch.float32, torch.bfloat16)
+
+    def public(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        return silu_linear(*tensors, **{"dtype": self.dtype} | options)
+
+    def draw(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensors:
+        """x from a normal distribution, and a weight that keeps its size."""
+        *leading, cols, hidden = shape
+        x = torch.randn(*leading, cols, device=device).to(dtype)
+        weight = torch.randn(hidden, cols, device=device).div(max(cols, 1) ** 0.5)
+        return [x, weight.to(dtype)]
+
+    def kept(self, tensors: Tensors) -> int:
+        return 0
+
+
 def torch_feed_forward(x, hidden_weight, output_weight):
     return F.linear(F.silu(F.linear(x, hidden_weight)), output_weight)
 
@@ -145,4 +178,6 @@ FEED_FORWARD = FeedForwardOp(
 GATED = FeedForwardOp(
     "gated_feed_forward", gated_feed_forward, 2, gated_reference.swiglu, torch_gated_feed_forward
 )
-OPERATIONS = GATINGS | {op.name: op for op in (FEED_FORWARD, GATED)}
+NARROW = NarrowOp("silu_linear")
+OPERATIONS = GATINGS | {op.name: op for op in (FEED_FORWARD, GATED, NARROW)}
+FORMS = {"silu_linear to bf16": NarrowOp("silu_linear", dtype=torch.bfloat16)}

@@ -13,8 +13,9 @@ HERE = pathlib.Path(__file__).parent
 @pytest.mark.parametrize("capability", QUICK)
 def test_every_kernel_compiles_in_every_form_without_a_spill(capability):
     printed = compiled_in_a_process(HERE, "one_of_each", capability)
-    for kernel in ("silu_kernel", "silu_backward_kernel"):
-        assert f" {kernel} " in printed
+    for name in ("silu", "silu_linear"):
+        for kernel in (f"{name}_kernel", f"{name}_backward_kernel"):
+            assert f" {kernel} " in printed
     if capability == 90:
         assert printed.count(" hopper_silu_kernel ") == 2
         assert printed.count(" hopper_silu_backward_kernel ") == 1

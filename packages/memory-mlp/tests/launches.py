@@ -40,23 +40,33 @@ def launch_update(
     lead: tuple[int, ...] = (),
     activation: str = "silu",
     all_options: bool = False,
+    row_weights: bool = True,
 ) -> None:
-    """Forward and backward of one size; ``all_options``: row weights, a clip, the gradient of the
-    loss.
+    """Forward and backward of one size; ``all_options``: a clip, the gradient of the loss and, if
+    wanted, row weights.
     """
     empty = functools.partial(torch.empty, dtype=F32)
     k = torch.empty(*lead, rows, width, dtype=dtype)
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
     state = [empty(*lead, *shape) for _ in range(2) for shape in shapes]
     gates = [empty(lead) for _ in range(3)]
-    row_weights = empty(*lead, rows) if all_options else None
+    of_rows = empty(*lead, rows) if all_options and row_weights else None
     options = 2.0, activation, 1.0 if all_options else None
-    inputs = k, k, *state, *gates, row_weights
+    inputs = k, k, *state, *gates, of_rows
     results = update.update_forward(inputs, *options)
     # Gradients of W', and with all options of S' and of the loss.
     upstream = [*state, gates[0]] if all_options else [*state[:4], *(None,) * 5]
     saved = results[9], *results[11:]
     update_backward.update_backward(upstream, inputs, saved, *options, True, True)
+
+
+def launch_many_rows(dtype: torch.dtype, activation: str) -> None:
+    """An update of which Hopper has a kernel of its own: no row weights, but a clip and the
+    gradient of the loss.
+    """
+    launch_update(
+        8192, 1024, 1024, dtype, activation=activation, all_options=True, row_weights=False
+    )
 
 
 def with_precision(precision: str, *args, launch=launch_update, **options) -> None:
@@ -96,6 +106,9 @@ def every_update() -> None:
             with_precision("tf32", *size, F32, all_options=all_options)
     for activation in ("relu", "gelu"):
         launch_update(*FIRST, BF16, activation=activation, all_options=True)
+    launch_many_rows(BF16, "silu")
+    launch_many_rows(BF16, "relu")
+    launch_many_rows(F16, "gelu")
     launch_update(*FIRST, F32, all_options=True)
     launch_update(*FIRST, F16, all_options=True)
     launch_update(300, 64, 256, BF16, lead=(4, 8), all_options=True)

@@ -51,6 +51,42 @@ def test_fp32_is_as_near_to_fp64_as_torch_in_each_precision(update_op, sizes, fp
     check_one_by_one(op, *sizes, F32)
 
 
+# Sizes of the kernel for Hopper: of whole tiles and not, one or the other axis the wider one.
+MANY_ROWS = pytest.mark.parametrize(
+    "sizes", [(8192, 1024, 1024), (9000, 784, 1040), (9000, 1040, 784)], ids=str
+)
+
+
+@pytest.mark.large
+@MANY_ROWS
+@pytest.mark.parametrize(("dtype", "activation"), [(BF16, "silu"), (F16, "gelu"), (BF16, "relu")])
+def test_many_rows_are_as_near_to_fp64_as_torch(update_op, sizes, dtype, activation):
+    op = update_op.having(activation=activation, **OPTIONS)
+    check_one_by_one(op, (), *sizes, dtype)
+
+
+@pytest.mark.large
+def test_many_rows_that_start_anywhere_give_the_bits_of_aligned_ones(update_op):
+    k, v, *others = update_op.draw((), 9000, 784, 1040, BF16, "cuda")
+    leaves = [x.requires_grad_() for x in (k, v, *others)]
+    expected = everything(update_op.kernels, leaves)
+    shifted = [torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view_as(x) for x in (k, v)]
+    leaves = [*(x.requires_grad_() for x in shifted), *leaves[2:]]
+    assert same_bits(everything(update_op.kernels, leaves), expected)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_strange_one_of_many_rows_has_the_step_skipped(update_op, strange):
+    leaves = [x.requires_grad_() for x in update_op.draw((), 9000, 784, 1040, BF16, "cuda")]
+    with torch.no_grad():
+        leaves[0][8000, 3] = strange
+    found = everything(update_op.kernels, leaves)
+    assert update_op.whole(*leaves).skipped.item()
+    assert same_bits(found[:8], leaves[2:10])
+    assert not any(x.any() for x in found[9:11])
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
 def test_greatest_size_is_as_near_to_fp64_as_torch(update_op, clip):

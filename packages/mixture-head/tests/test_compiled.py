@@ -7,7 +7,7 @@ from fusewright_testkit.conformance.compiled import *  # noqa: F403
 LAUNCHES = {
     "one_of_each": (
         "mixture_forward mean mixture_backward silu_heads silu_heads_backward add_parts "
-        "grouped_product grouped_weight"
+        "hopper_heads add_outputs grouped_product grouped_weight"
     ),
 }
 EVERY = ("every_line",)

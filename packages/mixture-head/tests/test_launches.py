@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright.mixture_head._core.launches import Launch
-from fusewright.mixture_head.heads import launch_grouped
+from fusewright.mixture_head._core import product_hopper
+from fusewright.mixture_head._core.backends import DeviceProperties
+from fusewright.mixture_head._core.launches import DescribedLaunch, Launch
+from fusewright.mixture_head.heads import launch_grouped, launch_hopper
 from fusewright.mixture_head.mixture import launch as mixture_launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,20 +37,34 @@ class Launched(TorchDispatchMode):
 def launched(monkeypatch):
     """Kernels are noted instead of run."""
     mode = Launched()
-    monkeypatch.setattr(
-        Launch, "__call__", lambda self, *_: mode.names.append(self.kernel.__name__)
-    )
+    for kind in (Launch, DescribedLaunch):
+        monkeypatch.setattr(
+            kind, "__call__", lambda self, *_: mode.names.append(self.kernel.__name__)
+        )
     return mode
 
 
+@pytest.fixture(params=[False, True], ids=["apart", "epilogue"])
+def in_epilogue(request, monkeypatch):
+    """Whether the second layers are in the epilogue of the product of the first ones."""
+    gpu = DeviceProperties(multiprocessors=1, shared_bytes=227 << 10, capability=90)
+    monkeypatch.setattr(product_hopper, "device_properties", lambda device: gpu)
+    monkeypatch.setattr(launch_grouped, "has_epilogue", lambda *_: request.param)
+    launch_hopper.plan_heads.cache_clear()
+    yield request.param
+    launch_hopper.plan_heads.cache_clear()
+
+
 @pytest.mark.parametrize("weight_dtype", [F32, BF16])
-def test_heads_launch_three_products_a_copy_and_three_kernels(weight_dtype, launched):
+def test_heads_launch_three_products_and_a_few_kernels(weight_dtype, in_epilogue, launched):
     x = torch.randn(ROWS, WIDTH, dtype=BF16)
     hidden_weight = torch.randn(HEADS * STORED, WIDTH, dtype=BF16)
     output_weight = torch.randn(HEADS, STORED, 3, dtype=weight_dtype)
     with launched:
         out, u = launch_grouped.grouped_heads(x, hidden_weight, output_weight)
-    assert launched.names == ["mm", "copy_", "silu_heads_kernel"]
+    fused = ["copy_", "hopper_heads_kernel", "add_outputs_kernel"]
+    apart = ["mm", "copy_", "silu_heads_kernel"]
+    assert launched.names == (fused if in_epilogue else apart)
     launched.names.clear()
     with launched:
         launch_grouped.grouped_heads_backward(

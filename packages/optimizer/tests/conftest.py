@@ -150,21 +150,27 @@ def learned() -> Learned:
 @pytest.fixture
 def small_learned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that few numbers take several programs, and sums several rounds."""
+    from fusewright.optimizer.common.launch import Block
     from fusewright.optimizer.common.statistics import launch as statistics
     from fusewright.optimizer.learned import launch as learned
     from fusewright.optimizer.velo import launch as velo
 
     stretch = statistics.Stretch(size=16, num_warps=1, shortest=16, programs=2)
+    strip = statistics.Strip(size=16, num_warps=1, shortest=2, programs=3, ahead=False)
     tile = statistics.SumTile(lines=4, line=2, tall=2, wide=4, tiles=1, chunks=3, num_warps=1)
     means = statistics.Means(size=4, partials=2, span=8, num_warps=1)
     for name, table in (
         ("STATISTICS", stretch),
         ("APPLY", stretch),
+        ("STATISTICS_STRIP", strip),
+        ("APPLY_STRIP", strip._replace(shortest=3, ahead=True)),
         ("SQUARES_OVER_AXES", tile),
         ("MEANS", means),
     ):
         monkeypatch.setattr(statistics, name, table)
     monkeypatch.setattr(learned, "BACKWARD", stretch)
+    for module in (statistics, learned):
+        monkeypatch.setattr(module, "LINES", Block(size=4, num_warps=1))
     for module in (learned, velo):
         monkeypatch.setattr(module, "FOLD", statistics.Sums(rows=2, size=32, num_warps=1))
     add_partials = statistics.Sums(rows=2, size=128, num_warps=1)

@@ -125,18 +125,18 @@ def every_nested() -> None:
 
 
 def learned_step(dtype: torch.dtype, start: int = 0, extra: int = 0, **options) -> None:
-    """Of a vector and a matrix."""
-    ps = parameters(dtype, start, (256,), (64, 64))
+    """Of a vector, a matrix, and one in strips."""
+    ps = parameters(dtype, start, (256,), (64, 64), (64, 128))
     given = torch.empty(extra) if extra else None
     LearnedOptimizer(ps, UpdateMLP(extra), extra_features=given, **options).step()
 
 
 def learned_gradient(dtype: torch.dtype, extra: int = 0) -> None:
     """The update as a function, and its backward pass."""
-    p, g = torch.empty(64, 64, dtype=dtype), torch.empty(64, 64, dtype=dtype)
-    given = [torch.empty(extra)] if extra else None
-    (update,), _ = learned_update(UpdateMLP(extra), [p], [g], learned_init([p]), given)
-    update.sum().backward()
+    ps, gs = ([torch.empty(64, size, dtype=dtype) for size in (64, 128)] for _ in range(2))
+    given = [torch.empty(extra)] * 2 if extra else None
+    updates, _ = learned_update(UpdateMLP(extra), ps, gs, learned_init(ps), given)
+    sum(update.sum() for update in updates).backward()
 
 
 def learned() -> None:

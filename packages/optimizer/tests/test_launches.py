@@ -20,6 +20,9 @@ from fusewright.optimizer._core.launches import Launch
 SHAPES = ((6, 10), (7,), (6, 10), (7,))
 STATISTICS = ["learned_prepare_kernel", "sums_kernel", "means_kernel", "statistics_kernel"]
 MUON = ["muon_momentum_kernel", "unit_kernel", "muon_move_kernel"]
+# A matrix whose rows fill strips, and a vector.
+WIDE = ((6, 128), (7,))
+STRIPS = [*STATISTICS, "lines_kernel", "strip_statistics_kernel", "fold_kernel", "apply_kernel"]
 OF_M3 = ["m3_memories_kernel", "unit_kernel", "m3_move_kernel"]
 
 
@@ -76,6 +79,14 @@ def test_step_has_the_same_few_launches(ps, launched, make, kernels):
     launched.clear()
     optimizer.step(*step)
     assert launched == kernels
+
+
+def test_matrices_in_strips_have_four_more_launches(training, device, launched):
+    training.shapes = WIDE
+    ps = training.parameters(device=device)
+    training.give_gradients(ps, 0)
+    learned(ps).step()
+    assert launched == [*STRIPS, "layers_kernel", "strip_apply_kernel"]
 
 
 def test_norm_and_clipping_have_two_launches(ps, launched):

@@ -83,6 +83,25 @@ def test_layers_of_any_size_are_as_exact_as_the_references(learned, power, devic
     Yardstick(by("reference"), weights, [None]).check(by("triton"))
 
 
+@pytest.mark.parametrize("power", [-20, 10, 20])
+@pytest.mark.parametrize("shape", [(3, 40), (4, 16)], ids=spelled)
+@pytest.mark.usefixtures("small_learned_tiles")
+def test_layers_whose_units_differ_in_size_are_as_exact_as_the_references(
+    learned, power, shape, device
+):
+    """The first layer's results, of every second unit, and what the second multiplies them by."""
+    mlp = learned.network(device=device)
+    p = learned.drawn([shape])[0].to(device)
+    w1, b1, w2, *others = (x.detach().clone() for x in mlp.weights())
+    sizes = 2.0 ** (power * (torch.arange(32, device=device) % 2))
+    weights = [w1 * sizes[:, None], b1 * sizes, w2 / sizes, *others]
+
+    def by(backend):
+        return lambda *given: updates(learned, mlp, given, p, None, backend)
+
+    Yardstick(by("reference"), weights, [None]).check(by("triton"))
+
+
 def test_gradients_add_over_tensors_in_a_fixed_order(learned, device):
     mlp = learned.network(device=device)
     ps = learned.drawn(learned.kinds, device)

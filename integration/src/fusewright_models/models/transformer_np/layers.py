@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from fusewright.attention import Backend, rectangular_attention
-from fusewright.feed_forward import feed_forward
+from fusewright.feed_forward import feed_forward, silu_linear
 from fusewright.mixture_head import Scale
 from fusewright.norm import LayerNorm, add_layer_norm
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ..._core.padding import (
 )
 from ..._core.precision import without_autocast
 from ..checkpointing import Checkpointing
-from ..checks import check_config, check_head_width
+from ..checks import autocast_dtype, check_config, check_head_width
 from .projections import projected
 
 Norm = Literal["pre", "post"]
@@ -126,8 +126,9 @@ class Embedder(nn.Module):
 
     cycles: Tensor
 
-    def __init__(self, config: TransformerNPConfig) -> None:
+    def __init__(self, config: TransformerNPConfig, *, backend: Backend) -> None:
         super().__init__()
+        self.backend: Backend = backend
         self.indicator = config.indicator
         self.y_width = config.y_width
         cycles = 2.0 ** torch.arange(config.frequencies) / WAVE_LENGTH
@@ -143,11 +144,11 @@ class Embedder(nn.Module):
         if self.indicator:
             context = F.pad(context, (0, 1), value=1.0)
         target = F.pad(x_target, (0, self.y_width + self.indicator))
-        rows = torch.cat([context, target], dim=1).to(self.hidden.weight.dtype)
+        weight = self.hidden.weight
+        rows = torch.cat([context, target], dim=1).to(weight.dtype)
         # Inputs keep fp32 under autocast: bf16 cannot tell numbers closer than 2^-8 apart.
-        with without_autocast(rows.device):
-            hidden = F.silu(self.hidden(rows))
-        return self.output(hidden)
+        dtype = None if rows.dtype == torch.float64 else autocast_dtype(rows.device)
+        return self.output(silu_linear(rows, weight, dtype=dtype, backend=self.backend))
 
     def waves(self, x: Tensor) -> Tensor:
         """``x [..., d_x]`` and behind it its sines and cosines, of all frequencies of a coordinate

@@ -104,7 +104,7 @@ class TransformerNP(nn.Module):
         super().__init__()
         check_backend(backend)
         self.config = config
-        self.embedder = Embedder(config)
+        self.embedder = Embedder(config, backend=backend)
         self.blocks = nn.ModuleList(Block(config, backend=backend) for _ in range(config.layers))
         self.final_norm = None
         if config.norm == "pre":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from .._core.kernels_gluon import gl, gluon, tma
 from .._core.kernels_product_hopper import multiply_panels, store_part
-from .._core.kernels_sigmoid import sigmoid
+from .._core.kernels_sigmoid import sigmoid, widened
 
 
 @gluon.jit
@@ -20,7 +20,7 @@ def store_silu(u, row, col, operands, places, PART: gl.constexpr, GROUP, CONFIG:
     DTYPE: gl.constexpr = h_tiles.dtype
     # SiLU of what the backward pass finds.
     rounded = u.to(DTYPE)
-    u = rounded.to(gl.float32)
+    u = widened(rounded)
     h = (u * sigmoid(u)).to(DTYPE)
     # Both places in turn: the last tile but one has gone from there.
     tma.store_wait(1)
@@ -38,7 +38,7 @@ def store_slope(dh, row, col, operands, places, PART: gl.constexpr, GROUP, CONFI
     du_tiles = operands
     DTYPE: gl.constexpr = du_tiles.dtype
     place = places.index(2 * GROUP + PART)
-    u = place.load(dh.type.layout).to(gl.float32)
+    u = widened(place.load(dh.type.layout))
     slope = sigmoid(u)
     du = (dh * (slope * (1.0 + u * (1.0 - slope)))).to(DTYPE)
     store_part(du_tiles, place, du, row, col)
@@ -51,7 +51,9 @@ def hopper_silu_kernel(
 ):
     """h and, where CONFIG says so, u; else ``u_tiles`` is not touched."""
     sizes, operands = (row_tiles, col_tiles), (u_tiles, h_tiles)
-    multiply_panels(x_tiles, weight_tiles, h_tiles, sizes, operands, store_silu, CONFIG)
+    # Nothing is loaded, and no panel brings anything.
+    unused = (h_tiles, h_tiles, h_tiles)
+    multiply_panels(x_tiles, weight_tiles, *unused, sizes, operands, store_silu, CONFIG)
 
 
 @gluon.jit(do_not_specialize=("row_tiles", "col_tiles"))
@@ -60,4 +62,5 @@ def hopper_silu_backward_kernel(
 ):
     """du from dy, C and u."""
     sizes = (row_tiles, col_tiles)
-    multiply_panels(dy_tiles, weight_tiles, u_tiles, sizes, du_tiles, store_slope, CONFIG)
+    loaded = (u_tiles, u_tiles, u_tiles)
+    multiply_panels(dy_tiles, weight_tiles, *loaded, sizes, du_tiles, store_slope, CONFIG)

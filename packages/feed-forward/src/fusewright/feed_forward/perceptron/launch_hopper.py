@@ -31,6 +31,8 @@ class ProductConstants(NamedTuple):
     ROUNDS: int
     PLACES: int
     LOADS: bool
+    WHOLE: bool
+    COLUMNS: int
     REGISTERS: int
     COPYING_REGISTERS: int
     COLS_FIRST: bool

@@ -36,7 +36,8 @@ def activated(z, CONFIG: tl.constexpr):
         # A NaN stays one.
         h = tl.where(z <= 0.0, 0.0, z)
         slope = tl.where(z > 0.0, 1.0, 0.0)
-        curve = tl.zeros_like(z)
+        # Zeros in z's own layout: Gluon's kernels call this too.
+        curve = tl.where(z > 0.0, 0.0, 0.0)
     else:
         # Where the density is zero the square may overflow.
         square = tl.minimum(z * z, 1024.0, propagate_nan=tl.PropagateNan.ALL)

@@ -18,6 +18,8 @@ from .._core.launches import (
     layouts,
 )
 from .._core.lazy import lazy_module
+from . import launch_hopper
+from .launch_hopper import RowsLaunch
 from .problem import (
     ANY_SIZE,
     GRADIENTS_ANY_SIZE,
@@ -91,18 +93,20 @@ STEP = UpdateBlock(block=512, num_warps=4)
 
 
 class UpdatePlan(NamedTuple):
-    """One forward pass: its launches in their order, which inputs it copies first, and the
-    allocators of its tensors: results, partial sums, and operands of products that it writes, w1
-    and w2 rounded and of TF32 products k rounded and transposes of k, h, e, p and w2.
+    """One forward pass: its launches in their order, whether they read k and v by descriptors,
+    which inputs it copies first, and the allocators of its tensors: results, partial sums, and
+    operands of products that it writes, w1 and w2 rounded and of TF32 products k rounded and
+    transposes of k, h, e, p and w2.
     """
 
     rounds: Launch | None
     transposes: Launch | None
-    hidden: Launch
-    residual: Launch
-    slope: Launch
+    hidden: Launch | RowsLaunch
+    residual: Launch | RowsLaunch
+    slope: Launch | RowsLaunch
     gradients: GradientsPlan
     step: Launch
+    describes: bool
     copies: tuple[bool, ...]
     results: tuple[Allocator, ...]
     partials: tuple[Allocator, ...]
@@ -131,6 +135,8 @@ def update_forward(
     if plan.copies:
         inputs = contiguous_where(inputs, plan.copies)
     k, v, *state, alpha, eta, theta, row_weights = inputs
+    if plan.describes:
+        k, v = launch_hopper.aligned(k), launch_hopper.aligned(v)
     w1, b1, w2, b2, *_ = state
     results = tuple([make() for make in plan.results])
     loss, norm, skipped, z, h, e, dh, p = results[8:16]
@@ -178,8 +184,25 @@ def update_plan(
     """The plan for inputs of these layouts and a memory of ``units`` hidden units."""
     problem, copies = problem_of(shape, units, inputs, activation, precision, device)
     rows, width, hidden = problem.sizes
-    residual = problem.tile(RESIDUAL if inputs[-1] is None else WEIGHTED_RESIDUAL, width)
-    slope = problem.tile(SLOPE, hidden)
+    describes = launch_hopper.serves(problem, inputs[-1] is not None)
+    residual: UpdateTile | launch_hopper.HopperTile
+    slope: UpdateTile | launch_hopper.HopperTile
+    launches: tuple[Launch | RowsLaunch, ...]
+    if describes:
+        residual = slope = launch_hopper.TILE
+        launches = tuple(
+            launch_hopper.rows_launch(problem, kind) for kind in ("hidden", "residual", "slope")
+        )
+    else:
+        residual = problem.tile(RESIDUAL if inputs[-1] is None else WEIGHTED_RESIDUAL, width)
+        slope = problem.tile(SLOPE, hidden)
+        by_hidden = kernels.hidden_kernel, problem.tile(HIDDEN, hidden), hidden
+        by_residual = kernels.residual_kernel, residual, width
+        launches = (
+            problem.rows_launch(*by_hidden, (*problem.key_operands, *problem.sizes)),
+            problem.rows_launch(*by_residual, (*problem.values, *problem.sizes)),
+            problem.rows_launch(kernels.slope_kernel, slope, hidden, problem.sizes),
+        )
     residual_tiles, slope_tiles = cdiv(rows, residual.rows), cdiv(rows, slope.rows)
     loss_tiles = residual_tiles * cdiv(width, residual.cols)
     gradients = plan_gradients(problem, GRADIENTS, (slope_tiles, residual_tiles))
@@ -190,16 +213,7 @@ def update_plan(
     return UpdatePlan(
         round_launch(problem) if problem.rounds and not problem.transposes else None,
         transpose_launch(problem, backward=False) if problem.transposes else None,
-        problem.rows_launch(
-            kernels.hidden_kernel,
-            problem.tile(HIDDEN, hidden),
-            hidden,
-            (*problem.key_operands, *problem.sizes),
-        ),
-        problem.rows_launch(
-            kernels.residual_kernel, residual, width, (*problem.values, *problem.sizes)
-        ),
-        problem.rows_launch(kernels.slope_kernel, slope, hidden, problem.sizes),
+        *launches,
         gradients,
         problem.element_launch(
             kernels.step_kernel,
@@ -207,6 +221,7 @@ def update_plan(
             (width, hidden, programs, gradients.slots, loss_tiles),
             clips=clips,
         ),
+        describes,
         copies,
         results=(
             *(*weights, *weights, number, number, problem.allocator(dtype=torch.bool)),

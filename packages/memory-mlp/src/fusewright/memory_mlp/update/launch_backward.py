@@ -19,6 +19,8 @@ from .._core.launches import (
 )
 from .._core.lazy import lazy_module
 from ..common.operands import contiguous
+from . import launch_hopper
+from .launch_hopper import RowsLaunch
 from .problem import (
     ANY_SIZE,
     GRADIENTS_ANY_SIZE,
@@ -116,20 +118,21 @@ class BackwardOptions(NamedTuple):
 
 
 class UpdateBackwardPlan(NamedTuple):
-    """One backward pass: its launches in their order, which inputs it copies first, and the
-    allocators of its tensors: results, intermediate ones (A and its biases, partial sums, dh_bar,
-    q, z_bar, p_bar, parts of the row weights' gradients), w1 and w2 rounded, and what TF32 products
-    read, as in ``transposed_operands``.
+    """One backward pass: its launches in their order, whether they read k by a descriptor, which
+    inputs it copies first, and the allocators of its tensors: results, intermediate ones (A and its
+    biases, partial sums, dh_bar, q, z_bar, p_bar, parts of the row weights' gradients), w1 and w2
+    rounded, and what TF32 products read, as in ``transposed_operands``.
     """
 
     inner_products: Launch
     cotangents: Launch
     transposes: Launch | None
-    p_bar: Launch
-    e_bar: Launch
-    z_bar: Launch
-    dk: Launch | None
+    p_bar: Launch | RowsLaunch
+    e_bar: Launch | RowsLaunch
+    z_bar: Launch | RowsLaunch
+    dk: Launch | RowsLaunch | None
     gradients: GradientsPlan | None
+    describes: bool
     copies: tuple[bool, ...]
     results: tuple[Allocator | None, ...]
     intermediate: tuple[Allocator | None, ...]
@@ -171,6 +174,8 @@ def update_backward(
     if plan.copies:
         inputs = contiguous_where(inputs, plan.copies)
     k, v, *state, alpha, eta, theta, row_weights = inputs
+    if plan.describes:
+        k = launch_hopper.aligned(k)
     w1, _, w2, b2, *_ = state
     norm, z, h, e, dh, p, *gradient = saved
     results = tuple([allocate(result) for result in plan.results])
@@ -208,10 +213,15 @@ def update_backward(
         products = z_bar, k, e, dh_bar, q, h
         k_operand, a1_transposed, a2_transposed = k, a1, a2
         w1_transposed, w2_transposed = w1_operand, w2_operand
-    plan.p_bar((k_operand, a1, a1_bias, z, norm, p_bar, dh_bar, dh_bar_transposed))
+    # Hopper's launch makes p_bar * dh * act''(z) of p_bar, and z_bar's reads that.
+    beside = (z, dh) if plan.describes else (z,)
+    plan.p_bar((k_operand, a1, a1_bias, *beside, norm, p_bar, dh_bar, dh_bar_transposed))
+    # Where rows have no weights, e is what the launch would make of v.
+    values = e if plan.describes else v
     plan.e_bar(
         (
-            *(h, dh_bar, a2, a2_bias, w2_operand, b2, v, row_weights, contiguous(dloss), norm),
+            *(h, dh_bar, a2, a2_bias, w2_operand, b2, values, row_weights),
+            *(contiguous(dloss), norm),
             *(q, q_transposed, dv, q_sums, row_parts),
         ),
         (factor,),
@@ -258,9 +268,15 @@ def backward_plan(
     problem, copies = problem_of(shape, units, inputs, activation, precision, device)
     rows, width, hidden = problem.sizes
     has_row_weights = inputs[-1] is not None
-    with_r = has_row_weights or needed.from_loss
-    e_bar = problem.tile(E_BAR_AND_R if with_r else E_BAR, width)
-    z_bar = problem.tile(Z_BAR, hidden)
+    describes = launch_hopper.serves(problem, has_row_weights)
+    e_bar: UpdateTile | launch_hopper.HopperTile
+    z_bar: UpdateTile | launch_hopper.HopperTile
+    if describes:
+        e_bar = z_bar = launch_hopper.TILE
+    else:
+        with_r = has_row_weights or needed.from_loss
+        e_bar = problem.tile(E_BAR_AND_R if with_r else E_BAR, width)
+        z_bar = problem.tile(Z_BAR, hidden)
     q_tiles, z_bar_tiles = cdiv(rows, e_bar.rows), cdiv(rows, z_bar.rows)
     row_parts = cdiv(width, e_bar.cols)
     partials = problem.element_programs(INNER_PRODUCTS.block)
@@ -268,10 +284,29 @@ def backward_plan(
     of_width, of_hidden = problem.operand(rows, width), problem.operand(rows, hidden)
     a1, a2 = problem.weight_operands()
     weights, number = problem.weights(), problem.allocator()
-    dk = None
-    if needed.rows:
-        line = problem.tile(DK, width)
-        dk = problem.rows_launch(kernels_backward.dk_kernel, line, width, problem.sizes)
+    launches: tuple[Launch | RowsLaunch, ...]
+    if describes:
+        launches = (
+            launch_hopper.rows_launch(problem, "p_bar", other=activation != "relu"),
+            launch_hopper.rows_launch(
+                problem, "e_bar", other=needed.rows, from_loss=needed.from_loss
+            ),
+            launch_hopper.rows_launch(problem, "z_bar"),
+            launch_hopper.rows_launch(problem, "dk"),
+        )
+    else:
+        of_keys = (*problem.key_operands, *problem.sizes)
+        of_values = (*problem.values, *problem.sizes)
+        by_p_bar = kernels_backward.p_bar_kernel, problem.tile(P_BAR, hidden), hidden
+        by_z_bar = kernels_backward.z_bar_kernel, z_bar, hidden
+        by_dk = kernels_backward.dk_kernel, problem.tile(DK, width), width
+        launches = (
+            problem.rows_launch(*by_p_bar, of_keys),
+            problem.rows_launch(kernels_backward.e_bar_kernel, e_bar, width, of_values),
+            problem.rows_launch(*by_z_bar, (*problem.sizes, row_parts)),
+            problem.rows_launch(*by_dk, problem.sizes),
+        )
+    *launches, dk = launches
     return UpdateBackwardPlan(
         problem.element_launch(
             kernels_backward.inner_products_kernel,
@@ -286,20 +321,10 @@ def backward_plan(
             clips=clips,
         ),
         transpose_launch(problem, backward=True) if problem.transposes else None,
-        problem.rows_launch(
-            kernels_backward.p_bar_kernel,
-            problem.tile(P_BAR, hidden),
-            hidden,
-            (*problem.key_operands, *problem.sizes),
-        ),
-        problem.rows_launch(
-            kernels_backward.e_bar_kernel, e_bar, width, (*problem.values, *problem.sizes)
-        ),
-        problem.rows_launch(
-            kernels_backward.z_bar_kernel, z_bar, hidden, (*problem.sizes, row_parts)
-        ),
-        dk,
+        *launches,
+        dk if needed.rows else None,
         plan_gradients(problem, DWEIGHTS, (z_bar_tiles, q_tiles)) if needed.weights else None,
+        describes,
         copies,
         results=(
             *([of_width] * 2 if needed.rows else [None] * 2),

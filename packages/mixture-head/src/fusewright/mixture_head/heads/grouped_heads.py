@@ -3,17 +3,20 @@ r"""G two-layer networks over one shared input, three outputs each.
     u = x A^T                     A [G * S, d], the first layers one below the other
     out_g = SiLU(u_g) C_g         C [G, S, 3], SiLU(u) = u * sigmoid(u)
 
-The input is shared, so the first layers are one dense product, torch's own. The second layers are
-narrow: kernels apply SiLU and the three columns of a head in one pass over u, and in the backward
-pass, which reads u once more, write du and dC; the activation is never stored:
+The input is shared, so the first layers are one dense product. The second layers are narrow: where
+the product has an epilogue (launch_hopper.py), that computes their outputs from sums in registers,
+and u is written only if a backward pass follows; elsewhere the product is torch's, and a kernel
+applies SiLU and the three columns of a head in one pass over u. The backward pass reads u once more
+and writes du and dC; the activation is never stored:
 
     dSiLU_g = dout_g C_g^T,  du = dSiLU * sigmoid(u) * (1 + u * (1 - sigmoid(u)))
     dC_g    = sum over rows of SiLU(u_g)^T dout_g
     dx      = du A,  dA = du^T x
 
 Saved for it: x, A, C and u, or all but u (recomputed_heads.py). Products and sums of the second
-layer are fp32, dC adds partial sums over the rows in a fixed order. Of a width F that is stored as
-S > F, rows of A and of C beyond F that are zero give and get exactly zero.
+layer are fp32; dC adds partial sums over the rows, and an epilogue's outputs add such over the
+hidden units, in a fixed order. Of a width F that is stored as S > F, rows of A and of C beyond F
+that are zero give and get exactly zero.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ _forward = Op(
     triton=launch.grouped_heads,
     reference=_forward_reference,
     fake=_forward_fake,
+    inference=launch.grouped_heads_inference,
 )
 _backward = Op(
     "grouped_heads_backward(Tensor dparams, Tensor x, Tensor hidden_weight, Tensor output_weight,"

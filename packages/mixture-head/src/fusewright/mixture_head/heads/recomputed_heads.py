@@ -21,6 +21,7 @@ import torch
 from .._core.precision import without_autocast
 from .._core.registration import Derivative, Op, empty_grad
 from . import launch, reference
+from .launch_hopper import has_epilogue, product_heads
 
 Tensor = torch.Tensor
 
@@ -51,8 +52,10 @@ def _hidden(rows: Tensor, hidden_weight: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _forward_triton(x: Tensor, hidden_weight: Tensor, output_weight: Tensor) -> Tensor:
+    x, hidden_weight = x.contiguous(), hidden_weight.contiguous()
+    if has_epilogue(x, hidden_weight):
+        return product_heads(x, hidden_weight, output_weight, keeps=False)[0]
     rows, slices, buffer = _chunks(x, output_weight)
-    hidden_weight = hidden_weight.contiguous()
     out = _forward_fake(x, hidden_weight, output_weight)
     params = out.view(len(rows), len(output_weight), 3)
     transposed_weight = launch.transposed(output_weight)

@@ -7,8 +7,9 @@ The factors s of a tensor's features, time and the features that the caller adds
 of the tensor's own: [28, 32], which the derivative multiplies by, and [32].
 
 The update multiplies in fp16, whose largest number is 65504. Of n elements none is larger than
-sqrt(n) once it was divided by their root mean square, and larger tensors are declined. A power of 2
-for each tensor brings the first layer's results close to 2^15, another the second's weights.
+sqrt(n) once it was divided by their root mean square, and larger tensors are declined. Powers of 2,
+of each tensor and unit, bring the first layer's results close to 2^15; the second layer takes them
+back, and another one brings its weights there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from ..common.statistics.tiles import (
     DECAY,
     LENGTH,
     NUMBERS,
-    PROGRAMS,
     RATE,
     SHAPE_FIELDS,
     TIME,
@@ -51,7 +51,7 @@ def filling(most):
 def fold_kernel(
     partials,
     shapes,
-    first,
+    ranges,
     numbers,
     timescales,
     w1,
@@ -71,13 +71,14 @@ def fold_kernel(
     if ~tl.load(skipped):
         shape = shapes + tensor * SHAPE_FIELDS
         k, h = tl.arange(0, 32), tl.arange(0, 32)
-        count = tl.load(shape + PROGRAMS)
-        sums = partials + tl.load(first + tensor) * 32
         squares = tl.zeros((ROWS, 32), tl.float32)
-        for at in range(0, count, ROWS):
-            row = at + tl.arange(0, ROWS)
-            mask = (row < count)[:, None]
-            squares += tl.load(sums + row[:, None] * 32 + k[None, :], mask=mask, other=0.0)
+        for part in tl.static_range(2):
+            line = ranges + tensor * 4 + 2 * part
+            sums, count = partials + tl.load(line) * 32, tl.load(line + 1)
+            for at in range(0, count, ROWS):
+                row = at + tl.arange(0, ROWS)
+                mask = (row < count)[:, None]
+                squares += tl.load(sums + row[:, None] * 32 + k[None, :], mask=mask, other=0.0)
         # One where there are no elements.
         length = tl.maximum(tl.load(shape + LENGTH), 1).to(tl.float32)
         norm = tl.rsqrt(tl.sum(squares, 0) / length + 1e-5)
@@ -99,8 +100,52 @@ def fold_kernel(
             x = tl.load(extra + tensor * extra_count + place)
             bias += tl.load(w1 + h * width + ELEMENT + TIMES + place) * x
         tl.store(biases + tensor * 32 + h, bias)
-        most = tl.sqrt(length) * tl.max(tl.sum(tl.abs(w_element), 0)) + tl.max(tl.abs(bias))
-        tl.store(scales + tensor, filling(most))
+        most = tl.sqrt(length) * tl.sum(tl.abs(w_element), 0) + tl.abs(bias)
+        tl.store(scales + tensor * 32 + h, filling(most))
+
+
+@triton.jit
+def layers_after(w2, b2, w3, b3, scales):
+    """The layers after the first one, whose results are ``scales`` times too large: the second, of
+    which one power of 2 is left, and the last, which takes it back.
+    """
+    h = tl.arange(0, 32)
+    # The least of a layer has the largest results: no weight grows.
+    scale = tl.min(scales)
+    second_w = matrix(w2, 32, 32, 1, 32) * (scale / scales)[:, None]
+    of_second = filling(tl.max(tl.abs(second_w)))
+    scale *= of_second
+    second = second_w * of_second, tl.load(b2 + h) * scale
+    last = tl.load(w3 + h) / scale, tl.load(w3 + 32 + h) / scale
+    return second, last, (tl.load(b3), tl.load(b3 + 1))
+
+
+@triton.jit
+def rates_of(numbers, tensor):
+    """lr and 1 - lr weight_decay of a tensor."""
+    return tl.load(numbers + tensor * NUMBERS + RATE), tl.load(numbers + tensor * NUMBERS + DECAY)
+
+
+@triton.jit
+def move(x, after, elements, rates, multipliers, tables, CONFIG: tl.constexpr):
+    """From the first layer's results: moves the parameters at these places of a tensor, or writes
+    their update.
+    """
+    PRECISION: tl.constexpr = CONFIG.PRECISION
+    second, last, last_bias = after
+    at, offsets, used = elements
+    addresses, tensor, tensors = tables
+    x = hidden(x, second[0], second[1], PRECISION)
+    d = tl.sum(x * last[0][None, :], 1) + last_bias[0]
+    e = tl.sum(x * last[1][None, :], 1) + last_bias[1]
+    update = d * tl.exp(multipliers[0] * e) * multipliers[1]
+    if CONFIG.IN_PLACE:
+        place = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED) + at + offsets
+        p = tl.load(place, mask=used, other=0).to(tl.float32)
+        tl.store(place, (rates[1] * (p - rates[0] * update)).to(CONFIG.P), mask=used)
+    else:
+        out = pointer(addresses, tensor + AT_UPDATE * tensors, tl.float32, False)
+        tl.store(out + at + offsets, update, mask=used)
 
 
 @triton.jit
@@ -137,18 +182,11 @@ def apply_kernel(
         start, stop = stretch_of(block, tensor, first, shape)
         offsets, h = tl.arange(0, CONFIG.SIZE), tl.arange(0, 32)
         # Before the loop: the compiler must assume that its stores change what is read.
-        scale = tl.load(scales + tensor)
-        first_w = matrix(w1, ELEMENT, 32, 1, width) * scale
+        scale = tl.load(scales + tensor * 32 + h)
+        first_w = matrix(w1, ELEMENT, 32, 1, width) * scale[None, :]
         first_bias = tl.load(biases + tensor * 32 + h) * scale
-        second_w = matrix(w2, 32, 32, 1, 32)
-        of_second = filling(tl.max(tl.abs(second_w)))
-        second_w *= of_second
-        scale *= of_second
-        second_bias = tl.load(b2 + h) * scale
-        last_d, last_e = tl.load(w3 + h) / scale, tl.load(w3 + 32 + h) / scale
-        bias_d, bias_e = tl.load(b3), tl.load(b3 + 1)
-        rate = tl.load(numbers + tensor * NUMBERS + RATE)
-        decay = tl.load(numbers + tensor * NUMBERS + DECAY)
+        after, rates = layers_after(w2, b2, w3, b3, scale), rates_of(numbers, tensor)
+        multipliers, place = (exp_mult, step_mult), (addresses, tensor, tensors)
         tables = addresses, gradients, numbers, decays, row_means, tensors
         known, line = known_of(tables, tensor, shape, CONFIG), line_of(shape, start)
         for at in range(start, stop, CONFIG.SIZE):
@@ -158,15 +196,5 @@ def apply_kernel(
             # Read in the loop all the same: there are too few registers for these.
             tile *= tl.load(norms + tensor * 32 + h)[None, :]
             x = hidden(tile, first_w, first_bias, PRECISION)
-            x = hidden(x, second_w, second_bias, PRECISION)
-            d = tl.sum(x * last_d[None, :], 1) + bias_d
-            e = tl.sum(x * last_e[None, :], 1) + bias_e
-            update = d * tl.exp(exp_mult * e) * step_mult
-            used = offsets < stop - at
-            if CONFIG.IN_PLACE:
-                place = pointer(addresses, tensor, CONFIG.P, CONFIG.ALIGNED) + at + offsets
-                p = tl.load(place, mask=used, other=0).to(tl.float32)
-                tl.store(place, (decay * (p - rate * update)).to(CONFIG.P), mask=used)
-            else:
-                out = pointer(addresses, tensor + AT_UPDATE * tensors, tl.float32, False)
-                tl.store(out + at + offsets, update, mask=used)
+            moved = at, offsets, offsets < stop - at
+            move(x, after, moved, rates, multipliers, place, CONFIG)

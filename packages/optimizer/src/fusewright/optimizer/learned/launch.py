@@ -6,7 +6,7 @@ derivative.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,17 +15,18 @@ from .._core.launches import cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import allows_tf32
 from ..common.launch import planned
-from ..common.statistics.launch import FOLD, StatisticsBatch, StatisticsKernelPart, Sums
+from ..common.statistics.launch import FOLD, LINES, StatisticsBatch, StatisticsKernelPart, Sums
 from ..common.statistics.layout import Stretch, Stretches
 from ..common.step import Step
 from ..common.tables import addresses_of, upload
 from .reference import TIMESCALES, Network, time_features
 
 if TYPE_CHECKING:
-    from . import kernels, kernels_backward
+    from . import kernels, kernels_backward, kernels_strips
 else:
     kernels = lazy_module(__package__, "kernels")
     kernels_backward = lazy_module(__package__, "kernels_backward")
+    kernels_strips = lazy_module(__package__, "kernels_strips")
 
 Tensor = torch.Tensor
 # Both unmeasured. The products of BACKWARD are IEEE: three of TF32 take more registers than there
@@ -42,8 +43,9 @@ class LearnedBatch(StatisticsBatch):
 
     def plan_network(self) -> None:
         self.timescales = upload(TIMESCALES, torch.float64, self.device)
-        self.biases = self.empty(len(self.ps), 32)
-        self.folded, self.scales = self.empty(len(self.ps), 32, 32), self.empty(len(self.ps))
+        self.biases, self.scales = (self.empty(len(self.ps), 32) for _ in range(2))
+        self.folded = self.empty(len(self.ps), 32, 32)
+        self.layers = self.empty(max(self.applying_strips.lines, 1), 32)
 
     def move(
         self,
@@ -58,31 +60,61 @@ class LearnedBatch(StatisticsBatch):
         write their updates.
         """
         self.advance(numbers, decays, skipped)
-        w1, b1, *others = weights
+        w1, b1 = weights[:2]
         added = 0 if extra is None else extra.shape[1]
         plan = (len(self.ps),), (added,), FOLD
         launch = planned(kernels, self.device, "fold_kernel", *plan)
-        sums = self.partials, self.moving.shapes, self.moving.blocks.tables[1]
+        sums = self.partials, self.moving.shapes, self.ranges
         inputs = numbers, self.timescales, w1, b1, w1 if extra is None else extra, skipped
         launch((*sums, *inputs, self.norms, self.folded, self.biases, self.scales))
+        options = dict(IN_PLACE=self.updates is None, PRECISION=precision(), **self.constants)
+        if self.applying.blocks.count:
+            self.move_stretches(numbers, decays, weights, skipped, multipliers, options)
+        if self.applying_strips.places:
+            self.move_strips(numbers, decays, weights, skipped, multipliers, options)
+
+    def move_stretches(
+        self,
+        numbers: Tensor,
+        decays: Tensor,
+        weights: Sequence[Tensor],
+        skipped: Tensor,
+        multipliers: tuple[float, float],
+        options: dict[str, Any],
+    ) -> None:
+        """The last launch, of tensors in stretches."""
+        w1, _, *others = weights
         applying, stretch = self.applying, self.applying.stretch
-        if not applying.blocks.count:
-            return
-        launch = planned(
-            kernels,
-            self.device,
-            "apply_kernel",
-            applying.grid,
-            (w1.shape[1], len(self.ps)),
-            stretch,
-            self.registers_of(stretch),
-            **self.constants,
-            IN_PLACE=self.updates is None,
-            PRECISION=precision(),
-        )
+        plan = applying.grid, (w1.shape[1], len(self.ps)), stretch, self.registers_of(stretch)
+        launch = planned(kernels, self.device, "apply_kernel", *plan, **options)
         operands = self.addresses.table, self.gradients.table, *applying.tables, numbers, decays
         layers = self.row_means, self.norms, self.scales, w1, self.biases, *others
         launch((*operands, *layers, skipped), multipliers)
+
+    def move_strips(
+        self,
+        numbers: Tensor,
+        decays: Tensor,
+        weights: Sequence[Tensor],
+        skipped: Tensor,
+        multipliers: tuple[float, float],
+        options: dict[str, Any],
+    ) -> None:
+        """The last two launches, of matrices in strips: the lines' part of the first layer, then
+        the same.
+        """
+        w1, _, *others = weights
+        integers, shapes = (w1.shape[1], len(self.ps)), self.moving.shapes
+        strips, strip = self.applying_strips, self.applying_strips.strip
+        plan = (self.line_blocks.count,), integers, LINES
+        launch = planned(kernels_strips, self.device, "layers_kernel", *plan)
+        tables = self.addresses.table, shapes, strips.table, *self.line_blocks.tables[1:]
+        launch((*tables, self.norms, self.scales, w1, self.biases, skipped, self.layers))
+        bounded = strips.grid, integers, strip, self.registers_of(strip)
+        launch = planned(kernels_strips, self.device, "strip_apply_kernel", *bounded, **options)
+        operands = self.addresses.table, self.gradients.table, shapes, *strips.tables
+        layers = self.factors, self.norms, self.scales, w1, self.layers, *others
+        launch((*operands, numbers, decays, *layers, skipped), multipliers)
 
     def weight_gradients(
         self,

@@ -12,17 +12,18 @@ import torch
 
 from ..._core.backends import device_properties
 from ..._core.lazy import lazy_module
-from ..launch import KernelPart, Squares, planned
+from ..launch import Block, KernelPart, Squares, planned
 from ..step import Step
 from ..tables import Blocks, Uploaded, addresses_of, aligned, upload
-from .layout import Layout, Stretch, Stretches
+from .layout import Layout, Stretch, Stretches, Strip, Strips
 from .members import Member, Rules, StatisticsPart
 from .reference import START_DECAYS, Statistics
 
 if TYPE_CHECKING:
-    from . import kernels, kernels_sums, tiles
+    from . import kernels, kernels_strips, kernels_sums, tiles
 else:
     kernels = lazy_module(__package__, "kernels")
+    kernels_strips = lazy_module(__package__, "kernels_strips")
     kernels_sums = lazy_module(__package__, "kernels_sums")
     tiles = lazy_module(__package__, "tiles")
 
@@ -64,10 +65,15 @@ class Sums(NamedTuple):
 
 
 # STATISTICS and APPLY are of results/tuning-learned-h200-torch2.11-triton3.6.csv; the others are
-# unmeasured and take 3 % of a step.
+# unmeasured. Without strips all of the others take 3 % of a step.
 STATISTICS = Stretch(size=64, num_warps=1, shortest=1024, programs=1024)
 # With more registers two programs share a multiprocessor, else three.
 APPLY = Stretch(size=128, num_warps=4, shortest=2048, programs=2048, registers=168)
+STATISTICS_STRIP = Strip(size=128, num_warps=4, shortest=16, programs=1024, ahead=False)
+# It says which matrices are in strips. Three programs of a multiprocessor wait for memory often
+# enough that each reads ahead.
+APPLY_STRIP = Strip(128, num_warps=4, shortest=32, programs=1024, ahead=True, registers=168)
+LINES = Block(size=64, num_warps=2)
 SQUARES_OVER_AXES = SumTile(lines=16, line=128, tall=32, wide=64, tiles=16, chunks=64, num_warps=4)
 MEANS = Means(size=128, partials=8, span=1024, num_warps=4)
 FOLD = Sums(rows=64, size=32, num_warps=4)
@@ -114,14 +120,41 @@ class StatisticsBatch:
         # Of all launches whose kernels read parameters or gradients.
         self.constants = dict(P=self.parameter, G=gradient, VELO=self.velo, ALIGNED=False)
         self.plan_sums()
-        self.moving = Stretches(layouts, STATISTICS, self.device)
-        self.applying = Stretches(layouts, APPLY, self.device)
-        self.partials = self.empty(max(self.moving.blocks.count, 1), 32)
+        places = [] if self.velo else [n for n, x in enumerate(layouts) if APPLY_STRIP.serves(x)]
+        self.moving = Stretches(layouts, STATISTICS, self.device, places)
+        self.applying = Stretches(layouts, APPLY, self.device, places)
+        self.moving_strips = Strips(places, layouts, STATISTICS_STRIP, self.device)
+        self.applying_strips = Strips(places, layouts, APPLY_STRIP, self.device)
+        self.plan_partials()
         # VeLO replaces it.
         self.moment_partials = self.partials
         self.row_means = self.empty(max(3 * sum(layout.row_means for layout in layouts), 1))
         self.norms = self.empty(len(ps), 32)
         self.plan_network()
+
+    def plan_partials(self) -> None:
+        """Allocate sums of squares, and the factors of the lines of matrices in strips."""
+        strips, lines = self.moving_strips, []
+        for place in strips.places:
+            layout = self.layouts[place]
+            lines += [-(-layout.x // LINES.size), -(-layout.y // LINES.size)]
+        self.line_blocks = Blocks(lines, 1, self.device)
+        self.factors = self.empty(max(strips.lines, 1), 4)
+        # Of each tensor where its sums begin, and how many there are; then those of its lines. The
+        # sums of stretches come first, then those of strips, then those of lines.
+        ranges = [[0, 0, 0, 0] for _ in self.ps]
+        at = 0
+        for place, count in itertools.chain(
+            enumerate(self.moving.counts), zip(strips.places, strips.counts, strict=True)
+        ):
+            if count:
+                ranges[place][:2] = at, count
+            at += count
+        for place, *two in zip(strips.places, lines[::2], lines[1::2], strict=True):
+            ranges[place][2:] = at, sum(two)
+            at += sum(two)
+        self.ranges = upload(list(itertools.chain(*ranges)), torch.int64, self.device)
+        self.partials = self.empty(max(at, 1), 32)
 
     def plan_network(self) -> None:
         """Allocate what a subclass's own launches need."""
@@ -129,7 +162,7 @@ class StatisticsBatch:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
-    def registers_of(self, stretch: Stretch) -> int | None:
+    def registers_of(self, stretch: Stretch | Strip) -> int | None:
         """The bound of a thread's registers on this device."""
         return stretch.registers if device_properties(self.device).capability == 90 else None
 
@@ -190,6 +223,25 @@ class StatisticsBatch:
             launch = planned(kernels, self.device, "statistics_kernel", *plan, **constants)
             written = self.row_means, self.partials, self.moment_partials
             launch((*operands, *self.moving.tables, numbers, decays, skipped, *written))
+        if self.moving_strips.places:
+            self.advance_strips(operands, numbers, decays, skipped)
+
+    def advance_strips(
+        self, operands: tuple[Tensor, Tensor], numbers: Tensor, decays: Tensor, skipped: Tensor
+    ) -> None:
+        """The same of matrices in strips, after their rows and columns."""
+        strips, tensors = self.moving_strips, (len(self.ps),)
+        shapes, at = self.moving.shapes, self.moving.blocks.count
+        grid = (self.line_blocks.count,)
+        launch = planned(kernels_strips, self.device, "lines_kernel", grid, tensors, LINES)
+        tables = self.addresses.table, shapes, strips.table, *self.line_blocks.tables[1:]
+        sums = self.partials[at + strips.blocks.count :]
+        launch((*tables, skipped, self.row_means, self.factors, sums))
+        plan = strips.grid, tensors, strips.strip, self.registers_of(strips.strip)
+        name = "strip_statistics_kernel"
+        launch = planned(kernels_strips, self.device, name, *plan, **self.constants)
+        inputs = shapes, *strips.tables, numbers, decays, skipped
+        launch((*operands, *inputs, self.factors, self.partials[at:]))
 
 
 class StatisticsKernelPart(KernelPart, StatisticsPart):

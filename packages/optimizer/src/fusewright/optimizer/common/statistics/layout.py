@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,20 +83,87 @@ class Stretch(NamedTuple):
 
 
 class Stretches:
-    """How programs divide tensors: the kernels' table of shapes, and the tensor of each program."""
+    """How programs divide tensors, but for ``others``: the kernels' table of shapes, and the tensor
+    of each program.
 
-    def __init__(self, layouts: Sequence[Layout], stretch: Stretch, device: torch.device) -> None:
+    Attributes:
+        counts: of each tensor the programs.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        stretch: Stretch,
+        device: torch.device,
+        others: Container[int] = (),
+    ) -> None:
         lines, counts = [], []
         row_means = 0
-        for layout in layouts:
+        for place, layout in enumerate(layouts):
             span = max(stretch.shortest, -(-layout.length // stretch.programs))
             span = -(-span // stretch.size) * stretch.size
-            counts.append(-(-layout.length // span))
+            counts.append(0 if place in others else -(-layout.length // span))
             lines += [layout.length, layout.x, layout.yc, layout.byc, layout.c, layout.b]
             lines += [int(layout.factored), int(layout.row_over_y), *layout.counts(), row_means]
             lines += [span, counts[-1]]
             row_means += 3 * layout.row_means
+        self.counts = counts
         self.shapes = upload(lines, torch.int64, device)
         self.blocks = Blocks(counts, 1, device)
         self.stretch, self.grid = stretch, (self.blocks.count,)
         self.tables = self.shapes, *self.blocks.tables[1:]
+
+
+class Strip(NamedTuple):
+    """One program takes a strip of ``size`` columns of one matrix: at least ``shortest`` rows of
+    it, and more where a matrix would take over about ``programs`` programs. ``registers`` as in
+    ``Stretch``; ``ahead``: the next row is read before one is computed.
+    """
+
+    size: int
+    num_warps: int
+    shortest: int
+    programs: int
+    ahead: bool
+    registers: int | None = None
+
+    def serves(self, layout: Layout) -> bool:
+        """Whether it is one matrix whose rows are contiguous, and whose columns fill four fifths of
+        the strips.
+        """
+        is_plain = layout.factored and layout.a == layout.b == layout.c == 1
+        padded = -(-layout.y // self.size) * self.size
+        return is_plain and layout.length > 0 and 5 * layout.y >= 4 * padded
+
+
+class Strips:
+    """How programs divide these matrices, which have their places in a batch: the kernels' table of
+    strips, and the matrix of each program.
+
+    Attributes:
+        places: of the matrices.
+        lines: how many rows and columns they have together.
+        counts: of each the programs.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[int],
+        layouts: Sequence[Layout],
+        strip: Strip,
+        device: torch.device,
+    ) -> None:
+        table: list[int] = []
+        self.places, self.lines = places, 0
+        self.counts: list[int] = []
+        for place in places:
+            layout = layouts[place]
+            across = -(-layout.y // strip.size)
+            span = max(strip.shortest, -(-layout.x * across // strip.programs))
+            table += [place, layout.x, layout.y, self.lines, span]
+            self.counts.append(across * -(-layout.x // span))
+            self.lines += layout.x + layout.y
+        self.table = upload(table or [0], torch.int64, device)
+        self.blocks = Blocks(self.counts, 1, device)
+        self.strip, self.grid = strip, (self.blocks.count,)
+        self.tables = self.table, *self.blocks.tables[1:]

@@ -113,10 +113,10 @@ def factors(row, column, means, used):
 
 @triton.jit
 def joined(columns, start: tl.constexpr, step: tl.constexpr):
-    """Of 32 columns each ``step``-th from ``start`` on, joined along as many last axes of size 2 as
-    it takes: the pairs that are furthest apart are joined first.
+    """Of a power of 2 of columns each ``step``-th from ``start`` on, joined along as many last axes
+    of size 2 as it takes: the pairs that are furthest apart are joined first.
     """
-    if step == 32:
+    if step == len(columns):
         tile = columns[start]
     else:
         tile = tl.join(joined(columns, start, 2 * step), joined(columns, start + step, 2 * step))

@@ -1,0 +1,1 @@
+"""A linear layer of few columns with SiLU behind it."""

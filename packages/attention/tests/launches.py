@@ -7,6 +7,7 @@ import os
 import torch
 from fusewright.attention._core.backends import DeviceProperties
 from fusewright.attention.common import problem
+from fusewright.attention.common.outputs import WORD
 from fusewright.attention.positions import launch as rotary
 from fusewright.attention.positions import launch_apply
 from fusewright.attention.rectangular import launch as forward
@@ -40,7 +41,14 @@ def launch(
     of_heads = torch.empty(8) if sinks else None
     do, v = (x.new_empty(*x.shape[:3], values or width) for x in (q, k))
     forward.attention_forward(q, k, v, key_lengths, of_heads, 0.125, True)
-    backward.attention_backward(do, lse, q, k, v, key_lengths, of_heads, do, do, softmax, 0.125)
+    backward.attention_backward(
+        do, lse, q, k, v, key_lengths, of_heads, do, words(do), softmax, 0.125
+    )
+
+
+def words(o: torch.Tensor) -> torch.Tensor:
+    """What rounding took from o, in its words."""
+    return o.new_empty((*o.shape[:-1], o.shape[-1] // WORD), dtype=torch.int32)
 
 
 def launch_apart(width: int) -> None:
@@ -48,7 +56,7 @@ def launch_apart(width: int) -> None:
     q = torch.empty(2, 1008, 8, width, dtype=torch.bfloat16)[:, :1000]
     lse, softmax = torch.empty(2, 8, 1000), torch.empty(2, 2, 8, 1000)
     forward.attention_forward(q, q, q, None, None, 0.125, True)
-    backward.attention_backward(q, lse, q, q, q, None, None, q, q, softmax, 0.125)
+    backward.attention_backward(q, lse, q, q, q, None, None, q, words(q), softmax, 0.125)
 
 
 def launch_hopper(
@@ -67,7 +75,9 @@ def launch_hopper(
     forward.attention_forward(q, k, k, key_lengths, of_heads, 0.125, lse, True)
     if lse:
         softmax = torch.empty(2, 4, 8, 2700)
-        backward.attention_backward(q, None, q, k, k, key_lengths, of_heads, q, q, softmax, 0.125)
+        backward.attention_backward(
+            q, None, q, k, k, key_lengths, of_heads, q, words(q), softmax, 0.125
+        )
 
 
 def launch_hopper_together() -> None:
@@ -92,7 +102,7 @@ def launch_window(
     of_heads = torch.empty(8) if sinks else None
     do, v = (y.new_empty(*y.shape[:3], values or width) for y in (x, k))
     window.attention_forward(x, k, v, of_heads, band, 0.125, True)
-    window.attention_backward(do, lse, x, k, v, of_heads, do, do, softmax, band, 0.125)
+    window.attention_backward(do, lse, x, k, v, of_heads, do, words(do), softmax, band, 0.125)
 
 
 def launch_hopper_single_tile(
@@ -113,7 +123,7 @@ def launch_window_hopper(width: int = 64, dtype: torch.dtype = torch.bfloat16) -
     for lse in (False, True):
         window.attention_forward(x, x, x, None, band, 0.125, lse)
     if width == 64:
-        window.attention_backward(x, None, x, x, x, None, x, x, softmax, band, 0.125)
+        window.attention_backward(x, None, x, x, x, None, x, words(x), softmax, band, 0.125)
 
 
 def launch_rotary(width: int, dtype: torch.dtype, beside: bool = True, kinds: int = 2) -> None:

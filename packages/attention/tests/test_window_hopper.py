@@ -13,6 +13,7 @@ import pytest
 import torch
 from fusewright.attention._core.launches import cdiv
 from fusewright.attention.common.launch import plan_query_tiles
+from fusewright.attention.common.outputs import WORD
 from fusewright.attention.common.problem import key_of, problem_of, tile_config
 from fusewright.attention.window import kernels as kernels_window
 from fusewright.attention.window import (
@@ -159,16 +160,17 @@ def test_flagged_tiles_are_computed_again_and_no_others():
     problem = problem_of(key, 3, launch.integers_of(band, key))
     config = tile_config(launch_hopper.AGAIN, problem)
     flags = torch.tensor([[0, 0, 1], [1, 0, 0], [0, 1, 1], [0, 0, 0]], dtype=torch.int32)
-    outputs = q, torch.empty(2, 2, 150), torch.empty(2, 2, 2, 150), q
-    whole, again = ([torch.full_like(x, -1e3) for x in outputs] for _ in range(2))
+    words = torch.empty(2, 150, 2, 64 // WORD, dtype=torch.int32)
+    outputs = q, torch.empty(2, 2, 150), torch.empty(2, 2, 2, 150), words
+    whole, again = ([torch.full_like(x, -1000) for x in outputs] for _ in range(2))
     run = plan_query_tiles(kernels_window.window_forward_kernel, problem, config)
     run((q, k, v, None, *whole), (0.125,))
     run = plan_query_tiles(kernels_window.flagged_window_forward_kernel, problem, config)
     run((q, k, v, None, flags, *again), (0.125,))
     flagged = flags.view(2, 2, 3).bool().repeat_interleave(ROWS, 2)[..., :150]
     for first, second in zip(whole, again, strict=True):
-        by_row = flagged.mT.unsqueeze(-1) if first.dtype == FP16 else flagged
-        assert torch.equal(second, torch.where(by_row, first, -1e3))
+        by_row = flagged.mT.unsqueeze(-1) if first.shape[1] == 150 else flagged
+        assert torch.equal(second, torch.where(by_row, first, -1000))
 
 
 @pytest.fixture

@@ -49,8 +49,7 @@ def buffers_and_barriers(tiles, CONFIG: gl.constexpr):
     GROUPS: gl.constexpr = CONFIG.GROUPS
     DTYPE: gl.constexpr = q_tiles.dtype
     q_shared = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, ROWS, 1, D], q_tiles.layout)
-    # o, and behind it what its rounding takes.
-    o_shared = gl.allocate_shared_memory(DTYPE, [2 * GROUPS, 1, ROWS, 1, D], o_tiles.layout)
+    o_shared = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, ROWS, 1, D], o_tiles.layout)
     k_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, D], k_tiles.layout)
     v_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, D], v_tiles.layout)
     OF_ONES: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -187,26 +186,46 @@ def last_tile(p, o, l, buffers, barriers, stage, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def store_rounding(o, rounded, o_low_ptr, place, call, D: gl.constexpr):
+    """What rounding took from a group's rows of o, as ``tiles_rounding`` keeps it."""
+    batch, head, block = place
+    queries, heads = call
+    step: gl.constexpr = (1 << (16 if rounded.dtype == gl.bfloat16 else 13)) // 15
+    WORDS: gl.constexpr = D // 8
+    near = rounded.to(gl.float32).to(gl.int32, bitcast=True)
+    taken = o.to(gl.int32, bitcast=True) - near
+    taken = gl.minimum(gl.maximum(taken, -8 * step), 7 * step)
+    code = (taken + (8 * step + step // 2)) // step
+    col = gl.arange(0, D, gl.SliceLayout(0, o.type.layout))
+    code = code << gl.expand_dims(col % 8 * 4, 0)
+    words = gl.sum(gl.sum(code.reshape([ROWS, WORDS, 4, 2]), 3), 2)
+    query = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, words.type.layout))
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, words.type.layout))
+    # May need 64 bits.
+    at_row = ((batch.to(gl.int64) * queries + query) * heads + head) * WORDS
+    at = o_low_ptr + gl.expand_dims(at_row, 1) + gl.expand_dims(word, 0)
+    gl.store(at, words, mask=gl.expand_dims(query < queries, 1))
+
+
+@gluon.jit
 def store_outputs(
-    outputs, pointers, o_shared, sums, place, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
+    o_tiles, pointers, o_shared, sums, place, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
     """A group's rows of o, of what rounding takes from it and of their statistics, and their flag.
 
     Args:
-        outputs: tiles of o and of o_low.
-        pointers: lse, softmax and flags.
+        o_tiles: of o.
+        pointers: lse, softmax, o_low and flags.
         sums: o, the sum of each row as it divides o and as lse has it, and the reference.
         place: task, head, and the block of ROWS queries.
         call: queries, blocks and heads of a task, rows of all, and whether o_low and softmax are
             written.
     """
-    o_tiles, o_low_tiles = outputs
-    lse_ptr, softmax_ptr, flags_ptr = pointers
+    lse_ptr, softmax_ptr, o_low_ptr, flags_ptr = pointers
     o, total, exact_total, reference = sums
     batch, head, block = place
     queries, blocks, heads, rows, keeps = call
     D: gl.constexpr = CONFIG.D
-    GROUPS: gl.constexpr = CONFIG.GROUPS
     BY_ROW: gl.constexpr = total.type.layout
     BY_ROW_OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     inverse_sum = 1.0 / total
@@ -215,14 +234,11 @@ def store_outputs(
     # Where the last piece's output went from.
     tma.store_wait(0)
     o_shared.index(GROUP).reshape([ROWS, D]).store(rounded)
-    if keeps:
-        low = (o - rounded.to(gl.float32)).to(o_tiles.dtype)
-        o_shared.index(GROUPS + GROUP).reshape([ROWS, D]).store(low)
     fence_async_shared()
     at = [batch, block * ROWS, head, 0]
     tma.async_copy_shared_to_global(o_tiles, at, o_shared.index(GROUP))
     if keeps:
-        tma.async_copy_shared_to_global(o_low_tiles, at, o_shared.index(GROUPS + GROUP))
+        store_rounding(o, rounded, o_low_ptr, place, (queries, heads), D)
     query = block * ROWS + gl.arange(0, ROWS, BY_ROW)
     at_row = (batch * heads + head) * queries + query
     if CONFIG.LSE:

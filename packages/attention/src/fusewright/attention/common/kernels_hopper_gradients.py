@@ -4,7 +4,7 @@ of what it wrote.
     delta_i = sum_d do_id o_id - dlse_i    lse_i = r_i - log2(1 / l_i)
 
 r_i and 1 / l_i are the reference of a row and the inverse of its sum, as the forward pass had them;
-o is taken as it was before its rounding, from o and o_low.
+o is taken as it was before its rounding, as far as o and o_low know.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .tiles import length_of, load_from_pointer, store_rows
 from .tiles_forward import sink_of
+from .tiles_rounding import load_unrounded
 
 # Queries of a tile.
 QUERIES = tl.constexpr(64)
@@ -53,12 +54,8 @@ def prepare_kernel(
     batch, of_head, first = head // heads, head % heads, tile * QUERIES
     do_source = do_ptr, do_batch_stride, do_row_stride, do_head_stride, batch, of_head, queries
     do = load_from_pointer(do_source, first, queries, QUERIES, True, CONFIG).to(tl.float32)
-    # May need 64 bits.
-    task_stride = tl.cast(queries, tl.int64) * heads * CONFIG.D
-    o_source = o_ptr, task_stride, heads * CONFIG.D, CONFIG.D, batch, of_head, queries
-    o_low_source = o_low_ptr, task_stride, heads * CONFIG.D, CONFIG.D, batch, of_head, queries
-    o = load_from_pointer(o_source, first, queries, QUERIES, True, CONFIG).to(tl.float32)
-    o += load_from_pointer(o_low_source, first, queries, QUERIES, True, CONFIG)
+    place = batch, of_head, first, queries, heads
+    o = load_unrounded(o_ptr, o_low_ptr, place, QUERIES, CONFIG.D, CONFIG.BLOCK_D)
     delta = tl.sum(do * o, 1)
     number = tl.arange(0, QUERIES)
     row = first + number

@@ -96,14 +96,14 @@ def plan_forward(problem: Problem, launch: Launch | None, with_lse: bool, keep: 
     o is contiguous, [B, Nq, H, Dv]; lse [B, H, Nq] in fp32, with ``with_lse``. The others are for
     the backward pass, with ``keep``: softmax [2, B, H, Nq] in fp32, the maximum of each row of
     scores, in base 2, or another number near it, and one over the sum of exponentials below it;
-    o_low, like o, what rounding took from it.
+    o_low [B, Nq, H, Dv / 8] in words, what rounding took from o (``tiles_rounding``).
     """
     device, dtype, shape = problem.device, problem.dtype, problem.output_shape
     outputs = (
         allocator(shape, dtype, device),
         allocator(problem.rows, torch.float32, device) if with_lse else None,
         allocator((2, *problem.rows), torch.float32, device) if keep else None,
-        allocator(shape, dtype, device) if keep and problem.narrow else None,
+        allocator(problem.low_shape, torch.int32, device) if keep and problem.narrow else None,
     )
     return Plan(launch, problem.copies, outputs)
 

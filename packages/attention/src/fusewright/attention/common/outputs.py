@@ -8,6 +8,8 @@ from .._core.registration import empty_grad
 
 Tensor = torch.Tensor
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+# Numbers of o whose rounding is in one word of 32 bits; divides every width.
+WORD = 8
 
 
 def new_outputs(q: Tensor, v: Tensor, with_lse: bool, keep: bool = True) -> Outputs:
@@ -15,13 +17,15 @@ def new_outputs(q: Tensor, v: Tensor, with_lse: bool, keep: bool = True) -> Outp
     where it is not asked for, o_low in fp32 too.
     """
     batches, queries, heads, _ = q.shape
-    shape, rows = (*q.shape[:-1], v.shape[-1]), (batches, heads, queries)
+    width, rows = v.shape[-1], (batches, heads, queries)
     narrow = q.dtype.itemsize < 4
     return (
-        q.new_empty(shape),
+        q.new_empty((*q.shape[:-1], width)),
         q.new_empty(rows if with_lse else (0,), dtype=torch.float32),
         q.new_empty((2, *rows) if keep else (0,), dtype=torch.float32),
-        q.new_empty(shape) if keep and narrow else q.new_empty(0, dtype=torch.float32),
+        q.new_empty((*q.shape[:-1], width // WORD), dtype=torch.int32)
+        if keep and narrow
+        else q.new_empty(0, dtype=torch.float32),
     )
 
 

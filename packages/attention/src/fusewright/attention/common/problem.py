@@ -11,6 +11,7 @@ from .._core.backends import DeviceProperties, device_properties
 from .._core.launches import Layout, cdiv, layouts
 from .._core.precision import input_precision, power_of_2
 from .operands import MAX_ROW_STRIDE, Shape, describable, head_strides, is_aligned, present, to_copy
+from .outputs import WORD
 
 # A product of tiles takes no fewer.
 SMALLEST_TILE = 16
@@ -106,6 +107,11 @@ class Problem(NamedTuple):
     def output_shape(self) -> Shape:
         """The shape of o and its gradient."""
         return self.batches, self.queries, self.heads, self.value_width
+
+    @property
+    def low_shape(self) -> Shape:
+        """The shape of what rounding took from o, in words."""
+        return self.batches, self.queries, self.heads, self.value_width // WORD
 
     @property
     def key_shape(self) -> Shape:

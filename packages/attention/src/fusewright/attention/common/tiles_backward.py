@@ -5,10 +5,10 @@
 
 The probabilities are recomputed, from the scores and from the maximum m of each row and the
 inverse 1 / l of its sum, as the forward pass had them: the rounding of a log-sum-exp would make the
-probability of a great score wrong. delta takes o as it was before its rounding, from o and o_low:
-where one key has nearly all the weight, do v^T - delta is a small difference. In fp32 even that is
-not enough: two sums of the same products, do v^T and do o, are rounded differently. There delta
-becomes rowsum(p * do v^T), computed while the keys pass, and dq is corrected for it.
+probability of a great score wrong. delta takes o as it was before its rounding, as far as o and
+o_low know: where one key has nearly all the weight, do v^T - delta is a small difference. In fp32
+even that is not enough: two sums of the same products, do v^T and do o, are rounded differently.
+There delta becomes rowsum(p * do v^T), computed while the keys pass, and dq is corrected for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .tiles import load_from_pointer, load_rows, product
 from .tiles_forward import sink_of
+from .tiles_rounding import load_unrounded
 
 
 @triton.jit
@@ -30,14 +31,14 @@ def load_statistics(
     """
     batch, head, first, queries, heads = place
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
-    # May need 64 bits.
-    task_stride = tl.cast(queries, tl.int64) * heads * CONFIG.DV
-    o_source = o_ptr, task_stride, heads * CONFIG.DV, CONFIG.DV, batch, head, queries
-    o = load_from_pointer(o_source, first, queries, BLOCK_Q, True, CONFIG, True).to(tl.float32)
     # Rounding took nothing from fp32.
     if do.dtype != tl.float32:
-        o_low_source = o_low_ptr, task_stride, heads * CONFIG.DV, CONFIG.DV, batch, head, queries
-        o += load_from_pointer(o_low_source, first, queries, BLOCK_Q, True, CONFIG, True)
+        o = load_unrounded(o_ptr, o_low_ptr, place, BLOCK_Q, CONFIG.DV, CONFIG.BLOCK_V)
+    else:
+        # May need 64 bits.
+        task_stride = tl.cast(queries, tl.int64) * heads * CONFIG.DV
+        o_source = o_ptr, task_stride, heads * CONFIG.DV, CONFIG.DV, batch, head, queries
+        o = load_from_pointer(o_source, first, queries, BLOCK_Q, True, CONFIG, True)
     row = first + tl.arange(0, BLOCK_Q)
     at = (batch * heads + head).to(tl.int64) * queries + row
     inside = row < queries

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .tiles import LOG2_E, LOG_2, store_rows
+from .tiles_rounding import OF_WORD, nearest, packed_rounding
 
 
 @triton.jit
@@ -56,8 +57,9 @@ def store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, place, rows, 
     if lse_ptr is not None:
         tl.store(lse_ptr + at, (m + tl.log2(l)) * LOG_2, mask=row < queries)
     o = o * inverse_sum[:, None]
-    store_rows(o_ptr, o, place, D)
     if o_low_ptr is not None:
-        # What rounding takes from o, for the delta of the backward pass.
-        o_low = o - o.to(o_ptr.dtype.element_ty).to(tl.float32)
-        store_rows(o_low_ptr, o_low, place, D)
+        rounded = nearest(o, o_ptr.dtype.element_ty)
+        store_rows(o_low_ptr, packed_rounding(o, rounded), place, D // OF_WORD)
+        store_rows(o_ptr, rounded, place, D)
+    else:
+        store_rows(o_ptr, o, place, D)

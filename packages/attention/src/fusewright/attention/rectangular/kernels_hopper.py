@@ -118,11 +118,12 @@ def copy_tiles(inputs, call, buffers, barriers, sizes, pieces, CONFIG: gl.conste
 
 @gluon.jit
 def attend(
-    outputs, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
+    o_tiles, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
     """What each group with queries does: its ROWS queries of every piece, over its keys."""
     pieces, lengths_ptr, queries, rows, factor, keeps = call
-    sinks_ptr, lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr = pointers
+    sinks_ptr, lse_ptr, softmax_ptr, o_low_ptr, flags_ptr, parts = pointers
+    partial_o_ptr, partial_softmax_ptr = parts
     q_shared, k_shared, _v_shared, o_shared, _ones_shared = buffers
     q_full, q_free, full, _free, tokens = barriers
     D: gl.constexpr = CONFIG.D
@@ -203,7 +204,7 @@ def attend(
                 total += of_sink
                 exact_total += of_sink
             store_outputs(
-                *(outputs, (lse_ptr, softmax_ptr, flags_ptr), o_shared),
+                *(o_tiles, (lse_ptr, softmax_ptr, o_low_ptr, flags_ptr), o_shared),
                 *((o, total, exact_total, reference), (batch, head, block)),
                 *((queries, blocks, heads, rows, keeps), GROUP, CONFIG),
             )
@@ -222,11 +223,11 @@ def hopper_forward_kernel(
     k_tiles,
     v_tiles,
     o_tiles,
-    o_low_tiles,
     lengths_ptr,
     sinks_ptr,
     lse_ptr,
     softmax_ptr,
+    o_low_ptr,
     flags_ptr,
     partial_o_ptr,
     partial_softmax_ptr,
@@ -245,15 +246,15 @@ def hopper_forward_kernel(
     CONFIG: gl.constexpr,
 ):
     """A program takes every so many-th piece of work; tiles are tensor descriptors over
-    [B, rows, H, D]. ``keeps``, 0 or 1, says whether ``o_low_tiles`` and ``softmax_ptr`` are
+    [B, rows, H, D]. ``keeps``, 0 or 1, says whether ``o_low_ptr`` and ``softmax_ptr`` are
     written, and CONFIG whether ``lengths_ptr`` and ``sinks_ptr`` are read and ``lse_ptr`` is
     written, and whether heads share keys, ``sharing`` of them those of one head.
     """
     GROUPS: gl.constexpr = CONFIG.GROUPS
     tiles = (q_tiles, k_tiles, v_tiles, o_tiles)
     buffers, barriers = buffers_and_barriers(tiles, CONFIG)
-    outputs = (o_tiles, o_low_tiles)
-    pointers = (sinks_ptr, lse_ptr, softmax_ptr, flags_ptr, partial_o_ptr, partial_softmax_ptr)
+    of_parts = (partial_o_ptr, partial_softmax_ptr)
+    pointers = (sinks_ptr, lse_ptr, softmax_ptr, o_low_ptr, flags_ptr, of_parts)
     pieces = whole + left * parts
     sizes = (whole, gl.maximum(left, 1), parts, query_tiles, keys, heads)
     call = (pieces, lengths_ptr, queries, rows, scale * LOG2_E, keeps)
@@ -264,9 +265,9 @@ def hopper_forward_kernel(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
-                (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
-                (attend, (outputs, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
                 (copy_tiles, (inputs, read, buffers, barriers, sizes, pieces, CONFIG)),
             ],
             [4, 4, 1],
@@ -275,8 +276,8 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
-                (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
                 (copy_tiles, (inputs, read, buffers, barriers, sizes, pieces, CONFIG)),
             ],
             [4, 1],

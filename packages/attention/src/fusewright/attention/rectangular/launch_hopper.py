@@ -111,13 +111,13 @@ class HopperPlan(NamedTuple):
         begun = None if self.begun is None else self.begun().zero_()
         # A kernel takes no absent descriptor or pointer here; what stands in is not touched, and
         # has the dtype, so that one compilation serves.
-        tiles = q, k, v, o, o if o_low is None else o_low
         unused = flags.view(torch.float32)
         numbers = [unused if x is None else x for x in (sinks, lse, softmax)]
+        words = flags if o_low is None else o_low
         parts = [unused if x is None else x for x in (partial_o, partial_softmax)]
         lengths = flags if key_lengths is None else key_lengths
         begun = flags if begun is None else begun
-        self.launch((*tiles, lengths, *numbers, flags, *parts, begun), floats)
+        self.launch((q, k, v, o, lengths, *numbers, words, flags, *parts, begun), floats)
         if self.combine is not None:
             self.combine((partial_o, partial_softmax, flags, sinks, *outputs))
         self.again((q, k, v, key_lengths, sinks, flags, *outputs), floats)
@@ -169,13 +169,13 @@ def plan_hopper(
             TOGETHER=together,
         ),
     )
-    launch.descriptors = tuple(map(in_tiles, (ROWS, config.keys, config.keys, ROWS, ROWS)))
+    launch.descriptors = tuple(map(in_tiles, (ROWS, config.keys, config.keys, ROWS)))
     device, dtype, shape = problem.device, problem.dtype, problem.query_shape
     outputs = (
         allocator(shape, dtype, device),
         allocator(problem.rows, torch.float32, device) if with_lse else None,
         allocator((2, *problem.rows), torch.float32, device) if keep else None,
-        allocator(shape, dtype, device) if keep else None,
+        allocator(problem.low_shape, torch.int32, device) if keep else None,
     )
     partial = (left * parts * config.groups, ROWS)
     blocks = cdiv(problem.queries, ROWS)

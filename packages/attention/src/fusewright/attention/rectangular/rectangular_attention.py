@@ -16,11 +16,11 @@ delta_i = sum_d do_id o_id - dlse_i:
 and sums dk and dv over the queries of all heads that read a key, in their order.
 
 Saved for it: q, k, v; and, where the keys of a head are more than one tile, o, what its rounding
-took (o_low, ``rest`` in the schema), and two fp32 numbers for each row, the greatest score or, on
-Hopper, that of one tile of keys, and one over the sum of exponentials below it. Up to 128 keys are
-one tile, whose whole softmax is recomputed. Products accumulate in fp32 and the softmax is fp32;
-its probabilities, and ds, are rounded to the inputs' dtype for the next product. Outputs are
-rounded once. Sums have a fixed order: same inputs, same bits.
+took (o_low, ``rest`` in the schema, in four bits a number), and two fp32 numbers for each row, the
+greatest score or, on Hopper, that of one tile of keys, and one over the sum of exponentials below
+it. Up to 128 keys are one tile, whose whole softmax is recomputed. Products accumulate in fp32 and
+the softmax is fp32; its probabilities, and ds, are rounded to the inputs' dtype for the next
+product. Outputs are rounded once. Sums have a fixed order: same inputs, same bits.
 
 Dao, FlashAttention-2, arXiv 2307.08691.
 """

@@ -192,7 +192,7 @@ def attend_tiles(
 
 @gluon.jit
 def attend(
-    outputs, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
+    o_tiles, pointers, buffers, barriers, sizes, call, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):
     """What each group with queries does: its ROWS queries of every piece, over the keys that they
     see.
@@ -250,7 +250,7 @@ def attend(
             total = gl.convert_layout(gl.max(l, 1), BY_ROW)
             exact_total = gl.convert_layout(gl.sum(exact_l, 1), BY_ROW)
             store_outputs(
-                *(outputs, pointers, o_shared, (o, total, exact_total, reference)),
+                *(o_tiles, pointers, o_shared, (o, total, exact_total, reference)),
                 *((head // heads, head % heads, block), (queries, blocks, heads, rows, keeps)),
                 *(GROUP, CONFIG),
             )
@@ -270,9 +270,9 @@ def window_hopper_forward_kernel(
     k_tiles,
     v_tiles,
     o_tiles,
-    o_low_tiles,
     lse_ptr,
     softmax_ptr,
+    o_low_ptr,
     flags_ptr,
     scale,
     pieces,
@@ -286,15 +286,14 @@ def window_hopper_forward_kernel(
     CONFIG: gl.constexpr,
 ):
     """A program takes every so many-th piece of work; tiles are tensor descriptors over
-    [B, rows, H, D]. ``keeps``, 0 or 1, says whether ``o_low_tiles`` and ``softmax_ptr`` are
+    [B, rows, H, D]. ``keeps``, 0 or 1, says whether ``o_low_ptr`` and ``softmax_ptr`` are
     written, and CONFIG whether ``lse_ptr`` is.
     """
     GROUPS: gl.constexpr = CONFIG.GROUPS
     inputs = (q_tiles, k_tiles, v_tiles)
     tiles = (q_tiles, k_tiles, v_tiles, o_tiles)
     buffers, barriers = buffers_and_barriers(tiles, CONFIG)
-    outputs = (o_tiles, o_low_tiles)
-    pointers = (lse_ptr, softmax_ptr, flags_ptr)
+    pointers = (lse_ptr, softmax_ptr, o_low_ptr, flags_ptr)
     sizes = (query_tiles, queries, window, together)
     call = (pieces, heads, rows, scale * LOG2_E, keeps)
     REGISTERS: gl.constexpr = CONFIG.REGISTERS
@@ -302,9 +301,9 @@ def window_hopper_forward_kernel(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
-                (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
-                (attend, (outputs, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 2, CONFIG)),
                 (copy_tiles, (inputs, buffers, barriers, sizes, pieces, heads, CONFIG)),
             ],
             [4, 4, 1],
@@ -313,8 +312,8 @@ def window_hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend, (outputs, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
-                (attend, (outputs, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 0, CONFIG)),
+                (attend, (o_tiles, pointers, buffers, barriers, sizes, call, 1, CONFIG)),
                 (copy_tiles, (inputs, buffers, barriers, sizes, pieces, heads, CONFIG)),
             ],
             [4, 1],

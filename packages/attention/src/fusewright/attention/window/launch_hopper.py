@@ -101,7 +101,8 @@ class HopperPlan(NamedTuple):
         # has the dtype, so that one compilation serves.
         unused = flags.view(torch.float32)
         numbers = [unused if x is None else x for x in (lse, softmax)]
-        self.launch((q, k, v, o, o if o_low is None else o_low, *numbers, flags), floats)
+        words = flags if o_low is None else o_low
+        self.launch((q, k, v, o, *numbers, words, flags), floats)
         self.again((q, k, v, None, flags, *outputs), floats)
         return outputs
 
@@ -154,12 +155,12 @@ def plan_hopper(
             LSE=with_lse,
         ),
     )
-    launch.descriptors = tuple(map(in_tiles, (ROWS, config.keys, config.keys, ROWS, ROWS)))
+    launch.descriptors = tuple(map(in_tiles, (ROWS, config.keys, config.keys, ROWS)))
     outputs = (
         allocator(shape, dtype, device),
         allocator(problem.rows, torch.float32, device) if with_lse else None,
         allocator((2, *problem.rows), torch.float32, device) if keep else None,
-        allocator(shape, dtype, device) if keep else None,
+        allocator(problem.low_shape, torch.int32, device) if keep else None,
     )
     kernel = kernels.flagged_window_forward_kernel
     again = plan_query_tiles(kernel, problem, tile_config(AGAIN, problem))

@@ -25,10 +25,11 @@ The backward pass recomputes p, with delta_t = sum_d do_td o_td - dlse_t:
 
 and sums dk and dv over the queries of all heads that read a key, in their order.
 
-Saved for it: q, k, v, o, what its rounding took (o_low, ``rest`` in the schema), and two fp32
-numbers for each row, the greatest score and one over the sum below it. Products accumulate in fp32
-and the softmax is fp32; its probabilities, and ds, are rounded to the inputs' dtype for the next
-product. Outputs are rounded once. Sums have a fixed order: same inputs, same bits.
+Saved for it: q, k, v, o, what its rounding took (o_low, ``rest`` in the schema, in four bits a
+number), and two fp32 numbers for each row, the greatest score and one over the sum below it.
+Products accumulate in fp32 and the softmax is fp32; its probabilities, and ds, are rounded to the
+inputs' dtype for the next product. Outputs are rounded once. Sums have a fixed order: same inputs,
+same bits.
 
 Beltagy, Peters and Cohan, arXiv 2004.05150; Dao, FlashAttention-2, arXiv 2307.08691.
 """

@@ -13,14 +13,13 @@ than two tensors beside its operands. At many rows the products are what counts,
 them waits for memory: so a program takes tiles in turn, and its two groups of four warps one tile
 each. While one multiplies, the other finishes its tile. A further warp copies the operands of both
 into one ring, another the tiles that are read beside them into the places that results are stored
-from. These are two a half of a tile where CONFIG.SETS is 2: of two tensors that are read or written
-neither waits for the other.
+from. There is one for each half of a tile, or, where two tensors are read, one of each for every
+other quarter: as many bytes, so that the ring of operands stays as long.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._core.kernels_barriers import barriers_of
 from .._core.kernels_gluon import (
@@ -41,9 +40,8 @@ from ..common.tiles import silu_of
 DEPTH = gl.constexpr(64)
 # Groups of four warps that multiply.
 GROUPS = gl.constexpr(2)
-# Columns that what follows takes at once: half a tile.
-PART_COLS = gl.constexpr(64)
-PARTS = gl.constexpr(2)
+# Parts of a tile that a group has places for: what follows takes PART_COLS columns at once.
+PLACES = gl.constexpr(2)
 
 
 @gluon.jit
@@ -103,13 +101,14 @@ def copy_tiles(descriptors, buffers, barriers, sizes, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_tiles(descriptors, buffers, barriers, sizes, CONFIG: gl.constexpr):
-    """What the loading warp does: tiles of one tensor or two, half by half, as soon as the places
+    """What the loading warp does: tiles of one tensor or two, part by part, as soon as the places
     are free.
     """
     _, _, _, _, _, _, x_tiles, other_x_tiles = descriptors
     _, _, places = buffers
     _, _, _, loaded, taken = barriers
-    SET: gl.constexpr = GROUPS * PARTS
+    PARTS: gl.constexpr = CONFIG.BLOCK_N // CONFIG.PART_COLS
+    OTHERS: gl.constexpr = GROUPS * PLACES
     rows, cols, _ = sizes
     col_tiles = gl.cdiv(cols, CONFIG.BLOCK_N)
     tiles = gl.cdiv(rows, CONFIG.BLOCK_M) * col_tiles
@@ -118,22 +117,17 @@ def load_tiles(descriptors, buffers, barriers, sizes, CONFIG: gl.constexpr):
         for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
             row, col = tile // col_tiles * CONFIG.BLOCK_M, tile % col_tiles * CONFIG.BLOCK_N
             for part in gl.static_range(PARTS):
-                place = turn % GROUPS * PARTS + part
-                at = [row, col + part * PART_COLS]
+                place = turn % GROUPS * PLACES + part % PLACES
+                number = turn // GROUPS * (PARTS // PLACES) + part // PLACES
+                at = [row, col + part * CONFIG.PART_COLS]
                 full = loaded.index(place)
-                mbarrier.wait(taken.index(place), (turn // GROUPS & 1) ^ 1)
-                mbarrier.expect(full, CONFIG.LOADS * 2 * CONFIG.BLOCK_M * PART_COLS)
+                mbarrier.wait(taken.index(place), (number & 1) ^ 1)
+                mbarrier.expect(full, CONFIG.LOADS * 2 * CONFIG.BLOCK_M * CONFIG.PART_COLS)
                 tma.async_copy_global_to_shared(x_tiles, at, full, places.index(place))
                 if CONFIG.LOADS > 1:
-                    other = places.index(SET + place)
+                    other = places.index(OTHERS + place)
                     tma.async_copy_global_to_shared(other_x_tiles, at, full, other)
             turn += 1
-
-
-@gluon.jit
-def store(tiles, place, y, row, col):
-    """Half a tile, rounded, to memory."""
-    store_part(tiles, place, y.to(place.dtype), row, col)
 
 
 @gluon.jit
@@ -141,23 +135,22 @@ def finish_part(
     acc, tile, turn, pointers, factor, descriptors, places, barriers, sizes, PART: gl.constexpr,
     GROUP: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """What follows the products of half a tile; the sum of its squares, of the residual."""
+    """What follows the products of part of a tile; the sum of its squares, of the residual."""
     bias_ptr, norm_ptr, dloss_ptr, sums_ptr, _ = pointers
     _, _, _, _, y_tiles, other_tiles, _, _ = descriptors
-    _, _, _, loaded, _ = barriers
+    _, _, _, loaded, taken = barriers
     rows, cols, _ = sizes
     KIND: gl.constexpr = CONFIG.KIND
     OF_PART: gl.constexpr = acc.type.layout
-    PLACE: gl.constexpr = GROUP * PARTS + PART
-    place, other_place = (
-        places.index(PLACE),
-        places.index(PLACE + (CONFIG.SETS - 1) * GROUPS * PARTS),
-    )
+    PARTS: gl.constexpr = CONFIG.BLOCK_N // CONFIG.PART_COLS
+    PLACE: gl.constexpr = GROUP * PLACES + PART % PLACES
+    OTHER_PLACE: gl.constexpr = PLACE + (CONFIG.SETS - 1) * GROUPS * PLACES
+    place, other_place = places.index(PLACE), places.index(OTHER_PLACE)
     col_tiles = gl.cdiv(cols, CONFIG.BLOCK_N)
     first_row = tile // col_tiles * CONFIG.BLOCK_M
-    first_col = tile % col_tiles * CONFIG.BLOCK_N + PART * PART_COLS
+    first_col = tile % col_tiles * CONFIG.BLOCK_N + PART * CONFIG.PART_COLS
     row = first_row + gl.arange(0, CONFIG.BLOCK_M, gl.SliceLayout(1, OF_PART))
-    col = first_col + gl.arange(0, PART_COLS, gl.SliceLayout(0, OF_PART))
+    col = first_col + gl.arange(0, CONFIG.PART_COLS, gl.SliceLayout(0, OF_PART))
     inside = gl.expand_dims(row < rows, 1) & gl.expand_dims(col < cols, 0)
     squares = 0.0
     if CONFIG.BIAS:
@@ -166,30 +159,27 @@ def finish_part(
         # A step that was skipped.
         finite = gl.abs(gl.load(norm_ptr)) < float("inf")
     if CONFIG.LOADS > 0:
-        mbarrier.wait(loaded.index(PLACE), turn & 1)
+        number = turn * (PARTS // PLACES) + PART // PLACES
+        mbarrier.wait(loaded.index(PLACE), number & 1)
         x = widened(place.load(OF_PART))
     if CONFIG.LOADS > 1:
         z = widened(other_place.load(OF_PART))
+    other = acc
     if KIND == "hidden":
-        h, _, _ = activated(acc, CONFIG)
-        z = acc
+        y, _, _ = activated(acc, CONFIG)
         if CONFIG.CLAMPS:
-            z = gl.minimum(z, 65504.0, propagate_nan=tl.PropagateNan.ALL)
-            z = gl.maximum(z, -65504.0, propagate_nan=tl.PropagateNan.ALL)
-        store(other_tiles, other_place, z, first_row, first_col)
-        y = h
+            other = gl.minimum(other, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+            other = gl.maximum(other, -65504.0, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == "residual":
         y = gl.where(inside, acc - x, 0.0)
         squares = gl.sum(gl.sum(y * y, 1), 0)
     elif KIND == "slope":
-        store(other_tiles, other_place, acc, first_row, first_col)
         _, slope, _ = activated(x, CONFIG)
         y = gl.where(inside, acc * slope, 0.0)
     elif KIND == "p_bar":
         if CONFIG.CURVED:
             _, slope, curve = activated(z, CONFIG)
-            u = acc * x * curve
-            store(other_tiles, other_place, u, first_row, first_col)
+            other = acc * x * curve
         else:
             _, slope, _ = activated(x, CONFIG)
         y = gl.where(finite, acc * slope, 0.0)
@@ -197,8 +187,7 @@ def finish_part(
         if CONFIG.FROM_LOSS:
             acc = acc + gl.load(dloss_ptr).to(gl.float32) * x
         y = gl.where(inside & finite, acc, 0.0)
-        if CONFIG.OTHER:
-            store(other_tiles, other_place, -factor * y, first_row, first_col)
+        other = -factor * y
     elif KIND == "z_bar":
         if CONFIG.CURVED:
             _, slope, _ = activated(z, CONFIG)
@@ -212,9 +201,15 @@ def finish_part(
     if CONFIG.SUMS:
         sums_at = sums_ptr + (tile // col_tiles) * cols + col
         gl.store(sums_at, gl.sum(y, 0), mask=col < cols)
-    if CONFIG.OTHER and CONFIG.SETS == 1:
+    if CONFIG.LOADS > 0 and PART > 0 and PART + 1 < PARTS:
+        # The part before has left its place, which the one behind this takes.
         tma.store_wait(0)
-    store(y_tiles, place, y, first_row, first_col)
+        mbarrier.arrive(taken.index(GROUP * PLACES + (PART - 1) % PLACES), count=1)
+    if CONFIG.OTHER:
+        store_part(other_tiles, other_place, other.to(places.dtype), first_row, first_col)
+        if CONFIG.SETS == 1:
+            tma.store_wait(0)
+    store_part(y_tiles, place, y.to(places.dtype), first_row, first_col)
     return squares
 
 
@@ -257,8 +252,8 @@ def multiply(
                 # The last tile's results have left their places.
                 tma.store_wait(0)
                 if CONFIG.LOADS > 0:
-                    for part in gl.static_range(PARTS):
-                        mbarrier.arrive(taken.index(GROUP * PARTS + part), count=1)
+                    for part in gl.static_range(PLACES):
+                        mbarrier.arrive(taken.index(GROUP * PLACES + part), count=1)
             used += 1
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -266,14 +261,17 @@ def multiply(
         # The other group's.
         used += steps
         left, right = halves_of(acc)
-        squares = finish_part(
-            *(left, tile, turn, pointers, factor, descriptors, places, barriers, sizes),
-            *(0, GROUP, CONFIG),
-        )
-        squares += finish_part(
-            *(right, tile, turn, pointers, factor, descriptors, places, barriers, sizes),
-            *(1, GROUP, CONFIG),
-        )
+        rest = (tile, turn, pointers, factor, descriptors, places, barriers, sizes)
+        if CONFIG.PART_COLS * 2 == BLOCK_N:
+            squares = finish_part(left, *rest, 0, GROUP, CONFIG)
+            squares += finish_part(right, *rest, 1, GROUP, CONFIG)
+        else:
+            first, second = halves_of(left)
+            third, fourth = halves_of(right)
+            squares = finish_part(first, *rest, 0, GROUP, CONFIG)
+            squares += finish_part(second, *rest, 1, GROUP, CONFIG)
+            squares += finish_part(third, *rest, 2, GROUP, CONFIG)
+            squares += finish_part(fourth, *rest, 3, GROUP, CONFIG)
         if CONFIG.KIND == "residual":
             gl.store(losses_ptr + tile, squares)
     tma.store_wait(0)
@@ -305,9 +303,6 @@ def hopper_rows_kernel(
     The right operands are [depth, cols], with ``TRANSPOSED`` [cols, depth]. CONFIG says which
     pointers are read.
     """
-    # The launch before has written its results, and the next one may be placed.
-    gdc_wait()
-    gdc_launch_dependents()
     STAGES: gl.constexpr = CONFIG.STAGES
     DTYPE: gl.constexpr = a_tiles.dtype
     a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, CONFIG.BLOCK_M, DEPTH], a_tiles.layout)
@@ -315,11 +310,12 @@ def hopper_rows_kernel(
     B_COLS: gl.constexpr = DEPTH if CONFIG.TRANSPOSED else CONFIG.BLOCK_N
     b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, B_ROWS, B_COLS], b_tiles.layout)
     places = gl.allocate_shared_memory(
-        DTYPE, [CONFIG.SETS * GROUPS * PARTS, CONFIG.BLOCK_M, PART_COLS], y_tiles.layout
+        *(DTYPE, [CONFIG.SETS * GROUPS * PLACES, CONFIG.BLOCK_M, CONFIG.PART_COLS]),
+        y_tiles.layout,
     )
     full, free = barriers_of(STAGES, 1), barriers_of(STAGES, 1)
     turns = barriers_of(GROUPS, 1)
-    loaded, taken = barriers_of(GROUPS * PARTS, 1), barriers_of(GROUPS * PARTS, 1)
+    loaded, taken = barriers_of(GROUPS * PLACES, 1), barriers_of(GROUPS * PLACES, 1)
     fence_async_shared()
     descriptors = (
         a_tiles, b_tiles, c_tiles, d_tiles, y_tiles, other_tiles, x_tiles, other_x_tiles,

@@ -185,6 +185,7 @@ def update_plan(
     problem, copies = problem_of(shape, units, inputs, activation, precision, device)
     rows, width, hidden = problem.sizes
     describes = launch_hopper.serves(problem, inputs[-1] is not None)
+    problem = problem._replace(by_turns=describes)
     residual: UpdateTile | launch_hopper.HopperTile
     slope: UpdateTile | launch_hopper.HopperTile
     launches: tuple[Launch | RowsLaunch, ...]

@@ -269,6 +269,7 @@ def backward_plan(
     rows, width, hidden = problem.sizes
     has_row_weights = inputs[-1] is not None
     describes = launch_hopper.serves(problem, has_row_weights)
+    problem = problem._replace(by_turns=describes)
     e_bar: UpdateTile | launch_hopper.HopperTile
     z_bar: UpdateTile | launch_hopper.HopperTile
     if describes:

@@ -22,27 +22,25 @@ Tensors = tuple[Any, ...]
 
 # Bytes at whose multiples a descriptor's tensor starts.
 ALIGNED = 16
-# Products that a step adds, DEPTH of the kernel, and columns that are stored at once, PART_COLS.
+# Products that a step adds, DEPTH of the kernel.
 DEPTH = 64
-PART_COLS = 64
 
 
 class HopperTile(NamedTuple):
-    """Tiles of ``rows`` by ``cols``, a ring of so many steps where there is one set of places for
-    what stands beside the products, and where there are two, registers of a thread that multiplies
-    and that copies.
+    """Tiles of ``rows`` by ``cols``, a ring of ``stages`` steps, registers of a thread that
+    multiplies and that copies.
     """
 
     rows: int = 128
     cols: int = 128
-    stages: tuple[int, int] = (4, 3)
+    stages: int = 4
     registers: int = 232
     copying_registers: int = 24
 
 
 TILE = HopperTile()
 # Where the smaller of both outputs has so many tiles for each multiprocessor, or more.
-FEWEST_TILES = 3.5
+FEWEST_TILES = 1.9
 
 
 class RowsConstants(NamedTuple):
@@ -55,8 +53,10 @@ class RowsConstants(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     STAGES: int
-    # Sets of places, of which the second is for the second tensor that is read or written.
+    # Sets of places, of which the second is for the second tensor that is read.
     SETS: int
+    # Columns that are read and written at once.
+    PART_COLS: int
     REGISTERS: int
     COPYING_REGISTERS: int
     ACTIVATION: str
@@ -203,11 +203,6 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGNED else x
 
 
-def sets_of(writes_another: bool, loads: int) -> int:
-    """How many sets of places there are."""
-    return 2 if loads > 1 else 1
-
-
 def rows_launch(
     problem: UpdateProblem, name: str, *, other: bool = False, from_loss: bool = False
 ) -> RowsLaunch:
@@ -218,13 +213,16 @@ def rows_launch(
     depth = problem.width + problem.hidden - cols
     tiles = cdiv(problem.rows, TILE.rows) * cdiv(cols, TILE.cols)
     loads = kind.loads + (curved if kind.curves else from_loss)
-    sets = sets_of(kind.other or other, loads)
+    # Two tensors have as many bytes of shared memory as one.
+    sets = max(loads, 1)
+    part_cols = TILE.cols // 2 // sets
     config = RowsConstants(
         name,
         TILE.rows,
         TILE.cols,
-        TILE.stages[sets - 1],
+        TILE.stages,
         sets,
+        part_cols,
         TILE.registers,
         TILE.copying_registers,
         problem.activation,
@@ -244,11 +242,11 @@ def rows_launch(
         (min(problem.gpu.multiprocessors, tiles),),
         problem.device,
         (problem.rows, cols, depth),
-        problem.options(num_warps=4, overlaps=True),
+        problem.options(num_warps=4, overlaps=False),
         CONFIG=config,
     )
     left = in_tiles(TILE.rows, DEPTH)
     right = in_tiles(TILE.cols, DEPTH) if kind.transposed else in_tiles(DEPTH, TILE.cols)
-    part = in_tiles(TILE.rows, PART_COLS)
+    part = in_tiles(TILE.rows, part_cols, swizzled=2 * part_cols)
     launch.descriptors = left, right, left, right, *[part] * 4
     return RowsLaunch(kind.operands, launch)

@@ -117,7 +117,8 @@ class UpdateProblem(NamedTuple):
     """``problems`` memories of ``hidden`` units, each with ``rows`` pairs of a key and a value as
     wide as ``width``.
 
-    ``keys`` and ``values`` say how their rows are reached.
+    ``keys`` and ``values`` say how their rows are reached; ``by_turns``, that the products over
+    rows are Hopper's kernel's, whose programs leave no room for others.
     """
 
     problems: int
@@ -132,6 +133,7 @@ class UpdateProblem(NamedTuple):
     gpu: DeviceProperties
     keys: RowStrides
     values: RowStrides
+    by_turns: bool = False
 
     @property
     def rounds(self) -> bool:
@@ -164,7 +166,9 @@ class UpdateProblem(NamedTuple):
         """Whether the programs of a launch may be placed while the one before it in the pass ends;
         exact fp32 products take so long that it would save nothing.
         """
-        return self.rounds and self.gpu.capability >= OVERLAP_FROM and not interpreted()
+        if not self.rounds or self.by_turns:
+            return False
+        return self.gpu.capability >= OVERLAP_FROM and not interpreted()
 
     @property
     def aligned(self) -> bool:

@@ -59,10 +59,10 @@ MANY_ROWS = pytest.mark.parametrize(
 
 @pytest.mark.large
 @MANY_ROWS
-@pytest.mark.parametrize(("dtype", "activation"), [(BF16, "silu"), (F16, "gelu"), (BF16, "relu")])
-def test_many_rows_are_as_near_to_fp64_as_torch(update_op, sizes, dtype, activation):
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_many_rows_are_as_near_to_fp64_as_torch(update_op, sizes, activation):
     op = update_op.having(activation=activation, **OPTIONS)
-    check_one_by_one(op, (), *sizes, dtype)
+    check_one_by_one(op, (), *sizes, BF16)
 
 
 @pytest.mark.large

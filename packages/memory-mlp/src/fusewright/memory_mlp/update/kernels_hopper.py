@@ -1,4 +1,5 @@
-"""Gluon kernel of the pooled update's products over rows, for Hopper and one memory of many rows.
+"""Gluon kernel of the pooled update's products over rows, in bf16, for Hopper and one memory of many
+rows.
 
     hidden      z = k w1^T + b1, h = act(z)
     residual    e = r = h w2^T + b2 - v; the loss of the tile
@@ -18,8 +19,6 @@ other quarter: as many bytes, so that the ring of operands stays as long.
 """
 
 from __future__ import annotations
-
-import triton.language as tl
 
 from .._core.kernels_barriers import barriers_of
 from .._core.kernels_gluon import (
@@ -167,9 +166,6 @@ def finish_part(
     other = acc
     if KIND == "hidden":
         y, _, _ = activated(acc, CONFIG)
-        if CONFIG.CLAMPS:
-            other = gl.minimum(other, 65504.0, propagate_nan=tl.PropagateNan.ALL)
-            other = gl.maximum(other, -65504.0, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == "residual":
         y = gl.where(inside, acc - x, 0.0)
         squares = gl.sum(gl.sum(y * y, 1), 0)

@@ -1,5 +1,5 @@
-"""Gluon kernel of the pooled update's products over rows, in bf16, for Hopper and one memory of many
-rows.
+"""Gluon kernel of the pooled update's products over rows, for Hopper and one memory of many rows in
+bf16.
 
     hidden      z = k w1^T + b1, h = act(z)
     residual    e = r = h w2^T + b2 - v; the loss of the tile

@@ -182,7 +182,7 @@ class RowsLaunch(NamedTuple):
 def serves(problem: UpdateProblem, has_row_weights: bool) -> bool:
     """Whether the products over rows are those of this file."""
     gpu = problem.gpu
-    # In fp16 tensor cores, which cut sums, err more in the loss of a thousand columns than is allowed.
+    # Tensor cores cut what they add: the loss of a thousand columns in fp16 errs too much.
     if problem.dtype != torch.bfloat16 or gpu.capability != 90 or interpreted():
         return False
     rows_lie_together = problem.keys[3] == problem.values[3] == problem.width

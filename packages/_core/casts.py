@@ -47,7 +47,7 @@ def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if serves(tensors):
         cast_by_kernel(tensors, found)
     else:
-        torch._foreach_copy_(found, tensors)
+        torch._foreach_copy_(found, tuple(tensors))
     return found
 
 

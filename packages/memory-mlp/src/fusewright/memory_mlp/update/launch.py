@@ -188,20 +188,23 @@ def update_plan(
     problem = problem._replace(by_turns=describes)
     residual: UpdateTile | launch_hopper.HopperTile
     slope: UpdateTile | launch_hopper.HopperTile
-    launches: tuple[Launch | RowsLaunch, ...]
+    launches: tuple[Launch | RowsLaunch, Launch | RowsLaunch, Launch | RowsLaunch]
     if describes:
         residual = slope = launch_hopper.TILE
-        launches = tuple(
-            launch_hopper.rows_launch(problem, kind) for kind in ("hidden", "residual", "slope")
+        launches = (
+            launch_hopper.rows_launch(problem, "hidden"),
+            launch_hopper.rows_launch(problem, "residual"),
+            launch_hopper.rows_launch(problem, "slope"),
         )
     else:
         residual = problem.tile(RESIDUAL if inputs[-1] is None else WEIGHTED_RESIDUAL, width)
         slope = problem.tile(SLOPE, hidden)
-        by_hidden = kernels.hidden_kernel, problem.tile(HIDDEN, hidden), hidden
-        by_residual = kernels.residual_kernel, residual, width
+        first = kernels.hidden_kernel, problem.tile(HIDDEN, hidden), hidden
         launches = (
-            problem.rows_launch(*by_hidden, (*problem.key_operands, *problem.sizes)),
-            problem.rows_launch(*by_residual, (*problem.values, *problem.sizes)),
+            problem.rows_launch(*first, (*problem.key_operands, *problem.sizes)),
+            problem.rows_launch(
+                kernels.residual_kernel, residual, width, (*problem.values, *problem.sizes)
+            ),
             problem.rows_launch(kernels.slope_kernel, slope, hidden, problem.sizes),
         )
     residual_tiles, slope_tiles = cdiv(rows, residual.rows), cdiv(rows, slope.rows)

@@ -272,42 +272,42 @@ def backward_plan(
     problem = problem._replace(by_turns=describes)
     e_bar: UpdateTile | launch_hopper.HopperTile
     z_bar: UpdateTile | launch_hopper.HopperTile
+    launches: tuple[Launch | RowsLaunch, Launch | RowsLaunch, Launch | RowsLaunch]
+    dk: Launch | RowsLaunch
     if describes:
         e_bar = z_bar = launch_hopper.TILE
-    else:
-        with_r = has_row_weights or needed.from_loss
-        e_bar = problem.tile(E_BAR_AND_R if with_r else E_BAR, width)
-        z_bar = problem.tile(Z_BAR, hidden)
-    q_tiles, z_bar_tiles = cdiv(rows, e_bar.rows), cdiv(rows, z_bar.rows)
-    row_parts = cdiv(width, e_bar.cols)
-    partials = problem.element_programs(INNER_PRODUCTS.block)
-    programs = problem.element_programs(COTANGENTS.block)
-    of_width, of_hidden = problem.operand(rows, width), problem.operand(rows, hidden)
-    a1, a2 = problem.weight_operands()
-    weights, number = problem.weights(), problem.allocator()
-    launches: tuple[Launch | RowsLaunch, ...]
-    if describes:
+        row_parts = cdiv(width, e_bar.cols)
         launches = (
             launch_hopper.rows_launch(problem, "p_bar", other=activation != "relu"),
             launch_hopper.rows_launch(
                 problem, "e_bar", other=needed.rows, from_loss=needed.from_loss
             ),
             launch_hopper.rows_launch(problem, "z_bar"),
-            launch_hopper.rows_launch(problem, "dk"),
         )
+        dk = launch_hopper.rows_launch(problem, "dk")
     else:
+        with_r = has_row_weights or needed.from_loss
+        e_bar = problem.tile(E_BAR_AND_R if with_r else E_BAR, width)
+        z_bar = problem.tile(Z_BAR, hidden)
+        row_parts = cdiv(width, e_bar.cols)
         of_keys = (*problem.key_operands, *problem.sizes)
         of_values = (*problem.values, *problem.sizes)
         by_p_bar = kernels_backward.p_bar_kernel, problem.tile(P_BAR, hidden), hidden
-        by_z_bar = kernels_backward.z_bar_kernel, z_bar, hidden
         by_dk = kernels_backward.dk_kernel, problem.tile(DK, width), width
         launches = (
             problem.rows_launch(*by_p_bar, of_keys),
             problem.rows_launch(kernels_backward.e_bar_kernel, e_bar, width, of_values),
-            problem.rows_launch(*by_z_bar, (*problem.sizes, row_parts)),
-            problem.rows_launch(*by_dk, problem.sizes),
+            problem.rows_launch(
+                kernels_backward.z_bar_kernel, z_bar, hidden, (*problem.sizes, row_parts)
+            ),
         )
-    *launches, dk = launches
+        dk = problem.rows_launch(*by_dk, problem.sizes)
+    q_tiles, z_bar_tiles = cdiv(rows, e_bar.rows), cdiv(rows, z_bar.rows)
+    partials = problem.element_programs(INNER_PRODUCTS.block)
+    programs = problem.element_programs(COTANGENTS.block)
+    of_width, of_hidden = problem.operand(rows, width), problem.operand(rows, hidden)
+    a1, a2 = problem.weight_operands()
+    weights, number = problem.weights(), problem.allocator()
     return UpdateBackwardPlan(
         problem.element_launch(
             kernels_backward.inner_products_kernel,

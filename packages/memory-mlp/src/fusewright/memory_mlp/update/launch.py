@@ -217,7 +217,9 @@ def update_plan(
     return UpdatePlan(
         round_launch(problem) if problem.rounds and not problem.transposes else None,
         transpose_launch(problem, backward=False) if problem.transposes else None,
-        *launches,
+        launches[0],
+        launches[1],
+        launches[2],
         gradients,
         problem.element_launch(
             kernels.step_kernel,

@@ -7,12 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from fusewright_models.cli import app
-from fusewright_models.training import Processes, TrainingConfig, captures
+from fusewright_models.training import PARALLELS, Processes, TrainingConfig, captures
 from fusewright_models.training.captured import make_stepper
 
 from .commands import FILES, assert_refused, invoke, metrics
@@ -49,6 +50,14 @@ def alone(monkeypatch, without_pictures):
     return run
 
 
+def assert_done(results: list[list[tuple[int, str]]]) -> None:
+    """By all processes, of which the first one said so. Torch's warnings are no output of ours."""
+    for rank, of_rank in enumerate(results):
+        for code, output in of_rank:
+            assert code == 0, output
+            assert ("results in" in output) == (rank == 0)
+
+
 def assert_near(folder: Path, other: Path) -> None:
     """In all that both have noted but times."""
     lines, others = metrics(folder), metrics(other)
@@ -82,14 +91,19 @@ def test_run_of_two_processes_is_that_of_one(model, tmp_path, text, alone):
             Command([model, "--resume", begun_as_well]),
         ]
     )
-    for rank, of_rank in enumerate(results):
-        for code, output in of_rank:
-            assert code == 0, output
-            # Warnings of torch's are no output of ours.
-            assert ("results in" in output) == (rank == 0)
+    assert_done(results)
     alone([model, "--resume", left])
     for folder in (ddp, fsdp, left, begun, begun_as_well):
         assert_near(folder, whole)
+
+
+def test_hosts_that_share_no_parameters_train_as_one_process(tmp_path, alone):
+    flags = ["transformer-np", *SIZES, "--steps", "4", "--optimizer", "torch-adamw"]
+    whole, hosts = tmp_path / "whole", tmp_path / "hosts"
+    alone([*flags, "--out", whole])
+    command = Command([*flags, "--parallel", "hsdp", "--out", hosts], until=2)
+    assert_done(run_together([command, Command(["transformer-np", "--resume", hosts])], hosts=2))
+    assert_near(hosts, whole)
 
 
 def test_what_several_processes_cannot_do_is_refused_in_a_sentence(tmp_path, text):
@@ -106,6 +120,7 @@ def test_what_several_processes_cannot_do_is_refused_in_a_sentence(tmp_path, tex
         ("--device", "cuda:1"): (
             "wanted --device cuda, of which each process takes the one of its number; got cuda:1"
         ),
+        ("--capture",): "wanted steps that are eager in the processes of torchrun; got --capture",
         ("--resume", folder): "--resume takes every choice from its folder",
     }
     for results in run_together([Command([*flags, *more]) for more in refused]):
@@ -147,9 +162,8 @@ def test_losses_that_are_not_finite_end_all_processes(tmp_path):
 def test_other_optimizers_take_the_steps_of_one_process(tmp_path, alone):
     flags = ["transformer-np", *SIZES, "--steps", "4"]
     names = "nested", "m3", "muon", "learned"
-    run_together(
-        [Command([*flags, "--optimizer", name, "--out", tmp_path / name]) for name in names]
-    )
+    commands = [Command([*flags, "--optimizer", name, "--out", tmp_path / name]) for name in names]
+    assert_done(run_together(commands))
     for name in names:
         whole = tmp_path / f"{name}-whole"
         alone([*flags, "--optimizer", name, "--out", whole])
@@ -172,6 +186,30 @@ def test_torchrun_trains_a_sharded_model_and_continues_its_text(tmp_path, text):
     assert done.stdout.count(b"results in") == 1
     assert {path.name for path in folder.iterdir()} == FILES
     assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 2]
+
+
+class Synchronised:
+    """What is wrapped, as either wrapper has it."""
+
+    adds = True
+
+    @contextmanager
+    def no_sync(self):
+        self.adds = False
+        yield
+        self.adds = True
+
+    def set_requires_gradient_sync(self, adds):
+        self.adds = adds
+
+
+@pytest.mark.parametrize("parallel", PARALLELS)
+def test_gradients_are_added_up_in_the_last_batch_of_a_step(parallel):
+    processes, model = Processes(), Synchronised()
+    processes.parallel = parallel
+    for last in (False, False, True, False):
+        with processes.adding(model, last=last):
+            assert model.adds == last
 
 
 def test_steps_of_several_processes_are_eager():

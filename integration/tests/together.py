@@ -34,7 +34,8 @@ torch.set_num_threads(1)
 patch = pytest.MonkeyPatch()
 leave_out_pictures(patch)
 compute_in_fp64(patch)
-told = dict(RANK={rank}, LOCAL_RANK={rank}, WORLD_SIZE={count}, MASTER_ADDR="127.0.0.1")
+told = dict(RANK={rank}, WORLD_SIZE={count}, MASTER_ADDR="127.0.0.1")
+told |= dict(LOCAL_RANK={rank} % {of_host}, LOCAL_WORLD_SIZE={of_host})
 os.environ |= dict((name, str(value)) for name, value in told.items())
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 if {rank}:
@@ -45,7 +46,7 @@ for arguments, until, port in {commands}:
     with patch.context() as stopping:
         stop_at(until, stopping)
         result = invoke(app, *arguments)
-    results.append((result.exit_code, result.output))
+    results.append((result.exit_code, result.output + str(result.exception or "")))
     # A run that has failed leaves it to the end of its program.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -64,10 +65,13 @@ class Command(NamedTuple):
     until: int | None = None
 
 
-def run_together(commands: Sequence[Command], count: int = 2) -> list[list[tuple[int, str]]]:
+def run_together(
+    commands: Sequence[Command], *, hosts: int = 1, of_host: int = 2
+) -> list[list[tuple[int, str]]]:
     """Of each of several processes, which run the commands one after another, the exit codes and
-    outputs.
+    outputs; all are on this host, whatever they are told.
     """
+    count = hosts * of_host
     # Where they meet: a group of processes for each command.
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in commands]
     told = [
@@ -76,7 +80,8 @@ def run_together(commands: Sequence[Command], count: int = 2) -> list[list[tuple
     ]
     tests = str(Path(__file__).parent)
     programs = [
-        PROGRAM.format(tests=tests, rank=rank, count=count, commands=told) for rank in range(count)
+        PROGRAM.format(tests=tests, rank=rank, count=count, of_host=of_host, commands=told)
+        for rank in range(count)
     ]
     with ThreadPoolExecutor(count) as pool:
         return [json.loads(out.splitlines()[-1]) for out in pool.map(run_python, programs)]

@@ -95,9 +95,10 @@ class Run:
                 optimizer moves no shards.
         """
         check_fields(self)
-        if self.parallel == "fsdp" and self.optimizer not in SHARDED:
+        if self.parallel not in (None, "ddp") and self.optimizer not in SHARDED:
             raise ValueError(
-                f"--parallel fsdp takes --optimizer {' or '.join(SHARDED)}; got {self.optimizer}"
+                f"--parallel {self.parallel} takes --optimizer {' or '.join(SHARDED)}; "
+                f"got {self.optimizer}"
             )
 
     @classmethod
@@ -258,6 +259,8 @@ def join_others(run: Run, folder: RunFolder) -> tuple[Processes, RunFolder, Cons
             f"wanted a --batch-size of as many rows for each of {count} processes; "
             f"got {run.batch_size}"
         )
+    if launched() and run.capture:
+        raise ValueError("wanted steps that are eager in the processes of torchrun; got --capture")
     processes = join(run.parallel, run.device)
     # The name of a folder has the time in it.
     folder = RunFolder(processes.agreed(str(folder.path)))

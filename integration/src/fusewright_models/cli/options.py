@@ -56,7 +56,7 @@ ParallelChoice = Annotated[
     Parallel | None,
     typer.Option(
         help="How the processes of torchrun train together: each with the whole model, or with a "
-        "part of all parameters. Default: ddp."
+        "part of all parameters, or each host with the whole. Default: ddp."
     ),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.")]

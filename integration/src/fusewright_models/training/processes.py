@@ -6,6 +6,7 @@ alone writes.
 
 ddp    each has the whole model; gradients are averaged (DistributedDataParallel)
 fsdp   each has a part of every parameter, of its gradient and of its moments (fully_shard)
+hsdp   the same among the processes of a host; each host has the whole
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from torch.utils import _pytree as pytree
 from ..devices import checked_device
 from .source import Batch
 
-Parallel = Literal["ddp", "fsdp"]
+Parallel = Literal["ddp", "fsdp", "hsdp"]
 PARALLELS = get_args(Parallel)
 # Optimizers that move the shards of a parameter.
 SHARDED = ("adamw", "torch-adamw")
 # What torchrun tells each process.
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What is asked of a model beside its call: parameters are gathered for these as well.
 METHODS = ("logits", "next_token_loss", "read")
 # Newer torch warns of the older name.
@@ -74,6 +75,11 @@ class Processes:
             self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
 
     @property
+    def shards(self) -> bool:
+        """Whether parameters are in parts."""
+        return self.parallel in ("fsdp", "hsdp")
+
+    @property
     def is_main(self) -> bool:
         """Whether this one writes and prints."""
         return self.rank == 0
@@ -86,20 +92,33 @@ class Processes:
         return batch.part(self.rank * each, (self.rank + 1) * each)
 
     def shard(self, model: nn.Module, blocks: Iterable[nn.Module] = ()) -> None:
-        """Leave this one its part of the parameters, under fsdp: before an optimizer takes them.
+        """Leave this one its part of the parameters, if it has one: before an optimizer takes
+        them.
 
         Args:
             model: whole, the same in all processes.
             blocks: whose parameters are gathered one block after another; all others are gathered
                 together.
+
+        Raises:
+            ValueError: hosts have different numbers of processes, under hsdp.
         """
-        if self.parallel != "fsdp":
+        if not self.shards:
             return
-        # Imported here: most programs train alone, and it takes as long as the rest of torch.
+        # Imported here: a torch without it trains in one process.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-        mesh = init_device_mesh(self.device.type, (self.count,))
+        shape: tuple[int, ...] = (self.count,)
+        names: tuple[str, ...] = ("shards",)
+        if self.parallel == "hsdp":
+            of_host = int(os.environ["LOCAL_WORLD_SIZE"])
+            if self.count % of_host:
+                raise ValueError(
+                    f"wanted as many processes on each host; got {of_host} of {self.count} on this"
+                )
+            shape, names = (self.count // of_host, of_host), ("hosts", "shards")
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         for each in (*blocks, model):
             fully_shard(each, mesh=mesh)
         for name in METHODS:
@@ -118,7 +137,7 @@ class Processes:
         """Around a batch's forward and backward pass by what ``wrapped`` returned: gradients are
         added up over processes in the ``last`` of a step alone.
         """
-        if self.parallel == "fsdp":
+        if self.shards:
             model.set_requires_gradient_sync(last)
         return model.no_sync() if self.parallel == "ddp" and not last else nullcontext()
 
@@ -141,7 +160,7 @@ class Processes:
 
     def whole(self, state: T) -> T:
         """A state dict with whole tensors, on the host, for shards; the others' are empty."""
-        if self.parallel != "fsdp":
+        if not self.shards:
             return state
 
         def gathered(x: Any) -> Any:
@@ -155,12 +174,12 @@ class Processes:
 
     def load_model(self, model: nn.Module, state: dict[str, Any]) -> None:
         """``model.load_state_dict`` of a state of whole tensors."""
-        own = model.state_dict() if self.parallel == "fsdp" else {}
+        own = model.state_dict() if self.shards else {}
         model.load_state_dict({name: placed(x, own.get(name)) for name, x in state.items()})
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Likewise of an optimizer."""
-        if self.parallel == "fsdp":
+        if self.shards:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             of_each = dict(enumerate(parameters))
             moments = {

@@ -139,24 +139,21 @@ def test_one_process_is_told_how_to_start_several(parallel, tmp_path):
 
 
 def test_losses_that_are_not_finite_end_all_processes(tmp_path):
-    flags = [
-        "transformer-np",
-        *SIZES,
-        "--steps",
-        "4",
-        "--optimizer",
-        "torch-adamw",
-        "--lr",
-        "1e300",
-    ]
-    commands = [
-        Command([*flags, "--parallel", parallel, "--out", tmp_path / parallel])
-        for parallel in ("ddp", "fsdp")
-    ]
+    ends = {
+        "torch-adamw": "not finite; lower the",
+        "adamw": "the last 11 steps up to 12 were skipped",
+    }
+    runs = [(optimizer, parallel) for optimizer in ends for parallel in ("ddp", "fsdp")]
+    flags = ["transformer-np", *SIZES, "--steps", "12", "--log-every", "12", "--eval-every", "12"]
+    commands = []
+    for optimizer, parallel in runs:
+        out = ["--out", tmp_path / f"{optimizer}-{parallel}"]
+        how = ["--lr", "1e300", "--optimizer", optimizer, "--parallel", parallel]
+        commands.append(Command([*flags, *how, *out]))
     for rank, results in enumerate(run_together(commands)):
-        for code, output in results:
+        for (optimizer, _), (code, output) in zip(runs, results, strict=True):
             assert code == 1
-            assert ("not finite; lower the learning rate" in output) == (rank == 0)
+            assert (ends[optimizer] in output) == (rank == 0), output
 
 
 def test_other_optimizers_take_the_steps_of_one_process(tmp_path, alone):

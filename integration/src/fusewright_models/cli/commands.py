@@ -263,7 +263,9 @@ def join_others(run: Run, folder: RunFolder) -> tuple[Processes, RunFolder, Cons
         raise ValueError("wanted steps that are eager in the processes of torchrun; got --capture")
     processes = join(run.parallel, run.device)
     # The name of a folder has the time in it.
-    folder = RunFolder(processes.agreed(str(folder.path)))
+    path = processes.agreed(str(folder.path))
+    if not processes.is_main:
+        folder = RunFolder(path)
     return processes, folder, Console(quiet=not processes.is_main)
 
 

@@ -174,8 +174,10 @@ class Processes:
 
     def load_model(self, model: nn.Module, state: dict[str, Any]) -> None:
         """``model.load_state_dict`` of a state of whole tensors."""
-        own = model.state_dict() if self.shards else {}
-        model.load_state_dict({name: placed(x, own.get(name)) for name, x in state.items()})
+        if self.shards:
+            own = model.state_dict()
+            state = {name: placed(x, own.get(name)) for name, x in state.items()}
+        model.load_state_dict(state)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Likewise of an optimizer."""

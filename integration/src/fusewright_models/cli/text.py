@@ -20,7 +20,7 @@ from ..text import ByteModel, Corpus, Windows, documents, evaluate_text, make_to
 from ..text.evaluation import LanguageModel
 from ..text.generation import StreamingModel, continued
 from ..training import RunFolder, Trainer, TrainingConfig, wandb_observer
-from ..training.processes import left
+from ..training.processes import leaving
 from ..training.source import Source
 from . import options
 from .commands import (
@@ -199,7 +199,7 @@ def takes_text(kind: type[TextRun]) -> Callable[[Callable[..., None]], Callable[
     )
 
 
-@left()
+@leaving()
 def train_on_text(
     kind: type[TextRun],
     loss_function: Callable[[Any, Any], Any],

@@ -16,7 +16,7 @@ from ..data import DataName, DrawnAhead, Sampler, Size, Task, evaluate, make_sam
 from ..data.pictures import draw_predictions
 from ..models.transformer_np import Norm, TransformerNP, TransformerNPConfig
 from ..training import RunFolder, Trainer, TrainingConfig, captures
-from ..training.processes import left
+from ..training.processes import leaving
 from . import options
 from .commands import (
     Run,
@@ -163,7 +163,7 @@ def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
         Path, typer.Option(help="Continue the run of this folder; takes no other flag.")
     ],
 )
-@left()
+@leaving()
 def train_transformer_np(**flags: Any) -> None:
     """Train a TransformerNP: predict targets from a context set, with their uncertainty.
 

@@ -85,7 +85,7 @@ class Processes:
         return self.rank == 0
 
     def rows(self, batch: Any, size: int) -> Batch:
-        """Those that this one trains on, of a batch of ``size``."""
+        """Those of a batch of ``size`` that this one trains on."""
         if self.parallel is None:
             return batch
         each = size // self.count
@@ -159,7 +159,9 @@ class Processes:
         return x
 
     def whole(self, state: T) -> T:
-        """A state dict with whole tensors, on the host, for shards; the others' are empty."""
+        """A state dict with whole tensors for shards: the first process has them on the host, the
+        others have empty ones.
+        """
         if not self.shards:
             return state
 
@@ -195,7 +197,7 @@ class Processes:
         """The value of the first process."""
         held = [value]
         if self.parallel is not None:
-            distributed.broadcast_object_list(held, device=self.device)
+            distributed.broadcast_object_list(held, src=0, device=self.device)
         return held[0]
 
     def wait(self) -> None:
@@ -237,8 +239,8 @@ def join(parallel: Parallel | None, device: str) -> Processes:
 
 
 @contextmanager
-def left() -> Iterator[None]:
-    """Around a program: it leaves the processes that it has joined.
+def leaving() -> Iterator[None]:
+    """Around a program, which leaves the processes that it has joined.
 
     Not where it fails: others may be waiting for this one, which an orderly end would wait for in
     turn. Torchrun ends them all as soon as one has failed.

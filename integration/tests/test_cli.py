@@ -396,7 +396,7 @@ def test_batches_are_padded_where_steps_are_captured_or_it_is_asked_for(
     tmp_path, monkeypatch, captures, flag
 ):
     """Steps of the CPU are not captured: that they would be is made up."""
-    monkeypatch.setattr(transformer_np, "captures", lambda optimizer, config: captures)
+    monkeypatch.setattr(transformer_np, "captures", lambda *given: captures)
     flags = ["--data", "gp-rbf", *([flag] if flag else [])]
     assert run(*TINY, *flags, "--out", tmp_path).exit_code == 0
     trained = [line for line in metrics(tmp_path) if "loss" in line]

@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from ..devices import checked_device
 from ..training import (
     OptimizerName,
+    Parallel,
     Precision,
+    Processes,
     RunFolder,
     Trainer,
     TrainingConfig,
@@ -29,6 +31,7 @@ from ..training import (
     default_rate,
     make_optimizer,
 )
+from ..training.processes import SHARDED, join, launched, process_count
 from .options import check_fields
 
 # Fields of a run that a resumed one may have other than its checkpoint: where and how the same
@@ -41,6 +44,7 @@ NOT_TRAINED = {
     "backend",
     "compile",
     "capture",
+    "parallel",
     "pad",
     "checkpointing",
     "log_every",
@@ -78,6 +82,7 @@ class Run:
     device: str
     compile: bool
     capture: bool | None
+    parallel: Parallel | None
     backend: Backend
     log_every: int
     eval_every: int
@@ -86,9 +91,15 @@ class Run:
         """
         Raises:
             TypeError: a field is of another type.
-            ValueError: a field has a value that it cannot have, whatever the others are.
+            ValueError: a field has a value that it cannot have, whatever the others are; or the
+                optimizer moves no shards.
         """
         check_fields(self)
+        if self.parallel not in (None, "ddp") and self.optimizer not in SHARDED:
+            raise ValueError(
+                f"--parallel {self.parallel} takes --optimizer {' or '.join(SHARDED)}; "
+                f"got {self.optimizer}"
+            )
 
     @classmethod
     def from_flags(cls, flags: dict[str, Any]) -> Self:
@@ -134,6 +145,10 @@ class Run:
             if name not in NOT_TRAINED and (name, value) not in as_ever
         }
 
+    def blocks(self, model: Any) -> Iterable[nn.Module]:
+        """Parts of the model whose parameters are gathered on their own, where they are sharded."""
+        return model.blocks
+
     def training(self) -> TrainingConfig:
         raise NotImplementedError
 
@@ -168,6 +183,11 @@ def open_run(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
 def _new(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
     out = flags.pop("out", None)
     run = kind.from_flags(flags)
+    if run.parallel is not None and not launched():
+        raise ValueError(
+            f"--parallel {run.parallel} is for several processes: start them by torchrun "
+            f"--nproc-per-node 2 -m fusewright_models {run.model_name} --parallel {run.parallel}"
+        )
     name = f"{run.model_name}-{run.label}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(out or Path("runs", name))
     if folder.holds_a_run:
@@ -226,6 +246,29 @@ def check_device(run: Run) -> None:
         raise ValueError(f"--capture needs a CUDA device; got --device {run.device}")
 
 
+def join_others(run: Run, folder: RunFolder) -> tuple[Processes, RunFolder, Console]:
+    """The processes that train the run, the folder of all of them, and where this one prints; after
+    `open_run`.
+
+    Raises:
+        ValueError, RuntimeError: they cannot train it.
+    """
+    count = process_count()
+    if run.batch_size % count:
+        raise ValueError(
+            f"wanted a --batch-size of as many rows for each of {count} processes; "
+            f"got {run.batch_size}"
+        )
+    if launched() and run.capture:
+        raise ValueError("wanted steps that are eager in the processes of torchrun; got --capture")
+    processes = join(run.parallel, run.device)
+    # The name of a folder has the time in it.
+    path = processes.agreed(str(folder.path))
+    if not processes.is_main:
+        folder = RunFolder(path)
+    return processes, folder, Console(quiet=not processes.is_main)
+
+
 def optimizer_of(run: Run, model: nn.Module) -> Optimizer:
     """The optimizer that the run asks for.
 
@@ -250,10 +293,13 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
     A run that is stopped or fails ends the program, with one sentence.
     """
     console = trainer.console
+    # None writes before all have looked for a run's files.
+    trainer.processes.wait()
     with usage_errors():
         if not resumed:
             config = {"model": run.model_name, "torch": torch.__version__, **asdict(run)}  # type: ignore[call-overload]
-            folder.write_config(config)
+            if trainer.processes.is_main:
+                folder.write_config(config)
         elif folder.holds_a_checkpoint:
             trainer.resume()
         else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
 import typer
 from fusewright.reversible import Mode
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..models.hybrid import HybridConfig, HybridLM
 from ..models.hybrid.config import check_recomputed_once
@@ -151,6 +152,10 @@ class HybridRun(TextRun):
     def reading(self, model: HybridLM) -> Reading:
         return Reading(model)
 
+    def blocks(self, model: HybridLM) -> Iterable[nn.Module]:
+        # A reversible stack wants its parameters whole.
+        return model.stack.layers if self.mode == "plain" else ()
+
     def windows(self, corpus: Corpus) -> WarmedWindows:
         dense = self.indexer_warmup * self.gradient_accumulation_steps
         return WarmedWindows(self.drawn(corpus), dense)
@@ -158,7 +163,7 @@ class HybridRun(TextRun):
 
 def all_losses(model: HybridLM, batch: HybridBatch) -> Told:
     """The loss to train on, its parts, and whether the stack's states left their range."""
-    losses = model.losses(batch.windows, dense=batch.dense)
+    losses = model(batch.windows[:, :-1], batch.windows[:, 1:], dense=batch.dense)
     means = {
         "next_token_loss": losses.following,
         "second_token_loss": losses.second,

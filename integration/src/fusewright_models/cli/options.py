@@ -17,7 +17,7 @@ import typer
 from fusewright.attention import Backend
 
 from ..models.checkpointing import Checkpointing
-from ..training import OptimizerName, Precision
+from ..training import OptimizerName, Parallel, Precision
 
 LARGEST_SEED = 2**63 - 1
 # Options that say the same of every model.
@@ -50,6 +50,13 @@ CheckpointingChoice = Annotated[
     typer.Option(
         help="Compute again in the backward pass, rather than keep: nothing, blocks, or blocks but "
         "for their attention. Default: none."
+    ),
+]
+ParallelChoice = Annotated[
+    Parallel | None,
+    typer.Option(
+        help="How the processes of torchrun train together: each with the whole model, or with a "
+        "part of all parameters, or each host with the whole. Default: ddp."
     ),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.")]
@@ -106,9 +113,13 @@ def check_fields(run: Any) -> None:
 
 
 def _check_field(name: str, value: Any, kind: Any) -> None:
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {get_args(kind)}; got {value!r}")
+    if value is None and NoneType in get_args(kind):
+        return
+    # Beside None a literal is one of a union's.
+    literals = [each for each in (kind, *get_args(kind)) if get_origin(each) is Literal]
+    if literals:
+        if value not in get_args(literals[0]):
+            raise ValueError(f"{name} must be one of {get_args(literals[0])}; got {value!r}")
         return
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     # JSON writes 1.0 as 1, too; True is an int to Python.

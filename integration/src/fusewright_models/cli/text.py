@@ -20,11 +20,13 @@ from ..text import ByteModel, Corpus, Windows, documents, evaluate_text, make_to
 from ..text.evaluation import LanguageModel
 from ..text.generation import StreamingModel, continued
 from ..training import RunFolder, Trainer, TrainingConfig, wandb_observer
+from ..training.processes import leaving
 from ..training.source import Source
 from . import options
 from .commands import (
     Run,
     check_device,
+    join_others,
     open_run,
     optimizer_of,
     results_in,
@@ -97,6 +99,7 @@ class TextRun(Run):
     ] = 0
     compile: options.Compile = False
     capture: options.CaptureChoice = None
+    parallel: options.ParallelChoice = None
     backend: options.BackendChoice = "auto"
     log_every: options.LogEvery = 10
     eval_every: options.EvaluateEvery
@@ -196,6 +199,7 @@ def takes_text(kind: type[TextRun]) -> Callable[[Callable[..., None]], Callable[
     )
 
 
+@leaving()
 def train_on_text(
     kind: type[TextRun],
     loss_function: Callable[[Any, Any], Any],
@@ -207,15 +211,18 @@ def train_on_text(
         typer.BadParameter: it cannot be served.
         typer.Exit: it was stopped, or ends less than ``margin`` below the order-2 byte model.
     """
-    console, resumed, margin = Console(), "resume" in flags, flags.pop("margin", None)
+    resumed, margin = "resume" in flags, flags.pop("margin", None)
     with usage_errors():
         run, folder = open_run(kind, flags)
     with usage_errors(folder.config_file if resumed else None):
+        processes, folder, console = join_others(run, folder)
         check_device(run)
         corpus = run.corpus()
         windows = run.windows(corpus)
         order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
         model = run.model(corpus.tokenizer.vocab_size)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        processes.shard(model, run.blocks(model))
         training = run.training()
         chosen = optimizer_of(run, model)
     text_bytes = len(corpus.held_out_text)
@@ -238,7 +245,7 @@ def train_on_text(
 
     with usage_errors():
         observe = None
-        if run.wandb:
+        if run.wandb and processes.is_main:
             observe = wandb_observer(folder, project=run.wandb_project, config=asdict(run))
     trainer = Trainer(
         *(model, windows, loss_function, chosen, training, folder),
@@ -246,8 +253,8 @@ def train_on_text(
         evaluate=evaluation,
         observe=observe,
         choices=run.choices,
+        processes=processes,
     )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"{run.title} ({run.label}), {parameters:,} parameters, {len(corpus.training):,} tokens to "
         f"train on, {len(corpus.held_out):,} held out, {run.device}, {run.mixed_precision}, into "
@@ -256,7 +263,10 @@ def train_on_text(
     )
     train(trainer, run, folder, resumed=resumed)
     model.eval()
-    _show_sample(console, folder, run.reading(model), corpus, run.seed)
+    text = _sample(run.reading(model), corpus, run.seed)
+    if not processes.is_main:
+        return
+    _show_sample(console, folder, text)
     reached = _report(console, folder)
     results_in(console, folder)
     if margin is not None and not reached >= margin:
@@ -266,14 +276,17 @@ def train_on_text(
         raise typer.Exit(1)
 
 
-def _show_sample(
-    console: Console, folder: RunFolder, model: StreamingModel, corpus: Corpus, seed: int
-) -> None:
-    """The beginning of the held-out text, continued, on the console and in a file."""
+def _sample(model: StreamingModel, corpus: Corpus, seed: int) -> tuple[bytes, bytes]:
+    """The beginning of the held-out text, and how the model continues it."""
     prompt = corpus.held_out[:PROMPT_TOKENS].cpu().numpy()
-    shown = corpus.tokenizer.decode(prompt)
     options: dict[str, Any] = {"tokens": SAMPLE_TOKENS, "temperature": TEMPERATURE, "seed": seed}
     text = continued(model, corpus.tokenizer, prompt, device=corpus.held_out.device, **options)
+    return corpus.tokenizer.decode(prompt), text
+
+
+def _show_sample(console: Console, folder: RunFolder, sample: tuple[bytes, bytes]) -> None:
+    """On the console and in a file."""
+    shown, text = sample
     (folder.path / SAMPLE).write_bytes(shown + text)
     parts = [(shown, "dim"), (text, "")]
     readable = [(part.decode("utf-8", errors="replace"), style) for part, style in parts]

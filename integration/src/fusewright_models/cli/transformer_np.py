@@ -16,10 +16,12 @@ from ..data import DataName, DrawnAhead, Sampler, Size, Task, evaluate, make_sam
 from ..data.pictures import draw_predictions
 from ..models.transformer_np import Norm, TransformerNP, TransformerNPConfig
 from ..training import RunFolder, Trainer, TrainingConfig, captures
+from ..training.processes import leaving
 from . import options
 from .commands import (
     Run,
     check_device,
+    join_others,
     open_run,
     optimizer_of,
     results_in,
@@ -60,6 +62,7 @@ class TransformerNPRun(Run):
     ] = 0
     compile: options.Compile = False
     capture: options.CaptureChoice = None
+    parallel: options.ParallelChoice = None
     backend: options.BackendChoice = "auto"
     norm: Annotated[Norm, typer.Option(help="Before or after. Default: pre.")] = "pre"
     scale: Annotated[Scale, typer.Option(help="Standard deviations as. Default: log_sigma.")] = (
@@ -144,15 +147,13 @@ class TransformerNPRun(Run):
 
 
 def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
-    """The loss of a neural process: minus the mean over B, N and outputs of log p(y)."""
-    return model.loss(
-        task.x_context,
-        task.y_context,
-        task.x_target,
-        task.y_target,
-        task.context_lengths,
-        task.target_lengths,
-    )
+    """The loss of a neural process: minus the mean over B, N and outputs of log p(y).
+
+    The tasks of a batch have one number of targets, so that the mean over processes is that over
+    all.
+    """
+    rows = task.x_context, task.y_context, task.x_target
+    return model(*rows, task.context_lengths, task.target_lengths, y_target=task.y_target)
 
 
 @takes(
@@ -162,6 +163,7 @@ def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
         Path, typer.Option(help="Continue the run of this folder; takes no other flag.")
     ],
 )
+@leaving()
 def train_transformer_np(**flags: Any) -> None:
     """Train a TransformerNP: predict targets from a context set, with their uncertainty.
 
@@ -170,16 +172,20 @@ def train_transformer_np(**flags: Any) -> None:
     data, and leaves a folder with config.json, metrics.jsonl, loss.png, predictions.png and
     checkpoint.pt.
     """
-    console, resumed = Console(), "resume" in flags
+    resumed = "resume" in flags
     with usage_errors():
         run, folder = open_run(TransformerNPRun, flags)
     with usage_errors(folder.config_file if resumed else None):
+        processes, folder, console = join_others(run, folder)
         check_device(run)
         held_out = run.sampler(held_out=True)
         model = run.model(held_out.x_width)
+        parameters = model.parameter_count()
+        processes.shard(model, run.blocks(model))
         training = run.training()
         chosen = optimizer_of(run, model)
-        source = run.source(padded=captures(chosen, training) if run.pad is None else run.pad)
+        captured = captures(chosen, training, processes)
+        source = run.source(padded=captured if run.pad is None else run.pad)
     preset = TRANSFORMER_NP[run.preset]
 
     def evaluation() -> dict[str, float]:
@@ -192,15 +198,19 @@ def train_transformer_np(**flags: Any) -> None:
         }
 
     parts = model, source, negative_log_likelihood, chosen, training, folder
-    trainer = Trainer(*parts, evaluate=evaluation, console=console, choices=run.choices)
+    shared: dict[str, Any] = dict(choices=run.choices, processes=processes)
+    trainer = Trainer(*parts, evaluate=evaluation, console=console, **shared)
     console.print(
-        f"TransformerNP, {model.parameter_count():,} parameters, {run.data}, {run.device}, "
+        f"TransformerNP, {parameters:,} parameters, {run.data}, {run.device}, "
         f"{run.precision}, into {folder.path}",
         highlight=False,
     )
     train(trainer, run, folder, resumed=resumed)
     model.eval()
-    draw_predictions(model, held_out).savefig(folder.path / PREDICTIONS, dpi=120)
+    picture = draw_predictions(model, held_out)
+    if not processes.is_main:
+        return
+    picture.savefig(folder.path / PREDICTIONS, dpi=120)
     _report(console, folder, held_out.reference)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class TextBatch:
     def tokens(self) -> int:
         """B T, the tokens that the model reads."""
         return self.windows.shape[0] * (self.windows.shape[1] - 1)
+
+    def part(self, first: int, last: int) -> Self:
+        """The windows from number ``first`` to before ``last``, a view of these."""
+        return replace(self, windows=self.windows[first:last])
 
 
 class Windows:

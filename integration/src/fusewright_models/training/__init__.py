@@ -14,6 +14,7 @@ from .optimization import (
     torch_adamw,
     warmup_cosine,
 )
+from .processes import PARALLELS, Parallel, Processes
 from .run_folder import RunFolder
 from .source import Told
 from .trainer import Trainer
@@ -21,9 +22,12 @@ from .wandb import wandb_observer
 
 __all__ = [
     "OPTIMIZER_NAMES",
+    "PARALLELS",
     "PRECISIONS",
     "OptimizerName",
+    "Parallel",
     "Precision",
+    "Processes",
     "RunFolder",
     "Told",
     "Trainer",

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from .config import TrainingConfig
 from .optimizer_traits import counts, kind, pattern, rate_dtype, set_counts
+from .processes import ALONE, Processes
 from .source import Batch, Told
 from .stepper import Stepper
 
@@ -34,8 +35,10 @@ WARM_UP = 2
 MOST_SHAPES = 128
 
 
-def obstacle(optimizer: Optimizer) -> str | None:
+def obstacle(optimizer: Optimizer, processes: Processes = ALONE) -> str | None:
     """Why no step of the optimizer can be captured; None where it can."""
+    if processes.parallel is not None:
+        return f"{processes.count} processes add up their gradients in it"
     if isinstance(optimizer, DeepNestedOptimizer) and optimizer.options.update == "continuum":
         # A graph would fire the levels of the step that it captured.
         return "levels of a continuum fire by the host's count of steps"
@@ -47,9 +50,9 @@ def obstacle(optimizer: Optimizer) -> str | None:
     return None
 
 
-def captures(optimizer: Optimizer, config: TrainingConfig) -> bool:
+def captures(optimizer: Optimizer, config: TrainingConfig, processes: Processes = ALONE) -> bool:
     """Whether steps are replayed from CUDA graphs, as long as no capture fails."""
-    return config.capture is not False and obstacle(optimizer) is None
+    return config.capture is not False and obstacle(optimizer, processes) is None
 
 
 def make_stepper(
@@ -58,6 +61,7 @@ def make_stepper(
     optimizer: Optimizer,
     config: TrainingConfig,
     say: Callable[[str], None],
+    processes: Processes = ALONE,
 ) -> Stepper:
     """Of the kind that ``config.capture`` asks for; ``say`` is told why "auto" is eager on a GPU.
 
@@ -65,12 +69,12 @@ def make_stepper(
         ValueError: capture is True where it cannot be.
     """
     arguments = model, loss_function, optimizer, config
-    reason = obstacle(optimizer)
+    reason = obstacle(optimizer, processes)
     if config.capture is True and reason is not None:
         raise ValueError(f"wanted steps that are captured; {reason}")
-    if captures(optimizer, config):
+    if captures(optimizer, config, processes):
         return CapturedStepper(*arguments, say=say)
-    stepper = Stepper(*arguments)
+    stepper = Stepper(*arguments, processes)
     if config.capture == "auto" and stepper.device.type == "cuda":
         say(f"steps are eager: {reason}")
     return stepper

@@ -41,6 +41,8 @@ def take_step(
     # The squares of ours are fp64: no norm is too large for them.
     clip = clip_grad_norm_ if isinstance(optimizer, OURS) else nn.utils.clip_grad_norm_
     norm = None if clips(optimizer) else clip(parameters, clip_norm)
+    # Of sharded gradients torch's is sharded, too.
+    norm = getattr(norm, "full_tensor", lambda: norm)()
     if isinstance(optimizer, DeepNestedOptimizer):
         optimizer.step(loss)
     else:

@@ -15,7 +15,8 @@ class Batch(Protocol):
         tokens: how many the model reads.
 
     It may also have ``padding``: how many of its tokens stand for nothing, 0-d on the device that
-    trains; None, or no such attribute, where all stand for something.
+    trains; None, or no such attribute, where all stand for something. Of several processes each
+    takes ``part(first, last)``: its rows from number ``first`` to before ``last``.
     """
 
     @property
@@ -44,7 +45,7 @@ class Told(NamedTuple):
         means: further numbers of the batch, 0-d, of which a log point shows the mean over the steps
             that were taken.
         counts: numbers of the batch, 0-d, of which a log point shows the sum over all steps, those
-            that were skipped too, where it is not zero.
+            that were skipped too, and over processes, where it is not zero.
     """
 
     loss: Tensor

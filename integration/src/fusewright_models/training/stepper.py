@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from .config import TrainingConfig
 from .optimizer_traits import rate_dtype, take_step
+from .processes import ALONE, Processes, local
 from .source import Batch, Told, told_of
 
 
@@ -51,6 +52,7 @@ class Stepper:
         optimizer: over the model's parameters; its rates are the schedule's peaks. On a GPU an
             optimizer that can be captured gets them as tensors, captured or not: the same bits.
         config: how to train.
+        processes: that take the same steps, each on its rows.
 
     Attributes:
         loss: of the last step, or of what there is of it so far.
@@ -63,8 +65,13 @@ class Stepper:
         loss_function: Callable[[Any, Any], Tensor | Told],
         optimizer: Optimizer,
         config: TrainingConfig,
+        processes: Processes = ALONE,
     ) -> None:
-        self.model = model
+        self.processes, self.model = processes, processes.wrapped(model)
+        # Running averages follow the rows of all processes.
+        kept = model.state_dict().keys() if processes.parallel else ()
+        buffers = (x for name, x in model.named_buffers() if name in kept)
+        self.averages = [x for x in buffers if x.is_floating_point()]
         self.loss_function = torch.compile(loss_function) if config.compile else loss_function
         self.optimizer, self.config = optimizer, config
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -92,8 +99,11 @@ class Stepper:
     def take(self, factor: float, sample: Callable[[], Batch]) -> None:
         """One step with ``factor`` times the peak rates."""
         self._schedule(factor)
-        for number in range(self.config.accumulation_steps):
-            self.backward(sample(), first=number == 0)
+        count = self.config.accumulation_steps
+        for number in range(count):
+            with self.processes.adding(self.model, last=number == count - 1):
+                self.backward(sample(), first=number == 0)
+            self.processes.average_(*self.averages)
         self.update()
 
     def backward(self, batch: Batch, *, first: bool) -> None:
@@ -139,6 +149,7 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
     def move(self) -> None:
+        self.processes.average_(self.loss, self.told)
         taken = take_step(self.optimizer, self.loss, self.parameters, self.config.clip_norm)
         numbers = torch.stack([self.loss, taken.norm.to(self.loss.dtype), self.one, self.zero])
         told = self.told
@@ -162,8 +173,9 @@ class Stepper:
     def means(self) -> Means:
         """Since the last log point, which is now; waits for the device."""
         of_steps = torch.cat([self.sums[:2], self.told_sums]) / self.sums[2]
-        single = torch.stack([self.skipped_in_a_row, self.padding.to(self.sums)])
-        parts = [of_steps, self.sums[2:], single, self.counts]
+        of_rows = torch.cat([self.padding.to(self.sums).view(1), self.counts])
+        parts = [of_steps, self.sums[2:], self.skipped_in_a_row.view(1)]
+        parts.append(self.processes.add_(of_rows))
         loss, norm, *numbers = torch.cat(parts).tolist()  # sync: once per log point
         self._zero_sums()
         told, numbers = numbers[: len(self.told)], numbers[len(self.told) :]
@@ -179,12 +191,13 @@ class Stepper:
 
     def is_sound(self) -> bool:
         """Whether all parameters are finite; waits for the device."""
-        finite = torch.stack([p.detach().isfinite().all() for p in self.parameters])
-        return bool(finite.all())  # sync: once per checkpoint
+        finite = torch.stack([local(p.detach()).isfinite().all() for p in self.parameters])
+        unsound = self.processes.add_((~finite.all()).to(torch.int32))
+        return not unsound  # sync: once per checkpoint
 
     def optimizer_state(self) -> dict[str, Any]:
         """For a checkpoint: rates are the schedule's, of which the peaks are told."""
-        state = self.optimizer.state_dict()
+        state = self.processes.whole(self.optimizer.state_dict())
         for group, peak in zip(state["param_groups"], self.peak_rates, strict=True):
             group["lr"] = peak
         return state

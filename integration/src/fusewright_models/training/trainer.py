@@ -29,6 +29,7 @@ from .config import TrainingConfig
 from .optimization import warmup_cosine
 from .optimizer_traits import kind, network_digest
 from .plots import plot_loss
+from .processes import ALONE, Processes
 from .run_folder import RunFolder
 from .source import Batch, BatchT, Source, Told
 
@@ -66,6 +67,7 @@ class Trainer:
         observe: is shown every line of metrics as it is written.
         choices: by name, what the run was asked for: checkpoints keep it, and one that was trained
             with others is refused.
+        processes: that train the model together; of their folder the first one is the writer.
 
     Raises:
         ValueError: ``config.capture`` is True where steps cannot be captured.
@@ -84,6 +86,7 @@ class Trainer:
         console: Console | None = None,
         observe: Callable[[dict[str, Any]], None] | None = None,
         choices: dict[str, Any] | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         self.model = model
         self.source = source
@@ -94,12 +97,13 @@ class Trainer:
         self.console = console or Console()
         self.observe = observe
         self.choices = choices
+        self.processes = processes
         self.step = 0
         # Of the last line of metrics.
         self.noted: int | None = None
         # Whether the checkpoint's evaluation is to be taken again.
         self.evaluation_lost = False
-        self.stepper = make_stepper(model, loss_function, optimizer, config, self._say)
+        self.stepper = make_stepper(model, loss_function, optimizer, config, self._say, processes)
         self.device = self.stepper.device
         # Of the network that the run began with.
         self.network = network_digest(optimizer)
@@ -139,7 +143,7 @@ class Trainer:
             return
         state = {
             "step": self.step,
-            "model": self.model.state_dict(),
+            "model": self.processes.whole(self.model.state_dict()),
             "optimizer": self.stepper.optimizer_state(),
             "optimizer_kind": kind(self.optimizer),
             "network": self.network,
@@ -151,8 +155,9 @@ class Trainer:
         }
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
-        self.folder.save_checkpoint(state)
-        plot_loss(self.folder)
+        if self.processes.is_main:
+            self.folder.save_checkpoint(state)
+            plot_loss(self.folder)
 
     def resume(self) -> None:
         """Continue from the folder's checkpoint: the steps to come are those of one long run.
@@ -196,8 +201,8 @@ class Trainer:
         # It refuses other data before the model is touched.
         self.source.load_state_dict(state["source"])
         try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.processes.load_model(self.model, state["model"])
+            self.processes.load_optimizer(self.optimizer, state["optimizer"])
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             # The text of a missing key is the key alone.
             told = repr(error) if isinstance(error, LookupError) else error
@@ -213,12 +218,16 @@ class Trainer:
         # Its line may have been torn. Those of training have a rate.
         evaluations = [line["step"] for line in kept if "lr" not in line]
         self.evaluation_lost = noted == self.step and self.step not in evaluations
+        # All have read what the first one goes on to write.
+        self.processes.wait()
 
     def forget_metrics(self, after: int = -1) -> list[dict[str, Any]]:
         """Drop the lines of steps past ``after``, and tell of a torn last line that is dropped;
         returns those that are kept.
         """
         assert self.folder is not None
+        if not self.processes.is_main:
+            return [line for line in self.folder.read_metrics() if line["step"] <= after]
         torn = self.folder.torn_metrics()
         kept = self.folder.forget_metrics(after)
         if torn:
@@ -249,9 +258,10 @@ class Trainer:
         self.steps_since_log += 1
 
     def _sample(self) -> Batch:
-        batch = self.source.sample(self.config.batch_size)
+        size = self.config.batch_size
+        batch = self.source.sample(size)
         self.tokens += batch.tokens
-        return batch
+        return self.processes.rows(batch, size)
 
     def _log(self) -> str:
         """Read the sums, write a line, start new sums; returns the state for the progress bar."""
@@ -318,7 +328,8 @@ class Trainer:
     def _note(self, numbers: dict[str, float]) -> None:
         line = {"step": self.step, **numbers}
         if self.folder is not None:
-            self.folder.append_metrics(line)
+            if self.processes.is_main:
+                self.folder.append_metrics(line)
             self.noted = self.step
         if self.observe is not None:
             self.observe(line)

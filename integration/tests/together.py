@@ -1,0 +1,104 @@
+"""Commands in several processes, each told what torchrun would tell it, beside those of one.
+
+All are in fp64: what differs is the order of sums, and nothing grows out of it in a few steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from fusewright_models.cli import text, transformer_np
+from fusewright_models.training import Trainer
+from fusewright_testkit.fresh import run_python
+from torch.distributed import TCPStore
+
+# What one process runs.
+PROGRAM = """
+import json, os, sys
+import pytest, torch
+sys.path.insert(0, {tests!r})
+from commands import invoke, leave_out_pictures
+from fusewright_models.cli import app
+from fusewright_models.training import RunFolder
+from together import compute_in_fp64, stop_at
+
+def refused(*given):
+    raise AssertionError("a second process wrote")
+
+torch.set_num_threads(1)
+patch = pytest.MonkeyPatch()
+leave_out_pictures(patch)
+compute_in_fp64(patch)
+told = dict(RANK={rank}, WORLD_SIZE={count}, MASTER_ADDR="127.0.0.1")
+told |= dict(LOCAL_RANK={rank} % {of_host}, LOCAL_WORLD_SIZE={of_host})
+os.environ |= dict((name, str(value)) for name, value in told.items())
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+if {rank}:
+    RunFolder.write_config = RunFolder.append_metrics = RunFolder.save_checkpoint = refused
+results = []
+for arguments, until, port in {commands}:
+    os.environ["MASTER_PORT"] = str(port)
+    with patch.context() as stopping:
+        stop_at(until, stopping)
+        result = invoke(app, *arguments)
+    results.append((result.exit_code, result.output + str(result.exception or "")))
+    # A run that has failed leaves it to the end of its program.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+print(json.dumps(results))
+"""
+
+
+class Command(NamedTuple):
+    """Arguments of fusewright-train.
+
+    Attributes:
+        until: the step that the run is left at; None goes to its end.
+    """
+
+    arguments: Sequence[object]
+    until: int | None = None
+
+
+def run_together(
+    commands: Sequence[Command], *, hosts: int = 1, of_host: int = 2
+) -> list[list[tuple[int, str]]]:
+    """Of each of several processes, which run the commands one after another, the exit codes and
+    outputs; all are on this host, whatever they are told.
+    """
+    count = hosts * of_host
+    # Where they meet: a group of processes for each command.
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in commands]
+    told = [
+        ([*map(str, arguments)], until, store.port)
+        for (arguments, until), store in zip(commands, stores, strict=True)
+    ]
+    tests = str(Path(__file__).parent)
+    programs = [
+        PROGRAM.format(tests=tests, rank=rank, count=count, of_host=of_host, commands=told)
+        for rank in range(count)
+    ]
+    with ThreadPoolExecutor(count) as pool:
+        return [json.loads(out.splitlines()[-1]) for out in pool.map(run_python, programs)]
+
+
+def compute_in_fp64(patch: pytest.MonkeyPatch) -> None:
+    for kind in (transformer_np.TransformerNPRun, text.TextRun):
+        patch.setattr(
+            kind,
+            "model",
+            lambda run, *given, make=kind.model, **of: make(run, *given, **of).double(),
+        )
+    # A HybridLM in fp64 continues no text.
+    patch.setattr(text, "continued", lambda *given, **options: b"")
+
+
+def stop_at(until: int | None, patch: pytest.MonkeyPatch) -> None:
+    """Runs are left at that step."""
+    run = Trainer.run
+    patch.setattr(Trainer, "run", lambda trainer: run(trainer, until))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .captured import captures
-from .config import PRECISIONS, Precision, TrainingConfig
+from .config import PRECISIONS, Precision, TrainingConfig, interval
+from .files import NotWritten
 from .optimization import (
     OPTIMIZER_NAMES,
     OptimizerName,
@@ -15,16 +16,19 @@ from .optimization import (
     warmup_cosine,
 )
 from .run_folder import RunFolder
+from .signals import StopSignals
 from .source import Told
 from .trainer import Trainer
-from .wandb import wandb_observer
+from .wandb import wandb_library, wandb_observer
 
 __all__ = [
     "OPTIMIZER_NAMES",
     "PRECISIONS",
+    "NotWritten",
     "OptimizerName",
     "Precision",
     "RunFolder",
+    "StopSignals",
     "Told",
     "Trainer",
     "TrainingConfig",
@@ -32,8 +36,10 @@ __all__ = [
     "captures",
     "default_decay",
     "default_rate",
+    "interval",
     "make_optimizer",
     "torch_adamw",
+    "wandb_library",
     "wandb_observer",
     "warmup_cosine",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from threading import Thread
 
 import pytest
 import torch
+from filelock import FileLock
 from fusewright_models.training import NotWritten, RunFolder, StopSignals, TrainingConfig
 from fusewright_models.training import trainer as trainer_module
 from fusewright_models.training.checkpoints import on_host
@@ -428,6 +430,42 @@ def test_second_program_is_refused_by_the_lock(tmp_path):
             locked.__enter__()
     with RunFolder(tmp_path).locked():
         pass
+
+
+def test_folder_that_cannot_be_locked_is_trained_into_and_told(tmp_path, monkeypatch):
+    """As on file systems of clusters."""
+
+    def acquire(self, timeout):
+        raise NotImplementedError
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    told = rf"{tmp_path}/run\.lock cannot be locked, and another program not kept out"
+    with pytest.warns(UserWarning, match=told), RunFolder(tmp_path).locked():
+        RunFolder(tmp_path).write_config({})
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+def test_what_cannot_be_read_is_damage_only_where_the_disk_says_so(tmp_path, monkeypatch, number):
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        folder.save_checkpoint({"step": step}, keep=2)
+
+    newest, opened = state_file(tmp_path), Path.open
+
+    def open_or_fail(path, *arguments, **options):
+        if path == newest:
+            raise OSError(number, os.strerror(number))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_or_fail)
+    told = []
+    if number == errno.EIO:
+        assert folder.checkpoints.load(told.append)[0] == {"step": 1}
+        assert len(told) == 1
+    else:
+        with pytest.raises(PermissionError):
+            folder.checkpoints.load(told.append)
+        assert told == []
 
 
 def test_config_that_cannot_be_read_says_what_to_do(tmp_path):

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -299,3 +301,25 @@ def test_time_between_checkpoints_reaches_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: 3600 * clock())
     assert run(*TINY, "--checkpoint-every", "1m", "--keep", "9", "--out", tmp_path).exit_code == 0
     assert len(RunFolder(tmp_path).checkpoints.files()) > 2
+
+
+def stress(*arguments: object) -> subprocess.CompletedProcess:
+    """In a process that has forked nothing and computed nothing yet."""
+    tests = Path(__file__).parent
+    command = [sys.executable, "-m", f"{tests.name}.stress", *map(str, arguments)]
+    return subprocess.run(command, cwd=tests.parent, capture_output=True, text=True)
+
+
+def test_runs_that_are_killed_and_interrupted_at_random_moments_end_as_one(tmp_path):
+    out = tmp_path / "stops.csv"
+    flags = ["--trials", 1, "--models", "transformer-np", "--stops", "kill-in-write", "interrupt"]
+    done = stress(*flags, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(out.read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["transformer-np", "titan-mac", "hybrid"])
+def test_twenty_runs_of_each_kind_end_as_one(model):
+    done = stress("--models", model)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -23,6 +23,7 @@ from .commands import (
     interrupted,
     invoke,
     metrics,
+    state_file,
     weights,
 )
 
@@ -327,6 +328,19 @@ def test_folder_without_a_model_generates_nothing(tmp_path, finished):
     assert_refused(run("generate", tmp_path), "wanted the folder of a run with a checkpoint")
     torch.save({"model": {}}, tmp_path / "checkpoint.pt")
     assert_refused(run("generate", tmp_path), "wanted this model's checkpoint in")
+
+
+def test_text_is_generated_from_the_checkpoint_before_a_damaged_one(tmp_path, finished):
+    shutil.copytree(finished, tmp_path / "run")
+    file = state_file(tmp_path / "run")
+    file.write_bytes(file.read_bytes()[:-1])
+    flags = ["--prompt", "line 7", "--tokens", "4"]
+    result = run("generate", tmp_path / "run", *flags)
+    assert result.exit_code == 0, result.output
+    (before,) = (each for each in RunFolder(tmp_path / "run").checkpoints.files() if each != file)
+    assert f"{before} is taken instead" in result.stderr
+    # A run may be training there: nothing is renamed.
+    assert file.exists()
 
 
 class WandB:

@@ -10,6 +10,7 @@ A run of before has one checkpoint.pt instead, which counts as older than all of
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
 import os
@@ -173,6 +174,10 @@ def _read(path: Path) -> dict[str, Any]:
                 _check_digest(path, file)
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
+        # Memory and permissions are no damage.
+        unread = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.EIO)
+        if isinstance(error, (OSError, MemoryError)) and not unread:
+            raise
         # A damaged file raises anything, and torch's advice is for files of strangers.
         told = f": {error}" if isinstance(error, (OSError, _Differs)) else ""
         raise ValueError(f"{wanted} a damaged file{told}") from error

@@ -42,9 +42,11 @@ def make_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file's content is on the disk."""
-    with writing(path), path.open("rb+") as file:
-        os.fsync(file.fileno())
+    """Wait until a file's content and its name are on the disk."""
+    with writing(path):
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -75,6 +75,10 @@ class RunFolder:
                 raise RuntimeError(
                     f"wanted a folder that no other program trains into; one holds {file}"
                 ) from error
+            except NotImplementedError:
+                # Some file systems of clusters have no locks, and runs of their own.
+                told = f"{file} cannot be locked, and another program not kept out"
+                warnings.warn(told, stacklevel=4)
         try:
             yield
         finally:

@@ -139,8 +139,14 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
     renamed = [each for each in renamed if each[1].name.endswith(".partial")]
     assert renamed
     for place, partial, file in renamed:
-        assert any(order[each][1] == partial for each in synced if each < place)
+        before = {order[each][1] for each in synced if each < place}
+        within = [partial / each.name for each in file.iterdir()] if file.is_dir() else []
+        # Files of a folder may have had names of their own until they were renamed in it.
+        assert {partial, *within} <= before | {new for _, old, new in renamed if old in before}
         assert any(order[each][1] == file.parent for each in synced if each > place)
+    if change is save_checkpoint:
+        # Metrics that the checkpoint is of.
+        assert folder.metrics_file in before
 
 
 @pytest.mark.parametrize("change", [write_config, drop_metrics, save_checkpoint])
@@ -324,6 +330,8 @@ def test_run_that_is_stopped_after_any_step_resumes_to_the_bits_and_lines_of_one
     parts.run(stop=stop_after(parts, step))
     assert parts.step == step
     assert RunFolder(tmp_path / "parts").load_checkpoint()["step"] == step
+    # Of a run that is stopped before it begins nothing is evaluated.
+    assert parts.folder.metrics_file.exists() == (step > 0)
     rest = make("parts")
     rest.resume()
     rest.run()
@@ -339,6 +347,18 @@ def test_run_that_is_stopped_where_it_is_not_finite_keeps_the_checkpoint_of_befo
     with pytest.raises(FloatingPointError, match="gradient norm over steps 7 to 7: not finite"):
         trainer.run(stop=stop_after(trainer, 7))
     assert RunFolder(tmp_path).load_checkpoint()["step"] == 6
+
+
+def test_resumed_run_that_is_not_finite_names_the_steps_since_the_last_log_point(tmp_path):
+    config = replace(CONFIG, log_every=5)
+    parts = linear_trainer(tmp_path, config)
+    parts.run(stop=stop_after(parts, 8))
+    rest = linear_trainer(tmp_path, config)
+    rest.resume()
+    plain = rest.stepper.loss_function
+    rest.stepper.loss_function = lambda model, batch: plain(model, batch) * float("nan")
+    with pytest.raises(FloatingPointError, match="on average over steps 7 to 10: not finite"):
+        rest.run()
 
 
 @pytest.mark.parametrize(

@@ -423,6 +423,14 @@ def test_checkpoint_is_of_the_step_that_it_was_asked_at(tmp_path, monkeypatch):
     assert torch.equal(state["model"]["weight"], other.model.weight)
 
 
+def test_checkpoints_are_no_part_of_the_seconds_of_a_line(tmp_path, monkeypatch):
+    trainer = linear_trainer(tmp_path, replace(CONFIG, checkpoint_every=5))
+    save = trainer.save
+    monkeypatch.setattr(trainer, "save", lambda: (time.sleep(0.5), save()))
+    trainer.run(until=6)
+    assert all(line["seconds"] < 0.5 for line in metrics(tmp_path))
+
+
 def test_copy_on_the_host_shares_what_the_state_shares_and_nothing_with_it():
     layer = torch.nn.Linear(2, 3)
     state = {"a": layer.state_dict(), "b": [layer.weight.detach()[1:], 4], "c": (None, "text")}

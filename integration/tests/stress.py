@@ -3,7 +3,7 @@
     python -m tests.stress --trials 20 --out FILE.csv
 
 in the folder of this distribution, with the sources on the import path. A run is a process of its
-own, forked from this one for its imports. It is stopped, resumed and stopped once more, then
+own, forked from this one for its imports. It is stopped, resumed and mostly stopped again, then
 resumed to its end: by a signal at a random moment, or by SIGKILL at a random one of the calls by
 which files reach the disk or get their names, those of checkpoints, of the config and of the
 metrics that a resumed run rewrites.
@@ -161,10 +161,12 @@ def state(folder: Path) -> list:
 
 
 def trial(model: str, stop: str, whole: Whole, data: list[str], draw: random.Random) -> dict:
-    """One run that is stopped twice, and how it ended."""
-    folder = whole.folder.with_name("stopped")
-    shutil.rmtree(folder, ignore_errors=True)
-    stops = sum(stopped(begun(model, folder, data), stop, whole, draw) for _ in range(2))
+    """One run that is stopped once or twice, and how it ended."""
+    folder, stops = whole.folder.with_name("stopped"), 0
+    # One that ended before its stop shows nothing.
+    while not stops:
+        shutil.rmtree(folder, ignore_errors=True)
+        stops = sum(stopped(begun(model, folder, data), stop, whole, draw) for _ in range(2))
     code = code_of(forked(begun(model, folder, data)))
     found = {"stops": stops, "resumed": code == 0, "same_bits": False, "same_metrics": False}
     if code == 0:

@@ -14,12 +14,12 @@ import typer
 from click.testing import Result
 from fusewright_models.bench.__main__ import app as bench
 from fusewright_models.cli import transformer_np
-from fusewright_models.training import trainer
+from fusewright_models.training import RunFolder, trainer
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 # Of a language model; `draw` has its own.
-FILES = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt"}
+FILES = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints", "run.lock"}
 
 
 def invoke(program: typer.Typer | Callable[..., None], *arguments: object) -> Result:
@@ -68,7 +68,12 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "checkpoint.pt")["model"]
+    return RunFolder(folder).load_checkpoint()["model"]
+
+
+def state_file(folder: Path) -> Path:
+    """Of the newest checkpoint."""
+    return RunFolder(folder).checkpoints.files()[0]
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -77,14 +82,14 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def untimed_metrics(folder: Path) -> list[dict]:
+    timed = ("tokens_per_second", "padded_tokens_per_second", "seconds")
+    return [{name: line[name] for name in line if name not in timed} for line in metrics(folder)]
+
+
 def assert_same_metrics(one: Path, other: Path) -> None:
     """But for times."""
-    timed = ("tokens_per_second", "padded_tokens_per_second", "seconds")
-    first, second = (
-        [{name: line[name] for name in line if name not in timed} for line in metrics(folder)]
-        for folder in (one, other)
-    )
-    assert first == second
+    assert untimed_metrics(one) == untimed_metrics(other)
 
 
 def written_text(folder: Path, lines: int = 400) -> Path:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fusewright_models.cli import app, transformer_np
 from fusewright_models.data import DATA_NAMES, Digits
+from fusewright_models.training import RunFolder
 
 from .commands import (
     assert_refused,
@@ -20,9 +21,10 @@ from .commands import (
     invoke,
     leave_out_pictures,
     metrics,
+    state_file,
 )
 
-FILES = {"config.json", "metrics.jsonl", "loss.png", "predictions.png", "checkpoint.pt"}
+FILES = {"config.json", "metrics.jsonl", "loss.png", "predictions.png", "checkpoints", "run.lock"}
 TINY = ["--preset", "tiny", "--steps", "5", "--log-every", "2", "--eval-every", "3"]
 
 
@@ -58,7 +60,7 @@ def test_same_seed_same_run_and_interrupted_run_resumes_to_it(tmp_path, monkeypa
     stopped = interrupted(monkeypatch, Digits, 13, lambda: run(*TINY, "--out", parts))
     assert stopped.exit_code == 130
     assert f"--resume {parts}" in stopped.output
-    assert torch.load(parts / "checkpoint.pt")["step"] == 3
+    assert RunFolder(parts).load_checkpoint()["step"] == 3
 
     resumed = run("--resume", parts)
     assert resumed.exit_code == 0, resumed.output
@@ -73,7 +75,7 @@ def test_run_stopped_before_its_first_checkpoint_resumes_from_its_start(tmp_path
     # Four batches are the evaluation of step 0; the third training step is never taken.
     stopped = interrupted(monkeypatch, Digits, 7, lambda: run(*TINY, "--out", parts))
     assert stopped.exit_code == 130
-    assert not (parts / "checkpoint.pt").exists()
+    assert not RunFolder(parts).holds_a_checkpoint
 
     resumed = run("--resume", parts)
     assert resumed.exit_code == 0, resumed.output
@@ -96,7 +98,7 @@ def test_run_that_is_not_finite_ends_in_one_sentence(tmp_path, optimizer, what):
     assert result.exit_code == 1
     assert "stopped: " in result.output
     assert f"{what}; lower the learning rate" in result.output
-    assert not (tmp_path / "run/checkpoint.pt").exists()
+    assert not RunFolder(tmp_path / "run").holds_a_checkpoint
     assert "Traceback" not in result.output
 
 
@@ -134,11 +136,22 @@ def file_of(name: str, content: bytes) -> Callable[[Path], None]:
 
 
 def cut_checkpoint(folder: Path) -> None:
-    (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
+    file = state_file(folder)
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def only_checkpoint(content: bytes) -> Callable[[Path], None]:
+    return lambda folder: state_file(folder).write_bytes(content)
 
 
 def checkpoint_of(state: object) -> Callable[[Path], None]:
-    return lambda folder: torch.save(state, folder / "checkpoint.pt")
+    """As a run of before left one, which has no digest."""
+
+    def edit(folder: Path) -> None:
+        shutil.rmtree(folder / "checkpoints")
+        torch.save(state, folder / "checkpoint.pt")
+
+    return edit
 
 
 def metrics_of(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
@@ -151,7 +164,8 @@ def metrics_of(change: Callable[[list[str]], list[str]]) -> Callable[[Path], Non
     return edit
 
 
-CONFIG, CHECKPOINT = "{folder}/config.json", "{folder}/checkpoint.pt"
+CONFIG, CHECKPOINT = "{folder}/config.json", "{folder}/checkpoints/step-000001/state.pt"
+SINGLE = "{folder}/checkpoint.pt"
 CORRUPTED = {
     "model": (config_with(model="titan-mac"), "{folder} holds another model's"),
     "colour": (config_with(colour="red"), "begun by another version: colour differ"),
@@ -178,20 +192,20 @@ CORRUPTED = {
     ),
     "cut": (cut_checkpoint, f"wanted a checkpoint of a run in {CHECKPOINT}; got a damaged file"),
     "empty": (
-        file_of("checkpoint.pt", b""),
+        only_checkpoint(b""),
         f"wanted a checkpoint of a run in {CHECKPOINT}; got a damaged file",
     ),
     "no-pickle": (
-        file_of("checkpoint.pt", b"not a checkpoint"),
+        only_checkpoint(b"not a checkpoint"),
         f"wanted a checkpoint of a run in {CHECKPOINT}; got a damaged file",
     ),
     "tensor": (
         checkpoint_of(torch.zeros(1)),
-        f"wanted a checkpoint of a run in {CHECKPOINT}; got a saved Tensor",
+        f"wanted a checkpoint of a run in {SINGLE}; got a saved Tensor",
     ),
     "weights": (
         checkpoint_of({"model": {}}),
-        f"source, step, torch_rng in {CHECKPOINT}; got model",
+        f"source, step, torch_rng in {SINGLE}; got model",
     ),
     "other-data": (
         config_with(data="blr"),
@@ -234,7 +248,6 @@ CORRUPTED = {
             ("ragged", False, True),
             ("seed", 0, 3),
             ("weight_decay", 0.01, 0.5),
-            ("steps", 1, 9),
             ("batch_size", 8, 4),
             ("lr", 0.002, 0.001),
         )
@@ -242,16 +255,22 @@ CORRUPTED = {
 }
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """But for the lock, which is no part of the run."""
+    files = [each for each in folder.rglob("*") if each.is_file() and each.name != "run.lock"]
+    return {str(each): each.read_bytes() for each in files}
+
+
 @pytest.mark.parametrize(("corrupt", "message"), CORRUPTED.values(), ids=CORRUPTED)
 def test_run_that_cannot_be_resumed_is_refused_and_kept(tmp_path, finished, corrupt, message):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     corrupt(folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     result = run("--resume", folder)
     assert_refused(result, re.escape(message.format(folder=folder)))
     assert "weights_only" not in result.output
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -282,7 +301,7 @@ def test_torn_last_line_of_metrics_is_dropped_and_told(tmp_path, finished, chang
 def test_torn_last_line_is_dropped_where_there_is_no_checkpoint_yet(tmp_path, finished):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    (folder / "checkpoint.pt").unlink()
+    shutil.rmtree(folder / "checkpoints")
     metrics_of(lambda lines: [*lines[:1], '{"step'])(folder)
     result = run("--resume", folder)
     assert result.exit_code == 0, result.output
@@ -306,7 +325,7 @@ def test_run_of_before_that_says_nothing_of_later_choices_resumes(tmp_path, fini
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     config_without(*names)(folder)
-    choices = torch.load(folder / "checkpoint.pt")["choices"]
+    choices = RunFolder(folder).load_checkpoint()["choices"]
     assert not choices.keys() & set(names)
     result = run("--resume", folder)
     assert result.exit_code == 0, result.output
@@ -316,19 +335,20 @@ def test_run_of_before_that_says_nothing_of_later_choices_resumes(tmp_path, fini
 def test_checkpoint_of_before_that_has_no_choices_resumes(tmp_path, finished):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    state = torch.load(folder / "checkpoint.pt")
-    for name in ("choices", "noted"):
+    state = RunFolder(folder).load_checkpoint()
+    for name in ("choices", "noted", "evaluated", "since_log"):
         del state[name]
     del state["source"]["tasks"]
-    torch.save(state, folder / "checkpoint.pt")
+    checkpoint_of(state)(folder)
     result = run("--resume", folder)
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("left", [["metrics.jsonl"], ["checkpoint.pt"]], ids="-".join)
+@pytest.mark.parametrize("left", [["metrics.jsonl"], ["checkpoints"]], ids="-".join)
 def test_results_are_not_mixed_with_those_of_a_run_without_its_config(tmp_path, finished, left):
     for name in left:
-        shutil.copy(finished / name, tmp_path / name)
+        copy = shutil.copytree if (finished / name).is_dir() else shutil.copy
+        copy(finished / name, tmp_path / name)
     result = run(*TINY, "--out", tmp_path)
     message = f"wanted a folder without a run's files in --out; got {tmp_path}, which holds "
     assert_refused(result, re.escape(message + " and ".join(left)))
@@ -425,7 +445,7 @@ def test_batches_are_padded_where_steps_are_captured_or_it_is_asked_for(
         (["--context-size", "64"], "an image has 64 pixels"),
         (["--device", "mps"], "--device must be cpu, cuda or cuda:N; got 'mps'"),
         (["--resume", "nowhere"], "wanted the folder of a run with config.json; got nowhere"),
-        (["--resume", "nowhere", "--lr", "1"], "takes every choice from its folder; got --lr"),
+        (["--resume", "nowhere", "--lr", "1"], "takes what is trained from its folder; got --lr"),
     ],
     ids=flags_of,
 )

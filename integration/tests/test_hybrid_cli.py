@@ -13,7 +13,7 @@ from fusewright_models.cli import app
 from fusewright_models.cli.hybrid import HybridBatch, HybridRun, WarmedWindows, all_losses
 from fusewright_models.models.hybrid import HYBRID, HybridLM
 from fusewright_models.text import Windows
-from fusewright_models.training import Trainer, TrainingConfig, adamw, make_optimizer
+from fusewright_models.training import RunFolder, Trainer, TrainingConfig, adamw, make_optimizer
 from rich.console import Console
 
 from .commands import (
@@ -112,7 +112,7 @@ def test_options_reach_the_model_and_its_optimizer(tmp_path, text):
     flags = [*TINY, *flags.split(), "--max-steps", "1", "--dataset", text]
     result = run("hybrid", *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    state = torch.load(tmp_path / "run/checkpoint.pt")
+    state = RunFolder(tmp_path / "run").load_checkpoint()
     assert {name.split(".")[2] for name in state["model"] if "stack" in name} == {"0", "1"}
     rates = {group["lr"] for group in state["optimizer"]["param_groups"]}
     assert rates == {0.002, 0.008}

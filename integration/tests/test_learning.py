@@ -13,6 +13,7 @@ from fusewright_models.cli import app
 from fusewright_models.studies import learning
 from fusewright_models.studies.learning import Other, Point, Recipe, Training, keeper, train_all
 from fusewright_models.studies.results import read
+from fusewright_models.training import RunFolder
 
 from .commands import invoke
 
@@ -57,7 +58,7 @@ def test_a_training_is_that_of_the_training_program(trainings, tmp_path):
         if value is not True:
             flags += [f"--{name.replace('_', '-')}", value]
     assert invoke(app, "transformer-np", *flags, "--optimizer", "adamw").exit_code == 0
-    state = torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["model"]
+    state = RunFolder(tmp_path / "run").load_checkpoint()["model"]
     ours = training.model.state_dict()
     assert ours.keys() == state.keys()
     assert all(torch.equal(ours[name], state[name]) for name in state)

@@ -7,9 +7,8 @@ import math
 import re
 
 import pytest
-import torch
 from fusewright_models.cli import app
-from fusewright_models.training import OPTIMIZER_NAMES
+from fusewright_models.training import OPTIMIZER_NAMES, RunFolder
 
 from .commands import assert_refused, invoke, metrics
 
@@ -33,7 +32,7 @@ def run_with(folder, name, flags):
     assert result.exit_code == 0, result.output
     config = json.loads((folder / "config.json").read_text())
     losses = [line["loss"] for line in metrics(folder) if "loss" in line]
-    return config, losses, torch.load(folder / "checkpoint.pt")
+    return config, losses, RunFolder(folder).load_checkpoint()
 
 
 def assert_chosen(config, saved, name, weights, *, rate, decay):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -95,6 +96,18 @@ def test_run_of_two_processes_is_that_of_one(model, tmp_path, text, alone):
     alone([model, "--resume", left])
     for folder in (ddp, fsdp, left, begun, begun_as_well):
         assert_near(folder, whole)
+
+
+def test_signal_to_one_process_stops_all_at_a_log_point_with_a_checkpoint(tmp_path, alone):
+    flags = ["transformer-np", *SIZES, "--steps", "6", "--log-every", "2", "--eval-every", "6"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    alone([*flags, "--out", whole])
+    every = ["--checkpoint-every", "600m", "--out", stopped]
+    for ((code, output),) in run_together([Command([*flags, *every], signalled=3)]):
+        assert code == 128 + signal.SIGTERM, output
+    assert (stopped / "checkpoints/step-000004/manifest.json").exists()
+    alone(["transformer-np", "--resume", stopped])
+    assert_near(stopped, whole)
 
 
 def test_hosts_that_share_no_parameters_train_as_one_process(tmp_path, alone):

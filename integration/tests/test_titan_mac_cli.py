@@ -12,7 +12,7 @@ import torch
 from fusewright_models.cli import app
 from fusewright_models.cli import text as text_command
 from fusewright_models.text import ByteModel, Windows
-from fusewright_models.training import Trainer
+from fusewright_models.training import RunFolder, Trainer
 
 from .commands import (
     FILES,
@@ -23,6 +23,7 @@ from .commands import (
     interrupted,
     invoke,
     metrics,
+    state_file,
     weights,
 )
 
@@ -107,7 +108,7 @@ def test_same_seed_same_run_and_interrupted_run_resumes_to_it(tmp_path, text, mo
     stopped = interrupted(monkeypatch, Windows, 10, lambda: run(*begun))
     assert stopped.exit_code == 130
     assert f"fusewright-train titan-mac --resume {parts}" in stopped.output
-    assert torch.load(parts / "checkpoint.pt")["step"] == 3
+    assert RunFolder(parts).load_checkpoint()["step"] == 3
 
     resumed = run("titan-mac", "--resume", parts)
     assert resumed.exit_code == 0, resumed.output
@@ -189,7 +190,7 @@ def test_options_reach_the_run(tmp_path, text, trained):
         assert str(config[flag.removeprefix("--").replace("-", "_")]) == value
     assert config["capture"] is False
     assert "2,000 tokens to train on" in result.output
-    checkpoint = torch.load(tmp_path / "run/checkpoint.pt")
+    checkpoint = RunFolder(tmp_path / "run").load_checkpoint()
     assert checkpoint["model"]["embedding.weight"].shape == (257, 16)
     blocks = {name.split(".")[1] for name in checkpoint["model"] if name.startswith("blocks.")}
     assert blocks == {"0", "1"}
@@ -244,7 +245,7 @@ def test_subset_of_a_named_data_set_is_asked_for(tmp_path, text, monkeypatch):
         (["--tokenizer", "none.json"], "wanted a tokenizer's file or name; got none.json"),
         (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
         (["--lr", "-1"], "lr must be at least 0, got -1.0"),
-        (["--resume", "nowhere"], "takes every choice from its folder; got --preset"),
+        (["--resume", "nowhere"], "takes what is trained from its folder; got --preset"),
     ],
     ids=flags_of,
 )
@@ -324,9 +325,22 @@ def test_temperature_that_is_no_number_gets_one_clear_sentence(finished):
 def test_folder_without_a_model_generates_nothing(tmp_path, finished):
     assert "wanted the folder of a run with config.json" in run("generate", tmp_path).output
     (tmp_path / "config.json").write_bytes((finished / "config.json").read_bytes())
-    assert_refused(run("generate", tmp_path), "wanted a folder with checkpoint.pt")
+    assert_refused(run("generate", tmp_path), "wanted the folder of a run with a checkpoint")
     torch.save({"model": {}}, tmp_path / "checkpoint.pt")
     assert_refused(run("generate", tmp_path), "wanted this model's checkpoint in")
+
+
+def test_text_is_generated_from_the_checkpoint_before_a_damaged_one(tmp_path, finished):
+    shutil.copytree(finished, tmp_path / "run")
+    file = state_file(tmp_path / "run")
+    file.write_bytes(file.read_bytes()[:-1])
+    flags = ["--prompt", "line 7", "--tokens", "4"]
+    result = run("generate", tmp_path / "run", *flags)
+    assert result.exit_code == 0, result.output
+    (before,) = (each for each in RunFolder(tmp_path / "run").checkpoints.files() if each != file)
+    assert f"{before} is taken instead" in result.stderr
+    # A run may be training there: nothing is renamed.
+    assert file.exists()
 
 
 class WandB:

@@ -324,5 +324,5 @@ def test_impossible_choices_are_refused(field, value, message):
 
 
 def test_resuming_without_a_checkpoint_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"wanted a folder with checkpoint\.pt; got"):
+    with pytest.raises(FileNotFoundError, match="folder of a run with a checkpoint; got"):
         linear_trainer(tmp_path).resume()

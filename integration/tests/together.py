@@ -6,6 +6,7 @@ All are in fp64: what differs is the order of sums, and nothing grows out of it 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,7 @@ sys.path.insert(0, {tests!r})
 from commands import invoke, leave_out_pictures
 from fusewright_models.cli import app
 from fusewright_models.training import RunFolder
-from together import compute_in_fp64, stop_at
+from together import compute_in_fp64, signal_in, stop_at
 
 def refused(*given):
     raise AssertionError("a second process wrote")
@@ -41,10 +42,12 @@ os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 if {rank}:
     RunFolder.write_config = RunFolder.append_metrics = RunFolder.save_checkpoint = refused
 results = []
-for arguments, until, port in {commands}:
+for arguments, until, signalled, port in {commands}:
     os.environ["MASTER_PORT"] = str(port)
     with patch.context() as stopping:
         stop_at(until, stopping)
+        if {rank} == {count} - 1:
+            signal_in(signalled, stopping)
         result = invoke(app, *arguments)
     results.append((result.exit_code, result.output + str(result.exception or "")))
     # A run that has failed leaves it to the end of its program.
@@ -59,10 +62,12 @@ class Command(NamedTuple):
 
     Attributes:
         until: the step that the run is left at; None goes to its end.
+        signalled: the step in which the last process receives SIGTERM.
     """
 
     arguments: Sequence[object]
     until: int | None = None
+    signalled: int | None = None
 
 
 def run_together(
@@ -75,8 +80,8 @@ def run_together(
     # Where they meet: a group of processes for each command.
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in commands]
     told = [
-        ([*map(str, arguments)], until, store.port)
-        for (arguments, until), store in zip(commands, stores, strict=True)
+        ([*map(str, arguments)], until, signalled, store.port)
+        for (arguments, until, signalled), store in zip(commands, stores, strict=True)
     ]
     tests = str(Path(__file__).parent)
     programs = [
@@ -101,4 +106,16 @@ def compute_in_fp64(patch: pytest.MonkeyPatch) -> None:
 def stop_at(until: int | None, patch: pytest.MonkeyPatch) -> None:
     """Runs are left at that step."""
     run = Trainer.run
-    patch.setattr(Trainer, "run", lambda trainer: run(trainer, until))
+    patch.setattr(Trainer, "run", lambda trainer, **stop: run(trainer, until, **stop))
+
+
+def signal_in(step: int | None, patch: pytest.MonkeyPatch) -> None:
+    """This process receives SIGTERM in that step."""
+    take = Trainer._take_step
+
+    def take_step(trainer):
+        take(trainer)
+        if trainer.step == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    patch.setattr(Trainer, "_take_step", take_step)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import MISSING, asdict, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -20,15 +21,18 @@ from torch.optim import Optimizer
 
 from ..devices import checked_device
 from ..training import (
+    NotWritten,
     OptimizerName,
     Parallel,
     Precision,
     Processes,
     RunFolder,
+    StopSignals,
     Trainer,
     TrainingConfig,
     default_decay,
     default_rate,
+    interval,
     make_optimizer,
 )
 from ..training.processes import SHARDED, join, launched, process_count
@@ -49,10 +53,15 @@ NOT_TRAINED = {
     "checkpointing",
     "log_every",
     "eval_every",
+    "checkpoint_every",
+    "keep",
     "wandb",
     "wandb_project",
 }
-
+RESUMED = (
+    "Continue the run of this folder; takes with it what changes nothing that is trained, and "
+    "another number of steps."
+)
 
 # Fields that runs of before do not have, and what these did.
 LATER: Mapping[str, Any] = {"ahead": None, "frequencies": 0}
@@ -67,12 +76,14 @@ class Run:
         presets: of the model, by name, the one of no flag "demo".
         decay: of weights, where no other is asked for.
         precision_field: which of the fields the precision is.
+        steps_field: likewise the number of steps.
     """
 
     model_name: ClassVar[str]
     presets: ClassVar[Mapping[str, Any]]
     decay: ClassVar[float]
     precision_field: ClassVar[str] = "precision"
+    steps_field: ClassVar[str] = "steps"
 
     optimizer: OptimizerName
     optimizer_weights: str | None
@@ -86,6 +97,8 @@ class Run:
     backend: Backend
     log_every: int
     eval_every: int
+    checkpoint_every: str | None
+    keep: int
 
     def __post_init__(self) -> None:
         """
@@ -149,12 +162,17 @@ class Run:
         """Parts of the model whose parameters are gathered on their own, where they are sharded."""
         return model.blocks
 
+    def observer(self, folder: RunFolder) -> Callable[[dict[str, Any]], None] | None:
+        """What is shown the metrics beside the folder."""
+        return None
+
     def training(self) -> TrainingConfig:
         raise NotImplementedError
 
     def training_of(
         self, *, steps: int, precision: Precision, accumulation_steps: int = 1
     ) -> TrainingConfig:
+        every = self.checkpoint_every
         return TrainingConfig(
             steps=steps,
             batch_size=self.batch_size,
@@ -165,6 +183,8 @@ class Run:
             capture="auto" if self.capture is None else self.capture,
             log_every=self.log_every,
             evaluate_every=self.eval_every,
+            checkpoint_every=None if every is None else interval(every),
+            keep=self.keep,
         )
 
 
@@ -183,13 +203,19 @@ def open_run(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
 def _new(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
     out = flags.pop("out", None)
     run = kind.from_flags(flags)
-    if run.parallel is not None and not launched():
-        raise ValueError(
-            f"--parallel {run.parallel} is for several processes: start them by torchrun "
-            f"--nproc-per-node 2 -m fusewright_models {run.model_name} --parallel {run.parallel}"
-        )
-    name = f"{run.model_name}-{run.label}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = RunFolder(out or Path("runs", name))
+    _check_launched(run, flags)
+    # Of runs that begin in the same second, too.
+    moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    folder = RunFolder(out or Path("runs", f"{run.model_name}-{run.label}-{moment}"))
+    check_empty(folder)
+    return run, folder
+
+
+def check_empty(folder: RunFolder) -> None:
+    """
+    Raises:
+        ValueError: the folder holds a run or what is left of one.
+    """
     if folder.holds_a_run:
         raise ValueError(f"{folder.path} holds a run: continue it with --resume, or choose another")
     if folder.left_over:
@@ -197,15 +223,29 @@ def _new(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
             f"wanted a folder without a run's files in --out; got {folder.path}, which holds "
             f"{' and '.join(folder.left_over)} of a run whose config.json is gone"
         )
-    return run, folder
 
 
 def _resumed(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
     folder = RunFolder(flags.pop("resume"))
-    if flags:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
-        raise ValueError(f"--resume takes every choice from its folder; got {names} as well")
-    return read_run(kind, folder), folder
+    trained = [name for name in flags if name not in NOT_TRAINED | {kind.steps_field}]
+    if trained:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in trained)
+        raise ValueError(f"--resume takes what is trained from its folder; got {names} as well")
+    run = replace(read_run(kind, folder), **flags)  # type: ignore[type-var]
+    _check_launched(run, flags)
+    return run, folder
+
+
+def _check_launched(run: Run, flags: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: several processes are asked for in a single one.
+    """
+    if flags.get("parallel") is not None and not launched():
+        raise ValueError(
+            f"--parallel {run.parallel} is for several processes: start them by torchrun "
+            f"--nproc-per-node 2 -m fusewright_models {run.model_name} --parallel {run.parallel}"
+        )
 
 
 def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
@@ -290,31 +330,60 @@ def optimizer_of(run: Run, model: nn.Module) -> Optimizer:
 def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> None:
     """Begin the run or take it up where it was left, and train to its end.
 
-    A run that is stopped or fails ends the program, with one sentence.
+    A run that is stopped or fails ends the program, with one sentence: by a signal with 128 and its
+    number, by an error with 1.
     """
     console = trainer.console
+    processes = trainer.processes
     # None writes before all have looked for a run's files.
-    trainer.processes.wait()
-    with usage_errors():
-        if not resumed:
-            config = {"model": run.model_name, "torch": torch.__version__, **asdict(run)}  # type: ignore[call-overload]
-            if trainer.processes.is_main:
-                folder.write_config(config)
-        elif folder.holds_a_checkpoint:
-            trainer.resume()
-        else:
-            # Stopped before its first checkpoint: the run begins again.
-            trainer.forget_metrics()
+    processes.wait()
+    go_on = f"continue with: fusewright-train {run.model_name} --resume {folder.path}"
     try:
-        trainer.run()
+        with ExitStack() as held:
+            with usage_errors():
+                if processes.is_main:
+                    held.enter_context(folder.locked())
+                stop = held.enter_context(StopSignals(processes))
+                if resumed:
+                    _take_up(trainer, run, folder)
+                elif processes.is_main:
+                    _begin(run, folder)
+                if processes.is_main:
+                    trainer.observe = run.observer(folder)
+            trainer.run(stop=stop)
     except KeyboardInterrupt:
-        console.print(
-            f"stopped; continue with: fusewright-train {run.model_name} --resume {folder.path}"
-        )
+        console.print(f"stopped; {go_on}", highlight=False, soft_wrap=True)
         raise typer.Exit(130) from None
     except FloatingPointError as error:
         console.print(f"stopped: {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
+    except NotWritten as error:
+        stands = "the last checkpoint stands" if folder.holds_a_checkpoint else "no checkpoint yet"
+        console.print(f"stopped: {error}; {stands}; {go_on}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    if stop.received is not None:
+        console.print(
+            f"stopped by {stop.received.name} after step {trainer.step}, which is saved; {go_on}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(128 + stop.received)
+
+
+def _begin(run: Run, folder: RunFolder) -> None:
+    # Another program may have begun one there since it was looked at.
+    check_empty(folder)
+    folder.write_config({"model": run.model_name, "torch": torch.__version__, **asdict(run)})  # type: ignore[call-overload]
+
+
+def _take_up(trainer: Trainer, run: Run, folder: RunFolder) -> None:
+    if folder.holds_a_checkpoint:
+        trainer.resume()
+    else:
+        # Stopped before its first checkpoint: the run begins again.
+        trainer.forget_metrics()
+    if trainer.processes.is_main and run != read_run(type(run), folder):
+        folder.write_config(folder.read_config() | asdict(run))  # type: ignore[call-overload]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -72,11 +73,9 @@ def load_model(model: nn.Module, folder: RunFolder) -> None:
     Raises:
         FileNotFoundError, ValueError: the folder holds no checkpoint, or that of another model.
     """
-    state = folder.load_checkpoint()
+    state, file = folder.checkpoints.load(partial(typer.echo, err=True))
     try:
         model.load_state_dict(state["model"])
     except (KeyError, RuntimeError) as error:
-        raise ValueError(
-            f"wanted this model's checkpoint in {folder.checkpoint_file}; got: {error}"
-        ) from error
+        raise ValueError(f"wanted this model's checkpoint in {file}; got: {error}") from error
     model.eval()

@@ -180,6 +180,6 @@ def train_hybrid(**flags: Any) -> None:
     Without flags: bytes of the running Python's standard library, some minutes on two CPU cores.
     Prints the held-out bits per byte of the next token before and after, beside those of an order-2
     byte model fitted to the same training text, and a continuation of a held-out text; leaves a
-    folder with config.json, metrics.jsonl, loss.png, sample.txt and checkpoint.pt.
+    folder with config.json, metrics.jsonl, loss.png, sample.txt and checkpoints.
     """
     train_on_text(HybridRun, all_losses, flags)

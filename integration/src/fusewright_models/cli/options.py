@@ -61,9 +61,15 @@ ParallelChoice = Annotated[
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.")]
 LogEvery = Annotated[int, typer.Option(min=1, help="Steps between log points. Default: 10.")]
-EvaluateEvery = Annotated[
-    int, typer.Option(min=1, help="Steps between evaluations with a checkpoint.")
+EvaluateEvery = Annotated[int, typer.Option(min=1, help="Steps between evaluations.")]
+CheckpointEvery = Annotated[
+    str | None,
+    typer.Option(
+        help="Steps between checkpoints, such as 500, or minutes, such as 10m. Default: one with "
+        "every evaluation."
+    ),
 ]
+Keep = Annotated[int, typer.Option(min=1, help="How many of the last checkpoints. Default: 2.")]
 
 
 def takes(kind: type, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -19,11 +19,12 @@ from torch import nn
 from ..text import ByteModel, Corpus, Windows, documents, evaluate_text, make_tokenizer, read_corpus
 from ..text.evaluation import LanguageModel
 from ..text.generation import StreamingModel, continued
-from ..training import RunFolder, Trainer, TrainingConfig, wandb_observer
+from ..training import RunFolder, Trainer, TrainingConfig, wandb_library, wandb_observer
 from ..training.processes import leaving
 from ..training.source import Source
 from . import options
 from .commands import (
+    RESUMED,
     Run,
     check_device,
     join_others,
@@ -58,6 +59,7 @@ class TextRun(Run):
     title: ClassVar[str]
     decay: ClassVar[float] = 0.1
     precision_field: ClassVar[str] = "mixed_precision"
+    steps_field: ClassVar[str] = "max_steps"
 
     preset: str
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: the tokenizer's.")] = None
@@ -103,6 +105,8 @@ class TextRun(Run):
     backend: options.BackendChoice = "auto"
     log_every: options.LogEvery = 10
     eval_every: options.EvaluateEvery
+    checkpoint_every: options.CheckpointEvery = None
+    keep: options.Keep = 2
     wandb: Annotated[
         bool, typer.Option("--wandb", help="Show the metrics to Weights & Biases, too.")
     ] = False
@@ -174,6 +178,11 @@ class TextRun(Run):
     def drawn(self, corpus: Corpus) -> Windows:
         return Windows(corpus.training, length=self.seq_len, seed=self.seed, digest=corpus.digest)
 
+    def observer(self, folder: RunFolder) -> Callable[[dict[str, Any]], None] | None:
+        if not self.wandb:
+            return None
+        return wandb_observer(folder, project=self.wandb_project, config=asdict(self))
+
     def training(self) -> TrainingConfig:
         return self.training_of(
             steps=self.max_steps,
@@ -189,9 +198,7 @@ def takes_text(kind: type[TextRun]) -> Callable[[Callable[..., None]], Callable[
         out=Annotated[
             Path, typer.Option(help="Results folder. Default: runs/, model, its kind and time.")
         ],
-        resume=Annotated[
-            Path, typer.Option(help="Continue the run of this folder; takes no other choice.")
-        ],
+        resume=Annotated[Path, typer.Option(help=RESUMED)],
         margin=Annotated[
             float,
             typer.Option(help="Fail unless the result is so many bits per byte below order 2."),
@@ -214,9 +221,12 @@ def train_on_text(
     resumed, margin = "resume" in flags, flags.pop("margin", None)
     with usage_errors():
         run, folder = open_run(kind, flags)
-    with usage_errors(folder.config_file if resumed else None):
+    # What is left of the flags is other than in the file.
+    with usage_errors(folder.config_file if resumed and not flags else None):
         processes, folder, console = join_others(run, folder)
         check_device(run)
+        if run.wandb:
+            wandb_library()
         corpus = run.corpus()
         windows = run.windows(corpus)
         order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
@@ -243,15 +253,10 @@ def train_on_text(
             "order_2_log_likelihood": -order_2 * math.log(2.0) * bytes_per_token,
         }
 
-    with usage_errors():
-        observe = None
-        if run.wandb and processes.is_main:
-            observe = wandb_observer(folder, project=run.wandb_project, config=asdict(run))
     trainer = Trainer(
         *(model, windows, loss_function, chosen, training, folder),
         console=console,
         evaluate=evaluation,
-        observe=observe,
         choices=run.choices,
         processes=processes,
     )
@@ -287,7 +292,8 @@ def _sample(model: StreamingModel, corpus: Corpus, seed: int) -> tuple[bytes, by
 def _show_sample(console: Console, folder: RunFolder, sample: tuple[bytes, bytes]) -> None:
     """On the console and in a file."""
     shown, text = sample
-    (folder.path / SAMPLE).write_bytes(shown + text)
+    with usage_errors():
+        folder.write(SAMPLE, shown + text)
     parts = [(shown, "dim"), (text, "")]
     readable = [(part.decode("utf-8", errors="replace"), style) for part, style in parts]
     console.print(Text("a held-out text, continued:\n", style="bold"), Text.assemble(*readable))

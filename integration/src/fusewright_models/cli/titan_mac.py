@@ -77,6 +77,6 @@ def train_titan_mac(**flags: Any) -> None:
     Without flags: bytes of the running Python's standard library, some three minutes on two CPU
     cores. Prints the held-out bits per byte before and after, beside those of an order-2 byte model
     fitted to the same training text, and a continuation of a held-out text; leaves a folder with
-    config.json, metrics.jsonl, loss.png, sample.txt and checkpoint.pt.
+    config.json, metrics.jsonl, loss.png, sample.txt and checkpoints.
     """
     train_on_text(TitanMACRun, next_token_loss, flags)

@@ -19,6 +19,7 @@ from ..training import RunFolder, Trainer, TrainingConfig, captures
 from ..training.processes import leaving
 from . import options
 from .commands import (
+    RESUMED,
     Run,
     check_device,
     join_others,
@@ -98,6 +99,8 @@ class TransformerNPRun(Run):
     checkpointing: options.CheckpointingChoice = "none"
     log_every: options.LogEvery = 10
     eval_every: options.EvaluateEvery
+    checkpoint_every: options.CheckpointEvery = None
+    keep: options.Keep = 2
 
     @classmethod
     def completed(cls, preset: TransformerNPPreset, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -159,9 +162,7 @@ def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
 @takes(
     TransformerNPRun,
     out=Annotated[Path, typer.Option(help="Results folder. Default: runs/, model, data and time.")],
-    resume=Annotated[
-        Path, typer.Option(help="Continue the run of this folder; takes no other flag.")
-    ],
+    resume=Annotated[Path, typer.Option(help=RESUMED)],
 )
 @leaving()
 def train_transformer_np(**flags: Any) -> None:
@@ -170,12 +171,13 @@ def train_transformer_np(**flags: Any) -> None:
     Without flags: completion of handwritten digits, some two minutes on two CPU cores. Prints the
     held-out log-likelihood per target before and after, beside the reference that belongs to the
     data, and leaves a folder with config.json, metrics.jsonl, loss.png, predictions.png and
-    checkpoint.pt.
+    checkpoints.
     """
     resumed = "resume" in flags
     with usage_errors():
         run, folder = open_run(TransformerNPRun, flags)
-    with usage_errors(folder.config_file if resumed else None):
+    # What is left of the flags is other than in the file.
+    with usage_errors(folder.config_file if resumed and not flags else None):
         processes, folder, console = join_others(run, folder)
         check_device(run)
         held_out = run.sampler(held_out=True)
@@ -210,7 +212,8 @@ def train_transformer_np(**flags: Any) -> None:
     picture = draw_predictions(model, held_out)
     if not processes.is_main:
         return
-    picture.savefig(folder.path / PREDICTIONS, dpi=120)
+    with usage_errors():
+        folder.draw(PREDICTIONS, picture)
     _report(console, folder, held_out.reference)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .captured import captures
-from .config import PRECISIONS, Precision, TrainingConfig
+from .config import PRECISIONS, Precision, TrainingConfig, interval
+from .files import NotWritten
 from .optimization import (
     OPTIMIZER_NAMES,
     OptimizerName,
@@ -16,19 +17,22 @@ from .optimization import (
 )
 from .processes import PARALLELS, Parallel, Processes
 from .run_folder import RunFolder
+from .signals import StopSignals
 from .source import Told
 from .trainer import Trainer
-from .wandb import wandb_observer
+from .wandb import wandb_library, wandb_observer
 
 __all__ = [
     "OPTIMIZER_NAMES",
     "PARALLELS",
     "PRECISIONS",
+    "NotWritten",
     "OptimizerName",
     "Parallel",
     "Precision",
     "Processes",
     "RunFolder",
+    "StopSignals",
     "Told",
     "Trainer",
     "TrainingConfig",
@@ -36,8 +40,10 @@ __all__ = [
     "captures",
     "default_decay",
     "default_rate",
+    "interval",
     "make_optimizer",
     "torch_adamw",
+    "wandb_library",
     "wandb_observer",
     "warmup_cosine",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, get_args
 
 Precision = Literal["fp32", "bf16"]
@@ -25,7 +27,10 @@ class TrainingConfig:
         compile: put forward pass and loss through torch.compile.
         capture: replay steps from CUDA graphs; "auto" where that can be done.
         log_every: steps between two log points.
-        evaluate_every: steps between two evaluations, each with a checkpoint; the end has both.
+        evaluate_every: steps between two evaluations; the end has one.
+        checkpoint_every: steps or time between two checkpoints; None for one with every evaluation.
+            The end has one.
+        keep: how many of the last checkpoints stay.
     """
 
     steps: int
@@ -38,9 +43,14 @@ class TrainingConfig:
     capture: Capture = "auto"
     log_every: int = 10
     evaluate_every: int = 100
+    checkpoint_every: int | timedelta | None = None
+    keep: int = 2
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch_size", "accumulation_steps", "log_every", "evaluate_every")
+        counts = ["steps", "batch_size", "accumulation_steps", "log_every", "evaluate_every"]
+        counts.append("keep")
+        if isinstance(self.checkpoint_every, int):
+            counts.append("checkpoint_every")
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
@@ -52,3 +62,18 @@ class TrainingConfig:
             raise ValueError(f"precision must be one of {PRECISIONS}; got {self.precision!r}")
         if self.capture not in (True, False, "auto"):
             raise ValueError(f"capture must be True, False or 'auto'; got {self.capture!r}")
+
+
+def interval(text: str) -> int | timedelta:
+    """Steps, such as 500, or minutes, such as 10m.
+
+    Raises:
+        ValueError: it is neither, or nothing.
+    """
+    match = re.fullmatch(r"([0-9]+)(m?)", text)
+    if match is None or int(match[1]) == 0:
+        raise ValueError(
+            "checkpoint_every must be a number of steps such as 500, or of minutes such as 10m; "
+            f"got {text!r}"
+        )
+    return timedelta(minutes=int(match[1])) if match[2] else int(match[1])

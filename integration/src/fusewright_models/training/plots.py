@@ -40,4 +40,4 @@ def plot_loss(folder: RunFolder) -> None:
     axes.set_ylabel("minus log-likelihood, nats")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(folder.path / LOSS_PICTURE, dpi=120)
+    folder.draw(LOSS_PICTURE, figure)

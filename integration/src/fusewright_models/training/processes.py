@@ -80,6 +80,11 @@ class Processes:
         return self.parallel in ("fsdp", "hsdp")
 
     @property
+    def several(self) -> bool:
+        """Whether there are others."""
+        return self.parallel is not None
+
+    @property
     def is_main(self) -> bool:
         """Whether this one writes and prints."""
         return self.rank == 0
@@ -199,6 +204,14 @@ class Processes:
         if self.parallel is not None:
             distributed.broadcast_object_list(held, src=0, device=self.device)
         return held[0]
+
+    def greatest(self, value: int) -> int:
+        """The greatest value of all processes."""
+        if self.parallel is None:
+            return value
+        held = torch.tensor(value, device=self.device)
+        distributed.all_reduce(held, distributed.ReduceOp.MAX)
+        return int(held)  # sync: where processes wait for one another
 
     def wait(self) -> None:
         """Until all have come here."""

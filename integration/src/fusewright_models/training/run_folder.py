@@ -3,23 +3,36 @@
 config.json      what was asked for
 metrics.jsonl    one JSON object per line, each with "step": training lines and evaluation lines
 loss.png         the training loss and the evaluations
-checkpoint.pt    everything that the next step depends on
+checkpoints/     everything that the next step depends on, of the last few times it was saved
+run.lock         locked while a program trains
 """
 
 from __future__ import annotations
 
+import io
 import json
-import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from filelock import FileLock, Timeout
+from matplotlib.figure import Figure
 
-CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
+from .checkpoints import FOLDER, SINGLE, Checkpoints
+from .files import make_folder, sync_file, write, writing
+
+CONFIG, METRICS, LOCK = "config.json", "metrics.jsonl", "run.lock"
+# Of a torn line so many bytes are shown.
+MOST_SHOWN = 80
 
 
 class RunFolder:
     """Writes and reads one run's files.
+
+    Whatever stops the program or the machine, each file is whole or as it was before, but for the
+    end of the metrics.
 
     Args:
         path: the folder; it is made with the first file.
@@ -27,8 +40,8 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.config_file, self.checkpoint_file = self.path / CONFIG, self.path / CHECKPOINT
-        self.metrics_file = self.path / METRICS
+        self.config_file, self.metrics_file = self.path / CONFIG, self.path / METRICS
+        self.checkpoints = Checkpoints(self.path)
 
     @property
     def holds_a_run(self) -> bool:
@@ -37,15 +50,56 @@ class RunFolder:
     @property
     def left_over(self) -> list[str]:
         """What a run has left there whose config is gone."""
-        files = () if self.holds_a_run else (self.metrics_file, self.checkpoint_file)
-        return [file.name for file in files if file.exists()]
+        names = () if self.holds_a_run else (METRICS, FOLDER, SINGLE)
+        return [name for name in names if (self.path / name).exists()]
 
     @property
     def holds_a_checkpoint(self) -> bool:
-        return self.checkpoint_file.exists()
+        return bool(self.checkpoints.files())
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """For the program that trains into it, one at a time.
+
+        Raises:
+            RuntimeError: another holds it.
+            NotWritten: the folder or its lock cannot be made.
+        """
+        make_folder(self.path)
+        file = self.path / LOCK
+        lock = FileLock(file)
+        with writing(file):
+            try:
+                lock.acquire(timeout=0)
+            except Timeout as error:
+                raise RuntimeError(
+                    f"wanted a folder that no other program trains into; one holds {file}"
+                ) from error
+            except NotImplementedError:
+                # Some file systems of clusters have no locks, and runs of their own.
+                told = f"{file} cannot be locked, and another program not kept out"
+                warnings.warn(told, stacklevel=4)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def write(self, name: str, content: bytes) -> None:
+        """One more file.
+
+        Raises:
+            NotWritten: the disk is full, for instance; the file is as it was.
+        """
+        write(self.path / name, content)
+
+    def draw(self, name: str, figure: Figure) -> None:
+        """Likewise a picture."""
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=120)
+        self.write(name, drawn.getvalue())
 
     def write_config(self, config: dict[str, Any]) -> None:
-        self._replace(self.config_file, json.dumps(config, indent=2) + "\n")
+        self.write(CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
     def read_config(self) -> dict[str, Any]:
         """What ``write_config`` wrote.
@@ -56,93 +110,91 @@ class RunFolder:
         """
         if not self.holds_a_run:
             raise FileNotFoundError(f"wanted the folder of a run with {CONFIG}; got {self.path}")
-        return _json_object(self.config_file.read_bytes(), str(self.config_file))
+        try:
+            return _json_object(self.config_file.read_bytes(), str(self.config_file))
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; restore it from a copy, or begin the run again in another folder"
+            ) from error
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self.metrics_file.open("a") as file:
+        """Raises:
+        NotWritten: the disk is full, for instance; the line may be torn.
+        """
+        make_folder(self.path)
+        with writing(self.metrics_file), self.metrics_file.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """What ``append_metrics`` wrote, line by line, but for a torn last one.
+        """What ``append_metrics`` wrote, line by line, but for a torn end.
 
         Raises:
             ValueError: a line is not a JSON object with the number of a step.
         """
         return self._metrics()[0]
 
-    def torn_metrics(self) -> bytes:
-        """The last line where it is no JSON object and has no end: what a program that was killed
-        had written of it.
-        """
-        return self._metrics()[1]
-
     def _metrics(self) -> tuple[list[dict[str, Any]], bytes]:
-        """The lines, and the last one if it is torn."""
+        """The lines, and the end where it is no JSON object: what a program that was killed had
+        written of its last line, or what a machine that lost power has in place of it.
+        """
         file = self.metrics_file
         lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
         read: list[dict[str, Any]] = []
+        torn: list[bytes] = []
+        reason: ValueError | None = None
         for number, line in enumerate(lines, 1):
             where = f"line {number} of {file}"
             try:
                 found = _json_object(line, where)
-            except ValueError:
-                # The end of a line is written last.
-                if number == len(lines) and not line.endswith(b"\n"):
-                    return read, line
-                raise
+            except ValueError as error:
+                torn.append(line)
+                reason = reason or error
+                continue
+            if reason is not None:
+                # What follows it was written after it.
+                raise reason
             if type(found.get("step")) is not int:
                 got = f"step {found['step']!r}" if "step" in found else "none"
                 raise ValueError(f"wanted the number of a step in {where}; got {got}")
             read.append(found)
-        return read, b""
+        return read, b"".join(torn)
 
-    def forget_metrics(self, after: int = -1) -> list[dict[str, Any]]:
+    def forget_metrics(
+        self, after: int = -1, say: Callable[[str], object] = warnings.warn
+    ) -> list[dict[str, Any]]:
         """Drop the lines of steps past ``after``, which a resumed run will take again, and a torn
-        last line; returns those that are kept.
+        end, of which ``say`` is told; returns those that are kept.
         """
-        kept = [line for line in self.read_metrics() if line["step"] <= after]
-        self._replace(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        lines, torn = self._metrics()
+        kept = [line for line in lines if line["step"] <= after]
+        text = "".join(json.dumps(line) + "\n" for line in kept).encode()
+        if not (self.metrics_file.exists() and self.metrics_file.read_bytes() == text):
+            self.write(METRICS, text)
+        if torn:
+            shown = repr(torn[:MOST_SHOWN])
+            more = f" and {len(torn) - MOST_SHOWN} more bytes" if len(torn) > MOST_SHOWN else ""
+            say(f"dropped the last line of {self.metrics_file}, torn: {shown}{more}")
         return kept
 
-    def _replace(self, file: Path, text: str) -> None:
-        """A program that is killed here leaves the old text, or none."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}.partial")
-        partial.write_text(text)
-        os.replace(partial, file)
+    def save_checkpoint(self, state: dict[str, Any], *, keep: int = 1) -> None:
+        """Add a checkpoint of ``state["step"]``, whose metrics are on the disk before it, then drop
+        all but the newest ``keep``.
 
-    def save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Replace the checkpoint; a run that dies in the middle keeps the old one."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        partial = self.path / f"{CHECKPOINT}.partial"
-        torch.save(state, partial)
-        os.replace(partial, self.checkpoint_file)
+        Raises:
+            NotWritten: the disk is full, for instance; the others stand.
+        """
+        if self.metrics_file.exists():
+            sync_file(self.metrics_file)
+        self.checkpoints.save(state, keep=keep)
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """What ``save_checkpoint`` saved, on the host.
+        """The newest that is not damaged, on the host.
 
         Raises:
             FileNotFoundError: the folder holds no checkpoint.
-            ValueError: the file cannot be read as one.
+            ValueError: none can be read as one.
         """
-        if not self.holds_a_checkpoint:
-            raise FileNotFoundError(f"wanted a folder with {CHECKPOINT}; got {self.path}")
-        try:
-            state = torch.load(self.checkpoint_file, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:
-            # A damaged file raises anything, and torch's advice is for files of strangers.
-            raise ValueError(
-                f"wanted a checkpoint of a run in {self.checkpoint_file}; got a damaged file"
-            ) from error
-        if not isinstance(state, dict):
-            raise ValueError(
-                f"wanted a checkpoint of a run in {self.checkpoint_file}; "
-                f"got a saved {type(state).__name__}"
-            )
-        return state
+        return self.checkpoints.load()[0]
 
 
 def _json_object(text: bytes, where: str) -> dict[str, Any]:

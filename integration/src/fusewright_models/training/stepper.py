@@ -189,6 +189,28 @@ class Stepper:
         for sums in (self.sums, self.told_sums, self.counts, self.padding):
             sums.zero_()
 
+    def since_log(self) -> dict[str, Any]:
+        """For a checkpoint: what has been summed since the last log point, by all processes."""
+        names = [list(some) for some in self.names]
+        counts = self.processes.add_(self.counts.clone())
+        sums = {"sums": self.sums, "told_sums": self.told_sums, "counts": counts}
+        return {"names": names, **sums}
+
+    def load_since_log(self, state: dict[str, Any]) -> None:
+        """Take up what ``since_log`` gave."""
+        means, counts = state["names"]
+        self.names = means, counts
+        self.told = self.sums.new_zeros(len(means))
+        self.told_sums = state["told_sums"].to(self.sums)
+        # Those of all processes are added up.
+        counted = state["counts"].to(self.sums)
+        self.counts = counted if self.processes.is_main else torch.zeros_like(counted)
+        self.sums.copy_(state["sums"])
+
+    def sums_are_sound(self) -> bool:
+        """Whether what has been summed since the last log point is finite; waits for the device."""
+        return bool(self.sums.isfinite().all())  # sync: once per checkpoint
+
     def is_sound(self) -> bool:
         """Whether all parameters are finite; waits for the device."""
         finite = torch.stack([local(p.detach()).isfinite().all() for p in self.parameters])

@@ -7,8 +7,8 @@ arithmetic. On a GPU whole steps are replayed from CUDA graphs where that can be
 What is not finite is noticed at the next log point. An optimizer that skips a step whose gradients
 have no finite norm leaves everything as it was: such steps are counted apart, and training stops
 where the last ten and more were skipped. Any other loss or norm that is not finite stops it at
-once. A log point precedes every checkpoint, and so does a look at the parameters: the checkpoint on
-disk is always one from before.
+once. A look at them and at the parameters precedes every checkpoint: those on disk are always from
+before.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +27,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .captured import make_stepper
+from .checkpoints import on_host
 from .config import TrainingConfig
+from .files import Background
 from .optimization import warmup_cosine
 from .optimizer_traits import kind, network_digest
 from .plots import plot_loss
@@ -44,10 +48,16 @@ STATE = {
     "source",
     "torch_rng",
 }
+# What models' commands call the number of steps, which a resumed run may have another of.
+LENGTHS = ("steps", "max_steps")
 # A loss that overflows now and then is no end of a run.
 MOST_SKIPPED = 10
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def never() -> bool:
+    return False
 
 
 class Trainer:
@@ -99,8 +109,10 @@ class Trainer:
         self.choices = choices
         self.processes = processes
         self.step = 0
-        # Of the last line of metrics.
+        # Of the last line of metrics, the last evaluation and the last checkpoint.
         self.noted: int | None = None
+        self.evaluated: int | None = None
+        self.saved: int | None = None
         # Whether the checkpoint's evaluation is to be taken again.
         self.evaluation_lost = False
         self.stepper = make_stepper(model, loss_function, optimizer, config, self._say, processes)
@@ -108,37 +120,91 @@ class Trainer:
         # Of the network that the run began with.
         self.network = network_digest(optimizer)
         self.steps_since_log = 0
+        self.background = Background()
         self._start_clock()
 
-    def run(self, until: int | None = None) -> None:
+    def run(self, until: int | None = None, *, stop: Callable[[], bool] = never) -> None:
         """Train up to step ``until``, by default to the end of the schedule.
+
+        Args:
+            until: as above.
+            stop: is asked after each step, of several processes by all of them after each log
+                point; where it says yes, a checkpoint ends the run.
 
         Raises:
             FloatingPointError: a loss, a gradient norm or a parameter was not finite, or ten and
                 more steps in a row were skipped.
+            NotWritten: a file of the folder could not be; the last checkpoint stands.
         """
+        try:
+            self._run(until, stop)
+        finally:
+            self.background.wait()
+
+    def _run(self, until: int | None, stop: Callable[[], bool]) -> None:
         config = self.config
         last = config.steps if until is None else min(until, config.steps)
         with self._progress() as progress, self.stepper.running():
             bar = progress.add_task("training", total=config.steps, completed=self.step, state="")
-            if self.step == 0 or self.evaluation_lost:
+            stopping = stop()
+            begins = self.step == 0 and self.evaluated is None
+            if (begins or self.evaluation_lost) and not stopping:
                 self._evaluate(progress)
+            self.saved_at = time.monotonic()
             self._start_clock()
-            while self.step < last:
+            while self.step < last and not stopping:
                 self._take_step()
                 progress.update(bar, completed=self.step)
                 finished = self.step == config.steps
                 evaluation_due = finished or self.step % config.evaluate_every == 0
-                if evaluation_due or self.step % config.log_every == 0:
+                logs = evaluation_due or self.step % config.log_every == 0
+                # Several processes agree on what only one may know where they wait anyway.
+                asks = logs or not self.processes.several
+                checkpoint_due = finished or self._checkpoint_is_due(evaluation_due, asks)
+                if logs:
                     progress.update(bar, state=self._log())
+                if evaluation_due or checkpoint_due:
+                    self._check_numbers()
                 if evaluation_due:
-                    self._check_parameters()
                     self._evaluate(progress)
-                    self.save()
+                if checkpoint_due:
+                    self._save_between_steps()
+                if evaluation_due:
+                    self._plot()
                     self._start_clock()
+                self.background.raise_error()
+                stopping = asks and stop()
+            if stopping and self.saved != self.step:
+                self._check_numbers()
+                self.save()
+                self._plot()
+
+    def _checkpoint_is_due(self, evaluation_due: bool, asks: bool) -> bool:
+        every = self.config.checkpoint_every
+        if every is None:
+            return evaluation_due
+        if isinstance(every, timedelta):
+            passed = time.monotonic() - self.saved_at >= every.total_seconds()
+            return asks and self.processes.agreed(passed)
+        return self.step % every == 0
+
+    def _save_between_steps(self) -> None:
+        """A pause, which is no part of tokens per second."""
+        before = time.perf_counter()
+        self.save()
+        self.clock += time.perf_counter() - before
+
+    def _plot(self) -> None:
+        if self.folder is not None and self.processes.is_main:
+            plot_loss(self.folder)
 
     def save(self) -> None:
-        """Write checkpoint and loss curve, where there is a folder."""
+        """Save a checkpoint, where there is a folder: it is copied now, and written beside what
+        follows.
+
+        Raises:
+            NotWritten: the one before could not be.
+        """
         if self.folder is None:
             return
         state = {
@@ -152,27 +218,35 @@ class Trainer:
             "torch_rng": torch.get_rng_state(),
             "choices": self.choices,
             "noted": self.noted,
+            "evaluated": self.evaluated,
+            "since_log": {"steps": self.steps_since_log, **self.stepper.since_log()},
         }
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
         if self.processes.is_main:
-            self.folder.save_checkpoint(state)
-            plot_loss(self.folder)
+            # One at a time is copied.
+            self.background.wait()
+            write = partial(self.folder.save_checkpoint, on_host(state), keep=self.config.keep)
+            self.background.start(write)
+        self.saved, self.saved_at = self.step, time.monotonic()
 
     def resume(self) -> None:
         """Continue from the folder's checkpoint: the steps to come are those of one long run.
 
         Bit for bit on the same kind of device, where the model's own operations are deterministic.
+        A damaged checkpoint is passed over for the one before it. Where the number of steps is
+        another than the run was trained with, the schedule is the one of that number from here on.
+        Both are told.
 
         Raises:
             FileNotFoundError: the folder holds no checkpoint.
             ValueError: there is no folder, a file is damaged, metrics are missing, or the
-                checkpoint is of another model, optimizer or network of it, of other choices, or of
-                other data.
+                checkpoint is of another model, optimizer or network of it, of other choices, of
+                other data, or of as many steps as are wanted in all.
         """
         if self.folder is None:
             raise ValueError("wanted a run folder to resume from; got none")
-        state, file = self.folder.load_checkpoint(), self.folder.checkpoint_file
+        state, file = self.folder.checkpoints.load(self._say)
         if not state.keys() >= STATE:
             raise ValueError(
                 f"wanted a checkpoint with {', '.join(sorted(STATE))} in {file}; "
@@ -188,8 +262,13 @@ class Trainer:
                 f"wanted a run with the network of digest {self.network} in {file}; "
                 f"got one with that of {state['network']}"
             )
-        # Checkpoints of before have neither.
-        self._check_choices(state.get("choices"))
+        # Checkpoints of before have none of what may be absent here and below.
+        trained = self._check_choices(state.get("choices"))
+        if trained != self.config.steps and self.config.steps <= state["step"]:
+            raise ValueError(
+                f"wanted more steps than the {state['step']} that the checkpoint in {file} has "
+                f"taken; got {self.config.steps}"
+            )
         noted = state.get("noted", 0)
         found = [line["step"] for line in self.folder.read_metrics()]
         if noted is not None and not (found and max(found) >= noted):
@@ -213,47 +292,78 @@ class Trainer:
         self.step = state["step"]
         self.stepper.forget()
         self.stepper.skipped_in_a_row.fill_(state["skipped_in_a_row"])
+        since_log = state.get("since_log")
+        self.steps_since_log = 0 if since_log is None else since_log["steps"]
+        if since_log is not None:
+            self.stepper.load_since_log(since_log)
+        self.saved = self.step
+        # All have read it.
+        self.processes.wait()
+        if self.processes.is_main:
+            self.folder.checkpoints.set_aside(after=self.step)
         kept = self.forget_metrics(after=self.step)
         self.noted = kept[-1]["step"] if kept else None
-        # Its line may have been torn. Those of training have a rate.
+        # Lines of training have a rate.
         evaluations = [line["step"] for line in kept if "lr" not in line]
-        self.evaluation_lost = noted == self.step and self.step not in evaluations
+        self.evaluated = evaluations[-1] if evaluations else None
+        # Its line may have been torn.
+        self.evaluation_lost = (
+            state.get("evaluated", noted) == self.step and self.evaluated != self.step
+        )
+        if trained != self.config.steps:
+            self._tell_of_other_length(trained, kept)
         # All have read what the first one goes on to write.
         self.processes.wait()
 
+    def _tell_of_other_length(self, trained: int, kept: list[dict[str, Any]]) -> None:
+        rates = [line for line in kept if "lr" in line]
+        before = f"from {rates[-1]['lr']:.3g} at step {rates[-1]['step']} " if rates else ""
+        after = self.stepper.peak_rates[0] * self._factor()
+        self._say(
+            f"the run is to have {self.config.steps} steps, not {trained}: its schedule is the one "
+            f"of {self.config.steps} steps from here on, and the rate goes {before}to {after:.3g} "
+            f"at step {self.step + 1}"
+        )
+
     def forget_metrics(self, after: int = -1) -> list[dict[str, Any]]:
-        """Drop the lines of steps past ``after``, and tell of a torn last line that is dropped;
-        returns those that are kept.
+        """Drop the lines of steps past ``after``, and tell of a torn end that is dropped; returns
+        those that are kept.
         """
         assert self.folder is not None
         if not self.processes.is_main:
             return [line for line in self.folder.read_metrics() if line["step"] <= after]
-        torn = self.folder.torn_metrics()
-        kept = self.folder.forget_metrics(after)
-        if torn:
-            self._say(f"dropped the last line of {self.folder.metrics_file}, torn: {torn!r}")
-        return kept
+        return self.folder.forget_metrics(after, self._say)
 
-    def _check_choices(self, trained: dict[str, Any] | None) -> None:
-        """Raise where the checkpoint was trained with other choices than this run's."""
-        if trained is None or self.choices is None or trained == self.choices:
-            return
+    def _check_choices(self, trained: dict[str, Any] | None) -> int:
+        """Raise where the checkpoint was trained with other choices than this run's; returns the
+        number of steps that it was to have.
+        """
+        if trained is None or self.choices is None:
+            return self.config.steps
         absent = object()
         names = [
             name
-            for name in sorted(trained.keys() | self.choices.keys())
+            for name in sorted((trained.keys() | self.choices.keys()) - {*LENGTHS})
             if trained.get(name, absent) != self.choices.get(name, absent)
         ]
-        wanted, got = (
-            ", ".join(f"{name} {each.get(name, 'absent')!r}" for name in names)
-            for each in (trained, self.choices)
-        )
-        raise ValueError(f"wanted the choices that the run was trained with: {wanted}; got {got}")
+        if names:
+            wanted, got = (
+                ", ".join(f"{name} {each.get(name, 'absent')!r}" for name in names)
+                for each in (trained, self.choices)
+            )
+            raise ValueError(
+                f"wanted the choices that the run was trained with: {wanted}; got {got}"
+            )
+        lengths = [trained[name] for name in LENGTHS if name in trained]
+        return lengths[0] if lengths else self.config.steps
+
+    def _factor(self) -> float:
+        """Of the peak rates in the next step."""
+        config = self.config
+        return warmup_cosine(self.step, steps=config.steps, warmup_steps=config.warmup_steps)
 
     def _take_step(self) -> None:
-        config = self.config
-        factor = warmup_cosine(self.step, steps=config.steps, warmup_steps=config.warmup_steps)
-        self.stepper.take(factor, self._sample)
+        self.stepper.take(self._factor(), self._sample)
         self.step += 1
         self.steps_since_log += 1
 
@@ -296,13 +406,16 @@ class Trainer:
         told = f"loss {loss:.4f}" if means.taken else "all skipped"
         return f"{told}  {line['tokens_per_second']:,.0f} tokens/s{counted}"
 
-    def _check_parameters(self) -> None:
+    def _check_numbers(self) -> None:
         """Losses tell of the parameters before a step, not after it."""
-        if not self.stepper.is_sound():
-            raise FloatingPointError(
-                f"parameters after step {self.step}: not finite; lower the learning rate or look "
-                "at the data"
-            )
+        if not self.stepper.sums_are_sound():
+            first = self.step - self.steps_since_log + 1
+            what = f"loss or gradient norm over steps {first} to {self.step}"
+        elif not self.stepper.is_sound():
+            what = f"parameters after step {self.step}"
+        else:
+            return
+        raise FloatingPointError(f"{what}: not finite; lower the learning rate or look at the data")
 
     def _start_clock(self) -> None:
         """Tokens per second are counted from here: evaluations and pauses are no part of them."""
@@ -321,7 +434,7 @@ class Trainer:
             numbers = self.evaluate()
         self.model.train()
         self._note(numbers)
-        self.evaluation_lost = False
+        self.evaluated, self.evaluation_lost = self.step, False
         shown = ", ".join(f"{_read(name)} {value:.4f}" for name, value in numbers.items())
         progress.console.print(f"step {self.step}: {shown}", highlight=False)
 

@@ -12,6 +12,13 @@ from .run_folder import RunFolder
 RUN_NUMBER = "wandb.txt"
 
 
+def wandb_library() -> Any:
+    """Raises:
+    RuntimeError: the extra "wandb" is not installed.
+    """
+    return imported("wandb", extra="wandb", purpose="runs on Weights & Biases")
+
+
 def wandb_observer(
     folder: RunFolder, *, project: str, config: dict[str, Any]
 ) -> Callable[[dict[str, Any]], None]:
@@ -22,11 +29,10 @@ def wandb_observer(
     Raises:
         RuntimeError: the extra "wandb" is not installed.
     """
-    wandb = imported("wandb", extra="wandb", purpose="runs on Weights & Biases")
-    folder.path.mkdir(parents=True, exist_ok=True)
+    wandb = wandb_library()
     file = folder.path / RUN_NUMBER
     if not file.exists():
-        file.write_text(secrets.token_hex(8))
+        folder.write(RUN_NUMBER, secrets.token_hex(8).encode())
     run = wandb.init(
         project=project,
         name=folder.path.name,

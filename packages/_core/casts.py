@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .backends import uses_triton
+from .backends import known_obstacle
+from .internals import REGISTERS_AUTOGRAD
 from .launches import Launch, cdiv, is_current
 from .lazy import lazy_module
 from .precision import autocasts
-from .registration import apply
+from .registration import apply, is_plain_call
 
 if TYPE_CHECKING:
     from . import kernels_casts as kernels
 else:
     kernels = lazy_module(__package__, "kernels_casts")
 
-# Tensors that the kernel takes, what a program casts of one, and the most that one may have.
+# Tensors that the kernel takes, what a program casts of one, and the most that one may have. No
+# other BLOCK is measured.
 TOGETHER = 6
 BLOCK = 4096
 MOST_ELEMENTS = 1 << 30
@@ -52,22 +54,20 @@ def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def serves(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernel takes them: torch's launch for lists has too few programs for the weights
-    of one layer, which takes it three times as long.
+    """Whether the kernel takes them, with the bits of torch: its own launch for lists has too few
+    programs for the weights of one layer (docs/decisions/0024).
     """
     first = tensors[0]
-    if torch.compiler.is_compiling() or not uses_triton(first, "auto"):
+    if not first.is_cuda or known_obstacle(first.device, first.dtype) is not None:
         return False
-    # Of other types may be tensors without memory.
-    return is_current(first.device) and all(map(is_plain, tensors))
+    return is_current(first.device) and takes(tensors)
 
 
-def is_plain(x: Tensor) -> bool:
-    return (
-        type(x) in (Tensor, torch.nn.Parameter)
-        and x.is_contiguous()
-        and 0 < x.numel() <= MOST_ELEMENTS
-    )
+def takes(tensors: Sequence[Tensor]) -> bool:
+    """Whether a kernel that reads their memory, unseen by torch, reads what they hold."""
+    if torch.compiler.is_compiling() or not REGISTERS_AUTOGRAD or not is_plain_call(tensors):
+        return False
+    return all(x.is_contiguous() and 0 < x.numel() <= MOST_ELEMENTS for x in tensors)
 
 
 def cast_by_kernel(tensors: Sequence[Tensor], found: Sequence[Tensor]) -> None:

@@ -24,9 +24,9 @@ def sigmoid(u):
 def widened(x):
     """fp32 of bf16 or fp16, of pairs of neighbours in each thread.
 
-    bf16 is widened by its bits, both numbers of a register at a time. Triton widens each by itself,
-    and what is rounded to be widened again it rounds each by itself, too, on the unit that sigmoids
-    keep busy.
+    bf16 is widened by its bits, both numbers of a register at a time. Triton widens each by itself.
+    Where a sum is rounded and the rounded number read again, it then rounds each by itself as well,
+    on the unit that sigmoids keep busy.
     """
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(

@@ -7,6 +7,7 @@ import torch
 from fusewright.example._core import casts
 from fusewright.example._core.casts import for_products
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 SHAPES = (4, 3), (8, 4), (5, 7)
 
@@ -139,8 +140,28 @@ def test_kernel_casts_as_torch_on_a_gpu(numels):
     check_kernel(numels, WIDER + NARROWER, "cuda")
 
 
+def test_memory_is_read_of_tensors_alone_that_are_what_it_holds():
+    x, other = torch.randn(4, 3), torch.randn(5)
+    assert casts.takes([x, other])
+    assert not casts.takes([x, torch._neg_view(other)])
+    assert not casts.takes([x.t(), other])
+    assert not casts.takes([x[:0], other])
+    with FakeTensorMode() as mode:
+        assert not casts.takes([mode.from_tensor(x)])
+    taken = []
+
+    def ask(x):
+        taken.append(casts.takes([x]))
+        return x
+
+    make_fx(ask)(x)
+    torch.func.functionalize(ask)(x)
+    torch.func.vmap(ask)(x)
+    assert taken == [False, False, False]
+
+
 @pytest.mark.gpu
-def test_weights_are_cast_by_the_kernel_and_tensors_without_memory_are_not(monkeypatch):
+def test_weights_are_cast_by_the_kernel(monkeypatch):
     monkeypatch.setattr(torch, "_foreach_copy_", None)
     given = [torch.randn(shape, device="cuda", requires_grad=True) for shape in SHAPES]
     with torch.autocast("cuda", torch.bfloat16):
@@ -149,6 +170,3 @@ def test_weights_are_cast_by_the_kernel_and_tensors_without_memory_are_not(monke
     grads = torch.autograd.grad(found, given, cotangents)
     assert all(torch.equal(x, y.bfloat16()) for x, y in zip(found, given, strict=True))
     assert all(torch.equal(x, y.float()) for x, y in zip(grads, cotangents, strict=True))
-    with FakeTensorMode() as mode:
-        assert not casts.serves([mode.from_tensor(x) for x in given])
-    assert not casts.serves([given[0].t(), *given])

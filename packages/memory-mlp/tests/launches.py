@@ -98,6 +98,10 @@ def one_of_each_update() -> None:
     launch_transposes(*FIRST)
 
 
+def update_of_many_rows() -> None:
+    launch_many_rows(BF16, "silu")
+
+
 def every_update() -> None:
     """Every line of the tables, precision, activation and option, and sizes of one."""
     for size in SIZES:
@@ -108,7 +112,7 @@ def every_update() -> None:
         launch_update(*FIRST, BF16, activation=activation, all_options=True)
     launch_many_rows(BF16, "silu")
     launch_many_rows(BF16, "relu")
-    launch_many_rows(F16, "gelu")
+    launch_many_rows(BF16, "gelu")
     launch_update(*FIRST, F32, all_options=True)
     launch_update(*FIRST, F16, all_options=True)
     launch_update(300, 64, 256, BF16, lead=(4, 8), all_options=True)

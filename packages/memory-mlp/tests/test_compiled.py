@@ -27,3 +27,9 @@ EVERY = "every_update", "every_read", "every_input"
 def test_every_kernel_of_the_scan_compiles_and_fits_in_shared_memory(capability):
     """They spill still, docs/decisions/0005 says how much."""
     compiled_in_a_process(pathlib.Path(__file__).parent, "every_scan", capability, may_spill=True)
+
+
+def test_products_over_many_rows_are_hoppers_there():
+    printed = compiled_in_a_process(pathlib.Path(__file__).parent, "update_of_many_rows", 90)
+    # One for each product over rows: three forward and four backward.
+    assert printed.count(" hopper_rows_kernel ") == 7

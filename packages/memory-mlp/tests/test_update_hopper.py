@@ -18,8 +18,12 @@ def run_in_torch(rows_launch, tensors, floats=(1.0,)):
     x, config = rows_launch.operands(*tensors), rows_launch.launch.constants["CONFIG"]
     pairs = [(x.a, x.b), (x.c, x.d)][: config.PAIRS]
     acc = sum(a @ (b.T if config.TRANSPOSED else b) for a, b in pairs)
-    read = [tensor for tensor in (x.x, x.other_x) if tensor is not None]
-    assert len(read) >= config.LOADS
+    # What the kernel is not told to read it does not read.
+    x = x._replace(**dict(zip(("x", "other_x")[config.LOADS :], (None, None), strict=False)))
+    assert all(read is not None for read in (x.x, x.other_x)[: config.LOADS])
+    assert (x.norm is not None) == config.BACKWARD
+    assert (x.sums is not None) == config.SUMS
+    assert config.PART_COLS * 2 * config.SETS == config.BLOCK_N
     if config.BIAS:
         acc = acc + x.bias
     match config.KIND:

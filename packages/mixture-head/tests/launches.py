@@ -88,7 +88,3 @@ def every_line() -> None:
     for dtype in (BF16, F16):
         launch_epilogues(10, 1376, dtype)
         launch_epilogues(3, 8, dtype)
-
-
-def only_epilogues() -> None:
-    launch_epilogues(10, 1376, BF16)

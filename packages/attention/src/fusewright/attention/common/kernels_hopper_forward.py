@@ -26,6 +26,7 @@ from .._core.kernels_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .tiles_rounding import MIDDLE, STEPS
 
 LOG_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -190,12 +191,12 @@ def store_rounding(o, rounded, o_low_ptr, place, call, D: gl.constexpr):
     """What rounding took from a group's rows of o, as ``tiles_rounding`` keeps it."""
     batch, head, block = place
     queries, heads = call
-    step: gl.constexpr = (1 << (16 if rounded.dtype == gl.bfloat16 else 13)) // 15
+    step: gl.constexpr = (1 << (16 if rounded.dtype == gl.bfloat16 else 13)) // STEPS
     WORDS: gl.constexpr = D // 8
     near = rounded.to(gl.float32).to(gl.int32, bitcast=True)
     taken = o.to(gl.int32, bitcast=True) - near
-    taken = gl.minimum(gl.maximum(taken, -8 * step), 7 * step)
-    code = (taken + (8 * step + step // 2)) // step
+    taken = gl.minimum(gl.maximum(taken, -MIDDLE * step), (MIDDLE - 1) * step)
+    code = (taken + (MIDDLE * step + step // 2)) // step
     col = gl.arange(0, D, gl.SliceLayout(0, o.type.layout))
     code = code << gl.expand_dims(col % 8 * 4, 0)
     words = gl.sum(gl.sum(code.reshape([ROWS, WORDS, 4, 2]), 3), 2)

@@ -1,1 +1,1 @@
-"""A linear layer of few columns with SiLU behind it."""
+"""A linear layer of few input columns with SiLU behind it."""

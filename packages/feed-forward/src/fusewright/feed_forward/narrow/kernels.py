@@ -1,5 +1,5 @@
-"""Triton kernels of SiLU behind a product of few columns, which is recomputed in the backward
-pass: nothing of the layer is kept.
+"""Triton kernels of SiLU behind a linear layer of few input columns, which is recomputed in the
+backward pass: nothing of the layer is kept.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from .._core.launches import Launch, cdiv
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2, wide
 from .._core.registration import empty_grad
+from .._core.rows import MAX_ROWS
 from . import reference
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class TileConfig(NamedTuple):
     num_warps: int
 
 
-# The fastest of twelve on an H200, at 36,096 rows and 11 columns of x.
+# Source: docs/decisions/0025-narrow-h200.csv, on an H200, of 36,096 rows and 11 columns of x.
 FORWARD = TileConfig(rows=16, cols=512, num_warps=4)
 BACKWARD = TileConfig(rows=16, cols=64, num_warps=4)
 # So many programs of the backward pass are on a multiprocessor, each with one part of dW.
@@ -38,11 +39,17 @@ PROGRAMS_PER_SM = 4
 # Each element of the result takes as many multiplications as x has columns, beside its way to
 # memory: of more than so many, the product is left to torch. Unmeasured.
 MOST_COLUMNS = 64
+# Of a grid's second axis.
+MOST_TILES = 65_535
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is narrow, and there is anything to compute."""
-    return x.shape[-1] <= MOST_COLUMNS and bool(x.numel() and weight.numel())
+    """Whether x is narrow, there is anything to compute, and a grid counts its tiles."""
+    cols, inner = weight.shape
+    if inner > MOST_COLUMNS or not (x.numel() and weight.numel()):
+        return False
+    tiles = cdiv(cols, min(FORWARD.cols, BACKWARD.cols))
+    return x.numel() // inner <= MAX_ROWS and tiles <= MOST_TILES
 
 
 def silu_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

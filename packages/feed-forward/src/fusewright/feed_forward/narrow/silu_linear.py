@@ -1,4 +1,4 @@
-r"""A linear layer of few columns with SiLU behind it, along the last axis.
+r"""A linear layer of few input columns with SiLU behind it, along the last axis.
 
     u = x W^T        h = SiLU(u)        SiLU(x) = x * sigmoid(x)
 
@@ -16,6 +16,8 @@ Elfwing, Uchibe and Doya, Sigmoid-Weighted Linear Units, arXiv 1702.03118.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from .._core.backends import Backend, uses_triton
@@ -32,7 +34,8 @@ def _forward_fake(x, weight, dtype):
 
 
 def _backward_reference(dh, x, weight, *wanted):
-    grads = reference.silu_linear_backward(dh, x, weight)
+    with unnarrowed(x):
+        grads = reference.silu_linear_backward(dh, x, weight)
     return tuple(
         grad if asked else empty_grad(x) for grad, asked in zip(grads, wanted, strict=True)
     )
@@ -46,11 +49,13 @@ def _backward_fake(dh, x, weight, *wanted):
 
 
 def _backward_triton(dh, x, weight, *wanted):
-    # The product behind the kernel is fp32, under autocast too.
-    if not autocasts(x.device.type):
+    with unnarrowed(x):
         return launch.silu_linear_backward(dh, x, weight, *wanted)
-    with without_autocast(x.device):
-        return launch.silu_linear_backward(dh, x, weight, *wanted)
+
+
+def unnarrowed(x):
+    """Products are fp32 under autocast, too."""
+    return without_autocast(x.device) if autocasts(x.device.type) else nullcontext()
 
 
 _forward = Op(

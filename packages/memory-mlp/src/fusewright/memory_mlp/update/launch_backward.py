@@ -213,7 +213,7 @@ def update_backward(
         products = z_bar, k, e, dh_bar, q, h
         k_operand, a1_transposed, a2_transposed = k, a1, a2
         w1_transposed, w2_transposed = w1_operand, w2_operand
-    # Hopper's launch makes p_bar * dh * act''(z) of p_bar, and z_bar's reads that.
+    # Hopper's launch writes u = p_bar * dh * act''(z) where p_bar would be, and z_bar's reads it.
     beside = (z, dh) if plan.describes else (z,)
     plan.p_bar((k_operand, a1, a1_bias, *beside, norm, p_bar, dh_bar, dh_bar_transposed))
     # Where rows have no weights, e is what the launch would make of v.

@@ -38,8 +38,10 @@ class HopperTile(NamedTuple):
     copying_registers: int = 24
 
 
+# Of docs/decisions/0006, where it stands beside other rings.
 TILE = HopperTile()
-# Where the smaller of both outputs has so many tiles for each multiprocessor, or more.
+# Where the smaller of both outputs has so many tiles for each multiprocessor, or more:
+# docs/decisions/0006-rows-h200.csv.
 FEWEST_TILES = 1.9
 
 

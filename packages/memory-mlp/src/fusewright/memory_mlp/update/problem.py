@@ -117,8 +117,9 @@ class UpdateProblem(NamedTuple):
     """``problems`` memories of ``hidden`` units, each with ``rows`` pairs of a key and a value as
     wide as ``width``.
 
-    ``keys`` and ``values`` say how their rows are reached; ``by_turns``, that the products over
-    rows are Hopper's kernel's, whose programs leave no room for others.
+    ``keys`` and ``values`` say how their rows are reached. With ``by_turns`` the products over rows
+    are those of Hopper's kernel, and launches do not overlap: its programs leave the next ones no
+    shared memory.
     """
 
     problems: int

@@ -41,13 +41,14 @@ def store_parts(u, row, col, operands, places, PART, GROUP: gl.constexpr, CONFIG
     for head in range(col // CONFIG.STORED, last // CONFIG.STORED + 1):
         begin = head * CONFIG.STORED
         inside = (cols >= begin) & (cols < begin + CONFIG.STORED)
-        # Whatever other heads have here is not of this one.
-        own = gl.where(inside[None, :], hidden, 0.0)
         part = col // CONFIG.BLOCK_COLS - begin // CONFIG.BLOCK_COLS
         out = parts + (part * CONFIG.HEADS + head).to(gl.int64) * OUTPUTS * rows
         for output in gl.static_range(OUTPUTS):
             c = columns.index(output).load(u.type.layout)
-            gl.store(out + output * rows + at, gl.sum(own * c, 1), mask=at < rows)
+            # Of other heads neither units nor weights, where they are no numbers.
+            own = gl.where(inside[None, :], hidden * c, 0.0)
+            gl.store(out + at, gl.sum(own, 1), mask=at < rows)
+            out += rows
 
 
 # One compilation serves all sizes.
@@ -99,7 +100,7 @@ def add_outputs_kernel(
         at = parts + (part * HEADS + head).to(gl.int64) * 3 * rows
         first += gl.load(at + row, mask=row < rows, other=0.0)
         second += gl.load(at + rows + row, mask=row < rows, other=0.0)
-        third += gl.load(at + 2 * rows + row, mask=row < rows, other=0.0)
+        third += gl.load(at + rows + rows + row, mask=row < rows, other=0.0)
     at = out + (row.to(gl.int64) * HEADS + head) * 3
     gl.store(at, first, mask=row < rows)
     gl.store(at + 1, second, mask=row < rows)

@@ -64,8 +64,9 @@ class Sums(NamedTuple):
     num_warps: int
 
 
-# STATISTICS and APPLY are of results/tuning-learned-h200-torch2.11-triton3.6.csv; the others are
-# unmeasured. Without strips all of the others take 3 % of a step.
+# STATISTICS and APPLY are of results/tuning-learned-h200-torch2.11-triton3.6.csv, those of strips
+# of docs/decisions/0009-strips-h200.csv; the others are unmeasured. Without strips they take 3 % of
+# a step.
 STATISTICS = Stretch(size=64, num_warps=1, shortest=1024, programs=1024)
 # With more registers two programs share a multiprocessor, else three.
 APPLY = Stretch(size=128, num_warps=4, shortest=2048, programs=2048, registers=168)

@@ -134,7 +134,7 @@ def test_what_several_processes_cannot_do_is_refused_in_a_sentence(tmp_path, tex
             "wanted --device cuda, of which each process takes the one of its number; got cuda:1"
         ),
         ("--capture",): "wanted steps that are eager in the processes of torchrun; got --capture",
-        ("--resume", folder): "--resume takes every choice from its folder",
+        ("--resume", folder): "--resume takes what is trained from its folder",
     }
     for results in run_together([Command([*flags, *more]) for more in refused]):
         for (code, output), sentence in zip(results, refused.values(), strict=True):

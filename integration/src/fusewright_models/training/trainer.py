@@ -150,6 +150,7 @@ class Trainer:
             begins = self.step == 0 and self.evaluated is None
             if (begins or self.evaluation_lost) and not stopping:
                 self._evaluate(progress)
+                stopping = stop()
             self.saved_at = time.monotonic()
             self._start_clock()
             while self.step < last and not stopping:

@@ -206,7 +206,7 @@ def main() -> int:
     rows = trials(asked.models, asked.stops, asked.trials, asked.seed)
     if asked.out is not None:
         with asked.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
     equal = all(

@@ -351,6 +351,8 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
                 if processes.is_main:
                     trainer.observe = run.observer(folder)
             trainer.run(stop=stop)
+            # All end by the same signal, also by one that has come since the last step.
+            stop()
     except KeyboardInterrupt:
         console.print(f"stopped; {go_on}", highlight=False, soft_wrap=True)
         raise typer.Exit(130) from None

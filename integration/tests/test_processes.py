@@ -110,6 +110,29 @@ def test_signal_to_one_process_stops_all_at_a_log_point_with_a_checkpoint(tmp_pa
     assert_near(stopped, whole)
 
 
+def test_processes_go_on_from_one_checkpoint_or_not_at_all(tmp_path, alone):
+    flags = ["transformer-np", *SIZES, "--steps", "6"]
+    whole, begun, damaged = tmp_path / "whole", tmp_path / "begun", tmp_path / "damaged"
+    alone([*flags, "--out", whole])
+    alone([*flags, "--out", begun], 4)
+    shutil.copytree(begun, damaged)
+    with (damaged / "checkpoints/step-000004/state.pt").open("rb+") as file:
+        file.truncate(100)
+    resume = ["transformer-np", "--resume"]
+    results = run_together(
+        [Command([*resume, begun], lost="step-000004"), Command([*resume, damaged])]
+    )
+    for rank, ((code, output), (other_code, _)) in enumerate(results):
+        assert code == 2
+        assert "wanted all processes to read one checkpoint" in output, rank
+        assert other_code == 0
+    # Nothing was changed, and the one before the damaged one was taken by both.
+    assert [each["step"] for each in metrics(begun)][-1] == 4
+    alone([*resume, begun])
+    for folder in (begun, damaged):
+        assert_near(folder, whole)
+
+
 def test_hosts_that_share_no_parameters_train_as_one_process(tmp_path, alone):
     flags = ["transformer-np", *SIZES, "--steps", "4", "--optimizer", "torch-adamw"]
     whole, hosts = tmp_path / "whole", tmp_path / "hosts"

@@ -518,3 +518,44 @@ def test_manifest_has_size_and_digest(tmp_path):
     manifest = json.loads(state_file(tmp_path).with_name("manifest.json").read_text())
     digest = hashlib.sha256(content).hexdigest()
     assert manifest == {"step": 1, "bytes": len(content), "sha256": digest}
+
+
+def test_checkpoint_whose_replacement_was_killed_has_its_name_again(tmp_path, monkeypatch):
+    """Of the same step, and the only one that is kept."""
+    folder = RunFolder(tmp_path)
+    folder.save_checkpoint({"step": 1, "which": "first"}, keep=1)
+    rename = os.rename
+
+    def killed(source, target):
+        if str(target).endswith("step-000001"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        folder.save_checkpoint({"step": 1, "which": "second"}, keep=1)
+    monkeypatch.undo()
+    assert not folder.holds_a_checkpoint
+    folder.checkpoints.restore()
+    assert folder.load_checkpoint()["which"] == "first"
+
+
+def test_checkpoint_that_memory_does_not_hold_is_not_passed_over(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        folder.save_checkpoint({"step": step}, keep=2)
+
+    def load(*given, **options):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] not enough memory")
+
+    monkeypatch.setattr(torch, "load", load)
+    wanted = r"step-000002/state\.pt; got one that cannot be loaded: \[enforce fail"
+    with pytest.raises(ValueError, match=wanted):
+        folder.load_checkpoint()
+
+
+def test_saving_by_hand_waits_for_the_disk(tmp_path):
+    trainer = linear_trainer(tmp_path)
+    trainer.run(until=1)
+    trainer.save()
+    assert RunFolder(tmp_path).load_checkpoint()["step"] == 1

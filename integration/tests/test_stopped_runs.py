@@ -17,7 +17,8 @@ import pytest
 import torch
 from fusewright_models.cli import app, commands, transformer_np
 from fusewright_models.data import Digits
-from fusewright_models.training import RunFolder, warmup_cosine
+from fusewright_models.training import RunFolder, StopSignals, warmup_cosine
+from fusewright_models.training.processes import ALONE
 
 from .commands import (
     assert_refused,
@@ -95,6 +96,21 @@ def test_signal_ends_the_step_that_runs_and_saves_it(
     assert resumed.exit_code == 0, resumed.output
     assert_same_weights(whole, tmp_path)
     assert_same_metrics(whole, tmp_path)
+
+
+def test_signal_that_comes_while_processes_wait_for_one_another_is_kept(monkeypatch):
+    stop = StopSignals(ALONE)
+
+    def wait(value):
+        signal.raise_signal(signal.SIGTERM)
+        return value
+
+    with stop:
+        with monkeypatch.context() as patch:
+            patch.setattr(ALONE, "greatest", wait, raising=False)
+            stop()
+        assert stop()
+    assert stop.received == signal.SIGTERM
 
 
 @pytest.mark.parametrize("first", ASKED, ids=lambda number: number.name)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from fusewright_models.cli import text, transformer_np
-from fusewright_models.training import Trainer
+from fusewright_models.training import Trainer, checkpoints
 from fusewright_testkit.fresh import run_python
 from torch.distributed import TCPStore
 
@@ -25,8 +25,9 @@ import pytest, torch
 sys.path.insert(0, {tests!r})
 from commands import invoke, leave_out_pictures
 from fusewright_models.cli import app
-from fusewright_models.training import RunFolder
-from together import compute_in_fp64, signal_in, stop_at
+from fusewright_models.training import RunFolder, checkpoints, trainer
+from fusewright_models.training.checkpoints import Checkpoints
+from together import compute_in_fp64, lose, signal_in, stop_at
 
 def refused(*given):
     raise AssertionError("a second process wrote")
@@ -40,14 +41,18 @@ told |= dict(LOCAL_RANK={rank} % {of_host}, LOCAL_WORLD_SIZE={of_host})
 os.environ |= dict((name, str(value)) for name, value in told.items())
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 if {rank}:
-    RunFolder.write_config = RunFolder.append_metrics = RunFolder.save_checkpoint = refused
+    for name in ("write", "append_metrics", "forget_metrics", "save_checkpoint", "draw"):
+        setattr(RunFolder, name, refused)
+    Checkpoints.set_aside = refused
+    trainer.plot_loss = refused
 results = []
-for arguments, until, signalled, port in {commands}:
+for arguments, until, signalled, lost, port in {commands}:
     os.environ["MASTER_PORT"] = str(port)
     with patch.context() as stopping:
         stop_at(until, stopping)
         if {rank} == {count} - 1:
             signal_in(signalled, stopping)
+            lose(lost, stopping)
         result = invoke(app, *arguments)
     results.append((result.exit_code, result.output + str(result.exception or "")))
     # A run that has failed leaves it to the end of its program.
@@ -63,11 +68,13 @@ class Command(NamedTuple):
     Attributes:
         until: the step that the run is left at; None goes to its end.
         signalled: the step in which the last process receives SIGTERM.
+        lost: a checkpoint, by a part of its path, that the last process cannot read.
     """
 
     arguments: Sequence[object]
     until: int | None = None
     signalled: int | None = None
+    lost: str | None = None
 
 
 def run_together(
@@ -80,8 +87,8 @@ def run_together(
     # Where they meet: a group of processes for each command.
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in commands]
     told = [
-        ([*map(str, arguments)], until, signalled, store.port)
-        for (arguments, until, signalled), store in zip(commands, stores, strict=True)
+        ([*map(str, command.arguments)], *command[1:], store.port)
+        for command, store in zip(commands, stores, strict=True)
     ]
     tests = str(Path(__file__).parent)
     programs = [
@@ -107,6 +114,18 @@ def stop_at(until: int | None, patch: pytest.MonkeyPatch) -> None:
     """Runs are left at that step."""
     run = Trainer.run
     patch.setattr(Trainer, "run", lambda trainer, **stop: run(trainer, until, **stop))
+
+
+def lose(part: str | None, patch: pytest.MonkeyPatch) -> None:
+    """Checkpoints with that in their paths are damaged for this process."""
+    read = checkpoints._read
+
+    def unread(path):
+        if part is not None and part in str(path):
+            raise checkpoints.Damaged(f"wanted a checkpoint in {path}; got a damaged file")
+        return read(path)
+
+    patch.setattr(checkpoints, "_read", unread)
 
 
 def signal_in(step: int | None, patch: pytest.MonkeyPatch) -> None:

@@ -341,13 +341,10 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
     try:
         with ExitStack() as held:
             with usage_errors():
-                if processes.is_main:
-                    held.enter_context(folder.locked())
                 stop = held.enter_context(StopSignals(processes))
+                processes.first(lambda: _hold(held, run, folder, resumed=resumed))
                 if resumed:
                     _take_up(trainer, run, folder)
-                elif processes.is_main:
-                    _begin(run, folder)
                 if processes.is_main:
                     trainer.observe = run.observer(folder)
             trainer.run(stop=stop)
@@ -372,14 +369,19 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
         raise typer.Exit(128 + stop.received)
 
 
-def _begin(run: Run, folder: RunFolder) -> None:
+def _hold(held: ExitStack, run: Run, folder: RunFolder, *, resumed: bool) -> None:
+    """Keep other programs out, and begin the run if it is new."""
+    held.enter_context(folder.locked())
+    if resumed:
+        folder.checkpoints.restore()
+        return
     # Another program may have begun one there since it was looked at.
     check_empty(folder)
     folder.write_config({"model": run.model_name, "torch": torch.__version__, **asdict(run)})  # type: ignore[call-overload]
 
 
 def _take_up(trainer: Trainer, run: Run, folder: RunFolder) -> None:
-    if folder.holds_a_checkpoint:
+    if trainer.processes.agreed(folder.holds_a_checkpoint):
         trainer.resume()
     else:
         # Stopped before its first checkpoint: the run begins again.

@@ -38,7 +38,7 @@ MOST_SHAPES = 128
 def obstacle(optimizer: Optimizer, processes: Processes = ALONE) -> str | None:
     """Why no step of the optimizer can be captured; None where it can."""
     if processes.parallel is not None:
-        return f"{processes.count} processes add up their gradients in it"
+        return f"{processes.count} processes add up their gradients within a step"
     if isinstance(optimizer, DeepNestedOptimizer) and optimizer.options.update == "continuum":
         # A graph would fire the levels of the step that it captured.
         return "levels of a continuum fire by the host's count of steps"

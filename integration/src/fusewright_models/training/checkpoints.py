@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -29,7 +30,7 @@ from .files import PARTIAL, make_folder, sync_folder, write, writing
 
 FOLDER, STATE, MANIFEST, SINGLE = "checkpoints", "state.pt", "manifest.json", "checkpoint.pt"
 COMPLETE = re.compile(r"step-([0-9]+)")
-DAMAGED = ".damaged"
+DAMAGED, OLD = ".damaged", f".old{PARTIAL}"
 
 
 class Checkpoints:
@@ -58,6 +59,7 @@ class Checkpoints:
         folder = self.path / f"step-{state['step']:06d}"
         partial = folder.with_name(folder.name + PARTIAL)
         make_folder(self.path)
+        self.restore()
         self._clean()
         try:
             with writing(folder / STATE):
@@ -70,7 +72,7 @@ class Checkpoints:
                 self._drop(folder)
                 os.rename(partial, folder)
                 sync_folder(self.path)
-        except OSError:
+        except BaseException:
             # It would keep a full disk full.
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -92,11 +94,11 @@ class Checkpoints:
             FileNotFoundError: there is no checkpoint.
             ValueError: none can be read as one.
         """
-        damaged: list[ValueError] = []
+        damaged: list[Damaged] = []
         for file in self.files():
             try:
                 state = _read(file)
-            except ValueError as error:
+            except Damaged as error:
                 damaged.append(error)
                 continue
             for each in damaged:
@@ -115,10 +117,25 @@ class Checkpoints:
                 os.rename(file.parent, aside)
                 sync_folder(self.path)
 
+    def restore(self) -> None:
+        """Give a checkpoint its name again that a program was killed over replacing by another of
+        the same step; for the program that holds the folder.
+        """
+        for each in self.path.glob(f"*{OLD}"):
+            folder = each.with_name(each.name.removesuffix(OLD))
+            if not folder.exists():
+                os.rename(each, folder)
+
+    def identity(self, file: Path) -> str:
+        """What tells a state's file from those of other steps and runs."""
+        if file == self.single:
+            return f"{file.name} of {file.stat().st_size} bytes"
+        return f"{file.parent.name}, {json.loads(file.with_name(MANIFEST).read_bytes())['sha256']}"
+
     def _drop(self, folder: Path) -> None:
         """First its name, for it to be absent or complete."""
         if folder.exists():
-            os.rename(folder, folder.with_name(f"{folder.name}.old{PARTIAL}"))
+            os.rename(folder, folder.with_name(folder.name + OLD))
 
     def _clean(self) -> None:
         """Away with what a program that was killed was writing or removing."""
@@ -165,7 +182,8 @@ def _write_state(path: Path, state: dict[str, Any]) -> tuple[int, str]:
 
 def _read(path: Path) -> dict[str, Any]:
     """Raises:
-    ValueError: it is damaged, or no checkpoint.
+    Damaged: it is not what was written, or no checkpoint.
+    ValueError: it is, and cannot be loaded here.
     """
     wanted = f"wanted a checkpoint of a run in {path}; got"
     try:
@@ -180,10 +198,18 @@ def _read(path: Path) -> dict[str, Any]:
             raise
         # A damaged file raises anything, and torch's advice is for files of strangers.
         told = f": {error}" if isinstance(error, (OSError, _Differs)) else ""
-        raise ValueError(f"{wanted} a damaged file{told}") from error
+        if path.name == STATE and not told and not isinstance(error, pickle.UnpicklingError):
+            # The digest is right: it lacks memory, for instance.
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"{wanted} one that cannot be loaded: {reason}") from error
+        raise Damaged(f"{wanted} a damaged file{told}") from error
     if not isinstance(state, dict):
-        raise ValueError(f"{wanted} a saved {type(state).__name__}")
+        raise Damaged(f"{wanted} a saved {type(state).__name__}")
     return state
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was written, or none."""
 
 
 class _Differs(ValueError):

@@ -12,8 +12,9 @@ hsdp   the same among the processes of a host; each host has the whole
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from inspect import signature
 from typing import Any, Literal, TypeVar, get_args
 
@@ -34,6 +35,8 @@ SHARDED = ("adamw", "torch-adamw")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What is asked of a model beside its call: parameters are gathered for these as well.
 METHODS = ("logits", "next_token_loss", "read")
+# The others wait for the first one while it writes a checkpoint to a slow disk.
+PATIENCE = timedelta(hours=2)
 # Newer torch warns of the older name.
 SYNC_BUFFERS = (
     "forward_sync_buffers"
@@ -205,6 +208,30 @@ class Processes:
             distributed.broadcast_object_list(held, src=0, device=self.device)
         return held[0]
 
+    def told(self, value: T) -> list[T]:
+        """The values of all processes."""
+        if self.parallel is None:
+            return [value]
+        values: list[Any] = [None] * self.count
+        distributed.all_gather_object(values, value)
+        return values
+
+    def first(self, act: Callable[[], object]) -> None:
+        """Have the first process do something that all wait for. Where it fails all do, by its
+        words.
+        """
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                act()
+            except (ValueError, OSError, RuntimeError) as failed:
+                error = failed
+        told = self.agreed(None if error is None else str(error))
+        if error is not None:
+            raise error
+        if told is not None:
+            raise RuntimeError(told)
+
     def greatest(self, value: int) -> int:
         """The greatest value of all processes."""
         if self.parallel is None:
@@ -244,10 +271,10 @@ def join(parallel: Parallel | None, device: str) -> Processes:
         where = checked_device(f"cuda:{os.environ['LOCAL_RANK']}")
         # What "cuda" means from here on.
         torch.cuda.set_device(where)
-        distributed.init_process_group("nccl", device_id=where)
+        distributed.init_process_group("nccl", device_id=where, timeout=PATIENCE)
     else:
         where = checked_device(device)
-        distributed.init_process_group("gloo")
+        distributed.init_process_group("gloo", timeout=PATIENCE)
     return Processes(parallel or "ddp", where)
 
 

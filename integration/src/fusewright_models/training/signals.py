@@ -19,26 +19,29 @@ class StopSignals:
     nothing is changed.
 
     Of several processes the signal that any has received is everyone's once all have asked for it,
-    and a second SIGINT is as good as one: of a terminal's, torchrun sends each process another, and
-    kills those that take too long.
+    and a second SIGINT is as good as one: torchrun passes on the SIGINT that a terminal has sent to
+    all of them already, and kills those that take too long.
 
     Args:
         processes: that stop together.
 
     Attributes:
-        received: the first signal.
+        received: the first signal, of any process.
+        own: the first one that this process was sent.
     """
 
     def __init__(self, processes: Processes = ALONE) -> None:
         self.processes = processes
         self.received: signal.Signals | None = None
+        self.own: signal.Signals | None = None
         self.before: dict[int, Any] = {}
 
     def __call__(self) -> bool:
         """Whether the run is to stop; all processes ask at one time."""
-        number = self.processes.greatest(self.received or 0)
-        self.received = signal.Signals(number) if number else None
-        return self.received is not None
+        number = self.processes.greatest(self.own or 0)
+        if number:
+            self.received = signal.Signals(number)
+        return number > 0
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -55,7 +58,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        insists = self.received is not None and number == signal.SIGINT
+        insists = self.own is not None and number == signal.SIGINT
         if insists and not self.processes.several:
             raise KeyboardInterrupt
-        self.received = self.received or signal.Signals(number)
+        self.own = self.own or signal.Signals(number)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .captured import make_stepper
-from .checkpoints import on_host
+from .checkpoints import Checkpoints, on_host
 from .config import TrainingConfig
 from .files import Background
 from .optimization import warmup_cosine
@@ -138,8 +139,14 @@ class Trainer:
         """
         try:
             self._run(until, stop)
-        finally:
-            self.background.wait()
+        except BaseException:
+            try:
+                self.background.wait()
+            except OSError as error:
+                # Told beside what ends the run.
+                self._say(str(error))
+            raise
+        self.background.wait()
 
     def _run(self, until: int | None, stop: Callable[[], bool]) -> None:
         config = self.config
@@ -177,7 +184,7 @@ class Trainer:
                 stopping = asks and stop()
             if stopping and self.saved != self.step:
                 self._check_numbers()
-                self.save()
+                self._save()
                 self._plot()
 
     def _checkpoint_is_due(self, evaluation_due: bool, asks: bool) -> bool:
@@ -192,7 +199,7 @@ class Trainer:
     def _save_between_steps(self) -> None:
         """A pause, which is no part of tokens per second."""
         before = time.perf_counter()
-        self.save()
+        self._save()
         self.clock += time.perf_counter() - before
 
     def _plot(self) -> None:
@@ -200,14 +207,22 @@ class Trainer:
             plot_loss(self.folder)
 
     def save(self) -> None:
-        """Save a checkpoint, where there is a folder: it is copied now, and written beside what
-        follows.
+        """Save a checkpoint, where there is a folder.
 
         Raises:
-            NotWritten: the one before could not be.
+            NotWritten: it could not be.
+        """
+        self._save()
+        self.background.wait()
+
+    def _save(self) -> None:
+        """Likewise: it is copied now, and written beside what follows. A file that could not be
+        written is told of at the next one.
         """
         if self.folder is None:
             return
+        # One at a time is copied.
+        self.background.wait()
         state = {
             "step": self.step,
             "model": self.processes.whole(self.model.state_dict()),
@@ -225,8 +240,6 @@ class Trainer:
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
         if self.processes.is_main:
-            # One at a time is copied.
-            self.background.wait()
             write = partial(self.folder.save_checkpoint, on_host(state), keep=self.config.keep)
             self.background.start(write)
         self.saved, self.saved_at = self.step, time.monotonic()
@@ -247,7 +260,8 @@ class Trainer:
         """
         if self.folder is None:
             raise ValueError("wanted a run folder to resume from; got none")
-        state, file = self.folder.checkpoints.load(self._say)
+        self.background.wait()
+        state, file = self._loaded(self.folder.checkpoints)
         if not state.keys() >= STATE:
             raise ValueError(
                 f"wanted a checkpoint with {', '.join(sorted(STATE))} in {file}; "
@@ -315,6 +329,24 @@ class Trainer:
             self._tell_of_other_length(trained, kept)
         # All have read what the first one goes on to write.
         self.processes.wait()
+
+    def _loaded(self, checkpoints: Checkpoints) -> tuple[dict[str, Any], Path]:
+        """What all processes read: where one reads none or another, all raise."""
+        error: Exception | None = None
+        try:
+            state, file = checkpoints.load(self._say)
+            read = checkpoints.identity(file)
+        except (ValueError, OSError, RuntimeError, MemoryError) as failed:
+            error, read = failed, f"none: {failed}"
+        found = self.processes.told(read)
+        if error is not None:
+            raise error
+        if len({*found}) > 1:
+            got = "; ".join(f"{each} in process {rank}" for rank, each in enumerate(found))
+            raise ValueError(
+                f"wanted all processes to read one checkpoint of {checkpoints.run}; got {got}"
+            )
+        return state, file
 
     def _tell_of_other_length(self, trained: int, kept: list[dict[str, Any]]) -> None:
         rates = [line for line in kept if "lr" in line]

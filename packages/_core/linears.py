@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from .casts import for_products
 from .internals import FOUND, REGISTERS_AUTOGRAD
-from .precision import autocast, autocasts, without_autocast
+from .precision import autocast, without_autocast
 from .registration import TENSORS
 
 Tensor = torch.Tensor
@@ -97,8 +97,6 @@ class Linears(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         operands = x, weights, gradients, ctx.needs_input_grad, ctx.shape
         device = next((dy.device for dy in gradients if dy is not None), torch.device("cpu"))
-        if not autocasts(device.type):
-            return gradients_of(*operands)
         with without_autocast(device):
             return gradients_of(*operands)
 

@@ -40,21 +40,18 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Plain torch in the precision of its operands, with autocast switched off."""
-    if device.type == "meta":
+    """Plain torch in the precision of its operands, with autocast switched off. Outside autocast no
+    context of torch's is entered, which takes the host as long as a small kernel.
+    """
+    if not autocasts(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def run_cast(run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """``run`` of the tensors as autocast casts them for a matrix product, with autocast off in it.
-    A call outside autocast enters no context, which takes the host as long as a small kernel.
-    """
-    device = tensors[0].device
-    if not autocasts(device.type):
-        return run(*tensors)
+    """``run`` of the tensors as autocast casts them for a matrix product, with autocast off."""
     tensors = autocast(*tensors)
-    with without_autocast(device):
+    with without_autocast(tensors[0].device):
         return run(*tensors)
 
 

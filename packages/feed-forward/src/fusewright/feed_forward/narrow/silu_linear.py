@@ -16,13 +16,11 @@ Elfwing, Uchibe and Doya, Sigmoid-Weighted Linear Units, arXiv 1702.03118.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import FLOATING, check_device, check_dtype, check_floating
-from .._core.precision import autocasts, without_autocast
+from .._core.precision import without_autocast
 from .._core.registration import Derivative, Op, empty_grad
 from . import launch, reference
 
@@ -34,7 +32,8 @@ def _forward_fake(x, weight, dtype):
 
 
 def _backward_reference(dh, x, weight, *wanted):
-    with unnarrowed(x):
+    # Products are fp32 under autocast, too.
+    with without_autocast(x.device):
         grads = reference.silu_linear_backward(dh, x, weight)
     return tuple(
         grad if asked else empty_grad(x) for grad, asked in zip(grads, wanted, strict=True)
@@ -49,13 +48,8 @@ def _backward_fake(dh, x, weight, *wanted):
 
 
 def _backward_triton(dh, x, weight, *wanted):
-    with unnarrowed(x):
+    with without_autocast(x.device):
         return launch.silu_linear_backward(dh, x, weight, *wanted)
-
-
-def unnarrowed(x):
-    """Products are fp32 under autocast, too."""
-    return without_autocast(x.device) if autocasts(x.device.type) else nullcontext()
 
 
 _forward = Op(
@@ -131,7 +125,5 @@ def silu_linear(
     if dtype not in FLOATING:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype}")
     run = _forward if uses_triton(x, backend) else reference.silu_linear
-    if not autocasts(x.device.type):
-        return run(x, weight, dtype)
     with without_autocast(x.device):
         return run(x, weight, dtype)

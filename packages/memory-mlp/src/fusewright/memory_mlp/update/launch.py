@@ -18,6 +18,7 @@ from .._core.launches import (
     layouts,
 )
 from .._core.lazy import lazy_module
+from .._core.product_hopper import in_bulk
 from . import launch_hopper
 from .launch_hopper import RowsLaunch
 from .problem import (
@@ -136,7 +137,7 @@ def update_forward(
         inputs = contiguous_where(inputs, plan.copies)
     k, v, *state, alpha, eta, theta, row_weights = inputs
     if plan.describes:
-        k, v = launch_hopper.aligned(k), launch_hopper.aligned(v)
+        k, v = in_bulk(k), in_bulk(v)
     w1, b1, w2, b2, *_ = state
     results = tuple([make() for make in plan.results])
     loss, norm, skipped, z, h, e, dh, p = results[8:16]

@@ -18,6 +18,7 @@ from .._core.launches import (
     layouts,
 )
 from .._core.lazy import lazy_module
+from .._core.product_hopper import in_bulk
 from ..common.operands import contiguous
 from . import launch_hopper
 from .launch_hopper import RowsLaunch
@@ -175,7 +176,7 @@ def update_backward(
         inputs = contiguous_where(inputs, plan.copies)
     k, v, *state, alpha, eta, theta, row_weights = inputs
     if plan.describes:
-        k = launch_hopper.aligned(k)
+        k = in_bulk(k)
     w1, _, w2, b2, *_ = state
     norm, z, h, e, dh, p, *gradient = saved
     results = tuple([allocate(result) for result in plan.results])

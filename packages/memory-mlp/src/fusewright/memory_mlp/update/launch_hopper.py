@@ -20,8 +20,6 @@ else:
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]
 
-# Bytes at whose multiples a descriptor's tensor starts.
-ALIGNED = 16
 # Products that a step adds, DEPTH of the kernel.
 DEPTH = 64
 
@@ -197,11 +195,6 @@ def is_large(rows: int, width: int, hidden: int, multiprocessors: int) -> bool:
     """Whether the kernel is faster than tiles of a program each."""
     tiles = cdiv(rows, TILE.rows) * cdiv(min(width, hidden), TILE.cols)
     return tiles >= FEWEST_TILES * multiprocessors
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x, copied where no descriptor reads it."""
-    return x.clone() if x.data_ptr() % ALIGNED else x
 
 
 def rows_launch(

@@ -312,8 +312,6 @@ class Trainer:
         if since_log is not None:
             self.stepper.load_since_log(since_log)
         self.saved = self.step
-        # All have read it.
-        self.processes.wait()
         if self.processes.is_main:
             self.folder.checkpoints.set_aside(after=self.step)
         kept = self.forget_metrics(after=self.step)
@@ -331,7 +329,7 @@ class Trainer:
         self.processes.wait()
 
     def _loaded(self, checkpoints: Checkpoints) -> tuple[dict[str, Any], Path]:
-        """What all processes read: where one reads none or another, all raise."""
+        """What all processes read, once all have; where one reads none or another, all raise."""
         error: Exception | None = None
         try:
             state, file = checkpoints.load(self._say)

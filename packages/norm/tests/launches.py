@@ -65,6 +65,13 @@ def launch_linear(
     of_norm, bias = (torch.empty(n, dtype=dtype) if affine else None for n in (cols, outputs))
     for center, norm_bias in ((True, of_norm), (False, None)):
         linear.norm_linear_forward(x, of_norm, norm_bias, weight, bias, 1e-6, 0.0, center)
+        rstd = torch.empty(rows)
+        backward.norm_backward(
+            *(x, None, x, of_norm, norm_bias, rstd if center else None, rstd, 0.0),
+            weight_grad=affine,
+            bias_grad=norm_bias is not None,
+            y_dtype=dtype,
+        )
 
 
 def one_of_each() -> None:

@@ -101,8 +101,8 @@ def test_rows_without_columns_give_the_bias(op, backend, device):
 
 
 def test_only_what_is_asked_for_is_computed(op, device, monkeypatch):
-    """Without a gradient of x and of the norm no gradient reaches the norm, and without one of
-    weight its rows are not normalised again.
+    """Without a gradient of x and of the norm no gradient reaches the norm; what it returned, for
+    the gradient of weight, comes from its backward pass where that runs.
     """
     from fusewright.norm.norm_linear import launch
 
@@ -112,13 +112,38 @@ def test_only_what_is_asked_for_is_computed(op, device, monkeypatch):
         monkeypatch.setattr(
             launch, name, lambda *a, _n=name, _r=run, **k: called.append(_n) or _r(*a, **k)
         )
-    for asked, expected in ((0, ["norm_backward"]), (-2, ["norm_forward"]), (-1, [])):
+    wanted = ((0,), ["norm_backward"]), ((-2,), ["norm_forward"]), ((-1,), [])
+    for asked, expected in (*wanted, ((0, -2), ["norm_backward"])):
         tensors = op.draw((4, 40, 8), F32, device)
-        tensors[asked].requires_grad_()
+        leaves = [tensors[place].requires_grad_() for place in asked]
         y = op.kernels(*tensors)
         called.clear()
-        torch.autograd.grad(y.sum(), tensors[asked])
+        torch.autograd.grad(y.sum(), leaves)
         assert called == expected
+
+
+@pytest.mark.parametrize("shape", [(5, 40), (3000, 40), (2, 20000)], ids=str)
+@pytest.mark.parametrize("center", [True, False])
+def test_backward_pass_of_a_norm_writes_what_the_forward_pass_returned(center, shape, device):
+    """In one launch, of rows that stay in registers, and of wider ones; of operands with strides of
+    their own."""
+    from fusewright.norm.row_norm.launch import norm_forward
+    from fusewright.norm.row_norm.launch_backward import norm_backward
+
+    rows, cols = shape
+    x = torch.randn(rows, 2 * cols, device=device)[:, :cols]
+    weight, bias = torch.randn(2, 2 * cols, device=device)[:, ::2]
+    bias = bias if center else None
+    y, _, mean, rstd = norm_forward(x, None, weight, bias, 1e-6, 0.5, center, dtype=torch.bfloat16)
+    operands = torch.randn_like(x), None, x, weight, bias, mean, rstd, 0.5, True, center
+    *grads, again = norm_backward(*operands, y_dtype=torch.bfloat16)
+    *without, none = norm_backward(*operands)
+    assert none is None
+    # Contracted or not, it is one rounding of the wide result.
+    torch.testing.assert_close(again, y, rtol=2**-7, atol=1e-6)
+    for grad, expected in zip(grads, without, strict=True):
+        assert (grad is None) == (expected is None)
+        assert grad is None or torch.equal(grad, expected)
 
 
 MODULES = [

@@ -82,7 +82,7 @@ def norm_linear_backward(
     """Gradients of x, norm_weight, norm_bias, weight and bias, empty where not ``wanted``.
 
     The products are torch's. What the norm returned, of which the weight's gradient is a product,
-    is computed again.
+    is computed again, by the norm's backward pass where there is one.
     """
     x_grad, norm_weight_grad, norm_bias_grad, weight_grad, bias_grad = wanted
     *leading, cols = x.shape
@@ -90,22 +90,25 @@ def norm_linear_backward(
     # The same bits for every layout.
     dy = dy.contiguous().view(rows, outputs)
     dx = dnorm_weight = dnorm_bias = dweight = dbias = empty_grad(x)
+    z = None
     if x_grad or norm_weight_grad or norm_bias_grad:
         dz = dy.new_empty((*leading, cols))
         torch.mm(dy, weight.contiguous(), out=dz.view(rows, cols))
-        dx, _, *found = norm_backward(
+        dx, _, *found, z = norm_backward(
             *(dz, None, x, norm_weight, norm_bias, mean, rstd, weight_offset),
             weight_grad=norm_weight_grad,
             bias_grad=norm_bias_grad,
+            y_dtype=weight.dtype if weight_grad else None,
         )
         dnorm_weight, dnorm_bias = (empty_grad(x) if grad is None else grad for grad in found)
     if weight_grad:
-        z, *_ = norm_forward(
-            *(x, None, norm_weight, norm_bias, eps, weight_offset),
-            center=mean is not None,
-            statistics=False,
-            dtype=weight.dtype,
-        )
+        if z is None:
+            z, *_ = norm_forward(
+                *(x, None, norm_weight, norm_bias, eps, weight_offset),
+                center=mean is not None,
+                statistics=False,
+                dtype=weight.dtype,
+            )
         dweight = torch.mm(dy.mT, z.view(rows, cols), out=weight.new_empty(weight.shape))
     if bias_grad:
         assert bias is not None

@@ -4,7 +4,8 @@ layer_norm and add_layer_norm.
 A fixed number of programs loops over the rows; each keeps its partial sum of the weight's gradient
 in registers and writes it once, and a second launch adds these in a fixed order. A small tensor
 takes one launch, whose programs compute either. No atomics: the same inputs give the same bits on
-one GPU. What is absent has no pointer: the mean is there for a centred norm alone.
+one GPU. What is absent has no pointer: the mean is there for a centred norm alone. With ``y_ptr``
+what the forward pass returned is written again, which costs no second reading of x.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .kernels import affine_weight, load_wide, rows_at
-from .tiles_backward import column_sums, row_gradients, store_parts
+from .tiles_backward import column_sums, row_gradients, store_normalized, store_parts
 
 
 @triton.jit
@@ -23,10 +24,12 @@ def norm_backward_kernel(
     x_ptr,
     gate_ptr,
     weight_ptr,
+    bias_ptr,
     mean_ptr,
     rstd_ptr,
     dx_ptr,
     dgate_ptr,
+    y_ptr,
     parts_ptr,
     weight_offset,
     dy_inner_rows,
@@ -76,6 +79,8 @@ def norm_backward_kernel(
             dweight += dy_here * x_hat
         if BIAS_GRAD:
             dbias += dy_here
+        if y_ptr is not None:
+            store_normalized(y_ptr, bias_ptr, x_hat, weight, out, inside, col, cols)
         if dsum_ptr is not None:
             dsum_strides = dsum_inner_rows, dsum_outer_stride, dsum_inner_stride
             dx += load_wide(rows_at(dsum_ptr, dsum_strides, row, col), inside, "")
@@ -91,10 +96,12 @@ def norm_backward_small_kernel(
     x_ptr,
     gate_ptr,
     weight_ptr,
+    bias_ptr,
     mean_ptr,
     rstd_ptr,
     dx_ptr,
     dgate_ptr,
+    y_ptr,
     dweight_ptr,
     dbias_ptr,
     weight_offset,
@@ -144,10 +151,12 @@ def norm_backward_small_kernel(
         row = (program - column_programs) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         col = tl.arange(0, BLOCK_COLS)
         weight = affine_weight(weight_ptr, col, col < cols, weight_offset)[None, :]
-        dx, out, inside, _, _ = row_gradients(
+        dx, out, inside, x_hat, _ = row_gradients(
             *(x, dy, gate, mean_ptr, rstd_ptr, dgate_ptr, weight, row, row < rows, col, cols),
             *(ACTIVATION, False),
         )
+        if y_ptr is not None:
+            store_normalized(y_ptr, bias_ptr, x_hat, weight, out, inside, col, cols)
         if dsum_ptr is not None:
             dsum_strides = dsum_inner_rows, dsum_outer_stride, dsum_inner_stride
             dx += load_wide(rows_at(dsum_ptr, dsum_strides, row, col), inside, "")

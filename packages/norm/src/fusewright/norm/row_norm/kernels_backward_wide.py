@@ -21,10 +21,12 @@ def norm_backward_wide_kernel(
     x_ptr,
     gate_ptr,
     weight_ptr,
+    bias_ptr,
     mean_ptr,
     rstd_ptr,
     dx_ptr,
     dgate_ptr,
+    y_ptr,
     weight_offset,
     dy_inner_rows,
     dy_outer_stride,
@@ -85,15 +87,21 @@ def norm_backward_wide_kernel(
         if ACTIVATION != "":
             gate = tl.load(gate_row + col, mask=col < cols, other=0.0).to(tl.float32)
             dx_hat *= activated(gate, ACTIVATION)
-        dx = dx_hat - (x - mean) * rstd * along
+        x_hat = (x - mean) * rstd
+        dx = dx_hat - x_hat * along
         if mean_ptr is not None:
             dx -= across
         dx *= rstd
         if dsum_ptr is not None:
             dsum_offset = row_offset(row, dsum_inner_rows, dsum_outer_stride, dsum_inner_stride)
             dx += tl.load(dsum_ptr + dsum_offset + col, mask=col < cols, other=0.0).to(tl.float32)
-        out = dx_ptr + row.to(tl.int64) * cols + col
-        tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=col < cols)
+        out = row.to(tl.int64) * cols + col
+        tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=col < cols)
+        if y_ptr is not None:
+            y = x_hat * weight
+            if bias_ptr is not None:
+                y += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
+            tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=col < cols)
 
 
 @triton.jit

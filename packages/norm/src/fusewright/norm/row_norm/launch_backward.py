@@ -120,8 +120,8 @@ ADD_PARTS = AddPartsConfig(block_parts=128, block_cols=8, num_warps=8)
 
 
 class BackwardPlan(NamedTuple):
-    """One backward pass: which operands it copies first, the memory of dx, dgate, dweight and
-    dbias, and its launches, none without elements.
+    """One backward pass: which operands it copies first, the memory of dx, dgate, dweight, dbias
+    and y, and its launches, none without elements.
 
     Small rows and columns share one launch. Else ``rows`` computes dx, dgate and, where a row fits
     in registers, the partial sums of dweight and dbias too; for wide rows ``weight_parts`` does
@@ -129,7 +129,7 @@ class BackwardPlan(NamedTuple):
     """
 
     copies: tuple[bool, ...]
-    grads: tuple[Allocator | None, ...]
+    outputs: tuple[Allocator | None, ...]
     scheme: Literal["small", "rows", "wide"] = "small"
     rows: Launch | None = None
     weight_parts: Launch | None = None
@@ -150,7 +150,8 @@ def norm_backward(
     bias_grad: bool,
     gate: torch.Tensor | None = None,
     activation: str = "",
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    y_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, *tuple[torch.Tensor | None, ...]]:
     """Gradients of a norm of the rows of ``x``.
 
     Args:
@@ -162,11 +163,14 @@ def norm_backward(
         weight_offset: what the forward pass added to the weight.
         weight_grad, bias_grad: whether these gradients are needed.
         gate, activation: what the forward pass multiplied by, if anything.
+        y_dtype: of the normalised rows, which are then computed again; not where there is a gate.
 
     Returns:
-        ``(dx, dgate, dweight, dbias)``, dx and dgate contiguous in x's shape and dtype.
+        ``(dx, dgate, dweight, dbias, y)``, dx and dgate contiguous in x's shape and dtype, y
+        contiguous in its shape, or None.
     """
-    operands = dy, dsum, x, gate, weight
+    of_y = None if y_dtype is None else bias
+    operands = dy, dsum, x, gate, weight, of_y
     plan = backward_plan(
         x.shape,
         layouts(*operands, bias),
@@ -174,18 +178,19 @@ def norm_backward(
         weight_grad,
         bias_grad,
         activation,
+        y_dtype,
         x.device,
     )
-    grads: tuple = tuple([None if make is None else make() for make in plan.grads])
-    dx, dgate, dweight, dbias = grads
+    outputs: tuple = tuple([None if make is None else make() for make in plan.outputs])
+    dx, dgate, dweight, dbias, y = outputs
     if plan.rows is None:
         for grad in (dweight, dbias):
             if grad is not None:
                 grad.zero_()
-        return grads
+        return outputs
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
-    tensors: tuple = (*operands, mean, rstd, dx, dgate)
+    tensors: tuple = (*operands, mean, rstd, dx, dgate, y)
     sums = plan.partial_sums and plan.partial_sums()
     if plan.scheme == "small":
         tensors += dweight, dbias
@@ -196,7 +201,7 @@ def norm_backward(
         plan.weight_parts((operands[0], operands[2], operands[3], mean, rstd, sums))
     if plan.add_parts is not None:
         plan.add_parts((sums, dweight, dbias))
-    return grads
+    return outputs
 
 
 @functools.lru_cache(maxsize=4096)
@@ -207,21 +212,25 @@ def backward_plan(
     weight_grad: bool,
     bias_grad: bool,
     activation: str,
+    y_dtype: torch.dtype | None,
     device: torch.device,
 ) -> BackwardPlan:
-    """The plan for operands of these layouts: dy, dsum, x, gate, weight and bias."""
+    """The plan for operands of these layouts: dy, dsum, x, gate, weight, the bias that y needs, and
+    the bias.
+    """
     *read, bias = operands
-    _, _, x, gate, weight = read
+    _, _, x, gate, weight, _ = read
     vectors = weight if weight_grad else None, bias if bias_grad else None
     of_shapes = (shape, x), (shape, gate), *((shape[-1:], vector) for vector in vectors)
     grads = tuple(
         None if layout is None else allocator(each, layout[0], device) for each, layout in of_shapes
     )
+    y = None if y_dtype is None else allocator(shape, y_dtype, device)
     launches: tuple = ()
     if math.prod(shape):
         wanted = dict(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad)
         launches = plan_launches(shape, operands, center, wanted, activation, device)
-    return BackwardPlan(to_copy(shape, *read), grads, *launches)
+    return BackwardPlan(to_copy(shape, *read), (*grads, y), *launches)
 
 
 def plan_launches(

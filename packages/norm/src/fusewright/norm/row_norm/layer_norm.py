@@ -66,7 +66,7 @@ def _add_forward_fake(x, residual, weight, bias, eps, dtype):
 
 
 def _backward_triton(dy, dsum, x, weight, bias, mean, rstd, eps, weight_grad, bias_grad):
-    dx, _, dweight, dbias = launch_backward.norm_backward(
+    dx, _, dweight, dbias, _ = launch_backward.norm_backward(
         dy, dsum, x, weight, bias, mean, rstd, 0.0, weight_grad, bias_grad
     )
     return dx, *(empty_grad(x) if grad is None else grad for grad in (dweight, dbias))

@@ -67,7 +67,7 @@ def _add_forward_fake(x, residual, weight, eps, weight_offset):
 
 
 def _backward_triton(dy, dsum, x, weight, rstd, eps, weight_offset, weight_grad):
-    dx, _, dweight, _ = launch_backward.norm_backward(
+    dx, _, dweight, *_ = launch_backward.norm_backward(
         dy, dsum, x, weight, None, None, rstd, weight_offset, weight_grad, False
     )
     return dx, empty_grad(x) if dweight is None else dweight

@@ -56,7 +56,7 @@ def _forward_fake(x, gate, weight, eps, weight_offset, activation):
 
 
 def _backward_triton(dy, x, gate, weight, rstd, eps, weight_offset, activation, weight_grad):
-    dx, dgate, dweight, _ = launch_backward.norm_backward(
+    dx, dgate, dweight, *_ = launch_backward.norm_backward(
         *(dy, None, x, weight, None, None, rstd, weight_offset, weight_grad, False),
         gate=gate,
         activation=activation,

@@ -1,13 +1,9 @@
-"""What is replayed and what is not, without a GPU: a graph is stood for by the work itself, whose
-count of steps the host forgets, as it does of a graph's.
-"""
+"""What is replayed and what is not, without a GPU."""
 
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,38 +26,17 @@ from fusewright_models.training.captured import (
     tensors_of,
     with_tensors,
 )
-from fusewright_models.training.optimizer_traits import counts, set_counts
 
+from .stood import Stood, leave_out_streams
 from .trainers import assert_same_bits, quiet_trainer, tiny, training_lines
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 CONFIG = TrainingConfig(steps=44, batch_size=2, warmup_steps=4, log_every=4, evaluate_every=20)
 
 
-class Stood(CapturedStepper):
-    """Graphs that are the work that they would have captured."""
-
-    fails = False
-
-    def running(self):
-        return nullcontext()
-
-    def _capture(self, key, work):
-        def replay():
-            before = counts(self.optimizer)
-            work()
-            set_counts(self.optimizer, before)
-
-        if self.fails:
-            self._fail(RuntimeError("it cannot be"))
-        else:
-            self.graphs[key] = SimpleNamespace(replay=replay)
-
-
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    leave_out_streams(monkeypatch)
 
 
 def make(path, *, stood, name="adamw", ragged=True, padded=False, gives=None, **changes) -> Trainer:
@@ -215,7 +190,7 @@ def test_parameter_with_gradients_of_some_batches_leaves_an_eager_run(tmp_path, 
     one, other = run_both(tmp_path, name=name, gives=gives, steps=24, **changes)
     assert other.stepper.failed
     assert not other.stepper.graphs
-    assert not other.stepper.gradients
+    assert not other.stepper.held.gradients
     assert other.console.file.getvalue().count(f"steps are eager: {TOLD}") == 1
     assert_same_bits(one, other)
 

@@ -82,10 +82,11 @@ def test_run_of_two_processes_is_that_of_one(model, tmp_path, text, alone):
     config = begun_as_well / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"parallel": "fsdp"}))
 
-    ddp, fsdp, left = (tmp_path / name for name in ("ddp", "fsdp", "left"))
+    ddp, graphs, fsdp, left = (tmp_path / name for name in ("ddp", "graphs", "fsdp", "left"))
     results = run_together(
         [
             Command([*flags, "--out", ddp]),
+            Command([*flags, "--out", graphs], replayed=True),
             Command([*flags, "--out", fsdp, "--parallel", "fsdp"]),
             Command([*flags, "--out", left, "--parallel", "fsdp"], until=2),
             Command([model, "--resume", begun]),
@@ -94,7 +95,7 @@ def test_run_of_two_processes_is_that_of_one(model, tmp_path, text, alone):
     )
     assert_done(results)
     alone([model, "--resume", left])
-    for folder in (ddp, fsdp, left, begun, begun_as_well):
+    for folder in (ddp, graphs, fsdp, left, begun, begun_as_well):
         assert_near(folder, whole)
 
 
@@ -156,7 +157,8 @@ def test_what_several_processes_cannot_do_is_refused_in_a_sentence(tmp_path, tex
         ("--device", "cuda:1"): (
             "wanted --device cuda, of which each process takes the one of its number; got cuda:1"
         ),
-        ("--capture",): "wanted steps that are eager in the processes of torchrun; got --capture",
+        ("--capture",): "--capture needs a CUDA device; got --device cpu",
+        ("--capture", "--parallel", "fsdp"): "wanted --parallel ddp beside --capture; got fsdp",
         ("--resume", folder): "--resume takes what is trained from its folder",
     }
     for results in run_together([Command([*flags, *more]) for more in refused]):
@@ -245,11 +247,12 @@ def test_gradients_are_added_up_in_the_last_batch_of_a_step(parallel):
             assert model.adds == last
 
 
-def test_steps_of_several_processes_are_eager():
+@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
+def test_steps_that_gather_parameters_are_eager(parallel):
     model = torch.nn.Linear(2, 2)
     optimizer, config = torch.optim.AdamW(model.parameters()), TrainingConfig(2, 2, capture=True)
     several = Processes()
-    several.parallel, several.count = "ddp", 2
-    with pytest.raises(ValueError, match="steps that are captured; 2 processes add up their"):
+    several.parallel, several.count = parallel, 2
+    with pytest.raises(ValueError, match=f"captured; --parallel {parallel} gathers parameters"):
         make_stepper(model, lambda *given: None, optimizer, config, print, several)
     assert not captures(optimizer, config, several)

@@ -27,6 +27,7 @@ from commands import invoke, leave_out_pictures
 from fusewright_models.cli import app
 from fusewright_models.training import RunFolder, checkpoints, trainer
 from fusewright_models.training.checkpoints import Checkpoints
+from stood import stand_for_captures
 from together import compute_in_fp64, lose, signal_in, stop_at
 
 def refused(*given):
@@ -46,10 +47,12 @@ if {rank}:
     Checkpoints.set_aside = refused
     trainer.plot_loss = refused
 results = []
-for arguments, until, signalled, lost, port in {commands}:
+for arguments, until, signalled, lost, replayed, port in {commands}:
     os.environ["MASTER_PORT"] = str(port)
     with patch.context() as stopping:
         stop_at(until, stopping)
+        if replayed:
+            stand_for_captures(stopping)
         if {rank} == {count} - 1:
             signal_in(signalled, stopping)
             lose(lost, stopping)
@@ -69,12 +72,14 @@ class Command(NamedTuple):
         until: the step that the run is left at; None goes to its end.
         signalled: the step in which the last process receives SIGTERM.
         lost: a checkpoint, by a part of its path, that the last process cannot read.
+        replayed: whether steps are taken as those of CUDA graphs are, in the same memory.
     """
 
     arguments: Sequence[object]
     until: int | None = None
     signalled: int | None = None
     lost: str | None = None
+    replayed: bool = False
 
 
 def run_together(

@@ -18,6 +18,7 @@ from ..models.checkpointing import CHECKPOINTINGS
 from ..models.hybrid import HYBRID
 from ..models.titan_mac import TITAN_MAC, Variant
 from ..models.transformer_np import TransformerNPConfig
+from ..training.processes import join, leaving
 from .depth import DepthHarness
 from .harness import Harness
 from .hybrid import PROVIDER_NAMES as HYBRID_PROVIDERS
@@ -26,6 +27,7 @@ from .hybrid import HybridHarness
 from .matrix import MatrixHarness
 from .providers import PROVIDER_NAMES, SDPA_CHOICES, by_comma, chosen_providers
 from .results import environment_name
+from .scaling import MODEL_NAMES, WAYS, bench_scaling, check_launched, subject_of
 from .shapes import SHAPES, Shape, parsed
 from .switches import SwitchesHarness
 from .text import TextShape
@@ -202,6 +204,34 @@ def hybrid(
     bench_all(shapes, harness.bench, providers)
 
 
+@leaving()
+def scaling(
+    model: Annotated[str, typer.Argument(help=f"Of {', '.join(MODEL_NAMES)}.")],
+    preset: Annotated[str | None, typer.Option(help="Default: the largest of the bench.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Of each process: M,N,B or B,T. Default: the preset's.")
+    ] = None,
+    way: Annotated[
+        str, typer.Option(help=f"By semicolon, of {'; '.join(each.name for each in WAYS)}.")
+    ] = "all",
+    steps: Annotated[int, typer.Option(min=1, help="Of each of the rounds that are timed.")] = 10,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    out: Out = None,
+) -> None:
+    """Time training steps of the processes of torchrun, beside those of the first one alone."""
+    with usage_errors():
+        check_launched()
+        names = [each.name for each in WAYS] if way == "all" else way.split(";")
+        names = [name.strip() for name in names]
+        unknown = [name for name in names if name not in {each.name for each in WAYS}]
+        if unknown:
+            raise ValueError(f"--way must be of {[each.name for each in WAYS]}; got {unknown}")
+        subject = subject_of(model, preset, shape)
+        processes = join(None, device)
+    ways = [each for each in WAYS if each.name in names]
+    bench_scaling(model, subject, processes, ways, steps, out)
+
+
 ConfigT = TypeVar("ConfigT")
 HarnessT = TypeVar("HarnessT", bound=Harness)
 
@@ -245,6 +275,7 @@ app.callback(invoke_without_command=True)(main)
 app.command("matrix")(matrix)
 app.command("titan-mac")(titan_mac)
 app.command("hybrid")(hybrid)
+app.command("scaling")(scaling)
 
 if __name__ == "__main__":
     app()

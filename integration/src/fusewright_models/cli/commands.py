@@ -299,8 +299,8 @@ def join_others(run: Run, folder: RunFolder) -> tuple[Processes, RunFolder, Cons
             f"wanted a --batch-size of as many rows for each of {count} processes; "
             f"got {run.batch_size}"
         )
-    if launched() and run.capture:
-        raise ValueError("wanted steps that are eager in the processes of torchrun; got --capture")
+    if run.capture and run.parallel not in (None, "ddp"):
+        raise ValueError(f"wanted --parallel ddp beside --capture; got {run.parallel}")
     processes = join(run.parallel, run.device)
     # The name of a folder has the time in it.
     path = processes.agreed(str(folder.path))

@@ -5,7 +5,8 @@ Forward and backward pass of a batch are one graph for each shape of batches, th
 another for each pattern of things that happen in it. A graph is captured once its like has been
 taken eagerly, so that everything is compiled, tuned and allocated. Gradients stay in one place
 between the graphs, and batches are copied to where a graph reads them: eager and replayed parts of
-steps follow one another in any order, and have the same bits.
+steps follow one another in any order, and have the same bits. Several processes average their
+gradients between the two graphs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from .config import TrainingConfig
+from .gradients import HeldGradients
 from .optimizer_traits import counts, kind, pattern, rate_dtype, set_counts
 from .processes import ALONE, Processes
 from .source import Batch, Told
@@ -37,8 +39,8 @@ MOST_SHAPES = 128
 
 def obstacle(optimizer: Optimizer, processes: Processes = ALONE) -> str | None:
     """Why no step of the optimizer can be captured; None where it can."""
-    if processes.parallel is not None:
-        return f"{processes.count} processes add up their gradients within a step"
+    if processes.shards:
+        return f"--parallel {processes.parallel} gathers parameters within a step"
     if isinstance(optimizer, DeepNestedOptimizer) and optimizer.options.update == "continuum":
         # A graph would fire the levels of the step that it captured.
         return "levels of a continuum fire by the host's count of steps"
@@ -73,7 +75,7 @@ def make_stepper(
     if config.capture is True and reason is not None:
         raise ValueError(f"wanted steps that are captured; {reason}")
     if captures(optimizer, config, processes):
-        return CapturedStepper(*arguments, say=say)
+        return CapturedStepper(*arguments, processes, say=say)
     stepper = Stepper(*arguments, processes)
     if config.capture == "auto" and stepper.device.type == "cuda":
         say(f"steps are eager: {reason}")
@@ -85,12 +87,16 @@ class CapturedStepper(Stepper):
 
     Where a capture fails, or a batch gives gradients to other parameters than those before, all
     further steps are eager and ``say`` is told why, once; with ``capture=True`` that is an error.
+    Other gradients are an error among several processes, which would average what does not belong
+    together.
     """
 
     def __init__(self, *arguments: Any, say: Callable[[str], None]) -> None:
         super().__init__(*arguments)
         self.say = say
         self.stream = torch.cuda.Stream(self.device)
+        # Of several processes each has a thread that asks its device how far messages are.
+        self.mode = "thread_local" if self.processes.several else "global"
         self.failed = False
         self.forget()
 
@@ -99,9 +105,7 @@ class CapturedStepper(Stepper):
         self._drop_graphs()
         self.many_told = False
         self.seen: Counter[Hashable] = Counter()
-        # Those that have gradients, and where these stay.
-        self.trained: list[nn.Parameter] = []
-        self.gradients: list[Tensor] = []
+        self.held = HeldGradients(self.parameters, self.processes)
 
     def _drop_graphs(self) -> None:
         """With the memory that they keep, and what the optimizer keeps for them."""
@@ -123,6 +127,16 @@ class CapturedStepper(Stepper):
                 yield
         finally:
             before.wait_stream(self.stream)
+
+    def joined(self, model: nn.Module) -> nn.Module:
+        """The model itself: gradients are averaged here and not in its backward pass."""
+        self.processes.same_(model)
+        return model
+
+    def add(self, batch: Batch, *, first: bool, last: bool) -> None:
+        self.backward(batch, first=first)
+        if last and self.processes.several:
+            self.held.average_()
 
     def backward(self, batch: Batch, *, first: bool) -> None:
         held = None if self.failed else self._held(batch)
@@ -156,22 +170,17 @@ class CapturedStepper(Stepper):
             for p in self.parameters:
                 p.grad = None
         super().backward(batch, first=first)
-        if self.failed:
+        # Without graphs gradients may be anywhere, but for those that are averaged.
+        if self.failed and not self.processes.several:
             return
-        trained = [p for p in self.parameters if p.grad is not None]
-        fresh = [p.grad for p in trained if p.grad is not None]
-        if not self.trained:
-            self.trained, self.gradients = trained, [torch.empty_like(g) for g in fresh]
-        if list(map(id, trained)) != list(map(id, self.trained)):
-            error = RuntimeError("not all batches give gradients to the same parameters")
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise error
+        try:
+            self.held.hold(first=first)
+        except RuntimeError as error:
+            capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if capturing or self.processes.several:
+                raise
             # Eager steps take the gradients as they are.
             self._fail(error)
-        elif first:
-            torch._foreach_copy_(self.gradients, fresh)
-            for p, g in zip(trained, self.gradients, strict=True):
-                p.grad = g
 
     def update(self) -> None:
         before = counts(self.optimizer)
@@ -198,7 +207,10 @@ class CapturedStepper(Stepper):
         state = generator.clone_state()
         graph = torch.cuda.CUDAGraph()
         try:
-            with uncollected(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            captured = torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode=self.mode
+            )
+            with uncollected(), captured:
                 work()
         except RuntimeError as error:
             # The state that a broken capture has used stays one that captures, and draws no more.
@@ -220,7 +232,8 @@ class CapturedStepper(Stepper):
             raise kind_of(f"wanted steps that are captured; {reason}") from error
         self.failed = True
         self._drop_graphs()
-        self.trained, self.gradients = [], []
+        if not self.processes.several:
+            self.held = HeldGradients(self.parameters, self.processes)
         self.say(f"steps are eager: {reason}")
 
 

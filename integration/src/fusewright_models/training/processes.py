@@ -4,7 +4,8 @@ Each draws the batch that one process would draw and takes its rows of it: losse
 steps are those of one process up to rounding, however many there are. All of them evaluate, and one
 alone writes.
 
-ddp    each has the whole model; gradients are averaged (DistributedDataParallel)
+ddp    each has the whole model; gradients are averaged, in the backward pass of eager steps
+       (DistributedDataParallel) and between the graphs of captured ones
 fsdp   each has a part of every parameter, of its gradient and of its moments (fully_shard)
 hsdp   the same among the processes of a host; each host has the whole
 """
@@ -154,11 +155,31 @@ class Processes:
         """Each becomes its mean over processes."""
         if self.parallel is None or not tensors:
             return
+        if len(tensors) == 1 and tensors[0].is_contiguous():
+            self._average_(tensors[0])
+            return
         flat = torch.cat([x.reshape(-1) for x in tensors])
-        distributed.all_reduce(flat)
-        parts = flat.div_(self.count).split([x.numel() for x in tensors])
-        for x, mean in zip(tensors, parts, strict=True):
+        self._average_(flat)
+        for x, mean in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
             x.copy_(mean.view_as(x))
+
+    def _average_(self, x: Tensor) -> None:
+        # Gloo has no means.
+        if distributed.get_backend() == "nccl":
+            distributed.all_reduce(x, distributed.ReduceOp.AVG)
+        else:
+            distributed.all_reduce(x)
+            x.div_(self.count)
+
+    @torch.no_grad()
+    def same_(self, model: nn.Module) -> None:
+        """Parameters and buffers become those of the first process."""
+        if self.parallel is not None:
+            for x in (*model.parameters(), *model.buffers()):
+                sent = x.contiguous()
+                distributed.broadcast(sent, src=0)
+                if sent is not x:
+                    x.copy_(sent)
 
     def add_(self, x: Tensor) -> Tensor:
         """It becomes its sum over processes, and is returned."""

@@ -67,7 +67,8 @@ class Stepper:
         config: TrainingConfig,
         processes: Processes = ALONE,
     ) -> None:
-        self.processes, self.model = processes, processes.wrapped(model)
+        self.processes = processes
+        self.model = self.joined(model)
         # Running averages follow the rows of all processes.
         kept = model.state_dict().keys() if processes.parallel else ()
         buffers = (x for name, x in model.named_buffers() if name in kept)
@@ -101,10 +102,21 @@ class Stepper:
         self._schedule(factor)
         count = self.config.accumulation_steps
         for number in range(count):
-            with self.processes.adding(self.model, last=number == count - 1):
-                self.backward(sample(), first=number == 0)
+            self.add(sample(), first=number == 0, last=number == count - 1)
             self.processes.average_(*self.averages)
+        self.processes.average_(self.loss, self.told)
         self.update()
+
+    def joined(self, model: nn.Module) -> nn.Module:
+        """What is called in the place of the model, where there are other processes."""
+        return self.processes.wrapped(model)
+
+    def add(self, batch: Batch, *, first: bool, last: bool) -> None:
+        """Add a batch's share to the gradients, which are those of all processes after the ``last``
+        batch of a step.
+        """
+        with self.processes.adding(self.model, last=last):
+            self.backward(batch, first=first)
 
     def backward(self, batch: Batch, *, first: bool) -> None:
         """Add a batch's share to the gradients, of which the first finds none."""
@@ -149,7 +161,6 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
     def move(self) -> None:
-        self.processes.average_(self.loss, self.told)
         taken = take_step(self.optimizer, self.loss, self.parameters, self.config.clip_norm)
         numbers = torch.stack([self.loss, taken.norm.to(self.loss.dtype), self.one, self.zero])
         told = self.told

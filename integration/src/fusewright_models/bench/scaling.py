@@ -1,0 +1,282 @@
+"""What is left of one GPU's speed where several train together, each on as many rows as one alone.
+
+    torchrun --nproc-per-node 2 -m fusewright_models.bench scaling hybrid --preset 350m
+
+Steps are those of the training program, data and clipping included: of the first process alone,
+while the others wait, and then of all of them in each of several ways.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from ..cli.presets import TRANSFORMER_NP
+from ..data import make_sampler
+from ..data.sizes import Size
+from ..models.hybrid import HYBRID, HybridLM
+from ..models.titan_mac import TITAN_MAC, TitanMAC
+from ..models.transformer_np import TransformerNP, TransformerNPConfig
+from ..text import TextBatch, Windows
+from ..training import TrainingConfig, make_optimizer
+from ..training.captured import CapturedStepper, make_stepper
+from ..training.processes import Parallel, Processes, launched
+from ..training.source import Source
+from .harness import SEED
+from .hybrid import SHAPES as HYBRID_SHAPES
+from .results import Row, environment_name, merge_by, mib, table_of
+from .shapes import SHAPES, Shape
+from .step import Time
+from .text import TextShape
+from .titan_mac import SHAPES as TITAN_MAC_SHAPES
+
+ModelName = Literal["transformer-np", "titan-mac", "hybrid"]
+MODEL_NAMES = get_args(ModelName)
+# Tokens that windows are drawn from.
+STREAM = 2**20
+# Steps that compile, tune, allocate and capture, and then rounds that are timed.
+WARM_UP, ROUNDS = 6, 5
+NAMED = ["model", "case", "way", "processes"]
+NUMBERS = ["ms", "ms_p20", "ms_p80", "tokens_per_second", "efficiency", "communication_ms"]
+COLUMNS = [*NAMED, *NUMBERS, "mem_mib"]
+
+
+class Way(NamedTuple):
+    """How steps are taken.
+
+    Attributes:
+        name: of its rows.
+        parallel: how processes take part; None of the first one alone.
+        captured: whether they are replayed from CUDA graphs.
+    """
+
+    name: str
+    parallel: Parallel | None
+    captured: bool
+
+
+WAYS = (
+    Way("alone, captured", None, True),
+    Way("alone, eager", None, False),
+    Way("ddp, captured", "ddp", True),
+    Way("ddp, eager", "ddp", False),
+    Way("fsdp, eager", "fsdp", False),
+)
+
+
+class Subject(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        case: its size and that of a batch, in words.
+        rows: of a process.
+        tokens: that these are.
+        make: the model, on the CPU.
+        source: of its batches, given a seed and a device.
+        loss: of model and batch.
+        blocks: of the model, for shards.
+    """
+
+    case: str
+    rows: int
+    tokens: int
+    make: Callable[[], nn.Module]
+    source: Callable[[int, torch.device], Source]
+    loss: Callable[[Any, Any], Tensor]
+    blocks: Callable[[Any], Iterable[nn.Module]]
+
+
+def text_subject(model: ModelName, preset: str, shape: TextShape) -> Subject:
+    def windows(seed: int, device: torch.device) -> Source:
+        generator = torch.Generator().manual_seed(SEED)
+        stream = torch.randint(config.vocab_size, (STREAM,), generator=generator)
+        return Windows(stream.to(device), length=shape.length, seed=seed)
+
+    sizes = shape.batch, shape.tokens
+    if model == "titan-mac":
+        config: Any = TITAN_MAC[preset]
+
+        def following(model: TitanMAC, batch: TextBatch) -> Tensor:
+            return model(batch.windows[:, :-1], targets=batch.windows[:, 1:])
+
+        case = f"{preset} {shape.case(config)}"
+        return Subject(
+            case, *sizes, lambda: TitanMAC(config), windows, following, lambda model: model.blocks
+        )
+    config = HYBRID[preset]
+
+    def total(model: HybridLM, batch: TextBatch) -> Tensor:
+        return model(batch.windows[:, :-1], batch.windows[:, 1:]).total
+
+    def layers(model: HybridLM) -> Iterable[nn.Module]:
+        # A reversible stack wants its parameters whole.
+        return model.stack.layers if config.mode == "plain" else ()
+
+    case = f"{preset} {shape.case(config)}"
+    return Subject(case, *sizes, lambda: HybridLM(config), windows, total, layers)
+
+
+def task_subject(preset: str, shape: Shape) -> Subject:
+    context, target = (Size.parse(str(size)) for size in (shape.context, shape.targets))
+
+    def sampler(seed: int, device: torch.device | str) -> Any:
+        sizes = {"context_size": context, "target_size": target}
+        return make_sampler("blr", **sizes, device=device, seed=seed)
+
+    def make() -> TransformerNP:
+        x_width = sampler(SEED, "cpu").x_width
+        return TransformerNP(
+            TransformerNPConfig(**TRANSFORMER_NP[preset].architecture | {"x_width": x_width})
+        )
+
+    def loss(model: TransformerNP, task: Any) -> Tensor:
+        rows = task.x_context, task.y_context, task.x_target
+        return model(*rows, y_target=task.y_target)
+
+    case, sizes = f"{preset} {shape.case}", (shape.batch, shape.tokens)
+    return Subject(case, *sizes, make, sampler, loss, lambda model: model.blocks)
+
+
+PRESETS = {"transformer-np": TRANSFORMER_NP, "titan-mac": TITAN_MAC, "hybrid": HYBRID}
+LARGEST = {"transformer-np": "base", "titan-mac": "170m", "hybrid": "350m"}
+
+
+def subject_of(model: ModelName, preset: str | None, shape: str | None) -> Subject:
+    """
+    Raises:
+        ValueError: model or preset is unknown, or the shape none of the model.
+    """
+    if model not in MODEL_NAMES:
+        raise ValueError(f"model must be of {', '.join(MODEL_NAMES)}; got {model!r}")
+    preset = preset or LARGEST[model]
+    if preset not in PRESETS[model]:
+        raise ValueError(f"preset must be of {', '.join(PRESETS[model])}; got {preset!r}")
+    if model == "transformer-np":
+        return task_subject(preset, Shape.parse(shape) if shape else SHAPES[0])
+    if shape is not None:
+        return text_subject(model, preset, TextShape.parse(shape))
+    shapes = TITAN_MAC_SHAPES if model == "titan-mac" else HYBRID_SHAPES
+    return text_subject(model, preset, shapes[preset][0])
+
+
+class Taken(NamedTuple):
+    """Milliseconds of a step, and of averaging its gradients alone; the peak of memory."""
+
+    step: Time
+    communication: float | None
+    memory_mib: float | None
+
+
+def measure(subject: Subject, way: Way, all_of_them: Processes, steps: int, say: Any) -> Taken:
+    """Steps of one way, by all processes that take part in it."""
+    processes = Processes(way.parallel, all_of_them.device)
+    device = processes.device
+    on_gpu = device.type == "cuda"
+    torch.manual_seed(SEED)
+    model = subject.make().to(device)
+    processes.shard(model, subject.blocks(model))
+    count = WARM_UP + ROUNDS * steps
+    config = TrainingConfig(
+        steps=count,
+        batch_size=subject.rows * processes.count,
+        precision="bf16" if on_gpu else "fp32",
+        capture=way.captured,
+    )
+    optimizer = make_optimizer(
+        "adamw", model, lr=1e-5, weight_decay=0.1, clip_norm=config.clip_norm
+    )
+    stepper = make_stepper(model, subject.loss, optimizer, config, say, processes)
+    source = subject.source(SEED + all_of_them.rank, device)
+
+    def take(number: int) -> None:
+        for _ in range(number):
+            stepper.take(1.0, lambda: source.sample(subject.rows))
+
+    def timed(work: Callable[[], object]) -> float:
+        wait(device)
+        start = time.perf_counter()
+        work()
+        wait(device)
+        return 1e3 * (time.perf_counter() - start)
+
+    communication = None
+    with stepper.running():
+        take(WARM_UP)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        samples = [timed(lambda: take(steps)) / steps for _ in range(ROUNDS)]
+        if isinstance(stepper, CapturedStepper) and processes.several:
+            held = stepper.held
+            for _ in range(3):
+                communication = timed(lambda: [held.average_() for _ in range(10)]) / 10
+    peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None
+    return Taken(Time.of(samples), communication, peak)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # sync: the host takes the time
+
+
+def bench_scaling(
+    name: ModelName,
+    subject: Subject,
+    processes: Processes,
+    ways: Iterable[Way],
+    steps: int,
+    out: Path | None,
+) -> None:
+    """Measure every way, print a table and put rows into ``scaling-ENVIRONMENT.csv``."""
+    console = Console(width=160, quiet=not processes.is_main)
+    table = table_of(
+        f"{name} {subject.case}", "efficiency: of the fastest alone", NAMED, COLUMNS[4:]
+    )
+    fastest = float("inf")
+    environment = environment_name(processes.device)
+    on_gpu = processes.device.type == "cuda"
+    for way in ways:
+        if way.captured and not on_gpu:
+            continue
+        processes.wait()
+        taken = None
+        if way.parallel is not None or processes.is_main:
+            taken = measure(subject, way, processes, steps, console.print)
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+        if taken is None or not processes.is_main:
+            continue
+        count = 1 if way.parallel is None else processes.count
+        if way.parallel is None:
+            fastest = min(fastest, taken.step.ms)
+        speed = count * subject.tokens / taken.step.ms * 1e3
+        share = f"{fastest / taken.step.ms:.3f}" if fastest < float("inf") else ""
+        told = "" if taken.communication is None else f"{taken.communication:.3f}"
+        numbers = [*(f"{ms:.3f}" for ms in taken.step), f"{speed:.0f}", share, told]
+        values = [name, subject.case, way.name, str(count), *numbers, mib(taken.memory_mib)]
+        found: Row = dict(zip(COLUMNS, values, strict=True))
+        table.add_row(*values)
+        console.print(f"{way.name}: {taken.step.ms:.3f} ms", highlight=False)
+        if out is not None:
+            path = out / f"scaling-{environment}.csv"
+            merge_by(lambda row: tuple(row[each] for each in NAMED), path, COLUMNS, [found])
+    console.print(table)
+
+
+def check_launched() -> None:
+    """
+    Raises:
+        ValueError: this is one process alone.
+    """
+    if not launched():
+        raise ValueError(
+            "scaling is of several processes: start them by torchrun --nproc-per-node 2 -m "
+            "fusewright_models.bench scaling"
+        )

@@ -12,6 +12,8 @@ from .commands import metrics
 
 pytestmark = pytest.mark.gpu
 SECONDS = 300
+# Sums of a loss in another order.
+BOUND = 16 * torch.finfo(torch.float32).eps
 FLAGS = ["--steps", "8", "--log-every", "1", "--eval-every", "8", "--batch-size", "8"]
 MODELS = {
     "transformer-np": ["--preset", "tiny", "--ragged"],
@@ -65,5 +67,5 @@ def test_two_processes_have_the_losses_of_one_on_the_same_batches(model, how, tm
     alone, both = losses(tmp_path / "alone"), losses(tmp_path / "both")
     assert len(alone) == len(both) == 8
     # Of the first step, and of the second, which knows the gradients of the first.
-    assert both[:2] == pytest.approx(alone[:2], rel=2e-6)
+    assert both[:2] == pytest.approx(alone[:2], rel=BOUND)
     assert alone[0] != alone[1]

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from fusewright_models.training.gradients import ALIGNED_BYTES, HeldGradients
 from fusewright_models.training.processes import ALONE
-from fusewright_testkit.fresh import run_python
-from torch.distributed import TCPStore
+
+from .groups import run_group
 
 SHAPES = (3,), (), (5, 7), (0, 4), (2, 64)
-PROGRAM = """
-import os
-import torch
-from fusewright_models.training.gradients import HeldGradients
-from fusewright_models.training.processes import Processes, join
-
-told = dict(RANK={rank}, WORLD_SIZE=2, LOCAL_RANK={rank}, LOCAL_WORLD_SIZE=2)
-told |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT={port})
-os.environ |= dict((name, str(value)) for name, value in told.items())
-os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-processes = join("ddp", "cpu")
-"""
 
 
 def parameters_of(*shapes) -> list[torch.nn.Parameter]:
@@ -72,15 +58,10 @@ def test_gradients_of_other_parameters_are_refused():
         held.hold(first=True)
 
 
-def run_two(code: str) -> list[str]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    programs = [PROGRAM.format(rank=rank, port=store.port) + code for rank in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run_python, programs))
-
-
 def test_processes_average_what_they_hold():
-    run_two("""
+    run_group(
+        """
+from fusewright_models.training.gradients import HeldGradients
 parameters = [torch.nn.Parameter(torch.ones(n)) for n in (5, 3)]
 held = HeldGradients(parameters, processes)
 for step in range(2):
@@ -91,11 +72,15 @@ for step in range(2):
     held.average_()
     for p in parameters:
         assert torch.equal(p.grad, torch.full_like(p, 2.0 * step + 1.0))
-""")
+""",
+        2,
+    )
 
 
 def test_processes_whose_gradients_differ_are_told():
-    run_two("""
+    run_group(
+        """
+from fusewright_models.training.gradients import HeldGradients
 parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
 parameters[processes.rank].sum().backward()
 try:
@@ -104,11 +89,14 @@ except RuntimeError as error:
     assert str(error) == "not all processes give gradients to the same parameters"
 else:
     raise AssertionError("they were held")
-""")
+""",
+        2,
+    )
 
 
 def test_all_processes_begin_with_the_parameters_of_the_first():
-    run_two("""
+    run_group(
+        """
 model = torch.nn.BatchNorm1d(4)
 model.register_buffer("turned", torch.arange(6.0).view(2, 3).mT * (1 + processes.rank))
 with torch.no_grad():
@@ -118,4 +106,6 @@ processes.same_(model)
 assert torch.equal(model.weight, torch.ones(4))
 assert torch.equal(model.running_mean, torch.zeros(4))
 assert torch.equal(model.turned, torch.arange(6.0).view(2, 3).mT)
-""")
+""",
+        2,
+    )

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from ..models.transformer_np.layers import shown, within
 from .sizes import Capacity, Size, capacities_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Where and how the tasks of a sampler are made, and which of them.
 NOT_OF_TASKS = ("padded", "device", "seed")
@@ -35,6 +38,7 @@ class Task:
         context_lengths: ``[B]``, int64: task b has only its first ``context_lengths[b]`` context
             points; None means M.
         target_lengths: likewise its targets; None means N.
+        group: the processes that have the other rows of the same tasks; None where all are here.
     """
 
     x_context: Tensor
@@ -44,6 +48,7 @@ class Task:
     truth: dict[str, Tensor] = field(default_factory=dict)
     context_lengths: Tensor | None = None
     target_lengths: Tensor | None = None
+    group: ProcessGroup | None = None
 
     @property
     def tokens(self) -> int:
@@ -64,6 +69,25 @@ class Task:
     def part(self, first: int, last: int) -> Task:
         """The tasks from number ``first`` to before ``last``, views of these."""
         return self._changed(lambda rows: rows[first:last])
+
+    def part_of_rows(self, rank: int, group: ProcessGroup) -> Task:
+        """All tasks, of each the rows that the process of this number in the group trains on, views
+        of these.
+
+        Raises:
+            ValueError: tasks have lengths, or there are not as many rows for every process.
+        """
+        if not (self.context_lengths is None and self.target_lengths is None):
+            raise ValueError("wanted tasks of one size, whose rows processes share; got lengths")
+        count, sizes = group.size(), (self.x_context.shape[1], self.x_target.shape[1])
+        if any(size % count for size in sizes):
+            raise ValueError(
+                f"wanted as many context points and targets for each of {count} processes; got "
+                f"{sizes[0]} and {sizes[1]}"
+            )
+        names = "x_context", "y_context", "x_target", "y_target"
+        parts = {name: getattr(self, name).chunk(count, dim=1)[rank] for name in names}
+        return replace(self, **parts, group=group)
 
     def to(self, device: torch.device | str) -> Task:
         """The same tasks there."""

@@ -41,6 +41,8 @@ def obstacle(optimizer: Optimizer, processes: Processes = ALONE) -> str | None:
     """Why no step of the optimizer can be captured; None where it can."""
     if processes.shards:
         return f"--parallel {processes.parallel} gathers parameters within a step"
+    if processes.parallel == "context":
+        return "--parallel context gathers keys and values within a step"
     if isinstance(optimizer, DeepNestedOptimizer) and optimizer.options.update == "continuum":
         # A graph would fire the levels of the step that it captured.
         return "levels of a continuum fire by the host's count of steps"

@@ -8,6 +8,8 @@ ddp    each has the whole model; gradients are averaged, in the backward pass of
        (DistributedDataParallel) and between the graphs of captured ones
 fsdp   each has a part of every parameter, of its gradient and of its moments (fully_shard)
 hsdp   the same among the processes of a host; each host has the whole
+context  each has the whole model, and of every task of a batch, rather than of the batch, its part
+         of the rows: a model that knows how gathers what it attends to; gradients as by ddp
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.utils import _pytree as pytree
 from ..devices import checked_device
 from .source import Batch
 
-Parallel = Literal["ddp", "fsdp", "hsdp"]
+Parallel = Literal["ddp", "fsdp", "hsdp", "context"]
 PARALLELS = get_args(Parallel)
 # Optimizers that move the shards of a parameter.
 SHARDED = ("adamw", "torch-adamw")
@@ -97,6 +99,8 @@ class Processes:
         """Those of a batch of ``size`` that this one trains on."""
         if self.parallel is None:
             return batch
+        if self.parallel == "context":
+            return batch.part_of_rows(self.rank, distributed.group.WORLD)
         each = size // self.count
         return batch.part(self.rank * each, (self.rank + 1) * each)
 
@@ -136,7 +140,7 @@ class Processes:
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """What is called in the place of the model."""
-        if self.parallel != "ddp":
+        if self.shards or not self.several:
             return model
         # Buffers are averaged instead.
         options: dict[str, Any] = {SYNC_BUFFERS: False}
@@ -148,7 +152,8 @@ class Processes:
         """
         if self.shards:
             model.set_requires_gradient_sync(last)
-        return model.no_sync() if self.parallel == "ddp" and not last else nullcontext()
+        alone = self.shards or not self.several or last
+        return nullcontext() if alone else model.no_sync()
 
     @torch.no_grad()
     def average_(self, *tensors: Tensor) -> None:

@@ -16,7 +16,8 @@ class Batch(Protocol):
 
     It may also have ``padding``: how many of its tokens stand for nothing, 0-d on the device that
     trains; None, or no such attribute, where all stand for something. Of several processes each
-    takes ``part(first, last)``: its rows from number ``first`` to before ``last``.
+    takes ``part(first, last)``: its rows from number ``first`` to before ``last``; where they
+    share the rows of each task, ``part_of_rows(rank, group)``.
     """
 
     @property

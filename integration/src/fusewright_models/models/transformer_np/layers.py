@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,10 @@ from ..._core.precision import without_autocast
 from ..checkpointing import Checkpointing
 from ..checks import autocast_dtype, check_config, check_head_width
 from .projections import projected
+from .sharing import of_all_rows
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Norm = Literal["pre", "post"]
 
@@ -185,10 +189,13 @@ class Attention(nn.Module):
         lengths: Tensor | None,
         *,
         first: int = 0,
+        group: ProcessGroup | None = None,
     ) -> Tensor:
         """``matrices`` are the module's own, as products take them."""
         query, key_value, output = matrices
         q, k, v = projected(rows, query, key_value, context_rows, heads=self.heads, first=first)
+        if group is not None:
+            k, v = of_all_rows(k, v, group)
         o = rectangular_attention(q, k, v, key_lengths=lengths, backend=self.backend)
         return F.linear(o.flatten(-2), output)
 
@@ -253,17 +260,18 @@ class Block(nn.Module):
         context_lengths: Tensor | None = None,
         *,
         targets_only: bool = False,
+        group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``h`` and ``update [B, T, d]``, whose sum are the rows, context first, to the same, or to
         ``[B, N, d]`` of the targets; None for an update of nothing. Under autocast they are in its
-        dtype, as the embedder's are.
+        dtype, as the embedder's are. With ``group`` they are those of one of its processes.
         """
         first = context_rows if targets_only else 0
         matrices = for_products(*self.attention.matrices(), *self.feed_forward.matrices())
         # Everything is in the dtype of the products now. Entered once a block: it takes the host as
         # long as a small kernel.
         with without_autocast(h.device):
-            return self._summed(h, update, matrices, context_rows, context_lengths, first)
+            return self._summed(h, update, matrices, context_rows, context_lengths, first, group)
 
     def _summed(
         self,
@@ -273,6 +281,7 @@ class Block(nn.Module):
         context_rows: int,
         context_lengths: Tensor | None,
         first: int,
+        group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor | None]:
         """:meth:`forward` from row ``first`` on."""
         attend = partial(
@@ -281,6 +290,7 @@ class Block(nn.Module):
             context_rows=context_rows,
             lengths=context_lengths,
             first=first,
+            group=group,
         )
         feed = partial(self.feed_forward, matrices=matrices[3:])
         if self.pre_norm:

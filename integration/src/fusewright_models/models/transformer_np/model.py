@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from fusewright.attention import Backend
@@ -53,6 +53,9 @@ from .layers import (
     shown,
     within,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (torch.int32, torch.int64)
@@ -162,6 +165,7 @@ class TransformerNP(nn.Module):
         target_lengths: Tensor | None = None,
         *,
         y_target: Tensor | None = None,
+        group: ProcessGroup | None = None,
     ) -> Tensor:
         """Mixture parameters of every target; the loss, where its y is given.
 
@@ -177,6 +181,11 @@ class TransformerNP(nn.Module):
                 step serves every length. None means M.
             target_lengths: likewise of the targets; None means N.
             y_target: ``[B, N, d_y]``.
+            group: the processes that share the rows of the tasks: each gives its part of the
+                context rows, as many as every other, and its targets, and gets what belongs to
+                these. Everything is as of the whole tasks, where the loss, and the gradient of
+                every parameter, is then the mean over the processes, which a wrapper such as
+                ``DistributedDataParallel`` takes of gradients; not beside lengths.
 
         Returns:
             ``[B, N, d_y, K, 3]`` raw parameters (w, mu, s) in fp32, under autocast too, or in fp64
@@ -186,12 +195,15 @@ class TransformerNP(nn.Module):
         Raises:
             TypeError: an input is no tensor or not floating point, or lengths are not int32 or
                 int64.
-            ValueError: a shape or device is not as above, M = 0 or N = 0.
+            ValueError: a shape or device is not as above, M = 0 or N = 0; or there are lengths
+                beside a group.
         """
         inputs = {"x_context": x_context, "y_context": y_context, "x_target": x_target}
         if y_target is not None:
             inputs["y_target"] = y_target
         self._check(inputs, context_lengths, target_lengths)
+        if group is not None and not (context_lengths is None and target_lengths is None):
+            raise ValueError("wanted tasks without lengths, whose rows a group shares; got lengths")
         context_rows = x_context.shape[1]
         x_context, y_context = (shown(rows, context_lengths) for rows in (x_context, y_context))
         shown_targets = shown(x_target, target_lengths)
@@ -199,8 +211,10 @@ class TransformerNP(nn.Module):
         run = partial(recomputed, self.config.checkpointing)
         *blocks, last = self.blocks
         for block in blocks:
-            h, update = run(block, h, update, context_rows, context_lengths)
-        t, update = run(last, h, update, context_rows, context_lengths, targets_only=True)
+            h, update = run(block, h, update, context_rows, context_lengths, group=group)
+        t, update = run(
+            last, h, update, context_rows, context_lengths, targets_only=True, group=group
+        )
         if self.final_norm is not None:
             with without_autocast(t.device):
                 t, _ = norm_of_sum(self.final_norm, t, update)

@@ -32,8 +32,8 @@ TIMES = {"tokens_per_second", "padded_tokens_per_second", "seconds"}
 SIZES = ["--preset", "tiny", "--device", "cpu", "--log-every", "1", "--eval-every", "2"]
 RUNS = {
     "transformer-np": ["--steps", "4", "--ragged", "--pad"],
-    "titan-mac": ["--max-steps", "4", "--gradient-accumulation-steps", "2"],
-    "hybrid": ["--max-steps", "4", "--indexer-warmup", "1"],
+    "titan-mac": ["--steps", "4", "--gradient-accumulation-steps", "2"],
+    "hybrid": ["--steps", "4", "--indexer-warmup", "1"],
 }
 
 
@@ -184,8 +184,8 @@ def test_losses_that_are_not_finite_end_all_processes(tmp_path):
     commands = []
     for optimizer, parallel in runs:
         out = ["--out", tmp_path / f"{optimizer}-{parallel}"]
-        how = ["--lr", "1e300", "--optimizer", optimizer, "--parallel", parallel]
-        commands.append(Command([*flags, *how, *out]))
+        how = ["--optimizer", optimizer, "--parallel", parallel]
+        commands.append(Command([*flags, *how, *out], rate=1e300))
     for rank, results in enumerate(run_together(commands)):
         for (optimizer, _), (code, output) in zip(runs, results, strict=True):
             assert code == 1
@@ -207,7 +207,7 @@ def test_torchrun_trains_a_sharded_model_and_continues_its_text(tmp_path, text):
     folder = tmp_path / "run"
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     program += ["-m", "fusewright_models", "hybrid", "--parallel", "fsdp", *SIZES]
-    data = ["--dataset", text, "--seq-len", "32", "--max-steps", "2"]
+    data = ["--dataset", text, "--seq-len", "32", "--steps", "2"]
     done = subprocess.run(
         [*map(str, [*program, *data, "--out", folder])],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +24,9 @@ from ..._core.padding import (
     padding_of,
 )
 from ..._core.precision import without_autocast
-from ..checkpointing import Checkpointing
+from ...choices import Checkpointing, Norm
 from ..checks import autocast_dtype, check_config, check_head_width
 from .projections import projected
-
-Norm = Literal["pre", "post"]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,13 @@ Resume = Annotated[
         "and another number of steps."
     ),
 ]
+Config = Annotated[
+    Path,
+    of_folder(
+        help="A TOML file of settings, by the names of flags with _ for -, or the config.json of a "
+        "run; flags win."
+    ),
+]
 Margin = Annotated[
     float,
     of_folder(help="Fail unless the result is so many bits per byte below order 2."),
@@ -46,7 +53,7 @@ def main() -> None:
 
 
 @app.command("transformer-np")
-@takes(TransformerNPSettings, out=Out, resume=Resume)
+@takes(TransformerNPSettings, config=Config, out=Out, resume=Resume)
 def transformer_np_command(**flags: Any) -> None:
     """Train a TransformerNP: predict targets from a context set, with their uncertainty.
 
@@ -61,7 +68,7 @@ def transformer_np_command(**flags: Any) -> None:
 
 
 @app.command("titan-mac")
-@takes(TitanMACSettings, out=Out, resume=Resume, margin=Margin)
+@takes(TitanMACSettings, config=Config, out=Out, resume=Resume, margin=Margin)
 def titan_mac_command(**flags: Any) -> None:
     """Train a TitanMAC: a language model with a neural memory that learns while it reads.
 
@@ -76,7 +83,7 @@ def titan_mac_command(**flags: Any) -> None:
 
 
 @app.command("hybrid")
-@takes(HybridSettings, out=Out, resume=Resume, margin=Margin)
+@takes(HybridSettings, config=Config, out=Out, resume=Resume, margin=Margin)
 def hybrid_command(**flags: Any) -> None:
     """Train a HybridLM: gated delta rule and learned sparse attention in a reversible stack.
 

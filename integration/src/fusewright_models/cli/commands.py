@@ -35,8 +35,9 @@ from ..training import (
     wandb_observer,
 )
 from ..training.processes import SHARDED, join, launched, process_count
-from .options import flag
+from .options import check_values, flag
 from .settings import Settings
+from .settings_file import by_new_names, read_settings
 
 # Fields of a run that a resumed one may have other than its checkpoint: where and how the same
 # training runs, and paths of what is known again by its digest.
@@ -98,7 +99,12 @@ class Run(Settings):
 
     @classmethod
     def from_flags(cls, flags: dict[str, Any]) -> Self:
-        """The given flags over the preset's values."""
+        """The given flags over the preset's values.
+
+        Raises:
+            TypeError, ValueError: a value cannot be a setting's, or two of them do not go together.
+        """
+        check_values(cls, flags)
         name = flags.get("preset", "demo")
         preset = cls.presets[name]
         device = flags.get("device", "cuda" if torch.cuda.is_available() else "cpu")
@@ -184,6 +190,9 @@ def open_run(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
 
 def _new(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
     out = flags.pop("out", None)
+    if (file := flags.pop("config", None)) is not None:
+        # A flag says more than the file.
+        flags = read_settings(kind, file) | flags
     run = kind.from_flags(flags)
     _check_launched(run, flags)
     # Of runs that begin in the same second, too.
@@ -209,6 +218,8 @@ def check_empty(folder: RunFolder) -> None:
 
 def _resumed(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
     folder = RunFolder(flags.pop("resume"))
+    if "config" in flags:
+        raise ValueError("--resume takes the settings of its folder; got --config as well")
     trained = [name for name in flags if name not in NOT_TRAINED | {"steps"}]
     if trained:
         names = ", ".join(flag(name) for name in trained)
@@ -244,7 +255,7 @@ def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
     if config.pop("model") != kind.model_name:
         raise ValueError(f"wanted a run of {kind.model_name}; {folder.path} holds another model's")
     config.pop("torch", None)
-    config = {FORMER.get(name, name): value for name, value in config.items()}
+    config = by_new_names(config)
     wanted = {field.name: field for field in fields(kind)}
     # Runs of before do not say what changes nothing that is trained: that is the default's.
     left_open = {

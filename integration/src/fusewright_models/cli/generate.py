@@ -14,6 +14,7 @@ from ..text.generation import continued
 from ..training import RunFolder
 from .commands import read_run, usage_errors
 from .hybrid import HybridRun
+from .options import check_bounds
 from .text import TextRun
 from .titan_mac import TitanMACRun
 
@@ -30,6 +31,7 @@ def generate_text(
     """
     folder = RunFolder(run)
     with usage_errors():
+        check_bounds("temperature", temperature)
         trained = read_run(kind_of(folder), folder)
         where = checked_device(trained.device if device is None else device)
         tokenizer = make_tokenizer(trained.tokenizer)

@@ -101,8 +101,8 @@ class HybridRun(HybridSettings, TextRun):
     def rate_factors(self) -> dict[str, float]:
         return {} if self.indexer_rate == 1.0 else {".index_": self.indexer_rate}
 
-    def built(self, vocab_size: int) -> HybridLM:
-        config = replace(
+    def shape(self, vocab_size: int) -> HybridConfig:
+        return replace(
             self.presets[self.preset].architecture,
             vocab_size=vocab_size,
             layers=self.num_layers,
@@ -111,7 +111,9 @@ class HybridRun(HybridSettings, TextRun):
             mode=self.mode,
             checkpointing=self.checkpointing,
         )
-        return HybridLM(config, backend=self.backend)
+
+    def built(self, vocab_size: int) -> HybridLM:
+        return HybridLM(self.shape(vocab_size), backend=self.backend)
 
     def scored(self, model: HybridLM) -> Any:
         return SimpleNamespace(loss=model.next_token_loss)

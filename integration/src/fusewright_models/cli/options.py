@@ -8,7 +8,8 @@ or the field's own default decides. The same annotation bounds what a file may s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields
 from functools import partial, wraps
@@ -43,7 +44,12 @@ def takes(kind: type, **more: Any) -> Callable[[Callable[..., None]], Callable[.
     def taking(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def given(**flags: Any) -> None:
-            command(**_by_new_names({name: x for name, x in flags.items() if x is not None}))
+            said = {name: x for name, x in flags.items() if x is not None}
+            # typer's bounds let pass what is not finite, and nothing is imported yet.
+            for each in parameters:
+                with refusals():
+                    check_bounds(each.name, said.get(each.name), *_parts(each.annotation))
+            command(**_by_new_names(said))
 
         given.__annotations__ = {each.name: each.annotation for each in parameters}
         given.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -104,10 +110,16 @@ def check_fields(settings: Any) -> None:
         TypeError: a field is of another type.
         ValueError: a field is none of its literals, not finite or out of its bounds.
     """
-    for name, hint in hints_of(type(settings)).items():
-        kind, *told = _parts(hint)
-        value = getattr(settings, name)
-        _check_kind(name, value, kind)
+    names = hints_of(type(settings))
+    check_values(type(settings), {name: getattr(settings, name) for name in names})
+
+
+def check_values(kind: type, values: Mapping[str, Any]) -> None:
+    """Likewise some of them, by name, before there are settings of the kind."""
+    hints = hints_of(kind)
+    for name, value in values.items():
+        wanted, *told = _parts(hints[name])
+        _check_kind(name, value, wanted)
         check_bounds(name, value, *told)
 
 
@@ -142,6 +154,15 @@ def check_bounds(name: str, value: Any, *told: Any) -> None:
 
 def _said(bound: float) -> str:
     return f"{bound:g}" if type(bound) is float else str(bound)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A value that cannot be is the caller's to mend: one sentence, no traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:

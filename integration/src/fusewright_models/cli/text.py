@@ -36,6 +36,8 @@ from .settings import SAMPLE_TOKENS, TEMPERATURE, TextSettings
 
 SAMPLE = "sample.txt"
 PROMPT_TOKENS = 64
+# Of a vocabulary that is not read yet: bytes.
+BYTES = 256
 # A data set is read until it has the tokens that the run reads, but at least and at most these:
 # fewer would leave too little held out, more would not fit beside the model.
 FEWEST_TOKENS, MOST_TOKENS = 2**26, 2**30
@@ -67,12 +69,16 @@ class TextRun(TextSettings, Run):
         """Of the model's own fields, for a preset's architecture and a run of so many steps."""
         raise NotImplementedError
 
-    def built(self, vocab_size: int) -> nn.Module:
-        """The model over a vocabulary of that size, on the default device.
+    def shape(self, vocab_size: int) -> Any:
+        """Of the model over a vocabulary of that size.
 
         Raises:
             ValueError: the sizes do not go together.
         """
+        raise NotImplementedError
+
+    def built(self, vocab_size: int) -> nn.Module:
+        """The model over a vocabulary of that size, on the default device; likewise."""
         raise NotImplementedError
 
     def scored(self, model: Any) -> LanguageModel:
@@ -133,6 +139,8 @@ def train_on_text(
     with usage_errors(folder.config_file if resumed and not flags else None):
         processes, folder, console = join_others(run, folder)
         check_device(run)
+        # Sizes that do not go together are told before the data is read.
+        run.shape(run.vocab_size or BYTES)
         corpus = run.corpus()
         windows = run.windows(corpus)
         order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
@@ -174,10 +182,16 @@ def train_on_text(
     )
     train(trainer, run, folder, resumed=resumed)
     model.eval()
-    text = _sample(run.reading(model), corpus, run.seed)
+    try:
+        text = _sample(run.reading(model), corpus, run.seed)
+    except ValueError as error:
+        # A model that has diverged has scores, but writes nothing.
+        console.print(f"no text is continued: {error}", highlight=False)
+        text = None
     if not processes.is_main:
         return
-    _show_sample(console, folder, text)
+    if text is not None:
+        _show_sample(console, folder, text)
     reached = _report(console, folder)
     results_in(console, folder)
     if margin is not None and not reached >= margin:

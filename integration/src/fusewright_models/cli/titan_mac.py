@@ -28,14 +28,16 @@ class TitanMACRun(TitanMACSettings, TextRun):
     def label(self) -> str:
         return self.variant
 
-    def built(self, vocab_size: int) -> TitanMAC:
+    def shape(self, vocab_size: int) -> TitanMACConfig:
         chosen: dict[str, Any] = {
             field: getattr(self, name) for name, field in SHAPE_FIELDS.items()
         }
         shape = self.presets[self.preset].architecture
         recomputed = self.checkpointing == "block"
-        config = replace(shape, vocab_size=vocab_size, checkpointing=recomputed, **chosen)
-        return TitanMAC(config, backend=self.backend)
+        return replace(shape, vocab_size=vocab_size, checkpointing=recomputed, **chosen)
+
+    def built(self, vocab_size: int) -> TitanMAC:
+        return TitanMAC(self.shape(vocab_size), backend=self.backend)
 
 
 # Which field of the model's shape a flag sets.

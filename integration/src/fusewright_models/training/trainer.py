@@ -52,6 +52,7 @@ STATE = {
 }
 # A loss that overflows now and then is no end of a run.
 MOST_SKIPPED = 10
+NOT_FINITE = "not finite; lower the learning rate or look at the data"
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -422,7 +423,7 @@ class Trainer:
             first = self.step - self.steps_since_log + 1
             raise FloatingPointError(
                 f"loss {loss} and gradient norm {norm} on average over steps {first} to "
-                f"{self.step}: not finite; lower the learning rate or look at the data{counted}"
+                f"{self.step}: {NOT_FINITE}{counted}"
             )
         of_taken = {"loss": loss, **means.means, "gradient_norm": norm} if means.taken else {}
         line = of_taken | {
@@ -447,7 +448,7 @@ class Trainer:
             what = f"parameters after step {self.step}"
         else:
             return
-        raise FloatingPointError(f"{what}: not finite; lower the learning rate or look at the data")
+        raise FloatingPointError(f"{what}: {NOT_FINITE}")
 
     def _start_clock(self) -> None:
         """Tokens per second are counted from here: evaluations and pauses are no part of them."""
@@ -472,6 +473,9 @@ class Trainer:
 
     def _note(self, numbers: dict[str, float]) -> None:
         line = {"step": self.step, **numbers}
+        wrong = [f"{_read(name)} {x}" for name, x in numbers.items() if not math.isfinite(x)]
+        if wrong:
+            raise FloatingPointError(f"{' and '.join(wrong)} at step {self.step}: {NOT_FINITE}")
         if self.folder is not None:
             if self.processes.is_main:
                 self.folder.append_metrics(line)

@@ -199,8 +199,8 @@ def demo(session: nox.Session) -> None:
         return
     # Fewer steps than a preset's own: together within six minutes on two cores.
     session.run("fusewright-train", "transformer-np", "--steps", "700")
-    session.run("fusewright-train", "titan-mac", "--max-steps", "520", "--margin", "0.15")
-    session.run("fusewright-train", "hybrid", "--max-steps", "370", "--margin", "0.15")
+    session.run("fusewright-train", "titan-mac", "--steps", "520", "--margin", "0.15")
+    session.run("fusewright-train", "hybrid", "--steps", "370", "--margin", "0.15")
 
 
 @nox.session(default=False)

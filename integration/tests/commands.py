@@ -13,7 +13,7 @@ import torch
 import typer
 from click.testing import Result
 from fusewright_models.bench.__main__ import app as bench
-from fusewright_models.cli import transformer_np
+from fusewright_models.cli import commands, transformer_np
 from fusewright_models.training import RunFolder, trainer
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
@@ -35,6 +35,14 @@ def bench_of(model: str, *arguments: object, device: str = "cpu", shape: str = "
     """Of the smallest preset of a language model."""
     sizes = ["--preset", "tiny", "--seconds", "0", "--shape", shape]
     return invoke(bench, model, *sizes, "--device", device, *arguments)
+
+
+def train_at(patch: pytest.MonkeyPatch, rate: float) -> None:
+    """A rate that no flag may ask for, so that runs diverge at once."""
+    make = commands.make_optimizer
+    patch.setattr(
+        commands, "make_optimizer", lambda *given, **asked: make(*given, **asked | {"lr": rate})
+    )
 
 
 def leave_out_pictures(patch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,8 @@ from .commands import leave_out_pictures, untimed_metrics, written_text
 EVERY = ["--log-every", "2", "--eval-every", "8", "--checkpoint-every", "3"]
 FLAGS = {
     "transformer-np": ["--steps", "20"],
-    "titan-mac": ["--max-steps", "20"],
-    "hybrid": ["--max-steps", "20", "--backend", "reference"],
+    "titan-mac": ["--steps", "20"],
+    "hybrid": ["--steps", "20", "--backend", "reference"],
 }
 # By which files reach the disk or get their names.
 CALLS = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir")

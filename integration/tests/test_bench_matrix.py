@@ -16,7 +16,7 @@ from fusewright_models.bench.matrix import COLUMNS, MatrixHarness, peak_tflops
 from fusewright_models.bench.providers import PROVIDER_NAMES, Provider
 from fusewright_models.bench.shapes import Shape
 from fusewright_models.bench.transformer_np import TransformerNPHarness
-from fusewright_models.models.checkpointing import CHECKPOINTINGS
+from fusewright_models.choices import CHECKPOINTINGS
 
 from .commands import assert_refused, flags_of, invoke
 

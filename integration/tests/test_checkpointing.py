@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusewright_models.models.checkpointing import CHECKPOINTINGS, KEPT
+from fusewright_models.choices import CHECKPOINTINGS
+from fusewright_models.models.checkpointing import KEPT
 from fusewright_models.models.hybrid import HYBRID, HybridLM
 from torch.utils._python_dispatch import TorchDispatchMode
 

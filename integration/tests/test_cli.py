@@ -22,6 +22,7 @@ from .commands import (
     leave_out_pictures,
     metrics,
     state_file,
+    train_at,
 )
 
 FILES = {"config.json", "metrics.jsonl", "loss.png", "predictions.png", "checkpoints", "run.lock"}
@@ -92,9 +93,9 @@ def test_run_stopped_before_its_first_checkpoint_resumes_from_its_start(tmp_path
         ("torch-adamw", "over steps 1 to 2: not finite"),
     ],
 )
-def test_run_that_is_not_finite_ends_in_one_sentence(tmp_path, optimizer, what):
-    flags = ["--optimizer", optimizer, "--lr", "1e39"]
-    result = run(*TINY, *flags, "--out", tmp_path / "run")
+def test_run_that_is_not_finite_ends_in_one_sentence(tmp_path, monkeypatch, optimizer, what):
+    train_at(monkeypatch, 1e39)
+    result = run(*TINY, "--optimizer", optimizer, "--out", tmp_path / "run")
     assert result.exit_code == 1
     assert "stopped: " in result.output
     assert f"{what}; lower the learning rate" in result.output
@@ -182,7 +183,10 @@ CORRUPTED = {
     "number": (config_with(context_size=4), f"{CONFIG}: context_size must be str or None; got 4"),
     "zero": (config_with(steps=0), f"{CONFIG}: steps must be at least 1; got 0"),
     "size": (config_with(context_size="9-3"), f"{CONFIG}: a size is a count such as 64"),
-    "seed": (config_with(seed=2**70), f"{CONFIG}: seed must be 0 to {2**63 - 1}; got {2**70}"),
+    "seed": (
+        config_with(seed=2**70),
+        f"{CONFIG}: seed must be at least 0 and at most {2**63 - 1}",
+    ),
     "device": (config_with(device="meta"), f"{CONFIG}: --device must be cpu, cuda or cuda:N"),
     "list": (file_of("config.json", b"[]"), f"wanted a JSON object in {CONFIG}; got a list"),
     "brace": (file_of("config.json", b"{"), f"wanted a JSON object in {CONFIG}; got no JSON"),
@@ -436,8 +440,8 @@ def test_batches_are_padded_where_steps_are_captured_or_it_is_asked_for(
         (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
         (["--backend", "cuda"], "'cuda' is not one of"),
         (["--lr", "fast"], "Invalid value for '--lr'"),
-        (["--lr", "-1"], "lr must be at least 0, got -1.0"),
-        (["--lr", "nan"], "lr must be at least 0, got nan"),
+        (["--lr", "-1"], "Invalid value for '--lr'"),
+        (["--lr", "nan"], "Invalid value"),
         (["--seed", "-1"], "Invalid value for '--seed'"),
         (["--seed", str(2**63)], "Invalid value for '--seed'"),
         (["--ahead", "2"], "wanted tasks of one shape to draw ahead"),

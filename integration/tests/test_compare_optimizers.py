@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from fusewright_models.cli import settings
 from fusewright_models.studies import compare_optimizers
 from fusewright_models.studies.compare_optimizers import FORMATS, Point, draw, last_score
 from fusewright_models.studies.results import columns, read, write
@@ -107,7 +108,8 @@ def test_run_that_did_not_come_to_its_end_is_no_choice():
     assert last_score([point("m3", 0, 1, math.nan), point("m3", 0, 2, 3.0)], 2) == math.inf
 
 
-def test_rate_that_spoils_the_weights_is_not_chosen(tmp_path):
+def test_rate_that_spoils_the_weights_is_not_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "check_fields", lambda run: None)
     flags = ["--model", "transformer-np", "--preset", "tiny", "--seeds", "1", "--steps", "4"]
     more = ["--grid-seeds", "1", "--grid", "1e42,1", "--optimizers", "adamw", "--out", tmp_path]
     result = run(*flags, *more)

@@ -27,7 +27,7 @@ from .commands import (
 
 pytestmark = pytest.mark.usefixtures("short_samples")
 
-TINY = "--preset tiny --seq-len 20 --batch-size 2 --max-steps 5 --log-every 2 --eval-every 3"
+TINY = "--preset tiny --seq-len 20 --batch-size 2 --steps 5 --log-every 2 --eval-every 3"
 TINY = [*TINY.split(), "--indexer-warmup", "2", "--backend", "reference"]
 TOLD = {"next_token_loss", "second_token_loss", "indexer_loss", "selected_keys"}
 
@@ -98,7 +98,7 @@ def test_interrupted_run_resumes_to_the_bit_in_its_phase(tmp_path, text, finishe
 
 
 def test_warm_up_counts_steps_and_not_batches():
-    flags = {"preset": "tiny", "device": "cpu", "indexer_warmup": 2, "max_steps": 40}
+    flags = {"preset": "tiny", "device": "cpu", "indexer_warmup": 2, "steps": 40}
     made = HybridRun.from_flags(flags | {"gradient_accumulation_steps": 3})
     windows = Windows(torch.zeros(500, dtype=torch.uint8), length=9)
     source = WarmedWindows(windows, made.indexer_warmup * made.gradient_accumulation_steps)
@@ -109,7 +109,7 @@ def test_warm_up_counts_steps_and_not_batches():
 def test_options_reach_the_model_and_its_optimizer(tmp_path, text):
     flags = "--num-layers 2 --selected-keys 5 --mode plain --indexer-rate 4 --lr 0.002"
     flags += " --checkpointing block"
-    flags = [*TINY, *flags.split(), "--max-steps", "1", "--dataset", text]
+    flags = [*TINY, *flags.split(), "--steps", "1", "--dataset", text]
     result = run("hybrid", *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     state = RunFolder(tmp_path / "run").load_checkpoint()
@@ -243,7 +243,7 @@ def test_every_optimizer_trains_it(optimizer):
 @pytest.mark.gpu
 def test_training_on_the_gpu_in_bf16_leaves_every_file(tmp_path, text):
     """Dense steps and sparse ones, both replayed from graphs."""
-    flags = "--preset tiny --seq-len 128 --batch-size 2 --max-steps 20 --log-every 5 --eval-every 9"
+    flags = "--preset tiny --seq-len 128 --batch-size 2 --steps 20 --log-every 5 --eval-every 9"
     flags = [*flags.split(), "--device", "cuda", "--indexer-warmup", "8", "--capture"]
     result = run("hybrid", *flags, "--dataset", text, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output

@@ -38,8 +38,8 @@ _dynamo.disable torchopt.implicit.custom_root learned_optimizer.cu velo_kernel.c
 
 # What makes a command's run a short one, behind its own flags.
 SMALL = {
-    "hybrid": "--preset tiny --seq-len 20 --batch-size 2 --max-steps 1 --backend reference",
-    "titan-mac": "--preset tiny --seq-len 32 --batch-size 2 --max-steps 1 --backend reference",
+    "hybrid": "--preset tiny --seq-len 20 --batch-size 2 --steps 1 --backend reference",
+    "titan-mac": "--preset tiny --seq-len 32 --batch-size 2 --steps 1 --backend reference",
     "transformer-np": "--preset tiny --steps 1 --batch-size 2 --no-capture",
 }
 

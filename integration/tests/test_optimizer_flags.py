@@ -22,7 +22,7 @@ def run(*arguments):
 
 TINY = ["transformer-np", "--preset", "tiny", "--steps", "2", "--log-every", "1"]
 SMALL = "--preset tiny --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4 --seq-len 20"
-STEPS = "--max-steps 2 --batch-size 2 --log-every 1"
+STEPS = "--steps 2 --batch-size 2 --log-every 1"
 TINY_TITAN_MAC = ["titan-mac", *SMALL.split(), *STEPS.split()]
 
 

@@ -32,8 +32,8 @@ TIMES = {"tokens_per_second", "padded_tokens_per_second", "seconds"}
 SIZES = ["--preset", "tiny", "--device", "cpu", "--log-every", "1", "--eval-every", "2"]
 RUNS = {
     "transformer-np": ["--steps", "4", "--ragged", "--pad"],
-    "titan-mac": ["--max-steps", "4", "--gradient-accumulation-steps", "2"],
-    "hybrid": ["--max-steps", "4", "--indexer-warmup", "1"],
+    "titan-mac": ["--steps", "4", "--gradient-accumulation-steps", "2"],
+    "hybrid": ["--steps", "4", "--indexer-warmup", "1"],
 }
 
 
@@ -99,6 +99,21 @@ def test_run_of_two_processes_is_that_of_one(model, tmp_path, text, alone):
         assert_near(folder, whole)
 
 
+def test_processes_that_share_rows_train_as_one(tmp_path, alone):
+    """Three batches a step, whose gradients are added up in the last, of one task each."""
+    flags = ["transformer-np", *SIZES, "--steps", "4", "--data", "blr", "--batch-size", "1"]
+    flags += ["--context-size", "12", "--target-size", "8", "--gradient-accumulation-steps", "3"]
+    whole, shared, left = (tmp_path / name for name in ("whole", "shared", "left"))
+    alone([*flags, "--out", whole])
+    context = "--parallel", "context"
+    commands = [Command([*flags, *context, "--out", shared])]
+    commands.append(Command([*flags, *context, "--out", left], until=2))
+    assert_done(run_together(commands))
+    alone(["transformer-np", "--resume", left])
+    for folder in (shared, left):
+        assert_near(folder, whole)
+
+
 def test_signal_to_one_process_stops_all_at_a_log_point_with_a_checkpoint(tmp_path, alone):
     flags = ["transformer-np", *SIZES, "--steps", "6", "--log-every", "2", "--eval-every", "6"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -159,6 +174,14 @@ def test_what_several_processes_cannot_do_is_refused_in_a_sentence(tmp_path, tex
         ),
         ("--capture",): "--capture needs a CUDA device; got --device cpu",
         ("--capture", "--parallel", "fsdp"): "wanted --parallel ddp beside --capture; got fsdp",
+        ("--parallel", "context", "--ragged"): "tasks of one size; got --ragged",
+        ("--parallel", "context"): (
+            "--parallel context wants one --context-size, as many rows for each of 2 processes; "
+            "got that of the data"
+        ),
+        ("--parallel", "context", "--context-size", "4", "--target-size", "3"): (
+            "wants one --target-size, as many rows for each of 2 processes; got 3"
+        ),
         ("--resume", folder): "--resume takes what is trained from its folder",
     }
     for results in run_together([Command([*flags, *more]) for more in refused]):
@@ -186,8 +209,8 @@ def test_losses_that_are_not_finite_end_all_processes(tmp_path):
     commands = []
     for optimizer, parallel in runs:
         out = ["--out", tmp_path / f"{optimizer}-{parallel}"]
-        how = ["--lr", "1e300", "--optimizer", optimizer, "--parallel", parallel]
-        commands.append(Command([*flags, *how, *out]))
+        how = ["--optimizer", optimizer, "--parallel", parallel]
+        commands.append(Command([*flags, *how, *out], rate=1e300))
     for rank, results in enumerate(run_together(commands)):
         for (optimizer, _), (code, output) in zip(runs, results, strict=True):
             assert code == 1
@@ -209,7 +232,7 @@ def test_torchrun_trains_a_sharded_model_and_continues_its_text(tmp_path, text):
     folder = tmp_path / "run"
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     program += ["-m", "fusewright_models", "hybrid", "--parallel", "fsdp", *SIZES]
-    data = ["--dataset", text, "--seq-len", "32", "--max-steps", "2"]
+    data = ["--dataset", text, "--seq-len", "32", "--steps", "2"]
     done = subprocess.run(
         [*map(str, [*program, *data, "--out", folder])],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -247,12 +270,15 @@ def test_gradients_are_added_up_in_the_last_batch_of_a_step(parallel):
             assert model.adds == last
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
-def test_steps_that_gather_parameters_are_eager(parallel):
+@pytest.mark.parametrize(
+    ("parallel", "gathered"),
+    [("fsdp", "parameters"), ("hsdp", "parameters"), ("context", "keys and values")],
+)
+def test_steps_that_gather_are_eager(parallel, gathered):
     model = torch.nn.Linear(2, 2)
     optimizer, config = torch.optim.AdamW(model.parameters()), TrainingConfig(2, 2, capture=True)
     several = Processes()
     several.parallel, several.count = parallel, 2
-    with pytest.raises(ValueError, match=f"captured; --parallel {parallel} gathers parameters"):
+    with pytest.raises(ValueError, match=f"captured; --parallel {parallel} gathers {gathered}"):
         make_stepper(model, lambda *given: None, optimizer, config, print, several)
     assert not captures(optimizer, config, several)

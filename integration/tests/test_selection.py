@@ -148,7 +148,7 @@ def test_indexers_learn_nothing_of_what_is_not_followed():
 def test_steps_are_counted_and_not_their_batches(tmp_path, monkeypatch):
     text = written_text(tmp_path)
     sizes = dict(batch_size=1, gradient_accumulation_steps=2, seq_len=32, lr=1e-3)
-    counts = dict(max_steps=3, eval_every=3, indexer_warmup=2, seed=0)
+    counts = dict(steps=3, eval_every=3, indexer_warmup=2, seed=0)
     flags = dict(preset="tiny", dataset=str(text), device="cpu", backend="reference")
     run = HybridRun.from_flags(sizes | counts | flags)
     batches = []

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("short_samples")
 
 SIZES = "--num-layers 1 --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4"
 SMALL = f"--preset tiny {SIZES} --seq-len 20"
-STEPS = "--batch-size 2 --max-steps 5 --log-every 2 --eval-every 3"
+STEPS = "--batch-size 2 --steps 5 --log-every 2 --eval-every 3"
 TINY = [*SMALL.split(), *STEPS.split()]
 
 
@@ -77,7 +77,7 @@ def test_scores_are_of_the_end_of_the_file_which_no_step_sees(tmp_path, text, mo
         return sample(self, batch)
 
     monkeypatch.setattr(Windows, "sample", recorded)
-    flags = [*TINY, "--max-steps", "1", "--dataset", text]
+    flags = [*TINY, "--steps", "1", "--dataset", text]
     assert run("titan-mac", *flags, "--out", tmp_path / "run").exit_code == 0
     whole = text.read_bytes()
     assert whole.startswith(seen[0])
@@ -90,7 +90,7 @@ def test_scores_are_of_the_end_of_the_file_which_no_step_sees(tmp_path, text, mo
 
 def test_default_data_is_the_standard_library(tmp_path):
     # An evaluation of 4 KB, in few batches.
-    sizes = ["--seq-len", "64", "--batch-size", "32", "--max-steps", "1"]
+    sizes = ["--seq-len", "64", "--batch-size", "32", "--steps", "1"]
     flags = [*TINY, *sizes, "--dataset-tokens", "50000"]
     result = run("titan-mac", *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
@@ -120,7 +120,7 @@ def test_same_seed_same_run_and_interrupted_run_resumes_to_it(tmp_path, text, mo
 def test_run_over_data_that_has_changed_is_not_resumed(tmp_path):
     data = tmp_path / "data.txt"
     data.write_text("some text\n" * 200)
-    flags = [*TINY, "--max-steps", "1", "--dataset", data]
+    flags = [*TINY, "--steps", "1", "--dataset", data]
     assert run("titan-mac", *flags, "--out", tmp_path / "run").exit_code == 0
     data.write_text("other text\n" * 200)
     result = run("titan-mac", "--resume", tmp_path / "run")
@@ -143,7 +143,7 @@ def test_tokenizer_decides_the_vocabulary_and_bytes_the_score(tmp_path, text):
     per_token = -first["held_out_log_likelihood"] / torch.tensor(2.0).log().item()
     assert first["held_out_bits_per_byte"] < 0.8 * per_token
 
-    flags += ["--vocab-size", "300", "--max-steps", "1"]
+    flags += ["--vocab-size", "300", "--steps", "1"]
     larger = run("titan-mac", *flags, "--out", tmp_path / "larger")
     assert larger.exit_code == 0, larger.output
     assert weights(tmp_path / "larger")["embedding.weight"].shape == (300, 16)
@@ -173,7 +173,7 @@ def test_options_reach_the_run(tmp_path, text, trained):
         "--optimizer": "torch-adamw",
         "--lr": "0.002",
         "--weight-decay": "0.2",
-        "--mixed-precision": "bf16",
+        "--precision": "bf16",
         "--dataset-tokens": "2000",
         "--backend": "reference",
         "--seed": "7",
@@ -208,7 +208,7 @@ def test_column_of_a_parquet_file_is_trained_on(tmp_path, text, trained):
     rows = text.read_text().splitlines()
     table = {"text": ["another"] * len(rows), "content": rows}
     datasets.Dataset.from_dict(table).to_parquet(str(tmp_path / "rows.parquet"))
-    flags = ["--dataset", tmp_path / "rows.parquet", "--text-column", "content", "--max-steps", "1"]
+    flags = ["--dataset", tmp_path / "rows.parquet", "--text-column", "content", "--steps", "1"]
     result = run("titan-mac", *TINY, *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     ((_, windows, *_),) = trained
@@ -223,7 +223,7 @@ def test_subset_of_a_named_data_set_is_asked_for(tmp_path, text, monkeypatch):
         return iter([{"text": text.read_text()}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    flags = ["--dataset", "owner/name", "--dataset-subset", "part", "--max-steps", "1"]
+    flags = ["--dataset", "owner/name", "--dataset-subset", "part", "--steps", "1"]
     result = run("titan-mac", *TINY, *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert asked == [(("owner/name", "part"), {"split": "train", "streaming": True})]
@@ -234,8 +234,8 @@ def test_subset_of_a_named_data_set_is_asked_for(tmp_path, text, monkeypatch):
     [
         (["--preset", "huge"], "'huge' is not one of"),
         (["--variant", "mad"], "'mad' is not one of"),
-        (["--mixed-precision", "fp16"], "'fp16' is not one of"),
-        (["--max-steps", "0"], "Invalid value for '--max-steps'"),
+        (["--precision", "fp16"], "'fp16' is not one of"),
+        (["--steps", "0"], "Invalid value for '--steps'"),
         (["--num-heads", "3"], "dim must be divisible by heads; got dim 16, heads 3"),
         (["--chunk-size", "6"], "segment must be divisible by memory_chunk"),
         (["--vocab-size", "255"], "the tokenizer has 256 tokens; got --vocab-size 255"),
@@ -244,7 +244,7 @@ def test_subset_of_a_named_data_set_is_asked_for(tmp_path, text, monkeypatch):
         (["--dataset-subset", "part"], "local files have no subsets; got 'part' beside"),
         (["--tokenizer", "none.json"], "wanted a tokenizer's file or name; got none.json"),
         (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
-        (["--lr", "-1"], "lr must be at least 0, got -1.0"),
+        (["--lr", "-1"], "Invalid value for '--lr'"),
         (["--resume", "nowhere"], "takes what is trained from its folder; got --preset"),
     ],
     ids=flags_of,
@@ -269,7 +269,7 @@ def finished(tmp_path_factory, text, short_samples):
     return folder
 
 
-@pytest.mark.parametrize(("margin", "code"), [("-100", 0), ("0.15", 1), ("nan", 1)])
+@pytest.mark.parametrize(("margin", "code"), [("-100", 0), ("0.15", 1)])
 def test_margin_that_is_not_reached_is_a_failure(tmp_path, finished, margin, code):
     """Five steps are far from an order-2 byte model."""
     shutil.copytree(finished, tmp_path / "run")
@@ -363,7 +363,7 @@ def test_metrics_are_shown_to_weights_and_biases(tmp_path, text, monkeypatch):
     assert result.exit_code == 0, result.output
     (begun,) = library.begun
     assert (begun["project"], begun["name"], begun["resume"]) == ("mine", "run", "allow")
-    assert begun["config"]["max_steps"] == 5
+    assert begun["config"]["steps"] == 5
     lines = [{"step": step, **numbers} for step, numbers in library.lines]
     assert lines == metrics(out)
 
@@ -391,7 +391,7 @@ def test_help_lists_the_subcommands():
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal", "lmm"])
 def test_training_on_the_gpu_in_bf16_leaves_every_file(tmp_path, text, variant):
-    flags = [*TINY, "--device", "cuda", "--mixed-precision", "bf16", "--variant", variant]
+    flags = [*TINY, "--device", "cuda", "--precision", "bf16", "--variant", variant]
     result = run("titan-mac", *flags, "--dataset", text, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert {path.name for path in (tmp_path / "run").iterdir()} == FILES

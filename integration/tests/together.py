@@ -23,7 +23,7 @@ PROGRAM = """
 import json, os, sys
 import pytest, torch
 sys.path.insert(0, {tests!r})
-from commands import invoke, leave_out_pictures
+from commands import invoke, leave_out_pictures, train_at
 from fusewright_models.cli import app
 from fusewright_models.training import RunFolder, checkpoints, trainer
 from fusewright_models.training.checkpoints import Checkpoints
@@ -47,12 +47,14 @@ if {rank}:
     Checkpoints.set_aside = refused
     trainer.plot_loss = refused
 results = []
-for arguments, until, signalled, lost, replayed, port in {commands}:
+for arguments, until, signalled, lost, replayed, rate, port in {commands}:
     os.environ["MASTER_PORT"] = str(port)
     with patch.context() as stopping:
         stop_at(until, stopping)
         if replayed:
             stand_for_captures(stopping)
+        if rate is not None:
+            train_at(stopping, rate)
         if {rank} == {count} - 1:
             signal_in(signalled, stopping)
             lose(lost, stopping)
@@ -73,6 +75,7 @@ class Command(NamedTuple):
         signalled: the step in which the last process receives SIGTERM.
         lost: a checkpoint, by a part of its path, that the last process cannot read.
         replayed: whether steps are taken as those of CUDA graphs are, in the same memory.
+        rate: what all train with, whatever the arguments say.
     """
 
     arguments: Sequence[object]
@@ -80,6 +83,7 @@ class Command(NamedTuple):
     signalled: int | None = None
     lost: str | None = None
     replayed: bool = False
+    rate: float | None = None
 
 
 def run_together(

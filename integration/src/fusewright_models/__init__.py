@@ -1,14 +1,20 @@
-"""Models assembled from the fusewright packages, their data and their training program."""
+"""Models assembled from the fusewright packages, their data and their training program.
+
+A name is imported when it is asked for: the training program's help needs no torch.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-from fusewright.norm import warm_up
+if TYPE_CHECKING:
+    from fusewright.norm import warm_up
 
-from .models.hybrid import HYBRID, HybridConfig, HybridLM
-from .models.titan_mac import TITAN_MAC, TitanMAC, TitanMACConfig
-from .models.transformer_np import Prediction, TransformerNP, TransformerNPConfig
+    from .models.hybrid import HYBRID, HybridConfig, HybridLM
+    from .models.titan_mac import TITAN_MAC, TitanMAC, TitanMACConfig
+    from .models.transformer_np import Prediction, TransformerNP, TransformerNPConfig
 
 try:
     __version__ = version("fusewright-models")
@@ -27,3 +33,26 @@ __all__ = [
     "TransformerNPConfig",
     "warm_up",
 ]
+
+HOMES = {
+    "HYBRID": ".models.hybrid",
+    "HybridConfig": ".models.hybrid",
+    "HybridLM": ".models.hybrid",
+    "Prediction": ".models.transformer_np",
+    "TITAN_MAC": ".models.titan_mac",
+    "TitanMAC": ".models.titan_mac",
+    "TitanMACConfig": ".models.titan_mac",
+    "TransformerNP": ".models.transformer_np",
+    "TransformerNPConfig": ".models.transformer_np",
+    "warm_up": "fusewright.norm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,10 +11,10 @@ import torch
 import typer
 from rich.console import Console
 
+from ..choices import CHECKPOINTINGS, PresetName
 from ..cli.commands import usage_errors
-from ..cli.presets import TRANSFORMER_NP, PresetName
+from ..cli.presets import TRANSFORMER_NP
 from ..devices import checked_device
-from ..models.checkpointing import CHECKPOINTINGS
 from ..models.hybrid import HYBRID
 from ..models.titan_mac import TITAN_MAC, Variant
 from ..models.transformer_np import TransformerNPConfig

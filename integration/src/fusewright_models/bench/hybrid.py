@@ -19,7 +19,7 @@ import torch
 from fusewright.deltanet import GatedDeltaNet
 from torch import Tensor, nn
 
-from ..models.checkpointing import Checkpointing
+from ..choices import Checkpointing
 from ..models.hybrid import HybridConfig, HybridLM, Losses
 from .harness import SEED, Expected
 from .results import version_of

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..models.checkpointing import Checkpointing
+from ..choices import Checkpointing
 from .harness import Line
 from .providers import Provider
 from .results import gib, keep_beside, mib, table_of

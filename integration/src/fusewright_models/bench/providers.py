@@ -15,8 +15,8 @@ from fusewright.attention.rectangular import launch_backward
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..choices import Checkpointing
 from ..data import Task
-from ..models.checkpointing import Checkpointing
 from ..models.transformer_np import TransformerNP
 from ..models.transformer_np.layers import Block
 from . import plain

@@ -12,19 +12,16 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 import typer
-from fusewright.attention import Backend
 from fusewright.norm import layer_norm
 from rich.console import Console
 from rich.table import Column, Table
 from torch import nn
 from torch.optim import Optimizer
 
+from ..choices import FORMER
 from ..devices import checked_device
 from ..training import (
     NotWritten,
-    OptimizerName,
-    Parallel,
-    Precision,
     Processes,
     RunFolder,
     StopSignals,
@@ -34,9 +31,13 @@ from ..training import (
     default_rate,
     interval,
     make_optimizer,
+    wandb_library,
+    wandb_observer,
 )
 from ..training.processes import SHARDED, join, launched, process_count
-from .options import check_fields
+from .options import check_values, flag
+from .settings import Settings
+from .settings_file import by_new_names, read_settings
 
 # Fields of a run that a resumed one may have other than its checkpoint: where and how the same
 # training runs, and paths of what is known again by its digest.
@@ -58,57 +59,39 @@ NOT_TRAINED = {
     "wandb",
     "wandb_project",
 }
-RESUMED = (
-    "Continue the run of this folder; takes with it what changes nothing that is trained, and "
-    "another number of steps."
-)
 
 # Fields that runs of before do not have, and what these did.
-LATER: Mapping[str, Any] = {"ahead": None, "frequencies": 0}
+LATER: dict[str, Any] = {
+    "ahead": None,
+    "frequencies": 0,
+    "warmup_steps": None,
+    "schedule": "cosine",
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "clip_norm": 1.0,
+}
 
 
-class Run:
-    """Everything that one training run was asked for: a frozen dataclass whose fields are the
-    options of its command, with nothing left open.
+class Run(Settings):
+    """The settings of a run, and what they are of the training.
 
     Attributes:
-        model_name: of the command.
         presets: of the model, by name, the one of no flag "demo".
-        decay: of weights, where no other is asked for.
-        precision_field: which of the fields the precision is.
-        steps_field: likewise the number of steps.
+        later: fields that runs of before do not have, and what these did.
     """
 
-    model_name: ClassVar[str]
     presets: ClassVar[Mapping[str, Any]]
-    decay: ClassVar[float]
-    precision_field: ClassVar[str] = "precision"
-    steps_field: ClassVar[str] = "steps"
-
-    optimizer: OptimizerName
-    optimizer_weights: str | None
-    batch_size: int
-    lr: float
-    weight_decay: float
-    device: str
-    compile: bool
-    capture: bool | None
-    parallel: Parallel | None
-    backend: Backend
-    log_every: int
-    eval_every: int
-    checkpoint_every: str | None
-    keep: int
+    later: ClassVar[Mapping[str, Any]] = LATER
 
     def __post_init__(self) -> None:
         """
         Raises:
             TypeError: a field is of another type.
-            ValueError: a field has a value that it cannot have, whatever the others are; or the
-                optimizer moves no shards.
+            ValueError: a field has a value that it cannot have, or two of them do not go together.
         """
-        check_fields(self)
-        if self.parallel not in (None, "ddp") and self.optimizer not in SHARDED:
+        super().__post_init__()
+        self.training()
+        if self.parallel in ("fsdp", "hsdp") and self.optimizer not in SHARDED:
             raise ValueError(
                 f"--parallel {self.parallel} takes --optimizer {' or '.join(SHARDED)}; "
                 f"got {self.optimizer}"
@@ -116,7 +99,12 @@ class Run:
 
     @classmethod
     def from_flags(cls, flags: dict[str, Any]) -> Self:
-        """The given flags over the preset's values."""
+        """The given flags over the preset's values.
+
+        Raises:
+            TypeError, ValueError: a value cannot be a setting's, or two of them do not go together.
+        """
+        check_values(cls, flags)
         name = flags.get("preset", "demo")
         preset = cls.presets[name]
         device = flags.get("device", "cuda" if torch.cuda.is_available() else "cpu")
@@ -126,16 +114,17 @@ class Run:
             "batch_size": preset.batch_size,
             "lr": default_rate(optimizer, preset.lr),
             "weight_decay": default_decay(optimizer, cls.decay),
+            "steps": preset.steps,
             "eval_every": preset.evaluate_every,
             "device": device,
-            cls.precision_field: "bf16" if device.startswith("cuda") else "fp32",
+            "precision": "bf16" if device.startswith("cuda") else "fp32",
         }
         return cls(**cls.completed(preset, chosen | flags))
 
     @classmethod
     def completed(cls, preset: Any, chosen: dict[str, Any]) -> dict[str, Any]:
         """What is chosen, and the preset's values of the model's other fields."""
-        raise NotImplementedError
+        return chosen
 
     @property
     def label(self) -> str:
@@ -150,8 +139,8 @@ class Run:
     @property
     def choices(self) -> dict[str, Any]:
         """What its checkpoints were trained with."""
-        found = asdict(self)  # type: ignore[call-overload]
-        as_ever = LATER.items() & found.items()
+        found = asdict(self)
+        as_ever = self.later.items() & found.items()
         return {
             name: value
             for name, value in found.items()
@@ -162,23 +151,33 @@ class Run:
         """Parts of the model whose parameters are gathered on their own, where they are sharded."""
         return model.blocks
 
+    def check_shares(self, count: int) -> None:
+        """
+        Raises:
+            ValueError: so many processes have not as many rows each.
+        """
+        if self.batch_size % count:
+            raise ValueError(
+                f"wanted a --batch-size of as many rows for each of {count} processes; "
+                f"got {self.batch_size}"
+            )
+
     def observer(self, folder: RunFolder) -> Callable[[dict[str, Any]], None] | None:
         """What is shown the metrics beside the folder."""
-        return None
+        if not self.wandb:
+            return None
+        return wandb_observer(folder, project=self.wandb_project, config=asdict(self))
 
     def training(self) -> TrainingConfig:
-        raise NotImplementedError
-
-    def training_of(
-        self, *, steps: int, precision: Precision, accumulation_steps: int = 1
-    ) -> TrainingConfig:
-        every = self.checkpoint_every
+        every, warmup = self.checkpoint_every, self.warmup_steps
         return TrainingConfig(
-            steps=steps,
+            steps=self.steps,
             batch_size=self.batch_size,
-            accumulation_steps=accumulation_steps,
-            warmup_steps=steps // 20,
-            precision=precision,
+            accumulation_steps=self.gradient_accumulation_steps,
+            warmup_steps=self.steps // 20 if warmup is None else warmup,
+            schedule=self.schedule,
+            clip_norm=self.clip_norm,
+            precision=self.precision,
             compile=self.compile,
             capture="auto" if self.capture is None else self.capture,
             log_every=self.log_every,
@@ -202,6 +201,9 @@ def open_run(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
 
 def _new(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
     out = flags.pop("out", None)
+    if (file := flags.pop("config", None)) is not None:
+        # A flag says more than the file.
+        flags = read_settings(kind, file) | flags
     run = kind.from_flags(flags)
     _check_launched(run, flags)
     # Of runs that begin in the same second, too.
@@ -227,11 +229,13 @@ def check_empty(folder: RunFolder) -> None:
 
 def _resumed(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
     folder = RunFolder(flags.pop("resume"))
-    trained = [name for name in flags if name not in NOT_TRAINED | {kind.steps_field}]
+    if "config" in flags:
+        raise ValueError("--resume takes the settings of its folder; got --config as well")
+    trained = [name for name in flags if name not in NOT_TRAINED | {"steps"}]
     if trained:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in trained)
+        names = ", ".join(flag(name) for name in trained)
         raise ValueError(f"--resume takes what is trained from its folder; got {names} as well")
-    run = replace(read_run(kind, folder), **flags)  # type: ignore[type-var]
+    run = replace(read_run(kind, folder), **flags)
     _check_launched(run, flags)
     return run, folder
 
@@ -262,11 +266,12 @@ def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
     if config.pop("model") != kind.model_name:
         raise ValueError(f"wanted a run of {kind.model_name}; {folder.path} holds another model's")
     config.pop("torch", None)
-    wanted = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    config = by_new_names(config)
+    wanted = {field.name: field for field in fields(kind)}
     # Runs of before do not say what changes nothing that is trained: that is the default's.
     left_open = {
         name
-        for name in (NOT_TRAINED | LATER.keys()) & wanted.keys()
+        for name in (NOT_TRAINED | kind.later.keys()) & wanted.keys()
         if wanted[name].default is not MISSING
     }
     if differ := (config.keys() ^ wanted.keys()) - (left_open - config.keys()):
@@ -284,6 +289,8 @@ def check_device(run: Run) -> None:
     layer_norm(torch.ones(1, 8, device=device), backend=run.backend)
     if run.capture and device.type != "cuda":
         raise ValueError(f"--capture needs a CUDA device; got --device {run.device}")
+    if run.wandb:
+        wandb_library()
 
 
 def join_others(run: Run, folder: RunFolder) -> tuple[Processes, RunFolder, Console]:
@@ -293,12 +300,7 @@ def join_others(run: Run, folder: RunFolder) -> tuple[Processes, RunFolder, Cons
     Raises:
         ValueError, RuntimeError: they cannot train it.
     """
-    count = process_count()
-    if run.batch_size % count:
-        raise ValueError(
-            f"wanted a --batch-size of as many rows for each of {count} processes; "
-            f"got {run.batch_size}"
-        )
+    run.check_shares(process_count())
     if run.capture and run.parallel not in (None, "ddp"):
         raise ValueError(f"wanted --parallel ddp beside --capture; got {run.parallel}")
     processes = join(run.parallel, run.device)
@@ -320,7 +322,8 @@ def optimizer_of(run: Run, model: nn.Module) -> Optimizer:
         model,
         lr=run.lr,
         weight_decay=run.weight_decay,
-        clip_norm=run.training().clip_norm,
+        clip_norm=run.clip_norm,
+        betas=(run.beta1, run.beta2),
         backend=run.backend,
         weights=run.optimizer_weights,
         rate_factors=run.rate_factors,
@@ -377,7 +380,7 @@ def _hold(held: ExitStack, run: Run, folder: RunFolder, *, resumed: bool) -> Non
         return
     # Another program may have begun one there since it was looked at.
     check_empty(folder)
-    folder.write_config({"model": run.model_name, "torch": torch.__version__, **asdict(run)})  # type: ignore[call-overload]
+    folder.write_config({"model": run.model_name, "torch": torch.__version__, **asdict(run)})
 
 
 def _take_up(trainer: Trainer, run: Run, folder: RunFolder) -> None:
@@ -387,7 +390,8 @@ def _take_up(trainer: Trainer, run: Run, folder: RunFolder) -> None:
         # Stopped before its first checkpoint: the run begins again.
         trainer.forget_metrics()
     if trainer.processes.is_main and run != read_run(type(run), folder):
-        folder.write_config(folder.read_config() | asdict(run))  # type: ignore[call-overload]
+        config = {name: x for name, x in folder.read_config().items() if name not in FORMER}
+        folder.write_config(config | asdict(run))
 
 
 @contextmanager

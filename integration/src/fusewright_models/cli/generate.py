@@ -1,10 +1,9 @@
-"""The subcommand that lets a trained language model continue a text."""
+"""What the subcommand does that lets a trained language model continue a text."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from torch import nn
@@ -15,28 +14,24 @@ from ..text.generation import continued
 from ..training import RunFolder
 from .commands import read_run, usage_errors
 from .hybrid import HybridRun
-from .options import LARGEST_SEED
-from .text import SAMPLE_TOKENS, TEMPERATURE, TextRun
+from .options import check_bounds
+from .text import TextRun
 from .titan_mac import TitanMACRun
 
 KINDS: dict[str, type[TextRun]] = {kind.model_name: kind for kind in (TitanMACRun, HybridRun)}
 
 
 def generate_text(
-    run: Annotated[Path, typer.Argument(help="Results folder of a titan-mac or hybrid run.")],
-    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, help="How many follow.")] = SAMPLE_TOKENS,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the most likely token.")
-    ] = TEMPERATURE,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of all draws.")] = 0,
-    device: Annotated[str | None, typer.Option(help="Default: the run's own.")] = None,
+    run: Path, *, prompt: str, tokens: int, temperature: float, seed: int, device: str | None
 ) -> None:
-    """Continue a text with a trained language model, token by token: its state stands for what it
-    has read.
+    """Print the prompt, and how the model of that run's folder continues it.
+
+    Raises:
+        typer.BadParameter: it cannot be served.
     """
     folder = RunFolder(run)
     with usage_errors():
+        check_bounds("temperature", temperature)
         trained = read_run(kind_of(folder), folder)
         where = checked_device(trained.device if device is None else device)
         tokenizer = make_tokenizer(trained.tokenizer)

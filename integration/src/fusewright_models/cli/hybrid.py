@@ -1,23 +1,21 @@
-"""The subcommand that trains a HybridLM on text."""
+"""What the subcommand does that trains a HybridLM on text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-import typer
-from fusewright.reversible import Mode
 from torch import Tensor, nn
 
 from ..models.hybrid import HybridConfig, HybridLM
 from ..models.hybrid.config import check_recomputed_once
 from ..text import Corpus, TextBatch, Windows
 from ..training import Told
-from . import options
-from .presets import HYBRID_PRESETS, HybridPresetName
-from .text import TextRun, takes_text, train_on_text
+from .presets import HYBRID_PRESETS
+from .settings import HybridSettings
+from .text import TextRun, train_on_text
 
 
 @dataclass(frozen=True)
@@ -63,42 +61,11 @@ class Reading:
         return self.model.logits(hidden)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HybridRun(TextRun):
+class HybridRun(HybridSettings, TextRun):
     """A `TextRun` of HybridLM."""
 
-    model_name: ClassVar[str] = "hybrid"
     title: ClassVar[str] = "HybridLM"
     presets: ClassVar = HYBRID_PRESETS
-
-    preset: Annotated[
-        HybridPresetName, typer.Option(help="Sizes of model and training. Default: demo.")
-    ]
-    num_layers: Annotated[int, typer.Option(min=1, help="Every fourth is sparse attention.")]
-    selected_keys: Annotated[int, typer.Option(min=1, help="That a typical query attends to.")]
-    indexer_warmup: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Steps whose attention goes to all keys, so that indexers see what it looks for. "
-            "Default: a tenth of all.",
-        ),
-    ]
-    indexer_rate: Annotated[
-        float, typer.Option(min=0.0, help="Of the indexers over the others'. Default: 1.")
-    ]
-    indexer_temperature: Annotated[
-        float,
-        typer.Option(min=0.0, help="Where the indexers' own begin. Default: the preset's."),
-    ]
-    mode: Annotated[
-        Mode,
-        typer.Option(
-            help="How states come back in the backward pass: recomputed, stored, or stored with "
-            "all that autograd keeps. Default: exact."
-        ),
-    ]
-    checkpointing: options.CheckpointingChoice = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,8 +101,8 @@ class HybridRun(TextRun):
     def rate_factors(self) -> dict[str, float]:
         return {} if self.indexer_rate == 1.0 else {".index_": self.indexer_rate}
 
-    def built(self, vocab_size: int) -> HybridLM:
-        config = replace(
+    def shape(self, vocab_size: int) -> HybridConfig:
+        return replace(
             self.presets[self.preset].architecture,
             vocab_size=vocab_size,
             layers=self.num_layers,
@@ -144,7 +111,9 @@ class HybridRun(TextRun):
             mode=self.mode,
             checkpointing=self.checkpointing,
         )
-        return HybridLM(config, backend=self.backend)
+
+    def built(self, vocab_size: int) -> HybridLM:
+        return HybridLM(self.shape(vocab_size), backend=self.backend)
 
     def scored(self, model: HybridLM) -> Any:
         return SimpleNamespace(loss=model.next_token_loss)
@@ -173,13 +142,6 @@ def all_losses(model: HybridLM, batch: HybridBatch) -> Told:
     return Told(losses.total, means, {"saturated_batches": losses.saturated})
 
 
-@takes_text(HybridRun)
-def train_hybrid(**flags: Any) -> None:
-    """Train a HybridLM: gated delta rule and learned sparse attention in a reversible stack.
-
-    Without flags: bytes of the running Python's standard library, some minutes on two CPU cores.
-    Prints the held-out bits per byte of the next token before and after, beside those of an order-2
-    byte model fitted to the same training text, and a continuation of a held-out text; leaves a
-    folder with config.json, metrics.jsonl, loss.png, sample.txt and checkpoints.
-    """
+def train_hybrid(flags: dict[str, Any]) -> None:
+    """Begin or continue the run of HybridLM that the flags ask for."""
     train_on_text(HybridRun, all_losses, flags)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ..models.hybrid import HYBRID
 from ..models.titan_mac import TITAN_MAC
-
-PresetName = Literal["tiny", "demo", "small", "base"]
-TitanMACPresetName = Literal["tiny", "demo", "l4", "profile", "170m"]
-HybridPresetName = Literal["tiny", "demo", "mini", "350m", "1b"]
 
 
 class TransformerNPPreset(NamedTuple):

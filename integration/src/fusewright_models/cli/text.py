@@ -1,14 +1,12 @@
-"""What the commands that train language models do alike: their options, and a run from its data
-to its scores and a sample.
+"""What the commands that train language models do alike: a run from its data to its scores and a
+sample.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import typer
@@ -19,12 +17,10 @@ from torch import nn
 from ..text import ByteModel, Corpus, Windows, documents, evaluate_text, make_tokenizer, read_corpus
 from ..text.evaluation import LanguageModel
 from ..text.generation import StreamingModel, continued
-from ..training import RunFolder, Trainer, TrainingConfig, wandb_library, wandb_observer
+from ..training import RunFolder, Trainer
 from ..training.processes import leaving
 from ..training.source import Source
-from . import options
 from .commands import (
-    RESUMED,
     Run,
     check_device,
     join_others,
@@ -35,96 +31,37 @@ from .commands import (
     train,
     usage_errors,
 )
-from .options import LARGEST_SEED, takes
 from .presets import TextPreset
+from .settings import SAMPLE_TOKENS, TEMPERATURE, TextSettings
 
 SAMPLE = "sample.txt"
-PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 256, 0.8
+PROMPT_TOKENS = 64
+# Of a vocabulary that is not read yet: bytes.
+BYTES = 256
 # A data set is read until it has the tokens that the run reads, but at least and at most these:
 # fewer would leave too little held out, more would not fit beside the model.
 FEWEST_TOKENS, MOST_TOKENS = 2**26, 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextRun(Run):
+class TextRun(TextSettings, Run):
     """A `Run` of a language model.
-
-    ``vocab_size`` None is that of the tokenizer, ``dataset`` None the standard library,
-    ``tokenizer`` None bytes. A model's own run adds the sizes that flags may change.
 
     Attributes:
         title: of the model, for people.
     """
 
     title: ClassVar[str]
-    decay: ClassVar[float] = 0.1
-    precision_field: ClassVar[str] = "mixed_precision"
-    steps_field: ClassVar[str] = "max_steps"
-
-    preset: str
-    vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: the tokenizer's.")] = None
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a window.")]
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            help="A Hugging Face name, a parquet, JSON-lines or text file, or a folder of such. "
-            "Default: the sources of Python's standard library."
-        ),
-    ] = None
-    dataset_subset: Annotated[
-        str | None, typer.Option(help="Configuration of a Hugging Face data set.")
-    ] = None
-    text_column: Annotated[str, typer.Option(help="Column that holds the text. Default: text.")] = (
-        "text"
-    )
-    dataset_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to read for training. Default: what the run reads.")
-    ]
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizers file or name. Default: bytes.")
-    ] = None
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch.")]
-    gradient_accumulation_steps: Annotated[
-        int, typer.Option(min=1, help="Batches per optimizer step.")
-    ]
-    optimizer: options.OptimizerChoice = "adamw"
-    optimizer_weights: options.OptimizerWeights = None
-    lr: options.PeakRate
-    weight_decay: Annotated[
-        float, typer.Option(min=0.0, help="Of matrices. Default: 0.1; 0 of learned.")
-    ]
-    max_steps: options.Steps
-    mixed_precision: options.PrecisionChoice
-    device: options.Device
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Of weights and windows. Default: 0.")
-    ] = 0
-    compile: options.Compile = False
-    capture: options.CaptureChoice = None
-    parallel: options.ParallelChoice = None
-    backend: options.BackendChoice = "auto"
-    log_every: options.LogEvery = 10
-    eval_every: options.EvaluateEvery
-    checkpoint_every: options.CheckpointEvery = None
-    keep: options.Keep = 2
-    wandb: Annotated[
-        bool, typer.Option("--wandb", help="Show the metrics to Weights & Biases, too.")
-    ] = False
-    wandb_project: Annotated[str, typer.Option(help="Of the run there. Default: fusewright.")] = (
-        "fusewright"
-    )
 
     @classmethod
     def completed(cls, preset: TextPreset, chosen: dict[str, Any]) -> dict[str, Any]:
         chosen = {
             "seq_len": preset.seq_len,
             "gradient_accumulation_steps": preset.gradient_accumulation_steps,
-            "max_steps": preset.steps,
         } | chosen
-        sizes = ("max_steps", "gradient_accumulation_steps", "batch_size", "seq_len")
+        sizes = ("steps", "gradient_accumulation_steps", "batch_size", "seq_len")
         read = math.prod(chosen[size] for size in sizes)
         tokens = min(max(read, FEWEST_TOKENS), MOST_TOKENS)
-        own = cls.own_defaults(preset.architecture, chosen["max_steps"])
+        own = cls.own_defaults(preset.architecture, chosen["steps"])
         return {"dataset_tokens": tokens} | own | chosen
 
     @classmethod
@@ -132,12 +69,16 @@ class TextRun(Run):
         """Of the model's own fields, for a preset's architecture and a run of so many steps."""
         raise NotImplementedError
 
-    def built(self, vocab_size: int) -> nn.Module:
-        """The model over a vocabulary of that size, on the default device.
+    def shape(self, vocab_size: int) -> Any:
+        """Of the model over a vocabulary of that size.
 
         Raises:
             ValueError: the sizes do not go together.
         """
+        raise NotImplementedError
+
+    def built(self, vocab_size: int) -> nn.Module:
+        """The model over a vocabulary of that size, on the default device; likewise."""
         raise NotImplementedError
 
     def scored(self, model: Any) -> LanguageModel:
@@ -178,33 +119,6 @@ class TextRun(Run):
     def drawn(self, corpus: Corpus) -> Windows:
         return Windows(corpus.training, length=self.seq_len, seed=self.seed, digest=corpus.digest)
 
-    def observer(self, folder: RunFolder) -> Callable[[dict[str, Any]], None] | None:
-        if not self.wandb:
-            return None
-        return wandb_observer(folder, project=self.wandb_project, config=asdict(self))
-
-    def training(self) -> TrainingConfig:
-        return self.training_of(
-            steps=self.max_steps,
-            precision=self.mixed_precision,
-            accumulation_steps=self.gradient_accumulation_steps,
-        )
-
-
-def takes_text(kind: type[TextRun]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command of the options of such a run, its folder and what it has to reach."""
-    return takes(
-        kind,
-        out=Annotated[
-            Path, typer.Option(help="Results folder. Default: runs/, model, its kind and time.")
-        ],
-        resume=Annotated[Path, typer.Option(help=RESUMED)],
-        margin=Annotated[
-            float,
-            typer.Option(help="Fail unless the result is so many bits per byte below order 2."),
-        ],
-    )
-
 
 @leaving()
 def train_on_text(
@@ -225,8 +139,8 @@ def train_on_text(
     with usage_errors(folder.config_file if resumed and not flags else None):
         processes, folder, console = join_others(run, folder)
         check_device(run)
-        if run.wandb:
-            wandb_library()
+        # Sizes that do not go together are told before the data is read.
+        run.shape(run.vocab_size or BYTES)
         corpus = run.corpus()
         windows = run.windows(corpus)
         order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
@@ -262,16 +176,22 @@ def train_on_text(
     )
     console.print(
         f"{run.title} ({run.label}), {parameters:,} parameters, {len(corpus.training):,} tokens to "
-        f"train on, {len(corpus.held_out):,} held out, {run.device}, {run.mixed_precision}, into "
+        f"train on, {len(corpus.held_out):,} held out, {run.device}, {run.precision}, into "
         f"{folder.path}",
         highlight=False,
     )
     train(trainer, run, folder, resumed=resumed)
     model.eval()
-    text = _sample(run.reading(model), corpus, run.seed)
+    try:
+        text = _sample(run.reading(model), corpus, run.seed)
+    except ValueError as error:
+        # A model that has diverged has scores, but writes nothing.
+        console.print(f"no text is continued: {error}", highlight=False)
+        text = None
     if not processes.is_main:
         return
-    _show_sample(console, folder, text)
+    if text is not None:
+        _show_sample(console, folder, text)
     reached = _report(console, folder)
     results_in(console, folder)
     if margin is not None and not reached >= margin:

@@ -1,25 +1,20 @@
-"""The subcommand that trains a TransformerNP."""
+"""What the subcommand does that trains a TransformerNP."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-import typer
-from fusewright.mixture_head import Scale
 from rich.console import Console
 from torch import Tensor
 
-from ..data import DataName, DrawnAhead, Sampler, Size, Task, evaluate, make_sampler
+from ..data import DrawnAhead, Sampler, Size, Task, evaluate, make_sampler
 from ..data.pictures import draw_predictions
-from ..models.transformer_np import Norm, TransformerNP, TransformerNPConfig
-from ..training import RunFolder, Trainer, TrainingConfig, captures
+from ..models.transformer_np import TransformerNP, TransformerNPConfig
+from ..training import RunFolder, Trainer, captures
 from ..training.processes import leaving
-from . import options
 from .commands import (
-    RESUMED,
+    LATER,
     Run,
     check_device,
     join_others,
@@ -30,85 +25,44 @@ from .commands import (
     train,
     usage_errors,
 )
-from .options import LARGEST_SEED, takes
-from .presets import TRANSFORMER_NP, PresetName, TransformerNPPreset
+from .options import LARGEST_SEED
+from .presets import TRANSFORMER_NP
+from .settings import TransformerNPSettings
 
 PREDICTIONS = "predictions.png"
 # Every run on the same kind of data is scored on the same tasks; no run can train on them.
 EVALUATION_SEED = LARGEST_SEED + 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransformerNPRun(Run):
+class TransformerNPRun(TransformerNPSettings, Run):
     """A `Run` of TransformerNP."""
 
-    model_name: ClassVar[str] = "transformer-np"
     presets: ClassVar = TRANSFORMER_NP
-    decay: ClassVar[float] = 0.01
-
-    data: Annotated[DataName, typer.Option(help="Default: digits.")] = "digits"
-    preset: Annotated[PresetName, typer.Option(help="Sizes of model and training. Default: demo.")]
-    steps: options.Steps
-    batch_size: Annotated[int, typer.Option(min=1, help="Tasks per step.")]
-    optimizer: options.OptimizerChoice = "adamw"
-    optimizer_weights: options.OptimizerWeights = None
-    lr: options.PeakRate
-    weight_decay: Annotated[
-        float, typer.Option(min=0.0, help="Of matrices. Default: 0.01; 0 of learned.")
-    ]
-    precision: options.PrecisionChoice
-    device: options.Device
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Of weights and data. Default: 0.")
-    ] = 0
-    compile: options.Compile = False
-    capture: options.CaptureChoice = None
-    parallel: options.ParallelChoice = None
-    backend: options.BackendChoice = "auto"
-    norm: Annotated[Norm, typer.Option(help="Before or after. Default: pre.")] = "pre"
-    scale: Annotated[Scale, typer.Option(help="Standard deviations as. Default: log_sigma.")] = (
-        "log_sigma"
-    )
-    frequencies: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Sines and cosines of each coordinate at so many octaves. Default: 0."
-        ),
-    ] = 0
-    indicator: Annotated[
-        bool, typer.Option("--indicator", help="Tell context rows by one more input.")
-    ] = False
-    context_size: Annotated[
-        str | None, typer.Option(help="Context points, such as 64 or 3-46, one draw per batch.")
-    ] = None
-    target_size: Annotated[str | None, typer.Option(help="Target points, likewise.")] = None
-    ragged: Annotated[
-        bool, typer.Option("--ragged", help="One draw of context points per task, padded.")
-    ] = False
-    pad: Annotated[
-        bool | None,
-        typer.Option(
-            help="Pad batches to a few of the drawn sizes, for as many graphs. Default: on where "
-            "steps are captured."
-        ),
-    ] = None
-    ahead: Annotated[
-        int | None,
-        typer.Option(min=1, help="Draw so many batches at once; they are of one shape."),
-    ] = None
-    checkpointing: options.CheckpointingChoice = "none"
-    log_every: options.LogEvery = 10
-    eval_every: options.EvaluateEvery
-    checkpoint_every: options.CheckpointEvery = None
-    keep: options.Keep = 2
-
-    @classmethod
-    def completed(cls, preset: TransformerNPPreset, chosen: dict[str, Any]) -> dict[str, Any]:
-        return {"steps": preset.steps} | chosen
+    later: ClassVar = LATER | {"gradient_accumulation_steps": 1}
 
     @property
     def label(self) -> str:
         return self.data
+
+    def check_shares(self, count: int) -> None:
+        if self.parallel != "context":
+            super().check_shares(count)
+            return
+        if self.ragged or self.pad:
+            raise ValueError(
+                "--parallel context shares the rows of tasks of one size; got "
+                + ("--ragged" if self.ragged else "--pad")
+            )
+        for flag, text in (
+            ("--context-size", self.context_size),
+            ("--target-size", self.target_size),
+        ):
+            size = None if text is None else Size.parse(text)
+            if size is None or not size.is_one or size.high % count:
+                raise ValueError(
+                    f"--parallel context wants one {flag}, as many rows for each of {count} "
+                    f"processes; got {text or 'that of the data'}"
+                )
 
     def sampler(self, *, held_out: bool = False, padded: bool = False) -> Sampler:
         context_size, target_size = (
@@ -145,9 +99,6 @@ class TransformerNPRun(Run):
         )
         return TransformerNP(config, backend=self.backend).to(self.device)
 
-    def training(self) -> TrainingConfig:
-        return self.training_of(steps=self.steps, precision=self.precision)
-
 
 def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
     """The loss of a neural process: minus the mean over B, N and outputs of log p(y).
@@ -156,22 +107,17 @@ def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
     all.
     """
     rows = task.x_context, task.y_context, task.x_target
-    return model(*rows, task.context_lengths, task.target_lengths, y_target=task.y_target)
+    lengths = task.context_lengths, task.target_lengths
+    return model(*rows, *lengths, y_target=task.y_target, group=task.group)
 
 
-@takes(
-    TransformerNPRun,
-    out=Annotated[Path, typer.Option(help="Results folder. Default: runs/, model, data and time.")],
-    resume=Annotated[Path, typer.Option(help=RESUMED)],
-)
 @leaving()
-def train_transformer_np(**flags: Any) -> None:
-    """Train a TransformerNP: predict targets from a context set, with their uncertainty.
+def train_transformer_np(flags: dict[str, Any]) -> None:
+    """Begin or continue the run that the flags ask for, and report how well it predicts.
 
-    Without flags: completion of handwritten digits, some two minutes on two CPU cores. Prints the
-    held-out log-likelihood per target before and after, beside the reference that belongs to the
-    data, and leaves a folder with config.json, metrics.jsonl, loss.png, predictions.png and
-    checkpoints.
+    Raises:
+        typer.BadParameter: it cannot be served.
+        typer.Exit: it was stopped.
     """
     resumed = "resume" in flags
     with usage_errors():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 
+from ..choices import DATA_NAMES, DataName
 from .ahead import DrawnAhead
 from .attainable import attainable_log_likelihood
 from .digits import Digits
@@ -16,9 +16,6 @@ from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
 from .sizes import Size
 from .task import Sampler, Task
-
-DataName = Literal["digits", "gp-rbf", "gp-matern", "gp-periodic", "blr"]
-DATA_NAMES = get_args(DataName)
 
 
 def make_sampler(

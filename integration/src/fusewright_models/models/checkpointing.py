@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import (
@@ -13,8 +13,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-Checkpointing = Literal["none", "block", "keep-attention"]
-CHECKPOINTINGS = get_args(Checkpointing)
+from ..choices import Checkpointing
+
 # What mixes tokens: of our kernels and of torch's, which plain models take.
 KEPT = {
     "fusewright_attention::rectangular_attention",

@@ -102,13 +102,9 @@ def subject_of(model: ModelName, shared: dict[str, Any]) -> Subject:
     flags = shared | {"dataset_tokens": TRAINING_TOKENS}
     corpus = TitanMACRun.from_flags(flags).corpus()
     return Subject(
-        lambda more: TitanMACRun.from_flags(_titan_macs(flags | more)),
+        lambda more: TitanMACRun.from_flags(flags | more),
         partial(_build_titan_mac, corpus=corpus),
     )
-
-
-def _titan_macs(flags: dict[str, Any]) -> dict[str, Any]:
-    return {"max_steps" if name == "steps" else name: value for name, value in flags.items()}
 
 
 def _build_titan_mac(run: TitanMACRun, corpus: Any) -> tuple:

@@ -30,9 +30,9 @@ from rich.console import Console
 from torch import Tensor
 
 from ..bench.results import environment_name
+from ..choices import HybridPresetName
 from ..cli.commands import optimizer_of, usage_errors
 from ..cli.hybrid import HybridRun
-from ..cli.presets import HybridPresetName
 from ..devices import checked_device
 from ..models.hybrid import HybridLM
 from ..training import Trainer
@@ -203,7 +203,7 @@ def train_and_evaluate(
     trainer = Trainer(*parts, evaluate=evaluation, console=console, observe=observe)
     while True:
         trainer.run(until=trainer.step + run.eval_every)
-        if trainer.step >= run.max_steps or time.monotonic() - begun >= 60.0 * minutes:
+        if trainer.step >= run.steps or time.monotonic() - begun >= 60.0 * minutes:
             return points
 
 
@@ -252,7 +252,7 @@ def main(
     console = Console(width=200)
     every = eval_every or max(1, steps // 20)
     flags = {name: x for name, x in chosen.items() if x is not None}
-    flags |= {"max_steps": steps, "gradient_accumulation_steps": 1, "dataset_tokens": 2**24}
+    flags |= {"steps": steps, "gradient_accumulation_steps": 1, "dataset_tokens": 2**24}
     flags |= {"eval_every": every, "log_every": max(1, every // 2)}
     with usage_errors():
         if indexer_start > indexer_warmup:

@@ -43,7 +43,8 @@ def generate(
         ``[B, tokens]`` int64, the prompt not among them.
 
     Raises:
-        ValueError: an empty prompt, no tokens, or a temperature below 0.
+        ValueError: an empty prompt, no tokens, a temperature below 0, or logits that are not finite
+            over it.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"wanted prompts [B, P] with P >= 1; got {list(prompt.shape)}")
@@ -53,12 +54,21 @@ def generate(
         raise ValueError(f"temperature must be 0 or positive, and finite; got {temperature}")
     hidden, state = model(prompt)
     drawn: list[Tensor] = []
+    sound: list[Tensor] = []
     while True:
         logits = model.logits(hidden[:, -1]).float()[:, :vocab_size]
-        drawn.append(_draw(logits, temperature, generator))
+        if temperature != 0.0:
+            logits = logits / temperature
+        sound.append(logits.isfinite().all(dim=-1, keepdim=True))
+        # What cannot be drawn from would end the program, on a GPU for good.
+        logits = logits.where(sound[-1], 0.0)
+        drawn.append(_draw(logits, greedy=temperature == 0.0, generator=generator))
         if len(drawn) == tokens:
-            return torch.cat(drawn, dim=1)
+            break
         hidden, state = model(drawn[-1], state)
+    if not torch.cat(sound).all():  # sync: once
+        raise ValueError(f"wanted finite logits over temperature {temperature}; got others")
+    return torch.cat(drawn, dim=1)
 
 
 def continued(
@@ -84,8 +94,8 @@ def continued(
     return tokenizer.decode(drawn[0].cpu().numpy())
 
 
-def _draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def _draw(logits: Tensor, *, greedy: bool, generator: torch.Generator | None) -> Tensor:
     """One token per row of ``logits [B, V]``, ``[B, 1]``."""
-    if temperature == 0.0:
+    if greedy:
         return logits.argmax(dim=-1, keepdim=True)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)

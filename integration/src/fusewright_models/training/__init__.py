@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from ..choices import OPTIMIZER_NAMES, PARALLELS, PRECISIONS, OptimizerName, Parallel, Precision
 from .captured import captures
-from .config import PRECISIONS, Precision, TrainingConfig, interval
+from .config import TrainingConfig, interval
 from .files import NotWritten
 from .optimization import (
-    OPTIMIZER_NAMES,
-    OptimizerName,
     adamw,
     default_decay,
     default_rate,
@@ -15,7 +14,7 @@ from .optimization import (
     torch_adamw,
     warmup_cosine,
 )
-from .processes import PARALLELS, Parallel, Processes
+from .processes import Processes
 from .run_folder import RunFolder
 from .signals import StopSignals
 from .source import Told

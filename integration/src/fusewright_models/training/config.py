@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Literal
 
-Precision = Literal["fp32", "bf16"]
-PRECISIONS = get_args(Precision)
+from ..choices import PRECISIONS, SCHEDULES, Precision, Schedule
+
 Capture = bool | Literal["auto"]
 
 
@@ -17,10 +17,12 @@ class TrainingConfig:
     """How to train.
 
     Attributes:
-        steps: optimizer steps in all; the cosine ends there.
+        steps: optimizer steps in all; the schedule ends there.
         batch_size: what the source is asked for.
         accumulation_steps: batches whose mean gradient one optimizer step follows.
         warmup_steps: steps of linear warm-up.
+        schedule: of the rate behind them: half a "cosine" or a line ("linear") down to zero, or
+            "constant".
         clip_norm: largest 2-norm of all gradients together; longer ones are scaled down to it. An
             optimizer that clips inside its step has a limit of its own.
         precision: "fp32", or "bf16" for autocast over fp32 parameters.
@@ -37,6 +39,7 @@ class TrainingConfig:
     batch_size: int
     accumulation_steps: int = 1
     warmup_steps: int = 0
+    schedule: Schedule = "cosine"
     clip_norm: float = 1.0
     precision: Precision = "fp32"
     compile: bool = False
@@ -56,6 +59,8 @@ class TrainingConfig:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(f"warmup_steps must be 0 to {self.steps}; got {self.warmup_steps}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {SCHEDULES}; got {self.schedule!r}")
         if not self.clip_norm > 0.0:
             raise ValueError(f"clip_norm must be positive; got {self.clip_norm}")
         if self.precision not in PRECISIONS:

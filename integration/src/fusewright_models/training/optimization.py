@@ -1,4 +1,4 @@
-"""Optimizers by name, and a warm-up followed by a cosine.
+"""Optimizers by name, and a warm-up followed by a schedule.
 
 adamw         AdamW of fusewright.optimizer, which clips and skips within its step
 nested        the same with a rate for each group, set by a network that is trained on the way
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from fusewright.optimizer import (
@@ -32,10 +32,9 @@ from fusewright.optimizer import (
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..choices import OPTIMIZER_NAMES, OptimizerName, Schedule
 from ..extras import imported
 
-OptimizerName = Literal["adamw", "nested", "m3", "muon", "learned", "torch-adamw"]
-OPTIMIZER_NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 # Likelihoods have gradients with long tails (1 / sigma of a narrow component): the second moment
 # forgets them after some twenty steps, not a thousand.
 BETAS = (0.9, 0.95)
@@ -61,6 +60,7 @@ class Asked(NamedTuple):
     lr: float
     weight_decay: float
     clip_norm: float
+    betas: tuple[float, float]
     backend: Backend
     weights: str | os.PathLike | None
     rate_factors: Mapping[str, float]
@@ -83,6 +83,7 @@ def make_optimizer(
     lr: float,
     weight_decay: float,
     clip_norm: float,
+    betas: tuple[float, float] = BETAS,
     backend: Backend = "auto",
     weights: str | os.PathLike | None = None,
     rate_factors: Mapping[str, float] = NO_FACTORS,
@@ -95,6 +96,7 @@ def make_optimizer(
         lr: of the largest steps; schedules scale it.
         weight_decay: of matrices; norm gains and the like do not decay.
         clip_norm: what gradients are clipped to, by optimizers that clip within their step.
+        betas: shares of the first and the second moment that a step keeps.
         backend: of fusewright's kernels.
         weights: of "learned": a safetensors file in the public format.
         rate_factors: what the rate of parameters with such in their names is multiplied by, where
@@ -112,7 +114,9 @@ def make_optimizer(
         raise ValueError(f"only the optimizer learned has weights of its own; got {name}")
     if rate_factors and name in ("nested", "learned"):
         raise ValueError(f"the optimizer {name} takes one rate for all parameters; got factors")
-    asked = Asked(model, lr, weight_decay, clip_norm, backend, weights, rate_factors)
+    if name == "learned" and betas != BETAS:
+        raise ValueError(f"the optimizer learned has no betas; got {betas}")
+    asked = Asked(model, lr, weight_decay, clip_norm, betas, backend, weights, rate_factors)
     makers: dict[str, Callable[[Asked], Optimizer]] = {
         "nested": nested,
         "learned": learned,
@@ -121,7 +125,9 @@ def make_optimizer(
     }
     if name in makers:
         return makers[name](asked)
-    numbers: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, rate_factors=rate_factors)
+    numbers: dict[str, Any] = dict(
+        lr=lr, weight_decay=weight_decay, betas=betas, rate_factors=rate_factors
+    )
     if name == "torch-adamw":
         return torch_adamw(model, **numbers)
     return adamw(model, **numbers, clip_norm=clip_norm, backend=backend)
@@ -132,6 +138,7 @@ def adamw(
     *,
     lr: float,
     weight_decay: float,
+    betas: tuple[float, float] = BETAS,
     clip_norm: float | None = None,
     backend: Backend = "auto",
     rate_factors: Mapping[str, float] = NO_FACTORS,
@@ -141,7 +148,7 @@ def adamw(
     With ``clip_norm`` it clips within the step, and skips one whose gradients have no finite norm.
     """
     groups = _decaying(model.named_parameters(), lr, weight_decay, rate_factors)
-    return AdamW(groups, lr=lr, betas=BETAS, max_grad_norm=clip_norm, backend=backend)
+    return AdamW(groups, lr=lr, betas=betas, max_grad_norm=clip_norm, backend=backend)
 
 
 def torch_adamw(
@@ -149,12 +156,13 @@ def torch_adamw(
     *,
     lr: float,
     weight_decay: float,
+    betas: tuple[float, float] = BETAS,
     rate_factors: Mapping[str, float] = NO_FACTORS,
 ) -> Optimizer:
     """torch's fused AdamW, which a CUDA graph may have captured."""
     groups = _decaying(model.named_parameters(), lr, weight_decay, rate_factors)
     on_gpu = any(p.is_cuda for p in model.parameters())
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True, capturable=on_gpu)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True, capturable=on_gpu)
 
 
 def nested(asked: Asked) -> DeepNestedOptimizer:
@@ -172,7 +180,7 @@ def nested(asked: Asked) -> DeepNestedOptimizer:
         asked.lr,
         META_RATE,
         grouping=groups,
-        betas=BETAS,
+        betas=asked.betas,
         max_grad_norm=asked.clip_norm,
         meta_update_freq=META_EVERY,
         backend=asked.backend,
@@ -185,7 +193,7 @@ def muon(asked: Asked) -> Muon:
     if hidden:
         groups = [{"params": hidden, "matrix": True, "weight_decay": asked.weight_decay}]
     groups = [*_beside(asked, hidden), *groups]
-    return Muon(groups, lr=asked.lr, scale="adamw_rms", adam_betas=BETAS, skip_nonfinite=True)
+    return Muon(groups, lr=asked.lr, scale="adamw_rms", adam_betas=asked.betas, skip_nonfinite=True)
 
 
 def m3(asked: Asked) -> M3:
@@ -204,7 +212,7 @@ def m3(asked: Asked) -> M3:
         factor = 0.2 * math.sqrt(max(shape))
         numbers = {"lr": factor * asked.lr, "weight_decay": asked.weight_decay / factor}
         groups.append({"params": params, "matrix": True, **numbers})
-    return M3(groups, lr=asked.lr, adam_betas=BETAS, skip_nonfinite=True)
+    return M3(groups, lr=asked.lr, adam_betas=asked.betas, skip_nonfinite=True)
 
 
 def learned(asked: Asked) -> LearnedOptimizer:
@@ -278,12 +286,22 @@ def _decaying(
     return [group for group in groups if group["params"]]
 
 
-def warmup_cosine(step: int, *, steps: int, warmup_steps: int) -> float:
+def warmup_then(schedule: Schedule, step: int, *, steps: int, warmup_steps: int) -> float:
     """The share of the peak rate that step ``step`` of ``steps``, counted from 0, trains with.
 
-    Linear from 1 / warmup_steps to 1, then half a cosine down to zero. It depends on the step
-    alone, so that a resumed run has no schedule to restore.
+    Linear from 1 / warmup_steps to 1, then half a "cosine" or a line ("linear") down to zero, or
+    "constant". It depends on the step alone, so that a resumed run has no schedule to restore.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps)))
+    if schedule == "constant":
+        return 1.0
+    passed, length = step - warmup_steps, steps - warmup_steps
+    if schedule == "linear":
+        return 1.0 - passed / length
+    return 0.5 * (1.0 + math.cos(math.pi * passed / length))
+
+
+def warmup_cosine(step: int, *, steps: int, warmup_steps: int) -> float:
+    """`warmup_then` of a cosine."""
+    return warmup_then("cosine", step, steps=steps, warmup_steps=warmup_steps)

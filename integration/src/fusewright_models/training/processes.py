@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -27,11 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ..choices import Parallel
 from ..devices import checked_device
 from .source import Batch
 
-Parallel = Literal["ddp", "fsdp", "hsdp", "context"]
-PARALLELS = get_args(Parallel)
 # Optimizers that move the shards of a parameter.
 SHARDED = ("adamw", "torch-adamw")
 # What torchrun tells each process.

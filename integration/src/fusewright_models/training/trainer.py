@@ -27,11 +27,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..choices import FORMER
 from .captured import make_stepper
 from .checkpoints import Checkpoints, on_host
 from .config import TrainingConfig
 from .files import Background
-from .optimization import warmup_cosine
+from .optimization import warmup_then
 from .optimizer_traits import kind, network_digest
 from .plots import plot_loss
 from .processes import ALONE, Processes
@@ -49,10 +50,9 @@ STATE = {
     "source",
     "torch_rng",
 }
-# What models' commands call the number of steps, which a resumed run may have another of.
-LENGTHS = ("steps", "max_steps")
 # A loss that overflows now and then is no end of a run.
 MOST_SKIPPED = 10
+NOT_FINITE = "not finite; lower the learning rate or look at the data"
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -371,10 +371,12 @@ class Trainer:
         """
         if trained is None or self.choices is None:
             return self.config.steps
+        trained = {FORMER.get(name, name): value for name, value in trained.items()}
         absent = object()
         names = [
             name
-            for name in sorted((trained.keys() | self.choices.keys()) - {*LENGTHS})
+            # A resumed run may have another number of them.
+            for name in sorted((trained.keys() | self.choices.keys()) - {"steps"})
             if trained.get(name, absent) != self.choices.get(name, absent)
         ]
         if names:
@@ -385,13 +387,13 @@ class Trainer:
             raise ValueError(
                 f"wanted the choices that the run was trained with: {wanted}; got {got}"
             )
-        lengths = [trained[name] for name in LENGTHS if name in trained]
-        return lengths[0] if lengths else self.config.steps
+        return trained.get("steps", self.config.steps)
 
     def _factor(self) -> float:
         """Of the peak rates in the next step."""
         config = self.config
-        return warmup_cosine(self.step, steps=config.steps, warmup_steps=config.warmup_steps)
+        numbers = {"steps": config.steps, "warmup_steps": config.warmup_steps}
+        return warmup_then(config.schedule, self.step, **numbers)
 
     def _take_step(self) -> None:
         self.stepper.take(self._factor(), self._sample)
@@ -421,7 +423,7 @@ class Trainer:
             first = self.step - self.steps_since_log + 1
             raise FloatingPointError(
                 f"loss {loss} and gradient norm {norm} on average over steps {first} to "
-                f"{self.step}: not finite; lower the learning rate or look at the data{counted}"
+                f"{self.step}: {NOT_FINITE}{counted}"
             )
         of_taken = {"loss": loss, **means.means, "gradient_norm": norm} if means.taken else {}
         line = of_taken | {
@@ -446,7 +448,7 @@ class Trainer:
             what = f"parameters after step {self.step}"
         else:
             return
-        raise FloatingPointError(f"{what}: not finite; lower the learning rate or look at the data")
+        raise FloatingPointError(f"{what}: {NOT_FINITE}")
 
     def _start_clock(self) -> None:
         """Tokens per second are counted from here: evaluations and pauses are no part of them."""
@@ -471,6 +473,9 @@ class Trainer:
 
     def _note(self, numbers: dict[str, float]) -> None:
         line = {"step": self.step, **numbers}
+        wrong = [f"{_read(name)} {x}" for name, x in numbers.items() if not math.isfinite(x)]
+        if wrong:
+            raise FloatingPointError(f"{' and '.join(wrong)} at step {self.step}: {NOT_FINITE}")
         if self.folder is not None:
             if self.processes.is_main:
                 self.folder.append_metrics(line)

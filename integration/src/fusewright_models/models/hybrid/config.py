@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from fusewright.reversible import Mode
 
-from ..checkpointing import Checkpointing
+from ...choices import Checkpointing
 from ..checks import check_config
 
 MODES = get_args(Mode)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .config import VARIANTS, TitanMACConfig, Variant
+from ...choices import VARIANTS, Variant
+from .config import TitanMACConfig
 from .model import TITAN_MAC, TitanMAC, TitanMACState
 
 __all__ = ["TITAN_MAC", "VARIANTS", "TitanMAC", "TitanMACConfig", "TitanMACState", "Variant"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from fusewright.attention import sliding_window_attention
 
+from ...choices import Variant
 from ..checks import check_config, check_head_width
 
-Variant = Literal["mac", "mag", "mal", "lmm"]
-VARIANTS = get_args(Variant)
 Gate = Literal["sigmoid", "normalized"]
 MemoryRule = Literal["paper", "origin"]
 OuterGrad = Literal["full", "detach_state", "none"]

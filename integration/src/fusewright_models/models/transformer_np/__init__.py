@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .layers import Norm, TransformerNPConfig
+from ...choices import Norm
+from .layers import TransformerNPConfig
 from .model import Prediction, TransformerNP
 
 __all__ = ["Norm", "Prediction", "TransformerNP", "TransformerNPConfig"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +25,13 @@ from ..._core.padding import (
     padding_of,
 )
 from ..._core.precision import without_autocast
-from ..checkpointing import Checkpointing
+from ...choices import Checkpointing, Norm
 from ..checks import autocast_dtype, check_config, check_head_width
 from .projections import projected
 from .sharing import of_all_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Norm = Literal["pre", "post"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,289 @@
+"""What training runs are asked for: dataclasses whose fields are the options of the commands, the
+names of config.json and those of a file of settings. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from ..choices import (
+    Backend,
+    BatchParallel,
+    Checkpointing,
+    DataName,
+    HybridPresetName,
+    Mode,
+    Norm,
+    OptimizerName,
+    Parallel,
+    Precision,
+    PresetName,
+    Scale,
+    Schedule,
+    TitanMACPresetName,
+    Variant,
+    WholeCheckpointing,
+)
+from .options import (
+    LARGEST_SEED,
+    check_fields,
+    of_data,
+    of_devices,
+    of_folder,
+    of_model,
+    of_training,
+)
+
+# Steps of a rate above it are a slip of an exponent: 1 is the learned optimizer's own.
+LARGEST_RATE = 10.0
+# Of the text that a run ends with, and of `generate`.
+SAMPLE_TOKENS, TEMPERATURE = 256, 0.8
+PRESET_HELP = "Sizes of model and training. Default: demo."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that one training run is asked for, with nothing left open.
+
+    Attributes:
+        model_name: of the command.
+        decay: of weights, where no other is asked for.
+    """
+
+    model_name: ClassVar[str]
+    decay: ClassVar[float]
+
+    preset: str
+    steps: Annotated[int, of_training(min=1, help="Optimizer steps.")]
+    batch_size: int
+    gradient_accumulation_steps: Annotated[
+        int, of_training(min=1, help="Batches per optimizer step. Default: the preset's.")
+    ] = 1
+    optimizer: Annotated[OptimizerName, of_training(help="Default: adamw.")] = "adamw"
+    optimizer_weights: Annotated[
+        str | None,
+        of_training(help="Of the optimizer learned: a safetensors file. Default: what it ships."),
+    ] = None
+    lr: Annotated[
+        float,
+        of_training(
+            min=0.0,
+            max=LARGEST_RATE,
+            help="Peak rate. Default: the preset's; 0.1 of the optimizer learned.",
+        ),
+    ]
+    warmup_steps: Annotated[
+        int | None,
+        of_training(min=0, help="Steps to the peak rate. Default: a twentieth of all."),
+    ] = None
+    schedule: Annotated[
+        Schedule,
+        of_training(help="Of the rate behind the warm-up, down to zero or not. Default: cosine."),
+    ] = "cosine"
+    weight_decay: Annotated[float, of_training(min=0.0, max=LARGEST_RATE, help="Of matrices.")]
+    beta1: Annotated[
+        float, of_training(min=0.0, max=1.0, help="Share of the first moment kept. Default: 0.9.")
+    ] = 0.9
+    beta2: Annotated[
+        float, of_training(min=0.0, max=1.0, help="Likewise of the second. Default: 0.95.")
+    ] = 0.95
+    clip_norm: Annotated[
+        float, of_training(min=0.0, help="Largest norm of all gradients. Default: 1.")
+    ] = 1.0
+    seed: Annotated[
+        int,
+        of_training(min=0, max=LARGEST_SEED, help="Of weights and batches. Default: 0."),
+    ] = 0
+    precision: Annotated[
+        Precision, of_devices(help="bf16 is autocast over fp32 parameters. Default: bf16 on cuda.")
+    ]
+    device: Annotated[str, of_devices(help="Default: cuda where there is one.")]
+    parallel: Annotated[
+        BatchParallel | None,
+        of_devices(
+            help="How the processes of torchrun train together: each with the whole model, or with "
+            "a part of all parameters, or each host with the whole. Default: ddp."
+        ),
+    ] = None
+    compile: Annotated[bool, of_devices(help="Default: --no-compile.")] = False
+    capture: Annotated[
+        bool | None,
+        of_devices(help="Replay steps from CUDA graphs. Default: on cuda, where that can be done."),
+    ] = None
+    checkpointing: Annotated[
+        Checkpointing,
+        of_devices(
+            help="Compute again in the backward pass, rather than keep: nothing, blocks, or blocks "
+            "but for their attention. Default: none."
+        ),
+    ] = "none"
+    backend: Annotated[
+        Backend, of_devices(help="Triton kernels or plain torch. Default: auto.")
+    ] = "auto"
+    log_every: Annotated[int, of_folder(min=1, help="Steps between log points. Default: 10.")] = 10
+    eval_every: Annotated[int, of_folder(min=1, help="Steps between evaluations.")]
+    checkpoint_every: Annotated[
+        str | None,
+        of_folder(
+            help="Steps between checkpoints, such as 500, or minutes, such as 10m. Default: one "
+            "with every evaluation."
+        ),
+    ] = None
+    keep: Annotated[int, of_folder(min=1, help="How many of the last checkpoints. Default: 2.")] = 2
+    wandb: Annotated[
+        bool, of_folder("--wandb", help="Show the metrics to Weights & Biases, too.")
+    ] = False
+    wandb_project: Annotated[str, of_folder(help="Of the run there. Default: fusewright.")] = (
+        "fusewright"
+    )
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            TypeError: a field is of another type.
+            ValueError: a field has a value that it cannot have, whatever the others are.
+        """
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerNPSettings(Settings):
+    """Of a run of TransformerNP."""
+
+    model_name: ClassVar[str] = "transformer-np"
+    decay: ClassVar[float] = 0.01
+
+    preset: Annotated[PresetName, of_model(help=PRESET_HELP)]
+    parallel: Annotated[
+        Parallel | None,
+        of_devices(
+            help="How the processes of torchrun train together: each with the whole model, or with "
+            "a part of all parameters, or each host with the whole, on a part of the tasks; or "
+            "with the whole on a part of each task's rows. Default: ddp."
+        ),
+    ] = None
+    norm: Annotated[Norm, of_model(help="Before or after. Default: pre.")] = "pre"
+    scale: Annotated[Scale, of_model(help="Standard deviations as. Default: log_sigma.")] = (
+        "log_sigma"
+    )
+    frequencies: Annotated[
+        int,
+        of_model(
+            min=0, help="Sines and cosines of each coordinate at so many octaves. Default: 0."
+        ),
+    ] = 0
+    indicator: Annotated[
+        bool, of_model("--indicator", help="Tell context rows by one more input.")
+    ] = False
+    data: Annotated[DataName, of_data(help="Default: digits.")] = "digits"
+    batch_size: Annotated[int, of_data(min=1, help="Tasks per batch.")]
+    context_size: Annotated[
+        str | None, of_data(help="Context points, such as 64 or 3-46, one draw per batch.")
+    ] = None
+    target_size: Annotated[str | None, of_data(help="Target points, likewise.")] = None
+    ragged: Annotated[
+        bool, of_data("--ragged", help="One draw of context points per task, padded.")
+    ] = False
+    pad: Annotated[
+        bool | None,
+        of_data(
+            help="Pad batches to a few of the drawn sizes, for as many graphs. Default: on where "
+            "steps are captured."
+        ),
+    ] = None
+    ahead: Annotated[
+        int | None,
+        of_data(min=1, help="Draw so many batches at once; they are of one shape."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSettings(Settings):
+    """Of a run of a language model.
+
+    ``vocab_size`` None is that of the tokenizer, ``dataset`` None the standard library,
+    ``tokenizer`` None bytes. A model's own settings add the sizes that flags may change.
+    """
+
+    decay: ClassVar[float] = 0.1
+
+    vocab_size: Annotated[int | None, of_model(min=1, help="Default: the tokenizer's.")] = None
+    dataset: Annotated[
+        str | None,
+        of_data(
+            help="A Hugging Face name, a parquet, JSON-lines or text file, or a folder of such. "
+            "Default: the sources of Python's standard library."
+        ),
+    ] = None
+    dataset_subset: Annotated[
+        str | None, of_data(help="Configuration of a Hugging Face data set.")
+    ] = None
+    text_column: Annotated[str, of_data(help="Column that holds the text. Default: text.")] = "text"
+    dataset_tokens: Annotated[
+        int, of_data(min=1, help="Tokens to read for training. Default: what the run reads.")
+    ]
+    tokenizer: Annotated[str | None, of_data(help="A tokenizers file or name. Default: bytes.")] = (
+        None
+    )
+    seq_len: Annotated[int, of_data(min=1, help="Tokens of a window.")]
+    batch_size: Annotated[int, of_data(min=1, help="Windows per batch.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TitanMACSettings(TextSettings):
+    """Of a run of TitanMAC."""
+
+    model_name: ClassVar[str] = "titan-mac"
+
+    preset: Annotated[TitanMACPresetName, of_model(help=PRESET_HELP)]
+    variant: Annotated[Variant, of_model(help="How the memory goes with attention. Default: mac.")]
+    dim: Annotated[int, of_model(min=1, help="Model width.")]
+    num_layers: Annotated[int, of_model(min=1)]
+    num_heads: Annotated[int, of_model(min=1)]
+    chunk_size: Annotated[
+        int, of_model(min=1, help="Segment of mac, window of mag and mal, in tokens.")
+    ]
+    memory_chunk: Annotated[
+        int, of_model(min=1, help="Tokens whose memory gradients share their weights.")
+    ]
+    checkpointing: Annotated[
+        WholeCheckpointing,
+        of_devices(
+            help="Compute again in the backward pass, rather than keep: nothing, or blocks. "
+            "Default: none."
+        ),
+    ] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridSettings(TextSettings):
+    """Of a run of HybridLM."""
+
+    model_name: ClassVar[str] = "hybrid"
+
+    preset: Annotated[HybridPresetName, of_model(help=PRESET_HELP)]
+    num_layers: Annotated[int, of_model(min=1, help="Every fourth is sparse attention.")]
+    selected_keys: Annotated[int, of_model(min=1, help="That a typical query attends to.")]
+    indexer_temperature: Annotated[
+        float, of_model(min=0.0, help="Where the indexers' own begin. Default: the preset's.")
+    ]
+    mode: Annotated[
+        Mode,
+        of_model(
+            help="How states come back in the backward pass: recomputed, stored, or stored with "
+            "all that autograd keeps. Default: exact."
+        ),
+    ]
+    indexer_warmup: Annotated[
+        int,
+        of_training(
+            min=0,
+            help="Steps whose attention goes to all keys, so that indexers see what it looks for. "
+            "Default: a tenth of all.",
+        ),
+    ]
+    indexer_rate: Annotated[
+        float,
+        of_training(min=0.0, help="Of the indexers over the others'. Default: 1."),
+    ]

@@ -97,6 +97,23 @@ def hybrid_command(**flags: Any) -> None:
     train_hybrid(flags)
 
 
+@app.command("export")
+def export_command(
+    run: Annotated[Path, typer.Argument(help="Results folder of a run.")],
+    out: Annotated[Path, typer.Option(help="Folder that is made, or is empty.")],
+    push: Annotated[
+        str | None,
+        typer.Option(help="Upload it to this repository of the Hugging Face hub, too."),
+    ] = None,
+) -> None:
+    """Write the model of a run's last checkpoint as safetensors and config.json, which
+    from_pretrained and --init-from read; with the run's settings and its tokenizer's file.
+    """
+    from .export import export_run
+
+    export_run(run, out, push=push)
+
+
 @app.command("generate")
 def generate_command(
     run: Annotated[Path, typer.Argument(help="Results folder of a titan-mac or hybrid run.")],

@@ -69,6 +69,7 @@ LATER: dict[str, Any] = {
     "beta1": 0.9,
     "beta2": 0.95,
     "clip_norm": 1.0,
+    "init_from": None,
 }
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import typer
-from torch import nn
 
 from ..devices import checked_device
 from ..text import make_tokenizer
@@ -17,6 +15,7 @@ from .hybrid import HybridRun
 from .options import check_bounds
 from .text import TextRun
 from .titan_mac import TitanMACRun
+from .weights import load_model
 
 KINDS: dict[str, type[TextRun]] = {kind.model_name: kind for kind in (TitanMACRun, HybridRun)}
 
@@ -60,17 +59,3 @@ def kind_of(folder: RunFolder) -> type[TextRun]:
     if name not in KINDS:
         raise ValueError(f"wanted a run of {' or '.join(KINDS)}; {folder.path} holds {name}'s")
     return KINDS[name]
-
-
-def load_model(model: nn.Module, folder: RunFolder) -> None:
-    """Give the model a run's weights, and put it into evaluation mode.
-
-    Raises:
-        FileNotFoundError, ValueError: the folder holds no checkpoint, or that of another model.
-    """
-    state, file = folder.checkpoints.load(partial(typer.echo, err=True))
-    try:
-        model.load_state_dict(state["model"])
-    except (KeyError, RuntimeError) as error:
-        raise ValueError(f"wanted this model's checkpoint in {file}; got: {error}") from error
-    model.eval()

@@ -95,6 +95,13 @@ class Settings:
         int,
         of_training(min=0, max=LARGEST_SEED, help="Of weights and batches. Default: 0."),
     ] = 0
+    init_from: Annotated[
+        str | None,
+        of_training(
+            help="Begin with the weights of a run's folder, an exported one or a repository of the "
+            "Hugging Face hub."
+        ),
+    ] = None
     precision: Annotated[
         Precision, of_devices(help="bf16 is autocast over fp32 parameters. Default: bf16 on cuda.")
     ]

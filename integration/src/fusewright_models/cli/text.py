@@ -33,6 +33,7 @@ from .commands import (
 )
 from .presets import TextPreset
 from .settings import SAMPLE_TOKENS, TEMPERATURE, TextSettings
+from .weights import begin
 
 SAMPLE = "sample.txt"
 PROMPT_TOKENS = 64
@@ -145,6 +146,7 @@ def train_on_text(
         windows = run.windows(corpus)
         order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
         model = run.model(corpus.tokenizer.vocab_size)
+        begin(model, run, folder, resumed=resumed)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         processes.shard(model, run.blocks(model))
         training = run.training()

@@ -28,6 +28,7 @@ from .commands import (
 from .options import LARGEST_SEED
 from .presets import TRANSFORMER_NP
 from .settings import TransformerNPSettings
+from .weights import begin
 
 PREDICTIONS = "predictions.png"
 # Every run on the same kind of data is scored on the same tasks; no run can train on them.
@@ -128,6 +129,7 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
         check_device(run)
         held_out = run.sampler(held_out=True)
         model = run.model(held_out.x_width)
+        begin(model, run, folder, resumed=resumed)
         parameters = model.parameter_count()
         processes.shard(model, run.blocks(model))
         training = run.training()

@@ -68,6 +68,14 @@ class ByteEmbedding(nn.Module):
         standard = (summed / root - mean * self.weight.sum(0)) / deviation
         return self.norm(standard).view(*tokens.shape, self.weight.shape[1])
 
+    def token_bytes(self) -> list[bytes]:
+        """Those that it was made of, each as far as it was taken."""
+        place = torch.arange(POSITIONS, device=self.rows.device)
+        # Rows are of bytes and their places; the last stands for none.
+        table = (self.rows - BYTES * place).tolist()
+        counts = self.counts.int().tolist()
+        return [bytes(row[:count]) for row, count in zip(table, counts, strict=True)]
+
 
 def beginning(written: bytes) -> bytes:
     """As many whole characters as have room; all bytes that have, where they are no text."""

@@ -29,6 +29,7 @@ from fusewright.reversible import MidpointStack, Passed
 from torch import Tensor, nn
 
 from ..checks import check_backend, check_synchronised, check_targets, check_tokens
+from ..published import Published
 from .byte_embedding import ByteEmbedding
 from .config import HybridConfig
 from .layers import NORM_EPS, Caches, HybridLayer, Observer, all_keys, drawn
@@ -59,7 +60,7 @@ class Losses(NamedTuple):
     tape_bytes: int
 
 
-class HybridLM(nn.Module):
+class HybridLM(nn.Module, Published):
     """Language model of gated delta rule and gated sparse attention.
 
     Args:
@@ -79,6 +80,8 @@ class HybridLM(nn.Module):
         >>> model.loss(tokens).backward()                           # tokens [B, T + 1]
         >>> logits = model.logits(model(tokens))                    # [B, T + 1, V]
     """
+
+    config_type = HybridConfig
 
     def __init__(
         self,
@@ -107,6 +110,18 @@ class HybridLM(nn.Module):
         self.final_norm = RMSNorm(config.dim, eps=NORM_EPS, backend=backend)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         drawn(self, STD)
+
+    def extras(self) -> dict[str, Any]:
+        if not isinstance(self.embedding, ByteEmbedding):
+            return {}
+        # As text: of each byte the character of its number.
+        return {"bytes": [x.decode("latin-1") for x in self.embedding.token_bytes()]}
+
+    @classmethod
+    def options_from(cls, extras: dict[str, Any]) -> dict[str, Any]:
+        if "bytes" not in extras:
+            return {}
+        return {"token_bytes": [text.encode("latin-1") for text in extras["bytes"]]}
 
     def _make_embedding(self, token_bytes: Sequence[bytes] | None, backend: Backend) -> nn.Module:
         config = self.config

@@ -55,6 +55,7 @@ from ..checks import (
     check_targets,
     check_tokens,
 )
+from ..published import Published
 from .config import TitanMACConfig
 from .layers import Attention, Block, LayerState
 from .rotation import Rotation
@@ -92,7 +93,7 @@ class TitanMACState(NamedTuple):
     blocks: tuple[tuple[LayerState, ...], ...]
 
 
-class TitanMAC(nn.Module):
+class TitanMAC(nn.Module, Published):
     """Language model with a neural memory in every block.
 
     Args:
@@ -109,6 +110,8 @@ class TitanMAC(nn.Module):
         >>> hidden, state = model(tokens[:, 100:], state)           # goes on where that ended
         >>> logits = model.logits(hidden)                           # [B, T, V]
     """
+
+    config_type = TitanMACConfig
 
     def __init__(self, config: TitanMACConfig, *, backend: Backend = "auto") -> None:
         super().__init__()

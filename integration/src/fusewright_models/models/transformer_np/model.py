@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from ..._core.precision import without_autocast
 from ..checkpointing import recomputed
 from ..checks import check_backend, check_synchronised
+from ..published import Published
 from .layers import (
     Attention,
     Block,
@@ -86,7 +87,7 @@ def _uniform_(weight: Tensor, fan_in: int, gain: float = 1.0) -> None:
     nn.init.uniform_(weight, -gain / math.sqrt(fan_in), gain / math.sqrt(fan_in))
 
 
-class TransformerNP(nn.Module):
+class TransformerNP(nn.Module, Published):
     """Transformer neural process with a Gaussian mixture for every target.
 
     Args:
@@ -102,6 +103,8 @@ class TransformerNP(nn.Module):
         >>> model.loss(x_context, y_context, x_target, y_target).backward()
         >>> mean, variance, sample = model.predict(x_context, y_context, x_target)
     """
+
+    config_type = TransformerNPConfig
 
     def __init__(self, config: TransformerNPConfig, *, backend: Backend = "auto") -> None:
         super().__init__()

@@ -1,0 +1,240 @@
+"""Models are written to folders that any program of theirs reads, and read from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from fusewright_models import (
+    HYBRID,
+    TITAN_MAC,
+    HybridConfig,
+    HybridLM,
+    TitanMAC,
+    TransformerNP,
+    TransformerNPConfig,
+)
+from fusewright_models.cli import app
+from safetensors.torch import load_file, save_file
+
+from .commands import invoke
+
+SMALL = TransformerNPConfig(x_width=2, width=16, layers=1, heads=2, feed_forward_width=20)
+WORDS = [b"a", b"the", "\N{SNOWMAN}".encode(), b"\xff\x00"]
+
+
+def hybrid(embedding: str) -> HybridLM:
+    sizes = dict(vocab_size=len(WORDS)) if embedding == "bytes" else {}
+    config = HybridConfig(embedding=embedding, **sizes)
+    return HybridLM(config, token_bytes=WORDS if embedding == "bytes" else None)
+
+
+MAKERS = {
+    "transformer-np": lambda: TransformerNP(SMALL),
+    "titan-mac": lambda: TitanMAC(TITAN_MAC["tiny"]),
+    "hybrid": lambda: HybridLM(HYBRID["tiny"]),
+    "hybrid-plain": lambda: hybrid("plain"),
+    "hybrid-words": lambda: hybrid("bytes"),
+}
+
+
+def assert_same_model(one, other):
+    assert type(one) is type(other)
+    assert one.config == other.config
+    states = one.state_dict(), other.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for name, x in states[0].items():
+        assert torch.equal(x, states[1][name]), name
+    buffers = dict(other.named_buffers())
+    for name, x in one.named_buffers():
+        assert torch.equal(x, buffers[name]), name
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_models_come_back_as_they_were(name, tmp_path):
+    model = MAKERS[name]()
+    model.save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
+    found = type(model).from_pretrained(tmp_path, backend="reference")
+    assert_same_model(model, found)
+    assert not found.training
+    assert f"{type(model).__name__}.from_pretrained" in (tmp_path / "README.md").read_text()
+    other = MAKERS[name]()
+    other.load_pretrained(str(tmp_path))
+    assert_same_model(model, other)
+
+
+def test_dtype_and_device_are_those_asked_for(tmp_path):
+    MAKERS["titan-mac"]().bfloat16().save_pretrained(tmp_path)
+    assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    found = TitanMAC.from_pretrained(tmp_path, device="meta")
+    assert all(p.is_meta for p in found.parameters())
+
+
+def changed(folder, **parts):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | parts))
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def of_another_width(folder):
+    TransformerNP(TransformerNPConfig(x_width=3, width=16, layers=1, heads=2)).save_pretrained(
+        folder / "other"
+    )
+    shutil.copy(folder / "other/model.safetensors", folder)
+
+
+DAMAGES = {
+    "no such file": (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, None),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), FileNotFoundError, None),
+    "not JSON": (lambda folder: cut(folder / "config.json"), ValueError, "wanted a model's config"),
+    "a list": (
+        lambda folder: (folder / "config.json").write_text("[1]"),
+        ValueError,
+        "wanted a model's config",
+    ),
+    "cut": (lambda folder: cut(folder / "model.safetensors"), ValueError, "wanted this model's we"),
+    "another model": (
+        lambda folder: changed(folder, model="TitanMAC"),
+        ValueError,
+        "wanted a TransformerNP; .* is that of a TitanMAC",
+    ),
+    "another version": (
+        lambda folder: changed(folder, shape={"x_width": 2, "depth": 3}),
+        ValueError,
+        "written by another version: it has depth",
+    ),
+    "no shape": (
+        lambda folder: changed(folder, shape={"x_width": 2, "width": 15}),
+        ValueError,
+        "width must be divisible by heads",
+    ),
+    "weights of another shape": (of_another_width, ValueError, "wanted this model's weights"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_no_model_of_ours_is_refused(damage, tmp_path):
+    harm, error, message = DAMAGES[damage]
+    MAKERS["transformer-np"]().save_pretrained(tmp_path)
+    harm(tmp_path)
+    with pytest.raises(error, match=message):
+        TransformerNP.from_pretrained(tmp_path)
+
+
+def test_weights_that_lack_one_are_refused(tmp_path):
+    MAKERS["transformer-np"]().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    state.popitem()
+    save_file(state, file)
+    with pytest.raises(ValueError, match="Missing key"):
+        TransformerNP.from_pretrained(tmp_path)
+
+
+FLAGS = ["--preset", "tiny", "--device", "cpu", "--steps", "2", "--eval-every", "2"]
+
+
+@pytest.fixture
+def trained(tmp_path, text, short_samples, without_pictures):
+    """Trains a model into a folder."""
+
+    def train(model, name, *more):
+        flags = [model, *FLAGS, "--out", tmp_path / name, *more]
+        if model != "transformer-np":
+            flags += ["--dataset", text, "--seq-len", "32"]
+        result = invoke(app, *flags)
+        assert result.exit_code == 0, result.output
+        return tmp_path / name
+
+    return train
+
+
+@pytest.mark.parametrize("model", ["transformer-np", "titan-mac", "hybrid"])
+def test_runs_are_exported_and_others_begin_with_them(model, trained, tmp_path):
+    run, out = trained(model, "run"), tmp_path / "exported"
+    result = invoke(app, "export", run, "--out", out)
+    assert result.exit_code == 0, result.output
+    kinds = {"transformer-np": TransformerNP, "titan-mac": TitanMAC, "hybrid": HybridLM}
+    assert result.output == f"{kinds[model].__name__} in {out}\n"
+    assert json.loads((out / "run.json").read_text()) == json.loads(
+        (run / "config.json").read_text()
+    )
+    exported = kinds[model].from_pretrained(out)
+    state = torch.load(next((run / "checkpoints/step-000002").glob("*.pt")), weights_only=True)
+    for name, x in exported.state_dict().items():
+        assert torch.equal(x, state["model"][name]), name
+    # At a rate of nothing they are what they begin with.
+    still = ["--lr", "0"]
+    for source in (run, out):
+        begun = trained(model, f"from-{source.name}", "--init-from", source, *still)
+        again = tmp_path / f"again-{source.name}"
+        assert invoke(app, "export", begun, "--out", again).exit_code == 0
+        found = kinds[model].from_pretrained(again)
+        learned = {name for name, _ in found.named_parameters()}
+        for name, x in found.state_dict().items():
+            assert name not in learned or torch.equal(x, exported.state_dict()[name]), name
+
+
+def test_a_run_goes_on_without_the_weights_that_it_began_with(trained, tmp_path):
+    first = trained("transformer-np", "first")
+    second = trained("transformer-np", "second", "--init-from", first)
+    shutil.rmtree(first)
+    result = invoke(app, "transformer-np", "--resume", second, "--steps", "3")
+    assert result.exit_code == 0, result.output
+
+
+def test_what_cannot_be_exported_or_begun_with_is_told_in_a_sentence(trained, tmp_path):
+    run = trained("transformer-np", "run")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    (tmp_path / "nothing").mkdir()
+    refused = {
+        ("export", run, "--out", tmp_path / "full"): "wanted an empty folder in --out; got",
+        (
+            "export",
+            tmp_path / "nothing",
+            "--out",
+            tmp_path / "x",
+        ): "wanted the folder of a run with config.json",
+        ("transformer-np", *FLAGS, "--init-from", tmp_path / "nothing"): "config.json",
+        ("titan-mac", *FLAGS, "--init-from", run): "wanted this model's checkpoint",
+    }
+    for arguments, sentence in refused.items():
+        result = invoke(app, *arguments)
+        assert result.exit_code == 2, result.output
+        assert sentence in result.output, result.output
+        assert "Traceback" not in result.output
+    assert not (tmp_path / "x").exists()
+
+
+def test_exported_folders_are_uploaded(trained, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    told = []
+
+    class Hub:
+        def create_repo(self, name, *, exist_ok):
+            told.append((name, exist_ok))
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/me/{name}")
+
+        def upload_folder(self, *, repo_id, folder_path):
+            told.append((repo_id, folder_path))
+            return f"https://huggingface.co/{repo_id}"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    out = tmp_path / "out"
+    run = trained("transformer-np", "run")
+    result = invoke(app, "export", run, "--out", out, "--push", "tasks")
+    assert result.exit_code == 0, result.output
+    assert told == [("tasks", True), ("me/tasks", out)]
+    assert result.output.endswith("https://huggingface.co/me/tasks\n")

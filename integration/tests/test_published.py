@@ -64,7 +64,7 @@ def test_models_come_back_as_they_were(name, tmp_path):
     found = type(model).from_pretrained(tmp_path, backend="reference")
     assert_same_model(model, found)
     assert not found.training
-    assert f"{type(model).__name__}.from_pretrained" in (tmp_path / "README.md").read_text()
+    assert "library_name: fusewright-models" in (tmp_path / "README.md").read_text()
     other = MAKERS[name]()
     other.load_pretrained(str(tmp_path))
     assert_same_model(model, other)

@@ -17,26 +17,9 @@ from safetensors.torch import load_file, save_file
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # What of a call goes to the hub.
 ASKED = "revision", "cache_dir", "force_download", "local_files_only", "token"
-CARD = """---
-{{ card_data }}
----
-
-# {{ model_name | default("A model of fusewright") }}
-
-    from fusewright_models import {{ model_name | default("TransformerNP, TitanMAC or HybridLM") }}
-
-    model = {{ model_name | default("the class") }}.from_pretrained("this folder or repository")
-
-Weights are fp32 in model.safetensors, the shape of the model is in config.json.
-"""
 
 
-class Published(
-    PyTorchModelHubMixin,
-    library_name="fusewright-models",
-    license="apache-2.0",
-    model_card_template=CARD,
-):
+class Published(PyTorchModelHubMixin, library_name="fusewright-models", license="apache-2.0"):
     """What a model of ours is beside an ``nn.Module``: ``save_pretrained``, ``from_pretrained`` and
     ``push_to_hub``, as huggingface_hub has them.
 
@@ -59,9 +42,6 @@ class Published(
     def options_from(cls, extras: dict[str, Any]) -> dict[str, Any]:
         """Options of the class from what ``extras`` gave."""
         return {}
-
-    def generate_model_card(self, *args: Any, **options: Any) -> Any:
-        return super().generate_model_card(*args, **{"model_name": name_of(type(self))} | options)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         model: Any = self

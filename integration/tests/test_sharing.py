@@ -50,6 +50,7 @@ assert processes.told(float(mine)).count(float(mine)) == 1
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "batch", "count"),
     [("pre", 1, 2), ("post", 3, 4), ("block", 2, 2), ("keep-attention", 1, 2)],

@@ -39,6 +39,14 @@ Config = Annotated[
         "run; flags win."
     ),
 ]
+DryRun = Annotated[
+    bool,
+    of_folder(
+        "--dry-run",
+        help="Check all settings and print parameters, operations, memory and time; nothing is "
+        "trained or written.",
+    ),
+]
 Margin = Annotated[
     float,
     of_folder(help="Fail unless the result is so many bits per byte below order 2."),
@@ -53,7 +61,7 @@ def main() -> None:
 
 
 @app.command("transformer-np")
-@takes(TransformerNPSettings, config=Config, out=Out, resume=Resume)
+@takes(TransformerNPSettings, config=Config, out=Out, resume=Resume, dry_run=DryRun)
 def transformer_np_command(**flags: Any) -> None:
     """Train a TransformerNP: predict targets from a context set, with their uncertainty.
 
@@ -68,7 +76,7 @@ def transformer_np_command(**flags: Any) -> None:
 
 
 @app.command("titan-mac")
-@takes(TitanMACSettings, config=Config, out=Out, resume=Resume, margin=Margin)
+@takes(TitanMACSettings, config=Config, out=Out, resume=Resume, dry_run=DryRun, margin=Margin)
 def titan_mac_command(**flags: Any) -> None:
     """Train a TitanMAC: a language model with a neural memory that learns while it reads.
 
@@ -83,7 +91,7 @@ def titan_mac_command(**flags: Any) -> None:
 
 
 @app.command("hybrid")
-@takes(HybridSettings, config=Config, out=Out, resume=Resume, margin=Margin)
+@takes(HybridSettings, config=Config, out=Out, resume=Resume, dry_run=DryRun, margin=Margin)
 def hybrid_command(**flags: Any) -> None:
     """Train a HybridLM: gated delta rule and learned sparse attention in a reversible stack.
 

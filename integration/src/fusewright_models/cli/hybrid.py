@@ -115,6 +115,14 @@ class HybridRun(HybridSettings, TextRun):
     def built(self, vocab_size: int) -> HybridLM:
         return HybridLM(self.shape(vocab_size), backend=self.backend)
 
+    def batch(self, windows: Tensor) -> HybridBatch:
+        return HybridBatch(windows, dense=False)
+
+    @property
+    def counted_length(self) -> int:
+        # Of a window of twice as many, plain torch's attention is to as many on average.
+        return 2 * self.selected_keys
+
     def scored(self, model: HybridLM) -> Any:
         return SimpleNamespace(loss=model.next_token_loss)
 

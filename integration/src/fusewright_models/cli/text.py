@@ -12,9 +12,18 @@ import torch
 import typer
 from rich.console import Console
 from rich.text import Text
-from torch import nn
+from torch import Tensor, nn
 
-from ..text import ByteModel, Corpus, Windows, documents, evaluate_text, make_tokenizer, read_corpus
+from ..text import (
+    ByteModel,
+    Corpus,
+    TextBatch,
+    Windows,
+    documents,
+    evaluate_text,
+    make_tokenizer,
+    read_corpus,
+)
 from ..text.evaluation import LanguageModel
 from ..text.generation import StreamingModel, continued
 from ..training import RunFolder, Trainer
@@ -31,6 +40,7 @@ from .commands import (
     train,
     usage_errors,
 )
+from .dry_run import BatchSize, counted, tell
 from .presets import TextPreset
 from .settings import SAMPLE_TOKENS, TEMPERATURE, TextSettings
 from .weights import begin
@@ -39,6 +49,8 @@ SAMPLE = "sample.txt"
 PROMPT_TOKENS = 64
 # Of a vocabulary that is not read yet: bytes.
 BYTES = 256
+# Tokens of the window that a dry run counts on a CPU.
+MOST_COUNTED = 512
 # A data set is read until it has the tokens that the run reads, but at least and at most these:
 # fewer would leave too little held out, more would not fit beside the model.
 FEWEST_TOKENS, MOST_TOKENS = 2**26, 2**30
@@ -82,6 +94,15 @@ class TextRun(TextSettings, Run):
         """The model over a vocabulary of that size, on the default device; likewise."""
         raise NotImplementedError
 
+    def batch(self, windows: Tensor) -> TextBatch:
+        """Windows ``[B, T + 1]`` as the loss takes them."""
+        return TextBatch(windows)
+
+    @property
+    def counted_length(self) -> int:
+        """Tokens of a window that is counted: of longer ones each has no more operations."""
+        raise NotImplementedError
+
     def scored(self, model: Any) -> LanguageModel:
         """What evaluations ask for a loss."""
         return model
@@ -97,13 +118,18 @@ class TextRun(TextSettings, Run):
         Raises:
             ValueError: ``vocab_size`` is smaller, or the sizes do not go together.
         """
+        vocab_size = self.checked_vocab_size(tokens)
+        torch.manual_seed(self.seed)
+        return self.built(vocab_size).to(device or self.device)
+
+    def checked_vocab_size(self, tokens: int) -> int:
+        """Of the model, over a tokenizer's of that size; likewise."""
         vocab_size = tokens if self.vocab_size is None else self.vocab_size
         if vocab_size < tokens:
             raise ValueError(
                 f"the tokenizer has {tokens} tokens; got --vocab-size {vocab_size}, which is less"
             )
-        torch.manual_seed(self.seed)
-        return self.built(vocab_size).to(device or self.device)
+        return vocab_size
 
     def corpus(self) -> Corpus:
         return read_corpus(
@@ -134,6 +160,7 @@ def train_on_text(
         typer.Exit: it was stopped, or ends less than ``margin`` below the order-2 byte model.
     """
     resumed, margin = "resume" in flags, flags.pop("margin", None)
+    dry = flags.pop("dry_run", False)
     with usage_errors():
         run, folder = open_run(kind, flags)
     # What is left of the flags is other than in the file.
@@ -142,6 +169,9 @@ def train_on_text(
         check_device(run)
         # Sizes that do not go together are told before the data is read.
         run.shape(run.vocab_size or BYTES)
+        if dry:
+            _tell(console, run, loss_function)
+            return
         corpus = run.corpus()
         windows = run.windows(corpus)
         order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
@@ -201,6 +231,24 @@ def train_on_text(
             f"wanted {margin} bits per byte or more below the order-2 byte model; got {reached:.4f}"
         )
         raise typer.Exit(1)
+
+
+def _tell(console: Console, run: TextRun, loss_function: Callable[[Any, Any], Any]) -> None:
+    """What the run would take, by one window that is as long as it has to be."""
+    vocab_size = run.checked_vocab_size(make_tokenizer(run.tokenizer).vocab_size)
+    on_cpu = torch.device(run.device).type == "cpu"
+    # What plain torch keeps grows with the window, and its operations do not.
+    length = min(run.seq_len, MOST_COUNTED if on_cpu else max(2, run.counted_length))
+    shape = run.shape(vocab_size)
+    with torch.device("meta"):
+        model = run.built(vocab_size)
+        batch = run.batch(torch.zeros(1, length + 1, dtype=torch.int64))
+        optimizer_of(run, model)
+        forward = counted(model, lambda: loss_function(model, batch), length)
+    tokens = run.batch_size * run.seq_len
+    columns = shape.layers, shape.dim
+    size = BatchSize(rows=tokens, unit="token", units=tokens, layer_columns=columns)
+    tell(console, run, run.title, forward, size)
 
 
 def _sample(model: StreamingModel, corpus: Corpus, seed: int) -> tuple[bytes, bytes]:

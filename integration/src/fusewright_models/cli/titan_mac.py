@@ -28,6 +28,10 @@ class TitanMACRun(TitanMACSettings, TextRun):
     def label(self) -> str:
         return self.variant
 
+    @property
+    def counted_length(self) -> int:
+        return self.chunk_size
+
     def shape(self, vocab_size: int) -> TitanMACConfig:
         chosen: dict[str, Any] = {
             field: getattr(self, name) for name, field in SHAPE_FIELDS.items()

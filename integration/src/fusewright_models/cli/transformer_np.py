@@ -25,6 +25,7 @@ from .commands import (
     train,
     usage_errors,
 )
+from .dry_run import BatchSize, counted, tell
 from .options import LARGEST_SEED
 from .presets import TRANSFORMER_NP
 from .settings import TransformerNPSettings
@@ -89,6 +90,10 @@ class TransformerNPRun(TransformerNPSettings, Run):
 
     def model(self, x_width: int) -> TransformerNP:
         torch.manual_seed(self.seed)
+        return self.built(x_width).to(self.device)
+
+    def built(self, x_width: int) -> TransformerNP:
+        """The model of tasks with so many coordinates, on the default device."""
         config = TransformerNPConfig(
             **TRANSFORMER_NP[self.preset].architecture,
             x_width=x_width,
@@ -98,7 +103,7 @@ class TransformerNPRun(TransformerNPSettings, Run):
             indicator=self.indicator,
             checkpointing=self.checkpointing,
         )
-        return TransformerNP(config, backend=self.backend).to(self.device)
+        return TransformerNP(config, backend=self.backend)
 
 
 def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
@@ -120,13 +125,16 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
         typer.BadParameter: it cannot be served.
         typer.Exit: it was stopped.
     """
-    resumed = "resume" in flags
+    resumed, dry = "resume" in flags, flags.pop("dry_run", False)
     with usage_errors():
         run, folder = open_run(TransformerNPRun, flags)
     # What is left of the flags is other than in the file.
     with usage_errors(folder.config_file if resumed and not flags else None):
         processes, folder, console = join_others(run, folder)
         check_device(run)
+        if dry:
+            _tell(console, run)
+            return
         held_out = run.sampler(held_out=True)
         model = run.model(held_out.x_width)
         begin(model, run, folder, resumed=resumed)
@@ -163,6 +171,21 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
     with usage_errors():
         folder.draw(PREDICTIONS, picture)
     _report(console, folder, held_out.reference)
+
+
+def _tell(console: Console, run: TransformerNPRun) -> None:
+    """What the run would take, by a batch that is drawn for it."""
+    run.source(padded=False)
+    task = run.sampler().sample(run.batch_size)
+    with torch.device("meta"):
+        model = run.built(task.x_target.shape[-1])
+        batch = task.to("meta")
+        optimizer_of(run, model)
+        forward = counted(model, lambda: negative_log_likelihood(model, batch), task.tokens)
+    forward = forward._replace(parameters=model.parameter_count())
+    columns = model.config.layers, model.config.width
+    size = BatchSize(rows=task.tokens, unit="task", units=run.batch_size, layer_columns=columns)
+    tell(console, run, "TransformerNP", forward, size)
 
 
 def _report(console: Console, folder: RunFolder, reference: str) -> None:

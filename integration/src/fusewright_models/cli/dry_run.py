@@ -1,0 +1,194 @@
+"""``--dry-run``: what a run would take. Its model has no memory and its steps are not taken: one
+forward pass of shapes alone is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..training import TrainingConfig
+from .commands import Run
+
+# Of a step, as long as forward passes: a backward pass has two products for each of a forward one.
+PASSES = 3
+# Weights and gradients in fp32, and at most what an optimizer keeps of each parameter, in bytes.
+WEIGHT_AND_GRADIENT = 8
+STATE = {"adamw": 8, "torch-adamw": 8, "nested": 9, "muon": 8, "m3": 16, "learned": 17}
+# Bytes that a step keeps on a GPU of each token in bf16, for each column of the model and for each
+# column of each layer: by peaks of integration/results, nothing computed again.
+ON_GPU = {
+    "transformer-np": (0, 33),
+    "titan-mac": (0, 107),
+    "exact": (287, 0),
+    "stored": (220, 17),
+    "plain": (189, 85),
+}
+# A product takes so long to be measured, in seconds.
+MEASURED = 0.1
+
+
+class Counted(NamedTuple):
+    """One forward pass of a batch.
+
+    Attributes:
+        parameters: of the model.
+        rows: tokens that the batch has.
+        operations: of the matrix products, by the formulas in plain torch.
+        kept: bytes that plain torch keeps for the backward pass.
+    """
+
+    parameters: int
+    rows: int
+    operations: int
+    kept: int
+
+
+class BatchSize(NamedTuple):
+    """Of a run's batch and model.
+
+    Attributes:
+        rows: tokens of the batch.
+        unit: what it is counted in, "token" or "task".
+        units: how many of these it has.
+        layer_columns: layers of the model, and its columns.
+    """
+
+    rows: int
+    unit: str
+    units: int
+    layer_columns: tuple[int, int]
+
+
+def counted(model: nn.Module, loss: Callable[[], Any], rows: int) -> Counted:
+    """Count a forward pass.
+
+    Args:
+        model: on the device "meta", as what ``loss`` computes.
+        loss: of a batch.
+        rows: of the batch.
+    """
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        # As long as it is held, its storage has its number.
+        kept[x.untyped_storage()._cdata] = x
+        return x
+
+    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda x: x):
+        loss()
+    return Counted(
+        parameters=sum(p.numel() for p in model.parameters()),
+        rows=rows,
+        operations=counter.get_total_flops(),
+        kept=sum(x.untyped_storage().nbytes() for name, x in kept.items() if name not in own),
+    )
+
+
+def tell(console: Console, run: Run, title: str, forward: Counted, size: BatchSize) -> None:
+    """Print what the run of a model with that title would take.
+
+    Args:
+        console: where to.
+        run: of these settings.
+        title: of the model, for people.
+        forward: pass of a batch, which may be smaller than the run's.
+        size: of the run's batch.
+    """
+    training, device = run.training(), torch.device(run.device)
+    batch = PASSES * size.rows / forward.rows * forward.operations
+    step = batch * training.accumulation_steps
+    whole = step * training.steps
+    states = (WEIGHT_AND_GRADIENT + STATE[run.optimizer]) * forward.parameters
+    kept = kept_bytes(run, forward, size)
+    rate, has = product_rate(device, training), memory(device)
+    units = size.units * training.accumulation_steps
+    lines = [
+        f"{title} ({run.label}), {forward.parameters:,} parameters, {run.device}, {run.precision}",
+        f"{_scaled(batch / size.units)}FLOP a {size.unit}, {_scaled(step)}FLOP a step of {units:,} "
+        f"{size.unit}s, {_scaled(whole)}FLOP in {training.steps:,} steps",
+        f"memory: {_bytes(states)} for weights, gradients and {run.optimizer}, and about "
+        f"{_bytes(kept)} that a backward pass needs; {run.device} has {_bytes(has)}",
+        f"time: {_duration(whole / rate)} or more, at the {_scaled(rate)}FLOP/s of matrix products "
+        "alone that were measured here now",
+        "nothing was trained, and nothing was written",
+    ]
+    if states + kept > has:
+        lines.insert(3, "which may be too much: a smaller --batch-size needs less")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def kept_bytes(run: Run, forward: Counted, size: BatchSize) -> float:
+    """What a backward pass needs: on a CPU what plain torch keeps, on a GPU what was measured."""
+    if torch.device(run.device).type == "cpu":
+        return size.rows / forward.rows * forward.kept
+    layers, columns = size.layer_columns
+    of_model, of_layer = ON_GPU[getattr(run, "mode", run.model_name)]
+    wide = 1 if run.precision == "bf16" else 2
+    return wide * size.rows * columns * (of_model + layers * of_layer)
+
+
+def product_rate(device: torch.device, training: TrainingConfig) -> float:
+    """Operations a second of a product of square matrices, in the precision of the training."""
+    dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
+    size = 4096 if device.type == "cuda" else 512
+    x = torch.ones(size, size, device=device, dtype=dtype)
+
+    def seconds(times: int) -> float:
+        _wait(device)
+        begun = time.perf_counter()
+        for _ in range(times):
+            x @ x
+        _wait(device)
+        return time.perf_counter() - begun
+
+    # The first one sets the library up.
+    seconds(1)
+    times = 1
+    while (passed := seconds(times)) < MEASURED:
+        times *= 2
+    return times * 2 * size**3 / passed
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory(device: torch.device) -> int:
+    """Of the device, or of this machine, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _scaled(number: float) -> str:
+    """Such as 1.32 G."""
+    power = 0
+    while number >= 1000.0 and power < 7:
+        number, power = number / 1000.0, power + 1
+    return f"{_short(number)} {' kMGTPEZ'[power].strip()}"
+
+
+def _bytes(number: float) -> str:
+    return f"{_short(number / 2**30)} GiB" if number >= 2**30 else f"{_short(number / 2**20)} MiB"
+
+
+def _duration(seconds: float) -> str:
+    for name, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            return f"{_short(seconds / length)} {name}"
+    return f"{_short(seconds)} seconds"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000.0 else f"{number:.3g}"

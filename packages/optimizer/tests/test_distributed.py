@@ -4,63 +4,34 @@ of theirs go on in any number of processes.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
 from fusewright.optimizer import AdamW
-from fusewright_testkit.plugin import alone
 
 from .compared import assert_equal, assert_near
+from .several import found_by_all, needs_gloo, run_once, script
 
 EPS = torch.finfo(torch.float32).eps
 
-SCRIPT = pathlib.Path(__file__).parent / "sharded.py"
-SECONDS = 120
-
-
-def script():
-    """The script as a module: tests are no package."""
-    spec = importlib.util.spec_from_file_location("sharded", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
+pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
 def sharded():
-    return script()
+    return script("sharded")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> pathlib.Path:
-    """Where the two processes have left what they found, once in a run of the tests."""
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "sharded"
-    with alone(folder.with_suffix(".lock")):
-        if not folder.exists():
-            folder.mkdir()
-            command = [sys.executable, str(SCRIPT), str(folder)]
-            # Who waits for the other in vain gives up after a minute.
-            subprocess.run(command, timeout=SECONDS, check=True)
-    return folder
+def folder(sharded, tmp_path_factory):
+    return run_once(sharded, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def of_both(folder) -> list[dict]:
+def of_both(sharded, folder) -> list[dict]:
     """By process, what is of no backend."""
-    return [torch.load(folder / f"found-{rank}.pt", weights_only=True) for rank in range(2)]
+    return found_by_all(sharded, folder)
 
 
 @pytest.fixture
@@ -135,8 +106,8 @@ def test_bits_that_bf16_lacks_go_on_in_two_processes(of_both, name, way):
 def test_optimizers_take_sharded_parameters_or_say_that_they_do_not(of_both):
     for each in of_both:
         said = dict(each["refusals"])
-        assert said.pop("AdamW") == ""
-        assert len(said) == 7
+        assert [said.pop(name) for name in ("AdamW", "M3", "Muon")] == [""] * 3
+        assert len(said) == 5
         for message in said.values():
             assert "got a DTensor" in message
 

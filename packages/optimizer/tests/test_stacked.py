@@ -288,6 +288,7 @@ def test_bad_parameters_are_refused(make, p, message):
         make([torch.nn.Parameter(p)])
 
 
+@pytest.mark.parametrize("make", [DeltaMomentum, DeepMomentum])
 def test_sharded_parameters_are_refused(make, monkeypatch):
     monkeypatch.setattr(checks, "is_distributed", lambda x: True)
     with pytest.raises(TypeError, match="must be whole, got a Parameter"):

@@ -27,33 +27,35 @@ class StackedAdamW:
     """The launches for one stack.
 
     Args:
-        params: of the stack.
         views: the state of each parameter, by name.
     """
 
-    def __init__(self, params: Sequence[Tensor], views: Mapping[str, Sequence[Tensor]]) -> None:
-        self.params, self.views = params, views
+    def __init__(self, views: Mapping[str, Sequence[Tensor]]) -> None:
+        self.views = views
         # What the part was planned for.
         self.planned: list[Any] = []
-        self.results = new_results(params[0].device)
+        self.results = new_results(views["step"][0].device)
 
     def move(
-        self, sign: float, scale: Tensor | None, group: dict[str, Any], skips: Tensor | None
+        self,
+        params: Sequence[Tensor],
+        gradients: list[Tensor],
+        sign: float,
+        scale: Tensor | None,
+        group: dict[str, Any],
+        skips: Tensor | None,
     ) -> None:
         """Take the step, unless it is skipped."""
-        pairs = [(p.detach(), p.grad) for p in self.params if p.grad is not None]
-        gradients = [g for _, g in pairs]
-        planned = [sign, addresses_of(p for p, _ in pairs), layouts_of(gradients)]
+        planned = [sign, addresses_of(params), layouts_of(gradients)]
         if planned != self.planned:
-            views = self.views
-            key = BatchKey(pairs[0][0].dtype, gradients[0].dtype, torch.float32, False, False, 0)
+            views, first = self.views, params[0]
+            key = BatchKey(first.dtype, gradients[0].dtype, torch.float32, False, False, 0)
+            state = views["exp_avg"], views["exp_avg_sq"], views["step"]
             members = [
-                Member(place, p, (m, v, None, None), t, 0, sign, key, None)
-                for place, ((p, _), m, v, t) in enumerate(
-                    zip(pairs, views["exp_avg"], views["exp_avg_sq"], views["step"], strict=True)
-                )
+                Member(place, p.detach(), (m, v, None, None), t, 0, sign, key, None)
+                for place, (p, m, v, t) in enumerate(zip(params, *state, strict=True))
             ]
-            self.part = launch.KernelPart(members, RULES, self.params[0].device)
+            self.part = launch.KernelPart(members, RULES, first.device)
             self.planned = planned
         part = self.part
         betas, eps = group["adam_betas"], group["adam_eps"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ class MatrixLaunches:
 
     def __init__(self, stack: Stack) -> None:
         self.stack, self.device = stack, stack.device
-        count, elements = len(stack.params), stack.shape.numel()
+        count, elements = len(stack.params), stack.local_params()[0].numel()
         self.parameters = Uploaded(count, torch.int64, self.device, exclusive=True)
         self.gradients = Uploaded(count, torch.int64, self.device, exclusive=True)
         self.uploaded = Uploaded(3, torch.float32, self.device)
@@ -54,9 +55,9 @@ class MatrixLaunches:
     def begin(self, factor: float | Tensor, decay: float | Tensor, rate: float | Tensor) -> None:
         """Take this step's gradients and numbers."""
         stack = self.stack
-        gradients = [p.grad.contiguous().resolve_neg() for p in stack.params if p.grad is not None]
+        gradients = [g.contiguous().resolve_neg() for g in stack.local_gradients()]
         self.copies = gradients
-        parameters, addresses = addresses_of(stack.params), addresses_of(gradients)
+        parameters, addresses = addresses_of(stack.local_params()), addresses_of(gradients)
         self.parameters.hold(parameters)
         self.gradients.hold(addresses)
         self.of_gradients = dict(G=gradients[0].dtype, ALIGNED=aligned(addresses))
@@ -73,6 +74,15 @@ class MatrixLaunches:
         shape = len(self.stack.params), self.max_programs
         return torch.empty(shape, dtype=torch.float64, device=self.device)
 
+    def sum_(self, *partials: Tensor) -> Iterator[None]:
+        """Partial sums over this process's rows become those over all rows."""
+        if self.stack.shares is None:
+            return
+        totals = torch.stack([x[:, : self.programs].sum(1) for x in partials])
+        yield from self.stack.sum_(totals)
+        for x, total in zip(partials, totals.unbind(), strict=True):
+            x.zero_()[:, 0] = total
+
     def launch(
         self,
         kernel: str,
@@ -83,6 +93,8 @@ class MatrixLaunches:
         **constants: Any,
     ) -> None:
         """Launch a kernel by its name, one program for each span of each matrix."""
+        if not self.elements:
+            return
         grid, sizes = (len(self.stack.params), self.programs), (self.elements, self.span, *integers)
         constants |= {"HAS_SKIPS": skips is not None}
         launch = planned(kernels, self.device, kernel, grid, sizes, MATRICES, **constants)
@@ -102,12 +114,13 @@ class MatrixLaunches:
 
     def muon_direction(
         self, m: Tensor, mu: float, nesterov: bool, dtype: torch.dtype | None, skips: Tensor | None
-    ) -> Tensor:
+    ) -> Generator[None, None, Tensor]:
         """Update the momentum; returns each matrix's direction over its norm."""
         squares = self.partial_sums()
         tensors = self.gradients.table, m, self.numbers, skips, squares
         constants = self.of_gradients | {"NESTEROV": nesterov}
         self.launch("muon_momentum_kernel", tensors, skips, (mu,), **constants)
+        yield from self.sum_(squares)
         return self.unit(m, squares, dtype, mu, nesterov)
 
     def muon_move(self, direction: Tensor, skips: Tensor | None) -> None:
@@ -115,7 +128,9 @@ class MatrixLaunches:
         constants = self.of_parameters | {"OUT": direction.dtype}
         self.launch("muon_move_kernel", tensors, skips, **constants)
 
-    def m3_memories(self, group: dict[str, Any], skips: Tensor | None) -> tuple[Tensor, Tensor]:
+    def m3_memories(
+        self, group: dict[str, Any], skips: Tensor | None
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """Update momenta and second moments; returns the fast momentum of each matrix over its
         norm, and partial sums of the second moments.
         """
@@ -126,6 +141,10 @@ class MatrixLaunches:
         tensors = self.gradients.table, *state, self.numbers, skips, squares, sums
         floats = *group["retain"][:2], *group["betas"]
         self.launch("m3_memories_kernel", tensors, skips, floats, **self.of_gradients)
+        yield from self.sum_(squares, sums)
+        if self.stack.shares is not None:
+            # Their mean is taken over this process's rows.
+            sums *= self.elements / self.stack.shape.numel()
         return self.unit(fast, squares, group["ns_dtype"], 0.0, False), sums
 
     def m3_move(

@@ -11,7 +11,7 @@ Behrouz, Razaviyayn, Zhong and Mirrokni, Nested Learning, arXiv 2512.24695, sect
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -71,7 +71,8 @@ class M3(MatrixOptimizer):
     spares a buffer of their sum. Arithmetic and state are fp32 for narrower parameters.
 
     Raises:
-        TypeError: a parameter is not floating, not strided or sharded; a gradient is sparse.
+        TypeError: a parameter is not floating or not strided, or a matrix is sharded otherwise
+            than by rows; a gradient is sparse.
         ValueError: an option is out of its range, a matrix has fewer than two axes, a gradient or a
             loaded state has another shape or device than its parameter.
     """
@@ -150,37 +151,41 @@ class M3(MatrixOptimizer):
 
     def _move_matrices(
         self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None
-    ) -> None:
+    ) -> Iterator[None]:
         (beta1, beta2, beta3), (a1, a2, a3) = group["betas"], group["retain"]
         buffers, p, lr = stack.buffers, stack.values(), group["lr"]
         fast = a1 * buffers["fast_momentum"] + beta1 * g
         v = a2 * buffers["second_moment"] + beta2 * g * g
         slow = buffers["slow_momentum"] + beta3 * g
-        direction = orthogonal(as_matrices(fast), group).view_as(p)
-        direction = direction + group["alpha"] * buffers["slow_direction"]
+        direction = yield from stack.applied(lambda x: orthogonal(x, group), as_matrices(fast))
+        direction = direction.view_as(p) + group["alpha"] * buffers["slow_direction"]
         root = as_matrices(v.sqrt())
         if group["relative"]:
-            root = relative_to_mean_square(root)
+            # In fp64: squares of large elements overflow in fp32.
+            total = root.double().square().sum((-2, -1), keepdim=True)
+            yield from stack.sum_(total)
+            root = relative_to(root, (total / (stack.rows * stack.columns)).sqrt())
         new = (1.0 - lr * group["weight_decay"]) * p
         new = new - lr * direction / (root.view_as(p) + group["eps"])
         stack.move(skips, p, new)
         state = dict(fast_momentum=fast, second_moment=v, slow_momentum=slow)
         if fires(group):
-            state["slow_direction"] = orthogonal(as_matrices(slow), group).view_as(p)
-            state["slow_momentum"] = a3 * slow
+            direction = yield from stack.applied(lambda x: orthogonal(x, group), as_matrices(slow))
+            state |= dict(slow_direction=direction.view_as(p), slow_momentum=a3 * slow)
         stack.keep(skips, **state)
 
     def _move_matrices_by_kernels(
         self, launches: Any, group: dict[str, Any], skips: Tensor | None
-    ) -> None:
+    ) -> Iterator[None]:
         stack = launches.stack
-        unit, sums = launches.m3_memories(group, skips)
-        launches.m3_move(orthogonal_of(unit, group), sums, group, skips)
+        unit, sums = yield from launches.m3_memories(group, skips)
+        o = yield from stack.applied(lambda x: orthogonal_of(x, group), unit)
+        launches.m3_move(o, sums, group, skips)
         if fires(group):
             slow = stack.buffers["slow_momentum"]
-            direction = orthogonal(as_matrices(slow), group).view_as(slow)
+            direction = yield from stack.applied(lambda x: orthogonal(x, group), as_matrices(slow))
             retained = group["retain"][2] * slow
-            stack.keep(skips, slow_direction=direction, slow_momentum=retained)
+            stack.keep(skips, slow_direction=direction.view_as(slow), slow_momentum=retained)
 
 
 def fires(group: dict[str, Any]) -> bool:
@@ -188,8 +193,7 @@ def fires(group: dict[str, Any]) -> bool:
     return group["steps"] % group["frequency"] == 0
 
 
-def relative_to_mean_square(x: Tensor) -> Tensor:
+def relative_to(x: Tensor, mean: Tensor) -> Tensor:
     """Each matrix over the root mean square of its elements; zeros stay."""
-    # In fp64: squares of large elements overflow in fp32.
-    mean = x.double().square().mean((-2, -1), keepdim=True).sqrt().to(x.dtype)
+    mean = mean.to(x.dtype)
     return x / torch.where(mean == 0.0, 1.0, mean)

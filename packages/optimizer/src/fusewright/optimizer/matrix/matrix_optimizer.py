@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .._core.backends import KERNEL_DTYPES, decline, uses_triton
+from .._core.launches import cdiv
 from ..adamw.stacked import StackedAdamW, stacked_adamw
-from ..common.checks import check_betas, check_number, check_plain_number
+from ..common.checks import check_betas, check_elements, check_number, check_plain_number
+from ..common.placement import local
 from . import launch, launch_hopper
 from .newton_schulz import chain, check_chain, newton_schulz
+from .shares import Shares, check_rows, mesh_of_rows, process_count, shared_out
 from .stack import Stack, check_switch, factor_of, new_buffer
 from .stacked_optimizer import StackedOptimizer
 
@@ -29,12 +33,12 @@ class MatrixOptimizer(StackedOptimizer):
 
     def _move_matrices(
         self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None
-    ) -> None:
+    ) -> Iterator[None]:
         raise NotImplementedError
 
     def _move_matrices_by_kernels(
         self, launches: Any, group: dict[str, Any], skips: Tensor | None
-    ) -> None:
+    ) -> Iterator[None]:
         raise NotImplementedError
 
     def _scale_of(self, rows: int, columns: int, group: dict[str, Any]) -> float:
@@ -55,6 +59,11 @@ class MatrixOptimizer(StackedOptimizer):
             {**group, "ns_dtype": dtype_of(group["ns_dtype"])} for group in saved["param_groups"]
         ]
         return super()._checked({**saved, "param_groups": groups})
+
+    def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
+        check_elements("a parameter", p)
+        if group["matrix"] is True and p.dim() > 1:
+            check_rows(p)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         check_switch("matrix", group["matrix"])
@@ -88,40 +97,60 @@ class MatrixOptimizer(StackedOptimizer):
         scale: Tensor | None,
         group: dict[str, Any],
         skips: Tensor | None,
-    ) -> None:
+    ) -> Iterator[None]:
         if not stack.by_kernels:
-            super()._move_stack(stack, sign, scale, group, skips)
+            g = stack.gradients(factor_of(sign, scale))
+            if group["matrix"]:
+                yield from self._move_matrices(stack, g, group, skips)
+            else:
+                self._move(stack, g, group, skips)
         elif group["matrix"]:
             if stack.launches is None:
                 stack.launches = launch.MatrixLaunches(stack)
-            lr, rows = group["lr"], stack.shape[0]
-            rate = lr * self._scale_of(rows, stack.shape.numel() // rows, group)
+            lr = group["lr"]
+            rate = lr * self._scale_of(stack.rows, stack.columns, group)
             decay = 1.0 - lr * group["weight_decay"]
             stack.launches.begin(factor_of(sign, scale), decay, rate)
-            self._move_matrices_by_kernels(stack.launches, group, skips)
+            yield from self._move_matrices_by_kernels(stack.launches, group, skips)
             # Gradients that are set to None are freed.
             stack.launches.copies = []
         else:
             if stack.launches is None:
-                stack.launches = StackedAdamW(stack.params, stack.views)
-            stack.launches.move(sign, scale, group, skips)
+                stack.launches = StackedAdamW(stack.memories)
+            p, g = stack.local_params(), stack.local_gradients()
+            stack.launches.move(p, g, sign, scale, group, skips)
+
+    def _planned(self, stacks: list[Stack]) -> None:
+        sharded = []
+        for stack in stacks:
+            mesh = mesh_of_rows(stack.params[0])
+            if mesh is not None and self.param_groups[stack.number]["matrix"]:
+                sharded.append((stack, mesh))
+        shares = shared_out([(mesh, len(stack.params), stack.shape) for stack, mesh in sharded])
+        for (stack, mesh), own in zip(sharded, shares, strict=True):
+            stack.shares = Shares(mesh, stack.rows, own)
 
     def _check_stacks(self, stacks: list[Stack]) -> None:
         for stack in stacks:
             stack.by_kernels = self._uses_triton(stack)
 
     def _largest_stack(self, params: list[Tensor], group: dict[str, Any]) -> int:
-        p, largest = params[0], super()._largest_stack(params, group)
-        if not group["matrix"] or not p.numel() or not uses_triton(p, self.backend):
+        p, processes = params[0], process_count(params[0])
+        # A process has some rows of each, and multiplies some of them.
+        largest = processes * super()._largest_stack(params, group)
+        if not group["matrix"] or not p.numel() or not uses_triton(local(p), self.backend):
             return largest
-        shape, dtype = (len(params), len(p), p[0].numel()), group["ns_dtype"]
+        shape = cdiv(len(params), processes), len(p), p.numel() // len(p)
+        dtype = group["ns_dtype"]
         if dtype is None or not launch_hopper.serves(shape, dtype, p.device):
             return largest
-        return launch_hopper.fastest_stack(shape, dtype, p.device)
+        return processes * launch_hopper.fastest_stack(shape, dtype, p.device)
 
     def _uses_triton(self, stack: Stack) -> bool:
-        first = stack.params[0]
-        if not first.numel() or not uses_triton(first, self.backend):
+        first = local(stack.params[0])
+        # All processes exchange the same: those without rows of a matrix, too.
+        parts = stack.params[0] if stack.shares is not None else first
+        if not parts.numel() or not uses_triton(first, self.backend):
             return False
         dtypes = {p.grad.dtype for p in stack.params if p.grad is not None}
         if len(dtypes) > 1 or not dtypes <= set(KERNEL_DTYPES):
@@ -134,13 +163,10 @@ class MatrixOptimizer(StackedOptimizer):
         return False
 
     def _move(self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None) -> None:
-        if group["matrix"]:
-            self._move_matrices(stack, g, group, skips)
-        else:
-            p = stack.values()
-            new, state = stacked_adamw(p, g, stack.buffers, group)
-            stack.move(skips, p, new)
-            stack.keep(skips, **state)
+        p = stack.values()
+        new, state = stacked_adamw(p, g, stack.buffers, group)
+        stack.move(skips, p, new)
+        stack.keep(skips, **state)
 
 
 def dtype_of(name: Any) -> Any:

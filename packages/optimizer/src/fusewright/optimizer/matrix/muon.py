@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -48,7 +48,9 @@ class Muon(MatrixOptimizer):
 
     Args:
         params: tensors, parameter groups or named parameters, as torch's optimizers take them:
-            floating, not sharded. Each group may have options of its own.
+            floating. Each group may have options of its own. DTensors are moved where their shards
+            are: of each matrix sharded by rows, as FSDP2 shards, one process has all rows for as
+            long as it multiplies, and each process multiplies its share of the matrices.
         lr, weight_decay: numbers, or 0-d tensors that a captured step reads again. Decay is
             decoupled: a step takes lr weight_decay of a parameter away.
         momentum: mu, from 0 to below 1.
@@ -76,7 +78,8 @@ class Muon(MatrixOptimizer):
     ``grad_norm``, ``skipped`` and ``skipped_steps`` are as AdamW's.
 
     Raises:
-        TypeError: a parameter is not floating, not strided or sharded; a gradient is sparse.
+        TypeError: a parameter is not floating or not strided, or a matrix is sharded otherwise
+            than by rows; a gradient is sparse.
         ValueError: an option is out of its range, a matrix has fewer than two axes, a gradient or a
             loaded state has another shape or device than its parameter.
     """
@@ -154,22 +157,25 @@ class Muon(MatrixOptimizer):
 
     def _move_matrices(
         self, stack: Stack, g: Tensor, group: dict[str, Any], skips: Tensor | None
-    ) -> None:
+    ) -> Iterator[None]:
         lr, mu, p = group["lr"], group["momentum"], stack.values()
         m = torch.lerp(stack.buffers["momentum_buffer"], g, 1.0 - mu)
         u = as_matrices(torch.lerp(g, m, mu) if group["nesterov"] else m)
-        factor = lr * self._scale_of(u.shape[-2], u.shape[-1], group)
-        o = orthogonal(u, group).view_as(p)
-        stack.move(skips, p, (1.0 - lr * group["weight_decay"]) * p - factor * o)
+        factor = lr * self._scale_of(stack.rows, stack.columns, group)
+        o = yield from stack.applied(lambda x: orthogonal(x, group), u)
+        new = (1.0 - lr * group["weight_decay"]) * p - factor * o.view_as(p)
+        stack.move(skips, p, new)
         stack.keep(skips, momentum_buffer=m)
 
     def _move_matrices_by_kernels(
         self, launches: Any, group: dict[str, Any], skips: Tensor | None
-    ) -> None:
-        m = launches.stack.buffers["momentum_buffer"]
+    ) -> Iterator[None]:
+        stack = launches.stack
+        m = stack.buffers["momentum_buffer"]
         options = group["momentum"], group["nesterov"], group["ns_dtype"]
-        unit = launches.muon_direction(m, *options, skips)
-        launches.muon_move(orthogonal_of(unit, group), skips)
+        unit = yield from launches.muon_direction(m, *options, skips)
+        o = yield from stack.applied(lambda x: orthogonal_of(x, group), unit)
+        launches.muon_move(o, skips)
 
     def _scale_of(self, rows: int, columns: int, group: dict[str, Any]) -> float:
         if group["scale"] == "output_rms":

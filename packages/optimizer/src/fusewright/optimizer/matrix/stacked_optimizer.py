@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from .._core.backends import Backend, check_backend
-from .._core.precision import without_autocast
 from ..common.checks import check_gradient, check_rate
 from ..common.contract import Contract, as_it_is, keep_rate_on_device, loss_of
-from ..common.placement import current, on
+from ..common.placement import current, is_distributed, local, on, placed_like
 from ..common.reference import is_too_large
 from ..common.step import norm_bound, total_squares
 from ..common.tables import check_eager, same
 from ..norms.grad_norm import parts_of
+from .shares import overlapped
 from .stack import Stack, check_parameter, check_state, factor_of, working_dtype
 
 Tensor = torch.Tensor
@@ -83,13 +83,23 @@ class StackedOptimizer(Contract):
         scale: Tensor | None,
         group: dict[str, Any],
         skips: Tensor | None,
-    ) -> None:
-        """Update a stack along its gradients times the sign, over the scale."""
+    ) -> Iterator[None]:
+        """Update a stack along its gradients times the sign, over the scale; yields where it waits
+        for other processes.
+        """
         self._move(stack, stack.gradients(factor_of(sign, scale)), group, skips)
+        yield from ()
+
+    def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Raise where a group cannot have such a parameter."""
+        check_parameter(p)
+
+    def _planned(self, stacks: list[Stack]) -> None:
+        """Called with the stacks of a new plan."""
 
     def _check_group(self, group: dict[str, Any]) -> None:
         for p in group["params"]:
-            check_parameter(p)
+            self._check_parameter(p, group)
         check_rate(group)
         self._check_options(group)
         keep_rate_on_device(group)
@@ -121,12 +131,13 @@ class StackedOptimizer(Contract):
         scale = getattr(self, "grad_scale", None)
         numbers = sorted({stack.number for stack in stacks})
         self._begin([self.param_groups[number] for number in numbers])
-        for stack in stacks:
-            group, device = self.param_groups[stack.number], stack.device
-            sign = -1.0 if group["maximize"] else 1.0
-            with current(device), without_autocast(device):
-                self._move_stack(stack, sign, on(device, scale), group, on(device, skips))
+        overlapped((stack.device, self._moved(stack, scale, skips)) for stack in stacks)
         return loss
+
+    def _moved(self, stack: Stack, scale: Tensor | None, skips: Tensor | None) -> Iterator[None]:
+        group, device = self.param_groups[stack.number], stack.device
+        sign = -1.0 if group["maximize"] else 1.0
+        return self._move_stack(stack, sign, on(device, scale), group, on(device, skips))
 
     def _squared(self, stack: Stack) -> list[torch.dtype]:
         """The dtypes in which a step stores or takes squares of a stack's gradients."""
@@ -141,13 +152,14 @@ class StackedOptimizer(Contract):
     def _decide(self, stacks: list[Stack]) -> Tensor | None:
         """Whether this step is skipped, where anything could make it so."""
         norm, skipped, count = self._last()
-        gradients = [p.grad for p in self._flat if p.grad is not None]
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         skips = None
         if found_inf is not None:
             # A scaler adds up the flags of several devices.
             skips = on(skipped.device, found_inf).reshape(()) > 0.0
         if self.skip_nonfinite:
+            pairs = [(p.grad, p) for p in self._flat]
+            gradients = [g for g in itertools.starmap(placed_like, pairs) if g is not None]
             total = total_squares(parts_of(gradients, self.backend)).sum().sqrt()
             total = on(norm.device, total)
             if scale is not None:
@@ -179,16 +191,19 @@ class StackedOptimizer(Contract):
         for p in flat[:1]:
             check_eager(p.device, "state was to be stacked")
         for place, number, p in members:
-            stacks.setdefault((number, p.shape, p.dtype, p.device), []).append((place, p))
+            placement = (p.device_mesh, p.placements) if is_distributed(p) else None
+            key = number, p.shape, p.dtype, p.device, placement
+            stacks.setdefault(key, []).append((place, p))
         for place, number, p in members:
             if self.state[p]:
                 self._checked_state(p, self.param_groups[number], place)
         # Where memory runs out below, the next step must plan again.
         self._forget_plans()
         self._leave_stacks(set(flat))
-        for (number, _, _, device), some in stacks.items():
+        for (number, _, _, device, _), some in stacks.items():
             with current(device):
                 self._stacks += self._stacked(number, some)
+        self._planned(self._stacks)
         self._flat, self._formats = flat, formats
         return self._stacks
 
@@ -212,11 +227,12 @@ class StackedOptimizer(Contract):
             params = [p for _, p in chosen]
             states = [self._state_of(p, group, place) for place, p in chosen]
             if not wholes:
-                wholes = {name: x.new_empty(len(some), *x.shape) for name, x in states[0].items()}
+                first = {name: local(x) for name, x in states[0].items()}
+                wholes = {name: x.new_empty(len(some), *x.shape) for name, x in first.items()}
             buffers = {name: whole[start : start + largest] for name, whole in wholes.items()}
             for name, buffer in buffers.items():
-                torch.stack([state[name] for state in states], out=buffer)
-            stack = Stack(params, number, buffers)
+                torch.stack([local(state[name]) for state in states], out=buffer)
+            stack = Stack(params, number, buffers, states[0])
             for name, views in stack.views.items():
                 for p, view in zip(params, views, strict=True):
                     self.state[p][name] = view
@@ -234,7 +250,7 @@ class StackedOptimizer(Contract):
         for p, state in self.state.items():
             if p not in stacked:
                 for name, x in state.items():
-                    if torch.is_tensor(x) and x._base is not None:
+                    if torch.is_tensor(x) and local(x)._base is not None:
                         state[name] = x.clone()
 
     def _holds(self, stack: Stack) -> bool:
@@ -249,7 +265,10 @@ class StackedOptimizer(Contract):
     def _state_of(self, p: Tensor, group: dict[str, Any], place: int) -> dict[str, Tensor]:
         """The state of a parameter in its dtype and on its device, new where it has none."""
         state, complete = self.state[p], self._checked_state(p, group, place)
-        return {name: state[name].to(x) if name in state else x for name, x in complete.items()}
+        return {
+            name: placed_like(state[name], x).to(x.device, x.dtype) if name in state else x
+            for name, x in complete.items()
+        }
 
     def _checked_state(self, p: Tensor, group: dict[str, Any], place: int) -> dict[str, Tensor]:
         """The state that a parameter begins with; raises where it has one that is not like it."""

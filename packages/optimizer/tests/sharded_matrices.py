@@ -1,0 +1,222 @@
+"""Four processes that train sharded matrices on CPUs; what each finds goes to a file.
+
+python sharded_matrices.py FOLDER
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import functools
+import multiprocessing
+import os
+import pathlib
+import sys
+
+import torch
+
+# What the first operation on a DTensor imports.
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fusewright.optimizer import M3, Muon
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+PROCESSES = 4
+STEPS, BREAK = 3, 2
+# Of some shapes there are fewer matrices than processes, and of some rows nothing is left for the
+# last ones.
+SHAPES = ((7, 5), (9, 4), (7, 5), (5, 7), (7, 5), (3, 4, 2), (7, 5), (7, 5), (5,), (2,))
+# Kernels where the interpreter runs them.
+BACKENDS = ("reference", "triton") if os.environ.get("TRITON_INTERPRET") == "1" else ("reference",)
+# The interpreter computes in fp32; fp64 is the reference's.
+DTYPES = {"reference": torch.float64, "triton": torch.float32}
+OPTIONS = dict(lr=0.05, weight_decay=0.1, ns_dtype=None, skip_nonfinite=True)
+MAKERS = {
+    "muon": functools.partial(Muon, **OPTIONS),
+    "m3": functools.partial(M3, **OPTIONS, frequency=2),
+}
+# Where all processes share the rows, and where two do and two others have the same.
+MESHES = {"fsdp": (PROCESSES,), "hsdp": (2, 2)}
+CASES = [(name, "reference", mesh) for name in MAKERS for mesh in MESHES]
+CASES += [(name, "triton", "fsdp") for name in MAKERS if "triton" in BACKENDS]
+
+
+def drawn(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1 + seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+class Model(torch.nn.Module):
+    def __init__(self, starts) -> None:
+        super().__init__()
+        self.ps = torch.nn.ParameterList(x.detach().clone() for x in starts)
+
+    def forward(self, seed: int) -> torch.Tensor:
+        """A loss whose gradients no two seeds share, and whose sum over processes is exact in any
+        order: a chain of products grows errors of small singular values.
+        """
+        slopes = [(16.0 * x).round() / 16.0 for x in drawn(seed)]
+        pairs = zip(self.ps, slopes, strict=True)
+        return torch.stack([(p * x.to(p.dtype)).sum() for p, x in pairs]).sum()
+
+
+def made(name, backend, mesh=None, starts=None):
+    model = Model(starts or [x.to(DTYPES[backend]) for x in drawn(-1)])
+    if mesh is not None:
+        names = ("replicas", "shards")[-len(MESHES[mesh]) :]
+        fully_shard(model, mesh=init_device_mesh("cpu", MESHES[mesh], mesh_dim_names=names))
+    groups = [
+        {"params": [p for p in model.ps if p.ndim > 1], "matrix": True},
+        {"params": [p for p in model.ps if p.ndim == 1], "matrix": False},
+    ]
+    return model, MAKERS[name](groups, backend=backend)
+
+
+def train(model, optimizer, first, last, rank=None) -> list[float]:
+    """Each process has the loss of one seed of a step; one alone has the mean of them all. Returns
+    the norms.
+    """
+    norms = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        seeds = [PROCESSES * step + k for k in range(PROCESSES)]
+        if rank is None:
+            torch.stack([model(seed) for seed in seeds]).mean().backward()
+        else:
+            model(seeds[rank]).backward()
+        optimizer.step()
+        norms.append(optimizer.grad_norm.item())
+    return norms
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach().clone()
+
+
+def everything(model, optimizer) -> list[torch.Tensor]:
+    """All parameters and states, whole."""
+    found = []
+    for p in model.parameters():
+        found += [whole(x) for x in (p, *(x for _, x in sorted(optimizer.state[p].items())))]
+    return found
+
+
+def load(model, optimizer, folder) -> None:
+    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(parts, checkpoint_id=folder)
+    taken = {"model_state_dict": parts["model"], "optim_state_dict": parts["optimizer"]}
+    set_state_dict(model, optimizer, **taken)
+
+
+def sharded_training(rank, folder, name, backend, mesh) -> dict:
+    """Training in one go and with a break, and what each process has of it."""
+    model, optimizer = made(name, backend, mesh)
+    norms = train(model, optimizer, 0, BREAK, rank)
+    checkpoint = folder / f"{name}-{backend}-{mesh}"
+    parts = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), parts, strict=True)), checkpoint_id=checkpoint)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    parts = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    found: dict = {"at break": everything(model, optimizer)}
+    norms += train(model, optimizer, BREAK, STEPS, rank)
+    found |= {"norms": norms, "whole": everything(model, optimizer)}
+    found["placed"] = all(
+        x.placements == p.placements and x.to_local().shape == p.to_local().shape
+        for p in model.parameters()
+        for x in optimizer.state[p].values()
+        if x.ndim
+    )
+
+    model, optimizer = made(name, backend, mesh)
+    load(model, optimizer, checkpoint)
+    train(model, optimizer, BREAK, STEPS, rank)
+    found["loaded"] = everything(model, optimizer)
+
+    model, optimizer = made(name, backend, mesh)
+    sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, parts[0], options=sent)
+    set_optimizer_state_dict(model, optimizer, parts[1], options=sent)
+    train(model, optimizer, BREAK, STEPS, rank)
+    found["sent"] = everything(model, optimizer)
+
+    # The loss of one process alone.
+    optimizer.zero_grad()
+    (model(0) * (float("nan") if rank == 0 else 1.0)).backward()
+    optimizer.step()
+    found["after skip"] = everything(model, optimizer)
+    found["skipped"] = optimizer.skipped.item(), optimizer.skipped_steps.item()
+    return found
+
+
+def placements() -> dict:
+    """A step of whole DTensors, and what is said to matrices that are not sharded by rows."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    start = torch.linspace(-1.0, 1.0, 15, dtype=torch.float64).view(5, 3)
+    p = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Replicate()]))
+    plain = torch.nn.Parameter(start.clone())
+    for each in (p, plain):
+        optimizer = MAKERS["muon"]([each])
+        gradient = start.cos()
+        # Placed otherwise than the parameter.
+        each.grad = gradient if each is plain else distribute_tensor(gradient, mesh, [Shard(1)])
+        optimizer.step()
+    found: dict = {"whole": whole(p), "expected": plain.detach()}
+    both = init_device_mesh("cpu", MESHES["hsdp"])
+    cut = {
+        "columns": distribute_tensor(start, mesh, [Shard(1)]),
+        "twice": distribute_tensor(start, both, [Shard(0), Shard(1)]),
+        "unlike chunks": DTensor.from_local(
+            start[: 3 * (dist.get_rank() == 3)], mesh, [Shard(0)], shape=(3, 3), stride=(3, 1)
+        ),
+    }
+    for name, x in cut.items():
+        try:
+            MAKERS["muon"]([torch.nn.Parameter(x)])
+            found[name] = ""
+        except (TypeError, ValueError) as error:
+            found[name] = str(error)
+        # A vector of AdamW's may be cut anyhow.
+        Muon([torch.nn.Parameter(x)], matrix=False)
+    return found
+
+
+def work(rank: int, folder: pathlib.Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=PROCESSES,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    found: dict = {"placements": placements()}
+    for case in CASES:
+        found["-".join(case)] = sharded_training(rank, folder, *case)
+    torch.save(found, folder / f"found-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    folder = pathlib.Path(sys.argv[1])
+    torch.set_num_threads(1)
+    # Forked, so that what takes longest, torch's imports, is done once.
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=work, args=(rank, folder)) for rank in range(PROCESSES)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Four processes that have some rows of each matrix take the steps of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.optimizer.matrix.shares import overlapped, parts_of_rows, shared_out
+from fusewright_testkit import Yardstick
+
+from .compared import assert_equal, assert_near
+from .several import found_by_all, needs_gloo, run_once, script
+
+EPS = torch.finfo(torch.float32).eps
+
+WAYS = [("reference", "fsdp"), ("reference", "hsdp"), ("triton", "fsdp")]
+CASES = [(name, *way) for name in ("muon", "m3") for way in WAYS]
+
+pytestmark = needs_gloo
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return script("sharded_matrices")
+
+
+@pytest.fixture(scope="module")
+def folder(sharded, tmp_path_factory):
+    return run_once(sharded, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def of_all(sharded, folder) -> list[dict]:
+    return found_by_all(sharded, folder)
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def case(request) -> tuple[str, str, str]:
+    """An optimizer, a backend and a mesh."""
+    return request.param
+
+
+@pytest.fixture
+def found(of_all, case) -> list[dict]:
+    """By process."""
+    key = "-".join(case)
+    if key not in of_all[0]:
+        pytest.skip("the kernels take CPU tensors in the interpreter alone")
+    return [each[key] for each in of_all]
+
+
+@pytest.fixture
+def assert_right(sharded, case):
+    """Parameters and states are those of one process: in fp64, or by the yardstick."""
+    name, backend, _ = case
+
+    def eager(*starts):
+        model, optimizer = sharded.made(name, "reference", starts=starts)
+        sharded.train(model, optimizer, 0, sharded.STEPS)
+        return tuple(sharded.everything(model, optimizer))
+
+    def check(numbers):
+        starts = sharded.drawn(-1)
+        if backend == "triton":
+            Yardstick(eager, starts, [None] * len(numbers)).check(lambda *_: tuple(numbers))
+        else:
+            assert_near(numbers, eager(*(x.double() for x in starts)))
+
+    return check
+
+
+def test_sharded_matrices_train_as_whole_ones_do(sharded, found, case, assert_right):
+    norms = sharded.train(*sharded.made(*case[:2]), 0, sharded.STEPS)
+    for each in found:
+        assert each["norms"] == pytest.approx(norms, rel=8 * EPS)
+        # To the bit among themselves.
+        assert_equal(each["whole"], found[0]["whole"])
+    assert_right(found[0]["whole"])
+
+
+@pytest.mark.parametrize("way", ["loaded", "sent"])
+def test_sharded_training_goes_on_in_as_many_processes(found, way):
+    for each in found:
+        assert each["placed"]
+        assert_equal(each[way], each["whole"])
+
+
+def test_sharded_training_goes_on_in_one_process(sharded, folder, found, case):
+    model, optimizer = sharded.made(*case[:2])
+    sharded.load(model, optimizer, folder / "-".join(case))
+    assert_equal(sharded.everything(model, optimizer), found[0]["at break"])
+    norms = sharded.train(model, optimizer, sharded.BREAK, sharded.STEPS)
+    if case[1] == "reference":
+        assert_near(sharded.everything(model, optimizer), found[0]["whole"])
+    assert norms == pytest.approx(found[0]["norms"][sharded.BREAK :], rel=8 * EPS)
+
+
+def test_processes_skip_together(found):
+    for each in found:
+        assert each["skipped"] == (True, 1)
+        assert_equal(each["after skip"], each["sent"])
+
+
+def test_whole_matrices_are_taken_and_other_placements_refused(of_all):
+    for each in of_all:
+        placements = each["placements"]
+        assert torch.equal(placements["whole"], placements["expected"])
+        for name in ("columns", "twice"):
+            assert "a matrix must be whole or sharded by rows over one axis" in placements[name]
+        assert "as torch.chunk cuts them" in placements["unlike chunks"]
+
+
+def test_rows_are_parted_as_torch_parts_them():
+    for rows in (0, 1, 5, 8, 9):
+        for processes in (1, 2, 3, 4, 8):
+            parts = [len(x) for x in torch.zeros(rows).chunk(processes)] if rows else []
+            padded = parts + [0] * (processes - len(parts))
+            assert parts_of_rows(rows, processes) == padded
+
+
+class Mesh:
+    def size(self, axis):
+        return 3
+
+
+def test_products_are_shared_by_their_cost():
+    mesh, other = (Mesh(), 0), (Mesh(), 0)
+    stacks = [(mesh, 1, (4, 4)), (mesh, 4, (8, 8)), (mesh, 7, (8, 2, 2)), (other, 2, (8, 8))]
+    shares = shared_out([(key, count, torch.Size(shape)) for key, count, shape in stacks])
+    # One large matrix more for the first, what is left of the next for the second, and so on.
+    assert shares == [[0, 0, 1], [2, 1, 1], [2, 3, 2], [1, 1, 0]]
+
+
+def test_one_move_begins_while_those_before_it_wait():
+    seen = []
+
+    def move(name, waits):
+        for turn in range(waits + 1):
+            seen.append(f"{name}{turn}")
+            if turn < waits:
+                yield
+
+    device = torch.device("cpu")
+    overlapped((device, move(name, waits)) for name, waits in (("a", 2), ("b", 0), ("c", 1)))
+    assert seen == ["a0", "b0", "a1", "c0", "a2", "c1"]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fusewright_models.cli import settings
+from fusewright_models.cli import options
 from fusewright_models.studies import compare_optimizers
 from fusewright_models.studies.compare_optimizers import FORMATS, Point, draw, last_score
 from fusewright_models.studies.results import columns, read, write
@@ -109,7 +109,7 @@ def test_run_that_did_not_come_to_its_end_is_no_choice():
 
 
 def test_rate_that_spoils_the_weights_is_not_chosen(tmp_path, monkeypatch):
-    monkeypatch.setattr(settings, "check_fields", lambda run: None)
+    monkeypatch.setattr(options, "check_bounds", lambda *given: None)
     flags = ["--model", "transformer-np", "--preset", "tiny", "--seeds", "1", "--steps", "4"]
     more = ["--grid-seeds", "1", "--grid", "1e42,1", "--optimizers", "adamw", "--out", tmp_path]
     result = run(*flags, *more)
@@ -125,11 +125,12 @@ def test_rate_that_spoils_the_weights_is_not_chosen(tmp_path, monkeypatch):
         (["--optimizers", "adamw,sgd"], "got sgd"),
         (["--preset", "huge"], "preset must be one of ('tiny', 'demo', "),
         (["--grid", "1,-1"], "--grid wants positive numbers; got 1,-1"),
+        (["--grid", "1,1e9"], "lr must be at least 0 and at most 10; got "),
         (["--grid", "fast"], "could not convert string to float: 'fast'"),
         (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
         (["--optimizers", "learned", "--optimizer-weights", "nowhere"], "nowhere"),
     ],
-    ids=["optimizer", "preset", "sign", "grid", "device", "weights"],
+    ids=["optimizer", "preset", "sign", "large", "grid", "device", "weights"],
 )
 def test_bad_flags_get_one_clear_sentence(tmp_path, flags, message):
     assert_refused(run(*flags, "--out", tmp_path), re.escape(message), tmp_path)

@@ -256,8 +256,14 @@ def main(
         }
         if "learned" in flags and optimizer_weights is not None:
             flags["learned"]["optimizer_weights"] = optimizer_weights
+        adamws = presets[name].lr
+        rates = {
+            each: [factor * default_rate(each, adamws) for factor in factors] for each in chosen
+        }
         for each in chosen:
             # What cannot be had is said before anything is trained.
+            for rate in rates[each]:
+                subject.run(flags[each] | {"lr": rate})
             optimizer_of(subject.run(flags[each]), nn.Linear(1, 1, device=where))
         before = read(Point, file) if file.exists() else None
         kept = [point for point in before or () if point.optimizer not in chosen]
@@ -267,9 +273,8 @@ def main(
                 f"of {theirs}: give --steps {theirs}, or another folder"
             )
     for each in chosen:
-        rates = [factor * default_rate(each, presets[name].lr) for factor in factors]
         say = partial(console.print, highlight=False)
-        kept += compare(subject, flags[each], rates, seeds, grid_seeds, say)
+        kept += compare(subject, flags[each], rates[each], seeds, grid_seeds, say)
         # What has been trained is kept, whatever comes.
         write(kept, file, draw, formats=FORMATS)
     console.print(f"results in {file}", highlight=False, soft_wrap=True)

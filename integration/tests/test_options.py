@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -140,3 +141,18 @@ def test_blocks_that_are_computed_again_change_no_bit(tmp_path, text, model):
         result = invoke(app, *asked)
         assert result.exit_code == 0, result.output
     assert_same_weights(tmp_path / "none", tmp_path / "block")
+
+
+def test_metrics_of_transformer_np_are_shown_to_weights_and_biases_too(tmp_path, monkeypatch):
+    shown, begun = [], []
+
+    def init(**options):
+        begun.append(options)
+        return SimpleNamespace(log=lambda numbers, step: shown.append({"step": step, **numbers}))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    flags = ["--preset", "tiny", "--steps", "2", "--batch-size", "2", "--wandb"]
+    result = invoke(app, "transformer-np", *flags, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert begun[0]["config"]["steps"] == 2
+    assert shown == metrics(tmp_path)

@@ -16,6 +16,7 @@ import torch
 from fusewright_models.cli import app
 from fusewright_models.training import PARALLELS, Processes, TrainingConfig, captures
 from fusewright_models.training.captured import make_stepper
+from fusewright_models.training.processes import SHARDED
 
 from .commands import FILES, assert_refused, invoke, metrics
 from .together import Command, compute_in_fp64, run_together, stop_at
@@ -166,8 +167,8 @@ def test_what_several_processes_cannot_do_is_refused_in_a_sentence(tmp_path, tex
             "--batch-size",
             "5",
         ): "wanted a --batch-size of as many rows for each of 2 processes; got 5",
-        ("--parallel", "fsdp", "--optimizer", "muon"): (
-            "--parallel fsdp takes --optimizer adamw or torch-adamw; got muon"
+        ("--parallel", "fsdp", "--optimizer", "nested"): (
+            f"--parallel fsdp takes --optimizer {' or '.join(SHARDED)}; got nested"
         ),
         ("--device", "cuda:1"): (
             "wanted --device cuda, of which each process takes the one of its number; got cuda:1"
@@ -220,12 +221,28 @@ def test_losses_that_are_not_finite_end_all_processes(tmp_path):
 def test_other_optimizers_take_the_steps_of_one_process(tmp_path, alone):
     flags = ["transformer-np", *SIZES, "--steps", "4"]
     names = "nested", "m3", "muon", "learned"
-    commands = [Command([*flags, "--optimizer", name, "--out", tmp_path / name]) for name in names]
+    sharded = [name for name in names if name in SHARDED]
+    commands = []
+    for name in names:
+        commands.append(Command([*flags, "--optimizer", name, "--out", tmp_path / name]))
+    for name in sharded:
+        shards = [*flags, "--optimizer", name, "--parallel", "fsdp", "--out"]
+        commands.append(Command([*shards, tmp_path / f"{name}-shards"]))
+        # Left, for one process to go on.
+        commands.append(Command([*shards, tmp_path / f"{name}-left"], until=2))
+        # And the other way round.
+        begun = tmp_path / f"{name}-begun"
+        alone([*flags, "--optimizer", name, "--out", begun], 2)
+        commands.append(Command(["transformer-np", "--resume", begun, "--parallel", "fsdp"]))
     assert_done(run_together(commands))
+    for name in sharded:
+        alone(["transformer-np", "--resume", tmp_path / f"{name}-left"])
     for name in names:
         whole = tmp_path / f"{name}-whole"
         alone([*flags, "--optimizer", name, "--out", whole])
-        assert_near(tmp_path / name, whole)
+        ways = ("shards", "left", "begun") if name in sharded else ()
+        for folder in (tmp_path / name, *(tmp_path / f"{name}-{way}" for way in ways)):
+            assert_near(folder, whole)
 
 
 def test_torchrun_trains_a_sharded_model_and_continues_its_text(tmp_path, text):

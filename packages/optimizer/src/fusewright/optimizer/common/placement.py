@@ -36,7 +36,14 @@ def mesh_of(x: Tensor) -> tuple[Any, tuple[int, ...]] | None:
     return x.device_mesh, sharded  # type: ignore[attr-defined]
 
 
-def placed_like(g: Tensor | None, p: Tensor) -> Tensor | None:
+def placement_of(x: Tensor) -> tuple[Any, Any] | None:
+    """The mesh of a DTensor and how it lies there; None of another tensor."""
+    if not is_distributed(x):
+        return None
+    return x.device_mesh, x.placements  # type: ignore[attr-defined]
+
+
+def placed_like(g: Tensor | None, p: Tensor) -> Any:
     """A DTensor's gradient with its parameter's placements: partial sums are all-reduced."""
     if g is None or not (is_distributed(g) and is_distributed(p)):
         return g

@@ -117,8 +117,8 @@ class MatrixOptimizer(StackedOptimizer):
         else:
             if stack.launches is None:
                 stack.launches = StackedAdamW(stack.memories)
-            p, g = stack.local_params(), stack.local_gradients()
-            stack.launches.move(p, g, sign, scale, group, skips)
+            memories = stack.local_params(), stack.local_gradients()
+            stack.launches.move(*memories, sign, scale, group, skips)
 
     def _planned(self, stacks: list[Stack]) -> None:
         sharded = []

@@ -124,9 +124,14 @@ def placed_as(x: Tensor, like: Tensor) -> Any:
         return x
     from torch.distributed.tensor import DTensor
 
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    size = dict(shape=like.shape, stride=like.stride())
-    return DTensor.from_local(x, mesh, placements, run_check=False, **size)
+    return DTensor.from_local(
+        x,
+        like.device_mesh,  # type: ignore[attr-defined]
+        like.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def factor_of(sign: float, scale: Tensor | None) -> float | Tensor:

@@ -18,7 +18,7 @@ import torch
 from .._core.backends import Backend, check_backend
 from ..common.checks import check_gradient, check_rate
 from ..common.contract import Contract, as_it_is, keep_rate_on_device, loss_of
-from ..common.placement import current, is_distributed, local, on, placed_like
+from ..common.placement import current, local, on, placed_like, placement_of
 from ..common.reference import is_too_large
 from ..common.step import norm_bound, total_squares
 from ..common.tables import check_eager, same
@@ -191,8 +191,7 @@ class StackedOptimizer(Contract):
         for p in flat[:1]:
             check_eager(p.device, "state was to be stacked")
         for place, number, p in members:
-            placement = (p.device_mesh, p.placements) if is_distributed(p) else None
-            key = number, p.shape, p.dtype, p.device, placement
+            key = number, p.shape, p.dtype, p.device, placement_of(p)
             stacks.setdefault(key, []).append((place, p))
         for place, number, p in members:
             if self.state[p]:

@@ -141,6 +141,36 @@ def test_bits_are_per_byte_of_the_text_and_not_per_token(tokenizer_file):
     assert tokenizer.decode(corpus.training.numpy()) == trained
 
 
+@pytest.mark.parametrize("documents", [1, 2 * FEW], ids=["one text", "many texts"])
+def test_tokenizer_that_does_not_decode_to_what_it_read_is_refused(
+    tokenizer_file, tmp_path, documents
+):
+    """A BPE without a decoder puts spaces between tokens, and the bytes of a score would be more
+    than those of the text.
+    """
+    tokenizer = Tokenizer.from_file(tokenizer_file)
+    tokenizer.decoder = None
+    tokenizer.save(str(tmp_path / "bare.json"))
+    texts = [b"%d: the cat sat on the mat and that was that\n" % n * 9 for n in range(documents)]
+    with pytest.raises(ValueError, match=r"decode to the text that it read; of .* gives back '"):
+        read_corpus(
+            texts, make_tokenizer(str(tmp_path / "bare.json")), most_tokens=99, held_out_bytes=999
+        )
+
+
+def test_documents_of_a_library_are_neither_cut_nor_filled_up(tokenizer_file, tmp_path):
+    tokenizer = Tokenizer.from_file(tokenizer_file)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4)
+    tokenizer.save(str(tmp_path / "short.json"))
+    texts = [b"the", b"the cat sat on the mat"]
+    short, whole = (
+        [found.tolist() for found in LibraryTokenizer(str(path)).encode(texts)]
+        for path in (tmp_path / "short.json", tokenizer_file)
+    )
+    assert short == whole
+
+
 def test_vocabulary_with_gaps_counts_to_its_largest_number(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 9, "?": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

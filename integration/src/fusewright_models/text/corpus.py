@@ -11,6 +11,7 @@ Documents end with a newline, and lie one after the other.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,12 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .tokens import Tokenizer
+from .tokens import Tokenizer, check_decoded
 
 # One document, or one byte, in so many is held out.
 SHARE = 32
 # Fewer documents than this are split by position.
 FEW = 256
+# What is held out and about so many bytes of the training text are decoded again, and compared.
+COMPARED_BYTES = 2**20
 # Of the training text, so many bytes are kept as text: enough for a model that counts bytes.
 KEPT_BYTES = 2**24
 
@@ -69,21 +72,28 @@ def read_corpus(
         device: where the tokens will lie.
 
     Raises:
-        ValueError: there are too few documents or bytes for both parts.
+        ValueError: there are too few documents or bytes for both parts, or tokens do not decode to
+            the text that they stand for.
     """
     training_documents, held_out_documents = split(documents, held_out_bytes=held_out_bytes)
     text, kept = [], 0
 
-    def noted(documents: Iterable[bytes]) -> Iterator[bytes]:
+    def noted(documents: Iterable[bytes], waiting: deque[bytes]) -> Iterator[bytes]:
         nonlocal kept
         for document in documents:
+            waiting.append(document)
             if kept < KEPT_BYTES:
                 text.append(document[: KEPT_BYTES - kept])
                 kept += len(text[-1])
             yield document
 
-    parts, count = [], 0
-    for tokens in tokenizer.encode(noted(training_documents)):
+    waiting: deque[bytes] = deque()
+    parts, count, compared = [], 0, 0
+    for tokens in tokenizer.encode(noted(training_documents, waiting)):
+        document = waiting.popleft()
+        if compared < COMPARED_BYTES:
+            check_decoded(tokenizer, document, tokens)
+            compared += len(document)
         parts.append(tokens)
         count += len(tokens)
         if count >= most_tokens:
@@ -92,6 +102,8 @@ def read_corpus(
     while not held_out_documents and next(training_documents, None) is not None:
         pass
     held_out = list(tokenizer.encode(held_out_documents))
+    for document, tokens in zip(held_out_documents, held_out, strict=True):
+        check_decoded(tokenizer, document, tokens)
     for name, found in (("train on", parts), ("hold out", held_out)):
         if sum(map(len, found)) < 2:
             raise ValueError(f"wanted text with two tokens or more to {name}; got too little of it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +10,10 @@ import numpy as np
 
 from ..extras import imported
 
-BATCH = 256
+# Documents that go through the library together: at most so many, and of so many bytes.
+BATCH, BATCH_BYTES = 256, 2**22
+# Of two texts that differ, so many characters are shown.
+SHOWN = 20
 
 
 class Tokenizer(Protocol):
@@ -29,6 +31,28 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: np.ndarray) -> bytes: ...
+
+
+def check_decoded(tokenizer: Tokenizer, document: bytes, tokens: np.ndarray) -> None:
+    """A score in bits per byte is of the text that was read, so that tokens must give it back.
+
+    Raises:
+        ValueError: ``tokens`` decode to something else than ``document``, whose bytes that are not
+            UTF-8 may have become U+FFFD.
+    """
+    found = tokenizer.decode(tokens)
+    if found == document:
+        return
+    wanted, given = (text.decode("utf-8", errors="replace") for text in (document, found))
+    if wanted == given:
+        return
+    same = zip(wanted, given, strict=False)
+    place = next((n for n, (a, b) in enumerate(same) if a != b), min(len(wanted), len(given)))
+    raise ValueError(
+        "wanted a tokenizer whose tokens decode to the text that it read; of "
+        f"{wanted[place : place + SHOWN]!r}, {place} characters into a document, it gives back "
+        f"{given[place : place + SHOWN]!r}"
+    )
 
 
 class ByteTokenizer:
@@ -50,7 +74,8 @@ class LibraryTokenizer:
     """A tokenizer of the tokenizers library.
 
     Its special tokens are put around documents as its own post-processor says, and are no part of
-    decoded text. Bytes that are not UTF-8 are read as U+FFFD.
+    decoded text. Bytes that are not UTF-8 are read as U+FFFD. Documents are neither cut nor filled
+    up, whatever the file says.
 
     Args:
         source: a tokenizer.json, or a name on the Hugging Face hub.
@@ -67,6 +92,8 @@ class LibraryTokenizer:
         if not path.is_file() and (path.exists() or path.suffix == ".json"):
             raise FileNotFoundError(f"wanted a tokenizer's file or name; got {source}")
         self._tokenizer: Any = self._read(library, source, path.is_file())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         # Numbers need not be dense: the largest decides how many rows an embedding has.
         self.vocab_size: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if self.vocab_size == 0:
@@ -84,8 +111,7 @@ class LibraryTokenizer:
             raise ValueError(f"wanted a tokenizer in {source}; got: {error}") from error
 
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        texts = (document.decode("utf-8", errors="replace") for document in documents)
-        while group := list(islice(texts, BATCH)):
+        for group in _groups(documents):
             for encoding in self._tokenizer.encode_batch_fast(group):
                 yield np.array(encoding.ids, dtype=np.int32)
 
@@ -98,6 +124,20 @@ class LibraryTokenizer:
     def decode(self, tokens: np.ndarray) -> bytes:
         numbers = tokens.tolist()  # sync: none, an array of numpy is the host's
         return self._tokenizer.decode(numbers, skip_special_tokens=True).encode()
+
+
+def _groups(documents: Iterable[bytes]) -> Iterator[list[str]]:
+    """Texts that go through the library together, which takes many times their memory."""
+    group: list[str] = []
+    size = 0
+    for document in documents:
+        group.append(document.decode("utf-8", errors="replace"))
+        size += len(document)
+        if len(group) == BATCH or size >= BATCH_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def make_tokenizer(source: str | None) -> Tokenizer:

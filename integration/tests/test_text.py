@@ -94,6 +94,13 @@ def test_what_is_held_out_beyond_the_limit_is_never_trained_on():
     )
 
 
+def test_of_lines_longer_than_what_may_be_held_out_one_is_cut():
+    texts = ["ä".encode() * 500 + b"%d\n" % number for number in range(2 * FEW)]
+    training, held_out = split(texts, held_out_bytes=101)
+    assert len(list(training)) < len(texts)
+    assert held_out == ["ä".encode() * 50]
+
+
 @pytest.mark.parametrize(
     ("text", "bytes_held_out", "held_out"),
     [

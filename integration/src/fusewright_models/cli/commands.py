@@ -43,6 +43,7 @@ from .settings_file import by_new_names, read_settings
 # training runs, and paths of what is known again by its digest.
 NOT_TRAINED = {
     "dataset",
+    "cache",
     "tokenizer",
     "optimizer_weights",
     "device",

@@ -233,6 +233,13 @@ class TextSettings(Settings):
     tokenizer: Annotated[str | None, of_data(help="A tokenizers file or name. Default: bytes.")] = (
         None
     )
+    cache: Annotated[
+        str | None,
+        of_data(
+            help="Folder that keeps the tokens of --dataset for later runs. Default: "
+            "fusewright/text in the user's cache."
+        ),
+    ] = None
     seq_len: Annotated[int, of_data(min=1, help="Tokens of a window.")]
     batch_size: Annotated[int, of_data(min=1, help="Windows per batch.")]
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +21,8 @@ from ..text import (
     Corpus,
     TextBatch,
     Windows,
+    cached_corpus,
+    data_digest,
     documents,
     evaluate_text,
     make_tokenizer,
@@ -132,19 +136,32 @@ class TextRun(TextSettings, Run):
         return vocab_size
 
     def corpus(self) -> Corpus:
-        return read_corpus(
-            documents(self.dataset, subset=self.dataset_subset, column=self.text_column),
-            make_tokenizer(self.tokenizer),
-            most_tokens=self.dataset_tokens,
-            held_out_bytes=self.presets[self.preset].held_out_bytes,
-            device=self.device,
+        """What is read, or from the cache where there is one: the standard library has none of
+        its own accord.
+        """
+        tokenizer = make_tokenizer(self.tokenizer)
+        of_data: dict[str, Any] = {"subset": self.dataset_subset, "column": self.text_column}
+        options: dict[str, Any] = {
+            "most_tokens": self.dataset_tokens,
+            "held_out_bytes": self.presets[self.preset].held_out_bytes,
+            "device": self.device,
+        }
+        if self.dataset is None and self.cache is None:
+            return read_corpus(documents(None, **of_data), tokenizer, **options)
+        return cached_corpus(
+            partial(documents, self.dataset, **of_data),
+            tokenizer,
+            data=data_digest(self.dataset, **of_data),
+            cache=None if self.cache is None else Path(self.cache),
+            **options,
         )
 
     def windows(self, corpus: Corpus) -> Source[Any]:
         return self.drawn(corpus)
 
     def drawn(self, corpus: Corpus) -> Windows:
-        return Windows(corpus.training, length=self.seq_len, seed=self.seed, digest=corpus.digest)
+        options: dict[str, Any] = {"digest": corpus.digest, "device": self.device}
+        return Windows(corpus.training, length=self.seq_len, seed=self.seed, **options)
 
 
 @leaving()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .byte_model import ByteModel
+from .cache import cached_corpus
 from .corpus import Corpus, read_corpus
-from .documents import documents
+from .documents import data_digest, documents
 from .evaluation import TextEvaluation, evaluate_text
 from .generation import generate
 from .tokens import ByteTokenizer, LibraryTokenizer, Tokenizer, make_tokenizer
@@ -19,6 +20,8 @@ __all__ = [
     "TextEvaluation",
     "Tokenizer",
     "Windows",
+    "cached_corpus",
+    "data_digest",
     "documents",
     "evaluate_text",
     "generate",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..extras import imported
 
@@ -13,7 +16,20 @@ from ..extras import imported
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # What datasets calls the readers of these files; what is not listed is text as it stands.
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
-KNOWN = (*READERS, ".txt", ".text", ".md", ".py")
+ARRAY = ".npy"
+KNOWN = (*READERS, ARRAY, ".txt", ".text", ".md", ".py")
+# Their bytes are no text.
+PACKED = (".npz", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".arrow")
+# A document of more bytes is read part after part.
+PART = 2**20
+
+
+class Unreadable(ValueError):
+    """Rows without the text that is wanted."""
+
+
+class Part(bytes):
+    """The part of a document that another one follows."""
 
 
 def documents(
@@ -23,8 +39,8 @@ def documents(
 
     Args:
         dataset: None for the Python sources of the running Python's standard library; a local
-            parquet, JSON-lines or text file, or a folder of such files; otherwise the name of a
-            Hugging Face data set, of which the split "train" is read as it streams in.
+            parquet, JSON-lines, NumPy or text file, or a folder of such files; otherwise the name
+            of a Hugging Face data set, of which the split "train" is read as it streams in.
         subset: the configuration of a Hugging Face data set.
         column: of parquet, JSON-lines and Hugging Face rows, the one that holds the text.
 
@@ -50,29 +66,119 @@ def documents(
 def standard_library(folder: Path | None = None) -> Iterator[bytes]:
     """The .py files of the running Python's standard library, sorted by path, without its tests."""
     folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
-    for path in sorted(folder.rglob("*.py")):
-        if not LEFT_OUT.intersection(path.relative_to(folder).parts):
-            yield path.read_bytes()
+    for path in library_files(folder):
+        yield path.read_bytes()
+
+
+def library_files(folder: Path) -> list[Path]:
+    return [
+        path
+        for path in sorted(folder.rglob("*.py"))
+        if not LEFT_OUT.intersection(path.relative_to(folder).parts)
+    ]
 
 
 def local_documents(path: Path, *, column: str = "text") -> Iterator[bytes]:
     """The documents of a file, or of a folder's files sorted by path.
 
-    A text file is one document, whatever its bytes are; a row of parquet or JSON-lines is one.
+    A text file is one document, whatever its bytes are, and comes in parts if it is a large one; a
+    row of parquet or JSON-lines is one; an array of NumPy is a document for each text in it, or one
+    of its bytes.
     """
-    files = [path]
-    if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in KNOWN and f.is_file())
-        if not files:
-            raise ValueError(f"wanted files of {', '.join(KNOWN)}; {path} holds none")
-    for file in files:
+    for file in files_of(path):
+        if file.suffix in PACKED:
+            raise ValueError(f"wanted files of {', '.join(KNOWN)}; got {file}, which is packed")
         if file.suffix in READERS:
-            rows = _datasets().load_dataset(
-                READERS[file.suffix], data_files=[str(file)], split="train", streaming=True
-            )
-            yield from column_of(rows, column, str(file))
+            yield from row_documents(file, READERS[file.suffix], column)
+        elif file.suffix == ARRAY:
+            yield from array_documents(file)
         else:
-            yield file.read_bytes()
+            yield from text_parts(file)
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file, or a folder's files that can be read, sorted by path."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(f for f in path.rglob("*") if f.suffix in KNOWN and f.is_file())
+    if not files:
+        raise ValueError(f"wanted files of {', '.join(KNOWN)}; {path} holds none")
+    return files
+
+
+def row_documents(file: Path, reader: str, column: str) -> Iterator[bytes]:
+    """The rows of a file that datasets reads."""
+    library = _datasets()
+    if file.stat().st_size == 0:
+        return
+    try:
+        rows = library.load_dataset(reader, data_files=[str(file)], split="train", streaming=True)
+        yield from column_of(rows, column, str(file))
+    except (OSError, Unreadable):
+        raise
+    except Exception as error:
+        # The library has errors of its own for each of its readers, with the cause behind it.
+        cause = str(error.__cause__ or error).partition("\n")[0]
+        raise ValueError(f"wanted rows of {reader} in {file}; got: {cause}") from error
+
+
+def array_documents(file: Path) -> Iterator[bytes]:
+    """Of an array of texts or of bytes."""
+    try:
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"wanted an array of NumPy in {file}; got: {error}") from error
+    if array.ndim != 1 or not (array.dtype == np.uint8 or array.dtype.kind in "US"):
+        raise ValueError(
+            f"wanted texts [n] or bytes [n], uint8, in {file}; got {array.dtype.name} "
+            f"{list(array.shape)}"
+        )
+    if array.dtype.kind == "U":
+        for text in array:
+            yield str(text).encode("utf-8", errors="replace")
+    elif array.dtype.kind == "S":
+        yield from map(bytes, array)
+    else:
+        yield from _parts_of(array[n : n + PART].tobytes() for n in range(0, len(array), PART))
+
+
+def text_parts(file: Path) -> Iterator[bytes]:
+    """A file as it stands."""
+    with file.open("rb") as opened:
+        yield from _parts_of(iter(lambda: opened.read(PART), b""))
+
+
+def parts(document: bytes) -> Iterator[bytes]:
+    """A document in parts of ``PART`` bytes at most, one where it is no longer."""
+    place = 0
+    while len(document) - place > PART:
+        end = place + part_length(document[place : place + PART + 1], PART)
+        yield Part(document[place:end])
+        place = end
+    yield document if place == 0 else type(document)(document[place:])
+
+
+def part_length(text: bytes, most: int) -> int:
+    """How much of a text of more than ``most`` bytes is a part: whole lines; where there are none,
+    whole characters of UTF-8; where these are none either, ``most`` bytes.
+    """
+    if lines := text.rfind(b"\n", 0, most) + 1:
+        return lines
+    for end in range(most, max(most - 4, 0), -1):
+        if text[end] & 0xC0 != 0x80:
+            return end
+    return most
+
+
+def _parts_of(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for block in blocks:
+        rest += block
+        while len(rest) > PART:
+            length = part_length(rest, PART)
+            yield Part(rest[:length])
+            rest = rest[length:]
+    yield rest
 
 
 def hub_documents(name: str, *, subset: str | None = None, column: str = "text") -> Iterator[bytes]:
@@ -86,11 +192,35 @@ def column_of(rows: Iterable[dict[str, Any]], column: str, where: str) -> Iterat
     for number, row in enumerate(rows):
         text = row.get(column)
         if not isinstance(text, str):
-            raise ValueError(
+            raise Unreadable(
                 f"wanted text in column {column!r} of {where}; got {type(text).__name__} in row "
                 f"{number}, whose columns are {', '.join(row)}"
             )
         yield text.encode("utf-8", errors="replace")
+
+
+def data_digest(dataset: str | None, *, subset: str | None = None, column: str = "text") -> str:
+    """Of all that `documents` would read, in hexadecimal: of the bytes of files and their names, of
+    the commit of a data set on the hub.
+
+    Raises:
+        ValueError, OSError, RuntimeError: as `documents`.
+    """
+    digest = hashlib.blake2b(repr((subset, column)).encode(), digest_size=16)
+    if dataset is None or Path(dataset).exists():
+        root = Path(sysconfig.get_path("stdlib") if dataset is None else dataset)
+        files = library_files(root) if dataset is None else files_of(root)
+        for file in files:
+            with file.open("rb") as opened:
+                content = hashlib.file_digest(opened, "blake2b").hexdigest()
+            name = file.relative_to(root).as_posix() if root.is_dir() else file.suffix
+            digest.update(repr((name, content)).encode())
+    else:
+        # Refuses what is no name.
+        documents(dataset, subset=subset, column=column)
+        hub = imported("huggingface_hub", extra="text", purpose="data sets of the hub")
+        digest.update(repr((dataset, hub.dataset_info(dataset).sha)).encode())
+    return digest.hexdigest()
 
 
 def _datasets() -> Any:

@@ -110,6 +110,11 @@ class LibraryTokenizer:
             # The library raises Exception itself where a file cannot be read as a tokenizer.
             raise ValueError(f"wanted a tokenizer in {source}; got: {error}") from error
 
+    @property
+    def contents(self) -> str:
+        """All that decides its tokens."""
+        return self._tokenizer.to_str()
+
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         for group in _groups(documents):
             for encoding in self._tokenizer.encode_batch_fast(group):

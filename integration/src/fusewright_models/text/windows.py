@@ -37,16 +37,26 @@ class Windows:
     it), so that a resumed run has only n to restore.
 
     Args:
-        stream: ``[N]`` tokens of any integer dtype; batches are made on their device.
+        stream: ``[N]`` tokens of any integer dtype.
         length: T.
         seed: of all draws.
         digest: of the stream, if it is to be checked that a resumed run has the same one.
+        device: of the batches; None is the stream's. Of a stream on the host, which may be mapped
+            from a file, a batch is drawn there and copied.
 
     Raises:
         ValueError: the stream is shorter than T + 1.
     """
 
-    def __init__(self, stream: Tensor, *, length: int, seed: int = 0, digest: str = "") -> None:
+    def __init__(
+        self,
+        stream: Tensor,
+        *,
+        length: int,
+        seed: int = 0,
+        digest: str = "",
+        device: torch.device | str | None = None,
+    ) -> None:
         if length < 1:
             raise ValueError(f"windows are one token long or more; got {length}")
         if len(stream) <= length:
@@ -54,6 +64,7 @@ class Windows:
                 f"windows of {length} + 1 tokens want a stream as long; got {len(stream)} tokens"
             )
         self.stream = stream
+        self.device = stream.device if device is None else torch.device(device)
         self.seed = seed
         self.digest = digest
         self.batches = 0
@@ -69,7 +80,11 @@ class Windows:
             generator=self.generator,
             device=self.stream.device,
         )
-        return TextBatch(self.stream[starts + self.offsets].long())
+        windows = self.stream[starts + self.offsets].long()
+        if self.device.type != self.stream.device.type:
+            # From memory that stays where it is the device copies while the host goes on.
+            windows = windows.pin_memory().to(self.device, non_blocking=True)
+        return TextBatch(windows)
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches, "digest": self.digest, "seed": self.seed}

@@ -131,6 +131,28 @@ def test_one_file_has_its_end_held_out():
     assert bytes(corpus.held_out.tolist()).startswith(b"line ")
 
 
+@pytest.mark.parametrize("texts", [MANY, MANY[:40]], ids=["many", "few"])
+def test_ends_of_documents_are_kept(texts):
+    corpus = corpus_of(texts)
+    parts = []
+    for tokens, ends in (
+        (corpus.training, corpus.training_ends),
+        (corpus.held_out, corpus.held_out_ends),
+    ):
+        whole = bytes(tokens.tolist())
+        parts += [whole[a:b] for a, b in pairwise([0, *ends])]
+        assert ends[-1] == len(whole)
+    if len(texts) == len(MANY):
+        assert sorted(parts) == sorted(texts)
+    else:
+        # The one in which what is held out begins is cut in two.
+        assert b"".join(parts) == b"".join(texts)
+        assert [part for part in parts if part in texts] == [
+            text for text in texts if text in parts
+        ]
+        assert len(parts) - len(texts) in (0, 1)
+
+
 def test_beginning_is_whole_lines():
     assert beginning(b"ab\ncd\nef", 7) == b"ab\ncd\n"
     assert beginning(b"ab\ncd\n", 6) == b"ab\ncd\n"

@@ -14,7 +14,7 @@ from fusewright_models.text import LibraryTokenizer, documents, make_tokenizer, 
 from fusewright_models.text.corpus import FEW, is_held_out
 
 datasets = pytest.importorskip("datasets", reason="the extra 'text' is not installed")
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 ROWS = ["first row", "second, with ä and \N{SNOWMAN}", "", "fourth\nof two lines"]
@@ -156,6 +156,38 @@ def test_tokenizer_that_does_not_decode_to_what_it_read_is_refused(
         read_corpus(
             texts, make_tokenizer(str(tmp_path / "bare.json")), most_tokens=99, held_out_bytes=999
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "around", "ends"),
+    [
+        ("<|endoftext|>", True, False, True),
+        ("</s>", True, False, True),
+        ("</s>", True, True, False),
+        ("</s>", False, False, False),
+        ("<mask>", True, False, False),
+    ],
+)
+def test_token_that_ends_documents_stands_between_them(
+    tokenizer_file, tmp_path, name, special, around, ends
+):
+    """Where the vocabulary has one, as a special token, and nothing else stands around them."""
+    tokenizer = Tokenizer.from_file(tokenizer_file)
+    tokenizer.add_tokens([AddedToken(name, special=special)])
+    if not around:
+        tokenizer.post_processor = processors.Sequence([])
+    tokenizer.save(str(tmp_path / "ends.json"))
+    found = LibraryTokenizer(str(tmp_path / "ends.json"))
+    end = [tokenizer.token_to_id(name)] if ends else []
+    texts = [b"the cat", b"the mat"]
+    tokens = [*found.encode(texts)]
+    assert [one.tolist() for one in tokens] == [
+        tokenizer.encode(text.decode()).ids + end for text in texts
+    ]
+    assert found.decode(np.concatenate(tokens)) == b"the catthe mat"
+    corpus = read_corpus([b"the cat\n" * 20] * 9, found, most_tokens=999, held_out_bytes=99)
+    places = np.flatnonzero(corpus.training.numpy() == tokenizer.token_to_id(name)) + 1
+    assert not ends or np.array_equal(places, corpus.training_ends)
 
 
 def test_documents_of_a_library_are_neither_cut_nor_filled_up(tokenizer_file, tmp_path):

@@ -136,9 +136,7 @@ class TextRun(TextSettings, Run):
         return vocab_size
 
     def corpus(self) -> Corpus:
-        """What is read, or from the cache where there is one: the standard library has none of
-        its own accord.
-        """
+        """Read, or taken from the cache; of the standard library, only where a cache is named."""
         tokenizer = make_tokenizer(self.tokenizer)
         of_data: dict[str, Any] = {"subset": self.dataset_subset, "column": self.text_column}
         options: dict[str, Any] = {

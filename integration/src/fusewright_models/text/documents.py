@@ -49,23 +49,30 @@ def documents(
         OSError: a file or a hub cannot be read.
         RuntimeError: the extra "text" is needed and not installed.
     """
+    place = local_place(dataset, subset)
+    if place is not None:
+        return standard_library(place) if dataset is None else local_documents(place, column=column)
+    return hub_documents(str(dataset), subset=subset, column=column)
+
+
+def local_place(dataset: str | None, subset: str | None) -> Path | None:
+    """The file or folder of a data set; None of one on the hub."""
     if dataset is None:
         if subset is not None:
             raise ValueError(f"a subset is part of a named data set; got {subset!r} without one")
-        return standard_library()
+        return Path(sysconfig.get_path("stdlib"))
     path = Path(dataset)
     if path.exists():
         if subset is not None:
             raise ValueError(f"local files have no subsets; got {subset!r} beside {dataset}")
-        return local_documents(path, column=column)
+        return path
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1 or path.suffix in KNOWN:
         raise FileNotFoundError(f"wanted a file, a folder or a data set's name; {dataset} is none")
-    return hub_documents(dataset, subset=subset, column=column)
+    return None
 
 
-def standard_library(folder: Path | None = None) -> Iterator[bytes]:
-    """The .py files of the running Python's standard library, sorted by path, without its tests."""
-    folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
+def standard_library(folder: Path) -> Iterator[bytes]:
+    """The .py files of a Python's standard library, sorted by path, without its tests."""
     for path in library_files(folder):
         yield path.read_bytes()
 
@@ -207,8 +214,8 @@ def data_digest(dataset: str | None, *, subset: str | None = None, column: str =
         ValueError, OSError, RuntimeError: as `documents`.
     """
     digest = hashlib.blake2b(repr((subset, column)).encode(), digest_size=16)
-    if dataset is None or Path(dataset).exists():
-        root = Path(sysconfig.get_path("stdlib") if dataset is None else dataset)
+    root = local_place(dataset, subset)
+    if root is not None:
         files = library_files(root) if dataset is None else files_of(root)
         for file in files:
             with file.open("rb") as opened:
@@ -216,8 +223,6 @@ def data_digest(dataset: str | None, *, subset: str | None = None, column: str =
             name = file.relative_to(root).as_posix() if root.is_dir() else file.suffix
             digest.update(repr((name, content)).encode())
     else:
-        # Refuses what is no name.
-        documents(dataset, subset=subset, column=column)
         hub = imported("huggingface_hub", extra="text", purpose="data sets of the hub")
         digest.update(repr((dataset, hub.dataset_info(dataset).sha)).encode())
     return digest.hexdigest()

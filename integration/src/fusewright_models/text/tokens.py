@@ -10,6 +10,8 @@ import numpy as np
 
 from ..extras import imported
 
+# Special tokens that end a document, by the names that they are given most often.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>", "[SEP]")
 # Documents that go through the library together: at most so many, and of so many bytes.
 BATCH, BATCH_BYTES = 256, 2**22
 # Of two texts that differ, so many characters are shown.
@@ -74,8 +76,9 @@ class LibraryTokenizer:
     """A tokenizer of the tokenizers library.
 
     Its special tokens are put around documents as its own post-processor says, and are no part of
-    decoded text. Bytes that are not UTF-8 are read as U+FFFD. Documents are neither cut nor filled
-    up, whatever the file says.
+    decoded text. Where it says nothing, the token that ends a document follows each, if the
+    vocabulary has one: nothing else would tell where the next one begins. Bytes that are not UTF-8
+    are read as U+FFFD. Documents are neither cut nor filled up, whatever the file says.
 
     Args:
         source: a tokenizer.json, or a name on the Hugging Face hub.
@@ -95,6 +98,7 @@ class LibraryTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Numbers need not be dense: the largest decides how many rows an embedding has.
+        self._end = self._ending()
         self.vocab_size: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if self.vocab_size == 0:
             raise ValueError(f"wanted a tokenizer with a vocabulary; {source} has none")
@@ -110,6 +114,14 @@ class LibraryTokenizer:
             # The library raises Exception itself where a file cannot be read as a tokenizer.
             raise ValueError(f"wanted a tokenizer in {source}; got: {error}") from error
 
+    def _ending(self) -> list[int]:
+        """What stands after a document."""
+        if self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            return []
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        special = {token.content: number for number, token in added if token.special}
+        return [special[name] for name in ENDS if name in special][:1]
+
     @property
     def contents(self) -> str:
         """All that decides its tokens."""
@@ -118,7 +130,7 @@ class LibraryTokenizer:
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         for group in _groups(documents):
             for encoding in self._tokenizer.encode_batch_fast(group):
-                yield np.array(encoding.ids, dtype=np.int32)
+                yield np.array(encoding.ids + self._end, dtype=np.int32)
 
     def prompt(self, text: bytes) -> np.ndarray:
         decoded = text.decode("utf-8", errors="replace")

@@ -25,7 +25,6 @@ MODELS = {
 def flags_of(model: str, text: str) -> list[str]:
     flags = [model, *FLAGS, *MODELS[model]]
     if model != "transformer-np":
-        flags[flags.index("--steps")] = "--max-steps"
         flags += ["--dataset", str(text)]
     return flags
 
@@ -60,8 +59,7 @@ def test_one_process_of_torchrun_replays_the_steps_of_one_without(model, tmp_pat
 @pytest.mark.parametrize("how", ["--capture", "--no-capture", "--parallel=fsdp"])
 def test_two_processes_have_the_losses_of_one_on_the_same_batches(model, how, tmp_path, text):
     flags = flags_of(model, text)
-    name = "precision" if model == "transformer-np" else "mixed-precision"
-    flags += [f"--{name}", "fp32"]
+    flags += ["--precision", "fp32"]
     run([*flags, "--out", tmp_path / "alone"], None)
     run([*flags, how, "--out", tmp_path / "both"], 2)
     alone, both = losses(tmp_path / "alone"), losses(tmp_path / "both")

@@ -17,6 +17,8 @@ from fusewright_models import (
     TransformerNPConfig,
 )
 from fusewright_models.cli import app
+from fusewright_models.models import published
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from .commands import invoke
@@ -207,7 +209,7 @@ def test_what_cannot_be_exported_or_begun_with_is_told_in_a_sentence(trained, tm
             tmp_path / "x",
         ): "wanted the folder of a run with config.json",
         ("transformer-np", *FLAGS, "--init-from", tmp_path / "nothing"): "config.json",
-        ("titan-mac", *FLAGS, "--init-from", run): "wanted this model's checkpoint",
+        ("titan-mac", *FLAGS, "--init-from", run): "wanted a run of titan-mac",
     }
     for arguments, sentence in refused.items():
         result = invoke(app, *arguments)
@@ -215,6 +217,54 @@ def test_what_cannot_be_exported_or_begun_with_is_told_in_a_sentence(trained, tm
         assert sentence in result.output, result.output
         assert "Traceback" not in result.output
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "sentence"),
+    [
+        (
+            "titan-mac",
+            ["--variant", "mag"],
+            "wanted weights of a model of variant 'mag'; got 'mac'",
+        ),
+        ("transformer-np", ["--scale", "softplus"], "of scale 'softplus'; got 'log_sigma'"),
+    ],
+)
+def test_weights_of_another_shape_that_fit_are_refused(
+    model, flags, sentence, trained, tmp_path, text
+):
+    run, out = trained(model, "run"), tmp_path / "out"
+    assert invoke(app, "export", run, "--out", out).exit_code == 0
+    more = [] if model == "transformer-np" else ["--dataset", text, "--seq-len", "32"]
+    for source in (run, out):
+        result = invoke(app, model, *FLAGS, *more, *flags, "--init-from", source)
+        assert result.exit_code == 2, result.output
+        assert sentence in result.output
+
+
+def test_a_run_on_another_device_is_exported(trained, tmp_path):
+    run = trained("transformer-np", "run")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"device": "cuda"}))
+    assert invoke(app, "export", run, "--out", tmp_path / "out").exit_code == 0
+    TransformerNP.from_pretrained(tmp_path / "out")
+
+
+def test_an_export_that_fails_leaves_nothing(trained, tmp_path, monkeypatch):
+    run, out = trained("transformer-np", "run"), tmp_path / "folder" / "out"
+
+    def full(*given, **options):
+        raise SafetensorError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(published, "save_file", full)
+        result = invoke(app, "export", run, "--out", out)
+        assert result.exit_code == 2
+        assert "no space left on device" in result.output
+    assert list((tmp_path / "folder").iterdir()) == []
+    out.mkdir()
+    assert invoke(app, "export", run, "--out", out).exit_code == 0
+    assert [file.name for file in (tmp_path / "folder").iterdir()] == ["out"]
 
 
 def test_exported_folders_are_uploaded(trained, tmp_path, monkeypatch):
@@ -238,3 +288,11 @@ def test_exported_folders_are_uploaded(trained, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert told == [("tasks", True), ("me/tasks", out)]
     assert result.output.endswith("https://huggingface.co/me/tasks\n")
+
+    def unreached(*given, **options):
+        raise EOFError("nobody is there")
+
+    monkeypatch.setattr(Hub, "create_repo", unreached)
+    result = invoke(app, "export", run, "--out", tmp_path / "again", "--push", "tasks")
+    assert result.exit_code == 2
+    assert "to tasks: nobody is there" in result.output

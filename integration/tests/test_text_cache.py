@@ -27,7 +27,7 @@ from .commands import assert_same_metrics, assert_same_weights, interrupted, inv
 
 TINY = (
     "--preset tiny --num-layers 1 --dim 16 --num-heads 2 --chunk-size 8 --memory-chunk 4 "
-    "--seq-len 20 --batch-size 2 --max-steps 4 --log-every 1 --eval-every 2"
+    "--seq-len 20 --batch-size 2 --steps 4 --log-every 1 --eval-every 2"
 )
 MANY = [f"document {number}\n".encode() * (1 + number % 7) for number in range(2 * FEW)]
 SIZES = {"most_tokens": 2**20, "held_out_bytes": 2**12}

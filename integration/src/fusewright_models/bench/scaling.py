@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from rich.console import Console
@@ -27,6 +27,7 @@ from ..models.transformer_np import TransformerNP, TransformerNPConfig
 from ..text import TextBatch, Windows
 from ..training import TrainingConfig, make_optimizer
 from ..training.captured import CapturedStepper, make_stepper
+from ..training.gradients import HeldGradients
 from ..training.processes import Parallel, Processes, launched
 from ..training.source import Source
 from .harness import SEED
@@ -127,8 +128,9 @@ def task_subject(preset: str, shape: Shape) -> Subject:
     context, target = (Size.parse(str(size)) for size in (shape.context, shape.targets))
 
     def sampler(seed: int, device: torch.device | str) -> Any:
-        sizes = {"context_size": context, "target_size": target}
-        return make_sampler("blr", **sizes, device=device, seed=seed)
+        return make_sampler(
+            "blr", context_size=context, target_size=target, device=device, seed=seed
+        )
 
     def make() -> TransformerNP:
         x_width = sampler(SEED, "cpu").x_width
@@ -144,17 +146,22 @@ def task_subject(preset: str, shape: Shape) -> Subject:
     return Subject(case, *sizes, make, sampler, loss, lambda model: model.blocks)
 
 
-PRESETS = {"transformer-np": TRANSFORMER_NP, "titan-mac": TITAN_MAC, "hybrid": HYBRID}
-LARGEST = {"transformer-np": "base", "titan-mac": "170m", "hybrid": "350m"}
+PRESETS: dict[ModelName, Mapping[str, Any]] = {
+    "transformer-np": TRANSFORMER_NP,
+    "titan-mac": TITAN_MAC,
+    "hybrid": HYBRID,
+}
+LARGEST: dict[ModelName, str] = {"transformer-np": "base", "titan-mac": "170m", "hybrid": "350m"}
 
 
-def subject_of(model: ModelName, preset: str | None, shape: str | None) -> Subject:
+def subject_of(name: str, preset: str | None, shape: str | None) -> Subject:
     """
     Raises:
         ValueError: model or preset is unknown, or the shape none of the model.
     """
-    if model not in MODEL_NAMES:
-        raise ValueError(f"model must be of {', '.join(MODEL_NAMES)}; got {model!r}")
+    if name not in MODEL_NAMES:
+        raise ValueError(f"model must be of {', '.join(MODEL_NAMES)}; got {name!r}")
+    model = cast(ModelName, name)
     preset = preset or LARGEST[model]
     if preset not in PRESETS[model]:
         raise ValueError(f"preset must be of {', '.join(PRESETS[model])}; got {preset!r}")
@@ -215,9 +222,14 @@ def measure(subject: Subject, way: Way, all_of_them: Processes, steps: int, say:
         if isinstance(stepper, CapturedStepper) and processes.several:
             held = stepper.held
             for _ in range(3):
-                communication = timed(lambda: [held.average_() for _ in range(10)]) / 10
+                communication = timed(lambda: averaged(held, 10)) / 10
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None
     return Taken(Time.of(samples), communication, peak)
+
+
+def averaged(held: HeldGradients, times: int) -> None:
+    for _ in range(times):
+        held.average_()
 
 
 def wait(device: torch.device) -> None:
@@ -226,7 +238,7 @@ def wait(device: torch.device) -> None:
 
 
 def bench_scaling(
-    name: ModelName,
+    name: str,
     subject: Subject,
     processes: Processes,
     ways: Iterable[Way],

@@ -153,6 +153,14 @@ class Run(Settings):
         """Parts of the model whose parameters are gathered on their own, where they are sharded."""
         return model.blocks
 
+    def shape(self, size: int) -> Any:
+        """Of the model, whose inputs are of that size: the vocabulary's, or an input's width.
+
+        Raises:
+            ValueError: the sizes do not go together.
+        """
+        raise NotImplementedError
+
     def check_shares(self, count: int) -> None:
         """
         Raises:

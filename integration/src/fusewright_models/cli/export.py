@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import typer
+from safetensors import SafetensorError
 
 from ..text import make_tokenizer
 from ..training import RunFolder
@@ -32,7 +37,8 @@ def export_run(run: Path, out: Path, *, push: str | None) -> None:
         tokenizer: Path | None = None
         name = folder.read_config().get("model")
         if name == TransformerNPRun.model_name:
-            of_tasks = read_run(TransformerNPRun, folder)
+            # Wherever it was trained.
+            of_tasks = replace(read_run(TransformerNPRun, folder), device="cpu")
             model: Any = of_tasks.model(of_tasks.sampler(held_out=True).x_width)
         elif name in KINDS:
             of_text = read_run(KINDS[name], folder)
@@ -43,24 +49,51 @@ def export_run(run: Path, out: Path, *, push: str | None) -> None:
         else:
             raise ValueError(f"wanted a run of a model; {folder.path} holds {name}'s")
         load_model(model, folder)
-        model.save_pretrained(out)
-        shutil.copyfile(folder.config_file, out / SETTINGS)
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, out / TOKENIZER)
+        with whole(out) as unfinished:
+            model.save_pretrained(unfinished)
+            shutil.copyfile(folder.config_file, unfinished / SETTINGS)
+            if tokenizer is not None:
+                shutil.copyfile(tokenizer, unfinished / TOKENIZER)
     typer.echo(f"{type(model).__name__} in {out}")
     if push is not None:
         with usage_errors():
             typer.echo(pushed(out, push))
 
 
+@contextmanager
+def whole(out: Path) -> Iterator[Path]:
+    """A folder to write into, which gets the name of another, empty or not there, at the end;
+    nothing of it stays where that fails.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.absolute().parent, ignore_cleanup_errors=True) as folder:
+        # With the rights of any other new folder.
+        unfinished = Path(folder, out.name)
+        unfinished.mkdir()
+        try:
+            yield unfinished
+        except SafetensorError as error:
+            raise OSError(f"could not write {out}: {error}") from error
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+
+
 def pushed(folder: Path, repository: str) -> str:
     """Upload what was exported; returns where it is.
 
     Raises:
-        OSError, ValueError: the hub refuses it, for lack of a token for instance.
+        RuntimeError: the hub refuses it, for lack of a token for instance, or is not reached.
     """
     from huggingface_hub import HfApi
 
     hub = HfApi()
-    name = hub.create_repo(repository, exist_ok=True).repo_id
-    return str(hub.upload_folder(repo_id=name, folder_path=folder))
+    try:
+        name = hub.create_repo(repository, exist_ok=True).repo_id
+        return str(hub.upload_folder(repo_id=name, folder_path=folder))
+    except Exception as error:
+        # Of what goes wrong on the way its libraries have kinds of their own.
+        raise RuntimeError(f"could not upload {folder} to {repository}: {error}") from error

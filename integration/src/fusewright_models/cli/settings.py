@@ -107,10 +107,11 @@ class Settings:
     ]
     device: Annotated[str, of_devices(help="Default: cuda where there is one.")]
     parallel: Annotated[
-        BatchParallel | None,
+        Parallel | None,
         of_devices(
             help="How the processes of torchrun train together: each with the whole model, or with "
-            "a part of all parameters, or each host with the whole. Default: ddp."
+            "a part of all parameters, or each host with the whole, on a part of the tasks; or "
+            "with the whole on a part of each task's rows. Default: ddp."
         ),
     ] = None
     compile: Annotated[bool, of_devices(help="Default: --no-compile.")] = False
@@ -162,14 +163,6 @@ class TransformerNPSettings(Settings):
     decay: ClassVar[float] = 0.01
 
     preset: Annotated[PresetName, of_model(help=PRESET_HELP)]
-    parallel: Annotated[
-        Parallel | None,
-        of_devices(
-            help="How the processes of torchrun train together: each with the whole model, or with "
-            "a part of all parameters, or each host with the whole, on a part of the tasks; or "
-            "with the whole on a part of each task's rows. Default: ddp."
-        ),
-    ] = None
     norm: Annotated[Norm, of_model(help="Before or after. Default: pre.")] = "pre"
     scale: Annotated[Scale, of_model(help="Standard deviations as. Default: log_sigma.")] = (
         "log_sigma"
@@ -215,6 +208,13 @@ class TextSettings(Settings):
 
     decay: ClassVar[float] = 0.1
 
+    parallel: Annotated[
+        BatchParallel | None,
+        of_devices(
+            help="How the processes of torchrun train together: each with the whole model, or with "
+            "a part of all parameters, or each host with the whole. Default: ddp."
+        ),
+    ] = None
     vocab_size: Annotated[int | None, of_model(min=1, help="Default: the tokenizer's.")] = None
     dataset: Annotated[
         str | None,

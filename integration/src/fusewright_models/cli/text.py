@@ -86,14 +86,6 @@ class TextRun(TextSettings, Run):
         """Of the model's own fields, for a preset's architecture and a run of so many steps."""
         raise NotImplementedError
 
-    def shape(self, vocab_size: int) -> Any:
-        """Of the model over a vocabulary of that size.
-
-        Raises:
-            ValueError: the sizes do not go together.
-        """
-        raise NotImplementedError
-
     def built(self, vocab_size: int) -> nn.Module:
         """The model over a vocabulary of that size, on the default device; likewise."""
         raise NotImplementedError

@@ -92,9 +92,8 @@ class TransformerNPRun(TransformerNPSettings, Run):
         torch.manual_seed(self.seed)
         return self.built(x_width).to(self.device)
 
-    def built(self, x_width: int) -> TransformerNP:
-        """The model of tasks with so many coordinates, on the default device."""
-        config = TransformerNPConfig(
+    def shape(self, x_width: int) -> TransformerNPConfig:
+        return TransformerNPConfig(
             **TRANSFORMER_NP[self.preset].architecture,
             x_width=x_width,
             norm=self.norm,
@@ -103,7 +102,10 @@ class TransformerNPRun(TransformerNPSettings, Run):
             indicator=self.indicator,
             checkpointing=self.checkpointing,
         )
-        return TransformerNP(config, backend=self.backend)
+
+    def built(self, x_width: int) -> TransformerNP:
+        """The model of tasks with so many coordinates, on the default device."""
+        return TransformerNP(self.shape(x_width), backend=self.backend)
 
 
 def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:

@@ -8,8 +8,9 @@ from typing import Any
 import typer
 from torch import nn
 
+from ..models.published import check_shape
 from ..training import RunFolder
-from .commands import Run
+from .commands import Run, read_run
 
 
 def load_model(model: nn.Module, folder: RunFolder) -> None:
@@ -36,8 +37,11 @@ def begin(model: Any, run: Run, folder: RunFolder, *, resumed: bool) -> None:
     if run.init_from is None or (resumed and folder.holds_a_checkpoint):
         return
     other = RunFolder(run.init_from)
-    if other.holds_a_checkpoint:
-        load_model(model, other)
-        model.train()
-    else:
+    if not other.holds_a_checkpoint:
         model.load_pretrained(run.init_from)
+        return
+    shape = model.config
+    theirs = read_run(type(run), other).shape(getattr(shape, "vocab_size", None) or shape.x_width)
+    check_shape(shape, theirs, other.config_file)
+    load_model(model, other)
+    model.train()

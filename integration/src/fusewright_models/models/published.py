@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# Fields of a shape that say how the same weights compute, and how far they look.
+ANYHOW = {"checkpointing", "mode", "segment", "memory_chunk", "k_base", "index_temperature"}
 # What of a call goes to the hub.
 ASKED = "revision", "cache_dir", "force_download", "local_files_only", "token"
 
@@ -66,16 +68,37 @@ class Published(PyTorchModelHubMixin, library_name="fusewright-models", license=
         # What the mixin makes of config.json.
         options.pop("config", None)
         config, extras = read_config(file_of(model_id, CONFIG, **asked), cls)
-        model: Any = cls(config, **cls.options_from(extras) | options)  # type: ignore[call-arg]
+        model: Any = cls(config, **cls.options_from(extras) | options)
         load_weights(model, file_of(model_id, WEIGHTS, **asked))
         return model.to(device).eval()
 
     def load_pretrained(self, name: str) -> None:
-        """Give this model the weights of a folder or repository of that name; errors as of
-        ``from_pretrained``.
+        """Give this model the weights of a folder or repository of that name.
+
+        Raises:
+            OSError: there is none.
+            ValueError: as of ``from_pretrained``; or they are of a model of another shape.
         """
-        read_config(file_of(name, CONFIG), type(self))
+        model: Any = self
+        file = file_of(name, CONFIG)
+        shape, _ = read_config(file, type(self))
+        check_shape(model.config, shape, file)
         load_weights(self, file_of(name, WEIGHTS))
+
+
+def check_shape(wanted: Any, got: Any, file: Path) -> None:
+    """Refuse weights of another shape, which may fit and would not be this model's.
+
+    Raises:
+        ValueError: they are.
+    """
+    told = [
+        f"{name} {x!r}; got {getattr(got, name)!r}"
+        for name, x in asdict(wanted).items()
+        if name not in ANYHOW and x != getattr(got, name)
+    ]
+    if told:
+        raise ValueError(f"wanted weights of a model of {told[0]} in {file}")
 
 
 def file_of(name: str, file: str, **asked: Any) -> Path:

@@ -151,7 +151,13 @@ def norm_backward(
     gate: torch.Tensor | None = None,
     activation: str = "",
     y_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, *tuple[torch.Tensor | None, ...]]:
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+]:
     """Gradients of a norm of the rows of ``x``.
 
     Args:

@@ -28,7 +28,7 @@ from .commands import (
 )
 
 datasets = pytest.importorskip("datasets", reason="the extra 'text' is not installed")
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("short_samples")
 
@@ -135,6 +135,11 @@ def test_tokenizer_decides_the_vocabulary_and_bytes_the_score(tmp_path, text):
     tokenizer.train([str(text)], trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     flags = [*TINY, "--dataset", text, "--tokenizer", tmp_path / "tokenizer.json"]
+    # Without a decoder its tokens are of another text.
+    refused = run("titan-mac", *flags, "--out", tmp_path / "run")
+    assert_refused(refused, "wanted a tokenizer whose tokens decode to the text", tmp_path / "run")
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     result = run("titan-mac", *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert weights(tmp_path / "run")["embedding.weight"].shape == (280, 16)

@@ -211,7 +211,8 @@ def with_newline(document: bytes) -> bytes:
 
 def divided(documents: list[bytes], place: int) -> tuple[list[bytes], list[bytes]]:
     """Documents before and after a place in their text, where one may be cut in two."""
-    before, after = [], []
+    before: list[bytes] = []
+    after: list[bytes] = []
     for document in documents:
         for side, part in ((before, document[: max(place, 0)]), (after, document[max(place, 0) :])):
             if part:

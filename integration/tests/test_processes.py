@@ -167,8 +167,8 @@ def test_what_several_processes_cannot_do_is_refused_in_a_sentence(tmp_path, tex
             "--batch-size",
             "5",
         ): "wanted a --batch-size of as many rows for each of 2 processes; got 5",
-        ("--parallel", "fsdp", "--optimizer", "nested"): (
-            f"--parallel fsdp takes --optimizer {' or '.join(SHARDED)}; got nested"
+        ("--parallel", "fsdp", "--optimizer", "learned"): (
+            f"--parallel fsdp takes --optimizer {' or '.join(SHARDED)}; got learned"
         ),
         ("--device", "cuda:1"): (
             "wanted --device cuda, of which each process takes the one of its number; got cuda:1"

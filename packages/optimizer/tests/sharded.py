@@ -261,6 +261,7 @@ def refusals() -> dict:
         "LearnedOptimizer": lambda: LearnedOptimizer(ps, UpdateMLP()),
         "VeLO": lambda: VeLO(ps, VeLONetworks(8, 6), 20),
         "DeepNestedOptimizer": lambda: DeepNestedOptimizer(model),
+        "continuum": lambda: DeepNestedOptimizer(model, update="continuum"),
     }
     said = {}
     for name, make in makers.items():

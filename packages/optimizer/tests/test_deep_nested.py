@@ -373,7 +373,7 @@ def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="grouping must give the name"):
         DeepNestedOptimizer(model(), grouping=lambda name, p: 3)
     turned = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with pytest.raises(TypeError, match="real tensors of one process"):
+    with pytest.raises(TypeError, match="parameters must be real"):
         DeepNestedOptimizer([("z", turned)])
     far = torch.nn.Parameter(torch.ones(3, device="meta"))
     with pytest.raises(ValueError, match="on one device"):

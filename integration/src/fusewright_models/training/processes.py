@@ -32,7 +32,7 @@ from ..devices import checked_device
 from .source import Batch
 
 # Optimizers that move the shards of a parameter.
-SHARDED = ("adamw", "m3", "muon", "torch-adamw")
+SHARDED = ("adamw", "m3", "muon", "nested", "torch-adamw")
 # What torchrun tells each process.
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What is asked of a model beside its call: parameters are gathered for these as well.

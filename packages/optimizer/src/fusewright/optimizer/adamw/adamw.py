@@ -201,13 +201,16 @@ class AdamW(PlannedOptimizer):
     def _obstacle(self, member: Member) -> str | None:
         return None if is_dense(member.p) else "a parameter has gaps in its memory"
 
-    def _apart(self, member: Member) -> bool:
+    def _apart(self, member: Member) -> Any:
+        return self._is_decoupled(member)
+
+    def _is_decoupled(self, member: Member) -> bool:
         return bool(self.param_groups[member.group]["decoupled_weight_decay"])
 
     def _rules(self, members: list[Any]) -> Rules:
         return Rules(
             len(self.param_groups),
-            self._apart(members[0]),
+            self._is_decoupled(members[0]),
             self.rounding,
             self.seed,
             self.max_grad_norm,

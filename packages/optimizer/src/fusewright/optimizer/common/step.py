@@ -93,6 +93,16 @@ def square_of(x: Tensor) -> Tensor:
     return x.to(torch.float64, copy=True).square_().sum()
 
 
+def add_over_shards_(x: Tensor, mesh: Any) -> None:
+    """A sum over what a process has becomes that over all shards; ``mesh`` as ``mesh_of`` has it,
+    None of plain tensors.
+    """
+    if mesh is not None:
+        device_mesh, sharded = mesh
+        for axis in sharded:
+            torch.distributed.all_reduce(x, group=device_mesh.get_group(axis))
+
+
 def total_squares(parts: Sequence[Any]) -> Tensor:
     """Partial sums of the squared norm of all gradients, ``[partials]`` in fp64: those of the parts
     where there is one device and no DTensor, else their sum over devices and processes.
@@ -111,8 +121,5 @@ def total_squares(parts: Sequence[Any]) -> Tensor:
         total = on(first, partials.sum())
         totals[mesh] = totals[mesh] + total if mesh in totals else total
     for mesh, total in totals.items():
-        if mesh is not None:
-            device_mesh, sharded = mesh
-            for axis in sharded:
-                torch.distributed.all_reduce(total, group=device_mesh.get_group(axis))
+        add_over_shards_(total, mesh)
     return torch.stack(list(totals.values())).sum().view(1)

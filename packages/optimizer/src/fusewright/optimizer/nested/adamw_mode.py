@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..common.placement import local, mesh_of
+from ..common.step import add_over_shards_
 from ..common.tables import check_eager, same, upload
 from .checks import AnyOf, Options
 from .continuum import Continuum
@@ -143,7 +145,9 @@ class AdamWMode:
         return AnyOf((UNKNOWN, {"gradients": gradients, "numbers": numbers}))
 
     def hypergradient(self, groups: Groups, gradients: Sequence[Tensor | None]) -> Tensor:
-        """dL/dm of each group, through the last step: ``[groups]`` in fp64."""
+        """dL/dm of each group, through the last step: ``[groups]`` in fp64; of DTensors the
+        gradients are what this process has.
+        """
         self.plan_loaded()
         part = self.kernels_part()
         if part is None:
@@ -152,11 +156,24 @@ class AdamWMode:
             if moved is not None:
                 pairs = zip(gradients, moved, strict=True)
                 gradients = [None if dtype is None else g for g, dtype in pairs]
-            dots = dots_by_group(groups, gradients, self.direction, self.rates.device)
+            dots = self.dots(groups, gradients)
             return -(self.rates.rates / self.rates.multipliers) * dots
         partials = part.squares_of.dots([gradients[member.place] for member in part.members])
         # Already times the learning rates.
-        return -self.rates.by_group(partials, part.owner) / self.rates.multipliers
+        dots = self.rates.by_group(partials, part.owner)
+        add_over_shards_(dots, part.members[0].mesh)
+        return -dots / self.rates.multipliers
+
+    def dots(self, groups: Groups, gradients: Sequence[Tensor | None]) -> Tensor:
+        """``dots_by_group``, over all shards."""
+        meshes = list(map(mesh_of, self.parameters()))
+        totals = []
+        # In the order of the parameters, which is the same in every process.
+        for mesh in dict.fromkeys(meshes):
+            its = [g if mesh == own else None for g, own in zip(gradients, meshes, strict=True)]
+            totals.append(dots_by_group(groups, its, self.direction, self.rates.device))
+            add_over_shards_(totals[-1], mesh)
+        return torch.stack(totals).sum(0)
 
     def kernels_part(self) -> Any:
         """The one part of the last step; None where kernels did not update all parameters, or where
@@ -165,7 +182,7 @@ class AdamWMode:
         parts = [part for part, _ in self.adamw._parts]
         if len(parts) != 1 or parts[0].squares_of is None:
             return None
-        ps = [p.data_ptr() for p in self.parameters()]
+        ps = [local(p).data_ptr() for p in self.parameters()]
         in_place = all(ps[x.place : x.place + 1] == [x.p.data_ptr()] for x in parts[0].members)
         return parts[0] if in_place else None
 
@@ -185,7 +202,8 @@ class AdamWMode:
                     members.append(
                         adamw._state_format.member(p, like, state, group, place, number, 0)
                     )
-        if not all(map(adamw._uses_triton, members)):
+        meshes = {member.mesh for member in members}
+        if len(meshes) > 1 or not all(map(adamw._uses_triton, members)):
             return
         device = self.rates.device
         check_eager(device, "the plan of a loaded step was to be made")
@@ -200,7 +218,8 @@ class AdamWMode:
         if not state:
             return None
         group = self.adamw.param_groups[number]
-        return adamw_direction(p, state, group, self.views[number])
+        memories = {name: local(x) for name, x in state.items()}
+        return adamw_direction(local(p), memories, group, self.views[number])
 
     def take(self, groups: Groups, state: Any, loaded: dict[int, Any]) -> Any:
         """A loaded state, by place; returns it by parameter."""

@@ -77,16 +77,21 @@ def check_nested(options: Options) -> None:
         )
 
 
-def check_members(groups: Iterable[dict[str, Any]]) -> None:
+def check_members(groups: Iterable[dict[str, Any]], options: Options) -> None:
     """The parameters must be real and on one device, the groups must have names of their own."""
+    explicit = options.mode == "explicit" and options.meta == "hypergradient"
     names, devices = [], set()
     for group in groups:
         checked_number("depth", group["depth"], 0.0, 1.0)
         names.append(group["name"])
         for p in group["params"]:
-            if is_distributed(p) or p.is_complex():
-                what = "a DTensor" if is_distributed(p) else f"one of {p.dtype}"
-                raise TypeError(f"parameters must be real tensors of one process, got {what}")
+            if p.is_complex():
+                raise TypeError(f"parameters must be real, got one of {p.dtype}")
+            if is_distributed(p) and (explicit or options.update == "continuum"):
+                raise TypeError(
+                    'parameters must be of one process for update="continuum", and for '
+                    'hypergradients in mode="explicit", got a DTensor'
+                )
             devices.add(p.device)
     if len(devices) > 1:
         raise ValueError(

@@ -34,6 +34,7 @@ from .controller_training import ControllerTraining
 from .nested_controller import Features, NestedController
 from .parameter_groups import UNKNOWN, Grouping, Named, parameter_groups
 from .rates import GroupRates
+from .several import local_gradients, mean_of, mesh_of_all, share_, whole
 from .state import NestedState
 
 Tensor = torch.Tensor
@@ -45,7 +46,9 @@ class DeepNestedOptimizer(NestedState):
 
     Args:
         model: a module, or pairs of a name and a parameter; all that need gradients are taken, on
-            one device.
+            one device. DTensors are moved where their shards are, by sums over all of them; the
+            loss is then the mean of all processes', the controller the first one's. Continua, and
+            hypergradients in mode "explicit" or of ``meta_update``, want whole parameters.
         base_lr: of every group, to be multiplied; a number, which schedulers change as
             ``param_groups[i]["lr"]``, or a 0-d tensor on the device.
         meta_lr: of Adam on the controller.
@@ -84,7 +87,8 @@ class DeepNestedOptimizer(NestedState):
     and write what schedules say with ``capturable``. Replays do not count: set ``global_step``.
 
     Raises:
-        TypeError: model or grouping is neither; a parameter is complex, sparse or a DTensor.
+        TypeError: model or grouping is neither; a parameter is complex or sparse, or a DTensor
+            where it has to be whole.
         ValueError: an option is out of its range, no parameter needs a gradient, parameters are on
             several devices, two groups have one name; the groups are others since, in another order
             or of other depths; or a state dict is of another update, of other networks or shapes,
@@ -163,6 +167,7 @@ class DeepNestedOptimizer(NestedState):
             first = self.controller.linears[0].weight
         device, dtype = first.device, wide_dtype(first)
         with current(device):
+            mesh = mesh_of_all(self._all_parameters())
             if "controller" not in self.__dict__:
                 self.controller: NestedController = NestedController(
                     options.controller_hidden_dim,
@@ -171,6 +176,7 @@ class DeepNestedOptimizer(NestedState):
                     device=device,
                     dtype=dtype,
                 )
+                share_(self.controller.parameters(), mesh)
             depths = [float(group["depth"]) for group in self.param_groups]
             # Plain torch serves a controller of fp64.
             backend: Backend = "reference" if dtype == torch.float64 else options.backend
@@ -216,7 +222,7 @@ class DeepNestedOptimizer(NestedState):
         check_adamw_group(group)
         check_decoupled(group)
         check_plain(group)
-        check_members(self.param_groups)
+        check_members(self.param_groups, self.options)
         keep_rate_on_device(group)
 
     def set_loss(self, loss: float | Tensor) -> None:
@@ -259,7 +265,7 @@ class DeepNestedOptimizer(NestedState):
         scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         options = self.options
         with current(rates.device):
-            now = rates.loss_of(value)
+            now = mean_of(rates.loss_of(value), mesh_of_all(self._all_parameters()))
             self._mode.follow(self.param_groups, self.state)
             if allocates:
                 self._mode.allocate()
@@ -310,7 +316,8 @@ class DeepNestedOptimizer(NestedState):
             if g is not None:
                 check_gradient(p, g)
         rates = self._rates
-        hypergradient = self._mode.hypergradient(self.param_groups, gradients)
+        memories = local_gradients(gradients, self._all_parameters())
+        hypergradient = self._mode.hypergradient(self.param_groups, memories)
         if scale is not None:
             hypergradient = hypergradient / scale.double().reshape(())
         skips = self.skipped | ~loss.isfinite()
@@ -332,16 +339,24 @@ class DeepNestedOptimizer(NestedState):
 
         Raises:
             RuntimeError: there was no step.
-            TypeError: meta is "hypergradient" and the loss has no graph.
+            TypeError: meta is "hypergradient" and the loss has no graph, or a parameter is a
+                DTensor.
         """
         if not self.global_step:
             raise RuntimeError("meta_update needs a step before it, got none yet")
         self._check_rated()
-        rates = self._rates
+        rates, mesh = self._rates, mesh_of_all(self._all_parameters())
+        if mesh is not None and self.options.meta == "hypergradient":
+            raise TypeError(
+                "meta_update takes gradients of parameters of one process, got a DTensor: those of "
+                "a later step train the controller"
+            )
         with torch.enable_grad():
             value = loss() if callable(loss) else loss
         if self.options.meta == "proxy":
-            now = rates.ema_loss.clone() if value is None else rates.loss_of(value)
+            now = rates.ema_loss.clone()
+            if value is not None:
+                now = mean_of(rates.loss_of(value), mesh)
             self._training.follow_proxy(rates.statistics, now, self.skipped)
             return {"loss": now}
         if not isinstance(value, Tensor) or not value.requires_grad:
@@ -374,7 +389,7 @@ class DeepNestedOptimizer(NestedState):
             for p in group["params"]:
                 for name, value in self.state.get(p, {}).items():
                     if name == "exp_avg" or name.startswith("momentum"):
-                        squares.setdefault(name, []).append(value.double().square().sum())
+                        squares.setdefault(name, []).append(whole(value.double().square().sum()))
             norms[group["name"]] = {
                 name: torch.stack(some).sum().sqrt() for name, some in squares.items()
             }

@@ -12,9 +12,10 @@ import torch
 from ..adamw import launch as adamw_launch
 from ..adamw.adamw import AdamW
 from ..adamw.reference import ReferencePart
+from ..common.step import add_over_shards_
 from ..common.tables import upload
 from . import launch
-from .reference import squares_by_group
+from .reference import by_group, squares_by_group
 
 Tensor = torch.Tensor
 
@@ -41,7 +42,7 @@ class GroupedReferencePart(ReferencePart):
         """Partial sums of the gradients' squares in fp64, as ``total_squares`` takes them."""
         sides = [self.gradients] + [[x.p for x in self.members]] * self.adamw.both
         sums = [squares_by_group(tensors, self.places, self.present) for tensors in sides]
-        return self.adamw.collect(torch.stack(sums), self.owner)
+        return self.adamw.collect(torch.stack(sums), self.owner, self.members[0].mesh)
 
 
 class GroupedKernelPart(adamw_launch.KernelPart):
@@ -52,11 +53,12 @@ class GroupedKernelPart(adamw_launch.KernelPart):
         self.owner = upload(self.squares_of.groups, torch.int32, self.device)
 
     def squares(self) -> list[tuple[None, Tensor]]:
-        return self.adamw.collect(self.squares_of(self.adamw.both), self.owner)
+        squares = self.squares_of(self.adamw.both)
+        return self.adamw.collect(squares, self.owner, self.members[0].mesh)
 
 
 class GroupedAdamW(AdamW):
-    """AdamW over parameters of one device, none of them sharded.
+    """AdamW over parameters of one device; of DTensors sums are those over all shards.
 
     Attributes:
         control: is called once a step, with squares ``[2, partials]`` in fp64 of gradients and
@@ -76,15 +78,27 @@ class GroupedAdamW(AdamW):
         self._collected: list[tuple[Tensor, Tensor]] = []
         return super()._plan(*context)
 
+    def _apart(self, member: Any) -> Any:
+        # The sums of a part are added over one mesh.
+        return super()._apart(member), member.mesh
+
     def _part(self, members: list[Any], device: torch.device, with_kernels: bool) -> Any:
         part = super()._part(members, device, with_kernels)
         part.group_by(self)
         return part
 
-    def collect(self, squares: Tensor, owner: Tensor) -> list[tuple[None, Tensor]]:
-        """Take the squares of one part, and return those of the gradients as ``total_squares``
-        takes them; the last part completes them.
+    def collect(
+        self, squares: Tensor, owner: Tensor, mesh: Any = None
+    ) -> list[tuple[None, Tensor]]:
+        """Take the squares of one part, of this mesh, and return those of the gradients as
+        ``total_squares`` takes them; the last part completes them.
         """
+        if mesh is not None:
+            groups = len(self.param_groups)
+            sides = squares if self.both else squares[:1]
+            squares = torch.stack([by_group(side, owner, groups) for side in sides])
+            add_over_shards_(squares, mesh)
+            owner = torch.arange(groups, dtype=torch.int32, device=owner.device)
         self._collected.append((squares, owner))
         if len(self._collected) == len(self._parts):
             collected, self._collected = self._collected, []

@@ -18,6 +18,7 @@ from ..common.placement import on
 from ..common.tables import Uploaded, upload
 from . import launch
 from .nested_controller import NestedController
+from .reference import by_group
 
 Tensor = torch.Tensor
 EMA_RATE = 0.1
@@ -118,9 +119,7 @@ class GroupRates:
     def by_group(self, partials: Tensor, owner: Tensor | None) -> Tensor:
         """``[partials]`` in fp64 added by group, ``[groups]``."""
         assert owner is not None
-        in_group = owner == torch.arange(len(self.depths), device=self.device)[:, None]
-        # Selected, not multiplied by 0: infinities and NaN stay in their group.
-        return torch.where(in_group, partials, 0.0).sum(1)
+        return by_group(partials, owner, len(self.depths))
 
     def statistics_of(
         self, squares: Tensor, owner: Tensor | None, grad_scale: Tensor | None

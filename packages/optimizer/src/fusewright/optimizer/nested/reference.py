@@ -59,6 +59,13 @@ def squares_by_group(
     return torch.stack([torch.stack(some).sum() for some in squares.values()])
 
 
+def by_group(partials: Tensor, owner: Tensor, groups: int) -> Tensor:
+    """``[partials]`` in fp64 added by group, ``[groups]``."""
+    in_group = owner == torch.arange(groups, device=owner.device)[:, None]
+    # Selected, not multiplied by 0: infinities and NaN stay in their group.
+    return torch.where(in_group, partials, 0.0).sum(1)
+
+
 def adamw_direction(p: Tensor, state: dict[str, Any], group: dict[str, Any], lr: Tensor) -> Tensor:
     """d of AdamW's last step, in fp32 or fp64.
 

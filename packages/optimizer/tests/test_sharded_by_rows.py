@@ -1,4 +1,4 @@
-"""Four processes that have some rows of each matrix take the steps of one process."""
+"""Four processes that have some rows of each parameter take the steps of one process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .several import found_by_all, needs_gloo, run_once, script
 EPS = torch.finfo(torch.float32).eps
 
 WAYS = [("reference", "fsdp"), ("reference", "hsdp"), ("triton", "fsdp")]
-CASES = [(name, *way) for name in ("muon", "m3") for way in WAYS]
+CASES = [(name, *way) for name in ("muon", "m3", "nested") for way in WAYS]
 
 pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
 def sharded():
-    return script("sharded_matrices")
+    return script("sharded_by_rows")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def assert_right(sharded, case):
     return check
 
 
-def test_sharded_matrices_train_as_whole_ones_do(sharded, found, case, assert_right):
+def test_sharded_parameters_train_as_whole_ones_do(sharded, found, case, assert_right):
     norms = sharded.train(*sharded.made(*case[:2]), 0, sharded.STEPS)
     for each in found:
         assert each["norms"] == pytest.approx(norms, rel=8 * EPS)
@@ -98,6 +98,18 @@ def test_processes_skip_together(found):
     for each in found:
         assert each["skipped"] == (True, 1)
         assert_equal(each["after skip"], each["sent"])
+
+
+def test_controller_learns_from_steps_of_shards_and_not_of_other_losses(sharded, found, case):
+    if case[0] != "nested":
+        pytest.skip("the others have no controller")
+    model, optimizer = sharded.made(*case[:2])
+    sharded.train(model, optimizer, 0, sharded.STEPS)
+    assert all(m.item() != 1.0 for m in optimizer.get_lr_multipliers().values())
+    norms = [x["exp_avg"].item() for x in optimizer.get_momentum_stats().values()]
+    for each in found:
+        assert each["norms of momenta"] == pytest.approx(norms, rel=8 * EPS)
+        assert "meta_update takes gradients of parameters of one process" in each["said"]
 
 
 def test_whole_matrices_are_taken_and_other_placements_refused(of_all):

@@ -1,13 +1,12 @@
-"""Four processes that train sharded matrices on CPUs; what each finds goes to a file.
+"""Four processes that train parameters sharded by rows on CPUs; what each finds goes to a file.
 
-python sharded_matrices.py FOLDER
+python sharded_by_rows.py FOLDER
 """
 
 from __future__ import annotations
 
 import copy
 import datetime
-import functools
 import multiprocessing
 import os
 import pathlib
@@ -19,7 +18,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fusewright.optimizer import M3, Muon
+from fusewright.optimizer import M3, DeepNestedOptimizer, Muon
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -41,14 +40,12 @@ BACKENDS = ("reference", "triton") if os.environ.get("TRITON_INTERPRET") == "1" 
 # The interpreter computes in fp32; fp64 is the reference's.
 DTYPES = {"reference": torch.float64, "triton": torch.float32}
 OPTIONS = dict(lr=0.05, weight_decay=0.1, ns_dtype=None, skip_nonfinite=True)
-MAKERS = {
-    "muon": functools.partial(Muon, **OPTIONS),
-    "m3": functools.partial(M3, **OPTIONS, frequency=2),
-}
+NESTED = dict(base_lr=0.05, meta_lr=0.5, weight_decay=0.1, meta_update_freq=2)
+NAMES = "muon", "m3", "nested"
 # Where all processes share the rows, and where two do and two others have the same.
 MESHES = {"fsdp": (PROCESSES,), "hsdp": (2, 2)}
-CASES = [(name, "reference", mesh) for name in MAKERS for mesh in MESHES]
-CASES += [(name, "triton", "fsdp") for name in MAKERS if "triton" in BACKENDS]
+CASES = [(name, "reference", mesh) for name in NAMES for mesh in MESHES]
+CASES += [(name, "triton", "fsdp") for name in NAMES if "triton" in BACKENDS]
 
 
 def drawn(seed: int) -> list[torch.Tensor]:
@@ -75,11 +72,21 @@ def made(name, backend, mesh=None, starts=None):
     if mesh is not None:
         names = ("replicas", "shards")[-len(MESHES[mesh]) :]
         fully_shard(model, mesh=init_device_mesh("cpu", MESHES[mesh], mesh_dim_names=names))
+    if name == "nested":
+        # Each process draws another controller, and all have the first one's.
+        torch.manual_seed(0 if mesh is None else dist.get_rank())
+        return model, DeepNestedOptimizer(model, **NESTED, grouping=group_of, backend=backend)
     groups = [
         {"params": [p for p in model.ps if p.ndim > 1], "matrix": True},
         {"params": [p for p in model.ps if p.ndim == 1], "matrix": False},
     ]
-    return model, MAKERS[name](groups, backend=backend)
+    if name == "m3":
+        return model, M3(groups, **OPTIONS, frequency=2, backend=backend)
+    return model, Muon(groups, **OPTIONS, backend=backend)
+
+
+def group_of(name: str, p: torch.Tensor) -> str:
+    return f"of {p.ndim} axes"
 
 
 def train(model, optimizer, first, last, rank=None) -> list[float]:
@@ -91,12 +98,17 @@ def train(model, optimizer, first, last, rank=None) -> list[float]:
         optimizer.zero_grad()
         seeds = [PROCESSES * step + k for k in range(PROCESSES)]
         if rank is None:
-            torch.stack([model(seed) for seed in seeds]).mean().backward()
+            loss = torch.stack([model(seed) for seed in seeds]).mean()
         else:
-            model(seeds[rank]).backward()
-        optimizer.step()
+            loss = model(seeds[rank])
+        loss.backward()
+        step_of(optimizer, loss)
         norms.append(optimizer.grad_norm.item())
     return norms
+
+
+def step_of(optimizer, loss) -> None:
+    optimizer.step(*(loss,) * isinstance(optimizer, DeepNestedOptimizer))
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -104,8 +116,11 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def everything(model, optimizer) -> list[torch.Tensor]:
-    """All parameters and states, whole."""
+    """All parameters and states, whole, and what the controller has learned."""
     found = []
+    if isinstance(optimizer, DeepNestedOptimizer):
+        multipliers = optimizer.get_lr_multipliers().values()
+        found += [x.detach().clone() for x in (*multipliers, *optimizer.controller.parameters())]
     for p in model.parameters():
         found += [whole(x) for x in (p, *(x for _, x in sorted(optimizer.state[p].items())))]
     return found
@@ -151,8 +166,17 @@ def sharded_training(rank, folder, name, backend, mesh) -> dict:
 
     # The loss of one process alone.
     optimizer.zero_grad()
-    (model(0) * (float("nan") if rank == 0 else 1.0)).backward()
-    optimizer.step()
+    loss = model(0) * (float("nan") if rank == 0 else 1.0)
+    loss.backward()
+    step_of(optimizer, loss)
+    if name == "nested":
+        found["norms of momenta"] = [
+            x["exp_avg"].item() for x in optimizer.get_momentum_stats().values()
+        ]
+        try:
+            optimizer.meta_update(lambda: model(0))
+        except TypeError as error:
+            found["said"] = str(error)
     found["after skip"] = everything(model, optimizer)
     found["skipped"] = optimizer.skipped.item(), optimizer.skipped_steps.item()
     return found
@@ -165,7 +189,7 @@ def placements() -> dict:
     p = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Replicate()]))
     plain = torch.nn.Parameter(start.clone())
     for each in (p, plain):
-        optimizer = MAKERS["muon"]([each])
+        optimizer = Muon([each], **OPTIONS)
         gradient = start.cos()
         # Placed otherwise than the parameter.
         each.grad = gradient if each is plain else distribute_tensor(gradient, mesh, [Shard(1)])
@@ -181,7 +205,7 @@ def placements() -> dict:
     }
     for name, x in cut.items():
         try:
-            MAKERS["muon"]([torch.nn.Parameter(x)])
+            Muon([torch.nn.Parameter(x)], **OPTIONS)
             found[name] = ""
         except (TypeError, ValueError) as error:
             found[name] = str(error)

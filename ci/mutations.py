@@ -140,8 +140,8 @@ MUTATIONS = (
         "M3's slow direction times 1.02",
         "optimizer",
         f"{OPTIMIZER}/matrix/m3.py",
-        "direction = orthogonal(as_matrices(slow), group).view_as(slow)",
-        "direction = 1.02 * orthogonal(as_matrices(slow), group).view_as(slow)",
+        "slow_direction=direction.view_as(slow)",
+        "slow_direction=1.02 * direction.view_as(slow)",
         "test_slow_direction_is_that_of_newton_schulz_to_the_bit",
     ),
 )

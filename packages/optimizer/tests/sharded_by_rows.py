@@ -120,7 +120,8 @@ def everything(model, optimizer) -> list[torch.Tensor]:
     found = []
     if isinstance(optimizer, DeepNestedOptimizer):
         multipliers = optimizer.get_lr_multipliers().values()
-        found += [x.detach().clone() for x in (*multipliers, *optimizer.controller.parameters())]
+        learned = *optimizer.controller.parameters(), optimizer.state_dict()["nested"]["ema_loss"]
+        found += [x.detach().clone() for x in (*multipliers, *learned)]
     for p in model.parameters():
         found += [whole(x) for x in (p, *(x for _, x in sorted(optimizer.state[p].items())))]
     return found
@@ -166,9 +167,11 @@ def sharded_training(rank, folder, name, backend, mesh) -> dict:
 
     # The loss of one process alone.
     optimizer.zero_grad()
-    loss = model(0) * (float("nan") if rank == 0 else 1.0)
-    loss.backward()
-    step_of(optimizer, loss)
+    loss = model(0)
+    wrong = loss * (float("nan") if rank == 0 else 1.0)
+    # A loss that a step takes need not reach gradients.
+    (loss if name == "nested" else wrong).backward()
+    step_of(optimizer, wrong)
     if name == "nested":
         found["norms of momenta"] = [
             x["exp_avg"].item() for x in optimizer.get_momentum_stats().values()

@@ -290,9 +290,9 @@ def test_exported_folders_are_uploaded(trained, tmp_path, monkeypatch):
     assert result.output.endswith("https://huggingface.co/me/tasks\n")
 
     def unreached(*given, **options):
-        raise EOFError("nobody is there")
+        raise EOFError("the hub is away")
 
     monkeypatch.setattr(Hub, "create_repo", unreached)
     result = invoke(app, "export", run, "--out", tmp_path / "again", "--push", "tasks")
     assert result.exit_code == 2
-    assert "to tasks: nobody is there" in result.output
+    assert "to tasks: the hub is away" in result.output

@@ -120,6 +120,16 @@ DAMAGES = {
         ValueError,
         "width must be divisible by heads",
     ),
+    "nested": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        ValueError,
+        "wanted a model's config",
+    ),
+    "an option of the reader": (
+        lambda folder: changed(folder, backend="triton"),
+        ValueError,
+        "written by another version: it has backend",
+    ),
     "weights of another shape": (of_another_width, ValueError, "wanted this model's weights"),
 }
 
@@ -133,6 +143,22 @@ def test_what_is_no_model_of_ours_is_refused(damage, tmp_path):
         TransformerNP.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("words", [5, None, [1], ["\N{SNOWMAN}"] * 4])
+def test_bytes_that_are_none_are_refused(words, tmp_path):
+    MAKERS["hybrid-words"]().save_pretrained(tmp_path)
+    changed(tmp_path, bytes=words)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        HybridLM.from_pretrained(tmp_path)
+
+
+def test_shards_are_not_saved(tmp_path, monkeypatch):
+    model = MAKERS["transformer-np"]()
+    monkeypatch.setattr(torch.nn.Parameter, "full_tensor", None, raising=False)
+    with pytest.raises(ValueError, match="wanted weights that are whole; got shards"):
+        model.save_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_weights_that_lack_one_are_refused(tmp_path):
     MAKERS["transformer-np"]().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -141,6 +167,12 @@ def test_weights_that_lack_one_are_refused(tmp_path):
     save_file(state, file)
     with pytest.raises(ValueError, match="Missing key"):
         TransformerNP.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/no/such/folder", "a/b/c"])
+def test_a_folder_that_is_not_there_is_told(name):
+    with pytest.raises(FileNotFoundError, match="wanted the folder of a model"):
+        TransformerNP.from_pretrained(name)
 
 
 FLAGS = ["--preset", "tiny", "--device", "cpu", "--steps", "2", "--eval-every", "2"]

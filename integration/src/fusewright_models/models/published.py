@@ -30,11 +30,14 @@ class Published(PyTorchModelHubMixin, library_name="fusewright-models", license=
     ``options`` of the class, such as ``backend``, and gives it the weights, in evaluation mode.
 
     It raises FileNotFoundError where a folder lacks a file, and ValueError where config.json is
-    another model's or no shape of this one, or the weights are damaged or do not fit.
+    another model's or no shape of this one, or the weights are cut or do not fit. ``save_pretrained``
+    raises ValueError where the weights are shards.
     """
 
     # The dataclass of the model's shape.
     config_type: ClassVar[type]
+    # Names that `extras` gives.
+    extra_names: ClassVar[frozenset[str]] = frozenset()
 
     def extras(self) -> dict[str, Any]:
         """What else the class is made of, for config.json."""
@@ -47,6 +50,11 @@ class Published(PyTorchModelHubMixin, library_name="fusewright-models", license=
 
     def _save_pretrained(self, save_directory: Path) -> None:
         model: Any = self
+        if any(hasattr(p, "full_tensor") for p in model.parameters()):
+            raise ValueError(
+                "wanted weights that are whole; got shards, which fusewright-train export reads "
+                "from a checkpoint"
+            )
         written = {"model": name_of(type(self)), "shape": asdict(model.config)} | self.extras()
         text = json.dumps(written, indent=2, allow_nan=False) + "\n"
         state = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
@@ -67,8 +75,8 @@ class Published(PyTorchModelHubMixin, library_name="fusewright-models", license=
         asked = {name: options.pop(name, None) for name in ASKED}
         # What the mixin makes of config.json.
         options.pop("config", None)
-        config, extras = read_config(file_of(model_id, CONFIG, **asked), cls)
-        model: Any = cls(config, **cls.options_from(extras) | options)
+        config, own = read_config(file_of(model_id, CONFIG, **asked), cls)
+        model: Any = cls(config, **own | options)
         load_weights(model, file_of(model_id, WEIGHTS, **asked))
         return model.to(device).eval()
 
@@ -105,6 +113,9 @@ def file_of(name: str, file: str, **asked: Any) -> Path:
     """A file of a folder, or of a repository, from which it is downloaded first."""
     if Path(name).is_dir():
         return Path(name, file)
+    # A repository is called name or owner/name.
+    if name.startswith((".", "/")) or name.count("/") > 1:
+        raise FileNotFoundError(f"wanted the folder of a model, or a repository; got {name}")
     return Path(hf_hub_download(name, file, **asked))
 
 
@@ -115,7 +126,7 @@ def name_of(kind: type) -> str:
 
 
 def read_config(file: Path, kind: type[Published]) -> tuple[Any, dict[str, Any]]:
-    """The shape of a model in a config.json, and what else there is.
+    """The shape of a model in a config.json, and what else the class is made of.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -125,16 +136,16 @@ def read_config(file: Path, kind: type[Published]) -> tuple[Any, dict[str, Any]]
         written = json.loads(file.read_text())
         name, shape = written.pop("model"), written.pop("shape")
         known = {field.name for field in fields(kind.config_type)}
-        unknown = shape.keys() - known
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        unknown = (shape.keys() - known) | (written.keys() - kind.extra_names)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"wanted a model's config.json; got {file}: {error!r}") from error
     if name != name_of(kind):
         raise ValueError(f"wanted a {name_of(kind)}; {file} is that of a {name}")
     if unknown:
         raise ValueError(f"{file} was written by another version: it has {', '.join(unknown)}")
     try:
-        return kind.config_type(**shape), written
-    except (TypeError, ValueError) as error:
+        return kind.config_type(**shape), kind.options_from(written)
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{file}: {error}") from error
 
 

@@ -82,6 +82,7 @@ class HybridLM(nn.Module, Published):
     """
 
     config_type = HybridConfig
+    extra_names = frozenset({"bytes"})
 
     def __init__(
         self,

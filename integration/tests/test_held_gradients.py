@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from fusewright_models.training.gradients import ALIGNED_BYTES, HeldGradients
@@ -106,6 +108,29 @@ processes.same_(model)
 assert torch.equal(model.weight, torch.ones(4))
 assert torch.equal(model.running_mean, torch.zeros(4))
 assert torch.equal(model.turned, torch.arange(6.0).view(2, 3).mT)
+""",
+        2,
+    )
+
+
+def test_captured_steps_of_several_processes_are_of_one_model():
+    tests = str(Path(__file__).parent)
+    run_group(
+        f"""
+import sys
+sys.path.insert(0, {tests!r})
+import pytest
+from fusewright_models.training import TrainingConfig
+from stood import Stood, leave_out_streams
+leave_out_streams(pytest.MonkeyPatch())
+torch.manual_seed(processes.rank)
+model = torch.nn.Linear(3, 2)
+drawn = model.weight.tolist()
+optimizer = torch.optim.AdamW(model.parameters())
+config = TrainingConfig(steps=1, batch_size=2)
+Stood(model, None, optimizer, config, processes, say=print)
+assert processes.told(drawn)[0] == model.weight.tolist()
+assert (drawn == model.weight.tolist()) == processes.is_main
 """,
         2,
     )

@@ -245,6 +245,17 @@ def test_other_optimizers_take_the_steps_of_one_process(tmp_path, alone):
             assert_near(folder, whole)
 
 
+@pytest.mark.parametrize("model", ["titan-mac", "hybrid"])
+def test_matrices_of_language_models_are_multiplied_whole(model, tmp_path, text, alone):
+    """Of more shapes than a TransformerNP's, in blocks that are gathered one after another."""
+    flags = [model, *SIZES, *RUNS[model], "--dataset", text, "--seq-len", "32"]
+    flags += ["--optimizer", "muon", "--out"]
+    alone([*flags, tmp_path / "whole"])
+    shards = Command([*flags, tmp_path / "shards", "--parallel", "fsdp"])
+    assert_done(run_together([shards]))
+    assert_near(tmp_path / "shards", tmp_path / "whole")
+
+
 def test_torchrun_trains_a_sharded_model_and_continues_its_text(tmp_path, text):
     folder = tmp_path / "run"
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

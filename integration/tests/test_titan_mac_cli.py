@@ -6,6 +6,7 @@ import shutil
 import sys
 from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -228,10 +229,21 @@ def test_subset_of_a_named_data_set_is_asked_for(tmp_path, text, monkeypatch):
         return iter([{"text": text.read_text()}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name: SimpleNamespace(sha="1"))
     flags = ["--dataset", "owner/name", "--dataset-subset", "part", "--steps", "1"]
+    flags += ["--cache", tmp_path / "cache"]
     result = run("titan-mac", *TINY, *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert asked == [(("owner/name", "part"), {"split": "train", "streaming": True})]
+
+
+def test_a_hub_that_is_not_reached_is_told_in_a_sentence(tmp_path, monkeypatch):
+    def unreached(name):
+        raise EOFError("it is away")
+
+    monkeypatch.setattr(huggingface_hub, "dataset_info", unreached)
+    result = run("titan-mac", *TINY, "--dataset", "owner/name", "--out", tmp_path / "run")
+    assert_refused(result, "could not ask the hub for owner/name: it is away", tmp_path / "run")
 
 
 @pytest.mark.parametrize(

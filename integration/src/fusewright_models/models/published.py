@@ -30,8 +30,8 @@ class Published(PyTorchModelHubMixin, library_name="fusewright-models", license=
     ``options`` of the class, such as ``backend``, and gives it the weights, in evaluation mode.
 
     It raises FileNotFoundError where a folder lacks a file, and ValueError where config.json is
-    another model's or no shape of this one, or the weights are cut or do not fit. ``save_pretrained``
-    raises ValueError where the weights are shards.
+    another model's or no shape of this one, or the weights are cut or do not fit.
+    ``save_pretrained`` raises ValueError where the weights are shards.
     """
 
     # The dataclass of the model's shape.

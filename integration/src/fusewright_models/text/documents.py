@@ -224,7 +224,12 @@ def data_digest(dataset: str | None, *, subset: str | None = None, column: str =
             digest.update(repr((name, content)).encode())
     else:
         hub = imported("huggingface_hub", extra="text", purpose="data sets of the hub")
-        digest.update(repr((dataset, hub.dataset_info(dataset).sha)).encode())
+        try:
+            commit = hub.dataset_info(dataset).sha
+        except Exception as error:
+            # Of what goes wrong on the way its libraries have kinds of their own.
+            raise RuntimeError(f"could not ask the hub for {dataset}: {error}") from error
+        digest.update(repr((dataset, commit)).encode())
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ SHAPES = {"transformer-np": "8,8,4", "titan-mac": "2,32", "hybrid": "2,32"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODEL_NAMES)
 def test_ways_of_two_processes_are_beside_one(model, tmp_path):
     flags = ["--preset", "tiny", "--shape", SHAPES[model], "--device", "cpu", "--steps", "1"]

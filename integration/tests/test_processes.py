@@ -71,6 +71,7 @@ def assert_near(folder: Path, other: Path) -> None:
             assert two[name] == pytest.approx(one[name], rel=bound), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", RUNS)
 def test_run_of_two_processes_is_that_of_one(model, tmp_path, text, alone):
     flags = [model, *SIZES, *RUNS[model]]
@@ -245,6 +246,7 @@ def test_other_optimizers_take_the_steps_of_one_process(tmp_path, alone):
             assert_near(folder, whole)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", ["titan-mac", "hybrid"])
 def test_matrices_of_language_models_are_multiplied_whole(model, tmp_path, text, alone):
     """Of more shapes than a TransformerNP's, in blocks that are gathered one after another."""

@@ -30,14 +30,17 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def run_once(module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The folder of a script that has run, once in a run of the tests."""
+def run_once(
+    module: ModuleType, tmp_path_factory: pytest.TempPathFactory, *arguments: str
+) -> pathlib.Path:
+    """The folder of a script that has run with these arguments, once in a run of the tests."""
     root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / module.__name__
+    name = "-".join([module.__name__, *arguments])
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
     with alone(folder.with_suffix(".lock")):
         if not folder.exists():
             folder.mkdir()
-            command = [sys.executable, module.__file__, str(folder)]
+            command = [sys.executable, module.__file__, str(folder), *arguments]
             # Who waits for the others in vain gives up after a minute.
             subprocess.run(command, timeout=SECONDS, check=True)
     return folder

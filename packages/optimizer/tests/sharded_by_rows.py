@@ -45,7 +45,8 @@ NAMES = "muon", "m3", "nested"
 # Where all processes share the rows, and where two do and two others have the same.
 MESHES = {"fsdp": (PROCESSES,), "hsdp": (2, 2)}
 CASES = [(name, "reference", mesh) for name in NAMES for mesh in MESHES]
-CASES += [(name, "triton", "fsdp") for name in NAMES if "triton" in BACKENDS]
+# The interpreter takes as long for each of these as plain torch for all of the others.
+BY_KERNELS = [(name, "triton", "fsdp") for name in NAMES if "triton" in BACKENDS]
 
 
 def drawn(seed: int) -> list[torch.Tensor]:
@@ -217,7 +218,7 @@ def placements() -> dict:
     return found
 
 
-def work(rank: int, folder: pathlib.Path) -> None:
+def work(rank: int, folder: pathlib.Path, cases: list[tuple[str, ...]]) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meeting",
@@ -226,18 +227,22 @@ def work(rank: int, folder: pathlib.Path) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     found: dict = {"placements": placements()}
-    for case in CASES:
+    for case in cases:
         found["-".join(case)] = sharded_training(rank, folder, *case)
     torch.save(found, folder / f"found-{rank}.pt")
     dist.destroy_process_group()
 
 
 def main() -> None:
-    folder = pathlib.Path(sys.argv[1])
+    folder, *names = sys.argv[1:]
+    folder = pathlib.Path(folder)
+    cases = [case for case in BY_KERNELS if case[0] in names] if names else CASES
     torch.set_num_threads(1)
     # Forked, so that what takes longest, torch's imports, is done once.
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=work, args=(rank, folder)) for rank in range(PROCESSES)]
+    processes = [
+        context.Process(target=work, args=(rank, folder, cases)) for rank in range(PROCESSES)
+    ]
     for process in processes:
         process.start()
     for process in processes:

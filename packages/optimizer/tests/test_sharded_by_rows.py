@@ -12,8 +12,10 @@ from .several import found_by_all, needs_gloo, run_once, script
 
 EPS = torch.finfo(torch.float32).eps
 
-WAYS = [("reference", "fsdp"), ("reference", "hsdp"), ("triton", "fsdp")]
-CASES = [(name, *way) for name in ("muon", "m3", "nested") for way in WAYS]
+NAMES = "muon", "m3", "nested"
+CASES = [(name, "reference", mesh) for name in NAMES for mesh in ("fsdp", "hsdp")]
+CASES.append(("muon", "triton", "fsdp"))
+CASES += [pytest.param((name, "triton", "fsdp"), marks=pytest.mark.slow) for name in NAMES[1:]]
 
 pytestmark = needs_gloo
 
@@ -23,16 +25,6 @@ def sharded():
     return script("sharded_by_rows")
 
 
-@pytest.fixture(scope="module")
-def folder(sharded, tmp_path_factory):
-    return run_once(sharded, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def of_all(sharded, folder) -> list[dict]:
-    return found_by_all(sharded, folder)
-
-
 @pytest.fixture(params=CASES, ids="-".join)
 def case(request) -> tuple[str, str, str]:
     """An optimizer, a backend and a mesh."""
@@ -40,12 +32,18 @@ def case(request) -> tuple[str, str, str]:
 
 
 @pytest.fixture
-def found(of_all, case) -> list[dict]:
-    """By process."""
-    key = "-".join(case)
-    if key not in of_all[0]:
+def folder(sharded, case, tmp_path_factory):
+    """What the processes of a case have left; plain torch's are of all cases."""
+    name, backend, _ = case
+    if backend not in sharded.BACKENDS:
         pytest.skip("the kernels take CPU tensors in the interpreter alone")
-    return [each[key] for each in of_all]
+    return run_once(sharded, tmp_path_factory, *([name] if backend == "triton" else []))
+
+
+@pytest.fixture
+def found(sharded, folder, case) -> list[dict]:
+    """By process."""
+    return [each["-".join(case)] for each in found_by_all(sharded, folder)]
 
 
 @pytest.fixture
@@ -112,8 +110,8 @@ def test_controller_learns_from_steps_of_shards_and_not_of_other_losses(sharded,
         assert "meta_update takes gradients of parameters of one process" in each["said"]
 
 
-def test_whole_matrices_are_taken_and_other_placements_refused(of_all):
-    for each in of_all:
+def test_whole_matrices_are_taken_and_other_placements_refused(sharded, tmp_path_factory):
+    for each in found_by_all(sharded, run_once(sharded, tmp_path_factory)):
         placements = each["placements"]
         assert torch.equal(placements["whole"], placements["expected"])
         for name in ("columns", "twice"):

@@ -71,8 +71,11 @@ def assert_near(folder: Path, other: Path) -> None:
             assert two[name] == pytest.approx(one[name], rel=bound), name
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("model", RUNS)
+# A minute each; most other tests here are of a TransformerNP, and two of them of a HybridLM.
+@pytest.mark.parametrize(
+    "model",
+    [name if name == "titan-mac" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS],
+)
 def test_run_of_two_processes_is_that_of_one(model, tmp_path, text, alone):
     flags = [model, *SIZES, *RUNS[model]]
     if model != "transformer-np":

@@ -71,7 +71,7 @@ def assert_near(folder: Path, other: Path) -> None:
             assert two[name] == pytest.approx(one[name], rel=bound), name
 
 
-# A minute each; most other tests here are of a TransformerNP, and two of them of a HybridLM.
+# A minute each: the other tests here are of a TransformerNP, and some of a HybridLM.
 @pytest.mark.parametrize(
     "model",
     [name if name == "titan-mac" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS],

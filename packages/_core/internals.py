@@ -47,7 +47,8 @@ CUDA_LAUNCHES = (
 # and the names of their buffers that are not persistent; hooks of tensors; ``run``,
 # ``function`` and ``packed_metadata`` of Triton's compiled kernels, ``calls``, ``add`` and
 # ``remove`` of ``triton.knobs.runtime.launch_enter_hook`` and ``calls`` of ``launch_exit_hook``;
-# ``warmup`` of Triton's jitted functions.
+# ``warmup`` of Triton's jitted functions; ``launcher_cls`` of ``triton.runtime.driver.active``, and
+# ``src`` and ``metadata`` of compiled kernels.
 COMPILED_KERNEL = ("run", "function", "packed_metadata")
 
 
@@ -105,6 +106,20 @@ def compiles_in(pool: Executor) -> contextlib.AbstractContextManager:
     except (ImportError, AttributeError):
         warn_missing("triton.AsyncCompileMode")
         return contextlib.nullcontext()
+
+
+def build_launcher(compiled: Any) -> None:
+    """Have Triton leave in its cache what it compiles to launch a kernel, if it compiles anything
+    for that; where this triton cannot have it so, it does when it loads the kernel.
+    """
+    try:
+        make = importlib.import_module("triton.runtime").driver.active.launcher_cls
+        of_kernel = compiled.src, compiled.metadata
+    except (ImportError, AttributeError):
+        warn_missing("triton.runtime.driver.active.launcher_cls")
+        return
+    # Not kept: it may be another kernel's, as `compile_side_by_side` says.
+    make(*of_kernel)
 
 
 def can_rerun(compiled: Any) -> bool:

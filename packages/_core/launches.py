@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .internals import FOUND, can_rerun, compiles_in, launch_hooks
+from .internals import FOUND, build_launcher, can_rerun, compiles_in, launch_hooks
 from .lazy import lazy_module
 
 if TYPE_CHECKING:
@@ -280,7 +280,13 @@ def compile_side_by_side(
             run()
         kernels = {Wanted(finished(x.kernel), x.device_index) for x in wanted}
         # All results are read: an error in a thread is raised here.
-        return len([*pool.map(load, kernels)])
+        list(pool.map(build_launcher, [x.kernel for x in kernels]))
+    # In this thread, one after the other. All launchers of triton 3.6 are modules of one name, and
+    # to import one again fills in the module that was imported last: of two threads, one would get
+    # the launcher of the other's kernel.
+    for kernel in kernels:
+        load(kernel)
+    return len(kernels)
 
 
 def finished(kernel: Any) -> Any:
@@ -289,9 +295,7 @@ def finished(kernel: Any) -> Any:
 
 
 def load(wanted: Wanted) -> None:
-    """Load a kernel onto its device, and make what launches it, which some versions of Triton
-    compile too.
-    """
+    """Load a kernel onto its device, and make what launches it."""
     if wanted.device_index is not None:
         with torch.cuda.device(wanted.device_index):
             # Triton loads it when this is read first.

@@ -83,27 +83,58 @@ def test_kernels_are_compiled_side_by_side(compiled_for_a_gpu):
     assert compiled_for_a_gpu(meeting + code)[0] == "2 [False, False]"
 
 
-def test_launches_that_have_run_do_not_run_in_a_warm_up_and_do_after_it(compiled_for_a_gpu):
-    """Straight to the compiled kernel, as on a GPU, of which torch is told what there is."""
+# Two launches on a GPU that is not there, of which torch is told what there is.
+ON_A_GPU = """
+import contextlib, torch
+from fusewright_testkit.compiled import Driver
+from triton.runtime import driver
+gpu = Driver(90)
+driver.set_active(gpu)
+torch.cuda.device = lambda index: contextlib.nullcontext()
+torch.cuda.is_current_stream_capturing = lambda: False
+from fusewright.example import warm_up
+from fusewright.example._core import launches
+from fusewright.example.elementwise import kernels
+launches._current_stream = lambda index: 0
+device, a = torch.device('cuda', 0), torch.ones(64)
+first, second, third = (
+    launches.Launch(kernels.scale_kernel, (3,), device, (64,), dict(num_warps=4), BLOCK=block)
+    for block in (64, 128, 256)
+)
+def function(*some):
+    launches.launch_in_order(*(launches.LaunchCall(x, (a, a), (2.0,)) for x in some))
+"""
+
+
+def test_each_kernel_has_the_launcher_that_was_made_for_it(compiled_for_a_gpu):
+    """Where all launchers are one module, filled in by the last that was imported, as in triton
+    3.6. Two threads that import at one time meet before they read theirs.
+    """
     code = (
-        "import contextlib, torch\n"
-        "from fusewright_testkit.compiled import Driver\n"
-        "from triton.runtime import driver\n"
-        "gpu = Driver(90)\n"
-        "driver.set_active(gpu)\n"
-        "torch.cuda.device = lambda index: contextlib.nullcontext()\n"
-        "torch.cuda.is_current_stream_capturing = lambda: False\n"
-        "from fusewright.example import warm_up\n"
-        "from fusewright.example._core import launches\n"
-        "from fusewright.example.elementwise import kernels\n"
-        "launches._current_stream = lambda index: 0\n"
-        "device, a = torch.device('cuda', 0), torch.ones(64)\n"
-        "first, second, third = (\n"
-        "    launches.Launch(\n"
-        "        kernels.scale_kernel, (3,), device, (64,), dict(num_warps=4), BLOCK=block\n"
-        "    )\n"
-        "    for block in (64, 128, 256)\n"
-        ")\n"
+        f"{ON_A_GPU}"
+        "import functools, os, threading\n"
+        "os.cpu_count = lambda: 2\n"
+        "meeting, module = threading.Barrier(2), threading.Event()\n"
+        "def launched(kernel, *args):\n"
+        "    pass\n"
+        "def make(source, metadata):\n"
+        "    module.launch = functools.partial(launched, metadata.hash)\n"
+        "    try:\n"
+        "        meeting.wait(timeout=1.0)\n"
+        "    except threading.BrokenBarrierError:\n"
+        "        meeting.reset()\n"
+        "    return module.launch\n"
+        "gpu.launcher_cls = make\n"
+        "function(first, second)\n"
+        "print([x.compiled.run.args == (x.compiled.metadata.hash,) for x in (first, second)])\n"
+    )
+    assert compiled_for_a_gpu(code) == ["[True, True]"]
+
+
+def test_launches_that_have_run_do_not_run_in_a_warm_up_and_do_after_it(compiled_for_a_gpu):
+    """Straight to the compiled kernel, as on a GPU."""
+    code = (
+        f"{ON_A_GPU}"
         "def function(*some):\n"
         "    launches.launch_in_order(*(launches.LaunchCall(x, (a, a), (2.0,)) for x in some))\n"
         "    print(len(gpu.ran), [x.compiled is not None for x in some])\n"

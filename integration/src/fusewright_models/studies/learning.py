@@ -89,10 +89,10 @@ class Recipe:
 COMMON: dict[str, Any] = {"preset": "small", "optimizer": "muon", "ahead": 64, "log_every": 200}
 
 
-def process(kernel: str, steps: int, *others: Other) -> Recipe:
+def process(kernel: str, steps: int, *others: Other, **more: Any) -> Recipe:
     """Of a Gaussian process: every task has a context size of its own, beside 32 targets."""
     flags = {"data": f"gp-{kernel}", "ragged": True, "target_size": "32", "frequencies": 8}
-    return Recipe(name=kernel, steps=steps, flags=flags, others=others)
+    return Recipe(name=kernel, steps=steps, flags=flags | more, others=others)
 
 
 def regression(
@@ -105,7 +105,13 @@ def regression(
 
 
 RECIPES = (
-    process("rbf", 26_000, Other({"data": "gp-matern"}), Other({"data": "gp-periodic"})),
+    process(
+        "rbf",
+        24_000,
+        Other({"data": "gp-matern"}),
+        Other({"data": "gp-periodic"}),
+        batch_size=256,
+    ),
     process("matern", 32_000),
     process("periodic", 14_000),
     regression(64, 64, 128, 20_000, 2e-3),

@@ -337,7 +337,8 @@ def test_runs_that_are_killed_and_interrupted_at_random_moments_end_as_one(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("model", ["transformer-np", "titan-mac", "hybrid"])
-def test_twenty_runs_of_each_kind_end_as_one(model):
-    done = stress("--models", model)
+def test_twenty_runs_of_each_kind_end_as_one(model, processes):
+    done = stress("--models", model, "--processes", processes)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,7 +27,7 @@ from .hybrid import HybridHarness
 from .matrix import MatrixHarness
 from .providers import PROVIDER_NAMES, SDPA_CHOICES, by_comma, chosen_providers
 from .results import environment_name
-from .scaling import MODEL_NAMES, WAYS, bench_scaling, check_launched, subject_of
+from .scaling import MODEL_NAMES, WAYS, bench_scaling, check_launched, subject_of, ways_of
 from .shapes import SHAPES, Shape, parsed
 from .switches import SwitchesHarness
 from .text import TextShape
@@ -221,14 +221,9 @@ def scaling(
     """Time training steps of the processes of torchrun, beside those of the first one alone."""
     with usage_errors():
         check_launched()
-        names = [each.name for each in WAYS] if way == "all" else way.split(";")
-        names = [name.strip() for name in names]
-        unknown = [name for name in names if name not in {each.name for each in WAYS}]
-        if unknown:
-            raise ValueError(f"--way must be of {[each.name for each in WAYS]}; got {unknown}")
         subject = subject_of(model, preset, shape)
+        ways = ways_of(model, way)
         processes = join(None, device)
-    ways = [each for each in WAYS if each.name in names]
     bench_scaling(model, subject, processes, ways, steps, out)
 
 

@@ -1,4 +1,5 @@
-"""What is left of one GPU's speed where several train together, each on as many rows as one alone.
+"""What is left of one GPU's speed where several train together, each on as many rows as one alone;
+by ``context`` they share the rows of the tasks of one.
 
     torchrun --nproc-per-node 2 -m fusewright_models.bench scaling hybrid --preset 350m
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -19,6 +21,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ..cli.presets import TRANSFORMER_NP
+from ..cli.transformer_np import negative_log_likelihood
 from ..data import make_sampler
 from ..data.sizes import Size
 from ..models.hybrid import HYBRID, HybridLM
@@ -62,6 +65,11 @@ class Way(NamedTuple):
     parallel: Parallel | None
     captured: bool
 
+    @property
+    def shares(self) -> bool:
+        """Whether processes share the batch of one."""
+        return self.parallel == "context"
+
 
 WAYS = (
     Way("alone, captured", None, True),
@@ -69,6 +77,7 @@ WAYS = (
     Way("ddp, captured", "ddp", True),
     Way("ddp, eager", "ddp", False),
     Way("fsdp, eager", "fsdp", False),
+    Way("context, eager", "context", False),
 )
 
 
@@ -138,12 +147,8 @@ def task_subject(preset: str, shape: Shape) -> Subject:
             TransformerNPConfig(**TRANSFORMER_NP[preset].architecture | {"x_width": x_width})
         )
 
-    def loss(model: TransformerNP, task: Any) -> Tensor:
-        rows = task.x_context, task.y_context, task.x_target
-        return model(*rows, y_target=task.y_target)
-
     case, sizes = f"{preset} {shape.case}", (shape.batch, shape.tokens)
-    return Subject(case, *sizes, make, sampler, loss, lambda model: model.blocks)
+    return Subject(case, *sizes, make, sampler, negative_log_likelihood, lambda model: model.blocks)
 
 
 PRESETS: dict[ModelName, Mapping[str, Any]] = {
@@ -152,6 +157,21 @@ PRESETS: dict[ModelName, Mapping[str, Any]] = {
     "hybrid": HYBRID,
 }
 LARGEST: dict[ModelName, str] = {"transformer-np": "base", "titan-mac": "170m", "hybrid": "350m"}
+
+
+def ways_of(model: str, names: str) -> list[Way]:
+    """The ways of these names, parted by semicolons, or all that the model can take.
+
+    Raises:
+        ValueError: one is unknown, or the model cannot take it.
+    """
+    can = [way for way in WAYS if model == "transformer-np" or not way.shares]
+    if names == "all":
+        return can
+    asked = [name.strip() for name in names.split(";")]
+    if unknown := [name for name in asked if name not in {way.name for way in can}]:
+        raise ValueError(f"--way of {model} must be of {[way.name for way in can]}; got {unknown}")
+    return [way for way in can if way.name in asked]
 
 
 def subject_of(name: str, preset: str | None, shape: str | None) -> Subject:
@@ -192,7 +212,7 @@ def measure(subject: Subject, way: Way, all_of_them: Processes, steps: int, say:
     count = WARM_UP + ROUNDS * steps
     config = TrainingConfig(
         steps=count,
-        batch_size=subject.rows * processes.count,
+        batch_size=subject.rows if way.shares else subject.rows * processes.count,
         precision="bf16" if on_gpu else "fp32",
         capture=way.captured,
     )
@@ -200,11 +220,16 @@ def measure(subject: Subject, way: Way, all_of_them: Processes, steps: int, say:
         "adamw", model, lr=1e-5, weight_decay=0.1, clip_norm=config.clip_norm
     )
     stepper = make_stepper(model, subject.loss, optimizer, config, say, processes)
-    source = subject.source(SEED + all_of_them.rank, device)
+    # Those who share a batch draw the same one.
+    source = subject.source(SEED if way.shares else SEED + all_of_them.rank, device)
+
+    def sample() -> Any:
+        batch = source.sample(subject.rows)
+        return processes.rows(batch, subject.rows) if way.shares else batch
 
     def take(number: int) -> None:
         for _ in range(number):
-            stepper.take(1.0, lambda: source.sample(subject.rows))
+            stepper.take(1.0, sample)
 
     def timed(work: Callable[[], object]) -> float:
         wait(device)
@@ -250,7 +275,7 @@ def bench_scaling(
     table = table_of(
         f"{name} {subject.case}", "efficiency: of the fastest alone", NAMED, COLUMNS[4:]
     )
-    fastest = float("inf")
+    fastest = inf
     environment = environment_name(processes.device)
     on_gpu = processes.device.type == "cuda"
     for way in ways:
@@ -268,8 +293,9 @@ def bench_scaling(
         count = 1 if way.parallel is None else processes.count
         if way.parallel is None:
             fastest = min(fastest, taken.step.ms)
-        speed = count * subject.tokens / taken.step.ms * 1e3
-        share = f"{fastest / taken.step.ms:.3f}" if fastest < float("inf") else ""
+        batches = 1 if way.shares else count
+        speed = batches * subject.tokens / taken.step.ms * 1e3
+        share = f"{batches / count * fastest / taken.step.ms:.3f}" if isfinite(fastest) else ""
         told = "" if taken.communication is None else f"{taken.communication:.3f}"
         numbers = [*(f"{ms:.3f}" for ms in taken.step), f"{speed:.0f}", share, told]
         values = [name, subject.case, way.name, str(count), *numbers, mib(taken.memory_mib)]

@@ -249,8 +249,10 @@ def divergence(attention, u, selection):
     """
     q, k, *_ = attention._heads(u, 0)
     length = u.shape[1]
+    counts = torch.arange(selection.indices.shape[-1]) < selection.count[..., None]
+    named = torch.where(counts, selection.indices, length).long()
     selected = torch.zeros(*u.shape[:2], length + 1, dtype=torch.bool)
-    selected = selected.scatter(2, selection.indices.long() % (length + 1), True)[..., :length]
+    selected = selected.scatter(2, named, True)[..., :length]
     products = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
     p = products.masked_fill(~selected[:, None], -torch.inf).softmax(-1).mean(1)
     scores = gated_indexer(*attention._index(u), attention.index_bias, backend="reference")
@@ -282,7 +284,7 @@ def test_indexers_hear_dense_keys_and_no_average_moves(tokens):
         assert u.shape[0] == tokens.shape[0]
         length = u.shape[1]
         assert selection.count.tolist() == [list(range(1, length + 1))] * 2
-        assert selection.indices[1, 3].tolist() == [0, 1, 2, 3] + [-1] * (length - 4)
+        assert selection.indices[1, 3].tolist() == list(range(length))
     assert [u.shape[1] for _, u, _ in observed] == [TOKENS, TOKENS - 1]
 
 

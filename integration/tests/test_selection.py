@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusewright.gsa import GatedSparseAttention, sparse_attention_with_lse
+from fusewright.gsa import GatedSparseAttention, all_keys, sparse_attention_with_lse
 from fusewright_models.cli.hybrid import HybridRun
 from fusewright_models.models.hybrid import HYBRID, HybridLM
-from fusewright_models.models.hybrid.layers import all_keys
 from fusewright_models.studies import selection
 from fusewright_models.studies.attention_mass import (
     dense_attention,

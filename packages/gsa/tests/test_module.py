@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from fusewright.gsa import GatedSparseAttention, KeyCache, Selection, gated_indexer
+from fusewright.gsa import GatedSparseAttention, KeyCache, Selection, all_keys, gated_indexer
 from fusewright.gsa.layer.positions import rotated
 from fusewright_testkit import Yardstick
 
@@ -75,9 +75,9 @@ def counted_of(selection, tokens):
     return (selection.indices[..., None] == torch.arange(tokens)).any(-2)
 
 
-def everything(tokens):
-    """All keys up to each query's position, as a selection."""
-    slot = torch.arange(tokens)
+def everything(tokens, device="cpu"):
+    """All keys up to each query's position, as a selection that names no other."""
+    slot = torch.arange(tokens, device=device)
     indices = torch.where(slot <= slot[:, None], slot, -1).int()
     return Selection(indices[None], 1 + slot.int()[None])
 
@@ -309,6 +309,22 @@ def test_state_is_loaded_again(device):
     one(x)
     other.load_state_dict(one.state_dict())
     assert torch.equal(one.eval()(x)[0], other.eval()(x)[0])
+
+
+@pytest.mark.parametrize("count", [1, 11, 70])
+def test_all_keys_are_those_that_each_query_sees(backend, count, device):
+    attention, x = layer(backend, device=device), tokens(count, device=device)
+    every, one_by_one = all_keys(1, count, device), everything(count, device)
+    found, expected = (attention.forward_with_loss(x, each) for each in (every, one_by_one))
+    assert found[1] is every
+    for one, other in ((found[0], expected[0]), (found[2], expected[2])):
+        assert torch.equal(one, other)
+
+
+def test_all_keys_take_the_memory_of_one_query():
+    indices, count = all_keys(2, 65_536, "cpu")
+    assert indices.shape == (2, 65_536, 65_536)
+    assert [x.untyped_storage().nbytes() for x in (indices, count)] == [4 * 65_537] * 2
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 from fusewright.deltanet import GatedDeltaNet
 from fusewright.feed_forward import SwiGLU
 from fusewright.gsa import GatedSparseAttention, KeyCache, Selection
@@ -186,12 +185,3 @@ def with_room(
         held = cache.keys, cache.values, cache.index_keys
         roomy.extend(*(memory[:, :length] for memory in held))
     return roomy
-
-
-def all_keys(batches: int, tokens: int, device: torch.device) -> Selection:
-    """Of each query all keys that it sees: attention that is dense."""
-    place = torch.arange(tokens, device=device, dtype=torch.int32)
-    seen = torch.where(place <= place[:, None], place, -1)
-    return Selection(
-        seen.expand(batches, tokens, tokens), (place + 1).expand(batches, tokens).contiguous()
-    )

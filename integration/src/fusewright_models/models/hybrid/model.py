@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from fusewright.cross_entropy import linear_cross_entropy
+from fusewright.gsa import all_keys
 from fusewright.norm import Backend, RMSNorm
 from fusewright.reversible import MidpointStack, Passed
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from ..checks import check_backend, check_synchronised, check_targets, check_tok
 from ..published import Published
 from .byte_embedding import ByteEmbedding
 from .config import HybridConfig
-from .layers import NORM_EPS, Caches, HybridLayer, Observer, all_keys, drawn
+from .layers import NORM_EPS, Caches, HybridLayer, Observer, drawn
 from .streams import replicated
 
 STD = 0.02

@@ -9,7 +9,7 @@ from ._core.version import installed_version
 from ._core.warming import warm_up
 from .common.checks import Law, Path
 from .indexer.gated_indexer import gated_indexer
-from .layer.gated_sparse_attention import GatedSparseAttention, Selection
+from .layer.gated_sparse_attention import GatedSparseAttention, Selection, all_keys
 from .layer.key_cache import KeyCache
 from .loss.indexer_kl_loss import indexer_kl_loss
 from .selection.indexer_topk import SelectionStats, indexer_topk
@@ -26,6 +26,7 @@ __all__ = [
     "Selection",
     "SelectionStats",
     "__version__",
+    "all_keys",
     "available_backends",
     "gated_indexer",
     "indexer_kl_loss",

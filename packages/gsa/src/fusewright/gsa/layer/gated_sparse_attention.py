@@ -33,7 +33,7 @@ from ..common.checks import (
 )
 from ..loss.indexer_kl_loss import indexer_kl_loss
 from ..selection.indexer_topk import indexer_topk
-from ..sparse.sparse_attention import sparse_attention_with_lse
+from ..sparse.sparse_attention import causal_selection, sparse_attention_with_lse
 from .key_cache import KeyCache
 from .positions import rotated
 
@@ -50,6 +50,21 @@ class Selection(NamedTuple):
     indices: Tensor
     # A tuple's own count is of no use here.
     count: Tensor  # type: ignore[assignment]
+
+
+def all_keys(batches: int, tokens: int, device: torch.device | str) -> Selection:
+    """Of each query all keys that it sees: given to a :class:`GatedSparseAttention` it makes its
+    attention dense, and its indexer learn from all keys, as in the first steps of a training. All
+    queries share the memory of one.
+
+    Args:
+        batches, tokens: of the sequences.
+        device: theirs.
+
+    Returns:
+        indices ``[batches, tokens, tokens]`` and count ``[batches, tokens]``, in int32.
+    """
+    return Selection(*causal_selection(batches, tokens, tokens, device))
 
 
 class GatedSparseAttention(nn.Module):
@@ -160,8 +175,9 @@ class GatedSparseAttention(nn.Module):
 
         Args:
             x: the tokens of whole sequences.
-            selection: that of an earlier pass over the same tokens, which is then used again;
-                None: select. In training mode selecting updates the average of the variance.
+            selection: that of an earlier pass over the same tokens, which is then used again, or
+                :func:`all_keys`; None: select. In training mode selecting updates the average of
+                the variance.
 
         Returns:
             ``(y, selection)``: y like x, and what was selected.

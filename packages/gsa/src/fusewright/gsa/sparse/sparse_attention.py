@@ -226,7 +226,8 @@ def _attention(q, k, v, indices, count, mask, scale, path, dense_below, check, b
     check_dtype("v", v, "q", q)
     serves = uses_triton(q, backend)
     if dense:
-        indices, count = causal_selection(q, k)
+        chosen = causal_selection(q.shape[0], q.shape[1], k.shape[1], q.device)
+        indices, count = (x.unsqueeze(1) for x in chosen)
     else:
         indices, count = of_heads(indices, count, mask)
         if check:
@@ -272,14 +273,15 @@ def check_selected(indices: Tensor, count: Tensor | None, keys: int) -> None:
         )
 
 
-def causal_selection(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def causal_selection(
+    batches: int, queries: int, keys: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
     """All keys up to a query's position, the last query at the last key's: one row of indices,
-    expanded to every query.
+    expanded to every query, which counts as many of them as it sees.
     """
-    batches, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-    number = torch.arange(keys + 1, dtype=torch.int32, device=q.device)
-    indices = number[:keys].expand(batches, 1, queries, keys)
-    return indices, number[keys - queries + 1 :].expand(batches, 1, queries)
+    number = torch.arange(keys + 1, dtype=torch.int32, device=device)
+    indices = number[:keys].expand(batches, queries, keys)
+    return indices, number[keys - queries + 1 :].expand(batches, queries)
 
 
 def of_heads(

@@ -18,7 +18,15 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fusewright.optimizer import M3, DeepNestedOptimizer, Muon
+from fusewright.optimizer import (
+    M3,
+    DeepNestedOptimizer,
+    LearnedOptimizer,
+    Muon,
+    UpdateMLP,
+    VeLO,
+    VeLONetworks,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -33,20 +41,29 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 PROCESSES = 4
 STEPS, BREAK = 3, 2
 # Of some shapes there are fewer matrices than processes, and of some rows nothing is left for the
-# last ones.
-SHAPES = ((7, 5), (9, 4), (7, 5), (5, 7), (7, 5), (3, 4, 2), (7, 5), (7, 5), (5,), (2,))
+# last ones. Rows are the longest axis, the second longest, as long as another, or shorter.
+SHAPES = ((7, 5), (9, 4), (7, 5), (5, 7), (7, 5), (3, 4, 2), (7, 5), (7, 5), (5,), (2,), (3, 3))
+SHAPES += ((2, 4, 3),)
 # Kernels where the interpreter runs them.
 BACKENDS = ("reference", "triton") if os.environ.get("TRITON_INTERPRET") == "1" else ("reference",)
 # The interpreter computes in fp32; fp64 is the reference's.
 DTYPES = {"reference": torch.float64, "triton": torch.float32}
 OPTIONS = dict(lr=0.05, weight_decay=0.1, ns_dtype=None, skip_nonfinite=True)
 NESTED = dict(base_lr=0.05, meta_lr=0.5, weight_decay=0.1, meta_update_freq=2)
-NAMES = "muon", "m3", "nested"
+NAMES = "muon", "m3", "nested", "learned", "velo"
+# Whose steps take the loss, and whose shards kernels serve.
+TAKE_LOSS = DeepNestedOptimizer, VeLO
+WITH_KERNELS = NAMES[:3]
+# State of other axes than its parameter's.
+NOT_ALIKE = "momenta", "row", "column", "lstm"
 # Where all processes share the rows, and where two do and two others have the same.
 MESHES = {"fsdp": (PROCESSES,), "hsdp": (2, 2)}
-CASES = [(name, "reference", mesh) for name in NAMES for mesh in MESHES]
-# The interpreter takes as long for each of these as plain torch for all of the others.
-BY_KERNELS = [(name, "triton", "fsdp") for name in NAMES if "triton" in BACKENDS]
+CASES = [(name, "reference", "fsdp") for name in NAMES]
+CASES += [(name, "reference", "hsdp") for name in WITH_KERNELS]
+# Not with the others: networks have much state to save, and the interpreter takes as long for each
+# as plain torch for all.
+APART = [(name, "reference", "hsdp") for name in NAMES if name not in WITH_KERNELS]
+APART += [(name, "triton", "fsdp") for name in WITH_KERNELS if "triton" in BACKENDS]
 
 
 def drawn(seed: int) -> list[torch.Tensor]:
@@ -77,6 +94,8 @@ def made(name, backend, mesh=None, starts=None):
         # Each process draws another controller, and all have the first one's.
         torch.manual_seed(0 if mesh is None else dist.get_rank())
         return model, DeepNestedOptimizer(model, **NESTED, grouping=group_of, backend=backend)
+    if name in ("learned", "velo"):
+        return model, networked(name, list(model.ps))
     groups = [
         {"params": [p for p in model.ps if p.ndim > 1], "matrix": True},
         {"params": [p for p in model.ps if p.ndim == 1], "matrix": False},
@@ -84,6 +103,22 @@ def made(name, backend, mesh=None, starts=None):
     if name == "m3":
         return model, M3(groups, **OPTIONS, frequency=2, backend=backend)
     return model, Muon(groups, **OPTIONS, backend=backend)
+
+
+def networked(name, ps, **options):
+    """The optimizers whose steps a network makes, with weights that matter."""
+    options = dict(max_grad_norm=2.0) | options
+    generator = torch.Generator().manual_seed(3)
+    if name == "learned":
+        network = UpdateMLP(exp_mult=0.3, step_mult=0.1)
+    else:
+        network = VeLONetworks(8, 6, exp_mult=0.1, step_mult=0.1)
+    for x in network.parameters():
+        torch.nn.init.normal_(x, std=0.1, generator=generator)
+    network.requires_grad_(False).to(ps[0].dtype)
+    if name == "learned":
+        return LearnedOptimizer(ps, network, 0.5, 0.1, **options)
+    return VeLO(ps, network, 20, 0.2, 0.1, **options)
 
 
 def group_of(name: str, p: torch.Tensor) -> str:
@@ -109,11 +144,12 @@ def train(model, optimizer, first, last, rank=None) -> list[float]:
 
 
 def step_of(optimizer, loss) -> None:
-    optimizer.step(*(loss,) * isinstance(optimizer, DeepNestedOptimizer))
+    optimizer.step(*(loss,) * isinstance(optimizer, TAKE_LOSS))
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach().clone()
+    # What is replicated comes as it is.
+    return (x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()).clone()
 
 
 def everything(model, optimizer) -> list[torch.Tensor]:
@@ -123,6 +159,7 @@ def everything(model, optimizer) -> list[torch.Tensor]:
         multipliers = optimizer.get_lr_multipliers().values()
         learned = *optimizer.controller.parameters(), optimizer.state_dict()["nested"]["ema_loss"]
         found += [x.detach().clone() for x in (*multipliers, *learned)]
+    found += [x.clone() for x in getattr(optimizer, "losses", ())]
     for p in model.parameters():
         found += [whole(x) for x in (p, *(x for _, x in sorted(optimizer.state[p].items())))]
     return found
@@ -150,8 +187,14 @@ def sharded_training(rank, folder, name, backend, mesh) -> dict:
     found["placed"] = all(
         x.placements == p.placements and x.to_local().shape == p.to_local().shape
         for p in model.parameters()
+        for name, x in optimizer.state[p].items()
+        if x.ndim and name not in NOT_ALIKE
+    )
+    found["local"] = sum(
+        x.to_local().numel()
+        for p in model.parameters()
         for x in optimizer.state[p].values()
-        if x.ndim
+        if isinstance(x, DTensor)
     )
 
     model, optimizer = made(name, backend, mesh)
@@ -218,6 +261,63 @@ def placements() -> dict:
     return found
 
 
+def beside_shards() -> dict:
+    """Steps of optimizers by networks: of a shard beside numbers and DTensors that all processes
+    have whole, one without elements and one without a gradient; and what is refused.
+    """
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    starts = [*drawn(-1)[:2], torch.tensor(0.5), torch.zeros(0, 3), *drawn(-1)[2:4]]
+    starts = [x.double() for x in starts]
+    whole_ones = [1, 4]
+    found: dict = {}
+    for name in ("learned", "velo"):
+        ended = []
+        for several in (True, False):
+            ps = []
+            for place, x in enumerate(starts):
+                placement = Replicate() if place in whole_ones else Shard(0)
+                x = x.clone()
+                if several and x.ndim:
+                    x = distribute_tensor(x, mesh, [placement])
+                ps.append(torch.nn.Parameter(x, requires_grad=place < 5))
+            optimizer = networked(name, ps)
+            for step in range(STEPS):
+                for p, x in zip(ps[:5], starts, strict=False):
+                    g = torch.sin(x * (3 + step))
+                    placed = isinstance(p, DTensor)
+                    p.grad = distribute_tensor(g, mesh, p.placements) if placed else g
+                # Of several processes the mean.
+                loss = 3.0 - step + several * (dist.get_rank() - (PROCESSES - 1) / 2)
+                optimizer.step(*(loss,) * (name == "velo"))
+            ended.append([whole(x) for p in ps for x in (p, *optimizer.state[p].values())])
+        found[name], found[f"{name} expected"] = ended
+    p = ps[0].detach()
+    p = torch.nn.Parameter(distribute_tensor(p.float(), mesh, [Shard(0)]))
+    p.grad = torch.ones_like(p)
+    of_elements = torch.ones(*p.shape, 1)
+    plain = torch.nn.Parameter(whole(p))
+    of_whole, of_shards = networked("learned", [plain]), networked("learned", [p])
+    plain.grad = whole(p)
+    of_whole.step()
+    of_shards.load_state_dict(of_whole.state_dict())
+    found["loaded"] = [
+        [whole(x) for x in of.state[q].values()] for of, q in ((of_shards, p), (of_whole, plain))
+    ]
+    cases = {
+        "kernels": lambda: networked("learned", [p], backend="triton").step(),
+        "of elements": lambda: LearnedOptimizer([p], UpdateMLP(1), extra_features=of_elements),
+        "state of shards": lambda: of_whole.load_state_dict(of_shards.state_dict()),
+        "columns": lambda: networked("velo", [distribute_tensor(whole(p), mesh, [Shard(1)])]),
+    }
+    for name, make in cases.items():
+        try:
+            make()
+            found[name] = ""
+        except (RuntimeError, TypeError, ValueError) as error:
+            found[name] = str(error)
+    return found
+
+
 def work(rank: int, folder: pathlib.Path, cases: list[tuple[str, ...]]) -> None:
     dist.init_process_group(
         "gloo",
@@ -227,6 +327,8 @@ def work(rank: int, folder: pathlib.Path, cases: list[tuple[str, ...]]) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     found: dict = {"placements": placements()}
+    if cases == CASES:
+        found["beside shards"] = beside_shards()
     for case in cases:
         found["-".join(case)] = sharded_training(rank, folder, *case)
     torch.save(found, folder / f"found-{rank}.pt")
@@ -236,7 +338,7 @@ def work(rank: int, folder: pathlib.Path, cases: list[tuple[str, ...]]) -> None:
 def main() -> None:
     folder, *names = sys.argv[1:]
     folder = pathlib.Path(folder)
-    cases = [case for case in BY_KERNELS if case[0] in names] if names else CASES
+    cases = [case for case in APART if case[0] in names] if names else CASES
     torch.set_num_threads(1)
     # Forked, so that what takes longest, torch's imports, is done once.
     context = multiprocessing.get_context("fork")

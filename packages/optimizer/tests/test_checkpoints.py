@@ -342,7 +342,7 @@ def test_sharded_parameters_are_taken_or_refused(case, one_process):
     model, plain = new_model(), new_model()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     expected = make(plain, 1)
-    takes = isinstance(expected, AdamW | M3 | Muon)
+    takes = isinstance(expected, AdamW | LearnedOptimizer | M3 | Muon | VeLO)
     if isinstance(expected, DeepNestedOptimizer):
         takes = expected.options.update == "adamw" and expected.options.mode == "simple"
     if not takes:

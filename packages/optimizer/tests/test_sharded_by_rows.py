@@ -12,10 +12,13 @@ from .several import found_by_all, needs_gloo, run_once, script
 
 EPS = torch.finfo(torch.float32).eps
 
-NAMES = "muon", "m3", "nested"
-CASES = [(name, "reference", mesh) for name in NAMES for mesh in ("fsdp", "hsdp")]
+NAMES = "muon", "m3", "nested", "learned", "velo"
+CASES = [(name, "reference", "fsdp") for name in NAMES]
+CASES += [(name, "reference", "hsdp") for name in NAMES[:3]]
 CASES.append(("muon", "triton", "fsdp"))
-CASES += [pytest.param((name, "triton", "fsdp"), marks=pytest.mark.slow) for name in NAMES[1:]]
+SLOW = [(name, "triton", "fsdp") for name in NAMES[1:3]]
+SLOW += [(name, "reference", "hsdp") for name in NAMES[3:]]
+CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 
 pytestmark = needs_gloo
 
@@ -37,7 +40,7 @@ def folder(sharded, case, tmp_path_factory):
     name, backend, _ = case
     if backend not in sharded.BACKENDS:
         pytest.skip("the kernels take CPU tensors in the interpreter alone")
-    return run_once(sharded, tmp_path_factory, *([name] if backend == "triton" else []))
+    return run_once(sharded, tmp_path_factory, *([] if case in sharded.CASES else [name]))
 
 
 @pytest.fixture
@@ -92,6 +95,20 @@ def test_sharded_training_goes_on_in_one_process(sharded, folder, found, case):
     assert norms == pytest.approx(found[0]["norms"][sharded.BREAK :], rel=8 * EPS)
 
 
+def test_state_of_shards_is_sharded(sharded, found, case):
+    if case[0] not in ("learned", "velo"):
+        pytest.skip("the state of the others is as large as its parameter")
+    model, optimizer = sharded.made(*case[:2])
+    sharded.train(model, optimizer, 0, 1)
+    count = 0
+    for p in model.parameters():
+        state = optimizer.state[p]
+        count += sum(state[name].numel() for name in ("momenta", "square", "row", "column"))
+    processes = sharded.PROCESSES if case[2] == "fsdp" else 2
+    # The last one has least: nothing of most tensors.
+    assert found[-1]["local"] < count / processes < found[0]["local"] < count
+
+
 def test_processes_skip_together(found):
     for each in found:
         assert each["skipped"] == (True, 1)
@@ -115,8 +132,30 @@ def test_whole_matrices_are_taken_and_other_placements_refused(sharded, tmp_path
         placements = each["placements"]
         assert torch.equal(placements["whole"], placements["expected"])
         for name in ("columns", "twice"):
-            assert "a matrix must be whole or sharded by rows over one axis" in placements[name]
+            assert "a parameter must be whole or sharded by rows over one axis" in placements[name]
         assert "as torch.chunk cuts them" in placements["unlike chunks"]
+
+
+@pytest.mark.parametrize("name", ["learned", "velo"])
+def test_shards_beside_whole_tensors_train_as_all_whole_do(sharded, tmp_path_factory, name):
+    for each in found_by_all(sharded, run_once(sharded, tmp_path_factory)):
+        beside = each["beside shards"]
+        assert_near(beside[name], beside[f"{name} expected"])
+
+
+def test_whole_state_of_every_process_is_loaded_into_shards(sharded, tmp_path_factory):
+    for each in found_by_all(sharded, run_once(sharded, tmp_path_factory)):
+        assert_equal(*each["beside shards"]["loaded"])
+
+
+def test_what_networks_cannot_do_for_shards_is_said(sharded, tmp_path_factory):
+    for each in found_by_all(sharded, run_once(sharded, tmp_path_factory)):
+        said = each["beside shards"]
+        if "triton" in sharded.BACKENDS:
+            assert "the kernels take whole parameters, not shards" in said["kernels"]
+        assert "of a sharded parameter must be [1], got [7, 5, 1]" in said["of elements"]
+        assert "momenta of parameter 0 must be a Tensor, got a DTensor" in said["state of shards"]
+        assert "a parameter must be whole or sharded by rows over one axis" in said["columns"]
 
 
 def test_rows_are_parted_as_torch_parts_them():

@@ -53,6 +53,33 @@ def placed_like(g: Tensor | None, p: Tensor) -> Any:
     return g.redistribute(placements=placements)  # type: ignore[attr-defined]
 
 
+def placed_as(p: Tensor, x: Tensor, axes: tuple[int | None, ...]) -> Tensor:
+    """What a process has of a tensor, placed as p where p is a DTensor; ``axes`` are p's of each of
+    the tensor's, None of one that p does not have.
+    """
+    if not is_distributed(p):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [
+        Shard(axes.index(how.dim)) if how.is_shard() and how.dim in axes else Replicate()
+        for how in p.placements  # type: ignore[attr-defined]
+    ]
+    shape = [n if axis is None else p.shape[axis] for axis, n in zip(axes, x.shape, strict=True)]
+    # In the order of its memory here.
+    stride, count = [0] * x.ndim, 1
+    for axis in sorted(range(x.ndim), key=lambda axis: (x.stride(axis), -axis)):
+        stride[axis], count = count, count * max(shape[axis], 1)
+    return DTensor.from_local(
+        x,
+        p.device_mesh,  # type: ignore[attr-defined]
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+
+
 def summed(g: Tensor) -> Tensor:
     """A DTensor without partial sums, which an all-reduce adds; any other tensor as it is."""
     if not is_distributed(g):

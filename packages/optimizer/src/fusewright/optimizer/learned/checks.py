@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..common.checks import check_gradient
+from ..common.placement import mesh_of
 from ..common.statistics.checks import check_learnable
 from ..common.statistics.reference import Statistics, new_statistics, on_meta
 from .reference import Network
@@ -52,6 +53,11 @@ def check_extra(mlp: Network, params: Sequence[Tensor], extra: Sequence[Tensor] 
             raise ValueError(
                 f"extra features must be [{count}] or broadcast to {list(shape)}, got "
                 f"{list(x.shape)}"
+            )
+        mesh = mesh_of(p)
+        if x.ndim > 1 and mesh is not None and mesh[1]:
+            raise ValueError(
+                f"extra features of a sharded parameter must be [{count}], got {list(x.shape)}"
             )
         if x.device != p.device:
             raise ValueError(f"extra features must be on {p.device}, got {x.device}")

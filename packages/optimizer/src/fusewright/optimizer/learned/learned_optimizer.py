@@ -50,8 +50,9 @@ class LearnedOptimizer(StatisticsOptimizer):
             had none.
         maximize: ascend.
         extra_features: for a network that has some: ``[extra features]`` on the parameters' device,
-            or a tensor that can be broadcast to ``[*shape, extra features]``, for which plain torch
-            serves; or a function of a parameter, called in each step, that returns such a tensor.
+            or, of parameters that are not sharded, a tensor that can be broadcast to
+            ``[*shape, extra features]``, for which plain torch serves; or a function of a
+            parameter, called in each step, that returns such a tensor.
         max_grad_norm, skip_nonfinite, backend: as ``AdamW`` has them.
 
     Attributes:
@@ -63,8 +64,12 @@ class LearnedOptimizer(StatisticsOptimizer):
     step leaves all of it as it was. Where a parameter is a matrix and the model is in
     maximal-update parametrisation, divide its group's lr by the width multiplier, as MuLO does.
 
+    DTensors are taken where they are whole or sharded by rows, as FSDP2 shards them: plain torch
+    moves the shards, with sums over all of them, three all-reduces in a step, and their state is
+    sharded as they are where it has their rows. The network must be the same in all processes.
+
     Raises:
-        TypeError: a parameter is complex, sparse, distributed or not floating, a gradient is
+        TypeError: a parameter is complex, sparse, not floating, or sharded otherwise, a gradient is
             sparse, mlp is no UpdateMLP.
         ValueError: an option is out of its range, there are no parameters, a gradient, extra
             features or a loaded state have another shape or device than their parameter.

@@ -30,17 +30,18 @@ from typing import Protocol
 import torch
 
 from ..common.reference import decide, in_fp64, rounded
+from ..common.sharding import Summing, summed_together
 from ..common.statistics.members import StatisticsPart
 from ..common.statistics.reference import (
     START_DECAYS,
     Decays,
     Statistics,
     Weights,
-    advanced,
     element_features,
     normalised,
     perceptron,
 )
+from ..common.statistics.shards import advanced_member, features_of, take
 from ..common.step import Step
 
 Tensor = torch.Tensor
@@ -97,33 +98,53 @@ def update_of(
     broadcast to ``[*shape, extra features]``.
     """
     features = normalised(element_features(p, g, statistics, velo=False))
-    dtype = features.dtype
-    time = time_features(statistics.step - 1.0).to(dtype).expand(*p.shape, -1)
-    inputs = [features, time]
+    return update_by(weights, features, statistics.step, extra, exp_mult, step_mult)
+
+
+def update_by(
+    weights: Weights,
+    features: Tensor,
+    step: Tensor,
+    extra: Tensor | None,
+    exp_mult: float,
+    step_mult: float,
+) -> Tensor:
+    """``update_of`` from features ``[*shape, 28]``, and the count of steps with this one."""
+    dtype, shape = features.dtype, features.shape[:-1]
+    inputs = [features, time_features(step - 1.0).to(dtype).expand(*shape, -1)]
     if extra is not None:
-        inputs.append(extra.to(dtype).expand(*p.shape, -1))
+        inputs.append(extra.to(dtype).expand(*shape, -1))
     direction, magnitude = perceptron(torch.cat(inputs, -1), weights).unbind(-1)
     return direction * torch.exp(exp_mult * magnitude) * step_mult
 
 
 class ReferencePart(StatisticsPart):
-    """The members on one device that plain torch serves, one parameter after the other."""
+    """The members on one device that plain torch serves: whole ones one after the other, sums over
+    shards together.
+    """
 
     def move(self, step: Step) -> None:
         """Take the step, unless it is skipped."""
         mlp: Network = self.rules.network
-        factor = decide(step, self.rules.max_grad_norm, self.device)
-        decays = mlp.decays()
-        for place, (member, gradient) in enumerate(zip(self.members, self.gradients, strict=True)):
-            p, before = member.p, member.statistics
-            dtype = before.square.dtype
-            lr, weight_decay = map(in_fp64, self.numbers[2 * member.group : 2 * member.group + 2])
-            g = gradient.to(dtype) * (factor * member.sign).to(dtype)
-            after = advanced(before, g, decays)
-            extra = None if self.extra is None else self.extra[place]
-            update = update_of(mlp.weights(), p, g, after, extra, mlp.exp_mult, mlp.step_mult)
-            new_p = p.to(dtype) - rounded(lr, dtype) * update
-            new_p = rounded(1.0 - lr * weight_decay, dtype) * new_p
-            p.copy_(torch.where(step.skipped, p, new_p.to(p.dtype)))
-            for old, new in zip(before, after, strict=True):
-                old.copy_(torch.where(step.skipped, old, new))
+        factor, decays = decide(step, self.rules.max_grad_norm, self.device), mlp.decays()
+        summed_together(
+            (member.mesh, self._moved(place, factor, decays, step.skipped))
+            for place, member in enumerate(self.members)
+        )
+
+    def _moved(self, place: int, factor: Tensor, decays: Decays, skipped: Tensor) -> Summing[None]:
+        """Move one member."""
+        member, mlp = self.members[place], self.rules.network
+        p, dtype = member.p, member.statistics.square.dtype
+        lr, weight_decay = map(in_fp64, self.numbers[2 * member.group : 2 * member.group + 2])
+        g = self.gradients[place].to(dtype) * (factor * member.sign).to(dtype)
+        after = yield from advanced_member(member, g, decays)
+        take(member.statistics, after, skipped)
+        after = member.statistics
+        features = yield from features_of(member, g, after, velo=False)
+        extra = None if self.extra is None else self.extra[place]
+        multipliers = mlp.exp_mult, mlp.step_mult
+        update = update_by(mlp.weights(), features, after.step, extra, *multipliers)
+        new_p = p.to(dtype) - rounded(lr, dtype) * update
+        new_p = rounded(1.0 - lr * weight_decay, dtype) * new_p
+        p.copy_(torch.where(skipped, p, new_p.to(p.dtype)))

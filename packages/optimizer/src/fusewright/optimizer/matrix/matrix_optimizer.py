@@ -12,9 +12,10 @@ from .._core.launches import cdiv
 from ..adamw.stacked import StackedAdamW, stacked_adamw
 from ..common.checks import check_betas, check_elements, check_number, check_plain_number
 from ..common.placement import local
+from ..common.sharding import check_rows, mesh_of_rows
 from . import launch, launch_hopper
 from .newton_schulz import chain, check_chain, newton_schulz
-from .shares import Shares, check_rows, mesh_of_rows, process_count, shared_out
+from .shares import Shares, process_count, shared_out
 from .stack import Stack, check_switch, factor_of, new_buffer
 from .stacked_optimizer import StackedOptimizer
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed
 
-from .._core.launches import cdiv
 from .._core.precision import without_autocast
-from ..common.placement import current, is_distributed, local, mesh_of
+from ..common.placement import current
+from ..common.sharding import Mesh, mesh_of_rows, parts_of_rows
 
 Tensor = torch.Tensor
-Mesh = tuple[Any, int]
 
 
 class Shares:
@@ -98,50 +96,10 @@ def goes_on(device: torch.device, move: Iterator[None]) -> bool:
         return next(move, True) is None
 
 
-def mesh_of_rows(p: Tensor) -> Mesh | None:
-    """The mesh, and its axis, whose processes have some rows each; None where each has all."""
-    mesh = mesh_of(p)
-    if mesh is None or not mesh[1]:
-        return None
-    device_mesh, (axis, *_) = mesh
-    return device_mesh, axis
-
-
 def process_count(p: Tensor) -> int:
     """How many processes have a parameter's rows together."""
     mesh = mesh_of_rows(p)
     return 1 if mesh is None else mesh[0].size(mesh[1])
-
-
-def check_rows(p: Tensor) -> None:
-    """Raise where the parts of a DTensor are no rows, as FSDP2 cuts them."""
-    if not is_distributed(p):
-        return
-    from torch.distributed.tensor import Shard
-
-    placements = p.placements  # type: ignore[attr-defined]
-    cut = [how for how in placements if not how.is_replicate()]
-    # Its subclasses cut what is cut already.
-    if len(cut) > 1 or any(type(how) is not Shard or how.dim for how in cut):
-        raise TypeError(
-            "a matrix must be whole or sharded by rows over one axis of its mesh, got a DTensor "
-            f"placed by {', '.join(map(str, placements))}"
-        )
-    mesh = mesh_of_rows(p)
-    if mesh is not None:
-        device_mesh, axis = mesh
-        wanted = parts_of_rows(len(p), device_mesh.size(axis))[device_mesh.get_local_rank(axis)]
-        if len(local(p)) != wanted:
-            raise ValueError(
-                f"of a DTensor's {len(p)} rows this process must have {wanted}, as torch.chunk "
-                f"cuts them, got {len(local(p))}"
-            )
-
-
-def parts_of_rows(rows: int, processes: int) -> list[int]:
-    """How many each process has, as torch.chunk cuts them: the last ones may have none."""
-    each = cdiv(rows, processes)
-    return [min(each, max(0, rows - rank * each)) for rank in range(processes)]
 
 
 def shared_out(stacks: Sequence[tuple[Mesh, int, torch.Size]]) -> list[list[int]]:

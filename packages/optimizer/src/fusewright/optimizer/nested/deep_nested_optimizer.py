@@ -27,6 +27,7 @@ from ..adamw.adamw import Rounding
 from ..common.checks import check_adamw_group, check_gradient
 from ..common.contract import OWN, as_it_is, keep_rate_on_device
 from ..common.placement import current
+from ..common.sharding import mean_of, mesh_of_all
 from .adamw_mode import AdamWMode
 from .checks import Options, check_decoupled, check_members, check_nested, check_plain
 from .continuum_mode import ContinuumMode
@@ -34,7 +35,7 @@ from .controller_training import ControllerTraining
 from .nested_controller import Features, NestedController
 from .parameter_groups import UNKNOWN, Grouping, Named, parameter_groups
 from .rates import GroupRates
-from .several import local_gradients, mean_of, mesh_of_all, share_, whole
+from .several import local_gradients, share_, whole
 from .state import NestedState
 
 Tensor = torch.Tensor

@@ -1,5 +1,5 @@
-"""What the processes that share parameters have in common: the loss, the controller, and sums over
-the parameters of a group.
+"""What the processes that share parameters have in common: the controller, and sums over the
+parameters of a group.
 """
 
 from __future__ import annotations
@@ -10,24 +10,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ..common.placement import local, mesh_of, placed_like
+from ..common.placement import local, placed_like
 
 Tensor = torch.Tensor
-
-
-def mesh_of_all(params: Iterable[Tensor]) -> Any:
-    """The mesh of the first DTensor; None where there is none."""
-    return next((mesh[0] for mesh in map(mesh_of, params) if mesh is not None), None)
-
-
-def mean_of(x: Tensor, mesh: Any) -> Tensor:
-    """The mean of x over all processes of a mesh, x itself without one."""
-    if mesh is None:
-        return x
-    total = x.clone()
-    for axis in range(mesh.ndim):
-        torch.distributed.all_reduce(total, group=mesh.get_group(axis))
-    return total / mesh.size()
 
 
 @torch.no_grad()

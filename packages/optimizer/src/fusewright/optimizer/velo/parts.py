@@ -8,12 +8,16 @@ from typing import Any
 import torch
 
 from ..common.reference import decide, in_fp64, rounded
+from ..common.sharding import Summing, summed_together
 from ..common.statistics.members import Member, Rules, StatisticsPart
-from ..common.statistics.reference import Statistics, advanced
+from ..common.statistics.reference import Statistics
+from ..common.statistics.shards import advanced_member, features_of, take
 from ..common.step import Step
 from .reference import (
     Moments,
     decayed_gradient,
+    moment_sums,
+    moments_from,
     moments_of,
     rank_features,
     split,
@@ -37,7 +41,7 @@ class VeLOPart(StatisticsPart):
 
     def __init__(self, members: Sequence[Member], rules: Rules, device: torch.device) -> None:
         super().__init__(members, rules, device)
-        self.ranks = rank_features([member.p.shape for member in self.members], device)
+        self.ranks = rank_features([member.shape for member in self.members], device)
 
     @property
     def networks(self) -> Any:
@@ -62,7 +66,9 @@ class VeLOPart(StatisticsPart):
 
 
 class VeLOReferencePart(VeLOPart):
-    """The members on one device that plain torch serves, one parameter after the other."""
+    """The members on one device that plain torch serves: whole ones one after the other, sums over
+    shards together.
+    """
 
     def __init__(self, members: Sequence[Member], rules: Rules, device: torch.device) -> None:
         super().__init__(members, rules, device)
@@ -77,32 +83,52 @@ class VeLOReferencePart(VeLOPart):
     def advance(self, step: Step) -> Moments:
         self.step = step
         factor = decide(step, self.rules.max_grad_norm, self.device)
-        self.advanced, moments = [], []
-        for member, gradient in zip(self.members, self.gradients, strict=True):
-            p, before = member.p, member.statistics
-            dtype = before.square.dtype
-            g = gradient.to(dtype) * factor.to(dtype)
-            g = decayed_gradient(g, p.to(dtype), rounded(self.decay_of(member), dtype))
-            moments.append(moments_of(p, before))
-            self.advanced.append((g, advanced(before, g, self.decays)))
-        return Moments(*(torch.cat(some) for some in zip(*moments, strict=True)))
+        pairs = zip(self.members, self.gradients, strict=True)
+        found = summed_together(
+            (member.mesh, self._advanced(member, g, factor)) for member, g in pairs
+        )
+        self.advanced = [(g, after) for _, g, after in found]
+        return Moments(*(torch.cat(some) for some in zip(*(x for x, *_ in found), strict=True)))
+
+    def _advanced(
+        self, member: Member, gradient: Tensor, factor: Tensor
+    ) -> Summing[tuple[Moments, Tensor, Statistics]]:
+        """A member's moments before the step, gradient with weight decay, and statistics after."""
+        p, before = member.p, member.statistics
+        dtype = before.square.dtype
+        g = gradient.to(dtype) * factor.to(dtype)
+        g = decayed_gradient(g, p.to(dtype), rounded(self.decay_of(member), dtype))
+        if member.is_sharded:
+            (sums,) = yield [moment_sums(p, before)]
+            moments = moments_from(sums, member.shape.numel())
+        else:
+            moments = moments_of(p, before)
+        after = yield from advanced_member(member, g, self.decays)
+        return moments, g, after
 
     def penalty(self, moments: Moments) -> Tensor:
         penalties = [
-            self.decay_of(member) * member.p.numel() * p2
+            self.decay_of(member) * member.shape.numel() * p2
             for member, p2 in zip(self.members, moments.p2, strict=True)
         ]
         return torch.stack(penalties).sum()
 
     def apply(self, mixed: Tensor, scales: Tensor) -> None:
-        multipliers = self.networks.exp_mult, self.networks.step_mult
-        skipped = self.step.skipped
-        for place, (member, (g, after)) in enumerate(zip(self.members, self.advanced, strict=True)):
-            p, before = member.p, member.statistics
-            dtype = before.square.dtype
-            lr = rounded(in_fp64(self.numbers[2 * member.group]), dtype)
-            step = step_of(split(mixed[place]), p, g, after, scales[place], *multipliers)
-            p.copy_(torch.where(skipped, p, (p.to(dtype) - lr * step).to(p.dtype)))
-            for old, new in zip(before, after, strict=True):
-                old.copy_(torch.where(skipped, old, new))
+        moves = (
+            (member.mesh, self._moved(member, *self.advanced[place], mixed[place], scales[place]))
+            for place, member in enumerate(self.members)
+        )
+        summed_together(moves)
         self.advanced = []
+
+    def _moved(
+        self, member: Member, g: Tensor, after: Statistics, mixed: Tensor, scale: Tensor
+    ) -> Summing[None]:
+        """Move one member."""
+        p, dtype, skipped = member.p, after.square.dtype, self.step.skipped
+        lr = rounded(in_fp64(self.numbers[2 * member.group]), dtype)
+        features = yield from features_of(member, g, after, velo=True)
+        multipliers = self.networks.exp_mult, self.networks.step_mult
+        step = step_of(split(mixed), features, scale, *multipliers)
+        p.copy_(torch.where(skipped, p, (p.to(dtype) - lr * step).to(p.dtype)))
+        take(member.statistics, after, skipped)

@@ -45,8 +45,6 @@ from ..common.statistics.reference import (
     Decays,
     Statistics,
     Weights,
-    element_features,
-    normalised,
     perceptron,
 )
 from ..common.tables import upload
@@ -164,6 +162,22 @@ def moments_of(p: Tensor, statistics: Statistics) -> Moments:
     return Moments(*(x.double()[None] for x in (p2, mean_m, var_m, mean_v, var_v)))
 
 
+def moment_sums(p: Tensor, statistics: Statistics) -> Tensor:
+    """``[9]`` in fp64: sums over some elements of x^2, m_i, v, m_i^2 and v^2."""
+    m, v = statistics.momenta.reshape(3, -1).double(), statistics.square.reshape(-1).double()
+    sums = p.double().square().sum()[None], m.sum(1), v.sum()[None]
+    return torch.cat((*sums, m.square().sum(1), v.square().sum()[None]))
+
+
+def moments_from(sums: Tensor, count: int) -> Moments:
+    """``moments_of`` from ``moment_sums`` over all ``count`` elements; squares of fp32 are exact in
+    fp64, where a variance is the difference of two means.
+    """
+    p2, mean_m, mean_v, square_m, square_v = (sums / count)[None].split((1, 3, 1, 3, 1), 1)
+    var_m, var_v = square_m - mean_m.square(), square_v - mean_v.square()
+    return Moments(p2[:, 0], mean_m, var_m, mean_v[:, 0], var_v[:, 0])
+
+
 def progress_features(fraction: Tensor, fractions: Tensor) -> Tensor:
     """``[9]`` of what fraction of all steps was taken, 0-d."""
     return torch.tanh(10.0 * (fraction - fractions))
@@ -204,24 +218,17 @@ def decayed_gradient(g: Tensor, p: Tensor, weight_decay: float | Tensor) -> Tens
 
 
 def step_of(
-    weights: Weights,
-    p: Tensor,
-    g: Tensor,
-    statistics: Statistics,
-    scale: Tensor,
-    exp_mult: float,
-    step_mult: float,
+    weights: Weights, features: Tensor, scale: Tensor, exp_mult: float, step_mult: float
 ) -> Tensor:
     """``[*shape]``: what lr times is taken off p.
 
     Args:
         weights: of this tensor's perceptron: ``[4, 30]``, ``[4]``, ``[4, 4]``, ``[4]``, ``[3, 4]``
             and ``[3]``.
-        p, g: the parameter and the gradient of ``decayed_gradient``.
-        statistics: that have seen g.
+        features: ``[*shape, 30]``, normalised, of the gradient of ``decayed_gradient`` and of
+            statistics that have seen it.
         scale: 0-d: a sqrt(mean x^2 + 1e-9).
     """
-    features = normalised(element_features(p, g, statistics, velo=True))
     direction, magnitude, _ = perceptron(features, weights).unbind(-1)
     return scale.to(features.dtype) * direction * torch.exp(exp_mult * magnitude) * step_mult
 

@@ -26,6 +26,7 @@ from .._core.precision import without_autocast
 from ..common.checks import is_number
 from ..common.contract import OWN, as_it_is, loss_of
 from ..common.placement import current, on
+from ..common.sharding import mean_of, mesh_of_all
 from ..common.statistics.checks import check_pieces
 from ..common.statistics.members import Member
 from ..common.statistics.optimizer import StatisticsOptimizer
@@ -75,10 +76,12 @@ class VeLO(StatisticsOptimizer):
 
     The state of a parameter: that of ``LearnedOptimizer``, and ``lstm`` ``[2, hidden]``. A skipped
     step leaves all of it, and ``losses``, as they were.
-    Parameters without a gradient or without elements take no part in a step.
+    Parameters without a gradient or without elements take no part in a step. DTensors are taken as
+    ``LearnedOptimizer`` takes them; then the loss of a step is the mean of the processes' losses,
+    and ``lstm`` and ``losses`` are the same in all of them.
 
     Raises:
-        TypeError: a parameter is complex, sparse, distributed or not floating, a gradient is
+        TypeError: a parameter is complex, sparse, not floating, or sharded otherwise, a gradient is
             sparse, networks are no VeLONetworks or of another dtype, the loss is no number.
         ValueError: an option is out of its range, there are no parameters, a gradient or a loaded
             state has another shape or device than its parameter, the networks are on a device of no
@@ -146,7 +149,8 @@ class VeLO(StatisticsOptimizer):
             return value
         home = self.networks.start.device
         with without_autocast(home):
-            self._move(gradients, loss_on(home, value))
+            mesh = mesh_of_all(self._all_parameters())
+            self._move(gradients, mean_of(loss_on(home, value), mesh))
         return value
 
     def _move(self, gradients: list[Tensor | None], value: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..checks import check_whole
-from ..placement import is_dense
+from ..placement import is_dense, is_distributed
 from ..weights_file import check_shapes
 from .layout import MOST, too_long
 
@@ -46,3 +46,7 @@ def check_pieces(
         if name not in found:
             raise ValueError(f"{must_have} {name}, got {sorted(found)}")
     check_shapes(found, {name: x.shape for name, x in wanted.items()}, of)
+    for name, x in wanted.items():
+        if is_distributed(found[name]) and not is_distributed(x):
+            got = type(found[name]).__name__
+            raise ValueError(f"{name}{of} must be a {type(x).__name__}, got a {got}")

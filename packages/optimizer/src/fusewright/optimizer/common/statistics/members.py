@@ -24,6 +24,8 @@ class Member(NamedTuple):
         group: index of its parameter group.
         sign: -1 where the objective is maximized.
         gradient: dtype of its gradient.
+        shape: of the whole parameter, of which p may be some rows.
+        mesh: of ``mesh_of``.
     """
 
     place: int
@@ -32,6 +34,15 @@ class Member(NamedTuple):
     group: int
     sign: float
     gradient: torch.dtype
+    shape: torch.Size
+    mesh: Any
+
+    @property
+    def is_sharded(self) -> bool:
+        if self.mesh is None:
+            return False
+        device_mesh, axes = self.mesh
+        return any(device_mesh.size(axis) > 1 for axis in axes)
 
     @property
     def step(self) -> Tensor:

@@ -10,7 +10,8 @@ With g the gradient and x the parameter, decays beta, and rows and columns the t
     R_i = max(r_i / (mean r_i + 1e-9), 1e-9)^-1/2    mean over the second longest axis
     C_i = max(c_i, 1e-9)^-1/2
 
-All of it can be differentiated in all operands, decays and statistics included.
+All of it can be differentiated in all operands, decays and statistics included. Of a DTensor's rows
+``shards`` takes the means over all of them.
 
 Metz et al., Practical tradeoffs between memory, compute, and performance in learned optimizers,
 arXiv 2203.11860, and AdafacMLPLOpt of google/learned_optimization; the factored mean of squares is
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from ..._core.precision import wide_dtype
+from ..placement import local, placed_as
 
 Tensor = torch.Tensor
 # Of the momenta, of the square, and of rows and columns; a network may learn to change them.
@@ -95,7 +97,9 @@ def exchanges_axes(shape: Sequence[int], *, velo: bool) -> bool:
 
 
 def new_statistics(p: Tensor) -> Statistics:
-    """Of a parameter before its first step, in the order of its memory."""
+    """Of a parameter before its first step, in the order of its memory; those of a DTensor are
+    sharded where they have its sharded axis.
+    """
     dtype = wide_dtype(p)
     axes = factored_axes(p.shape)
     shapes = [tuple(range(p.ndim))] * 2
@@ -113,15 +117,19 @@ def new_statistics(p: Tensor) -> Statistics:
 
 
 def on_meta(p: Tensor) -> Tensor:
-    """A parameter of the same shape and strides without memory."""
-    return torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+    """A parameter of the same shape, strides and placement without memory."""
+    memory = local(p)
+    meta = torch.empty_strided(memory.shape, memory.stride(), dtype=p.dtype, device="meta")
+    return placed_as(p, meta, tuple(range(p.ndim)))
 
 
 def zeros_like_axes(p: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros ``[3, *axes of p]``, each of the three in the order of p's memory."""
-    order = memory_order(p, axes)
-    zeros = torch.zeros((3, *(p.shape[axis] for axis in order)), dtype=dtype, device=p.device)
-    return zeros.permute(0, *(1 + order.index(axis) for axis in axes))
+    """Zeros ``[3, *axes of p]``, each of the three in the order of p's memory, and placed as p."""
+    order, memory = memory_order(p, axes), local(p)
+    shape = 3, *(memory.shape[axis] for axis in order)
+    zeros = torch.zeros(shape, dtype=dtype, device=memory.device)
+    zeros = zeros.permute(0, *(1 + order.index(axis) for axis in axes))
+    return placed_as(p, zeros, (None, *axes))
 
 
 def memory_order(p: Tensor, axes: Sequence[int]) -> list[int]:
@@ -130,21 +138,32 @@ def memory_order(p: Tensor, axes: Sequence[int]) -> list[int]:
     return sorted(axes, key=lambda axis: (-strides[axis], axis))
 
 
-def advanced(statistics: Statistics, g: Tensor, decays: Decays) -> Statistics:
-    """Statistics after one more gradient."""
-    if not g.numel():
+def advanced(
+    statistics: Statistics,
+    g: Tensor,
+    decays: Decays,
+    means: tuple[Tensor, Tensor] | None = None,
+) -> Statistics:
+    """Statistics after one more gradient; ``means`` are those of ``squares`` over the longest axis
+    and the second longest, where g has some rows of a tensor of several axes.
+    """
+    if not g.numel() and means is None:
         return statistics._replace(step=statistics.step + 1.0)
     dtype = statistics.square.dtype
     g = g.to(dtype)
-    g2 = g.square() + 1e-30
-    axes = factored_axes(g.shape)
     row, column = statistics.row, statistics.column
-    if axes is None:
-        row = mixed(row, g2, decays.factored)
-    else:
-        second, longest = axes
-        row = mixed(row, g2.mean(longest), decays.factored)
-        column = mixed(column, g2.mean(second), decays.factored)
+    if means is None:
+        g2, axes = squares(g), factored_axes(g.shape)
+        if axes is None:
+            row = mixed(row, g2, decays.factored)
+        else:
+            second, longest = axes
+            means = g2.mean(longest), g2.mean(second)
+    if means is not None:
+        row, column = (
+            mixed(kept, mean, decays.factored)
+            for kept, mean in zip((row, column), means, strict=True)
+        )
     return Statistics(
         statistics.step + 1.0,
         mixed(statistics.momenta, g, decays.momentum),
@@ -154,6 +173,11 @@ def advanced(statistics: Statistics, g: Tensor, decays: Decays) -> Statistics:
     )
 
 
+def squares(g: Tensor) -> Tensor:
+    """Of which rows and columns are means."""
+    return g.square() + 1e-30
+
+
 def mixed(kept: Tensor, new: Tensor, decays: Tensor) -> Tensor:
     """beta_i kept_i + (1 - beta_i) new for the decays along the first axis."""
     betas = decays.view(-1, *[1] * new.ndim)
@@ -161,36 +185,62 @@ def mixed(kept: Tensor, new: Tensor, decays: Tensor) -> Tensor:
     return betas.to(kept.dtype) * kept + (1.0 - betas).to(kept.dtype) * new
 
 
-def factors(
+def lines(
     shape: Sequence[int], statistics: Statistics, *, velo: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """r_i and c_i, expandable to the shape, and the factors of g and m_i: R_i C_i; of fewer than
-    two axes (r_i + 1e-9)^-1/2 for g and (r_i + eps)^-1/2 for m_i, eps 0 for VeLO.
+) -> tuple[Tensor, Tensor, int] | None:
+    """r_i and c_i of a tensor of this shape, of which there may be some rows, expandable to it, and
+    the axis over which the rows are averaged; None of fewer than two axes.
     """
     row, column = statistics.row, statistics.column
     axes = factored_axes(shape)
     if axes is None:
-        of_momenta = (row + (0.0 if velo else 1e-6)).rsqrt()
-        return row, row, (row + 1e-9).clamp(min=1e-9).rsqrt(), of_momenta
+        return None
     second, longest = (1 + axis for axis in axes)
     if exchanges_axes(shape, velo=velo):
         row, column, second, longest = column, row, longest, second
-    row, column = row.unsqueeze(longest), column.unsqueeze(second)
-    mean = row.mean(second, keepdim=True)
+    return row.unsqueeze(longest), column.unsqueeze(second), second
+
+
+def factors(
+    shape: Sequence[int], statistics: Statistics, mean: Tensor | None, *, velo: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """r_i and c_i, expandable to the shape, and the factors of g and m_i: R_i C_i; of fewer than
+    two axes (r_i + 1e-9)^-1/2 for g and (r_i + eps)^-1/2 for m_i, eps 0 for VeLO. ``mean`` is that
+    of r_i, which is taken here where it is None.
+    """
+    found = lines(shape, statistics, velo=velo)
+    if found is None:
+        row = statistics.row
+        of_momenta = (row + (0.0 if velo else 1e-6)).rsqrt()
+        return row, row, (row + 1e-9).clamp(min=1e-9).rsqrt(), of_momenta
+    row, column, second = found
+    if mean is None:
+        mean = row.mean(second, keepdim=True)
     row_factor = (row / (mean + 1e-9)).clamp(min=1e-9).rsqrt()
     both = row_factor * column.clamp(min=1e-9).rsqrt()
     return row, column, both, both
 
 
-def element_features(p: Tensor, g: Tensor, statistics: Statistics, *, velo: bool) -> Tensor:
+def element_features(
+    p: Tensor,
+    g: Tensor,
+    statistics: Statistics,
+    *,
+    velo: bool,
+    shape: Sequence[int] | None = None,
+    mean: Tensor | None = None,
+) -> Tensor:
     """``[*shape, 28]`` before their normalisation, from statistics that have seen g; of VeLO
-    ``[*shape, 30]``, with two of g more.
+    ``[*shape, 30]``, with two of g more. Where p is some rows of a tensor, ``shape`` is the
+    tensor's, and ``mean`` that of ``factors``, if rows are averaged over its rows.
     """
     dtype = statistics.square.dtype
     p, g = p.to(dtype), g.to(dtype)
     m, v = statistics.momenta, statistics.square
     s = (v + 1e-6).rsqrt()
-    row, column, of_gradient, of_momenta = factors(p.shape, statistics, velo=velo)
+    row, column, of_gradient, of_momenta = factors(
+        p.shape if shape is None else shape, statistics, mean, velo=velo
+    )
     clipped, scaled = ([g.clamp(-0.1, 0.1)], [g * s]) if velo else ([], [])
     features = [
         *(g, *clipped, p, *m, v, *(m * s), s, *(g * of_gradient), *scaled),
@@ -199,11 +249,14 @@ def element_features(p: Tensor, g: Tensor, statistics: Statistics, *, velo: bool
     return torch.stack([x.expand(p.shape) for x in features], -1)
 
 
-def normalised(features: Tensor) -> Tensor:
-    """Each of ``[*shape, features]`` divided by its root mean square over the tensor."""
-    square = features.square()
-    if features.ndim > 1:
-        square = square.mean(tuple(range(features.ndim - 1)), keepdim=True)
+def normalised(features: Tensor, square: Tensor | None = None) -> Tensor:
+    """Each of ``[*shape, features]`` divided by its root mean square over the tensor; ``square`` is
+    the mean square, which is taken here where it is None.
+    """
+    if square is None:
+        square = features.square()
+        if features.ndim > 1:
+            square = square.mean(tuple(range(features.ndim - 1)), keepdim=True)
     return features * (square + 1e-5).rsqrt()
 
 

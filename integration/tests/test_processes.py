@@ -16,7 +16,6 @@ import torch
 from fusewright_models.cli import app
 from fusewright_models.training import PARALLELS, Processes, TrainingConfig, captures
 from fusewright_models.training.captured import make_stepper
-from fusewright_models.training.processes import SHARDED
 
 from .commands import FILES, assert_refused, invoke, metrics
 from .together import Command, compute_in_fp64, run_together, stop_at
@@ -171,9 +170,6 @@ def test_what_several_processes_cannot_do_is_refused_in_a_sentence(tmp_path, tex
             "--batch-size",
             "5",
         ): "wanted a --batch-size of as many rows for each of 2 processes; got 5",
-        ("--parallel", "fsdp", "--optimizer", "learned"): (
-            f"--parallel fsdp takes --optimizer {' or '.join(SHARDED)}; got learned"
-        ),
         ("--device", "cuda:1"): (
             "wanted --device cuda, of which each process takes the one of its number; got cuda:1"
         ),
@@ -225,11 +221,10 @@ def test_losses_that_are_not_finite_end_all_processes(tmp_path):
 def test_other_optimizers_take_the_steps_of_one_process(tmp_path, alone):
     flags = ["transformer-np", *SIZES, "--steps", "4"]
     names = "nested", "m3", "muon", "learned"
-    sharded = [name for name in names if name in SHARDED]
     commands = []
     for name in names:
         commands.append(Command([*flags, "--optimizer", name, "--out", tmp_path / name]))
-    for name in sharded:
+    for name in names:
         shards = [*flags, "--optimizer", name, "--parallel", "fsdp", "--out"]
         commands.append(Command([*shards, tmp_path / f"{name}-shards"]))
         # Left, for one process to go on.
@@ -239,13 +234,13 @@ def test_other_optimizers_take_the_steps_of_one_process(tmp_path, alone):
         alone([*flags, "--optimizer", name, "--out", begun], 2)
         commands.append(Command(["transformer-np", "--resume", begun, "--parallel", "fsdp"]))
     assert_done(run_together(commands))
-    for name in sharded:
+    for name in names:
         alone(["transformer-np", "--resume", tmp_path / f"{name}-left"])
     for name in names:
         whole = tmp_path / f"{name}-whole"
         alone([*flags, "--optimizer", name, "--out", whole])
-        ways = ("shards", "left", "begun") if name in sharded else ()
-        for folder in (tmp_path / name, *(tmp_path / f"{name}-{way}" for way in ways)):
+        for way in ("", "-shards", "-left", "-begun"):
+            folder = tmp_path / f"{name}{way}"
             assert_near(folder, whole)
 
 

@@ -34,7 +34,7 @@ from ..training import (
     wandb_library,
     wandb_observer,
 )
-from ..training.processes import SHARDED, join, launched, process_count
+from ..training.processes import join, launched, process_count
 from .options import check_values, flag
 from .settings import Settings
 from .settings_file import by_new_names, read_settings
@@ -93,11 +93,6 @@ class Run(Settings):
         """
         super().__post_init__()
         self.training()
-        if self.parallel in ("fsdp", "hsdp") and self.optimizer not in SHARDED:
-            raise ValueError(
-                f"--parallel {self.parallel} takes --optimizer {' or '.join(SHARDED)}; "
-                f"got {self.optimizer}"
-            )
 
     @classmethod
     def from_flags(cls, flags: dict[str, Any]) -> Self:

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from ..choices import OPTIMIZER_NAMES, OptimizerName, Schedule
 from ..extras import imported
+from .padding import padding_here
 
 # Likelihoods have gradients with long tails (1 / sigma of a narrow component): the second moment
 # forgets them after some twenty steps, not a thousand.
@@ -231,13 +232,12 @@ def learned(asked: Asked) -> LearnedOptimizer:
     network = network.to(groups[0]["params"][0].device)
     options: dict[str, Any] = {"max_grad_norm": asked.clip_norm, "backend": asked.backend}
     optimizer = LearnedOptimizer(groups, network, lr, **options)
-    padding: Callable[[], list[Tensor]] | None = getattr(model, "padding", None)
-    if padding is not None:
 
-        def clear(*_: Any) -> None:
-            # Views are taken again: a model that was moved has other memory.
-            torch._foreach_zero_([unused.detach() for unused in padding()])
+    def clear(*_: Any) -> None:
+        # Views are taken again: a model that was moved has other memory.
+        torch._foreach_zero_(padding_here(model))
 
+    if any(hasattr(module, "padded") for module in model.modules()):
         optimizer.register_step_post_hook(clear)
     return optimizer
 

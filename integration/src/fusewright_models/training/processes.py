@@ -31,8 +31,6 @@ from ..choices import Parallel
 from ..devices import checked_device
 from .source import Batch
 
-# Optimizers that move the shards of a parameter.
-SHARDED = ("adamw", "m3", "muon", "nested", "torch-adamw")
 # What torchrun tells each process.
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What is asked of a model beside its call: parameters are gathered for these as well.
@@ -220,7 +218,7 @@ class Processes:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             of_each = dict(enumerate(parameters))
             moments = {
-                place: {name: placed(x, of_each.get(place)) for name, x in some.items()}
+                place: {name: placed_state(x, of_each.get(place)) for name, x in some.items()}
                 for place, some in state["state"].items()
             }
             state = state | {"state": moments}
@@ -318,6 +316,13 @@ def leaving() -> Iterator[None]:
 def local(x: Tensor) -> Tensor:
     """The shard of this process; a whole tensor as it is."""
     return x.to_local() if hasattr(x, "to_local") else x
+
+
+def placed_state(x: Any, p: Any) -> Any:
+    """A whole piece of an optimizer's state, placed as its parameter where it has an element for
+    each of its; the optimizer places the others.
+    """
+    return placed(x, p) if isinstance(x, Tensor) and x.shape == getattr(p, "shape", None) else x
 
 
 def placed(x: Any, like: Any) -> Any:

@@ -122,6 +122,31 @@ def export_command(
     export_run(run, out, push=push)
 
 
+@app.command("evaluate")
+def evaluate_command(
+    run: Annotated[Path, typer.Argument(help="Results folder of a titan-mac or hybrid run.")],
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a window. Default: the run's.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Windows at a time. Default: the run's.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Default: the run's own.")] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="Folder of the data's tokens. Default: the run's.")
+    ] = None,
+) -> None:
+    """Score a trained language model on its run's held-out text, in windows of any length.
+
+    The processes of torchrun share the tokens of each window, so that one may be longer than a GPU
+    has memory for: each reads a part, and its layers' states go on to the next one.
+    """
+    from .evaluate import evaluate_run
+
+    asked = {"seq_len": seq_len, "batch_size": batch_size, "device": device, "cache": cache}
+    evaluate_run(run, {name: x for name, x in asked.items() if x is not None})
+
+
 @app.command("generate")
 def generate_command(
     run: Annotated[Path, typer.Argument(help="Results folder of a titan-mac or hybrid run.")],

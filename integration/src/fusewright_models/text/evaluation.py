@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 class LanguageModel(Protocol):
-    """What is asked of a model: the mean of -log p(token | those before it) over B and T, nats."""
+    """What is asked of a model: the mean of -log p(token | those before it) over B and T, nats;
+    of a ``group`` of processes that share windows, each for its part of the tokens.
+    """
 
-    def loss(self, tokens: Tensor) -> Tensor: ...
+    def loss(self, tokens: Tensor, **group: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,13 @@ class TextEvaluation:
 
 @torch.no_grad()
 def evaluate_text(
-    model: LanguageModel, stream: Tensor, *, length: int, batch_size: int, text_bytes: int
+    model: LanguageModel,
+    stream: Tensor,
+    *,
+    length: int,
+    batch_size: int,
+    text_bytes: int,
+    group: ProcessGroup | None = None,
 ) -> TextEvaluation:
     """Score a stream of tokens in order, window after window, the last one shorter.
 
@@ -44,6 +55,9 @@ def evaluate_text(
         length: T, tokens that a window reads.
         batch_size: windows that go through the model together.
         text_bytes: bytes that tokens 2 to N stand for.
+        group: processes that share the tokens of every window: each reads its part, and has the
+            stream and the result whole. The first ones go on with the next windows while the last
+            ones read theirs.
 
     Raises:
         ValueError: N < 2, or no bytes.
@@ -56,12 +70,28 @@ def evaluate_text(
     whole = predicted // length
     # A view: window w is tokens w T to w T + T, its last token the next one's first.
     windows = stream[: whole * length + 1].unfold(0, length + 1, length) if whole else None
-    groups = [] if windows is None else list(windows.split(batch_size))
+    batches = [] if windows is None else list(windows.split(batch_size))
     if predicted % length:
-        groups.append(stream[whole * length :].unsqueeze(0))
+        batches.append(stream[whole * length :].unsqueeze(0))
     nats = torch.zeros((), dtype=torch.float64, device=stream.device)
-    for group in groups:
-        count = group.shape[0] * (group.shape[1] - 1)
-        nats += model.loss(group.long()).double() * count
+    for some in batches:
+        part = some if group is None else own_part(some, group)
+        count = part.shape[0] * (part.shape[1] - 1)
+        shared = {} if group is None else {"group": group}
+        loss = model.loss(part.long(), **shared).double()
+        if count:
+            # A mean over no tokens is no number.
+            nats += loss * count
+    if group is not None:
+        torch.distributed.all_reduce(nats, group=group)
     total = float(nats)  # sync: the result of the evaluation
     return TextEvaluation(-total / predicted, total / math.log(2.0) / text_bytes)
+
+
+def own_part(windows: Tensor, group: ProcessGroup) -> Tensor:
+    """Of windows ``[B, T + 1]`` what this process reads, and the token after it: ``[B, t + 1]``, t
+    of T tokens, one more in the first processes where they do not divide.
+    """
+    each, more = divmod(windows.shape[1] - 1, group.size())
+    first = group.rank() * each + min(group.rank(), more)
+    return windows[:, first : first + each + (group.rank() < more) + 1]

@@ -158,8 +158,10 @@ class HybridLayer(nn.Module):
             y, caches[self.place] = self.mixer.decode(u, cache)
             return y
         attention = cast(GatedSparseAttention, self.mixer)
-        caches[self.place] = cache = with_room(attention, cache, *u.shape[:2])
-        return attention.decode(u, cache)
+        cache = with_room(attention, cache, *u.shape[:2])
+        y = attention.decode(u, cache)
+        caches[self.place] = cache
+        return y
 
 
 def drawn(module: nn.Module, std: float) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from fusewright.cross_entropy import linear_cross_entropy
@@ -30,11 +30,16 @@ from fusewright.reversible import MidpointStack, Passed
 from torch import Tensor, nn
 
 from ..checks import check_backend, check_synchronised, check_targets, check_tokens
+from ..parts import Relay, check_parts
 from ..published import Published
 from .byte_embedding import ByteEmbedding
 from .config import HybridConfig
 from .layers import NORM_EPS, Caches, HybridLayer, Observer, drawn
+from .relayed import RelayedCaches
 from .streams import replicated
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 STD = 0.02
 
@@ -189,14 +194,38 @@ class HybridLM(nn.Module, Published):
             return self._losses(tokens, targets, dense, observe)
 
     @torch.no_grad()
-    def read(self, tokens: Tensor, caches: Caches | None = None) -> tuple[Tensor, Caches]:
+    def read(
+        self,
+        tokens: Tensor,
+        caches: Caches | None = None,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, Caches]:
         """:meth:`forward` of the tokens ``[B, T]`` that follow what the caches have read, none at
         first, and the caches then, which are the given ones. No gradients.
 
+        Args:
+            tokens: any T; T >= 1 without a group.
+            caches: of an earlier call.
+            group: the processes that share the tokens of each row: each gives its part of them,
+                in their order, of any length, 0 too, and has hidden rows and caches of that, those
+                of sparse attention with the keys of all parts so far. Caches go from each process
+                to the next one, layer after layer.
+
         Raises:
-            As `forward`; ValueError: the caches have read another number of rows.
+            As `forward`; ValueError: the caches have read another number of rows, or are given
+            beside a group.
+            RuntimeError: parameters are sharded, beside a group.
         """
         check_tokens(tokens, self.head.weight.device)
+        if group is not None:
+            if caches is not None:
+                raise ValueError(
+                    "wanted no caches beside a group, whose first process begins the rows; got some"
+                )
+            with self._precision():
+                h, caches = self._read_part(tokens, group)
+                return self.final_norm(h), caches
         caches = {} if caches is None else caches
         # The first layer is no sparse one.
         if caches and len(caches[0].state) != len(tokens):
@@ -207,6 +236,18 @@ class HybridLM(nn.Module, Published):
         with self._precision():
             return self.final_norm(self._hidden(tokens, caches=caches).x.mean(-2)), caches
 
+    def _read_part(self, tokens: Tensor, group: ProcessGroup) -> tuple[Tensor, Caches]:
+        """What the stack makes of this process's tokens, ``[B, T, C]``, and the caches then."""
+        check_parts(self)
+        caches = RelayedCaches(Relay(group, tokens.device), tokens.shape[1])
+        if tokens.numel():
+            h = self._hidden(tokens, caches=caches).x.mean(-2)
+        else:
+            h = self.embedding(tokens)
+            caches.pass_by(len(self.stack.layers))
+        caches.relay.finish()
+        return h, {place: cache for place, cache in caches.items() if cache is not None}
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token, ``[.., V]`` of ``hidden [.., C]``."""
         with self._precision():
@@ -216,18 +257,27 @@ class HybridLM(nn.Module, Published):
         """What to train on: `losses`' total."""
         return self.losses(tokens).total
 
-    def next_token_loss(self, tokens: Tensor) -> Tensor:
+    def next_token_loss(self, tokens: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
         """Of ``tokens [B, T + 1]`` the mean cross entropy of each after the first, given those
         before it, in nats.
 
+        Args:
+            tokens: as above, T >= 1.
+            group: as in `read`; tokens are this process's part and the one after it, T >= 0. The
+                mean is over the part's, NaN of none.
+
         Raises:
             As `forward`; ValueError: fewer than two tokens.
-            RuntimeError: gradients would stay those of one of several processes.
+            RuntimeError: gradients would stay those of one of several processes; autograd is on, or
+            parameters are sharded, beside a group.
         """
         check_synchronised(self)
-        check_tokens(tokens, self.head.weight.device, least=2)
+        check_tokens(tokens, self.head.weight.device, least=2 if group is None else 1)
+        read, targets = tokens[:, :-1], tokens[:, 1:]
         with self._precision():
-            return self._cross_entropy(self._hidden(tokens[:, :-1]).x.mean(-2), tokens[:, 1:])
+            if group is not None:
+                return self._cross_entropy(self._read_part(read, group)[0], targets)
+            return self._cross_entropy(self._hidden(read).x.mean(-2), targets)
 
     def losses(
         self, tokens: Tensor, *, dense: bool = False, observe: Observer | None = None

@@ -38,7 +38,7 @@ Behrouz, Zhong and Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 25
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 import torch
 from fusewright.attention import Backend
@@ -55,10 +55,14 @@ from ..checks import (
     check_targets,
     check_tokens,
 )
+from ..parts import Relay, check_parts
 from ..published import Published
 from .config import TitanMACConfig
 from .layers import Attention, Block, LayerState
 from .rotation import Rotation
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 EMBEDDING_STD = 0.02
 
@@ -138,16 +142,31 @@ class TitanMAC(nn.Module, Published):
 
     @overload
     def forward(
-        self, tokens: Tensor, state: TitanMACState | None = None, *, targets: None = None
+        self,
+        tokens: Tensor,
+        state: TitanMACState | None = None,
+        *,
+        targets: None = None,
+        group: ProcessGroup | None = None,
     ) -> tuple[Tensor, TitanMACState]: ...
 
     @overload
     def forward(
-        self, tokens: Tensor, state: TitanMACState | None = None, *, targets: Tensor
+        self,
+        tokens: Tensor,
+        state: TitanMACState | None = None,
+        *,
+        targets: Tensor,
+        group: ProcessGroup | None = None,
     ) -> Tensor: ...
 
     def forward(
-        self, tokens: Tensor, state: TitanMACState | None = None, *, targets: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: TitanMACState | None = None,
+        *,
+        targets: Tensor | None = None,
+        group: ProcessGroup | None = None,
     ) -> tuple[Tensor, TitanMACState] | Tensor:
         """What the model makes of each token and those before it; the loss, where targets are
         given.
@@ -158,6 +177,9 @@ class TitanMAC(nn.Module, Published):
             state: of the tokens before, from an earlier call with the same B; None at the start.
             targets: ``[B, T]``, int64 or int32, what to predict of each token; -100 stands for
                 nothing, and the mean is over the rest. NaN where there is nothing at all.
+            group: the processes that share the tokens of each row: each gives its part of them,
+                in their order, of any length, 0 too, and has hidden rows, state and loss of that.
+                States go from each process to the next one, block after block. No gradients.
 
         Returns:
             ``hidden [B, T, d]``, normed, in the compute dtype, and the state after the last token.
@@ -168,41 +190,65 @@ class TitanMAC(nn.Module, Published):
 
         Raises:
             TypeError: tokens are no tensor of integers, or state is none of a TitanMAC.
-            ValueError: a shape or device is not as above, or the state is of another batch or
-                model.
+            ValueError: a shape or device is not as above, the state is of another batch or
+                model, or there is one beside a group.
+            RuntimeError: autograd is on, or parameters are sharded, beside a group.
         """
         self._check(tokens, state)
         if targets is not None:
             check_targets(targets, tokens)
-        hidden, after = self._read(tokens, state)
+        if group is not None:
+            check_parts(self)
+            if state is not None:
+                raise ValueError(
+                    "wanted no state beside a group, whose first process begins the rows; got one "
+                    f"of {state.position} tokens"
+                )
+        relay = None if group is None else Relay(group, tokens.device)
+        hidden, after = self._read(tokens, state, relay)
+        if relay is not None:
+            relay.finish()
         if targets is None:
             return hidden, after
         head = self.embedding.weight
         return linear_cross_entropy(hidden, head, targets.long(), backend=self.backend)
 
-    def _read(self, tokens: Tensor, state: TitanMACState | None) -> tuple[Tensor, TitanMACState]:
+    def _read(
+        self, tokens: Tensor, state: TitanMACState | None, relay: Relay | None
+    ) -> tuple[Tensor, TitanMACState]:
         x = self.embedding(tokens)
-        if tokens.numel() == 0:
-            state = self.init_state(len(tokens)) if state is None else state
-            return x, state._replace(position=state.position + tokens.shape[1])
         x = x.to(autocast_dtype(x.device) or x.dtype)
         position = 0 if state is None else state.position
+        if relay is not None:
+            position = relay.take() or 0
+            relay.give(position + tokens.shape[1])
         # A block makes its first state by itself, where FSDP has gathered its parameters.
         states = [None] * len(self.blocks) if state is None else state.blocks
         rotation = self._rotation(position, tokens.shape[1], x)
         after = []
-        for block, before in zip(self.blocks, states, strict=True):
-            x, carried = self._run(block, x, rotation, before, position)
+        for block, before in zip(cast(list[Block], self.blocks), states, strict=True):
+            carried = before if relay is None else relay.take()
+            if tokens.numel():
+                x, carried = self._run(block, x, rotation, carried, position)
+            elif carried is None:
+                carried = block.init_state(len(tokens))
+            if relay is not None:
+                relay.give(carried)
             after.append(carried)
-        position += tokens.shape[1]
-        return self.final_norm(x), TitanMACState(position, tuple(after))
+        hidden = self.final_norm(x) if tokens.numel() else x
+        return hidden, TitanMACState(position + tokens.shape[1], tuple(after))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token, ``[.., V]`` of ``hidden [.., d]``."""
         return nn.functional.linear(hidden, self.embedding.weight)
 
     def loss(
-        self, tokens: Tensor, state: TitanMACState | None = None, *, targets: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: TitanMACState | None = None,
+        *,
+        targets: Tensor | None = None,
+        group: ProcessGroup | None = None,
     ) -> Tensor:
         """Mean cross entropy in nats per token of ``tokens[:, 1:]`` given those before each.
 
@@ -210,12 +256,14 @@ class TitanMAC(nn.Module, Published):
             tokens: ``[B, T + 1]``, as in ``forward``.
             state: as in ``forward``, of the tokens before the first.
             targets: ``[B, T]``, as in ``forward``, in place of ``tokens[:, 1:]``.
+            group: as in ``forward``; tokens are this process's part and the one after it.
 
         Returns:
             What ``forward`` returns of ``tokens[:, :-1]`` and the targets.
 
         Raises:
-            RuntimeError: in one of several processes, gradients of it would stay this process's.
+            RuntimeError: in one of several processes, gradients of it would stay this process's;
+                as ``forward``.
             ValueError: as ``forward``; there is no token.
         """
         check_synchronised(self)
@@ -223,7 +271,7 @@ class TitanMAC(nn.Module, Published):
         if tokens.shape[1] < 1:
             raise ValueError(f"wanted tokens [B, T + 1], at least one; got {list(tokens.shape)}")
         targets = tokens[:, 1:].long() if targets is None else targets
-        return self(tokens[:, :-1], state, targets=targets)
+        return self(tokens[:, :-1], state, targets=targets, group=group)
 
     def init_state(self, batch: int) -> TitanMACState:
         """The state before the first token of ``batch`` sequences."""

@@ -1,0 +1,64 @@
+"""What the subcommand does that scores a trained language model on held-out text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import distributed
+
+from ..text import ByteModel, evaluate_text
+from ..training import RunFolder
+from ..training.processes import join, leaving
+from .commands import check_device, read_run, score_table, usage_errors
+from .generate import kind_of
+from .weights import load_model
+
+# How the run was trained, in the place of which evaluations have ways of their own.
+OF_TRAINING: dict[str, Any] = {"parallel": None, "capture": None, "wandb": False}
+
+
+@leaving()
+def evaluate_run(run: Path, flags: dict[str, Any]) -> None:
+    """Print how well the model of that run's folder knows its held-out text, in windows whose
+    tokens the processes of torchrun share.
+
+    Args:
+        run: the folder.
+        flags: settings of the run that are other here.
+
+    Raises:
+        typer.BadParameter: it cannot be served.
+    """
+    folder = RunFolder(run)
+    with usage_errors():
+        trained = replace(read_run(kind_of(folder), folder), **OF_TRAINING | flags)
+        processes = join(None, trained.device)
+        check_device(trained)
+        corpus = trained.corpus()
+        model = trained.model(corpus.tokenizer.vocab_size)
+        load_model(model, folder)
+    device = torch.device(trained.device).type
+    bf16 = trained.precision == "bf16"
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
+        found = evaluate_text(
+            trained.scored(model),
+            corpus.held_out,
+            length=trained.seq_len,
+            batch_size=trained.batch_size,
+            text_bytes=len(corpus.held_out_text),
+            group=distributed.group.WORLD if processes.several else None,
+        )
+    if not processes.is_main:
+        return
+    order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
+    told = {
+        f"{trained.title}, windows of {trained.seq_len:,} tokens": found.bits_per_byte,
+        "order-2 byte model": order_2,
+    }
+    scores = [(name, bits, f"{order_2 - bits:.4f}") for name, bits in told.items()]
+    columns = "bits", "below order 2"
+    Console().print(score_table("held-out bits per byte", columns, scores))

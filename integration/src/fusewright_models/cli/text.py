@@ -23,6 +23,7 @@ from ..text import (
     Windows,
     cached_corpus,
     data_digest,
+    default_cache,
     documents,
     evaluate_text,
     make_tokenizer,
@@ -138,11 +139,12 @@ class TextRun(TextSettings, Run):
         }
         if self.dataset is None and self.cache is None:
             return read_corpus(documents(None, **of_data), tokenizer, **options)
+        cache = default_cache() if self.cache is None else Path(self.cache)
         return cached_corpus(
             partial(documents, self.dataset, **of_data),
             tokenizer,
-            data=data_digest(self.dataset, **of_data),
-            cache=None if self.cache is None else Path(self.cache),
+            data=data_digest(self.dataset, **of_data, cache=cache),
+            cache=cache,
             **options,
         )
 

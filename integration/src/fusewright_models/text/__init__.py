@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .byte_model import ByteModel
-from .cache import cached_corpus
+from .cache import cached_corpus, default_cache
 from .corpus import Corpus, read_corpus
 from .documents import data_digest, documents
 from .evaluation import TextEvaluation, evaluate_text
@@ -22,6 +22,7 @@ __all__ = [
     "Windows",
     "cached_corpus",
     "data_digest",
+    "default_cache",
     "documents",
     "evaluate_text",
     "generate",

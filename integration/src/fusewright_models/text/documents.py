@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..extras import imported
+from .digests import content_digest, remembered_digests
 
 # Folders of tests, and of what was installed beside the standard library.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -206,9 +207,20 @@ def column_of(rows: Iterable[dict[str, Any]], column: str, where: str) -> Iterat
         yield text.encode("utf-8", errors="replace")
 
 
-def data_digest(dataset: str | None, *, subset: str | None = None, column: str = "text") -> str:
+def data_digest(
+    dataset: str | None,
+    *,
+    subset: str | None = None,
+    column: str = "text",
+    cache: Path | None = None,
+) -> str:
     """Of all that `documents` would read, in hexadecimal: of the bytes of files and their names, of
     the commit of a data set on the hub.
+
+    Args:
+        dataset, subset, column: as in `documents`.
+        cache: folder of digests that are remembered, so that files which have not changed are not
+            read again; None reads all files.
 
     Raises:
         ValueError, OSError, RuntimeError: as `documents`.
@@ -217,9 +229,11 @@ def data_digest(dataset: str | None, *, subset: str | None = None, column: str =
     root = local_place(dataset, subset)
     if root is not None:
         files = library_files(root) if dataset is None else files_of(root)
-        for file in files:
-            with file.open("rb") as opened:
-                content = hashlib.file_digest(opened, "blake2b").hexdigest()
+        if cache is None:
+            contents = [content_digest(file) for file in files]
+        else:
+            contents = remembered_digests(files, root, cache)
+        for file, content in zip(files, contents, strict=True):
             name = file.relative_to(root).as_posix() if root.is_dir() else file.suffix
             digest.update(repr((name, content)).encode())
     else:

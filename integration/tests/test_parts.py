@@ -13,6 +13,7 @@ from .groups import run_group
 BEGIN = """
 from dataclasses import astuple, replace
 from types import SimpleNamespace
+import numpy as np
 from fusewright_models.text import evaluate_text
 from fusewright_models import HYBRID, TITAN_MAC, HybridLM, TitanMAC
 from torch.utils import _pytree as pytree
@@ -79,8 +80,11 @@ def compare(model, length):
     stream = torch.randint(11, (5 * length + 2,))
     asked = dict(length=length, batch_size=2, text_bytes=100)
     with_loss = SimpleNamespace(loss=loss_of)
-    whole, shared = (evaluate_text(with_loss, stream, group=g, **asked) for g in (None, group))
-    assert_near(*(torch.tensor(astuple(x), dtype=torch.float64) for x in (shared, whole)))
+    # Of documents some parts have no target.
+    for ends in (None, np.array([2, len(stream) // 2, len(stream)])):
+        asked["ends"] = ends
+        whole, shared = (evaluate_text(with_loss, stream, group=g, **asked) for g in (None, group))
+        assert_near(*(torch.tensor(astuple(x), dtype=torch.float64) for x in (shared, whole)))
 
 for kind, changes, lengths in {cases}:
     model = make(kind, **changes)

@@ -71,6 +71,7 @@ LATER: dict[str, Any] = {
     "beta2": 0.95,
     "clip_norm": 1.0,
     "init_from": None,
+    "documents": False,
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import distributed
 
-from ..text import ByteModel, evaluate_text
+from ..text import ByteModel
 from ..training import RunFolder
 from ..training.processes import join, leaving
 from .commands import check_device, read_run, score_table, usage_errors
@@ -44,12 +44,10 @@ def evaluate_run(run: Path, flags: dict[str, Any]) -> None:
     device = torch.device(trained.device).type
     bf16 = trained.precision == "bf16"
     with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
-        found = evaluate_text(
-            trained.scored(model),
-            corpus.held_out,
-            length=trained.seq_len,
-            batch_size=trained.batch_size,
-            text_bytes=len(corpus.held_out_text),
+        found = trained.score(
+            model,
+            corpus,
+            corpus.scored_bytes(by_document=trained.documents),
             group=distributed.group.WORLD if processes.several else None,
         )
     if not processes.is_main:

@@ -39,7 +39,7 @@ class WarmedWindows:
 
     def sample(self, batch: int) -> HybridBatch:
         dense = self.windows.batches < self.dense
-        return HybridBatch(self.windows.sample(batch).windows, dense)
+        return HybridBatch(**vars(self.windows.sample(batch)), dense=dense)
 
     def state_dict(self) -> dict[str, Any]:
         return self.windows.state_dict()
@@ -140,14 +140,19 @@ class HybridRun(HybridSettings, TextRun):
 
 def all_losses(model: HybridLM, batch: HybridBatch) -> Told:
     """The loss to train on, its parts, and whether the stack's states left their range."""
-    losses = model(batch.windows[:, :-1], batch.windows[:, 1:], dense=batch.dense)
+    losses = model(batch.windows[:, :-1], batch.targets, dense=batch.dense)
+    following, second = batch.share(losses.following), batch.share(losses.second, ahead=2)
+    total = losses.total
+    if batch.predicted is not None:
+        weight = getattr(model, "module", model).config.second_weight
+        total = total + (following - losses.following) + weight * (second - losses.second)
     means = {
-        "next_token_loss": losses.following,
-        "second_token_loss": losses.second,
+        "next_token_loss": following,
+        "second_token_loss": second,
         "indexer_loss": losses.indexer,
         "selected_keys": losses.selected,
     }
-    return Told(losses.total, means, {"saturated_batches": losses.saturated})
+    return Told(total, means, {"saturated_batches": losses.saturated})
 
 
 def train_hybrid(flags: dict[str, Any]) -> None:

@@ -241,6 +241,13 @@ class TextSettings(Settings):
         ),
     ] = None
     seq_len: Annotated[int, of_data(min=1, help="Tokens of a window.")]
+    documents: Annotated[
+        bool,
+        of_data(
+            "--documents",
+            help="Windows begin where documents do, and predict nothing from another document.",
+        ),
+    ] = False
     batch_size: Annotated[int, of_data(min=1, help="Windows per batch.")]
 
 

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from ..text import (
     ByteModel,
     Corpus,
+    DocumentWindows,
     TextBatch,
+    TextEvaluation,
     Windows,
     cached_corpus,
     data_digest,
@@ -153,7 +155,22 @@ class TextRun(TextSettings, Run):
 
     def drawn(self, corpus: Corpus) -> Windows:
         options: dict[str, Any] = {"digest": corpus.digest, "device": self.device}
-        return Windows(corpus.training, length=self.seq_len, seed=self.seed, **options)
+        options |= {"length": self.seq_len, "seed": self.seed}
+        if self.documents:
+            return DocumentWindows(corpus.training, corpus.training_ends, **options)
+        return Windows(corpus.training, **options)
+
+    def score(self, model: Any, corpus: Corpus, text_bytes: int, **options: Any) -> TextEvaluation:
+        """Of the held-out text, whose predicted tokens stand for so many bytes."""
+        return evaluate_text(
+            self.scored(model),
+            corpus.held_out,
+            length=self.seq_len,
+            batch_size=self.batch_size,
+            text_bytes=text_bytes,
+            ends=corpus.held_out_ends if self.documents else None,
+            **options,
+        )
 
 
 @leaving()
@@ -190,17 +207,11 @@ def train_on_text(
         processes.shard(model, run.blocks(model))
         training = run.training()
         chosen = optimizer_of(run, model)
-    text_bytes = len(corpus.held_out_text)
-    bytes_per_token = text_bytes / (len(corpus.held_out) - 1)
+    bytes_per_token = len(corpus.held_out_text) / (len(corpus.held_out) - 1)
+    scored_bytes = corpus.scored_bytes(by_document=run.documents)
 
     def evaluation() -> dict[str, float]:
-        result = evaluate_text(
-            run.scored(model),
-            corpus.held_out,
-            length=run.seq_len,
-            batch_size=run.batch_size,
-            text_bytes=text_bytes,
-        )
+        result = run.score(model, corpus, scored_bytes)
         return {
             "held_out_bits_per_byte": result.bits_per_byte,
             "order_2_bits_per_byte": order_2,

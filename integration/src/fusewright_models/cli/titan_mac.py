@@ -57,7 +57,7 @@ SHAPE_FIELDS = {
 
 def next_token_loss(model: TitanMAC, batch: TextBatch) -> Tensor:
     """Minus the mean of log p(token | those before it in its window), nats."""
-    return model(batch.windows[:, :-1], targets=batch.windows[:, 1:])
+    return batch.share(model(batch.windows[:, :-1], targets=batch.targets))
 
 
 def train_titan_mac(flags: dict[str, Any]) -> None:

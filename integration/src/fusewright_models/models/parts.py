@@ -50,11 +50,11 @@ class Relay:
         if self.rank == 0:
             return None
         told: list[Any] = [None]
-        source = {"group": self.group, "group_src": self.rank - 1}
+        source: dict[str, Any] = {"group": self.group, "group_src": self.rank - 1}
         distributed.recv_object_list(told, **source)  # sync: what is to be received
         tree, shapes = told[0]
         tensors = [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in shapes]
-        coming = [distributed.irecv(x, **source) for x in tensors if x.numel()]
+        coming: list[Any] = [distributed.irecv(x, **source) for x in tensors if x.numel()]
         for work in coming:
             work.wait()
         return pytree.tree_map_only(Place, lambda place: tensors[place.number], tree)
@@ -76,7 +76,7 @@ class Relay:
             return places[id(x)]
 
         tree = pytree.tree_map_only(Tensor, placed, state)
-        target = {"group": self.group, "group_dst": self.rank + 1}
+        target: dict[str, Any] = {"group": self.group, "group_dst": self.rank + 1}
         shapes = [(x.shape, x.dtype) for x in tensors]
         distributed.send_object_list([(tree, shapes)], **target)
         for x in tensors:

@@ -35,7 +35,7 @@ class LateWindows(WarmedWindows):
     def sample(self, batch: int) -> LateBatch:
         followed = self.windows.batches >= self.unfollowed
         some = super().sample(batch)
-        return LateBatch(some.windows, some.dense, followed)
+        return LateBatch(**vars(some), followed=followed)
 
 
 def late_losses(model: HybridLM, batch: LateBatch) -> Told:

@@ -9,12 +9,13 @@ from .documents import data_digest, documents
 from .evaluation import TextEvaluation, evaluate_text
 from .generation import generate
 from .tokens import ByteTokenizer, LibraryTokenizer, Tokenizer, make_tokenizer
-from .windows import TextBatch, Windows
+from .windows import DocumentWindows, TextBatch, Windows
 
 __all__ = [
     "ByteModel",
     "ByteTokenizer",
     "Corpus",
+    "DocumentWindows",
     "LibraryTokenizer",
     "TextBatch",
     "TextEvaluation",

@@ -64,6 +64,16 @@ class Corpus:
     tokenizer: Tokenizer
     digest: str
 
+    def scored_bytes(self, *, by_document: bool) -> int:
+        """Of the held-out tokens that are predicted: all but the first one, or but the first one of
+        each document.
+        """
+        if not by_document:
+            return len(self.held_out_text)
+        tokens = self.held_out.cpu().numpy().astype(np.int64)
+        each = np.split(tokens, self.held_out_ends[:-1])
+        return sum(len(self.tokenizer.decode(document[1:])) for document in each)
+
 
 def read_corpus(
     documents: Iterable[bytes],

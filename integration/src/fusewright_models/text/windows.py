@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
+
+# Stands for no target.
+NOTHING = -100
+# Targets of a document's last window: the token after next is among them.
+FEWEST = 2
 
 
 @dataclass(frozen=True)
@@ -16,18 +22,56 @@ class TextBatch:
 
     Attributes:
         windows: ``[B, T + 1]``, int64: T tokens that are read and, one later, T that are predicted.
+        predicted: ``[B]``, int64: how many are, the first ones of a row, at least 2; what stands
+            behind them is another document. None where all are.
+        mean: of ``predicted`` over all rows that were drawn together, those of other processes too,
+            0-d in fp64; likewise.
     """
 
     windows: Tensor
+    predicted: Tensor | None = field(default=None, kw_only=True)
+    mean: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def tokens(self) -> int:
         """B T, the tokens that the model reads."""
         return self.windows.shape[0] * (self.windows.shape[1] - 1)
 
+    @property
+    def padding(self) -> Tensor | None:
+        """How many tokens are read and nothing is predicted of them; None of none."""
+        if self.predicted is None:
+            return None
+        return self.tokens - self.predicted.sum()
+
+    @property
+    def targets(self) -> Tensor:
+        """``[B, T]``, what is to be predicted of each token; -100 stands for nothing."""
+        targets = self.windows[:, 1:]
+        if self.predicted is None:
+            return targets
+        place = torch.arange(targets.shape[1], device=targets.device)
+        return torch.where(place < self.predicted.unsqueeze(1), targets, NOTHING)
+
+    def share(self, mean: Tensor, ahead: int = 1) -> Tensor:
+        """A mean over these rows' targets as the part that it has of the mean over all rows that
+        were drawn together: the mean of parts with as many rows is the latter.
+
+        Args:
+            mean: over the targets, 0-d.
+            ahead: which token after each is the target: 1 the next one, of which each row has
+                ``predicted``; 2 the one after that, of which it has one less.
+        """
+        if self.predicted is None or self.mean is None:
+            return mean
+        less = ahead - 1
+        own = self.predicted.double().mean()
+        return mean * ((own - less) / (self.mean - less)).to(mean.dtype)
+
     def part(self, first: int, last: int) -> Self:
         """The windows from number ``first`` to before ``last``, a view of these."""
-        return replace(self, windows=self.windows[first:last])
+        predicted = None if self.predicted is None else self.predicted[first:last]
+        return replace(self, windows=self.windows[first:last], predicted=predicted)
 
 
 class Windows:
@@ -72,19 +116,22 @@ class Windows:
         self.offsets = torch.arange(length + 1, device=stream.device)
 
     def sample(self, batch: int) -> TextBatch:
+        starts = self._drawn(len(self.stream) - len(self.offsets) + 1, batch)
+        return TextBatch(self._placed(self.stream[starts.unsqueeze(1) + self.offsets].long()))
+
+    def _drawn(self, most: int, batch: int) -> Tensor:
+        """Numbers below ``most`` for the next batch, ``[B]``."""
         self.generator.manual_seed(mixed(self.seed, self.batches))
         self.batches += 1
-        starts = torch.randint(
-            len(self.stream) - len(self.offsets) + 1,
-            (batch, 1),
-            generator=self.generator,
-            device=self.stream.device,
-        )
-        windows = self.stream[starts + self.offsets].long()
-        if self.device.type != self.stream.device.type:
-            # From memory that stays where it is the device copies while the host goes on.
-            windows = windows.pin_memory().to(self.device, non_blocking=True)
-        return TextBatch(windows)
+        options: dict[str, Any] = {"generator": self.generator, "device": self.stream.device}
+        return torch.randint(most, (batch,), **options)
+
+    def _placed(self, drawn: Tensor) -> Tensor:
+        """On the device of the batches."""
+        if self.device.type == self.stream.device.type:
+            return drawn
+        # From memory that stays where it is the device copies while the host goes on.
+        return drawn.pin_memory().to(self.device, non_blocking=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches, "digest": self.digest, "seed": self.seed}
@@ -104,6 +151,54 @@ class Windows:
         if state.get("seed", self.seed) != self.seed:
             raise ValueError(f"wanted windows of seed {state['seed']}; got those of {self.seed}")
         self.batches = state["batches"]
+
+
+class DocumentWindows(Windows):
+    """`Windows` of one document each: one begins at its beginning, others T tokens apart, and
+    nothing is predicted beyond its end; each of them has the same probability.
+
+    A last one of which fewer than two tokens would be predicted is left out. What stands behind a
+    document is read, since rows are of one length, and nothing before it depends on that.
+
+    Args:
+        stream: as of `Windows`.
+        ends: ``[D]`` int64 on the host: where documents end, in order, the last one at N.
+        options: as of `Windows`.
+
+    Raises:
+        ValueError: as `Windows`; no document has three tokens.
+    """
+
+    def __init__(self, stream: Tensor, ends: np.ndarray, **options: Any) -> None:
+        super().__init__(stream, **options)
+        starts, counts = windows_of(ends, len(self.offsets) - 1, least=FEWEST)
+        place = self.stream.device
+        # Of each document where it begins, and how many windows those before it have.
+        self.bounds = torch.from_numpy(np.append(starts, len(stream))).to(place)
+        self.before = torch.from_numpy(np.append(0, counts.cumsum())).to(place)
+        self.total = int(counts.sum())
+        if not self.total:
+            raise ValueError(f"wanted a document of {FEWEST + 1} tokens or more; got none")
+
+    def sample(self, batch: int) -> TextBatch:
+        length = len(self.offsets) - 1
+        number = self._drawn(self.total, batch)
+        document = torch.searchsorted(self.before, number, right=True) - 1
+        starts = self.bounds[document] + (number - self.before[document]) * length
+        predicted = (self.bounds[document + 1] - 1 - starts).clamp(max=length)
+        # Behind the end of the stream its last token.
+        places = (starts.unsqueeze(1) + self.offsets).clamp(max=len(self.stream) - 1)
+        windows, predicted = (self._placed(x) for x in (self.stream[places].long(), predicted))
+        return TextBatch(windows, predicted=predicted, mean=predicted.double().mean())
+
+
+def windows_of(ends: np.ndarray, length: int, *, least: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of documents that end there where each begins, and how many windows it has, ``[D]`` each: of
+    ``length`` predictions, the last one of ``least`` at least.
+    """
+    starts = np.append(0, ends[:-1])
+    predictions = ends - starts - 1
+    return starts, predictions // length + (predictions % length >= least)
 
 
 def mixed(seed: int, number: int) -> int:

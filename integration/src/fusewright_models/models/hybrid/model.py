@@ -171,7 +171,8 @@ class HybridLM(nn.Module, Published):
 
         Args:
             tokens: ``[B, T]``.
-            targets: ``[B, T]``, the token after each; T >= 2.
+            targets: ``[B, T]``, the token after each; T >= 2. Those at a row's end may be -100:
+                nothing is to be predicted there, and means are over the rest.
             dense: attention goes to all keys that a query sees, and the indexers learn from that.
             observe: is told of each sparse attention, its input and its selection.
 
@@ -257,12 +258,20 @@ class HybridLM(nn.Module, Published):
         """What to train on: `losses`' total."""
         return self.losses(tokens).total
 
-    def next_token_loss(self, tokens: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    def next_token_loss(
+        self,
+        tokens: Tensor,
+        *,
+        targets: Tensor | None = None,
+        group: ProcessGroup | None = None,
+    ) -> Tensor:
         """Of ``tokens [B, T + 1]`` the mean cross entropy of each after the first, given those
         before it, in nats.
 
         Args:
             tokens: as above, T >= 1.
+            targets: ``[B, T]``, what to predict in place of ``tokens[:, 1:]``; -100 stands for
+                nothing, and the mean is over the rest.
             group: as in `read`; tokens are this process's part and the one after it, T >= 0. The
                 mean is over the part's, NaN of none.
 
@@ -273,7 +282,11 @@ class HybridLM(nn.Module, Published):
         """
         check_synchronised(self)
         check_tokens(tokens, self.head.weight.device, least=2 if group is None else 1)
-        read, targets = tokens[:, :-1], tokens[:, 1:]
+        read = tokens[:, :-1]
+        if targets is None:
+            targets = tokens[:, 1:]
+        else:
+            check_targets(targets, read)
         with self._precision():
             if group is not None:
                 return self._cross_entropy(self._read_part(read, group)[0], targets)
@@ -314,7 +327,9 @@ class HybridLM(nn.Module, Published):
         passed = self._hidden(tokens, given=every, observe=listen)
         h = passed.x.mean(-2)
         following = self._cross_entropy(h, targets)
-        joined = torch.cat([h[:, :-1], self.embedding(targets[:, :-1]).to(h.dtype)], -1)
+        # Behind the last target of a row any token will do: nothing before it sees that.
+        known = self.embedding(targets[:, :-1].clamp(min=0))
+        joined = torch.cat([h[:, :-1], known.to(h.dtype)], -1)
         streams = replicated(self.fusion(joined).to(h.dtype), self.config.streams)
         delta, own = self.second.force(streams, tape=None, given=most, observe=listen)
         second = self._cross_entropy((streams + delta).mean(-2), targets[:, 1:])

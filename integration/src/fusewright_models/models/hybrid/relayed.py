@@ -42,5 +42,7 @@ class RelayedCaches(dict[int, Any]):
 
     def _with_room(self, *held: Tensor) -> KeyCache:
         """For the tokens of this part, and no more of them."""
-        roomy = (F.pad(x, (0, 0) * (x.ndim - 2) + (0, self.tokens)) for x in held)
-        return KeyCache(*roomy, held[0].shape[1])
+        keys, values, index_keys = (
+            F.pad(x, (0, 0) * (x.ndim - 2) + (0, self.tokens)) for x in held
+        )
+        return KeyCache(keys, values, index_keys, length=held[0].shape[1])

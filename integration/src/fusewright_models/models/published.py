@@ -125,6 +125,16 @@ def name_of(kind: type) -> str:
     return kinds[0].__name__
 
 
+def read_model(file: Path) -> str:
+    """The name of the model in a config.json.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it names none.
+    """
+    return str(_written(file)["model"])
+
+
 def read_config(file: Path, kind: type[Published]) -> tuple[Any, dict[str, Any]]:
     """The shape of a model in a config.json, and what else the class is made of.
 
@@ -132,13 +142,10 @@ def read_config(file: Path, kind: type[Published]) -> tuple[Any, dict[str, Any]]
         FileNotFoundError: there is no such file.
         ValueError: it is another model's, or no shape of this one.
     """
-    try:
-        written = json.loads(file.read_text())
-        name, shape = written.pop("model"), written.pop("shape")
-        known = {field.name for field in fields(kind.config_type)}
-        unknown = (shape.keys() - known) | (written.keys() - kind.extra_names)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"wanted a model's config.json; got {file}: {error!r}") from error
+    written = _written(file)
+    name, shape = written.pop("model"), written.pop("shape")
+    known = {field.name for field in fields(kind.config_type)}
+    unknown = (shape.keys() - known) | (written.keys() - kind.extra_names)
     if name != name_of(kind):
         raise ValueError(f"wanted a {name_of(kind)}; {file} is that of a {name}")
     if unknown:
@@ -147,6 +154,17 @@ def read_config(file: Path, kind: type[Published]) -> tuple[Any, dict[str, Any]]
         return kind.config_type(**shape), kind.options_from(written)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def _written(file: Path) -> dict[str, Any]:
+    """What a config.json says: "model", "shape", which is an object, and what else it has."""
+    try:
+        written = json.loads(file.read_text())
+        if not isinstance(written["shape"], dict):
+            raise TypeError("shape is no object")
+        return {"model": written["model"]} | written
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"wanted a model's config.json; got {file}: {error!r}") from error
 
 
 def load_weights(model: Any, file: Path) -> None:

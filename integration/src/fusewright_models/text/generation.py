@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ def generate(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     generator: torch.Generator | None = None,
+    enough: Callable[[Tensor], bool] | None = None,
 ) -> Tensor:
     """Draw a continuation of every prompt.
 
@@ -38,9 +40,10 @@ def generate(
         temperature: logits are divided by it; 0 takes the most likely token.
         vocab_size: tokens from here on are never drawn; None draws from all of the model's.
         generator: on the model's device; None takes torch's own.
+        enough: is asked after each token, of all so far ``[B, n]``, whether no more are wanted.
 
     Returns:
-        ``[B, tokens]`` int64, the prompt not among them.
+        ``[B, tokens]`` int64, the prompt not among them; fewer columns where they were enough.
 
     Raises:
         ValueError: an empty prompt, no tokens, a temperature below 0, or logits that are not finite
@@ -63,7 +66,7 @@ def generate(
         # What cannot be drawn from would end the program, on a GPU for good.
         logits = logits.where(sound[-1], 0.0)
         drawn.append(_draw(logits, greedy=temperature == 0.0, generator=generator))
-        if len(drawn) == tokens:
+        if len(drawn) == tokens or (enough is not None and enough(torch.cat(drawn, dim=1))):
             break
         hidden, state = model(drawn[-1], state)
     if not torch.cat(sound).all():  # sync: once

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +20,22 @@ SHOWN = 20
 
 
 class Tokenizer(Protocol):
-    """What a corpus, an evaluation and a generation ask of a tokenizer."""
+    """What a corpus, an evaluation and a generation ask of a tokenizer.
+
+    Attributes:
+        vocab_size: its largest token, and one.
+        before: tokens that the first one of a document follows, as far as the tokenizer decides it.
+        ends: tokens after which a document is at its end.
+    """
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def before(self) -> Sequence[int]: ...
+
+    @property
+    def ends(self) -> Collection[int]: ...
 
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         """The tokens of every document, with what the tokenizer puts around one."""
@@ -58,9 +71,11 @@ def check_decoded(tokenizer: Tokenizer, document: bytes, tokens: np.ndarray) -> 
 
 
 class ByteTokenizer:
-    """A token is a byte."""
+    """A token is a byte. Documents end with a newline, before the next one's first byte."""
 
     vocab_size = 256
+    before: Sequence[int] = (ord("\n"),)
+    ends: Collection[int] = ()
 
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         return map(self.prompt, documents)
@@ -102,6 +117,10 @@ class LibraryTokenizer:
         self.vocab_size: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if self.vocab_size == 0:
             raise ValueError(f"wanted a tokenizer with a vocabulary; {source} has none")
+        first, last = self._around()
+        # As of bytes, where nothing is put between documents.
+        self.before: Sequence[int] = first or last or self.prompt(b"\n").tolist()
+        self.ends: Collection[int] = frozenset(last[:1])
 
     @staticmethod
     def _read(library: Any, source: str, is_file: bool) -> Any:
@@ -121,6 +140,15 @@ class LibraryTokenizer:
         added = self._tokenizer.get_added_tokens_decoder().items()
         special = {token.content: number for number, token in added if token.special}
         return [special[name] for name in ENDS if name in special][:1]
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What stands before a document, and behind it."""
+        encoding = self._tokenizer.encode("a")
+        special = list(zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+        first = [token for token, _ in takewhile(lambda pair: pair[1], special)]
+        rest = special[len(first) :]
+        last = [token for token, _ in takewhile(lambda pair: pair[1], reversed(rest))]
+        return first, last[::-1] + self._end
 
     @property
     def contents(self) -> str:

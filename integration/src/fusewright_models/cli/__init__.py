@@ -105,6 +105,24 @@ def hybrid_command(**flags: Any) -> None:
     train_hybrid(flags)
 
 
+@app.command("sweep", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def sweep_command(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="transformer-np, titan-mac or hybrid.")],
+    out: Annotated[Path, typer.Option(help="Folder of the runs' folders and of sweep.csv.")],
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at one time.")] = 1,
+) -> None:
+    """Train a model once for each combination of values of its flags, such as --seed 0,1,2 --lr
+    1e-3,3e-3, and show the means of their scores over seeds.
+
+    What is trained already is not trained again, and what was stopped is continued.
+    """
+    from .sweep import sweep_runs
+
+    program: Any = context.parent
+    sweep_runs(program.command.commands, model, context.args, out, jobs)
+
+
 @app.command("export")
 def export_command(
     run: Annotated[Path, typer.Argument(help="Results folder of a run.")],

@@ -207,16 +207,26 @@ def open_run(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
 
 def _new(kind: type[RunT], flags: dict[str, Any]) -> tuple[RunT, RunFolder]:
     out = flags.pop("out", None)
-    if (file := flags.pop("config", None)) is not None:
-        # A flag says more than the file.
-        flags = read_settings(kind, file) | flags
-    run = kind.from_flags(flags)
+    run = run_of(kind, flags)
     _check_launched(run, flags)
     # Of runs that begin in the same second, too.
     moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     folder = RunFolder(out or Path("runs", f"{run.model_name}-{run.label}-{moment}"))
     check_empty(folder)
     return run, folder
+
+
+def run_of(kind: type[RunT], flags: Mapping[str, Any]) -> RunT:
+    """The run that flags ask for, of which one may be a file of settings.
+
+    Raises:
+        TypeError, ValueError, OSError: they cannot be served.
+    """
+    said = dict(flags)
+    if (file := said.pop("config", None)) is not None:
+        # A flag says more than the file.
+        said = read_settings(kind, file) | said
+    return kind.from_flags(said)
 
 
 def check_empty(folder: RunFolder) -> None:

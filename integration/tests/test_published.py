@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from hashlib import sha256
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from fusewright_models import (
 )
 from fusewright_models.cli import app
 from fusewright_models.models import published
+from huggingface_hub import hub_mixin
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .commands import invoke
 
@@ -75,8 +79,171 @@ def test_models_come_back_as_they_were(name, tmp_path):
 def test_dtype_and_device_are_those_asked_for(tmp_path):
     MAKERS["titan-mac"]().bfloat16().save_pretrained(tmp_path)
     assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
-    found = TitanMAC.from_pretrained(tmp_path, device="meta")
-    assert all(p.is_meta for p in found.parameters())
+    for name in ("device", "map_location"):
+        found = TitanMAC.from_pretrained(tmp_path, **{name: "meta"})
+        assert all(p.is_meta for p in found.parameters())
+    kinds = {
+        None: torch.float32,
+        "auto": torch.bfloat16,
+        "float16": torch.float16,
+        torch.float64: torch.float64,
+    }
+    for wanted, kind in kinds.items():
+        for name in ("dtype", "torch_dtype"):
+            found = TitanMAC.from_pretrained(tmp_path, **{name: wanted})
+            assert {p.dtype for p in found.parameters()} == {kind}
+
+
+def test_weights_of_a_wide_dtype_are_rounded_once(tmp_path):
+    model = MAKERS["transformer-np"]().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    found = TransformerNP.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, x in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], x.bfloat16()), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"dtype": "int8"},
+            "wanted a dtype of auto, float64, float32, bfloat16, float16; got int8",
+        ),
+        ({"dtype": torch.int64}, r"got torch\.int64"),
+        (
+            {"dtype": "float16", "torch_dtype": "float32"},
+            "wanted one of dtype and torch_dtype; got",
+        ),
+        ({"device": "cpu", "map_location": "meta"}, "wanted one of device and map_location; got"),
+    ],
+)
+def test_dtypes_and_devices_that_are_none_are_refused(options, message, tmp_path):
+    MAKERS["transformer-np"]().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        TransformerNP.from_pretrained(tmp_path, **options)
+
+
+def test_the_dtype_of_a_file_is_that_of_all_its_parameters(tmp_path):
+    model = MAKERS["transformer-np"]()
+    next(model.parameters()).data = next(model.parameters()).double()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"wanted parameters of one dtype in .* for dtype auto"):
+        TransformerNP.from_pretrained(tmp_path, dtype="auto")
+    # The average that a HybridLM selects by stays in fp32, and is no parameter.
+    MAKERS["hybrid"]().bfloat16().save_pretrained(tmp_path / "hybrid")
+    found = HybridLM.from_pretrained(tmp_path / "hybrid", dtype="auto")
+    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+
+
+SIZES = {"transformer-np": "width", "titan-mac": "dim", "hybrid": "dim"}
+
+
+@pytest.mark.parametrize("size", [2**14, 2**40, 2**70])
+@pytest.mark.parametrize("name", SIZES)
+def test_nothing_is_allocated_of_a_shape_that_the_weights_have_not(
+    name, size, tmp_path, monkeypatch
+):
+    model = MAKERS[name]()
+    model.save_pretrained(tmp_path)
+    shape = json.loads((tmp_path / "config.json").read_text())["shape"]
+    for field in (SIZES[name], "layers"):
+        changed(tmp_path, shape=shape | {field: size})
+        with Allocations() as seen, pytest.raises(ValueError, match=r"config\.json|model\.safeten"):
+            type(model).from_pretrained(tmp_path)
+        assert seen.largest < 2**12
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the elements of the largest tensor that is not on meta."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(found):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
+                self.largest = max(self.largest, x.numel())
+        return found
+
+
+def test_a_flipped_bit_is_told(tmp_path):
+    model = MAKERS["transformer-np"]()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["sha256"] == sha256(content).hexdigest()
+    )
+    content[-5] ^= 1
+    file.write_bytes(content)
+    other = MAKERS["transformer-np"]()
+    before = {name: x.clone() for name, x in other.state_dict().items()}
+    for load in (TransformerNP.from_pretrained, lambda name: other.load_pretrained(str(name))):
+        with pytest.raises(
+            ValueError, match=r"wanted weights of SHA-256 .* it is damaged, or anoth"
+        ):
+            load(tmp_path)
+    assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
+    # Folders of before have no digest.
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["sha256"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    TransformerNP.from_pretrained(tmp_path)
+
+
+def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path):
+    MAKERS["transformer-np"]().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name: x.int() for name, x in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match=r"wanted this model's weights in .*; got: I32 in "):
+        TransformerNP.from_pretrained(tmp_path)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Folders of commits, of which "main" is the last one, in the layout of the hub's cache."""
+    snapshots, asked = tmp_path / "hub/models--me--tasks/snapshots", []
+
+    def download(name, file, *, revision=None, **options):
+        asked.append((file, revision))
+        commits = sorted(folder.name for folder in snapshots.iterdir())
+        commit = revision if revision in commits else commits[-1]
+        if len(asked) == 1:
+            # What is newest changes as soon as a first file was read.
+            models[-1].save_pretrained(snapshots / ("c" * 40))
+        return str(snapshots / commit / file)
+
+    models = [MAKERS["transformer-np"]() for _ in range(3)]
+    for commit, model in zip("ab", models, strict=False):
+        model.save_pretrained(snapshots / (commit * 40))
+    monkeypatch.setattr(published, "hf_hub_download", download)
+    monkeypatch.setattr(
+        hub_mixin,
+        "hf_hub_download",
+        lambda repo_id, filename, **x: download(repo_id, filename, **x),
+    )
+    return models, asked
+
+
+@pytest.mark.parametrize(("revision", "number"), [(None, 1), ("a" * 40, 0)])
+def test_all_files_are_of_one_commit_which_is_told(revision, number, hub):
+    models, asked = hub
+    found = TransformerNP.from_pretrained("me/tasks", revision=revision)
+    assert found.revision == "ab"[number] * 40
+    assert_same_model(models[number], found)
+    assert {revision for _, revision in asked[1:]} == {found.revision}
+    asked.clear()
+    other = MAKERS["transformer-np"]()
+    other.load_pretrained("me/tasks", revision=found.revision)
+    assert_same_model(models[number], other)
+
+
+def test_a_folder_has_no_commit(tmp_path):
+    MAKERS["transformer-np"]().save_pretrained(tmp_path)
+    assert TransformerNP.from_pretrained(tmp_path, revision="main").revision is None
 
 
 def changed(folder, **parts):

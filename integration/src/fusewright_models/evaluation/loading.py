@@ -119,6 +119,8 @@ def _published(
     kind, of_runs = MODELS[written]
     options: dict[str, Any] = {"device": device, "backend": backend, "revision": revision}
     model = kind.from_pretrained(name, **options)
+    # Its other files are of the same commit.
+    revision = model.revision or revision
     file = _beside(name, SETTINGS, revision)
     settings = {} if file is None else read_settings(of_runs, file)
     if tokenizer is None:

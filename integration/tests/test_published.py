@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .commands import invoke
+from .commands import assert_same_weights, invoke
 
 SMALL = TransformerNPConfig(x_width=2, width=16, layers=1, heads=2, feed_forward_width=20)
 WORDS = [b"a", b"the", "\N{SNOWMAN}".encode(), b"\xff\x00"]
@@ -384,6 +384,36 @@ def test_runs_are_exported_and_others_begin_with_them(model, trained, tmp_path):
         learned = {name for name, _ in found.named_parameters()}
         for name, x in found.state_dict().items():
             assert name not in learned or torch.equal(x, exported.state_dict()[name]), name
+
+
+def test_a_run_keeps_the_commit_of_the_weights_that_it_began_with(trained, tmp_path, monkeypatch):
+    snapshots = tmp_path / "hub/snapshots"
+    for commit in "ab":
+        run = trained("transformer-np", commit, "--seed", "ab".index(commit))
+        assert invoke(app, "export", run, "--out", snapshots / (commit * 40)).exit_code == 0
+    asked = []
+
+    def download(name, file, *, revision):
+        asked.append((file, revision))
+        commit = {"v1": "a" * 40, None: "b" * 40}.get(revision, revision)
+        return str(snapshots / commit / file)
+
+    monkeypatch.setattr(published, "hf_hub_download", download)
+    for revision, commit in (("v1", "a" * 40), (None, "b" * 40)):
+        asked.clear()
+        more = [] if revision is None else ["--init-revision", revision]
+        run = trained(
+            "transformer-np", f"of-{revision}", "--init-from", "me/tasks", "--lr", 0, *more
+        )
+        config = json.loads((run / "config.json").read_text())
+        assert (config["init_from"], config["init_revision"]) == ("me/tasks", commit)
+        assert asked[-1] == ("model.safetensors", commit)
+        assert_same_weights(tmp_path / commit[0], run)
+    result = invoke(app, "transformer-np", *FLAGS, "--init-revision", "v1")
+    assert "wanted --init-from beside --init-revision v1" in result.output
+    source = ["--init-from", tmp_path / "a", "--init-revision", "v1"]
+    result = invoke(app, "transformer-np", *FLAGS, *source, "--out", tmp_path / "no")
+    assert "is a folder, without --init-revision v1" in result.output
 
 
 def test_a_run_goes_on_without_the_weights_that_it_began_with(trained, tmp_path):

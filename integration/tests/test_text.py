@@ -54,8 +54,8 @@ def test_text_files_are_documents_byte_for_byte(tmp_path):
         ("missing.txt", None, "wanted a file, a folder or a data set's name; missing.txt is none"),
         ("./missing", None, r"\./missing is none"),
         ("a/b/c", None, "a/b/c is none"),
-        (None, "part", "a subset is part of a named data set; got 'part' without one"),
-        (".", "part", r"local files have no subsets; got 'part' beside \."),
+        (None, "part", "a named data set has subsets and revisions; got subset 'part' alone"),
+        (".", "part", r"files have no subsets or revisions; got subset 'part' beside \."),
         (".", None, r"wanted files of \.parquet, \.jsonl, .*; \. holds none"),
     ],
 )

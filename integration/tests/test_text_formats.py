@@ -127,7 +127,7 @@ def test_streamed_data_set_is_read_once_for_each_of_its_commits(tmp_path, monkey
     file.write_text("".join(json.dumps(row) + "\n" for row in generated()))
     load = datasets.load_dataset
 
-    def load_dataset(name, subset, *, split, streaming):
+    def load_dataset(name, subset, *, split, streaming, revision):
         assert (name, subset, split, streaming) == ("owner/name", None, "train", True)
         asked.append(name)
         if kind == "json":
@@ -138,7 +138,7 @@ def test_streamed_data_set_is_read_once_for_each_of_its_commits(tmp_path, monkey
     asked, digests = [], []
     for commit in ("1", "1", "2"):
         info = SimpleNamespace(sha=commit)
-        monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name, info=info: info)
+        monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name, revision, info=info: info)
         read.clear()
         corpus = cached_corpus(
             lambda: documents("owner/name"),

@@ -96,10 +96,10 @@ def test_name_of_a_data_set_is_streamed_from_the_hub(monkeypatch):
         return iter([{"text": "a"}, {"text": "b"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    read = documents("HuggingFaceFW/fineweb-edu", subset="sample-10BT")
+    read = documents("HuggingFaceFW/fineweb-edu", subset="sample-10BT", revision="v1")
     assert list(read) == [b"a", b"b"]
-    wanted = ("HuggingFaceFW/fineweb-edu", "sample-10BT"), {"split": "train", "streaming": True}
-    assert asked == [wanted]
+    options = {"split": "train", "streaming": True, "revision": "v1"}
+    assert asked == [(("HuggingFaceFW/fineweb-edu", "sample-10BT"), options)]
 
 
 def test_streamed_data_set_is_split_by_document(write):

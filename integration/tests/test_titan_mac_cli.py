@@ -229,16 +229,78 @@ def test_subset_of_a_named_data_set_is_asked_for(tmp_path, text, monkeypatch):
         return iter([{"text": text.read_text()}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name: SimpleNamespace(sha="1"))
+    monkeypatch.setattr(
+        huggingface_hub, "dataset_info", lambda name, revision: SimpleNamespace(sha="1")
+    )
     flags = ["--dataset", "owner/name", "--dataset-subset", "part", "--steps", "1"]
     flags += ["--cache", tmp_path / "cache"]
     result = run("titan-mac", *TINY, *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    assert asked == [(("owner/name", "part"), {"split": "train", "streaming": True})]
+    options = {"split": "train", "streaming": True, "revision": "1"}
+    assert asked == [(("owner/name", "part"), options)]
+
+
+def test_a_run_goes_on_with_the_commit_of_the_data_that_it_began_with(tmp_path, text, monkeypatch):
+    """Whatever the hub has later, and without asking it."""
+    commits = {"a" * 40: text.read_text(), "b" * 40: text.read_text()[::-1]}
+    read, asked = [], []
+
+    def load_dataset(name, subset, *, revision, **options):
+        read.append(revision)
+        return iter([{"text": commits[revision]}])
+
+    def newest(name, revision):
+        asked.append(revision)
+        return SimpleNamespace(sha="ab"[len(asked) - 1] * 40)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", newest)
+    flags = [*TINY, "--dataset", "owner/name", "--dataset-revision", "v1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    begun = ["titan-mac", *flags, "--cache", tmp_path / "one", "--out"]
+    assert run(*begun, whole).exit_code == 0
+    assert (read, asked) == (["a" * 40], ["v1"])
+    config = json.loads((whole / "config.json").read_text())
+    assert config["dataset_revision"] == "a" * 40
+
+    # The branch has another commit by now, and so has a run that is begun with it.
+    assert run(*begun, tmp_path / "later").exit_code == 0
+    assert (read.pop(), asked.pop()) == ("b" * 40, "v1")
+    monkeypatch.setattr(huggingface_hub, "dataset_info", None)
+    config = ["--config", whole / "config.json", "--cache", tmp_path / "one", "--out", parts]
+    stopped = interrupted(monkeypatch, Windows, 4, lambda: run("titan-mac", *config))
+    assert stopped.exit_code == 130
+    assert read == ["a" * 40]
+    # Without the tokens that were kept they are read again.
+    resumed = run("titan-mac", "--resume", parts, "--cache", tmp_path / "other")
+    assert resumed.exit_code == 0, resumed.output
+    assert read == ["a" * 40] * 2
+    assert_same_weights(whole, parts)
+    assert_same_metrics(whole, parts)
+
+
+@pytest.mark.slow
+def test_runs_of_before_may_be_told_the_commit_that_they_read(tmp_path, text, monkeypatch):
+    commits = {"a" * 40: text.read_text(), "b" * 40: text.read_text()[::-1]}
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda name, subset, *, revision, **options: iter([{"text": commits[revision]}]),
+    )
+    flags = [*TINY, "--dataset", "owner/name", "--dataset-revision", "a" * 40]
+    folder = tmp_path / "run"
+    assert run("titan-mac", *flags, "--cache", tmp_path, "--out", folder).exit_code == 0
+    config = json.loads((folder / "config.json").read_text())
+    del config["dataset_revision"]
+    (folder / "config.json").write_text(json.dumps(config))
+    resumed = ["titan-mac", "--resume", folder, "--steps", "6", "--dataset-revision"]
+    result = run(*resumed, "b" * 40)
+    assert_refused(result, "wanted the data that the run was begun with")
+    assert run(*resumed, "a" * 40).exit_code == 0
 
 
 def test_a_hub_that_is_not_reached_is_told_in_a_sentence(tmp_path, monkeypatch):
-    def unreached(name):
+    def unreached(name, revision):
         raise EOFError("it is away")
 
     monkeypatch.setattr(huggingface_hub, "dataset_info", unreached)
@@ -258,7 +320,8 @@ def test_a_hub_that_is_not_reached_is_told_in_a_sentence(tmp_path, monkeypatch):
         (["--vocab-size", "255"], "the tokenizer has 256 tokens; got --vocab-size 255"),
         (["--seq-len", "9000"], "windows of 9000 + 1 tokens want a stream as long; got"),
         (["--dataset", "none.txt"], "wanted a file, a folder or a data set's name; none.txt is"),
-        (["--dataset-subset", "part"], "local files have no subsets; got 'part' beside"),
+        (["--dataset-subset", "part"], "no subsets or revisions; got subset 'part' beside"),
+        (["--dataset-revision", "v1"], "no subsets or revisions; got revision 'v1' beside"),
         (["--tokenizer", "none.json"], "wanted a tokenizer's file or name; got none.json"),
         (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
         (["--lr", "-1"], "Invalid value for '--lr'"),

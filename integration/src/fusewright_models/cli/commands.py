@@ -43,6 +43,7 @@ from .settings_file import by_new_names, read_settings
 # training runs, and paths of what is known again by its digest.
 NOT_TRAINED = {
     "dataset",
+    "dataset_revision",
     "cache",
     "tokenizer",
     "optimizer_weights",
@@ -72,6 +73,7 @@ LATER: dict[str, Any] = {
     "clip_norm": 1.0,
     "init_from": None,
     "documents": False,
+    "init_revision": None,
 }
 
 
@@ -94,6 +96,8 @@ class Run(Settings):
         """
         super().__post_init__()
         self.training()
+        if self.init_revision is not None and self.init_from is None:
+            raise ValueError(f"wanted --init-from beside --init-revision {self.init_revision}")
 
     @classmethod
     def from_flags(cls, flags: dict[str, Any]) -> Self:

@@ -102,6 +102,13 @@ class Settings:
             "Hugging Face hub."
         ),
     ] = None
+    init_revision: Annotated[
+        str | None,
+        of_training(
+            help="Commit, tag or branch of that repository. Default: its newest commit. The run "
+            "keeps which it was."
+        ),
+    ] = None
     precision: Annotated[
         Precision, of_devices(help="bf16 is autocast over fp32 parameters. Default: bf16 on cuda.")
     ]
@@ -225,6 +232,13 @@ class TextSettings(Settings):
     ] = None
     dataset_subset: Annotated[
         str | None, of_data(help="Configuration of a Hugging Face data set.")
+    ] = None
+    dataset_revision: Annotated[
+        str | None,
+        of_data(
+            help="Commit, tag or branch of a Hugging Face data set. Default: its newest commit. "
+            "The run keeps which it was, and reads that one again."
+        ),
     ] = None
     text_column: Annotated[str, of_data(help="Column that holds the text. Default: text.")] = "text"
     dataset_tokens: Annotated[

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import typer
@@ -28,13 +29,15 @@ from ..text import (
     default_cache,
     documents,
     evaluate_text,
+    hub_commit,
+    local_place,
     make_tokenizer,
     read_corpus,
 )
 from ..text.evaluation import LanguageModel
 from ..text.generation import StreamingModel, continued
-from ..training import RunFolder, Trainer
-from ..training.processes import leaving
+from ..training import Processes, RunFolder, Trainer
+from ..training.processes import ALONE, leaving
 from ..training.source import Source
 from .commands import (
     Run,
@@ -130,10 +133,28 @@ class TextRun(TextSettings, Run):
             )
         return vocab_size
 
+    def pinned(self, processes: Processes = ALONE) -> Self:
+        """The run with the commit of a data set on the hub, which it goes on with whatever the hub
+        has later.
+
+        Raises:
+            ValueError, OSError, RuntimeError: there is no such data set.
+        """
+        place = local_place(self.dataset, self.dataset_subset, self.dataset_revision)
+        if place is not None or self.dataset is None:
+            return self
+        commit = hub_commit(self.dataset, self.dataset_revision)
+        return replace(self, dataset_revision=processes.agreed(commit))
+
     def corpus(self) -> Corpus:
         """Read, or taken from the cache; of the standard library, only where a cache is named."""
         tokenizer = make_tokenizer(self.tokenizer)
-        of_data: dict[str, Any] = {"subset": self.dataset_subset, "column": self.text_column}
+        of_data: dict[str, Any] = {
+            "subset": self.dataset_subset,
+            "column": self.text_column,
+            # What is read is what the digest is of.
+            "revision": self.pinned().dataset_revision,
+        }
         options: dict[str, Any] = {
             "most_tokens": self.dataset_tokens,
             "held_out_bytes": self.presets[self.preset].held_out_bytes,
@@ -198,11 +219,12 @@ def train_on_text(
         if dry:
             _tell(console, run, loss_function)
             return
+        run = run.pinned(processes)
         corpus = run.corpus()
         windows = run.windows(corpus)
         order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
         model = run.model(corpus.tokenizer.vocab_size)
-        begin(model, run, folder, resumed=resumed)
+        run = begin(model, run, folder, resumed=resumed, processes=processes)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         processes.shard(model, run.blocks(model))
         training = run.training()

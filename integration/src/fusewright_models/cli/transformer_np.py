@@ -139,7 +139,7 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
             return
         held_out = run.sampler(held_out=True)
         model = run.model(held_out.x_width)
-        begin(model, run, folder, resumed=resumed)
+        run = begin(model, run, folder, resumed=resumed, processes=processes)
         parameters = model.parameter_count()
         processes.shard(model, run.blocks(model))
         training = run.training()

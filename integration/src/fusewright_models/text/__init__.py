@@ -5,7 +5,7 @@ from __future__ import annotations
 from .byte_model import ByteModel
 from .cache import cached_corpus, default_cache
 from .corpus import Corpus, read_corpus
-from .documents import data_digest, documents
+from .documents import data_digest, documents, hub_commit, local_place
 from .evaluation import TextEvaluation, evaluate_text
 from .generation import generate
 from .tokens import ByteTokenizer, LibraryTokenizer, Tokenizer, make_tokenizer
@@ -27,6 +27,8 @@ __all__ = [
     "documents",
     "evaluate_text",
     "generate",
+    "hub_commit",
+    "local_place",
     "make_tokenizer",
     "read_corpus",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ ARRAY = ".npy"
 KNOWN = (*READERS, ARRAY, ".txt", ".text", ".md", ".py")
 # Their bytes are no text.
 PACKED = (".npz", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".arrow")
+# A whole commit of the hub.
+COMMIT = re.compile("[0-9a-f]{40}")
 # A document of more bytes is read part after part.
 PART = 2**20
 
@@ -34,7 +37,11 @@ class Part(bytes):
 
 
 def documents(
-    dataset: str | None = None, *, subset: str | None = None, column: str = "text"
+    dataset: str | None = None,
+    *,
+    subset: str | None = None,
+    column: str = "text",
+    revision: str | None = None,
 ) -> Iterator[bytes]:
     """The documents of a data set one after the other, in an order that is always the same.
 
@@ -44,28 +51,35 @@ def documents(
             of a Hugging Face data set, of which the split "train" is read as it streams in.
         subset: the configuration of a Hugging Face data set.
         column: of parquet, JSON-lines and Hugging Face rows, the one that holds the text.
+        revision: commit, tag or branch of a Hugging Face data set; None is the newest commit.
 
     Raises:
         ValueError: a local path holds nothing that can be read, or a row has no such column.
         OSError: a file or a hub cannot be read.
         RuntimeError: the extra "text" is needed and not installed.
     """
-    place = local_place(dataset, subset)
+    place = local_place(dataset, subset, revision)
     if place is not None:
         return standard_library(place) if dataset is None else local_documents(place, column=column)
-    return hub_documents(str(dataset), subset=subset, column=column)
+    return hub_documents(str(dataset), subset=subset, column=column, revision=revision)
 
 
-def local_place(dataset: str | None, subset: str | None) -> Path | None:
+def local_place(
+    dataset: str | None, subset: str | None = None, revision: str | None = None
+) -> Path | None:
     """The file or folder of a data set; None of one on the hub."""
+    of_hub = {"subset": subset, "revision": revision}
+    said = [f"{name} {value!r}" for name, value in of_hub.items() if value is not None]
     if dataset is None:
-        if subset is not None:
-            raise ValueError(f"a subset is part of a named data set; got {subset!r} without one")
+        if said:
+            raise ValueError(f"a named data set has subsets and revisions; got {said[0]} alone")
         return Path(sysconfig.get_path("stdlib"))
     path = Path(dataset)
     if path.exists():
-        if subset is not None:
-            raise ValueError(f"local files have no subsets; got {subset!r} beside {dataset}")
+        if said:
+            raise ValueError(
+                f"local files have no subsets or revisions; got {said[0]} beside {dataset}"
+            )
         return path
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1 or path.suffix in KNOWN:
         raise FileNotFoundError(f"wanted a file, a folder or a data set's name; {dataset} is none")
@@ -189,9 +203,12 @@ def _parts_of(blocks: Iterator[bytes]) -> Iterator[bytes]:
     yield rest
 
 
-def hub_documents(name: str, *, subset: str | None = None, column: str = "text") -> Iterator[bytes]:
+def hub_documents(
+    name: str, *, subset: str | None = None, column: str = "text", revision: str | None = None
+) -> Iterator[bytes]:
     """The documents of a Hugging Face data set, streamed: what is not asked for is not loaded."""
-    rows = _datasets().load_dataset(name, subset, split="train", streaming=True)
+    options = {"split": "train", "streaming": True, "revision": revision}
+    rows = _datasets().load_dataset(name, subset, **options)
     return column_of(rows, column, name)
 
 
@@ -207,12 +224,30 @@ def column_of(rows: Iterable[dict[str, Any]], column: str, where: str) -> Iterat
         yield text.encode("utf-8", errors="replace")
 
 
+def hub_commit(dataset: str, revision: str | None = None) -> str:
+    """The commit of a Hugging Face data set at a tag or branch, or its newest one; that of a whole
+    commit is known without the hub.
+
+    Raises:
+        RuntimeError: the hub is not reached, or has no such data set.
+    """
+    if revision is not None and COMMIT.fullmatch(revision):
+        return revision
+    hub = imported("huggingface_hub", extra="text", purpose="data sets of the hub")
+    try:
+        return str(hub.dataset_info(dataset, revision=revision).sha)
+    except Exception as error:
+        # Of what goes wrong on the way its libraries have kinds of their own.
+        raise RuntimeError(f"could not ask the hub for {dataset}: {error}") from error
+
+
 def data_digest(
     dataset: str | None,
     *,
     subset: str | None = None,
     column: str = "text",
     cache: Path | None = None,
+    revision: str | None = None,
 ) -> str:
     """Of all that `documents` would read, in hexadecimal: of the bytes of files and their names, of
     the commit of a data set on the hub.
@@ -226,7 +261,7 @@ def data_digest(
         ValueError, OSError, RuntimeError: as `documents`.
     """
     digest = hashlib.blake2b(repr((subset, column)).encode(), digest_size=16)
-    root = local_place(dataset, subset)
+    root = local_place(dataset, subset, revision)
     if root is not None:
         files = library_files(root) if dataset is None else files_of(root)
         if cache is None:
@@ -237,13 +272,7 @@ def data_digest(
             name = file.relative_to(root).as_posix() if root.is_dir() else file.suffix
             digest.update(repr((name, content)).encode())
     else:
-        hub = imported("huggingface_hub", extra="text", purpose="data sets of the hub")
-        try:
-            commit = hub.dataset_info(dataset).sha
-        except Exception as error:
-            # Of what goes wrong on the way its libraries have kinds of their own.
-            raise RuntimeError(f"could not ask the hub for {dataset}: {error}") from error
-        digest.update(repr((dataset, commit)).encode())
+        digest.update(repr((dataset, hub_commit(str(dataset), revision))).encode())
     return digest.hexdigest()
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +59,15 @@ doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["e"], max_gen_toks: 5, do_sample: false}
 metric_list: [{metric: exact_match}]
 """
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "integration/README.md", ROOT / "docs/models/training.md"
+
+
+def documented() -> list[str]:
+    text = "\n".join(page.read_text() for page in PAGES if page.exists()).replace("\\\n", " ")
+    return re.findall(r"python -m fusewright_models.evaluation .*", text)
 
 
 @pytest.fixture
@@ -164,3 +176,12 @@ def test_the_program_is_lm_evals_own(folder, tasks, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "bits_per_byte" in done.stdout
+
+
+@lm_eval_is_there
+@pytest.mark.parametrize("line", documented())
+def test_documented_commands_have_flags_of_lm_eval(line, monkeypatch):
+    from lm_eval._cli import HarnessCLI
+
+    monkeypatch.setattr(sys, "argv", shlex.split(line)[2:])
+    assert HarnessCLI().parse_args().model == "fusewright"

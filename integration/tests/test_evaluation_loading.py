@@ -213,6 +213,7 @@ def test_documents_with_nothing_between_them_follow_a_newline(words, tmp_path):
         ("th", "e"),
         ("\N{SNOWMAN}", "\N{SNOWMAN}"),
         ("a", "\N{SNOWMAN}"),
+        ("that ", "was"),
         (" ", " "),
     ],
 )

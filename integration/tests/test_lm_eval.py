@@ -10,12 +10,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fusewright_models import HYBRID, TITAN_MAC, HybridLM, TitanMAC
+from fusewright_models.evaluation import Scorer, load_scorer
 from fusewright_models.evaluation import __main__ as program
-from fusewright_models.evaluation import load_scorer
+from fusewright_models.text import ByteTokenizer
 
 LIMIT = 2**10 * torch.finfo(torch.float64).eps
 lm_eval_is_there = pytest.mark.skipif(
@@ -185,3 +187,16 @@ def test_documented_commands_have_flags_of_lm_eval(line, monkeypatch):
 
     monkeypatch.setattr(sys, "argv", shlex.split(line)[2:])
     assert HarnessCLI().parse_args().model == "fusewright"
+
+
+@lm_eval_is_there
+@pytest.mark.parametrize(
+    "pair", [("a", " b"), ("a ", "b"), ("a\n\n", " b"), ("\N{SNOWMAN} ", "\N{SNOWMAN}")]
+)
+def test_contexts_and_continuations_are_cut_as_lm_eval_cuts_them(pair):
+    from lm_eval.api.model import TemplateLM
+
+    scorer = Scorer(TitanMAC(TITAN_MAC["tiny"]), ByteTokenizer(), length=9)
+    own = SimpleNamespace(backend="causal", tok_encode=lambda text: list(text.encode()))
+    found = [part.tolist() for part in scorer.encoded(*pair)]
+    assert found == list(TemplateLM._encode_pair(own, *pair))

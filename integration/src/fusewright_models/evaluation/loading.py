@@ -19,7 +19,7 @@ from ..cli.titan_mac import TitanMACRun
 from ..cli.weights import load_model
 from ..devices import checked_device
 from ..models.hybrid import HybridLM
-from ..models.published import CONFIG, file_of, read_model
+from ..models.published import CONFIG, DTYPES, file_of, read_model
 from ..models.titan_mac import TitanMAC
 from ..text import Tokenizer, make_tokenizer
 from ..training import RunFolder
@@ -33,12 +33,6 @@ MODELS: dict[str, tuple[type[TitanMAC] | type[HybridLM], type[TextRun]]] = {
 }
 # What a window reads of a model that does not say what it was trained on: lm-eval's own default.
 LENGTH = 2048
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 OF_RUNS = {"fp32": "float32", "bf16": "bfloat16"}
 
 

@@ -103,9 +103,10 @@ class Scorer:
         """Of each context and continuation: the sum of log p(token) over the continuation's, in
         nats, and whether each of these is the most likely one. 0 and true of one without tokens.
 
-        The text is made into tokens as a whole, and the tokens after as many as the context alone
-        has are the continuation's, as lm-eval has it; where that leaves none of them, each is made
-        into tokens by itself. An empty context is what stands before a document.
+        Both are cut as lm-eval does it: white space at the end of a context is the continuation's;
+        the text is made into tokens as a whole, and the tokens after as many as the context alone
+        has are the continuation's. Where that leaves none of them, each is made into tokens by
+        itself. An empty context is what stands before a document.
 
         Raises:
             ValueError: a log-probability is not finite; a context is empty and the tokenizer has
@@ -125,6 +126,8 @@ class Scorer:
 
     def encoded(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of both; a context has one or more."""
+        kept = context.rstrip()
+        context, continuation = kept, context[len(kept) :] + continuation
         if context == "":
             return self._beginning(), self._tokens(continuation)
         before = self._tokens(context)

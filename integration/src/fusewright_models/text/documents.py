@@ -253,7 +253,7 @@ def data_digest(
     the commit of a data set on the hub.
 
     Args:
-        dataset, subset, column: as in `documents`.
+        dataset, subset, column, revision: as in `documents`.
         cache: folder of digests that are remembered, so that files which have not changed are not
             read again; None reads all files.
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 def padding_here(model: nn.Module) -> list[Tensor]:
     """Views of what this process has of the weights that its modules store beyond their width."""
-    found = []
+    found: list[Tensor] = []
     for module in model.modules():
         padded: dict[str, Any] = getattr(module, "padded", {})
         for name, how in padded.items():

@@ -167,6 +167,41 @@ def test_no_process_of_four_holds_a_third_of_what_one_alone_would():
     run_group(BEGIN + MEMORY, 4)
 
 
+PIPELINED = """
+import os
+from datetime import timedelta
+store = torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+model, rank = make("titan-mac"), group.rank()
+first, last = model.blocks[0], model.blocks[-1]
+begun = dict.fromkeys((first, last), 0)
+
+def act(block, _):
+    begun[block] += 1
+    if (rank, block, begun[block]) == (1, first, 1):
+        store.set("the second process has begun", "")
+    if (rank, block, begun[block]) == (0, last, 1):
+        store.wait(["the second process has begun"], timedelta(seconds=60))
+    if (rank, block, begun[block]) == (0, first, 2):
+        store.set("the first process goes on", "")
+    if (rank, block, begun[block]) == (1, last, 1):
+        store.wait(["the first process goes on"], timedelta(seconds=60))
+
+for block in (first, last):
+    block.register_forward_pre_hook(act)
+stream = torch.randint(11, (61,))
+evaluate_text(model, stream, length=20, batch_size=1, text_bytes=60, group=group)
+assert begun == dict.fromkeys((first, last), 3)
+"""
+
+
+@pytest.mark.slow
+def test_processes_compute_other_layers_and_windows_at_the_same_time():
+    """The first one's last layer waits for the second one's first layer, whose last layer waits for
+    the first one's next window: without a pipeline neither would come.
+    """
+    run_group(BEGIN + PIPELINED, 2)
+
+
 class Group:
     """The second of two processes, which waits for nothing."""
 

@@ -44,6 +44,12 @@ def losses(folder) -> list[float]:
     return [line["loss"] for line in metrics(folder) if "loss" in line]
 
 
+def score(output: str) -> int:
+    """Of the model, in the table that an evaluation prints, in units of the last place."""
+    (line,) = (line for line in output.splitlines() if "windows of" in line)
+    return int(line.split("\u2502")[2].replace(".", ""))
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_one_process_of_torchrun_replays_the_steps_of_one_without(model, tmp_path, text):
     flags = [*flags_of(model, text), "--capture"]
@@ -52,6 +58,15 @@ def test_one_process_of_torchrun_replays_the_steps_of_one_without(model, tmp_pat
     alone, together = losses(tmp_path / "alone"), losses(tmp_path / "torchrun")
     assert len(alone) == 8
     assert together == alone
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("model", ["titan-mac", "hybrid"])
+def test_two_processes_that_share_windows_have_the_score_of_one(model, tmp_path, text):
+    run([*flags_of(model, text), "--precision", "fp32", "--out", tmp_path / "run"], None)
+    flags = ["evaluate", tmp_path / "run", "--seq-len", "301"]
+    alone, both = (score(run(flags, processes)) for processes in (None, 2))
+    assert abs(both - alone) <= 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

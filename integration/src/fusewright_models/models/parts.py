@@ -10,6 +10,7 @@ A process that has come to its last layer may begin with another sequence.
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +50,12 @@ class Relay:
         """
         if self.rank == 0:
             return None
-        told: list[Any] = [None]
-        source: dict[str, Any] = {"group": self.group, "group_src": self.rank - 1}
-        distributed.recv_object_list(told, **source)  # sync: what is to be received
-        tree, shapes = told[0]
-        tensors = [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in shapes]
-        coming: list[Any] = [distributed.irecv(x, **source) for x in tensors if x.numel()]
-        for work in coming:
-            work.wait()
+        (size,) = self._received([((1,), torch.int64)])
+        length = int(size)  # sync: what is to be received
+        (told,) = self._received([((length,), torch.uint8)])
+        # Of a process of the same program.
+        tree, shapes = pickle.loads(bytes(told.tolist()))
+        tensors = self._received(shapes)
         return pytree.tree_map_only(Place, lambda place: tensors[place.number], tree)
 
     def give(self, state: Any) -> None:
@@ -76,13 +75,23 @@ class Relay:
             return places[id(x)]
 
         tree = pytree.tree_map_only(Tensor, placed, state)
-        target: dict[str, Any] = {"group": self.group, "group_dst": self.rank + 1}
-        shapes = [(x.shape, x.dtype) for x in tensors]
-        distributed.send_object_list([(tree, shapes)], **target)
-        for x in tensors:
+        shapes = [(tuple(x.shape), x.dtype) for x in tensors]
+        told = torch.frombuffer(bytearray(pickle.dumps((tree, shapes))), dtype=torch.uint8)
+        # Not as an object of torch.distributed, which waits for the other process to take it.
+        head = torch.tensor([len(told)]), told
+        for x in (*(x.to(self.device) for x in head), *tensors):
             if x.numel():
                 sent = x.contiguous()
-                self.leaving.append((distributed.isend(sent, **target), sent))
+                work = distributed.isend(sent, group=self.group, group_dst=self.rank + 1)
+                self.leaving.append((work, sent))
+
+    def _received(self, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        tensors = [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in shapes]
+        source: dict[str, Any] = {"group": self.group, "group_src": self.rank - 1}
+        coming: list[Any] = [distributed.irecv(x, **source) for x in tensors if x.numel()]
+        for work in coming:
+            work.wait()
+        return tensors
 
     def finish(self) -> None:
         """Until all that was given is on its way."""

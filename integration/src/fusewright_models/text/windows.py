@@ -22,8 +22,8 @@ class TextBatch:
 
     Attributes:
         windows: ``[B, T + 1]``, int64: T tokens that are read and, one later, T that are predicted.
-        predicted: ``[B]``, int64: how many are, the first ones of a row, at least 2; what stands
-            behind them is another document. None where all are.
+        predicted: ``[B]``, int64: how many are, the first ones of a row; what stands behind them is
+            another document. None where all are.
         mean: of ``predicted`` over all rows that were drawn together, those of other processes too,
             0-d in fp64; likewise.
     """

@@ -56,7 +56,7 @@ def make(path, *, stood, name="adamw", ragged=True, padded=False, gives=None, **
     optimizer = make_optimizer(name, model, lr=1e-3, weight_decay=0.1, clip_norm=config.clip_norm)
     trainer = quiet_trainer(path, model, source, loss, optimizer, config)
     if stood:
-        trainer.stepper = Stood(model, loss, optimizer, config, say=trainer._say)
+        trainer.stepper = Stood(model, loss, optimizer, config, say=trainer.record.say)
     return trainer
 
 

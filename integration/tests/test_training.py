@@ -184,7 +184,7 @@ def test_tokens_per_second_count_every_accumulated_batch(tmp_path):
     trainer = dealt_trainer(tmp_path, batch_size=2, accumulation_steps=4)
     counted = []
     log = trainer._log
-    trainer._log = lambda: (counted.append(trainer.tokens), log())[1]
+    trainer._log = lambda: (counted.append(trainer.clock.tokens), log())[1]
     trainer.run()
     assert counted == [2 * 4 * CONFIG.log_every] * 6
 

@@ -369,7 +369,7 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
                 if resumed:
                     _take_up(trainer, run, folder)
                 if processes.is_main:
-                    trainer.observe = run.observer(folder)
+                    trainer.record.observe = run.observer(folder)
             trainer.run(stop=stop)
             # All end by the same signal, also by one that has come since the last step.
             stop()

@@ -13,46 +13,30 @@ before.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..choices import FORMER
 from .captured import make_stepper
-from .checkpoints import Checkpoints, on_host
+from .checkpoints import on_host
 from .config import TrainingConfig
 from .files import Background
 from .optimization import warmup_then
 from .optimizer_traits import kind, network_digest
 from .plots import plot_loss
 from .processes import ALONE, Processes
+from .record import NOT_FINITE, Clock, Record, check_means, readable, state_of, training_line
+from .resuming import check_metrics, check_optimizer, read_state, trained_steps
 from .run_folder import RunFolder
 from .source import Batch, BatchT, Source, Told
-
-# What every checkpoint holds.
-STATE = {
-    "step",
-    "model",
-    "optimizer",
-    "optimizer_kind",
-    "network",
-    "skipped_in_a_row",
-    "source",
-    "torch_rng",
-}
-# A loss that overflows now and then is no end of a run.
-MOST_SKIPPED = 10
-NOT_FINITE = "not finite; lower the learning rate or look at the data"
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -106,23 +90,25 @@ class Trainer:
         self.folder = folder
         self.evaluate = evaluate
         self.console = console or Console()
-        self.observe = observe
+        self.record = Record(folder, self.console, processes)
+        self.record.observe = observe
         self.choices = choices
         self.processes = processes
         self.step = 0
-        # Of the last line of metrics, the last evaluation and the last checkpoint.
-        self.noted: int | None = None
+        # Of the last evaluation and the last checkpoint.
         self.evaluated: int | None = None
         self.saved: int | None = None
         # Whether the checkpoint's evaluation is to be taken again.
         self.evaluation_lost = False
-        self.stepper = make_stepper(model, loss_function, optimizer, config, self._say, processes)
+        self.stepper = make_stepper(
+            model, loss_function, optimizer, config, self.record.say, processes
+        )
         self.device = self.stepper.device
         # Of the network that the run began with.
         self.network = network_digest(optimizer)
         self.steps_since_log = 0
         self.background = Background()
-        self._start_clock()
+        self.clock = Clock()
 
     def run(self, until: int | None = None, *, stop: Callable[[], bool] = never) -> None:
         """Train up to step ``until``, by default to the end of the schedule.
@@ -144,14 +130,14 @@ class Trainer:
                 self.background.wait()
             except OSError as error:
                 # Told beside what ends the run.
-                self._say(str(error))
+                self.record.say(str(error))
             raise
         self.background.wait()
 
     def _run(self, until: int | None, stop: Callable[[], bool]) -> None:
         config = self.config
         last = config.steps if until is None else min(until, config.steps)
-        with self._progress() as progress, self.stepper.running():
+        with self.record.bar() as progress, self.stepper.running():
             bar = progress.add_task("training", total=config.steps, completed=self.step, state="")
             stopping = stop()
             begins = self.step == 0 and self.evaluated is None
@@ -197,10 +183,8 @@ class Trainer:
         return self.step % every == 0
 
     def _save_between_steps(self) -> None:
-        """A pause, which is no part of tokens per second."""
-        before = time.perf_counter()
-        self._save()
-        self.clock += time.perf_counter() - before
+        with self.clock.paused():
+            self._save()
 
     def _plot(self) -> None:
         if self.folder is not None and self.processes.is_main:
@@ -233,7 +217,7 @@ class Trainer:
             "source": self.source.state_dict(),
             "torch_rng": torch.get_rng_state(),
             "choices": self.choices,
-            "noted": self.noted,
+            "noted": self.record.noted,
             "evaluated": self.evaluated,
             "since_log": {"steps": self.steps_since_log, **self.stepper.since_log()},
         }
@@ -261,37 +245,17 @@ class Trainer:
         if self.folder is None:
             raise ValueError("wanted a run folder to resume from; got none")
         self.background.wait()
-        state, file = self._loaded(self.folder.checkpoints)
-        if not state.keys() >= STATE:
-            raise ValueError(
-                f"wanted a checkpoint with {', '.join(sorted(STATE))} in {file}; "
-                f"got {', '.join(map(str, state)) or 'nothing'}"
-            )
-        if state["optimizer_kind"] != kind(self.optimizer):
-            raise ValueError(
-                f"wanted the state of a {kind(self.optimizer)} in {file}; "
-                f"got that of a {state['optimizer_kind']}"
-            )
-        if state["network"] != self.network:
-            raise ValueError(
-                f"wanted a run with the network of digest {self.network} in {file}; "
-                f"got one with that of {state['network']}"
-            )
+        state, file = read_state(self.folder.checkpoints, self.record, self.processes)
+        check_optimizer(state, file, kind=kind(self.optimizer), network=self.network)
         # Checkpoints of before have none of what may be absent here and below.
-        trained = self._check_choices(state.get("choices"))
+        trained = trained_steps(state.get("choices"), self.choices, self.config.steps)
         if trained != self.config.steps and self.config.steps <= state["step"]:
             raise ValueError(
                 f"wanted more steps than the {state['step']} that the checkpoint in {file} has "
                 f"taken; got {self.config.steps}"
             )
         noted = state.get("noted", 0)
-        found = [line["step"] for line in self.folder.read_metrics()]
-        if noted is not None and not (found and max(found) >= noted):
-            got = f"those up to step {max(found)}" if found else "none"
-            raise ValueError(
-                f"wanted the metrics up to step {noted}, which the checkpoint was saved after, in "
-                f"{self.folder.metrics_file}; got {got}"
-            )
+        check_metrics(self.folder, noted)
         # It refuses other data before the model is touched.
         self.source.load_state_dict(state["source"])
         try:
@@ -315,7 +279,7 @@ class Trainer:
         if self.processes.is_main:
             self.folder.checkpoints.set_aside(after=self.step)
         kept = self.forget_metrics(after=self.step)
-        self.noted = kept[-1]["step"] if kept else None
+        self.record.noted = kept[-1]["step"] if kept else None
         # Lines of training have a rate.
         evaluations = [line["step"] for line in kept if "lr" not in line]
         self.evaluated = evaluations[-1] if evaluations else None
@@ -328,29 +292,11 @@ class Trainer:
         # All have read what the first one goes on to write.
         self.processes.wait()
 
-    def _loaded(self, checkpoints: Checkpoints) -> tuple[dict[str, Any], Path]:
-        """What all processes read, once all have; where one reads none or another, all raise."""
-        error: Exception | None = None
-        try:
-            state, file = checkpoints.load(self._say)
-            read = checkpoints.identity(file)
-        except (ValueError, OSError, RuntimeError, MemoryError) as failed:
-            error, read = failed, f"none: {failed}"
-        found = self.processes.told(read)
-        if error is not None:
-            raise error
-        if len({*found}) > 1:
-            got = "; ".join(f"{each} in process {rank}" for rank, each in enumerate(found))
-            raise ValueError(
-                f"wanted all processes to read one checkpoint of {checkpoints.run}; got {got}"
-            )
-        return state, file
-
     def _tell_of_other_length(self, trained: int, kept: list[dict[str, Any]]) -> None:
         rates = [line for line in kept if "lr" in line]
         before = f"from {rates[-1]['lr']:.3g} at step {rates[-1]['step']} " if rates else ""
         after = self.stepper.peak_rates[0] * self._factor()
-        self._say(
+        self.record.say(
             f"the run is to have {self.config.steps} steps, not {trained}: its schedule is the one "
             f"of {self.config.steps} steps from here on, and the rate goes {before}to {after:.3g} "
             f"at step {self.step + 1}"
@@ -363,31 +309,7 @@ class Trainer:
         assert self.folder is not None
         if not self.processes.is_main:
             return [line for line in self.folder.read_metrics() if line["step"] <= after]
-        return self.folder.forget_metrics(after, self._say)
-
-    def _check_choices(self, trained: dict[str, Any] | None) -> int:
-        """Raise where the checkpoint was trained with other choices than this run's; returns the
-        number of steps that it was to have.
-        """
-        if trained is None or self.choices is None:
-            return self.config.steps
-        trained = {FORMER.get(name, name): value for name, value in trained.items()}
-        absent = object()
-        names = [
-            name
-            # A resumed run may have another number of them.
-            for name in sorted((trained.keys() | self.choices.keys()) - {"steps"})
-            if trained.get(name, absent) != self.choices.get(name, absent)
-        ]
-        if names:
-            wanted, got = (
-                ", ".join(f"{name} {each.get(name, 'absent')!r}" for name in names)
-                for each in (trained, self.choices)
-            )
-            raise ValueError(
-                f"wanted the choices that the run was trained with: {wanted}; got {got}"
-            )
-        return trained.get("steps", self.config.steps)
+        return self.folder.forget_metrics(after, self.record.say)
 
     def _factor(self) -> float:
         """Of the peak rates in the next step."""
@@ -403,41 +325,19 @@ class Trainer:
     def _sample(self) -> Batch:
         size = self.config.batch_size
         batch = self.source.sample(size)
-        self.tokens += batch.tokens
+        self.clock.tokens += batch.tokens
         return self.processes.rows(batch, size)
 
     def _log(self) -> str:
         """Read the sums, write a line, start new sums; returns the state for the progress bar."""
         means = self.stepper.means()
-        seconds = time.perf_counter() - self.clock
-        loss, norm = means.loss, means.gradient_norm
-        counts = {name: int(count) for name, count in means.counts.items() if count}
-        counted = "".join(f"; {count} {_read(name)}" for name, count in counts.items())
-        if means.skipped_in_a_row >= MOST_SKIPPED:
-            raise FloatingPointError(
-                f"the last {means.skipped_in_a_row} steps up to {self.step} were skipped in a row, "
-                "for losses or gradients that are not finite; lower the learning rate or look at "
-                f"the data{counted}"
-            )
-        if means.taken and not (math.isfinite(loss) and math.isfinite(norm)):
-            first = self.step - self.steps_since_log + 1
-            raise FloatingPointError(
-                f"loss {loss} and gradient norm {norm} on average over steps {first} to "
-                f"{self.step}: {NOT_FINITE}{counted}"
-            )
-        of_taken = {"loss": loss, **means.means, "gradient_norm": norm} if means.taken else {}
-        line = of_taken | {
-            "lr": self.stepper.rate,
-            "tokens_per_second": (self.tokens - means.padding) / seconds,
-            "seconds": seconds,
-        }
-        if means.padding:
-            line["padded_tokens_per_second"] = means.padding / seconds
-        self._note(line | ({"skipped_steps": means.skipped} if means.skipped else {}) | counts)
+        tokens, seconds = self.clock.tokens, self.clock.seconds
+        check_means(means, range(self.step - self.steps_since_log + 1, self.step + 1))
+        line = training_line(means, rate=self.stepper.rate, tokens=tokens, seconds=seconds)
+        self.record.note(self.step, line)
         self.steps_since_log = 0
         self._start_clock()
-        told = f"loss {loss:.4f}" if means.taken else "all skipped"
-        return f"{told}  {line['tokens_per_second']:,.0f} tokens/s{counted}"
+        return state_of(means, line)
 
     def _check_numbers(self) -> None:
         """Losses tell of the parameters before a step, not after it."""
@@ -451,13 +351,9 @@ class Trainer:
         raise FloatingPointError(f"{what}: {NOT_FINITE}")
 
     def _start_clock(self) -> None:
-        """Tokens per second are counted from here: evaluations and pauses are no part of them."""
-        self.tokens = 0
+        """Tokens per second are counted from here, on the device too."""
         self.stepper.padding.zero_()
-        self.clock = time.perf_counter()
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.clock.start()
 
     def _evaluate(self, progress: Progress) -> None:
         if self.evaluate is None:
@@ -466,33 +362,7 @@ class Trainer:
         with self.stepper.autocast():
             numbers = self.evaluate()
         self.model.train()
-        self._note(numbers)
+        self.record.note(self.step, numbers)
         self.evaluated, self.evaluation_lost = self.step, False
-        shown = ", ".join(f"{_read(name)} {value:.4f}" for name, value in numbers.items())
+        shown = ", ".join(f"{readable(name)} {value:.4f}" for name, value in numbers.items())
         progress.console.print(f"step {self.step}: {shown}", highlight=False)
-
-    def _note(self, numbers: dict[str, float]) -> None:
-        line = {"step": self.step, **numbers}
-        wrong = [f"{_read(name)} {x}" for name, x in numbers.items() if not math.isfinite(x)]
-        if wrong:
-            raise FloatingPointError(f"{' and '.join(wrong)} at step {self.step}: {NOT_FINITE}")
-        if self.folder is not None:
-            if self.processes.is_main:
-                self.folder.append_metrics(line)
-            self.noted = self.step
-        if self.observe is not None:
-            self.observe(line)
-
-    def _progress(self) -> Progress:
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-
-
-def _read(name: str) -> str:
-    return name.replace("_", " ")

@@ -1,0 +1,160 @@
+"""What a run tells while it trains: lines of metrics, sentences and a bar."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .processes import Processes
+from .run_folder import RunFolder
+from .stepper import Means
+
+# A loss that overflows now and then is no end of a run.
+MOST_SKIPPED = 10
+NOT_FINITE = "not finite; lower the learning rate or look at the data"
+
+
+class Record:
+    """Writes what the first of some processes tells.
+
+    Args:
+        folder: where lines of metrics go; None keeps nothing.
+        console: where sentences and the bar go.
+        processes: of which the first one writes.
+
+    Attributes:
+        observe: is shown every line of metrics as it is written.
+        noted: the step of the last line.
+    """
+
+    def __init__(self, folder: RunFolder | None, console: Console, processes: Processes) -> None:
+        self.folder, self.console, self.processes = folder, console, processes
+        self.observe: Callable[[dict[str, Any]], None] | None = None
+        self.noted: int | None = None
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def note(self, step: int, numbers: dict[str, float]) -> None:
+        """Write a line.
+
+        Raises:
+            FloatingPointError: a number is not finite.
+            NotWritten: the line could not be written.
+        """
+        line = {"step": step, **numbers}
+        wrong = [f"{readable(name)} {x}" for name, x in numbers.items() if not math.isfinite(x)]
+        if wrong:
+            raise FloatingPointError(f"{' and '.join(wrong)} at step {step}: {NOT_FINITE}")
+        if self.folder is not None:
+            if self.processes.is_main:
+                self.folder.append_metrics(line)
+            self.noted = step
+        if self.observe is not None:
+            self.observe(line)
+
+    def bar(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+
+
+class Clock:
+    """Times the steps since the last log point: evaluations and pauses are no part of them.
+
+    Attributes:
+        tokens: of these steps.
+    """
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.tokens = 0
+        self.begun = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begun
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self.begun += time.perf_counter() - before
+
+
+def check_means(means: Means, steps: range) -> None:
+    """Refuse to go on from steps that came to nothing.
+
+    Args:
+        means: since the last log point.
+        steps: taken since then.
+
+    Raises:
+        FloatingPointError: ten and more steps in a row were skipped, or what was taken is not
+            finite.
+    """
+    if means.skipped_in_a_row >= MOST_SKIPPED:
+        raise FloatingPointError(
+            f"the last {means.skipped_in_a_row} steps up to {steps[-1]} were skipped in a row, "
+            "for losses or gradients that are not finite; lower the learning rate or look at "
+            f"the data{counted(means)}"
+        )
+    loss, norm = means.loss, means.gradient_norm
+    if means.taken and not (math.isfinite(loss) and math.isfinite(norm)):
+        raise FloatingPointError(
+            f"loss {loss} and gradient norm {norm} on average over steps {steps[0]} to "
+            f"{steps[-1]}: {NOT_FINITE}{counted(means)}"
+        )
+
+
+def training_line(means: Means, *, rate: float, tokens: int, seconds: float) -> dict[str, float]:
+    """The line of a log point.
+
+    Args:
+        means: since the last one.
+        rate: of the last step.
+        tokens: read since then, those of padding included.
+        seconds: since then.
+    """
+    line: dict[str, float] = {}
+    if means.taken:
+        line |= {"loss": means.loss, **means.means, "gradient_norm": means.gradient_norm}
+    line |= {
+        "lr": rate,
+        "tokens_per_second": (tokens - means.padding) / seconds,
+        "seconds": seconds,
+    }
+    if means.padding:
+        line["padded_tokens_per_second"] = means.padding / seconds
+    if means.skipped:
+        line["skipped_steps"] = means.skipped
+    return line | {name: int(count) for name, count in means.counts.items() if count}
+
+
+def state_of(means: Means, line: dict[str, float]) -> str:
+    """Of a training, beside its bar."""
+    told = f"loss {means.loss:.4f}" if means.taken else "all skipped"
+    return f"{told}  {line['tokens_per_second']:,.0f} tokens/s{counted(means)}"
+
+
+def counted(means: Means) -> str:
+    """What was counted, at the end of a sentence."""
+    counts = means.counts.items()
+    return "".join(f"; {int(count)} {readable(name)}" for name, count in counts if count)
+
+
+def readable(name: str) -> str:
+    return name.replace("_", " ")

@@ -91,7 +91,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 def untimed_metrics(folder: Path) -> list[dict]:
-    timed = ("tokens_per_second", "padded_tokens_per_second", "seconds")
+    timed = ("tokens_per_second", "padded_tokens_per_second", "seconds", "evaluation_seconds")
     return [{name: line[name] for name in line if name not in timed} for line in metrics(folder)]
 
 

@@ -55,7 +55,7 @@ def test_five_steps_leave_every_file_and_report_the_scores(finished):
     assert abs(scores[0]["held_out_bits_per_byte"] - 8.0) < 0.3
     assert scores[-1]["held_out_bits_per_byte"] < scores[0]["held_out_bits_per_byte"]
     assert f"{scores[-1]['held_out_bits_per_byte']:.4f}" in output
-    assert f"{scores[0]['order_2_bits_per_byte']:.4f}" in output
+    assert f"{scores[-1]['order_2_bits_per_byte']:.4f}" in output
 
 
 def test_log_points_tell_the_parts_of_the_loss_and_the_keys(finished):

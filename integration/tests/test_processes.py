@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 BOUND, FP32_BOUND = 2**20 * torch.finfo(torch.float64).eps, 2 * torch.finfo(torch.float32).eps
 # A process that waits for another in vain is given up.
 SECONDS = 120
-TIMES = {"tokens_per_second", "padded_tokens_per_second", "seconds"}
+TIMES = {"tokens_per_second", "padded_tokens_per_second", "seconds", "evaluation_seconds"}
 SIZES = ["--preset", "tiny", "--device", "cpu", "--log-every", "1", "--eval-every", "2"]
 RUNS = {
     "transformer-np": ["--steps", "4", "--ragged", "--pad"],

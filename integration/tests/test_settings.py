@@ -120,15 +120,15 @@ def test_temperature_that_is_none_is_refused(tmp_path, temperature):
 def test_evaluation_that_is_not_finite_ends_the_run_and_leaves_json(tmp_path, monkeypatch):
     from fusewright_models.cli import transformer_np
 
-    evaluate = transformer_np.evaluate
+    score = transformer_np.Evaluator.score
     seen = []
 
-    def failing(*given, **sizes):
+    def failing(*given):
         seen.append(None)
-        found = evaluate(*given, **sizes)
+        found = score(*given)
         return replace(found, log_likelihood=math.nan) if len(seen) == 2 else found
 
-    monkeypatch.setattr(transformer_np, "evaluate", failing)
+    monkeypatch.setattr(transformer_np.Evaluator, "score", failing)
     flags = ["--preset", "tiny", "--steps", "2", "--eval-every", "1", "--out", tmp_path]
     result = invoke(app, "transformer-np", *flags)
     assert result.exit_code == 1

@@ -50,7 +50,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def at_batch(monkeypatch, number: int, what) -> None:
-    """Evaluations draw four batches each, before the first step, after the third and the last."""
+    """Evaluations before the first step and after the third draw one batch, the last one two."""
     sample, seen = Digits.sample, []
 
     def sampled(self, batch):
@@ -78,7 +78,7 @@ ASKED = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     ("batch", "step"),
     # In the evaluation of the beginning, in the second step, in the evaluation after the third, in
     # the fourth step, and in the last.
-    [(2, 0), (6, 2), (9, 3), (12, 4), (13, 5)],
+    [(1, 0), (3, 2), (5, 3), (6, 4), (7, 5)],
 )
 def test_signal_ends_the_step_that_runs_and_saves_it(
     tmp_path, monkeypatch, whole, number, batch, step
@@ -117,7 +117,7 @@ def test_signal_that_comes_while_processes_wait_for_one_another_is_kept(monkeypa
 def test_second_interrupt_leaves_at_once(tmp_path, monkeypatch, whole, first):
     handlers = [signal.getsignal(each) for each in ASKED]
     with monkeypatch.context() as patch:
-        at_batch(patch, 12, send(first, signal.SIGINT))
+        at_batch(patch, 6, send(first, signal.SIGINT))
         stopped = run(*TINY, "--out", tmp_path)
     assert stopped.exit_code == 130
     assert f"stopped; continue with: fusewright-train transformer-np --resume {tmp_path}" in (
@@ -148,7 +148,7 @@ def test_ignored_signals_stay_ignored(tmp_path, monkeypatch, whole):
     """As those of a terminal are by what runs in its background."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        at_batch(monkeypatch, 6, send(signal.SIGINT))
+        at_batch(monkeypatch, 3, send(signal.SIGINT))
         assert run(*TINY, "--out", tmp_path).exit_code == 0
     finally:
         signal.signal(signal.SIGINT, before)
@@ -221,7 +221,7 @@ def config_of(folder: Path) -> dict:
 
 def test_resumed_run_takes_what_changes_nothing_that_is_trained(tmp_path, monkeypatch, whole):
     with monkeypatch.context() as patch:
-        at_batch(patch, 6, send(signal.SIGTERM))
+        at_batch(patch, 3, send(signal.SIGTERM))
         assert run(*TINY, "--out", tmp_path).exit_code == 143
     flags = {"log_every": 1, "checkpoint_every": "1", "keep": 4, "backend": "reference"}
     words = [
@@ -303,7 +303,7 @@ def test_run_that_was_killed_as_its_number_of_steps_changed_goes_on(tmp_path, wh
 
 def test_run_of_before_with_one_checkpoint_file_resumes(tmp_path, monkeypatch, whole):
     with monkeypatch.context() as patch:
-        at_batch(patch, 12, send(signal.SIGTERM, signal.SIGINT))
+        at_batch(patch, 6, send(signal.SIGTERM, signal.SIGINT))
         assert run(*TINY, "--out", tmp_path).exit_code == 130
     torch.save(RunFolder(tmp_path).load_checkpoint(), tmp_path / "checkpoint.pt")
     shutil.rmtree(tmp_path / "checkpoints")

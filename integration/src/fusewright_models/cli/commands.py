@@ -56,6 +56,7 @@ NOT_TRAINED = {
     "checkpointing",
     "log_every",
     "eval_every",
+    "eval_share",
     "checkpoint_every",
     "keep",
     "wandb",

@@ -18,7 +18,7 @@ class TransformerNPPreset(NamedTuple):
         batch_size: tasks per step.
         lr: peak learning rate.
         evaluate_every: steps between two evaluations.
-        evaluation_batches: batches of an evaluation, each with sizes of its own.
+        evaluation_batches: batches of the evaluation at the end, each with sizes of its own.
         evaluation_batch_size: tasks of such a batch.
     """
 
@@ -29,6 +29,11 @@ class TransformerNPPreset(NamedTuple):
     evaluate_every: int
     evaluation_batches: int
     evaluation_batch_size: int = 16
+
+    @property
+    def evaluation_tasks(self) -> int:
+        """Of the evaluation at the end."""
+        return self.evaluation_batches * self.evaluation_batch_size
 
 
 class TextPreset(NamedTuple):
@@ -42,7 +47,7 @@ class TextPreset(NamedTuple):
         seq_len: tokens that a window reads.
         lr: peak learning rate.
         evaluate_every: steps between two evaluations.
-        held_out_bytes: at most so many bytes are held out, all of which an evaluation reads.
+        held_out_bytes: at most so many bytes are held out; the evaluation at the end reads all.
     """
 
     architecture: Any
@@ -65,7 +70,7 @@ DEMO_HYBRID = replace(HYBRID["tiny"], dim=96, delta_width=48, sparse_width=48)
 
 TRANSFORMER_NP: dict[str, TransformerNPPreset] = {
     # architecture, steps, batch_size, lr, evaluate_every, evaluation_batches
-    "tiny": TransformerNPPreset(TINY_NP, 100, 8, 2e-3, 50, 4),
+    "tiny": TransformerNPPreset(TINY_NP, 100, 8, 2e-3, 50, 2),
     "demo": TransformerNPPreset(DEMO_NP, 2000, 32, 1.5e-3, 200, 64),
     # For minutes of one GPU.
     "small": TransformerNPPreset(SMALL_NP, 60_000, 128, 2e-3, 5000, 256),
@@ -77,11 +82,11 @@ TRANSFORMER_NP: dict[str, TransformerNPPreset] = {
 # held_out_bytes
 TITAN_MAC_PRESETS: dict[str, TextPreset] = {
     "tiny": TextPreset(TITAN_MAC["tiny"], 100, 4, 1, 128, 4e-3, 50, 2**12),
-    "demo": TextPreset(DEMO_TITAN_MAC, 800, 8, 1, 128, 2e-3, 400, 2**17),
+    "demo": TextPreset(DEMO_TITAN_MAC, 800, 8, 1, 128, 2e-3, 400, 2**15),
     # Half a million tokens a step, for a GPU of 22 GB.
     "l4": TextPreset(TITAN_MAC["l4"], 10_000, 4, 32, 4096, 4e-4, 1000, 2**22),
     # Short windows: what a profiler looks at.
-    "profile": TextPreset(TITAN_MAC["profile"], 1000, 4, 1, 512, 4e-4, 500, 2**20),
+    "profile": TextPreset(TITAN_MAC["profile"], 1000, 4, 1, 512, 4e-4, 500, 2**16),
     "170m": TextPreset(TITAN_MAC["170m"], 30_000, 8, 16, 4096, 4e-4, 1000, 2**22),
 }
 HYBRID_PRESETS: dict[str, TextPreset] = {

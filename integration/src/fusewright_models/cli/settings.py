@@ -138,6 +138,15 @@ class Settings:
     ] = "auto"
     log_every: Annotated[int, of_folder(min=1, help="Steps between log points. Default: 10.")] = 10
     eval_every: Annotated[int, of_folder(min=1, help="Steps between evaluations.")]
+    eval_share: Annotated[
+        float,
+        of_folder(
+            min=0.0,
+            max=1.0,
+            help="Of the run that evaluations may take: those before the last one read as much "
+            "less of what is held out. 1 has all of them read everything. Default: 0.03.",
+        ),
+    ] = 0.03
     checkpoint_every: Annotated[
         str | None,
         of_folder(

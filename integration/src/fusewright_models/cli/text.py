@@ -36,8 +36,9 @@ from ..text import (
 )
 from ..text.evaluation import LanguageModel
 from ..text.generation import StreamingModel, continued
-from ..training import Processes, RunFolder, Trainer
-from ..training.processes import ALONE, leaving
+from ..training import RunFolder, Trainer
+from ..training.evaluations import part_size
+from ..training.processes import ALONE, Processes, leaving
 from ..training.source import Source
 from .commands import (
     Run,
@@ -171,6 +172,11 @@ class TextRun(TextSettings, Run):
             **options,
         )
 
+    def part_tokens(self, whole: int) -> int:
+        """What evaluations before the last one read of so many held-out tokens."""
+        sizes = {"trained": self.batch_size * self.seq_len, "whole": whole, "each": self.seq_len}
+        return part_size(self.training(), share=self.eval_share, **sizes)
+
     def windows(self, corpus: Corpus) -> Source[Any]:
         return self.drawn(corpus)
 
@@ -192,6 +198,33 @@ class TextRun(TextSettings, Run):
             ends=corpus.held_out_ends if self.documents else None,
             **options,
         )
+
+
+class HeldOutText:
+    """What evaluations of a run score its model on, beside a byte model's score of it.
+
+    Args:
+        run: whose sizes of windows and batches these are.
+        corpus: whose held-out text it is, or the beginning of it.
+        order_2: of the training text.
+    """
+
+    def __init__(self, run: TextRun, corpus: Corpus, order_2: ByteModel) -> None:
+        self.run, self.corpus = run, corpus
+        self.order_2 = order_2.bits_per_byte(corpus.held_out_text)
+        self.bytes_per_token = len(corpus.held_out_text) / (len(corpus.held_out) - 1)
+        self.scored_bytes = corpus.scored_bytes(by_document=run.documents)
+
+    def score(self, model: Any, processes: Processes = ALONE) -> dict[str, float]:
+        """The numbers of an evaluation, by name."""
+        result = self.run.score(model, self.corpus, self.scored_bytes, processes=processes)
+        return {
+            "held_out_bits_per_byte": result.bits_per_byte,
+            "order_2_bits_per_byte": self.order_2,
+            "held_out_log_likelihood": result.log_likelihood,
+            "order_2_log_likelihood": -self.order_2 * math.log(2.0) * self.bytes_per_token,
+            "held_out_tokens": len(self.corpus.held_out) - 1,
+        }
 
 
 @leaving()
@@ -222,29 +255,21 @@ def train_on_text(
         run = run.pinned(processes)
         corpus = run.corpus()
         windows = run.windows(corpus)
-        order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)
+        order_2 = ByteModel(corpus.training_text)
         model = run.model(corpus.tokenizer.vocab_size)
         run = begin(model, run, folder, resumed=resumed, processes=processes)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         processes.shard(model, run.blocks(model))
         training = run.training()
         chosen = optimizer_of(run, model)
-    bytes_per_token = len(corpus.held_out_text) / (len(corpus.held_out) - 1)
-    scored_bytes = corpus.scored_bytes(by_document=run.documents)
-
-    def evaluation() -> dict[str, float]:
-        result = run.score(model, corpus, scored_bytes)
-        return {
-            "held_out_bits_per_byte": result.bits_per_byte,
-            "order_2_bits_per_byte": order_2,
-            "held_out_log_likelihood": result.log_likelihood,
-            "order_2_log_likelihood": -order_2 * math.log(2.0) * bytes_per_token,
-        }
+    whole = HeldOutText(run, corpus, order_2)
+    part = HeldOutText(run, corpus.beginning(run.part_tokens(len(corpus.held_out) - 1)), order_2)
 
     trainer = Trainer(
         *(model, windows, loss_function, chosen, training, folder),
         console=console,
-        evaluate=evaluation,
+        evaluate=lambda: whole.score(model, processes),
+        evaluate_part=lambda: part.score(model, processes),
         choices=run.choices,
         processes=processes,
     )
@@ -314,13 +339,12 @@ def _show_sample(console: Console, folder: RunFolder, sample: tuple[bytes, bytes
 def _report(console: Console, folder: RunFolder) -> float:
     """Show the scores; returns how far the last one is below the order-2 byte model's."""
     lines = [line for line in folder.read_metrics() if "held_out_bits_per_byte" in line]
-    order_2 = lines[-1]["order_2_bits_per_byte"]
-    reached = order_2 - lines[-1]["held_out_bits_per_byte"]
-    told = {
-        "before training": lines[0]["held_out_bits_per_byte"],
-        "after training": lines[-1]["held_out_bits_per_byte"],
-        "order-2 byte model": order_2,
-    }
-    scores = [(name, bits, f"{order_2 - bits:.4f}") for name, bits in told.items()]
+    scores, reached = [], 0.0
+    for name, line in (("before training", lines[0]), ("after training", lines[-1])):
+        # Each of the text that it has read.
+        bits, order_2 = line["held_out_bits_per_byte"], line["order_2_bits_per_byte"]
+        reached = order_2 - bits
+        scores.append((name, bits, f"{reached:.4f}"))
+    scores.append(("order-2 byte model", order_2, f"{0.0:.4f}"))
     console.print(score_table("held-out bits per byte", ("bits", "below order 2"), scores))
     return reached

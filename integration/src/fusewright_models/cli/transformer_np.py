@@ -8,10 +8,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..data import DrawnAhead, Sampler, Size, Task, evaluate, make_sampler
+from ..data import DrawnAhead, Evaluator, Sampler, Size, Task, make_sampler
 from ..data.pictures import draw_predictions
 from ..models.transformer_np import TransformerNP, TransformerNPConfig
 from ..training import RunFolder, Trainer, captures
+from ..training.evaluations import part_size
 from ..training.processes import leaving
 from .commands import (
     LATER,
@@ -27,7 +28,7 @@ from .commands import (
 )
 from .dry_run import BatchSize, counted, tell
 from .options import LARGEST_SEED
-from .presets import TRANSFORMER_NP
+from .presets import TRANSFORMER_NP, TransformerNPPreset
 from .settings import TransformerNPSettings
 from .weights import begin
 
@@ -88,6 +89,12 @@ class TransformerNPRun(TransformerNPSettings, Run):
         sampler = self.sampler(padded=padded)
         return sampler if self.ahead is None else DrawnAhead(sampler, self.ahead)
 
+    def part_tasks(self, preset: TransformerNPPreset) -> int:
+        """What evaluations before the last one read of a preset's held-out tasks."""
+        sizes = {"whole": preset.evaluation_tasks, "each": preset.evaluation_batch_size}
+        trained = self.batch_size
+        return part_size(self.training(), share=self.eval_share, trained=trained, **sizes)
+
     def model(self, x_width: int) -> TransformerNP:
         torch.manual_seed(self.seed)
         return self.built(x_width).to(self.device)
@@ -147,19 +154,27 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
         captured = captures(chosen, training, processes)
         source = run.source(padded=captured if run.pad is None else run.pad)
     preset = TRANSFORMER_NP[run.preset]
+    batch_size = preset.evaluation_batch_size
+    evaluator = Evaluator(held_out, batch_size=batch_size, processes=processes)
 
-    def evaluation() -> dict[str, float]:
-        sizes = {"batches": preset.evaluation_batches, "batch_size": preset.evaluation_batch_size}
-        result = evaluate(model, held_out, **sizes)
+    def evaluation(tasks: int) -> dict[str, float]:
+        result = evaluator.score(model, tasks // batch_size)
         return {
             "held_out_log_likelihood": result.log_likelihood,
             "held_out_standard_error": result.standard_error,
             "reference_log_likelihood": result.reference,
+            "held_out_tasks": tasks,
         }
 
     parts = model, source, negative_log_likelihood, chosen, training, folder
     shared: dict[str, Any] = dict(choices=run.choices, processes=processes)
-    trainer = Trainer(*parts, evaluate=evaluation, console=console, **shared)
+    trainer = Trainer(
+        *parts,
+        evaluate=lambda: evaluation(preset.evaluation_tasks),
+        evaluate_part=lambda: evaluation(run.part_tasks(preset)),
+        console=console,
+        **shared,
+    )
     console.print(
         f"TransformerNP, {parameters:,} parameters, {run.data}, {run.device}, "
         f"{run.precision}, into {folder.path}",

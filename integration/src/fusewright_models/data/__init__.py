@@ -11,7 +11,7 @@ from ..choices import DATA_NAMES, DataName
 from .ahead import DrawnAhead
 from .attainable import attainable_log_likelihood
 from .digits import Digits
-from .evaluation import LEVELS, Evaluation, HeldOut, Scores, evaluate
+from .evaluation import LEVELS, Evaluation, Evaluator, HeldOut, Scores, evaluate
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
 from .sizes import Size
@@ -70,6 +70,7 @@ __all__ = [
     "Digits",
     "DrawnAhead",
     "Evaluation",
+    "Evaluator",
     "GaussianProcess",
     "HeldOut",
     "LinearRegression",

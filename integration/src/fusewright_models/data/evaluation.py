@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..models.transformer_np import TransformerNP
+from ..training.processes import ALONE, Processes
 from .task import Sampler, Task
 
 # Of central intervals: how many of the targets should lie in them.
@@ -33,29 +34,59 @@ class Evaluation:
     reference_standard_error: float
 
 
-@torch.no_grad()
+class Evaluator:
+    """Scores models on the first batches of the sampler's seed, the same ones at every call.
+
+    Args:
+        sampler: of held-out data; it is set back to its seed.
+        batch_size: tasks of a batch.
+        processes: of which each scores its share of the batches.
+    """
+
+    def __init__(self, sampler: Sampler, *, batch_size: int, processes: Processes = ALONE) -> None:
+        self.sampler, self.batch_size, self.processes = sampler, batch_size, processes
+        # The reference's scores of each task, by the batch's number.
+        self.references: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def score(self, model: TransformerNP, batches: int) -> Evaluation:
+        """Of so many batches."""
+        sampler, count, rank = self.sampler, self.processes.count, self.processes.rank
+        sampler.reset()
+        scores = torch.zeros(
+            2, batches, self.batch_size, dtype=torch.float64, device=sampler.device
+        )
+        for number in range(batches):
+            task = sampler.sample(self.batch_size)
+            whose = number % count
+            # Those that have none of the last ones score it too: all call a sharded model as often.
+            if whose == rank or (number == batches - 1 and whose < rank):
+                ours = model.log_likelihood(
+                    task.x_context,
+                    task.y_context,
+                    task.x_target,
+                    task.y_target,
+                    task.context_lengths,
+                    task.target_lengths,
+                )
+            if whose != rank:
+                continue
+            if number not in self.references:
+                reference = sampler.reference_log_likelihood(task).double()
+                self.references[number] = task.mean_over_targets(reference)
+            scores[0, number] = task.mean_over_targets(ours.double())
+            scores[1, number] = self.references[number]
+        by_task = self.processes.add_(scores).flatten(1)
+        mean, error = by_task.mean(1), by_task.std(1) / by_task.shape[1] ** 0.5
+        rows = torch.stack([mean, error], dim=1).tolist()  # sync: the result of the evaluation
+        return Evaluation(*rows[0], *rows[1])
+
+
 def evaluate(
     model: TransformerNP, sampler: Sampler, *, batches: int, batch_size: int
 ) -> Evaluation:
     """Score the first ``batches`` batches of the sampler's seed, the same ones at every call."""
-    sampler.reset()
-    scores = []
-    for _ in range(batches):
-        task = sampler.sample(batch_size)
-        ours = model.log_likelihood(
-            task.x_context,
-            task.y_context,
-            task.x_target,
-            task.y_target,
-            task.context_lengths,
-            task.target_lengths,
-        )
-        both = ours, sampler.reference_log_likelihood(task)
-        scores.append(torch.stack([task.mean_over_targets(each.double()) for each in both]))
-    by_task = torch.cat(scores, dim=1)
-    mean, error = by_task.mean(1), by_task.std(1) / by_task.shape[1] ** 0.5
-    rows = torch.stack([mean, error], dim=1).tolist()  # sync: the result of the evaluation
-    return Evaluation(*rows[0], *rows[1])
+    return Evaluator(sampler, batch_size=batch_size).score(model, batches)
 
 
 @dataclass(frozen=True)

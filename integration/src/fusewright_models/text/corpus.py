@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Self
 
 import numpy as np
 import torch
@@ -63,6 +64,20 @@ class Corpus:
     held_out_text: np.ndarray
     tokenizer: Tokenizer
     digest: str
+
+    def beginning(self, tokens: int) -> Self:
+        """The same with no more held out than its first token and so many that follow it."""
+        if tokens >= len(self.held_out) - 1:
+            return self
+        held_out = self.held_out[: tokens + 1]
+        ends = self.held_out_ends[self.held_out_ends <= tokens]
+        text = self.tokenizer.decode(held_out[1:].cpu().numpy())
+        return replace(
+            self,
+            held_out=held_out,
+            held_out_ends=np.append(ends, tokens + 1),
+            held_out_text=np.frombuffer(text, dtype=np.uint8),
+        )
 
     def scored_bytes(self, *, by_document: bool) -> int:
         """Of the held-out tokens that are predicted: all but the first one, or but the first one of

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..training.processes import ALONE, Processes
 from .windows import NOTHING, TextBatch, windows_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def evaluate_text(
     text_bytes: int,
     ends: np.ndarray | None = None,
     group: ProcessGroup | None = None,
+    processes: Processes = ALONE,
 ) -> TextEvaluation:
     """Score a stream of tokens in order, window after window, the last one shorter.
 
@@ -66,6 +68,7 @@ def evaluate_text(
         group: processes that share the tokens of every window: each reads its part, and has the
             stream and the result whole. The first ones go on with the next windows while the last
             ones read theirs.
+        processes: of which each reads its share of the windows, where they do not share tokens.
 
     Raises:
         ValueError: no token is predicted, or no bytes.
@@ -77,12 +80,15 @@ def evaluate_text(
             f"got {predicted} of {text_bytes}"
         )
     if ends is None:
-        batches = batches_of(stream, length, batch_size)
+        batches = [*batches_of(stream, length, batch_size)]
     else:
-        batches = document_batches(stream, ends, length, batch_size)
+        batches = [*document_batches(stream, ends, length, batch_size)]
     nats = torch.zeros((), dtype=torch.float64, device=stream.device)
     shared = {} if group is None else {"group": group}
-    for batch in batches:
+    rounds = -(-len(batches) // processes.count)
+    for number in range(processes.rank, rounds * processes.count, processes.count):
+        # Those that have none of the last ones read it too: all call a sharded model as often.
+        batch = batches[min(number, len(batches) - 1)]
         windows, targets = batch.windows.long(), batch.targets
         if group is not None:
             windows, targets = own_part(windows, group, 1), own_part(targets, group)
@@ -90,13 +96,15 @@ def evaluate_text(
             count = (targets != NOTHING).sum()
             loss = model.loss(windows, targets=targets, **shared).double()
             # A mean over no tokens is no number.
-            nats += torch.where(count > 0, loss * count, 0.0)
+            sum_of_batch = torch.where(count > 0, loss * count, 0.0)
         else:
             loss = model.loss(windows, **shared).double()
-            nats += loss * targets.numel() if targets.numel() else 0.0
+            sum_of_batch = loss * targets.numel() if targets.numel() else torch.zeros_like(nats)
+        if number < len(batches):
+            nats += sum_of_batch
     if group is not None:
         torch.distributed.all_reduce(nats, group=group)
-    total = float(nats)  # sync: the result of the evaluation
+    total = float(processes.add_(nats))  # sync: the result of the evaluation
     return TextEvaluation(-total / predicted, total / math.log(2.0) / text_bytes)
 
 

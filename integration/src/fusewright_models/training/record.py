@@ -156,5 +156,11 @@ def counted(means: Means) -> str:
     return "".join(f"; {int(count)} {readable(name)}" for name, count in counts if count)
 
 
+def shown(numbers: dict[str, float]) -> str:
+    """Of an evaluation."""
+    each = ((name, f"{x:,}" if isinstance(x, int) else f"{x:.4f}") for name, x in numbers.items())
+    return ", ".join(f"{readable(name)} {number}" for name, number in each)
+
+
 def readable(name: str) -> str:
     return name.replace("_", " ")

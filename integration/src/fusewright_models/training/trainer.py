@@ -33,7 +33,7 @@ from .optimization import warmup_then
 from .optimizer_traits import kind, network_digest
 from .plots import plot_loss
 from .processes import ALONE, Processes
-from .record import NOT_FINITE, Clock, Record, check_means, readable, state_of, training_line
+from .record import NOT_FINITE, Clock, Record, check_means, shown, state_of, training_line
 from .resuming import check_metrics, check_optimizer, read_state, trained_steps
 from .run_folder import RunFolder
 from .source import Batch, BatchT, Source, Told
@@ -58,6 +58,7 @@ class Trainer:
         folder: where metrics, loss curve and checkpoint go; None keeps nothing.
         evaluate: numbers of the model as it stands, by name; called before the first step and at
             every evaluation point, under the precision of the training.
+        evaluate_part: is called in its place before the last step.
         console: where progress is shown.
         observe: is shown every line of metrics as it is written.
         choices: by name, what the run was asked for: checkpoints keep it, and one that was trained
@@ -78,6 +79,7 @@ class Trainer:
         folder: RunFolder | None,
         *,
         evaluate: Callable[[], dict[str, float]] | None = None,
+        evaluate_part: Callable[[], dict[str, float]] | None = None,
         console: Console | None = None,
         observe: Callable[[dict[str, Any]], None] | None = None,
         choices: dict[str, Any] | None = None,
@@ -88,7 +90,7 @@ class Trainer:
         self.optimizer = optimizer
         self.config = config
         self.folder = folder
-        self.evaluate = evaluate
+        self.evaluate, self.evaluate_part = evaluate, evaluate_part or evaluate
         self.console = console or Console()
         self.record = Record(folder, self.console, processes)
         self.record.observe = observe
@@ -356,13 +358,15 @@ class Trainer:
         self.clock.start()
 
     def _evaluate(self, progress: Progress) -> None:
-        if self.evaluate is None:
+        evaluate = self.evaluate if self.step == self.config.steps else self.evaluate_part
+        if evaluate is None:
             return
         self.model.eval()
+        before = time.perf_counter()
         with self.stepper.autocast():
-            numbers = self.evaluate()
+            numbers = evaluate()
+        seconds = time.perf_counter() - before
         self.model.train()
-        self.record.note(self.step, numbers)
+        self.record.note(self.step, numbers | {"evaluation_seconds": seconds})
         self.evaluated, self.evaluation_lost = self.step, False
-        shown = ", ".join(f"{readable(name)} {value:.4f}" for name, value in numbers.items())
-        progress.console.print(f"step {self.step}: {shown}", highlight=False)
+        progress.console.print(f"step {self.step}: {shown(numbers)}", highlight=False)

@@ -1,0 +1,32 @@
+"""How much of what is held out an evaluation reads, for all of them to take no more than a share of
+the run. It is counted and not timed: a run that is taken up again evaluates as one that was not.
+"""
+
+from __future__ import annotations
+
+from .config import TrainingConfig
+
+# Of a step, as long as forward passes: a backward pass has two products for each of a forward one.
+PASSES = 3
+
+
+def part_size(config: TrainingConfig, *, share: float, trained: int, whole: int, each: int) -> int:
+    """What an evaluation before the last one reads of ``whole``, which the last one reads.
+
+    A unit that is evaluated counts as a third of one that is trained on. Where the last evaluation
+    leaves nothing, the others read ``each``.
+
+    Args:
+        config: of the run.
+        share: of it that evaluations may take; 1 has all of them read everything.
+        trained: units, which are tokens or tasks, of a batch.
+        whole: units that are held out.
+        each: units that are read together, of which the size is a multiple.
+    """
+    if share >= 1.0:
+        return whole
+    steps = PASSES * trained * config.accumulation_steps * config.steps
+    left = share / (1.0 - share) * steps - whole
+    # One precedes the first step.
+    times = 1 + (config.steps - 1) // config.evaluate_every
+    return min(whole, max(each, int(left / times) // each * each))

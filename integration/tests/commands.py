@@ -18,6 +18,15 @@ from fusewright_models.training import RunFolder, trainer
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+# In lines of metrics, of the machine and the moment.
+MEASURED = {
+    "tokens_per_second",
+    "padded_tokens_per_second",
+    "seconds",
+    "evaluation_seconds",
+    "mfu",
+    "peak_memory_mib",
+}
 # Of a language model; `draw` has its own.
 FILES = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints", "run.lock"}
 
@@ -91,12 +100,11 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 def untimed_metrics(folder: Path) -> list[dict]:
-    timed = ("tokens_per_second", "padded_tokens_per_second", "seconds", "evaluation_seconds")
-    return [{name: line[name] for name in line if name not in timed} for line in metrics(folder)]
+    return [{name: line[name] for name in line if name not in MEASURED} for line in metrics(folder)]
 
 
 def assert_same_metrics(one: Path, other: Path) -> None:
-    """But for times."""
+    """But for what is measured."""
     assert untimed_metrics(one) == untimed_metrics(other)
 
 

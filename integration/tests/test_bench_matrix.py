@@ -9,14 +9,14 @@ import pytest
 import torch
 from fusewright.attention.rectangular import launch_backward
 from fusewright_models import TransformerNPConfig
-from fusewright_models.bench import matrix as of_matrix
 from fusewright_models.bench import providers
 from fusewright_models.bench.__main__ import matrix
-from fusewright_models.bench.matrix import COLUMNS, MatrixHarness, peak_tflops
+from fusewright_models.bench.matrix import COLUMNS, MatrixHarness
 from fusewright_models.bench.providers import PROVIDER_NAMES, Provider
 from fusewright_models.bench.shapes import Shape
 from fusewright_models.bench.transformer_np import TransformerNPHarness
 from fusewright_models.choices import CHECKPOINTINGS
+from fusewright_models.devices import peak_tflops
 
 from .commands import assert_refused, flags_of, invoke
 
@@ -150,7 +150,7 @@ def test_steps_are_replayed_too_where_the_host_takes_time(kind, shape, graphs, e
     ],
 )
 def test_peak_is_that_of_the_gpus_data_sheet(monkeypatch, name, peak):
-    monkeypatch.setattr(of_matrix.torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_tflops(torch.device("cuda")) == peak
     assert peak_tflops(torch.device("cpu")) is None
 

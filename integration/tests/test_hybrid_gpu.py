@@ -13,6 +13,7 @@ from fusewright_models.training import Trainer, TrainingConfig, adamw
 from fusewright_testkit import no_synchronisation
 from rich.console import Console
 
+from .commands import MEASURED
 from .properties import assert_every_parameter_learns, assert_nothing_sees_the_future
 from .steps import SEEDS, check_final_losses, check_steps, trained
 
@@ -134,8 +135,7 @@ def test_captured_training_has_the_bits_of_eager_training(mode):
             console=Console(quiet=True),
             observe=lines.append,
         ).run()
-        timed = ("tokens_per_second", "seconds")
-        told = [{k: x for k, x in line.items() if k not in timed} for line in lines]
+        told = [{k: x for k, x in line.items() if k not in MEASURED} for line in lines]
         found.append((told, [p.detach() for p in model.parameters()]))
     assert found[0][0] == found[1][0]
     assert found[0][0][-1]["selected_keys"] < found[0][0][0]["selected_keys"]

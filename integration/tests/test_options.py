@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -28,7 +27,7 @@ every_model = pytest.mark.parametrize("model", KINDS)
 SHARED = """
 steps batch-size gradient-accumulation-steps optimizer lr warmup-steps schedule weight-decay beta1
 beta2 clip-norm seed precision device parallel compile capture checkpointing backend log-every
-eval-every checkpoint-every keep wandb wandb-project out resume
+eval-every eval-share checkpoint-every keep tensorboard wandb wandb-project out resume
 """
 HELP = """
 import sys
@@ -141,18 +140,3 @@ def test_blocks_that_are_computed_again_change_no_bit(tmp_path, text, model):
         result = invoke(app, *asked)
         assert result.exit_code == 0, result.output
     assert_same_weights(tmp_path / "none", tmp_path / "block")
-
-
-def test_metrics_of_transformer_np_are_shown_to_weights_and_biases_too(tmp_path, monkeypatch):
-    shown, begun = [], []
-
-    def init(**options):
-        begun.append(options)
-        return SimpleNamespace(log=lambda numbers, step: shown.append({"step": step, **numbers}))
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    flags = ["--preset", "tiny", "--steps", "2", "--batch-size", "2", "--wandb"]
-    result = invoke(app, "transformer-np", *flags, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert begun[0]["config"]["steps"] == 2
-    assert shown == metrics(tmp_path)

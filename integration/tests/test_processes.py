@@ -17,7 +17,7 @@ from fusewright_models.cli import app
 from fusewright_models.training import PARALLELS, Processes, TrainingConfig, captures
 from fusewright_models.training.captured import make_stepper
 
-from .commands import FILES, assert_refused, invoke, metrics
+from .commands import FILES, MEASURED, assert_refused, invoke, metrics
 from .together import Command, compute_in_fp64, run_together, stop_at
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.skipif(
 BOUND, FP32_BOUND = 2**20 * torch.finfo(torch.float64).eps, 2 * torch.finfo(torch.float32).eps
 # A process that waits for another in vain is given up.
 SECONDS = 120
-TIMES = {"tokens_per_second", "padded_tokens_per_second", "seconds", "evaluation_seconds"}
 SIZES = ["--preset", "tiny", "--device", "cpu", "--log-every", "1", "--eval-every", "2"]
 RUNS = {
     "transformer-np": ["--steps", "4", "--ragged", "--pad"],
@@ -65,7 +64,7 @@ def assert_near(folder: Path, other: Path) -> None:
     assert [each["step"] for each in lines] == [each["step"] for each in others]
     for one, two in zip(lines, others, strict=True):
         assert one.keys() == two.keys()
-        for name in one.keys() - TIMES:
+        for name in one.keys() - MEASURED:
             bound = FP32_BOUND if name == "selected_keys" else BOUND
             assert two[name] == pytest.approx(one[name], rel=bound), name
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -421,45 +420,6 @@ def test_text_is_generated_from_the_checkpoint_before_a_damaged_one(tmp_path, fi
     assert f"{before} is taken instead" in result.stderr
     # A run may be training there: nothing is renamed.
     assert file.exists()
-
-
-class WandB:
-    """As much of the library as a run of ours asks for, writing down what it is told."""
-
-    def __init__(self) -> None:
-        self.begun, self.lines = [], []
-
-    def init(self, **options):
-        self.begun.append(options)
-        return SimpleNamespace(log=lambda numbers, step: self.lines.append((step, numbers)))
-
-
-def test_metrics_are_shown_to_weights_and_biases(tmp_path, text, monkeypatch):
-    library = WandB()
-    monkeypatch.setitem(sys.modules, "wandb", library)
-    out = tmp_path / "run"
-    flags = [*TINY, "--dataset", text, "--wandb", "--wandb-project", "mine", "--out", out]
-    result = run("titan-mac", *flags)
-    assert result.exit_code == 0, result.output
-    (begun,) = library.begun
-    assert (begun["project"], begun["name"], begun["resume"]) == ("mine", "run", "allow")
-    assert begun["config"]["steps"] == 5
-    lines = [{"step": step, **numbers} for step, numbers in library.lines]
-    assert lines == metrics(out)
-
-    # A resumed folder goes on with the same run there.
-    assert run("titan-mac", "--resume", out).exit_code == 0
-    assert library.begun[1]["id"] == begun["id"]
-
-
-def test_missing_weights_and_biases_is_told_with_the_extra_that_brings_it(
-    tmp_path, text, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    out = tmp_path / "run"
-    result = run("titan-mac", *TINY, "--dataset", text, "--wandb", "--out", out)
-    missing = 'need wandb, which is not installed: pip install "./integration[wandb]"'
-    assert_refused(result, re.escape(missing), tmp_path)
 
 
 def test_help_lists_the_subcommands():

@@ -1,8 +1,13 @@
-"""The device that a command line names."""
+"""The device that a command line names, and what it can do."""
 
 from __future__ import annotations
 
+import sys
+
 import torch
+
+# Dense TFLOPS in bf16 of data sheets, by what the GPU's name has in it; the first that it has.
+PEAKS = {"A100": 312.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "H200": 989.4}
 
 
 def checked_device(name: str) -> torch.device:
@@ -22,3 +27,26 @@ def checked_device(name: str) -> torch.device:
         # The lines below the first are advice to programmers.
         reason = str(error).partition("\n")[0]
         raise ValueError(f"--device {name}: {reason}") from error
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Of a GPU of that kind; None of others."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that this process has had so far: of tensors on a GPU, of everything on a CPU;
+    None where the system does not say. It waits for nothing.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        # Not every system has it.
+        import resource
+    except ModuleNotFoundError:
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

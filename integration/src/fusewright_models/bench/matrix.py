@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from ..choices import Checkpointing
+from ..devices import peak_tflops
 from .harness import Line
 from .providers import Provider
 from .results import gib, keep_beside, mib, table_of
@@ -33,16 +32,6 @@ COLUMNS = [*NAMED, "attention", "ms", "ms_p20", "ms_p80", "tflops", "mfu", "mem_
 AGAINST = ("sdpa", "none", "wall")
 # Beyond so many context rows the host's share of a step is nothing that a graph could save.
 MOST_ROWS_OF_GRAPHS = 100_000
-# Dense TFLOPS in bf16 of data sheets, by what the GPU's name has in it; the first that it has.
-PEAKS = {"A100": 312.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "H200": 989.4}
-
-
-def peak_tflops(device: torch.device) -> float | None:
-    """Of a GPU of that kind; None of others."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 class MatrixHarness(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
@@ -31,9 +31,12 @@ from ..training import (
     default_rate,
     interval,
     make_optimizer,
+    tensorboard_library,
+    tensorboard_logger,
     wandb_library,
-    wandb_observer,
+    wandb_logger,
 )
+from ..training.loggers import Logger
 from ..training.processes import join, launched, process_count
 from .options import check_values, flag
 from .settings import Settings
@@ -61,6 +64,7 @@ NOT_TRAINED = {
     "keep",
     "wandb",
     "wandb_project",
+    "tensorboard",
 }
 
 # Fields that runs of before do not have, and what these did.
@@ -173,11 +177,12 @@ class Run(Settings):
                 f"got {self.batch_size}"
             )
 
-    def observer(self, folder: RunFolder) -> Callable[[dict[str, Any]], None] | None:
-        """What is shown the metrics beside the folder."""
-        if not self.wandb:
-            return None
-        return wandb_observer(folder, project=self.wandb_project, config=asdict(self))
+    def loggers(self, folder: RunFolder, *, after: int) -> Iterator[Logger]:
+        """What is shown the metrics beside the folder, from the step after that on."""
+        if self.wandb:
+            yield wandb_logger(folder, project=self.wandb_project, config=asdict(self))
+        if self.tensorboard:
+            yield tensorboard_logger(folder, after=after)
 
     def training(self) -> TrainingConfig:
         every, warmup = self.checkpoint_every, self.warmup_steps
@@ -312,6 +317,8 @@ def check_device(run: Run) -> None:
         raise ValueError(f"--capture needs a CUDA device; got --device {run.device}")
     if run.wandb:
         wandb_library()
+    if run.tensorboard:
+        tensorboard_library()
 
 
 def join_others(run: Run, folder: RunFolder) -> tuple[Processes, RunFolder, Console]:
@@ -370,7 +377,8 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
                 if resumed:
                     _take_up(trainer, run, folder)
                 if processes.is_main:
-                    trainer.record.observe = run.observer(folder)
+                    for logger in run.loggers(folder, after=trainer.step):
+                        trainer.record.observers.append(held.enter_context(logger))
             trainer.run(stop=stop)
             # All end by the same signal, also by one that has come since the last step.
             stop()

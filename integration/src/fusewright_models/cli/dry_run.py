@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..devices import peak_tflops
 from ..training import TrainingConfig
 from ..training.evaluations import PASSES
 from .commands import Run
@@ -65,6 +66,16 @@ class BatchSize(NamedTuple):
     unit: str
     units: int
     layer_columns: tuple[int, int]
+
+
+def step_operations(run: Run, forward: Callable[[], Counted]) -> float | None:
+    """Of a token's share of a step, where it is known how many the device can do: in bf16, on some
+    GPUs. ``forward`` counts a pass.
+    """
+    if run.precision != "bf16" or peak_tflops(torch.device(run.device)) is None:
+        return None
+    found = forward()
+    return PASSES * found.operations / found.rows
 
 
 def counted(model: nn.Module, loss: Callable[[], Any], rows: int) -> Counted:

@@ -18,7 +18,8 @@ from .generate import kind_of
 from .weights import load_model
 
 # How the run was trained, in the place of which evaluations have ways of their own.
-OF_TRAINING: dict[str, Any] = {"parallel": None, "capture": None, "wandb": False}
+OF_TRAINING: dict[str, Any] = {"parallel": None, "capture": None}
+OF_TRAINING |= {"wandb": False, "tensorboard": False}
 
 
 @leaving()

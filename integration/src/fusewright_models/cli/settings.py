@@ -155,8 +155,11 @@ class Settings:
         ),
     ] = None
     keep: Annotated[int, of_folder(min=1, help="How many of the last checkpoints. Default: 2.")] = 2
+    tensorboard: Annotated[
+        bool, of_folder(help="Write the metrics as events for TensorBoard, too. Default: not.")
+    ] = False
     wandb: Annotated[
-        bool, of_folder("--wandb", help="Show the metrics to Weights & Biases, too.")
+        bool, of_folder(help="Show the metrics to Weights & Biases, too. Default: not.")
     ] = False
     wandb_project: Annotated[str, of_folder(help="Of the run there. Default: fusewright.")] = (
         "fusewright"

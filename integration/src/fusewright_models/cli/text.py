@@ -51,7 +51,7 @@ from .commands import (
     train,
     usage_errors,
 )
-from .dry_run import BatchSize, counted, tell
+from .dry_run import BatchSize, Counted, counted, step_operations, tell
 from .presets import TextPreset
 from .settings import SAMPLE_TOKENS, TEMPERATURE, TextSettings
 from .weights import begin
@@ -256,6 +256,8 @@ def train_on_text(
         corpus = run.corpus()
         windows = run.windows(corpus)
         order_2 = ByteModel(corpus.training_text)
+        vocab_size = run.checked_vocab_size(corpus.tokenizer.vocab_size)
+        operations = step_operations(run, lambda: _forward(run, vocab_size, loss_function))
         model = run.model(corpus.tokenizer.vocab_size)
         run = begin(model, run, folder, resumed=resumed, processes=processes)
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -272,6 +274,7 @@ def train_on_text(
         evaluate_part=lambda: part.score(model, processes),
         choices=run.choices,
         processes=processes,
+        operations=operations,
     )
     console.print(
         f"{run.title} ({run.label}), {parameters:,} parameters, {len(corpus.training):,} tokens to "
@@ -301,21 +304,26 @@ def train_on_text(
 
 
 def _tell(console: Console, run: TextRun, loss_function: Callable[[Any, Any], Any]) -> None:
-    """What the run would take, by one window that is as long as it has to be."""
+    """What the run would take."""
     vocab_size = run.checked_vocab_size(make_tokenizer(run.tokenizer).vocab_size)
+    forward = _forward(run, vocab_size, loss_function)
+    tokens = run.batch_size * run.seq_len
+    shape = run.shape(vocab_size)
+    columns = shape.layers, shape.dim
+    size = BatchSize(rows=tokens, unit="token", units=tokens, layer_columns=columns)
+    tell(console, run, run.title, forward, size)
+
+
+def _forward(run: TextRun, vocab_size: int, loss_function: Callable[[Any, Any], Any]) -> Counted:
+    """A pass over a vocabulary of that size, of one window that is as long as it has to be."""
     on_cpu = torch.device(run.device).type == "cpu"
     # What plain torch keeps grows with the window, and its operations do not.
     length = min(run.seq_len, MOST_COUNTED if on_cpu else max(2, run.counted_length))
-    shape = run.shape(vocab_size)
     with torch.device("meta"):
         model = run.built(vocab_size)
         batch = run.batch(torch.zeros(1, length + 1, dtype=torch.int64))
         optimizer_of(run, model)
-        forward = counted(model, lambda: loss_function(model, batch), length)
-    tokens = run.batch_size * run.seq_len
-    columns = shape.layers, shape.dim
-    size = BatchSize(rows=tokens, unit="token", units=tokens, layer_columns=columns)
-    tell(console, run, run.title, forward, size)
+        return counted(model, lambda: loss_function(model, batch), length)
 
 
 def _sample(model: StreamingModel, corpus: Corpus, seed: int) -> tuple[bytes, bytes]:

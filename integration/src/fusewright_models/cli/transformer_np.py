@@ -26,7 +26,7 @@ from .commands import (
     train,
     usage_errors,
 )
-from .dry_run import BatchSize, counted, tell
+from .dry_run import BatchSize, Counted, counted, step_operations, tell
 from .options import LARGEST_SEED
 from .presets import TRANSFORMER_NP, TransformerNPPreset
 from .settings import TransformerNPSettings
@@ -145,6 +145,7 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
             _tell(console, run)
             return
         held_out = run.sampler(held_out=True)
+        operations = step_operations(run, lambda: _forward(run)[0])
         model = run.model(held_out.x_width)
         run = begin(model, run, folder, resumed=resumed, processes=processes)
         parameters = model.parameter_count()
@@ -172,6 +173,7 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
         *parts,
         evaluate=lambda: evaluation(preset.evaluation_tasks),
         evaluate_part=lambda: evaluation(run.part_tasks(preset)),
+        operations=operations,
         console=console,
         **shared,
     )
@@ -191,18 +193,23 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
 
 
 def _tell(console: Console, run: TransformerNPRun) -> None:
-    """What the run would take, by a batch that is drawn for it."""
+    """What the run would take."""
     run.source(padded=False)
+    forward, shape = _forward(run)
+    columns = shape.layers, shape.width
+    size = BatchSize(rows=forward.rows, unit="task", units=run.batch_size, layer_columns=columns)
+    tell(console, run, "TransformerNP", forward, size)
+
+
+def _forward(run: TransformerNPRun) -> tuple[Counted, TransformerNPConfig]:
+    """A pass of a batch that is drawn for it, and the model's shape."""
     task = run.sampler().sample(run.batch_size)
     with torch.device("meta"):
         model = run.built(task.x_target.shape[-1])
         batch = task.to("meta")
         optimizer_of(run, model)
         forward = counted(model, lambda: negative_log_likelihood(model, batch), task.tokens)
-    forward = forward._replace(parameters=model.parameter_count())
-    columns = model.config.layers, model.config.width
-    size = BatchSize(rows=task.tokens, unit="task", units=run.batch_size, layer_columns=columns)
-    tell(console, run, "TransformerNP", forward, size)
+    return forward._replace(parameters=model.parameter_count()), model.config
 
 
 def _report(console: Console, folder: RunFolder, reference: str) -> None:

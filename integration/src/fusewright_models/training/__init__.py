@@ -6,6 +6,7 @@ from ..choices import OPTIMIZER_NAMES, PARALLELS, PRECISIONS, OptimizerName, Par
 from .captured import captures
 from .config import TrainingConfig, interval
 from .files import NotWritten
+from .loggers import tensorboard_library, tensorboard_logger, wandb_library, wandb_logger
 from .optimization import (
     adamw,
     default_decay,
@@ -19,7 +20,6 @@ from .run_folder import RunFolder
 from .signals import StopSignals
 from .source import Told
 from .trainer import Trainer
-from .wandb import wandb_library, wandb_observer
 
 __all__ = [
     "OPTIMIZER_NAMES",
@@ -41,8 +41,10 @@ __all__ = [
     "default_rate",
     "interval",
     "make_optimizer",
+    "tensorboard_library",
+    "tensorboard_logger",
     "torch_adamw",
     "wandb_library",
-    "wandb_observer",
+    "wandb_logger",
     "warmup_cosine",
 ]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NamedTuple
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..devices import peak_memory, peak_tflops
+from .loggers import Observer
 from .processes import Processes
 from .run_folder import RunFolder
 from .stepper import Means
@@ -29,13 +32,13 @@ class Record:
         processes: of which the first one writes.
 
     Attributes:
-        observe: is shown every line of metrics as it is written.
+        observers: are shown every line of metrics as it is written.
         noted: the step of the last line.
     """
 
     def __init__(self, folder: RunFolder | None, console: Console, processes: Processes) -> None:
         self.folder, self.console, self.processes = folder, console, processes
-        self.observe: Callable[[dict[str, Any]], None] | None = None
+        self.observers: list[Observer] = []
         self.noted: int | None = None
 
     def say(self, text: str) -> None:
@@ -56,8 +59,8 @@ class Record:
             if self.processes.is_main:
                 self.folder.append_metrics(line)
             self.noted = step
-        if self.observe is not None:
-            self.observe(line)
+        for observe in self.observers:
+            observe(line)
 
     def bar(self) -> Progress:
         return Progress(
@@ -120,25 +123,44 @@ def check_means(means: Means, steps: range) -> None:
         )
 
 
-def training_line(means: Means, *, rate: float, tokens: int, seconds: float) -> dict[str, float]:
+class Speed(NamedTuple):
+    """What is told of the speed of a training and of its memory.
+
+    Attributes:
+        device: that trains, or one of those that do.
+        devices: how many do.
+        operations: of a token's share of a step; None where they are not known.
+    """
+
+    device: torch.device
+    devices: int = 1
+    operations: float | None = None
+
+    def numbers(self, tokens: int, padding: int, seconds: float) -> dict[str, float]:
+        """By name, of so many tokens in so many seconds, those of padding included."""
+        rate = (tokens - padding) / seconds
+        found = {"tokens_per_second": rate, "seconds": seconds}
+        if padding:
+            found["padded_tokens_per_second"] = padding / seconds
+        peak = None if self.operations is None else peak_tflops(self.device)
+        if self.operations is not None and peak is not None:
+            found["mfu"] = rate * self.operations / (peak * 1e12 * self.devices)
+        most = peak_memory(self.device)
+        return found if most is None else found | {"peak_memory_mib": most / 2**20}
+
+
+def training_line(means: Means, rate: float, speed: dict[str, float]) -> dict[str, float]:
     """The line of a log point.
 
     Args:
         means: since the last one.
         rate: of the last step.
-        tokens: read since then, those of padding included.
-        seconds: since then.
+        speed: numbers of it, by name.
     """
     line: dict[str, float] = {}
     if means.taken:
         line |= {"loss": means.loss, **means.means, "gradient_norm": means.gradient_norm}
-    line |= {
-        "lr": rate,
-        "tokens_per_second": (tokens - means.padding) / seconds,
-        "seconds": seconds,
-    }
-    if means.padding:
-        line["padded_tokens_per_second"] = means.padding / seconds
+    line |= {"lr": rate, **speed}
     if means.skipped:
         line["skipped_steps"] = means.skipped
     return line | {name: int(count) for name, count in means.counts.items() if count}
@@ -147,7 +169,12 @@ def training_line(means: Means, *, rate: float, tokens: int, seconds: float) -> 
 def state_of(means: Means, line: dict[str, float]) -> str:
     """Of a training, beside its bar."""
     told = f"loss {means.loss:.4f}" if means.taken else "all skipped"
-    return f"{told}  {line['tokens_per_second']:,.0f} tokens/s{counted(means)}"
+    parts = [told, f"{line['tokens_per_second']:,.0f} tokens/s"]
+    if "mfu" in line:
+        parts.append(f"{line['mfu']:.1%} MFU")
+    if "peak_memory_mib" in line:
+        parts.append(f"{line['peak_memory_mib'] / 2**10:.1f} GiB")
+    return "  ".join(parts) + counted(means)
 
 
 def counted(means: Means) -> str:

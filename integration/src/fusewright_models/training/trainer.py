@@ -33,7 +33,7 @@ from .optimization import warmup_then
 from .optimizer_traits import kind, network_digest
 from .plots import plot_loss
 from .processes import ALONE, Processes
-from .record import NOT_FINITE, Clock, Record, check_means, shown, state_of, training_line
+from .record import NOT_FINITE, Clock, Record, Speed, check_means, shown, state_of, training_line
 from .resuming import check_metrics, check_optimizer, read_state, trained_steps
 from .run_folder import RunFolder
 from .source import Batch, BatchT, Source, Told
@@ -64,6 +64,8 @@ class Trainer:
         choices: by name, what the run was asked for: checkpoints keep it, and one that was trained
             with others is refused.
         processes: that train the model together; of their folder the first one is the writer.
+        operations: of the matrix products of a step, for each token; None where they are not
+            counted, and no line tells their share of what the device could do.
 
     Raises:
         ValueError: ``config.capture`` is True where steps cannot be captured.
@@ -84,6 +86,7 @@ class Trainer:
         observe: Callable[[dict[str, Any]], None] | None = None,
         choices: dict[str, Any] | None = None,
         processes: Processes = ALONE,
+        operations: float | None = None,
     ) -> None:
         self.model = model
         self.source = source
@@ -93,7 +96,8 @@ class Trainer:
         self.evaluate, self.evaluate_part = evaluate, evaluate_part or evaluate
         self.console = console or Console()
         self.record = Record(folder, self.console, processes)
-        self.record.observe = observe
+        if observe is not None:
+            self.record.observers.append(observe)
         self.choices = choices
         self.processes = processes
         self.step = 0
@@ -111,6 +115,7 @@ class Trainer:
         self.steps_since_log = 0
         self.background = Background()
         self.clock = Clock()
+        self.speed = Speed(self.device, processes.count, operations)
 
     def run(self, until: int | None = None, *, stop: Callable[[], bool] = never) -> None:
         """Train up to step ``until``, by default to the end of the schedule.
@@ -333,9 +338,9 @@ class Trainer:
     def _log(self) -> str:
         """Read the sums, write a line, start new sums; returns the state for the progress bar."""
         means = self.stepper.means()
-        tokens, seconds = self.clock.tokens, self.clock.seconds
+        speed = self.speed.numbers(self.clock.tokens, means.padding, self.clock.seconds)
         check_means(means, range(self.step - self.steps_since_log + 1, self.step + 1))
-        line = training_line(means, rate=self.stepper.rate, tokens=tokens, seconds=seconds)
+        line = training_line(means, self.stepper.rate, speed)
         self.record.note(self.step, line)
         self.steps_since_log = 0
         self._start_clock()

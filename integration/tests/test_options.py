@@ -27,7 +27,8 @@ every_model = pytest.mark.parametrize("model", KINDS)
 SHARED = """
 steps batch-size gradient-accumulation-steps optimizer lr warmup-steps schedule weight-decay beta1
 beta2 clip-norm seed precision device parallel compile capture checkpointing backend log-every
-eval-every eval-share checkpoint-every keep tensorboard wandb wandb-project out resume
+eval-every eval-share checkpoint-every keep profile memory-snapshot tensorboard wandb
+wandb-project out resume
 """
 HELP = """
 import sys

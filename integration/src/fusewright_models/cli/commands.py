@@ -31,6 +31,8 @@ from ..training import (
     default_rate,
     interval,
     make_optimizer,
+    memory_history,
+    steps_of,
     tensorboard_library,
     tensorboard_logger,
     wandb_library,
@@ -65,6 +67,8 @@ NOT_TRAINED = {
     "wandb",
     "wandb_project",
     "tensorboard",
+    "profile",
+    "memory_snapshot",
 }
 
 # Fields that runs of before do not have, and what these did.
@@ -200,6 +204,7 @@ class Run(Settings):
             evaluate_every=self.eval_every,
             checkpoint_every=None if every is None else interval(every),
             keep=self.keep,
+            profile=None if self.profile is None else steps_of(self.profile),
         )
 
 
@@ -315,6 +320,8 @@ def check_device(run: Run) -> None:
     layer_norm(torch.ones(1, 8, device=device), backend=run.backend)
     if run.capture and device.type != "cuda":
         raise ValueError(f"--capture needs a CUDA device; got --device {run.device}")
+    if run.memory_snapshot and device.type != "cuda":
+        raise ValueError(f"--memory-snapshot needs a CUDA device; got --device {run.device}")
     if run.wandb:
         wandb_library()
     if run.tensorboard:
@@ -379,6 +386,8 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
                 if processes.is_main:
                     for logger in run.loggers(folder, after=trainer.step):
                         trainer.record.observers.append(held.enter_context(logger))
+                    if run.memory_snapshot:
+                        held.enter_context(memory_history(folder, trainer.record.say))
             trainer.run(stop=stop)
             # All end by the same signal, also by one that has come since the last step.
             stop()

@@ -155,6 +155,14 @@ class Settings:
         ),
     ] = None
     keep: Annotated[int, of_folder(min=1, help="How many of the last checkpoints. Default: 2.")] = 2
+    profile: Annotated[
+        str | None,
+        of_folder(help="Steps, such as 10:20, of which trace.json.gz tells what runs when."),
+    ] = None
+    memory_snapshot: Annotated[
+        bool,
+        of_folder(help="Leave memory.pickle: who has allocated what on the GPU. Default: not."),
+    ] = False
     tensorboard: Annotated[
         bool, of_folder(help="Write the metrics as events for TensorBoard, too. Default: not.")
     ] = False

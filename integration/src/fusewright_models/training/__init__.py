@@ -16,6 +16,7 @@ from .optimization import (
     warmup_cosine,
 )
 from .processes import Processes
+from .profiling import memory_history, steps_of
 from .run_folder import RunFolder
 from .signals import StopSignals
 from .source import Told
@@ -41,6 +42,8 @@ __all__ = [
     "default_rate",
     "interval",
     "make_optimizer",
+    "memory_history",
+    "steps_of",
     "tensorboard_library",
     "tensorboard_logger",
     "torch_adamw",

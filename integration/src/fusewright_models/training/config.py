@@ -33,6 +33,7 @@ class TrainingConfig:
         checkpoint_every: steps or time between two checkpoints; None for one with every evaluation.
             The end has one.
         keep: how many of the last checkpoints stay.
+        profile: steps that a trace is written of.
     """
 
     steps: int
@@ -48,6 +49,7 @@ class TrainingConfig:
     evaluate_every: int = 100
     checkpoint_every: int | timedelta | None = None
     keep: int = 2
+    profile: range | None = None
 
     def __post_init__(self) -> None:
         counts = ["steps", "batch_size", "accumulation_steps", "log_every", "evaluate_every"]
@@ -57,6 +59,11 @@ class TrainingConfig:
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.profile is not None and self.profile[-1] > self.steps:
+            raise ValueError(
+                f"profile must be among the {self.steps} steps of the run; "
+                f"got {self.profile[0]}:{self.profile[-1]}"
+            )
         if not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(f"warmup_steps must be 0 to {self.steps}; got {self.warmup_steps}")
         if self.schedule not in SCHEDULES:

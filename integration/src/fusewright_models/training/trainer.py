@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from .optimization import warmup_then
 from .optimizer_traits import kind, network_digest
 from .plots import plot_loss
 from .processes import ALONE, Processes
+from .profiling import Trace
 from .record import NOT_FINITE, Clock, Record, Speed, check_means, shown, state_of, training_line
 from .resuming import check_metrics, check_optimizer, read_state, trained_steps
 from .run_folder import RunFolder
@@ -116,6 +118,9 @@ class Trainer:
         self.background = Background()
         self.clock = Clock()
         self.speed = Speed(self.device, processes.count, operations)
+        self.trace: Trace | None = None
+        if config.profile is not None and folder is not None and processes.is_main:
+            self.trace = Trace(config.profile, folder, self.device, self.record.say)
 
     def run(self, until: int | None = None, *, stop: Callable[[], bool] = never) -> None:
         """Train up to step ``until``, by default to the end of the schedule.
@@ -135,6 +140,8 @@ class Trainer:
         except BaseException:
             try:
                 self.background.wait()
+                if self.trace is not None:
+                    self.trace.write()
             except OSError as error:
                 # Told beside what ends the run.
                 self.record.say(str(error))
@@ -179,6 +186,8 @@ class Trainer:
                 self._check_numbers()
                 self._save()
                 self._plot()
+        if self.trace is not None:
+            self.trace.write()
 
     def _checkpoint_is_due(self, evaluation_due: bool, asks: bool) -> bool:
         every = self.config.checkpoint_every
@@ -325,9 +334,14 @@ class Trainer:
         return warmup_then(config.schedule, self.step, **numbers)
 
     def _take_step(self) -> None:
-        self.stepper.take(self._factor(), self._sample)
-        self.step += 1
+        number = self.step + 1
+        with nullcontext() if self.trace is None else self.trace.step(number):
+            self.stepper.take(self._factor(), self._sample)
+        self.step = number
         self.steps_since_log += 1
+        if self.trace is not None and self.trace.ends_with(number):
+            with self.clock.paused():
+                self.trace.write()
 
     def _sample(self) -> Batch:
         size = self.config.batch_size

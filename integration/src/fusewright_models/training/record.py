@@ -44,8 +44,8 @@ class Record:
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
 
-    def note(self, step: int, numbers: dict[str, float]) -> None:
-        """Write a line.
+    def note(self, step: int, numbers: dict[str, float]) -> dict[str, float]:
+        """Write a line, and return it.
 
         Raises:
             FloatingPointError: a number is not finite.
@@ -61,6 +61,7 @@ class Record:
             self.noted = step
         for observe in self.observers:
             observe(line)
+        return line
 
     def bar(self) -> Progress:
         return Progress(

@@ -30,6 +30,7 @@ from .captured import make_stepper
 from .checkpoints import on_host
 from .config import TrainingConfig
 from .files import Background
+from .incidents import Incidents, Watch
 from .optimization import warmup_then
 from .optimizer_traits import kind, network_digest
 from .plots import plot_loss
@@ -118,6 +119,8 @@ class Trainer:
         self.background = Background()
         self.clock = Clock()
         self.speed = Speed(self.device, processes.count, operations)
+        self.incidents = Incidents(config.clip_norm)
+        self.watch = Watch(self.record.say)
         self.trace: Trace | None = None
         if config.profile is not None and folder is not None and processes.is_main:
             self.trace = Trace(config.profile, folder, self.device, self.record.say)
@@ -136,7 +139,8 @@ class Trainer:
             NotWritten: a file of the folder could not be; the last checkpoint stands.
         """
         try:
-            self._run(until, stop)
+            with self.watch:
+                self._run(until, stop)
         except BaseException:
             try:
                 self.background.wait()
@@ -162,6 +166,7 @@ class Trainer:
             self._start_clock()
             while self.step < last and not stopping:
                 self._take_step()
+                self.watch.comes(self.step)
                 progress.update(bar, completed=self.step)
                 finished = self.step == config.steps
                 evaluation_due = finished or self.step % config.evaluate_every == 0
@@ -180,6 +185,7 @@ class Trainer:
                 if evaluation_due:
                     self._plot()
                     self._start_clock()
+                self.watch.comes(self.step)
                 self.background.raise_error()
                 stopping = asks and stop()
             if stopping and self.saved != self.step:
@@ -296,6 +302,8 @@ class Trainer:
             self.folder.checkpoints.set_aside(after=self.step)
         kept = self.forget_metrics(after=self.step)
         self.record.noted = kept[-1]["step"] if kept else None
+        for line in kept:
+            self.incidents.look(line)
         # Lines of training have a rate.
         evaluations = [line["step"] for line in kept if "lr" not in line]
         self.evaluated = evaluations[-1] if evaluations else None
@@ -355,7 +363,8 @@ class Trainer:
         speed = self.speed.numbers(self.clock.tokens, means.padding, self.clock.seconds)
         check_means(means, range(self.step - self.steps_since_log + 1, self.step + 1))
         line = training_line(means, self.stepper.rate, speed)
-        self.record.note(self.step, line)
+        for text in self.incidents.look(self.record.note(self.step, line)):
+            self.record.say(text)
         self.steps_since_log = 0
         self._start_clock()
         return state_of(means, line)

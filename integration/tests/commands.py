@@ -13,7 +13,7 @@ import torch
 import typer
 from click.testing import Result
 from fusewright_models.bench.__main__ import app as bench
-from fusewright_models.cli import commands, transformer_np
+from fusewright_models.cli import commands, text, transformer_np
 from fusewright_models.training import RunFolder, trainer
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
@@ -28,7 +28,8 @@ MEASURED = {
     "peak_memory_mib",
 }
 # Of a language model; `draw` has its own.
-FILES = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints", "run.lock"}
+FILES = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "report.html"}
+FILES |= {"checkpoints", "run.lock"}
 
 
 def invoke(program: typer.Typer | Callable[..., None], *arguments: object) -> Result:
@@ -57,6 +58,8 @@ def train_at(patch: pytest.MonkeyPatch, rate: float) -> None:
 def leave_out_pictures(patch: pytest.MonkeyPatch) -> None:
     """A picture takes longer than the training of a tiny model."""
     patch.setattr(trainer, "plot_loss", lambda folder: None)
+    for module in (text, transformer_np):
+        patch.setattr(module, "write_report", lambda folder: None)
     patch.setattr(transformer_np, "draw_predictions", lambda *given: Figure())
 
 

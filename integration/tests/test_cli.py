@@ -25,7 +25,8 @@ from .commands import (
     train_at,
 )
 
-FILES = {"config.json", "metrics.jsonl", "loss.png", "predictions.png", "checkpoints", "run.lock"}
+FILES = {"config.json", "metrics.jsonl", "loss.png", "predictions.png", "report.html"}
+FILES |= {"checkpoints", "run.lock"}
 TINY = ["--preset", "tiny", "--steps", "5", "--log-every", "2", "--eval-every", "3"]
 
 

@@ -67,8 +67,8 @@ def transformer_np_command(**flags: Any) -> None:
 
     Without flags: completion of handwritten digits, some two minutes on two CPU cores. Prints the
     held-out log-likelihood per target before and after, beside the reference that belongs to the
-    data, and leaves a folder with config.json, metrics.jsonl, loss.png, predictions.png and
-    checkpoints.
+    data, and leaves a folder with config.json, metrics.jsonl, loss.png, predictions.png,
+    report.html and checkpoints.
     """
     from .transformer_np import train_transformer_np
 
@@ -83,7 +83,7 @@ def titan_mac_command(**flags: Any) -> None:
     Without flags: bytes of the running Python's standard library, some three minutes on two CPU
     cores. Prints the held-out bits per byte before and after, beside those of an order-2 byte model
     fitted to the same training text, and a continuation of a held-out text; leaves a folder with
-    config.json, metrics.jsonl, loss.png, sample.txt and checkpoints.
+    config.json, metrics.jsonl, loss.png, sample.txt, report.html and checkpoints.
     """
     from .titan_mac import train_titan_mac
 
@@ -98,7 +98,7 @@ def hybrid_command(**flags: Any) -> None:
     Without flags: bytes of the running Python's standard library, some minutes on two CPU cores.
     Prints the held-out bits per byte of the next token before and after, beside those of an order-2
     byte model fitted to the same training text, and a continuation of a held-out text; leaves a
-    folder with config.json, metrics.jsonl, loss.png, sample.txt and checkpoints.
+    folder with config.json, metrics.jsonl, loss.png, sample.txt, report.html and checkpoints.
     """
     from .hybrid import train_hybrid
 
@@ -163,6 +163,18 @@ def evaluate_command(
 
     asked = {"seq_len": seq_len, "batch_size": batch_size, "device": device, "cache": cache}
     evaluate_run(run, {name: x for name, x in asked.items() if x is not None})
+
+
+@app.command("report")
+def report_command(
+    run: Annotated[Path, typer.Argument(help="Results folder of a run.")],
+) -> None:
+    """Write report.html into the folder of a run, as its end does: scores, curves, speed, what went
+    wrong, predictions or a text, and settings, in one page that needs nothing beside it.
+    """
+    from .report import report_run
+
+    report_run(run)
 
 
 @app.command("generate")

@@ -19,7 +19,7 @@ from .weights import load_model
 
 # How the run was trained, in the place of which evaluations have ways of their own.
 OF_TRAINING: dict[str, Any] = {"parallel": None, "capture": None}
-OF_TRAINING |= {"wandb": False, "tensorboard": False}
+OF_TRAINING |= {"wandb": False, "tensorboard": False, "memory_snapshot": False}
 
 
 @leaving()

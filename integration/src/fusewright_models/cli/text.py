@@ -39,6 +39,7 @@ from ..text.generation import StreamingModel, continued
 from ..training import RunFolder, Trainer
 from ..training.evaluations import part_size
 from ..training.processes import ALONE, Processes, leaving
+from ..training.report import SAMPLE, write_report
 from ..training.source import Source
 from .commands import (
     Run,
@@ -56,7 +57,6 @@ from .presets import TextPreset
 from .settings import SAMPLE_TOKENS, TEMPERATURE, TextSettings
 from .weights import begin
 
-SAMPLE = "sample.txt"
 PROMPT_TOKENS = 64
 # Of a vocabulary that is not read yet: bytes.
 BYTES = 256
@@ -294,6 +294,8 @@ def train_on_text(
         return
     if text is not None:
         _show_sample(console, folder, text)
+    with usage_errors():
+        write_report(folder)
     reached = _report(console, folder)
     results_in(console, folder)
     if margin is not None and not reached >= margin:

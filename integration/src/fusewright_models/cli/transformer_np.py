@@ -14,6 +14,7 @@ from ..models.transformer_np import TransformerNP, TransformerNPConfig
 from ..training import RunFolder, Trainer, captures
 from ..training.evaluations import part_size
 from ..training.processes import leaving
+from ..training.report import PREDICTIONS, write_report
 from .commands import (
     LATER,
     Run,
@@ -32,7 +33,6 @@ from .presets import TRANSFORMER_NP, TransformerNPPreset
 from .settings import TransformerNPSettings
 from .weights import begin
 
-PREDICTIONS = "predictions.png"
 # Every run on the same kind of data is scored on the same tasks; no run can train on them.
 EVALUATION_SEED = LARGEST_SEED + 1
 
@@ -189,6 +189,7 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
         return
     with usage_errors():
         folder.draw(PREDICTIONS, picture)
+        write_report(folder)
     _report(console, folder, held_out.reference)
 
 

@@ -3,6 +3,7 @@
 config.json      what was asked for
 metrics.jsonl    one JSON object per line, each with "step": training lines and evaluation lines
 loss.png         the training loss and the evaluations
+report.html      one page of all that is told of the run
 checkpoints/     everything that the next step depends on, of the last few times it was saved
 run.lock         locked while a program trains
 """

@@ -22,6 +22,7 @@ from ..choices import FORMER
 from ..devices import checked_device
 from ..training import (
     NotWritten,
+    OutOfMemory,
     Processes,
     RunFolder,
     StopSignals,
@@ -397,9 +398,18 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
     except FloatingPointError as error:
         console.print(f"stopped: {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
+    except OutOfMemory as error:
+        stands = f"step {trainer.step} is saved" if error.saved else _stands(folder)
+        console.print(
+            f"stopped: {error}; {stands}; --checkpointing block needs less, and another run with a "
+            f"smaller --batch-size and more --gradient-accumulation-steps does; {go_on}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(1) from error
     except NotWritten as error:
-        stands = "the last checkpoint stands" if folder.holds_a_checkpoint else "no checkpoint yet"
-        console.print(f"stopped: {error}; {stands}; {go_on}", highlight=False, soft_wrap=True)
+        told = f"stopped: {error}; {_stands(folder)}; {go_on}"
+        console.print(told, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     if stop.received is not None:
         console.print(
@@ -408,6 +418,10 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
             soft_wrap=True,
         )
         raise typer.Exit(128 + stop.received)
+
+
+def _stands(folder: RunFolder) -> str:
+    return "the last checkpoint stands" if folder.holds_a_checkpoint else "no checkpoint yet"
 
 
 def _hold(held: ExitStack, run: Run, folder: RunFolder, *, resumed: bool) -> None:

@@ -18,6 +18,7 @@ from .optimization import (
 from .processes import Processes
 from .profiling import memory_history, steps_of
 from .run_folder import RunFolder
+from .shortage import OutOfMemory
 from .signals import StopSignals
 from .source import Told
 from .trainer import Trainer
@@ -28,6 +29,7 @@ __all__ = [
     "PRECISIONS",
     "NotWritten",
     "OptimizerName",
+    "OutOfMemory",
     "Parallel",
     "Precision",
     "Processes",

@@ -70,9 +70,10 @@ class Stepper:
         self.processes = processes
         self.model = self.joined(model)
         # Running averages follow the rows of all processes.
-        kept = model.state_dict().keys() if processes.parallel else ()
-        buffers = (x for name, x in model.named_buffers() if name in kept)
-        self.averages = [x for x in buffers if x.is_floating_point()]
+        saved = model.state_dict().keys()
+        self.buffers = [x for name, x in model.named_buffers() if name in saved]
+        averaged = self.buffers if processes.parallel else ()
+        self.averages = [x for x in averaged if x.is_floating_point()]
         self.loss_function = torch.compile(loss_function) if config.compile else loss_function
         self.optimizer, self.config = optimizer, config
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -96,16 +97,41 @@ class Stepper:
         # What else is told: means of the last step so far, their sums, and sums of counts.
         self.names: tuple[list[str], list[str]] = [], []
         self.told = self.told_sums = self.counts = self.sums[:0]
+        # Before the step that is being taken, and whether its optimizer has begun to move.
+        self.kept: list[Tensor] = []
+        self.moving = False
 
     def take(self, factor: float, sample: Callable[[], Batch]) -> None:
         """One step with ``factor`` times the peak rates."""
+        self._keep()
         self._schedule(factor)
         count = self.config.accumulation_steps
         for number in range(count):
             self.add(sample(), first=number == 0, last=number == count - 1)
             self.processes.average_(*self.averages)
         self.processes.average_(self.loss, self.told)
+        self.moving = True
         self.update()
+        self.moving = False
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        """What batches change before the optimizer moves."""
+        changing = [*self.buffers, self.counts]
+        if [x.shape for x in changing] != [x.shape for x in self.kept]:
+            self.kept = [x.clone() for x in changing]
+        elif self.buffers or len(self.counts):
+            torch._foreach_copy_(self.kept, changing)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Take back what the batches of a step have changed that did not come to its end."""
+        for x, kept in zip([*self.buffers, self.counts], self.kept, strict=True):
+            # In the first step of all what is counted is not known before its batch.
+            if x.shape == kept.shape:
+                x.copy_(kept)
+            else:
+                x.zero_()
 
     def joined(self, model: nn.Module) -> nn.Module:
         """What is called in the place of the model, where there are other processes."""

@@ -39,6 +39,7 @@ from .profiling import Trace
 from .record import NOT_FINITE, Clock, Record, Speed, check_means, shown, state_of, training_line
 from .resuming import check_metrics, check_optimizer, read_state, trained_steps
 from .run_folder import RunFolder
+from .shortage import OutOfMemory, asked_for
 from .source import Batch, BatchT, Source, Told
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -121,6 +122,8 @@ class Trainer:
         self.speed = Speed(self.device, processes.count, operations)
         self.incidents = Incidents(config.clip_norm)
         self.watch = Watch(self.record.say)
+        # What the step that is being taken found.
+        self.begun: dict[str, Any] | None = None
         self.trace: Trace | None = None
         if config.profile is not None and folder is not None and processes.is_main:
             self.trace = Trace(config.profile, folder, self.device, self.record.say)
@@ -137,11 +140,13 @@ class Trainer:
             FloatingPointError: a loss, a gradient norm or a parameter was not finite, or ten and
                 more steps in a row were skipped.
             NotWritten: a file of the folder could not be; the last checkpoint stands.
+            OutOfMemory: memory ran out.
         """
+        asked: str | None = None
         try:
             with self.watch:
                 self._run(until, stop)
-        except BaseException:
+        except BaseException as ended:
             try:
                 self.background.wait()
                 if self.trace is not None:
@@ -149,7 +154,12 @@ class Trainer:
             except OSError as error:
                 # Told beside what ends the run.
                 self.record.say(str(error))
-            raise
+            asked = asked_for(ended)
+            if asked is None:
+                raise
+        # What the step has allocated is let go with its error.
+        if asked is not None:
+            self._tell_of_shortage(asked)
         self.background.wait()
 
     def _run(self, until: int | None, stop: Callable[[], bool]) -> None:
@@ -221,9 +231,9 @@ class Trainer:
         self._save()
         self.background.wait()
 
-    def _save(self) -> None:
+    def _save(self, **other: Any) -> None:
         """Likewise: it is copied now, and written beside what follows. A file that could not be
-        written is told of at the next one.
+        written is told of at the next one. In the state ``other`` stands for what the run has.
         """
         if self.folder is None:
             return
@@ -245,6 +255,7 @@ class Trainer:
         }
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+        state |= other
         if self.processes.is_main:
             write = partial(self.folder.save_checkpoint, on_host(state), keep=self.config.keep)
             self.background.start(write)
@@ -343,13 +354,44 @@ class Trainer:
 
     def _take_step(self) -> None:
         number = self.step + 1
+        self.begun = self._before_step()
         with nullcontext() if self.trace is None else self.trace.step(number):
             self.stepper.take(self._factor(), self._sample)
         self.step = number
+        self.begun = None
         self.steps_since_log += 1
         if self.trace is not None and self.trace.ends_with(number):
             with self.clock.paused():
                 self.trace.write()
+
+    def _before_step(self) -> dict[str, Any]:
+        """What the step changes before the optimizer moves, but for what the stepper keeps."""
+        if self.folder is None or self.processes.several:
+            return {}
+        before = {"source": self.source.state_dict(), "torch_rng": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            before["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+        return before
+
+    def _tell_of_shortage(self, asked: str) -> None:
+        """Save what there is before the step or the evaluation that memory ran out in, if that is
+        whole; by one process alone, since others wait for this one elsewhere.
+
+        Raises:
+            OutOfMemory: always.
+        """
+        where, before = f"the evaluation after step {self.step}", {"evaluated": self.step}
+        if self.begun is not None:
+            where, before = f"step {self.step + 1}", self.begun
+            if not self.stepper.moving:
+                self.stepper.undo()
+        saved = self.saved == self.step
+        if before and not (saved or self.stepper.moving or self.processes.several):
+            self._save(**before)
+            self.background.wait()
+            saved = self.folder is not None
+        size = f"batches of {self.config.batch_size} in {self.config.precision}"
+        raise OutOfMemory(f"out of memory in {where}, with {size}: {asked}", saved=saved)
 
     def _sample(self) -> Batch:
         size = self.config.batch_size

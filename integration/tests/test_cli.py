@@ -49,7 +49,7 @@ def test_five_steps_leave_every_file_and_report_the_scores(tmp_path, data):
     assert [line["step"] for line in lines if "loss" in line] == [2, 3, 4, 5]
     scores = [line for line in lines if "held_out_log_likelihood" in line]
     assert [line["step"] for line in scores] == [0, 3, 5]
-    assert [line["held_out_tasks"] for line in scores] == [16, 16, 32]
+    assert [line["held_out_tasks"] for line in scores] == [8, 8, 32]
     assert len({line["reference_log_likelihood"] for line in scores[:2]}) == 1
     for line in (scores[0], scores[-1]):
         assert f"{line['held_out_log_likelihood']:.4f}" in result.output

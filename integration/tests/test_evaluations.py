@@ -21,7 +21,7 @@ from fusewright_models.text import (
     read_corpus,
 )
 from fusewright_models.training import TrainingConfig
-from fusewright_models.training.evaluations import PASSES, part_size
+from fusewright_models.training.evaluations import EVALUATIONS, part_size
 from fusewright_models.training.processes import Processes
 
 from .commands import invoke, metrics
@@ -40,7 +40,7 @@ OF_EACH = [
 @pytest.mark.parametrize(
     ("kind", "name"), OF_EACH, ids=[f"{kind.model_name}-{name}" for kind, name in OF_EACH]
 )
-def test_evaluations_of_every_preset_are_three_hundredths_of_its_forward_work_at_most(kind, name):
+def test_evaluations_of_every_preset_are_three_hundredths_of_the_run_at_most(kind, name):
     run, preset = kind.from_flags({"preset": name, "device": "cpu"}), kind.presets[name]
     trained = run.steps * run.batch_size * run.gradient_accumulation_steps
     if kind is TransformerNPRun:
@@ -51,7 +51,7 @@ def test_evaluations_of_every_preset_are_three_hundredths_of_its_forward_work_at
         whole, trained = preset.held_out_bytes - 1, trained * run.seq_len
         part = run.part_tokens(whole)
     read = whole + math.ceil(run.steps / run.eval_every) * part
-    assert read <= SHARE * (read + PASSES * trained)
+    assert read <= SHARE * (read + EVALUATIONS * trained)
     assert 0 < part <= whole
 
 
@@ -61,7 +61,7 @@ def test_part_is_the_most_that_the_share_allows(share, every):
     config = replace(CONFIG, evaluate_every=every)
     part = part_size(config, share=share, trained=40, whole=90, each=2)
     times = 1 + len([step for step in range(1, 100) if step % every == 0])
-    allowed = share / (1.0 - share) * PASSES * 40 * 100
+    allowed = share / (1.0 - share) * EVALUATIONS * 40 * 100
     fits = {size for size in range(2, 91, 2) if 90 + times * size <= allowed}
     assert part == max(fits, default=2)
 

@@ -50,7 +50,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def at_batch(monkeypatch, number: int, what) -> None:
-    """Evaluations before the first step and after the third draw one batch, the last one two."""
+    """Evaluations before the first step and after the third draw one batch, the last one four."""
     sample, seen = Digits.sample, []
 
     def sampled(self, batch):

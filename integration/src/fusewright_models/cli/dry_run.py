@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..devices import peak_tflops
 from ..training import TrainingConfig
-from ..training.evaluations import PASSES
 from .commands import Run
 
+# Of a step, as long as forward passes: a backward pass has two products for each of a forward one.
+PASSES = 3
 # Weights and gradients in fp32, and at most what an optimizer keeps of each parameter, in bytes.
 WEIGHT_AND_GRADIENT = 8
 STATE = {"adamw": 8, "torch-adamw": 8, "nested": 9, "muon": 8, "m3": 16, "learned": 17}

@@ -69,8 +69,8 @@ DEMO_TITAN_MAC = replace(TITAN_MAC["tiny"], dim=128, memory_chunk=32, memory_hid
 DEMO_HYBRID = replace(HYBRID["tiny"], dim=96, delta_width=48, sparse_width=48)
 
 TRANSFORMER_NP: dict[str, TransformerNPPreset] = {
-    # architecture, steps, batch_size, lr, evaluate_every, evaluation_batches
-    "tiny": TransformerNPPreset(TINY_NP, 100, 8, 2e-3, 50, 2),
+    # architecture, steps, batch_size, lr, evaluate_every, evaluation_batches and their batch size
+    "tiny": TransformerNPPreset(TINY_NP, 100, 8, 2e-3, 50, 4, 8),
     "demo": TransformerNPPreset(DEMO_NP, 2000, 32, 1.5e-3, 200, 64),
     # For minutes of one GPU.
     "small": TransformerNPPreset(SMALL_NP, 60_000, 128, 2e-3, 5000, 256),
@@ -81,7 +81,7 @@ TRANSFORMER_NP: dict[str, TransformerNPPreset] = {
 # architecture, steps, batch_size, gradient_accumulation_steps, seq_len, lr, evaluate_every,
 # held_out_bytes
 TITAN_MAC_PRESETS: dict[str, TextPreset] = {
-    "tiny": TextPreset(TITAN_MAC["tiny"], 100, 4, 1, 128, 4e-3, 50, 2**12),
+    "tiny": TextPreset(TITAN_MAC["tiny"], 100, 4, 1, 128, 4e-3, 50, 2**11),
     "demo": TextPreset(DEMO_TITAN_MAC, 800, 8, 1, 128, 2e-3, 400, 2**15),
     # Half a million tokens a step, for a GPU of 22 GB.
     "l4": TextPreset(TITAN_MAC["l4"], 10_000, 4, 32, 4096, 4e-4, 1000, 2**22),
@@ -90,8 +90,8 @@ TITAN_MAC_PRESETS: dict[str, TextPreset] = {
     "170m": TextPreset(TITAN_MAC["170m"], 30_000, 8, 16, 4096, 4e-4, 1000, 2**22),
 }
 HYBRID_PRESETS: dict[str, TextPreset] = {
-    "tiny": TextPreset(HYBRID["tiny"], 100, 4, 1, 128, 4e-3, 50, 2**12),
-    "demo": TextPreset(DEMO_HYBRID, 400, 8, 1, 128, 4e-3, 200, 2**15),
+    "tiny": TextPreset(HYBRID["tiny"], 100, 4, 1, 128, 4e-3, 50, 2**11),
+    "demo": TextPreset(DEMO_HYBRID, 400, 8, 1, 128, 4e-3, 200, 2**14),
     "mini": TextPreset(HYBRID["mini"], 10_000, 16, 1, 1024, 1e-3, 1000, 2**20),
     # Half a million tokens a step, here and below.
     "350m": TextPreset(HYBRID["350m"], 30_000, 8, 16, 4096, 4e-4, 1000, 2**22),

@@ -20,11 +20,11 @@ OUTPUTS = gl.constexpr(3)
 @gluon.jit
 def store_parts(u, row, col, operands, places, PART, GROUP: gl.constexpr, CONFIG: gl.constexpr):
     """The parts of a tile's columns, for each head that has some of them, and u where it is kept.
+    Most tiles are of one head whole, and need no masks.
 
     ``parts`` is [PARTS, HEADS, 3, rows] in fp32, a head's first part at 0.
     """
     u_tiles, columns, parts, rows = operands
-    COLS: gl.constexpr = CONFIG.HEADS * CONFIG.STORED
     if CONFIG.KEEPS:
         left, right = halves_of(u)
         # The last tile has gone from there.
@@ -37,18 +37,31 @@ def store_parts(u, row, col, operands, places, PART, GROUP: gl.constexpr, CONFIG
     of_columns: gl.constexpr = gl.SliceLayout(0, u.type.layout)
     cols = col + gl.arange(0, CONFIG.BLOCK_COLS, of_columns)
     at = row + gl.arange(0, CONFIG.ROWS, gl.SliceLayout(1, u.type.layout))
-    last = gl.minimum(col + CONFIG.BLOCK_COLS, COLS) - 1
-    for head in range(col // CONFIG.STORED, last // CONFIG.STORED + 1):
-        begin = head * CONFIG.STORED
-        inside = (cols >= begin) & (cols < begin + CONFIG.STORED)
-        part = col // CONFIG.BLOCK_COLS - begin // CONFIG.BLOCK_COLS
-        out = parts + (part * CONFIG.HEADS + head).to(gl.int64) * OUTPUTS * rows
+    first, last = col // CONFIG.STORED, (col + CONFIG.BLOCK_COLS - 1) // CONFIG.STORED
+    if first == last:
+        out = parts_of(parts, first, col, rows, CONFIG)
         for output in gl.static_range(OUTPUTS):
             c = columns.index(output).load(u.type.layout)
-            # Of other heads neither units nor weights, where they are no numbers.
-            own = gl.where(inside[None, :], hidden * c, 0.0)
-            gl.store(out + at, gl.sum(own, 1), mask=at < rows)
+            gl.store(out + at, gl.sum(hidden * c, 1), mask=at < rows)
             out += rows
+    else:
+        for head in range(first, gl.minimum(last + 1, CONFIG.HEADS)):
+            begin = head * CONFIG.STORED
+            inside = (cols >= begin) & (cols < begin + CONFIG.STORED)
+            out = parts_of(parts, head, col, rows, CONFIG)
+            for output in gl.static_range(OUTPUTS):
+                c = columns.index(output).load(u.type.layout)
+                # Of other heads neither units nor weights, where they are no numbers.
+                own = gl.where(inside[None, :], hidden * c, 0.0)
+                gl.store(out + at, gl.sum(own, 1), mask=at < rows)
+                out += rows
+
+
+@gluon.jit
+def parts_of(parts, head, col, rows, CONFIG: gl.constexpr):
+    """Where the part of a head begins that a tile from ``col`` on adds."""
+    part = col // CONFIG.BLOCK_COLS - head * CONFIG.STORED // CONFIG.BLOCK_COLS
+    return parts + (part * CONFIG.HEADS + head).to(gl.int64) * OUTPUTS * rows
 
 
 # One compilation serves all sizes.

@@ -183,6 +183,17 @@ def typing(session: nox.Session, part: workspace.Project | None) -> None:
 
 
 @nox.session(default=False)
+def torchtitan(session: nox.Session) -> None:
+    """The models in torchtitan's program, which wants other versions than those of all others."""
+    (models,) = workspace.integration()
+    install_isolated(session, models)
+    session.install("-c", "ci/constraints/torchtitan.txt", "torchtitan")
+    tests = models.tests / "test_torchtitan.py"
+    with session.chdir(session.create_tmp()):
+        session.run("python", "-m", "pytest", str(tests), *PYTEST, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False)
 def mutations(session: nox.Session) -> None:
     """Changes of the source that once survived the tests, each of which has to fail one."""
     session.run("python", "ci/third_party.py", ".nox/third-party")

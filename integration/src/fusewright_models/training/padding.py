@@ -30,7 +30,7 @@ def of_shard(weight: DTensor, how: Any) -> list[Tensor]:
     (axis,) = cut
     each = -(-weight.shape[how.axis] // weight.device_mesh.size(axis))
     start = each * weight.device_mesh.get_local_rank(axis)
-    found = []
+    found: list[Tensor] = []
     for block in range(how.blocks):
         first = max(block * how.stored + how.width, start)
         last = min((block + 1) * how.stored, start + rows.shape[how.axis])

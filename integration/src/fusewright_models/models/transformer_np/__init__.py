@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from ...choices import Norm
 from .layers import TransformerNPConfig
-from .model import Prediction, TransformerNP
+from .model import EncodedContext, Prediction, TransformerNP
 
-__all__ = ["Norm", "Prediction", "TransformerNP", "TransformerNPConfig"]
+__all__ = ["EncodedContext", "Norm", "Prediction", "TransformerNP", "TransformerNPConfig"]

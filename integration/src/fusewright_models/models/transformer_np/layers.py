@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -164,6 +164,13 @@ class Embedder(nn.Module):
         return torch.cat([x.to(wide), phases.sin(), phases.cos()], dim=-1)
 
 
+class KeysValues(NamedTuple):
+    """Those of a block's context rows, each ``[B, M, H, D]``."""
+
+    keys: Tensor
+    values: Tensor
+
+
 class Attention(nn.Module):
     """Attention of rows from some on over the context rows."""
 
@@ -188,13 +195,40 @@ class Attention(nn.Module):
         *,
         first: int = 0,
         group: ProcessGroup | None = None,
+        kept: list[KeysValues] | None = None,
     ) -> Tensor:
-        """``matrices`` are the module's own, as products take them."""
+        """``matrices`` are the module's own, as products take them; keys and values are added to
+        ``kept``.
+        """
         query, key_value, output = matrices
         q, k, v = projected(rows, query, key_value, context_rows, heads=self.heads, first=first)
         if group is not None:
             k, v = of_all_rows(k, v, group)
-        o = rectangular_attention(q, k, v, key_lengths=lengths, backend=self.backend)
+        if kept is not None:
+            kept.append(KeysValues(k, v))
+        return self._attended(q, KeysValues(k, v), output, lengths)
+
+    def of_targets(
+        self,
+        rows: Tensor,
+        matrices: Sequence[Tensor],
+        context: KeysValues,
+        lengths: Tensor | None,
+    ) -> Tensor:
+        """Of target rows alone, over a context that is known."""
+        query, _, output = matrices
+        q = F.linear(rows, query).unflatten(-1, (self.heads, -1))
+        return self._attended(q, context, output, lengths)
+
+    def keys_values(self, rows: Tensor, matrices: Sequence[Tensor]) -> KeysValues:
+        """Of context rows alone."""
+        both = F.linear(rows, matrices[1])
+        return KeysValues(*(x.unflatten(-1, (self.heads, -1)) for x in both.chunk(2, -1)))
+
+    def _attended(
+        self, q: Tensor, context: KeysValues, output: Tensor, lengths: Tensor | None
+    ) -> Tensor:
+        o = rectangular_attention(q, *context, key_lengths=lengths, backend=self.backend)
         return F.linear(o.flatten(-2), output)
 
 
@@ -269,28 +303,64 @@ class Block(nn.Module):
         # Everything is in the dtype of the products now. Entered once a block: it takes the host as
         # long as a small kernel.
         with without_autocast(h.device):
-            return self._summed(h, update, matrices, context_rows, context_lengths, first, group)
+            attend = partial(
+                self.attention,
+                matrices=matrices[:3],
+                context_rows=context_rows,
+                lengths=context_lengths,
+                first=first,
+                group=group,
+            )
+            return self._summed(h, update, attend, matrices[3:], first)
+
+    def of_context(
+        self,
+        h: Tensor,
+        update: Tensor | None,
+        lengths: Tensor | None,
+        kept: list[KeysValues],
+        *,
+        last: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward` of context rows alone, whose keys and values are added to ``kept``; of
+        the last block nothing else is computed.
+        """
+        matrices = for_products(*self.attention.matrices(), *self.feed_forward.matrices())
+        with without_autocast(h.device):
+            if last:
+                a = norm_of_sum(self.attention_norm, h, update)[0] if self.pre_norm else h
+                kept.append(self.attention.keys_values(a, matrices[:3]))
+                return h, update
+            attend = partial(
+                self.attention,
+                matrices=matrices[:3],
+                context_rows=h.shape[1],
+                lengths=lengths,
+                kept=kept,
+            )
+            return self._summed(h, update, attend, matrices[3:], 0)
+
+    def of_targets(
+        self, h: Tensor, update: Tensor | None, context: KeysValues, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Likewise of target rows alone, over what :meth:`of_context` kept."""
+        matrices = for_products(*self.attention.matrices(), *self.feed_forward.matrices())
+        with without_autocast(h.device):
+            attend = partial(
+                self.attention.of_targets, matrices=matrices[:3], context=context, lengths=lengths
+            )
+            return self._summed(h, update, attend, matrices[3:], 0)
 
     def _summed(
         self,
         h: Tensor,
         update: Tensor | None,
+        attend: Callable[[Tensor], Tensor],
         matrices: Sequence[Tensor],
-        context_rows: int,
-        context_lengths: Tensor | None,
         first: int,
-        group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """:meth:`forward` from row ``first`` on."""
-        attend = partial(
-            self.attention,
-            matrices=matrices[:3],
-            context_rows=context_rows,
-            lengths=context_lengths,
-            first=first,
-            group=group,
-        )
-        feed = partial(self.feed_forward, matrices=matrices[3:])
+        """The two sums from row ``first`` on."""
+        feed = partial(self.feed_forward, matrices=matrices)
         if self.pre_norm:
             a, h = norm_of_sum(self.attention_norm, h, update)
             b, h = norm_of_sum(self.feed_forward_norm, rows_from(h, first), attend(a))

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from fusewright.attention import Backend
@@ -49,6 +49,7 @@ from .layers import (
     Block,
     Embedder,
     FeedForward,
+    KeysValues,
     TransformerNPConfig,
     norm_of_sum,
     shown,
@@ -80,6 +81,18 @@ class Prediction(NamedTuple):
     mean: Tensor
     variance: Tensor
     sample: Tensor
+
+
+class EncodedContext(NamedTuple):
+    """What targets read of the context, whichever they are: keys and values of every block.
+
+    Attributes:
+        blocks: of each block, ``[B, M, H, D]`` each; 2 L M d numbers for each task.
+        lengths: ``[B]``, the ``context_lengths``; None means M.
+    """
+
+    blocks: tuple[KeysValues, ...]
+    lengths: Tensor | None
 
 
 def _uniform_(weight: Tensor, fan_in: int, gain: float = 1.0) -> None:
@@ -218,13 +231,53 @@ class TransformerNP(nn.Module, Published):
         t, update = run(
             last, h, update, context_rows, context_lengths, targets_only=True, group=group
         )
-        if self.final_norm is not None:
-            with without_autocast(t.device):
-                t, _ = norm_of_sum(self.final_norm, t, update)
-        params = self.head(t)
+        t = self._normed(t, update)
+        params: Tensor = self.head(t)
         if y_target is None:
             return params
         return self.head.loss(params, y_target, _mask(y_target, target_lengths))
+
+    def encode(
+        self, x_context: Tensor, y_context: Tensor, context_lengths: Tensor | None = None
+    ) -> EncodedContext:
+        """What ``decode`` needs of the context: computed once for any number of targets.
+
+        Arguments and errors as in ``forward``. It is of the weights as they are now.
+        """
+        inputs = {"x_context": x_context, "y_context": y_context}
+        self._check(inputs, context_lengths, None)
+        x_context, y_context = (shown(rows, context_lengths) for rows in inputs.values())
+        h, update = self.embedder(x_context, y_context, x_context[:, :0]), None
+        kept: list[KeysValues] = []
+        blocks: list[Any] = list(self.blocks)
+        for block in blocks:
+            last = block is blocks[-1]
+            h, update = block.of_context(h, update, context_lengths, kept, last=last)
+        return EncodedContext(tuple(kept), context_lengths)
+
+    def decode(self, context: EncodedContext, x_target: Tensor) -> Tensor:
+        """What ``forward`` returns for targets ``[B, N, d_x]``, without computing anything of the
+        context again: the same but for rounding, however targets are spread over calls.
+
+        Errors as in ``forward``; B is that of the context.
+        """
+        keys = context.blocks[0].keys
+        self._check({"x_target": x_target}, None, None, batch=len(keys))
+        nothing = x_target.new_empty(len(keys), 0, self.config.x_width + self.config.y_width)
+        x, y = nothing.split((self.config.x_width, self.config.y_width), dim=-1)
+        t, update = self.embedder(x, y, x_target), None
+        blocks: list[Any] = list(self.blocks)
+        for block, kept in zip(blocks, context.blocks, strict=True):
+            t, update = block.of_targets(t, update, kept, context.lengths)
+        params: Tensor = self.head(self._normed(t, update))
+        return params
+
+    def _normed(self, t: Tensor, update: Tensor | None) -> Tensor:
+        """What the head reads of the last block."""
+        if self.final_norm is None:
+            return t
+        with without_autocast(t.device):
+            return norm_of_sum(self.final_norm, t, update)[0]
 
     def loss(
         self,
@@ -301,12 +354,16 @@ class TransformerNP(nn.Module, Published):
         inputs: dict[str, Tensor],
         context_lengths: Tensor | None,
         target_lengths: Tensor | None,
+        *,
+        batch: int | None = None,
     ) -> None:
         """Refuse what does not fit, before anything is computed."""
         device = self.embedder.hidden.weight.device
         for name, rows in inputs.items():
             _check_tensor(name, rows, FLOATING, device)
         widths = {"d_x": self.config.x_width, "d_y": self.config.y_width}
+        if batch is not None:
+            widths["B"] = batch
         shapes = {name: list(rows.shape) for name, rows in inputs.items()}
         if not _fit(shapes, widths):
             axes = {
@@ -316,7 +373,7 @@ class TransformerNP(nn.Module, Published):
             wanted = ", ".join(f"{name} [{axes[name]}]" for name in shapes)
             got = ", ".join(map(str, shapes.values()))
             raise ValueError(f"wanted {wanted} with M >= 1 and N >= 1; got {got}")
-        batch = shapes["x_context"][0]
+        batch = next(iter(shapes.values()))[0]
         for name, lengths in (
             ("context_lengths", context_lengths),
             ("target_lengths", target_lengths),
@@ -355,4 +412,5 @@ def _fit(shapes: dict[str, list[int]], widths: dict[str, int]) -> bool:
         return False
     given = [pair for name, shape in shapes.items() for pair in zip(AXES[name], shape, strict=True)]
     sizes = dict(given) | widths
-    return all(sizes[axis] == size for axis, size in given) and sizes["M"] > 0 and sizes["N"] > 0
+    fits = all(sizes[axis] == size for axis, size in given)
+    return fits and all(size > 0 for axis, size in sizes.items() if axis in ("M", "N"))

@@ -177,7 +177,8 @@ CORRUPTED = {
     "no-pad": (config_without("pad", "ragged"), "begun by another version: ragged differ"),
     "norm": (config_with(norm="mid"), f"{CONFIG}: norm must be one of ('pre', 'post'); got 'mid'"),
     "preset": (config_with(preset="huge"), f"{CONFIG}: preset must be one of ('tiny', 'demo', "),
-    "data": (config_with(data=["blr"]), f"{CONFIG}: data must be one of ('digits', 'gp-rbf', "),
+    "data": (config_with(data="mnist"), f"{CONFIG}: data must be one of ('digits', 'gp-rbf', "),
+    "data-list": (config_with(data=["blr"]), f"{CONFIG}: data must be str; got ['blr']"),
     "text": (config_with(steps="many"), f"{CONFIG}: steps must be int; got 'many'"),
     "float": (config_with(batch_size=2.0), f"{CONFIG}: batch_size must be int; got 2.0"),
     "bool": (config_with(steps=True), f"{CONFIG}: steps must be int; got True"),
@@ -432,7 +433,7 @@ def test_batches_are_padded_where_steps_are_captured_or_it_is_asked_for(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data", "mnist"], "'mnist' is not one of"),
+        (["--data", "mnist"], "data must be one of ('digits', "),
         (["--preset", "huge"], "'huge' is not one of"),
         (["--precision", "fp16"], "'fp16' is not one of"),
         (["--steps", "0"], "Invalid value for '--steps'"),

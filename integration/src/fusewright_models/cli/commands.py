@@ -182,6 +182,11 @@ class Run(Settings):
                 f"got {self.batch_size}"
             )
 
+    @property
+    def files(self) -> dict[str, bytes]:
+        """What its folder has beside config.json from the start, by name."""
+        return {}
+
     def loggers(self, folder: RunFolder, *, after: int) -> Iterator[Logger]:
         """What is shown the metrics beside the folder, from the step after that on."""
         if self.wandb:
@@ -432,6 +437,8 @@ def _hold(held: ExitStack, run: Run, folder: RunFolder, *, resumed: bool) -> Non
         return
     # Another program may have begun one there since it was looked at.
     check_empty(folder)
+    for name, content in run.files.items():
+        folder.write(name, content)
     folder.write_config({"model": run.model_name, "torch": torch.__version__, **asdict(run)})
 
 

@@ -14,6 +14,7 @@ import torch
 import typer
 from safetensors import SafetensorError
 
+from ..data.columns import COLUMNS
 from ..text import make_tokenizer
 from ..training import RunFolder
 from .commands import read_run, usage_errors
@@ -39,7 +40,7 @@ def export_run(run: Path, out: Path, *, push: str | None) -> None:
         if name == TransformerNPRun.model_name:
             # Wherever it was trained.
             of_tasks = replace(read_run(TransformerNPRun, folder), device="cpu")
-            model: Any = of_tasks.model(of_tasks.sampler(held_out=True).x_width)
+            model: Any = of_tasks.model(of_tasks.x_width)
         elif name in KINDS:
             of_text = read_run(KINDS[name], folder)
             vocab_size = make_tokenizer(of_text.tokenizer).vocab_size
@@ -52,6 +53,8 @@ def export_run(run: Path, out: Path, *, push: str | None) -> None:
         with whole(out) as unfinished:
             model.save_pretrained(unfinished)
             shutil.copyfile(folder.config_file, unfinished / SETTINGS)
+            if (columns := folder.path / COLUMNS).exists():
+                shutil.copyfile(columns, unfinished / COLUMNS)
             if tokenizer is not None:
                 shutil.copyfile(tokenizer, unfinished / TOKENIZER)
     typer.echo(f"{type(model).__name__} in {out}")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from ..choices import (
+    DATA_NAMES,
     Backend,
     BatchParallel,
     Checkpointing,
-    DataName,
     HybridPresetName,
     Mode,
     Norm,
@@ -203,7 +203,17 @@ class TransformerNPSettings(Settings):
     indicator: Annotated[
         bool, of_model("--indicator", help="Tell context rows by one more input.")
     ] = False
-    data: Annotated[DataName, of_data(help="Default: digits.")] = "digits"
+    data: Annotated[
+        str,
+        of_data(
+            help=f"{', '.join(DATA_NAMES)}, or a CSV or parquet file with the columns of --inputs "
+            "and --output. Default: digits."
+        ),
+    ] = "digits"
+    inputs: Annotated[
+        str | None, of_data(help="Columns of the file that are inputs, such as a,b.")
+    ] = None
+    output: Annotated[str | None, of_data(help="Its column that is predicted.")] = None
     batch_size: Annotated[int, of_data(min=1, help="Tasks per batch.")]
     context_size: Annotated[
         str | None, of_data(help="Context points, such as 64 or 3-46, one draw per batch.")

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..data import DrawnAhead, Evaluator, Sampler, Size, Task, make_sampler
+from ..choices import DATA_NAMES
+from ..data import (
+    DrawnAhead,
+    Evaluator,
+    Sampler,
+    Size,
+    Table,
+    TableTasks,
+    Task,
+    make_sampler,
+    read_table,
+)
+from ..data.columns import COLUMNS, SUFFIXES, is_table, names_in
 from ..data.pictures import draw_predictions
 from ..models.transformer_np import TransformerNP, TransformerNPConfig
 from ..training import RunFolder, Trainer, captures
@@ -41,11 +55,53 @@ class TransformerNPRun(TransformerNPSettings, Run):
     """A `Run` of TransformerNP."""
 
     presets: ClassVar = TRANSFORMER_NP
-    later: ClassVar = LATER | {"gradient_accumulation_steps": 1}
+    later: ClassVar = LATER | {"gradient_accumulation_steps": 1, "inputs": None, "output": None}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = {"--inputs": self.inputs, "--output": self.output}
+        if is_table(self.data):
+            missing = [name for name, columns in named.items() if columns is None]
+            if missing:
+                raise ValueError(
+                    f"--data {self.data} wants the names of its columns in --inputs and --output; "
+                    f"got no {' and no '.join(missing)}"
+                )
+            names_in(str(self.inputs))
+            return
+        if self.data not in DATA_NAMES:
+            raise ValueError(
+                f"data must be one of {DATA_NAMES}, or a file that ends in "
+                f"{' or '.join(SUFFIXES)}; got {self.data!r}"
+            )
+        given = [name for name, columns in named.items() if columns is not None]
+        if given:
+            raise ValueError(
+                f"--inputs and --output name columns of a file in --data; got {given[0]} beside "
+                f"--data {self.data}"
+            )
 
     @property
     def label(self) -> str:
-        return self.data
+        return Path(self.data).stem
+
+    @cached_property
+    def table(self) -> Table | None:
+        """What it trains on, if that is a file; read once."""
+        if not is_table(self.data):
+            return None
+        return read_table(self.data, names_in(str(self.inputs)), str(self.output))
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return {} if self.table is None else {COLUMNS: self.table.columns.to_json()}
+
+    @property
+    def x_width(self) -> int:
+        """Coordinates of an input."""
+        if is_table(self.data):
+            return len(names_in(str(self.inputs)))
+        return self.sampler(held_out=True).x_width
 
     def check_shares(self, count: int) -> None:
         if self.parallel != "context":
@@ -72,17 +128,19 @@ class TransformerNPRun(TransformerNPSettings, Run):
             None if text is None else Size.parse(text)
             for text in (self.context_size, self.target_size)
         )
-        return make_sampler(
-            self.data,
-            held_out=held_out,
-            context_size=context_size,
-            target_size=target_size,
+        options: dict[str, Any] = {
+            "held_out": held_out,
+            "context_size": context_size,
+            "target_size": target_size,
             # Scores are of whole batches of one size, whatever the training shows.
-            ragged=self.ragged and not held_out,
-            padded=padded,
-            device=self.device,
-            seed=EVALUATION_SEED if held_out else self.seed,
-        )
+            "ragged": self.ragged and not held_out,
+            "padded": padded,
+            "device": self.device,
+            "seed": EVALUATION_SEED if held_out else self.seed,
+        }
+        if self.table is not None:
+            return TableTasks(table=self.table, **options)
+        return make_sampler(self.data, **options)
 
     def source(self, *, padded: bool) -> Sampler | DrawnAhead:
         """Of the training's batches."""

@@ -15,11 +15,12 @@ from .evaluation import LEVELS, Evaluation, Evaluator, HeldOut, Scores, evaluate
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
 from .sizes import Size
+from .table import Table, TableTasks, read_table
 from .task import Sampler, Task
 
 
 def make_sampler(
-    name: DataName,
+    name: DataName | str,
     *,
     held_out: bool = False,
     context_size: Size | None = None,
@@ -77,8 +78,11 @@ __all__ = [
     "Sampler",
     "Scores",
     "Size",
+    "Table",
+    "TableTasks",
     "Task",
     "attainable_log_likelihood",
     "evaluate",
     "make_sampler",
+    "read_table",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -12,6 +14,7 @@ from ..models.transformer_np import TransformerNP
 from .digits import PIXELS, SIDE, Digits, pixel_of
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
+from .table import TableTasks
 from .task import Sampler
 
 # Held-out images of six different digits, and how many of their pixels are shown.
@@ -42,7 +45,12 @@ def draw_predictions(model: TransformerNP, sampler: Sampler) -> Figure:
     if isinstance(sampler, GaussianProcess):
         return draw_curves(model, sampler)
     if isinstance(sampler, LinearRegression):
-        return draw_regression(model, sampler)
+        return draw_regression(model, sampler, LINEAR_CONTEXTS, LINEAR_TARGETS, "oracle")
+    if isinstance(sampler, TableTasks):
+        low, high = sampler.contexts.low, sampler.contexts.high
+        contexts = sorted({low, (low + high) // 2, high})
+        targets = min(LINEAR_TARGETS, len(sampler.table.held_out))
+        return draw_regression(model, sampler, contexts, targets, sampler.reference)
     raise TypeError(f"wanted a sampler of this package; got {type(sampler).__name__}")
 
 
@@ -125,11 +133,18 @@ def draw_curves(model: TransformerNP, sampler: GaussianProcess) -> Figure:
     return figure
 
 
-def draw_regression(model: TransformerNP, sampler: LinearRegression) -> Figure:
-    """A panel per context size: predictions with two standard deviations, and the oracle's."""
+def draw_regression(
+    model: TransformerNP,
+    sampler: LinearRegression | TableTasks,
+    contexts: Sequence[int],
+    targets: int,
+    reference: str,
+) -> Figure:
+    """A panel per context size: predictions with two standard deviations, and the reference's."""
     figure = Figure(figsize=(11.0, 4.2), layout="constrained")
-    for axes, context in zip(figure.subplots(1, 3), LINEAR_CONTEXTS, strict=True):
-        task = sampler.sample_sized(1, context, LINEAR_TARGETS)
+    panels = figure.subplots(1, len(contexts), squeeze=False).flat
+    for axes, context in zip(panels, contexts, strict=True):
+        task = sampler.sample_sized(1, context, targets)
         order = task.y_target.argsort(dim=1)
         x_target = task.x_target.gather(1, order.expand_as(task.x_target))
         y_target = task.y_target.gather(1, order)
@@ -138,7 +153,7 @@ def draw_regression(model: TransformerNP, sampler: LinearRegression) -> Figure:
         truth = _host(y_target)
         for shift, (mean, variance), colour, label in (
             (-0.1, ours[:2], "C0", "model"),
-            (0.1, theirs, "0.55", "oracle"),
+            (0.1, theirs, "0.55", reference),
         ):
             axes.errorbar(
                 truth + shift,

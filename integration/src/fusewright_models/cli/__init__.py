@@ -177,6 +177,38 @@ def report_command(
     report_run(run)
 
 
+@app.command("predict")
+def predict_command(
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="Results folder of a transformer-np run, an exported one, or a repository of the "
+            "Hugging Face hub."
+        ),
+    ],
+    context: Annotated[Path, typer.Option(help="CSV or parquet file of the rows that are known.")],
+    target: Annotated[Path, typer.Option(help="Likewise of the rows to predict.")],
+    out: Annotated[Path, typer.Option(help="CSV file that is written, or replaced.")] = Path(
+        "predictions.csv"
+    ),
+    quantiles: Annotated[str, typer.Option(help="Their levels.")] = "0.05,0.5,0.95",
+    inputs: Annotated[
+        str | None,
+        typer.Option(help="Columns that are inputs, of a model that was trained without names."),
+    ] = None,
+    output: Annotated[str | None, typer.Option(help="Likewise the column to predict.")] = None,
+    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one.")] = None,
+) -> None:
+    """Predict rows of a file from those of another with a trained TransformerNP: mean, standard
+    deviation and quantiles of each, and the log-probability of what the file says.
+    """
+    from .predict import predict_rows
+
+    files: dict[str, Any] = {"context": context, "target": target, "out": out}
+    asked: dict[str, Any] = {"quantiles": quantiles, "inputs": inputs, "output": output}
+    predict_rows(run, **files, **asked, device=device)
+
+
 @app.command("generate")
 def generate_command(
     run: Annotated[Path, typer.Argument(help="Results folder of a titan-mac or hybrid run.")],

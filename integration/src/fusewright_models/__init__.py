@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .models.hybrid import HYBRID, HybridConfig, HybridLM
     from .models.titan_mac import TITAN_MAC, TitanMAC, TitanMACConfig
     from .models.transformer_np import Prediction, TransformerNP, TransformerNPConfig
+    from .prediction.regressor import TransformerNPRegressor
 
 try:
     __version__ = version("fusewright-models")
@@ -31,6 +32,7 @@ __all__ = [
     "TitanMACConfig",
     "TransformerNP",
     "TransformerNPConfig",
+    "TransformerNPRegressor",
     "warm_up",
 ]
 
@@ -44,6 +46,7 @@ HOMES = {
     "TitanMACConfig": ".models.titan_mac",
     "TransformerNP": ".models.transformer_np",
     "TransformerNPConfig": ".models.transformer_np",
+    "TransformerNPRegressor": ".prediction.regressor",
     "warm_up": "fusewright.norm",
 }
 

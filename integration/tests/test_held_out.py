@@ -29,6 +29,9 @@ def test_scores_are_those_of_an_evaluation_batch_by_batch(
     pairs = (
         (found.log_likelihood, expected.log_likelihood),
         (found.behind, expected.reference - expected.log_likelihood),
+        (found.crps, expected.crps),
+        (found.coverage, expected.coverage),
+        (found.pit, expected.pit),
     )
     for ours, theirs in pairs:
         ours, theirs = (torch.tensor(x, dtype=torch.float64) for x in (ours, theirs))

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ..choices import DATA_NAMES
 from ..data import (
+    LEVELS,
     DrawnAhead,
+    Evaluation,
     Evaluator,
     Sampler,
     Size,
@@ -47,6 +49,7 @@ from .presets import TRANSFORMER_NP, TransformerNPPreset
 from .settings import TransformerNPSettings
 from .weights import begin
 
+COVERAGE = "held_out_coverage_"
 # Every run on the same kind of data is scored on the same tasks; no run can train on them.
 EVALUATION_SEED = LARGEST_SEED + 1
 
@@ -184,6 +187,13 @@ def negative_log_likelihood(model: TransformerNP, task: Task) -> Tensor:
     return model(*rows, *lengths, y_target=task.y_target, group=task.group)
 
 
+def calibration_of(result: Evaluation) -> dict[str, float]:
+    """Coverage and PIT as a line of metrics has them."""
+    coverage = zip(LEVELS, result.coverage, strict=True)
+    found = {f"{COVERAGE}{100.0 * level:.0f}": share for level, share in coverage}
+    return found | {f"held_out_pit_{number}": share for number, share in enumerate(result.pit)}
+
+
 @leaving()
 def train_transformer_np(flags: dict[str, Any]) -> None:
     """Begin or continue the run that the flags ask for, and report how well it predicts.
@@ -222,7 +232,9 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
             "held_out_log_likelihood": result.log_likelihood,
             "held_out_standard_error": result.standard_error,
             "reference_log_likelihood": result.reference,
+            "held_out_crps": result.crps,
             "held_out_tasks": tasks,
+            **(calibration_of(result) if tasks == preset.evaluation_tasks else {}),
         }
 
     parts = model, source, negative_log_likelihood, chosen, training, folder
@@ -280,4 +292,8 @@ def _report(console: Console, folder: RunFolder, reference: str) -> None:
     scores.append((reference, lines[-1]["reference_log_likelihood"], ""))
     columns = ("mean", "standard error")
     console.print(score_table("held-out log-likelihood per target, nats", columns, scores))
+    coverage = [(name, x) for name, x in lines[-1].items() if name.startswith(COVERAGE)]
+    if coverage:
+        told = ", ".join(f"{name.removeprefix(COVERAGE)} % {share:.1%}" for name, share in coverage)
+        console.print(f"held-out targets in central intervals of {told}", highlight=False)
     results_in(console, folder)

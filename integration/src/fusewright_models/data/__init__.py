@@ -10,8 +10,9 @@ import torch
 from ..choices import DATA_NAMES, DataName
 from .ahead import DrawnAhead
 from .attainable import attainable_log_likelihood
+from .calibration import LEVELS, mixture_crps
 from .digits import Digits
-from .evaluation import LEVELS, Evaluation, Evaluator, HeldOut, Scores, evaluate
+from .evaluation import Evaluation, Evaluator, HeldOut, Scores, evaluate
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
 from .sizes import Size
@@ -84,5 +85,6 @@ __all__ = [
     "attainable_log_likelihood",
     "evaluate",
     "make_sampler",
+    "mixture_crps",
     "read_table",
 ]

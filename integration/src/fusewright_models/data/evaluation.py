@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..models.transformer_np import TransformerNP
 from ..training.processes import ALONE, Processes
+from .calibration import BINS, LEVELS, binned, covered, mixture_crps
 from .task import Sampler, Task
 
-# Of central intervals: how many of the targets should lie in them.
-LEVELS = (0.5, 0.8, 0.95)
+# What is told of each task, beside the reference: log-likelihood, CRPS, coverage and PIT.
+KINDS = 2 + len(LEVELS) + BINS
 # Rows of the model's largest batch in an evaluation.
 MOST_ROWS = 2**17
 
@@ -26,12 +27,18 @@ class Evaluation:
         standard_error: of ``log_likelihood``, over tasks taken as independent.
         reference: of the data's reference on the same targets.
         reference_standard_error: of ``reference``.
+        crps: continuous ranked probability score, in the units of y.
+        coverage: which share of the targets lies in the central interval of each of `LEVELS`.
+        pit: of F(y) in each of ten bins from 0 to 1.
     """
 
     log_likelihood: float
     standard_error: float
     reference: float
     reference_standard_error: float
+    crps: float
+    coverage: tuple[float, ...]
+    pit: tuple[float, ...]
 
 
 class Evaluator:
@@ -54,32 +61,28 @@ class Evaluator:
         sampler, count, rank = self.sampler, self.processes.count, self.processes.rank
         sampler.reset()
         scores = torch.zeros(
-            2, batches, self.batch_size, dtype=torch.float64, device=sampler.device
+            1 + KINDS, batches, self.batch_size, dtype=torch.float64, device=sampler.device
         )
         for number in range(batches):
             task = sampler.sample(self.batch_size)
             whose = number % count
             # Those that have none of the last ones score it too: all call a sharded model as often.
             if whose == rank or (number == batches - 1 and whose < rank):
-                ours = model.log_likelihood(
-                    task.x_context,
-                    task.y_context,
-                    task.x_target,
-                    task.y_target,
-                    task.context_lengths,
-                    task.target_lengths,
-                )
+                ours = scores_of(model, task)
             if whose != rank:
                 continue
             if number not in self.references:
                 reference = sampler.reference_log_likelihood(task).double()
                 self.references[number] = task.mean_over_targets(reference)
-            scores[0, number] = task.mean_over_targets(ours.double())
-            scores[1, number] = self.references[number]
+            scores[0, number] = self.references[number]
+            scores[1:, number] = ours
         by_task = self.processes.add_(scores).flatten(1)
         mean, error = by_task.mean(1), by_task.std(1) / by_task.shape[1] ** 0.5
-        rows = torch.stack([mean, error], dim=1).tolist()  # sync: the result of the evaluation
-        return Evaluation(*rows[0], *rows[1])
+        # sync: the result of the evaluation
+        means, errors = torch.stack([mean, error]).tolist()
+        reference, ours, crps, *shares = means
+        coverage, pit = tuple(shares[: len(LEVELS)]), tuple(shares[len(LEVELS) :])
+        return Evaluation(ours, errors[1], reference, errors[0], crps, coverage, pit)
 
 
 def evaluate(
@@ -87,6 +90,19 @@ def evaluate(
 ) -> Evaluation:
     """Score the first ``batches`` batches of the sampler's seed, the same ones at every call."""
     return Evaluator(sampler, batch_size=batch_size).score(model, batches)
+
+
+def scores_of(model: TransformerNP, task: Task) -> Tensor:
+    """Of each task the means over its targets of the log-likelihood, of the CRPS, of what each
+    level covers, and of what each bin of the PIT has: ``[KINDS, B]``, fp64.
+    """
+    lengths = task.context_lengths, task.target_lengths
+    params = model(task.x_context, task.y_context, task.x_target, *lengths)
+    log_p = model.head.log_likelihood(params, task.y_target).double()
+    crps = mixture_crps(model.head, params, task.y_target)
+    position = model.head.cdf(params, task.y_target).double()
+    scores = [log_p, crps, *covered(position), *binned(position)]
+    return torch.stack([task.mean_over_targets(score) for score in scores])
 
 
 @dataclass(frozen=True)
@@ -97,13 +113,15 @@ class Scores:
         log_likelihood: nats per target.
         behind: how far that is below the reference's.
         behind_error: standard error of ``behind``, over tasks taken as independent.
-        coverage: which share of the targets lies in the central interval of each of `LEVELS`.
+        coverage, pit, crps: as of `Evaluation`.
     """
 
     log_likelihood: float
     behind: float
     behind_error: float
     coverage: tuple[float, ...]
+    pit: tuple[float, ...]
+    crps: float
 
 
 class HeldOut:
@@ -129,29 +147,20 @@ class HeldOut:
     @torch.no_grad()
     def score(self, model: TransformerNP) -> Scores:
         """Under the precision that the caller has set."""
-        parts = [self._score(model, task) for task in self._parts()]
-        log_likelihood, *covered = torch.cat(parts, dim=1)
+        log_likelihood, *others = torch.cat(
+            [scores_of(model, task) for task in self._parts()], dim=1
+        )
         behind = self.reference - log_likelihood
         error = behind.std() / len(behind) ** 0.5
         numbers = torch.stack([log_likelihood.mean(), behind.mean(), error])
-        shares = torch.stack([each.mean() for each in covered])
-        mean, distance, spread, *coverage = torch.cat(
-            [numbers, shares]
-        ).tolist()  # sync: the result
-        return Scores(mean, distance, spread, tuple(coverage))
+        means = torch.stack([each.mean() for each in others])
+        # sync: the result
+        mean, distance, spread, crps, *shares = torch.cat([numbers, means]).tolist()
+        coverage, pit = tuple(shares[: len(LEVELS)]), tuple(shares[len(LEVELS) :])
+        return Scores(mean, distance, spread, coverage, pit, crps)
 
     def _parts(self) -> list[Task]:
         """As many tasks at once as make `MOST_ROWS` rows."""
         count = len(self.reference)
         step = max(1, MOST_ROWS // (self.task.tokens // count))
         return [self.task.part(first, first + step) for first in range(0, count, step)]
-
-    @staticmethod
-    def _score(model: TransformerNP, task: Task) -> Tensor:
-        """The log-likelihood of each task and what of it each level covers, ``[1 + levels, B]``."""
-        lengths = task.context_lengths, task.target_lengths
-        params = model(task.x_context, task.y_context, task.x_target, *lengths)
-        log_p = model.head.log_likelihood(params, task.y_target).double()
-        distance = (model.head.cdf(params, task.y_target).double() - 0.5).abs()
-        scores = [log_p, *((distance < level / 2).double() for level in LEVELS)]
-        return torch.stack([task.mean_over_targets(score) for score in scores])

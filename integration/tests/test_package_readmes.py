@@ -1,4 +1,6 @@
-"""The lines of code at the head of each package's README run as they stand, on a CPU."""
+"""The lines of code at the head of each package's README, and those of a model's page, run as they
+stand, on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-PACKAGES = Path(__file__).resolve().parents[2] / "packages"
-READMES = sorted(PACKAGES.glob("*/README.md"))
+ROOT = Path(__file__).resolve().parents[2]
+READMES = sorted(ROOT.glob("packages/*/README.md"))
 
 # Wheels are tested without the sources beside them.
 pytestmark = pytest.mark.skipif(not READMES, reason="packages/ is not beside these tests")
@@ -22,3 +24,13 @@ def test_first_code_of_the_readme_runs(readme):
     assert (install[0], code[0]) == ("sh", "python")
     assert f"pip install fusewright-{readme.parent.name}\n" in install[1]
     exec(compile(code[1], str(readme), "exec"), {})
+
+
+def test_code_of_the_page_of_transformer_np_runs():
+    torch.manual_seed(0)
+    page = ROOT / "docs/models/transformer-np.md"
+    known: dict = {}
+    for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.DOTALL):
+        exec(compile(code, str(page), "exec"), known)
+    assert known["draws"].shape == (5, 10)
+    assert known["params"].shape == (4, 50, 1, 10, 3)

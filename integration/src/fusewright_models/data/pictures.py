@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..models.transformer_np import TransformerNP
+from ..models.transformer_np import TransformerNP, sample_jointly
 from .digits import PIXELS, SIDE, Digits, pixel_of
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
@@ -64,7 +64,8 @@ def draw_digits(model: TransformerNP, sampler: Digits) -> Figure:
         image = torch.full((1,), number, device=sampler.device)
         task = sampler.sample_of(image, context, PIXELS - context)
         prediction = model.predict(task.x_context, task.y_context, task.x_target)
-        sample = sample_jointly(model, task.x_context, task.y_context, task.x_target, sampler)
+        points = task.x_context, task.y_context, task.x_target
+        sample = sample_jointly(model, *points, generator=sampler.generator).y
         unknown_context, unknown_target = (
             torch.full_like(y, torch.nan) for y in (task.y_context, task.y_target)
         )
@@ -93,22 +94,6 @@ def draw_digits(model: TransformerNP, sampler: Digits) -> Figure:
         else:
             axes.set_axis_off()
     return figure
-
-
-def sample_jointly(
-    model: TransformerNP, x_context: Tensor, y_context: Tensor, x_target: Tensor, sampler: Sampler
-) -> Tensor:
-    """One draw of all targets together, ``[B, N, d_y]``: each in turn given those drawn before it.
-
-    ``predict`` draws every target on its own, and neighbours need not agree; here a drawn target
-    joins the context of the next. N calls of the model.
-    """
-    for target in x_target.unbind(1):
-        x = target.unsqueeze(1)
-        drawn = model.predict(x_context, y_context, x, generator=sampler.generator).sample
-        x_context = torch.cat([x_context, x], dim=1)
-        y_context = torch.cat([y_context, drawn], dim=1)
-    return y_context[:, -x_target.shape[1] :]
 
 
 def draw_curves(model: TransformerNP, sampler: GaussianProcess) -> Figure:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..data.columns import Columns
-from ..models.transformer_np import TransformerNP
+from ..models.transformer_np import TransformerNP, sample_jointly
 
 # Targets that go through the model at once: 110 MB of the base preset's hidden values in its head.
 CHUNK = 2048
@@ -100,6 +100,19 @@ class Predictor:
             drawn = self.model.head.sample(many, generator=generator)
             parts.append(drawn.reshape(-1, count).double().cpu().numpy())
         return np.concatenate(parts) * output.scale + output.mean
+
+    def sample_jointly(
+        self, x: np.ndarray, count: int, generator: torch.Generator, *, permuted: bool = False
+    ) -> np.ndarray:
+        """``[n, count]`` draws, fp64, of all targets together, each of them in its turn added to
+        the context, for each draw in an order of its own where ``permuted``.
+        """
+        if not len(x):
+            return np.empty((0, count))
+        rows = [each.expand(count, -1, -1) for each in (self.x, self.y, self._inputs(x))]
+        drawn = sample_jointly(self.model, *rows, permuted=permuted, generator=generator).y
+        values: np.ndarray = drawn.squeeze(-1).mT.double().cpu().numpy()
+        return values * self.columns.output.scale + self.columns.output.mean
 
     @torch.no_grad()
     def _params(self, x: np.ndarray) -> Iterator[tuple[int, Tensor]]:

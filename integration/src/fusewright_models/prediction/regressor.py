@@ -102,15 +102,32 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
             every.append(found.quantiles)
         return every[0] if len(every) == 1 else tuple(every)
 
-    def sample(self, X: Any, n: int = 1, *, random_state: Any = None) -> np.ndarray:
-        """``[rows, n]`` draws, each row and each draw on its own; errors as of ``predict``.
+    def sample(
+        self,
+        X: Any,
+        n: int = 1,
+        *,
+        joint: bool = False,
+        permuted: bool = False,
+        random_state: Any = None,
+    ) -> np.ndarray:
+        """``[rows, n]`` draws; errors as of ``predict``.
 
-        ``random_state`` is a seed, a ``numpy.random.RandomState``, or None.
+        Args:
+            X: rows.
+            n: draws of each.
+            joint: whether the rows of a draw belong together, each in its turn added to the
+                context: one call of the model for each row. Otherwise each row is on its own.
+            permuted: with ``joint``, in an order of its own for each draw.
+            random_state: a seed, a ``numpy.random.RandomState``, or None.
         """
         x = self._checked(X)
         seed = int(check_random_state(random_state).randint(LARGEST_DRAWN_SEED))
         device = self.predictor_.x.device
-        return self.predictor_.sample(x, n, torch.Generator(device).manual_seed(seed))
+        generator = torch.Generator(device).manual_seed(seed)
+        if joint:
+            return self.predictor_.sample_jointly(x, n, generator, permuted=permuted)
+        return self.predictor_.sample(x, n, generator)
 
     def log_prob(self, X: Any, y: Any) -> np.ndarray:
         """log p(y) of each row on its own, ``[n]``, in nats; errors as of ``predict``."""

@@ -62,6 +62,9 @@ def load_trained(
 def _columns_of(place: Path | str) -> Columns | None:
     try:
         file = file_of(str(place), COLUMNS)
-    except (EntryNotFoundError, LocalEntryNotFoundError):
+    except LocalEntryNotFoundError:
+        # The hub is not reached, and may have it.
+        raise
+    except EntryNotFoundError:
         return None
     return Columns.read(file) if file.exists() else None

@@ -117,8 +117,8 @@ def test_processes_score_what_one_scores_and_call_the_model_as_often(batches):
     sampler = make_sampler("digits", held_out=True, seed=3)
     model, *_ = tiny("transformer-np")
     model.eval().double()
-    calls, score = [], model.log_likelihood
-    model.log_likelihood = lambda *task: (calls.append(rank), score(*task))[1]
+    calls = []
+    model.register_forward_hook(lambda *given: calls.append(rank))
     rank, others = 0, []
     alone = Evaluator(sampler, batch_size=2).score(model, batches)
     calls.clear()

@@ -49,7 +49,7 @@ def flags(model, text, *more, steps="--steps"):
     return [model, *common, *data, *more]
 
 
-@pytest.mark.parametrize("command", [None, *KINDS, "generate"])
+@pytest.mark.parametrize("command", [None, *KINDS, "generate", "predict"])
 def test_help_imports_nothing_that_takes_long(command):
     program = [sys.executable, "-c", HELP, *([command] if command else []), "--help"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=600)

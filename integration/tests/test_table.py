@@ -174,11 +174,17 @@ def test_run_on_a_table_resumes_bit_for_bit(file, tmp_path, monkeypatch):
     assert (whole / "predictions.png").read_bytes().startswith(b"\x89PNG")
     config = json.loads((whole / "config.json").read_text())
     assert (config["data"], config["inputs"], config["output"]) == (str(file), "a,b", "y")
+    first, *_, last = [line for line in metrics(whole) if "held_out_crps" in line]
+    coverage = {f"held_out_coverage_{level}" for level in (50, 80, 95)}
+    pit = [f"held_out_pit_{number}" for number in range(10)]
+    assert coverage | {*pit} <= last.keys()
+    assert not first.keys() & {*pit}
+    assert abs(sum(last[name] for name in pit) - 1.0) <= 10 * np.finfo(float).eps
     columns = Columns.read(whole / "columns.json")
     assert columns == read_table(file, ["a", "b"], "y").columns
-    # Of an evaluation of 4 batches and 4 steps with one at 2: the third step is never taken.
+    # Two batches are the evaluations of steps 0 and 2, two are training steps before it.
     begun = lambda: invoke(app, *flags(file, "--out", parts))  # noqa: E731
-    assert interrupted(monkeypatch, TableTasks, 11, begun).exit_code == 130
+    assert interrupted(monkeypatch, TableTasks, 6, begun).exit_code == 130
     resumed = invoke(app, "transformer-np", "--resume", parts)
     assert resumed.exit_code == 0, resumed.output
     assert_same_weights(whole, parts)

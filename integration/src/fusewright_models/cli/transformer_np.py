@@ -226,7 +226,7 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
     batch_size = preset.evaluation_batch_size
     evaluator = Evaluator(held_out, batch_size=batch_size, processes=processes)
 
-    def evaluation(tasks: int) -> dict[str, float]:
+    def evaluation(tasks: int, *, last: bool = False) -> dict[str, float]:
         result = evaluator.score(model, tasks // batch_size)
         return {
             "held_out_log_likelihood": result.log_likelihood,
@@ -234,14 +234,14 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
             "reference_log_likelihood": result.reference,
             "held_out_crps": result.crps,
             "held_out_tasks": tasks,
-            **(calibration_of(result) if tasks == preset.evaluation_tasks else {}),
+            **(calibration_of(result) if last else {}),
         }
 
     parts = model, source, negative_log_likelihood, chosen, training, folder
     shared: dict[str, Any] = dict(choices=run.choices, processes=processes)
     trainer = Trainer(
         *parts,
-        evaluate=lambda: evaluation(preset.evaluation_tasks),
+        evaluate=lambda: evaluation(preset.evaluation_tasks, last=True),
         evaluate_part=lambda: evaluation(run.part_tasks(preset)),
         operations=operations,
         console=console,

@@ -122,14 +122,18 @@ def numbers_of(lines) -> list[tuple[int, str, float]]:
     ]
 
 
-def test_resumed_run_takes_back_the_events_of_steps_that_it_takes_again(tmp_path, monkeypatch):
+# Before the first checkpoint, from which on the run begins again, and after it.
+@pytest.mark.parametrize("killed", [2, 4])
+def test_resumed_run_takes_back_the_events_of_steps_that_it_takes_again(
+    tmp_path, monkeypatch, killed
+):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with monkeypatch.context() as patch:
         note = record.Record.note
 
         def stopping(self, step, numbers):
-            if step == 4:
+            if step == killed:
                 raise KeyboardInterrupt
             return note(self, step, numbers)
 

@@ -187,8 +187,10 @@ class Run(Settings):
         """What its folder has beside config.json from the start, by name."""
         return {}
 
-    def loggers(self, folder: RunFolder, *, after: int) -> Iterator[Logger]:
-        """What is shown the metrics beside the folder, from the step after that on."""
+    def loggers(self, folder: RunFolder, *, after: int | None) -> Iterator[Logger]:
+        """What is shown the metrics beside the folder, from the step after that on; None is from
+        the beginning on.
+        """
         if self.wandb:
             yield wandb_logger(folder, project=self.wandb_project, config=asdict(self))
         if self.tensorboard:
@@ -390,7 +392,9 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
                 if resumed:
                     _take_up(trainer, run, folder)
                 if processes.is_main:
-                    for logger in run.loggers(folder, after=trainer.step):
+                    # Of a run that begins again no line is kept.
+                    after = None if trainer.record.noted is None else trainer.step
+                    for logger in run.loggers(folder, after=after):
                         trainer.record.observers.append(held.enter_context(logger))
                     if run.memory_snapshot:
                         held.enter_context(memory_history(folder, trainer.record.say))

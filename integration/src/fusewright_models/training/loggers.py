@@ -67,18 +67,19 @@ def wandb_logger(folder: RunFolder, *, project: str, config: dict[str, Any]) -> 
 
 
 @contextmanager
-def tensorboard_logger(folder: RunFolder, *, after: int) -> Iterator[Observer]:
+def tensorboard_logger(folder: RunFolder, *, after: int | None) -> Iterator[Observer]:
     """Metrics as events in the folder, from which TensorBoard draws curves.
 
     Args:
         folder: of the run.
-        after: the step that the run goes on from; what was written of later ones is not shown.
+        after: the step that the run goes on from, None where it begins; what was written of later
+            ones is not shown.
 
     Raises:
         RuntimeError: the extra "tensorboard" is not installed.
     """
     kind = tensorboard_library().SummaryWriter
-    writer = kind(str(folder.path / EVENTS), purge_step=after + 1 if after else None)
+    writer = kind(str(folder.path / EVENTS), purge_step=0 if after is None else after + 1)
 
     def observe(line: dict[str, Any]) -> None:
         for name, value in named(line).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import pickle
@@ -68,6 +69,20 @@ def test_resumed_run_traces_what_is_left_of_the_steps_and_a_stopped_one_what_the
     assert RunFolder(tmp_path).load_checkpoint()["step"] == 2
     assert run("--resume", tmp_path).exit_code == 0
     assert [*ranges(tmp_path)] == ["step 3", "step 4"]
+
+
+def test_trace_that_cannot_be_written_is_told_in_a_sentence(tmp_path, monkeypatch):
+    """Where temporary files go there may be less room than in the folder."""
+
+    def full(self, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+    result = run(*TINY, "--profile", "2:4", "--out", tmp_path)
+    assert result.exit_code == 1
+    told = f"stopped: could not write {tmp_path}/trace.json.gz: No space left on device; no checkp"
+    assert told in result.output
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(

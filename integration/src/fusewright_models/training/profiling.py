@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from .files import writing
 from .run_folder import RunFolder
 
 TRACE, SNAPSHOT = "trace.json.gz", "memory.pickle"
@@ -83,11 +84,12 @@ class Trace:
             # What has been launched is part of the steps.
             torch.cuda.synchronize(self.device)
         profiler.stop()
-        with TemporaryDirectory(prefix="fusewright-") as made:
+        place = self.folder.path / TRACE
+        with writing(place), TemporaryDirectory(prefix="fusewright-") as made:
             file = Path(made, TRACE)
             profiler.export_chrome_trace(str(file))
             self.folder.write(TRACE, file.read_bytes())
-        self.say(f"the trace is in {self.folder.path / TRACE}: open it at https://ui.perfetto.dev")
+        self.say(f"the trace is in {place}: open it at https://ui.perfetto.dev")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from fusewright_models.cli import app
 from fusewright_models.training import RunFolder
-from fusewright_models.training.report import page
+from fusewright_models.training.report import page, write_report
 
 from .commands import assert_refused, invoke, metrics
 
@@ -149,6 +150,13 @@ def test_what_a_run_has_read_and_written_is_text_and_no_part_of_the_page(tmp_pat
     assert_stands_alone(found)
     assert "https://example.org/x.js" in found.sections["settings"]
     assert "</pre><img src='https://example.org/y.png'>\ufffd" in found.sections["sample"]
+
+
+def test_page_shows_names_of_files_that_are_not_utf_8(tmp_path):
+    folder = run_folder(tmp_path, [], dataset=os.fsdecode(b"/data/caf\xe9"))
+    write_report(folder)
+    found = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "/data/caf?" in found.sections["settings"]
 
 
 def test_report_of_no_run_is_refused(tmp_path):

@@ -32,7 +32,8 @@ def write_report(folder: RunFolder) -> None:
         ValueError: a file of it is damaged.
         NotWritten: the disk is full, for instance.
     """
-    folder.write(REPORT, page(folder).encode())
+    # Names of files may be in no encoding.
+    folder.write(REPORT, page(folder).encode(errors="replace"))
 
 
 def page(folder: RunFolder) -> str:

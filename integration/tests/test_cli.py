@@ -469,6 +469,16 @@ def test_existing_run_is_not_overwritten(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.usefixtures("without_pictures")
+def test_paths_are_printed_as_they_are(tmp_path):
+    """Brackets are no markup, and colons no pictures."""
+    out = tmp_path / "run[bold]:smile:[" / "]"
+    result = run(*TINY, "--profile", "1:1", "--out", out)
+    assert result.exit_code == 0, result.output
+    for told in (f"fp32, into {out}", f"the trace is in {out}/trace", f"results in {out}"):
+        assert told in result.output
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_missing_gpu_is_said_before_anything_is_written(tmp_path):
     result = run(*TINY, "--device", "cuda", "--out", tmp_path / "run")

@@ -351,7 +351,12 @@ def join_others(run: Run, folder: RunFolder) -> tuple[Processes, RunFolder, Cons
     path = processes.agreed(str(folder.path))
     if not processes.is_main:
         folder = RunFolder(path)
-    return processes, folder, Console(quiet=not processes.is_main)
+    return processes, folder, plain_console(quiet=not processes.is_main)
+
+
+def plain_console(*, quiet: bool = False) -> Console:
+    """Prints texts as they are: paths, values and errors may have brackets and colons in them."""
+    return Console(quiet=quiet, markup=False, emoji=False)
 
 
 def optimizer_of(run: Run, model: nn.Module) -> Optimizer:

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import distributed
 
 from ..text import ByteModel
 from ..training import RunFolder
 from ..training.processes import join, leaving
-from .commands import check_device, read_run, score_table, usage_errors
+from .commands import check_device, plain_console, read_run, score_table, usage_errors
 from .generate import kind_of
 from .weights import load_model
 
@@ -60,4 +59,4 @@ def evaluate_run(run: Path, flags: dict[str, Any]) -> None:
     }
     scores = [(name, bits, f"{order_2 - bits:.4f}") for name, bits in told.items()]
     columns = "bits", "below order 2"
-    Console().print(score_table("held-out bits per byte", columns, scores))
+    plain_console().print(score_table("held-out bits per byte", columns, scores))

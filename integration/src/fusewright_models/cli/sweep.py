@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ..training import RunFolder, StopSignals
 from ..training.files import make_folder, write
-from .commands import Run, read_run, results_in, run_of, usage_errors
+from .commands import Run, plain_console, read_run, results_in, run_of, usage_errors
 from .generate import KINDS
 from .options import flag
 from .settings_file import by_new_names
@@ -111,7 +110,7 @@ def sweep_runs(
         members = members_of(commands, model, arguments, out)
         make_folder(out)
         report(members, out)
-    console = Console()
+    console = plain_console()
     waiting = [member for member in members if member.scores() is None]
     done = len(members) - len(waiting)
     console.print(f"{len(members)} runs of {model}, {done} at their end already", highlight=False)

@@ -42,7 +42,8 @@ class Record:
         self.noted: int | None = None
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        # Paths may have brackets and colons in them.
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     def note(self, step: int, numbers: dict[str, float]) -> dict[str, float]:
         """Write a line, and return it.

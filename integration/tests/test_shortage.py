@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from fusewright_models.cli import app
+import typer
+from fusewright_models.cli import app, commands
+from fusewright_models.cli.titan_mac import TitanMACRun
 from fusewright_models.data import Digits
-from fusewright_models.training import OutOfMemory, RunFolder, adamw
+from fusewright_models.training import OutOfMemory, Processes, RunFolder, adamw
+from fusewright_models.training import trainer as training_loop
+from fusewright_models.training.checkpoints import Checkpoints
 from fusewright_models.training.shortage import asked_for
+from rich.console import Console
 
 from .commands import assert_same_metrics, invoke, leave_out_pictures, metrics
 from .test_training import CONFIG, Normal, linear_trainer, regression_loss
@@ -128,6 +134,48 @@ def test_memory_that_runs_out_in_an_evaluation_leaves_the_step_before_it(tmp_pat
     rest.run()
     trained(tmp_path / "whole", short=False).run()
     assert_same_metrics(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("where", ["copy", "write"])
+def test_memory_that_runs_out_for_the_checkpoint_too_leaves_the_last_one(
+    tmp_path, monkeypatch, where
+):
+    trainer = counting_trainer(tmp_path, fails=5, checkpoint_every=3)
+
+    def short(*given, **asked):
+        raise MemoryError
+
+    save = trainer._save
+
+    def saving(**other):
+        if other:
+            owner = (training_loop, "on_host") if where == "copy" else (Checkpoints, "save")
+            monkeypatch.setattr(*owner, short)
+        save(**other)
+
+    trainer._save = saving
+    with pytest.raises(OutOfMemory, match="in step 5, with batches of 4 in fp32") as raised:
+        trainer.run()
+    assert not raised.value.saved
+    assert RunFolder(tmp_path).load_checkpoint()["step"] == 3
+
+
+def test_process_that_is_not_the_first_tells_of_its_memory(tmp_path, capsys):
+    """The first one waits for it, and has nothing to tell."""
+    processes = Processes()
+    processes.rank, processes.count = 1, 2
+
+    def short(**given):
+        raise OutOfMemory("out of memory in step 3", saved=False)
+
+    console = Console(quiet=not processes.is_main)
+    trainer = SimpleNamespace(console=console, processes=processes, step=2, run=short)
+    run = TitanMACRun.from_flags({"device": "cpu"})
+    with pytest.raises(typer.Exit) as raised:
+        commands.train(trainer, run, RunFolder(tmp_path), resumed=False)
+    assert raised.value.exit_code == 1
+    told = "process 1 stopped: out of memory in step 3; no checkpoint yet; --checkpointing block"
+    assert told in capsys.readouterr().out
 
 
 def test_program_says_what_did_not_fit_and_what_needs_less(tmp_path, monkeypatch):

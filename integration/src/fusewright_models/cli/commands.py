@@ -414,9 +414,12 @@ def train(trainer: Trainer, run: Run, folder: RunFolder, *, resumed: bool) -> No
         raise typer.Exit(1) from error
     except OutOfMemory as error:
         stands = f"step {trainer.step} is saved" if error.saved else _stands(folder)
-        console.print(
-            f"stopped: {error}; {stands}; --checkpointing block needs less, and another run with a "
-            f"smaller --batch-size and more --gradient-accumulation-steps does; {go_on}",
+        # Of several processes any one may have no memory left, and the first one waits for it.
+        who = f"process {processes.rank} " if processes.count > 1 else ""
+        plain = console if processes.is_main else plain_console()
+        plain.print(
+            f"{who}stopped: {error}; {stands}; --checkpointing block needs less, and another run "
+            f"with a smaller --batch-size and more --gradient-accumulation-steps does; {go_on}",
             highlight=False,
             soft_wrap=True,
         )

@@ -387,11 +387,20 @@ class Trainer:
                 self.stepper.undo()
         saved = self.saved == self.step
         if before and not (saved or self.stepper.moving or self.processes.several):
-            self._save(**before)
-            self.background.wait()
-            saved = self.folder is not None
+            saved = self._save_if_it_fits(before)
         size = f"batches of {self.config.batch_size} in {self.config.precision}"
         raise OutOfMemory(f"out of memory in {where}, with {size}: {asked}", saved=saved)
+
+    def _save_if_it_fits(self, before: dict[str, Any]) -> bool:
+        """Whether there is memory for a copy of the state, and a folder."""
+        try:
+            self._save(**before)
+            self.background.wait()
+        except (MemoryError, RuntimeError) as error:
+            if asked_for(error) is None:
+                raise
+            return False
+        return self.folder is not None
 
     def _sample(self) -> Batch:
         size = self.config.batch_size

@@ -82,6 +82,29 @@ def test_windows_go_on_where_they_were_left():
     assert torch.equal(again.predicted, expected.predicted)
 
 
+def test_the_same_tokens_in_other_documents_are_other_data():
+    """Of which a run that is resumed would draw other windows."""
+    windows, others = (
+        DocumentWindows(STREAM, ends, length=4, digest="of the tokens")
+        for ends in (ENDS, np.delete(ENDS, 3))
+    )
+    windows.load_state_dict(windows.state_dict())
+    with pytest.raises(ValueError, match="wanted the data that the run was begun with"):
+        others.load_state_dict(windows.state_dict())
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_empty_documents_change_no_window(length):
+    windows, others = (
+        DocumentWindows(STREAM, ends, length=length, seed=3)
+        for ends in (ENDS, np.insert(ENDS, [0, 2, 2], [0, ENDS[1], ENDS[1]]))
+    )
+    assert windows.total == others.total
+    one, other = windows.sample(32), others.sample(32)
+    assert torch.equal(one.windows, other.windows)
+    assert torch.equal(one.predicted, other.predicted)
+
+
 def test_documents_of_two_tokens_cannot_be_trained_on():
     with pytest.raises(ValueError, match="wanted a document of 3 tokens or more; got none"):
         DocumentWindows(STREAM, np.arange(2, len(STREAM) + 1, 2), length=4)

@@ -163,7 +163,7 @@ class DocumentWindows(Windows):
     Args:
         stream: as of `Windows`.
         ends: ``[D]`` int64 on the host: where documents end, in order, the last one at N.
-        options: as of `Windows`.
+        options: as of `Windows`; a digest becomes one of the ends, too.
 
     Raises:
         ValueError: as `Windows`; no document has three tokens.
@@ -171,6 +171,10 @@ class DocumentWindows(Windows):
 
     def __init__(self, stream: Tensor, ends: np.ndarray, **options: Any) -> None:
         super().__init__(stream, **options)
+        if self.digest:
+            # The same tokens in other documents are other windows.
+            ended = np.ascontiguousarray(ends, dtype=np.int64).data
+            self.digest += hashlib.blake2b(ended, digest_size=8).hexdigest()
         starts, counts = windows_of(ends, len(self.offsets) - 1, least=FEWEST)
         place = self.stream.device
         # Of each document where it begins, and how many windows those before it have.
@@ -197,7 +201,8 @@ def windows_of(ends: np.ndarray, length: int, *, least: int) -> tuple[np.ndarray
     ``length`` predictions, the last one of ``least`` at least.
     """
     starts = np.append(0, ends[:-1])
-    predictions = ends - starts - 1
+    # An empty one has none, as one of a token.
+    predictions = np.maximum(ends - starts - 1, 0)
     return starts, predictions // length + (predictions % length >= least)
 
 

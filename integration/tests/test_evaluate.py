@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from fusewright_models.cli import app
+from fusewright_models.cli.text import TextRun
 
 from .commands import assert_refused, invoke, metrics
 from .together import Command, compute_in_fp64, run_together
@@ -59,6 +61,17 @@ def test_processes_that_share_windows_have_the_score_of_one(trained, monkeypatch
     assert (code, other) == (0, 0), output + nothing
     assert score(output) == score(alone.output) != []
     assert score(nothing) == []
+
+
+def test_memory_that_runs_out_is_told_in_a_sentence(trained, monkeypatch):
+    def score(*given, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+    monkeypatch.setattr(TextRun, "score", score)
+    result = invoke(app, "evaluate", trained, "--seq-len", 9000)
+    assert result.exit_code == 1
+    assert "out of memory with 2 windows of 9,000 tokens at a time: tried to" in result.output
+    assert "2.50 GiB; a smaller --batch-size needs less" in result.output
 
 
 def test_impossible_evaluation_gets_one_clear_sentence(tmp_path, trained):

@@ -354,9 +354,9 @@ def join_others(run: Run, folder: RunFolder) -> tuple[Processes, RunFolder, Cons
     return processes, folder, plain_console(quiet=not processes.is_main)
 
 
-def plain_console(*, quiet: bool = False) -> Console:
+def plain_console(*, quiet: bool = False, stderr: bool = False) -> Console:
     """Prints texts as they are: paths, values and errors may have brackets and colons in them."""
-    return Console(quiet=quiet, markup=False, emoji=False)
+    return Console(quiet=quiet, stderr=stderr, markup=False, emoji=False)
 
 
 def optimizer_of(run: Run, model: nn.Module) -> Optimizer:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from torch import distributed
 
 from ..text import ByteModel
 from ..training import RunFolder
 from ..training.processes import join, leaving
+from ..training.shortage import asked_for
 from .commands import check_device, plain_console, read_run, score_table, usage_errors
 from .generate import kind_of
 from .weights import load_model
@@ -32,6 +34,7 @@ def evaluate_run(run: Path, flags: dict[str, Any]) -> None:
 
     Raises:
         typer.BadParameter: it cannot be served.
+        typer.Exit: memory ran out.
     """
     folder = RunFolder(run)
     with usage_errors():
@@ -43,13 +46,26 @@ def evaluate_run(run: Path, flags: dict[str, Any]) -> None:
         load_model(model, folder)
     device = torch.device(trained.device).type
     bf16 = trained.precision == "bf16"
-    with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
-        found = trained.score(
-            model,
-            corpus,
-            corpus.scored_bytes(by_document=trained.documents),
-            group=distributed.group.WORLD if processes.several else None,
+    try:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
+            found = trained.score(
+                model,
+                corpus,
+                corpus.scored_bytes(by_document=trained.documents),
+                group=distributed.group.WORLD if processes.several else None,
+            )
+    except (RuntimeError, MemoryError) as error:
+        asked = asked_for(error)
+        if asked is None:
+            raise
+        windows = f"{trained.batch_size} windows of {trained.seq_len:,} tokens at a time"
+        plain_console(stderr=True).print(
+            f"out of memory with {windows}: {asked}; a smaller --batch-size needs less, and more "
+            "processes of torchrun, which share the tokens of a window, have more",
+            highlight=False,
+            soft_wrap=True,
         )
+        raise typer.Exit(1) from error
     if not processes.is_main:
         return
     order_2 = ByteModel(corpus.training_text).bits_per_byte(corpus.held_out_text)

@@ -66,7 +66,8 @@ class LearnedOptimizer(StatisticsOptimizer):
 
     DTensors are taken where they are whole or sharded by rows, as FSDP2 shards them: plain torch
     moves the shards, with sums over all of them, three all-reduces in a step, and their state is
-    sharded as they are where it has their rows. The network must be the same in all processes.
+    sharded as they are where it has their rows. The network must be the same in all processes, and
+    the same parameters must have gradients in all of them.
 
     Raises:
         TypeError: a parameter is complex, sparse, not floating, or sharded otherwise, a gradient is

@@ -321,6 +321,18 @@ def test_all_keys_are_those_that_each_query_sees(backend, count, device):
         assert torch.equal(one, other)
 
 
+def test_rotations_compile_into_one_graph(device):
+    def rotate(x):
+        return torch.stack(rotated(torch.arange(5, device=device), 100.0, x))
+
+    x = torch.randn(2, 5, 3, 8, device=device, requires_grad=True)
+    found = []
+    for call in (torch.compile(rotate, fullgraph=True, backend="aot_eager"), rotate):
+        y = call(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), x)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_all_keys_take_the_memory_of_one_query():
     indices, count = all_keys(2, 65_536, "cpu")
     assert indices.shape == (2, 65_536, 65_536)

@@ -27,6 +27,9 @@ def rotated(positions: Tensor, base: float, *rows: Tensor) -> list[Tensor]:
     steps = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
     angles = (positions.double().unsqueeze(-1) * base**-steps).unsqueeze(1)
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+    if torch.compiler.is_compiling():
+        # Dynamo follows no function that has a jvp, and fuses the formula by itself.
+        return [Rotation.forward(x, cos, sin) for x in rows]
     return [apply(Rotation, x, cos, sin) for x in rows]
 
 

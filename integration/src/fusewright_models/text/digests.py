@@ -1,7 +1,8 @@
 """Digests of files, which are remembered, so that those that have not changed are read once.
 
 A file is the same one while its size, its times of change, its number in the file system and that
-system's are. Processes that ask at the same time wait for the first, and find what it remembered.
+system's are: what a program stores through a mapping of a file may change none of them. Processes
+that ask at the same time wait for the first, and find what it remembered.
 """
 
 from __future__ import annotations

@@ -321,6 +321,7 @@ def test_all_keys_are_those_that_each_query_sees(backend, count, device):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_rotations_compile_into_one_graph(device):
     def rotate(x):
         return torch.stack(rotated(torch.arange(5, device=device), 100.0, x))

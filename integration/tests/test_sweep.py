@@ -131,6 +131,8 @@ def test_what_was_stopped_is_continued_and_other_settings_are_refused(tmp_path, 
         (["--seed", "0,1", "2"], "wanted flags, each with one value or none; got 2"),
         (["--seed", "0,1", "--seed", "2,3"], "of --seed with commas between them; got it twice"),
         (["--seed", "0,1,0"], "wanted different values of a flag; got one twice"),
+        (["--seed", "0,00"], "wanted different values of a flag; got one twice"),
+        (["--lr", "1e-3,0.001"], "wanted different values of a flag; got one twice"),
         (["--seed", "0,x"], "Invalid value for '--seed'"),
         (["--sead", "0,1"], "No such option: --sead"),
         (["--lr", "1e-3,nan"], "lr"),
@@ -149,7 +151,8 @@ def test_what_was_stopped_is_continued_and_other_settings_are_refused(tmp_path, 
 def test_what_cannot_be_swept_is_refused_before_anything_is_trained(
     flags, message, tmp_path, started
 ):
-    result = invoke(app, "sweep", "transformer-np", *flags, "--out", tmp_path / "sweep")
+    given = [*FLAGS, *flags, "--out", tmp_path / "sweep"]
+    result = invoke(app, "sweep", "transformer-np", *given)
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert "Traceback" not in result.output

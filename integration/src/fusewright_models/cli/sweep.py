@@ -158,7 +158,8 @@ def members_of(
         run = run_of(MODELS[model], settings_of(commands[model], model, given))
         name = ",".join(f"{each}={value}" for each, value in values.items()).replace(os.sep, "_")
         members.append(Member(values, given, run, RunFolder(out / name)))
-    if len({member.name for member in members}) < len(members):
+    # By names, which are those of folders, and by what is trained: 0.001 is 1e-3.
+    if min(len({m.name for m in members}), len({m.run for m in members})) < len(members):
         raise ValueError("wanted different values of a flag; got one twice")
     for member in members:
         check_same(member)

@@ -16,7 +16,7 @@ Tensors = list[torch.Tensor]
 PACKAGE = Package(
     "fusewright.gsa",
     names=(
-        "GatedSparseAttention KeyCache Law Path Selection SelectionStats gated_indexer "
+        "GatedSparseAttention KeyCache Law Path Selection SelectionStats all_keys gated_indexer "
         "indexer_kl_loss indexer_topk sparse_attention sparse_attention_with_lse"
     ),
     registered=(

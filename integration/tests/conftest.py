@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,13 @@ KINDS = {
     "mac-bare": {"persistent": 0, "convolution": 0},
     "mag-bare": {"variant": "mag", "persistent": 0, "convolution": 0},
 }
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> None:
+    """What a shell starts in the background ignores SIGINT, which tests send."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class HostReads(TorchDispatchMode):

@@ -113,8 +113,8 @@ def build_launcher(compiled: Any) -> None:
     for that; where this triton cannot have it so, it does when it loads the kernel.
     """
     try:
-        make = importlib.import_module("triton.runtime").driver.active.launcher_cls
         of_kernel = compiled.src, compiled.metadata
+        make = importlib.import_module("triton.runtime").driver.active.launcher_cls
     except (ImportError, AttributeError):
         warn_missing("triton.runtime.driver.active.launcher_cls")
         return

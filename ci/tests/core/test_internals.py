@@ -146,3 +146,8 @@ def test_a_compiled_kernel_that_lacks_a_name_is_not_run_again(name):
     delattr(Compiled, name)
     with pytest.warns(RuntimeWarning, match=name):
         assert not internals.can_rerun(Compiled())
+
+
+def test_launcher_of_a_kernel_that_lacks_a_name_is_left_to_the_load():
+    with pytest.warns(RuntimeWarning, match="launcher_cls"):
+        internals.build_launcher(object())

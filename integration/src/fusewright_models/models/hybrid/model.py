@@ -215,7 +215,7 @@ class HybridLM(nn.Module, Published):
 
         Raises:
             As `forward`; ValueError: the caches have read another number of rows, or are given
-            beside a group.
+                beside a group.
             RuntimeError: parameters are sharded, beside a group.
         """
         check_tokens(tokens, self.head.weight.device)
@@ -278,7 +278,7 @@ class HybridLM(nn.Module, Published):
         Raises:
             As `forward`; ValueError: fewer than two tokens.
             RuntimeError: gradients would stay those of one of several processes; autograd is on, or
-            parameters are sharded, beside a group.
+                parameters are sharded, beside a group.
         """
         check_synchronised(self)
         check_tokens(tokens, self.head.weight.device, least=2 if group is None else 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusewright_models.data import DrawnAhead, Size, make_sampler
+from fusewright_models.data import DrawnAhead, Size, drawn_ahead, make_sampler
+from fusewright_models.data.ahead import TURNS
 from fusewright_models.training.captured import tensors_of
 
 
@@ -56,12 +57,41 @@ def test_a_batch_of_another_size_is_another_draw():
     assert source.taken == 1
 
 
-@pytest.mark.parametrize(
-    "kinds", [{"ragged": False}, {"target_size": None}, {"target_size": Size(5, 6)}]
-)
-def test_tasks_of_several_shapes_are_refused(kinds):
-    with pytest.raises(ValueError, match="wanted tasks of one shape to draw ahead"):
-        ahead(**kinds)
+def in_turn(**kinds):
+    kinds = {"context_size": Size(3, 9), "target_size": Size(5, 6), "padded": True} | kinds
+    return drawn_ahead(make_sampler("gp-rbf", **kinds), 2)
+
+
+def test_batches_of_drawn_sizes_are_those_of_several_draws_in_turn():
+    source, sampler = in_turn(seed=7), in_turn(seed=7).sampler
+    for _ in range(2):
+        drawn = [sampler.sample(8) for _ in range(TURNS)]
+        assert len({each.x_context.shape[1] for each in drawn}) > 2
+        for first in (0, 4):
+            for whole in drawn:
+                task = source.sample(4)
+                for ours, every in zip(tensors_of(task), tensors_of(whole), strict=True):
+                    assert torch.equal(ours, every[first : first + 4])
+
+
+@pytest.mark.parametrize("taken", [0, 1, TURNS, TURNS + 3, 2 * TURNS + 1])
+def test_restored_draws_in_turn_continue_the_same_tasks(taken):
+    source = in_turn(seed=7)
+    for _ in range(taken):
+        source.sample(4)
+    state = source.state_dict()
+    expected = [source.sample(4) for _ in range(3 * TURNS)]
+    other = in_turn(seed=8)
+    other.load_state_dict(state)
+    for task in expected:
+        again = other.sample(4)
+        for one, two in zip(tensors_of(task), tensors_of(again), strict=True):
+            assert torch.equal(one, two)
+
+
+def test_draws_in_turn_refuse_the_state_of_one_draw():
+    with pytest.raises(ValueError, match=f"wanted a run of {TURNS} draws in turn; got none"):
+        in_turn().load_state_dict(ahead().state_dict())
 
 
 def test_no_batches_and_other_draws_are_refused():

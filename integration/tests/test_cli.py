@@ -446,7 +446,6 @@ def test_batches_are_padded_where_steps_are_captured_or_it_is_asked_for(
         (["--lr", "nan"], "Invalid value"),
         (["--seed", "-1"], "Invalid value for '--seed'"),
         (["--seed", str(2**63)], "Invalid value for '--seed'"),
-        (["--ahead", "2"], "wanted tasks of one shape to draw ahead"),
         (["--frequencies", "-1"], "Invalid value for '--frequencies'"),
         (["--context-size", "64"], "an image has 64 pixels"),
         (["--device", "mps"], "--device must be cpu, cuda or cuda:N; got 'mps'"),

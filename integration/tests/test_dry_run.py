@@ -135,7 +135,6 @@ def test_memory_on_a_gpu_is_near_a_measured_peak():
         ("titan-mac", ["--vocab-size", "10"], "the tokenizer has 256 tokens; got --vocab-size 10"),
         ("hybrid", ["--optimizer", "learned", "--beta1", "0.5"], "learned has no betas"),
         ("transformer-np", ["--context-size", "64"], "an image has 64 pixels"),
-        ("transformer-np", ["--ahead", "2"], "wanted tasks of one shape to draw ahead"),
         ("transformer-np", ["--device", "quantum"], "--device must be cpu, cuda or cuda:N"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,6 +13,8 @@ import torch
 from fusewright_models import TransformerNP, TransformerNPConfig, TransformerNPRegressor
 from fusewright_models.data.columns import Column, Columns
 from fusewright_models.prediction import Predictor, load_trained
+from fusewright_models.prediction import regressor as regressor_module
+from fusewright_models.prediction.trained import PRETRAINED
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import cross_val_score
@@ -62,6 +66,14 @@ def test_checks_of_scikit_learn_pass(folder):
     assert len([each for each in results if each["status"] == "passed"]) > 40
 
 
+@pytest.mark.skipif(not PRETRAINED.exists(), reason="the package has no trained network yet")
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
+def test_checks_of_scikit_learn_pass_without_a_model():
+    assert (PRETRAINED / "model.safetensors").stat().st_size <= 5_000_000
+    results = check_estimator(TransformerNPRegressor())
+    assert len([each for each in results if each["status"] == "passed"]) > 40
+
+
 def test_predictions_are_those_of_the_model_on_standardised_rows(
     folder, assert_same_but_for_rounding
 ):
@@ -91,6 +103,73 @@ def test_predictions_are_those_of_the_model_on_standardised_rows(
     ]
     found = mean, deviation, quantiles, regressor.log_prob(asked, truth)
     assert_same_but_for_rounding([torch.from_numpy(each) for each in found], expected)
+
+
+def test_orders_of_columns_are_mixed_as_likely_each(folder, assert_same_but_for_rounding):
+    (x, y), (asked, truth) = rows_of(20), rows_of(9, seed=1)
+    options = {"dtype": "float64", "chunk": 4}
+    regressor = TransformerNPRegressor(folder, orders=3, **options).fit(x, y)
+    standard = (np.r_[x, asked] - x.mean(0)) / x.std(0)
+    rows = np.pad(standard, ((0, 0), (0, WIDTH - 3)))
+    output, single = Column.of("y", y), TransformerNPRegressor(folder, scaling="none", **options)
+    densities, means, squares = [], [], []
+    orders = regressor.predictor_.orders
+    assert len({tuple(order.tolist()) for order in orders}) == 3
+    assert all(sorted(order.tolist()) == list(range(WIDTH)) for order in orders)
+    for order in orders:
+        known, others = np.split(rows[:, order], [20])
+        alone = single.fit(known, output.standardised(y))
+        mean, deviation = alone.predict(others, return_std=True)
+        densities.append(np.exp(alone.log_prob(others, output.standardised(truth))))
+        means.append(mean)
+        squares.append(mean**2 + deviation**2)
+    mean = np.mean(means, 0)
+    expected = [
+        output.mean + output.scale * mean,
+        output.scale * np.sqrt(np.mean(squares, 0) - mean**2),
+        np.log(np.mean(densities, 0)) - np.log(output.scale),
+    ]
+    found = *regressor.predict(asked, return_std=True), regressor.log_prob(asked, truth)
+    assert_same_but_for_rounding(
+        *([torch.from_numpy(x) for x in each] for each in (found, expected))
+    )
+    quantiles = regressor.predict(asked, quantiles=(0.1, 0.5))[1]
+    below = regressor.sample(asked, 4000, random_state=0)[..., None] <= quantiles[:, None]
+    # Five standard errors.
+    assert (np.abs(below.mean(1) - [0.1, 0.5]) <= 5.0 * 0.5 / 4000**0.5).all()
+    assert regressor.sample(asked, 2, joint=True).shape == (9, 2)
+
+
+def test_one_order_is_that_of_the_columns(folder):
+    x, y = rows_of(20)
+    expected = TransformerNPRegressor(folder).fit(x, y).predict(x)
+    assert np.array_equal(TransformerNPRegressor(folder, orders=1).fit(x, y).predict(x), expected)
+    more = TransformerNPRegressor(folder, orders=2).fit(x, y).predict(x)
+    assert not np.array_equal(more, expected)
+
+
+def test_columns_with_names_have_one_order(named):
+    with pytest.raises(ValueError, match="wanted orders 1 of a model whose columns had names"):
+        TransformerNPRegressor(named, orders=2).fit(*rows_of(20, width=2))
+
+
+def test_network_of_the_package_is_the_one_without_a_model(tmp_path, monkeypatch, folder):
+    monkeypatch.setattr(regressor_module, "PRETRAINED", Path(folder))
+    x, y = rows_of(20)
+    found = TransformerNPRegressor().fit(x, y).predict(x)
+    assert np.array_equal(found, TransformerNPRegressor(folder, orders=8).fit(x, y).predict(x))
+    shutil.copytree(folder, tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    monkeypatch.setattr(regressor_module, "PRETRAINED", tmp_path / "damaged")
+    with pytest.raises(ValueError, match="wanted weights of SHA-256"):
+        TransformerNPRegressor().fit(x, y)
+
+
+def test_weights_of_16_bits_are_computed_with_in_32(tmp_path, folder):
+    TransformerNP.from_pretrained(folder).half().save_pretrained(tmp_path)
+    regressor = TransformerNPRegressor(tmp_path).fit(*rows_of(20))
+    assert {p.dtype for p in regressor.predictor_.model.parameters()} == {torch.float32}
 
 
 def test_draws_have_the_distribution_that_is_predicted(folder):
@@ -129,6 +208,7 @@ def test_it_is_cloned_pickled_and_validated_across_folds(folder):
     assert regressor.get_params() == {
         "model": folder,
         "scaling": "auto",
+        "orders": None,
         "chunk": 7,
         "dtype": "float32",
         "device": "cpu",
@@ -152,13 +232,15 @@ def test_model_that_is_given_is_left_as_it_is(folder):
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"model": None}, TypeError, "wanted model as a TransformerNP .* got NoneType"),
+        ({"model": 3}, TypeError, "wanted model as a TransformerNP, .* or None; got int"),
         ({"model": "/nowhere"}, OSError, "/nowhere"),
         ({"scaling": "mean"}, ValueError, "scaling must be one of .*; got 'mean'"),
         ({"dtype": "float16"}, ValueError, "dtype must be one of .*; got 'float16'"),
         ({"chunk": 0}, ValueError, "chunk must be an int of at least 1; got 0"),
+        ({"orders": 0}, ValueError, "orders must be an int of at least 1; got 0"),
+        ({"orders": 2.0}, ValueError, "orders must be an int of at least 1; got 2.0"),
     ],
-    ids=["none", "nowhere", "scaling", "dtype", "chunk"],
+    ids=["model", "nowhere", "scaling", "dtype", "chunk", "no-orders", "half-orders"],
 )
 def test_parameters_that_cannot_be_are_refused(folder, changes, kind, message):
     regressor = TransformerNPRegressor(folder).set_params(**changes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 # Of the data of TransformerNP.
-DataName = Literal["digits", "gp-rbf", "gp-matern", "gp-periodic", "blr"]
+DataName = Literal["digits", "gp-rbf", "gp-matern", "gp-periodic", "blr", "prior"]
 DATA_NAMES = get_args(DataName)
 
 # Of models.
@@ -39,6 +39,6 @@ PARALLELS = get_args(Parallel)
 FORMER = {"max_steps": "steps", "mixed_precision": "precision"}
 
 # Of sizes of model and training.
-PresetName = Literal["tiny", "demo", "small", "base"]
+PresetName = Literal["tiny", "demo", "small", "regressor", "base"]
 TitanMACPresetName = Literal["tiny", "demo", "l4", "profile", "170m"]
 HybridPresetName = Literal["tiny", "demo", "mini", "350m", "1b"]

@@ -131,13 +131,16 @@ def export_command(
         str | None,
         typer.Option(help="Upload it to this repository of the Hugging Face hub, too."),
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the weights: float64, float32, bfloat16 or float16.")
+    ] = "float32",
 ) -> None:
     """Write the model of a run's last checkpoint as safetensors and config.json, which
     from_pretrained and --init-from read; with the run's settings and its tokenizer's file.
     """
     from .export import export_run
 
-    export_run(run, out, push=push)
+    export_run(run, out, push=push, dtype=dtype)
 
 
 @app.command("evaluate")

@@ -15,6 +15,7 @@ import typer
 from safetensors import SafetensorError
 
 from ..data.columns import COLUMNS
+from ..models.published import DTYPES
 from ..text import make_tokenizer
 from ..training import RunFolder
 from .commands import read_run, usage_errors
@@ -25,8 +26,9 @@ from .weights import load_model
 TOKENIZER, SETTINGS = "tokenizer.json", "run.json"
 
 
-def export_run(run: Path, out: Path, *, push: str | None) -> None:
-    """Write the model of that run's last checkpoint, and what it was trained with, to a folder.
+def export_run(run: Path, out: Path, *, push: str | None, dtype: str = "float32") -> None:
+    """Write the model of that run's last checkpoint, its numbers rounded to ``dtype``, and what it
+    was trained with, to a folder.
 
     Raises:
         typer.BadParameter: it cannot be served.
@@ -35,6 +37,8 @@ def export_run(run: Path, out: Path, *, push: str | None) -> None:
     with usage_errors():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"wanted an empty folder in --out; got {out}")
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         tokenizer: Path | None = None
         name = folder.read_config().get("model")
         if name == TransformerNPRun.model_name:
@@ -50,6 +54,7 @@ def export_run(run: Path, out: Path, *, push: str | None) -> None:
         else:
             raise ValueError(f"wanted a run of a model; {folder.path} holds {name}'s")
         load_model(model, folder)
+        model.to(DTYPES[dtype])
         with whole(out) as unfinished:
             model.save_pretrained(unfinished)
             shutil.copyfile(folder.config_file, unfinished / SETTINGS)

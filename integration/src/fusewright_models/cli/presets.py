@@ -65,6 +65,8 @@ class TextPreset(NamedTuple):
 TINY_NP = dict(width=32, layers=2, heads=2, feed_forward_width=85, components=3)
 DEMO_NP = dict(width=48, layers=4, heads=6, feed_forward_width=128, components=10)
 SMALL_NP = dict(width=256, layers=6, heads=4, feed_forward_width=512, components=10)
+# 2.3 million parameters: less than 5 MB in 16 bits.
+REGRESSOR_NP = dict(width=192, layers=8, heads=6, feed_forward_width=256, components=6)
 DEMO_TITAN_MAC = replace(TITAN_MAC["tiny"], dim=128, memory_chunk=32, memory_hidden=32)
 DEMO_HYBRID = replace(HYBRID["tiny"], dim=96, delta_width=48, sparse_width=48)
 
@@ -74,6 +76,8 @@ TRANSFORMER_NP: dict[str, TransformerNPPreset] = {
     "demo": TransformerNPPreset(DEMO_NP, 2000, 32, 1.5e-3, 200, 64),
     # For minutes of one GPU.
     "small": TransformerNPPreset(SMALL_NP, 60_000, 128, 2e-3, 5000, 256),
+    # Likewise, of the data "prior".
+    "regressor": TransformerNPPreset(REGRESSOR_NP, 100_000, 128, 2e-3, 10_000, 128),
     # The 36.7 million parameters of the model, for a GPU.
     "base": TransformerNPPreset({}, 20_000, 128, 5e-4, 1000, 256),
 }

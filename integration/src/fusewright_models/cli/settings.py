@@ -231,7 +231,7 @@ class TransformerNPSettings(Settings):
     ] = None
     ahead: Annotated[
         int | None,
-        of_data(min=1, help="Draw so many batches at once; they are of one shape."),
+        of_data(min=1, help="Draw so many batches of one shape at once."),
     ] = None
 
 

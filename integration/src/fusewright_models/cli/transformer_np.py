@@ -14,6 +14,7 @@ from ..choices import DATA_NAMES
 from ..data import (
     LEVELS,
     DrawnAhead,
+    DrawnInTurn,
     Evaluation,
     Evaluator,
     Sampler,
@@ -21,6 +22,7 @@ from ..data import (
     Table,
     TableTasks,
     Task,
+    drawn_ahead,
     make_sampler,
     read_table,
 )
@@ -145,10 +147,10 @@ class TransformerNPRun(TransformerNPSettings, Run):
             return TableTasks(table=self.table, **options)
         return make_sampler(self.data, **options)
 
-    def source(self, *, padded: bool) -> Sampler | DrawnAhead:
+    def source(self, *, padded: bool) -> Sampler | DrawnAhead | DrawnInTurn:
         """Of the training's batches."""
         sampler = self.sampler(padded=padded)
-        return sampler if self.ahead is None else DrawnAhead(sampler, self.ahead)
+        return sampler if self.ahead is None else drawn_ahead(sampler, self.ahead)
 
     def part_tasks(self, preset: TransformerNPPreset) -> int:
         """What evaluations before the last one read of a preset's held-out tasks."""

@@ -8,13 +8,14 @@ from functools import partial
 import torch
 
 from ..choices import DATA_NAMES, DataName
-from .ahead import DrawnAhead
+from .ahead import DrawnAhead, DrawnInTurn, drawn_ahead
 from .attainable import attainable_log_likelihood
 from .calibration import LEVELS, mixture_crps
 from .digits import Digits
 from .evaluation import Evaluation, Evaluator, HeldOut, Scores, evaluate
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
+from .prior import PriorTasks
 from .sizes import Size
 from .table import Table, TableTasks, read_table
 from .task import Sampler, Task
@@ -34,7 +35,7 @@ def make_sampler(
     """The sampler of that name.
 
     Args:
-        name: "digits", "gp-rbf", "gp-matern", "gp-periodic" or "blr".
+        name: "digits", "gp-rbf", "gp-matern", "gp-periodic", "blr" or "prior".
         held_out: images that no training task shows; other data differs by its seed alone.
         context_size: M; None takes the default of the data.
         target_size: N; None takes the default of the data.
@@ -52,6 +53,7 @@ def make_sampler(
         "gp-matern": partial(GaussianProcess, "matern"),
         "gp-periodic": partial(GaussianProcess, "periodic"),
         "blr": LinearRegression,
+        "prior": PriorTasks,
     }
     if name not in makers:
         raise ValueError(f"data must be one of {DATA_NAMES}; got {name!r}")
@@ -71,11 +73,13 @@ __all__ = [
     "DataName",
     "Digits",
     "DrawnAhead",
+    "DrawnInTurn",
     "Evaluation",
     "Evaluator",
     "GaussianProcess",
     "HeldOut",
     "LinearRegression",
+    "PriorTasks",
     "Sampler",
     "Scores",
     "Size",
@@ -83,6 +87,7 @@ __all__ = [
     "TableTasks",
     "Task",
     "attainable_log_likelihood",
+    "drawn_ahead",
     "evaluate",
     "make_sampler",
     "mixture_crps",

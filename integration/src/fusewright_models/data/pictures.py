@@ -14,6 +14,7 @@ from ..models.transformer_np import TransformerNP, sample_jointly
 from .digits import PIXELS, SIDE, Digits, pixel_of
 from .gaussian_process import GaussianProcess
 from .linear_regression import LinearRegression
+from .prior import PriorTasks
 from .table import TableTasks
 from .task import Sampler
 
@@ -26,6 +27,7 @@ UNKNOWN = "#d9e4f2"
 CURVE_CONTEXTS = (3, 5, 8, 12, 20, 40)
 LINEAR_CONTEXTS = (8, 16, 64)
 LINEAR_TARGETS = 20
+PRIOR_CONTEXTS = (10, 100, 1000)
 GRID_POINTS = 201
 
 
@@ -51,6 +53,8 @@ def draw_predictions(model: TransformerNP, sampler: Sampler) -> Figure:
         contexts = sorted({low, (low + high) // 2, high})
         targets = min(LINEAR_TARGETS, len(sampler.table.held_out))
         return draw_regression(model, sampler, contexts, targets, sampler.reference)
+    if isinstance(sampler, PriorTasks):
+        return draw_regression(model, sampler, PRIOR_CONTEXTS, LINEAR_TARGETS, sampler.reference)
     raise TypeError(f"wanted a sampler of this package; got {type(sampler).__name__}")
 
 
@@ -120,7 +124,7 @@ def draw_curves(model: TransformerNP, sampler: GaussianProcess) -> Figure:
 
 def draw_regression(
     model: TransformerNP,
-    sampler: LinearRegression | TableTasks,
+    sampler: LinearRegression | TableTasks | PriorTasks,
     contexts: Sequence[int],
     targets: int,
     reference: str,
@@ -129,7 +133,7 @@ def draw_regression(
     figure = Figure(figsize=(11.0, 4.2), layout="constrained")
     panels = figure.subplots(1, len(contexts), squeeze=False).flat
     for axes, context in zip(panels, contexts, strict=True):
-        task = sampler.sample_sized(1, context, targets)
+        task = sampler.finished(sampler.sample_sized(1, context, targets))
         order = task.y_target.argsort(dim=1)
         x_target = task.x_target.gather(1, order.expand_as(task.x_target))
         y_target = task.y_target.gather(1, order)

@@ -215,6 +215,7 @@ class Sampler(ABC):
             task = self.sample_sized(batch, context, targets)
             if self.ragged:
                 task = replace(task, context_lengths=self.draw_lengths(batch, context))
+            task = self.finished(task)
         return task.padded(self.capacity_of(context, targets)) if self.padded else task
 
     @cached_property
@@ -262,6 +263,10 @@ class Sampler(ABC):
     @abstractmethod
     def sample_sized(self, batch: int, context: int, targets: int) -> Task:
         """The next ``batch`` tasks with M = ``context`` and N = ``targets``."""
+
+    def finished(self, task: Task) -> Task:
+        """The tasks as a model sees them, where that depends on how many points each one has."""
+        return task
 
     @abstractmethod
     def reference_log_likelihood(self, task: Task) -> Tensor:

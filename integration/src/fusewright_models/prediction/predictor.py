@@ -17,6 +17,8 @@ from ..models.transformer_np import TransformerNP, sample_jointly
 
 # Targets that go through the model at once: 110 MB of the base preset's hidden values in its head.
 CHUNK = 2048
+# Of the orders of inputs: the same ones whenever they are asked for.
+ORDERS_SEED = 0
 
 
 class Predicted(NamedTuple):
@@ -45,6 +47,9 @@ class Predictor:
         x: ``[M, d_x]``, M >= 1, context inputs in their own units, fp64.
         y: ``[M]``, fp64.
         chunk: targets that go through the model at once. It changes no prediction but for rounding.
+        orders: in how many orders the model sees its inputs, the first of them as they come; what
+            is predicted is the mixture of all, each as likely. For models that were trained on
+            inputs in any order.
     """
 
     def __init__(
@@ -55,12 +60,16 @@ class Predictor:
         y: np.ndarray,
         *,
         chunk: int = CHUNK,
+        orders: int = 1,
     ) -> None:
         self.model, self.columns, self.chunk = model, columns, chunk
+        generator, width = torch.Generator().manual_seed(ORDERS_SEED), model.config.x_width
+        others = [torch.randperm(width, generator=generator) for _ in range(orders - 1)]
+        self.orders = [torch.arange(width), *others]
         self.x = self._inputs(x)
         self.y = self._tensor(columns.output.standardised(y)).unsqueeze(-1)
         with torch.no_grad():
-            self.context = model.encode(self.x, self.y)
+            self.context = model.encode(self._ordered(self.x), self.y.expand(orders, -1, -1))
 
     def predict(
         self, x: np.ndarray, *, quantiles: Sequence[float] = (), y: np.ndarray | None = None
@@ -105,7 +114,8 @@ class Predictor:
         self, x: np.ndarray, count: int, generator: torch.Generator, *, permuted: bool = False
     ) -> np.ndarray:
         """``[n, count]`` draws, fp64, of all targets together, each of them in its turn added to
-        the context, for each draw in an order of its own where ``permuted``.
+        the context, for each draw in an order of its own where ``permuted``; the inputs as they
+        come.
         """
         if not len(x):
             return np.empty((0, count))
@@ -116,10 +126,14 @@ class Predictor:
 
     @torch.no_grad()
     def _params(self, x: np.ndarray) -> Iterator[tuple[int, Tensor]]:
-        """Of each part the number of its first target, and its mixtures ``[1, n, 1, K, 3]``."""
+        """Of each part the number of its first target, and its mixtures ``[1, n, 1, G K, 3]``."""
         for first in range(0, len(x), self.chunk):
-            targets = self._inputs(x[first : first + self.chunk])
-            yield first, self.model.decode(self.context, targets)
+            targets = self._ordered(self._inputs(x[first : first + self.chunk]))
+            yield first, _mixed(self.model.decode(self.context, targets))
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        """``x [1, n, d_x]`` in every order, ``[orders, n, d_x]``."""
+        return torch.cat([x[..., order.to(x.device)] for order in self.orders])
 
     def _inputs(self, x: np.ndarray) -> Tensor:
         """``x [n, d_x]`` as the model takes it, ``[1, n, inputs of the model]``."""
@@ -131,3 +145,13 @@ class Predictor:
         """``values [...]`` as one task, ``[1, ...]``."""
         like = self.model.embedder.hidden.weight
         return torch.from_numpy(values).to(like.dtype).to(like.device).unsqueeze(0)
+
+
+def _mixed(params: Tensor) -> Tensor:
+    """Mixtures ``[G, n, 1, K, 3]`` as one of all their components, ``[1, n, 1, G K, 3]``."""
+    if len(params) == 1:
+        return params
+    logits, *rest = params.unbind(-1)
+    # Each has weights that add up to 1.
+    whole = torch.stack([logits.log_softmax(-1), *rest], dim=-1)
+    return whole.movedim(0, -3).flatten(-3, -2).unsqueeze(0)

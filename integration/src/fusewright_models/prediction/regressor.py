@@ -20,11 +20,13 @@ from sklearn.utils.validation import (  # type: ignore[import-untyped]
 from ..data.columns import Column, Columns
 from ..models.transformer_np import TransformerNP
 from .predictor import CHUNK, Predicted, Predictor
-from .trained import load_trained
+from .trained import PRETRAINED, load_trained
 
 Scaling = Literal["auto", "rows", "none"]
 Width = Literal["float32", "float64"]
 LARGEST_DRAWN_SEED = 2**31 - 1
+# Of the network that comes with the package, whose training drew the places of columns.
+ORDERS = 8
 
 
 class TransformerNPRegressor(RegressorMixin, BaseEstimator):
@@ -33,11 +35,16 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
 
     Args:
         model: folder of a run, folder or repository of ``save_pretrained``, or a TransformerNP, of
-            one output. A model whose columns had names when it was trained takes these columns;
-            one without takes as many as it has inputs or fewer, and reads 0 in the place of others.
+            one output; None is the network that comes with the package, for up to ten columns,
+            trained on functions of many kinds. A model whose columns had names when it was trained
+            takes these columns; one without takes as many as it has inputs or fewer, and reads 0 in
+            the place of others.
         scaling: "auto" takes the scales that the columns had in training, and where they had none
             those of the rows in ``fit``: each column less its mean, over its standard deviation.
             "rows" always takes these, "none" takes numbers as they are.
+        orders: in how many orders the model sees the columns, whose predictions are mixed; None is
+            8 for the network that comes with the package, and 1 for others: only a model that was
+            trained on columns in any order bears more.
         chunk: rows that are predicted at once; changes nothing but for rounding.
         dtype: "float32" or "float64", in which everything is computed.
         device: a device of torch.
@@ -48,7 +55,7 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
         feature_names_in_: their names, where X has some.
 
     Example:
-        >>> regressor = TransformerNPRegressor("runs/my-run").fit(X, y)
+        >>> regressor = TransformerNPRegressor().fit(X, y)    # or of "runs/my-run"
         >>> mean, std = regressor.predict(X_new, return_std=True)
         >>> draws = regressor.sample(X_new, 10)                    # [rows, 10]
     """
@@ -58,12 +65,14 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
         model: TransformerNP | Path | str | None = None,
         *,
         scaling: Scaling = "auto",
+        orders: int | None = None,
         chunk: int = CHUNK,
         dtype: Width = "float32",
         device: str = "cpu",
     ) -> None:
         self.model = model
         self.scaling = scaling
+        self.orders = orders
         self.chunk = chunk
         self.dtype = dtype
         self.device = device
@@ -72,7 +81,7 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
         """Keep rows ``X [n, columns]`` and ``y [n]`` as context.
 
         Raises:
-            TypeError: ``model`` is none.
+            TypeError: ``model`` is no such thing.
             OSError: there is no model there.
             ValueError: a parameter has a value that it cannot have, the model cannot be read, or
                 rows are not numbers, none, not finite, or of other columns than the model's.
@@ -81,7 +90,9 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
         x, known = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         model, trained = self._loaded()
         columns = self._columns(model, trained, x, known)
-        self.predictor_ = Predictor(model, columns, x, known.astype(np.float64), chunk=self.chunk)
+        rows = x, known.astype(np.float64)
+        options = {"chunk": self.chunk, "orders": self._orders(trained)}
+        self.predictor_ = Predictor(model, columns, *rows, **options)
         return self
 
     def predict(
@@ -150,20 +161,22 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
         return rows
 
     def _check_parameters(self) -> None:
-        if not isinstance(self.model, TransformerNP | Path | str):
+        if not isinstance(self.model, TransformerNP | Path | str | None):
             raise TypeError(
-                "wanted model as a TransformerNP or the name of a folder; "
+                "wanted model as a TransformerNP, the name of a folder, or None; "
                 f"got {type(self.model).__name__}"
             )
         for name, kind in (("scaling", Scaling), ("dtype", Width)):
             if (value := getattr(self, name)) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {get_args(kind)}; got {value!r}")
-        if type(self.chunk) is not int or self.chunk < 1:
-            raise ValueError(f"chunk must be an int of at least 1; got {self.chunk!r}")
+        for name in ("chunk", "orders"):
+            value = getattr(self, name)
+            if name == "orders" and value is None:
+                continue
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1; got {value!r}")
 
     def _loaded(self) -> tuple[TransformerNP, Columns | None]:
-        # It was checked to be one of these.
-        assert self.model is not None
         if isinstance(self.model, TransformerNP):
             if self.model.config.y_width != 1:
                 raise ValueError(
@@ -172,8 +185,17 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
             # It stays the caller's.
             model, trained = copy.deepcopy(self.model).eval(), None
         else:
-            model, trained = load_trained(self.model)
+            model, trained = load_trained(PRETRAINED if self.model is None else self.model)
         return model.to(self.device, getattr(torch, self.dtype)), trained
+
+    def _orders(self, trained: Columns | None) -> int:
+        if self.orders is None:
+            return ORDERS if self.model is None else 1
+        if self.orders > 1 and trained is not None:
+            raise ValueError(
+                f"wanted orders 1 of a model whose columns had names in training; got {self.orders}"
+            )
+        return self.orders
 
     def _columns(
         self, model: TransformerNP, trained: Columns | None, x: np.ndarray, y: np.ndarray

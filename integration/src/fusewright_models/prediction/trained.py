@@ -19,6 +19,9 @@ from ..models.published import file_of, name_of
 from ..models.transformer_np import TransformerNP
 from ..training import RunFolder
 
+# What `fusewright_models.studies.pretraining` has left: a network for tables of up to ten columns.
+PRETRAINED = Path(__file__).parents[1] / "pretrained" / "regressor"
+
 
 def load_trained(
     place: Path | str, *, device: torch.device | str = "cpu", backend: Backend = "auto"

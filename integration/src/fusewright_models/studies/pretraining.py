@@ -1,0 +1,183 @@
+"""Trains the network that `TransformerNPRegressor` has where it is given none.
+
+    python -m fusewright_models.studies.pretraining --minutes 8 --out runs/regressor
+
+is ``fusewright-train transformer-np`` with the flags of `RECIPE`, on the data "prior", and with as
+many steps as the minutes are expected to hold: the time of a step is taken first, at contexts of
+sizes that are spread as those of the data are. It leaves the run in OUT/run, its weights of 16 bits
+in OUT/regressor, as ``fusewright-train export --dtype float16`` writes them, and all evaluations in
+OUT/pretraining-ENVIRONMENT.csv with their curve beside it.
+
+A run that is stopped before its end goes on by ``fusewright-train transformer-np --resume
+OUT/run``, and what is to be left then is written by ``--minutes 0``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from ..bench.results import environment_name
+from ..cli.commands import optimizer_of, usage_errors
+from ..cli.export import export_run
+from ..cli.transformer_np import TransformerNPRun, negative_log_likelihood, train_transformer_np
+from ..data import DrawnAhead, PriorTasks
+from ..data.prior.tasks import TARGETS
+from ..devices import checked_device
+from ..training import RunFolder, Trainer
+from .results import write
+
+# Of `fusewright-train transformer-np`.
+RECIPE: dict[str, Any] = {
+    "preset": "regressor",
+    "data": "prior",
+    "optimizer": "muon",
+    "frequencies": 4,
+    "indicator": True,
+    "ahead": 16,
+    "log_every": 200,
+    "checkpoint_every": "1m",
+}
+# Evaluations of a run.
+POINTS = 10
+# Sizes of contexts at which steps are timed; steps of each before that, for compilation and
+# capture, and timed ones: two draws of the recipe's.
+SIZES, WARM, TIMED = 8, 8, 32
+FORMATS = {"seconds": ".1f", "loss": ".4f"}
+DTYPE = "float16"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation: a row of the result file.
+
+    Attributes:
+        step: of ``steps``.
+        seconds: that its steps took, evaluations not counted.
+        loss: of the steps since the last log point; NaN before the first.
+        log_likelihood: nats per held-out target.
+        standard_error: of it, over tasks.
+        reference: of the normal distribution of the context's y, on the same targets.
+        crps: in the context's standard deviations.
+        tasks: that it was scored on.
+    """
+
+    step: int
+    steps: int
+    seconds: float
+    loss: float
+    log_likelihood: float
+    standard_error: float
+    reference: float
+    crps: float
+    tasks: int
+
+
+def run_of(device: str, **more: Any) -> TransformerNPRun:
+    return TransformerNPRun.from_flags(RECIPE | {"device": device} | more)
+
+
+class OneSize(PriorTasks):
+    """Tasks of one size, padded as those of all sizes are."""
+
+    size = 0
+
+    def draw_sizes(self) -> tuple[int, int]:
+        return self.size, TARGETS
+
+
+def seconds_of_a_step(run: TransformerNPRun) -> float:
+    """The mean over sizes of contexts, each at the middle of an equal share of the draws; of a step
+    with its data, by the host's clock.
+    """
+    total = 0.0
+    for number in range(SIZES):
+        sampler = OneSize(padded=True, device=run.device, seed=run.seed)
+        sampler.size = sampler.size_at((number + 0.5) / SIZES)
+        total += _timed(run, sampler)
+    return total / SIZES
+
+
+def _timed(run: TransformerNPRun, sampler: OneSize) -> float:
+    model = run.model(run.x_width)
+    source = DrawnAhead(sampler, run.ahead or 1)
+    parts = source, negative_log_likelihood, optimizer_of(run, model), run.training()
+    trainer = Trainer(model, *parts, None, console=Console(file=StringIO()))
+    trainer.run(until=WARM)
+    _wait(trainer.device)
+    start = time.perf_counter()
+    trainer.run(until=WARM + TIMED)
+    _wait(trainer.device)
+    return (time.perf_counter() - start) / TIMED
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # sync: the host takes the time
+
+
+def points_of(folder: RunFolder) -> list[Point]:
+    """The evaluations of a run."""
+    steps = folder.read_config()["steps"]
+    seconds, loss, points = 0.0, float("nan"), []
+    for line in folder.read_metrics():
+        if "loss" in line:
+            seconds, loss = seconds + line["seconds"], line["loss"]
+            continue
+        names = "held_out_log_likelihood", "held_out_standard_error", "reference_log_likelihood"
+        scores = [line[name] for name in (*names, "held_out_crps", "held_out_tasks")]
+        points.append(Point(line["step"], steps, seconds, loss, *scores))
+    return points
+
+
+def draw(points: list[Point]) -> Figure:
+    """The log-likelihood over the seconds of the run."""
+    figure = Figure(figsize=(6.0, 3.6), layout="constrained")
+    axes = figure.subplots()
+    seconds = [point.seconds for point in points]
+    axes.plot(seconds, [point.log_likelihood for point in points], marker=".", label="network")
+    axes.plot(seconds, [point.reference for point in points], label="normal, of the context's y")
+    axes.set(xlabel="seconds of steps", ylabel="held-out log-likelihood, nats per target")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
+def main(
+    minutes: Annotated[float, typer.Option(min=0.0, help="Of the run's steps; 0 trains nothing.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run and of what is left of it.")],
+    device: Annotated[str, typer.Option()] = "cuda",
+) -> None:
+    """Train, and leave the weights and their curve."""
+    console = Console()
+    with usage_errors():
+        where = checked_device(device)
+    folder = RunFolder(out / "run")
+    if minutes:
+        run = run_of(device)
+        begun = time.perf_counter()
+        taken = seconds_of_a_step(run)
+        steps = max(POINTS, round(60.0 * minutes / taken))
+        console.print(
+            f"{1e3 * taken:.2f} ms a step, found in {time.perf_counter() - begun:.0f} s: "
+            f"{steps} steps",
+            highlight=False,
+        )
+        more = {"steps": steps, "eval_every": max(1, steps // POINTS), "device": device}
+        train_transformer_np(RECIPE | more | {"out": folder.path})
+    points = points_of(folder)
+    file = out / f"pretraining-{environment_name(where)}.csv"
+    write(points, file, draw, number=".5f", formats=FORMATS)
+    export_run(folder.path, out / "regressor", push=None, dtype=DTYPE)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -90,9 +90,8 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
         x, known = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         model, trained = self._loaded()
         columns = self._columns(model, trained, x, known)
-        rows = x, known.astype(np.float64)
-        options = {"chunk": self.chunk, "orders": self._orders(trained)}
-        self.predictor_ = Predictor(model, columns, *rows, **options)
+        rows, orders = (x, known.astype(np.float64)), self._orders(trained)
+        self.predictor_ = Predictor(model, columns, *rows, chunk=self.chunk, orders=orders)
         return self
 
     def predict(

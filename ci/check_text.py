@@ -19,6 +19,8 @@ from pathlib import Path
 import workspace
 
 LARGEST = 1 << 20
+# Trained networks that come with a package.
+LARGEST_WEIGHTS = 5_000_000
 GLOSSARY = workspace.ROOT / "CONTRIBUTING.md"
 HEADING = "| house word | field's word |"
 # A part of an identifier counts, a part of a word does not.
@@ -33,8 +35,9 @@ TESTS = {"tests", "conformance"}
 
 def problems(name: str, content: bytes) -> list[str]:
     """What is wrong with a file of this content; of a binary one only its size counts."""
-    if len(content) > LARGEST:
-        return [f"{name}: {len(content) >> 10} KiB, wanted at most {LARGEST >> 10}"]
+    most = LARGEST_WEIGHTS if name.endswith(".safetensors") else LARGEST
+    if len(content) > most:
+        return [f"{name}: {len(content) >> 10} KiB, wanted at most {most >> 10}"]
     if b"\0" in content or not content:
         return []
     told = []

@@ -101,6 +101,13 @@ def test_text_keeps_the_small_rules(content, problem):
     assert told == [] if problem is None else problem in told[0]
 
 
+def test_weights_may_have_5_megabytes():
+    most = check_text.LARGEST_WEIGHTS
+    assert check_text.problems("model.safetensors", b"\0" * most) == []
+    (told,) = check_text.problems("model.safetensors", b"\0" * (most + 1))
+    assert "wanted at most 4882" in told
+
+
 GLOSSARY = f"""\
 text
 {check_text.HEADING}

@@ -32,6 +32,7 @@ def tiny(monkeypatch):
 
 def test_a_training_leaves_run_weights_and_curve(tmp_path, monkeypatch):
     monkeypatch.setattr(pretraining, "seconds_of_a_step", lambda run: 0.5)
+    monkeypatch.setattr(pretraining, "steps_within", lambda seconds, of_a_step: 12.9)
     main(minutes=0.1, out=tmp_path, device="cpu")
     run = RunFolder(tmp_path / "run")
     config = run.read_config()
@@ -70,6 +71,13 @@ def test_network_of_the_recipe_fits_into_5_megabytes_of_16_bits(monkeypatch):
     # With the head of its file, some 100 bytes a tensor.
     assert 2 * model.parameter_count() + 2**14 < 5_000_000
     assert isinstance(run.source(padded=True), DrawnInTurn)
+
+
+def test_as_many_steps_are_taken_as_end_within_the_time():
+    within = pretraining.steps_within
+    spare = pretraining.SPARE
+    assert within(spare, 0.1) == 0.0
+    assert within(spare + 100.0, 0.1) == (1.0 - pretraining.OTHERS) * 100.0 / 0.1
 
 
 def test_a_step_is_timed_at_sizes_as_those_that_are_drawn(monkeypatch):

@@ -1,12 +1,13 @@
 """Trains the network that `TransformerNPRegressor` has where it is given none.
 
-    python -m fusewright_models.studies.pretraining --minutes 8 --out runs/regressor
+    python -m fusewright_models.studies.pretraining --minutes 9.5 --out runs/regressor
 
 is ``fusewright-train transformer-np`` with the flags of `RECIPE`, on the data "prior", and with as
-many steps as the minutes are expected to hold: the time of a step is taken first, at contexts of
-sizes that are spread as those of the data are. It leaves the run in OUT/run, its weights of 16 bits
-in OUT/regressor, as ``fusewright-train export --dtype float16`` writes them, and all evaluations in
-OUT/pretraining-ENVIRONMENT.csv with their curve beside it.
+many steps as end within the minutes, of which compilation and evaluations have their part: the time
+of a step is taken first, at contexts of sizes that are spread as those of the data are. It leaves
+the run in OUT/run, its weights of 16 bits in OUT/regressor, as ``fusewright-train export --dtype
+float16`` writes them, and all evaluations in OUT/pretraining-ENVIRONMENT.csv with their curve
+beside it.
 
 A run that is stopped before its end goes on by ``fusewright-train transformer-np --resume
 OUT/run``, and what is to be left then is written by ``--minutes 0``.
@@ -22,6 +23,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from fusewright.norm import warm_up
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -51,6 +53,9 @@ POINTS = 10
 # Sizes of contexts at which steps are timed; steps of each before that, for compilation and
 # capture, and timed ones: two draws of the recipe's.
 SIZES, WARM, TIMED = 8, 8, 32
+# Seconds of what is neither compiled nor trained: captures, the first evaluation and the last one;
+# and the share of the rest that is not steps.
+SPARE, OTHERS = 25.0, 0.05
 FORMATS = {"seconds": ".1f", "loss": ".4f"}
 DTYPE = "float16"
 
@@ -111,6 +116,13 @@ def _timed(run: TransformerNPRun, sampler: OneSize) -> float:
     source = DrawnAhead(sampler, run.ahead or 1)
     parts = source, negative_log_likelihood, optimizer_of(run, model), run.training()
     trainer = Trainer(model, *parts, None, console=Console(file=StringIO()))
+    batch = source.sample(run.batch_size)
+    with trainer.stepper.autocast():
+        warm_up(
+            model.loss,
+            *(batch.x_context, batch.y_context, batch.x_target, batch.y_target),
+            *(batch.context_lengths, batch.target_lengths),
+        )
     trainer.run(until=WARM)
     _wait(trainer.device)
     start = time.perf_counter()
@@ -122,6 +134,11 @@ def _timed(run: TransformerNPRun, sampler: OneSize) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # sync: the host takes the time
+
+
+def steps_within(seconds: float, of_a_step: float) -> float:
+    """How many end in so many seconds, with what else is done beside them."""
+    return (1.0 - OTHERS) * (seconds - SPARE) / of_a_step
 
 
 def points_of(folder: RunFolder) -> list[Point]:
@@ -152,23 +169,22 @@ def draw(points: list[Point]) -> Figure:
 
 
 def main(
-    minutes: Annotated[float, typer.Option(min=0.0, help="Of the run's steps; 0 trains nothing.")],
+    minutes: Annotated[float, typer.Option(min=0.0, help="Of everything; 0 trains nothing.")],
     out: Annotated[Path, typer.Option(help="Folder of the run and of what is left of it.")],
     device: Annotated[str, typer.Option()] = "cuda",
 ) -> None:
     """Train, and leave the weights and their curve."""
-    console = Console()
+    console, begun = Console(), time.perf_counter()
     with usage_errors():
         where = checked_device(device)
     folder = RunFolder(out / "run")
     if minutes:
         run = run_of(device)
-        begun = time.perf_counter()
         taken = seconds_of_a_step(run)
-        steps = max(POINTS, round(60.0 * minutes / taken))
+        found_in = time.perf_counter() - begun
+        steps = max(POINTS, int(steps_within(60.0 * minutes - found_in, taken)))
         console.print(
-            f"{1e3 * taken:.2f} ms a step, found in {time.perf_counter() - begun:.0f} s: "
-            f"{steps} steps",
+            f"{1e3 * taken:.2f} ms a step, found in {found_in:.0f} s: {steps} steps",
             highlight=False,
         )
         more = {"steps": steps, "eval_every": max(1, steps // POINTS), "device": device}

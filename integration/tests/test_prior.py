@@ -149,6 +149,21 @@ def test_waves_have_the_covariances_of_their_kernels(monkeypatch):
         assert (difference.mean(0).abs() <= 5.0 * error).all(), kernel
 
 
+def test_normal_numbers_that_are_0_leave_waves_and_noises_finite(monkeypatch):
+    """One in some 10^8 is, where they come from 32 random bits."""
+    sampler = PriorTasks()
+    plain = sampler.normal
+    monkeypatch.setattr(functions, "KERNELS", (0.0, 1.0, 0.0))
+    monkeypatch.setattr(tasks, "NOISES", (0.0, 1.0, 0.0))
+    # Those whose squares are added up.
+    monkeypatch.setattr(
+        sampler, "normal", lambda *shape: plain(*shape) * (shape[-1] != max(functions.FREEDOM))
+    )
+    f = functions.waves(sampler, torch.randn(20, 30, 10), torch.ones(20, 1, 10))
+    assert f.isfinite().all()
+    assert sampler._noise(20, 30).isfinite().all()
+
+
 def test_periodic_waves_repeat(monkeypatch):
     monkeypatch.setattr(functions, "PERIODIC", 1.0)
     monkeypatch.setattr(PriorTasks, "uniform", fixed_turn(PriorTasks.uniform))

@@ -51,4 +51,6 @@ def mean_square(draw: Sampler, freedom: Tensor, most: int, *shape: int) -> Tenso
     """
     squares = draw.normal(*shape, most).square()
     counts = torch.arange(most, device=squares.device) < freedom.unsqueeze(-1)
-    return torch.where(counts, squares, 0.0).sum(-1) / freedom
+    sums = torch.where(counts, squares, 0.0).sum(-1)
+    # A normal number may be 0, and what is divided by the mean be infinite.
+    return sums.clamp(min=torch.finfo(sums.dtype).tiny) / freedom

@@ -66,11 +66,17 @@ def test_checks_of_scikit_learn_pass(folder):
     assert len([each for each in results if each["status"] == "passed"]) > 40
 
 
-@pytest.mark.skipif(not PRETRAINED.exists(), reason="the package has no trained network yet")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
-def test_checks_of_scikit_learn_pass_without_a_model():
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.EstimatorCheckFailedWarning")
+def test_checks_of_scikit_learn_pass_without_a_model(dtype):
     assert (PRETRAINED / "model.safetensors").stat().st_size <= 5_000_000
-    results = check_estimator(TransformerNPRegressor())
+    # Products of other numbers of rows are rounded otherwise in 32 bits; the check allows 1e-7.
+    names = ["check_methods_subset_invariance"] if dtype == "float32" else []
+    results = check_estimator(
+        TransformerNPRegressor(dtype=dtype),
+        expected_failed_checks=dict.fromkeys(names, "rounding of 32 bits"),
+    )
     assert len([each for each in results if each["status"] == "passed"]) > 40
 
 

@@ -150,7 +150,7 @@ def test_waves_have_the_covariances_of_their_kernels(monkeypatch):
 
 
 def test_normal_numbers_that_are_0_leave_waves_and_noises_finite(monkeypatch):
-    """One in some 10^8 is, where they come from 32 random bits."""
+    """One in some 10^7 is, where they come from 32 random bits."""
     sampler = PriorTasks()
     plain = sampler.normal
     monkeypatch.setattr(functions, "KERNELS", (0.0, 1.0, 0.0))

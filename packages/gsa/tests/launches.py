@@ -31,10 +31,10 @@ def launch_indexer(width: int, dtype: torch.dtype, causal: bool = True) -> None:
     scores_backward(dscores, *operands, 0.125, causal, 0)
 
 
-def launch_topk(tokens: int, law: str, causal: bool = True) -> None:
+def launch_topk(tokens: int, law: str, causal: bool = True, window: int = 0) -> None:
     """One selection of so many tokens, which is cut into parts."""
     operands = indexer(tokens, 64, BF16)
-    counts = (1024, 128, 2048, 4)
+    counts = (1024, 128, 2048, 4, window)
     selection.select_keys(*operands, torch.empty(()), 0.125, law, *counts, causal, 0)
 
 
@@ -82,6 +82,7 @@ def one_of_each() -> None:
     """Every kernel once, at the sizes of the model."""
     launch_indexer(64, BF16)
     launch_topk(2048, "inverse")
+    launch_topk(2048, "inverse", window=64)
     launch_attention(128, BF16)
     launch_attention(64, BF16, heads=16, path="tiles")
     launch_loss(128, BF16, selected=True)
@@ -113,4 +114,5 @@ def every_line() -> None:
     # A row that is held whole, of each size, and one that is not.
     for law in ("inverse", "proportional", "entropy", "fixed"):
         launch_topk(20_000, law)
+        launch_topk(20_000, law, window=64)
     launch_topk(4096, "inverse", causal=False)

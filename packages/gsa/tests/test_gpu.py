@@ -89,7 +89,7 @@ def test_rows_of_every_length_select_as_a_stable_sort(indexer, law, tokens):
     factor = reference.law_factor(law, stats.variance, stats.entropy, ema)
     expected = (700 * factor).floor().clamp(50, 1500).int().clamp(max=seen.sum(-1).int())
     assert torch.equal(count, expected)
-    assert torch.equal(indices, reference.greatest(scores, seen, count, 1500, 4))
+    assert torch.equal(indices, reference.greatest(scores, seen, count, 1500, 4, 0))
 
 
 @pytest.mark.parametrize("law", ["inverse", "fixed"])

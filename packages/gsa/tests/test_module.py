@@ -153,9 +153,25 @@ def test_kernels_follow_the_reference(device):
     Yardstick(outputs_of(plain, selection), [x]).check(outputs_of(ours, None))
 
 
+@pytest.mark.parametrize("window", [0, 1])
+def test_window_of_the_layer_is_always_selected(backend, window, device):
+    attention = layer(backend, device=device, window=window, law="fixed")
+    with torch.no_grad():
+        attention.index_w.weight.zero_()
+    # All scores tie: but for the window the lowest keys are selected.
+    _, selection = attention(0.0 * tokens(device=device))
+    kept = [[*range(min(row + 1, 5))] for row in range(11)]
+    if window:
+        kept = [[*range(min(row, 4)), row] for row in range(11)]
+    assert [
+        row[:n] for row, n in zip(selection.indices[0].tolist(), selection.count[0], strict=True)
+    ] == kept
+
+
+@pytest.mark.parametrize("window", [0, 1])
 @pytest.mark.parametrize("steps", [[1] * 11, [11], [5, 1, 5]], ids=str)
-def test_decoding_equals_the_full_forward_pass(steps):
-    attention = layer(dtype=F64).eval()
+def test_decoding_equals_the_full_forward_pass(steps, window):
+    attention = layer(dtype=F64, window=window).eval()
     attention.variance_ema.fill_(0.03)
     x = tokens(dtype=F64)
     expected, _ = attention(x)
@@ -354,6 +370,7 @@ def test_few_tokens_are_all_attended_to(backend, count, device):
         (dict(key_heads=3), "multiple of key_heads, got 4, 3"),
         (dict(head_width=7), "even, got 7"),
         (dict(k_min=9), "k_min must be from 1 to k_max, 8, got 9"),
+        (dict(sinks=1, window=2), "window must be from 0 to k_min - sinks, 1, got 2"),
         (dict(sinks=3), "sinks must be from 0 to k_min, 2, got 3"),
         (dict(law="best"), "got 'best'"),
         (dict(backend="cuda"), "got 'cuda'"),

@@ -33,7 +33,7 @@ ROWS = {
 }
 
 
-def select(scores: torch.Tensor, count: int, sinks: int = 0) -> torch.Tensor:
+def select(scores: torch.Tensor, count: int, sinks: int = 0, window: int = 0) -> torch.Tensor:
     """What the kernel selects of rows ``[R, N]`` that are seen whole."""
     from fusewright.gsa._core.launches import layouts
     from fusewright.gsa.indexer.launch import indexer_problem
@@ -43,7 +43,7 @@ def select(scores: torch.Tensor, count: int, sinks: int = 0) -> torch.Tensor:
     problem = indexer_problem(
         *(operands[0].shape, keys, False, 0, layouts(*operands), "ieee", scores.device)
     )
-    law = launch.SelectionLaw("fixed", count, max(sinks, 1), count, sinks)
+    law = launch.SelectionLaw("fixed", count, max(sinks + window, 1), count, sinks, window)
     select = launch.plan_select(problem, 0, rows, keys, law, few_registers=False)
     listed = scores.new_empty(rows * select.constants["CONFIG"].BLOCK, dtype=torch.int32)
     indices = scores.new_empty((1, rows, count), dtype=torch.int32)
@@ -54,22 +54,22 @@ def select(scores: torch.Tensor, count: int, sinks: int = 0) -> torch.Tensor:
     return indices
 
 
-def hold(scores: torch.Tensor, count: int, sinks: int = 0) -> None:
+def hold(scores: torch.Tensor, count: int, sinks: int = 0, window: int = 0) -> None:
     """The kernel's selection is that of a stable sort."""
     scores = scores.float()
     seen = torch.ones_like(scores, dtype=torch.bool)[None]
     counts = torch.full(seen.shape[:2], min(count, scores.shape[1]), device=scores.device)
     clean = torch.where(scores.isnan(), 0.0, scores)[None]
-    expected = reference.greatest(clean, seen, counts, count, sinks)
-    found = select(scores, count, sinks)
+    expected = reference.greatest(clean, seen, counts, count, sinks, window)
+    found = select(scores, count, sinks, window)
     for row, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
         assert torch.equal(one, other.to(one)), list(ROWS)[row]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("count", "sinks"), [(1, 0), (13, 2)])
-def test_any_scores_are_selected_from_exactly(search, count, sinks, device):
-    hold(torch.stack(list(ROWS.values())).to(device), count, sinks)
+@pytest.mark.parametrize(("count", "sinks", "window"), [(1, 0, 0), (13, 2, 0), (13, 2, 5)])
+def test_any_scores_are_selected_from_exactly(search, count, sinks, window, device):
+    hold(torch.stack(list(ROWS.values())).to(device), count, sinks, window)
 
 
 @pytest.mark.sampled
@@ -90,9 +90,11 @@ def test_places_are_those_of_all_runs_before(warps, device, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [1024, 4096, 16384, 40960])
-@pytest.mark.parametrize(("count", "sinks"), [(1, 0), (1000, 4), (9000, 0)])
-def test_long_rows_are_selected_from_exactly(keys, count, sinks):
+@pytest.mark.parametrize(
+    ("count", "sinks", "window"), [(1, 0, 0), (1000, 4, 0), (1000, 4, 300), (9000, 0, 0)]
+)
+def test_long_rows_are_selected_from_exactly(keys, count, sinks, window):
     scores = torch.stack(list(ROWS.values())).to("cuda").repeat(1, keys // KEYS)
-    hold(scores, count, sinks)
+    hold(scores, count, sinks, window)
     # Hardly a score is that of another.
-    hold(scores * torch.linspace(0.9, 1.0, keys, device="cuda"), count, sinks)
+    hold(scores * torch.linspace(0.9, 1.0, keys, device="cuda"), count, sinks, window)

@@ -49,7 +49,12 @@ def hold(tensors, selected, backend="triton", **options):
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [((2, 9, 24, 3, 20), dict(q_offset=5, sinks=2)), ((1, 12, 19, 2, 8), dict(causal=False))],
+    [
+        ((2, 9, 24, 3, 20), dict(q_offset=5, sinks=2)),
+        ((1, 12, 19, 2, 8), dict(causal=False)),
+        ((1, 20, 24, 2, 8), dict(q_offset=1, sinks=1, window=2)),
+        ((1, 9, 9, 2, 8), dict(window=3, k_base=3)),
+    ],
     ids=str,
 )
 def test_selection_is_that_of_a_stable_sort(indexer, selected, search, shape, options, device):
@@ -100,6 +105,33 @@ def test_nothing_to_select_is_an_empty_selection(indexer, backend, shape, device
     assert (indices == -1).all()
     assert not count.any()
     assert not stats.variance.any()
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("law", ["fixed", "inverse"])
+def test_window_is_always_selected(indexer, backend, window, law, device):
+    """The last keys up to a row's own, however low their scores, and no more keys than without."""
+    q, k, w, bias = indexer.draw((1, 30, 30, 2, 8), F32, device)
+    q, k = q.abs(), k - 10.0 * torch.arange(30, device=device)[:, None]
+    ema = torch.tensor(0.04, device=device)
+    options = dict(law=law, k_min=4, variance_ema=ema)
+    indices, count, _ = topk([q, k, w, bias], backend, window=window, **options)
+    plain, same, _ = topk([q, k, w, bias], backend, **options)
+    assert torch.equal(count, same)
+    for row in range(30):
+        chosen, others = (set(x[0, row].tolist()) - {-1} for x in (indices, plain))
+        last = set(range(max(row - window + 1, 0), row + 1))
+        assert len(chosen) == count[0, row]
+        assert last <= chosen
+        # The best of the others fill up, the lowest of all stay out.
+        assert chosen - last <= others
+    assert not set(range(28, 30)) & set(plain[0, 29].tolist())
+
+
+def test_window_counts_from_the_last_key_that_a_row_sees(indexer, backend, device):
+    tensors = indexer.draw((1, 2, 20, 2, 8), F32, device)
+    indices, _, _ = topk(tensors, backend, window=3, q_offset=2**40)
+    assert (indices[0, :, 3:6].tolist()) == [[17, 18, 19]] * 2
 
 
 @pytest.mark.sampled
@@ -274,3 +306,8 @@ def test_sorting_the_reference_is_the_definition():
         *(scores, seen), law="fixed", k_base=4, k_min=1, k_max=5, sinks=2
     )
     assert (indices.tolist(), count.tolist()) == ([[[0, 1, 3, 5, -1]]], [[4]])
+    scores[..., -2:] = -scores[..., -2:]
+    indices, count, _, _ = reference.select(
+        *(scores, seen), law="fixed", k_base=4, k_min=3, k_max=5, sinks=1, window=2
+    )
+    assert (indices.tolist(), count.tolist()) == ([[[0, 3, 4, 5, -1]]], [[4]])

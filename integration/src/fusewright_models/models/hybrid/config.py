@@ -30,7 +30,8 @@ class HybridConfig:
         sparse_heads, sparse_width: query heads of the sparse attention and their width, even.
         key_heads: heads of keys that these share; None is as many.
         index_heads, index_width: of the indexer.
-        k_base, k_min, k_max, law, sinks: how many keys a query selects.
+        k_base, k_min, k_max, law: how many keys a query selects.
+        sinks, window: how many of these are the first of all, and the last up to its own.
         index_temperature: where the indexers' learned temperatures start; about the logarithm of
             the tokens of a row.
         feed_forward_width: of each layer's SwiGLU.
@@ -65,6 +66,7 @@ class HybridConfig:
     k_max: int = 16
     law: Law = "inverse"
     sinks: int = 2
+    window: int = 0
     index_temperature: float = 8.0
     feed_forward_width: int = 128
     streams: int = 4
@@ -79,12 +81,13 @@ class HybridConfig:
     index_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        check_config(self, from_zero=("sinks",), above_one=("rope_base",))
+        check_config(self, from_zero=("sinks", "window"), above_one=("rope_base",))
         check_recomputed_once(self.mode, self.checkpointing)
-        if not self.sinks <= self.k_min <= self.k_base <= self.k_max:
+        always = self.sinks + self.window
+        if not always <= self.k_min <= self.k_base <= self.k_max:
             raise ValueError(
-                "wanted sinks <= k_min <= k_base <= k_max; got "
-                f"{self.sinks}, {self.k_min}, {self.k_base}, {self.k_max}"
+                "wanted sinks + window <= k_min <= k_base <= k_max; got "
+                f"{always}, {self.k_min}, {self.k_base}, {self.k_max}"
             )
         if self.sparse_width % 2:
             raise ValueError(f"sparse_width must be even; got {self.sparse_width}")

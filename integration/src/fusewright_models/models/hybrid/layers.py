@@ -60,6 +60,7 @@ class HybridLayer(nn.Module):
                 k_max=config.k_max,
                 law=config.law,
                 sinks=config.sinks,
+                window=config.window,
                 rope_base=config.rope_base,
                 temperature=config.index_temperature,
                 backend=backend,

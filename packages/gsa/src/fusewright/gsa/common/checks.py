@@ -124,16 +124,19 @@ def check_whole_numbers(name: str, x: Tensor) -> None:
     check_strided(name, x)
 
 
-def check_law(law: str, k_base: int, k_min: int, k_max: int, sinks: int) -> None:
-    """The law must be known, and the counts 1 <= k_min <= k_max, 0 <= sinks <= k_min."""
+def check_law(law: str, k_base: int, k_min: int, k_max: int, sinks: int, window: int) -> None:
+    """The law must be known, and the counts 1 <= k_min <= k_max, 0 <= sinks + window <= k_min."""
     check_option("law", law, LAWS)
-    for name, number in (("k_base", k_base), ("k_min", k_min), ("k_max", k_max), ("sinks", sinks)):
+    counts = dict(k_base=k_base, k_min=k_min, k_max=k_max, sinks=sinks, window=window)
+    for name, number in counts.items():
         checked_count(name, number, lowest=-(2**63))
     checked_count("k_base", k_base)
     if not 1 <= k_min <= k_max:
         raise ValueError(f"k_min must be from 1 to k_max, {k_max}, got {k_min}")
     if not 0 <= sinks <= k_min:
         raise ValueError(f"sinks must be from 0 to k_min, {k_min}, got {sinks}")
+    if not 0 <= window <= k_min - sinks:
+        raise ValueError(f"window must be from 0 to k_min - sinks, {k_min - sinks}, got {window}")
 
 
 def checked_offset(q_offset: int, keys: int) -> int:

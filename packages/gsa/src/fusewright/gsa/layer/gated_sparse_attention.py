@@ -76,7 +76,8 @@ class GatedSparseAttention(nn.Module):
             many).
         head_width: None takes width / heads, which must be whole; even, up to 256.
         index_heads, index_width: the indexer's; the width is up to 256.
-        k_base, k_min, k_max, law, sinks: how many keys a query selects, see :func:`indexer_topk`.
+        k_base, k_min, k_max, law, sinks, window: how many keys a query selects, and which in any
+            case, see :func:`indexer_topk`.
         rope_base: base of the rotary frequencies.
         temperature: where the indexer's learned temperature starts, about the logarithm of the
             number of tokens.
@@ -107,6 +108,7 @@ class GatedSparseAttention(nn.Module):
         k_max: int = 1024,
         law: Law = "inverse",
         sinks: int = 4,
+        window: int = 0,
         rope_base: float = 10_000.0,
         temperature: float = 8.0,
         ema_decay: float = 0.99,
@@ -118,7 +120,7 @@ class GatedSparseAttention(nn.Module):
         super().__init__()
         check_backend(backend)
         check_option("path", path, PATHS)
-        check_law(law, k_base, k_min, k_max, sinks)
+        check_law(law, k_base, k_min, k_max, sinks, window)
         for name, number in (("width", width), ("heads", heads), ("index_heads", index_heads)):
             checked_count(name, number)
         self.heads = heads
@@ -143,7 +145,7 @@ class GatedSparseAttention(nn.Module):
         checked_number("rope_base", rope_base, LOWEST_SCALE, HIGHEST_SCALE)
         checked_number("temperature", temperature, -HIGHEST_SCALE, HIGHEST_SCALE)
         self.counts: dict[str, Any] = dict(
-            k_base=k_base, k_min=k_min, k_max=k_max, law=law, sinks=sinks
+            k_base=k_base, k_min=k_min, k_max=k_max, law=law, sinks=sinks, window=window
         )
         self.rope_base: float = rope_base
         self.ema_decay: float = ema_decay

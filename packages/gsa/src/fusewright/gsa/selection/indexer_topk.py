@@ -8,7 +8,8 @@ r"""The keys that each query selects by its indexer's scores, without holding th
             1                     "fixed"
     r_t   = var_t / variance_ema, or 1 where there is no average yet
 
-A row selects its first ``sinks`` keys and, by score, the greatest of the others. The scores I are
+A row selects its first ``sinks`` keys, the ``window`` last that it sees, its own among them, and,
+by score, the greatest of the others: k_t in all. The scores I are
 those of :func:`gated_indexer`; they are computed for a part of the rows at a time, into memory that
 the next part overwrites, so that the cost in memory does not grow with T^2. The selection is exact
 and the same at every call: ties go to the lowest index.
@@ -64,7 +65,8 @@ def _topk_fake(q, k, w, bias, variance_ema, scale, law, k_base, k_min, k_max, *_
 
 _topk = Op(
     "indexer_topk(Tensor q, Tensor k, Tensor w, Tensor bias, Tensor? variance_ema, float scale,"
-    " str law, int k_base, int k_min, int k_max, int sinks, bool causal, int q_offset)"
+    " str law, int k_base, int k_min, int k_max, int sinks, int window, bool causal,"
+    " int q_offset)"
     " -> (Tensor indices, Tensor count, Tensor variance, Tensor entropy)",
     triton=_topk_triton,
     reference=_topk_reference,
@@ -99,6 +101,7 @@ def indexer_topk(
     k_max: int,
     law: Law = "inverse",
     sinks: int = 0,
+    window: int = 0,
     variance_ema: Tensor | None = None,
     scale: float | None = None,
     causal: bool = True,
@@ -115,6 +118,8 @@ def indexer_topk(
         law: how the number of a row's keys follows from its scores: "inverse" (fewer where they are
             spread out), "proportional", "entropy" or "fixed".
         sinks: this many first keys are selected by every row that sees them, 0 to k_min.
+        window: this many last keys up to a row's own, which is one of them, are selected by it, 0
+            to k_min - sinks; above 0 only with ``causal``. Like the sinks they count among its k.
         variance_ema: one number in fp32 on q's device, an average of the variances of earlier calls
             for the laws "inverse" and "proportional". Where it is None, or not positive, every row
             counts as typical: a mean over the rows of this call would make early rows depend on
@@ -140,11 +145,13 @@ def indexer_topk(
     check_indexer(q, k, w, bias)
     scale = checked_scale(scale, q.shape[-1])
     q_offset = checked_offset(q_offset, k.shape[1])
-    check_law(law, k_base, k_min, k_max, sinks)
+    check_law(law, k_base, k_min, k_max, sinks, window)
+    if window and not causal:
+        raise ValueError(f"window must be 0 without causal, got {window}")
     check_ema(variance_ema, q)
     q, k = autocast(q, k)
     check_dtype("k", k, "q", q)
-    options = (scale, law, k_base, k_min, k_max, sinks, bool(causal), q_offset)
+    options = (scale, law, k_base, k_min, k_max, sinks, window, bool(causal), q_offset)
     if uses_triton(q, backend):
         outputs = _topk(q, k, w, bias, variance_ema, *options)
     else:

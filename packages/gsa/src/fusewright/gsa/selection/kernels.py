@@ -20,6 +20,7 @@ from .tiles_row import (
     is_less,
     load_images,
     load_scores,
+    raised_always,
     statistics_of,
     streamed_statistics,
     to_image,
@@ -89,7 +90,7 @@ def raised(images, start, low, end, CONFIG: tl.constexpr):
 @triton.jit
 def write_held(out, keys_ptr, images, items, bracket, count, CONFIG: tl.constexpr):
     """Narrow the bracket of images that are held, and write the ``count`` greatest's keys."""
-    row = (out, images, items, 0)
+    row = (out, images, items, 0, items)
     low, high, _, above, _, _ = narrowed(row, bracket, count, 0, CONFIG)
     if above < count:
         end = end_of_ties(row, low, count - above, CONFIG)
@@ -100,13 +101,13 @@ def write_held(out, keys_ptr, images, items, bracket, count, CONFIG: tl.constexp
 @triton.jit
 def write_streamed(out, row, bracket, count, CONFIG: tl.constexpr):
     """Write the keys of the ``count`` greatest of a row that is read again, its bracket narrow."""
-    corner, _, items, sinks = row
+    _, _, items, _, _ = row
     low, high, _, above, _, _ = bracket
     end = 0 * count
     if above < count:
         end = end_of_ties(row, low, count - above, CONFIG)
     for start in range(0, items, CONFIG.BLOCK):
-        images = load_images(corner, start, items, sinks, CONFIG)
+        images = load_images(row, start, CONFIG)
         chosen = is_less(high - 1, raised(images, start, low, end, CONFIG))
         out += store_chosen(out, None, chosen, start, items, CONFIG)
 
@@ -116,10 +117,10 @@ def list_reaching(listed, row, low, CONFIG: tl.constexpr):
     """List the keys of what reaches ``low``, no more than BLOCK, and return their images and how
     many they are.
     """
-    corner, _, items, sinks = row
+    corner, _, items, sinks, local = row
     listed_keys = 0 * items
     for start in range(0, items, CONFIG.BLOCK):
-        chosen = is_less(low - 1, load_images(corner, start, items, sinks, CONFIG))
+        chosen = is_less(low - 1, load_images(row, start, CONFIG))
         out = listed + listed_keys
         listed_keys += store_chosen(out, None, chosen, start, items, CONFIG)
     # What other threads have stored is read from here on.
@@ -127,7 +128,7 @@ def list_reaching(listed, row, low, CONFIG: tl.constexpr):
     place = tl.arange(0, CONFIG.BLOCK)
     key = tl.load(listed + place, mask=place < listed_keys, other=0)
     x = tl.load(corner + key, mask=place < listed_keys, other=0.0)
-    image = to_image(tl.where(x == x, x, 0.0)) | (-is_less(key, sinks) & SINK)
+    image = to_image(tl.where(x == x, x, 0.0)) | raised_always(key, sinks, local, CONFIG)
     return image | -is_less(listed_keys - 1, place), listed_keys
 
 
@@ -150,6 +151,7 @@ def select_kernel(
     k_min,
     k_max,
     sinks,
+    window,
     CONFIG: tl.constexpr,
 ):
     """One program selects the keys of one row, whose scores, [B, rows, last_key], it holds or, if
@@ -162,6 +164,11 @@ def select_kernel(
         visible = tl.minimum(keys, offset + row + 1)
     corner = scores_ptr + program * last_key
     sinks = tl.minimum(sinks, visible)
+    # Where the window begins; ``always``: how many keys are selected whatever their scores.
+    local, always = visible, sinks
+    if CONFIG.WINDOW:
+        local = tl.maximum(visible - window, sinks)
+        always += visible - local
     if CONFIG.HELD:
         x = load_scores(corner, 0, visible, CONFIG)
         mean, variance, low, highest = statistics_of(x, visible)
@@ -173,9 +180,9 @@ def select_kernel(
         entropy = entropy_of(corner, x, visible, to_score(highest), CONFIG)
     if CONFIG.HELD:
         images = to_image(x)
-        if sinks > 0:
+        if always > 0:
             # A block of its own: 32 masks and 32 scores together do not fit the registers.
-            images = images_of(x, 0, sinks, CONFIG)
+            images = images_of(x, 0, sinks, local, CONFIG)
     count = wanted_keys(variance, entropy, ema_ptr, k_base, k_min, k_max, CONFIG)
     count = tl.minimum(count, visible)
     at = tl.program_id(0) // rows * queries + row
@@ -186,15 +193,15 @@ def select_kernel(
 
     # A row that sees no more keys than its law gives it selects all of them.
     more = visible > count
-    high, above = tl.where(more, highest + 1, 0), tl.where(more, sinks, count)
-    fraction = (count - sinks).to(tl.float32) / (visible - sinks).to(tl.float32)
+    high, above = tl.where(more, highest + 1, 0), tl.where(more, always, count)
+    fraction = (count - always).to(tl.float32) / (visible - always).to(tl.float32)
     lower, upper = first_bounds(mean, variance, fraction)
     bracket = (low, high, visible, above, lower, upper)
     out = indices_ptr + at.to(tl.int64) * k_max
     if CONFIG.HELD:
         write_held(out, None, images, visible, bracket, count, CONFIG)
     else:
-        scores = (corner, None, visible, sinks)
+        scores = (corner, None, visible, sinks, local)
         bracket = narrowed(scores, bracket, count, CONFIG.BLOCK if CONFIG.LISTED else 0, CONFIG)
         if CONFIG.LISTED and bracket[2] <= CONFIG.BLOCK:
             listed = listed_ptr + program * CONFIG.BLOCK

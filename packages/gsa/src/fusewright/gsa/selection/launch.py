@@ -84,13 +84,14 @@ LISTED = 2
 
 
 class SelectionLaw(NamedTuple):
-    """How many keys a row selects, and how many first keys it selects in any case."""
+    """How many keys a row selects, and how many first and last keys it selects in any case."""
 
     law: str
     k_base: int
     k_min: int
     k_max: int
     sinks: int
+    window: int
 
 
 class SelectConstants(NamedTuple):
@@ -102,6 +103,7 @@ class SelectConstants(NamedTuple):
     LISTED: bool
     BLOCK: int
     RUNS: int
+    WINDOW: bool
 
 
 class SelectionPlan(NamedTuple):
@@ -128,6 +130,7 @@ def select_keys(
     k_min: int,
     k_max: int,
     sinks: int,
+    window: int,
     causal: bool,
     q_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -137,7 +140,7 @@ def select_keys(
     operands = (q, k, w, bias)
     sizes = (q.shape, k.shape[1], causal, q_offset)
     problem = indexer_problem(*sizes, layouts(*operands), input_precision(q.dtype), q.device)
-    counts = SelectionLaw(law, k_base, k_min, k_max, sinks)
+    counts = SelectionLaw(law, k_base, k_min, k_max, sinks, window)
     plan = selection_plan(problem, counts, variance_ema is not None)
     indices, count, variance, *entropies = map(call, plan.outputs)
     entropy = entropies[0] if entropies else None
@@ -227,7 +230,8 @@ def plan_select(
         (queries, problem.keys, problem.offset, first, last - first, width, *law[1:]),
         dict(num_warps=config.num_warps, maxnreg=config.max_registers),
         CONFIG=SelectConstants(
-            problem.causal, law.law, config.held, listed, config.block, config.runs
+            *(problem.causal, law.law, config.held, listed),
+            *(config.block, config.runs, law.window > 0),
         ),
     )
 

@@ -24,6 +24,7 @@ def indexer_topk(
     k_min: int,
     k_max: int,
     sinks: int = 0,
+    window: int = 0,
     causal: bool = True,
     q_offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -32,7 +33,7 @@ def indexer_topk(
     """
     scores = gated_indexer(q, k, w, bias, scale, causal, q_offset)
     seen = keys_seen(q, k, causal, q_offset)
-    counts = dict(k_base=k_base, k_min=k_min, k_max=k_max, sinks=sinks)
+    counts = dict(k_base=k_base, k_min=k_min, k_max=k_max, sinks=sinks, window=window)
     return select(scores, seen, variance_ema, law=law, **counts)
 
 
@@ -46,6 +47,7 @@ def select(
     k_min: int,
     k_max: int,
     sinks: int = 0,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The selection from scores [B, Tq, Tkv], of which each row may take those it has seen."""
     scores = scores.nan_to_num(nan=0.0)
@@ -53,18 +55,23 @@ def select(
     factor = law_factor(law, variance, entropy, variance_ema)
     count = (k_base * factor).floor().clamp(k_min, k_max).to(torch.int64)
     count = torch.minimum(count, seen.sum(-1))
-    indices = greatest(scores, seen, count, k_max, sinks)
+    indices = greatest(scores, seen, count, k_max, sinks, window)
     return indices, count.to(torch.int32), variance, entropy
 
 
-def greatest(scores: Tensor, seen: Tensor, count: Tensor, k_max: int, sinks: int) -> Tensor:
+def greatest(
+    scores: Tensor, seen: Tensor, count: Tensor, k_max: int, sinks: int, window: int
+) -> Tensor:
     """The ``count`` first keys of each row by descending score, then by ascending index, in k_max
-    slots; sinks before all.
+    slots; before all its first ``sinks`` and its last ``window``.
     """
     keys = scores.shape[-1]
-    key = torch.arange(keys, device=scores.device)
-    rank = scores.masked_fill(key < sinks, float("inf")).masked_fill(~seen, float("-inf"))
-    order = rank.sort(dim=-1, descending=True, stable=True).indices
+    number = seen.cumsum(-1)
+    always = (number <= sinks) | (number > number[..., -1:] - window)
+    # Two sorts: no score, not even an infinite one, stands for what is always or never selected.
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    level = (seen.to(torch.uint8) + (seen & always)).expand_as(order).gather(-1, order)
+    order = order.gather(-1, level.sort(dim=-1, descending=True, stable=True).indices)
     slot = torch.arange(k_max, device=scores.device)
     order = F.pad(order, (0, max(k_max - keys, 0)))[..., :k_max]
     # Slots that are not valid go last.

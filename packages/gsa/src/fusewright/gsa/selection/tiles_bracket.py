@@ -44,10 +44,8 @@ def even_bounds(low, high, reach, above, count):
 
 @triton.jit
 def counts_from(row, lower, upper, CONFIG: tl.constexpr):
-    """How many images of a row are not below ``lower``, and how many not below ``upper``. A row is
-    where it lies, its images (None: they are read), how many they are, and how many are sinks.
-    """
-    corner, images, items, sinks = row
+    """How many images of a row are not below ``lower``, and how many not below ``upper``."""
+    _, images, items, _, _ = row
     if images is not None:
         reached = sum_of_runs(is_less(lower - 1, images), CONFIG)
         passed = sum_of_runs(is_less(upper - 1, images), CONFIG)
@@ -58,7 +56,7 @@ def counts_from(row, lower, upper, CONFIG: tl.constexpr):
         reached = zeros(CONFIG.BLOCK // CONFIG.RUNS).to(tl.int32)
         passed = reached
         for start in range(0, items, CONFIG.BLOCK):
-            part = load_images(corner, start, items, sinks, CONFIG)
+            part = load_images(row, start, CONFIG)
             reached += sum_of_runs(is_less(lower - 1, part), CONFIG)
             passed += sum_of_runs(is_less(upper - 1, part), CONFIG)
         from_lower, from_upper = tl.sum(reached, 0), tl.sum(passed, 0)
@@ -95,7 +93,7 @@ def narrowed(row, bracket, count, limit, CONFIG: tl.constexpr):
 @triton.jit
 def end_of_ties(row, image, needed, CONFIG: tl.constexpr):
     """The place before which ``needed``, 1 or more, of those with this image lie."""
-    corner, images, items, sinks = row
+    _, images, items, _, _ = row
     first, last = 0 * items, items
     step = tl.arange(0, CONFIG.BLOCK)
     while last - first > 1:
@@ -105,7 +103,7 @@ def end_of_ties(row, image, needed, CONFIG: tl.constexpr):
         else:
             equal = tl.zeros_like(step)
             for start in range(0, middle, CONFIG.BLOCK):
-                part = load_images(corner, start, items, sinks, CONFIG)
+                part = load_images(row, start, CONFIG)
                 equal += ((part == image) & (start + step < middle)).to(tl.int32)
         enough = tl.sum(equal, 0) >= needed
         last = tl.where(enough, middle, last)

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from ..common.tiles import LOG2_E, LOG_2, zeros
 
-# The image of a sink, above that of every score. What a row does not see has one below all: -1, the
-# bits of a NaN.
+# The image of a key that is selected whatever its score, above that of every score. What a row does
+# not see has one below all: -1, the bits of a NaN.
 SINK = tl.constexpr(0x7FFFFFFF)
 
 
@@ -46,14 +46,30 @@ def load_scores(corner, start, visible, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def images_of(x, start, sinks, CONFIG: tl.constexpr):
-    """The images of scores, and of sinks."""
-    return to_image(x) | (-is_less(start + tl.arange(0, CONFIG.BLOCK), sinks) & SINK)
+def raised_always(place, sinks, local, CONFIG: tl.constexpr):
+    """SINK at the places before ``sinks`` and, where there is a window, from ``local`` on, its
+    first place; 0 elsewhere.
+    """
+    always = is_less(place, sinks)
+    if CONFIG.WINDOW:
+        always |= is_less(local - 1, place)
+    return -always & SINK
 
 
 @triton.jit
-def load_images(corner, start, visible, sinks, CONFIG: tl.constexpr):
-    return images_of(load_scores(corner, start, visible, CONFIG), start, sinks, CONFIG)
+def images_of(x, start, sinks, local, CONFIG: tl.constexpr):
+    """The images of scores, sinks and window raised above all bounds."""
+    place = start + tl.arange(0, CONFIG.BLOCK)
+    return to_image(x) | raised_always(place, sinks, local, CONFIG)
+
+
+@triton.jit
+def load_images(row, start, CONFIG: tl.constexpr):
+    """The images of a row from ``start`` on. A row is where it lies, its images (None: they are
+    read), how many they are, how many are sinks, and where its window begins.
+    """
+    corner, _, items, sinks, local = row
+    return images_of(load_scores(corner, start, items, CONFIG), start, sinks, local, CONFIG)
 
 
 @triton.jit

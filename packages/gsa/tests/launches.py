@@ -24,16 +24,20 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOKENS, HEADS = 8192, 4
 
 
-def launch_indexer(width: int, dtype: torch.dtype, causal: bool = True) -> None:
+def launch_indexer(
+    width: int, dtype: torch.dtype, causal: bool = True, ranged: bool = False
+) -> None:
     """Scores and all their gradients."""
-    operands = indexer(TOKENS, width, dtype)
+    operands = (*indexer(TOKENS, width, dtype), ranges_of(TOKENS, ranged))
     dscores = scores_forward(*operands, 0.125, causal, 0)
     scores_backward(dscores, *operands, 0.125, causal, 0)
 
 
-def launch_topk(tokens: int, law: str, causal: bool = True, window: int = 0) -> None:
+def launch_topk(
+    tokens: int, law: str, causal: bool = True, window: int = 0, ranged: bool = False
+) -> None:
     """One selection of so many tokens, which is cut into parts."""
-    operands = indexer(tokens, 64, BF16)
+    operands = (*indexer(tokens, 64, BF16), ranges_of(tokens, ranged))
     counts = (1024, 128, 2048, 4, window)
     selection.select_keys(*operands, torch.empty(()), 0.125, law, *counts, causal, 0)
 
@@ -59,14 +63,20 @@ def launch_attention(
     sparse_backward(o, dlse, q, k, k, indices, count, *saved, 0.125, path)
 
 
-def launch_loss(width: int, dtype: torch.dtype, selected: bool) -> None:
+def launch_loss(width: int, dtype: torch.dtype, selected: bool, ranged: bool = False) -> None:
     """The loss of an indexer of 64 columns and its slopes, and the loss alone."""
     q = torch.empty(1, 300, 8, width, dtype=dtype)
     lse = torch.empty(1, 8, 300)
     indices = torch.zeros(1, 300, 8, dtype=torch.int32) if selected else None
     operands = (*indexer(300, 64, dtype), torch.empty(()), q, q, lse, indices, None)
+    operands = (*operands, ranges_of(300, ranged))
     for slopes in (True, False):
         divergence(*operands, 0.125, 0.125, True, 0, slopes=slopes)
+
+
+def ranges_of(tokens: int, ranged: bool) -> torch.Tensor | None:
+    """One document, or none."""
+    return torch.tensor([[[0, tokens]] * tokens], dtype=torch.int32) if ranged else None
 
 
 def indexer(tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -82,10 +92,12 @@ def one_of_each() -> None:
     """Every kernel once, at the sizes of the model."""
     launch_indexer(64, BF16)
     launch_topk(2048, "inverse")
-    launch_topk(2048, "inverse", window=64)
+    launch_topk(2048, "inverse", window=64, ranged=True)
+    launch_indexer(64, BF16, ranged=True)
     launch_attention(128, BF16)
     launch_attention(64, BF16, heads=16, path="tiles")
     launch_loss(128, BF16, selected=True)
+    launch_loss(128, BF16, selected=True, ranged=True)
 
 
 def every_line() -> None:
@@ -94,6 +106,7 @@ def every_line() -> None:
         for dtype in (F32, BF16, F16):
             if dtype.itemsize <= config.max_bytes:
                 launch_indexer(config.max_width, dtype)
+                launch_indexer(config.max_width, dtype, ranged=True)
     launch_indexer(20, F32, causal=False)
     for gather in SPARSE:
         for dtype in (F32, BF16, F16):
@@ -111,8 +124,9 @@ def every_line() -> None:
     for width in (64, 128, 256):
         for dtype in (F32, BF16, F16):
             launch_loss(width, dtype, selected=False)
+            launch_loss(width, dtype, selected=False, ranged=True)
     # A row that is held whole, of each size, and one that is not.
     for law in ("inverse", "proportional", "entropy", "fixed"):
         launch_topk(20_000, law)
-        launch_topk(20_000, law, window=64)
+        launch_topk(20_000, law, window=64, ranged=True)
     launch_topk(4096, "inverse", causal=False)

@@ -21,7 +21,9 @@ SMALL = (1, 3, 4, 2, 3)
 def test_selection_passes_opcheck(indexer, law, device):
     leaves = [t.requires_grad_() for t in indexer.draw(SMALL, device=device)]
     ema = torch.tensor(0.05, device=device)
-    torch.library.opcheck(OPS.indexer_topk.default, (*leaves, ema, 0.3, law, 3, 2, 4, 1, True, 2))
+    torch.library.opcheck(
+        OPS.indexer_topk.default, (*leaves, None, ema, 0.3, law, 3, 2, 4, 1, 1, True, 2)
+    )
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

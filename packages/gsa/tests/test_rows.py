@@ -49,7 +49,7 @@ def select(scores: torch.Tensor, count: int, sinks: int = 0, window: int = 0) ->
     indices = scores.new_empty((1, rows, count), dtype=torch.int32)
     counts, variance = indices[..., 0].clone(), scores.new_empty(1, rows)
     listed = listed if select.constants["CONFIG"].LISTED else None
-    select((scores, listed, None, indices, counts, variance, None))
+    select((scores, None, listed, None, indices, counts, variance, None))
     assert torch.equal(counts, torch.full_like(counts, min(count, keys)))
     return indices
 

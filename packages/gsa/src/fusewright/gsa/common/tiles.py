@@ -30,6 +30,29 @@ def load_rows(x_ptr, first, limit, row_stride, ROWS: tl.constexpr, CONFIG: tl.co
 
 
 @triton.jit
+def load_ranges(ranges_ptr, row, inside):
+    """Of each row the first key that it may see, and the one behind the last; none of a row that is
+    not ``inside``. So of keys and the rows that may see them.
+    """
+    first = tl.load(ranges_ptr + 2 * row, mask=inside, other=0)
+    return first, tl.load(ranges_ptr + 2 * row + 1, mask=inside, other=0)
+
+
+@triton.jit
+def range_of_tile(first, last):
+    """From the first to behind the last key that any of these rows may see."""
+    some = first < last
+    return tl.min(tl.where(some, first, 0x7FFFFFFF), 0), tl.max(tl.where(some, last, 0), 0)
+
+
+@triton.jit
+def is_in_range(key, of_rows):
+    """Which of these keys each row may see, [rows, keys]."""
+    first, last = of_rows
+    return (key[None, :] >= first[:, None]) & (key[None, :] < last[:, None])
+
+
+@triton.jit
 def product(a, b, CONFIG: tl.constexpr):
     """a b in fp32."""
     # Triton 3.6 hands no string of a record on to another function.

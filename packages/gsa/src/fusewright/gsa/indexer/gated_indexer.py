@@ -2,9 +2,10 @@ r"""Scores of the gated indexer: how relevant each key is to each query, by a fe
 have one key in common.
 
     z_ths = scale q_th . k_s + b_h
-    I_ts  = sum_h sigmoid(w_th) sigmoid(z_ths)    for s <= q_offset + t, -inf beyond
+    I_ts  = sum_h sigmoid(w_th) sigmoid(z_ths)    for the keys s that t sees, else -inf
 
-B sequences, H heads of width d. The scores are between 0 and H. With the gradient G of the scores:
+B sequences, H heads of width d. A row sees the keys up to its position, of its own document where
+there are several. The scores are between 0 and H. With the gradient G of the scores:
 
     dw_th = sigmoid'(w_th) sum_s G_ts sigmoid(z_ths)    dz_ths = G_ts sigmoid(w_th) sigmoid'(z_ths)
     dq_th = scale sum_s dz_ths k_s    dk_s = scale sum_th dz_ths q_th    db_h = sum_ts dz_ths
@@ -25,30 +26,32 @@ from .._core.checks import check_dtype
 from .._core.precision import autocast, without_autocast
 from .._core.registration import Derivative, Op
 from ..common.checks import check_indexer, checked_offset, checked_scale
+from ..common.ranges import checked_ranges
 from . import launch, reference
 
 Tensor = torch.Tensor
 
 
-def _scores_fake(q, k, w, bias, *options):
+def _scores_fake(q, k, *_):
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:2], k.shape[1]), dtype=wide)
 
 
-def _backward_fake(dscores, q, k, w, bias, *options):
+def _backward_fake(dscores, q, k, w, bias, *_):
     return tuple(x.new_empty(x.shape) for x in (q, k, w, bias))
 
 
+_OPERANDS = "Tensor q, Tensor k, Tensor w, Tensor bias, Tensor? ranges"
+_OPTIONS = "float scale, bool causal, int q_offset"
 _scores = Op(
-    "gated_indexer(Tensor q, Tensor k, Tensor w, Tensor bias, float scale, bool causal,"
-    " int q_offset) -> Tensor",
+    f"gated_indexer({_OPERANDS}, {_OPTIONS}) -> Tensor",
     triton=launch.scores_forward,
     reference=reference.gated_indexer,
     fake=_scores_fake,
 )
 _backward = Op(
-    "gated_indexer_backward(Tensor dscores, Tensor q, Tensor k, Tensor w, Tensor bias, float scale,"
-    " bool causal, int q_offset) -> (Tensor dq, Tensor dk, Tensor dw, Tensor dbias)",
+    f"gated_indexer_backward(Tensor dscores, {_OPERANDS}, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dw, Tensor dbias)",
     triton=launch.scores_backward,
     reference=reference.gated_indexer_backward,
     fake=_backward_fake,
@@ -59,14 +62,14 @@ _backward = Op(
 class _GatedIndexer(Derivative):
     @staticmethod
     def forward(ctx, run, *arguments):
-        ctx.save_for_backward(*arguments[:4])
-        ctx.options = arguments[4:]
+        ctx.save_for_backward(*arguments[:5])
+        ctx.options = arguments[5:]
         return run(*arguments)
 
     @staticmethod
     def backward(ctx, dscores):
         grads = _backward(dscores, *ctx.saved_tensors, *ctx.options)
-        return None, *grads, None, None, None
+        return None, *grads, *(None,) * (1 + len(ctx.options))
 
 
 _backward.derivative_of_reference()
@@ -81,6 +84,8 @@ def gated_indexer(
     scale: float | None = None,
     causal: bool = True,
     q_offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """sum_h sigmoid(w_h) sigmoid(scale q_h k^T + b_h): the indexer's score of every query and key.
@@ -98,6 +103,13 @@ def gated_indexer(
         scale: factor of the products, positive; None takes 1 / sqrt(d).
         causal: whether a row sees only the keys at its position and before it.
         q_offset: the position of the first row, 0 or more, however much.
+        cu_seqlens: ``[N + 1]``, int32 or int64, where documents of different lengths begin and end
+            that lie one after the other in the only row of keys: from 0 to Tkv, never decreasing; a
+            number out of range or order counts as the nearest that is not. A row sees keys of the
+            document at its position alone, and none where there is no document.
+        key_ranges: ``[B, Tq, 2]``, int32 or int64, in place of cu_seqlens: of the keys that it
+            would see, a row sees those from the first number to before the second. Keys are skipped
+            by whole tiles where neither number decreases from row to row.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 
@@ -110,7 +122,8 @@ def gated_indexer(
     second derivative runs in plain torch. The gradient of a score of -inf is not read.
 
     Raises:
-        TypeError: a tensor is not floating point or not strided, or an option is no number.
+        TypeError: a tensor is not floating point or not strided, cu_seqlens or key_ranges does not
+            hold integers, or an option is no number.
         ValueError: the shapes, dtypes or devices are not as above, or an option is out of its
             range.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
@@ -118,10 +131,11 @@ def gated_indexer(
     check_indexer(q, k, w, bias)
     scale = checked_scale(scale, q.shape[-1])
     q_offset = checked_offset(q_offset, k.shape[1])
+    ranges = checked_ranges(cu_seqlens, key_ranges, q, k.shape[1], q_offset)
     q, k = autocast(q, k)
     check_dtype("k", k, "q", q)
     options = (scale, bool(causal), q_offset)
     if not uses_triton(q, backend):
         with without_autocast(q.device):
-            return reference.gated_indexer(q, k, w, bias, *options)
-    return _scores(q, k, w, bias, *options)
+            return reference.gated_indexer(q, k, w, bias, ranges, *options)
+    return _scores(q, k, w, bias, ranges, *options)

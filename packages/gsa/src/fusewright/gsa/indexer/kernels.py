@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import load_rows, zeros
+from ..common.tiles import is_in_range, load_ranges, load_rows, range_of_tile, zeros
 from .tiles import activation, sigmoid
 
 
@@ -18,6 +18,7 @@ def scores_kernel(
     k_ptr,
     w_ptr,
     bias_ptr,
+    ranges_ptr,
     scores_ptr,
     scale,
     q_batch_stride,
@@ -57,6 +58,10 @@ def scores_kernel(
     visible = True
     if CONFIG.CAUSAL:
         visible = first_key <= offset + start + CONFIG.BLOCK_Q - 1
+    if ranges_ptr is not None:
+        of_rows = load_ranges(ranges_ptr + 2 * batch * queries, row, row < last_row)
+        begin, end = range_of_tile(*of_rows)
+        visible = visible & (first_key < end) & (first_key + CONFIG.BLOCK_K > begin)
     if visible:
         k_corner = k_ptr + batch * k_batch_stride
         k = load_rows(k_corner, first_key, keys, k_row_stride, CONFIG.BLOCK_K, CONFIG)
@@ -73,6 +78,8 @@ def scores_kernel(
         if CONFIG.CAUSAL:
             seen = key[None, :] <= (offset + row)[:, None]
             scores = tl.where(seen, scores, float("-inf"))
+        if ranges_ptr is not None:
+            scores = tl.where(is_in_range(key, of_rows), scores, float("-inf"))
         tl.store(corner + to_score, scores, mask=inside)
     elif CONFIG.FILL:
         nothing = zeros(CONFIG.BLOCK_Q, CONFIG.BLOCK_K) - float("inf")

@@ -12,19 +12,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import load_rows, product, zeros
+from ..common.tiles import is_in_range, load_ranges, load_rows, product, range_of_tile, zeros
 from .tiles import activation, sigmoid
 
 
 @triton.jit
-def load_gradient(source, row, key, rows, keys, offset, CONFIG: tl.constexpr):
+def load_gradient(source, row, key, rows, keys, offset, of_rows, CONFIG: tl.constexpr):
     """The scores' gradient at these rows and keys; zero where a row does not see a key. ``source``:
-    a pointer, and the strides of rows and keys.
+    a pointer, and the strides of rows and keys; ``of_rows``: the rows' ranges, or None.
     """
     corner, row_stride, key_stride = source
     inside = (row < rows)[:, None] & (key < keys)[None, :]
     if CONFIG.CAUSAL:
         inside &= key[None, :] <= (offset + row)[:, None]
+    if of_rows is not None:
+        inside &= is_in_range(key, of_rows)
     to_row = row.to(tl.int64) * row_stride
     to_key = key.to(tl.int64) * key_stride
     at = corner + (to_row[:, None] + to_key[None, :])
@@ -46,6 +48,7 @@ def scores_dq_kernel(
     k_ptr,
     w_ptr,
     bias_ptr,
+    ranges_ptr,
     dq_ptr,
     dw_ptr,
     dbias_ptr,
@@ -85,13 +88,18 @@ def scores_dq_kernel(
     dq = zeros(CONFIG.BLOCK_Q, CONFIG.BLOCK_D)
     dgate = zeros(CONFIG.BLOCK_Q)
     dbias = zeros(CONFIG.BLOCK_Q)
-    last = keys
+    first, last = 0, keys
     if CONFIG.CAUSAL:
         last = tl.minimum(keys, offset + start + CONFIG.BLOCK_Q)
-    for first_key in tl.range(0, last, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
+    of_rows = None
+    if ranges_ptr is not None:
+        of_rows = load_ranges(ranges_ptr + 2 * batch * queries, row, row < queries)
+        begin, end = range_of_tile(*of_rows)
+        first, last = begin // CONFIG.BLOCK_K * CONFIG.BLOCK_K, tl.minimum(last, end)
+    for first_key in tl.range(first, last, CONFIG.BLOCK_K, num_stages=CONFIG.NUM_STAGES):
         key = first_key + tl.arange(0, CONFIG.BLOCK_K)
         k = load_rows(k_corner, first_key, keys, k_row_stride, CONFIG.BLOCK_K, CONFIG)
-        g, seen = load_gradient(dscores, row, key, queries, keys, offset, CONFIG)
+        g, seen = load_gradient(dscores, row, key, queries, keys, offset, of_rows, CONFIG)
         # [BLOCK_Q, BLOCK_K]
         g_slope, gy = slope(q, k, bias, scale, g, seen, CONFIG)
         dgate += tl.sum(gy, 1)
@@ -117,6 +125,8 @@ def scores_dk_kernel(
     k_ptr,
     w_ptr,
     bias_ptr,
+    ranges_ptr,
+    seeing_ptr,
     dk_ptr,
     scale,
     dscores_batch_stride,
@@ -137,7 +147,7 @@ def scores_dk_kernel(
     CONFIG: tl.constexpr,
 ):
     """One program computes BLOCK_K rows of dk: over the queries that may see them, and over all
-    heads of these.
+    heads of these. ``seeing``: of each key the first row that may see it, and that behind the last.
     """
     tiles = tl.cdiv(keys, CONFIG.BLOCK_K)
     first_key = tl.program_id(0) % tiles * CONFIG.BLOCK_K
@@ -148,12 +158,18 @@ def scores_dk_kernel(
     dscores = (dscores_ptr + batch * dscores_batch_stride, dscores_row_stride, dscores_key_stride)
 
     dk = zeros(CONFIG.BLOCK_K, CONFIG.BLOCK_D)
-    begin = 0
+    begin, end = 0, queries
     if CONFIG.CAUSAL:
         begin = tl.maximum(first_key - offset, 0) // CONFIG.BLOCK_Q * CONFIG.BLOCK_Q
-    for start in range(begin, queries, CONFIG.BLOCK_Q):
+    if ranges_ptr is not None:
+        low, end = range_of_tile(*load_ranges(seeing_ptr + 2 * batch * keys, key, key < keys))
+        begin = tl.maximum(begin, low // CONFIG.BLOCK_Q * CONFIG.BLOCK_Q)
+    for start in range(begin, end, CONFIG.BLOCK_Q):
         row = start + tl.arange(0, CONFIG.BLOCK_Q)
-        g, seen = load_gradient(dscores, row, key, queries, keys, offset, CONFIG)
+        of_rows = None
+        if ranges_ptr is not None:
+            of_rows = load_ranges(ranges_ptr + 2 * batch * queries, row, row < queries)
+        g, seen = load_gradient(dscores, row, key, queries, keys, offset, of_rows, CONFIG)
         w_corner = w_ptr + batch * w_batch_stride + row.to(tl.int64) * w_row_stride
         for head in tl.range(0, heads, num_stages=CONFIG.NUM_STAGES):
             q_corner = q_ptr + batch * q_batch_stride + tl.cast(head, tl.int64) * q_head_stride

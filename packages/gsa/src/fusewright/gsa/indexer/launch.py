@@ -31,6 +31,7 @@ from ..common.launches import (
     row_strides,
     tile_constants,
 )
+from ..common.ranges import rows_seeing
 
 if TYPE_CHECKING:
     from . import kernels, kernels_backward
@@ -68,8 +69,8 @@ SCORES_DK = (
 @dataclasses.dataclass(frozen=True, eq=False)
 class IndexerProblem:
     """q [B, Tq, H, d] against k [B, Tkv, d] with w [B, Tq, H], the first row at ``offset``: sizes,
-    which of q, k, w and bias are copied first, and the strides of q, k and w. Calls of one kind
-    have one object, under which their plans are kept.
+    which of q, k, w and bias are copied first, the strides of q, k and w, and whether rows have
+    ranges. Calls of one kind have one object, under which their plans are kept.
     """
 
     shape: Shape
@@ -83,6 +84,7 @@ class IndexerProblem:
     device: torch.device
     copies: tuple[bool, ...]
     strides: tuple[int, ...]
+    ranged: bool
 
     @property
     def score_count(self) -> int:
@@ -123,12 +125,14 @@ def indexer_problem(
     operands: tuple[Layout, ...],
     precision: str,
     device: torch.device,
+    ranged: bool = False,
 ) -> IndexerProblem:
     """The problem of queries of this shape; ``operands``: layouts of q, k, w and bias."""
     q, k, w, bias = operands
     copy_q, q_strides = row_strides(shape, q)
     copy_k, k_strides = row_strides((shape[0], keys, shape[-1]), k)
-    copies = (copy_q, copy_k, False, bias[1] != (1,))
+    # The ranges are contiguous.
+    copies = (copy_q, copy_k, False, bias[1] != (1,), False)
     return IndexerProblem(
         shape,
         keys,
@@ -141,17 +145,37 @@ def indexer_problem(
         device=device,
         copies=copies if any(copies) else (),
         strides=(*q_strides, *k_strides, *w[1]),
+        ranged=ranged,
     )
 
 
+def problem_of(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    ranges: Tensor | None,
+    causal: bool,
+    q_offset: int,
+) -> IndexerProblem:
+    """The problem of these operands."""
+    sizes = (q.shape, k.shape[1], causal, q_offset, layouts(q, k, w, bias))
+    return indexer_problem(*sizes, input_precision(q.dtype), q.device, ranges is not None)
+
+
 def scores_forward(
-    q: Tensor, k: Tensor, w: Tensor, bias: Tensor, scale: float, causal: bool, q_offset: int
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    ranges: Tensor | None,
+    scale: float,
+    causal: bool,
+    q_offset: int,
 ) -> Tensor:
     """The scores of every query and key, [B, Tq, Tkv] in fp32; -inf where a row sees no key."""
-    operands = (q, k, w, bias)
-    sizes = (q.shape, k.shape[1], causal, q_offset)
-    problem = indexer_problem(*sizes, layouts(*operands), input_precision(q.dtype), q.device)
-    return scores_plan(problem).run(operands, (scale,))[0]
+    problem = problem_of(q, k, w, bias, ranges, causal, q_offset)
+    return scores_plan(problem).run((q, k, w, bias, ranges), (scale,))[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -185,6 +209,7 @@ def scores_backward(
     k: Tensor,
     w: Tensor,
     bias: Tensor,
+    ranges: Tensor | None,
     scale: float,
     causal: bool,
     q_offset: int,
@@ -193,9 +218,8 @@ def scores_backward(
     """``(dq, dk, dw, dbias)``, contiguous, each in its operand's dtype or, where ``wide``, in
     fp32.
     """
-    operands = (q, k, w, bias)
-    sizes = (q.shape, k.shape[1], causal, q_offset)
-    problem = indexer_problem(*sizes, layouts(*operands), input_precision(q.dtype), q.device)
+    operands: tuple[Tensor | None, ...] = (q, k, w, bias, ranges)
+    problem = problem_of(q, k, w, bias, ranges, causal, q_offset)
     launches, memory = gradients_plan(problem, layouts(dscores)[0], wide)
     # dbias: the partial sums of the programs.
     dq, dk, dw, dbias = map(call, memory)
@@ -206,7 +230,8 @@ def scores_backward(
     if problem.copies:
         operands = contiguous_where(operands, problem.copies)
     launches[0]((dscores, *operands, dq, dw, dbias), (scale,))
-    launches[1]((dscores, *operands, dk), (scale,))
+    seeing = None if ranges is None else rows_seeing(ranges, problem.keys)
+    launches[1]((dscores, *operands, seeing, dk), (scale,))
     return dq, dk, dw, dbias.sum(0).to(F32 if wide else bias.dtype)
 
 

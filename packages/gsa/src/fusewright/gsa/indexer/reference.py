@@ -21,7 +21,8 @@ def gated_indexer(
     k: Tensor,
     w: Tensor,
     bias: Tensor,
-    scale: float,
+    ranges: Tensor | None = None,
+    scale: float = 1.0,
     causal: bool = True,
     q_offset: int = 0,
 ) -> Tensor:
@@ -30,7 +31,7 @@ def gated_indexer(
     z = scale * products + bias.to(products.dtype)[:, None]
     gate = w.to(z.dtype).sigmoid()
     scores = (gate.unsqueeze(-1) * z.sigmoid()).sum(2)
-    return torch.where(keys_seen(q, k, causal, q_offset), scores, float("-inf"))
+    return torch.where(keys_seen(q, k, causal, q_offset, ranges), scores, float("-inf"))
 
 
 def gated_indexer_backward(dscores: Tensor, *operands: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -43,10 +44,16 @@ def gated_indexer_backward(dscores: Tensor, *operands: Any, **options: Any) -> t
     return tuple(grad.contiguous() for grad in grads)
 
 
-def keys_seen(q: Tensor, k: Tensor, causal: bool, q_offset: int) -> Tensor:
-    """Which keys the rows of q see, [Tq, Tkv]: with ``causal`` those at their position and before
-    it; the first row stands at ``q_offset``.
+def keys_seen(
+    q: Tensor, k: Tensor, causal: bool, q_offset: int, ranges: Tensor | None = None
+) -> Tensor:
+    """Which keys the rows of q see, [Tq, Tkv], or [B, Tq, Tkv] of those in the ``ranges``: with
+    ``causal`` those at their position and before it; the first row stands at ``q_offset``.
     """
     position = torch.arange(q.shape[1], device=q.device).unsqueeze(-1) + q_offset
     key = torch.arange(k.shape[1], device=q.device)
-    return (key <= position) if causal else (key >= 0).expand(q.shape[1], -1)
+    seen = (key <= position) if causal else (key >= 0).expand(q.shape[1], -1)
+    if ranges is None:
+        return seen
+    first, last = ranges.unsqueeze(-2).unbind(-1)
+    return seen & (key >= first) & (key < last)

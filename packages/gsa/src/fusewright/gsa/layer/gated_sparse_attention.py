@@ -35,7 +35,9 @@ from ..loss.indexer_kl_loss import indexer_kl_loss
 from ..selection.indexer_topk import indexer_topk
 from ..sparse.sparse_attention import causal_selection, sparse_attention_with_lse
 from .key_cache import KeyCache
+from .packed import sequences_of, tokens_of
 from .positions import rotated
+from .tokens import check_tokens, places_of, ranges_of_tokens
 
 Tensor = torch.Tensor
 INIT_STD = 0.02
@@ -52,19 +54,42 @@ class Selection(NamedTuple):
     count: Tensor  # type: ignore[assignment]
 
 
-def all_keys(batches: int, tokens: int, device: torch.device | str) -> Selection:
+def all_keys(
+    batches: int,
+    tokens: int,
+    device: torch.device | str,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Selection:
     """Of each query all keys that it sees: given to a :class:`GatedSparseAttention` it makes its
     attention dense, and its indexer learn from all keys, as in the first steps of a training. All
-    queries share the memory of one.
+    queries share the memory of one; with ``mask`` or ``cu_seqlens`` each has its own.
 
     Args:
         batches, tokens: of the sequences.
         device: theirs.
+        mask, cu_seqlens: as in :meth:`GatedSparseAttention.forward`.
+        max_seqlen: at least the tokens of the longest document; None takes ``tokens``. It bounds
+            the memory of the indices, and a query attends to no more keys of its document.
 
     Returns:
-        indices ``[batches, tokens, tokens]`` and count ``[batches, tokens]``, in int32.
+        indices ``[batches, tokens, max_seqlen]`` and count ``[batches, tokens]``, in int32.
+
+    Raises:
+        TypeError, ValueError: mask, cu_seqlens or max_seqlen is not as above.
     """
-    return Selection(*causal_selection(batches, tokens, tokens, device))
+    slots = tokens if max_seqlen is None else checked_count("max_seqlen", max_seqlen)
+    check_tokens(torch.empty(batches, tokens, 0, device=device), 0, mask, cu_seqlens)
+    ranges = ranges_of_tokens(batches, tokens, mask, cu_seqlens)
+    if ranges is None:
+        indices, count = causal_selection(batches, tokens, tokens, device)
+        return Selection(indices[..., :slots], count.clamp(max=slots) if slots < tokens else count)
+    place, hidden = places_of(tokens, ranges)
+    indices = ranges[..., :1] + torch.arange(slots, dtype=torch.int32, device=device)
+    count = (place + 1).clamp(max=slots).masked_fill(hidden, 0)
+    return Selection(indices, count.int())
 
 
 class GatedSparseAttention(nn.Module):
@@ -172,7 +197,14 @@ class GatedSparseAttention(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=INIT_STD)
 
-    def forward(self, x: Tensor, selection: Selection | None = None) -> tuple[Tensor, Selection]:
+    def forward(
+        self,
+        x: Tensor,
+        selection: Selection | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Selection]:
         """Attention within ``[B, T, width]``.
 
         Args:
@@ -180,22 +212,36 @@ class GatedSparseAttention(nn.Module):
             selection: that of an earlier pass over the same tokens, which is then used again, or
                 :func:`all_keys`; None: select. In training mode selecting updates the average of
                 the variance.
+            mask: ``[B, T]``, bool; a token where it is False is padding, before the first token of
+                a row or document or behind its last one: it sees and is seen by none, and its y is
+                0. Between tokens it counts as one.
+            cu_seqlens: ``[N + 1]``, as in :func:`gated_indexer`: documents in the only row that do
+                not see one another. Positions, sinks and window are those of each document.
 
         Returns:
             ``(y, selection)``: y like x, and what was selected.
+
+        Raises:
+            TypeError, ValueError: x, mask or cu_seqlens are not as above.
         """
-        return self._attend(x, selection)[:2]
+        return self._attend(x, selection, mask, cu_seqlens)[:2]
 
     def forward_with_loss(
-        self, x: Tensor, selection: Selection | None = None
+        self,
+        x: Tensor,
+        selection: Selection | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Selection, Tensor]:
-        """:meth:`forward` and the loss that the indexer learns by, over the selected keys. It
-        differentiates to the indexer's parameters alone.
+        """:meth:`forward` and the loss that the indexer learns by, over the selected keys, a mean
+        over the tokens but for padding. It differentiates to the indexer's parameters alone.
         """
-        y, selection, index, q, k, lse = self._attend(x, selection)
+        y, selection, (index, q, k, lse), ranges = self._attend(x, selection, mask, cu_seqlens)
         loss = indexer_kl_loss(
             *(*index, self.index_bias, q, k, lse, *selection),
             temperature=self.index_temperature,
+            key_ranges=ranges,
             backend=self.backend,
         )
         return y, selection, loss
@@ -208,16 +254,53 @@ class GatedSparseAttention(nn.Module):
         return KeyCache(heads, torch.zeros_like(heads), weight.new_zeros((*rows, self.index_width)))
 
     @torch.no_grad()
-    def decode(self, x: Tensor, cache: KeyCache) -> Tensor:
-        """What :meth:`forward` in evaluation mode gives for the next tokens ``[B, t, width]`` of
-        sequences whose first tokens are in the cache, to which these are added. No gradients.
+    def decode(
+        self,
+        x: Tensor,
+        cache: KeyCache,
+        mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """What :meth:`forward` in evaluation mode gives for the next tokens of sequences whose
+        first tokens are in the cache, to which these are added. No gradients.
+
+        Args:
+            x: ``[B, t, width]``, or ``[1, tokens, width]`` with ``cu_seqlens``.
+            cache: of the B sequences.
+            mask: ``[B, t]`` as in :meth:`forward`: sequences get different numbers of tokens.
+            cu_seqlens: ``[B + 1]``, in place of a mask: the next tokens of all sequences lie one
+                after the other in the only row. Each sequence gets some, or none.
+            max_seqlen: with cu_seqlens, at least the tokens that one sequence gets; None takes all
+                tokens.
+
+        Returns:
+            y like x, 0 for padding.
+
+        Raises:
+            TypeError, ValueError: x, mask, cu_seqlens or max_seqlen are not as above, or the cache
+                has no room for t, or max_seqlen, tokens more; it is unchanged then.
         """
-        check_tokens(x, self.width)
-        position = cache.length
+        check_tokens(x, self.width, mask, cu_seqlens)
+        if cu_seqlens is not None:
+            if mask is not None:
+                raise ValueError("one of mask and cu_seqlens must be given to decode, got both")
+            most = x.shape[1]
+            if max_seqlen is not None:
+                most = min(most, checked_count("max_seqlen", max_seqlen))
+            y = self.decode(*sequences_of(x, cu_seqlens, most, cache))
+            return tokens_of(y, cu_seqlens, x.shape[1])
+        position: int | Tensor = cache.length
+        places, ranges, hidden = None, None, None
+        if mask is not None or cache.lengths is not None:
+            places = cache.places(x, mask)
+            position, ranges, hidden = places.position, places.key_ranges(), places.hidden
+            x = x.masked_fill(hidden.unsqueeze(-1), 0.0)
         q, k, v, gate = self._heads(x, position)
         q_index, k_index, w = self._index(x)
-        k, v, k_index = cache.extend(k, v, k_index)
-        selection = self._select((q_index, k_index, w), position)[0]
+        k, v, k_index = cache.extend(k, v, k_index, places=places)
+        selection = self._select((q_index, k_index, w), cache.length - x.shape[1], ranges)[0]
         o, _ = sparse_attention_with_lse(q, k, v, *selection, backend=self.backend)
         return self._output(o, gate)
 
@@ -233,29 +316,36 @@ class GatedSparseAttention(nn.Module):
             self.variance_ema = average.to(self.variance_ema.device)
         return self
 
-    def _attend(self, x, selection):
-        check_tokens(x, self.width)
-        q, k, v, gate = self._heads(x, 0)
+    def _attend(self, x, selection, mask, cu_seqlens):
+        check_tokens(x, self.width, mask, cu_seqlens)
+        ranges = ranges_of_tokens(x.shape[0], x.shape[1], mask, cu_seqlens)
+        position: int | Tensor = 0
+        hidden = None
+        if ranges is not None:
+            position, hidden = places_of(x.shape[1], ranges)
+            x = x.masked_fill(hidden.unsqueeze(-1), 0.0)
+        q, k, v, gate = self._heads(x, position)
         index = self._index(x)
         if selection is None:
-            selection, variance = self._select(index, 0)
+            selection, variance = self._select(index, 0, ranges)
             if self.training:
-                self._follow(variance)
+                self._follow(variance, hidden)
         o, lse = sparse_attention_with_lse(
             q, k, v, *selection, path=self.path, backend=self.backend
         )
-        return self._output(o, gate), selection, index, q, k, lse
+        return self._output(o, gate), selection, (index, q, k, lse), ranges
 
-    def _heads(self, x: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries and keys, rotated, and gated values of tokens from ``position`` on; and what
-        gates the output.
+    def _heads(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated, and gated values of tokens from ``position`` on, or at these
+        ``[B, T]``; and what gates the output.
         """
         layers = self.q_proj, self.k_proj, self.v_proj, self.value_gate, self.output_gate
         q, k, v, value_gate, output_gate = linears_of(x, *layers)
         v = v * value_gate.sigmoid()
         q, k, v = (rows.unflatten(-1, (-1, self.head_width)) for rows in (q, k, v))
-        positions = position + torch.arange(x.shape[1], device=x.device)
-        q, k = rotated(positions, self.rope_base, q, k)
+        if isinstance(position, int):
+            position = position + torch.arange(x.shape[1], device=x.device)
+        q, k = rotated(position, self.rope_base, q, k)
         return q, k, v, output_gate
 
     def _index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,33 +354,33 @@ class GatedSparseAttention(nn.Module):
         return q.unflatten(-1, (self.index_heads, self.index_width)), k, w
 
     def _select(
-        self, index: tuple[Tensor, Tensor, Tensor], position: int
+        self, index: tuple[Tensor, Tensor, Tensor], position: int, ranges: Tensor | None = None
     ) -> tuple[Selection, Tensor]:
+        """The selection of tokens from ``position`` on, of which none sees more than its range, and
+        the variance of their scores.
+        """
         q, k, w = index
         indices, count, stats = indexer_topk(
             *(q, k, w, self.index_bias),
             **self.counts,
             variance_ema=self.variance_ema,
             q_offset=position,
+            key_ranges=ranges,
             backend=self.backend,
         )
         return Selection(indices, count), stats.variance
 
     @torch.no_grad()
-    def _follow(self, variance: Tensor) -> None:
-        """Update the average of the variance, which starts as the first one."""
-        mean = variance.mean().to(self.variance_ema.dtype)
+    def _follow(self, variance: Tensor, hidden: Tensor | None) -> None:
+        """Update the average of the variance, which starts as the first one; padding has none."""
+        mean = variance.mean() if hidden is None else variance.sum() / (~hidden).sum()
+        mean = mean.to(self.variance_ema.dtype)
         average = torch.lerp(mean, self.variance_ema, self.ema_decay)
         average = torch.where(self.variance_ema > 0.0, average, mean)
         self.variance_ema.copy_(torch.where(average.isfinite(), average, self.variance_ema))
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_proj(o.flatten(-2) * gate.sigmoid())
-
-
-def check_tokens(x: Tensor, width: int) -> None:
-    if x.ndim != 3 or x.shape[-1] != width:
-        raise ValueError(f"x must be [batch, tokens, {width}], got {tuple(x.shape)}")
 
 
 def _as_vector(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -19,13 +19,13 @@ Tensor = torch.Tensor
 
 
 def rotated(positions: Tensor, base: float, *rows: Tensor) -> list[Tensor]:
-    """Each of the rows ``[B, T, H, D]``, of one dtype and width, in it; computed in fp32 (fp64 for
-    fp64 rows), and the angles in fp64.
+    """Each of the rows ``[B, T, H, D]``, of one dtype and width, in it, at ``positions`` ``[T]`` or
+    ``[B, T]``; computed in fp32 (fp64 for fp64 rows), and the angles in fp64.
     """
     wide = torch.promote_types(rows[0].dtype, torch.float32)
     width = rows[0].shape[-1]
     steps = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
-    angles = (positions.double().unsqueeze(-1) * base**-steps).unsqueeze(1)
+    angles = (positions.double().unsqueeze(-1) * base**-steps).unsqueeze(-2)
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     if torch.compiler.is_compiling():
         # Dynamo follows no function that has a jvp, and fuses the formula by itself.
@@ -34,7 +34,9 @@ def rotated(positions: Tensor, base: float, *rows: Tensor) -> list[Tensor]:
 
 
 class Rotation(torch.autograd.Function):
-    """Rows rotated by the angles of cosines and sines ``[T, 1, D / 2]``, which get no gradient."""
+    """Rows rotated by the angles of cosines and sines ``[.., T, 1, D / 2]``, which get no
+    gradient.
+    """
 
     generate_vmap_rule = True
 

@@ -41,11 +41,12 @@ from ..common.checks import (
     checked_offset,
     checked_scale,
 )
+from ..common.ranges import checked_ranges
 from . import launch, reference
 
 Tensor = torch.Tensor
 # The operands that get gradients, all, and the options after them.
-LEARNING, OPERANDS, OPTIONS = 5, 10, 4
+LEARNING, OPERANDS, OPTIONS = 5, 11, 4
 
 
 def _loss_fake(q_index, k_index, w, bias, temperature, *_):
@@ -74,7 +75,7 @@ def _backward_fake(upstream, *arguments):
 
 _OPERANDS = (
     "Tensor q_index, Tensor k_index, Tensor w, Tensor bias, Tensor temperature, Tensor q, Tensor k,"
-    " Tensor lse, Tensor? indices, Tensor? count"
+    " Tensor lse, Tensor? indices, Tensor? count, Tensor? ranges"
 )
 _OPTIONS = "float index_scale, float scale, bool causal, int q_offset"
 _SLOPES = "Tensor dq_index, Tensor dk_index, Tensor dw, Tensor dbias, Tensor dtemperature"
@@ -132,14 +133,16 @@ def indexer_kl_loss(
     scale: float | None = None,
     causal: bool = True,
     q_offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Kullback-Leibler divergence of the indexer's softmax from the attention's probabilities,
-    averaged over the rows.
+    averaged over the rows; with cu_seqlens or key_ranges, over those that see a key.
 
     Args:
         q_index, k_index, w, bias: the indexer's, as in :func:`gated_indexer`, which also says what
-            ``index_scale`` (there: scale), causal and q_offset are.
+            ``index_scale`` (there: scale), causal, q_offset, cu_seqlens and key_ranges are.
         q, k: the attention's, ``[B, T, H, D]`` and ``[B, Tkv, Hkv, D]`` as in
             :func:`sparse_attention`, with its ``scale``.
         lse: ``[B, H, T]``, any floating dtype: the log-sum-exp of the attention's scores, over the
@@ -177,12 +180,13 @@ def indexer_kl_loss(
     scale = checked_scale(scale, q.shape[-1])
     q_offset = checked_offset(q_offset, k.shape[1])
     temperature = checked_temperature(temperature, q_index)
+    ranges = checked_ranges(cu_seqlens, key_ranges, q, k.shape[1], q_offset)
     q_index, k_index = autocast(q_index, k_index)
     q, k = autocast(q, k)
     check_dtype("k_index", k_index, "q_index", q_index)
     check_dtype("k", k, "q", q)
     q, k, lse = (x.detach() for x in (q, k, lse))
-    operands = (q_index, k_index, w, bias, temperature, q, k, lse, indices, count)
+    operands = (q_index, k_index, w, bias, temperature, q, k, lse, indices, count, ranges)
     options = (index_scale, scale, bool(causal), q_offset)
     if not (uses_triton(q_index, backend) and uses_triton(q, backend)):
         with without_autocast(q.device):

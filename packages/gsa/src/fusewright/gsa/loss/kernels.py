@@ -11,7 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import LOG2_E, LOG_2, load_rows, product, zeros
+from ..common.tiles import (
+    LOG2_E,
+    LOG_2,
+    load_ranges,
+    load_rows,
+    product,
+    range_of_tile,
+    zeros,
+)
 
 # Below every score, and finite: its distance to itself is zero.
 LOWEST = tl.constexpr(-1e30)
@@ -22,6 +30,7 @@ def target_kernel(
     q_ptr,
     k_ptr,
     lse_ptr,
+    ranges_ptr,
     target_ptr,
     scale,
     q_batch_stride,
@@ -53,6 +62,10 @@ def target_kernel(
     visible = True
     if CONFIG.CAUSAL:
         visible = first_key <= offset + start + CONFIG.BLOCK_Q - 1
+    if ranges_ptr is not None:
+        of_rows = load_ranges(ranges_ptr + 2 * batch * queries, row, row < queries)
+        begin, end = range_of_tile(*of_rows)
+        visible = visible & (first_key < end) & (first_key + CONFIG.BLOCK_K > begin)
     if visible:
         total = zeros(CONFIG.BLOCK_Q, CONFIG.BLOCK_K)
         for head in range(heads):
@@ -74,10 +87,15 @@ def target_kernel(
 
 
 @triton.jit
-def counted_keys(selection, key, visible, AGAIN: tl.constexpr):
-    """Which of these keys the loss of a row counts, and how often."""
+def counted_keys(selection, key, seen, AGAIN: tl.constexpr):
+    """Which of these keys the loss of a row counts, and how often; ``seen``: from which key on
+    (None: from the first) and before which the row sees them.
+    """
     bits_at, indices_at, last = selection
+    first, visible = seen
     counts, times = key < visible, 1.0
+    if first is not None:
+        counts = counts & (key >= first)
     if AGAIN:
         named = tl.zeros(key.shape, tl.int32)
         for slot in range(0, last):
@@ -99,7 +117,7 @@ def divergence_of_row(
     loss_at,
     slope_at,
     keys,
-    visible,
+    seen,
     AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -107,6 +125,11 @@ def divergence_of_row(
     bits, and its slots are gone through for every key.
     """
     step = tl.arange(0, BLOCK)
+    first, visible = seen
+    begin, end = 0, keys
+    if first is not None:
+        # Of other documents nothing is read or written.
+        begin, end = first // BLOCK * BLOCK, visible
     temperature = tl.load(temperature_ptr).to(tl.float32)
     # Exponents are distances of scores to the one that weighs most: rounding a logarithm of z, or a
     # score times the temperature, would move all weights of a row at once, and their differences to
@@ -118,9 +141,9 @@ def divergence_of_row(
     z = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, visible, BLOCK):
+    for start in range(begin, visible, BLOCK):
         key = start + step
-        counts, times = counted_keys(selection, key, visible, AGAIN)
+        counts, times = counted_keys(selection, key, seen, AGAIN)
         score = tl.load(scores_at + key, mask=counts, other=0.0)
         height = tl.where(counts, sign * score, LOWEST)
         next_highest = tl.maximum(highest, height)
@@ -145,9 +168,9 @@ def divergence_of_row(
 
     loss = tl.zeros([BLOCK], tl.float32)
     slope = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, keys, BLOCK):
+    for start in range(begin, end, BLOCK):
         key = start + step
-        counts, times = counted_keys(selection, key, visible, AGAIN)
+        counts, times = counted_keys(selection, key, seen, AGAIN)
         score = tl.load(scores_at + key, mask=counts, other=0.0)
         x = (sign * score - top) * factor
         p = tl.load(target_at + key, mask=counts, other=0.0) * inverse_mass
@@ -170,6 +193,7 @@ def divergence_kernel(
     indices_ptr,
     count_ptr,
     bits_ptr,
+    ranges_ptr,
     temperature_ptr,
     loss_ptr,
     slope_ptr,
@@ -198,7 +222,11 @@ def divergence_kernel(
     loss_at, slope_at = loss_ptr + row, None
     if slope_ptr is not None:
         slope_at = slope_ptr + row
-    rest = temperature_ptr, loss_at, slope_at, keys, visible
+    seen = (None, visible)
+    if ranges_ptr is not None:
+        begin, end = load_ranges(ranges_ptr, row, True)
+        seen = (begin, tl.minimum(end, visible))
+    rest = temperature_ptr, loss_at, slope_at, keys, seen
     if bits_ptr is None:
         divergence_of_row(scores_at, target_at, (None, None, 0), *rest, False, BLOCK)
     else:

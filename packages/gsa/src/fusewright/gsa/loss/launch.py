@@ -21,6 +21,7 @@ from ..common.launches import (
     grid_of,
     tile_constants,
 )
+from ..common.ranges import rows_that_see
 from ..indexer.launch import scores_backward, scores_forward
 from ..sparse.launch_unions import Members, members_of
 
@@ -65,6 +66,7 @@ def divergence(
     lse: Tensor,
     indices: Tensor | None,
     count: Tensor | None,
+    ranges: Tensor | None,
     index_scale: float,
     scale: float,
     causal: bool,
@@ -94,22 +96,24 @@ def divergence(
         keys = min(all_keys, q_offset + last) if causal else all_keys
         offset = q_offset + first
         part = (q_index[:, first:last], k_index[:, :keys], w[:, first:last], bias)
-        scores = scores_forward(*part, index_scale, causal, offset)
+        of_rows = None if ranges is None else ranges[:, first:last].contiguous()
+        scores = scores_forward(*part, of_rows, index_scale, causal, offset)
         target = torch.empty_like(scores)
-        attention = (q[:, first:last], k[:, :keys], lse[:, :, first:last])
+        attention = (q[:, first:last], k[:, :keys], lse[:, :, first:last], of_rows)
         write_target(*attention, target, scale, causal, offset)
         bits = None
         if indices is not None:
             bits = bits_plan(*of_indices, keys, first, last - first).of(indices, count)
         rows = torch.empty(2, batches, last - first, dtype=torch.float32, device=q.device)
         sizes = (last - first, keys, offset)
-        launch = divergence_plan(batches, sizes, causal, slopes, first, of_indices, q.device)
-        of_rows = (rows[0], rows[1] if slopes else None)
-        launch((scores, target, indices, count, bits, temperature, *of_rows))
+        kind = (causal, ranges is not None, slopes)
+        launch = divergence_plan(batches, sizes, *kind, first, of_indices, q.device)
+        selection = (indices, count, bits, of_rows)
+        launch((scores, target, *selection, temperature, rows[0], rows[1] if slopes else None))
         if slopes:
             # The launch has replaced the scores by their gradients.
             dq, dk_part, dw, dbias = scores_backward(
-                scores, *part, index_scale, causal, offset, wide=True
+                scores, *part, of_rows, index_scale, causal, offset, wide=True
             )
             dk[:, :keys] += dk_part
             parts.append((rows[0], rows[1], dq, dw, dbias))
@@ -118,7 +122,9 @@ def divergence(
     if not parts:
         shapes = (temperature.shape, q_index.shape, k_index.shape, w.shape, bias.shape, ())
         return tuple(torch.zeros(x, dtype=torch.float32, device=q.device) for x in shapes)
-    row_weight = 1.0 / (batches * queries)
+    row_weight: float | Tensor = 1.0 / (batches * queries)
+    if ranges is not None:
+        row_weight = 1.0 / rows_that_see(ranges, causal, q_offset)
     divergences, *others = zip(*parts, strict=True)
     loss = torch.cat(divergences, 1).sum() * row_weight
     if not slopes:
@@ -165,12 +171,19 @@ def selection_strides(operands: tuple[Layout, Layout | None]) -> tuple[int, ...]
 
 
 def write_target(
-    q: Tensor, k: Tensor, lse: Tensor, target: Tensor, scale: float, causal: bool, offset: int
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    ranges: Tensor | None,
+    target: Tensor,
+    scale: float,
+    causal: bool,
+    offset: int,
 ) -> None:
     """Write the sum of the heads' probabilities of every row and key."""
-    sizes = (q.shape, k.shape, causal, offset)
+    sizes = (q.shape, k.shape, causal, ranges is not None, offset)
     launch = target_plan(*sizes, layouts(q, k, lse), input_precision(q.dtype), q.device)
-    launch((q, k, lse, target), (scale,))
+    launch((q, k, lse, ranges, target), (scale,))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -178,12 +191,15 @@ def target_plan(
     shape: Shape,
     key_shape: Shape,
     causal: bool,
+    ranged: bool,
     offset: int,
     operands: tuple[Layout, ...],
     precision: str,
     device: torch.device,
 ) -> Launch:
-    """The launch for operands of these layouts: q, k and lse."""
+    """The launch for operands of these layouts, q, k and lse; ``ranged``: whether there are ranges,
+    for which a kernel of its own is compiled.
+    """
     q, k, lse = operands
     batches, queries, heads, width = shape
     keys, key_heads = key_shape[1:3]
@@ -204,13 +220,14 @@ def divergence_plan(
     batches: int,
     sizes: tuple[int, int, int],
     causal: bool,
+    ranged: bool,
     slopes: bool,
     first: int,
     of_indices: tuple[Any, ...],
     device: torch.device,
 ) -> Launch:
     """The launch for these ``sizes``: rows, keys, and the offset; and for indices of this shape and
-    these layouts, whose rows start at ``first``.
+    these layouts, whose rows start at ``first``. ``ranged``: as in :func:`target_plan`.
     """
     selection = (0,) * 8
     if of_indices:

@@ -28,6 +28,7 @@ def indexer_kl_loss(
     lse: Tensor,
     indices: Tensor | None = None,
     count: Tensor | None = None,
+    ranges: Tensor | None = None,
     index_scale: float = 1.0,
     scale: float = 1.0,
     causal: bool = True,
@@ -36,13 +37,17 @@ def indexer_kl_loss(
     """mean_t KL(p_t || softmax(temperature I_t)), p_t the mean of the heads' probabilities; see the
     public function.
     """
-    times = times_counted(q, k, indices, count, causal, q_offset)
+    seen = keys_seen(q, k, causal, q_offset, ranges)
+    times = times_counted(q, k, indices, count, seen)
     # A constant: the attention does not learn from the loss.
     p = attention_target(q, k, lse, times, scale).to(wide(q_index).dtype).detach()
-    scores = gated_indexer(q_index, k_index, w, bias, index_scale, causal, q_offset)
+    scores = gated_indexer(q_index, k_index, w, bias, ranges, index_scale, causal, q_offset)
     log_softmax = log_probabilities(scores, temperature, times)
     log_p = torch.where(p > 0, p, 1.0).log()
-    return (p * (log_p - log_softmax)).sum() / max(q.shape[0] * q.shape[1], 1)
+    rows: int | Tensor = max(q.shape[0] * q.shape[1], 1)
+    if ranges is not None:
+        rows = seen.any(-1).sum().clamp(min=1)
+    return (p * (log_p - log_softmax)).sum() / rows
 
 
 def indexer_kl_loss_with_slopes(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -63,13 +68,11 @@ def times_counted(
     k: Tensor,
     indices: Tensor | None,
     count: Tensor | None,
-    causal: bool,
-    q_offset: int,
+    seen: Tensor,
 ) -> Tensor:
-    """How often the loss of each row counts each key, [B, T, Tkv]: those it sees once, or of them
-    those it has selected as often as it names them.
+    """How often the loss of each row counts each key, [B, T, Tkv]: those it has ``seen`` once, or
+    of them those it has selected as often as it names them.
     """
-    seen = keys_seen(q, k, causal, q_offset)
     if indices is None:
         return seen.expand(q.shape[0], -1, -1).int()
     return torch.where(seen, times_selected(indices, count, k.shape[1]), 0)

@@ -28,6 +28,7 @@ from .._core.checks import check_device, check_dtype, check_floating
 from .._core.precision import autocast, without_autocast
 from .._core.registration import Derivative, Op, empty_grad
 from ..common.checks import Law, check_indexer, check_law, checked_offset, checked_scale
+from ..common.ranges import checked_ranges
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -43,17 +44,18 @@ class SelectionStats(NamedTuple):
     entropy: Tensor | None
 
 
-def _topk_triton(q, k, w, bias, variance_ema, *options):
-    indices, count, variance, entropy = launch.select_keys(q, k, w, bias, variance_ema, *options)
+def _topk_triton(*arguments):
+    indices, count, variance, entropy = launch.select_keys(*arguments)
     return indices, count, variance, empty_grad(variance) if entropy is None else entropy
 
 
-def _topk_reference(q, k, w, bias, variance_ema, scale, law, *options):
-    *outputs, entropy = reference.indexer_topk(q, k, w, bias, variance_ema, scale, law, *options)
+def _topk_reference(q, k, w, bias, ranges, variance_ema, scale, law, *options):
+    operands = q, k, w, bias, ranges, variance_ema
+    *outputs, entropy = reference.indexer_topk(*operands, scale, law, *options)
     return *outputs, entropy if law == "entropy" else empty_grad(entropy)
 
 
-def _topk_fake(q, k, w, bias, variance_ema, scale, law, k_base, k_min, k_max, *_):
+def _topk_fake(q, k, w, bias, ranges, variance_ema, scale, law, k_base, k_min, k_max, *_):
     rows, wide = q.shape[:2], torch.promote_types(q.dtype, torch.float32)
     return (
         q.new_empty((*rows, k_max), dtype=torch.int32),
@@ -64,9 +66,9 @@ def _topk_fake(q, k, w, bias, variance_ema, scale, law, k_base, k_min, k_max, *_
 
 
 _topk = Op(
-    "indexer_topk(Tensor q, Tensor k, Tensor w, Tensor bias, Tensor? variance_ema, float scale,"
-    " str law, int k_base, int k_min, int k_max, int sinks, int window, bool causal,"
-    " int q_offset)"
+    "indexer_topk(Tensor q, Tensor k, Tensor w, Tensor bias, Tensor? ranges,"
+    " Tensor? variance_ema, float scale, str law, int k_base, int k_min, int k_max, int sinks,"
+    " int window, bool causal, int q_offset)"
     " -> (Tensor indices, Tensor count, Tensor variance, Tensor entropy)",
     triton=_topk_triton,
     reference=_topk_reference,
@@ -106,20 +108,25 @@ def indexer_topk(
     scale: float | None = None,
     causal: bool = True,
     q_offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, SelectionStats]:
     """Select for each query the keys with the greatest scores of :func:`gated_indexer`.
 
     Args:
-        q, k, w, bias, scale, causal, q_offset, backend: as in :func:`gated_indexer`.
+        q, k, w, bias, scale, causal, q_offset, cu_seqlens, key_ranges, backend: as in
+            :func:`gated_indexer`.
         k_base: how many keys a typical row selects, before the law, 1 or more.
         k_min, k_max: the fewest and the most keys of a row that sees as many, 1 <= k_min <= k_max;
             k_max may pass Tkv.
         law: how the number of a row's keys follows from its scores: "inverse" (fewer where they are
             spread out), "proportional", "entropy" or "fixed".
-        sinks: this many first keys are selected by every row that sees them, 0 to k_min.
+        sinks: this many of the first keys that a row may see, those of its document, are selected
+            by it, 0 to k_min.
         window: this many last keys up to a row's own, which is one of them, are selected by it, 0
-            to k_min - sinks; above 0 only with ``causal``. Like the sinks they count among its k.
+            to k_min - sinks; with ``key_ranges`` the last that it sees. Above 0 only with these or
+            ``causal``. Like the sinks they count among its k.
         variance_ema: one number in fp32 on q's device, an average of the variances of earlier calls
             for the laws "inverse" and "proportional". Where it is None, or not positive, every row
             counts as typical: a mean over the rows of this call would make early rows depend on
@@ -137,7 +144,8 @@ def indexer_topk(
     rounding. A call that is cut into parts by ``q_offset`` selects the same. There is no gradient.
 
     Raises:
-        TypeError: a tensor is not floating point or not strided, or an option is no number.
+        TypeError: a tensor is not floating point or not strided, cu_seqlens or key_ranges does not
+            hold integers, or an option is no number.
         ValueError: the shapes, dtypes or devices are not as above, or an option is out of its
             range.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
@@ -146,17 +154,19 @@ def indexer_topk(
     scale = checked_scale(scale, q.shape[-1])
     q_offset = checked_offset(q_offset, k.shape[1])
     check_law(law, k_base, k_min, k_max, sinks, window)
-    if window and not causal:
-        raise ValueError(f"window must be 0 without causal, got {window}")
+    if window and not causal and key_ranges is None:
+        raise ValueError(f"window must be 0 without causal or key_ranges, got {window}")
     check_ema(variance_ema, q)
+    ranges = checked_ranges(cu_seqlens, key_ranges, q, k.shape[1], q_offset)
     q, k = autocast(q, k)
     check_dtype("k", k, "q", q)
+    operands = (q, k, w, bias, ranges, variance_ema)
     options = (scale, law, k_base, k_min, k_max, sinks, window, bool(causal), q_offset)
     if uses_triton(q, backend):
-        outputs = _topk(q, k, w, bias, variance_ema, *options)
+        outputs = _topk(*operands, *options)
     else:
         with torch.no_grad(), without_autocast(q.device):
-            outputs = _topk_reference(q, k, w, bias, variance_ema, *options)
+            outputs = _topk_reference(*operands, *options)
     indices, count, variance, entropy = outputs
     return indices, count, SelectionStats(variance, entropy if law == "entropy" else None)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.tiles import load_ranges
 from .tiles_bracket import end_of_ties, first_bounds, narrowed
 from .tiles_row import (
     SINK,
@@ -57,8 +58,9 @@ def sums_before(x, RUNS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_chosen(out, keys_ptr, chosen, start, items, CONFIG: tl.constexpr):
-    """Store the keys of those chosen, 1 or 0 for each place from ``start`` on, one behind the
-    other, and return how many they are. A key is its place, or the number there in a list of keys.
+    """Store the keys of those chosen, 1 or 0 for each number from ``start`` on, one behind the
+    other, and return how many they are. A key is its number, or what a
+    list of keys holds there.
     """
     RUNS: tl.constexpr = CONFIG.RUNS
     FOURS: tl.constexpr = CONFIG.BLOCK // 4
@@ -88,20 +90,21 @@ def raised(images, start, low, end, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def write_held(out, keys_ptr, images, items, bracket, count, CONFIG: tl.constexpr):
+def write_held(out, keys_ptr, images, span, bracket, count, CONFIG: tl.constexpr):
     """Narrow the bracket of images that are held, and write the ``count`` greatest's keys."""
-    row = (out, images, items, 0, items)
+    items, _, first_key = span
+    row = (out, images, span, None)
     low, high, _, above, _, _ = narrowed(row, bracket, count, 0, CONFIG)
     if above < count:
         end = end_of_ties(row, low, count - above, CONFIG)
         images = raised(images, 0, low, end, CONFIG)
-    store_chosen(out, keys_ptr, is_less(high - 1, images), 0, items, CONFIG)
+    store_chosen(out, keys_ptr, is_less(high - 1, images), first_key, items, CONFIG)
 
 
 @triton.jit
 def write_streamed(out, row, bracket, count, CONFIG: tl.constexpr):
     """Write the keys of the ``count`` greatest of a row that is read again, its bracket narrow."""
-    _, _, items, _, _ = row
+    items, _, first_key = row[2]
     low, high, _, above, _, _ = bracket
     end = 0 * count
     if above < count:
@@ -109,7 +112,7 @@ def write_streamed(out, row, bracket, count, CONFIG: tl.constexpr):
     for start in range(0, items, CONFIG.BLOCK):
         images = load_images(row, start, CONFIG)
         chosen = is_less(high - 1, raised(images, start, low, end, CONFIG))
-        out += store_chosen(out, None, chosen, start, items, CONFIG)
+        out += store_chosen(out, None, chosen, first_key + start, items, CONFIG)
 
 
 @triton.jit
@@ -117,24 +120,27 @@ def list_reaching(listed, row, low, CONFIG: tl.constexpr):
     """List the keys of what reaches ``low``, no more than BLOCK, and return their images and how
     many they are.
     """
-    corner, _, items, sinks, local = row
+    corner, _, span, always = row
+    items, _, first_key = span
     listed_keys = 0 * items
     for start in range(0, items, CONFIG.BLOCK):
         chosen = is_less(low - 1, load_images(row, start, CONFIG))
         out = listed + listed_keys
-        listed_keys += store_chosen(out, None, chosen, start, items, CONFIG)
+        listed_keys += store_chosen(out, None, chosen, first_key + start, items, CONFIG)
     # What other threads have stored is read from here on.
     tl.debug_barrier()
     place = tl.arange(0, CONFIG.BLOCK)
     key = tl.load(listed + place, mask=place < listed_keys, other=0)
-    x = tl.load(corner + key, mask=place < listed_keys, other=0.0)
-    image = to_image(tl.where(x == x, x, 0.0)) | raised_always(key, sinks, local, CONFIG)
+    origin = key - first_key
+    x = tl.load(corner + origin, mask=place < listed_keys, other=0.0)
+    image = to_image(tl.where(x == x, x, 0.0)) | raised_always(origin, always, CONFIG)
     return image | -is_less(listed_keys - 1, place), listed_keys
 
 
 @triton.jit
 def select_kernel(
     scores_ptr,
+    ranges_ptr,
     listed_ptr,
     ema_ptr,
     indices_ptr,
@@ -162,30 +168,47 @@ def select_kernel(
     visible = keys
     if CONFIG.CAUSAL:
         visible = tl.minimum(keys, offset + row + 1)
+    at = tl.program_id(0) // rows * queries + row
     corner = scores_ptr + program * last_key
-    sinks = tl.minimum(sinks, visible)
-    # Where the window begins; ``always``: how many keys are selected whatever their scores.
-    local, always = visible, sinks
+    span = (visible, 0, 0)
+    if CONFIG.RANGED:
+        first, last = load_ranges(ranges_ptr, at.to(tl.int64), True)
+        last = tl.minimum(last, visible)
+        first = tl.minimum(first, last)
+        visible = last - first
+        # A thread reads four at once there too. A row that sees nothing has no places.
+        first_key = first // 4 * 4
+        corner += first_key
+        some = visible > 0
+        items, lead = tl.where(some, last - first_key, 0), tl.where(some, first - first_key, 0)
+        span = (items, lead, first_key)
+    items, lead, _ = span
+    # The place behind the sinks, and that of the window; ``kept``: how many keys are selected
+    # whatever their scores.
+    kept = tl.minimum(sinks, visible)
+    sinks = lead + kept
+    local = items
     if CONFIG.WINDOW:
-        local = tl.maximum(visible - window, sinks)
-        always += visible - local
+        local = tl.maximum(items - window, sinks)
+        kept += items - local
+    always = (sinks, local)
+    scores = (corner, None, span, always)
     if CONFIG.HELD:
-        x = load_scores(corner, 0, visible, CONFIG)
+        x = load_scores(scores, 0, CONFIG)
         mean, variance, low, highest = statistics_of(x, visible)
     else:
         x = corner
-        mean, variance, low, highest = streamed_statistics(corner, visible, CONFIG)
+        mean, variance, low, highest = streamed_statistics(scores, visible, CONFIG)
     entropy = variance
     if CONFIG.LAW == "entropy":
-        entropy = entropy_of(corner, x, visible, to_score(highest), CONFIG)
+        entropy = entropy_of(scores, x, visible, to_score(highest), CONFIG)
     if CONFIG.HELD:
         images = to_image(x)
-        if always > 0:
+        if kept > 0:
             # A block of its own: 32 masks and 32 scores together do not fit the registers.
-            images = images_of(x, 0, sinks, local, CONFIG)
+            images = images_of(x, 0, always, CONFIG)
     count = wanted_keys(variance, entropy, ema_ptr, k_base, k_min, k_max, CONFIG)
     count = tl.minimum(count, visible)
-    at = tl.program_id(0) // rows * queries + row
     tl.store(count_ptr + at, count)
     tl.store(variance_ptr + at, variance)
     if CONFIG.LAW == "entropy":
@@ -193,20 +216,19 @@ def select_kernel(
 
     # A row that sees no more keys than its law gives it selects all of them.
     more = visible > count
-    high, above = tl.where(more, highest + 1, 0), tl.where(more, always, count)
-    fraction = (count - always).to(tl.float32) / (visible - always).to(tl.float32)
+    high, above = tl.where(more, highest + 1, 0), tl.where(more, kept, count)
+    fraction = (count - kept).to(tl.float32) / (visible - kept).to(tl.float32)
     lower, upper = first_bounds(mean, variance, fraction)
     bracket = (low, high, visible, above, lower, upper)
     out = indices_ptr + at.to(tl.int64) * k_max
     if CONFIG.HELD:
-        write_held(out, None, images, visible, bracket, count, CONFIG)
+        write_held(out, None, images, span, bracket, count, CONFIG)
     else:
-        scores = (corner, None, visible, sinks, local)
         bracket = narrowed(scores, bracket, count, CONFIG.BLOCK if CONFIG.LISTED else 0, CONFIG)
         if CONFIG.LISTED and bracket[2] <= CONFIG.BLOCK:
             listed = listed_ptr + program * CONFIG.BLOCK
             images, candidates = list_reaching(listed, scores, bracket[0], CONFIG)
-            write_held(out, listed, images, candidates, bracket, count, CONFIG)
+            write_held(out, listed, images, (candidates, 0, 0), bracket, count, CONFIG)
         else:
             write_streamed(out, scores, bracket, count, CONFIG)
     STEP: tl.constexpr = CONFIG.BLOCK // CONFIG.RUNS

@@ -20,12 +20,11 @@ from .._core.launches import (
     allocate,
     allocator,
     contiguous_where,
-    layouts,
 )
 from .._core.lazy import lazy_module
-from .._core.precision import input_precision, round_up
+from .._core.precision import round_up
 from ..common.launches import chunks_of_rows, grid_of
-from ..indexer.launch import SCORES, IndexerProblem, indexer_problem, plan_scores
+from ..indexer.launch import SCORES, IndexerProblem, plan_scores, problem_of
 
 if TYPE_CHECKING:
     from . import kernels
@@ -104,6 +103,7 @@ class SelectConstants(NamedTuple):
     BLOCK: int
     RUNS: int
     WINDOW: bool
+    RANGED: bool
 
 
 class SelectionPlan(NamedTuple):
@@ -123,6 +123,7 @@ def select_keys(
     k: Tensor,
     w: Tensor,
     bias: Tensor,
+    ranges: Tensor | None,
     variance_ema: Tensor | None,
     scale: float,
     law: str,
@@ -137,9 +138,8 @@ def select_keys(
     """``(indices, count, variance, entropy)`` of every row, contiguous; entropy is None but for the
     law "entropy".
     """
-    operands = (q, k, w, bias)
-    sizes = (q.shape, k.shape[1], causal, q_offset)
-    problem = indexer_problem(*sizes, layouts(*operands), input_precision(q.dtype), q.device)
+    operands: tuple[Tensor | None, ...] = (q, k, w, bias, ranges)
+    problem = problem_of(q, k, w, bias, ranges, causal, q_offset)
     counts = SelectionLaw(law, k_base, k_min, k_max, sinks, window)
     plan = selection_plan(problem, counts, variance_ema is not None)
     indices, count, variance, *entropies = map(call, plan.outputs)
@@ -152,7 +152,7 @@ def select_keys(
         for scores_launch, select_launch in plan.chunks:
             if scores_launch is not None:
                 scores_launch((*operands, scores), (scale,))
-            select_launch((scores, listed, variance_ema, *outputs))
+            select_launch((scores, ranges, listed, variance_ema, *outputs))
     return indices, count, variance, entropy
 
 
@@ -231,7 +231,7 @@ def plan_select(
         dict(num_warps=config.num_warps, maxnreg=config.max_registers),
         CONFIG=SelectConstants(
             *(problem.causal, law.law, config.held, listed),
-            *(config.block, config.runs, law.window > 0),
+            *(config.block, config.runs, law.window > 0, problem.ranged),
         ),
     )
 

@@ -17,6 +17,7 @@ def indexer_topk(
     k: Tensor,
     w: Tensor,
     bias: Tensor,
+    ranges: Tensor | None,
     variance_ema: Tensor | None,
     scale: float,
     law: str,
@@ -31,8 +32,8 @@ def indexer_topk(
     """(indices, count, variance, entropy) of the keys that each row selects; see the public
     function. entropy is that of the scores' softmax over log(n + 1).
     """
-    scores = gated_indexer(q, k, w, bias, scale, causal, q_offset)
-    seen = keys_seen(q, k, causal, q_offset)
+    scores = gated_indexer(q, k, w, bias, ranges, scale, causal, q_offset)
+    seen = keys_seen(q, k, causal, q_offset, ranges)
     counts = dict(k_base=k_base, k_min=k_min, k_max=k_max, sinks=sinks, window=window)
     return select(scores, seen, variance_ema, law=law, **counts)
 

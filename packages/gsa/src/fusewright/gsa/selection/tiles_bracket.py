@@ -45,7 +45,8 @@ def even_bounds(low, high, reach, above, count):
 @triton.jit
 def counts_from(row, lower, upper, CONFIG: tl.constexpr):
     """How many images of a row are not below ``lower``, and how many not below ``upper``."""
-    _, images, items, _, _ = row
+    _, images, span, _ = row
+    items = span[0]
     if images is not None:
         reached = sum_of_runs(is_less(lower - 1, images), CONFIG)
         passed = sum_of_runs(is_less(upper - 1, images), CONFIG)
@@ -93,7 +94,8 @@ def narrowed(row, bracket, count, limit, CONFIG: tl.constexpr):
 @triton.jit
 def end_of_ties(row, image, needed, CONFIG: tl.constexpr):
     """The place before which ``needed``, 1 or more, of those with this image lie."""
-    _, images, items, _, _ = row
+    _, images, span, _ = row
+    items = span[0]
     first, last = 0 * items, items
     step = tl.arange(0, CONFIG.BLOCK)
     while last - first > 1:

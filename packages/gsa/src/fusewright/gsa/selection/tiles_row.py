@@ -34,42 +34,46 @@ def is_less(a, b):
 
 
 @triton.jit
-def load_scores(corner, start, visible, CONFIG: tl.constexpr):
-    """Scores ``start``, ``start + 1``, ... of a row: 0 for NaN, and NaN for what the row does not
-    see.
+def load_scores(row, start, CONFIG: tl.constexpr):
+    """Scores at the places ``start``, ``start + 1``, ... of a row: 0 for NaN, and NaN for what the
+    row does not see.
+
+    A row is where it lies; its images (None: they are read); its span, that is how many places it
+    has, how many of the first of them it does not see, and the key of the first one; and what it
+    always selects: before which place, and from which one on.
     """
+    corner, _, span, _ = row
+    items, lead, _ = span
     place = start + tl.arange(0, CONFIG.BLOCK)
     # Memory goes on to a multiple of four, so that a thread reads four at once.
-    x = tl.load(corner + place, mask=place < tl.cdiv(visible, 4) * 4, other=0.0)
+    x = tl.load(corner + place, mask=place < tl.cdiv(items, 4) * 4, other=0.0)
     x = tl.where(x == x, x, 0.0)
-    return to_score(to_image(x) | -is_less(visible - 1, place))
+    unseen = is_less(items - 1, place)
+    if CONFIG.RANGED:
+        unseen |= is_less(place, lead)
+    return to_score(to_image(x) | -unseen)
 
 
 @triton.jit
-def raised_always(place, sinks, local, CONFIG: tl.constexpr):
-    """SINK at the places before ``sinks`` and, where there is a window, from ``local`` on, its
-    first place; 0 elsewhere.
-    """
-    always = is_less(place, sinks)
+def raised_always(place, always, CONFIG: tl.constexpr):
+    """SINK at the places of sinks and window, 0 elsewhere."""
+    sinks, local = always
+    raised = is_less(place, sinks)
     if CONFIG.WINDOW:
-        always |= is_less(local - 1, place)
-    return -always & SINK
+        raised |= is_less(local - 1, place)
+    return -raised & SINK
 
 
 @triton.jit
-def images_of(x, start, sinks, local, CONFIG: tl.constexpr):
+def images_of(x, start, always, CONFIG: tl.constexpr):
     """The images of scores, sinks and window raised above all bounds."""
-    place = start + tl.arange(0, CONFIG.BLOCK)
-    return to_image(x) | raised_always(place, sinks, local, CONFIG)
+    return to_image(x) | raised_always(start + tl.arange(0, CONFIG.BLOCK), always, CONFIG)
 
 
 @triton.jit
 def load_images(row, start, CONFIG: tl.constexpr):
-    """The images of a row from ``start`` on. A row is where it lies, its images (None: they are
-    read), how many they are, how many are sinks, and where its window begins.
-    """
-    corner, _, items, sinks, local = row
-    return images_of(load_scores(corner, start, items, CONFIG), start, sinks, local, CONFIG)
+    """The images of a row from ``start`` on."""
+    return images_of(load_scores(row, start, CONFIG), start, row[3], CONFIG)
 
 
 @triton.jit
@@ -119,21 +123,22 @@ def statistics_of(x, visible):
 
 
 @triton.jit
-def streamed_statistics(corner, visible, CONFIG: tl.constexpr):
+def streamed_statistics(row, visible, CONFIG: tl.constexpr):
     """The same of a row that is read again, once, but for its first block.
 
     Distances are those to the mean of the first block. It is no further from the mean of all than
     the deviation times the root of how many blocks there are: few bits cancel.
     """
-    x = load_scores(corner, 0, visible, CONFIG)
+    items, lead, _ = row[2]
+    x = load_scores(row, 0, CONFIG)
     total = tl.sum(tl.where(x >= 0.0, x, 0.0), 0)
-    start_mean = total / tl.maximum(tl.minimum(visible, CONFIG.BLOCK), 1)
+    start_mean = total / tl.maximum(tl.minimum(items, CONFIG.BLOCK) - lead, 1)
     totals = zeros(CONFIG.BLOCK // CONFIG.RUNS)
     squares = zeros(CONFIG.BLOCK // CONFIG.RUNS)
     most = zeros(CONFIG.BLOCK // CONFIG.RUNS).to(tl.int32) - 1
     least = most
-    for start in range(0, visible, CONFIG.BLOCK):
-        x = load_scores(corner, start, visible, CONFIG)
+    for start in range(0, items, CONFIG.BLOCK):
+        x = load_scores(row, start, CONFIG)
         distance = distances(x, start_mean)
         totals += sum_of_runs(distance, CONFIG)
         squares += sum_of_runs(distance * distance, CONFIG)
@@ -155,15 +160,15 @@ def weights_of(x, highest):
 
 
 @triton.jit
-def entropy_of(corner, x, visible, highest, CONFIG: tl.constexpr):
-    """The entropy of the softmax of a row's n scores over log(n + 1)."""
+def entropy_of(row, x, visible, highest, CONFIG: tl.constexpr):
+    """The entropy of the softmax of a row's n scores, ``visible``, over log(n + 1)."""
     if CONFIG.HELD:
         weights, logs = weights_of(x, highest)
     else:
         weights = zeros(CONFIG.BLOCK // CONFIG.RUNS)
         logs = zeros(CONFIG.BLOCK // CONFIG.RUNS)
-        for start in range(0, visible, CONFIG.BLOCK):
-            weight, log = weights_of(load_scores(corner, start, visible, CONFIG), highest)
+        for start in range(0, row[2][0], CONFIG.BLOCK):
+            weight, log = weights_of(load_scores(row, start, CONFIG), highest)
             weights += sum_of_runs(weight, CONFIG)
             logs += sum_of_runs(log, CONFIG)
     both = tl.sum(tl.join(weights, logs), 0)

@@ -222,16 +222,18 @@ def test_documents_have_second_derivatives(indexer, backend, device):
         assert not torch.equal(one, other)
 
 
-def test_rows_seeing_a_key_are_those_of_the_ranges():
+def test_rows_seeing_a_tile_are_those_of_the_ranges():
     ranges = torch.tensor([[[0, 2], [0, 2], [2, 2], [2, 5], [2, 5]]], dtype=torch.int32)
-    assert rows_seeing(ranges, 6).tolist() == [[[0, 2], [0, 2], [3, 5], [3, 5], [3, 5], [5, 5]]]
+    assert rows_seeing(ranges, 6, 1).tolist() == [[[0, 2], [0, 2], [3, 5], [3, 5], [3, 5], [5, 5]]]
+    assert rows_seeing(ranges, 6, 4).tolist() == [[[0, 5], [3, 5]]]
     torch.manual_seed(0)
     ranges = torch.randint(0, 12, (3, 9, 2), dtype=torch.int32)
-    places = rows_seeing(ranges, 11)
     seen = keys_seen(torch.empty(3, 9), torch.empty(3, 11), False, 0, ranges)
-    for b, row, key in seen.nonzero().tolist():
-        first, last = places[b, key].tolist()
-        assert first <= row < last
+    for tile in (1, 3):
+        places = rows_seeing(ranges, 11, tile)
+        for b, row, key in seen.nonzero().tolist():
+            first, last = places[b, key // tile].tolist()
+            assert first <= row < last
 
 
 def test_bounds_out_of_order_count_as_the_nearest_that_are_not(indexer, backend, device):

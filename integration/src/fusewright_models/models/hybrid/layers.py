@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..checkpointing import recomputed
 from .config import HybridConfig
+from .documents import Documents
 from .streams import StreamMixer
 
 NORM_EPS = 1e-6
@@ -84,6 +85,7 @@ class HybridLayer(nn.Module):
         given: Selection | None = None,
         observe: Observer | None = None,
         caches: Caches | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """What the layer adds to the streams ``[B, T, n, C]``, and the loss of its indexer.
 
@@ -94,9 +96,10 @@ class HybridLayer(nn.Module):
             observe: is told of a sparse attention, its input and what it selected, once.
             caches: what the layers have read before, by their place; x is what follows. There are
                 neither gradients nor losses then.
+            documents: of the rows, without caches.
         """
         # A call of the module, which FSDP gathers its parameters for.
-        return self(x, tape, given, observe, caches)
+        return self(x, tape, given, observe, caches, documents)
 
     def forward(
         self,
@@ -105,15 +108,17 @@ class HybridLayer(nn.Module):
         given: Selection | None,
         observe: Observer | None,
         caches: Caches | None,
+        documents: Documents | None,
     ) -> tuple[Tensor, Tensor | None]:
         """:meth:`force`."""
         if self.checkpointing == "none" or tape is not None or caches is not None:
-            return self._force(x, tape, given, observe, caches)
+            return self._force(x, tape, given, observe, documents, caches)
         choices = Tape()
 
         def layer(x: Tensor) -> tuple[Tensor, Tensor | None]:
             # What was chosen, and told, when it was first computed stays.
-            return self._force(x, choices.rewind() if choices.kept else choices, given, observe)
+            kept = choices.rewind() if choices.kept else choices
+            return self._force(x, kept, given, observe, documents)
 
         return recomputed(self.checkpointing, layer, x)
 
@@ -123,29 +128,36 @@ class HybridLayer(nn.Module):
         tape: Tape | None,
         given: Selection | None,
         observe: Observer | None,
+        documents: Documents | None,
         caches: Caches | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """:meth:`force` by whatever keeps what its gradients need."""
         reading = self.mixing.read(x)
         u, loss = self.mixing_norm(reading.u), None
+        options = {} if documents is None else documents.options
         if caches is not None:
             y = self._read(u, caches)
         elif isinstance(self.mixer, GatedDeltaNet):
-            y = self.mixer(u)
+            y = self.mixer(u, **options)
         else:
-            y, loss = self._attend(u, tape, given, observe)
+            y, loss = self._attend(u, tape, given, observe, options)
         mixed = self.feeding.read(self.mixing.write(reading, y))
         fed = self.feed_forward(self.feeding_norm(mixed.u))
         return self.feeding.write(mixed, fed, origin=reading.origin), loss
 
     def _attend(
-        self, u: Tensor, tape: Tape | None, given: Selection | None, observe: Observer | None
+        self,
+        u: Tensor,
+        tape: Tape | None,
+        given: Selection | None,
+        observe: Observer | None,
+        options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         """What the tokens have of one another, and the loss of the indexer."""
         attention = cast(GatedSparseAttention, self.mixer)
         replayed = None if tape is None else tape.replayed()
         known = given if replayed is None else replayed
-        y, selection, loss = attention.forward_with_loss(u, known)
+        y, selection, loss = attention.forward_with_loss(u, known, **options)
         if tape is not None:
             tape.record(selection)
         if observe is not None and replayed is None:
@@ -187,4 +199,5 @@ def with_room(
     if cache is not None:
         held = cache.keys, cache.values, cache.index_keys
         roomy.extend(*(memory[:, :length] for memory in held))
+        roomy.lengths = cache.lengths
     return roomy

@@ -34,6 +34,7 @@ from ..parts import Relay, check_parts
 from ..published import Published
 from .byte_embedding import ByteEmbedding
 from .config import HybridConfig
+from .documents import Documents, checked_documents
 from .layers import NORM_EPS, Caches, HybridLayer, Observer, drawn
 from .relayed import RelayedCaches
 from .streams import replicated
@@ -146,7 +147,14 @@ class HybridLM(nn.Module, Published):
         return ByteEmbedding(token_bytes, config.dim, backend=backend)
 
     @overload
-    def forward(self, tokens: Tensor, targets: None = None) -> Tensor: ...
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor: ...
 
     @overload
     def forward(
@@ -156,6 +164,8 @@ class HybridLM(nn.Module, Published):
         *,
         dense: bool = False,
         observe: Observer | None = None,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Losses: ...
 
     def forward(
@@ -165,6 +175,8 @@ class HybridLM(nn.Module, Published):
         *,
         dense: bool = False,
         observe: Observer | None = None,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor | Losses:
         """What the model makes of each token and those before it; all losses, where targets are
         given.
@@ -175,24 +187,30 @@ class HybridLM(nn.Module, Published):
                 nothing is to be predicted there, and means are over the rest.
             dense: attention goes to all keys that a query sees, and the indexers learn from that.
             observe: is told of each sparse attention, its input and its selection.
+            cu_seqlens: ``[N + 1]``, where documents that do not see one another begin and end in
+                the only row, from 0 to T. What follows a document's last token is predicted if
+                targets say so; the token after next is not.
+            mask: ``[B, T]``, bool, False for padding before or behind the tokens of a row or
+                document, whose targets are -100.
 
         Returns:
             ``[B, T, C]``, normed; or the losses, of which ``total`` is to be trained on.
 
         Raises:
-            TypeError: tokens or targets are no tensor of integers.
-            ValueError: they are not [B, T], or on another device than the model, or T < 2 with
+            TypeError: tokens, targets, cu_seqlens or mask are no tensor of integers, or bools.
+            ValueError: they are not as above, or on another device than the model, or T < 2 with
                 targets.
         """
         check_tokens(tokens, self.head.weight.device)
+        documents = checked_documents(tokens, cu_seqlens, mask)
         if targets is None:
             with self._precision():
-                return self.final_norm(self._hidden(tokens).x.mean(-2))
+                return self.final_norm(self._hidden(tokens, documents=documents).x.mean(-2))
         check_targets(targets, tokens)
         if tokens.shape[1] < 2:
             raise ValueError(f"wanted two tokens or more in a row; got {list(tokens.shape)}")
         with self._precision():
-            return self._losses(tokens, targets, dense, observe)
+            return self._losses(tokens, targets, dense, observe, documents)
 
     @torch.no_grad()
     def read(
@@ -254,9 +272,11 @@ class HybridLM(nn.Module, Published):
         with self._precision():
             return self.head(hidden)
 
-    def loss(self, tokens: Tensor) -> Tensor:
+    def loss(
+        self, tokens: Tensor, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """What to train on: `losses`' total."""
-        return self.losses(tokens).total
+        return self.losses(tokens, cu_seqlens=cu_seqlens, mask=mask).total
 
     def next_token_loss(
         self,
@@ -293,7 +313,13 @@ class HybridLM(nn.Module, Published):
             return self._cross_entropy(self._hidden(read).x.mean(-2), targets)
 
     def losses(
-        self, tokens: Tensor, *, dense: bool = False, observe: Observer | None = None
+        self,
+        tokens: Tensor,
+        *,
+        dense: bool = False,
+        observe: Observer | None = None,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Losses:
         """All losses of ``tokens [B, T + 1]``, each token after the first given those before it.
 
@@ -301,6 +327,9 @@ class HybridLM(nn.Module, Published):
             tokens: as above.
             dense: attention goes to all keys that a query sees, and the indexers learn from that.
             observe: is told of each sparse attention, its input and its selection.
+            cu_seqlens: ``[N + 1]``, as in `forward`, from 0 to T + 1: each token is predicted from
+                those of its own document, and the first of a document from none.
+            mask: ``[B, T + 1]``, as in `forward`; padding is not predicted.
 
         Raises:
             As `forward`; ValueError: fewer than three tokens.
@@ -308,31 +337,51 @@ class HybridLM(nn.Module, Published):
         """
         check_synchronised(self)
         check_tokens(tokens, self.head.weight.device, least=3)
-        return self(tokens[:, :-1], tokens[:, 1:], dense=dense, observe=observe)
+        targets = tokens[:, 1:]
+        documents = checked_documents(tokens, cu_seqlens, mask)
+        if documents is not None:
+            # The last token of a document has nothing to predict: no layer reads it.
+            (cu_seqlens, mask), targets = documents.less_last(tokens, targets)
+        options: dict[str, Any] = dict(cu_seqlens=cu_seqlens, mask=mask)
+        return self(tokens[:, :-1], targets, dense=dense, observe=observe, **options)
 
     def _losses(
-        self, tokens: Tensor, targets: Tensor, dense: bool, observe: Observer | None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        dense: bool,
+        observe: Observer | None,
+        documents: Documents | None,
     ) -> Losses:
         counts: list[Tensor] = []
 
         def listen(attention: Any, u: Tensor, selection: Any) -> None:
-            counts.append(selection.count.float().mean())
+            # Of all queries but for padding, which selects none.
+            count = selection.count.float()
+            counts.append(count.mean() if documents is None else count.sum() / (count > 0).sum())
             if observe is not None:
                 observe(attention, u, selection)
 
+        later, rest = targets[:, 1:], None
+        if documents is not None:
+            rest, later = documents.less_last(tokens, later)
         batches, length = tokens.shape
         every, most = (
-            all_keys(batches, n, tokens.device) if dense else None for n in (length, length - 1)
+            all_keys(batches, n, tokens.device, **({} if of is None else of.options))
+            if dense
+            else None
+            for n, of in ((length, documents), (length - 1, rest))
         )
-        passed = self._hidden(tokens, given=every, observe=listen)
+        passed = self._hidden(tokens, given=every, observe=listen, documents=documents)
         h = passed.x.mean(-2)
         following = self._cross_entropy(h, targets)
         # Behind the last target of a row any token will do: nothing before it sees that.
         known = self.embedding(targets[:, :-1].clamp(min=0))
         joined = torch.cat([h[:, :-1], known.to(h.dtype)], -1)
         streams = replicated(self.fusion(joined).to(h.dtype), self.config.streams)
-        delta, own = self.second.force(streams, tape=None, given=most, observe=listen)
-        second = self._cross_entropy((streams + delta).mean(-2), targets[:, 1:])
+        context: dict[str, Any] = dict(given=most, observe=listen, documents=rest)
+        delta, own = self.second.force(streams, tape=None, **context)
+        second = self._cross_entropy((streams + delta).mean(-2), later)
         indexer = passed.aux if own is None else passed.aux + own
         total = following + self.config.second_weight * second + self.config.index_weight * indexer
         selected = torch.stack(counts).mean()

@@ -67,19 +67,22 @@ def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return cu_seqlens.clamp(0, tokens).cummax(0).values
 
 
-def rows_seeing(ranges: Tensor, keys: int) -> Tensor:
-    """``[B, keys, 2]``: no row before the first and from the second on may see a key. Where neither
-    number of the ranges decreases from row to row, all others may, but for causality.
+def rows_seeing(ranges: Tensor, keys: int, tile: int) -> Tensor:
+    """``[B, tiles, 2]``: no row before the first and from the second on may see a key of a tile.
+    Where neither number of the ranges decreases from row to row, all others may, but for causality.
     """
     first, last = ranges.unbind(-1)
     some = first < last
     # The least of what follows, and the greatest so far.
     least = torch.where(some, first, keys).flip(1).cummin(1).values.flip(1).contiguous()
     greatest = torch.where(some, last, 0).cummax(1).values.contiguous()
-    key = torch.arange(keys, device=ranges.device, dtype=torch.int32).expand(len(ranges), -1)
+    key = torch.arange(0, keys, tile, device=ranges.device, dtype=torch.int32)
+    of_tiles = (greatest, key), (least, (key + tile - 1).clamp(max=keys - 1))
     begin, end = (
-        torch.searchsorted(numbers, key.contiguous(), right=True, out_int32=True)
-        for numbers in (greatest, least)
+        torch.searchsorted(
+            numbers, key.expand(len(ranges), -1).contiguous(), right=True, out_int32=True
+        )
+        for numbers, key in of_tiles
     )
     return torch.stack([begin, end], -1)
 

@@ -32,7 +32,7 @@ def load_rows(x_ptr, first, limit, row_stride, ROWS: tl.constexpr, CONFIG: tl.co
 @triton.jit
 def load_ranges(ranges_ptr, row, inside):
     """Of each row the first key that it may see, and the one behind the last; none of a row that is
-    not ``inside``. So of keys and the rows that may see them.
+    not ``inside``. So of tiles of keys and the rows that may see them.
     """
     first = tl.load(ranges_ptr + 2 * row, mask=inside, other=0)
     return first, tl.load(ranges_ptr + 2 * row + 1, mask=inside, other=0)

@@ -22,11 +22,16 @@ def load_gradient(source, row, key, rows, keys, offset, of_rows, CONFIG: tl.cons
     a pointer, and the strides of rows and keys; ``of_rows``: the rows' ranges, or None.
     """
     corner, row_stride, key_stride = source
-    inside = (row < rows)[:, None] & (key < keys)[None, :]
-    if CONFIG.CAUSAL:
-        inside &= key[None, :] <= (offset + row)[:, None]
     if of_rows is not None:
-        inside &= is_in_range(key, of_rows)
+        # Ranges end with the keys, and rows beyond the last one have none.
+        first, last = of_rows
+        if CONFIG.CAUSAL:
+            last = tl.minimum(last, offset + row + 1)
+        inside = is_in_range(key, (first, tl.minimum(last, keys)))
+    else:
+        inside = (row < rows)[:, None] & (key < keys)[None, :]
+        if CONFIG.CAUSAL:
+            inside &= key[None, :] <= (offset + row)[:, None]
     to_row = row.to(tl.int64) * row_stride
     to_key = key.to(tl.int64) * key_stride
     at = corner + (to_row[:, None] + to_key[None, :])
@@ -147,7 +152,7 @@ def scores_dk_kernel(
     CONFIG: tl.constexpr,
 ):
     """One program computes BLOCK_K rows of dk: over the queries that may see them, and over all
-    heads of these. ``seeing``: of each key the first row that may see it, and that behind the last.
+    heads of these. ``seeing``: of each tile the first row that may see it, and one behind the last.
     """
     tiles = tl.cdiv(keys, CONFIG.BLOCK_K)
     first_key = tl.program_id(0) % tiles * CONFIG.BLOCK_K
@@ -162,7 +167,7 @@ def scores_dk_kernel(
     if CONFIG.CAUSAL:
         begin = tl.maximum(first_key - offset, 0) // CONFIG.BLOCK_Q * CONFIG.BLOCK_Q
     if ranges_ptr is not None:
-        low, end = range_of_tile(*load_ranges(seeing_ptr + 2 * batch * keys, key, key < keys))
+        low, end = load_ranges(seeing_ptr, tl.program_id(0), True)
         begin = tl.maximum(begin, low // CONFIG.BLOCK_Q * CONFIG.BLOCK_Q)
     for start in range(begin, end, CONFIG.BLOCK_Q):
         row = start + tl.arange(0, CONFIG.BLOCK_Q)

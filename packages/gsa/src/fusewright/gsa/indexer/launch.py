@@ -230,7 +230,9 @@ def scores_backward(
     if problem.copies:
         operands = contiguous_where(operands, problem.copies)
     launches[0]((dscores, *operands, dq, dw, dbias), (scale,))
-    seeing = None if ranges is None else rows_seeing(ranges, problem.keys)
+    seeing = None
+    if ranges is not None:
+        seeing = rows_seeing(ranges, problem.keys, problem.config(SCORES_DK).keys)
     launches[1]((dscores, *operands, seeing, dk), (scale,))
     return dq, dk, dw, dbias.sum(0).to(F32 if wide else bias.dtype)
 

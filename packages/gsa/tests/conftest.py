@@ -104,8 +104,8 @@ def search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def selected():
     """What the scores of the kernels, or of the reference, select by a stable sort."""
 
-    def of(tensors, backend, causal=True, q_offset=0, variance_ema=None, **options):
-        places = dict(causal=causal, q_offset=q_offset)
+    def of(tensors, backend, causal=True, q_offset=0, variance_ema=None, form="gated", **options):
+        places = dict(causal=causal, q_offset=q_offset, form=form)
         scores = gsa.gated_indexer(*tensors, scale=SCALE, backend=backend, **places)
         seen = indexer_reference.keys_seen(*tensors[:2], causal, q_offset)
         return selection_reference.select(scores, seen, variance_ema, **options)

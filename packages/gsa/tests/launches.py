@@ -25,21 +25,30 @@ TOKENS, HEADS = 8192, 4
 
 
 def launch_indexer(
-    width: int, dtype: torch.dtype, causal: bool = True, ranged: bool = False
+    width: int,
+    dtype: torch.dtype,
+    causal: bool = True,
+    ranged: bool = False,
+    form: str = "gated",
 ) -> None:
     """Scores and all their gradients."""
     operands = (*indexer(TOKENS, width, dtype), ranges_of(TOKENS, ranged))
-    dscores = scores_forward(*operands, 0.125, causal, 0)
-    scores_backward(dscores, *operands, 0.125, causal, 0)
+    dscores = scores_forward(*operands, 0.125, causal, 0, form)
+    scores_backward(dscores, *operands, 0.125, causal, 0, form)
 
 
 def launch_topk(
-    tokens: int, law: str, causal: bool = True, window: int = 0, ranged: bool = False
+    tokens: int,
+    law: str,
+    causal: bool = True,
+    window: int = 0,
+    ranged: bool = False,
+    form: str = "gated",
 ) -> None:
     """One selection of so many tokens, which is cut into parts."""
     operands = (*indexer(tokens, 64, BF16), ranges_of(tokens, ranged))
     counts = (1024, 128, 2048, 4, window)
-    selection.select_keys(*operands, torch.empty(()), 0.125, law, *counts, causal, 0)
+    selection.select_keys(*operands, torch.empty(()), 0.125, law, *counts, causal, 0, form)
 
 
 def launch_attention(
@@ -93,7 +102,9 @@ def one_of_each() -> None:
     launch_indexer(64, BF16)
     launch_topk(2048, "inverse")
     launch_topk(2048, "inverse", window=64, ranged=True)
+    launch_topk(2048, "inverse", window=64, ranged=True, form="relu")
     launch_indexer(64, BF16, ranged=True)
+    launch_indexer(64, BF16, ranged=True, form="relu")
     launch_attention(128, BF16)
     launch_attention(64, BF16, heads=16, path="tiles")
     launch_loss(128, BF16, selected=True)
@@ -107,6 +118,7 @@ def every_line() -> None:
             if dtype.itemsize <= config.max_bytes:
                 launch_indexer(config.max_width, dtype)
                 launch_indexer(config.max_width, dtype, ranged=True)
+                launch_indexer(config.max_width, dtype, ranged=True, form="relu")
     launch_indexer(20, F32, causal=False)
     for gather in SPARSE:
         for dtype in (F32, BF16, F16):
@@ -129,4 +141,5 @@ def every_line() -> None:
     for law in ("inverse", "proportional", "entropy", "fixed"):
         launch_topk(20_000, law)
         launch_topk(20_000, law, window=64, ranged=True)
+        launch_topk(20_000, law, window=64, ranged=True, form="relu")
     launch_topk(4096, "inverse", causal=False)

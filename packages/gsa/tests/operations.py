@@ -205,8 +205,10 @@ FORMS = {
     op.name: op
     for op in (
         IndexerOp("gated_indexer", {"causal": True, "q_offset": 1}),
+        IndexerOp("gated_indexer", {"causal": True, "q_offset": 1, "form": "relu"}),
         SparseLseOp("sparse_attention_with_lse", {"path": "tiles"}),
         SparseLseOp("sparse_attention_with_lse", {"path": "queries"}),
         LossOp("indexer_kl_loss", selects=True),
+        LossOp("indexer_kl_loss", {"form": "relu"}, selects=True),
     )
 }

@@ -22,7 +22,7 @@ def test_selection_passes_opcheck(indexer, law, device):
     leaves = [t.requires_grad_() for t in indexer.draw(SMALL, device=device)]
     ema = torch.tensor(0.05, device=device)
     torch.library.opcheck(
-        OPS.indexer_topk.default, (*leaves, None, ema, 0.3, law, 3, 2, 4, 1, 1, True, 2)
+        OPS.indexer_topk.default, (*leaves, None, ema, 0.3, law, 3, 2, 4, 1, 1, True, 2, "gated")
     )
 
 

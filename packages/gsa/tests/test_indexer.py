@@ -59,6 +59,23 @@ def test_gates_are_given_before_their_sigmoid(indexer, backend, device):
     assert torch.equal(2 * half, opened)
 
 
+def test_relu_form_is_that_of_its_paper(device, backend):
+    """Equation 1 with the public code's scales: H^(-1/2) for the weights, d^(-1/2) for products."""
+    q, k = torch.randn(1, 9, 4, 8, device=device), torch.randn(1, 11, 8, device=device)
+    w, bias = torch.randn(1, 9, 4, device=device), torch.zeros(4, device=device)
+
+    def by_hand(q, k, w):
+        weights = w * 4**-0.5 * 8**-0.5
+        return (weights.mT.unsqueeze(-1) * (q.transpose(1, 2) @ k[:, None].mT).relu()).sum(1)
+
+    def found(q, k, w):
+        options = dict(causal=False, form="relu", backend=backend)
+        return gated_indexer(q, k, w, bias.to(w.dtype), **options)
+
+    Yardstick(by_hand, [q, k, w]).check(found)
+    assert (found(q, k, w) < 0).any()
+
+
 def test_unseen_keys_change_no_bit(indexer, backend, device):
     tensors = indexer.draw((1, 20, 20, 2, 5), F32, device)
     before = indexer.public(*tensors, causal=True, backend=backend)

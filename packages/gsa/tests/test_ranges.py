@@ -198,8 +198,8 @@ def test_documents_pass_opcheck(indexer, device):
     ops = torch.ops.fusewright_gsa
     leaves = [t.requires_grad_() for t in indexer.draw((1, 4, 4, 2, 3), device=device)]
     ranges = torch.tensor([[[0, 2], [0, 2], [2, 4], [2, 4]]], dtype=torch.int32, device=device)
-    torch.library.opcheck(ops.gated_indexer.default, (*leaves, ranges, 0.3, True, 0))
-    law = ("fixed", 3, 2, 4, 1, 1, True, 0)
+    torch.library.opcheck(ops.gated_indexer.default, (*leaves, ranges, 0.3, True, 0, "relu"))
+    law = ("fixed", 3, 2, 4, 1, 1, True, 0, "relu")
     torch.library.opcheck(ops.indexer_topk.default, (*leaves, ranges, None, 0.3, *law))
 
 

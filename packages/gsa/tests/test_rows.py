@@ -33,7 +33,9 @@ ROWS = {
 }
 
 
-def select(scores: torch.Tensor, count: int, sinks: int = 0, window: int = 0) -> torch.Tensor:
+def select(
+    scores: torch.Tensor, count: int, sinks: int = 0, window: int = 0, signed: bool = False
+) -> torch.Tensor:
     """What the kernel selects of rows ``[R, N]`` that are seen whole."""
     from fusewright.gsa._core.launches import layouts
     from fusewright.gsa.indexer.launch import indexer_problem
@@ -41,7 +43,8 @@ def select(scores: torch.Tensor, count: int, sinks: int = 0, window: int = 0) ->
     rows, keys = scores.shape
     operands = [scores.new_empty(s) for s in ((1, rows, 1, 16), (1, keys, 16), (1, rows, 1), (1,))]
     problem = indexer_problem(
-        *(operands[0].shape, keys, False, 0, layouts(*operands), "ieee", scores.device)
+        *(operands[0].shape, keys, False, 0, layouts(*operands), "ieee", scores.device),
+        gated=not signed,
     )
     law = launch.SelectionLaw("fixed", count, max(sinks + window, 1), count, sinks, window)
     select = launch.plan_select(problem, 0, rows, keys, law, few_registers=False)
@@ -54,14 +57,16 @@ def select(scores: torch.Tensor, count: int, sinks: int = 0, window: int = 0) ->
     return indices
 
 
-def hold(scores: torch.Tensor, count: int, sinks: int = 0, window: int = 0) -> None:
+def hold(
+    scores: torch.Tensor, count: int, sinks: int = 0, window: int = 0, signed: bool = False
+) -> None:
     """The kernel's selection is that of a stable sort."""
     scores = scores.float()
     seen = torch.ones_like(scores, dtype=torch.bool)[None]
     counts = torch.full(seen.shape[:2], min(count, scores.shape[1]), device=scores.device)
     clean = torch.where(scores.isnan(), 0.0, scores)[None]
     expected = reference.greatest(clean, seen, counts, count, sinks, window)
-    found = select(scores, count, sinks, window)
+    found = select(scores, count, sinks, window, signed)
     for row, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
         assert torch.equal(one, other.to(one)), list(ROWS)[row]
 
@@ -70,6 +75,17 @@ def hold(scores: torch.Tensor, count: int, sinks: int = 0, window: int = 0) -> N
 @pytest.mark.parametrize(("count", "sinks", "window"), [(1, 0, 0), (13, 2, 0), (13, 2, 5)])
 def test_any_scores_are_selected_from_exactly(search, count, sinks, window, device):
     hold(torch.stack(list(ROWS.values())).to(device), count, sinks, window)
+
+
+@pytest.mark.parametrize(("count", "sinks", "window"), [(1, 0, 0), (13, 2, 5)])
+@pytest.mark.parametrize("signs", ["all", "some"])
+def test_scores_of_either_sign_are_selected_from_exactly(
+    search, count, sinks, window, signs, device
+):
+    rows = torch.stack(list(ROWS.values()))
+    turned = torch.ones(KEYS) > 0 if signs == "all" else NUMBER % 3 == 1
+    # Adding zero leaves no zero of its own sign, of which scores have none.
+    hold(torch.where(turned, -rows, rows).to(device) + 0.0, count, sinks, window, signed=True)
 
 
 @pytest.mark.sampled

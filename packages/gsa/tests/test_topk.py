@@ -31,7 +31,8 @@ def hold(tensors, selected, backend="triton", **options):
     expected = selected(tensors, backend, **options)
     assert same_bits((indices, count), expected[:2])
     places = dict(causal=options.get("causal", True), q_offset=options.get("q_offset", 0))
-    scores = gated_indexer(*tensors, scale=0.3, backend=backend, **places)
+    form = options.get("form", "gated")
+    scores = gated_indexer(*tensors, scale=0.3, backend=backend, form=form, **places)
     seen = reference.keys_seen(*tensors[:2], *places.values())
 
     def variance(scores):
@@ -54,6 +55,8 @@ def hold(tensors, selected, backend="triton", **options):
         ((1, 12, 19, 2, 8), dict(causal=False)),
         ((1, 20, 24, 2, 8), dict(q_offset=1, sinks=1, window=2)),
         ((1, 9, 9, 2, 8), dict(window=3, k_base=3)),
+        ((2, 9, 24, 3, 20), dict(q_offset=5, sinks=2, form="relu")),
+        ((1, 20, 24, 2, 8), dict(window=2, form="relu", law="entropy")),
     ],
     ids=str,
 )

@@ -24,6 +24,8 @@ MAX_WIDTH = 256
 INDICES = (torch.int32, torch.int64)
 Law = Literal["inverse", "proportional", "entropy", "fixed"]
 LAWS = get_args(Law)
+Form = Literal["gated", "relu"]
+FORMS = get_args(Form)
 Path = Literal["auto", "tiles", "queries"]
 PATHS = get_args(Path)
 # The kernels take a scale in fp32, times log2(e).
@@ -54,6 +56,15 @@ def check_indexer(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> None:
                 f"{name} must have shape {wanted[name]} for q {tuple(q.shape)}, "
                 f"got {tuple(x.shape)}"
             )
+
+
+def weights_of_form(w: Tensor, form: str) -> Tensor:
+    """w as the indexer's kernels and reference take it: of the form "relu" over sqrt(H)."""
+    check_option("form", form, FORMS)
+    if form == "gated":
+        return w
+    wide = torch.promote_types(w.dtype, torch.float32)
+    return w.to(wide) * w.shape[-1] ** -0.5
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:

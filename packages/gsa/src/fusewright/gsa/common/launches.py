@@ -66,7 +66,7 @@ def config_for(
 
 class TileConstants(NamedTuple):
     """What a kernel over tiles of queries and keys is compiled for, read as ``CONFIG``. With FILL,
-    scores that no row may see are written too.
+    scores that no row may see are written too; GATED: of the indexer's two forms.
     """
 
     D: int
@@ -78,14 +78,20 @@ class TileConstants(NamedTuple):
     BLOCK_K: int
     NUM_STAGES: int
     FILL: bool
+    GATED: bool
 
 
 def tile_constants(
-    width: int, causal: bool, precision: str, config: TileConfig, fill: bool = False
+    width: int,
+    causal: bool,
+    precision: str,
+    config: TileConfig,
+    fill: bool = False,
+    gated: bool = True,
 ) -> TileConstants:
     return TileConstants(
         *(width, block_width(width), causal, interpreted(), precision),
-        *(config.queries, config.keys, config.num_stages, fill),
+        *(config.queries, config.keys, config.num_stages, fill, gated),
     )
 
 

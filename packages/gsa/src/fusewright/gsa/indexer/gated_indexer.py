@@ -5,16 +5,21 @@ have one key in common.
     I_ts  = sum_h sigmoid(w_th) sigmoid(z_ths)    for the keys s that t sees, else -inf
 
 B sequences, H heads of width d. A row sees the keys up to its position, of its own document where
-there are several. The scores are between 0 and H. With the gradient G of the scores:
+there are several. These scores are between 0 and H. With the gradient G of the scores:
 
     dw_th = sigmoid'(w_th) sum_s G_ts sigmoid(z_ths)    dz_ths = G_ts sigmoid(w_th) sigmoid'(z_ths)
     dq_th = scale sum_s dz_ths k_s    dk_s = scale sum_th dz_ths q_th    db_h = sum_ts dz_ths
+
+The indexer of DeepSeek-V3.2-Exp is another form, with weights of either sign:
+
+    I_ts = H^(-1/2) sum_h w_th relu(scale q_th . k_s + b_h)    scale = d^(-1/2), b_h = 0
 
 Saved for the backward pass: the inputs. Products accumulate in fp32 and everything else is fp32;
 dz is rounded to the inputs' dtype for the next product. Sums have a fixed order: same inputs, same
 bits.
 
-Gated Sparse Attention, arXiv 2601.15305; the indexer of DeepSeek-V3.2-Exp.
+Gated Sparse Attention, arXiv 2601.15305; DeepSeek-V3.2-Exp, equation 1 and, for the scales, class
+Indexer in inference/model.py of its public repository.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from .._core.backends import Backend, uses_triton
 from .._core.checks import check_dtype
 from .._core.precision import autocast, without_autocast
 from .._core.registration import Derivative, Op
-from ..common.checks import check_indexer, checked_offset, checked_scale
+from ..common.checks import Form, check_indexer, checked_offset, checked_scale, weights_of_form
 from ..common.ranges import checked_ranges
 from . import launch, reference
 
@@ -42,7 +47,7 @@ def _backward_fake(dscores, q, k, w, bias, *_):
 
 
 _OPERANDS = "Tensor q, Tensor k, Tensor w, Tensor bias, Tensor? ranges"
-_OPTIONS = "float scale, bool causal, int q_offset"
+_OPTIONS = "float scale, bool causal, int q_offset, str form"
 _scores = Op(
     f"gated_indexer({_OPERANDS}, {_OPTIONS}) -> Tensor",
     triton=launch.scores_forward,
@@ -86,6 +91,7 @@ def gated_indexer(
     q_offset: int = 0,
     cu_seqlens: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    form: Form = "gated",
     backend: Backend = "auto",
 ) -> Tensor:
     """sum_h sigmoid(w_h) sigmoid(scale q_h k^T + b_h): the indexer's score of every query and key.
@@ -110,6 +116,8 @@ def gated_indexer(
         key_ranges: ``[B, Tq, 2]``, int32 or int64, in place of cu_seqlens: of the keys that it
             would see, a row sees those from the first number to before the second. Keys are skipped
             by whole tiles where neither number decreases from row to row.
+        form: "gated", or "relu" for H^(-1/2) sum_h w_h relu(scale q_h k^T + b_h), whose w is taken
+            as it is, of either sign: the indexer of DeepSeek-V3.2-Exp, with a bias of zeros.
         backend: "auto" takes the kernels for CUDA tensors and the reference for CPU tensors;
             "triton" raises where the kernels cannot serve.
 
@@ -131,10 +139,11 @@ def gated_indexer(
     check_indexer(q, k, w, bias)
     scale = checked_scale(scale, q.shape[-1])
     q_offset = checked_offset(q_offset, k.shape[1])
+    w = weights_of_form(w, form)
     ranges = checked_ranges(cu_seqlens, key_ranges, q, k.shape[1], q_offset)
     q, k = autocast(q, k)
     check_dtype("k", k, "q", q)
-    options = (scale, bool(causal), q_offset)
+    options = (scale, bool(causal), q_offset, form)
     if not uses_triton(q, backend):
         with without_autocast(q.device):
             return reference.gated_indexer(q, k, w, bias, ranges, *options)

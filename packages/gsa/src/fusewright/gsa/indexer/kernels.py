@@ -1,6 +1,7 @@
 """Triton kernel of the indexer's scores, for the op, for the selection's rows and for the loss.
 
 I_ts = sum_h sigmoid(w_th) sigmoid(scale q_th . k_s + b_h)
+    or sum_h w_th relu(scale q_th . k_s + b_h)
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import is_in_range, load_ranges, load_rows, range_of_tile, zeros
-from .tiles import activation, sigmoid
+from .tiles import activation, gate_of
 
 
 @triton.jit
@@ -73,8 +74,7 @@ def scores_kernel(
             q = load_rows(q_corner, start, queries, q_row_stride, CONFIG.BLOCK_Q, CONFIG)
             w = tl.load(w_corner + head * w_head_stride, mask=row < queries, other=0.0)
             bias = tl.load(bias_ptr + head).to(tl.float32)
-            gate = sigmoid(w.to(tl.float32))
-            scores += gate[:, None] * activation(q, k, bias, scale, CONFIG)
+            scores += gate_of(w, CONFIG)[:, None] * activation(q, k, bias, scale, CONFIG)
         if CONFIG.CAUSAL:
             seen = key[None, :] <= (offset + row)[:, None]
             scores = tl.where(seen, scores, float("-inf"))

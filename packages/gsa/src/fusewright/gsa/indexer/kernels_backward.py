@@ -4,6 +4,9 @@
     dq_th  = scale sum_s dz_ths k_s                db_h  = sum_ts dz_ths
     dk_s   = scale sum_th dz_ths q_th
 
+Of the form with relu, w stands in the place of sigmoid(w), with a derivative of 1, and relu in that
+of the other sigmoid.
+
 One kernel goes over the keys of a tile of queries, the other over the queries of a tile of keys.
 """
 
@@ -13,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import is_in_range, load_ranges, load_rows, product, range_of_tile, zeros
-from .tiles import activation, sigmoid
+from .tiles import activation, gate_of
 
 
 @triton.jit
@@ -40,10 +43,16 @@ def load_gradient(source, row, key, rows, keys, offset, of_rows, CONFIG: tl.cons
 
 @triton.jit
 def slope(q, k, bias, scale, g, seen, CONFIG: tl.constexpr):
-    """g sigmoid'(z), and g sigmoid(z); zero where a row does not see a key, whatever lies there."""
+    """g times the activation's derivative, and g times the activation; zero where a row does not
+    see a key, whatever lies there.
+    """
     y = activation(q, k, bias, scale, CONFIG)
     gy = tl.where(seen, g * y, 0.0)
-    return tl.where(seen, gy * (1.0 - y), 0.0), gy
+    if CONFIG.GATED:
+        g_slope = tl.where(seen, gy * (1.0 - y), 0.0)
+    else:
+        g_slope = tl.where(seen & (y > 0.0), g, 0.0)
+    return g_slope, gy
 
 
 @triton.jit
@@ -86,7 +95,7 @@ def scores_dq_kernel(
     q = load_rows(q_corner, start, queries, q_row_stride, CONFIG.BLOCK_Q, CONFIG)
     bias = tl.load(bias_ptr + head).to(tl.float32)
     w_at = w_ptr + batch * w_batch_stride + row.to(tl.int64) * w_row_stride + head * w_head_stride
-    gate = sigmoid(tl.load(w_at, mask=row < queries, other=0.0).to(tl.float32))
+    gate = gate_of(tl.load(w_at, mask=row < queries, other=0.0), CONFIG)
     k_corner = k_ptr + batch * k_batch_stride
     dscores = (dscores_ptr + batch * dscores_batch_stride, dscores_row_stride, dscores_key_stride)
 
@@ -118,7 +127,9 @@ def scores_dq_kernel(
     at = dq_ptr + (to_row[:, None] * CONFIG.D + col[None, :])
     mask = inside[:, None] & (col < CONFIG.D)[None, :]
     tl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
-    dw = dgate * gate * (1.0 - gate)
+    dw = dgate
+    if CONFIG.GATED:
+        dw = dgate * gate * (1.0 - gate)
     tl.store(dw_ptr + to_row, dw.to(dw_ptr.dtype.element_ty), mask=inside)
     tl.store(dbias_ptr + tl.program_id(0), tl.sum(dbias, 0))
 
@@ -182,7 +193,7 @@ def scores_dk_kernel(
             w = tl.load(w_corner + head * w_head_stride, mask=row < queries, other=0.0)
             bias = tl.load(bias_ptr + head).to(tl.float32)
             g_slope, _ = slope(q, k, bias, scale, g, seen, CONFIG)
-            dz = g_slope * sigmoid(w.to(tl.float32))[:, None]
+            dz = g_slope * gate_of(w, CONFIG)[:, None]
             dk += product(tl.trans(dz.to(q.dtype)), q, CONFIG)
 
     col = tl.arange(0, CONFIG.BLOCK_D)

@@ -69,8 +69,8 @@ SCORES_DK = (
 @dataclasses.dataclass(frozen=True, eq=False)
 class IndexerProblem:
     """q [B, Tq, H, d] against k [B, Tkv, d] with w [B, Tq, H], the first row at ``offset``: sizes,
-    which of q, k, w and bias are copied first, the strides of q, k and w, and whether rows have
-    ranges. Calls of one kind have one object, under which their plans are kept.
+    which of q, k, w and bias are copied first, the strides of q, k and w, whether rows have ranges,
+    and the form of the scores. Calls of one kind have one object, under which their plans are kept.
     """
 
     shape: Shape
@@ -85,6 +85,7 @@ class IndexerProblem:
     copies: tuple[bool, ...]
     strides: tuple[int, ...]
     ranged: bool
+    gated: bool
 
     @property
     def score_count(self) -> int:
@@ -112,7 +113,7 @@ class IndexerProblem:
             self.device,
             (*before, *self.strides, queries, self.keys, heads, self.offset, *after),
             options,
-            CONFIG=tile_constants(width, self.causal, self.precision, config, fill),
+            CONFIG=tile_constants(width, self.causal, self.precision, config, fill, self.gated),
         )
 
 
@@ -126,6 +127,7 @@ def indexer_problem(
     precision: str,
     device: torch.device,
     ranged: bool = False,
+    gated: bool = True,
 ) -> IndexerProblem:
     """The problem of queries of this shape; ``operands``: layouts of q, k, w and bias."""
     q, k, w, bias = operands
@@ -146,6 +148,7 @@ def indexer_problem(
         copies=copies if any(copies) else (),
         strides=(*q_strides, *k_strides, *w[1]),
         ranged=ranged,
+        gated=gated,
     )
 
 
@@ -157,10 +160,12 @@ def problem_of(
     ranges: Tensor | None,
     causal: bool,
     q_offset: int,
+    form: str,
 ) -> IndexerProblem:
     """The problem of these operands."""
     sizes = (q.shape, k.shape[1], causal, q_offset, layouts(q, k, w, bias))
-    return indexer_problem(*sizes, input_precision(q.dtype), q.device, ranges is not None)
+    kind = (ranges is not None, form == "gated")
+    return indexer_problem(*sizes, input_precision(q.dtype), q.device, *kind)
 
 
 def scores_forward(
@@ -172,9 +177,10 @@ def scores_forward(
     scale: float,
     causal: bool,
     q_offset: int,
+    form: str = "gated",
 ) -> Tensor:
     """The scores of every query and key, [B, Tq, Tkv] in fp32; -inf where a row sees no key."""
-    problem = problem_of(q, k, w, bias, ranges, causal, q_offset)
+    problem = problem_of(q, k, w, bias, ranges, causal, q_offset, form)
     return scores_plan(problem).run((q, k, w, bias, ranges), (scale,))[0]
 
 
@@ -213,13 +219,14 @@ def scores_backward(
     scale: float,
     causal: bool,
     q_offset: int,
+    form: str = "gated",
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dw, dbias)``, contiguous, each in its operand's dtype or, where ``wide``, in
     fp32.
     """
     operands: tuple[Tensor | None, ...] = (q, k, w, bias, ranges)
-    problem = problem_of(q, k, w, bias, ranges, causal, q_offset)
+    problem = problem_of(q, k, w, bias, ranges, causal, q_offset, form)
     launches, memory = gradients_plan(problem, layouts(dscores)[0], wide)
     # dbias: the partial sums of the programs.
     dq, dk, dw, dbias = map(call, memory)

@@ -25,12 +25,17 @@ def gated_indexer(
     scale: float = 1.0,
     causal: bool = True,
     q_offset: int = 0,
+    form: str = "gated",
 ) -> Tensor:
-    """I_ts = sum_h sigmoid(w_th) sigmoid(scale q_th . k_s + b_h); see the public function."""
+    """I_ts = sum_h sigmoid(w_th) sigmoid(scale q_th . k_s + b_h), or, with the form "relu",
+    sum_h w_th relu(scale q_th . k_s + b_h); see the public function.
+    """
     products = torch.einsum("bthd,bsd->bths", wide(q), wide(k))
     z = scale * products + bias.to(products.dtype)[:, None]
-    gate = w.to(z.dtype).sigmoid()
-    scores = (gate.unsqueeze(-1) * z.sigmoid()).sum(2)
+    gate, y = w.to(z.dtype), z.relu()
+    if form == "gated":
+        gate, y = gate.sigmoid(), z.sigmoid()
+    scores = (gate.unsqueeze(-1) * y).sum(2)
     return torch.where(keys_seen(q, k, causal, q_offset, ranges), scores, float("-inf"))
 
 

@@ -16,6 +16,21 @@ def sigmoid(x):
 
 @triton.jit
 def activation(q, k, bias, scale, CONFIG: tl.constexpr):
-    """sigmoid(scale q k^T + bias) of one head, [rows of q, rows of k]."""
-    z = product(q, tl.trans(k), CONFIG) * (scale * LOG2_E) + bias * LOG2_E
-    return 1.0 / (1.0 + tl.exp2(-z))
+    """sigmoid(scale q k^T + bias), or its relu, of one head, [rows of q, rows of k]."""
+    if CONFIG.GATED:
+        z = product(q, tl.trans(k), CONFIG) * (scale * LOG2_E) + bias * LOG2_E
+        y = 1.0 / (1.0 + tl.exp2(-z))
+    else:
+        z = product(q, tl.trans(k), CONFIG) * scale + bias
+        # NaN stays.
+        y = tl.where(z < 0.0, 0.0, z)
+    return y
+
+
+@triton.jit
+def gate_of(w, CONFIG: tl.constexpr):
+    """What a head weighs: sigmoid(w), or w."""
+    gate = w.to(tl.float32)
+    if CONFIG.GATED:
+        gate = sigmoid(gate)
+    return gate

@@ -12,8 +12,8 @@ sum_ts (r_ts - p_ts) I_ts / N. The loss is one number, so the forward pass compu
 the backward pass multiplies them by the upstream gradient. Scores and target of a chunk of the rows
 are in memory at a time. Saved: the slopes, in fp32; and the inputs, for second derivatives.
 
-A score is below H: at a temperature of 1 its softmax cannot reach a target that is peaked among T
-keys. Log T is a temperature to start with; the selection does not depend on it.
+A score of the gated form is below H: at a temperature of 1 its softmax cannot reach a target that
+is peaked among T keys. Log T is a temperature to start with; the selection does not depend on it.
 
 DeepSeek-V3.2-Exp, equations 3 and 4; Gated Sparse Attention, arXiv 2601.15305.
 """
@@ -35,18 +35,20 @@ from .._core.precision import autocast, without_autocast
 from .._core.registration import Derivative, Op
 from ..common.checks import (
     HIGHEST_SCALE,
+    Form,
     check_attention,
     check_indexer,
     check_selection,
     checked_offset,
     checked_scale,
+    weights_of_form,
 )
 from ..common.ranges import checked_ranges
 from . import launch, reference
 
 Tensor = torch.Tensor
 # The operands that get gradients, all, and the options after them.
-LEARNING, OPERANDS, OPTIONS = 5, 11, 4
+LEARNING, OPERANDS, OPTIONS = 5, 11, 5
 
 
 def _loss_fake(q_index, k_index, w, bias, temperature, *_):
@@ -77,7 +79,7 @@ _OPERANDS = (
     "Tensor q_index, Tensor k_index, Tensor w, Tensor bias, Tensor temperature, Tensor q, Tensor k,"
     " Tensor lse, Tensor? indices, Tensor? count, Tensor? ranges"
 )
-_OPTIONS = "float index_scale, float scale, bool causal, int q_offset"
+_OPTIONS = "float index_scale, float scale, bool causal, int q_offset, str form"
 _SLOPES = "Tensor dq_index, Tensor dk_index, Tensor dw, Tensor dbias, Tensor dtemperature"
 _loss = Op(
     f"indexer_kl_loss({_OPERANDS}, {_OPTIONS}) -> (Tensor loss, {_SLOPES})",
@@ -135,6 +137,7 @@ def indexer_kl_loss(
     q_offset: int = 0,
     cu_seqlens: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    form: Form = "gated",
     backend: Backend = "auto",
 ) -> Tensor:
     """Kullback-Leibler divergence of the indexer's softmax from the attention's probabilities,
@@ -142,7 +145,8 @@ def indexer_kl_loss(
 
     Args:
         q_index, k_index, w, bias: the indexer's, as in :func:`gated_indexer`, which also says what
-            ``index_scale`` (there: scale), causal, q_offset, cu_seqlens and key_ranges are.
+            ``index_scale`` (there: scale), causal, q_offset, cu_seqlens, key_ranges and
+            form are.
         q, k: the attention's, ``[B, T, H, D]`` and ``[B, Tkv, Hkv, D]`` as in
             :func:`sparse_attention`, with its ``scale``.
         lse: ``[B, H, T]``, any floating dtype: the log-sum-exp of the attention's scores, over the
@@ -180,6 +184,7 @@ def indexer_kl_loss(
     scale = checked_scale(scale, q.shape[-1])
     q_offset = checked_offset(q_offset, k.shape[1])
     temperature = checked_temperature(temperature, q_index)
+    w = weights_of_form(w, form)
     ranges = checked_ranges(cu_seqlens, key_ranges, q, k.shape[1], q_offset)
     q_index, k_index = autocast(q_index, k_index)
     q, k = autocast(q, k)
@@ -187,7 +192,7 @@ def indexer_kl_loss(
     check_dtype("k", k, "q", q)
     q, k, lse = (x.detach() for x in (q, k, lse))
     operands = (q_index, k_index, w, bias, temperature, q, k, lse, indices, count, ranges)
-    options = (index_scale, scale, bool(causal), q_offset)
+    options = (index_scale, scale, bool(causal), q_offset, form)
     if not (uses_triton(q_index, backend) and uses_triton(q, backend)):
         with without_autocast(q.device):
             return reference.indexer_kl_loss(*operands, *options)

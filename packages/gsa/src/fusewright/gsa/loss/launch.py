@@ -71,6 +71,7 @@ def divergence(
     scale: float,
     causal: bool,
     q_offset: int,
+    form: str = "gated",
     slopes: bool = True,
 ) -> tuple[Tensor | None, ...]:
     """``(loss, dq_index, dk_index, dw, dbias, dtemperature)``: the mean divergence and, with
@@ -97,7 +98,7 @@ def divergence(
         offset = q_offset + first
         part = (q_index[:, first:last], k_index[:, :keys], w[:, first:last], bias)
         of_rows = None if ranges is None else ranges[:, first:last].contiguous()
-        scores = scores_forward(*part, of_rows, index_scale, causal, offset)
+        scores = scores_forward(*part, of_rows, index_scale, causal, offset, form)
         target = torch.empty_like(scores)
         attention = (q[:, first:last], k[:, :keys], lse[:, :, first:last], of_rows)
         write_target(*attention, target, scale, causal, offset)
@@ -113,7 +114,7 @@ def divergence(
         if slopes:
             # The launch has replaced the scores by their gradients.
             dq, dk_part, dw, dbias = scores_backward(
-                scores, *part, of_rows, index_scale, causal, offset, wide=True
+                scores, *part, of_rows, index_scale, causal, offset, form, wide=True
             )
             dk[:, :keys] += dk_part
             parts.append((rows[0], rows[1], dq, dw, dbias))

@@ -33,6 +33,7 @@ def indexer_kl_loss(
     scale: float = 1.0,
     causal: bool = True,
     q_offset: int = 0,
+    form: str = "gated",
 ) -> Tensor:
     """mean_t KL(p_t || softmax(temperature I_t)), p_t the mean of the heads' probabilities; see the
     public function.
@@ -41,7 +42,7 @@ def indexer_kl_loss(
     times = times_counted(q, k, indices, count, seen)
     # A constant: the attention does not learn from the loss.
     p = attention_target(q, k, lse, times, scale).to(wide(q_index).dtype).detach()
-    scores = gated_indexer(q_index, k_index, w, bias, ranges, index_scale, causal, q_offset)
+    scores = gated_indexer(q_index, k_index, w, bias, ranges, index_scale, causal, q_offset, form)
     log_softmax = log_probabilities(scores, temperature, times)
     log_p = torch.where(p > 0, p, 1.0).log()
     rows: int | Tensor = max(q.shape[0] * q.shape[1], 1)

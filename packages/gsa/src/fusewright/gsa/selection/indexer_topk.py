@@ -27,7 +27,15 @@ from .._core.backends import Backend, uses_triton
 from .._core.checks import check_device, check_dtype, check_floating
 from .._core.precision import autocast, without_autocast
 from .._core.registration import Derivative, Op, empty_grad
-from ..common.checks import Law, check_indexer, check_law, checked_offset, checked_scale
+from ..common.checks import (
+    Form,
+    Law,
+    check_indexer,
+    check_law,
+    checked_offset,
+    checked_scale,
+    weights_of_form,
+)
 from ..common.ranges import checked_ranges
 from . import launch, reference
 
@@ -68,7 +76,7 @@ def _topk_fake(q, k, w, bias, ranges, variance_ema, scale, law, k_base, k_min, k
 _topk = Op(
     "indexer_topk(Tensor q, Tensor k, Tensor w, Tensor bias, Tensor? ranges,"
     " Tensor? variance_ema, float scale, str law, int k_base, int k_min, int k_max, int sinks,"
-    " int window, bool causal, int q_offset)"
+    " int window, bool causal, int q_offset, str form)"
     " -> (Tensor indices, Tensor count, Tensor variance, Tensor entropy)",
     triton=_topk_triton,
     reference=_topk_reference,
@@ -110,12 +118,13 @@ def indexer_topk(
     q_offset: int = 0,
     cu_seqlens: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    form: Form = "gated",
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, SelectionStats]:
     """Select for each query the keys with the greatest scores of :func:`gated_indexer`.
 
     Args:
-        q, k, w, bias, scale, causal, q_offset, cu_seqlens, key_ranges, backend: as in
+        q, k, w, bias, scale, causal, q_offset, cu_seqlens, key_ranges, form, backend: as in
             :func:`gated_indexer`.
         k_base: how many keys a typical row selects, before the law, 1 or more.
         k_min, k_max: the fewest and the most keys of a row that sees as many, 1 <= k_min <= k_max;
@@ -157,11 +166,12 @@ def indexer_topk(
     if window and not causal and key_ranges is None:
         raise ValueError(f"window must be 0 without causal or key_ranges, got {window}")
     check_ema(variance_ema, q)
+    w = weights_of_form(w, form)
     ranges = checked_ranges(cu_seqlens, key_ranges, q, k.shape[1], q_offset)
     q, k = autocast(q, k)
     check_dtype("k", k, "q", q)
     operands = (q, k, w, bias, ranges, variance_ema)
-    options = (scale, law, k_base, k_min, k_max, sinks, window, bool(causal), q_offset)
+    options = (scale, law, k_base, k_min, k_max, sinks, window, bool(causal), q_offset, form)
     if uses_triton(q, backend):
         outputs = _topk(*operands, *options)
     else:

@@ -15,6 +15,7 @@ import triton.language as tl
 from ..common.tiles import load_ranges
 from .tiles_bracket import end_of_ties, first_bounds, narrowed
 from .tiles_row import (
+    LEAST,
     SINK,
     entropy_of,
     images_of,
@@ -22,11 +23,13 @@ from .tiles_row import (
     load_images,
     load_scores,
     raised_always,
+    reaches,
     statistics_of,
     streamed_statistics,
     to_image,
     to_score,
     wanted_keys,
+    with_raised,
 )
 
 # One in each of four fields of 16 bits: a product with it adds to a field those below.
@@ -86,7 +89,7 @@ def store_chosen(out, keys_ptr, chosen, start, items, CONFIG: tl.constexpr):
 def raised(images, start, low, end, CONFIG: tl.constexpr):
     """Images, those of ``low`` before place ``end`` raised above all bounds."""
     place = start + tl.arange(0, CONFIG.BLOCK)
-    return tl.where((images == low) & (place < end), SINK, images)
+    return tl.where((images == low.to(tl.int32)) & (place < end), SINK, images)
 
 
 @triton.jit
@@ -96,9 +99,9 @@ def write_held(out, keys_ptr, images, span, bracket, count, CONFIG: tl.constexpr
     row = (out, images, span, None)
     low, high, _, above, _, _ = narrowed(row, bracket, count, 0, CONFIG)
     if above < count:
-        end = end_of_ties(row, low, count - above, CONFIG)
+        end = end_of_ties(row, low.to(tl.int32), count - above, CONFIG)
         images = raised(images, 0, low, end, CONFIG)
-    store_chosen(out, keys_ptr, is_less(high - 1, images), first_key, items, CONFIG)
+    store_chosen(out, keys_ptr, reaches(images, high, CONFIG), first_key, items, CONFIG)
 
 
 @triton.jit
@@ -108,10 +111,10 @@ def write_streamed(out, row, bracket, count, CONFIG: tl.constexpr):
     low, high, _, above, _, _ = bracket
     end = 0 * count
     if above < count:
-        end = end_of_ties(row, low, count - above, CONFIG)
+        end = end_of_ties(row, low.to(tl.int32), count - above, CONFIG)
     for start in range(0, items, CONFIG.BLOCK):
         images = load_images(row, start, CONFIG)
-        chosen = is_less(high - 1, raised(images, start, low, end, CONFIG))
+        chosen = reaches(raised(images, start, low, end, CONFIG), high, CONFIG)
         out += store_chosen(out, None, chosen, first_key + start, items, CONFIG)
 
 
@@ -124,7 +127,7 @@ def list_reaching(listed, row, low, CONFIG: tl.constexpr):
     items, _, first_key = span
     listed_keys = 0 * items
     for start in range(0, items, CONFIG.BLOCK):
-        chosen = is_less(low - 1, load_images(row, start, CONFIG))
+        chosen = reaches(load_images(row, start, CONFIG), low, CONFIG)
         out = listed + listed_keys
         listed_keys += store_chosen(out, None, chosen, first_key + start, items, CONFIG)
     # What other threads have stored is read from here on.
@@ -133,8 +136,13 @@ def list_reaching(listed, row, low, CONFIG: tl.constexpr):
     key = tl.load(listed + place, mask=place < listed_keys, other=0)
     origin = key - first_key
     x = tl.load(corner + origin, mask=place < listed_keys, other=0.0)
-    image = to_image(tl.where(x == x, x, 0.0)) | raised_always(origin, always, CONFIG)
-    return image | -is_less(listed_keys - 1, place), listed_keys
+    raised = raised_always(origin, always, CONFIG)
+    image = with_raised(tl.where(x == x, x, 0.0), raised, CONFIG)
+    if CONFIG.SIGNED:
+        image = tl.where(place < listed_keys, image, LEAST)
+    else:
+        image |= -is_less(listed_keys - 1, place)
+    return image, listed_keys
 
 
 @triton.jit
@@ -195,15 +203,15 @@ def select_kernel(
     scores = (corner, None, span, always)
     if CONFIG.HELD:
         x = load_scores(scores, 0, CONFIG)
-        mean, variance, low, highest = statistics_of(x, visible)
+        mean, variance, low, highest = statistics_of(x, visible, CONFIG)
     else:
         x = corner
         mean, variance, low, highest = streamed_statistics(scores, visible, CONFIG)
     entropy = variance
     if CONFIG.LAW == "entropy":
-        entropy = entropy_of(scores, x, visible, to_score(highest), CONFIG)
+        entropy = entropy_of(scores, x, visible, to_score(highest, CONFIG), CONFIG)
     if CONFIG.HELD:
-        images = to_image(x)
+        images = to_image(x, CONFIG)
         if kept > 0:
             # A block of its own: 32 masks and 32 scores together do not fit the registers.
             images = images_of(x, 0, always, CONFIG)
@@ -217,8 +225,12 @@ def select_kernel(
     # A row that sees no more keys than its law gives it selects all of them.
     more = visible > count
     high, above = tl.where(more, highest + 1, 0), tl.where(more, kept, count)
+    if CONFIG.SIGNED:
+        # A row that selects all reaches the least of its images.
+        high = tl.where(more, high, low).to(tl.int64)
+        low = low.to(tl.int64)
     fraction = (count - kept).to(tl.float32) / (visible - kept).to(tl.float32)
-    lower, upper = first_bounds(mean, variance, fraction)
+    lower, upper = first_bounds(mean, variance, fraction, CONFIG)
     bracket = (low, high, visible, above, lower, upper)
     out = indices_ptr + at.to(tl.int64) * k_max
     if CONFIG.HELD:

@@ -38,8 +38,8 @@ class SelectConfig(NamedTuple):
     """Serves rows of up to ``max_scores`` scores, of which one program takes a ``block`` at a time;
     where they are ``held`` in registers, that is all of them.
 
-    A line of few registers serves compute capability 9.0 alone, and no entropy: elsewhere it
-    spills.
+    A line of few registers serves compute capability 9.0 alone, no entropy and no scores that may
+    be negative: elsewhere it spills. Nor do lines that are not ``signed`` serve these.
     """
 
     max_scores: float
@@ -48,6 +48,7 @@ class SelectConfig(NamedTuple):
     max_registers: int
     held: bool = True
     few_registers: bool = False
+    signed: bool = True
 
     @property
     def runs(self) -> int:
@@ -56,7 +57,8 @@ class SelectConfig(NamedTuple):
 
 
 # Read from the top; the first line that fits serves. Source of the table and of the size of a
-# chunk: docs/decisions/0014-selection-h200.csv.
+# chunk: docs/decisions/0014-selection-h200.csv; the last line, for scores that may be negative, is
+# unmeasured.
 SELECT = (
     SelectConfig(256, 256, num_warps=1, max_registers=80),
     SelectConfig(512, 512, num_warps=1, max_registers=80),
@@ -68,8 +70,9 @@ SELECT = (
     SelectConfig(2048, 2048, num_warps=2, max_registers=168),
     SelectConfig(4096, 4096, num_warps=4, max_registers=168),
     SelectConfig(8192, 8192, num_warps=8, max_registers=168),
-    SelectConfig(16384, 16384, num_warps=32, max_registers=64),
-    SelectConfig(math.inf, 4096, num_warps=8, max_registers=80, held=False),
+    SelectConfig(16384, 16384, num_warps=32, max_registers=64, signed=False),
+    SelectConfig(math.inf, 4096, num_warps=8, max_registers=80, held=False, signed=False),
+    SelectConfig(math.inf, 4096, num_warps=16, max_registers=80, held=False),
 )
 # The scores of a chunk of rows, 128 MiB: fewer leave a GPU idle where rows are long.
 SCORES_TO_SELECT = 1 << 25
@@ -104,6 +107,7 @@ class SelectConstants(NamedTuple):
     RUNS: int
     WINDOW: bool
     RANGED: bool
+    SIGNED: bool
 
 
 class SelectionPlan(NamedTuple):
@@ -134,12 +138,13 @@ def select_keys(
     window: int,
     causal: bool,
     q_offset: int,
+    form: str = "gated",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """``(indices, count, variance, entropy)`` of every row, contiguous; entropy is None but for the
     law "entropy".
     """
     operands: tuple[Tensor | None, ...] = (q, k, w, bias, ranges)
-    problem = problem_of(q, k, w, bias, ranges, causal, q_offset)
+    problem = problem_of(q, k, w, bias, ranges, causal, q_offset, form)
     counts = SelectionLaw(law, k_base, k_min, k_max, sinks, window)
     plan = selection_plan(problem, counts, variance_ema is not None)
     indices, count, variance, *entropies = map(call, plan.outputs)
@@ -160,7 +165,9 @@ def select_keys(
 def selection_plan(problem: IndexerProblem, law: SelectionLaw, has_ema: bool) -> SelectionPlan:
     """The plan for one law; ``has_ema``: whether there is an average of the variance."""
     device, rows = problem.device, problem.shape[:2]
-    few_registers = device_properties(device).capability == 90 and law.law != "entropy"
+    few_registers = (
+        device_properties(device).capability == 90 and law.law != "entropy" and problem.gated
+    )
     chunks, most_scores, most_listed = [], 1, 0
     for first, last, width in chunks_with_widths(problem, few_registers):
         scores_launch = plan_scores(problem, first, last, width, fill=False) if width else None
@@ -202,7 +209,8 @@ def chunks_with_widths(problem: IndexerProblem, few_registers: bool) -> list[tup
 
 def config_of_rows(problem: IndexerProblem, last: int, few_registers: bool) -> SelectConfig:
     """The line that selects of rows before ``last`` at least: short rows have one in common."""
-    return select_config(max(keys_before(problem, last), SHORT_ROW), few_registers)
+    scores = max(keys_before(problem, last), SHORT_ROW)
+    return select_config(scores, few_registers, not problem.gated)
 
 
 def keys_before(problem: IndexerProblem, last: int) -> int:
@@ -220,7 +228,7 @@ def plan_select(
     few_registers: bool,
 ) -> Launch:
     """The launch that selects of rows from ``first`` to before ``last``, with ``width`` scores."""
-    config = select_config(width, few_registers)
+    config = select_config(width, few_registers, not problem.gated)
     batches, queries = problem.shape[:2]
     listed = not config.held and LISTED * law.k_max <= config.block
     return Launch(
@@ -232,14 +240,19 @@ def plan_select(
         CONFIG=SelectConstants(
             *(problem.causal, law.law, config.held, listed),
             *(config.block, config.runs, law.window > 0, problem.ranged),
+            SIGNED=not problem.gated,
         ),
     )
 
 
-def select_config(scores: int, few_registers: bool) -> SelectConfig:
-    """The line for rows of this many scores; ``few_registers``: whether such a line may serve."""
+def select_config(scores: int, few_registers: bool, signed: bool) -> SelectConfig:
+    """The line for rows of this many scores; ``few_registers``: whether such a line may serve;
+    ``signed``: whether scores may be negative.
+    """
     return next(
         config
         for config in SELECT
-        if scores <= config.max_scores and (few_registers or not config.few_registers)
+        if scores <= config.max_scores
+        and (few_registers or not config.few_registers)
+        and (config.signed or not signed)
     )

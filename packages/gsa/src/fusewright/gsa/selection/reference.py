@@ -28,11 +28,12 @@ def indexer_topk(
     window: int = 0,
     causal: bool = True,
     q_offset: int = 0,
+    form: str = "gated",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(indices, count, variance, entropy) of the keys that each row selects; see the public
     function. entropy is that of the scores' softmax over log(n + 1).
     """
-    scores = gated_indexer(q, k, w, bias, ranges, scale, causal, q_offset)
+    scores = gated_indexer(q, k, w, bias, ranges, scale, causal, q_offset, form)
     seen = keys_seen(q, k, causal, q_offset, ranges)
     counts = dict(k_base=k_base, k_min=k_min, k_max=k_max, sinks=sinks, window=window)
     return select(scores, seen, variance_ema, law=law, **counts)

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import zeros
-from .tiles_row import is_less, load_images, sum_of_runs, to_image, to_score
+from .tiles_row import load_images, reaches, sum_of_runs, to_image, to_score
 
 
 @triton.jit
-def first_bounds(mean, variance, fraction):
+def first_bounds(mean, variance, fraction, CONFIG: tl.constexpr):
     """Two images about the one that this fraction of normally distributed numbers exceeds.
 
     The quantile is that of Abramowitz and Stegun 26.2.22. A wrong one costs rounds alone.
@@ -24,11 +24,23 @@ def first_bounds(mean, variance, fraction):
     z = t - (2.30753 + 0.27061 * t) / (1.0 + t * (0.99229 + 0.04481 * t))
     z = tl.where(fraction > 0.5, -z, z)
     deviation = tl.sqrt(variance)
-    return to_image(mean + (z - 0.1) * deviation), to_image(mean + (z + 0.1) * deviation)
+    lower, upper = mean + (z - 0.1) * deviation, mean + (z + 0.1) * deviation
+    return to_bound(lower, CONFIG), to_bound(upper, CONFIG)
 
 
 @triton.jit
-def even_bounds(low, high, reach, above, count):
+def to_bound(x, CONFIG: tl.constexpr):
+    """The image of a score as a bound: in 64 bits where scores may be negative, since their
+    images differ by up to 2**32.
+    """
+    bound = to_image(x, CONFIG)
+    if CONFIG.SIGNED:
+        bound = bound.to(tl.int64)
+    return bound
+
+
+@triton.jit
+def even_bounds(low, high, reach, above, count, CONFIG: tl.constexpr):
     """Two images about the one that ``count`` images reach if their scores lie evenly between
     those of ``low``, that ``reach`` images reach, and ``high``, that ``above`` do: a deviation to
     either side.
@@ -36,10 +48,10 @@ def even_bounds(low, high, reach, above, count):
     between = (reach - above).to(tl.float32)
     part = ((reach - count).to(tl.float32) + 0.5) / (between + 1.0)
     deviation = tl.sqrt(part * (1.0 - part) / (between + 2.0))
-    least = to_score(low)
-    width = to_score(high) - least
+    least = to_score(low.to(tl.int32), CONFIG)
+    width = to_score(high.to(tl.int32), CONFIG) - least
     lower, upper = least + (part - deviation) * width, least + (part + deviation) * width
-    return to_image(lower), to_image(upper)
+    return to_bound(lower, CONFIG), to_bound(upper, CONFIG)
 
 
 @triton.jit
@@ -48,8 +60,8 @@ def counts_from(row, lower, upper, CONFIG: tl.constexpr):
     _, images, span, _ = row
     items = span[0]
     if images is not None:
-        reached = sum_of_runs(is_less(lower - 1, images), CONFIG)
-        passed = sum_of_runs(is_less(upper - 1, images), CONFIG)
+        reached = sum_of_runs(reaches(images, lower, CONFIG), CONFIG)
+        passed = sum_of_runs(reaches(images, upper, CONFIG), CONFIG)
         # Both in one sum: a row that is held has at most 2**15.
         both = tl.sum(reached + (passed << 16), 0)
         from_lower, from_upper = both & 0xFFFF, (both >> 16) & 0xFFFF
@@ -58,8 +70,8 @@ def counts_from(row, lower, upper, CONFIG: tl.constexpr):
         passed = reached
         for start in range(0, items, CONFIG.BLOCK):
             part = load_images(row, start, CONFIG)
-            reached += sum_of_runs(is_less(lower - 1, part), CONFIG)
-            passed += sum_of_runs(is_less(upper - 1, part), CONFIG)
+            reached += sum_of_runs(reaches(part, lower, CONFIG), CONFIG)
+            passed += sum_of_runs(reaches(part, upper, CONFIG), CONFIG)
         from_lower, from_upper = tl.sum(reached, 0), tl.sum(passed, 0)
     return from_lower, from_upper
 
@@ -85,7 +97,7 @@ def narrowed(row, bracket, count, limit, CONFIG: tl.constexpr):
         # Scores that lie far from evenly: thirds of the bracket's images until half is gone.
         third = (high - low) // 3
         slow = (reach - above) * 2 > before
-        lower, upper = even_bounds(low, high, reach, above, count)
+        lower, upper = even_bounds(low, high, reach, above, count, CONFIG)
         lower = tl.where(slow, low + third, lower)
         upper = tl.where(slow, high - third, upper)
     return low, high, reach, above, lower, upper

@@ -10,19 +10,34 @@ import triton.language as tl
 from ..common.tiles import LOG2_E, LOG_2, zeros
 
 # The image of a key that is selected whatever its score, above that of every score. What a row does
-# not see has one below all: -1, the bits of a NaN.
+# not see has one below all, of the bits of a NaN, -1: these, and the least number where scores may
+# be negative.
 SINK = tl.constexpr(0x7FFFFFFF)
+LEAST = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def to_image(x):
-    """Scores are not negative: their bits, taken for an integer, are in their order."""
-    return x.to(tl.int32, bitcast=True)
+def to_image(x, CONFIG: tl.constexpr):
+    """The bits of a score that is not negative, taken for an integer, are in the scores' order; of
+    others the rest of the bits is turned over.
+    """
+    image = x.to(tl.int32, bitcast=True)
+    if CONFIG.SIGNED:
+        image ^= (image >> 31) & SINK
+    return image
 
 
 @triton.jit
-def to_score(image):
+def to_score(image, CONFIG: tl.constexpr):
+    if CONFIG.SIGNED:
+        image ^= (image >> 31) & SINK
     return image.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_seen(x, CONFIG: tl.constexpr):
+    """Which of these scores a row sees: the others are NaN."""
+    return x == x if CONFIG.SIGNED else x >= 0.0
 
 
 @triton.jit
@@ -31,6 +46,16 @@ def is_less(a, b):
     instructions than a comparison, and no predicate that has to be kept.
     """
     return ((a - b).to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def reaches(images, bound, CONFIG: tl.constexpr):
+    """1 where an image is not below a bound, otherwise 0."""
+    if CONFIG.SIGNED:
+        reached = (images >= bound.to(tl.int32)).to(tl.int32)
+    else:
+        reached = is_less(bound - 1, images)
+    return reached
 
 
 @triton.jit
@@ -51,7 +76,8 @@ def load_scores(row, start, CONFIG: tl.constexpr):
     unseen = is_less(items - 1, place)
     if CONFIG.RANGED:
         unseen |= is_less(place, lead)
-    return to_score(to_image(x) | -unseen)
+    bits = x.to(tl.int32, bitcast=True) | -unseen
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -67,7 +93,18 @@ def raised_always(place, always, CONFIG: tl.constexpr):
 @triton.jit
 def images_of(x, start, always, CONFIG: tl.constexpr):
     """The images of scores, sinks and window raised above all bounds."""
-    return to_image(x) | raised_always(start + tl.arange(0, CONFIG.BLOCK), always, CONFIG)
+    return with_raised(x, raised_always(start + tl.arange(0, CONFIG.BLOCK), always, CONFIG), CONFIG)
+
+
+@triton.jit
+def with_raised(x, raised, CONFIG: tl.constexpr):
+    """The images of scores; SINK where that is ``raised`` and the row sees the key."""
+    image = to_image(x, CONFIG)
+    if CONFIG.SIGNED:
+        image = tl.where((raised > 0) & is_seen(x, CONFIG), SINK, image)
+    else:
+        image |= raised
+    return image
 
 
 @triton.jit
@@ -95,29 +132,39 @@ def greatest_of_runs(x, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def distances(x, middle):
+def distances(x, middle, CONFIG: tl.constexpr):
     """Distances of scores to ``middle``; zeros for what the row does not see."""
-    return tl.where(x >= 0.0, x - middle, 0.0)
+    return tl.where(is_seen(x, CONFIG), x - middle, 0.0)
 
 
 @triton.jit
-def extremes(most, least):
+def from_greatest(image, CONFIG: tl.constexpr):
+    """Images that count from the greatest number down, below all of which is what is not seen."""
+    return tl.where(image == LEAST, LEAST, ~image) if CONFIG.SIGNED else image ^ SINK
+
+
+@triton.jit
+def extremes(most, least, CONFIG: tl.constexpr):
     """The least and the greatest image, of the images in ``most`` and those in ``least``, which
     count from the greatest number down: in one reduction.
     """
     both = tl.max(tl.join(most, least), 0)
     first = tl.arange(0, 2) == 0
     lowest, highest = tl.sum(tl.where(first, 0, both), 0), tl.sum(tl.where(first, both, 0), 0)
-    return lowest ^ 0x7FFFFFFF, highest
+    if CONFIG.SIGNED:
+        lowest = ~lowest
+    else:
+        lowest ^= SINK
+    return lowest, highest
 
 
 @triton.jit
-def statistics_of(x, visible):
+def statistics_of(x, visible, CONFIG: tl.constexpr):
     """Mean and population variance of a row's scores, its least and its greatest image."""
-    image = to_image(x)
-    lowest, highest = extremes(image, image ^ 0x7FFFFFFF)
-    mean = tl.sum(tl.where(x >= 0.0, x, 0.0), 0) / tl.maximum(visible, 1)
-    distance = distances(x, mean)
+    image = to_image(x, CONFIG)
+    lowest, highest = extremes(image, from_greatest(image, CONFIG), CONFIG)
+    mean = tl.sum(tl.where(is_seen(x, CONFIG), x, 0.0), 0) / tl.maximum(visible, 1)
+    distance = distances(x, mean, CONFIG)
     variance = tl.sum(distance * distance, 0) / tl.maximum(visible, 1)
     return mean, variance, lowest, highest
 
@@ -131,44 +178,47 @@ def streamed_statistics(row, visible, CONFIG: tl.constexpr):
     """
     items, lead, _ = row[2]
     x = load_scores(row, 0, CONFIG)
-    total = tl.sum(tl.where(x >= 0.0, x, 0.0), 0)
+    total = tl.sum(tl.where(is_seen(x, CONFIG), x, 0.0), 0)
     start_mean = total / tl.maximum(tl.minimum(items, CONFIG.BLOCK) - lead, 1)
     totals = zeros(CONFIG.BLOCK // CONFIG.RUNS)
     squares = zeros(CONFIG.BLOCK // CONFIG.RUNS)
     most = zeros(CONFIG.BLOCK // CONFIG.RUNS).to(tl.int32) - 1
+    if CONFIG.SIGNED:
+        most = most + 1 + LEAST
     least = most
     for start in range(0, items, CONFIG.BLOCK):
         x = load_scores(row, start, CONFIG)
-        distance = distances(x, start_mean)
+        distance = distances(x, start_mean, CONFIG)
         totals += sum_of_runs(distance, CONFIG)
         squares += sum_of_runs(distance * distance, CONFIG)
-        image = to_image(x)
+        image = to_image(x, CONFIG)
         most = tl.maximum(most, greatest_of_runs(image, CONFIG))
-        least = tl.maximum(least, greatest_of_runs(image ^ 0x7FFFFFFF, CONFIG))
-    lowest, highest = extremes(most, least)
+        least = tl.maximum(least, greatest_of_runs(from_greatest(image, CONFIG), CONFIG))
+    lowest, highest = extremes(most, least, CONFIG)
     further = tl.sum(totals, 0) / tl.maximum(visible, 1)
     variance = tl.sum(squares, 0) / tl.maximum(visible, 1) - further * further
     return start_mean + further, tl.maximum(variance, 0.0), lowest, highest
 
 
 @triton.jit
-def weights_of(x, highest):
+def weights_of(x, highest, CONFIG: tl.constexpr):
     """The weights of scores in a softmax, and these times their logarithms."""
     log_weight = x - highest
-    weight = tl.where(x >= 0.0, tl.exp2(log_weight * LOG2_E), 0.0)
-    return weight, tl.where(x >= 0.0, weight * log_weight, 0.0)
+    seen = is_seen(x, CONFIG)
+    weight = tl.where(seen, tl.exp2(log_weight * LOG2_E), 0.0)
+    return weight, tl.where(seen, weight * log_weight, 0.0)
 
 
 @triton.jit
 def entropy_of(row, x, visible, highest, CONFIG: tl.constexpr):
     """The entropy of the softmax of a row's n scores, ``visible``, over log(n + 1)."""
     if CONFIG.HELD:
-        weights, logs = weights_of(x, highest)
+        weights, logs = weights_of(x, highest, CONFIG)
     else:
         weights = zeros(CONFIG.BLOCK // CONFIG.RUNS)
         logs = zeros(CONFIG.BLOCK // CONFIG.RUNS)
         for start in range(0, row[2][0], CONFIG.BLOCK):
-            weight, log = weights_of(load_scores(row, start, CONFIG), highest)
+            weight, log = weights_of(load_scores(row, start, CONFIG), highest, CONFIG)
             weights += sum_of_runs(weight, CONFIG)
             logs += sum_of_runs(log, CONFIG)
     both = tl.sum(tl.join(weights, logs), 0)

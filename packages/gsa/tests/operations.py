@@ -16,8 +16,8 @@ Tensors = list[torch.Tensor]
 PACKAGE = Package(
     "fusewright.gsa",
     names=(
-        "GatedSparseAttention KeyCache Law Path Selection SelectionStats all_keys gated_indexer "
-        "indexer_kl_loss indexer_topk sparse_attention sparse_attention_with_lse"
+        "Form GatedSparseAttention KeyCache Law Path Selection SelectionStats all_keys "
+        "gated_indexer indexer_kl_loss indexer_topk sparse_attention sparse_attention_with_lse"
     ),
     registered=(
         "gated_indexer gated_indexer_backward indexer_kl_loss indexer_kl_loss_backward "

@@ -12,7 +12,7 @@ from fusewright_testkit import Yardstick
 from fusewright_testkit.conformance import same_bits
 from torch.func import functional_call
 
-from .test_module import assert_same_but_for_rounding, layer, tokens
+from .test_module import RELU, assert_same_but_for_rounding, layer, tokens
 
 F32, F64 = torch.float32, torch.float64
 # Of 24 tokens: documents of several tiles, of one token and of none, and tokens that are in none.
@@ -102,10 +102,10 @@ def together_of(attention, selection, options):
 
 
 @KINDS
-@pytest.mark.parametrize("window", [0, 1])
-def test_selection_and_outputs_are_those_of_each_document_alone(kind, window):
+@pytest.mark.parametrize("form", [dict(window=0), RELU], ids=["gated", "relu"])
+def test_selection_and_outputs_are_those_of_each_document_alone(kind, form):
     options, documents, shape = parts_of(kind, "cpu")
-    attention = layer(dtype=F64, window=window).eval()
+    attention = layer(dtype=F64, **form).eval()
     attention.variance_ema.fill_(0.03)
     x = drawn(shape, F64)
     y, selection = attention(x, **options)

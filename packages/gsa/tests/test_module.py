@@ -145,9 +145,10 @@ def test_replayed_selection_gives_the_same_bits(backend, device):
     assert torch.equal(one, other)
 
 
-def test_kernels_follow_the_reference(device):
+@pytest.mark.parametrize("options", [{}, dict(form="relu", index_rotary=4)], ids=["gated", "relu"])
+def test_kernels_follow_the_reference(options, device):
     x = tokens(device=device)
-    ours, plain = (layer(name, device=device) for name in ("triton", "reference"))
+    ours, plain = (layer(name, device=device, **options) for name in ("triton", "reference"))
     # A copy's average of the variance learns from it.
     _, selection, _ = copy.deepcopy(ours).forward_with_loss(x)
     Yardstick(outputs_of(plain, selection), [x]).check(outputs_of(ours, None))
@@ -168,10 +169,51 @@ def test_window_of_the_layer_is_always_selected(backend, window, device):
     ] == kept
 
 
-@pytest.mark.parametrize("window", [0, 1])
+RELU = dict(form="relu", index_rotary=4, window=1)
+
+
+def relu_index(layer, x):
+    """The indexer's scores of DeepSeek-V3.2-Exp, by hand."""
+    q = layer.index_q(x).unflatten(-1, (layer.index_heads, -1))
+    k = layer.index_k(x)
+    k = (k - k.mean(-1, keepdim=True)) / (k.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+    k = (k * layer.index_norm.weight + layer.index_norm.bias)[:, :, None]
+    step = torch.arange(2, dtype=F64) * 2 / 4
+    angle = torch.arange(x.shape[1])[:, None, None] / layer.rope_base**step
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def turned(z):
+        first = torch.complex(*z[..., :4].chunk(2, -1)) * turn
+        return torch.cat([first.real, first.imag, z[..., 4:]], -1)
+
+    products = torch.einsum("bthd,bshd->bths", turned(q), turned(k).expand_as(q))
+    weights = layer.index_w(x) * layer.index_heads**-0.5 * layer.index_width**-0.5
+    return (weights[..., None] * products.relu()).sum(2)
+
+
+def test_relu_form_computes_its_formula():
+    attention, x = layer(dtype=F64, rope_base=5.0, **RELU), tokens(dtype=F64)
+    with torch.no_grad():
+        attention.index_norm.weight.normal_()
+        attention.index_norm.bias.normal_()
+    expected = relu_index(attention, x)
+    options = dict(form="relu", causal=False)
+    scores = gated_indexer(*attention._index(x), torch.zeros(2, dtype=F64), **options)
+    assert_same_but_for_rounding(scores, expected)
+    assert (scores < 0).any()
+    _, selection, loss = attention.forward_with_loss(x)
+    counted = counted_of(selection, 11)
+    target = by_hand(attention, x, counted)[1].mean(1)
+    logits = (attention.index_temperature * expected).masked_fill(~counted, -math.inf)
+    ratio = target.log() - logits.log_softmax(-1)
+    divergence = torch.where(counted, target * ratio, 0.0).sum() / 11
+    assert_same_but_for_rounding(loss, divergence)
+
+
+@pytest.mark.parametrize("options", [dict(window=0), dict(window=1), RELU], ids=str)
 @pytest.mark.parametrize("steps", [[1] * 11, [11], [5, 1, 5]], ids=str)
-def test_decoding_equals_the_full_forward_pass(steps, window):
-    attention = layer(dtype=F64, window=window).eval()
+def test_decoding_equals_the_full_forward_pass(steps, options):
+    attention = layer(dtype=F64, **options).eval()
     attention.variance_ema.fill_(0.03)
     x = tokens(dtype=F64)
     expected, _ = attention(x)
@@ -256,8 +298,9 @@ def test_path_is_that_of_the_caller(path, device, monkeypatch):
     Yardstick(lambda x: plain(x)[0], [x], [None]).check(lambda x: y)
 
 
-def test_every_parameter_learns_and_the_indexer_by_its_loss_alone(backend, device):
-    attention = layer(backend, device=device)
+@pytest.mark.parametrize("options", [{}, RELU], ids=["gated", "relu"])
+def test_every_parameter_learns_and_the_indexer_by_its_loss_alone(backend, options, device):
+    attention = layer(backend, device=device, **options)
     x = tokens(device=device).requires_grad_()
     y, _, loss = attention.forward_with_loss(x)
     of_indexer = {n: p for n, p in attention.named_parameters() if n.startswith("index")}
@@ -373,6 +416,9 @@ def test_few_tokens_are_all_attended_to(backend, count, device):
         (dict(sinks=1, window=2), "window must be from 0 to k_min - sinks, 1, got 2"),
         (dict(sinks=3), "sinks must be from 0 to k_min, 2, got 3"),
         (dict(law="best"), "got 'best'"),
+        (dict(form="sum"), "form must be.*got 'sum'"),
+        (dict(index_rotary=3), "index_rotary must be even, up to index_width 64, got 3"),
+        (dict(index_rotary=66), "even, up to index_width 64, got 66"),
         (dict(backend="cuda"), "got 'cuda'"),
         (dict(index_width=0), "index_width must be at least 1, got 0"),
         (dict(index_width=257), "index_width must be from 1 to 256, got 257"),

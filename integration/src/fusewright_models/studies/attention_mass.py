@@ -55,6 +55,8 @@ def layer_sums(
     """Sums over queries, fp64: ``[6]`` of the masses, the keys and ones, over the queries that see
     2 k_t keys and more; ``[2]`` of the divergences, over all.
     """
+    # HybridLM's indexers are gated.
+    assert attention.index_bias is not None
     with torch.autocast(u.device.type, enabled=False):
         # Measured in the precision of the parameters, whatever the model is used in.
         q, k, lse = dense_attention(attention, u.to(attention.q_proj.weight.dtype))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
 from ._core.warming import warm_up
-from .common.checks import Law, Path
+from .common.checks import Form, Law, Path
 from .indexer.gated_indexer import gated_indexer
 from .layer.gated_sparse_attention import GatedSparseAttention, Selection, all_keys
 from .layer.key_cache import KeyCache
@@ -19,6 +19,7 @@ __version__ = installed_version(__name__)
 
 __all__ = [
     "Backend",
+    "Form",
     "GatedSparseAttention",
     "KeyCache",
     "Law",

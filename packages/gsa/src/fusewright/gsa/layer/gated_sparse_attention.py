@@ -23,10 +23,12 @@ from .._core.backends import Backend, check_backend
 from .._core.checks import check_option, checked_count, checked_number
 from .._core.linears import linears_of
 from ..common.checks import (
+    FORMS,
     HIGHEST_SCALE,
     LOWEST_SCALE,
     MAX_WIDTH,
     PATHS,
+    Form,
     Law,
     Path,
     check_law,
@@ -41,6 +43,8 @@ from .tokens import check_tokens, places_of, ranges_of_tokens
 
 Tensor = torch.Tensor
 INIT_STD = 0.02
+# Of the norm of the indexer's keys, as in the public code of DeepSeek-V3.2-Exp.
+INDEX_EPS = 1e-6
 
 
 class Selection(NamedTuple):
@@ -104,6 +108,10 @@ class GatedSparseAttention(nn.Module):
         k_base, k_min, k_max, law, sinks, window: how many keys a query selects, and which in any
             case, see :func:`indexer_topk`.
         rope_base: base of the rotary frequencies.
+        form: of the indexer's scores, see :func:`gated_indexer`. With "relu" they are those of
+            DeepSeek-V3.2-Exp: there is no bias, and ``index_norm`` norms the indexer's keys.
+        index_rotary: how many of the first columns of the indexer's queries and keys are rotated
+            by their positions, even; DeepSeek-V3.2-Exp rotates 64 of 128.
         temperature: where the indexer's learned temperature starts, about the logarithm of the
             number of tokens.
         ema_decay: of the running average of the scores' variance, which follows what is selected in
@@ -135,6 +143,8 @@ class GatedSparseAttention(nn.Module):
         sinks: int = 4,
         window: int = 0,
         rope_base: float = 10_000.0,
+        form: Form = "gated",
+        index_rotary: int = 0,
         temperature: float = 8.0,
         ema_decay: float = 0.99,
         path: Path = "auto",
@@ -145,6 +155,7 @@ class GatedSparseAttention(nn.Module):
         super().__init__()
         check_backend(backend)
         check_option("path", path, PATHS)
+        check_option("form", form, FORMS)
         check_law(law, k_base, k_min, k_max, sinks, window)
         for name, number in (("width", width), ("heads", heads), ("index_heads", index_heads)):
             checked_count(name, number)
@@ -166,6 +177,11 @@ class GatedSparseAttention(nn.Module):
         self.index_width: int = checked_count("index_width", index_width)
         checked_number("head_width", self.head_width, 1, MAX_WIDTH)
         checked_number("index_width", index_width, 1, MAX_WIDTH)
+        checked_count("index_rotary", index_rotary, lowest=0)
+        if index_rotary % 2 or index_rotary > index_width:
+            raise ValueError(
+                f"index_rotary must be even, up to index_width {index_width}, got {index_rotary}"
+            )
         checked_number("ema_decay", ema_decay, 0.0, 1.0)
         checked_number("rope_base", rope_base, LOWEST_SCALE, HIGHEST_SCALE)
         checked_number("temperature", temperature, -HIGHEST_SCALE, HIGHEST_SCALE)
@@ -175,6 +191,8 @@ class GatedSparseAttention(nn.Module):
         self.rope_base: float = rope_base
         self.ema_decay: float = ema_decay
         self.path, self.backend = path, backend
+        self.form: Form = form
+        self.index_rotary: int = index_rotary
 
         place: dict[str, Any] = dict(device=device, dtype=dtype)
         inner, shared = self.heads * self.head_width, self.key_heads * self.head_width
@@ -187,7 +205,12 @@ class GatedSparseAttention(nn.Module):
         self.index_q: nn.Linear = nn.Linear(width, index_heads * index_width, bias=False, **place)
         self.index_k: nn.Linear = nn.Linear(width, index_width, bias=False, **place)
         self.index_w: nn.Linear = nn.Linear(width, index_heads, bias=False, **place)
-        self.index_bias: nn.Parameter = nn.Parameter(torch.zeros(index_heads, **place))
+        self.index_bias: nn.Parameter | None = None
+        self.index_norm: nn.LayerNorm | None = None
+        if form == "gated":
+            self.index_bias = nn.Parameter(torch.zeros(index_heads, **place))
+        else:
+            self.index_norm = nn.LayerNorm(index_width, eps=INDEX_EPS, **place)
         # Not a scalar: FSDP shards the first dimension.
         self.index_temperature: nn.Parameter = nn.Parameter(torch.full((1,), temperature, **place))
         self.register_load_state_dict_pre_hook(_as_vector)
@@ -239,9 +262,10 @@ class GatedSparseAttention(nn.Module):
         """
         y, selection, (index, q, k, lse), ranges = self._attend(x, selection, mask, cu_seqlens)
         loss = indexer_kl_loss(
-            *(*index, self.index_bias, q, k, lse, *selection),
+            *(*index, self._bias(index[0]), q, k, lse, *selection),
             temperature=self.index_temperature,
             key_ranges=ranges,
+            form=self.form,
             backend=self.backend,
         )
         return y, selection, loss
@@ -298,7 +322,7 @@ class GatedSparseAttention(nn.Module):
             position, ranges, hidden = places.position, places.key_ranges(), places.hidden
             x = x.masked_fill(hidden.unsqueeze(-1), 0.0)
         q, k, v, gate = self._heads(x, position)
-        q_index, k_index, w = self._index(x)
+        q_index, k_index, w = self._index(x, position)
         k, v, k_index = cache.extend(k, v, k_index, places=places)
         selection = self._select((q_index, k_index, w), cache.length - x.shape[1], ranges)[0]
         o, _ = sparse_attention_with_lse(q, k, v, *selection, backend=self.backend)
@@ -325,7 +349,7 @@ class GatedSparseAttention(nn.Module):
             position, hidden = places_of(x.shape[1], ranges)
             x = x.masked_fill(hidden.unsqueeze(-1), 0.0)
         q, k, v, gate = self._heads(x, position)
-        index = self._index(x)
+        index = self._index(x, position)
         if selection is None:
             selection, variance = self._select(index, 0, ranges)
             if self.training:
@@ -343,15 +367,25 @@ class GatedSparseAttention(nn.Module):
         q, k, v, value_gate, output_gate = linears_of(x, *layers)
         v = v * value_gate.sigmoid()
         q, k, v = (rows.unflatten(-1, (-1, self.head_width)) for rows in (q, k, v))
-        if isinstance(position, int):
-            position = position + torch.arange(x.shape[1], device=x.device)
-        q, k = rotated(position, self.rope_base, q, k)
+        q, k = rotated(positions_of(x, position), self.rope_base, q, k)
         return q, k, v, output_gate
 
-    def _index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The indexer's queries, keys and gates."""
+    def _index(self, x: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """The indexer's queries, keys and gates of tokens at their positions."""
         q, k, w = linears_of(x.detach(), self.index_q, self.index_k, self.index_w)
-        return q.unflatten(-1, (self.index_heads, self.index_width)), k, w
+        q = q.unflatten(-1, (self.index_heads, self.index_width))
+        if self.index_norm is not None:
+            k = self.index_norm(k).to(q.dtype)
+        if self.index_rotary:
+            widths = (self.index_rotary, self.index_width - self.index_rotary)
+            (q, rest_q), (k, rest_k) = q.split(widths, -1), k.unsqueeze(2).split(widths, -1)
+            q, k = rotated(positions_of(x, position), self.rope_base, q, k)
+            q, k = torch.cat([q, rest_q], -1), torch.cat([k, rest_k], -1).squeeze(2)
+        return q, k, w
+
+    def _bias(self, q: Tensor) -> Tensor:
+        """The indexer's bias: zeros of the form that has none."""
+        return q.new_zeros(self.index_heads) if self.index_bias is None else self.index_bias
 
     def _select(
         self, index: tuple[Tensor, Tensor, Tensor], position: int, ranges: Tensor | None = None
@@ -361,8 +395,9 @@ class GatedSparseAttention(nn.Module):
         """
         q, k, w = index
         indices, count, stats = indexer_topk(
-            *(q, k, w, self.index_bias),
+            *(q, k, w, self._bias(q)),
             **self.counts,
+            form=self.form,
             variance_ema=self.variance_ema,
             q_offset=position,
             key_ranges=ranges,
@@ -381,6 +416,13 @@ class GatedSparseAttention(nn.Module):
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_proj(o.flatten(-2) * gate.sigmoid())
+
+
+def positions_of(x: Tensor, position: int | Tensor) -> Tensor:
+    """Positions ``[T]`` of tokens from ``position`` on, or these ``[B, T]``."""
+    if isinstance(position, int):
+        return position + torch.arange(x.shape[1], device=x.device)
+    return position
 
 
 def _as_vector(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

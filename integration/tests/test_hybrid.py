@@ -107,8 +107,8 @@ def same_selections(monkeypatch):
     """
     select, at, chosen = GatedSparseAttention._select, {}, {}
 
-    def selects(attention, index, position):
-        selection, variance = select(attention, index, position)
+    def selects(attention, index, *place):
+        selection, variance = select(attention, index, *place)
         at["place"] += 1
         return chosen.setdefault((at["step"], at["place"]), selection), variance
 
@@ -162,9 +162,9 @@ def test_backward_pass_selects_nothing(tokens, mode, monkeypatch):
     """
     select, calls = GatedSparseAttention._select, []
 
-    def selects(attention, index, position):
+    def selects(attention, index, *place):
         calls.append(attention)
-        (indices, count), variance = select(attention, index, position)
+        (indices, count), variance = select(attention, index, *place)
         if calls.count(attention) > 1:
             indices = torch.full_like(indices, -1)
             indices[..., 0] = torch.arange(indices.shape[1])

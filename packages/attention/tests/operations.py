@@ -217,6 +217,8 @@ class RotaryOp(Operation):
     # Whether there are rows beside, and the leading axes of a prefix.
     beside: bool = True
     prefix: tuple[int, ...] | None = (3,)
+    # Whether each row of the batch has positions of its own.
+    each: bool = False
 
     small = (2, 2, 2, 1, 4)
     tiny = (2, 2, 2, 1, 2)
@@ -234,7 +236,7 @@ class RotaryOp(Operation):
     def name(self) -> str:
         beside = "-beside" * self.beside
         prefix = "" if self.prefix is None else "-prefix" + "x".join(map(str, self.prefix))
-        return f"rotary{beside}{prefix}"
+        return f"rotary{beside}{prefix}{'-each' * self.each}"
 
     def public(self, rows, *others: torch.Tensor | None, **options: Any) -> torch.Tensor:
         beside, prefix = self.parts(others)
@@ -245,10 +247,12 @@ class RotaryOp(Operation):
         return (*([] if self.beside else [None]), *others, None, None)[:2]
 
     def angles(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of position / base^(2 i / D), [T, D / 2]."""
-        tokens, width = rows.shape[1], rows.shape[-1]
+        """cos and sin of position / base^(2 i / D), [T, D / 2], or [B, T, D / 2]."""
+        batches, tokens, *_, width = rows.shape
         steps = torch.arange(0, width, 2, device=rows.device, dtype=torch.float64)
         positions = torch.arange(tokens, device=rows.device, dtype=torch.float64)
+        if self.each:
+            positions = positions + 3 * torch.arange(batches, device=rows.device).unsqueeze(-1)
         angles = positions.unsqueeze(-1) * self.base ** (-steps / width)
         wide = torch.promote_types(rows.dtype, torch.float32)
         return angles.cos().to(wide), angles.sin().to(wide)
@@ -273,7 +277,8 @@ class RotaryOp(Operation):
 
     def kept(self, tensors: Tensors) -> int:
         """cos and sin."""
-        return tensors[0].shape[1] * tensors[0].shape[-1]
+        batches, tokens, *_, width = tensors[0].shape
+        return (batches if self.each else 1) * tokens * width
 
 
 @dataclass(frozen=True)
@@ -369,6 +374,7 @@ FORMS = {
         SinksKeysOp("rectangular_attention-sinks-keys"),
         SinksWindowOp("sliding_window_attention_with_lse-sinks"),
         *(RotaryOp(100.0, *part) for part in PARTS.values()),
+        RotaryOp(each=True),
         ApplyRotaryOp(interleaved=True),
         ApplyRotaryOp(rest=2, each=True),
         ApplyRotaryOp(interleaved=True, rest=2, each=True),

@@ -14,7 +14,7 @@ from fusewright_testkit.bench import load
 from fusewright_testkit.conformance import everything, same_bits
 from fusewright_testkit.conformance.input import NothingRuns
 
-from .operations import PARTS
+from .operations import PARTS, RotaryOp
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 bench = load(pathlib.Path(__file__).parents[1])
@@ -42,6 +42,27 @@ def test_values_and_gradients(rotary_op, small_programs, parts, dtype, device):
 )
 def test_shapes(rotary_op, beside, shape, device):
     rotary_op.check(rotary_op.draw(shape, F32, device, beside))
+
+
+@each_part
+def test_positions_of_each_row_of_the_batch(small_programs, parts, device):
+    """Each row has the bits that it has alone, and gradients are right."""
+    op, (beside, prefix) = RotaryOp(each=True), parts
+    tensors = op.draw((3, 5, 2, 2, 24), F32, device, beside, prefix and (*[3] * len(prefix),))
+    op.check(tensors)
+    cos, sin = op.angles(tensors[0])
+    rows, beside, prefix = tensors
+    joint = op.kernels(*tensors)
+    for row in range(3):
+        own = slice(row, row + 1)
+        shared = prefix is None or prefix.ndim == 4
+        alone = rotary(
+            *(rows[own], cos[row], sin[row]),
+            beside=None if beside is None else beside[own],
+            prefix=prefix if shared else prefix[own],
+            backend="triton",
+        )
+        assert torch.equal(joint[own], alone)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +238,26 @@ BAD = {
     "odd width": ((rows[..., :7], cos, sin), {}, ValueError, "even and up to 256, got 7"),
     "no width": ((rows[..., :0], cos, sin), {}, ValueError, "even and up to 256, got 0"),
     "width 258": ((torch.randn(1, 5, 1, 1, 258), cos, sin), {}, ValueError, "up to 256, got 258"),
-    "tokens of cos": ((rows, cos[1:], sin), {}, ValueError, r"cos must be \[5, 4\], got \(4, 4\)"),
-    "width of sin": ((rows, cos, sin[:, 1:]), {}, ValueError, r"sin must be \[5, 4\], got \(5, 3"),
+    "tokens of cos": (
+        (rows, cos[1:], sin),
+        {},
+        ValueError,
+        r"cos must be \[5, 4\] or .*got \(4, 4\)",
+    ),
+    "width of sin": (
+        (rows, cos, sin[:, 1:]),
+        {},
+        ValueError,
+        r"sin must be .*\[2, 5, 4\], got \(5, 3",
+    ),
+    "batch of cos": (
+        *((rows, cos.expand(3, 5, 4), sin), {}),
+        *(ValueError, r"cos must be \[5, 4\] or \[2, 5, 4\], got \(3, 5, 4\)"),
+    ),
+    "sin of each": (
+        *((rows, cos, sin.expand(2, 5, 4)), {}),
+        *(ValueError, r"sin must be shaped as cos \(5, 4\), got \(2, 5, 4\)"),
+    ),
     "bf16 cos": (
         *((rows.bfloat16(), cos.bfloat16(), sin), {}),
         *(ValueError, "cos must be torch.float32 with rows of torch.bfloat16, got torch.bfloat"),

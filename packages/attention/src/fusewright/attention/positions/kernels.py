@@ -101,8 +101,8 @@ def rotate_rows(
     rows_ptr, rows_strides = rows
     beside_ptr, beside_strides = beside
     joint_ptr, joint_strides = joint
-    cos_ptr, cos_stride = cos
-    sin_ptr, sin_stride = sin
+    cos_ptr, cos_strides = cos
+    sin_ptr, sin_strides = sin
     HALF: tl.constexpr = CONFIG.HALF
     VECTOR: tl.constexpr = CONFIG.VECTOR
     batch = (block // token_blocks).to(tl.int64)
@@ -110,8 +110,8 @@ def rotate_rows(
     token, kind, head, col = place_of(first, CONFIG.COUNT, CONFIG.KINDS, CONFIG.HEADS, HALF)
     inside = (token < tokens)[:, None]
     rotates = (kind == 0)[:, None]
-    cos_at = elements_of(token * cos_stride + col, VECTOR)
-    sin_at = elements_of(token * sin_stride + col, VECTOR)
+    cos_at = elements_of(batch * cos_strides[0] + token * cos_strides[1] + col, VECTOR)
+    sin_at = elements_of(batch * sin_strides[0] + token * sin_strides[1] + col, VECTOR)
     cos = tl.load(cos_ptr + cos_at, mask=inside & rotates, other=1.0)
     sin = tl.load(sin_ptr + sin_at, mask=inside & rotates, other=0.0)
     if CONFIG.BACKWARD:
@@ -164,8 +164,10 @@ def rotary_kernel(
     joint_token_stride,
     joint_kind_stride,
     joint_head_stride,
-    cos_stride,
-    sin_stride,
+    cos_batch_stride,
+    cos_token_stride,
+    sin_batch_stride,
+    sin_token_stride,
     batches,
     tokens,
     prefix_tokens,
@@ -194,6 +196,8 @@ def rotary_kernel(
         copy_prefix(block, prefix, joint, batches, prefix_tokens, CONFIG)
     if block >= prefix_blocks:
         rotate_rows(
-            *(block - prefix_blocks, rows, beside, joint, (cos_ptr, cos_stride)),
-            *((sin_ptr, sin_stride), tokens, prefix_tokens, token_blocks, CONFIG),
+            *(block - prefix_blocks, rows, beside, joint),
+            (cos_ptr, (cos_batch_stride, cos_token_stride)),
+            (sin_ptr, (sin_batch_stride, sin_token_stride)),
+            *(tokens, prefix_tokens, token_blocks, CONFIG),
         )

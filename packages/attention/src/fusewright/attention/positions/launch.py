@@ -118,7 +118,9 @@ def rotary_backward(
     without a prefix.
     """
     operands = djoint, cos, sin
-    plan = backward_plan(djoint.shape, len(cos), beside, shared, layouts(*operands), djoint.device)
+    plan = backward_plan(
+        djoint.shape, cos.shape[-2], beside, shared, layouts(*operands), djoint.device
+    )
     drows, dbeside, dprefix = [allocate() for allocate in plan.outputs if allocate is not None]
     if plan.launch is not None:
         if plan.copies:
@@ -184,8 +186,8 @@ def plan_launch(
     if parts.shared:
         strides[2] = (0, *strides[2])
     half = parts.width // 2
-    angle_strides = [leading_strides((parts.tokens, half), layout)[0] for layout in angles]
-    all_strides = [stride for axes in strides for stride in axes] + angle_strides
+    strides += [angle_strides((parts.batches, parts.tokens, half), layout) for layout in angles]
+    all_strides = [stride for axes in strides for stride in axes]
     vector = math.gcd(LONGEST_VECTOR, half, *all_strides)
     batches = min(ROTARY.batches, power_of_2(max(parts.batches, 1)))
     count = ROTARY.pairs // vector
@@ -232,6 +234,15 @@ def leading_strides(shape: Shape, layout: Layout | None) -> tuple[int, ...]:
         0 if length == 1 else stride
         for length, stride in zip(shape[:-1], strides[:-1], strict=True)
     )
+
+
+def angle_strides(shape: Shape, layout: Layout | None) -> tuple[int, int]:
+    """Strides along batch and tokens of cos or sin of this shape, or of its last two axes: along a
+    batch that shares them there is none.
+    """
+    axes = len(present(layout)[1])
+    batch, tokens = (0,) * (3 - axes) + leading_strides(shape[-axes:], layout)
+    return batch, tokens
 
 
 def strided_last(layout: Layout | None) -> bool:

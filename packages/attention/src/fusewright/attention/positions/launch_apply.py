@@ -11,7 +11,7 @@ from .._core.launches import Launch, Layout, Plan, allocator, cdiv, layouts
 from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 from ..common.operands import Shape, present, to_copy
-from .launch import leading_strides, strided_last
+from .launch import angle_strides, leading_strides, strided_last
 
 if TYPE_CHECKING:
     from . import kernels_apply
@@ -58,10 +58,8 @@ def apply_plan(
     batches, tokens, heads, width = shape
     half = angles_shape[-1]
     x, *angles = operands
-    # Angles that all rows of the batch share have no stride along it.
-    shared = (0,) * (3 - len(angles_shape))
-    angle_strides = [
-        stride for layout in angles for stride in (*shared, *leading_strides(angles_shape, layout))
+    of_angles = [
+        stride for layout in angles for stride in angle_strides((batches, tokens, half), layout)
     ]
     block, rest = power_of_2(half), power_of_2(max(width - 2 * half, 1))
     rows = max(1, COLUMNS // max(2 * block, rest))
@@ -72,7 +70,7 @@ def apply_plan(
             kernels_apply.apply_rotary_kernel,
             (batches * blocks,),
             device,
-            (*leading_strides(shape, x), *angle_strides, tokens, heads, blocks),
+            (*leading_strides(shape, x), *of_angles, tokens, heads, blocks),
             dict(num_warps=4),
             CONFIG=ApplyConstants(
                 D=width,

@@ -38,9 +38,9 @@ def rotary_backward(
     """(drows, dbeside, dprefix): rows are rotated back, and a shared prefix gets the sum of its
     gradients over the batch. The second is empty unless rows ``beside`` were interleaved.
     """
-    tokens = len(cos) * (1 + beside)
+    tokens = cos.shape[-2] * (1 + beside)
     dprefix, drotated = djoint.split((djoint.shape[1] - tokens, tokens), 1)
-    back = rotated(drotated, *(x.repeat_interleave(1 + beside, 0) for x in (cos, -sin)))
+    back = rotated(drotated, *(x.repeat_interleave(1 + beside, -2) for x in (cos, -sin)))
     dbeside = back[:, 1::2].contiguous() if beside else djoint.new_empty(0)
     dprefix = wide(dprefix).sum(0).to(djoint.dtype) if shared else dprefix.clone()
     return back[:, :: 1 + beside].contiguous(), dbeside, dprefix.contiguous()
@@ -52,7 +52,7 @@ def rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, *others = rows.split(1, 2)
     x, y = wide(first).chunk(2, -1)
-    cos, sin = (angles[:, None, None] for angles in (cos, sin))
+    cos, sin = (angles[..., None, None, :] for angles in (cos, sin))
     first = torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(rows.dtype)
     return torch.cat([first, *others], 2) if others else first
 

@@ -53,7 +53,7 @@ def _backward_reference(djoint, cos, sin, beside, shared):
 
 def _backward_fake(djoint, cos, sin, beside, shared):
     batches, joint, *row = djoint.shape
-    tokens = cos.shape[0]
+    tokens = cos.shape[-2]
     prefix = joint - (2 * tokens if beside else tokens)
     rows = batches, tokens, *row
     return (
@@ -125,8 +125,9 @@ def rotary(
         rows: ``[B, T, K, H, D]``, fp32, bf16 or fp16 (the reference takes fp64 too). K is 1,
             queries or keys, or 2, keys and values, of which values stay as they are. D is even, up
             to 256: column i makes a pair with column i + D / 2.
-        cos, sin: ``[T, D / 2]``, of the angle of each token and pair, in fp32 (fp64 beside fp64).
-            They get no gradient.
+        cos, sin: ``[T, D / 2]``, or ``[B, T, D / 2]`` for rows of the batch with positions of their
+            own, of the angle of each token and pair, in fp32 (fp64 beside fp64). They get no
+            gradient.
         beside: a second row for each token and head, shaped as ``rows`` and rotated by the same
             angles, interleaved with the first: r_1, s_1, r_2, s_2, ...
         prefix: ``[P, K, H, D]``, the same for the whole batch, or ``[B, P, K, H, D]``: tokens
@@ -157,7 +158,7 @@ def check_rotary(
     rows: Tensor, cos: Tensor, sin: Tensor, beside: Tensor | None, prefix: Tensor | None
 ) -> None:
     """rows and beside must be [B, T, 1 or 2, H, D], prefix as much for other tokens, and cos and
-    sin [T, D / 2], which get no gradient.
+    sin [T, D / 2] or [B, T, D / 2], which get no gradient.
     """
     check_floating("rows", rows)
     if rows.ndim != 5 or rows.shape[2] not in (1, 2):
@@ -174,10 +175,15 @@ def check_rotary(
         if x.dtype != angles:
             raise ValueError(f"{name} must be {angles} with rows of {rows.dtype}, got {x.dtype}")
         check_device(name, x, "rows", rows)
-        if x.shape != (tokens, width // 2):
-            raise ValueError(f"{name} must be [{tokens}, {width // 2}], got {tuple(x.shape)}")
+        if tuple(x.shape) not in ((tokens, width // 2), (batches, tokens, width // 2)):
+            raise ValueError(
+                f"{name} must be [{tokens}, {width // 2}] or [{batches}, {tokens}, {width // 2}], "
+                f"got {tuple(x.shape)}"
+            )
         if x.requires_grad:
             raise ValueError(f"{name} gets no gradient, and must not require one")
+    if cos.shape != sin.shape:
+        raise ValueError(f"sin must be shaped as cos {tuple(cos.shape)}, got {tuple(sin.shape)}")
     if beside is not None:
         check_same("beside", beside, "rows", rows)
     if prefix is not None:

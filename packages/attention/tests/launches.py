@@ -93,16 +93,20 @@ def launch_window(
     key_heads: int = 8,
     sinks: bool = False,
     values: int | None = None,
+    documents: int = 0,
 ) -> None:
-    """Forward and backward of one sequence."""
+    """Forward and backward of one sequence, or of one that is packed from documents."""
     x = torch.empty(2, 1000, 8, width, dtype=dtype)
     k = torch.empty(2, 1000, key_heads, width, dtype=dtype)
     lse, softmax = torch.empty(2, 8, 1000), torch.empty(2, 2, 8, 1000)
     band = window.Band(300, prefix)
     of_heads = torch.empty(8) if sinks else None
     do, v = (y.new_empty(*y.shape[:3], values or width) for y in (x, k))
-    window.attention_forward(x, k, v, of_heads, band, 0.125, True)
-    window.attention_backward(do, lse, x, k, v, of_heads, do, words(do), softmax, band, 0.125)
+    bounds = torch.empty(2, documents + 1, dtype=torch.int32) if documents else None
+    window.attention_forward(x, k, v, bounds, of_heads, band, 0.125, True)
+    window.attention_backward(
+        do, lse, x, k, v, bounds, of_heads, do, words(do), softmax, band, 0.125
+    )
 
 
 def launch_hopper_single_tile(
@@ -121,9 +125,9 @@ def launch_window_hopper(width: int = 64, dtype: torch.dtype = torch.bfloat16) -
     x = torch.empty(4, 4096, 8, width, dtype=dtype)
     softmax, band = torch.empty(2, 4, 8, 4096), window.Band(512, 0)
     for lse in (False, True):
-        window.attention_forward(x, x, x, None, band, 0.125, lse)
+        window.attention_forward(x, x, x, None, None, band, 0.125, lse)
     if width == 64:
-        window.attention_backward(x, None, x, x, x, None, x, words(x), softmax, band, 0.125)
+        window.attention_backward(x, None, x, x, x, None, None, x, words(x), softmax, band, 0.125)
 
 
 def launch_rotary(width: int, dtype: torch.dtype, beside: bool = True, kinds: int = 2) -> None:
@@ -159,6 +163,7 @@ def one_of_each() -> None:
     launch(64, 64, torch.bfloat16)
     launch_window(64, torch.bfloat16)
     launch_window(64, torch.bfloat16, sinks=True)
+    launch_window(64, torch.bfloat16, documents=9)
 
 
 def grouped(sinks: bool = False) -> None:
@@ -223,6 +228,7 @@ def every_line() -> None:
         for dtype in (torch.bfloat16, torch.float32)[: 2 if width <= 128 else 1]:
             launch_window(width, dtype)
             launch_window(width, dtype, prefix=16)
+            launch_window(width, dtype, documents=9)
             for number in (1000, 16, *keys):
                 launch(number, width, dtype)
                 launch(number, width, dtype, batches=256, lengths=False)

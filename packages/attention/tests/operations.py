@@ -208,6 +208,29 @@ class SinksWindowOp(WithSinks, GroupedWindowOp):
 
 
 @dataclass(frozen=True)
+class PackedWindowOp(WindowOp):
+    """The same of documents that are packed into each row of the batch, of other lengths in each,
+    with padding before them.
+    """
+
+    def given(self, k: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        options = super().given(k, options)
+        rows = k.shape[1] - options["prefix"]
+        ends = torch.arange(4, device=k.device) * rows // 3
+        return dict(cu_seqlens=ends + torch.arange(len(k), device=k.device)[:, None]) | options
+
+
+@dataclass(frozen=True)
+class PaddedWindowOp(WindowOp):
+    """The same of rows of the batch that are padded to one length."""
+
+    def given(self, k: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        options = super().given(k, options)
+        rows = k.shape[1] - options["prefix"]
+        return dict(key_lengths=rows - torch.arange(len(k), device=k.device) % 3) | options
+
+
+@dataclass(frozen=True)
 class RotaryOp(Operation):
     """rotary of rows [B, T, K, H, D] and optionally of a second operand and a prefix; cos
     and sin are those of the tokens' positions.
@@ -373,6 +396,8 @@ FORMS = {
         SinksOp("rectangular_attention_with_lse-sinks"),
         SinksKeysOp("rectangular_attention-sinks-keys"),
         SinksWindowOp("sliding_window_attention_with_lse-sinks"),
+        PackedWindowOp("sliding_window_attention_with_lse-packed"),
+        PaddedWindowOp("sliding_window_attention-padded"),
         *(RotaryOp(100.0, *part) for part in PARTS.values()),
         RotaryOp(each=True),
         ApplyRotaryOp(interleaved=True),

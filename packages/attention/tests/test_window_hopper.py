@@ -156,7 +156,7 @@ def test_each_group_has_the_tiles_that_its_rows_see(tokens, window, groups, bloc
 @interpreted
 def test_flagged_tiles_are_computed_again_and_no_others():
     q, k, v = (torch.randn(2, 150, 2, 64).to(FP16) for _ in range(3))
-    key, band = key_of((q, k, v), None), launch.Band(70, 0)
+    key, band = key_of((q, k, v), None, None), launch.Band(70, 0)
     problem = problem_of(key, 3, launch.integers_of(band, key))
     config = tile_config(launch_hopper.AGAIN, problem)
     flags = torch.tensor([[0, 0, 1], [1, 0, 0], [0, 1, 1], [0, 0, 0]], dtype=torch.int32)
@@ -164,9 +164,9 @@ def test_flagged_tiles_are_computed_again_and_no_others():
     outputs = q, torch.empty(2, 2, 150), torch.empty(2, 2, 2, 150), words
     whole, again = ([torch.full_like(x, -1000) for x in outputs] for _ in range(2))
     run = plan_query_tiles(kernels_window.window_forward_kernel, problem, config)
-    run((q, k, v, None, *whole), (0.125,))
+    run((q, k, v, None, None, *whole), (0.125,))
     run = plan_query_tiles(kernels_window.flagged_window_forward_kernel, problem, config)
-    run((q, k, v, None, flags, *again), (0.125,))
+    run((q, k, v, None, None, flags, *again), (0.125,))
     flagged = flags.view(2, 2, 3).bool().repeat_interleave(ROWS, 2)[..., :150]
     for first, second in zip(whole, again, strict=True):
         by_row = flagged.mT.unsqueeze(-1) if first.shape[1] == 150 else flagged
@@ -222,7 +222,7 @@ def test_outputs_are_the_same_whatever_else_is_asked_for(window_op, forward_plan
     q, k, v = draw(window_op, 1000, width=width)
     band = launch.Band(300, 0)
     results = [
-        launch.attention_forward(q, k, v, None, band, 0.125, lse, keep)
+        launch.attention_forward(q, k, v, None, None, band, 0.125, lse, keep)
         for lse in (True, False)
         for keep in (True, False)
     ]
@@ -354,6 +354,15 @@ def test_other_bands_take_the_other_kernels(window_op, forward_plans, plans, ban
     q, k, v = draw(window_op, 700)
     rows = q[:, -350:] if "every" in band else q
     window_op.check([rows, k, v], **band)
+    assert not plans
+    assert not forward_plans
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_packed_documents_take_the_other_kernels(window_op, forward_plans, plans):
+    bounds = torch.tensor([[0, 300, 700], [50, 51, 690]], device="cuda")
+    window_op.check(draw(window_op, 700), window=130, prefix=0, cu_seqlens=bounds)
     assert not plans
     assert not forward_plans
 

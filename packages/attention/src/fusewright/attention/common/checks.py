@@ -6,11 +6,18 @@ import math
 
 import torch
 
-from .._core.checks import check_device, check_dtype, check_floating, checked_number
+from .._core.checks import (
+    check_device,
+    check_dtype,
+    check_floating,
+    check_strided,
+    checked_number,
+)
 from .._core.precision import autocasts
 
 WIDTH_MULTIPLE = 8
 MAX_WIDTH = 256
+LENGTHS = (torch.int32, torch.int64)
 # The kernels take it in fp32, times log2(e).
 LOWEST_SCALE = torch.finfo(torch.float32).tiny
 HIGHEST_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
@@ -76,3 +83,40 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
             f"got {tuple(sinks.shape)}"
         )
     check_device("sinks", sinks, "q", q)
+
+
+def check_key_lengths(key_lengths: Tensor, q: Tensor) -> None:
+    """key_lengths must hold one whole number for each task, on q's device."""
+    check_whole_numbers("key_lengths", key_lengths, q)
+    if key_lengths.shape != q.shape[:1]:
+        raise ValueError(
+            f"key_lengths must have shape ({q.shape[0]},), one number for each task, "
+            f"got {tuple(key_lengths.shape)}"
+        )
+
+
+def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
+    """cu_seqlens must be [N + 1] beside one row of the batch, or [B, N + 1]."""
+    check_whole_numbers("cu_seqlens", cu_seqlens, q)
+    if cu_seqlens.ndim not in (1, 2) or cu_seqlens.shape[-1] < 2:
+        raise ValueError(
+            f"cu_seqlens must be [N + 1] or [B, N + 1] with N at least 1, got {cu_seqlens.shape}"
+        )
+    if cu_seqlens.ndim == 1 and q.shape[0] != 1:
+        raise ValueError(
+            f"with cu_seqlens [N + 1] q must have one row, B = 1, got {tuple(q.shape)}"
+        )
+    if cu_seqlens.ndim == 2 and len(cu_seqlens) != q.shape[0]:
+        raise ValueError(
+            f"cu_seqlens must be [B, N + 1] with q's B = {q.shape[0]}, got {cu_seqlens.shape}"
+        )
+
+
+def check_whole_numbers(name: str, numbers: Tensor, q: Tensor) -> None:
+    """A strided tensor of int32 or int64, on q's device."""
+    if not isinstance(numbers, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(numbers).__name__}")
+    if numbers.dtype not in LENGTHS:
+        raise TypeError(f"{name} must be int32 or int64, got {numbers.dtype}")
+    check_strided(name, numbers)
+    check_device(name, numbers, "q", q)

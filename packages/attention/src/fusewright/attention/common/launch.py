@@ -108,11 +108,16 @@ def plan_forward(problem: Problem, launch: Launch | None, with_lse: bool, keep: 
     return Plan(launch, problem.copies, outputs)
 
 
-def plan_query_tiles(kernel: Any, problem: Problem, config: TileConfig) -> Launch:
-    """One program for every tile of queries of every head."""
+def plan_query_tiles(
+    kernel: Any, problem: Problem, config: TileConfig, tiles: int | None = None
+) -> Launch:
+    """One program for every tile of queries of every head, of which there may be another number
+    than whole ones need.
+    """
     rows = problem.all_heads * problem.queries
-    programs = problem.all_heads * cdiv(problem.queries, config.queries)
-    return tile_launch(kernel, problem, config, programs, (rows,))
+    if tiles is None:
+        tiles = cdiv(problem.queries, config.queries)
+    return tile_launch(kernel, problem, config, problem.all_heads * tiles, (rows,))
 
 
 def plan_add_chunks(problem: Problem, chunks: int, keys: int) -> dict[str, Any]:

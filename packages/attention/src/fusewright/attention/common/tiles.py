@@ -116,12 +116,21 @@ def load_from_pointer(
 
 
 @triton.jit
-def store_rows(out_ptr, x, place, D: tl.constexpr):
-    """Write a tile to its place."""
+def end_of(rows, limit):
+    """The end of a tile's rows: ``limit``, or, where it is None, that of all rows of the head."""
+    end = rows
+    if limit is not None:
+        end = limit
+    return end
+
+
+@triton.jit
+def store_rows(out_ptr, x, place, D: tl.constexpr, limit=None):
+    """Write a tile to its place: its rows before ``limit``, or all that there are."""
     batch, head, first, rows, heads = place
     row = first + tl.arange(0, x.shape[0])
     col = tl.arange(0, x.shape[1])
     corner = out_ptr + ((batch.to(tl.int64) * rows + first) * heads + head) * D
     at = corner + (tl.arange(0, x.shape[0])[:, None] * (heads * D) + col[None, :])
-    inside = (row < rows)[:, None] & (col < D)[None, :]
+    inside = (row < end_of(rows, limit))[:, None] & (col < D)[None, :]
     tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)

@@ -16,32 +16,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import load_from_pointer, load_rows, product
+from .tiles import end_of, load_from_pointer, load_rows, product
 from .tiles_forward import sink_of
 from .tiles_rounding import load_unrounded
 
 
 @triton.jit
 def load_statistics(
-    do, o_ptr, o_low_ptr, dlse_ptr, softmax_ptr, delta_ptr, place, rows, CONFIG: tl.constexpr
+    do,
+    o_ptr,
+    o_low_ptr,
+    dlse_ptr,
+    softmax_ptr,
+    delta_ptr,
+    place,
+    rows,
+    CONFIG: tl.constexpr,
+    limit=None,
 ):
     """The maximum, one over the sum, delta and dlse of a tile of queries, [BLOCK_Q] each; the
-    offsets of the rows, and which are inside. delta is written too, except in fp32, where
-    ``finished_dq`` has yet to subtract dlse and to correct it.
+    offsets of the rows, and which are inside: before ``limit``, or all that there are. delta is
+    written too, except in fp32, where ``finished_dq`` has yet to subtract dlse and to correct it.
     """
     batch, head, first, queries, heads = place
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    end = end_of(queries, limit)
     # Rounding took nothing from fp32.
     if do.dtype != tl.float32:
-        o = load_unrounded(o_ptr, o_low_ptr, place, BLOCK_Q, CONFIG.DV, CONFIG.BLOCK_V)
+        o = load_unrounded(o_ptr, o_low_ptr, place, BLOCK_Q, CONFIG.DV, CONFIG.BLOCK_V, limit)
     else:
         # May need 64 bits.
         task_stride = tl.cast(queries, tl.int64) * heads * CONFIG.DV
         o_source = o_ptr, task_stride, heads * CONFIG.DV, CONFIG.DV, batch, head, queries
-        o = load_from_pointer(o_source, first, queries, BLOCK_Q, True, CONFIG, True)
+        o = load_from_pointer(o_source, first, end, BLOCK_Q, True, CONFIG, True)
     row = first + tl.arange(0, BLOCK_Q)
     at = (batch * heads + head).to(tl.int64) * queries + row
-    inside = row < queries
+    inside = row < end
     delta = tl.sum(do.to(tl.float32) * o, 1)
     dlse = tl.full([BLOCK_Q], 0.0, tl.float32)
     if dlse_ptr is not None:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .outputs import WORD
+from .tiles import end_of
 
 OF_WORD = tl.constexpr(WORD)
 # So many steps are u, as a difference of words of fp32.
@@ -62,14 +63,14 @@ def unrounded(o, words, dtype: tl.constexpr):
 
 @triton.jit
 def load_unrounded(
-    o_ptr, o_low_ptr, place, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    o_ptr, o_low_ptr, place, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, limit=None
 ):
     """A tile of o, contiguous [B, rows, heads, D], in fp32, with what its words know of it; rows
-    past the last are 0.
+    from ``limit`` on, or past the last, are 0.
     """
     batch, head, first, rows, heads = place
     row = tl.arange(0, ROWS)
-    inside = (first + row < rows)[:, None]
+    inside = (first + row < end_of(rows, limit))[:, None]
     # May need 64 bits.
     start = (batch.to(tl.int64) * rows + first) * heads + head
     col = tl.arange(0, BLOCK_D)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..common.kernels_hopper_forward import LARGEST_OUTPUT, LARGEST_SUM
 from ..common.tiles import LOG_2, store_rows
-from ..common.tiles_forward import add_sink, store_outputs
+from ..common.tiles_forward import add_sink, sink_of, store_outputs
 
 
 @triton.jit
@@ -70,8 +70,9 @@ def combine_parts_kernel(
     # Parts that are finite may have a sum that is not.
     good = good & tl.min((tl.abs(o) <= LARGEST_OUTPUT).to(tl.int32), 1)
     if sinks_ptr is not None:
-        _, _, exact_l = add_sink(o, m, exact_l, sinks_ptr, head % heads)
-        o, m, l = add_sink(o, m, l, sinks_ptr, head % heads)
+        sink = sink_of(sinks_ptr, head % heads)
+        _, _, exact_l = add_sink(o, m, exact_l, sink)
+        o, m, l = add_sink(o, m, l, sink)
     if block * ROWS < queries:
         flag = head * tl.cdiv(queries, ROWS) + block
         tl.store(flags_ptr + flag, 1 - tl.min(good, 0))

@@ -66,7 +66,7 @@ def single_tile_forward_kernel(
         q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, True, CONFIG)
         p, m, l = masked_softmax(q, k, scale, 0, length, CONFIG)
         if sinks_ptr is not None:
-            p, m, l = add_sink(p, m, l, sinks_ptr, head)
+            p, m, l = add_sink(p, m, l, sink_of(sinks_ptr, head))
         if lse_ptr is not None:
             row = first + tl.arange(0, CONFIG.BLOCK_Q)
             at = lse_ptr + (batch * heads + head).to(tl.int64) * queries + row
@@ -139,7 +139,7 @@ def single_tile_backward_kernel(
             do = load_rows(do_source, first, queries, CONFIG.BLOCK_Q, True, CONFIG, True)
             p, m, l = masked_softmax(q, k, scale, 0, length, CONFIG)
             if sinks_ptr is not None:
-                p, m, l = add_sink(p, m, l, sinks_ptr, head)
+                p, m, l = add_sink(p, m, l, sink_of(sinks_ptr, head))
             inverse_sum = 1.0 / tl.where(l == 0.0, 1.0, l)
             p = p * inverse_sum[:, None]
             dp = product(do, tl.trans(v), CONFIG)

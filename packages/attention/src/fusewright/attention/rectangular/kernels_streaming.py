@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import LOG2_E, length_of, load_rows, product
-from ..common.tiles_forward import add_sink, next_softmax, store_outputs
+from ..common.tiles_forward import add_sink, next_softmax, sink_of, store_outputs
 from .tiles import masked_softmax
 
 
@@ -54,7 +54,7 @@ def attend(
         v = load_rows(v_source, start, length, CONFIG.BLOCK_K, False, CONFIG, True)
         o = o * rescale[:, None] + product(p.to(v.dtype), v, CONFIG)
     if sinks_ptr is not None:
-        o, m, l = add_sink(o, m, l, sinks_ptr, head)
+        o, m, l = add_sink(o, m, l, sink_of(sinks_ptr, head))
     of_tile = batch, head, first, queries, heads
     store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.DV)
 

@@ -32,16 +32,14 @@ import functools
 import torch
 
 from .._core.backends import Backend, device_properties, uses_triton
-from .._core.checks import check_device, check_strided
 from .._core.precision import without_autocast
 from .._core.registration import Op, empty_grad
-from ..common.checks import check_attention, check_sinks, prepared
+from ..common.checks import check_attention, check_key_lengths, check_sinks, prepared
 from ..common.derivative import give_derivative
 from ..common.outputs import new_gradients, new_outputs, outputs_of_launch, outputs_of_reference
 from . import launch, launch_backward, reference
 
 Tensor = torch.Tensor
-LENGTHS = (torch.int32, torch.int64)
 
 
 def _forward_triton(q, k, v, key_lengths, sinks, scale, with_lse):
@@ -177,7 +175,7 @@ def rectangular_attention_with_lse(
 def _attention(q, k, v, scale, key_lengths, sinks, backend, with_lse):
     check_attention(q, k, v)
     if key_lengths is not None:
-        check_lengths(key_lengths, q)
+        check_key_lengths(key_lengths, q)
     (q, k, v), scale = prepared(q, k, v, scale)
     if sinks is not None:
         check_sinks(sinks, q)
@@ -187,18 +185,3 @@ def _attention(q, k, v, scale, key_lengths, sinks, backend, with_lse):
                 q, k, v, key_lengths, sinks, scale=scale
             )
     return _forward(q, k, v, key_lengths, sinks, scale, with_lse)[:2]
-
-
-def check_lengths(key_lengths: Tensor, q: Tensor) -> None:
-    """key_lengths must hold one whole number for each task, on q's device."""
-    if not isinstance(key_lengths, Tensor):
-        raise TypeError(f"key_lengths must be a tensor, got {type(key_lengths).__name__}")
-    if key_lengths.dtype not in LENGTHS:
-        raise TypeError(f"key_lengths must be int32 or int64, got {key_lengths.dtype}")
-    check_strided("key_lengths", key_lengths)
-    if key_lengths.shape != q.shape[:1]:
-        raise ValueError(
-            f"key_lengths must have shape ({q.shape[0]},), one number for each task, "
-            f"got {tuple(key_lengths.shape)}"
-        )
-    check_device("key_lengths", key_lengths, "q", q)

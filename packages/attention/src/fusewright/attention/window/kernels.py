@@ -1,5 +1,6 @@
 """Triton kernel of the forward pass of sliding-window attention: as the streaming one, but a
 program multiplies a tile of queries with the tiles of keys that its rows see, and no others.
+Tiles of queries are of one document each.
 
     s_tj = scale q_t . k_j    p_tj = exp(s_tj - m_t)    l_t = sum_{j seen} p_tj
     o_t = sum_{j seen} p_tj v_j / l_t    lse_t = m_t + log l_t
@@ -11,8 +12,17 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import LOG2_E, LOWEST, load_rows, product
-from ..common.tiles_forward import add_sink, next_softmax, store_outputs
-from .tiles import border_keys, first_row_of, inner_keys, keys_of_rows, sees
+from ..common.tiles_forward import add_sink, next_softmax, sink_of, store_outputs
+from .tiles import (
+    COUNTS,
+    border_keys,
+    count_tiles,
+    first_row_of,
+    inner_keys,
+    keys_of_rows,
+    rows_of_tile,
+    sees,
+)
 
 
 @triton.jit
@@ -24,6 +34,7 @@ def stream_keys(
     key_tiles,
     window,
     prefix,
+    end,
     keys,
     factor,
     CAREFUL: tl.constexpr,
@@ -43,7 +54,9 @@ def stream_keys(
     l = tl.full([CONFIG.BLOCK_Q], 0.0, tl.float32)
     o = tl.full([CONFIG.BLOCK_Q, CONFIG.BLOCK_V], 0.0, tl.float32)
     for number in tl.range(0, border, num_stages=stages):
-        start, limit, distances = border_keys(number, place, window, prefix, keys, CONFIG.BLOCK_K)
+        start, limit, distances = border_keys(
+            number, place, window, prefix, end, keys, CONFIG.BLOCK_K
+        )
         k = load_rows(k_source, start, limit, CONFIG.BLOCK_K, True, CONFIG)
         v = load_rows(v_source, start, limit, CONFIG.BLOCK_K, True, CONFIG, True)
         s = product(q, tl.trans(k), CONFIG)
@@ -69,55 +82,75 @@ def stream_keys(
 def attend(
     inputs,
     strides,
+    bounds_ptr,
     sinks_ptr,
     outputs,
     scale,
     sizes,
     band,
-    batch,
-    head,
-    first,
+    LAST_FIRST: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """The outputs of BLOCK_Q rows of one head, from ``first`` on; ``inputs`` and ``strides`` are
-    those of q, k and v.
+    """The outputs of BLOCK_Q rows of one head, with ``LAST_FIRST`` those of the last rows by the
+    first programs; ``inputs`` and ``strides`` are those of q, k and v.
     """
     q_ptr, k_ptr, v_ptr = inputs
     of_q, of_k, of_v = strides
     o_ptr, lse_ptr, softmax_ptr, o_low_ptr = outputs
     queries, keys, heads, group, rows = sizes
-    window, prefix, every = band
+    window, prefix, every, documents = band
+    PACKED: tl.constexpr = bounds_ptr is not None
+    tiles = count_tiles(queries, bounds_ptr, documents, CONFIG.BLOCK_Q)
+    batch = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+    tile = tl.program_id(0) % tiles
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    sequence = bounds_ptr, documents, batch, prefix, keys
+    offset = first_row_of(queries, keys, every)
+    first, last, seeing, begin, end = rows_of_tile(
+        tile, queries, sequence, offset, every, CONFIG.BLOCK_Q
+    )
     q_source = q_ptr, of_q[0], of_q[1], of_q[2], batch, head, queries
     of_keys = head // group
     k_source = k_ptr, of_k[0], of_k[1], of_k[2], batch, of_keys, keys
     v_source = v_ptr, of_v[0], of_v[1], of_v[2], batch, of_keys, keys
     factor = scale * LOG2_E
-    q = load_rows(q_source, first, queries, CONFIG.BLOCK_Q, not CONFIG.DESCRIPTORS, CONFIG)
-    first_row = first_row_of(queries, keys, every) + first * every
-    last_row = tl.minimum(first_row + (CONFIG.BLOCK_Q - 1) * every, keys - 1)
+    q = load_rows(q_source, first, seeing, CONFIG.BLOCK_Q, PACKED or not CONFIG.DESCRIPTORS, CONFIG)
+    first_row = offset + first * every
+    last_row = tl.minimum(first_row + (CONFIG.BLOCK_Q - 1) * every, end - 1)
     row = first_row + tl.arange(0, CONFIG.BLOCK_Q) * every
-    key_tiles = keys_of_rows(first_row, last_row, window, prefix, CONFIG.BLOCK_K)
+    border, inner, place = keys_of_rows(first_row, last_row, window, prefix, begin, CONFIG.BLOCK_K)
+    if PACKED:
+        border = tl.where(first < seeing, border, 0)
+        inner = tl.where(first < seeing, inner, 0)
+    key_tiles = border, inner, place
     o, m, l = stream_keys(
-        *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
+        *(q, k_source, v_source, row, key_tiles, window, prefix, end, keys, factor),
         *(False, CONFIG),
     )
     # A second time with care, which costs time, only where something is NaN.
     if tl.max(tl.max((o != o).to(tl.int32), 1), 0) > 0:
         o, _, _ = stream_keys(
-            *(q, k_source, v_source, row, key_tiles, window, prefix, keys, factor),
+            *(q, k_source, v_source, row, key_tiles, window, prefix, end, keys, factor),
             *(True, CONFIG),
         )
     if sinks_ptr is not None:
-        o, m, l = add_sink(o, m, l, sinks_ptr, head)
+        sink = sink_of(sinks_ptr, head)
+        if PACKED:
+            # Padding has none.
+            sink = tl.where(first < seeing, sink, float("-inf"))
+        o, m, l = add_sink(o, m, l, sink)
     of_tile = batch, head, first, queries, heads
-    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.DV)
+    store_outputs(o, m, l, o_ptr, lse_ptr, softmax_ptr, o_low_ptr, of_tile, rows, CONFIG.DV, last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def window_forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    bounds_ptr,
     sinks_ptr,
     o_ptr,
     lse_ptr,
@@ -140,13 +173,13 @@ def window_forward_kernel(
     window,
     prefix,
     every,
+    documents,
     rows,
     CONFIG: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of one head. The last rows start first: they see the most
     keys.
     """
-    tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
     attend(
         (q_ptr, k_ptr, v_ptr),
         (
@@ -154,23 +187,23 @@ def window_forward_kernel(
             (k_batch_stride, k_row_stride, k_head_stride),
             (v_batch_stride, v_row_stride, v_head_stride),
         ),
+        bounds_ptr,
         sinks_ptr,
         (o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
         scale,
         (queries, keys, heads, group, rows),
-        (window, prefix, every),
-        tl.program_id(0) // tiles // heads,
-        tl.program_id(0) // tiles % heads,
-        (tiles - 1 - tl.program_id(0) % tiles) * CONFIG.BLOCK_Q,
+        (window, prefix, every, documents),
+        True,
         CONFIG,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def flagged_window_forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    bounds_ptr,
     sinks_ptr,
     flags_ptr,
     o_ptr,
@@ -194,11 +227,11 @@ def flagged_window_forward_kernel(
     window,
     prefix,
     every,
+    documents,
     rows,
     CONFIG: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of one head, where their flag is set."""
-    tiles = tl.cdiv(queries, CONFIG.BLOCK_Q)
     if tl.load(flags_ptr + tl.program_id(0)) != 0:
         attend(
             (q_ptr, k_ptr, v_ptr),
@@ -207,13 +240,12 @@ def flagged_window_forward_kernel(
                 (k_batch_stride, k_row_stride, k_head_stride),
                 (v_batch_stride, v_row_stride, v_head_stride),
             ),
+            bounds_ptr,
             sinks_ptr,
             (o_ptr, lse_ptr, softmax_ptr, o_low_ptr),
             scale,
             (queries, keys, heads, group, rows),
-            (window, prefix, every),
-            tl.program_id(0) // tiles // heads,
-            tl.program_id(0) // tiles % heads,
-            tl.program_id(0) % tiles * CONFIG.BLOCK_Q,
+            (window, prefix, every, documents),
+            False,
             CONFIG,
         )

@@ -34,6 +34,7 @@ from ..common.problem import (
     problem_of,
     tile_config,
 )
+from .documents import count_tiles
 from .launch_hopper import HopperPlan, hopper_config, plan_hopper
 from .launch_hopper_backward import (
     HopperBackwardPlan,
@@ -87,18 +88,26 @@ DKDV = (
 
 class Band(NamedTuple):
     """Which keys the rows of one sequence see: all of a prefix, and a window of the others; a query
-    is the last of ``every`` rows.
+    is the last of ``every`` rows. Without ``documents`` the others are one, and there is no
+    padding.
     """
 
     window: int
     prefix: int
     every: int = 1
+    documents: int = 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether bounds say what a row sees."""
+        return self.documents > 0
 
 
 def attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    bounds: torch.Tensor | None,
     sinks: torch.Tensor | None,
     band: Band,
     scale: float,
@@ -106,16 +115,16 @@ def attention_forward(
     keep: bool = True,
 ) -> Outputs:
     """Attention of ``q`` [B, Nq, H, D], the last rows of a sequence, to the keys of a band of ``k``
-    and ``v`` [B, M, G, D], and to the ``sinks`` [H].
+    and ``v`` [B, M, G, D], within the ``bounds`` [B, N + 1] of N documents (:mod:`.documents`), and
+    to the ``sinks`` [H].
 
     Returns:
         ``(o, lse, softmax, o_low)`` as of :func:`plan_forward`: lse is None without ``with_lse``,
         softmax and o_low without ``keep``, o_low for fp32 too.
     """
-    if sinks is not None:
-        sinks = sinks.contiguous()
-    plan = forward_plan(key_of((q, k, v), sinks), band, with_lse, keep)
-    return plan.run((q, k, v, sinks), (scale,))
+    bounds, sinks, band = completed(bounds, sinks, band)
+    plan = forward_plan(key_of((q, k, v), bounds, sinks), band, with_lse, keep)
+    return plan.run((q, k, v, bounds, sinks), (scale,))
 
 
 def attention_backward(
@@ -124,6 +133,7 @@ def attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    bounds: torch.Tensor | None,
     sinks: torch.Tensor | None,
     o: torch.Tensor,
     o_low: torch.Tensor | None,
@@ -137,65 +147,79 @@ def attention_backward(
     Args:
         do: gradient of o.
         dlse: gradient of lse, or None.
-        q, k, v, sinks, band, scale: as in the forward pass.
+        q, k, v, bounds, sinks, band, scale: as in the forward pass.
         o, o_low, softmax: what the forward pass returned.
     """
     if dlse is not None:
         dlse = dlse.contiguous()
-    if sinks is not None:
-        sinks = sinks.contiguous()
-    plan = backward_plan(key_of((do, q, k, v), dlse, sinks), band)
-    return plan.run((do, q, k, v, dlse, sinks), (o, o_low, softmax), scale)
+    bounds, sinks, band = completed(bounds, sinks, band)
+    plan = backward_plan(key_of((do, q, k, v), dlse, bounds, sinks), band)
+    return plan.run((do, q, k, v, dlse, bounds, sinks), (o, o_low, softmax), scale)
+
+
+def completed(
+    bounds: torch.Tensor | None, sinks: torch.Tensor | None, band: Band
+) -> tuple[torch.Tensor | None, torch.Tensor | None, Band]:
+    """Bounds and sinks as the kernels read them, and the band with the number of documents."""
+    if bounds is not None:
+        bounds, band = bounds.contiguous(), band._replace(documents=bounds.shape[1] - 1)
+    return bounds, None if sinks is None else sinks.contiguous(), band
 
 
 @functools.lru_cache(maxsize=4096)
 def forward_plan(key: Key, band: Band, with_lse: bool, keep: bool) -> Plan | HopperPlan:
-    """The plan for a call that reads q, k, v and sinks."""
+    """The plan for a call that reads q, k, v, bounds and sinks."""
     problem = problem_of(key, 3, integers_of(band, key))
     _, _, _, aligned, _, _ = key
     window = min(band.window, problem.keys)
-    if hopper := hopper_config(problem, aligned, window, band.prefix):
+    hopper = None if band.packed else hopper_config(problem, aligned, window, band.prefix)
+    if hopper is not None:
         return plan_hopper(problem, hopper, window, with_lse, keep)
     launch = None
     if math.prod(problem.query_shape):
         kernel = kernels.window_forward_kernel
-        launch = plan_query_tiles(kernel, problem, tile_config(FORWARD, problem))
+        config = tile_config(FORWARD, problem)
+        tiles = count_tiles(problem.queries, config.queries, band.documents)
+        launch = plan_query_tiles(kernel, problem, config, tiles)
     return plan_forward(problem, launch, with_lse, keep)
 
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(key: Key, band: Band) -> BackwardPlan | HopperBackwardPlan:
-    """The plan for a call that reads do, q, k, v, dlse and sinks."""
+    """The plan for a call that reads do, q, k, v, dlse, bounds and sinks."""
     problem = problem_of(key, 4, integers_of(band, key))
     if not (math.prod(problem.query_shape) and problem.keys):
         return plan_backward(problem)
     _, _, _, aligned, _, _ = key
     window = min(band.window, problem.keys)
-    if hopper := hopper_backward_config(problem, aligned, window, band.prefix):
+    hopper = None if band.packed else hopper_backward_config(problem, aligned, window, band.prefix)
+    if hopper is not None:
         return plan_hopper_backward(problem, hopper, window)
-    return plan_launches(problem, band.prefix)
+    return plan_launches(problem, band)
 
 
-def integers_of(band: Band, key: Key) -> tuple[int, int, int]:
+def integers_of(band: Band, key: Key) -> tuple[int, ...]:
     """What the kernels take of a band."""
     _, (_, keys, *_), *_ = key
     # No row sees further back than to the first key.
-    return min(band.window, keys), band.prefix, band.every
+    return min(band.window, keys), band.prefix, band.every, band.documents
 
 
-def plan_launches(problem: Problem, prefix: int) -> BackwardPlan:
+def plan_launches(problem: Problem, band: Band) -> BackwardPlan:
     """The gradients of a prefix come as partial sums; without one, none are written."""
+    prefix = band.prefix
     config, of_dq = tile_config(DKDV, problem), tile_config(DQ, problem)
     prefix_tiles = cdiv(prefix, config.keys)
     programs = BACKWARD_PROGRAMS_PER_SM * problem.gpu.multiprocessors
     tiles_of_all = problem.all_key_heads * max(prefix_tiles, 1)
     chunk = chunk_rows(tiles_of_all, problem.queries, config.queries, programs)
     chunks = cdiv(problem.queries, chunk)
-    key_tiles = cdiv(problem.keys - prefix, config.keys)
+    key_tiles = count_tiles(problem.keys - prefix, config.keys, band.documents)
+    query_tiles = count_tiles(problem.queries, of_dq.queries, band.documents)
     sums = plan_add_chunks(problem, chunks, prefix) if prefix else {}
     return plan_backward(
         problem,
-        plan_query_tiles(kernels_backward.window_dq_kernel, problem, of_dq),
+        plan_query_tiles(kernels_backward.window_dq_kernel, problem, of_dq, query_tiles),
         **sums,
         launch_dkdv=tile_launch(
             kernels_backward.window_dkdv_kernel,
@@ -206,5 +230,5 @@ def plan_launches(problem: Problem, prefix: int) -> BackwardPlan:
         ),
         delta=allocator(problem.rows, torch.float32, problem.device),
         sums_beside=True,
-        sinks=plan_sinks(problem, cdiv(problem.queries, of_dq.queries)),
+        sinks=plan_sinks(problem, query_tiles),
     )

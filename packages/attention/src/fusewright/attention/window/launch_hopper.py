@@ -93,8 +93,8 @@ class HopperPlan(NamedTuple):
     again: Launch
 
     def run(self, operands: tuple[torch.Tensor | None, ...], floats: tuple[float, ...]) -> Outputs:
-        """Allocate and launch; ``operands`` are q, k, v and sinks, of which there are none."""
-        q, k, v, _ = operands
+        """Allocate and launch; ``operands`` are q, k, v, bounds and sinks, both of them absent."""
+        q, k, v, *_ = operands
         o, lse, softmax, o_low = outputs = tuple(allocate(each) for each in self.outputs)
         flags = self.flags()
         # A kernel takes no absent descriptor or pointer here; what stands in is not touched, and
@@ -103,7 +103,7 @@ class HopperPlan(NamedTuple):
         numbers = [unused if x is None else x for x in (lse, softmax)]
         words = flags if o_low is None else o_low
         self.launch((q, k, v, o, *numbers, words, flags), floats)
-        self.again((q, k, v, None, flags, *outputs), floats)
+        self.again((q, k, v, None, None, flags, *outputs), floats)
         return outputs
 
 

@@ -96,11 +96,11 @@ class HopperBackwardPlan(NamedTuple):
         scale: float,
     ) -> Gradients:
         """Allocate and launch; the arguments are those of ``BackwardPlan.run``."""
-        do, q, k, v, dlse, _ = operands
+        do, q, k, v, dlse, *_ = operands
         dq, dk, dv = (make() for make in self.gradients)
         sums, lse, delta = self.sums(), self.statistics(), self.statistics()
         counters = self.counters()
-        # There are no sinks.
+        # There are neither bounds nor sinks.
         self.prepare((do, *saved, dlse, None, lse, delta, counters, None))
         self.launch((q, k, v, do, dk, dv, dq, lse, delta, sums, sums, counters), (scale,))
         return dq, dk, dv, None

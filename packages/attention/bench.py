@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -39,6 +40,8 @@ HEADS, WIDTH = 8, 64
 # B, T and H of a causal window, and the T at which it is checked.
 WINDOW, WINDOW_SHAPES = 512, ((4, 4096, 8), (4, 4096, 5), (4, 16384, 8))
 CHECKED_TOKENS = 1500
+# T and H of documents of these lengths, over and over, in one row of the batch.
+PACKED_SHAPES, DOCUMENTS = ((16384, 8),), (700, 100, 1, 2300, 48, 1500, 900)
 # A mask of so many tokens squared is what SDPA holds; beyond, it would not fit beside the copies.
 LONGEST_MASK = 4096
 # B, T, H and D of keys and values whose keys are rotated, and P of a prefix; with one there is a
@@ -65,6 +68,7 @@ def cases() -> list[Case]:
         *(few_queries_case(*shape) for shape in FEW_QUERIES),
     ]
     windows = [window_case(*shape) for shape in WINDOW_SHAPES]
+    windows += [packed_case(*shape) for shape in PACKED_SHAPES]
     rotations = [rotary_case(*shape) for shape in ROTARY_SHAPES]
     return rectangles + windows + rotations + [apply_case(*shape) for shape in APPLY_SHAPES]
 
@@ -104,11 +108,63 @@ def window_case(batches: int, tokens: int, heads: int) -> Case:
     return attention_case(
         "sliding_window_attention",
         {"B": batches, "T": tokens, "window": WINDOW, "H": heads, "D": WIDTH},
-        functools.partial(window_reference.sliding_window_attention, window=WINDOW),
+        reference_window,
         [(batches, tokens, heads, WIDTH)] * 3,
         [(1, CHECKED_TOKENS, heads, WIDTH)] * 3,
         pairs=tokens * shorter - shorter * (shorter - 1) // 2,
     )
+
+
+def packed_case(tokens: int, heads: int) -> Case:
+    """Documents in a window, one after the other in one row of the batch."""
+    lengths = lengths_of(tokens)
+    shorter = [min(WINDOW, length) for length in lengths]
+    case = attention_case(
+        "sliding_window_attention",
+        {"B": 1, "T": tokens, "window": WINDOW, "H": heads, "D": WIDTH, "documents": len(lengths)},
+        reference_window,
+        [(1, tokens, heads, WIDTH)] * 3,
+        [],
+        pairs=sum(n * m - m * (m - 1) // 2 for n, m in zip(lengths, shorter, strict=True)),
+    )
+
+    def inputs(tokens: int, device: str) -> list[Tensor | None]:
+        drawn = normal([(1, tokens, heads, WIDTH)] * 3, case.dtype, device)
+        return [*drawn, bounds_of(tokens, device)]
+
+    return dataclasses.replace(
+        case,
+        inputs=functools.partial(inputs, tokens),
+        sample=functools.partial(inputs, CHECKED_TOKENS),
+    )
+
+
+def lengths_of(tokens: int) -> list[int]:
+    """Those of DOCUMENTS, over and over, until they are so many tokens."""
+    lengths: list[int] = []
+    for length in itertools.cycle(DOCUMENTS):
+        if not tokens:
+            break
+        lengths.append(min(length, tokens))
+        tokens -= lengths[-1]
+    return lengths
+
+
+def bounds_of(tokens: int, device: str) -> Tensor:
+    """Where the documents of so many tokens begin and end."""
+    ends = [0, *itertools.accumulate(lengths_of(tokens))]
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def reference_window(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, scale: float
+) -> Tensor:
+    bounds = None if cu_seqlens is None else cu_seqlens.unsqueeze(0)
+    return window_reference.sliding_window_attention(q, k, v, WINDOW, bounds=bounds, scale=scale)
+
+
+def ours_window(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    return sliding_window_attention(q, k, v, WINDOW, cu_seqlens=cu_seqlens)
 
 
 def attention_case(
@@ -255,7 +311,7 @@ def providers() -> dict[str, dict[str, Attention]]:
     return {
         "fusewright": {
             "rectangular_attention": rectangular_attention,
-            "sliding_window_attention": functools.partial(sliding_window_attention, window=WINDOW),
+            "sliding_window_attention": ours_window,
             "rotary": with_angles(ours_rotary),
             "apply_rotary": of_queries(apply_rotary),
         },
@@ -276,19 +332,19 @@ def providers() -> dict[str, dict[str, Attention]]:
 
 
 @functools.cache
-def window_mask(tokens: int, device: torch.device) -> Tensor:
+def window_mask(tokens: int, device: torch.device, packed: bool) -> Tensor:
     """Which keys a token sees, [T, T]."""
     token = torch.arange(tokens, device=device)
-    distance = token[:, None] - token
-    return (distance >= 0) & (distance < WINDOW)
+    sees = in_document(tokens, str(device)) if packed else in_window
+    return sees(token, token, token[:, None], token)
 
 
-def sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """torch's attention with an explicit mask, by whichever backend it takes then."""
     tokens = q.shape[1]
     if tokens > LONGEST_MASK:
         raise ValueError(f"a mask of {tokens} x {tokens} is not timed")
-    mask = window_mask(tokens, q.device)
+    mask = window_mask(tokens, q.device, cu_seqlens is not None)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
@@ -322,6 +378,17 @@ def in_window(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
     return (row >= key) & (row - key < WINDOW)
 
 
+def in_document(tokens: int, device: str) -> Callable[..., Tensor]:
+    """The same of packed documents."""
+    token = torch.arange(tokens, device=device)
+    document = torch.searchsorted(bounds_of(tokens, device), token, right=True)
+
+    def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return in_window(batch, head, row, key) & (document[row] == document[key])
+
+    return sees
+
+
 def flex(sees: Callable | None = None) -> Attention:
     """torch's FlexAttention, compiled: of all keys, or with the block mask of those that a row
     sees.
@@ -331,11 +398,12 @@ def flex(sees: Callable | None = None) -> Attention:
     attention: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
 
     @functools.cache
-    def block_mask(tokens: int, device: str) -> Any:
-        return sees and create_block_mask(sees, None, None, tokens, tokens, device=device)
+    def block_mask(tokens: int, device: str, packed: bool) -> Any:
+        wanted = in_document(tokens, device) if packed else sees
+        return wanted and create_block_mask(wanted, None, None, tokens, tokens, device=device)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = block_mask(q.shape[1], str(q.device))
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        mask = block_mask(q.shape[1], str(q.device), cu_seqlens is not None)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return attention(q, k, v, block_mask=mask).transpose(1, 2)
 
@@ -346,11 +414,21 @@ def flash_attention() -> dict[str, Attention]:
     """FlashAttention-4's function, of all keys or of a window, causal; its backward pass adds in
     any order unless told not to.
     """
-    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        outputs = flash_attn_func(q, k, v, **options)
-        return outputs[0] if isinstance(outputs, tuple) else outputs
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        function = flash_attn_func
+        if cu_seqlens is not None:
+            function = flash_attn_varlen_func
+            q, k, v = (x.squeeze(0) for x in (q, k, v))
+            longest = max(lengths_of(len(q)))
+            options |= dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+            options |= dict(max_seqlen_q=longest, max_seqlen_k=longest)
+        outputs = function(q, k, v, **options)
+        o: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+        return o if cu_seqlens is None else o.unsqueeze(0)
 
     # So many before and after a row.
     window = dict(causal=True, window_size=(WINDOW - 1, 0))

@@ -284,6 +284,11 @@ def test_benchmark_asks_its_peer_for_the_same_keys():
     actual = bench.sdpa_with_mask(*tensors)
     expected = reference.sliding_window_attention(*tensors, bench.WINDOW, scale=0.125)
     torch.testing.assert_close(actual, expected)
+    tensors = bench.normal([(1, 900, 1, 64)] * 3, F32, "cpu")
+    bounds = bench.bounds_of(900, "cpu")
+    assert bounds.tolist() == [0, 700, 800, 801, 900]
+    actual = bench.sdpa_with_mask(*tensors, bounds)
+    torch.testing.assert_close(actual, bench.reference_window(*tensors, bounds, scale=0.125))
 
 
 q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))

@@ -173,6 +173,7 @@ def grouped(sinks: bool = False) -> None:
             launch(1000, width, dtype, key_heads=2, sinks=sinks)
             launch(64 if width <= 128 else 16, width, dtype, key_heads=2, sinks=sinks)
             launch_window(width, dtype, key_heads=2, sinks=sinks)
+        launch_window(width, torch.bfloat16, key_heads=2, sinks=sinks, documents=9)
     for width in (64, 128):
         for lengths in (False, True):
             launch_hopper(width=width, lengths=lengths, key_heads=2, sinks=sinks)
@@ -191,8 +192,11 @@ def with_sinks() -> None:
 
 def spilling() -> None:
     """What spills: values wider than keys, and narrower ones, as those of latent attention; and
-    wide heads in fp32.
+    wide heads in fp32, packed ones of 128 columns and those that share keys among them.
     """
+    launch_window(128, torch.float32, documents=9)
+    for width in (40, 64, 128):
+        launch_window(width, torch.float32, key_heads=2, sinks=True, documents=9)
     for width in (136, 256):
         launch_window(width, torch.float32)
         for keys in (16, 1000):
@@ -228,7 +232,8 @@ def every_line() -> None:
         for dtype in (torch.bfloat16, torch.float32)[: 2 if width <= 128 else 1]:
             launch_window(width, dtype)
             launch_window(width, dtype, prefix=16)
-            launch_window(width, dtype, documents=9)
+            if dtype == torch.bfloat16 or width < 128:
+                launch_window(width, dtype, documents=9)
             for number in (1000, 16, *keys):
                 launch(number, width, dtype)
                 launch(number, width, dtype, batches=256, lengths=False)

@@ -152,14 +152,16 @@ def test_what_a_document_holds_reaches_no_other(window_op, tiles, backend, docum
 
 @both_backends
 @pytest.mark.parametrize("prefix", [0, 5])
+@pytest.mark.parametrize(
+    ("rows", "window", "left", "right"), [(60, 20, 23, 41), (110, 100, 104, 5)]
+)
 @one_tiling
 def test_padding_on_either_side_is_zeros_and_reaches_nothing(
-    window_op, tiles, backend, prefix, device
+    window_op, tiles, backend, rows, window, left, right, prefix, device
 ):
     """Three rows of the batch: padded on the left, on the right, and nothing else."""
-    rows = 60
     tensors = window_op.draw((3, rows, prefix + rows, 2, 16), F32, device)
-    bounds = torch.tensor([[23, rows], [0, 41], [rows, rows]], device=device)
+    bounds = torch.tensor([[left, rows], [0, right], [rows, rows]], device=device)
     row = torch.arange(rows, device=device)
     padding = (row < bounds[:, :1]) | (row >= bounds[:, 1:])
     upstream = torch.randn_like(tensors[0]), torch.randn(3, 2, rows, device=device)
@@ -171,7 +173,7 @@ def test_padding_on_either_side_is_zeros_and_reaches_nothing(
         for x in parts:
             x[padding] = filled
         leaves = [x.detach().requires_grad_() for x in (*tensors, sinks)]
-        options = dict(window=20, prefix=prefix, cu_seqlens=bounds)
+        options = dict(window=window, prefix=prefix, cu_seqlens=bounds)
         return everything(
             lambda q, k, v, sinks: call(q, k, v, sinks=sinks, **options), leaves, upstream
         )

@@ -31,6 +31,14 @@ class Window(nn.Module):
         return sliding_window_attention(q, k, v, window=3, prefix=2, backend="triton")
 
 
+class Packed(nn.Module):
+    """Documents in a window."""
+
+    def forward(self, q, k, v, cu_seqlens):
+        options = dict(window=3, prefix=2, cu_seqlens=cu_seqlens, backend="triton")
+        return sliding_window_attention(q, k, v, **options)
+
+
 class Joint(nn.Module):
     """Keys with their values, behind a prefix."""
 
@@ -48,6 +56,9 @@ def drawn(name: str, batches: int, tokens: int, device: str) -> tuple[torch.Tens
         lengths = torch.arange(batches, device=device) + 3
         keys = batches, 130 + tokens, 2, 8
         return normal(batches, 5, 2, 8), normal(*keys), normal(*keys), lengths
+    if name == "packed":
+        ends = torch.arange(4, device=device) * (tokens - 2) // 3
+        return normal(*heads), normal(*heads), normal(*heads), ends.repeat(batches, 1)
     if name == "window":
         return normal(*heads), normal(*heads), normal(*heads), angles.cos(), angles.sin()
     rows, prefix = normal(batches, tokens, 2, 2, 8), normal(3, 2, 2, 8)
@@ -61,6 +72,7 @@ KEYS = Dim("keys", min=129, max=4096)
 MODULES = {
     "rectangle": (Rectangle(), ({0: BATCHES}, *[{0: BATCHES, 1: KEYS}] * 2, {0: BATCHES})),
     "window": (Window(), (*[{0: BATCHES, 1: TOKENS}] * 3, {0: TOKENS}, {0: TOKENS})),
+    "packed": (Packed(), (*[{0: BATCHES, 1: TOKENS}] * 3, {0: BATCHES})),
     "joint": (Joint(), ({0: BATCHES, 1: TOKENS}, {0: TOKENS}, {0: TOKENS}, None)),
 }
 

@@ -106,7 +106,7 @@ def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
         raise ValueError(
             f"with cu_seqlens [N + 1] q must have one row, B = 1, got {tuple(q.shape)}"
         )
-    if cu_seqlens.ndim == 2 and len(cu_seqlens) != q.shape[0]:
+    if cu_seqlens.ndim == 2 and cu_seqlens.shape[0] != q.shape[0]:
         raise ValueError(
             f"cu_seqlens must be [B, N + 1] with q's B = {q.shape[0]}, got {cu_seqlens.shape}"
         )

@@ -178,7 +178,8 @@ class TileConfig(NamedTuple):
 
     A line for Hopper serves compute capability 9.0 alone, and heads whose width is a power of 2;
     with ``descriptors``, operands that tensor descriptors span, and reads by them. One with
-    ``plain`` serves plain calls: the others take more registers.
+    ``plain`` serves plain calls, and one with ``whole`` sequences that are not packed: the others
+    take more registers.
     """
 
     max_width: int
@@ -190,6 +191,7 @@ class TileConfig(NamedTuple):
     hopper: bool = False
     descriptors: bool = False
     plain: bool = False
+    whole: bool = False
 
 
 # For the lines of a table that serve Hopper alone: operands by pointers, or by descriptors.
@@ -197,7 +199,9 @@ HOPPER = dict(hopper=True)
 DESCRIBED = dict(hopper=True, descriptors=True)
 
 
-def tile_config(table: tuple[TileConfig, ...], problem: Problem) -> TileConfig:
+def tile_config(
+    table: tuple[TileConfig, ...], problem: Problem, packed: bool = False
+) -> TileConfig:
     """The first line of a table that serves heads of this width, in memory as these."""
     return next(
         line
@@ -207,6 +211,7 @@ def tile_config(table: tuple[TileConfig, ...], problem: Problem) -> TileConfig:
         and (on_hopper(problem) or not line.hopper)
         and (problem.described or not line.descriptors)
         and (problem.plain or not line.plain)
+        and (not packed or not line.whole)
     )
 
 

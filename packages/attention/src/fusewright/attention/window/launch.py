@@ -76,7 +76,9 @@ DQ = (
 )
 DKDV = (
     TileConfig(64, 2, queries=32, keys=64, num_warps=4, num_stages=2, plain=True),
-    TileConfig(128, 2, queries=32, keys=64, num_warps=8, num_stages=2),
+    TileConfig(128, 2, queries=32, keys=64, num_warps=8, num_stages=2, plain=True),
+    TileConfig(128, 2, queries=32, keys=64, num_warps=8, num_stages=2, whole=True),
+    TileConfig(128, 2, queries=32, keys=32, num_warps=8, num_stages=2),
     TileConfig(16, 4, queries=16, keys=16, num_warps=4, num_stages=2),
     TileConfig(64, 4, queries=16, keys=32, num_warps=8, num_stages=2, plain=True),
     TileConfig(64, 4, queries=16, keys=32, num_warps=4, num_stages=2),
@@ -178,7 +180,7 @@ def forward_plan(key: Key, band: Band, with_lse: bool, keep: bool) -> Plan | Hop
     launch = None
     if math.prod(problem.query_shape):
         kernel = kernels.window_forward_kernel
-        config = tile_config(FORWARD, problem)
+        config = tile_config(FORWARD, problem, band.packed)
         tiles = count_tiles(problem.queries, config.queries, band.documents)
         launch = plan_query_tiles(kernel, problem, config, tiles)
     return plan_forward(problem, launch, with_lse, keep)
@@ -208,7 +210,7 @@ def integers_of(band: Band, key: Key) -> tuple[int, ...]:
 def plan_launches(problem: Problem, band: Band) -> BackwardPlan:
     """The gradients of a prefix come as partial sums; without one, none are written."""
     prefix = band.prefix
-    config, of_dq = tile_config(DKDV, problem), tile_config(DQ, problem)
+    config, of_dq = (tile_config(table, problem, band.packed) for table in (DKDV, DQ))
     prefix_tiles = cdiv(prefix, config.keys)
     programs = BACKWARD_PROGRAMS_PER_SM * problem.gpu.multiprocessors
     tiles_of_all = problem.all_key_heads * max(prefix_tiles, 1)

@@ -128,7 +128,7 @@ def keys_seen(
     if bounds is None:
         return of_band | (key < prefix)
     # Of which document a key is, from 1 on; 0 and the last are padding.
-    behind = (key - prefix).int().expand(len(bounds), -1).contiguous()
+    behind = (key - prefix).int().expand(bounds.shape[0], -1).contiguous()
     document = torch.searchsorted(bounds.contiguous(), behind, right=True)
     document = torch.where(document < bounds.shape[1], document, 0)
     own = document[:, row].unsqueeze(-1)

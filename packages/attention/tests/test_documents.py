@@ -188,6 +188,30 @@ def test_padding_on_either_side_is_zeros_and_reaches_nothing(
         assert (x[~padding] != 0.0).any(-1).all()
 
 
+@pytest.mark.parametrize("filled", [1.0, math.nan])
+def test_reference_backward_is_that_of_autograd_and_reads_no_padding(window_op, filled):
+    rows, prefix = 9, 2
+    tensors = window_op.draw((2, rows, prefix + rows, 2, 8), torch.float64)
+    bounds = torch.tensor([[3, 5, 9], [0, 4, 6]], dtype=torch.int32)
+    row = torch.arange(rows)
+    padding = (row < bounds[:, :1]) | (row >= bounds[:, -1:])
+    do, dlse = torch.randn_like(tensors[0]), torch.randn(2, rows, 2, dtype=torch.float64)
+    for x in (tensors[0], *(x[:, prefix:] for x in tensors[1:]), do, dlse):
+        x[padding] = filled
+    leaves = [x.requires_grad_() for x in (*tensors, torch.randn(2, dtype=torch.float64))]
+    band = dict(window=3, prefix=prefix)
+
+    def call(q, k, v, sinks):
+        return window_op.reference(q, k, v, sinks=sinks, cu_seqlens=bounds, **band)
+
+    _, _, *expected = everything(call, leaves, (do, dlse.mT))
+    backward = reference.sliding_window_attention_backward
+    options = dict(bounds=bounds, sinks=leaves[3], scale=0.3, **band)
+    actual = backward(do, dlse.mT, *leaves[:3], **options)
+    torch.testing.assert_close(list(actual), expected)
+    assert all(x.isfinite().all() for x in actual)
+
+
 @both_backends
 @one_tiling
 def test_lengths_and_bounds_say_the_same(window_op, tiles, backend, device):

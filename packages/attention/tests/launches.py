@@ -21,6 +21,13 @@ GPU = DeviceProperties(
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
 problem.device_properties = lambda device: GPU
+# Columns and dtype.
+PACKED_THAT_SPILL = (
+    (16, torch.float32),
+    (32, torch.bfloat16),
+    (32, torch.float32),
+    (128, torch.float32),
+)
 
 
 def launch(
@@ -193,9 +200,11 @@ def with_sinks() -> None:
 
 def spilling() -> None:
     """What spills: values wider than keys, and narrower ones, as those of latent attention; and
-    wide heads in fp32. Of packed documents, also heads that share keys in fp32 or are wide.
+    wide heads in fp32. Of packed documents, on some GPU, also some heads of other widths, and those
+    that share keys in fp32 or are wide.
     """
-    launch_window(128, torch.float32, documents=9)
+    for width, dtype in PACKED_THAT_SPILL:
+        launch_window(width, dtype, documents=9)
     launch_window(256, torch.bfloat16, key_heads=2, sinks=True, documents=9)
     for width in (40, 64, 128):
         launch_window(width, torch.float32, key_heads=2, sinks=True, documents=9)
@@ -234,7 +243,7 @@ def every_line() -> None:
         for dtype in (torch.bfloat16, torch.float32)[: 2 if width <= 128 else 1]:
             launch_window(width, dtype)
             launch_window(width, dtype, prefix=16)
-            if dtype == torch.bfloat16 or width < 128:
+            if (width, dtype) not in PACKED_THAT_SPILL:
                 launch_window(width, dtype, documents=9)
             for number in (1000, 16, *keys):
                 launch(number, width, dtype)

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusewright_models.training import adamw, incidents
-from fusewright_models.training.incidents import FEWEST, Incidents
+from fusewright_models.training import adamw
+from fusewright_models.training.reporting import incidents
+from fusewright_models.training.reporting.incidents import FEWEST, Incidents
 
 from .test_training import CONFIG, Normal, linear_trainer, regression_loss
 from .trainers import quiet_trainer

@@ -14,8 +14,8 @@ from fusewright_models.cli.dry_run import PASSES
 from fusewright_models.cli.hybrid import HybridRun, all_losses
 from fusewright_models.cli.titan_mac import TitanMACRun, next_token_loss
 from fusewright_models.cli.transformer_np import TransformerNPRun
-from fusewright_models.training import record
-from fusewright_models.training.record import Speed
+from fusewright_models.training.reporting import record
+from fusewright_models.training.reporting.record import Speed
 
 from .commands import MEASURED, assert_refused, invoke, metrics
 

@@ -11,9 +11,7 @@ import torch
 from fusewright_models.cli import app
 from fusewright_models.data.columns import Column, Columns
 from fusewright_models.prediction import Predictor, load_trained
-from fusewright_models.prediction import trained as trained_models
 from fusewright_models.training import RunFolder
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from .commands import assert_refused, invoke, leave_out_pictures
 
@@ -229,22 +227,14 @@ def test_bad_rows_folders_and_outputs_are_refused(run, files, tmp_path):
     assert not (tmp_path / "out.csv").exists()
 
 
-def test_model_of_a_hub_may_have_no_columns_but_must_be_asked(run, tmp_path, monkeypatch):
+def test_exported_model_may_have_no_columns(run, tmp_path):
     assert invoke(app, "export", run, "--out", tmp_path / "model").exit_code == 0
-
-    def raising(error):
-        def absent(name, file):
-            raise error
-
-        monkeypatch.setattr(trained_models, "file_of", absent)
-
-    raising(EntryNotFoundError("absent"))
+    _, columns = load_trained(tmp_path / "model")
+    assert columns is not None
+    (tmp_path / "model/columns.json").unlink()
     model, columns = load_trained(tmp_path / "model")
     assert columns is None
     assert model.config.x_width == 2
-    raising(LocalEntryNotFoundError("not reached"))
-    with pytest.raises(LocalEntryNotFoundError):
-        load_trained(tmp_path / "model")
 
 
 def test_loading_draws_no_random_number(run):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fusewright_models.cli import app
 from fusewright_models.training import RunFolder
-from fusewright_models.training.report import page, write_report
+from fusewright_models.training.reporting.report import page, write_report
 
 from .commands import assert_refused, invoke, metrics
 

@@ -27,7 +27,6 @@ from fusewright.optimizer import M3, AdamW, Muon
 from torch import Tensor, distributed, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, cross_entropy_loss
 from torchtitan.components.metrics import MetricsProcessor
@@ -50,6 +49,7 @@ from .cli.presets import HYBRID_PRESETS, TITAN_MAC_PRESETS, TextPreset
 from .models.hybrid import HybridConfig, HybridLM
 from .models.titan_mac import TitanMAC, TitanMACConfig
 from .text import Windows, documents, make_tokenizer, read_corpus
+from .training.processes import Processes, placed, running_averages
 
 Shape = TitanMACConfig | HybridConfig
 # The one that has no plans for the layers of a model.
@@ -149,7 +149,7 @@ class LanguageModel(BaseModel):
             (dict(self.model.named_buffers()), dict(drawn.named_buffers())),
         ):
             for name, x in mine.items():
-                take(x.detach(), theirs[name].detach())
+                x.detach().copy_(placed(theirs[name].detach().to(x.dtype), x))
 
     def forward(
         self,
@@ -173,18 +173,6 @@ class LanguageModel(BaseModel):
                 return self.model.logits(found[0] if isinstance(found, tuple) else found)
             found = self.model(tokens, targets=targets)
             return found if isinstance(found, Tensor) else found.total
-
-
-@torch.no_grad()
-def take(x: Tensor, whole: Tensor) -> None:
-    """A tensor, or a shard of it, from the whole."""
-    whole = whole.to(x.device, x.dtype)
-    if isinstance(x, DTensor):
-        # Every process has the whole of it: none has to send.
-        placed = x.device_mesh, x.placements
-        x.copy_(distribute_tensor(whole, *placed, src_data_rank=None))
-    else:
-        x.copy_(whole)
 
 
 def shard(
@@ -377,23 +365,10 @@ class Trainer(torchtitan.trainer.Trainer):
     def forward_backward_step(self, **batch: Any) -> Tensor:
         loss = super().forward_backward_step(**batch)
         if self.parallel_dims.dp_enabled:
-            # Running averages follow the rows of all processes.
-            average_buffers(self.model_parts, self.parallel_dims.get_mesh("batch").get_group())
+            # All processes are those of the data: no other parallelism is taken.
+            for model in self.model_parts:
+                Processes("ddp").average_(*running_averages(model))
         return loss
-
-
-@torch.no_grad()
-def average_buffers(models: list[nn.Module], group: Any) -> None:
-    """What is saved of a model beside its parameters becomes its mean over processes."""
-    for model in models:
-        saved = model.state_dict().keys()
-        kept = [x for name, x in model.named_buffers() if name in saved and x.is_floating_point()]
-        if kept:
-            flat = torch.cat([x.reshape(-1) for x in kept])
-            distributed.all_reduce(flat, group=group)
-            flat /= distributed.get_world_size(group)
-            for x, mean in zip(kept, flat.split([x.numel() for x in kept]), strict=True):
-                x.copy_(mean.view_as(x))
 
 
 def register(name: str, flavor: str, shape: Shape, *, backend: str = "auto") -> ModelSpec:

@@ -39,8 +39,8 @@ from ..training import (
     wandb_library,
     wandb_logger,
 )
-from ..training.loggers import Logger
 from ..training.processes import join, launched, process_count
+from ..training.reporting.loggers import Logger
 from .options import check_values, flag
 from .settings import Settings
 from .settings_file import by_new_names, read_settings

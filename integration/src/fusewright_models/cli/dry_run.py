@@ -172,7 +172,7 @@ def product_rate(device: torch.device, training: TrainingConfig) -> float:
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)  # sync: the host takes the time
 
 
 def memory(device: torch.device) -> int:

@@ -47,24 +47,26 @@ def predict_rows(
         asked = read_columns(target, [*names, name] if scored else names, gaps=(name,))
         x, y = asked[:, : len(names)], asked[:, -1] if scored else None
         predictor = Predictor(model, columns, known[:, :-1], known[:, -1])
-        found = predictor.predict(x, quantiles=levels, y=y)
-        write(out, _csv(found, quantiles))
+        found = predictor.predict(x, quantiles=[level for _, level in levels], y=y)
+        write(out, _csv(found, levels))
     told = f"{len(x):,} rows in {out}, given {len(known):,}"
     if found.log_probability is not None and not np.isnan(found.log_probability).all():
         told += f"; mean log-probability {np.nanmean(found.log_probability):.4f}"
     typer.echo(told)
 
 
-def _levels(text: str) -> list[float]:
-    """
+def _levels(text: str) -> list[tuple[str, float]]:
+    """Each as it is written, and as a number.
+
     Raises:
         ValueError: they are no numbers between 0 and 1.
     """
+    written = [each.strip() for each in text.split(",") if each.strip()]
     try:
-        levels = [float(each) for each in text.split(",") if each.strip()]
+        levels = [(each, float(each)) for each in written]
     except ValueError:
-        levels = [math.nan]
-    if not all(0.0 < level < 1.0 for level in levels):
+        levels = [(text, math.nan)]
+    if not all(0.0 < level < 1.0 for _, level in levels):
         raise ValueError(f"wanted numbers between 0 and 1 in --quantiles; got {text!r}")
     return levels
 
@@ -109,12 +111,11 @@ def _columns(
         raise ValueError(
             f"wanted as many --inputs as the model has, {model.config.x_width}; got {inputs!r}"
         )
-    return Columns(tuple(Column(name, 0.0, 1.0) for name in names), Column(output, 0.0, 1.0))
+    return Columns(tuple(map(Column.as_is, names)), Column.as_is(output))
 
 
-def _csv(found: Predicted, quantiles: str) -> bytes:
-    levels = [each.strip() for each in quantiles.split(",") if each.strip()]
-    header = ["mean", "standard_deviation", *(f"quantile_{level}" for level in levels)]
+def _csv(found: Predicted, levels: list[tuple[str, float]]) -> bytes:
+    header = ["mean", "standard_deviation", *(f"quantile_{written}" for written, _ in levels)]
     parts = [found.mean[:, None], found.standard_deviation[:, None], found.quantiles]
     if found.log_probability is not None:
         header.append("log_probability")

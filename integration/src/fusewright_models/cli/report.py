@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from ..training import RunFolder
-from ..training.report import REPORT, write_report
+from ..training.reporting.report import REPORT, write_report
 from .commands import usage_errors
 
 

@@ -39,7 +39,7 @@ from ..text.generation import StreamingModel, continued
 from ..training import RunFolder, Trainer
 from ..training.evaluations import part_size
 from ..training.processes import ALONE, Processes, leaving
-from ..training.report import SAMPLE, write_report
+from ..training.reporting.report import SAMPLE, write_report
 from ..training.source import Source
 from .commands import (
     Run,

@@ -32,7 +32,7 @@ from ..models.transformer_np import TransformerNP, TransformerNPConfig
 from ..training import RunFolder, Trainer, captures
 from ..training.evaluations import part_size
 from ..training.processes import leaving
-from ..training.report import PREDICTIONS, write_report
+from ..training.reporting.report import PREDICTIONS, write_report
 from .commands import (
     LATER,
     Run,

@@ -200,6 +200,11 @@ class Column:
         varies = spread > 0.0 and values.min() < values.max()
         return cls(name, float(values.mean()), spread if varies else 1.0)
 
+    @classmethod
+    def as_is(cls, name: str) -> Column:
+        """Whose values the model takes as they are."""
+        return cls(name, 0.0, 1.0)
+
     def standardised(self, values: np.ndarray) -> np.ndarray:
         return (values - self.mean) / self.scale
 

@@ -78,11 +78,9 @@ class Evaluator:
             scores[1:, number] = ours
         by_task = self.processes.add_(scores).flatten(1)
         mean, error = by_task.mean(1), by_task.std(1) / by_task.shape[1] ** 0.5
-        # sync: the result of the evaluation
-        means, errors = torch.stack([mean, error]).tolist()
+        means, errors = torch.stack([mean, error]).tolist()  # sync: the result of the evaluation
         reference, ours, crps, *shares = means
-        coverage, pit = tuple(shares[: len(LEVELS)]), tuple(shares[len(LEVELS) :])
-        return Evaluation(ours, errors[1], reference, errors[0], crps, coverage, pit)
+        return Evaluation(ours, errors[1], reference, errors[0], crps, *_calibration(shares))
 
 
 def evaluate(
@@ -103,6 +101,11 @@ def scores_of(model: TransformerNP, task: Task) -> Tensor:
     position = model.head.cdf(params, task.y_target).double()
     scores = [log_p, crps, *covered(position), *binned(position)]
     return torch.stack([task.mean_over_targets(score) for score in scores])
+
+
+def _calibration(shares: list[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Coverage and PIT, of what `scores_of` has last."""
+    return tuple(shares[: len(LEVELS)]), tuple(shares[len(LEVELS) :])
 
 
 @dataclass(frozen=True)
@@ -154,10 +157,9 @@ class HeldOut:
         error = behind.std() / len(behind) ** 0.5
         numbers = torch.stack([log_likelihood.mean(), behind.mean(), error])
         means = torch.stack([each.mean() for each in others])
-        # sync: the result
-        mean, distance, spread, crps, *shares = torch.cat([numbers, means]).tolist()
-        coverage, pit = tuple(shares[: len(LEVELS)]), tuple(shares[len(LEVELS) :])
-        return Scores(mean, distance, spread, coverage, pit, crps)
+        found = torch.cat([numbers, means]).tolist()  # sync: the result of the evaluation
+        mean, distance, spread, crps, *shares = found
+        return Scores(mean, distance, spread, *_calibration(shares), crps)
 
     def _parts(self) -> list[Task]:
         """As many tasks at once as make `MOST_ROWS` rows."""

@@ -180,5 +180,4 @@ def _image(x: Tensor, y: Tensor) -> np.ndarray:
 
 def _host(tensor: Tensor) -> np.ndarray:
     """One task's values as a flat array."""
-    # sync: pictures are drawn on the host, after the training.
-    return tensor.flatten().double().cpu().numpy()
+    return tensor.flatten().double().cpu().numpy()  # sync: pictures are drawn on the host

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from ..cli.commands import read_run
 from ..cli.export import SETTINGS, TOKENIZER
@@ -19,7 +18,7 @@ from ..cli.titan_mac import TitanMACRun
 from ..cli.weights import load_model
 from ..devices import checked_device
 from ..models.hybrid import HybridLM
-from ..models.published import CONFIG, DTYPES, file_of, read_model
+from ..models.published import CONFIG, DTYPES, file_of, optional_file_of, read_model
 from ..models.titan_mac import TitanMAC
 from ..text import Tokenizer, make_tokenizer
 from ..training import RunFolder
@@ -115,11 +114,11 @@ def _published(
     model = kind.from_pretrained(name, **options)
     # Its other files are of the same commit.
     revision = model.revision or revision
-    file = _beside(name, SETTINGS, revision)
+    file = optional_file_of(name, SETTINGS, revision=revision)
     settings = {} if file is None else read_settings(of_runs, file)
     if tokenizer is None:
         # The file that was copied there; where there is none, a name on the hub, or bytes.
-        own = _beside(name, TOKENIZER, revision)
+        own = optional_file_of(name, TOKENIZER, revision=revision)
         tokenizer = settings.get("tokenizer") if own is None else str(own)
     if tokenizer is None and file is None and model.config.vocab_size != BYTES:
         raise ValueError(
@@ -127,15 +126,3 @@ def _published(
             f"and no {SETTINGS} that names one"
         )
     return model, make_tokenizer(tokenizer), settings
-
-
-def _beside(name: str, file: str, revision: str | None) -> Path | None:
-    """A file that need not be there."""
-    try:
-        found = file_of(name, file, revision=revision)
-    except LocalEntryNotFoundError:
-        # The hub was not asked.
-        raise
-    except EntryNotFoundError:
-        return None
-    return found if found.exists() else None

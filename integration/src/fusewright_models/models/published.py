@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -160,6 +161,22 @@ def file_of(name: str, file: str, **asked: Any) -> Path:
     if name.startswith((".", "/")) or name.count("/") > 1:
         raise FileNotFoundError(f"wanted the folder of a model, or a repository; got {name}")
     return Path(hf_hub_download(name, file, **asked))
+
+
+def optional_file_of(name: str, file: str, **asked: Any) -> Path | None:
+    """Likewise one that need not be there.
+
+    Raises:
+        OSError: the hub is not reached, and may have it.
+    """
+    try:
+        found = file_of(name, file, **asked)
+    except LocalEntryNotFoundError:
+        # One of those below, which says that the hub was not asked.
+        raise
+    except EntryNotFoundError:
+        return None
+    return found if found.exists() else None
 
 
 def commit_of(name: str, file: Path) -> str | None:

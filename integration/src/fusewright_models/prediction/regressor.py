@@ -214,7 +214,6 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
         if trained is not None and self.scaling == "auto":
             return trained
         if self.scaling == "none":
-            inputs = [Column(name, 0.0, 1.0) for name in names]
-            return Columns(tuple(inputs), Column("y", 0.0, 1.0))
+            return Columns(tuple(map(Column.as_is, names)), Column.as_is("y"))
         inputs = [Column.of(name, x[:, n]) for n, name in enumerate(names)]
         return Columns(tuple(inputs), Column.of("y", y))

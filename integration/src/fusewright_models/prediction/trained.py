@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from ..choices import Backend
 from ..cli.commands import read_run
 from ..cli.transformer_np import TransformerNPRun
 from ..cli.weights import load_model
 from ..data.columns import COLUMNS, Columns
-from ..models.published import file_of, name_of
+from ..models.published import name_of, optional_file_of
 from ..models.transformer_np import TransformerNP
 from ..training import RunFolder
 
@@ -49,7 +48,8 @@ def load_trained(
             load_model(model, folder)
         else:
             model = TransformerNP.from_pretrained(place, backend=backend)
-    columns = _columns_of(place)
+    file = optional_file_of(str(place), COLUMNS)
+    columns = None if file is None else Columns.read(file)
     if columns is not None and len(columns.inputs) != model.config.x_width:
         raise ValueError(
             f"wanted the {model.config.x_width} inputs of the model in {COLUMNS} of {place}; "
@@ -60,14 +60,3 @@ def load_trained(
             f"wanted a model of one output in {place}; got one of {model.config.y_width}"
         )
     return model.to(device), columns
-
-
-def _columns_of(place: Path | str) -> Columns | None:
-    try:
-        file = file_of(str(place), COLUMNS)
-    except LocalEntryNotFoundError:
-        # The hub is not reached, and may have it.
-        raise
-    except EntryNotFoundError:
-        return None
-    return Columns.read(file) if file.exists() else None

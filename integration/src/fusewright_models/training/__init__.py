@@ -6,7 +6,6 @@ from ..choices import OPTIMIZER_NAMES, PARALLELS, PRECISIONS, OptimizerName, Par
 from .captured import captures
 from .config import TrainingConfig, interval
 from .files import NotWritten
-from .loggers import tensorboard_library, tensorboard_logger, wandb_library, wandb_logger
 from .optimization import (
     adamw,
     default_decay,
@@ -16,7 +15,8 @@ from .optimization import (
     warmup_cosine,
 )
 from .processes import Processes
-from .profiling import memory_history, steps_of
+from .reporting.loggers import tensorboard_library, tensorboard_logger, wandb_library, wandb_logger
+from .reporting.profiling import memory_history, steps_of
 from .run_folder import RunFolder
 from .shortage import OutOfMemory
 from .signals import StopSignals

@@ -313,6 +313,17 @@ def leaving() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+def saved_buffers(model: nn.Module) -> list[Tensor]:
+    """What is saved of a model beside its parameters."""
+    saved = model.state_dict().keys()
+    return [x for name, x in model.named_buffers() if name in saved]
+
+
+def running_averages(model: nn.Module) -> list[Tensor]:
+    """Those of them that follow the rows of a batch, and are averaged over processes."""
+    return [x for x in saved_buffers(model) if x.is_floating_point()]
+
+
 def local(x: Tensor) -> Tensor:
     """The shard of this process; a whole tensor as it is."""
     return x.to_local() if hasattr(x, "to_local") else x

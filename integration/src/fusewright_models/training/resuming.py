@@ -8,7 +8,7 @@ from typing import Any
 from ..choices import FORMER
 from .checkpoints import Checkpoints
 from .processes import Processes
-from .record import Record
+from .reporting.record import Record
 from .run_folder import RunFolder
 
 # What every checkpoint holds.

@@ -198,6 +198,11 @@ class RunFolder:
         return self.checkpoints.load()[0]
 
 
+def is_of_training(line: dict[str, Any]) -> bool:
+    """Whether a line of metrics is a training's, which has a rate; others are of evaluations."""
+    return "lr" in line
+
+
 def _json_object(text: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text)

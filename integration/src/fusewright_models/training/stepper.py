@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .config import TrainingConfig
 from .optimizer_traits import rate_dtype, take_step
-from .processes import ALONE, Processes, local
+from .processes import ALONE, Processes, local, running_averages, saved_buffers
 from .source import Batch, Told, told_of
 
 
@@ -70,10 +70,8 @@ class Stepper:
         self.processes = processes
         self.model = self.joined(model)
         # Running averages follow the rows of all processes.
-        saved = model.state_dict().keys()
-        self.buffers = [x for name, x in model.named_buffers() if name in saved]
-        averaged = self.buffers if processes.parallel else ()
-        self.averages = [x for x in averaged if x.is_floating_point()]
+        self.buffers = saved_buffers(model)
+        self.averages = running_averages(model) if processes.several else []
         self.loss_function = torch.compile(loss_function) if config.compile else loss_function
         self.optimizer, self.config = optimizer, config
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -30,15 +30,24 @@ from .captured import make_stepper
 from .checkpoints import on_host
 from .config import TrainingConfig
 from .files import Background
-from .incidents import Incidents, Watch
 from .optimization import warmup_then
 from .optimizer_traits import kind, network_digest
-from .plots import plot_loss
 from .processes import ALONE, Processes
-from .profiling import Trace
-from .record import NOT_FINITE, Clock, Record, Speed, check_means, shown, state_of, training_line
+from .reporting.incidents import Incidents, Watch
+from .reporting.plots import plot_loss
+from .reporting.profiling import Trace
+from .reporting.record import (
+    NOT_FINITE,
+    Clock,
+    Record,
+    Speed,
+    check_means,
+    shown,
+    state_of,
+    training_line,
+)
 from .resuming import check_metrics, check_optimizer, read_state, trained_steps
-from .run_folder import RunFolder
+from .run_folder import RunFolder, is_of_training
 from .shortage import OutOfMemory, asked_for
 from .source import Batch, BatchT, Source, Told
 
@@ -315,8 +324,7 @@ class Trainer:
         self.record.noted = kept[-1]["step"] if kept else None
         for line in kept:
             self.incidents.look(line)
-        # Lines of training have a rate.
-        evaluations = [line["step"] for line in kept if "lr" not in line]
+        evaluations = [line["step"] for line in kept if not is_of_training(line)]
         self.evaluated = evaluations[-1] if evaluations else None
         # Its line may have been torn.
         self.evaluation_lost = (
@@ -328,7 +336,7 @@ class Trainer:
         self.processes.wait()
 
     def _tell_of_other_length(self, trained: int, kept: list[dict[str, Any]]) -> None:
-        rates = [line for line in kept if "lr" in line]
+        rates = [line for line in kept if is_of_training(line)]
         before = f"from {rates[-1]['lr']:.3g} at step {rates[-1]['step']} " if rates else ""
         after = self.stepper.peak_rates[0] * self._factor()
         self.record.say(

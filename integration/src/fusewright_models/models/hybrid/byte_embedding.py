@@ -72,8 +72,8 @@ class ByteEmbedding(nn.Module):
         """Those that it was made of, each as far as it was taken."""
         place = torch.arange(POSITIONS, device=self.rows.device)
         # Rows are of bytes and their places; the last stands for none.
-        table = (self.rows - BYTES * place).tolist()
-        counts = self.counts.int().tolist()
+        table = (self.rows - BYTES * place).tolist()  # sync: the words are written to a file
+        counts = self.counts.int().tolist()  # sync: likewise
         return [bytes(row[:count]) for row, count in zip(table, counts, strict=True)]
 
 

@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..devices import peak_memory, peak_tflops
+from ...devices import peak_memory, peak_tflops
+from ..processes import Processes
+from ..run_folder import RunFolder
+from ..stepper import Means
 from .loggers import Observer
-from .processes import Processes
-from .run_folder import RunFolder
-from .stepper import Means
 
 # A loss that overflows now and then is no end of a run.
 MOST_SKIPPED = 10

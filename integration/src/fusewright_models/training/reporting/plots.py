@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from .run_folder import RunFolder
+    from ..run_folder import RunFolder
 
 LIKELIHOOD = "log_likelihood"
 COLOURS = ("C0", "C1", "C2")

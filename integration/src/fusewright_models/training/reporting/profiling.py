@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from .files import writing
-from .run_folder import RunFolder
+from ..files import writing
+from ..run_folder import RunFolder
 
 TRACE, SNAPSHOT = "trace.json.gz", "memory.pickle"
 # What a snapshot tells of: so many allocations and frees, the last ones.
@@ -81,8 +81,7 @@ class Trace:
             return
         profiler, self.profiler = self.profiler, None
         if self.device.type == "cuda":
-            # What has been launched is part of the steps.
-            torch.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)  # sync: what was launched is part of the steps
         profiler.stop()
         place = self.folder.path / TRACE
         with writing(place), TemporaryDirectory(prefix="fusewright-") as made:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..run_folder import is_of_training
+
 # Log points that one is compared with, and how many of them there have to be.
 COMPARED, FEWEST = 16, 8
 # A loss so many standard deviations above their mean is a spike.
@@ -41,7 +43,7 @@ class Incidents:
 
     def look(self, line: dict[str, Any]) -> list[str]:
         """What is to be told of a line, in sentences; nothing of one that is no training's."""
-        if "lr" not in line:
+        if not is_of_training(line):
             return []
         first, self.step = self.step + 1, line["step"]
         steps = f"step {first}" if first == self.step else f"steps {first} to {self.step}"

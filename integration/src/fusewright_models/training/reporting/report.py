@@ -14,10 +14,10 @@ import matplotlib
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
+from ..run_folder import RunFolder, is_of_training
 from .incidents import Incidents
 from .plots import draw_curves, draw_speed
 from .record import readable
-from .run_folder import RunFolder
 
 REPORT, SAMPLE, PREDICTIONS = "report.html", "sample.txt", "predictions.png"
 # What a picture would say of itself.
@@ -39,8 +39,8 @@ def write_report(folder: RunFolder) -> None:
 def page(folder: RunFolder) -> str:
     """The text of it; likewise."""
     config, lines = folder.read_config(), folder.read_metrics()
-    training = [line for line in lines if "lr" in line]
-    evaluations = [line for line in lines if "lr" not in line]
+    training = [line for line in lines if is_of_training(line)]
+    evaluations = [line for line in lines if not is_of_training(line)]
     step = training[-1]["step"] if training else 0
     looked = Incidents(config.get("clip_norm", 1.0))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)

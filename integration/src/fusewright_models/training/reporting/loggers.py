@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from typing import Any
 
-from ..extras import imported
-from .run_folder import RunFolder
+from ...extras import imported
+from ..run_folder import RunFolder
 
 Observer = Callable[[dict[str, Any]], None]
 Logger = AbstractContextManager[Observer]

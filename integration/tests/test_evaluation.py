@@ -253,23 +253,24 @@ def test_losses_that_are_not_finite_are_told():
 @pytest.mark.parametrize(
     ("asked", "wanted"),
     [
-        ({}, {"tokens": 256, "temperature": 0.0, "until": []}),
-        ({"until": "\n", "top_p": 0.9}, {"tokens": 256, "temperature": 0.0, "until": ["\n"]}),
+        ({}, {}),
+        ({"until": "\n", "top_p": 0.9}, {"until": ["\n"]}),
         (
             {"until": ["a", "b"], "max_new_tokens": 7, "do_sample": False, "temperature": 0.7},
-            {"tokens": 7, "temperature": 0.0, "until": ["a", "b"]},
+            {"tokens": 7, "until": ["a", "b"]},
         ),
         (
             {"max_gen_toks": 3, "do_sample": True},
-            {"tokens": 3, "temperature": 1.0, "until": []},
+            {"tokens": 3, "temperature": 1.0},
         ),
-        ({"temperature": 0.5}, {"tokens": 256, "temperature": 0.5, "until": []}),
+        ({"temperature": 0.5, "top_p": 0.9}, {"temperature": 0.5, "top_p": 0.9}),
     ],
 )
 def test_what_tasks_say_of_writing_is_served(asked, wanted):
-    assert scoring.generation_options(asked) == wanted
+    others = {"tokens": 256, "temperature": 0.0, "top_p": 1.0, "until": []}
+    assert scoring.generation_options(asked) == others | wanted
 
 
 def test_what_is_not_served_of_drawn_texts_is_refused():
-    with pytest.raises(ValueError, match=r"of texts that are drawn; got top_p"):
-        scoring.generation_options({"do_sample": True, "top_p": 0.5})
+    with pytest.raises(ValueError, match=r"of texts that are drawn; got top_k"):
+        scoring.generation_options({"do_sample": True, "top_k": 5})

@@ -150,8 +150,12 @@ def test_trained_model_continues_a_prompt(finished):
     flags = ["--prompt", "line 7", "--tokens", "6"]
     first = run("generate", finished[0], *flags)
     assert first.exit_code == 0, first.output
-    assert first.output.startswith("line 7")
-    assert run("generate", finished[0], *flags).output == first.output
+    assert first.stdout.startswith("line 7")
+    assert run("generate", finished[0], *flags).stdout == first.stdout
+    flags = [*flags, "--prompt", "of", "--temperature", "0"]
+    drafted = run("generate", finished[0], *flags, "--speculate")
+    assert drafted.stdout == run("generate", finished[0], *flags).stdout
+    assert re.search(r"wrote 12 at .* accepted [\d.]+% of \d+ drafts\n$", drafted.stderr)
     assert "wanted a run of titan-mac; " in run("titan-mac", "--resume", finished[0]).output
 
 

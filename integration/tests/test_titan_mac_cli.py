@@ -364,26 +364,50 @@ def test_run_of_another_model_is_not_resumed(finished):
     assert_refused(result, "wanted a run of transformer-np")
 
 
+PROMPTS = ["line 7", "of 9", "line 12 of"]
+
+
 def test_trained_model_continues_a_prompt(finished):
     flags = ["--prompt", "line 7", "--tokens", "12"]
     first = run("generate", finished, *flags)
     assert first.exit_code == 0, first.output
-    assert first.output.startswith("line 7")
-    assert run("generate", finished, *flags).output == first.output
-    assert run("generate", finished, *flags, "--seed", "1").output != first.output
+    assert first.stdout.startswith("line 7")
+    assert run("generate", finished, *flags).stdout == first.stdout
+    assert run("generate", finished, *flags, "--seed", "1").stdout != first.stdout
     cold = run("generate", finished, *flags, "--temperature", "0")
-    assert (
-        cold.output == run("generate", finished, *flags, "--temperature", "0", "--seed", 3).output
-    )
+    other = run("generate", finished, *flags, "--temperature", "0", "--seed", 3)
+    assert cold.stdout == other.stdout
+    # Less than the likeliest token has.
+    assert run("generate", finished, *flags, "--top-p", "1e-6").stdout == cold.stdout
+    wanted = r"read 6 tokens at [\d,]+ tokens/s, wrote 12 at [\d,]+ tokens/s\n"
+    assert re.fullmatch(wanted, first.stderr)
+
+
+def test_several_prompts_are_continued_as_each_alone(finished, tmp_path):
+    flags = ["--tokens", "9", "--temperature", "0"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("of 9\n\nline 12 of\n")
+    found = run("generate", finished, *flags, "--prompt", "line 7", "--prompts", file)
+    assert found.exit_code == 0, found.output
+    alone = [run("generate", finished, *flags, "--prompt", each) for each in PROMPTS]
+    assert found.stdout == "".join(each.stdout for each in alone)
+    assert "read 12 tokens at " in found.stderr
+    assert ", wrote 27 at " in found.stderr
+    assert run("generate", finished, *flags).stdout.startswith("def ")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", ""], "wanted prompts [B, P] with P >= 1; got [1, 0]"),
+        (["--prompt", ""], "wanted prompts [P] with P >= 1; got [0]"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
         (["--temperature", "-1"], "Invalid value for '--temperature'"),
         (["--device", "quantum"], "--device must be cpu, cuda or cuda:N; got 'quantum'"),
+        (["--top-p", "0"], "top_p must be above 0 and at most 1; got 0.0"),
+        (["--top-p", "2"], "Invalid value for '--top-p'"),
+        (["--speculate"], "wanted a run of hybrid beside --speculate, whose model drafts tokens;"),
+        (["--prompts", "/dev/null"], "wanted a prompt on a line of /dev/null; got none"),
+        (["--prompts", "/no/such"], "No such file or directory: '/no/such'"),
     ],
     ids=flags_of,
 )

@@ -29,6 +29,12 @@ def checked_device(name: str) -> torch.device:
         raise ValueError(f"--device {name}: {reason}") from error
 
 
+def wait_for(device: torch.device) -> None:
+    """Until it has computed all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # sync: the host takes the time
+
+
 def peak_tflops(device: torch.device) -> float | None:
     """Of a GPU of that kind; None of others."""
     if device.type != "cuda":

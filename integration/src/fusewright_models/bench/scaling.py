@@ -24,6 +24,7 @@ from ..cli.presets import TRANSFORMER_NP
 from ..cli.transformer_np import negative_log_likelihood
 from ..data import make_sampler
 from ..data.sizes import Size
+from ..devices import wait_for
 from ..models.hybrid import HYBRID, HybridLM
 from ..models.titan_mac import TITAN_MAC, TitanMAC
 from ..models.transformer_np import TransformerNP, TransformerNPConfig
@@ -232,10 +233,10 @@ def measure(subject: Subject, way: Way, all_of_them: Processes, steps: int, say:
             stepper.take(1.0, sample)
 
     def timed(work: Callable[[], object]) -> float:
-        wait(device)
+        wait_for(device)
         start = time.perf_counter()
         work()
-        wait(device)
+        wait_for(device)
         return 1e3 * (time.perf_counter() - start)
 
     communication = None
@@ -255,11 +256,6 @@ def measure(subject: Subject, way: Way, all_of_them: Processes, steps: int, say:
 def averaged(held: HeldGradients, times: int) -> None:
     for _ in range(times):
         held.average_()
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # sync: the host takes the time
 
 
 def bench_scaling(

@@ -215,18 +215,41 @@ def predict_command(
 @app.command("generate")
 def generate_command(
     run: Annotated[Path, typer.Argument(help="Results folder of a titan-mac or hybrid run.")],
-    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, help="How many follow.")] = SAMPLE_TOKENS,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="A text to continue; repeatable. Default: def and a blank."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of such texts, one on each line.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many follow each.")] = SAMPLE_TOKENS,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the most likely token.")
     ] = TEMPERATURE,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Draw from the fewest tokens whose probabilities together reach it.",
+        ),
+    ] = 1.0,
+    speculate: Annotated[
+        bool,
+        typer.Option(
+            "--speculate",
+            help="Draft each second token by what HybridLM predicts of it: the same text in "
+            "distribution, in fewer steps, one prompt after the other.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of all draws.")] = 0,
     device: Annotated[str | None, typer.Option(help="Default: the run's own.")] = None,
 ) -> None:
-    """Continue a text with a trained language model, token by token: its state stands for what it
-    has read.
+    """Continue texts with a trained language model, token by token: its state stands for what it
+    has read. Tells how many tokens a second it read and wrote.
     """
     from .generate import generate_text
 
-    asked: dict[str, Any] = {"prompt": prompt, "tokens": tokens, "temperature": temperature}
-    generate_text(run, **asked, seed=seed, device=device)
+    of_prompts: dict[str, Any] = {"prompt": prompt or [], "prompts": prompts, "drafts": speculate}
+    options: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_p": top_p}
+    generate_text(run, **of_prompts, **options, seed=seed, device=device)

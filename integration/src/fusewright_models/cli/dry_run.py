@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..devices import peak_tflops
+from ..devices import peak_tflops, wait_for
 from ..training import TrainingConfig
 from .commands import Run
 
@@ -155,11 +155,11 @@ def product_rate(device: torch.device, training: TrainingConfig) -> float:
     x = torch.ones(size, size, device=device, dtype=dtype)
 
     def seconds(times: int) -> float:
-        _wait(device)
+        wait_for(device)
         begun = time.perf_counter()
         for _ in range(times):
             x @ x
-        _wait(device)
+        wait_for(device)
         return time.perf_counter() - begun
 
     # The first one sets the library up.
@@ -168,11 +168,6 @@ def product_rate(device: torch.device, training: TrainingConfig) -> float:
     while (passed := seconds(times)) < MEASURED:
         times *= 2
     return times * 2 * size**3 / passed
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # sync: the host takes the time
 
 
 def memory(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..models.hybrid import HybridConfig, HybridLM
+from ..models.hybrid import Drafting, HybridConfig, HybridLM, Reading
 from ..models.hybrid.config import check_recomputed_once
 from ..text import Corpus, TextBatch, Windows
 from ..training import Told
@@ -46,19 +46,6 @@ class WarmedWindows:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.windows.load_state_dict(state)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The model as `generate` knows one."""
-
-    model: HybridLM
-
-    def __call__(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        return self.model.read(tokens, state)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden)
 
 
 class HybridRun(HybridSettings, TextRun):
@@ -128,6 +115,9 @@ class HybridRun(HybridSettings, TextRun):
 
     def reading(self, model: HybridLM) -> Reading:
         return Reading(model)
+
+    def drafting(self, model: HybridLM) -> Drafting:
+        return Drafting(model)
 
     def blocks(self, model: HybridLM) -> Iterable[nn.Module]:
         # A reversible stack wants its parameters whole.

@@ -29,6 +29,7 @@ from ..text import (
     default_cache,
     documents,
     evaluate_text,
+    generate,
     hub_commit,
     local_place,
     make_tokenizer,
@@ -36,6 +37,7 @@ from ..text import (
 )
 from ..text.evaluation import LanguageModel
 from ..text.generation import StreamingModel, continued
+from ..text.speculation import DraftingModel
 from ..training import RunFolder, Trainer
 from ..training.evaluations import part_size
 from ..training.processes import ALONE, Processes, leaving
@@ -113,6 +115,17 @@ class TextRun(TextSettings, Run):
     def reading(self, model: Any) -> StreamingModel:
         """What continues a text."""
         return model
+
+    def drafting(self, model: Any) -> DraftingModel:
+        """What continues it by drafts.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        raise ValueError(
+            f"wanted a run of hybrid beside --speculate, whose model drafts tokens; got one of "
+            f"{self.model_name}"
+        )
 
     def model(self, tokens: int, *, device: torch.device | str | None = None) -> Any:
         """The model of this run, over a tokenizer's vocabulary of that size, on the run's device
@@ -332,8 +345,9 @@ def _sample(model: StreamingModel, corpus: Corpus, seed: int) -> tuple[bytes, by
     """The beginning of the held-out text, and how the model continues it."""
     prompt = corpus.held_out[:PROMPT_TOKENS].cpu().numpy()
     options: dict[str, Any] = {"tokens": SAMPLE_TOKENS, "temperature": TEMPERATURE, "seed": seed}
-    text = continued(model, corpus.tokenizer, prompt, device=corpus.held_out.device, **options)
-    return corpus.tokenizer.decode(prompt), text
+    device, tokenizer = corpus.held_out.device, corpus.tokenizer
+    (text,), _ = continued(generate, model, tokenizer, [prompt], device=device, **options)
+    return tokenizer.decode(prompt), text
 
 
 def _show_sample(console: Console, folder: RunFolder, sample: tuple[bytes, bytes]) -> None:

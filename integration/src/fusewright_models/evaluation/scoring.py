@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.hybrid import HybridLM
+from ..models.hybrid import HybridLM, Reading
 from ..models.titan_mac import TitanMAC
 from ..text import Tokenizer, generate
 
@@ -35,7 +35,7 @@ MOST_TOKENS = 256
 # What tasks call the number of tokens to write.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # What a request may say of drawing; more would be left out in silence.
-DRAWN = {"do_sample", "temperature", "until", *LENGTHS}
+DRAWN = {"do_sample", "temperature", "top_p", "until", *LENGTHS}
 
 
 class Window(NamedTuple):
@@ -146,6 +146,7 @@ class Scorer:
         tokens: int,
         until: Sequence[str] = (),
         temperature: float = 0.0,
+        top_p: float = 1.0,
     ) -> list[str]:
         """What the model writes after each context, whose last `length` tokens are read.
 
@@ -157,44 +158,32 @@ class Scorer:
             contexts: what is to be continued.
             tokens: at most so many, 1 or more.
             until: texts that end it.
-            temperature: logits are divided by it; 0 takes the most likely token.
+            temperature, top_p: as of `generate`.
 
         Raises:
             ValueError: as `generate`.
         """
         stops = [text.encode("utf-8", errors="replace") for text in until if text]
-        prompts = [self._prompt(context) for context in contexts]
+        prompts = [torch.from_numpy(self._prompt(context)) for context in contexts]
+        model = Reading(self.model) if isinstance(self.model, HybridLM) else self.model
         found = [""] * len(prompts)
-        # The states of a batch have read equally much.
-        for places in _by_length(prompts, self.batch_size):
-            for place, text in self._continued(prompts, places, stops, tokens, temperature):
-                found[place] = text
+        # A batch reads at once what its shortest prompt has.
+        order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
+        for start in range(0, len(order), self.batch_size):
+            places = order[start : start + self.batch_size]
+            with self._computing():
+                drawn = generate(
+                    model,
+                    [prompts[place].to(self.device) for place in places],
+                    tokens=tokens,
+                    temperature=temperature,
+                    top_p=top_p,
+                    vocab_size=self.tokenizer.vocab_size,
+                    enough=lambda row: self._text(np.array(row), stops)[1],
+                )
+            for place, row in zip(places, drawn.tokens, strict=True):
+                found[place] = self._text(row.cpu().numpy(), stops)[0]
         return found
-
-    @torch.no_grad()
-    def _continued(
-        self,
-        prompts: list[np.ndarray],
-        places: list[int],
-        stops: list[bytes],
-        tokens: int,
-        temperature: float,
-    ) -> list[tuple[int, str]]:
-        def enough(drawn: Tensor) -> bool:
-            return all(self._text(row, stops)[1] for row in drawn.cpu().numpy())
-
-        batch = torch.from_numpy(np.stack([prompts[place] for place in places]))
-        with self._computing():
-            drawn = generate(
-                _Reading(self.model),
-                batch.to(self.device),
-                tokens=tokens,
-                temperature=temperature,
-                vocab_size=self.tokenizer.vocab_size,
-                enough=enough,
-            )
-        texts = [self._text(row, stops)[0] for row in drawn.cpu().numpy()]
-        return list(zip(places, texts, strict=True))
 
     def _text(self, tokens: np.ndarray, stops: list[bytes]) -> tuple[str, bool]:
         """What tokens say up to their end, and whether that has come."""
@@ -285,7 +274,7 @@ def generation_options(asked: dict[str, Any]) -> dict[str, Any]:
     """Options of `Scorer.continuations` from what a task says.
 
     Raises:
-        ValueError: it says what is not served, such as top_p of texts that are drawn.
+        ValueError: it says what is not served, such as top_k of texts that are drawn.
     """
     tokens = [asked[name] for name in LENGTHS if asked.get(name) is not None]
     until = asked.get("until") or []
@@ -299,33 +288,10 @@ def generation_options(asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "tokens": int(tokens[0]) if tokens else MOST_TOKENS,
         "temperature": (temperature or 1.0) if drawn else 0.0,
+        "top_p": float(asked.get("top_p") or 1.0) if drawn else 1.0,
         "until": [until] if isinstance(until, str) else list(until),
     }
 
 
-class _Reading(NamedTuple):
-    """A model as `generate` knows one."""
-
-    model: TitanMAC | HybridLM
-
-    def __call__(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        if isinstance(self.model, HybridLM):
-            return self.model.read(tokens, state)
-        return self.model(tokens, state)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden)
-
-
 def _hidden(model: TitanMAC | HybridLM, tokens: Tensor) -> Tensor:
     return model(tokens) if isinstance(model, HybridLM) else model(tokens)[0]
-
-
-def _by_length(prompts: list[np.ndarray], most: int) -> Iterator[list[int]]:
-    """Places of prompts of one length, so many at a time."""
-    places: dict[int, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        places.setdefault(len(prompt), []).append(place)
-    for alike in places.values():
-        for start in range(0, len(alike), most):
-            yield alike[start : start + most]

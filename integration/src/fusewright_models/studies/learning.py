@@ -38,7 +38,7 @@ from ..bench.results import environment_name
 from ..cli.commands import optimizer_of, usage_errors
 from ..cli.transformer_np import TransformerNPRun, negative_log_likelihood
 from ..data import Digits, HeldOut, Sampler, Task, attainable_log_likelihood
-from ..devices import checked_device
+from ..devices import checked_device, wait_for
 from ..training import Trainer
 from .results import write
 
@@ -330,8 +330,7 @@ class Training:
         return {"log likelihood": found.log_likelihood}
 
     def _wait(self) -> None:
-        if self.trainer.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.device)  # sync: the host takes the time
+        wait_for(self.trainer.device)
 
 
 def train_all(

@@ -7,7 +7,8 @@ from .cache import cached_corpus, default_cache
 from .corpus import Corpus, read_corpus
 from .documents import data_digest, documents, hub_commit, local_place
 from .evaluation import TextEvaluation, evaluate_text
-from .generation import generate
+from .generation import Generated, generate
+from .speculation import speculate
 from .tokens import ByteTokenizer, LibraryTokenizer, Tokenizer, make_tokenizer
 from .windows import DocumentWindows, TextBatch, Windows
 
@@ -16,6 +17,7 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "DocumentWindows",
+    "Generated",
     "LibraryTokenizer",
     "TextBatch",
     "TextEvaluation",
@@ -31,4 +33,5 @@ __all__ = [
     "local_place",
     "make_tokenizer",
     "read_corpus",
+    "speculate",
 ]

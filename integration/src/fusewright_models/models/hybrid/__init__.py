@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .config import HYBRID, MODES, HybridConfig
 from .model import HybridLM, Losses
+from .reading import Drafting, Reading
 
-__all__ = ["HYBRID", "MODES", "HybridConfig", "HybridLM", "Losses"]
+__all__ = ["HYBRID", "MODES", "Drafting", "HybridConfig", "HybridLM", "Losses", "Reading"]

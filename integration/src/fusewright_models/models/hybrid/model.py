@@ -236,6 +236,18 @@ class HybridLM(nn.Module, Published):
                 beside a group.
             RuntimeError: parameters are sharded, beside a group.
         """
+        h, caches = self.read_unnormed(tokens, caches, group=group)
+        return self.normed(h), caches
+
+    @torch.no_grad()
+    def read_unnormed(
+        self,
+        tokens: Tensor,
+        caches: Caches | None = None,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, Caches]:
+        """`read`, but for the last norm: hidden rows ``[B, T, C]`` for `normed` and `draft`."""
         check_tokens(tokens, self.head.weight.device)
         if group is not None:
             if caches is not None:
@@ -243,8 +255,7 @@ class HybridLM(nn.Module, Published):
                     "wanted no caches beside a group, whose first process begins the rows; got some"
                 )
             with self._precision():
-                h, caches = self._read_part(tokens, group)
-                return self.final_norm(h), caches
+                return self._read_part(tokens, group)
         caches = {} if caches is None else caches
         # The first layer is no sparse one.
         if caches and len(caches[0].state) != len(tokens):
@@ -253,7 +264,45 @@ class HybridLM(nn.Module, Published):
                 f"got {len(tokens)} rows"
             )
         with self._precision():
-            return self.final_norm(self._hidden(tokens, caches=caches).x.mean(-2)), caches
+            return self._hidden(tokens, caches=caches).x.mean(-2), caches
+
+    def normed(self, h: Tensor) -> Tensor:
+        """Hidden rows ``[.., C]`` after the last norm, for `logits`."""
+        with self._precision():
+            return self.final_norm(h)
+
+    @torch.no_grad()
+    def draft(
+        self, h: Tensor, following: Tensor, caches: Caches | None = None
+    ) -> tuple[Tensor, Caches]:
+        """What the second layer makes of tokens and the one after each: hidden rows ``[B, T, C]``,
+        normed, for the logits of the token after next, and its cache then, which is the given one.
+        No gradients.
+
+        Args:
+            h: ``[B, T, C]``, of `read_unnormed`, T >= 1: of the tokens that follow what the cache
+                has been given.
+            following: ``[B, T]``, the token after each.
+            caches: of an earlier call of this; none of `read`'s.
+
+        Raises:
+            TypeError, ValueError: following are no tokens as in `forward`, or not as many as h.
+        """
+        check_tokens(following, self.head.weight.device)
+        if h.shape[:2] != following.shape:
+            raise ValueError(
+                f"wanted a token after each of {list(h.shape[:2])}; got {list(following.shape)}"
+            )
+        caches = {} if caches is None else caches
+        with self._precision():
+            streams = self._fused(h, following)
+            delta, _ = self.second.force(streams, tape=None, caches=caches)
+            return self.final_norm((streams + delta).mean(-2)), caches
+
+    def _fused(self, h: Tensor, following: Tensor) -> Tensor:
+        """The streams of the second layer."""
+        joined = torch.cat([h, self.embedding(following).to(h.dtype)], -1)
+        return replicated(self.fusion(joined).to(h.dtype), self.config.streams)
 
     def _read_part(self, tokens: Tensor, group: ProcessGroup) -> tuple[Tensor, Caches]:
         """What the stack makes of this process's tokens, ``[B, T, C]``, and the caches then."""
@@ -376,9 +425,7 @@ class HybridLM(nn.Module, Published):
         h = passed.x.mean(-2)
         following = self._cross_entropy(h, targets)
         # Behind the last target of a row any token will do: nothing before it sees that.
-        known = self.embedding(targets[:, :-1].clamp(min=0))
-        joined = torch.cat([h[:, :-1], known.to(h.dtype)], -1)
-        streams = replicated(self.fusion(joined).to(h.dtype), self.config.streams)
+        streams = self._fused(h[:, :-1], targets[:, :-1].clamp(min=0))
         context: dict[str, Any] = dict(given=most, observe=listen, documents=rest)
         delta, own = self.second.force(streams, tape=None, **context)
         second = self._cross_entropy((streams + delta).mean(-2), later)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import typer
 from fusewright_models.bench.depth import COLUMNS as DEPTH_COLUMNS
+from fusewright_models.bench.generation import COLUMNS as GENERATE_COLUMNS
 from fusewright_models.bench.matrix import AGAINST as MATRIX_AGAINST
 from fusewright_models.bench.matrix import COLUMNS as MATRIX_COLUMNS
 from fusewright_models.bench.matrix import NAMED as MATRIX_NAMED
@@ -76,6 +77,12 @@ TOLD_OF_DEPTH = (
     "and optimizer: [{name}]({name}). Activations are the peak of both passes without "
     "choices, which are the selections that are kept for the backward pass, and without the "
     "gradients of layers that are done."
+)
+GENERATE_HEADER = "model | case | provider | reading | drawing | accepted | GiB"
+TOLD_OF_GENERATE = (
+    "Texts that are continued, eager, with drawn weights, in tokens/s of all B prompts together: "
+    "[{name}]({name}). Reading is of their T tokens at once, drawing of what follows them, "
+    "speculative by drafts, one prompt after the other; accepted is the share of these."
 )
 COMPARED = {
     "titan-mac": "TitanMAC, held-out bits per byte",
@@ -193,6 +200,19 @@ def depth_rows(path: Path) -> list[tuple[str, ...]]:
     return [
         (row["case"], row["mode"], *(f"{float(row[x]):,.1f}" if row[x] else "" for x in names))
         for row in rows_of(path, DEPTH_COLUMNS) or ()
+    ]
+
+
+def generate_rows(path: Path) -> list[tuple[str, ...]]:
+    """A line for each way of continuing texts at each case."""
+    return [
+        (
+            *(row[name] for name in ("op", "case", "provider")),
+            *(f"{float(row[name]):,.0f}" for name in ("reading", "drawing")),
+            f"{float(row['acceptance']):.1%}" if row["acceptance"] else "",
+            gib(row),
+        )
+        for row in rows_of(path, GENERATE_COLUMNS) or ()
     ]
 
 
@@ -385,6 +405,7 @@ def made(folder: Path) -> str:
             ("matrix", TOLD_OF_MATRIX, MATRIX_HEADER, matrix_rows, len(MATRIX_NAMED)),
             ("switches", TOLD_OF_SWITCHES, SWITCHES_HEADER, switch_rows, 2),
             ("depth", TOLD_OF_DEPTH, DEPTH_HEADER, depth_rows, 2),
+            ("generate", TOLD_OF_GENERATE, GENERATE_HEADER, generate_rows, 3),
         ):
             beside = path.with_name(f"{name}-{path.name}")
             if beside.is_file():

@@ -197,6 +197,21 @@ def test_depths_have_a_table_of_their_own(report, folder):
     ]
 
 
+def test_continued_texts_have_a_table_of_their_own(report, folder):
+    case = "dim=512 layers=12 B=1 T=512 tokens=32 temperature=1"
+    lines = [
+        f"HybridLM,{case},fusewright,45000.4,81.5,,1024.0",
+        f"HybridLM,{case},fusewright-speculative,44000,120.4,0.7512,1536.0",
+    ]
+    head = ",".join(report.GENERATE_COLUMNS)
+    (folder / f"results/generate-{NAME}.csv").write_text("\n".join([head, *lines, ""]))
+    found = [line for line in report.made(folder).splitlines() if line.startswith("| HybridLM")]
+    assert found == [
+        f"| HybridLM | {case} | fusewright | 45,000 | 82 |  | 1.0 |",
+        f"| HybridLM | {case} | fusewright-speculative | 44,000 | 120 | 75.1% | 1.5 |",
+    ]
+
+
 def points(optimizer: str, lr: float, scores: list[float], *, grid=(0.1, 0.2, 0.4)) -> list[Point]:
     def point(phase, rate, seed, step, score):
         return Point("titan-mac", optimizer, phase, rate, seed, step, 1.0, score, step / 10)

@@ -20,6 +20,7 @@ from ..models.titan_mac import TITAN_MAC, Variant
 from ..models.transformer_np import TransformerNPConfig
 from ..training.processes import join, leaving
 from .depth import DepthHarness
+from .generation import GenerationHarness
 from .harness import Harness
 from .hybrid import PROVIDER_NAMES as HYBRID_PROVIDERS
 from .hybrid import SHAPES as HYBRID_SHAPES
@@ -30,12 +31,17 @@ from .results import environment_name
 from .scaling import MODEL_NAMES, WAYS, bench_scaling, check_launched, subject_of, ways_of
 from .shapes import SHAPES, Shape, parsed
 from .switches import SwitchesHarness
-from .text import TextShape
+from .text import TextHarness, TextShape
 from .titan_mac import PROVIDER_NAMES as TITAN_MAC_PROVIDERS
 from .titan_mac import SHAPES as TITAN_MAC_SHAPES
 from .titan_mac import TitanMACHarness
 from .transformer_np import TransformerNPHarness
 
+# Models that continue texts: how they are measured, their presets and the usual one.
+GENERATING: dict[str, tuple[type[TextHarness], Mapping[str, Any], str]] = {
+    "titan-mac": (TitanMACHarness, TITAN_MAC, "l4"),
+    "hybrid": (HybridHarness, HYBRID, "mini"),
+}
 Device = Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")]
 Seconds = Annotated[
     float, typer.Option(min=0.0, help="About how long one provider is timed at one shape.")
@@ -204,6 +210,42 @@ def hybrid(
     bench_all(shapes, harness.bench, providers)
 
 
+def generate(
+    model: Annotated[str, typer.Argument(help=f"Of {', '.join(GENERATING)}.")],
+    preset: Annotated[str | None, typer.Option(help="Default: l4 or mini.")] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape", help="B,T: prompts and their tokens; repeatable. Default: 1,512 and 16,512."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="That follow each prompt.")] = 32,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the most likely token.")
+    ] = 1.0,
+    device: Device = "cuda",
+    seconds: Seconds = 2.0,
+    check: Annotated[
+        bool, typer.Option(help="Hold losses of tokens read one by one against fp32.")
+    ] = True,
+    out: Out = None,
+) -> None:
+    """Time texts that TitanMAC or HybridLM continue, with drawn weights: tokens/s of reading
+    prompts and of drawing what follows, token by token and, of HybridLM, by drafts.
+
+    The exit code is 1 where ours fails.
+    """
+    with usage_errors():
+        if model not in GENERATING:
+            raise ValueError(f"model must be of {', '.join(GENERATING)}; got {model!r}")
+        kind, configs, usual = GENERATING[model]
+        given = shape or ["1,512", "16,512"]
+        config, shapes = config_and_shapes(preset or usual, configs, given, {})
+        where = checked_device(device)
+    harness = made(kind, config, where, seconds, check, out)
+    bench_all(shapes, GenerationHarness(harness, tokens, temperature).bench)
+
+
 @leaving()
 def scaling(
     model: Annotated[str, typer.Argument(help=f"Of {', '.join(MODEL_NAMES)}.")],
@@ -270,6 +312,7 @@ app.callback(invoke_without_command=True)(main)
 app.command("matrix")(matrix)
 app.command("titan-mac")(titan_mac)
 app.command("hybrid")(hybrid)
+app.command("generate")(generate)
 app.command("scaling")(scaling)
 
 if __name__ == "__main__":

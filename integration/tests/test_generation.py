@@ -185,11 +185,11 @@ def test_models_continue_as_if_they_read_everything_again(kind):
     """
     model = made(kind)
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(256, (n,), generator=generator) for n in (9, 4, 9, 7, 25)]
-    found = generate(model, prompts, tokens=12, temperature=0.0)
+    prompts = [torch.randint(256, (n,), generator=generator) for n in (9, 4, 25)]
+    found = generate(model, prompts, tokens=8, temperature=0.0)
     for prompt, row in zip(prompts, found.tokens, strict=True):
         text = prompt.unsqueeze(0)
-        for _ in range(12):
+        for _ in range(8):
             hidden, _ = model(text)
             text = torch.cat([text, model.logits(hidden[:, -1]).argmax(-1, keepdim=True)], dim=1)
         assert torch.equal(row, text[0, len(prompt) :])

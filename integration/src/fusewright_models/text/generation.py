@@ -82,7 +82,8 @@ def generate(
     ends: Collection[int] = (),
     enough: Enough | None = None,
 ) -> Generated:
-    """Draw a continuation of every prompt, as it would be drawn of that prompt alone.
+    """Draw a continuation of every prompt: what it would have alone, but for rounding and for the
+    random numbers that it gets.
 
     All rows of a batch stand at the same position, since a state has one: prompts are read at once
     as far as the shortest goes, and the longer ones then token by token, while those that are at
